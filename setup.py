@@ -1,0 +1,35 @@
+"""Package metadata; tool settings are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "trainkit/__init__.py").read_text()).group(1)  # type: ignore[union-attr]
+
+TENSORBOARD = ["tensorboard"]
+TEST = ["pytest"]
+
+setup(
+    name="trainkit",
+    version=VERSION,
+    description="A small, exact and fast training core for PyTorch in the style of detectron2's engine",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["trainkit", "trainkit.*"]),
+    package_data={"trainkit": ["py.typed"]},
+    install_requires=["torch>=2.6", "numpy", "fvcore", "tabulate"],
+    extras_require={
+        "tensorboard": TENSORBOARD,
+        "test": [*TEST, *TENSORBOARD],
+        "dev": [*TEST, *TENSORBOARD, "ruff", "mypy", "types-tabulate", "types-PyYAML"],
+    },
+    classifiers=[
+        "License :: OSI Approved :: Apache Software License",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

@@ -1,0 +1,3 @@
+"""Placeholder while the config area is built."""
+
+from fvcore.common.config import CfgNode  # noqa: F401
