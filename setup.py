@@ -25,7 +25,7 @@ setup(
     extras_require={
         "tensorboard": TENSORBOARD,
         "test": [*TEST, *TENSORBOARD],
-        "dev": [*TEST, *TENSORBOARD, "ruff", "mypy", "types-tabulate", "types-PyYAML"],
+        "dev": [*TEST, *TENSORBOARD, "ruff", "mypy"],
     },
     classifiers=[
         "License :: OSI Approved :: Apache Software License",

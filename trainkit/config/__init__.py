@@ -1,0 +1,20 @@
+"""Configs: a CfgNode with trainkit's keys, lengths in iterations or epochs, and constructors that take a config."""
+
+from trainkit.config.config import CfgNode
+from trainkit.config.configurable import configurable
+from trainkit.config.defaults import get_cfg
+from trainkit.config.errors import ConfigError
+from trainkit.config.imports import import_modules
+from trainkit.config.lengths import LENGTH_KEYS, Epochs, parse_length, resolve_lengths
+
+__all__ = [
+    "CfgNode",
+    "ConfigError",
+    "configurable",
+    "get_cfg",
+    "import_modules",
+    "Epochs",
+    "LENGTH_KEYS",
+    "parse_length",
+    "resolve_lengths",
+]

@@ -1,3 +1,143 @@
-"""Placeholder while the config area is built."""
+"""CfgNode: fvcore's config node, merged strictly, with errors that say the full key."""
 
-from fvcore.common.config import CfgNode  # noqa: F401
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, Any
+
+from fvcore.common.config import CfgNode as _FvcoreCfgNode
+
+from trainkit.config.errors import ConfigError
+from trainkit.config.lengths import LENGTH_KEYS
+from trainkit.config.merge import merge_node, parse_literal, plain_value, untyped_keys
+from trainkit.config.yaml_files import dump_yaml, load_yaml, overlay, read_layers
+
+
+class CfgNode(_FvcoreCfgNode):
+    """A node of a config: keys with values or further nodes, as attributes and as items.
+
+    Merging checks every value against the one it replaces, and changes all or nothing. A bool takes a bool, an int
+    takes an int, a float also an int, a list or a tuple either (and stays what it was), a key of ``LENGTH_KEYS`` also
+    epochs. A key whose default is None, and one that a node with ``new_allowed`` got by merging, takes anything.
+    """
+
+    def __setattr__(self, name: str, val: Any) -> None:
+        was_none = name in self and self[name] is None
+        super().__setattr__(name, val)
+        if was_none:
+            untyped_keys(self).add(name)
+
+    @classmethod
+    def load_yaml_with_base(cls, filename: str | os.PathLike[str], allow_unsafe: bool = False) -> dict[str, Any]:
+        """Read a file and those it inherits from by ``_BASE_`` (a path or a list, relative to the file), itself last.
+
+        ``_DELETE_: True`` in a node drops what the inherited files said about it.
+
+        Raises:
+            ConfigError: see ``merge_from_file``.
+        """
+        _refuse_unsafe(allow_unsafe)
+        content: dict[str, Any] = {}
+        for _, layer in read_layers(filename):
+            content = overlay(content, layer)
+        return content
+
+    @classmethod
+    def load_cfg(cls, cfg_file_obj_or_str: str | IO[str]) -> "CfgNode":
+        """A config of its own from YAML text or an open YAML file; any key is taken."""
+        name = getattr(cfg_file_obj_or_str, "name", "<text>")
+        return cls(plain_value(name, load_yaml(cfg_file_obj_or_str, name)))
+
+    def merge_from_file(self, cfg_filename: str | os.PathLike[str], allow_unsafe: bool = False) -> None:
+        """Merge a YAML file, and before it those it inherits from (see ``load_yaml_with_base``).
+
+        Args:
+            allow_unsafe: for the signature only; YAML that runs code is never read.
+
+        Raises:
+            ConfigError: a file cannot be read, is no safe YAML, or has a key or value that does not fit.
+        """
+        _refuse_unsafe(allow_unsafe)
+        content: dict[str, Any] = {}
+        for path, layer in read_layers(cfg_filename):
+            try:
+                self._check_merge(overlay({}, layer))  # alone, so that an error names its own file
+            except ConfigError as error:
+                raise ConfigError(f"{path}: {error}") from None
+            content = overlay(content, layer)
+        self._merge(content)
+
+    def merge_from_other_cfg(self, cfg_other: Mapping[str, Any]) -> None:
+        """Merge another config, or a nested dict.
+
+        Raises:
+            ConfigError: a key or value does not fit.
+        """
+        self._merge(cfg_other)
+
+    def merge_from_list(self, cfg_list: Sequence[Any]) -> None:
+        """Merge ``[KEY, VALUE, KEY, VALUE, ...]``, such as the trailing options of a command line.
+
+        A VALUE of type str is read as a Python literal, and stays text if it is none or if its key takes text.
+
+        Raises:
+            ConfigError: the items are not in pairs, or a key or value does not fit.
+        """
+        layers = []
+        for full_key, value in _pairs(cfg_list):
+            layer = self._parse(full_key, value) if isinstance(value, str) else value
+            for name in reversed(full_key.split(".")):
+                layer = {name: layer}
+            layers.append(layer)
+        self._merge(*layers)
+
+    def dump(self, **kwargs: Any) -> str:
+        """The config as YAML that ``merge_from_file`` reads back; ``kwargs`` are those of ``yaml.dump``."""
+        return dump_yaml({name: plain_value(name, value) for name, value in self.items()}, **kwargs)
+
+    def _merge(self, *others: Mapping[str, Any]) -> None:
+        self._check_merge(*others)
+        for other in others:
+            merge_node(self, other, self, "")
+
+    def _check_merge(self, *others: Mapping[str, Any]) -> None:
+        if self.is_frozen():
+            raise ConfigError("the config is frozen; call defrost() before merging")
+        copy = self.clone()
+        for other in others:
+            merge_node(copy, other, copy, "")
+
+    def _parse(self, full_key: str, text: str) -> Any:
+        """What ``text`` means for a key."""
+        node: Any = self
+        *parents, name = full_key.split(".")
+        for parent in parents:
+            node = node.get(parent) if isinstance(node, _FvcoreCfgNode) else None
+        declared = node.get(name) if isinstance(node, _FvcoreCfgNode) and name not in untyped_keys(node) else None
+        value = parse_literal(text)
+        if isinstance(declared, str) and not isinstance(value, str) and full_key not in LENGTH_KEYS:
+            return text  # OUTPUT_DIR 2024
+        if isinstance(declared, float) and isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                return float(value)  # inf
+        return value
+
+
+def _refuse_unsafe(allow_unsafe: bool) -> None:
+    if allow_unsafe:
+        raise ConfigError("allow_unsafe=True: YAML that runs code is never read; name modules in IMPORTS instead")
+
+
+def _pairs(items: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    for item in items[::2]:
+        if isinstance(item, str) and "=" in item:
+            key, _, value = item.partition("=")
+            raise ConfigError(f"options are written KEY VALUE, got {item!r}; write {key} {value}")
+    if len(items) % 2:
+        raise ConfigError(
+            f"options are written KEY VALUE KEY VALUE ..., got an odd number of items ({len(items)}): {list(items)}"
+        )
+    for full_key, value in zip(items[::2], items[1::2], strict=True):
+        if not isinstance(full_key, str) or "" in full_key.split("."):
+            raise ConfigError(f"{full_key!r} is no key; write names joined by dots, such as SOLVER.BASE_LR")
+        yield full_key, value

@@ -84,6 +84,7 @@ _C.CHECKPOINT.BEST_MODE = "max"
 _C.TEST = CN()
 _C.TEST.EVALUATORS = []  # names in EVALUATOR_REGISTRY, used by DefaultTrainer.build_evaluator
 _C.TEST.IMS_PER_BATCH = 64  # samples per rank
+_C.TEST.MAX_BATCHES = 0  # evaluate at most so many batches per rank; 0: all
 _C.TEST.EVAL_PERIOD = 0  # 0: only at the end
 _C.TEST.EVAL_AT_START = False  # finds a broken evaluator before hour ten
 _C.TEST.EXPECTED_RESULTS = []  # [[task, metric, value, tolerance], ...]
@@ -103,3 +104,8 @@ _C.LOG.WINDOW = 20  # iterations that are smoothed by their median
 _C.LOG.GATHER_PERIOD = 1  # average the losses over ranks every so many iterations
 _C.LOG.ASYNC = None  # None: on an accelerator only
 _C.LOG.WRITERS = ["console", "json", "tensorboard"]
+
+
+def get_cfg() -> CN:
+    """A fresh copy of the defaults, free to be changed."""
+    return _C.clone()

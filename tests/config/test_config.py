@@ -1,0 +1,260 @@
+"""CfgNode: what may be merged, what errors say, and that nothing is changed by halves."""
+
+import copy
+import pickle
+
+import pytest
+
+from trainkit.config import CfgNode, ConfigError, get_cfg
+
+
+def leaves(cfg, prefix=""):
+    for name, value in cfg.items():
+        if isinstance(value, CfgNode):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def test_values_are_read_by_attribute_after_a_merge_from_a_list():
+    cfg = get_cfg()
+    cfg.merge_from_list(["SOLVER.BASE_LR", "0.1", "OUTPUT_DIR", "runs/a", "DATASETS.TRAIN", "['a', 'b']"])
+    assert (cfg.SOLVER.BASE_LR, cfg.OUTPUT_DIR, cfg.DATASETS.TRAIN) == (0.1, "runs/a", ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("SOLVER.BASE_LR", 1, 1.0),
+        ("SOLVER.BASE_LR", "1e-3", 0.001),
+        ("SOLVER.CLIP_GRADIENTS.NORM_TYPE", "inf", float("inf")),
+        ("SOLVER.MAX_ITER", 500, 500),
+        ("SOLVER.MAX_ITER", "3ep", "3ep"),
+        ("SOLVER.STEPS", ["0.5ep", 9], ("0.5ep", 9)),
+        ("SOLVER.STEPS", "('1ep', 9)", ("1ep", 9)),
+        ("DATASETS.TRAIN", ["a"], ("a",)),
+        ("TEST.EVALUATORS", ("a",), ["a"]),
+        ("TEST.EVALUATORS", "('a',)", ["a"]),
+        ("TEST.EXPECTED_RESULTS", (("t", "m", 1.0, 0.1),), [["t", "m", 1.0, 0.1]]),
+        ("SOLVER.AMP.ENABLED", "true", True),
+        ("SOLVER.AMP.ENABLED", "False", False),
+        ("OUTPUT_DIR", "2024", "2024"),
+        ("OUTPUT_DIR", "None", "None"),
+        ("OUTPUT_DIR", "'a b'", "a b"),
+        ("LOG.ASYNC", "false", False),
+        ("LOG.ASYNC", "null", None),
+        ("CHECKPOINT.MAX_TO_KEEP", "3", 3),
+        ("SOLVER.WEIGHT_DECAY_BIAS", 0, 0),
+        ("MODEL.WIDTH", "8", 8),
+        ("MODEL.BACKBONE.NAME", "resnet", "resnet"),
+        ("SOLVER.OPTIMIZER.EPS", "1e-8", 1e-8),
+    ],
+)
+def test_a_value_is_taken_as_the_type_of_its_key(key, value, expected):
+    cfg = get_cfg()
+    cfg.merge_from_list([key, value])
+    merged = dict(leaves(cfg))[key]
+    assert merged == expected
+    assert type(merged) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "type_name", "accepted"),
+    [
+        ("SEED", 1.0, "float", "an int"),
+        ("SEED", True, "bool", "an int"),
+        ("SEED", "a", "str", "an int"),
+        ("SOLVER.BASE_LR", "a", "str", "a float or an int"),
+        ("SOLVER.BASE_LR", True, "bool", "a float or an int"),
+        ("SOLVER.BASE_LR", None, "NoneType", "a float or an int"),
+        ("SOLVER.AMP.ENABLED", 1, "int", "True or False"),
+        ("OUTPUT_DIR", 3, "int", "text"),
+        ("DATASETS.TRAIN", "a", "str", "a list or a tuple"),
+        ("SOLVER.STEPS", 3, "int", "a list, each item iterations"),
+        ("SOLVER.STEPS", [1, "x"], "str", "epochs"),
+        ("SOLVER.MAX_ITER", 3.0, "float", "epochs"),
+        ("SOLVER.MAX_ITER", True, "bool", "epochs"),
+        ("SOLVER.MAX_ITER", [3], "list", "epochs"),
+        ("SOLVER.MAX_ITER", "-3ep", "str", "epochs"),
+        ("TEST.EVAL_PERIOD", "3 epochs", "str", "epochs"),
+        ("SOLVER.AMP", True, "bool", "a node"),
+        ("MODEL.WIDTH", {1, 2}, "set", "text, a number"),
+    ],
+)
+def test_a_wrong_type_names_key_value_type_and_what_is_accepted(key, value, type_name, accepted):
+    with pytest.raises(ConfigError) as error:
+        get_cfg().merge_from_list([key, value])
+    message = str(error.value)
+    assert message.startswith(f"{key}: ")
+    offender = value[-1] if value == [1, "x"] else value
+    assert f"{offender!r} ({type_name})" in message
+    assert accepted in message.split("accepted: ")[1]
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("SOLVER.BASE_LRR", "SOLVER.BASE_LR"),
+        ("SOLVR.BASE_LR", "SOLVER.BASE_LR"),
+        ("solver.base_lr", "SOLVER.BASE_LR"),
+        ("MAX_ITER", "SOLVER.MAX_ITER"),
+        ("TEST.PERIOD", "TEST.EVAL_PERIOD"),
+        ("SOLVER.LR", "SOLVER.BASE_LR"),
+        ("SOLVER.AMP.ENABLE", "SOLVER.AMP.ENABLED"),
+    ],
+)
+def test_an_unknown_key_names_its_nearest_neighbour(key, nearest):
+    with pytest.raises(ConfigError) as error:
+        get_cfg().merge_from_list([key, "1"])
+    assert str(error.value) == f"unknown key {key}; did you mean {nearest}?"
+
+
+def test_an_unknown_key_without_a_neighbour_says_so():
+    with pytest.raises(ConfigError, match=r"^unknown key QQQ; no key has a similar name$"):
+        get_cfg().merge_from_other_cfg({"QQQ": 1})
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        (["SEED"], r"odd number of items \(1\): \['SEED'\]"),
+        (["SEED=1"], r"got 'SEED=1'; write SEED 1$"),
+        (["OUTPUT_DIR", "a=b", "SEED=1"], r"got 'SEED=1'; write SEED 1$"),
+        (["SOLVER..BASE_LR", "1"], r"'SOLVER..BASE_LR' is no key"),
+        ([3, "1"], r"3 is no key"),
+        (["MODEL._DELETE_", "True"], r"MODEL._DELETE_ is misplaced"),
+    ],
+)
+def test_a_malformed_list_is_an_error(items, message):
+    with pytest.raises(ConfigError, match=message):
+        get_cfg().merge_from_list(items)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"SOLVER.BASE_LR": 1}, "'SOLVER.BASE_LR' is one key with dots"),
+        ({"MODEL": {3: 1}}, "MODEL.3 must be text, got int"),
+        ({"VERSION": 2}, "this config is of VERSION 2, and VERSION 1 is read here"),
+    ],
+)
+def test_a_malformed_mapping_is_an_error(content, message):
+    with pytest.raises(ConfigError, match=message):
+        get_cfg().merge_from_other_cfg(content)
+
+
+def test_a_merge_that_fails_changes_nothing():
+    cfg = get_cfg()
+    with pytest.raises(ConfigError):
+        cfg.merge_from_list(["SEED", "1", "MODEL.WIDTH", "8", "SOLVER.MAX_ITER", "x"])
+    assert cfg == get_cfg()
+
+
+def test_a_default_of_none_takes_anything_also_a_second_time():
+    cfg = get_cfg()
+    for value in (0.1, None, "a", 3, [1]):
+        cfg.merge_from_list(["SOLVER.WEIGHT_DECAY_BIAS", value])
+        merged = cfg.SOLVER.WEIGHT_DECAY_BIAS
+        assert merged == value
+    cfg.LOG.ASYNC = True
+    cfg.LOG.ASYNC = False
+    cfg.merge_from_list(["LOG.ASYNC", "None"])
+    assert cfg.LOG.ASYNC is None
+
+
+def test_a_key_that_a_merge_made_takes_another_type_later():
+    cfg = get_cfg()
+    cfg.merge_from_list(["MODEL.WIDTH", "1", "MODEL.HEAD.DEPTH", "2"])
+    cfg.merge_from_list(["MODEL.WIDTH", "0.5", "MODEL.HEAD.BIAS", "True"])
+    assert (cfg.MODEL.WIDTH, cfg.MODEL.HEAD) == (0.5, {"DEPTH": 2, "BIAS": True})
+
+
+def test_a_declared_key_of_a_node_that_takes_new_ones_keeps_its_type():
+    cfg = get_cfg()
+    cfg.MODEL.HEAD = CfgNode({"DEPTH": 2})
+    with pytest.raises(ConfigError, match=r"MODEL.HEAD.DEPTH: got 'a' \(str\)"):
+        cfg.merge_from_list(["MODEL.HEAD.DEPTH", "a"])
+    with pytest.raises(ConfigError, match=r"unknown key MODEL.HEAD.DEPHT; did you mean MODEL.HEAD.DEPTH\?"):
+        cfg.merge_from_list(["MODEL.HEAD.DEPHT", "3"])
+
+
+def test_a_merge_shares_nothing_with_what_was_merged():
+    source = {"MODEL": {"WIDTHS": [1, 2], "HEAD": {"DEPTH": 1}}, "LOG": {"WRITERS": ["json"]}}
+    before = copy.deepcopy(source)
+    cfg = get_cfg()
+    cfg.merge_from_other_cfg(source)
+    cfg.MODEL.WIDTHS.append(3)
+    cfg.MODEL.HEAD.DEPTH = 2
+    cfg.LOG.WRITERS.append("csv")
+    assert source == before
+
+
+def test_changing_a_clone_leaves_the_original():
+    cfg = get_cfg()
+    clone = cfg.clone()
+    clone.SOLVER.BASE_LR = 7.0
+    clone.LOG.WRITERS.append("csv")
+    clone.merge_from_list(["MODEL.WIDTH", "8"])
+    assert cfg == get_cfg()
+
+
+def test_a_frozen_config_refuses_changes_until_thawed():
+    cfg = get_cfg()
+    cfg.freeze()
+    with pytest.raises(AttributeError):
+        cfg.SOLVER.BASE_LR = 1.0
+    with pytest.raises(ConfigError, match="frozen"):
+        cfg.merge_from_list(["SEED", "1"])
+    cfg.defrost()
+    cfg.merge_from_list(["SEED", "1"])
+    assert cfg.SEED == 1
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda cfg: pickle.loads(pickle.dumps(cfg)), CfgNode.clone])
+def test_a_copy_is_equal_and_keeps_its_rules(duplicate):
+    cfg = get_cfg()
+    cfg.merge_from_list(["MODEL.WIDTH", "8", "LOG.ASYNC", "True"])
+    cfg.freeze()
+    other = duplicate(cfg)
+    assert type(other) is CfgNode
+    assert other == cfg
+    assert other.is_frozen()
+    other.defrost()
+    other.merge_from_list(["MODEL.WIDTH", "0.5", "LOG.ASYNC", "None"])
+    with pytest.raises(ConfigError):
+        other.merge_from_list(["SEED", "a"])
+
+
+def test_a_deprecated_key_is_skipped_and_a_renamed_one_names_the_new_one(caplog):
+    cfg = CfgNode({"A": 1})
+    cfg.register_deprecated_key("OLD")
+    cfg.register_renamed_key("B", "A")
+    cfg.merge_from_list(["OLD", "1"])
+    assert "OLD" in caplog.text
+    assert cfg == {"A": 1}
+    with pytest.raises(ConfigError, match="A"):
+        cfg.merge_from_list(["B", "1"])
+
+
+def test_each_default_survives_a_dump_and_a_load(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(get_cfg().dump())
+    cfg = get_cfg()
+    cfg.merge_from_file(path)
+    assert [(key, value, type(value)) for key, value in leaves(cfg)] == [
+        (key, value, type(value)) for key, value in leaves(get_cfg())
+    ]
+
+
+def test_changed_values_survive_a_dump_and_a_load(tmp_path):
+    cfg = get_cfg()
+    cfg.merge_from_list(["MODEL.A", (1, (2, 3)), "MODEL.B.C", 1e-8, "MODEL.D", "1e-3x", "MODEL.E", "'1e-3'"])
+    cfg.merge_from_list(["MODEL.F", None, "MODEL.G", "'null'", "MODEL.H", [{"NAME": "x", "N": 1e5}]])
+    cfg.merge_from_list(["SOLVER.CLIP_GRADIENTS.NORM_TYPE", "inf", "OUTPUT_DIR", "1e5", "MODEL.I", "ü: #"])
+    cfg.merge_from_list(["SOLVER.STEPS", "('1ep',)", "LOG.ASYNC", "true"])
+    path = tmp_path / "config.yaml"
+    path.write_text(cfg.dump(), encoding="utf-8")
+    again = get_cfg()
+    again.merge_from_file(path)
+    assert again == cfg
+    assert again.MODEL.E == "1e-3"

@@ -1,0 +1,71 @@
+"""Lengths in epochs become iterations."""
+
+import pytest
+
+from trainkit.config import LENGTH_KEYS, ConfigError, Epochs, get_cfg, parse_length, resolve_lengths
+
+
+@pytest.mark.parametrize(
+    ("value", "length"), [(500, 500), (0, 0), ("3ep", Epochs(3.0)), ("0.5ep", Epochs(0.5)), ("0ep", Epochs(0.0))]
+)
+def test_a_length_is_iterations_or_epochs(value, length):
+    assert parse_length(value) == length
+
+
+@pytest.mark.parametrize("value", [True, 1.5, "3", "ep", "-1ep", "3 ep", "3epochs", ".ep", "1e1ep", None, [3]])
+def test_anything_else_is_no_length(value):
+    with pytest.raises(ConfigError, match="is no length; accepted: iterations"):
+        parse_length(value)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "iters_per_epoch", "iters"),
+    [("3ep", 7, 21), ("0.5ep", 7, 4), ("0.01ep", 7, 1), ("0ep", 7, 0), ("0.35ep", 20, 7), ("1ep", 1, 1)],
+)
+def test_epochs_are_rounded_to_iterations_and_at_least_one(epochs, iters_per_epoch, iters):
+    cfg = get_cfg()
+    cfg.merge_from_list(["SOLVER.MAX_ITER", epochs])
+    resolved = resolve_lengths(cfg, iters_per_epoch)
+    assert (iters,) == (resolved.SOLVER.MAX_ITER,)
+
+
+def test_every_length_key_is_resolved_and_nothing_else_changes():
+    cfg = get_cfg()
+    items = [[key, ["1ep", 5, "2ep"] if key == "SOLVER.STEPS" else "2ep"] for key in LENGTH_KEYS]
+    cfg.merge_from_list([item for pair in items for item in pair])
+    expected = get_cfg()
+    for key in LENGTH_KEYS:
+        expected.merge_from_list([key, (10, 5, 20) if key == "SOLVER.STEPS" else 20])
+    assert resolve_lengths(cfg, 10) == expected
+
+
+def test_the_argument_is_untouched_and_frozen_stays_frozen():
+    cfg = get_cfg()
+    cfg.merge_from_list(["SOLVER.MAX_ITER", "2ep", "SOLVER.STEPS", "['1ep']"])
+    assert not resolve_lengths(cfg, 10).is_frozen()
+    cfg.freeze()
+    resolved = resolve_lengths(cfg, 10)
+    assert (cfg.SOLVER.MAX_ITER, cfg.SOLVER.STEPS) == ("2ep", ("1ep",))
+    assert (resolved.SOLVER.MAX_ITER, resolved.SOLVER.STEPS) == (20, (10,))
+    assert resolved.is_frozen()
+    assert resolved.SOLVER.is_frozen()
+
+
+def test_epochs_of_data_without_a_length_are_an_error_that_names_the_key():
+    cfg = get_cfg()
+    assert resolve_lengths(cfg, None) == cfg
+    cfg.merge_from_list(["SOLVER.STEPS", "(5, '1ep')"])
+    with pytest.raises(ConfigError, match=r"SOLVER\.STEPS is '1ep', but the training data has no length"):
+        resolve_lengths(cfg, None)
+
+
+def test_a_malformed_length_set_by_hand_names_its_key():
+    cfg = get_cfg()
+    cfg.LOG.PERIOD = "often"
+    with pytest.raises(ConfigError, match=r"LOG\.PERIOD: 'often'"):
+        resolve_lengths(cfg, 5)
+
+
+def test_an_epoch_has_at_least_one_iteration():
+    with pytest.raises(ValueError, match="iters_per_epoch must be None or >= 1 iteration, got 0"):
+        resolve_lengths(get_cfg(), 0)

@@ -1,0 +1,164 @@
+"""Config files: safe, inherited, and with errors that name the file."""
+
+import pytest
+
+from trainkit.config import CfgNode, ConfigError, get_cfg
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(name, text):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write_file
+
+
+def merged(path):
+    cfg = get_cfg()
+    cfg.merge_from_file(path)
+    return cfg
+
+
+def test_scientific_numbers_are_numbers_wherever_they_stand(write):
+    text = "SOLVER: {BASE_LR: 1e-3, MOMENTUM: 1, OPTIMIZER: {EPS: 1e-8, BETAS: [0.9, 1E2]}}\nOUTPUT_DIR: '1e-3'"
+    cfg = merged(write("a.yaml", text))
+    assert (cfg.SOLVER.BASE_LR, cfg.SOLVER.MOMENTUM, cfg.OUTPUT_DIR) == (0.001, 1.0, "1e-3")
+    assert cfg.SOLVER.OPTIMIZER == {"NAME": "SGD", "EPS": 1e-8, "BETAS": [0.9, 100.0]}
+
+
+def test_a_tuple_in_parentheses_is_read_where_a_list_is_wanted(write):
+    text = "SOLVER: {STEPS: '(5, 9)'}\nDATASETS:\n  TRAIN: ('a',)\nTEST: {EVALUATORS: ['b']}\nOUTPUT_DIR: (a,)"
+    cfg = merged(write("a.yaml", text))
+    assert (cfg.SOLVER.STEPS, cfg.DATASETS.TRAIN, cfg.TEST.EVALUATORS) == ((5, 9), ("a",), ["b"])
+    assert cfg.OUTPUT_DIR == "(a,)"
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        "!!python/object/apply:os.mkdir ['{target}']",
+        "!!python/object/apply:os.mkdir {{args: ['{target}']}}",
+        "!!python/name:os.mkdir",
+        "!!python/module:os",
+        "!!python/object/new:pathlib.Path ['a']",
+        "!!python/tuple [1, 2]",
+    ],
+)
+def test_yaml_that_names_code_is_refused_and_not_run(write, tmp_path, payload):
+    target = tmp_path / "made"
+    path = write("evil.yaml", "SEED: 1\nOUTPUT_DIR: " + payload.format(target=target))
+    for load in (merged, CfgNode.load_yaml_with_base, lambda file: CfgNode.load_cfg(file.read_text())):
+        with pytest.raises(ConfigError, match="read safely") as error:
+            load(path)
+        assert "line 2" in str(error.value)
+    assert not target.exists()
+    with pytest.raises(ConfigError, match=r"evil\.yaml"):
+        merged(path)
+
+
+def test_unsafe_loading_does_not_exist(write):
+    path = write("a.yaml", "SEED: 1")
+    for load in (get_cfg().merge_from_file, CfgNode.load_yaml_with_base):
+        with pytest.raises(ConfigError, match="never read"):
+            load(path, allow_unsafe=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("SEED: 1\nSOLVER: [1", r"a\.yaml, line 2: "),
+        ("- 1\n- 2", r"a\.yaml: a config is a mapping of keys to values, got list"),
+        ("just text", r"a\.yaml: a config is a mapping of keys to values, got str"),
+        ("SEED: 1\nSEED: 2", r"a\.yaml, line 2: the key 'SEED' stands twice"),
+        ("SOLVER: {BASE_LRR: 1}", r"a\.yaml: unknown key SOLVER\.BASE_LRR; did you mean SOLVER\.BASE_LR\?"),
+        ("SOLVER:", r"a\.yaml: SOLVER: got None \(NoneType\); accepted: a node"),
+        ("MODEL: {WHEN: 2020-01-01}", r"a\.yaml: MODEL\.WHEN: got .* \(date\)"),
+        ("MODEL: &a {B: *a}", r"a\.yaml: MODEL\.B contains itself"),
+        ("MODEL: {B: &a [*a]}", r"a\.yaml: MODEL\.B\.0 contains itself"),
+        ("MODEL: {_BASE_: b.yaml}", r"a\.yaml: MODEL\._BASE_ is misplaced"),
+        ("MODEL: {_DELETE_: maybe}", r"a\.yaml: MODEL\._DELETE_ must be True or False, got 'maybe'"),
+        ("_BASE_: 3", r"a\.yaml: _BASE_ must be a path or a list of paths, got 3"),
+        ("_BASE_: gone.yaml", r"cannot read the config file '.*gone\.yaml' \(_BASE_ of .*a\.yaml\): No such file"),
+    ],
+)
+def test_a_bad_file_is_an_error_that_names_it(write, text, message):
+    with pytest.raises(ConfigError, match=message):
+        merged(write("a.yaml", text))
+
+
+def test_a_missing_file_a_folder_and_a_binary_file_are_errors(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot read the config file '.*gone\.yaml': No such file"):
+        merged(tmp_path / "gone.yaml")
+    with pytest.raises(ConfigError, match="cannot read the config file"):
+        merged(tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x80")
+    with pytest.raises(ConfigError, match=r"binary\.yaml"):
+        merged(tmp_path / "binary.yaml")
+
+
+def test_an_empty_file_changes_nothing(write):
+    assert merged(write("a.yaml", "")) == get_cfg()
+
+
+def test_anchors_and_merge_keys_work(write):
+    text = "MODEL:\n  A: &a {X: 1, Y: 1}\n  B: &b {<<: *a, Y: 2}\n  C: {<<: *b, X: 3}"
+    assert merged(write("a.yaml", text)).MODEL.C == {"X": 3, "Y": 2}
+
+
+def test_inherited_files_come_first_in_their_order(write, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write("base/one.yaml", "SEED: 1\nVIS_PERIOD: 1\nSOLVER: {BASE_LR: 0.5}\nMODEL: {W: 1}")
+    write("base/two.yaml", "_BASE_: one.yaml\nSEED: 2\nMODEL: {W: two}")
+    write("home.yaml", "OUTPUT_DIR: home\nSEED: 3")
+    cfg = merged(write("top.yaml", "_BASE_: [base/two.yaml, ~/home.yaml]\nSOLVER: {MOMENTUM: 0.8}"))
+    assert (cfg.VIS_PERIOD, cfg.SEED, cfg.OUTPUT_DIR, cfg.MODEL.W) == (1, 3, "home", "two")
+    assert (cfg.SOLVER.BASE_LR, cfg.SOLVER.MOMENTUM) == (0.5, 0.8)
+
+
+def test_a_file_may_be_inherited_twice_but_not_from_itself(write):
+    write("root.yaml", "SEED: 1")
+    write("a.yaml", "_BASE_: root.yaml")
+    write("b.yaml", "_BASE_: root.yaml")
+    assert merged(write("top.yaml", "_BASE_: [a.yaml, b.yaml]")).SEED == 1
+    write("x.yaml", "_BASE_: y.yaml")
+    write("y.yaml", "_BASE_: x.yaml")
+    with pytest.raises(ConfigError, match=r"circle: \S*x\.yaml -> \S*y\.yaml -> \S*x\.yaml$"):
+        merged(write("x.yaml", "_BASE_: y.yaml"))
+
+
+def test_an_error_names_the_inherited_file_that_has_it(write):
+    write("base.yaml", "SOLVER: {BASE_LR: fast}")
+    with pytest.raises(ConfigError, match=r"base\.yaml: SOLVER\.BASE_LR: got 'fast'"):
+        merged(write("top.yaml", "_BASE_: base.yaml\nSOLVER: {BASE_LR: 0.1}"))
+
+
+def test_delete_replaces_an_inherited_node_and_keeps_the_defaults(write):
+    base = "SOLVER: {BASE_LR: 0.5, OPTIMIZER: {NAME: Adam, BETAS: [0.9, 0.999]}, CLIP_GRADIENTS: {ENABLED: true}}"
+    write("base.yaml", base)
+    node = "OPTIMIZER: {%s NAME: RMSprop, ALPHA: 0.9}, CLIP_GRADIENTS: {%s CLIP_VALUE: 2}"
+    kept = merged(write("kept.yaml", "_BASE_: base.yaml\nSOLVER: {" + node % ("", "") + "}"))
+    assert kept.SOLVER.OPTIMIZER == {"NAME": "RMSprop", "BETAS": [0.9, 0.999], "ALPHA": 0.9}
+    assert kept.SOLVER.CLIP_GRADIENTS.ENABLED is True
+    mark = "_DELETE_: True,"
+    cfg = merged(write("replaced.yaml", "_BASE_: base.yaml\nSOLVER: {" + node % (mark, mark) + "}"))
+    assert cfg.SOLVER.OPTIMIZER == {"NAME": "RMSprop", "ALPHA": 0.9}
+    assert cfg.SOLVER.CLIP_GRADIENTS == {"ENABLED": False, "CLIP_TYPE": "value", "CLIP_VALUE": 2.0, "NORM_TYPE": 2.0}
+    assert cfg.SOLVER.BASE_LR == 0.5
+
+
+def test_a_merge_from_a_bad_file_changes_nothing(write):
+    cfg = get_cfg()
+    write("good.yaml", "SEED: 1")
+    with pytest.raises(ConfigError):
+        cfg.merge_from_file(write("top.yaml", "_BASE_: good.yaml\nSEED: a"))
+    assert cfg == get_cfg()
+
+
+def test_reading_a_config_imports_nothing(write, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(tmp_path)
+    write("imported_by_reading.py", "raise RuntimeError")
+    cfg = merged(write("a.yaml", "IMPORTS: [imported_by_reading]"))
+    assert cfg.IMPORTS == ["imported_by_reading"]

@@ -1,0 +1,132 @@
+"""comm: with no process group, with a group of one, and with two processes and two groups in turn."""
+
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+from trainkit.utils import comm
+
+
+@pytest.fixture
+def group_of_one():
+    """Start and end a process group of this process alone, as often as a test wants."""
+
+    def start():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    yield start
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_without_a_process_group_there_is_one_process(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    data = object()
+    assert (comm.get_world_size(), comm.get_rank(), comm.is_main_process()) == (1, 0, True)
+    assert (comm.get_local_size(), comm.get_local_rank()) == (1, 0)
+    assert comm.all_gather(data) == [data]
+    assert comm.gather(data) == [data]
+    assert comm.broadcast(data) is data
+    comm.synchronize()
+    with pytest.raises(RuntimeError, match="create_local_process_group"):
+        comm.get_local_process_group()
+    with pytest.raises(RuntimeError, match="init_process_group first"):
+        comm.create_local_process_group(1)
+
+
+def test_the_shared_seed_follows_numpys_seed_and_moves_on():
+    np.random.seed(3)
+    seeds = [comm.shared_random_seed(), comm.shared_random_seed()]
+    assert seeds[0] != seeds[1]
+    assert all(type(seed) is int and 0 <= seed < 2**31 for seed in seeds)
+    np.random.seed(3)
+    assert seeds == [comm.shared_random_seed(), comm.shared_random_seed()]
+
+
+def test_reduce_dict_of_one_process_gives_the_values_by_sorted_name():
+    values = {"b": torch.tensor(1.0), "a": torch.tensor(2.0)}
+    assert list(comm.reduce_dict(values).items()) == [("a", values["a"]), ("b", values["b"])]
+
+
+def test_the_local_rank_comes_from_torchrun_when_nobody_made_a_local_group(group_of_one, monkeypatch):
+    group_of_one()
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert (comm.get_local_rank(), comm.get_local_size()) == (0, 1)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert (comm.get_local_rank(), comm.get_local_size()) == (3, 4)
+    comm.create_local_process_group(1)
+    assert (comm.get_local_rank(), comm.get_local_size()) == (0, 1)
+
+
+def test_a_local_group_ends_with_its_process_group(group_of_one):
+    for _ in range(2):
+        group_of_one()
+        with pytest.raises(RuntimeError, match="create_local_process_group"):
+            comm.get_local_process_group()
+        comm.create_local_process_group(1)
+        assert dist.get_world_size(comm.get_local_process_group()) == 1
+        assert (comm.get_local_rank(), comm.get_local_size()) == (0, 1)
+        with pytest.raises(RuntimeError, match="once"):
+            comm.create_local_process_group(1)
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_local_group_must_divide_the_world(group_of_one, num_workers):
+    group_of_one()
+    with pytest.raises(ValueError, match=f"must divide the world size 1, got {num_workers}"):
+        comm.create_local_process_group(num_workers)
+
+
+def _in_two_processes(rank, folder):
+    """Backend "other" stands for one that is not Gloo, so that comm makes a Gloo group of its own."""
+    dist.Backend.register_backend(
+        "other", lambda store, rank, size, timeout: dist.ProcessGroupGloo(store, rank, size, timeout), devices=["cpu"]
+    )
+    for index, backend in enumerate(("other", "other", "gloo")):
+        dist.init_process_group(
+            backend,
+            init_method=f"file://{folder}/store{index}",
+            rank=rank,
+            world_size=2,
+            timeout=timedelta(seconds=60),
+        )
+        _check_two_ranks(rank)
+        dist.destroy_process_group()
+
+
+def _check_two_ranks(rank):
+    assert (comm.get_world_size(), comm.get_rank(), comm.is_main_process()) == (2, rank, rank == 0)
+    with pytest.raises(RuntimeError, match="torchrun"):
+        comm.get_local_rank()
+    assert comm.all_gather({"rank": rank, "pad": "x" * rank}) == [{"rank": 0, "pad": ""}, {"rank": 1, "pad": "x"}]
+    assert comm.gather(rank) == ([0, 1] if rank == 0 else [])
+    assert comm.gather(rank, dst=1) == ([0, 1] if rank == 1 else [])
+    assert comm.broadcast(f"from {rank}") == "from 0"
+    assert comm.broadcast(f"from {rank}", src=1) == "from 1"
+    np.random.seed(rank)
+    assert len(set(comm.all_gather(comm.shared_random_seed()))) == 1
+
+    values = {"a": torch.tensor(2 * rank), "b": torch.tensor([1.0, rank])}
+    mean = comm.reduce_dict(values if rank else dict(reversed(values.items())))
+    assert {name: value.tolist() for name, value in mean.items()} == {"a": 1.0, "b": [1.0, 0.5]}
+    total = comm.reduce_dict(values, average=False)
+    assert {name: value.tolist() for name, value in total.items()} == {"a": 2, "b": [2.0, 1.0]}
+    with pytest.raises(ValueError, match=r"rank 0 has {'a': \[\], 'b': \[2\]} and rank 1 has {'b': \[2\]}"):
+        comm.reduce_dict(values if rank == 0 else {"b": values["b"]})
+
+    comm.create_local_process_group(1)
+    assert (comm.get_local_rank(), comm.get_local_size()) == (0, 1)
+    assert comm.all_gather(rank, group=comm.get_local_process_group()) == [rank]
+    comm.synchronize()
+
+
+def test_two_processes_exchange_objects_in_each_of_three_groups(tmp_path):
+    multiprocessing.spawn(_in_two_processes, args=(str(tmp_path),), nprocs=2)

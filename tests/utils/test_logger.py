@@ -1,0 +1,175 @@
+"""setup_logger and the lines that do not repeat themselves."""
+
+import io
+import logging
+import sys
+
+import pytest
+
+from trainkit.utils import logger as logger_module
+from trainkit.utils.logger import (
+    close_logger,
+    create_small_table,
+    log_every_n,
+    log_every_n_seconds,
+    log_first_n,
+    setup_logger,
+)
+
+NAME = "logger_under_test"
+
+
+@pytest.fixture(autouse=True)
+def close():
+    yield
+    close_logger(NAME)
+    close_logger()
+
+
+def messages(text):
+    return [line.split(": ", 1)[1] for line in text.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [({}, {}), ({}, {"color": False}), ({"output": True}, {"output": True}), ({"output": True}, {"output": "b.log"})],
+)
+def test_setting_up_again_never_doubles_a_line(tmp_path, capsys, first, second):
+    for arguments in (first, second):
+        if "output" in arguments:
+            output = tmp_path if arguments["output"] is True else tmp_path / arguments["output"]
+            arguments = arguments | {"output": output}
+        logger = setup_logger(name=NAME, **arguments)
+    logger.info("once")
+    assert messages(capsys.readouterr().out) == ["once"]
+    assert [messages(file.read_text()) for file in tmp_path.iterdir() if file.read_text()] in ([], [["once"]])
+
+
+def test_rank_0_writes_to_stdout_and_each_rank_to_its_file(tmp_path, capsys):
+    for rank in (0, 1, 12):
+        setup_logger(tmp_path, rank, name=NAME).info("rank %d", rank)
+    assert messages(capsys.readouterr().out) == ["rank 0"]
+    assert {file.name: messages(file.read_text()) for file in tmp_path.iterdir()} == {
+        "log.txt": ["rank 0"],
+        "log.txt.rank1": ["rank 1"],
+        "log.txt.rank12": ["rank 12"],
+    }
+
+
+def test_a_file_can_be_named_and_is_appended_to(tmp_path):
+    path = tmp_path / "new" / "train.log"
+    setup_logger(str(path), name=NAME, configure_stdout=False).info("one")
+    close_logger(NAME)
+    setup_logger(path, name=NAME, configure_stdout=False).info("two")
+    assert messages(path.read_text()) == ["one", "two"]
+
+
+def test_two_loggers_share_a_file(tmp_path):
+    setup_logger(tmp_path, name=NAME, configure_stdout=False).info("one")
+    setup_logger(tmp_path, configure_stdout=False).info("two")
+    logging.getLogger(NAME).info("three")
+    assert messages((tmp_path / "log.txt").read_text()) == ["one", "two", "three"]
+
+
+def test_each_line_is_in_the_file_at_once_and_names_logger_and_level(tmp_path):
+    logger = setup_logger(tmp_path, name=NAME, abbrev_name="short", configure_stdout=False)
+    path = tmp_path / "log.txt"
+    logger.getChild("part").debug("a %s", "b")
+    assert path.read_text()[15:] == " short.part]: a b\n"
+    logger.warning("careful")
+    assert path.read_text().splitlines()[1][15:] == " short] WARNING: careful"
+
+
+def test_stdout_is_configured_only_if_wanted(capsys):
+    setup_logger(name=NAME, configure_stdout=False).info("silent")
+    assert capsys.readouterr().out == ""
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stdout", "color", "coloured"),
+    [(Terminal(), True, True), (Terminal(), False, False), (io.StringIO(), True, False)],
+)
+def test_colours_go_to_a_terminal_only(tmp_path, monkeypatch, stdout, color, coloured):
+    logger = setup_logger(tmp_path, name=NAME, color=color)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    logger.error("text")
+    assert ("\x1b[" in stdout.getvalue()) == coloured
+    assert "\x1b[" not in (tmp_path / "log.txt").read_text()
+
+
+def test_propagation_is_off_unless_wanted(caplog):
+    setup_logger(name=NAME, configure_stdout=False).info("kept")
+    setup_logger(name=NAME, configure_stdout=False, enable_propagation=True).info("passed on")
+    assert caplog.messages == ["passed on"]
+
+
+def test_closing_leaves_the_logger_as_found(tmp_path):
+    logger = logging.getLogger(NAME)
+    own = logging.NullHandler()
+    logger.addHandler(own)
+    logger.setLevel(logging.ERROR)
+    for _ in range(2):
+        setup_logger(tmp_path, name=NAME)
+    close_logger(NAME)
+    close_logger(NAME)
+    assert (logger.handlers, logger.level, logger.propagate) == ([own], logging.ERROR, True)
+    logger.removeHandler(own)
+    logger.setLevel(logging.NOTSET)
+
+
+def test_a_folder_that_cannot_be_written_is_named_and_the_old_log_stays(tmp_path):
+    logger = setup_logger(tmp_path / "good", name=NAME, configure_stdout=False)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"cannot write log\.txt in the folder '.*file/below'"):
+        setup_logger(tmp_path / "file" / "below", name=NAME)
+    logger.info("still here")
+    assert messages((tmp_path / "good" / "log.txt").read_text()) == ["still here"]
+
+
+def test_the_first_n_of_a_line_or_of_a_message_are_logged(caplog):
+    for i in range(4):
+        log_first_n(logging.WARNING, f"line {i}", 2)
+        log_first_n(logging.WARNING, f"message {i % 2}", key="message")
+        log_first_n(logging.WARNING, f"both {i % 2}", key=("caller", "message"))
+    log_first_n(logging.WARNING, "both 0", key=("message", "caller"))
+    log_first_n(logging.WARNING, "message 0", key="message")
+    lines = [message for message in caplog.messages if message.startswith("line")]
+    assert lines == ["line 0", "line 1"]
+    assert [m for m in caplog.messages if m.startswith("message")] == ["message 0", "message 1"]
+    assert [m for m in caplog.messages if m.startswith("both")] == ["both 0", "both 1", "both 0"]
+    with pytest.raises(ValueError, match="key must be 'caller', 'message' or both"):
+        log_first_n(logging.WARNING, "", key="line")
+
+
+def test_every_nth_is_logged_beginning_with_the_first(caplog):
+    for i in range(7):
+        log_every_n(logging.WARNING, str(i), 3)
+    assert caplog.messages == ["0", "3", "6"]
+    with pytest.raises(ValueError, match="n must be >= 1 call, got 0"):
+        log_every_n(logging.WARNING, "", 0)
+
+
+def test_a_line_is_logged_again_only_after_n_seconds(caplog, monkeypatch):
+    clock = iter([100.0, 104.0, 105.0, 109.0, 110.0])
+    monkeypatch.setattr(logger_module.time, "monotonic", lambda: next(clock))
+    for i in range(5):
+        log_every_n_seconds(logging.WARNING, str(i), 5)
+    assert caplog.messages == ["0", "2", "4"]
+
+
+def test_such_lines_come_from_the_caller_or_a_named_logger(caplog):
+    log_first_n(logging.WARNING, "a")
+    log_every_n(logging.WARNING, "b", name="other")
+    assert [(r.name, r.filename) for r in caplog.records] == [
+        (__name__, "test_logger.py"),
+        ("other", "test_logger.py"),
+    ]
+
+
+def test_a_small_table_has_one_row():
+    assert create_small_table({"top1": 0.98765, "n": 3}) == ("|  top1  |  n  |\n|:------:|:---:|\n| 0.988  |  3  |")

@@ -1,0 +1,113 @@
+"""Constructors that also take a config."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+from fvcore.common.config import CfgNode
+
+_Func = TypeVar("_Func", bound=Callable[..., Any])
+
+
+@overload
+def configurable(init_func: _Func) -> _Func: ...
+@overload
+def configurable(*, from_config: Callable[..., dict[str, Any]]) -> Callable[[_Func], _Func]: ...
+
+
+def configurable(
+    init_func: Callable[..., Any] | None = None, *, from_config: Callable[..., dict[str, Any]] | None = None
+) -> Callable[..., Any]:
+    """Let a function, or a class by its ``__init__``, be called with a config in place of its arguments.
+
+    ``from_config(cfg, ...)`` translates a config into a dict of arguments::
+
+        class Net(nn.Module):
+            @configurable
+            def __init__(self, width, depth=2): ...
+
+            @classmethod
+            def from_config(cls, cfg):
+                return {"width": cfg.MODEL.WIDTH}
+
+
+        @configurable(from_config=lambda cfg: {"width": cfg.MODEL.WIDTH})
+        def build(width, depth=2): ...
+
+    ``Net(width=8)``, ``Net(cfg)``, ``Net(cfg=cfg)`` and ``Net(cfg, depth=3)`` then all work: a call is one with a
+    config if its first positional or its ``cfg`` argument is a CfgNode. Further arguments go to ``from_config`` where
+    it has a parameter for them, else to the constructor, where they win over what ``from_config`` returned.
+
+    Raises:
+        TypeError: it decorates something else, or ``from_config`` is missing or returns no dict.
+    """
+    if init_func is None:
+        if from_config is None:
+            raise TypeError(
+                "configurable() needs from_config=; to decorate the __init__ of a class write @configurable without ()"
+            )
+        return functools.partial(_configurable_function, from_config=from_config)
+    if from_config is not None:
+        raise TypeError("write @configurable(from_config=...) above the function, not configurable(f, from_config=...)")
+    if not inspect.isfunction(init_func) or init_func.__name__ != "__init__":
+        raise TypeError(
+            f"@configurable without arguments decorates the __init__ of a class, got {init_func!r}; "
+            "for a function write @configurable(from_config=...)"
+        )
+    return _configurable_init(init_func)
+
+
+def _configurable_init(init_func: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init_func)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not _has_config(args, kwargs):
+            init_func(self, *args, **kwargs)
+            return
+        # Of the instance's class, so that a subclass can override from_config alone.
+        from_config = getattr(type(self), "from_config", None)
+        if not inspect.ismethod(from_config):
+            raise TypeError(
+                f"{type(self).__qualname__} was called with a config and needs a @classmethod from_config(cls, cfg) "
+                "that returns the arguments of its __init__ as a dict"
+            )
+        init_func(self, **_arguments(from_config, args, kwargs))
+
+    return wrapped
+
+
+def _configurable_function(func: _Func, *, from_config: Callable[..., dict[str, Any]]) -> _Func:
+    if not inspect.isfunction(func):
+        raise TypeError(
+            f"@configurable(from_config=...) decorates a function, got {func!r}; for a class decorate its __init__ "
+            "with @configurable and give it a classmethod from_config"
+        )
+
+    @functools.wraps(func)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return func(**_arguments(from_config, args, kwargs)) if _has_config(args, kwargs) else func(*args, **kwargs)
+
+    wrapped.from_config = from_config  # type: ignore[attr-defined]
+    return wrapped  # type: ignore[return-value]
+
+
+def _has_config(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return isinstance(args[0] if args else kwargs.get("cfg"), CfgNode)
+
+
+def _arguments(
+    from_config: Callable[..., dict[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call with a config."""
+    parameters = inspect.signature(from_config).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if "cfg" not in (p.name for p in list(parameters)[:1]):
+        raise TypeError(f"the first parameter of {from_config.__qualname__} must be called cfg; rename it")
+    to_from_config = {key: value for key, value in kwargs.items() if takes_any or key in names}
+    arguments = from_config(*args, **to_from_config)
+    if not isinstance(arguments, dict):
+        raise TypeError(
+            f"{from_config.__qualname__} must return the arguments as a dict, got {type(arguments).__name__}"
+        )
+    return arguments | {key: value for key, value in kwargs.items() if key not in to_from_config}

@@ -1,0 +1,31 @@
+"""The one place where a config names code."""
+
+import importlib
+from collections.abc import Iterable
+
+from trainkit.config.errors import ConfigError
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import the modules of ``cfg.IMPORTS``, in their order; to be called when building, never when reading a config.
+
+    Raises:
+        ConfigError: an entry is no dotted module name, or its import fails; chained to the original error.
+    """
+    for name in names:
+        if (
+            not isinstance(name, str)
+            or not all(part.isidentifier() for part in name.split("."))
+            or name.endswith(".py")
+        ):
+            raise ConfigError(
+                f'IMPORTS: {name!r} is no module; give a dotted module name, such as "package.module" for the file '
+                "package/module.py"
+            )
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # whatever the module's own code raises
+            raise ConfigError(
+                f"IMPORTS: {name!r} cannot be imported: {type(error).__name__}: {error} "
+                "(a module is found if it is installed or if its top folder is on PYTHONPATH)"
+            ) from error

@@ -1,0 +1,94 @@
+"""Lengths and periods: iterations (``500``) or epochs (``"3ep"``)."""
+
+import re
+from dataclasses import dataclass
+from typing import TypeVar
+
+from fvcore.common.config import CfgNode
+
+from trainkit.config.errors import ConfigError
+
+LENGTH_KEYS = frozenset(
+    {
+        "SOLVER.MAX_ITER",
+        "SOLVER.STEPS",  # a list of lengths
+        "SOLVER.WARMUP_ITERS",
+        "SOLVER.CHECKPOINT_PERIOD",
+        "TEST.EVAL_PERIOD",
+        "LOG.PERIOD",
+        "VIS_PERIOD",
+    }
+)
+LENGTH_FORMS = 'iterations (an int, such as 500) or epochs (such as "3ep" or "0.5ep")'
+
+_EPOCHS = re.compile(r"(\d+(?:\.\d+)?)ep")
+_Cfg = TypeVar("_Cfg", bound=CfgNode)
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """A length in epochs; ``count`` may be a fraction."""
+
+    count: float
+
+    def to_iters(self, iters_per_epoch: int) -> int:
+        """The nearest number of iterations, at least 1 unless ``count`` is 0."""
+        return max(round(self.count * iters_per_epoch), 1 if self.count > 0 else 0)
+
+
+def parse_length(value: object) -> int | Epochs:
+    """Read one length; an int is a number of iterations and comes back as it is.
+
+    Raises:
+        ConfigError: ``value`` is neither an int (a bool is none) nor an epoch string.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return int(value)
+    match = _EPOCHS.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ConfigError(f"{value!r} ({type(value).__name__}) is no length; accepted: {LENGTH_FORMS}")
+    return Epochs(float(match[1]))
+
+
+def resolve_lengths(cfg: _Cfg, iters_per_epoch: int | None) -> _Cfg:
+    """A copy of ``cfg``, frozen if ``cfg`` is, whose lengths are all in iterations.
+
+    Args:
+        iters_per_epoch: iterations in which the training data is seen once; None for data without a length.
+
+    Raises:
+        ConfigError: a length is malformed, or in epochs while ``iters_per_epoch`` is None.
+        ValueError: ``iters_per_epoch`` is less than 1.
+    """
+    if iters_per_epoch is not None and iters_per_epoch < 1:
+        raise ValueError(f"iters_per_epoch must be None or >= 1 iteration, got {iters_per_epoch}")
+    resolved = cfg.clone()
+    for full_key in sorted(LENGTH_KEYS):
+        *parents, name = full_key.split(".")
+        node = resolved
+        for parent in parents:
+            node = node.get(parent, {})
+        if name not in node:
+            continue
+        value = node[name]
+        # An item can be assigned in a frozen node as well, so the copy need not be thawed.
+        if isinstance(value, list | tuple):
+            node[name] = type(value)(_to_iters(full_key, item, iters_per_epoch) for item in value)
+        else:
+            node[name] = _to_iters(full_key, value, iters_per_epoch)
+    return resolved
+
+
+def _to_iters(full_key: str, value: object, iters_per_epoch: int | None) -> int:
+    try:
+        length = parse_length(value)
+    except ConfigError as error:
+        raise ConfigError(f"{full_key}: {error}") from None
+    if isinstance(length, int):
+        return length
+    if iters_per_epoch is None:
+        raise ConfigError(
+            f"{full_key} is {value!r}, but the training data has no length, so there are no epochs; "
+            "give it in iterations (an int)"
+        )
+    return length.to_iters(iters_per_epoch)

@@ -1,0 +1,157 @@
+"""Merging into a config node: which keys and values fit, and what an error says."""
+
+import ast
+import difflib
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fvcore.common.config import CfgNode as _FvcoreCfgNode
+
+from trainkit.config.errors import ConfigError
+from trainkit.config.lengths import LENGTH_FORMS, LENGTH_KEYS, parse_length
+from trainkit.config.yaml_files import BASE_KEY, DELETE_KEY
+
+_logger = logging.getLogger(__name__)
+_UNTYPED = "__untyped__"  # in a node's __dict__, as yacs keeps its own marks
+_YAML_WORDS = {"true": True, "false": False, "null": None}
+_ACCEPTED = {
+    bool: "True or False",
+    int: "an int",
+    float: "a float or an int",
+    str: "text",
+    list: 'a list or a tuple, such as "[1, 2]"',
+    tuple: 'a list or a tuple, such as "[1, 2]"',
+}
+
+
+def untyped_keys(node: _FvcoreCfgNode) -> set[str]:
+    """Names of the keys of a node whose type nothing declares."""
+    return node.__dict__.setdefault(_UNTYPED, set())
+
+
+def parse_literal(text: str) -> Any:
+    """A Python literal, or one of YAML's words for True, False and None, or else the text itself."""
+    if text.lower() in _YAML_WORDS:
+        return _YAML_WORDS[text.lower()]
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+
+
+def merge_node(node: _FvcoreCfgNode, other: Mapping[str, Any], root: _FvcoreCfgNode, prefix: str) -> None:
+    """Merge a mapping into the node of ``root`` whose full key is ``prefix`` (with its dot); stops at the first error.
+
+    Raises:
+        ConfigError: a key or value does not fit.
+    """
+    for name, value in other.items():
+        full_key = f"{prefix}{name}"
+        old = node.get(name)
+        if name not in node and root.key_is_deprecated(full_key):
+            _logger.warning("The key %s is deprecated and has no effect.", full_key)
+        elif name not in node:
+            _check_new_key(node, name, value, root, full_key)
+            node[name] = _new_value(full_key, value, root)
+            untyped_keys(node).add(name)
+        elif isinstance(old, _FvcoreCfgNode) and isinstance(value, Mapping):
+            merge_node(old, value, root, full_key + ".")
+        elif old is None or name in untyped_keys(node):
+            node[name] = _new_value(full_key, value, root)
+            untyped_keys(node).add(name)
+        else:
+            node[name] = _coerce(full_key, value, old)
+            if full_key == "VERSION" and value != old:
+                raise ConfigError(f"this config is of VERSION {value}, and VERSION {old} is read here; update its keys")
+
+
+def _check_new_key(node: _FvcoreCfgNode, name: object, value: object, root: _FvcoreCfgNode, full_key: str) -> None:
+    if not isinstance(name, str):
+        raise ConfigError(f"the key {full_key} must be text, got {type(name).__name__}; quote it")
+    if "." in name:
+        raise ConfigError(f"{full_key!r} is one key with dots; write nested nodes, such as SOLVER: {{BASE_LR: 0.1}}")
+    if name in (BASE_KEY, DELETE_KEY):
+        raise ConfigError(
+            f"{full_key} is misplaced: {BASE_KEY} stands at the top of a file, {DELETE_KEY} in a file's node"
+        )
+    if root.key_is_renamed(full_key):
+        try:
+            root.raise_key_rename_error(full_key)
+        except KeyError as error:
+            raise ConfigError(error.args[0]) from None
+    if not node.is_new_allowed():
+        while isinstance(value, Mapping) and value:  # the innermost key says best what was meant
+            name, value = next(iter(value.items()))
+            full_key = f"{full_key}.{name}"
+        known = {key.upper(): key for key, is_node in _full_keys(root) if is_node == isinstance(value, Mapping)}
+        nearest = difflib.get_close_matches(full_key.upper(), known, n=1)
+        hint = f"did you mean {known[nearest[0]]}?" if nearest else "no key has a similar name"
+        raise ConfigError(f"unknown key {full_key}; {hint}")
+
+
+def _full_keys(node: _FvcoreCfgNode, prefix: str = "") -> Iterator[tuple[str, bool]]:
+    """(full key, is it a node) of everything below a node."""
+    for name, value in node.items():
+        is_node = isinstance(value, _FvcoreCfgNode)
+        yield f"{prefix}{name}", is_node
+        if is_node:
+            yield from _full_keys(value, f"{prefix}{name}.")
+
+
+def _coerce(full_key: str, value: object, old: object) -> object:
+    """``value`` as the type of ``old``."""
+    if isinstance(old, list | tuple) and isinstance(value, str):
+        literal = parse_literal(value)  # YAML has no tuples, so (1, 2) in a file is text; configs of detectron2 use it
+        value = literal if isinstance(literal, list | tuple) else value
+    if full_key in LENGTH_KEYS:
+        return _coerce_length(full_key, value, old)
+    if isinstance(old, _FvcoreCfgNode):
+        raise _wrong_type(full_key, value, "a node, that is keys with values")
+    if isinstance(old, list | tuple) and isinstance(value, list | tuple):
+        return type(old)(plain_value(full_key, item) for item in value)
+    kind = next(kind for kind in _ACCEPTED if isinstance(old, kind))  # bool stands before int
+    accepted = (int, float) if kind is float else kind
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        raise _wrong_type(full_key, value, _ACCEPTED[kind])
+    return kind(value)
+
+
+def _coerce_length(full_key: str, value: object, old: object) -> object:
+    if isinstance(old, list | tuple) != isinstance(value, list | tuple):
+        is_list = isinstance(old, list | tuple)
+        raise _wrong_type(full_key, value, f"a list, each item {LENGTH_FORMS}" if is_list else LENGTH_FORMS)
+    items = value if isinstance(value, list | tuple) else [value]
+    for item in items:
+        try:
+            parse_length(item)
+        except ConfigError as error:
+            raise ConfigError(f"{full_key}: {error}") from None
+    return type(old)(items) if isinstance(old, list | tuple) else value
+
+
+def _new_value(full_key: str, value: object, root: _FvcoreCfgNode) -> object:
+    """A value whose type nothing declares; a mapping becomes a node, which takes new keys as its parent does."""
+    if not isinstance(value, Mapping):
+        return plain_value(full_key, value)
+    node = type(root)(new_allowed=True)
+    merge_node(node, value, root, full_key + ".")
+    return node
+
+
+def plain_value(full_key: str, value: object) -> Any:
+    """A copy made of exactly the types that YAML gives back, so that a dump can be read as an equal config."""
+    if isinstance(value, Mapping):
+        return {key: plain_value(f"{full_key}.{key}", item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(full_key, item) for item in value]
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    raise _wrong_type(full_key, value, "text, a number, True, False, None, and lists or nodes of them")
+
+
+def _wrong_type(full_key: str, value: object, accepted: str) -> ConfigError:
+    return ConfigError(f"{full_key}: got {value!r} ({type(value).__name__}); accepted: {accepted}")

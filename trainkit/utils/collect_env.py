@@ -1,0 +1,48 @@
+"""What a bug report should say about a machine: ``python -m trainkit.utils.collect_env``."""
+
+import importlib.metadata
+import os
+import platform
+import sys
+
+import numpy as np
+import torch
+from tabulate import tabulate
+
+import trainkit
+
+
+def collect_env_info() -> str:
+    """A table of versions and hardware."""
+    rows = [
+        ("platform", platform.platform()),
+        ("python", sys.version.replace("\n", "")),
+        ("trainkit", f"{trainkit.__version__} @ {os.path.dirname(trainkit.__file__)}"),
+        ("torch", f"{torch.__version__} @ {os.path.dirname(torch.__file__)}"),
+        ("numpy", np.__version__),
+        ("fvcore", _version("fvcore")),
+        ("CPU count", f"{os.cpu_count()} (torch uses {torch.get_num_threads()} threads)"),
+        ("CUDA of torch", torch.version.cuda or "none"),
+        ("CUDA available", str(torch.cuda.is_available())),
+    ]
+    if torch.cuda.is_available():
+        rows += [(f"GPU {i}", _describe_gpu(i)) for i in range(torch.cuda.device_count())]
+        rows.append(("cuDNN", str(torch.backends.cudnn.version())))
+    return tabulate(rows)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _describe_gpu(index: int) -> str:
+    properties = torch.cuda.get_device_properties(index)
+    memory_gib = properties.total_memory / 2**30
+    return f"{properties.name}, {memory_gib:.1f} GiB, compute capability {properties.major}.{properties.minor}"
+
+
+if __name__ == "__main__":
+    print(collect_env_info())

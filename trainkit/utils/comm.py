@@ -1,0 +1,211 @@
+"""Who am I among the processes of a run, and exchanging Python objects between them.
+
+Everything works without an initialized process group as well: that is a world of one process. What is kept about a
+process group is kept with that group, so that a group can be destroyed and another one made.
+"""
+
+import os
+import weakref
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+_T = TypeVar("_T")
+# Default group -> a group made beside it; weakly, so that an entry goes when its default group is destroyed.
+_gloo_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
+_local_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
+
+
+def get_world_size() -> int:
+    """Number of processes of the run."""
+    return dist.get_world_size() if _is_initialized() else 1
+
+
+def get_rank() -> int:
+    """Number of this process among all, from 0."""
+    return dist.get_rank() if _is_initialized() else 0
+
+
+def is_main_process() -> bool:
+    """Whether this is rank 0."""
+    return get_rank() == 0
+
+
+def create_local_process_group(num_workers_per_machine: int) -> None:
+    """Make known which processes share a machine: ranks 0 to n-1, n to 2n-1, and so on; all ranks must call it, once.
+
+    Raises:
+        RuntimeError: there is no process group, or it has its local group already.
+        ValueError: the machines cannot have ``num_workers_per_machine`` processes each.
+    """
+    if not _is_initialized():
+        raise RuntimeError("there is no process group to divide; call torch.distributed.init_process_group first")
+    world = _default_group()
+    if world in _local_groups:
+        raise RuntimeError("the local process group exists already; create_local_process_group is called once")
+    world_size = dist.get_world_size()
+    if num_workers_per_machine < 1 or world_size % num_workers_per_machine:
+        raise ValueError(
+            f"num_workers_per_machine must divide the world size {world_size}, got {num_workers_per_machine}"
+        )
+    for first in range(0, world_size, num_workers_per_machine):
+        ranks = range(first, first + num_workers_per_machine)
+        group = dist.new_group(list(ranks))  # every rank takes part in making every group
+        if dist.get_rank() in ranks:
+            _local_groups[world] = group
+
+
+def get_local_process_group() -> dist.ProcessGroup:
+    """The group of the processes on this machine.
+
+    Raises:
+        RuntimeError: it was not made for the present process group.
+    """
+    group = _find_local_group()
+    if group is None:
+        raise RuntimeError("there is no local process group; call create_local_process_group on all ranks first")
+    return group
+
+
+def get_local_rank() -> int:
+    """Number of this process among those of its machine, from 0.
+
+    Raises:
+        RuntimeError: there are several processes, but neither a local group nor torchrun's LOCAL_RANK.
+    """
+    group = _find_local_group()
+    return dist.get_rank(group) if group is not None else _from_torchrun("LOCAL_RANK", alone=0)
+
+
+def get_local_size() -> int:
+    """Number of processes on this machine.
+
+    Raises:
+        RuntimeError: there are several processes, but neither a local group nor torchrun's LOCAL_WORLD_SIZE.
+    """
+    group = _find_local_group()
+    return dist.get_world_size(group) if group is not None else _from_torchrun("LOCAL_WORLD_SIZE", alone=1)
+
+
+def synchronize() -> None:
+    """Wait until all processes have come here."""
+    if get_world_size() == 1:
+        return
+    if dist.get_backend() == "nccl":  # it would guess the device, and warn
+        dist.barrier(device_ids=[torch.cuda.current_device()])
+    else:
+        dist.barrier()
+
+
+def all_gather(data: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
+    """The ``data`` of every rank, in their order, on every rank; all ranks of the group must call it.
+
+    Args:
+        data: any object that can be pickled; tensors best on the CPU.
+        group: whose backend exchanges objects; by default all processes, over Gloo.
+    """
+    if get_world_size() == 1:
+        return [data]
+    group = _object_group() if group is None else group
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, data, group=group)
+    return gathered
+
+
+def gather(data: _T, dst: int = 0, group: dist.ProcessGroup | None = None) -> list[_T]:
+    """As ``all_gather``, but on rank ``dst`` of the run alone; ``[]`` on the others."""
+    if get_world_size() == 1:
+        return [data]
+    group = _object_group() if group is None else group
+    gathered: list[Any] | None = [None] * dist.get_world_size(group) if get_rank() == dst else None
+    dist.gather_object(data, gathered, dst=dst, group=group)
+    return gathered or []
+
+
+def broadcast(data: _T, src: int = 0) -> _T:
+    """The ``data`` of rank ``src``, on every rank: for what one rank decides; all ranks must call it.
+
+    Args:
+        data: any object that can be pickled; ignored on the other ranks.
+    """
+    if get_world_size() == 1:
+        return data
+    objects = [data if get_rank() == src else None]
+    dist.broadcast_object_list(objects, src=src, group=_object_group())
+    return objects[0]  # type: ignore[return-value]
+
+
+def shared_random_seed() -> int:
+    """A random number from 0 to 2**31 - 1, the same on all ranks; drawn from NumPy's global state, as seeded there."""
+    return broadcast(int(np.random.randint(2**31)))  # every rank draws, so that equal states stay equal
+
+
+def reduce_dict(input_dict: dict[str, Tensor], average: bool = True) -> dict[str, Tensor]:
+    """Add or average tensors over all ranks; all ranks must call it.
+
+    Waits for the device: for results, not for each step.
+
+    Args:
+        input_dict: name -> tensor; the same names and shapes on every rank.
+
+    Returns:
+        Name -> sum or mean over ranks, by sorted name, the same bits on every rank.
+
+    Raises:
+        ValueError: on every rank, if the names or shapes differ.
+    """
+    names = sorted(input_dict)
+    if get_world_size() == 1:
+        return {name: input_dict[name] for name in names}
+    # One exchange of names and values together: nobody waits in a collective that another rank does not enter.
+    by_rank = all_gather({name: input_dict[name].detach().cpu() for name in names})
+    shapes = [{name: list(value.shape) for name, value in values.items()} for values in by_rank]
+    for rank, theirs in enumerate(shapes):
+        if theirs != shapes[0]:
+            raise ValueError(
+                "reduce_dict needs the same names and shapes on all ranks; "
+                f"rank 0 has {shapes[0]} and rank {rank} has {theirs}"
+            )
+    sums = {name: torch.stack([values[name] for values in by_rank]).sum(dim=0) for name in names}
+    count = len(by_rank) if average else 1
+    return {name: (value / count if average else value).to(input_dict[name].device) for name, value in sums.items()}
+
+
+def _is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None  # asked only while initialized
+    return group
+
+
+def _find_local_group() -> dist.ProcessGroup | None:
+    return _local_groups.get(_default_group()) if _is_initialized() else None
+
+
+def _from_torchrun(variable: str, alone: int) -> int:
+    if not _is_initialized():
+        return alone
+    if variable in os.environ:
+        return int(os.environ[variable])
+    if dist.get_world_size() == 1:
+        return alone
+    raise RuntimeError(
+        f"{variable} is not set, so nothing says which processes share a machine; start with torchrun, or call "
+        "create_local_process_group after init_process_group"
+    )
+
+
+def _object_group() -> dist.ProcessGroup:
+    """All processes over Gloo, which exchanges objects without a device; made at the first call, by all ranks."""
+    world = _default_group()
+    if dist.get_backend() == "gloo":
+        return world
+    if world not in _gloo_groups:
+        _gloo_groups[world] = dist.new_group(backend="gloo")
+    return _gloo_groups[world]

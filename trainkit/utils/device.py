@@ -1,0 +1,65 @@
+"""Devices by name, and moving whatever a loader yields to one of them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def resolve_device(name: str | torch.device) -> torch.device:
+    """The device of a config: ``"auto"`` takes CUDA, then MPS, then the CPU.
+
+    Raises:
+        ValueError: torch does not know the name, or the machine lacks the device.
+    """
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"no device is called {name!r}; use auto, cpu, cuda, cuda:N or mps") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device {name!r} was asked for, but torch sees {torch.cuda.device_count()} CUDA devices; use auto or cpu"
+        )
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ValueError(f"device {name!r} was asked for, but torch sees no MPS device; use auto or cpu")
+    return device
+
+
+def device_of(model: nn.Module) -> torch.device | None:
+    """The device of the first parameter or buffer; None if ``model`` has neither."""
+    for tensors in (model.parameters(), model.buffers()):
+        for tensor in tensors:
+            return tensor.device
+    return None
+
+
+def move_to_device(data: Any, device: torch.device) -> Any:
+    """Move every tensor in nested mappings, lists, tuples and named tuples, and every object with ``to(device)``.
+
+    Copies from pinned memory do not block. What is already there, and what is no tensor, is returned as it is.
+    """
+    if isinstance(data, torch.Tensor):
+        return data if data.device == device else data.to(device, non_blocking=data.is_pinned())
+    if isinstance(data, Mapping):
+        moved = {key: move_to_device(value, device) for key, value in data.items()}
+        return moved if type(data) is dict else _rebuild(data, moved)
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(move_to_device(value, device) for value in data))
+    if isinstance(data, list | tuple):
+        return type(data)(move_to_device(value, device) for value in data)
+    if hasattr(data, "to") and callable(data.to):  # a user's own batch class, torch's PackedSequence
+        return data.to(device)
+    return data
+
+
+def _rebuild(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Keep the mapping's class where it can be made from a dict; a plain dict otherwise."""
+    try:
+        return type(original)(items)  # type: ignore[call-arg]
+    except TypeError:
+        return items

@@ -1,0 +1,36 @@
+"""The version of torch, and the seed of every random number generator."""
+
+import logging
+import os
+import random
+
+import numpy as np
+import torch
+
+TORCH_VERSION: tuple[int, ...] = tuple(int(part) for part in torch.__version__.split(".")[:2])
+"""(major, minor) of torch."""
+
+_logger = logging.getLogger(__name__)
+
+
+def seed_all_rng(seed: int | None = None) -> int:
+    """Seed Python, NumPy and torch with all its devices.
+
+    Args:
+        seed: 0 <= seed < 2**32; None draws one from the operating system and logs it.
+
+    Returns:
+        The seed in use.
+
+    Raises:
+        ValueError: the seed is out of range.
+    """
+    if seed is None:
+        seed = int.from_bytes(os.urandom(4), "little")
+        _logger.info("Using the random seed %d", seed)
+    elif not 0 <= seed < 2**32:
+        raise ValueError(f"seed must be None or 0 <= seed < 2**32, got {seed}")
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    return seed

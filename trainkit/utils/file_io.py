@@ -1,0 +1,11 @@
+"""Files by path or URL."""
+
+from iopath.common.file_io import HTTPURLHandler
+from iopath.common.file_io import PathManager as _PathManager
+
+__all__ = ["PathManager"]
+
+PathManager = _PathManager()
+"""Opens local paths, and http(s) and ftp addresses by way of a local copy; a project registers further handlers."""
+
+PathManager.register_handler(HTTPURLHandler())

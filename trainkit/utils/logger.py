@@ -1,0 +1,197 @@
+"""Setting up the log of a process, and log lines that do not repeat themselves too often."""
+
+import logging
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tabulate import tabulate
+
+_GREEN, _YELLOW, _RED, _RESET = "\x1b[32m", "\x1b[33m", "\x1b[31m", "\x1b[0m"
+
+
+@dataclass
+class _Setup:
+    """What ``setup_logger`` added to a logger, and what it found there."""
+
+    handlers: list[logging.Handler]
+    level: int
+    propagate: bool
+
+
+_setups: dict[str, _Setup] = {}
+_counts: Counter[Hashable] = Counter()
+_last_times: dict[Hashable, float] = {}
+
+
+def setup_logger(
+    output: str | os.PathLike[str] | None = None,
+    distributed_rank: int = 0,
+    *,
+    color: bool = True,
+    name: str = "trainkit",
+    abbrev_name: str | None = None,
+    enable_propagation: bool = False,
+    configure_stdout: bool = True,
+) -> logging.Logger:
+    """Write a logger's lines, from DEBUG on, to stdout (rank 0) and to a file (every rank).
+
+    A further call replaces what an earlier one with the same ``name`` did; ``close_logger`` takes it back.
+
+    Args:
+        output: a file, if it ends in ``.txt`` or ``.log``, else a folder, which gets ``log.txt``; other ranks append
+            ``.rankN``. Files are appended to and flushed after each line. None: no file.
+        color: colours, if stdout is a terminal.
+        name: root of the logger names; ``""`` is the root of all.
+        abbrev_name: what stands for ``name`` in the lines.
+        enable_propagation: whether handlers of parent loggers, such as pytest's, get the records too.
+
+    Raises:
+        OSError: the file or its folder cannot be written; the logger is then as it was.
+    """
+    handlers: list[logging.Handler] = []
+    if output is not None:
+        handlers.append(_open_log_file(os.fspath(output), distributed_rank))
+    if configure_stdout and distributed_rank == 0:
+        handlers.append(_StdoutHandler())
+    short = name if abbrev_name is None else abbrev_name
+    for handler in handlers:
+        handler.setFormatter(_Formatter(name, short, color and isinstance(handler, _StdoutHandler)))
+
+    close_logger(name)
+    logger = logging.getLogger(name)
+    _setups[name] = _Setup(handlers, logger.level, logger.propagate)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = enable_propagation
+    for handler in handlers:
+        logger.addHandler(handler)
+    return logger
+
+
+def close_logger(name: str = "trainkit") -> None:
+    """Take back what ``setup_logger`` did to a logger, and close its file; nothing if it did nothing."""
+    setup = _setups.pop(name, None)
+    if setup is None:
+        return
+    logger = logging.getLogger(name)
+    logger.setLevel(setup.level)
+    logger.propagate = setup.propagate
+    for handler in setup.handlers:
+        logger.removeHandler(handler)
+        handler.close()
+
+
+def log_first_n(
+    lvl: int,
+    msg: str,
+    n: int = 1,
+    *,
+    name: str | None = None,
+    key: Literal["caller", "message"] | Collection[Literal["caller", "message"]] = "caller",
+) -> None:
+    """Log only the first ``n`` times.
+
+    Args:
+        name: of the logger; by default the calling module.
+        key: what counts as the same: the calling line, the message, or both.
+    """
+    parts = (key,) if isinstance(key, str) else tuple(key)
+    if not parts or not set(parts) <= {"caller", "message"}:
+        raise ValueError(f"key must be 'caller', 'message' or both in a tuple, got {key!r}")
+    module, line = _caller()
+    counted = ("first", *(line if part == "caller" else msg for part in sorted(parts)))
+    _counts[counted] += 1
+    if _counts[counted] <= n:
+        logging.getLogger(name or module).log(lvl, msg, stacklevel=2)
+
+
+def log_every_n(lvl: int, msg: str, n: int = 1, *, name: str | None = None) -> None:
+    """Log the first of every ``n`` calls from the same line.
+
+    Raises:
+        ValueError: ``n`` is less than 1.
+    """
+    if n < 1:
+        raise ValueError(f"n must be >= 1 call, got {n}")
+    module, line = _caller()
+    counted = ("every", line)
+    _counts[counted] += 1
+    if (_counts[counted] - 1) % n == 0:
+        logging.getLogger(name or module).log(lvl, msg, stacklevel=2)
+
+
+def log_every_n_seconds(lvl: int, msg: str, n: float = 1, *, name: str | None = None) -> None:
+    """Log unless the same line did so less than ``n`` seconds ago."""
+    module, line = _caller()
+    now = time.monotonic()
+    last = _last_times.get(line)
+    if last is None or now - last >= n:
+        _last_times[line] = now
+        logging.getLogger(name or module).log(lvl, msg, stacklevel=2)
+
+
+def create_small_table(small_dict: Mapping[str, Any]) -> str:
+    """A table of one row under the keys, for a handful of values."""
+    return tabulate(
+        [list(small_dict.values())],
+        headers=list(small_dict),
+        tablefmt="pipe",
+        floatfmt=".3f",
+        stralign="center",
+        numalign="center",
+    )
+
+
+class _StdoutHandler(logging.StreamHandler):
+    """Writes to what ``sys.stdout`` is at the time, also after it was redirected."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stdout)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stdout
+        super().emit(record)
+
+
+class _Formatter(logging.Formatter):
+    """``[time logger] LEVEL: message``, the level only from WARNING on."""
+
+    def __init__(self, name: str, abbrev_name: str, color: bool) -> None:
+        super().__init__("%(asctime)s%(message)s", datefmt="%m/%d %H:%M:%S")
+        self._name, self._abbrev_name, self._color = name, abbrev_name, color
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        name = record.name
+        if self._name and (name == self._name or name.startswith(f"{self._name}.")):
+            name = self._abbrev_name + name[len(self._name) :]
+        head = f"[{record.asctime} {name}]"
+        level = f" {record.levelname}" if record.levelno >= logging.WARNING else ""
+        if self._color and sys.stdout.isatty():
+            head = f"{_GREEN}{head}{_RESET}"
+            level = level and f"{_RED if record.levelno >= logging.ERROR else _YELLOW}{level}{_RESET}"
+        return f"{head}{level}: {record.message}"
+
+
+def _open_log_file(output: str, rank: int) -> logging.FileHandler:
+    path = output if output.endswith((".txt", ".log")) else os.path.join(output, "log.txt")
+    if rank > 0:
+        path = f"{path}.rank{rank}"
+    folder = os.path.dirname(os.path.abspath(path))
+    try:
+        os.makedirs(folder, exist_ok=True)
+        return logging.FileHandler(path, encoding="utf-8")
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"cannot write {os.path.basename(path)} in the folder {folder!r}: {error.strerror}; choose another",
+        ) from error
+
+
+def _caller() -> tuple[str, tuple[str, int]]:
+    """Module name, and (file, line), of whoever called into this module."""
+    frame = sys._getframe(2)
+    return frame.f_globals.get("__name__", "__main__"), (frame.f_code.co_filename, frame.f_lineno)

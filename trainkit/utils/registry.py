@@ -1,0 +1,112 @@
+"""Objects by name: registries, and dotted paths."""
+
+import difflib
+import importlib
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, TypeVar, overload
+
+_T = TypeVar("_T")
+
+
+class Registry:
+    """Maps names to classes or functions that registered themselves, so that a config can name them.
+
+    ::
+
+        MODEL_REGISTRY = Registry("MODEL")
+
+
+        @MODEL_REGISTRY.register()
+        class Net(nn.Module): ...
+
+
+        MODEL_REGISTRY.get("Net")
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._objects: dict[str, Any] = {}
+
+    @overload
+    def register(self, obj: None = None) -> Callable[[_T], _T]: ...
+    @overload
+    def register(self, obj: _T) -> _T: ...
+
+    def register(self, obj: Any = None) -> Any:
+        """Register an object under its ``__name__``; as a call, or as a decorator ``@REGISTRY.register()``.
+
+        Raises:
+            ValueError: the name is taken.
+        """
+        if obj is None:
+            return self.register
+        name = obj.__name__
+        if name in self._objects:
+            raise ValueError(
+                f"{name!r} is already registered in the {self._name} registry, by {_describe(self._objects[name])}; "
+                f"give {_describe(obj)} another name"
+            )
+        self._objects[name] = obj
+        return obj
+
+    def get(self, name: str) -> Any:
+        """The object that was registered under ``name``.
+
+        Raises:
+            KeyError: there is none.
+        """
+        if name not in self._objects:
+            nearest = difflib.get_close_matches(name, self._objects, n=1)
+            hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+            registered = ", ".join(sorted(self._objects)) or "nothing"
+            raise KeyError(
+                f"no {name!r} in the {self._name} registry; {hint}registered: {registered}. "
+                "The module that registers it must have been imported: name it in IMPORTS of the config."
+            )
+        return self._objects[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._objects
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        return iter(self._objects.items())
+
+    def __repr__(self) -> str:
+        return f"Registry({self._name}: {', '.join(self._objects)})"
+
+
+def locate(name: str) -> Any:
+    """The object of a dotted path, such as ``"torch.optim.SGD"``; imports the module that holds it.
+
+    Raises:
+        ImportError: there is no such module or attribute, or importing the module fails.
+    """
+    parts = name.split(".")
+    if "" in parts:
+        raise ImportError(f"cannot locate {name!r}: it is no dotted path; write package.module.object")
+    found: Any = None
+    for depth, part in enumerate(parts):
+        if depth and hasattr(found, part):
+            found = getattr(found, part)
+        elif depth and not isinstance(found, ModuleType):
+            raise ImportError(f"cannot locate {name!r}: {'.'.join(parts[:depth])} has no {part!r}")
+        else:  # a module that nobody has imported yet
+            found = _import(".".join(parts[: depth + 1]), f"cannot locate {name!r}")
+    return found
+
+
+def _import(module_name: str, context: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:  # whatever the module's own code raises
+        if isinstance(error, ModuleNotFoundError) and error.name == module_name:
+            parent, _, name = module_name.rpartition(".")
+            reason = f"{parent} has no {name!r}" if parent else f"there is no module {name!r} (not on PYTHONPATH?)"
+        else:
+            reason = f"importing {module_name} failed: {type(error).__name__}: {error}"
+        raise ImportError(f"{context}: {reason}") from error
+
+
+def _describe(obj: Any) -> str:
+    return f"{obj.__module__}.{obj.__qualname__}"
