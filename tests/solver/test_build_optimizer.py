@@ -1,0 +1,230 @@
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from trainkit.config import ConfigError, get_cfg
+from trainkit.solver import OPTIMIZER_REGISTRY, build_optimizer
+
+
+def make_cfg(solver=None, **optimizer):
+    cfg = get_cfg()
+    cfg.merge_from_other_cfg({"SOLVER": {**(solver or {}), "OPTIMIZER": optimizer}})
+    return cfg
+
+
+def make_model(dtype=torch.float32):
+    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).to(dtype)
+
+
+@OPTIMIZER_REGISTRY.register()
+class SolverTestSGD(torch.optim.SGD):
+    def __init__(self, params, lr, weight_decay, taps=(1, 2)):
+        super().__init__(params, lr=lr, weight_decay=weight_decay)
+        self.taps = taps
+
+
+@OPTIMIZER_REGISTRY.register()
+def solver_test_adam(params, **kwargs):
+    return torch.optim.Adam(params, **kwargs)
+
+
+def test_the_default_is_sgd_with_the_keys_of_the_solver():
+    cfg = make_cfg({"BASE_LR": 0.5, "MOMENTUM": 0.8, "NESTEROV": True, "WEIGHT_DECAY": 0.01, "WEIGHT_DECAY_NORM": 0.02})
+    optimizer = build_optimizer(cfg, make_model())
+    assert type(optimizer) is torch.optim.SGD
+    keys = ("lr", "momentum", "dampening", "nesterov", "weight_decay")
+    assert [[group[key] for key in keys] for group in optimizer.param_groups] == [
+        [0.5, 0.8, 0, True, 0.01],
+        [0.5, 0.8, 0, True, 0.02],
+    ]
+
+
+def test_bias_keys_reach_the_groups():
+    cfg = make_cfg({"BASE_LR": 0.5, "BIAS_LR_FACTOR": 2.0, "WEIGHT_DECAY": 0.01, "WEIGHT_DECAY_BIAS": 0.0})
+    groups = build_optimizer(cfg, nn.Linear(1, 1)).param_groups
+    assert [(group["lr"], group["weight_decay"]) for group in groups] == [(0.5, 0.01), (1.0, 0.0)]
+
+
+def test_constructor_arguments_come_from_a_yaml_file(tmp_path):
+    file = tmp_path / "adam.yaml"
+    file.write_text("SOLVER: {OPTIMIZER: {NAME: Adam, BETAS: [0.8, 0.99], EPS: 1e-6, AMSGRAD: True}}")
+    cfg = get_cfg()
+    cfg.merge_from_file(file)
+    defaults = build_optimizer(cfg, make_model()).defaults
+    assert (defaults["betas"], defaults["eps"], defaults["amsgrad"]) == ((0.8, 0.99), 1e-6, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [
+        ("AdamW", {"BETAS": [0.8, 0.9]}, {"betas": (0.8, 0.9)}),
+        ("RMSprop", {"ALPHA": 0.5, "MOMENTUM": 0.25}, {"alpha": 0.5, "momentum": 0.25}),
+        ("RMSprop", {}, {"momentum": 0}),
+        ("Adagrad", {"LR_DECAY": 0.1}, {"lr_decay": 0.1}),
+        ("Adadelta", {"RHO": 0.5}, {"rho": 0.5}),
+        ("NAdam", {"MOMENTUM_DECAY": 0.1}, {"momentum_decay": 0.1}),
+        ("Adafactor", {"EPS": [None, 0.01]}, {"eps": (None, 0.01)}),
+        ("SGD", {"MOMENTUM": 0.5, "DAMPENING": 0.1}, {"momentum": 0.5, "dampening": 0.1}),
+        ("SGD", {"MOMENTUM": None}, {"momentum": 0.9}),
+    ],
+)
+def test_any_class_of_torch_takes_its_own_arguments(name, arguments, expected):
+    optimizer = build_optimizer(make_cfg(NAME=name, **arguments), make_model())
+    assert type(optimizer) is getattr(torch.optim, name)
+    assert {key: optimizer.defaults[key] for key in expected} == expected
+    assert all(optimizer.param_groups[0][key] == value for key, value in expected.items())
+
+
+def test_lr_and_weight_decay_of_the_node_win_and_the_log_says_so(caplog):
+    cfg = make_cfg({"BASE_LR": 0.1, "WEIGHT_DECAY": 0.2}, NAME="AdamW", LR=0.5, WEIGHT_DECAY=0.25)
+    with caplog.at_level(logging.INFO):
+        optimizer = build_optimizer(cfg, nn.Linear(1, 1))
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.5, 0.25)]
+    assert [record.getMessage() for record in caplog.records] == [
+        "SOLVER.OPTIMIZER.LR=0.5 is used, not SOLVER.BASE_LR=0.1.",
+        "SOLVER.OPTIMIZER.WEIGHT_DECAY=0.25 is used, not SOLVER.WEIGHT_DECAY=0.2.",
+        "Optimizer AdamW, implementation: fused, parameter groups: 1, parameters: 2, values: 2.",
+    ]
+
+
+def test_an_optimizer_without_weight_decay_says_that_it_has_none(caplog):
+    with caplog.at_level(logging.WARNING):
+        optimizer = build_optimizer(make_cfg(NAME="Rprop"), make_model())
+    assert "weight_decay" not in optimizer.param_groups[0]
+    assert [record.getMessage() for record in caplog.records] == [
+        "Rprop has no weight decay; SOLVER.WEIGHT_DECAY* have no effect."
+    ]
+
+
+def test_a_registered_class_is_built_with_its_arguments():
+    optimizer = build_optimizer(make_cfg(NAME="SolverTestSGD", TAPS=[3, 4]), make_model())
+    assert type(optimizer) is SolverTestSGD
+    assert optimizer.taps == (3, 4)
+    with pytest.raises(ConfigError, match=r"unknown 'TAP'; did you mean TAPS\? SolverTestSGD takes: LR, TAPS, W"):
+        build_optimizer(make_cfg(NAME="SolverTestSGD", TAP=[3, 4]), make_model())
+
+
+def test_a_registered_function_may_take_any_argument():
+    optimizer = build_optimizer(make_cfg(NAME="solver_test_adam", EPS=0.5), make_model())
+    assert type(optimizer) is torch.optim.Adam
+    assert (optimizer.defaults["eps"], optimizer.defaults["fused"]) == (0.5, None)
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        ({"NAME": "Adm"}, r"SOLVER.OPTIMIZER.NAME: unknown 'Adm'; did you mean Adam\? .*AdamW.*SGD"),
+        ({"NAME": "sgd"}, r"unknown 'sgd'; did you mean SGD\?"),
+        ({"NAME": "LBFGS"}, "LBFGS evaluates the loss several times per step through a closure"),
+        ({"NAME": "Adam", "BETA": [0.9, 0.9]}, r"unknown 'BETA'; did you mean BETAS\? Adam takes: AMSGRAD, BETAS, "),
+        ({"NAME": "Adam", "PARAMS": []}, "unknown 'PARAMS'"),
+        ({"NAME": "Adam", "MOMENTUM": 0.9}, "unknown 'MOMENTUM'"),
+        ({"NAME": "Adam", "BETAS": [2, 0.9]}, r"SOLVER.OPTIMIZER.BETAS=\(2, 0.9\): Invalid beta parameter at index 0"),
+        ({"NAME": "Adam", "LR": "big"}, "SOLVER.OPTIMIZER.LR must be a number, got 'big'"),
+        ({"NAME": "Adam", "EPS": "tiny"}, "SOLVER.OPTIMIZER.EPS='tiny'"),
+        ({"NAME": "Adam", "FUSED": True, "FOREACH": True}, "SOLVER.OPTIMIZER.FUSED=True, .*cannot be `True` together"),
+    ],
+    ids=str,
+)
+def test_what_the_optimizer_cannot_take_is_an_error(node, message):
+    with pytest.raises(ConfigError, match=message):
+        build_optimizer(make_cfg(**node), make_model())
+
+
+def test_a_value_outside_the_node_that_is_refused_is_named_by_its_own_key():
+    with pytest.raises(ConfigError, match=r"SGD refuses SOLVER.BASE_LR=-1.0, .*: Invalid learning rate: -1.0"):
+        build_optimizer(make_cfg({"BASE_LR": -1.0}), make_model())
+
+
+def test_a_model_without_trainable_parameters_is_an_error():
+    with pytest.raises(ValueError, match="Linear has no trainable parameters; at least one needs requires_grad=True"):
+        build_optimizer(make_cfg(), nn.Linear(1, 1).requires_grad_(False))
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_the_fused_implementation_is_chosen_where_it_exists(name, dtype):
+    assert build_optimizer(make_cfg(NAME=name), make_model(dtype)).defaults["fused"] is True
+
+
+@pytest.mark.parametrize(
+    ("node", "expected"),
+    [
+        ({"DIFFERENTIABLE": True}, (None, None)),
+        ({"FUSED": False}, (False, None)),
+        ({"FOREACH": True}, (None, True)),
+        ({"FOREACH": False}, (None, False)),
+        ({"FUSED": True}, (True, None)),
+        ({"FUSED": None}, (True, None)),
+    ],
+    ids=str,
+)
+def test_the_config_wins_over_the_choice(node, expected):
+    defaults = build_optimizer(make_cfg(NAME="Adam", **node), make_model()).defaults
+    assert (defaults["fused"], defaults["foreach"]) == expected
+
+
+def test_parameters_that_the_fused_implementation_refuses_fall_back():
+    model = nn.Linear(2, 2)
+    assert build_optimizer(make_cfg(), model).defaults["fused"] is True
+    model.phase = nn.Parameter(torch.zeros(1, dtype=torch.complex64))
+    assert build_optimizer(make_cfg(), model).defaults["fused"] is None
+
+
+def test_sparse_gradients_fall_back_and_can_step():
+    model = nn.Embedding(4, 2, sparse=True)
+    optimizer = build_optimizer(make_cfg({"MOMENTUM": 0.0, "WEIGHT_DECAY": 0.0, "BASE_LR": 1.0}), model)
+    before = model.weight.detach().clone()
+    model(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    assert torch.equal(model.weight[1], before[1] - 1)
+    assert torch.equal(model.weight[0], before[0])
+    assert build_optimizer(make_cfg(), nn.Embedding(4, 2)).defaults["fused"] is True
+
+
+def test_building_leaves_parameters_and_random_state_as_they_were():
+    model = make_model()
+    before = [param.detach().clone() for param in model.parameters()]
+    state = torch.get_rng_state()
+    build_optimizer(make_cfg(NAME="Adam"), model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_clipping_is_left_to_the_trainer():
+    cfg = make_cfg({"CLIP_GRADIENTS": {"ENABLED": True, "CLIP_VALUE": 0.01}, "BASE_LR": 1.0, "WEIGHT_DECAY": 0.0})
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = build_optimizer(cfg, model)
+    model.weight.grad = torch.ones(1, 1)
+    before = model.weight.item()
+    optimizer.step()
+    assert model.weight.item() == pytest.approx(before - 1.0)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(
+    ("name", "fused", "foreach"), [("AdamW", True, None), ("SGD", True, None), ("NAdam", None, True)]
+)
+def test_on_cuda_what_is_not_fused_is_foreach(name, fused, foreach):
+    defaults = build_optimizer(make_cfg(NAME=name), make_model().cuda()).defaults
+    assert (defaults.get("fused"), defaults["foreach"]) == (fused, foreach)
+
+
+def test_the_state_of_one_run_fits_the_optimizer_of_the_next():
+    cfg = make_cfg({"BIAS_LR_FACTOR": 2.0}, NAME="Adam")
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = build_optimizer(cfg, model)
+    model(torch.randn(4, 2)).square().sum().backward()
+    optimizer.step()
+
+    resumed = build_optimizer(cfg, make_model())
+    resumed.load_state_dict(optimizer.state_dict())
+    shapes = [[tuple(param.shape) for param in group["params"]] for group in resumed.param_groups]
+    assert shapes == [[(3, 2)], [(3,)], [(3,)], [(3,)]]
+    for group in resumed.param_groups:
+        assert all(resumed.state[param]["exp_avg"].shape == param.shape for param in group["params"])

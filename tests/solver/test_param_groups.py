@@ -1,0 +1,189 @@
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from trainkit.solver import get_default_optimizer_params, reduce_param_groups
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, 1)
+        self.norm = nn.BatchNorm2d(2)
+        self.head = nn.Linear(2, 2)
+
+
+def named_groups(model, groups):
+    names = {param: name for name, param in model.named_parameters()}
+    return [{**group, "params": [names[param] for param in group["params"]]} for group in groups]
+
+
+def test_without_arguments_every_parameter_is_in_one_group_without_hyperparameters():
+    model = Net()
+    assert named_groups(model, get_default_optimizer_params(model)) == [
+        {"params": ["conv.weight", "conv.bias", "norm.weight", "norm.bias", "head.weight", "head.bias"]}
+    ]
+
+
+def test_norm_layers_have_their_own_weight_decay():
+    model = Net()
+    groups = get_default_optimizer_params(model, base_lr=0.1, weight_decay=0.01, weight_decay_norm=0.0)
+    assert named_groups(model, groups) == [
+        {"params": ["conv.weight", "conv.bias", "head.weight", "head.bias"], "lr": 0.1, "weight_decay": 0.01},
+        {"params": ["norm.weight", "norm.bias"], "lr": 0.1, "weight_decay": 0.0},
+    ]
+
+
+def test_biases_have_their_own_lr_and_weight_decay_also_in_norm_layers():
+    model = Net()
+    groups = get_default_optimizer_params(
+        model, base_lr=0.5, weight_decay=0.01, weight_decay_norm=0.02, bias_lr_factor=2.0, weight_decay_bias=0.0
+    )
+    assert named_groups(model, groups) == [
+        {"params": ["conv.weight", "head.weight"], "lr": 0.5, "weight_decay": 0.01},
+        {"params": ["conv.bias", "norm.bias", "head.bias"], "lr": 1.0, "weight_decay": 0.0},
+        {"params": ["norm.weight"], "lr": 0.5, "weight_decay": 0.02},
+    ]
+
+
+class _UsersNorm(nn.LayerNorm):
+    pass
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.BatchNorm1d(2),
+        nn.BatchNorm2d(2),
+        nn.BatchNorm3d(2),
+        nn.SyncBatchNorm(2),
+        nn.GroupNorm(1, 2),
+        nn.LayerNorm(2),
+        nn.InstanceNorm1d(2, affine=True),
+        nn.InstanceNorm2d(2, affine=True),
+        nn.InstanceNorm3d(2, affine=True),
+        nn.RMSNorm(2),
+        _UsersNorm(2),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_every_kind_of_norm_layer_is_found(layer):
+    (group,) = get_default_optimizer_params(layer, weight_decay=1.0, weight_decay_norm=0.0)
+    assert group == {"params": list(layer.parameters()), "weight_decay": 0.0}
+
+
+def test_other_layers_are_no_norm_layers():
+    layer = nn.Linear(2, 2)
+    (group,) = get_default_optimizer_params(layer, weight_decay=1.0, weight_decay_norm=0.0)
+    assert group["weight_decay"] == 1.0
+
+
+def test_an_override_matches_a_leaf_name_or_a_full_name_which_wins():
+    model = Net()
+    groups = get_default_optimizer_params(
+        model,
+        base_lr=0.1,
+        weight_decay=0.01,
+        overrides={
+            "head.weight": {"lr": 1.0},
+            "weight": {"lr": 0.5, "weight_decay": 0.0},
+            "norm.bias": {"momentum": 0.8},
+        },
+    )
+    assert named_groups(model, groups) == [
+        {"params": ["conv.weight", "norm.weight"], "lr": 0.5, "weight_decay": 0.0},
+        {"params": ["conv.bias", "head.bias"], "lr": 0.1, "weight_decay": 0.01},
+        {"params": ["norm.bias"], "lr": 0.1, "weight_decay": 0.01, "momentum": 0.8},
+        {"params": ["head.weight"], "lr": 1.0, "weight_decay": 0.0},
+    ]
+
+
+def test_the_callers_overrides_stay_as_they_are():
+    overrides = {"weight": {"lr": 0.5}}
+    get_default_optimizer_params(
+        Net(), base_lr=0.1, bias_lr_factor=2.0, weight_decay_bias=0.0, weight_decay_norm=0.0, overrides=overrides
+    )
+    assert overrides == {"weight": {"lr": 0.5}}
+
+
+def test_the_lr_factor_of_a_name_and_the_factor_of_biases_multiply():
+    model = Net()
+    groups = get_default_optimizer_params(
+        model, base_lr=1.0, bias_lr_factor=2.0, lr_factor_func=lambda name: 0.25 if name.startswith("conv") else 1.0
+    )
+    assert named_groups(model, groups) == [
+        {"params": ["conv.weight"], "lr": 0.25},
+        {"params": ["conv.bias"], "lr": 0.5},
+        {"params": ["norm.weight", "head.weight"], "lr": 1.0},
+        {"params": ["norm.bias", "head.bias"], "lr": 2.0},
+    ]
+
+
+def test_an_override_that_matches_nothing_draws_a_warning(caplog):
+    with caplog.at_level(logging.WARNING):
+        get_default_optimizer_params(Net(), overrides={"weihgt": {"lr": 1.0}, "bias": {"lr": 1.0}})
+    assert [record.getMessage() for record in caplog.records] == [
+        "No parameter is called weihgt; these overrides have no effect."
+    ]
+
+
+def test_shared_parameters_come_once_and_frozen_ones_not_at_all():
+    model = Net()
+    model.twin = nn.Linear(2, 2)
+    model.twin.weight = model.head.weight
+    model.conv.requires_grad_(False)
+    (group,) = named_groups(model, get_default_optimizer_params(model))
+    assert group == {"params": ["norm.weight", "norm.bias", "head.weight", "head.bias", "twin.bias"]}
+
+
+def test_two_models_of_one_class_have_the_same_groups_so_that_a_state_fits():
+    def build():
+        torch.manual_seed(0)
+        model = Net()
+        groups = get_default_optimizer_params(
+            model, base_lr=0.1, weight_decay=0.1, weight_decay_norm=0.0, bias_lr_factor=2.0
+        )
+        return model, groups
+
+    (first, first_groups), (second, second_groups) = build(), build()
+    assert len(first_groups) == 4
+    assert named_groups(first, first_groups) == named_groups(second, second_groups)
+
+
+@pytest.mark.parametrize("arguments", [{"bias_lr_factor": 2.0}, {"lr_factor_func": len}])
+def test_a_factor_without_base_lr_is_an_error(arguments):
+    with pytest.raises(ValueError, match="give base_lr as well"):
+        get_default_optimizer_params(Net(), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "override"),
+    [({"bias_lr_factor": 2.0}, {"lr": 1.0}), ({"weight_decay_bias": 0.0}, {"weight_decay": 1.0})],
+)
+def test_saying_one_thing_twice_about_biases_is_an_error(arguments, override):
+    with pytest.raises(ValueError, match=f"{next(iter(arguments))}.*give one of them"):
+        get_default_optimizer_params(Net(), base_lr=0.1, overrides={"bias": override}, **arguments)
+
+
+def test_reducing_merges_equal_groups_in_the_order_of_first_appearance():
+    a, b, c, d, e = (nn.Parameter(torch.zeros(1)) for _ in range(5))
+    assert reduce_param_groups(
+        [
+            {"params": [a], "lr": 1.0, "betas": [0.9, 0.99]},
+            {"params": [b, c], "lr": 2.0},
+            {"params": d, "betas": [0.9, 0.99], "lr": 1.0},
+            {"params": iter([e]), "lr": 2.0},
+        ]
+    ) == [{"params": [a, d], "lr": 1.0, "betas": [0.9, 0.99]}, {"params": [b, c, e], "lr": 2.0}]
+
+
+def test_reducing_lets_the_last_mention_of_a_parameter_win_and_keeps_the_input():
+    a, b = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+    groups = [{"params": [a, b], "lr": 1.0}, {"params": [a], "weight_decay": 0.5}]
+    assert reduce_param_groups(groups) == [
+        {"params": [a], "lr": 1.0, "weight_decay": 0.5},
+        {"params": [b], "lr": 1.0},
+    ]
+    assert groups == [{"params": [a, b], "lr": 1.0}, {"params": [a], "weight_decay": 0.5}]
