@@ -1,0 +1,14 @@
+import pytest
+
+from trainkit.utils import comm
+
+
+@pytest.fixture
+def as_rank(monkeypatch):
+    """Make this process look like one rank of several to whatever is built afterwards."""
+
+    def as_rank(rank, world_size):
+        monkeypatch.setattr(comm, "get_rank", lambda: rank)
+        monkeypatch.setattr(comm, "get_world_size", lambda: world_size)
+
+    return as_rank

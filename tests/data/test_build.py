@@ -1,0 +1,516 @@
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
+
+from trainkit.config.config import ConfigError
+from trainkit.config.defaults import get_cfg
+from trainkit.data.build import (
+    build_batch_data_loader,
+    build_test_loader,
+    build_train_loader,
+    iters_per_epoch,
+    trivial_batch_collator,
+    worker_init_reset_seed,
+)
+from trainkit.data.catalog import DatasetCatalog
+from trainkit.data.common import ToIterableDataset
+from trainkit.data.samplers import (
+    GroupedBatchSampler,
+    InferenceSampler,
+    RandomSubsetTrainingSampler,
+    RepeatFactorTrainingSampler,
+    TrainingSampler,
+)
+from trainkit.data.transforms import TRANSFORM_REGISTRY, build_transform
+
+one_core_may_be_all = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+class Squares(Dataset):
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return {"index": index, "square": float(index * index)}
+
+
+class Stream(IterableDataset):
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return iter(self.samples)
+
+
+class SizedStream(Stream):
+    def __len__(self):
+        return len(self.samples)
+
+
+class RandomNumbers(Dataset):
+    """What the three global generators of a worker draw."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return random.random(), float(np.random.random()), torch.rand(()).item()
+
+
+@TRANSFORM_REGISTRY.register()
+def data_test_add(cfg):
+    return lambda sample: {**sample, "index": sample["index"] + cfg.INPUT.ADDEND}
+
+
+@TRANSFORM_REGISTRY.register()
+def data_test_drop_odd(cfg):
+    return lambda sample: None if sample["index"] % 2 else sample
+
+
+@TRANSFORM_REGISTRY.register()
+def data_test_broken(cfg):
+    return "not callable"
+
+
+@pytest.fixture
+def cfg():
+    """Ten samples as ``data_ten``, five as ``data_five``, batches of four, no workers."""
+    makers = {
+        "data_ten": lambda: Squares(10),
+        "data_five": lambda: [{"index": 100 + index, "label": index % 3 // 2} for index in range(5)],
+        "data_empty": list,
+        "data_number": lambda: 7,
+        "data_stream": lambda: Stream([{"index": index} for index in range(8)]),
+    }
+    for name, maker in makers.items():
+        DatasetCatalog.register(name, maker)
+    cfg = get_cfg()
+    cfg.SEED = 0
+    cfg.MODEL.DEVICE = "cpu"
+    cfg.DATASETS.TRAIN = ("data_ten",)
+    cfg.DATALOADER.NUM_WORKERS = 0
+    cfg.SOLVER.IMS_PER_BATCH = 4
+    cfg.TEST.IMS_PER_BATCH = 4
+    cfg.INPUT.ADDEND = 1000
+    yield cfg
+    for name in makers:
+        DatasetCatalog.remove(name)
+
+
+def indices(loader, num_batches=None):
+    return [batch["index"].tolist() for batch in itertools.islice(loader, num_batches)]
+
+
+# ---------------------------------------------------------------------------- build_batch_data_loader
+
+
+@one_core_may_be_all
+def test_the_batches_do_not_depend_on_the_number_of_workers():
+    def batches(num_workers, position=0):
+        sampler = TrainingSampler(10, seed=3)
+        sampler.set_position(position)
+        loader = build_batch_data_loader(Squares(10), sampler, 4, num_workers=num_workers)
+        return [[sample["index"] for sample in batch] for batch in itertools.islice(loader, 12)]
+
+    without = batches(0)
+    order = [*itertools.islice(TrainingSampler(10, seed=3), 48)]
+
+    assert without == [order[start : start + 4] for start in range(0, 48, 4)]
+    assert batches(1) == without
+    assert batches(2) == without
+    assert batches(2, position=20)[:7] == without[5:]
+
+
+def test_the_global_batch_does_not_depend_on_the_world_size(as_rank):
+    def global_batches(world_size):
+        loaders = []
+        for rank in range(world_size):
+            as_rank(rank, world_size)
+            loaders.append(build_batch_data_loader([*range(10)], TrainingSampler(10, seed=3), 6))
+        shares = itertools.islice(zip(*loaders, strict=True), 7)
+        return [sorted(itertools.chain.from_iterable(of_all_ranks)) for of_all_ranks in shares]
+
+    single = global_batches(1)
+    assert single[0] != single[1]
+    assert global_batches(2) == single
+    assert global_batches(3) == single
+    assert global_batches(6) == single
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=one_core_may_be_all)])
+def test_iterating_leaves_the_global_random_state_alone(num_workers):
+    loader = build_batch_data_loader([*range(10)], TrainingSampler(10, seed=3), 4, num_workers=num_workers)
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+
+    next(iter(loader))
+
+    assert random.getstate() == states[0]
+    assert np.random.get_state()[1].tolist() == states[1]
+    assert torch.equal(torch.get_rng_state(), states[2])
+
+
+@one_core_may_be_all
+def test_workers_draw_random_numbers_by_seed_and_rank(as_rank):
+    def drawn(rank, seed):
+        as_rank(rank, 2)
+        loader = build_batch_data_loader(RandomNumbers(), SequentialSampler(range(4)), 8, num_workers=1, seed=seed)
+        return [number for sample in next(iter(loader)) for number in sample]
+
+    first = drawn(rank=0, seed=1)
+
+    assert drawn(rank=0, seed=1) == first
+    assert not {*first} & {*drawn(rank=0, seed=2)}
+    assert not {*first} & {*drawn(rank=1, seed=1)}
+
+
+def test_without_a_seed_the_workers_follow_the_seed_of_torch():
+    def worker_seed(torch_seed):
+        torch.manual_seed(torch_seed)
+        return build_batch_data_loader([0], SequentialSampler([0]), 1).generator.initial_seed()
+
+    with torch.random.fork_rng(devices=[]):
+        assert worker_seed(1) == worker_seed(1) != worker_seed(2)
+
+
+def test_each_worker_is_seeded_from_the_seed_of_its_loader():
+    def drawn(loader_seed, worker_id):
+        torch.manual_seed(loader_seed)
+        worker_init_reset_seed(worker_id)
+        return random.random(), np.random.random(), torch.rand(()).item()
+
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        first, again = drawn(5, 0), drawn(5, 0)
+        others = drawn(5, 1), drawn(2**63, 0)
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+    assert first == again
+    assert all(a != b for other in others for a, b in zip(first, other, strict=True))
+
+
+def test_a_batch_is_a_list_of_samples_unless_a_collate_function_says_otherwise():
+    make = lambda **options: next(  # noqa: E731
+        iter(build_batch_data_loader([*range(4)], SequentialSampler(range(4)), 2, **options))
+    )
+    assert make() == [0, 1]
+    assert make(collate_fn=sum) == 1
+    assert trivial_batch_collator([1, 2]) == [1, 2]
+
+
+@pytest.mark.parametrize(("drop_last", "batches"), [(True, [[0, 1], [2, 3]]), (False, [[0, 1], [2, 3], [4]])])
+@pytest.mark.parametrize("iterable", [True, False])
+def test_a_finite_loader_has_a_length_and_ends(drop_last, batches, iterable):
+    samples = [*range(5)]
+    dataset, sampler = (SizedStream(samples), None) if iterable else (samples, SequentialSampler(samples))
+    loader = build_batch_data_loader(dataset, sampler, 2, drop_last=drop_last)
+
+    assert [*loader] == batches
+    assert len(loader) == iters_per_epoch(loader) == len(batches)
+
+
+def test_the_batch_size_is_divided_among_ranks_or_given_per_rank(as_rank):
+    as_rank(0, 4)
+    assert build_batch_data_loader([0], InferenceSampler(1), 12).batch_size == 3
+    assert build_batch_data_loader([0], InferenceSampler(1), None, single_gpu_batch_size=12).batch_size == 12
+
+
+@pytest.mark.parametrize(
+    ("total", "options", "message"),
+    [
+        (6, {}, r"total_batch_size .* multiple of the world size 4, got 6"),
+        (0, {}, r"total_batch_size .* positive multiple of the world size 4, got 0"),
+        (None, {}, "either total_batch_size .* or single_gpu_batch_size, got None and None"),
+        (4, {"single_gpu_batch_size": 1}, "got 4 and 1"),
+        (None, {"single_gpu_batch_size": 0}, r"single_gpu_batch_size .* >= 1 sample, got 0"),
+        (4, {"seed": -1}, "seed must be None .* got -1"),
+    ],
+)
+def test_a_batch_size_or_seed_that_does_not_fit_is_refused(as_rank, total, options, message):
+    as_rank(0, 4)
+    with pytest.raises(ValueError, match=message):
+        build_batch_data_loader([0], InferenceSampler(1), total, **options)
+
+
+@pytest.mark.parametrize(("dataset", "sampler"), [([0], None), (Stream([0]), SequentialSampler([0]))])
+def test_a_sampler_that_does_not_fit_the_dataset_is_refused(dataset, sampler):
+    with pytest.raises(ValueError, match="an iterable dataset takes no sampler and a map-style one needs one"):
+        build_batch_data_loader(dataset, sampler, 1)
+
+
+def test_pinned_memory_is_not_asked_for_without_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    loader = build_batch_data_loader([torch.zeros(1)], SequentialSampler([0]), 1, pin_memory=True)
+    assert not loader.pin_memory
+    next(iter(loader))  # no warning
+
+
+# ---------------------------------------------------------------------------- iters_per_epoch
+
+
+@pytest.mark.parametrize(
+    ("sampler", "expected"),
+    [
+        (lambda: TrainingSampler(24, seed=0), 6),
+        (lambda: TrainingSampler(25, seed=0), 7),
+        (lambda: TrainingSampler(3, seed=0), 1),
+        (lambda: RandomSubsetTrainingSampler(100, 0.1, seed_shuffle=0, seed_subset=0), 3),
+        (lambda: RepeatFactorTrainingSampler([5.0] * 8, seed=0), 2),
+    ],
+)
+def test_an_endless_loader_has_epochs_by_the_size_of_its_dataset(sampler, expected, as_rank):
+    for world_size in (1, 2, 4):
+        as_rank(0, world_size)
+        loader = build_batch_data_loader(Squares(100), sampler(), 4)
+        stream = build_batch_data_loader(ToIterableDataset(Squares(100), sampler()), None, 4)
+        assert iters_per_epoch(loader) == iters_per_epoch(stream) == expected
+
+
+def test_grouped_batches_of_an_endless_sampler_have_epochs():
+    batches = GroupedBatchSampler(TrainingSampler(10), [0] * 10, batch_size=4)
+    assert iters_per_epoch(DataLoader([*range(10)], batch_sampler=batches)) == 3
+
+
+def test_a_wrapped_loader_has_the_epochs_of_the_loader_inside():
+    class Wrapper:
+        def __init__(self, loader):
+            self.loader = loader
+
+        def __iter__(self):
+            return iter(self.loader)
+
+        def __getattr__(self, name):
+            return getattr(self.loader, name)
+
+    assert iters_per_epoch(Wrapper(build_batch_data_loader([0], TrainingSampler(9), 4))) == 3
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        lambda: (batch for batch in ()),
+        lambda: itertools.repeat(0),
+        lambda: build_batch_data_loader(Stream([0]), None, 1),
+        lambda: build_batch_data_loader(ToIterableDataset([0], SequentialSampler([0])), None, 1),
+    ],
+)
+def test_a_stream_without_a_length_has_no_epochs(loader):
+    assert iters_per_epoch(loader()) is None
+
+
+def test_asking_for_the_epochs_starts_no_worker():
+    class Unreadable(Dataset):
+        def __getitem__(self, index):
+            raise AssertionError("was read")
+
+        def __reduce__(self):
+            raise AssertionError("was sent to a worker")
+
+    loader = build_batch_data_loader(
+        Unreadable(), TrainingSampler(9), 4, num_workers=1, multiprocessing_context="spawn"
+    )
+    assert iters_per_epoch(loader) == 3
+
+
+# ---------------------------------------------------------------------------- build_train_loader
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"SAMPLER_TRAIN": "TrainingSampler"},
+        {"SAMPLER_TRAIN": "RandomSubsetTrainingSampler", "RANDOM_SUBSET_RATIO": 0.8},
+        {"SAMPLER_TRAIN": "RepeatFactorTrainingSampler", "REPEAT_THRESHOLD": 0.5},
+    ],
+)
+def test_a_fixed_seed_gives_one_order_and_minus_one_another_each_time(cfg, options):
+    samples = [{"index": index, "label": index % 7 == 0} for index in range(40)]
+    for key, value in options.items():
+        cfg.DATALOADER[key] = value
+
+    def order(seed):
+        cfg.SEED = seed
+        return indices(build_train_loader(cfg, samples), 20)
+
+    assert order(3) == order(3)
+    assert order(3) != order(4)
+    assert order(-1) != order(-1)
+
+
+def test_a_random_subset_is_chosen_by_the_seed(cfg):
+    cfg.DATALOADER.SAMPLER_TRAIN = "RandomSubsetTrainingSampler"
+    cfg.DATALOADER.RANDOM_SUBSET_RATIO = 0.25
+
+    def subset(seed):
+        cfg.SEED = seed
+        return {index for batch in indices(build_train_loader(cfg, Squares(40)), 10) for index in batch}
+
+    assert subset(3) == subset(3) != subset(4)
+    assert len(subset(3)) == 10
+
+
+def test_training_datasets_are_concatenated_and_transformed(cfg):
+    cfg.DATASETS.TRAIN = ("data_five", "data_five")
+    cfg.INPUT.TRAIN_TRANSFORM = "data_test_add"
+    cfg.SOLVER.IMS_PER_BATCH = 10
+
+    loader = build_train_loader(cfg)
+
+    assert iters_per_epoch(loader) == 1
+    for batch in itertools.islice(loader, 2):
+        assert sorted(batch["index"].tolist()) == sorted([*range(1100, 1105)] * 2)
+
+
+def test_a_training_transform_may_leave_samples_out(cfg):
+    cfg.INPUT.TRAIN_TRANSFORM = "data_test_drop_odd"
+    batches = indices(build_train_loader(cfg), 10)
+    assert all(len(batch) == 4 for batch in batches)
+    assert {index % 2 for batch in batches for index in batch} == {0}
+
+
+def test_a_batch_may_be_larger_than_the_training_data(cfg):
+    cfg.DATASETS.TRAIN = ("data_five",)
+    cfg.SOLVER.IMS_PER_BATCH = 12
+
+    loader = build_train_loader(cfg)
+
+    assert [len(batch) for batch in indices(loader, 3)] == [12, 12, 12]
+    assert iters_per_epoch(loader) == 1
+
+
+def test_an_iterable_dataset_keeps_its_own_order_and_end(cfg):
+    cfg.DATASETS.TRAIN = ("data_stream", "data_stream")
+    loader = build_train_loader(cfg)
+
+    assert indices(loader) == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2
+    assert iters_per_epoch(loader) is None
+
+
+def test_collating_can_be_left_to_the_model(cfg):
+    cfg.DATALOADER.COLLATE = "list"
+    batch = next(iter(build_train_loader(cfg)))
+    assert isinstance(batch, list)
+    assert [*batch[0]] == ["index", "square"]
+
+
+def test_the_loader_options_of_the_config_reach_the_loader(cfg):
+    cfg.DATALOADER.NUM_WORKERS = 1
+    cfg.DATALOADER.PREFETCH_FACTOR = 5
+    cfg.DATALOADER.PERSISTENT_WORKERS = True
+
+    loader = build_train_loader(cfg)
+
+    assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (1, 5, True)
+
+
+@pytest.mark.parametrize("key", ["category", "label"])
+def test_rare_categories_are_repeated_whatever_holds_them(cfg, key):
+    values = [["a"], ("b", "a"), {"a"}, "a"] if key == "category" else [0, torch.tensor([1, 0]), np.int64(0), [0]]
+    cfg.DATALOADER.SAMPLER_TRAIN = "RepeatFactorTrainingSampler"
+    cfg.DATALOADER.REPEAT_THRESHOLD = 0.75
+    cfg.DATALOADER.REPEAT_SQRT = False
+    cfg.DATALOADER.COLLATE = "list"
+
+    samples = [{"index": index, key: value} for index, value in enumerate(values)]
+    sampler = build_train_loader(cfg, samples).sampler
+
+    assert sorted(sampler.epoch_indices(0).tolist()) == [0, 1, 1, 1, 2, 3]  # the rare one's frequency is 1/4
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("DATASETS.TRAIN", (), "DATASETS.TRAIN is empty; .*data_ten"),
+        ("DATASETS.TRAIN", ("data_tne",), r"DATASETS.TRAIN: no dataset is called 'data_tne' \(did you mean 'data_ten'"),
+        ("DATASETS.TRAIN", ("data_empty",), "DATASETS.TRAIN: 'data_empty' has no samples"),
+        ("DATASETS.TRAIN", ("data_number",), "DATASETS.TRAIN: 'data_number' is a int; a dataset is a list"),
+        ("DATASETS.TRAIN", ("data_ten", "data_stream"), "names 1 iterable datasets among 2"),
+        ("DATALOADER.SAMPLER_TRAIN", "TrainSampler", "is 'TrainSampler' .did you mean 'TrainingSampler'"),
+        ("DATALOADER.SAMPLER_TRAIN", "RepeatFactorTrainingSampler", "a sample has the keys .'index', 'square'."),
+        ("DATALOADER.COLLATE", "defualt", "DATALOADER.COLLATE is 'defualt' .* accepted: default, list"),
+        ("DATALOADER.RANDOM_SUBSET_RATIO", 2.0, "must be in .0, 1., got 2.0"),
+        ("INPUT.TRAIN_TRANSFORM", "data_test_ad", "INPUT.TRAIN_TRANSFORM: .*data_test_add"),
+        ("SOLVER.IMS_PER_BATCH", 0, "SOLVER.IMS_PER_BATCH .* got 0"),
+    ],
+)
+def test_a_training_config_that_makes_no_loader_says_why(cfg, key, value, message):
+    if key == "DATALOADER.RANDOM_SUBSET_RATIO":
+        cfg.DATALOADER.SAMPLER_TRAIN = "RandomSubsetTrainingSampler"
+    node, name = key.split(".")
+    cfg[node][name] = value
+
+    with pytest.raises(ValueError, match=message) as error:
+        build_train_loader(cfg)
+    assert key in ("SOLVER.IMS_PER_BATCH", "DATALOADER.RANDOM_SUBSET_RATIO") or isinstance(error.value, ConfigError)
+
+
+def test_a_sampler_that_a_stream_would_ignore_is_refused(cfg):
+    cfg.DATALOADER.SAMPLER_TRAIN = "RandomSubsetTrainingSampler"
+    with pytest.raises(ConfigError, match="an iterable dataset has its own order"):
+        build_train_loader(cfg, Stream([0]))
+
+
+def test_samples_without_keys_have_no_categories(cfg):
+    cfg.DATALOADER.SAMPLER_TRAIN = "RepeatFactorTrainingSampler"
+    with pytest.raises(ConfigError, match="a sample has a tuple"):
+        build_train_loader(cfg, [(1, 2)])
+
+
+# ---------------------------------------------------------------------------- build_test_loader
+
+
+@one_core_may_be_all
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_testing_draws_every_sample_once_and_in_order(cfg, num_workers):
+    cfg.DATALOADER.NUM_WORKERS = num_workers
+    loader = build_test_loader(cfg, "data_ten")
+
+    assert indices(loader) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert iters_per_epoch(loader) == 3
+
+
+def test_testing_divides_the_samples_among_ranks_with_a_batch_size_per_rank(cfg, as_rank):
+    shares = []
+    for rank in range(3):
+        as_rank(rank, 3)
+        shares.append(indices(build_test_loader(cfg, "data_ten")))
+    assert shares == [[[0, 1, 2, 3]], [[4, 5, 6]], [[7, 8, 9]]]
+
+
+def test_testing_uses_the_test_transform_and_lets_it_leave_nothing_out(cfg):
+    cfg.INPUT.TRAIN_TRANSFORM = "data_test_drop_odd"
+    cfg.INPUT.TEST_TRANSFORM = "data_test_add"
+    assert indices(build_test_loader(cfg, "data_five"))[0] == [1100, 1101, 1102, 1103]
+
+    cfg.INPUT.TEST_TRANSFORM = "data_test_drop_odd"
+    with pytest.raises(ValueError, match=r"INPUT.TEST_TRANSFORM 'data_test_drop_odd' gave None"):
+        indices(build_test_loader(cfg, "data_five"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("data_tne", "DATASETS: no dataset is called 'data_tne'"), ("data_empty", "'data_empty' has no samples")],
+)
+def test_a_dataset_that_cannot_be_tested_says_why(cfg, name, message):
+    with pytest.raises(ConfigError, match=message):
+        build_test_loader(cfg, name)
+
+
+# ---------------------------------------------------------------------------- transforms
+
+
+def test_no_name_is_no_transform_and_a_broken_one_says_what_it_built(cfg):
+    assert build_transform(cfg, is_train=True) is None
+    assert build_transform(cfg, is_train=False) is None
+    cfg.INPUT.TEST_TRANSFORM = "data_test_broken"
+    with pytest.raises(TypeError, match=r"INPUT.TEST_TRANSFORM 'data_test_broken' built a str"):
+        build_transform(cfg, is_train=False)

@@ -1,0 +1,44 @@
+"""Datasets by name, samplers whose order is a function of seed and position, and loaders built from a config."""
+
+from trainkit.data.build import (
+    build_batch_data_loader,
+    build_test_loader,
+    build_train_loader,
+    iters_per_epoch,
+    trivial_batch_collator,
+    worker_init_reset_seed,
+)
+from trainkit.data.catalog import DatasetCatalog, Metadata, MetadataCatalog
+from trainkit.data.common import DatasetFromList, MapDataset, ToIterableDataset
+from trainkit.data.samplers import (
+    GroupedBatchSampler,
+    InferenceSampler,
+    InfiniteSampler,
+    RandomSubsetTrainingSampler,
+    RepeatFactorTrainingSampler,
+    TrainingSampler,
+)
+from trainkit.data.transforms import TRANSFORM_REGISTRY, build_transform
+
+__all__ = [
+    "DatasetCatalog",
+    "Metadata",
+    "MetadataCatalog",
+    "DatasetFromList",
+    "MapDataset",
+    "ToIterableDataset",
+    "GroupedBatchSampler",
+    "InferenceSampler",
+    "InfiniteSampler",
+    "RandomSubsetTrainingSampler",
+    "RepeatFactorTrainingSampler",
+    "TrainingSampler",
+    "TRANSFORM_REGISTRY",
+    "build_transform",
+    "build_batch_data_loader",
+    "build_test_loader",
+    "build_train_loader",
+    "iters_per_epoch",
+    "trivial_batch_collator",
+    "worker_init_reset_seed",
+]

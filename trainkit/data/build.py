@@ -1,0 +1,295 @@
+"""Loaders, from datasets and samplers or from a config."""
+
+import difflib
+import math
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    ChainDataset,
+    ConcatDataset,
+    DataLoader,
+    IterableDataset,
+    Sampler,
+    default_collate,
+)
+
+from trainkit.config.config import CfgNode, ConfigError
+from trainkit.data.catalog import DatasetCatalog
+from trainkit.data.common import DatasetFromList, MapDataset, ToIterableDataset
+from trainkit.data.samplers.inference import InferenceSampler
+from trainkit.data.samplers.infinite import InfiniteSampler, check_seed, new_generator
+from trainkit.data.samplers.repeat_factor import RepeatFactorTrainingSampler
+from trainkit.data.samplers.training import RandomSubsetTrainingSampler, TrainingSampler
+from trainkit.data.transforms import build_transform
+from trainkit.utils import comm
+from trainkit.utils.device import resolve_device
+from trainkit.utils.env import seed_all_rng
+
+__all__ = [
+    "build_batch_data_loader",
+    "build_test_loader",
+    "build_train_loader",
+    "iters_per_epoch",
+    "trivial_batch_collator",
+    "worker_init_reset_seed",
+]
+
+_LOADER_KEY = 2  # beside the samplers' keys: workers' seeds are independent of the orders
+
+
+def trivial_batch_collator(batch: list[Any]) -> list[Any]:
+    """A batch is the list of its samples."""
+    return batch
+
+
+def worker_init_reset_seed(worker_id: int) -> None:
+    """Seed Python, NumPy and torch in a loader worker, from the seed that its loader gave it."""
+    seed_all_rng((torch.initial_seed() + worker_id) % 2**32)
+
+
+def build_batch_data_loader(
+    dataset: Any,
+    sampler: Sampler[int] | None,
+    total_batch_size: int | None,
+    *,
+    num_workers: int = 0,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    drop_last: bool = True,
+    single_gpu_batch_size: int | None = None,
+    prefetch_factor: int = 2,
+    persistent_workers: bool = False,
+    pin_memory: bool = False,
+    seed: int | None = None,
+    **kwargs: Any,
+) -> DataLoader[Any]:
+    """A loader of this rank's part of every global batch.
+
+    With a map-style dataset the batches do not depend on the number of workers, and an endless sampler makes an endless
+    loader, whose length raises TypeError. Iterating draws nothing from the global random state.
+
+    Args:
+        dataset: map-style or iterable; an iterable one divides itself between ranks and workers.
+        sampler: indices of this rank; None for an iterable dataset.
+        total_batch_size: samples per batch over all ranks; None if ``single_gpu_batch_size`` is given.
+        collate_fn: list of samples -> batch; None: ``trivial_batch_collator``.
+        drop_last: leave out a last batch that is not full.
+        single_gpu_batch_size: samples per batch of this rank, instead of ``total_batch_size``.
+        prefetch_factor: batches that each worker loads ahead.
+        pin_memory: without effect where CUDA is not available.
+        seed: seeds the workers, with the rank; None: that of torch's global generator (``torch.initial_seed()``).
+        kwargs: further arguments of ``torch.utils.data.DataLoader``.
+
+    Raises:
+        ValueError: not exactly one batch size is given, it is less than 1 or no multiple of the world size, the seed is
+            negative, or the sampler does not fit the kind of dataset.
+    """
+    is_iterable = isinstance(dataset, IterableDataset)
+    if is_iterable != (sampler is None):
+        raise ValueError(
+            f"an iterable dataset takes no sampler and a map-style one needs one, "
+            f"got {type(dataset).__name__} with sampler {type(sampler).__name__}"
+        )
+    generator_seed = torch.initial_seed() if seed is None else check_seed(seed)
+    has_workers = num_workers > 0
+    kwargs.setdefault("worker_init_fn", worker_init_reset_seed)
+    kwargs.setdefault("generator", new_generator(generator_seed, _LOADER_KEY, comm.get_rank()))
+    return DataLoader(
+        dataset,
+        batch_size=_batch_size_per_rank(total_batch_size, single_gpu_batch_size),
+        sampler=sampler,
+        drop_last=drop_last,
+        num_workers=num_workers,
+        collate_fn=trivial_batch_collator if collate_fn is None else collate_fn,
+        prefetch_factor=prefetch_factor if has_workers else None,  # DataLoader takes these two with workers only
+        persistent_workers=persistent_workers and has_workers,
+        pin_memory=pin_memory and torch.cuda.is_available(),
+        **kwargs,
+    )
+
+
+def _batch_size_per_rank(total_batch_size: int | None, single_gpu_batch_size: int | None) -> int:
+    if total_batch_size is not None and single_gpu_batch_size is None:
+        world_size = comm.get_world_size()
+        if total_batch_size < 1 or total_batch_size % world_size:
+            raise ValueError(
+                f"total_batch_size (SOLVER.IMS_PER_BATCH in a config) must be a positive multiple of the world size "
+                f"{world_size}, got {total_batch_size}"
+            )
+        return total_batch_size // world_size
+    if single_gpu_batch_size is not None and total_batch_size is None:
+        if single_gpu_batch_size < 1:
+            raise ValueError(
+                "single_gpu_batch_size (TEST.IMS_PER_BATCH in a config) must be >= 1 sample, "
+                f"got {single_gpu_batch_size}"
+            )
+        return single_gpu_batch_size
+    raise ValueError(
+        "give either total_batch_size (over all ranks) or single_gpu_batch_size, "
+        f"got {total_batch_size} and {single_gpu_batch_size}"
+    )
+
+
+def iters_per_epoch(loader: Iterable[Any]) -> int | None:
+    """Batches in which a loader shows its data once; None for a stream without a length. Starts no worker.
+
+    A finite loader's own length; for an endless sampler of this package, ``samples_per_epoch`` over the global batch
+    size, rounded up.
+    """
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):  # an endless sampler, a stream
+        pass
+    dataset, batches = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
+    is_stream = isinstance(dataset, ToIterableDataset)
+    sampler = getattr(dataset if is_stream else batches, "sampler", None)
+    batch_size = getattr(loader if is_stream else batches, "batch_size", None)
+    if not isinstance(sampler, InfiniteSampler) or not batch_size:
+        return None
+    return math.ceil(sampler.samples_per_epoch / (batch_size * sampler.world_size))
+
+
+def build_train_loader(cfg: CfgNode, dataset: Any = None) -> DataLoader[Any]:
+    """The endless loader of ``cfg.DATASETS.TRAIN``, with ``cfg.SOLVER.IMS_PER_BATCH`` samples per batch over all ranks.
+
+    Args:
+        dataset: instead of ``cfg.DATASETS.TRAIN``: a list of samples, map-style, or iterable. An iterable dataset has
+            its own order, length, and division between ranks and workers.
+
+    Raises:
+        ConfigError: a name is unknown, a dataset is empty or does not fit the others or the sampler, or the samples
+            lack the categories that ``RepeatFactorTrainingSampler`` reads.
+        ValueError: the batch size is no multiple of the world size.
+    """
+    if dataset is None:
+        if not cfg.DATASETS.TRAIN:
+            known = ", ".join(sorted(DatasetCatalog.list())) or "none"
+            raise ConfigError(f"DATASETS.TRAIN is empty; name at least one registered dataset (registered: {known})")
+        dataset = _concatenate([_load_dataset(name, "DATASETS.TRAIN") for name in cfg.DATASETS.TRAIN])
+    else:
+        dataset = _as_dataset(dataset, "dataset")
+    sampler = _build_train_sampler(cfg, dataset)
+    return _build_loader(cfg, dataset, sampler, is_train=True, total_batch_size=cfg.SOLVER.IMS_PER_BATCH)
+
+
+def build_test_loader(cfg: CfgNode, dataset_name: str) -> DataLoader[Any]:
+    """The loader of one dataset, each sample once over all ranks and in order, ``cfg.TEST.IMS_PER_BATCH`` per rank.
+
+    Raises:
+        ConfigError: a name is unknown, or the dataset is empty.
+    """
+    dataset = _load_dataset(dataset_name, "DATASETS")
+    sampler = None if isinstance(dataset, IterableDataset) else InferenceSampler(len(dataset))
+    return _build_loader(
+        cfg, dataset, sampler, is_train=False, single_gpu_batch_size=cfg.TEST.IMS_PER_BATCH, drop_last=False
+    )
+
+
+def _build_loader(
+    cfg: CfgNode,
+    dataset: Any,
+    sampler: Sampler[int] | None,
+    *,
+    is_train: bool,
+    total_batch_size: int | None = None,
+    **kwargs: Any,
+) -> DataLoader[Any]:
+    collate_fns: dict[str, Callable[[list[Any]], Any]] = {"default": default_collate, "list": trivial_batch_collator}
+    transform = build_transform(cfg, is_train)
+    return build_batch_data_loader(
+        dataset if transform is None else MapDataset(dataset, transform),
+        sampler,
+        total_batch_size,
+        num_workers=cfg.DATALOADER.NUM_WORKERS,
+        collate_fn=_choose("DATALOADER.COLLATE", cfg.DATALOADER.COLLATE, collate_fns),
+        prefetch_factor=cfg.DATALOADER.PREFETCH_FACTOR,
+        persistent_workers=cfg.DATALOADER.PERSISTENT_WORKERS,
+        pin_memory=resolve_device(cfg.MODEL.DEVICE).type == "cuda",
+        seed=_seed(cfg),
+        **kwargs,
+    )
+
+
+def _seed(cfg: CfgNode) -> int | None:
+    return None if cfg.SEED < 0 else cfg.SEED
+
+
+def _choose(key: str, name: str, choices: Mapping[str, Any]) -> Any:
+    if name not in choices:
+        nearest = difflib.get_close_matches(str(name), choices, n=1)
+        hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+        raise ConfigError(f"{key} is {name!r}{hint}; accepted: {', '.join(choices)}")
+    return choices[name]
+
+
+def _load_dataset(name: str, key: str) -> Any:
+    if name not in DatasetCatalog:
+        raise ConfigError(f"{key}: {DatasetCatalog.explain_unknown(name)}")
+    return _as_dataset(DatasetCatalog.get(name), f"{key}: {name!r}")
+
+
+def _as_dataset(dataset: Any, origin: str) -> Any:
+    if isinstance(dataset, IterableDataset):
+        return dataset
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or isinstance(dataset, Mapping | str):
+        raise ConfigError(
+            f"{origin} is a {type(dataset).__name__}; "
+            "a dataset is a list of samples, or has __len__ and __getitem__, or is an IterableDataset"
+        )
+    if len(dataset) == 0:
+        raise ConfigError(f"{origin} has no samples")
+    return DatasetFromList(dataset) if isinstance(dataset, list | tuple) else dataset
+
+
+def _concatenate(datasets: list[Any]) -> Any:
+    if len(datasets) == 1:
+        return datasets[0]
+    num_iterable = sum(isinstance(dataset, IterableDataset) for dataset in datasets)
+    if 0 < num_iterable < len(datasets):
+        raise ConfigError(
+            f"DATASETS.TRAIN names {num_iterable} iterable datasets among {len(datasets)}; "
+            "only datasets of one kind can be concatenated"
+        )
+    return ChainDataset(datasets) if num_iterable else ConcatDataset(datasets)
+
+
+def _build_train_sampler(cfg: CfgNode, dataset: Any) -> InfiniteSampler | None:
+    options, seed = cfg.DATALOADER, _seed(cfg)
+    builders: dict[str, Callable[[], InfiniteSampler]] = {
+        "TrainingSampler": lambda: TrainingSampler(len(dataset), seed=seed),
+        "RandomSubsetTrainingSampler": lambda: RandomSubsetTrainingSampler(
+            len(dataset), options.RANDOM_SUBSET_RATIO, seed_shuffle=seed, seed_subset=seed
+        ),
+        "RepeatFactorTrainingSampler": lambda: RepeatFactorTrainingSampler(
+            _repeat_factors(dataset, options.REPEAT_THRESHOLD, options.REPEAT_SQRT), seed=seed
+        ),
+    }
+    build = _choose("DATALOADER.SAMPLER_TRAIN", options.SAMPLER_TRAIN, builders)
+    if not isinstance(dataset, IterableDataset):
+        return build()
+    if options.SAMPLER_TRAIN != "TrainingSampler":
+        raise ConfigError(
+            f"DATALOADER.SAMPLER_TRAIN is {options.SAMPLER_TRAIN!r}, but an iterable dataset has its own order; "
+            "leave the default, which it ignores"
+        )
+    return None
+
+
+def _repeat_factors(dataset: Any, threshold: float, sqrt: bool) -> torch.Tensor:
+    """Reads every sample once."""
+    categories = [_categories(dataset[index]) for index in range(len(dataset))]
+    return RepeatFactorTrainingSampler.repeat_factors_from_category_frequency(categories, threshold, sqrt)
+
+
+def _categories(sample: Any) -> Collection[Hashable]:
+    """What a sample, before its transform, has under "category" or else "label": one category or several."""
+    key = next((key for key in ("category", "label") if isinstance(sample, Mapping) and key in sample), None)
+    if key is None:
+        found = f"the keys {[*sample]}" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
+        raise ConfigError(
+            "DATALOADER.SAMPLER_TRAIN 'RepeatFactorTrainingSampler' reads a sample's categories under 'category' or "
+            f"'label', but a sample has {found}; use such dicts, or another sampler"
+        )
+    value = sample[key].tolist() if hasattr(sample[key], "tolist") else sample[key]
+    return value if isinstance(value, list | tuple | set | frozenset) else [value]

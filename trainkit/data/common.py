@@ -1,0 +1,199 @@
+"""Datasets that wrap other datasets."""
+
+import copy
+import copyreg
+import io
+import logging
+import math
+import pickle
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils import data
+from torch.utils.data import IterableDataset, Sampler
+
+__all__ = ["DatasetFromList", "MapDataset", "ToIterableDataset"]
+
+logger = logging.getLogger(__name__)
+
+_WARN_AT_RETRY = 3
+
+
+class MapDataset(data.Dataset[Any]):
+    """The samples of a dataset with a function applied to each; where it gives None, another sample takes the place.
+
+    Which one is a function of the index, so that neither workers nor earlier samples change it, and no global
+    random state is touched. An ``IterableDataset`` gives an ``IterableDataset``, which leaves such samples out.
+
+    Args:
+        dataset: map-style or iterable.
+        map_func: sample -> sample, or None to reject it; must be picklable where workers are spawned.
+    """
+
+    def __new__(cls, dataset: Any, map_func: Callable[[Any], Any]) -> Any:
+        # DataLoader tells the two kinds apart by their class.
+        return _MapIterableDataset(dataset, map_func) if isinstance(dataset, IterableDataset) else super().__new__(cls)
+
+    def __init__(self, dataset: Any, map_func: Callable[[Any], Any]) -> None:
+        self._dataset = dataset
+        self._map_func = map_func
+
+    def __getnewargs__(self) -> tuple[Any, Callable[[Any], Any]]:
+        return self._dataset, self._map_func  # pickle calls __new__
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        """The mapped sample of that index, or of another one where ``map_func`` rejects it.
+
+        Raises:
+            RuntimeError: ``map_func`` gave None for every sample of the dataset.
+        """
+        sample = self._map_func(self._dataset[index])
+        if sample is not None:
+            return sample
+        for retry, other in enumerate(_others(int(index), len(self)), start=1):
+            if retry == _WARN_AT_RETRY:
+                logger.warning(
+                    "map_func gave None for sample %d and for %d others tried in its place; trying on",
+                    index,
+                    retry - 1,
+                )
+            sample = self._map_func(self._dataset[other])
+            if sample is not None:
+                return sample
+        raise RuntimeError(
+            f"map_func gave None for each of the {len(self)} samples of the dataset; "
+            "it may reject some of them, but must accept at least one"
+        )
+
+
+def _others(index: int, size: int) -> Iterator[int]:
+    """Every index but one, each once, in an order that depends on that one: steps of a length prime to the size."""
+    rng = random.Random(index)
+    step = rng.randrange(1, size) if size > 1 else 1
+    while math.gcd(step, size) != 1:
+        step = rng.randrange(1, size)
+    return ((index + k * step) % size for k in range(1, size))
+
+
+class _MapIterableDataset(IterableDataset[Any]):
+    """The stream of another dataset with a function applied, without the samples for which it gives None."""
+
+    def __init__(self, dataset: IterableDataset[Any], map_func: Callable[[Any], Any]) -> None:
+        self._dataset = dataset
+        self._map_func = map_func
+
+    def __len__(self) -> int:
+        """The length before samples are left out; TypeError if the stream has none."""
+        return len(self._dataset)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (sample for sample in map(self._map_func, self._dataset) if sample is not None)
+
+
+class DatasetFromList(data.Dataset[Any]):
+    """A list of samples as a dataset.
+
+    Args:
+        lst: any picklable samples.
+        copy: hand out deep copies, so that changing a sample leaves the dataset alone; without effect on a serialized
+            list, whose samples are new each time.
+        serialize: keep one buffer of pickled samples instead of the list. Workers share it, while the reference
+            counts of many small Python objects would make each forked worker copy their memory.
+    """
+
+    def __init__(self, lst: Sequence[Any], copy: bool = True, serialize: bool = True) -> None:
+        self._copy = copy
+        self._samples: _PickledSamples | list[Any] = _PickledSamples(lst) if serialize else list(lst)
+        self._serialized = serialize
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Any:
+        sample = self._samples[index]
+        return copy.deepcopy(sample) if self._copy and not self._serialized else sample
+
+
+class _PickledSamples:
+    """Samples in one uint8 tensor: forked workers share its pages, spawned ones get it in shared memory."""
+
+    def __init__(self, samples: Iterable[Any]) -> None:
+        buffer, ends = bytearray(), [0]
+        for sample in samples:
+            file = io.BytesIO()
+            _SamplePickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(sample)
+            buffer += file.getbuffer()
+            ends.append(len(buffer))
+        self._ends = torch.tensor(ends, dtype=torch.int64)
+        self._buffer = torch.frombuffer(buffer, dtype=torch.uint8) if buffer else torch.empty(0, dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: int) -> Any:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index {index} of a dataset of {len(self)} samples")
+        index = int(index) % len(self)
+        start, end = self._ends[index : index + 2].tolist()
+        return pickle.loads(self._buffer.numpy()[start:end].data)
+
+
+def _reduce_tensor(tensor: torch.Tensor) -> Any:
+    try:
+        return torch.from_numpy, (tensor.numpy(),)
+    except (TypeError, RuntimeError):  # NumPy has no such dtype or layout, another device, requires grad
+        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+class _SamplePickler(pickle.Pickler):
+    """Pickles tensors as arrays: loading one takes 6 us instead of 80, and a view does not drag its storage along."""
+
+    dispatch_table = copyreg.dispatch_table.copy()
+    dispatch_table[torch.Tensor] = _reduce_tensor
+
+
+class ToIterableDataset(IterableDataset[Any]):
+    """A map-style dataset as a stream, in the order of a sampler.
+
+    Args:
+        dataset: map-style.
+        sampler: indices, already those of this rank.
+        shard_sampler: each loader worker takes its share of the indices; to be turned off only for a sampler that is a
+            different one in each worker.
+        shard_chunk_size: consecutive indices that go to the same worker. The batch size keeps batches as they are
+            without workers.
+
+    Raises:
+        TypeError: ``dataset`` is an ``IterableDataset``, or ``sampler`` is no ``torch.utils.data.Sampler``.
+        ValueError: ``shard_chunk_size`` is less than 1.
+    """
+
+    def __init__(
+        self, dataset: Any, sampler: Sampler[int], shard_sampler: bool = True, shard_chunk_size: int = 1
+    ) -> None:
+        if isinstance(dataset, IterableDataset):
+            raise TypeError(f"dataset must be map-style, got the iterable {type(dataset).__name__}; use it as it is")
+        if not isinstance(sampler, Sampler):
+            raise TypeError(f"sampler must be a torch.utils.data.Sampler, got {type(sampler).__name__}")
+        if shard_chunk_size < 1:
+            raise ValueError(f"shard_chunk_size must be >= 1 sample, got {shard_chunk_size}")
+        self.dataset = dataset
+        self.sampler = sampler
+        self._shard_sampler = shard_sampler
+        self._chunk_size = shard_chunk_size
+
+    def __iter__(self) -> Iterator[Any]:
+        indices: Iterator[int] = iter(self.sampler)
+        worker = data.get_worker_info()
+        if self._shard_sampler and worker is not None:
+            indices = _every_nth_chunk(indices, worker.id, worker.num_workers, self._chunk_size)
+        return (self.dataset[index] for index in indices)
+
+
+def _every_nth_chunk(indices: Iterator[int], first: int, step: int, chunk_size: int) -> Iterator[int]:
+    return (index for position, index in enumerate(indices) if position // chunk_size % step == first)

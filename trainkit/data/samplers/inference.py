@@ -1,0 +1,30 @@
+"""A sampler that draws every sample once, over all ranks."""
+
+from collections.abc import Iterator
+
+from torch.utils.data import Sampler
+
+from trainkit.utils import comm
+
+
+class InferenceSampler(Sampler[int]):
+    """A contiguous share of ``range(size)`` per rank: none missing, none twice, and lengths that differ by 1 at most.
+
+    A rank's share is empty where there are fewer samples than ranks.
+
+    Raises:
+        ValueError: ``size`` is less than 1.
+    """
+
+    def __init__(self, size: int) -> None:
+        if size < 1:
+            raise ValueError(f"size must be >= 1 sample, got {size}: an empty dataset cannot be evaluated on")
+        rank, world_size = comm.get_rank(), comm.get_world_size()
+        share, rest = divmod(size, world_size)  # the first ranks take one of the rest each
+        self._indices = range(rank * share + min(rank, rest), (rank + 1) * share + min(rank + 1, rest))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)

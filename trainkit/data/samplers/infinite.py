@@ -1,0 +1,91 @@
+"""The endless stream of samples that the ranks share."""
+
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch.utils.data import Sampler
+
+from trainkit.utils import comm
+
+_BLOCK = 1 << 16  # indices that become Python ints at a time: an epoch of 1e8 samples as a list takes gigabytes
+
+
+class InfiniteSampler(Sampler[int], ABC):
+    """Epochs 0, 1, 2, ... of a dataset, one behind the other without end, dealt out to the ranks in turn.
+
+    The global stream is a function: the order of an epoch depends on ``(seed, epoch)`` alone, and sample ``p`` of the
+    stream goes to rank ``p % world_size``. So any number of ranks draws the same global batches, and the stream can be
+    entered at any position. Every ``iter()`` begins at ``start``.
+
+    Args:
+        seed: the same on all ranks, >= 0. None: drawn at random and agreed on, so every rank must make the sampler.
+
+    Raises:
+        ValueError: the seed is negative; a config's "no seed" must become None, not one particular order.
+    """
+
+    def __init__(self, seed: int | None) -> None:
+        self.seed = comm.shared_random_seed() if seed is None else check_seed(seed)
+        self.rank = comm.get_rank()  # kept, as a spawned loader worker knows no process group
+        self.world_size = comm.get_world_size()
+        self.start = 0
+
+    @property
+    @abstractmethod
+    def samples_per_epoch(self) -> int:
+        """Samples over all ranks in what counts as one pass over the data."""
+
+    @abstractmethod
+    def epoch_indices(self, epoch: int) -> torch.Tensor:
+        """The dataset indices of one epoch over all ranks, in order, int64 ``[N]``."""
+
+    def set_position(self, num_samples: int) -> None:
+        """Let the next ``iter()`` begin behind the first ``num_samples`` of the global stream, counted over all ranks.
+
+        Raises:
+            ValueError: the position is negative.
+        """
+        if num_samples < 0:
+            raise ValueError(f"num_samples must be >= 0 samples of the global stream, got {num_samples}")
+        self.start = num_samples
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """The epoch and the offset in it of a sample of the global stream, without walking there."""
+        return divmod(position, self.samples_per_epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        epoch, offset = self.locate(self.start)
+        offset += self.rank
+        while True:
+            indices = self.epoch_indices(epoch)
+            share = indices[offset :: self.world_size]
+            for block in share.split(_BLOCK):
+                yield from block.tolist()
+            offset += len(share) * self.world_size - len(indices)  # the stride goes on in the next epoch
+            epoch += 1
+
+
+def check_seed(seed: int) -> int:
+    """The seed as an int.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is negative.
+    """
+    seed = operator.index(seed)
+    if seed < 0:
+        raise ValueError(f"seed must be None (drawn at random) or >= 0, got {seed}; turn a config's SEED -1 into None")
+    return seed
+
+
+def new_generator(seed: int, *key: int) -> torch.Generator:
+    """A CPU generator whose state depends on the seed and the key; different ones are statistically independent.
+
+    ``numpy.random.SeedSequence`` does the mixing: with ``seed + epoch`` a run would repeat the epochs of the run with
+    the next seed.
+    """
+    state = np.random.SeedSequence(seed, spawn_key=key).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(state[0]))

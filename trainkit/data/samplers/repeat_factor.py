@@ -1,0 +1,93 @@
+"""A sampler that shows samples of rare categories more often."""
+
+import math
+from collections import Counter
+from collections.abc import Collection, Hashable, Sequence
+
+import numpy as np
+import torch
+
+from trainkit.data.samplers.infinite import InfiniteSampler, new_generator
+
+
+class RepeatFactorTrainingSampler(InfiniteSampler):
+    """Every sample as often per epoch as its factor says, without end.
+
+    The fraction of a factor is rounded up with that probability, anew in each epoch, so epochs have random lengths;
+    ``samples_per_epoch`` is the size of the dataset nevertheless. Entering the stream at a position draws the lengths
+    of all epochs before it.
+
+    Args:
+        repeat_factors: one per sample, >= 0, shape ``[N]``.
+        shuffle: False draws the repetitions of a sample behind one another, in the order of the dataset.
+        seed: as for ``InfiniteSampler``.
+
+    Raises:
+        ValueError: the factors are no non-empty vector of finite values >= 0, or all are 0, or the seed is negative.
+    """
+
+    def __init__(
+        self, repeat_factors: torch.Tensor | Sequence[float], *, shuffle: bool = True, seed: int | None = None
+    ) -> None:
+        super().__init__(seed)
+        factors = torch.as_tensor(repeat_factors, dtype=torch.float64)
+        if factors.dim() != 1 or not factors.isfinite().all() or (factors < 0).any() or not factors.any():
+            raise ValueError(
+                "repeat_factors must be a non-empty vector of finite values >= 0, not all of them 0, "
+                f"got shape {[*factors.shape]} with values {factors.flatten()[:5].tolist()}..."
+            )
+        self._whole = factors.floor().long()
+        self._fraction = factors.frac()
+        self._shuffle = shuffle
+
+    @staticmethod
+    def repeat_factors_from_category_frequency(
+        dataset_dicts: Sequence[Collection[Hashable]], repeat_thresh: float, sqrt: bool = True
+    ) -> torch.Tensor:
+        """Factors by the rarest category of each sample.
+
+        A category in a fraction f of the samples has the factor ``max(1, t / f)``, or ``max(1, sqrt(t / f))``; a sample
+        has the largest of its categories' factors, and 1 without a category. Source: Gupta, Dollar and Girshick, "LVIS"
+        (CVPR 2019), section on repeat factor sampling.
+
+        Args:
+            dataset_dicts: the categories of each sample; a repeated one counts once.
+            repeat_thresh: t, the frequency below which a category is repeated; 0 repeats none.
+            sqrt: take the square root.
+
+        Returns:
+            float32 ``[N]``, >= 1.
+
+        Raises:
+            ValueError: the threshold is negative.
+        """
+        if not repeat_thresh >= 0:
+            raise ValueError(f"repeat_thresh must be >= 0, got {repeat_thresh}")
+        samples = [set(categories) for categories in dataset_dicts]
+        counts = Counter(category for categories in samples for category in categories)
+        ratios = {category: repeat_thresh * len(samples) / count for category, count in counts.items()}
+        factors = {category: max(1.0, math.sqrt(ratio) if sqrt else ratio) for category, ratio in ratios.items()}
+        return torch.tensor(
+            [max((factors[category] for category in categories), default=1.0) for categories in samples],
+            dtype=torch.float32,
+        )
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return len(self._whole)
+
+    def epoch_indices(self, epoch: int) -> torch.Tensor:
+        generator = new_generator(self.seed, 0, epoch)
+        repeats = self._whole + (
+            torch.rand(len(self._whole), dtype=torch.float64, generator=generator) < self._fraction
+        )
+        indices = torch.from_numpy(np.repeat(np.arange(len(repeats)), repeats.numpy()))  # torch's wakes all its threads
+        return indices[torch.randperm(len(indices), generator=generator)] if self._shuffle else indices
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """The epoch and the offset in it of a sample of the global stream; walks through the epochs before it."""
+        epoch, offset = 0, position
+        while offset >= (length := len(self.epoch_indices(epoch))):
+            offset -= length
+            epoch += 1
+        return epoch, offset

@@ -1,0 +1,73 @@
+"""Samplers that draw every sample, or every one of a subset, once per epoch."""
+
+import torch
+
+from trainkit.data.samplers.infinite import InfiniteSampler, check_seed, new_generator
+from trainkit.utils import comm
+
+_SUBSET_KEY = 1  # beside the epochs' 0: the choice of a subset is independent of all orders
+
+
+class TrainingSampler(InfiniteSampler):
+    """All samples of a dataset, in a new order each epoch, without end.
+
+    Args:
+        size: samples in the dataset.
+        shuffle: False draws them in their own order.
+        seed: as for ``InfiniteSampler``.
+
+    Raises:
+        ValueError: ``size`` is less than 1, or the seed is negative.
+    """
+
+    def __init__(self, size: int, shuffle: bool = True, seed: int | None = None) -> None:
+        super().__init__(seed)
+        if size < 1:
+            raise ValueError(f"size must be >= 1 sample, got {size}: an empty dataset cannot be trained on")
+        self._size = size
+        self._shuffle = shuffle
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return self._size
+
+    def epoch_indices(self, epoch: int) -> torch.Tensor:
+        if not self._shuffle:
+            return torch.arange(self._size)
+        return torch.randperm(self._size, generator=new_generator(self.seed, 0, epoch))
+
+
+class RandomSubsetTrainingSampler(TrainingSampler):
+    """The samples of a fixed random subset, in a new order each epoch, without end; an epoch is a pass over the subset.
+
+    Args:
+        size: samples in the dataset.
+        subset_ratio: the subset's part of them, in (0, 1].
+        shuffle: False draws the subset in the order of the dataset.
+        seed_shuffle: as ``seed`` for ``InfiniteSampler``.
+        seed_subset: chooses the subset; likewise.
+
+    Raises:
+        ValueError: the ratio is out of range or leaves no sample, ``size`` is less than 1, or a seed is negative.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        subset_ratio: float,
+        shuffle: bool = True,
+        seed_shuffle: int | None = None,
+        seed_subset: int | None = None,
+    ) -> None:
+        if not 0 < subset_ratio <= 1:
+            raise ValueError(f"subset_ratio must be in (0, 1], got {subset_ratio}")
+        subset_size = round(size * subset_ratio)
+        if size >= 1 > subset_size:
+            raise ValueError(f"subset_ratio {subset_ratio} of {size} samples leaves none; raise it")
+        super().__init__(min(size, subset_size), shuffle, seed_shuffle)
+        self.seed_subset = comm.shared_random_seed() if seed_subset is None else check_seed(seed_subset)
+        permutation = torch.randperm(size, generator=new_generator(self.seed_subset, _SUBSET_KEY))
+        self.subset_indices = permutation[:subset_size].sort().values
+
+    def epoch_indices(self, epoch: int) -> torch.Tensor:
+        return self.subset_indices[super().epoch_indices(epoch)]
