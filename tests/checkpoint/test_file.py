@@ -1,0 +1,287 @@
+import collections
+import errno
+import os
+import random
+import resource
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+
+from trainkit.checkpoint import CheckpointError
+from trainkit.checkpoint.atomic import remove_leftovers
+from trainkit.checkpoint.file import has_trailer, read_file, verify, write_file
+
+OLD, NEW = {"weight": torch.zeros(3)}, {"weight": torch.ones(3)}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "model.pth"
+
+
+def test_state_comes_back_with_values_and_types(path):
+    state = {
+        "tensors": [torch.arange(3), torch.ones(2, dtype=torch.bfloat16), torch.zeros(2).to_sparse()],
+        "plain": ("a", b"b", 1, 2.5, 1 + 2j, True, None, float("inf"), -(2**1999)),
+        "torch": [torch.Size([1, 2]), torch.float16, torch.device("cpu")],
+        "keys": collections.OrderedDict([("s", 1), (2, 2), (0.5, 3)]),
+    }
+
+    write_file(state, path)
+    loaded = read_file(path)
+
+    assert [tensor.dtype for tensor in loaded["tensors"]] == [torch.int64, torch.bfloat16, torch.float32]
+    assert loaded["tensors"][0].tolist() == [0, 1, 2]
+    assert {key: loaded[key] for key in ("plain", "torch", "keys")} == {
+        key: state[key] for key in ("plain", "torch", "keys")
+    }
+    assert type(loaded["keys"]) is collections.OrderedDict
+    assert loaded.keys() == state.keys()
+
+
+def test_large_state_is_intact(path):
+    generator = torch.Generator().manual_seed(0)
+    state = {str(index): torch.randn(500_000, generator=generator) for index in range(10)}
+
+    write_file(state, path)
+
+    verify(path)
+    assert all(torch.equal(value, state[key]) for key, value in read_file(path).items())
+
+
+def test_torch_load_reads_the_file(path):
+    write_file(NEW, path)
+
+    assert torch.equal(torch.load(path, weights_only=True)["weight"], NEW["weight"])
+
+
+def test_version_numbers_of_submodules_are_kept(path):
+    write_file({"model": torch.nn.BatchNorm1d(2).state_dict()}, path)
+
+    assert read_file(path)["model"]._metadata[""] == {"version": 2}
+
+
+def test_a_view_is_stored_without_the_rest_of_its_storage(path):
+    write_file({"row": torch.zeros(1_000_000)[:10]}, path)
+
+    assert path.stat().st_size < 10_000
+
+
+def test_tied_weights_are_stored_once(path):
+    tied = torch.zeros(100_000)
+
+    write_file({"embedding": tied, "head": tied}, path)
+
+    assert path.stat().st_size < 1.1 * 400_000
+
+
+# ---------------------------------------------------------------------------------------- damage
+def test_every_flipped_byte_is_detected(path):
+    write_file(NEW, path)
+    intact, rng = path.read_bytes(), random.Random(0)
+    positions = rng.sample(range(len(intact)), 200) + list(range(len(intact) - 60, len(intact)))
+
+    for position in positions:
+        damaged = bytearray(intact)
+        damaged[position] ^= rng.randrange(1, 256)
+        path.write_bytes(damaged)
+        for check in (read_file, verify):
+            with pytest.raises(CheckpointError, match=r"model\.pth"):
+                check(path)
+
+
+def test_every_truncation_is_detected(path):
+    write_file(NEW, path)
+    intact, rng = path.read_bytes(), random.Random(0)
+
+    for length in [0, 1, *rng.sample(range(len(intact)), 200), *range(len(intact) - 60, len(intact))]:
+        path.write_bytes(intact[:length])
+        with pytest.raises(CheckpointError, match=r"model\.pth"):
+            read_file(path)
+
+
+def test_plain_torch_file_lets_some_flips_pass(path):
+    """The negative control of the two tests above."""
+    torch.save(NEW, path)
+    intact = bytearray(path.read_bytes())
+    intact[bytes(intact).index(np.float32(1).tobytes())] ^= 1
+    path.write_bytes(intact)
+
+    assert not torch.equal(read_file(path)["weight"], NEW["weight"])
+
+
+def test_file_of_another_format_version_is_refused(path):
+    write_file(NEW, path)
+    content = bytearray(path.read_bytes())
+    content[-44] = 9
+    path.write_bytes(content)
+
+    with pytest.raises(CheckpointError, match="format version 9, read here is 1"):
+        read_file(path)
+
+
+def test_only_our_files_have_a_trailer(path, tmp_path):
+    write_file(NEW, path)
+    torch.save(NEW, tmp_path / "plain.pth")
+
+    assert has_trailer(path)
+    assert not has_trailer(tmp_path / "plain.pth")
+    assert not has_trailer(tmp_path / "missing.pth")
+    verify(tmp_path / "plain.pth")
+
+
+# ---------------------------------------------------------------------------------------- reading
+class _Evil:
+    def __init__(self, target):
+        self.target = str(target)
+
+    def __reduce__(self):
+        return subprocess.call, (["touch", self.target],)
+
+
+@pytest.mark.parametrize("key", ["model", "deep"])
+def test_malicious_pickle_is_refused_and_does_not_run(path, tmp_path, key):
+    torch.save({key: [_Evil(tmp_path / "touched")]}, path)
+
+    with pytest.raises(CheckpointError, match=r"model.pth' is refused: .*Only tensors and plain Python values"):
+        read_file(path)
+    assert not (tmp_path / "touched").exists()
+
+
+def test_refused_file_names_the_type_and_recommends_nothing_unsafe(path):
+    torch.save({"best": np.float64(1)}, path)
+
+    with pytest.raises(CheckpointError, match=r"it needs numpy\S+scalar") as caught:
+        read_file(path)
+    assert "weights_only" not in str(caught.value)
+    assert caught.value.__suppress_context__
+
+
+def test_missing_file_names_its_nearest_neighbour(path, tmp_path):
+    write_file(NEW, path)
+
+    with pytest.raises(CheckpointError, match=r"modle.pth': no such file; the nearest name there is 'model.pth'"):
+        read_file(tmp_path / "modle.pth")
+    with pytest.raises(CheckpointError, match=r"its folder '.*nowhere' does not exist"):
+        read_file(tmp_path / "nowhere" / "model.pth")
+    with pytest.raises(CheckpointError, match="Is a directory"):
+        read_file(tmp_path)
+
+
+def test_file_that_holds_no_dict_is_an_error(path):
+    torch.save(torch.zeros(2), path)
+
+    with pytest.raises(CheckpointError, match="holds a Tensor; a checkpoint is a dict"):
+        read_file(path)
+
+
+# ---------------------------------------------------------------------------------------- interruptions
+def _failing(error):
+    def fail(*args, **kwargs):
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("function", ["fsync", "replace"])
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])
+def test_interrupted_write_leaves_the_old_file_and_nothing_else(path, tmp_path, monkeypatch, function, error):
+    write_file(OLD, path)
+    monkeypatch.setattr(os, function, _failing(error))
+
+    with pytest.raises((CheckpointError, KeyboardInterrupt)) as caught:
+        write_file(NEW, path)
+
+    assert os.listdir(tmp_path) == ["model.pth"]
+    assert torch.equal(read_file(path)["weight"], OLD["weight"])
+    if isinstance(error, OSError):
+        assert f"cannot write '{path}' in folder '{tmp_path}': Input/output error" in str(caught.value)
+
+
+def test_full_disk_is_named_with_the_bytes_needed_and_free(path, tmp_path, monkeypatch):
+    write_file(OLD, path)
+    monkeypatch.setattr(os, "fsync", _failing(OSError(errno.ENOSPC, "No space left on device")))
+
+    with pytest.raises(CheckpointError, match=r"No space left on device; the file needs [\d,]+ bytes, [\d,]+ are free"):
+        write_file(NEW, path)
+    assert torch.equal(read_file(path)["weight"], OLD["weight"])
+
+
+@pytest.fixture
+def file_size_limit():
+    """A limit of the operating system on the size of a file: writing fails in the middle, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("num_tensors", [1, 100])
+def test_write_that_fails_in_the_middle_tells_the_size_of_the_whole_file(path, tmp_path, file_size_limit, num_tensors):
+    write_file(OLD, path)
+    state = {str(index): torch.zeros(2_000_000 // num_tensors) for index in range(num_tensors)}
+
+    with pytest.raises(CheckpointError, match=r"File too large; the file needs 8,\d\d\d,\d\d\d bytes"):
+        write_file(state, path)
+
+    assert os.listdir(tmp_path) == ["model.pth"]
+    assert torch.equal(read_file(path)["weight"], OLD["weight"])
+
+
+def test_folder_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"cannot write '.*missing/model.pth' in folder '.*missing': No such"):
+        write_file(NEW, tmp_path / "missing" / "model.pth")
+
+
+def test_killed_writers_leave_files_that_are_found_again(path, tmp_path, monkeypatch):
+    with monkeypatch.context() as killed:  # a killed process renames and removes nothing
+        killed.setattr(os, "replace", _failing(OSError(errno.EIO, "killed")))
+        killed.setattr(os, "remove", _failing(OSError(errno.EIO, "killed")))
+        with pytest.raises(CheckpointError):
+            write_file(NEW, path)
+    others = ["mine.tmp", ".hidden", ".model.pth.trainkit-tmp"]
+    for name in others:
+        (tmp_path / name).touch()
+    assert len(os.listdir(tmp_path)) == 4
+
+    remove_leftovers(tmp_path)
+
+    assert sorted(os.listdir(tmp_path)) == sorted(others)
+
+
+# ---------------------------------------------------------------------------------------- what may be saved
+class _Custom:
+    pass
+
+
+class _Name(str):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (np.float64(0.5), r"of type numpy.float64; .*value.item\(\)"),
+        (np.zeros(2), r"of type numpy.ndarray; .*torch.as_tensor\(value\)"),
+        (_Custom(), r"_Custom; .*state_dict\(\)"),
+        (_Name("a"), "_Name; "),
+        ({1, 2}, "of type builtins.set; "),
+        (b"", "an empty bytes object"),
+        (2**2001, "an int of more than 2000 bits"),
+    ],
+)
+def test_other_than_plain_values_are_named_by_their_path(path, value, message):
+    state = {"model": {}, "trainer": {"hooks": {"BestCheckpointer": {"best": value}}}}
+
+    with pytest.raises(TypeError, match=rf"the state at 'trainer\.hooks\.BestCheckpointer\.best' is .*{message}"):
+        write_file(state, path)
+    assert not path.exists()
+
+
+def test_path_shows_positions_and_keys_that_are_no_names(path):
+    with pytest.raises(TypeError, match=r"'optimizer\.state\[3\]\.history\[1\]'"):
+        write_file({"optimizer": {"state": {3: {"history": [0, _Custom()]}}}}, path)
+    with pytest.raises(TypeError, match=r"the dict at 'a' has the key \(1, 2\) of type builtins.tuple"):
+        write_file({"a": {(1, 2): 0}}, path)

@@ -1,0 +1,118 @@
+import logging
+import os
+
+import fvcore.common.checkpoint
+import pytest
+
+from tests.checkpoint.conftest import linear
+from trainkit.checkpoint import Checkpointer, PeriodicCheckpointer
+
+
+def files(folder):
+    return sorted(name.removesuffix(".pth") for name in os.listdir(folder) if name != "last_checkpoint")
+
+
+def run(folder, iterations, checkpointer=None, **kwargs):
+    periodic = PeriodicCheckpointer(checkpointer or Checkpointer(linear(0), folder), **kwargs)
+    for iteration in iterations:
+        periodic.step(iteration)
+
+
+@pytest.mark.parametrize(
+    ("period", "max_iter", "expected"),
+    [
+        (2, 5, ["model_0000001", "model_0000003", "model_final"]),
+        (2, 6, ["model_0000001", "model_0000003", "model_final"]),  # model_0000005 would be the same as model_final
+        (2, None, ["model_0000001", "model_0000003", "model_0000005"]),
+        (0, 6, ["model_final"]),
+        (10, 6, ["model_final"]),
+    ],
+)
+def test_saves_each_period_and_once_at_the_end(tmp_path, period, max_iter, expected):
+    run(tmp_path, range(max_iter or 6), period=period, max_iter=max_iter)
+
+    assert files(tmp_path) == expected
+    assert (tmp_path / "last_checkpoint").read_text() == expected[-1] + ".pth"
+
+
+def test_iteration_and_further_entries_are_saved(tmp_path):
+    checkpointer = Checkpointer(linear(0), tmp_path)
+    PeriodicCheckpointer(checkpointer, period=1, file_prefix="run").step(7, epoch=2)
+
+    assert checkpointer.load(tmp_path / "run_0000007.pth") == {"iteration": 7, "epoch": 2}
+
+
+def test_save_passes_its_arguments_on(tmp_path):
+    checkpointer = Checkpointer(linear(0), tmp_path)
+    PeriodicCheckpointer(checkpointer, period=1).save("model_best", tag_last=False)
+
+    assert os.listdir(tmp_path) == ["model_best.pth"]
+
+
+@pytest.mark.parametrize("arguments", [{"period": -1}, {"period": 1, "max_to_keep": 0}])
+def test_wrong_numbers_are_refused_by_the_constructor(arguments):
+    with pytest.raises(ValueError, match=r"must be >= \d"):
+        PeriodicCheckpointer(Checkpointer(linear(0)), **arguments)
+
+
+def test_rotation_goes_on_after_a_restart(tmp_path):
+    run(tmp_path, range(3), period=1, max_to_keep=2)
+    assert files(tmp_path) == ["model_0000001", "model_0000002"]
+
+    run(tmp_path, range(3, 5), period=1, max_to_keep=2)
+
+    assert files(tmp_path) == ["model_0000003", "model_0000004"]
+
+
+def test_rotation_leaves_final_best_and_other_files(tmp_path):
+    kept = ["model_best", "model_final", "model_12", "model_0000000_copy", "other_0000000", "my_model_0000000"]
+    for name in kept:
+        (tmp_path / f"{name}.pth").touch()
+
+    run(tmp_path, range(4), period=1, max_to_keep=1)
+
+    assert files(tmp_path) == sorted([*kept, "model_0000003"])
+
+
+def test_rotation_leaves_files_of_later_iterations(tmp_path):
+    (tmp_path / "model_0000099.pth").touch()
+
+    run(tmp_path, range(4), period=1, max_to_keep=2)
+
+    assert files(tmp_path) == ["model_0000002", "model_0000003", "model_0000099"]
+
+
+def test_rotation_orders_by_number_not_by_name(tmp_path):
+    run(tmp_path, [9_999_999, 10_000_000], period=1, max_to_keep=1)
+
+    assert files(tmp_path) == ["model_10000000"]
+
+
+def test_nothing_is_removed_before_the_new_file_is_there(tmp_path):
+    run(tmp_path, range(2), period=1)
+
+    class Late(Checkpointer):
+        def save(self, name, **kwargs):
+            pass  # an asynchronous save that has not ended
+
+    run(tmp_path, [2], checkpointer=Late(linear(0), tmp_path), period=1, max_to_keep=1)
+
+    assert files(tmp_path) == ["model_0000000", "model_0000001"]
+
+
+def test_old_file_that_cannot_be_removed_is_a_warning(tmp_path, caplog):
+    (tmp_path / "model_0000000.pth").mkdir()
+
+    run(tmp_path, [1], period=1, max_to_keep=1)
+
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "Cannot remove the old checkpoint" in warning
+    assert "model_0000000.pth" in warning
+
+
+def test_works_around_an_fvcore_checkpointer(tmp_path):
+    checkpointer = fvcore.common.checkpoint.Checkpointer(linear(0), str(tmp_path))
+
+    run(tmp_path, range(6), checkpointer=checkpointer, period=2, max_iter=6, max_to_keep=1)
+
+    assert files(tmp_path) == ["model_0000003", "model_final"]

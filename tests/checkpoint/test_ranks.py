@@ -1,0 +1,41 @@
+"""Checkpoints of several processes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed, multiprocessing
+
+from tests.checkpoint.conftest import Counter, linear, weight_of
+from trainkit.checkpoint import Checkpointer, CheckpointError
+
+
+def _main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+
+    # Both save; rank 0 writes.
+    Checkpointer(linear(rank + 1), folder / "run", trainer=Counter()).save("model")
+    distributed.barrier()
+
+    # Rank 1 finds no checkpoint in its own folder, but follows rank 0.
+    model = linear(0)
+    Checkpointer(model, folder / ("run" if rank == 0 else "empty"), trainer=Counter()).resume_or_load("")
+    assert weight_of(model) == 1
+
+    # Rank 1 does not see the file: nobody starts at 0, nobody waits.
+    path = folder / "run" / "model.pth" if rank == 0 else folder / "elsewhere" / "model.pth"
+    with pytest.raises(CheckpointError, match=r"rank 1: cannot read .*elsewhere"):
+        Checkpointer(linear(0)).resume_or_load(path, resume=False)
+
+    # An error of rank 0 in choosing the file reaches rank 1.
+    if rank == 0:
+        (folder / "run" / "last_checkpoint").write_text("../model.pth")
+    with pytest.raises(CheckpointError, match="bare name"):
+        Checkpointer(linear(0), folder / "run").resume_or_load("")
+
+    distributed.destroy_process_group()
+
+
+def test_all_ranks_load_the_same_file_or_fail_together(tmp_path):
+    multiprocessing.spawn(_main, args=(tmp_path,), nprocs=2)

@@ -1,0 +1,7 @@
+"""Checkpoints that are written whole or not at all, verified when loaded, and rotated."""
+
+from trainkit.checkpoint.atomic import CheckpointError
+from trainkit.checkpoint.checkpointer import Checkpointer
+from trainkit.checkpoint.periodic import PeriodicCheckpointer
+
+__all__ = ["Checkpointer", "PeriodicCheckpointer", "CheckpointError"]

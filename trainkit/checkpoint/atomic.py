@@ -1,0 +1,159 @@
+"""Files that appear whole or not at all."""
+
+import contextlib
+import errno
+import hashlib
+import os
+import queue
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+_CHUNK = 1 << 20  # smaller ones leave the digest waiting for the interpreter lock
+_MAX_BLOCKS = 16  # in memory between writing and digest
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.trainkit-tmp")
+
+
+class CheckpointError(OSError):
+    """A checkpoint cannot be written, found, read or applied; the message names the file and the reason."""
+
+
+@contextlib.contextmanager
+def replacing(path: str) -> "Iterator[Output]":
+    """Yield a temporary file that takes the place of ``path`` once the block has succeeded."""
+    folder, name = os.path.split(os.path.abspath(path))
+    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.trainkit-tmp")
+    size = 0
+    try:
+        try:
+            with Output(temporary) as output:
+                try:
+                    yield output
+                    output.commit()
+                finally:
+                    size = output.size
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.remove(temporary)
+            raise
+        _sync_folder(folder)
+    except OSError as error:
+        raise CheckpointError(_write_failure(error, path, folder, size)) from error
+
+
+class Output:
+    """The file object that ``torch.save`` writes to; a second thread computes the digest meanwhile.
+
+    What torch hands to ``write`` is gone when that returns, so it is copied into a few blocks that go round between
+    the two threads. A failed write is kept for :meth:`commit`, and what follows is only counted: raised at once, it
+    would come out of torch's writer as an error about positions in the file, and the size needed would stay unknown.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.size = 0
+        self._error: BaseException | None = None
+        self._sha256 = hashlib.sha256()
+        self._free_blocks: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        self._num_blocks = 1
+        self._block, self._filled = memoryview(bytearray(_CHUNK)), 0
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115
+        self._thread = ThreadPoolExecutor(max_workers=1)
+
+    def __enter__(self) -> "Output":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+        self._file.close()
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = memoryview(data)
+        self.size += len(view)
+        try:
+            while self._error is None and view:
+                count = min(len(view), _CHUNK - self._filled)
+                self._block[self._filled : self._filled + count] = view[:count]
+                self._filled += count
+                view = view[count:]
+                if self._filled == _CHUNK:
+                    self._write_block()
+        except BaseException as error:
+            self._error = error
+        return len(data)
+
+    def flush(self) -> None:
+        """torch.save asks for this method; :meth:`commit` does it."""
+
+    def commit(self) -> None:
+        """Bring everything onto the disk, or raise what went wrong."""
+        if self._error is not None:
+            raise self._error
+        self._write_block()
+        os.fsync(self._file.fileno())
+
+    def digest(self) -> bytes:
+        """The SHA-256 of what has been committed."""
+        return self._thread.submit(self._sha256.digest).result()  # behind all updates
+
+    def _write_block(self) -> None:
+        block, count = self._block, self._filled
+        self._thread.submit(self._hash_block, block, count)
+        rest = block[:count]
+        while rest:
+            rest = rest[self._file.write(rest) :]
+        self._block, self._filled = self._next_block(), 0
+
+    def _next_block(self) -> memoryview:
+        if self._num_blocks < _MAX_BLOCKS and self._free_blocks.empty():
+            self._num_blocks += 1
+            return memoryview(bytearray(_CHUNK))
+        return self._free_blocks.get()
+
+    def _hash_block(self, block: memoryview, count: int) -> None:
+        self._sha256.update(block[:count])
+        self._free_blocks.put(block)
+
+
+def write_text(text: str, path: str | os.PathLike[str]) -> None:
+    """Write a small text file in the same all-or-nothing way.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    with replacing(os.fspath(path)) as output:
+        output.write(text.encode())
+
+
+def remove_leftovers(folder: str | os.PathLike[str]) -> None:
+    """Remove the temporary files of writers that were killed; nobody may be writing to ``folder``."""
+    for name in os.listdir(folder):
+        if _TEMPORARY.fullmatch(name):
+            with contextlib.suppress(OSError):  # it costs space, no more
+                os.remove(os.path.join(folder, name))
+
+
+def _sync_folder(folder: str) -> None:
+    """Make a rename durable."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _write_failure(error: OSError, path: str, folder: str, size: int) -> str:
+    text = f"cannot write '{path}' in folder '{folder}': {error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        free = shutil.disk_usage(folder).free
+        text += (
+            f"; the file needs {size:,} bytes, {free:,} are free. Make room, or keep fewer checkpoints (max_to_keep)"
+        )
+    return f"{text}. Checkpoints written before are unchanged."

@@ -1,0 +1,273 @@
+"""Checkpointer: saves a model and what belongs to its training, and finds, verifies and loads it again."""
+
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from trainkit.checkpoint.atomic import CheckpointError, remove_leftovers, write_text
+from trainkit.checkpoint.file import has_trailer, read_file, write_file
+from trainkit.checkpoint.folder import SUFFIX, TAG_FILE, checkpoint_files, choose, newest_first, tagged_file
+from trainkit.checkpoint.matching import Differences, strip_wrapper_prefix
+from trainkit.utils import comm
+
+_logger = logging.getLogger(__name__)
+
+
+class Stateful(Protocol):
+    """What can stand in a checkpoint."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+class Checkpointer:
+    """Saves and loads a model together with other stateful objects.
+
+    ``save("model_0004999")`` writes ``model_0004999.pth`` and names it in the text file ``last_checkpoint``, which is
+    where ``resume_or_load`` goes on. A save that fails at any instant leaves all earlier files as they were.
+    One process writes to a folder.
+
+    Args:
+        model: data-parallel wrappers are removed.
+        save_dir: made when first needed; with ``""`` there is no saving and no resuming.
+        save_to_disk: whether this process writes; None: rank 0 does.
+        checkpointables: name in the file -> object.
+
+    Raises:
+        ValueError, TypeError: as :meth:`add_checkpointable`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        save_dir: str | os.PathLike[str] = "",
+        *,
+        save_to_disk: bool | None = None,
+        **checkpointables: Stateful,
+    ) -> None:
+        while isinstance(model, (DistributedDataParallel, DataParallel)):
+            model = model.module
+        self.model = model
+        self.save_dir = os.fspath(save_dir)
+        self.save_to_disk = comm.is_main_process() if save_to_disk is None else save_to_disk
+        self.checkpointables: dict[str, Stateful] = {}
+        for key, obj in checkpointables.items():
+            self.add_checkpointable(key, obj)
+
+    def add_checkpointable(self, key: str, checkpointable: Stateful) -> None:
+        """Save and load one more object.
+
+        Raises:
+            ValueError: ``key`` is taken.
+            TypeError: the object lacks ``state_dict`` or ``load_state_dict``.
+        """
+        if key == "model" or key in self.checkpointables:
+            raise ValueError(f"the checkpoint has an entry {key!r} already; choose another key")
+        for method in ("state_dict", "load_state_dict"):
+            if not hasattr(checkpointable, method):
+                raise TypeError(
+                    f"checkpointable {key!r} of type {type(checkpointable).__name__} has no method {method}(); "
+                    "an object needs state_dict() and load_state_dict()"
+                )
+        self.checkpointables[key] = checkpointable
+
+    # ---------------------------------------------------------------------------------------- saving
+    def save(self, name: str, *, tag_last: bool = True, **kwargs: Any) -> None:
+        """Write ``<save_dir>/<name>.pth``; every rank calls it, because states may be gathered over ranks.
+
+        Args:
+            name: without a folder or suffix.
+            tag_last: whether a later resume starts here; False for a best checkpoint.
+            kwargs: further entries, such as ``iteration=99``; tensors or plain Python values.
+
+        Raises:
+            ValueError: ``name`` has a folder in it, or an entry of ``kwargs`` has the name of another one.
+            TypeError: a state holds something else than tensors and plain Python values; its path is named.
+            CheckpointError: the file cannot be written; earlier files are unchanged.
+        """
+        if not name or os.path.basename(name) != name:
+            raise ValueError(f"name must be a file name without a folder, got {name!r}; the folder is save_dir")
+        if not self.save_dir:
+            return
+        state = self._collect(kwargs)
+        if self.save_to_disk:
+            self._write(name + SUFFIX, state, tag_last)
+
+    def _collect(self, entries: dict[str, Any]) -> dict[str, Any]:
+        state: dict[str, Any] = {"model": self.model.state_dict()}
+        state |= {key: obj.state_dict() for key, obj in self.checkpointables.items()}
+        if taken := sorted(state.keys() & entries):
+            raise ValueError(f"save() got entries {taken}, which the checkpoint has already; give them other names")
+        return state | entries
+
+    def _write(self, basename: str, state: dict[str, Any], tag_last: bool) -> None:
+        path = os.path.join(self.save_dir, basename)
+        _logger.info("Saving checkpoint to %s", path)
+        self._make_save_dir()
+        write_file(state, path)
+        if tag_last:
+            self.tag_last_checkpoint(basename)
+        remove_leftovers(self.save_dir)
+
+    def tag_last_checkpoint(self, last_filename_basename: str) -> None:
+        """Make ``resume_or_load`` start from this file of ``save_dir``.
+
+        Raises:
+            CheckpointError: ``last_checkpoint`` cannot be written.
+        """
+        write_text(last_filename_basename, os.path.join(self.save_dir, TAG_FILE))
+
+    def _make_save_dir(self) -> None:
+        try:
+            os.makedirs(self.save_dir, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"cannot make the checkpoint folder '{self.save_dir}': {error.strerror}") from error
+
+    # ---------------------------------------------------------------------------------------- finding
+    def has_checkpoint(self) -> bool:
+        """Whether ``save_dir`` holds a checkpoint to resume from."""
+        return bool(self.get_checkpoint_file())
+
+    def get_checkpoint_file(self) -> str:
+        """Path of the checkpoint that ``last_checkpoint`` names; without that file the newest of ours; else ``""``.
+
+        Raises:
+            CheckpointError: ``last_checkpoint`` leads out of ``save_dir``.
+        """
+        tagged = tagged_file(self.save_dir)
+        return tagged or next(filter(has_trailer, newest_first(self.save_dir)), "")
+
+    def get_all_checkpoint_files(self) -> list[str]:
+        """Paths of all ``.pth`` files in ``save_dir``, sorted by name."""
+        return checkpoint_files(self.save_dir)
+
+    # ---------------------------------------------------------------------------------------- loading
+    def load(
+        self, path: str | os.PathLike[str] | None, checkpointables: Iterable[str] | None = None, *, strict: bool = False
+    ) -> dict[str, Any]:
+        """Load a file into the model and the checkpointables; a rank may call it alone.
+
+        Keys of the model that differ are logged as one table, the rest is loaded.
+
+        Args:
+            path: a file of ours or fvcore's, or of a bare model state dict; None and ``""`` load nothing.
+            checkpointables: the keys to load besides the model; None: all.
+            strict: whether a difference in the model's keys and an absent checkpointable are errors.
+
+        Returns:
+            The entries of the file that nobody took.
+
+        Raises:
+            CheckpointError: the file is missing, damaged or refused, or does not fit. Nothing has been loaded then.
+            ValueError: ``checkpointables`` names an object that was not added.
+        """
+        keys = self._checked_keys(checkpointables)
+        if not path:
+            _logger.info("No checkpoint to load; the model stays as it is")
+            return {}
+        path = os.fspath(path)
+        return self._apply(_read(path), path, keys, strict)
+
+    def resume_or_load(self, path: str | os.PathLike[str] | None, *, resume: bool = True) -> dict[str, Any]:
+        """Go on from the last checkpoint in ``save_dir``, or load the model alone from ``path``; every rank calls it.
+
+        Resuming loads everything. If the last checkpoint is damaged, the newest intact one is taken, with a warning.
+        Rank 0 chooses the file for all ranks.
+
+        Returns:
+            The entries of the file that nobody took.
+
+        Raises:
+            CheckpointError: no checkpoint of the folder is intact, a rank cannot read the file, or it does not fit.
+        """
+        if resume:
+            chosen = self._choose_for_all_ranks()
+            if chosen:
+                return self._apply(_read_on_all_ranks(chosen), chosen, list(self.checkpointables), strict=True)
+            _logger.info("No checkpoint to resume from in '%s'; starting from '%s'", self.save_dir, path or "")
+        if not path:
+            return self.load(path, checkpointables=[])
+        path = os.fspath(path)
+        return self._apply(_read_on_all_ranks(path), path, [], strict=False)
+
+    def _choose_for_all_ranks(self) -> str:
+        path, error = "", ""
+        if comm.is_main_process():
+            try:
+                path = choose(self.save_dir)
+            except CheckpointError as failure:
+                error = str(failure)
+        path, error = comm.broadcast((path, error))
+        if error:
+            raise CheckpointError(error)
+        return path
+
+    def _checked_keys(self, checkpointables: Iterable[str] | None) -> list[str]:
+        keys = list(self.checkpointables if checkpointables is None else checkpointables)
+        if unknown := [key for key in keys if key not in self.checkpointables]:
+            raise ValueError(
+                f"checkpointables has {unknown}, which were not added; there are {list(self.checkpointables)}"
+            )
+        return keys
+
+    def _apply(self, state: dict[str, Any], path: str, keys: list[str], strict: bool) -> dict[str, Any]:
+        weights = state.pop("model") if isinstance(state.get("model"), Mapping) else None
+        if weights is None:  # a bare state dict
+            weights, state = state, {}
+        absent = [key for key in keys if key not in state]
+        if absent and strict:
+            raise CheckpointError(_not_resumable(path, absent, state))
+        self._load_model(weights, path, strict)
+        if absent:
+            _logger.warning("'%s' holds no state for %s, which stay as they are", path, absent)
+        for key in keys:
+            if key in state:
+                self.checkpointables[key].load_state_dict(state.pop(key))
+        _logger.info("Loaded %s", path)
+        return state
+
+    def _load_model(self, weights: Mapping[str, Any], path: str, strict: bool) -> None:
+        weights = strip_wrapper_prefix(weights, self.model)
+        differences = Differences(weights, self.model.state_dict())
+        nothing_fits = len(differences.unexpected) + len(differences.mismatched) == len(weights)
+        if differences and (strict or nothing_fits):
+            raise CheckpointError(f"'{path}' holds another model than this one:\n{differences.table()}")
+        fitting = {key: value for key, value in weights.items() if key not in differences.mismatched}
+        self.model.load_state_dict(fitting, strict=False)
+        if differences:
+            _logger.warning("Some weights in '%s' do not fit the model:\n%s", path, differences.table())
+
+
+def _not_resumable(path: str, absent: list[str], state: dict[str, Any]) -> str:
+    held = f"only weights and {sorted(map(str, state))}" if state else "weights only"
+    return (
+        f"'{path}' cannot be resumed: it holds {held}, no state for {absent}. To start a new run from its weights, "
+        "set MODEL.WEIGHTS to this file and leave out --resume"
+    )
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        return read_file(path)
+    except CheckpointError as error:
+        if comm.get_world_size() == 1:
+            raise
+        raise CheckpointError(f"rank {comm.get_rank()}: {error}") from error
+
+
+def _read_on_all_ranks(path: str) -> dict[str, Any]:
+    """Read the same file on every rank; if one cannot, all of them raise, so that none is left waiting."""
+    state, error = None, ""
+    try:
+        state = _read(path)
+    except CheckpointError as failure:
+        error = str(failure)
+    errors = [text for text in comm.all_gather(error) if text]
+    if state is None or errors:
+        raise CheckpointError("; ".join(errors))
+    return state

@@ -1,0 +1,81 @@
+"""The files of a folder: which are checkpoints, and which one a run goes on from."""
+
+import contextlib
+import logging
+import os
+
+from trainkit.checkpoint.atomic import CheckpointError
+from trainkit.checkpoint.file import has_trailer, verify
+
+_logger = logging.getLogger(__name__)
+
+SUFFIX = ".pth"
+TAG_FILE = "last_checkpoint"
+
+
+def checkpoint_files(folder: str) -> list[str]:
+    """Paths of all ``.pth`` files, sorted by name; none if the folder does not exist."""
+    if not os.path.isdir(folder):
+        return []
+    names = sorted(name for name in os.listdir(folder) if name.endswith(SUFFIX) and not name.startswith("."))
+    return [os.path.join(folder, name) for name in names]
+
+
+def newest_first(folder: str) -> list[str]:
+    """The same, sorted by the time of writing; of equal times, the last name comes first."""
+    dated = []
+    for path in checkpoint_files(folder):
+        with contextlib.suppress(FileNotFoundError):  # another process may rotate meanwhile
+            dated.append((os.stat(path).st_mtime_ns, path))
+    return [path for _, path in sorted(dated, reverse=True)]
+
+
+def tagged_file(folder: str) -> str:
+    """Path of the file that ``last_checkpoint`` names, whether it exists or not; ``""`` if that names none.
+
+    Raises:
+        CheckpointError: the name leads out of the folder.
+    """
+    if not folder:
+        return ""
+    tag_file = os.path.join(folder, TAG_FILE)
+    try:
+        with open(tag_file, encoding="utf-8", errors="replace") as file:
+            name = file.read().strip()
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise CheckpointError(f"cannot read '{tag_file}': {error.strerror}") from error
+    if name in (os.curdir, os.pardir) or os.path.basename(name) != name:
+        raise CheckpointError(
+            f"'{tag_file}' names {name!r}; it has to hold the bare name of a file in its folder. "
+            "Write that name into it, or delete it to resume from the newest checkpoint"
+        )
+    return os.path.join(folder, name) if name else ""
+
+
+def choose(folder: str) -> str:
+    """Return the checkpoint to resume from, verified: the tagged one, else the newest intact one, else ``""``.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none is intact.
+    """
+    tagged = tagged_file(folder)
+    broken: list[str] = []
+    for path in dict.fromkeys([tagged, *newest_first(folder)] if tagged else newest_first(folder)):
+        try:
+            verify(path)
+        except CheckpointError as error:
+            broken.append(str(error))
+            continue
+        # A file from elsewhere counts if it is tagged; else it may be some weights that were put into the folder.
+        if path == tagged or has_trailer(path):
+            if broken:
+                _logger.warning("%s. Resuming from '%s' instead", "; ".join(broken), path)
+            return path
+    if broken:
+        raise CheckpointError(
+            f"no checkpoint in '{folder}' is intact: {'; '.join(broken)}. To start a new run, use another folder or "
+            "leave out --resume"
+        )
+    return ""
