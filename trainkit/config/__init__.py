@@ -1,5 +1,6 @@
 """Configs: a CfgNode with trainkit's keys, lengths in iterations or epochs, and constructors that take a config."""
 
+from trainkit.config.checks import check_values
 from trainkit.config.config import CfgNode
 from trainkit.config.configurable import configurable
 from trainkit.config.defaults import get_cfg
@@ -10,6 +11,7 @@ from trainkit.config.lengths import LENGTH_KEYS, Epochs, parse_length, resolve_l
 __all__ = [
     "CfgNode",
     "ConfigError",
+    "check_values",
     "configurable",
     "get_cfg",
     "import_modules",

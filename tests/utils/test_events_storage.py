@@ -1,0 +1,438 @@
+import math
+import threading
+
+import pytest
+import torch
+
+from trainkit.utils.events import EventStorage, get_event_storage, has_event_storage
+
+# ---------------------------------------------------------------------- finding the storage
+
+
+def test_without_an_open_storage_the_error_says_how_to_open_one():
+    assert not has_event_storage()
+    with pytest.raises(RuntimeError, match=r"no EventStorage is open: .*`with EventStorage\(\):`.*has_event_storage"):
+        get_event_storage()
+
+
+def test_the_innermost_open_storage_is_found():
+    with EventStorage() as outer:
+        assert get_event_storage() is outer
+        with EventStorage() as inner:
+            assert get_event_storage() is inner
+            get_event_storage().put_scalar("loss", 1.0)
+        assert get_event_storage() is outer
+        assert has_event_storage()
+    assert not has_event_storage()
+    assert (list(outer.latest()), list(inner.latest())) == ([], ["loss"])
+
+
+def test_a_storage_is_closed_by_an_exception():
+    with pytest.raises(KeyError), EventStorage():
+        raise KeyError
+
+    assert not has_event_storage()
+
+
+# ---------------------------------------------------------------------- scalars
+
+
+def test_scalars_are_kept_with_the_iteration_in_which_they_were_put():
+    storage = EventStorage(start_iter=3)
+    storage.put_scalar("loss", torch.tensor(2.0))
+    storage.iter = 7
+    storage.put_scalars(loss=4, lr=0.5)
+    storage.step()
+    storage.put_scalar("late", 1.0, cur_iter=5)
+
+    assert storage.history("loss").values() == [(2.0, 3), (4.0, 7)]
+    assert storage.latest() == {"loss": (4.0, 7), "lr": (0.5, 7), "late": (1.0, 5)}
+    assert (storage.iter, storage.iteration) == (8, 8)
+    assert set(storage.histories()) == {"loss", "lr", "late"}
+
+
+def test_values_are_plain_floats():
+    storage = EventStorage()
+    storage.put_scalar("loss", torch.tensor(2))
+
+    assert type(storage.latest()["loss"][0]) is float
+
+
+def test_smoothing_is_the_median_over_the_last_iterations_and_not_over_the_last_values():
+    storage = EventStorage()
+    for storage.iter in range(60):
+        storage.put_scalar("each", storage.iter)
+        if storage.iter % 10 == 9:
+            storage.put_scalar("tenth", storage.iter)  # 9, 19, ..., 59
+        storage.put_scalar("lr", storage.iter, smoothing_hint=False)
+
+    assert storage.latest_with_smoothing_hint(20) == {"each": (49.5, 59), "tenth": (54.0, 59), "lr": (59.0, 59)}
+    assert (storage.count_samples("each", 20), storage.count_samples("tenth", 20)) == (20, 2)
+    assert storage.count_samples("tenth", 21) == 3
+    assert storage.smoothing_hints() == {"each": True, "tenth": True, "lr": False}
+
+
+def test_the_window_of_a_name_ends_at_its_own_newest_value():
+    storage = EventStorage()
+    for storage.iter in range(4):
+        storage.put_scalar("old", storage.iter)
+    storage.iter = 1000
+    storage.put_scalar("new", 5.0)
+
+    assert storage.latest_with_smoothing_hint(3) == {"old": (2.0, 3), "new": (5.0, 1000)}
+
+
+def test_nan_shows_in_the_smoothed_value_until_it_leaves_the_window():
+    storage = EventStorage()
+    for storage.iter, value in enumerate([1.0, math.nan, 3.0, 5.0]):
+        storage.put_scalar("loss", value)
+
+    assert math.isnan(storage.latest_with_smoothing_hint(3)["loss"][0])
+    assert storage.latest_with_smoothing_hint(2) == {"loss": (4.0, 3)}
+
+
+def test_histories_are_bounded_and_their_global_average_is_not():
+    storage = EventStorage(history_length=100)
+    for storage.iter in range(1000):
+        storage.put_scalar("loss", storage.iter)
+
+    assert storage.history("loss").values() == [(float(i), i) for i in range(900, 1000)]
+    assert storage.history("loss").global_avg() == 499.5
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_name_that_changes_its_smoothing_hint_is_refused_and_not_stored(first):
+    storage = EventStorage()
+    storage.put_scalar("acc", 1.0, smoothing_hint=first)
+
+    message = rf"'acc' was put with smoothing_hint={first} before and now with smoothing_hint={not first}"
+    with pytest.raises(ValueError, match=message):
+        storage.put_scalar("acc", 2.0, smoothing_hint=not first)
+    assert storage.history("acc").values() == [(1.0, 0)]
+
+
+def test_an_unknown_name_is_an_error_that_names_the_known_ones():
+    storage = EventStorage()
+    storage.put_scalars(b=1, a=2)
+
+    with pytest.raises(KeyError, match=r"no scalar is called 'c'; there are \['a', 'b'\]"):
+        storage.history("c")
+
+
+# ---------------------------------------------------------------------- images, histograms, names
+
+
+def test_images_keep_name_tensor_and_iteration():
+    storage = EventStorage(start_iter=4)
+    picture = torch.rand(3, 2, 2)
+    storage.put_image("sample", picture)
+
+    [image] = storage.images()
+
+    assert (image.name, image.iter) == ("sample", 4)
+    assert image.tensor is picture
+
+
+def test_images_and_histograms_that_no_writer_takes_are_bounded():
+    storage = EventStorage()
+    for storage.iter in range(150):
+        storage.put_image("image", torch.zeros(1, 1, 1))
+        storage.put_histogram("histogram", torch.zeros(1), bins=1)
+
+    assert [image.iter for image in storage.images()] == list(range(50, 150))
+    assert [histogram.iter for histogram in storage.histograms()] == list(range(50, 150))
+
+    storage.clear_images()
+    storage.clear_histograms()
+    assert (storage.images(), storage.histograms()) == ([], [])
+
+
+def test_a_histogram_of_a_tensor_of_any_shape_counts_every_element():
+    storage = EventStorage(start_iter=9)
+    storage.put_histogram("weight", torch.arange(6.0, requires_grad=True).reshape(3, 2), bins=5)
+
+    [histogram] = storage.histograms()
+
+    assert (histogram.name, histogram.iter) == ("weight", 9)
+    assert histogram.raw == {
+        "min": 0.0,
+        "max": 5.0,
+        "num": 6,
+        "sum": 15.0,
+        "sum_squares": 55.0,
+        "bucket_limits": [1.0, 2.0, 3.0, 4.0, 5.0],
+        "bucket_counts": [1.0, 1.0, 1.0, 1.0, 2.0],
+    }
+
+
+def test_name_scope_applies_to_scalars_images_and_histograms():
+    storage = EventStorage()
+    with storage.name_scope("head/"):
+        storage.put_scalar("loss", 1.0)
+        storage.put_image("image", torch.zeros(1, 1, 1))
+        storage.put_histogram("histogram", torch.zeros(1))
+    storage.put_scalar("loss", 2.0)
+
+    assert storage.latest() == {"head/loss": (1.0, 0), "loss": (2.0, 0)}
+    assert [image.name for image in storage.images()] == ["head/image"]
+    assert [histogram.name for histogram in storage.histograms()] == ["head/histogram"]
+
+
+def test_name_scope_is_left_by_an_exception_too():
+    storage = EventStorage()
+    with storage.name_scope("outer"):
+        with pytest.raises(KeyError), storage.name_scope("inner"):
+            raise KeyError
+        storage.put_scalar("a", 1.0)
+    storage.put_scalar("b", 1.0)
+
+    assert list(storage.latest()) == ["outer/a", "b"]
+
+
+# ---------------------------------------------------------------------- deferring
+
+
+def workers():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("trainkit-metrics")]
+
+
+class Gate:
+    """Holds up the worker of a deferring storage until it is opened."""
+
+    def __init__(self, storage):
+        self._opened = threading.Event()
+        storage.put_later(self._wait)
+        storage.publish(lambda: None)
+
+    def _wait(self):
+        assert self._opened.wait(10)
+
+    def open(self):
+        self._opened.set()
+
+    def open_later(self):
+        threading.Timer(0.05, self.open).start()
+
+
+def put_this_and_that(storage):
+    """A few iterations with everything that can be put, and a reader now and then."""
+    seen = []
+    for storage.iter in range(7):
+        storage.put_scalar("early", storage.iter)
+        with storage.name_scope("scope"):
+            storage.put_scalars(a=storage.iter / 2, b=1.0)
+            storage.put_image("image", torch.zeros(1, 1, 1))
+            storage.put_later(lambda: get_event_storage().put_scalar("later", 2 * get_event_storage().iter))
+        storage.put_later(lambda iter=storage.iter: get_event_storage().put_scalar("loss", -1.0, cur_iter=iter))
+        storage.put_scalar("lr", 0.1, smoothing_hint=False)
+        if storage.iter == 2:
+            storage.clear_images()
+        if storage.iter % 3 == 2:
+            storage.publish(lambda: seen.append((get_event_storage().iter, get_event_storage().latest().copy())))
+            storage.put_scalar("behind", storage.iter)
+    return {
+        "seen": seen,
+        "histories": [(name, history.values()) for name, history in storage.histories().items()],
+        "latest": storage.latest(),
+        "hints": storage.smoothing_hints(),
+        "images": [(image.name, image.iter) for image in storage.images()],
+    }
+
+
+def test_deferring_gives_the_same_histories_and_readers_the_same_values_as_direct_storing():
+    with EventStorage() as direct:
+        expected = put_this_and_that(direct)
+    with EventStorage() as deferring:
+        deferring.start_deferring()
+        found = put_this_and_that(deferring)
+
+    assert found == expected
+    assert [iter for iter, _ in found["seen"]] == [2, 5]
+    assert found["latest"]["scope/later"] == (12.0, 6)
+    assert [iter for _, iter in found["images"]] == [3, 4, 5, 6]
+
+
+def test_a_published_reader_sees_its_iteration_and_what_was_put_before_it():
+    seen = []
+    with EventStorage(start_iter=3) as storage:
+        storage.start_deferring()
+        gate = Gate(storage)
+        storage.put_scalar("loss", 1.0)
+        storage.publish(lambda: seen.append((get_event_storage().iter, get_event_storage().latest()["loss"])))
+        storage.iter = 4
+        storage.put_scalar("loss", 2.0)
+        gate.open()
+        assert storage.history("loss").values() == [(1.0, 3), (2.0, 4)]
+        assert storage.iter == 4
+
+    assert seen == [(3, (1.0, 3))]
+
+
+def test_publishing_does_not_wait_for_the_reader():
+    with EventStorage() as storage:
+        storage.start_deferring()
+        gate = Gate(storage)  # returns while the worker is held up
+        storage.put_scalar("loss", 1.0)
+        storage.raise_error()
+        gate.open()
+
+
+def test_without_deferring_everything_happens_at_once():
+    calls = []
+    with EventStorage() as storage:
+        storage.put_later(calls.append, threading.current_thread())
+        storage.publish(lambda: calls.append(threading.current_thread()))
+        storage.raise_error()
+        storage.flush()
+
+        assert calls == [threading.main_thread()] * 2
+        assert workers() == []
+
+
+def test_a_storage_opened_meanwhile_gets_nothing_of_what_the_worker_puts():
+    with EventStorage() as storage:
+        storage.start_deferring()
+        gate = Gate(storage)
+        storage.put_later(lambda: get_event_storage().put_scalar("loss", 1.0))
+        storage.publish(lambda: get_event_storage().put_scalar("eta", 2.0))
+        with EventStorage() as throwaway:
+            gate.open()
+            storage.flush()
+            get_event_storage().put_scalar("forward", 3.0)
+
+    assert throwaway.latest() == {"forward": (3.0, 0)}
+    assert storage.latest() == {"loss": (1.0, 0), "eta": (2.0, 0)}
+
+
+def test_a_name_scope_of_the_loop_does_not_reach_what_the_worker_puts_meanwhile():
+    with EventStorage() as storage:
+        storage.start_deferring()
+        gate = Gate(storage)
+        storage.put_later(lambda: get_event_storage().put_scalar("loss", 1.0))
+        storage.publish(lambda: None)
+        with storage.name_scope("aux"):
+            gate.open()
+            storage.flush()
+
+    assert list(storage.latest()) == ["loss"]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda storage: storage.history("loss").latest(),
+        lambda storage: storage.histories()["loss"].latest(),
+        lambda storage: storage.latest()["loss"][0],
+        lambda storage: storage.latest_with_smoothing_hint()["loss"][0],
+        lambda storage: float(storage.count_samples("loss")),
+        lambda storage: float(storage.smoothing_hints()["loss"]),
+        lambda storage: storage.images()[0].tensor.item(),
+        lambda storage: storage.histograms()[0].raw["max"],
+    ],
+    ids=["history", "histories", "latest", "smoothed", "count", "hints", "images", "histograms"],
+)
+def test_reading_waits_for_what_was_put(read):
+    with EventStorage() as storage:
+        storage.start_deferring()
+        gate = Gate(storage)
+        storage.put_scalar("loss", 1.0)
+        storage.put_image("image", torch.ones(1, 1, 1))
+        storage.put_histogram("histogram", torch.ones(1))
+        storage.publish(lambda: None)
+        gate.open_later()
+
+        assert read(storage) == 1.0
+
+
+def fail(message="no space left"):
+    raise OSError(message)
+
+
+def test_an_error_in_the_worker_is_raised_in_the_loop_once_and_what_follows_it_is_still_stored():
+    with EventStorage() as storage:
+        storage.start_deferring()
+        storage.put_later(fail)
+        storage.put_scalar("loss", 1.0)
+        done = threading.Event()
+        storage.publish(done.set)
+        assert done.wait(10)
+
+        with pytest.raises(OSError, match="no space left"):
+            storage.raise_error()
+        storage.raise_error()
+        assert storage.latest() == {"loss": (1.0, 0)}
+
+
+def test_the_first_of_several_errors_is_raised():
+    with EventStorage() as storage:
+        storage.start_deferring()
+        storage.put_later(fail, "first")
+        storage.put_later(fail, "second")
+
+        with pytest.raises(OSError, match="first"):
+            storage.flush()
+        storage.flush()
+
+
+def run_with_a_failing_writer(error=None):
+    with EventStorage() as storage:
+        storage.start_deferring()
+        storage.publish(fail)
+        if error is not None:
+            raise error
+
+
+def test_an_error_that_nobody_asked_for_is_raised_when_the_storage_is_closed():
+    with pytest.raises(OSError, match="no space left"):
+        run_with_a_failing_writer()
+
+    assert workers() == []
+    assert not has_event_storage()
+
+
+def test_an_error_in_the_worker_does_not_hide_the_one_that_ends_the_loop(caplog):
+    with pytest.raises(KeyError, match="loop"):
+        run_with_a_failing_writer(KeyError("loop"))
+
+    assert "Storing or writing metrics failed as well" in caplog.text
+    assert workers() == []
+
+
+def test_flush_waits_for_every_job_before_it_raises_the_error_of_one():
+    done = []
+    with EventStorage() as storage:
+        storage.start_deferring()
+        storage.publish(fail)
+        gate = Gate(storage)
+        storage.publish(lambda: done.append(True))
+        gate.open_later()
+        with pytest.raises(OSError, match="no space left"):
+            storage.flush()
+
+        assert done == [True]  # whoever closes a file now does not close it under the worker's hands
+
+
+def test_memory_is_bounded_and_errors_show_where_nobody_ever_publishes():
+    handed_over = threading.Event()
+    with EventStorage() as storage:
+        storage.start_deferring()
+        storage.put_later(handed_over.set)
+        for value in range(1000):
+            storage.put_scalar("loss", value)
+
+        assert handed_over.wait(10)
+
+
+def test_the_worker_is_gone_behind_the_with_block_and_a_second_one_defers_again():
+    storage = EventStorage()
+    for iteration in range(2):
+        with storage:
+            storage.start_deferring()
+            storage.start_deferring()  # harmless
+            storage.put_scalar("loss", iteration, cur_iter=iteration)
+            storage.publish(lambda: None)
+            assert len(workers()) == 1
+        assert workers() == []
+
+    storage.put_scalar("loss", 2, cur_iter=2)
+    assert storage.history("loss").values() == [(0.0, 0), (1.0, 1), (2.0, 2)]

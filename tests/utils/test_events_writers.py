@@ -1,0 +1,337 @@
+import json
+import logging
+import math
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from trainkit.utils.events import CommonMetricPrinter, EventStorage, EventWriter, JSONWriter, TensorboardXWriter
+
+
+def test_a_writer_without_write_says_so():
+    class Mute(EventWriter):
+        pass
+
+    with pytest.raises(NotImplementedError, match=r"Mute must define write\(\)"):
+        Mute().write()
+    Mute().close()
+
+
+# ---------------------------------------------------------------------- JSON
+
+
+def refuse(constant):
+    raise AssertionError(f"{constant} is not JSON")
+
+
+def read_strictly(path):
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_json_has_one_line_per_write_with_the_newest_values(tmp_path):
+    writer = JSONWriter(tmp_path / "metrics.json")
+    with EventStorage() as storage:
+        for storage.iter in range(60):
+            storage.put_scalar("key", storage.iter, smoothing_hint=False)
+            if storage.iter % 20 == 19:
+                writer.write()
+        writer.close()
+
+    assert read_strictly(tmp_path / "metrics.json") == [
+        {"iteration": 19, "key": 19.0},
+        {"iteration": 39, "key": 39.0},
+        {"iteration": 59, "key": 59.0},
+    ]
+
+
+def test_json_lines_are_by_the_iteration_of_the_scalars(tmp_path):
+    writer = JSONWriter(tmp_path / "metrics.json")
+    with EventStorage() as storage:
+        for storage.iter in range(60):
+            if storage.iter % 17 == 0:
+                storage.put_scalar("rare", storage.iter, smoothing_hint=False)
+            storage.put_scalar("often", storage.iter, smoothing_hint=False)
+            if storage.iter % 20 == 19:
+                writer.write()
+        writer.close()
+
+    assert read_strictly(tmp_path / "metrics.json") == [
+        {"iteration": 17, "rare": 17.0},
+        {"iteration": 19, "often": 19.0},
+        {"iteration": 34, "rare": 34.0},
+        {"iteration": 39, "often": 39.0},
+        {"iteration": 51, "rare": 51.0},
+        {"iteration": 59, "often": 59.0},
+    ]
+
+
+def test_json_values_are_smoothed_over_the_window(tmp_path):
+    writer = JSONWriter(tmp_path / "metrics.json", window_size=3)
+    with EventStorage() as storage:
+        for storage.iter, loss in enumerate([9.0, 1.0, 8.0, 2.0]):
+            storage.put_scalar("loss", loss)
+            storage.put_scalar("lr", loss, smoothing_hint=False)
+        writer.write()
+        writer.close()
+
+    assert read_strictly(tmp_path / "metrics.json") == [{"iteration": 3, "loss": 2.0, "lr": 2.0}]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_json_is_valid_where_a_value_is_not_finite(tmp_path, value):
+    writer = JSONWriter(tmp_path / "metrics.json")
+    with EventStorage() as storage:
+        storage.put_scalars(bad=value, good=1.0)
+        writer.write()
+        writer.close()
+
+    assert read_strictly(tmp_path / "metrics.json") == [{"bad": None, "good": 1.0, "iteration": 0}]
+
+
+def test_json_has_nothing_twice_and_is_complete_after_each_write(tmp_path):
+    path = tmp_path / "metrics.json"
+    writer = JSONWriter(path)
+    with EventStorage() as storage:
+        storage.put_scalar("a", 1.0)
+        writer.write()
+        writer.write()
+        assert read_strictly(path) == [{"a": 1.0, "iteration": 0}]  # a reader need not wait for the end
+
+        storage.iter = 1
+        storage.put_scalar("b", 2.0)
+        writer.write()
+        writer.close()
+
+    assert read_strictly(path) == [{"a": 1.0, "iteration": 0}, {"b": 2.0, "iteration": 1}]
+
+
+def test_json_does_not_lose_a_value_that_arrives_behind_a_write_of_a_later_iteration(tmp_path):
+    writer = JSONWriter(tmp_path / "metrics.json")
+    with EventStorage(start_iter=19) as storage:
+        storage.put_scalar("lr", 0.1)
+        writer.write()
+        storage.put_scalar("loss", 5.0, cur_iter=17)
+        writer.write()
+        writer.close()
+
+    assert read_strictly(tmp_path / "metrics.json") == [
+        {"iteration": 19, "lr": 0.1},
+        {"iteration": 17, "loss": 5.0},
+    ]
+
+
+def test_json_goes_on_in_the_same_file_in_a_second_run_from_the_first_iteration(tmp_path):
+    writer = JSONWriter(str(tmp_path / "metrics.json"))
+    for value in (1.0, 2.0):
+        with EventStorage() as storage:
+            storage.put_scalar("a", value)
+            writer.write()
+            writer.close()
+    writer.close()  # harmless
+
+    assert read_strictly(tmp_path / "metrics.json") == [{"a": 1.0, "iteration": 0}, {"a": 2.0, "iteration": 0}]
+
+
+def test_json_touches_no_file_before_the_first_write(tmp_path):
+    (tmp_path / "metrics.json").write_text('{"iteration": 0}\n')
+    JSONWriter(tmp_path / "metrics.json").close()
+    JSONWriter(tmp_path / "other.json").close()
+
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.json"]
+    assert read_strictly(tmp_path / "metrics.json") == [{"iteration": 0}]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: JSONWriter(path / "metrics.json", window_size=0),
+        lambda path: TensorboardXWriter(path, window_size=0),
+        lambda path: CommonMetricPrinter(window_size=0),
+    ],
+    ids=["JSONWriter", "TensorboardXWriter", "CommonMetricPrinter"],
+)
+def test_a_window_without_an_iteration_is_refused_by_the_constructor(tmp_path, make):
+    with pytest.raises(ValueError, match="window_size must be >= 1 iteration, got 0"):
+        make(tmp_path)
+
+
+# ---------------------------------------------------------------------- TensorBoard
+
+
+def read_tensorboard(folder):
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return events
+
+
+def test_tensorboard_makes_no_file_before_there_is_something_to_write(tmp_path):
+    writer = TensorboardXWriter(tmp_path / "logs")
+    with EventStorage():
+        writer.write()
+        writer.close()
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensorboard_gets_scalars_images_and_histograms_and_lets_them_go(tmp_path):
+    writer = TensorboardXWriter(tmp_path, window_size=3)
+    with EventStorage() as storage:
+        for storage.iter, loss in enumerate([9.0, 1.0, 8.0, 2.0]):
+            storage.put_scalar("loss", loss)
+        storage.put_image("image", torch.zeros(3, 2, 4))
+        storage.put_histogram("weight", torch.arange(6.0).reshape(3, 2), bins=2)
+        writer.write()
+        assert (storage.images(), storage.histograms()) == ([], [])
+
+        storage.put_scalar("late", 0.25, cur_iter=1)
+        writer.write()
+        writer.close()
+
+    events = read_tensorboard(tmp_path)
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(3, 2.0)]
+    assert [(event.step, event.value) for event in events.Scalars("late")] == [(1, 0.25)]
+    [image] = events.Images("image")
+    assert (image.step, image.width, image.height) == (3, 4, 2)
+    [histogram] = events.Histograms("weight")
+    counts = histogram.histogram_value
+    assert (histogram.step, counts.num, counts.sum, counts.sum_squares) == (3, 6, 15, 55)
+    assert (counts.bucket_limit, counts.bucket) == ([2.5, 5.0], [3, 3])
+
+
+def test_tensorboard_goes_on_in_a_second_run_from_the_first_iteration(tmp_path):
+    writer = TensorboardXWriter(tmp_path, filename_suffix=".run")
+    for value in (1.0, 2.0):
+        with EventStorage() as storage:
+            storage.put_scalar("a", value)
+            writer.write()
+            writer.close()
+
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 2
+    assert all(file.name.endswith(".run") for file in files)  # options arrive at the SummaryWriter
+    assert sorted(event.value for file in files for event in read_tensorboard(file).Scalars("a")) == [1.0, 2.0]
+
+
+def test_tensorboard_is_asked_for_by_the_constructor(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+
+    with pytest.raises(ImportError, match=r"needs the package tensorboard: pip install 'trainkit\[tensorboard\]'"):
+        TensorboardXWriter(tmp_path)
+
+
+# ---------------------------------------------------------------------- console
+
+
+class Clock:
+    """Stands for ``time.perf_counter``."""
+
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("trainkit.utils.events.writers.time.perf_counter", clock)
+    return clock
+
+
+@pytest.fixture
+def lines(caplog, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    caplog.set_level(logging.INFO, logger="trainkit.utils.events.writers")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def test_console_line_has_eta_iteration_scalars_times_and_learning_rate(lines):
+    printer = CommonMetricPrinter(max_iter=4000, window_size=3)
+    with EventStorage() as storage:
+        for storage.iter, loss in enumerate([9.0, 0.123456, 8.0, 2.5]):
+            storage.put_scalars(time=0.5, data_time=0.25 * storage.iter, rank_data_time=7.0)
+            storage.put_scalar("lr", 0.00123456, smoothing_hint=False)
+            storage.put_scalar("eta_seconds", 7.0, smoothing_hint=False)
+            storage.put_scalar("total_loss", loss)
+            storage.put_scalar("[metric]scale", 65536.0)
+            storage.put_scalar("digits/top1", 99.0, smoothing_hint=False)  # a result, not a running value
+        printer.write()
+
+    assert lines() == [
+        " eta: 0:33:18  iter: 3  total_loss: 2.5  [metric]scale: 6.554e+04  "
+        "time: 0.5000  last_time: 0.5000  data_time: 0.5000  last_data_time: 0.7500  lr: 0.0012346 "
+    ]
+
+
+def test_console_line_shows_scalars_whose_name_has_no_loss_in_it(lines):
+    printer = CommonMetricPrinter()
+    with EventStorage() as storage:
+        storage.put_scalars(accuracy=0.5, perplexity=20.25, loss_mask=1.0)
+        printer.write()
+
+    assert lines() == ["iter: 0  accuracy: 0.5  perplexity: 20.25  loss_mask: 1 "]
+
+
+def test_console_line_has_the_peak_memory_of_cuda(lines, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: 3 * 2**20)
+    with EventStorage():
+        CommonMetricPrinter().write()
+
+    assert lines() == ["iter: 0  max_mem: 3M"]
+
+
+def test_console_is_silent_when_nothing_is_left_to_train(lines):
+    printer = CommonMetricPrinter(max_iter=10)
+    with EventStorage(start_iter=9) as storage:
+        storage.put_scalar("time", 1.0)
+        printer.write()
+        storage.iter = 10
+        printer.write()
+
+    assert lines() == [" eta: 0:00:00  iter: 9  time: 1.0000  last_time: 1.0000 "]
+
+
+def test_console_eta_comes_from_the_median_time_and_ignores_a_slow_iteration(lines):
+    printer = CommonMetricPrinter(max_iter=100)
+    with EventStorage() as storage:
+        for storage.iter in range(10):
+            storage.put_scalar("time", 600.0 if storage.iter == 9 else 2.0)
+        printer.write()
+
+    assert lines()[0].startswith(" eta: 0:03:00  iter: 9 ")  # 90 iterations of 2 s
+
+
+def test_console_eta_comes_from_the_clock_where_nobody_times_the_iterations(lines, clock):
+    printer = CommonMetricPrinter(max_iter=100)
+    with EventStorage(start_iter=19) as storage:
+        printer.write()
+        storage.iter, clock.now = 39, clock.now + 40
+        printer.write()
+        printer.write()  # no iteration between: no division by zero, and no estimate
+
+    assert lines() == ["iter: 19 ", " eta: 0:02:00  iter: 39 ", "iter: 39 "]
+
+
+def test_console_eta_does_not_count_the_time_between_two_runs(lines, clock):
+    printer = CommonMetricPrinter(max_iter=100)
+    with EventStorage(start_iter=9):
+        printer.write()
+        printer.close()
+    clock.now += 3600
+    with EventStorage(start_iter=19) as storage:
+        printer.write()
+        storage.iter, clock.now = 29, clock.now + 10
+        printer.write()
+
+    assert lines() == ["iter: 9 ", "iter: 19 ", " eta: 0:01:10  iter: 29 "]
+
+
+def test_console_without_a_length_has_no_eta(lines, clock):
+    printer = CommonMetricPrinter()
+    with EventStorage() as storage:
+        storage.put_scalar("time", 1.0)
+        printer.write()
+
+    assert lines() == ["iter: 0  time: 1.0000  last_time: 1.0000 "]

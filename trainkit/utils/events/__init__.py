@@ -1,0 +1,23 @@
+"""Scalars, images and histograms of a run, and the writers that show them."""
+
+from trainkit.utils.events.history import HistoryBuffer
+from trainkit.utils.events.storage import EventStorage, get_event_storage, has_event_storage
+from trainkit.utils.events.writers import (
+    CommonMetricPrinter,
+    EventWriter,
+    JSONWriter,
+    TensorboardXWriter,
+    estimate_eta_sec,
+)
+
+__all__ = [
+    "CommonMetricPrinter",
+    "EventStorage",
+    "EventWriter",
+    "HistoryBuffer",
+    "JSONWriter",
+    "TensorboardXWriter",
+    "estimate_eta_sec",
+    "get_event_storage",
+    "has_event_storage",
+]

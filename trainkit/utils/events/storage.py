@@ -1,0 +1,289 @@
+"""Where the loop, the model and the hooks put what happened in an iteration."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+from trainkit.utils.events.backlog import Backlog
+from trainkit.utils.events.history import HistoryBuffer
+
+logger = logging.getLogger(__name__)
+
+_stack: list["EventStorage"] = []
+_thread = threading.local()  # .storage: the one that the worker of a deferring storage works for
+
+_MAX_IMAGES = 100  # a rank without a writer never empties the list
+
+
+def get_event_storage() -> "EventStorage":
+    """The innermost storage whose ``with`` block is open.
+
+    Raises:
+        RuntimeError: none is open; code that also runs outside training asks ``has_event_storage()`` first.
+    """
+    storage = getattr(_thread, "storage", None) or (_stack[-1] if _stack else None)
+    if storage is None:
+        raise RuntimeError(
+            "no EventStorage is open: put scalars from inside a trainer or a `with EventStorage():` block, "
+            "or ask has_event_storage() first"
+        )
+    return storage
+
+
+def has_event_storage() -> bool:
+    return getattr(_thread, "storage", None) is not None or bool(_stack)
+
+
+class Image(NamedTuple):
+    name: str
+    tensor: torch.Tensor
+    iter: int
+
+
+class Histogram(NamedTuple):
+    name: str
+    iter: int
+    raw: dict[str, Any]  # the keyword arguments of SummaryWriter.add_histogram_raw
+
+
+@dataclass
+class _Place:
+    """What is put belongs to it. The worker of a deferring storage is at another place than the loop."""
+
+    iter: int
+    prefix: str = ""
+
+
+class EventStorage:
+    """Scalars with their history, and the newest images and histograms.
+
+    Writers read it; ``get_event_storage()`` finds it inside ``with storage:``. Histories are bounded by
+    ``history_length`` values each (see `HistoryBuffer`). A storage that defers (`start_deferring`) keeps
+    what is put until the next ``publish`` or read and then lets one worker thread store it, in the same order.
+    """
+
+    def __init__(self, start_iter: int = 0, history_length: int = 10_000) -> None:
+        self._loop_place = self._worker_place = _Place(start_iter)
+        self._history_length = history_length
+        self._history: dict[str, HistoryBuffer] = {}
+        self._smoothing_hints: dict[str, bool] = {}
+        self._latest: dict[str, tuple[float, int]] = {}
+        self._images: deque[Image] = deque(maxlen=_MAX_IMAGES)
+        self._histograms: deque[Histogram] = deque(maxlen=_MAX_IMAGES)
+        self._backlog: Backlog | None = None
+
+    # ------------------------------------------------------------------ put
+
+    def put_scalar(self, name: str, value: float, smoothing_hint: bool = True, cur_iter: int | None = None) -> None:
+        """Store one number; writers show its median over a window if ``smoothing_hint``, else the number itself.
+
+        Raises:
+            ValueError: the name was used before with the other hint.
+        """
+        place = self._place
+        iter = place.iter if cur_iter is None else cur_iter
+        self._put(self._store_scalar, place.prefix + name, float(value), smoothing_hint, iter)
+
+    def put_scalars(self, *, smoothing_hint: bool = True, cur_iter: int | None = None, **kwargs: float) -> None:
+        """``put_scalar`` for each keyword."""
+        for name, value in kwargs.items():
+            self.put_scalar(name, value, smoothing_hint, cur_iter)
+
+    def put_image(self, img_name: str, img_tensor: torch.Tensor) -> None:
+        """Keep an image for the writers: shape ``[channel, height, width]``, RGB, float in [0, 1] or uint8.
+
+        A writer that shows images lets them go; the newest 100 are kept until then.
+        """
+        place = self._place
+        self._put(self._images.append, Image(place.prefix + img_name, img_tensor, place.iter))
+
+    def put_histogram(self, hist_name: str, hist_tensor: torch.Tensor, bins: int = 1000) -> None:
+        """Keep the histogram of a tensor of any shape, kept like an image. Synchronizes its device."""
+        values = hist_tensor.detach().float().flatten().cpu()
+        low, high = values.min().item(), values.max().item()
+        raw = {
+            "min": low,
+            "max": high,
+            "num": values.numel(),
+            "sum": values.sum().item(),
+            "sum_squares": values.square().sum().item(),
+            "bucket_limits": torch.linspace(low, high, bins + 1)[1:].tolist(),
+            "bucket_counts": torch.histc(values, bins=bins).tolist(),
+        }
+        place = self._place
+        self._put(self._histograms.append, Histogram(place.prefix + hist_name, place.iter, raw))
+
+    @contextmanager
+    def name_scope(self, name: str) -> Iterator[None]:
+        """Everything put inside has ``name/`` before its name."""
+        place = self._place
+        previous, place.prefix = place.prefix, name.rstrip("/") + "/"
+        try:
+            yield
+        finally:
+            place.prefix = previous
+
+    def _put(self, store: Callable[..., None], *args: Any) -> None:
+        if self._backlog is None or self._backlog.in_worker():
+            store(*args)
+        else:
+            self._backlog.append(store, *args)
+
+    @property
+    def _place(self) -> _Place:
+        in_worker = self._backlog is not None and self._backlog.in_worker()
+        return self._worker_place if in_worker else self._loop_place
+
+    def _store_scalar(self, name: str, value: float, smoothing_hint: bool, iter: int) -> None:
+        history = self._history.get(name)
+        if history is None:
+            history = self._history[name] = HistoryBuffer(self._history_length)
+            self._smoothing_hints[name] = smoothing_hint
+        elif self._smoothing_hints[name] is not smoothing_hint:
+            raise ValueError(
+                f"scalar {name!r} was put with smoothing_hint={not smoothing_hint} before and now with "
+                f"smoothing_hint={smoothing_hint}; use one hint per name"
+            )
+        history.update(value, iter)
+        self._latest[name] = (value, iter)
+
+    # ------------------------------------------------------------------ read
+
+    def history(self, name: str) -> HistoryBuffer:
+        """
+        Raises:
+            KeyError: nothing was put under this name.
+        """
+        self.flush()
+        if name not in self._history:
+            raise KeyError(f"no scalar is called {name!r}; there are {sorted(self._history)}")
+        return self._history[name]
+
+    def histories(self) -> dict[str, HistoryBuffer]:
+        self.flush()
+        return self._history
+
+    def latest(self) -> dict[str, tuple[float, int]]:
+        """name -> (newest value, its iteration)."""
+        self.flush()
+        return self._latest
+
+    def latest_with_smoothing_hint(self, window_size: int = 20) -> dict[str, tuple[float, int]]:
+        """Like ``latest``; a smoothed scalar gives its median over the last ``window_size`` iterations."""
+        self.flush()
+        return {
+            name: (
+                self._history[name].median(self._history[name].count_within(window_size))
+                if self._smoothing_hints[name]
+                else value,
+                iter,
+            )
+            for name, (value, iter) in self._latest.items()
+        }
+
+    def count_samples(self, name: str, window_size: int = 20) -> int:
+        """How many values the last ``window_size`` iterations have, counted back from the newest value."""
+        return self.history(name).count_within(window_size)
+
+    def smoothing_hints(self) -> dict[str, bool]:
+        self.flush()
+        return self._smoothing_hints
+
+    def images(self) -> list[Image]:
+        self.flush()
+        return list(self._images)
+
+    def histograms(self) -> list[Histogram]:
+        self.flush()
+        return list(self._histograms)
+
+    def clear_images(self) -> None:
+        self._put(self._images.clear)
+
+    def clear_histograms(self) -> None:
+        self._put(self._histograms.clear)
+
+    # ------------------------------------------------------------------ iteration
+
+    @property
+    def iter(self) -> int:
+        """The iteration that what is put now belongs to, counted from 0."""
+        return self._place.iter
+
+    @iter.setter
+    def iter(self, value: int) -> None:
+        self._place.iter = int(value)
+
+    @property
+    def iteration(self) -> int:
+        return self.iter
+
+    def step(self) -> None:
+        """Go on to the next iteration, in a loop without a trainer, which sets ``iter``."""
+        self._place.iter += 1
+
+    # ------------------------------------------------------------------ deferring
+
+    def start_deferring(self) -> None:
+        """From now on store what is put in a worker thread, in bulk; until the ``with`` block ends."""
+        if self._backlog is None:
+            self._backlog = Backlog(self._bind_worker)
+
+    def put_later(self, store: Callable[..., None], *args: Any) -> None:
+        """Call ``store(*args)`` in its turn: at once, or in the worker, where it may wait for a device.
+
+        What it puts belongs to the iteration and the name scope of now.
+        """
+        self._put(self._call_at, replace(self._place), store, args)
+
+    def publish(self, write: Callable[[], None]) -> None:
+        """Call ``write()`` behind everything put so far: at once, or in the worker without being waited for."""
+        self.put_later(write)
+        if self._backlog is not None and not self._backlog.in_worker():
+            self._backlog.hand_over()
+
+    def raise_error(self) -> None:
+        """Raise what has gone wrong in the worker since the last call. Never waits."""
+        if self._backlog is not None:
+            self._backlog.raise_error()
+
+    def flush(self) -> None:
+        """Wait until everything put so far is stored and written; raise what has gone wrong in the worker."""
+        if self._backlog is not None and not self._backlog.in_worker():
+            self._backlog.wait()
+
+    def _bind_worker(self) -> None:
+        _thread.storage = self
+
+    def _call_at(self, place: _Place, store: Callable[..., None], args: tuple[Any, ...]) -> None:
+        self._worker_place = place  # read by the worker only; a call that is made at once is at its place already
+        store(*args)
+
+    # ------------------------------------------------------------------ context
+
+    def __enter__(self) -> "EventStorage":
+        _stack.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _stack.remove(self)
+        if self._backlog is None:
+            return
+        try:
+            self.flush()
+        except Exception:
+            if error is None:
+                raise
+            logger.exception("Storing or writing metrics failed as well:")
+        finally:
+            self._backlog.close()
+            self._backlog = None

@@ -1,0 +1,61 @@
+"""What a model returns in training: one loss or several by name. Training and evaluation read it by one rule."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Losses(NamedTuple):
+    """What a model returned, by name, and which entries are summed into ``total_loss``."""
+
+    values: dict[str, Tensor]  # each of shape []
+    trained: list[str]  # those that require grad
+
+    def total(self) -> Tensor:
+        first, *rest = (self.values[name] for name in self.trained)
+        return sum(rest, start=first)
+
+    def names(self) -> list[str]:
+        """The names under which they are stored: the total, then the entries if there are several."""
+        return ["total_loss", *self.values] if len(self.values) > 1 else ["total_loss"]
+
+    def detach(self) -> "Losses":
+        return Losses({name: value.detach() for name, value in self.values.items()}, self.trained)
+
+
+def parse_losses(output: object) -> Losses:
+    """Take what a model returned in training: a tensor, or a dict of scalar tensors by name.
+
+    Entries that require grad are trained on; the others are only logged.
+
+    Raises:
+        TypeError: it is neither, or an entry is no tensor.
+        ValueError: an entry is no scalar, none requires grad, or one is called ``total_loss``.
+    """
+    if isinstance(output, Tensor):
+        output = {"total_loss": output}
+    elif not isinstance(output, Mapping):
+        raise TypeError(
+            "a model must give its training loss as a tensor or as a dict of tensors by name; "
+            f"this one gave {type(output).__name__}"
+        )
+    elif "total_loss" in output:
+        raise ValueError("the name total_loss is kept for the sum of the losses; give the model's entry another name")
+    for name, value in output.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"the model's loss {name!r} must be a scalar tensor, got {type(value).__name__} ({value!r})"
+            )
+        if value.numel() != 1:
+            raise ValueError(
+                f"the model's loss {name!r} must be a scalar, got shape {list(value.shape)}; reduce it first"
+            )
+    values = {name: value.reshape(()) for name, value in output.items()}
+    trained = [name for name, value in values.items() if value.requires_grad]
+    if not trained:
+        raise ValueError(
+            f"the model returned no loss that requires grad; got {sorted(values) or 'an empty dict'}. "
+            "Is a parameter frozen that should be trained, or the loss computed under no_grad or detached?"
+        )
+    return Losses(values, trained)
