@@ -1,0 +1,229 @@
+import pytest
+import torch
+from torch import nn
+
+from trainkit.evaluation import LossEvaluator, inference_on_dataset
+
+
+class LossesInTrainMode(nn.Module):
+    """Gives losses in train mode only, as detection models do; has every kind of state that training changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.norm = nn.BatchNorm1d(2, momentum=0.5)
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("num_calls", torch.zeros(()))
+        self.register_buffer("last_mean", torch.zeros(()))
+
+    def forward(self, batch):
+        out = self.drop(self.norm(self.linear(batch["x"])))
+        if not self.training:
+            return out
+        self.num_calls += 1  # written in place
+        self.last_mean = out.mean().detach()  # replaced
+        return {"loss_square": (out - batch["y"]).square().mean(), "accuracy": batch["y"].mean()}
+
+
+class Constant(nn.Module):
+    """Its loss is the mean of the batch, from ``losses``."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, batch):
+        return batch
+
+    def losses(self, batch):
+        assert not self.training
+        mean = self.weight * batch.mean()
+        return {"loss_a": mean, "loss_b": 2 * mean, "half": torch.tensor(0.5)}
+
+
+def batch_of(n, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(n, 2, generator=generator), "y": torch.randn(n, 2, generator=generator)}
+
+
+def snapshot(model):
+    return {name: value.tolist() for name, value in model.state_dict().items()}
+
+
+def modes(model):
+    return [module.training for module in model.modules()]
+
+
+def test_validation_loss_comes_from_a_method_called_losses_where_there_is_one():
+    batch = torch.tensor([1.0, 3.0])
+    results = inference_on_dataset(Constant(), [batch], LossEvaluator(model := Constant()))
+    assert results == {"loss": {"total_loss": 6.0, "loss_a": 2.0, "loss_b": 4.0, "half": 0.5}}
+    assert model.weight.grad is None
+
+
+def test_validation_loss_works_for_a_model_that_gives_losses_in_train_mode_only():
+    model, batch = LossesInTrainMode(), batch_of(8)
+    model.norm.running_mean.fill_(0.25)
+    model.eval()
+    expected = (model(batch) - batch["y"]).square().mean().item()  # running statistics, no dropout
+
+    results = inference_on_dataset(model, [batch], LossEvaluator(model))["loss"]
+
+    assert results["loss_square"] == results["total_loss"] == pytest.approx(expected)
+    assert results["accuracy"] == pytest.approx(batch["y"].mean().item())
+    model.train()
+    assert model(batch)["loss_square"].item() != pytest.approx(expected)  # unfrozen it is another number
+
+
+def test_modes_buffers_gradients_and_random_state_are_left_as_they_were():
+    model, batch = LossesInTrainMode(), batch_of(8)
+    model.train()
+    model.norm.eval()
+    buffers = dict(model.named_buffers())
+    before, modes_before, rng_before = snapshot(model), modes(model), torch.get_rng_state().tolist()
+
+    inference_on_dataset(model, [batch, batch_of(3)], LossEvaluator(model, freeze=()))
+
+    assert snapshot(model) == before
+    assert modes(model) == modes_before
+    assert torch.get_rng_state().tolist() == rng_before
+    assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model.norm.train()
+    model(batch)
+    assert snapshot(model) != before
+    assert torch.get_rng_state().tolist() != rng_before
+
+
+def test_buffers_and_modes_are_put_back_when_the_model_fails():
+    class Failing(LossesInTrainMode):
+        def forward(self, batch):
+            super().forward(batch)
+            raise RuntimeError("half-way")
+
+    model = Failing()
+    before, modes_before = snapshot(model), modes(model)
+    with pytest.raises(RuntimeError, match=r"half-way"):
+        LossEvaluator(model).process(batch_of(4), None)
+    assert snapshot(model) == before
+    assert modes(model) == modes_before
+
+
+def test_the_classes_in_freeze_stay_in_eval_mode():
+    class Noise(nn.Module):
+        def forward(self, x):
+            return x + 1 if self.training else x
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.noise, self.weight = Noise(), nn.Parameter(torch.ones(()))
+
+        def forward(self, batch):
+            return self.weight * self.noise(batch).mean()
+
+    model = Model()
+    batches = [torch.zeros(2)]
+    assert inference_on_dataset(model, batches, LossEvaluator(model))["loss"]["total_loss"] == 1.0
+    assert inference_on_dataset(model, batches, LossEvaluator(model, freeze=[Noise]))["loss"]["total_loss"] == 0.0
+
+
+def test_each_batch_counts_with_its_number_of_samples():
+    model = Constant()
+    batches = [torch.full((3,), 2.0), torch.full((1,), 10.0)]
+    # (3 * 2 + 1 * 10) / 4; the mean over batches would be 6
+    assert inference_on_dataset(model, batches, LossEvaluator(model))["loss"]["loss_a"] == 4.0
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [
+        [{"name": "a", "x": torch.full((3,), 2.0)}, {"name": "b", "x": torch.full((1,), 10.0)}],
+        [[torch.full((3,), 2.0), torch.zeros(3, 7)], [torch.full((1,), 10.0), torch.zeros(1, 7)]],
+        [[{"x": torch.tensor(2.0)}] * 3, [{"x": torch.tensor(10.0)}]],
+        [[(torch.tensor(2.0), 0)] * 3, [(torch.tensor(10.0), 0)]],
+    ],
+    ids=["mapping", "list of fields", "list of samples", "list of tuples"],
+)
+def test_the_samples_of_a_batch_are_counted_in_every_common_form(batches):
+    def mean_of(batch):
+        if isinstance(batch, dict):
+            return batch["x"].mean()
+        if isinstance(batch[0], torch.Tensor):
+            return batch[0].mean()
+        return torch.stack([sample["x"] if isinstance(sample, dict) else sample[0] for sample in batch]).mean()
+
+    class Model(Constant):
+        def losses(self, batch):
+            return self.weight * mean_of(batch)
+
+    model = Model()
+    assert inference_on_dataset(model, batches, LossEvaluator(model)) == {"loss": {"total_loss": 4.0}}
+
+
+def test_a_batch_without_a_tensor_needs_num_samples():
+    class Model(Constant):
+        def losses(self, batch):
+            return self.weight * float(batch)
+
+    model = Model()
+    with pytest.raises(TypeError, match=r"cannot count the samples of a batch of type str.*num_samples"):
+        inference_on_dataset(model, ["1"], LossEvaluator(model))
+    evaluator = LossEvaluator(model, num_samples=int)
+    assert inference_on_dataset(model, ["1", "3"], evaluator)["loss"]["total_loss"] == 2.5
+
+
+def test_a_loss_that_some_batches_lack_is_averaged_over_those_that_have_it():
+    class Model(Constant):
+        def losses(self, batch):
+            losses = {"loss_a": self.weight * batch.mean()}
+            return losses | ({"loss_b": self.weight * 8} if len(batch) == 1 else {})
+
+    model = Model()
+    results = inference_on_dataset(model, [torch.ones(3), torch.ones(1)], LossEvaluator(model))
+    assert results == {"loss": {"total_loss": 3.0, "loss_a": 1.0, "loss_b": 8.0}}
+
+
+@pytest.mark.parametrize(
+    ("returned", "error", "said"),
+    [
+        (lambda w: {"loss": w.detach()}, ValueError, r"no loss that requires grad; got \['loss'\]"),
+        (lambda w: {"loss": w.expand(2)}, ValueError, r"'loss' must be a scalar, got shape \[2\]"),
+        (lambda w: {"total_loss": w}, ValueError, "total_loss is kept"),
+        (lambda w: {"loss": 1.0}, TypeError, "the model's loss 'loss' must be a scalar tensor, got float"),
+        (lambda w: [w], TypeError, "a dict of tensors by name; this one gave list"),
+    ],
+)
+def test_what_is_no_loss_is_an_error(returned, error, said):
+    class Model(Constant):
+        def losses(self, batch):
+            return returned(self.weight)
+
+    with pytest.raises(error, match=said):
+        LossEvaluator(Model()).process(torch.ones(2), None)
+
+
+def test_a_data_parallel_wrapper_is_looked_through():
+    model = nn.DataParallel(Constant())
+    assert inference_on_dataset(model, [torch.ones(2)], LossEvaluator(model))["loss"]["loss_a"] == 1.0
+
+
+def test_a_model_that_is_no_module_is_refused_at_once():
+    with pytest.raises(TypeError, match=r"model must be an nn.Module, got function"):
+        LossEvaluator(lambda batch: batch)
+
+
+def test_nothing_processed_is_an_error():
+    with pytest.raises(ValueError, match=r"no sample was processed"):
+        LossEvaluator(Constant()).evaluate()
+
+
+def test_an_evaluator_without_a_model_of_its_own_takes_the_one_that_is_evaluated_each_time():
+    evaluator = LossEvaluator()
+    with pytest.raises(RuntimeError, match="no model is known"):
+        evaluator.process(torch.ones(2), None)
+    first, second = Constant(), Constant()
+    with torch.no_grad():
+        second.weight.mul_(3)
+    losses = [inference_on_dataset(model, [torch.ones(2)], evaluator)["loss"]["total_loss"] for model in (first, second)]
+    assert losses[1] == 3 * losses[0]

@@ -1,0 +1,85 @@
+import logging
+import math
+import re
+
+import pytest
+
+from trainkit.config import get_cfg
+from trainkit.evaluation import flatten_results_dict, print_csv_format, verify_results
+
+RESULTS = {"classification": {"top1": 98.5, "top5": 100.0}, "loss": {"total_loss": 0.0625}}
+
+
+def logged(caplog, function, *args):
+    with caplog.at_level(logging.INFO, logger="trainkit.evaluation"):
+        function(*args)
+    return "\n".join(record.getMessage() for record in caplog.records)
+
+
+def test_flatten_joins_the_keys_of_any_depth():
+    assert flatten_results_dict({"a": {"b": 1, "c": {"d": 2}}, "e": 3}) == {"a/b": 1, "a/c/d": 2, "e": 3}
+
+
+def test_the_table_has_a_row_for_each_metric(caplog):
+    assert logged(caplog, print_csv_format, RESULTS) == (
+        "Evaluation results:\n"
+        "| task           | metric     |    value |\n"
+        "|:---------------|:-----------|---------:|\n"
+        "| classification | top1       |  98.5000 |\n"
+        "| classification | top5       | 100.0000 |\n"
+        "| loss           | total_loss |   0.0625 |"
+    )
+
+
+def test_the_table_of_several_datasets_names_them(caplog):
+    assert logged(caplog, print_csv_format, {"val": {"loss": {"total_loss": 1.5}}, "test": {"seen": {"n/m": 3}}}) == (
+        "Evaluation results:\n"
+        "| dataset   | task   | metric     |   value |\n"
+        "|:----------|:-------|:-----------|--------:|\n"
+        "| val       | loss   | total_loss |  1.5000 |\n"
+        "| test      | seen   | n/m        |       3 |"
+    )
+
+
+def test_no_results_are_said_to_be_none(caplog):
+    assert logged(caplog, print_csv_format, {}) == "Evaluation results:\nnone"
+
+
+def test_results_that_are_no_mapping_are_an_error():
+    with pytest.raises(TypeError, match=r"results must be a mapping.*got list"):
+        print_csv_format([1.0])
+
+
+def expecting(*entries):
+    cfg = get_cfg()
+    cfg.TEST.EXPECTED_RESULTS = [list(entry) for entry in entries]
+    return cfg
+
+
+def test_results_within_their_tolerance_are_accepted():
+    assert verify_results(expecting(("classification", "top1", 99.0, 0.5), ("loss", "total_loss", 0.0625, 0)), RESULTS)
+    assert verify_results(expecting(("test/classification", "top1", 98.5, 0.1)), {"test": RESULTS})
+    assert verify_results(expecting(), {})
+
+
+@pytest.mark.parametrize(
+    ("entry", "results", "said"),
+    [
+        (("classification", "top1", 99.1, 0.5), RESULTS, r"classification/top1: expected 99.1 \+- 0.5, got 98.5"),
+        (("classification", "top2", 99.1, 0.5), RESULTS, "classification/top2: .* got missing"),
+        (("loss", "total_loss", 1.0, 1.0), {"loss": {"total_loss": math.nan}}, "got nan"),
+        (("loss", "total_loss", 1.0, math.inf), {"loss": {"total_loss": math.inf}}, "got inf"),
+    ],
+)
+def test_a_mismatch_is_logged_and_ends_the_process_with_code_1(caplog, entry, results, said):
+    with pytest.raises(SystemExit) as exit_info:
+        verify_results(expecting(entry), results)
+    assert exit_info.value.code == 1
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert re.search(said, record.getMessage())
+
+
+def test_an_expectation_without_four_parts_is_an_error():
+    with pytest.raises(ValueError, match=r"'top1', 99.0\].*\[task, metric, value, tolerance\]"):
+        verify_results(expecting(("classification", "top1", 99.0)), RESULTS)

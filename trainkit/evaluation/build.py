@@ -1,0 +1,34 @@
+"""Evaluators by name."""
+
+from trainkit.config.config import CfgNode
+from trainkit.config.errors import ConfigError
+from trainkit.evaluation.classification import ClassificationEvaluator
+from trainkit.evaluation.evaluator import DatasetEvaluator, DatasetEvaluators
+from trainkit.evaluation.loss import LossEvaluator
+from trainkit.utils.registry import Registry
+
+EVALUATOR_REGISTRY = Registry("EVALUATOR")
+"""Classes or functions that are called with ``(cfg, dataset_name)`` and give a ``DatasetEvaluator``."""
+
+EVALUATOR_REGISTRY.register(ClassificationEvaluator)
+EVALUATOR_REGISTRY.register(LossEvaluator)
+
+
+def build_evaluator(cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
+    """Build what ``cfg.TEST.EVALUATORS`` names, several of them as one ``DatasetEvaluators``.
+
+    Raises:
+        ConfigError: ``cfg.TEST.EVALUATORS`` is empty, or nothing is registered under a name.
+    """
+    names = cfg.TEST.EVALUATORS
+    if not names:
+        registered = ", ".join(sorted(entry for entry, _ in EVALUATOR_REGISTRY))
+        raise ConfigError(
+            f"TEST.EVALUATORS is empty, so nothing evaluates {dataset_name!r}; name one or more of: {registered}"
+        )
+    try:
+        entries = [EVALUATOR_REGISTRY.get(name) for name in names]
+    except KeyError as error:
+        raise ConfigError(f"TEST.EVALUATORS: {error.args[0]}") from error
+    evaluators = [entry(cfg, dataset_name) for entry in entries]
+    return evaluators[0] if len(evaluators) == 1 else DatasetEvaluators(evaluators)

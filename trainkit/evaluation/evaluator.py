@@ -1,0 +1,272 @@
+"""What an evaluator is, and running a model over a data set for it."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from trainkit.utils import comm
+from trainkit.utils.device import device_of, move_to_device
+from trainkit.utils.rng import preserve_rng_state
+
+_LOG_PERIOD_SEC = 5.0
+_CALLBACKS = ("on_start", "before_inference", "after_inference", "on_end")
+
+logger = logging.getLogger(__name__)
+
+
+class DatasetEvaluator:
+    """Sees every batch of a data set with the model's outputs for it, and sums them up in the end.
+
+    ``inference_on_dataset`` calls ``bind`` and ``reset``, then ``process`` per batch, then ``evaluate``.
+    """
+
+    def bind(self, model: Any) -> None:
+        """Learn which model is evaluated; called before ``reset``."""
+
+    def reset(self) -> None:
+        """Forget everything processed so far."""
+
+    def process(self, inputs: Any, outputs: Any) -> None:
+        """Take in one batch.
+
+        Args:
+            inputs: what the loader gave, its tensors on the model's device.
+            outputs: what the model returned for it in eval mode.
+        """
+
+    def evaluate(self) -> dict[str, Any] | None:
+        """Sum up; called on every rank, also on one that processed nothing.
+
+        Returns:
+            task -> metric -> value on rank 0; on the other ranks anything that is empty.
+        """
+
+
+class DatasetEvaluators(DatasetEvaluator):
+    """Several evaluators as one, in the given order."""
+
+    def __init__(self, evaluators: Sequence[DatasetEvaluator]) -> None:
+        self._evaluators = list(evaluators)
+
+    def bind(self, model: Any) -> None:
+        for evaluator in self._evaluators:
+            if hasattr(evaluator, "bind"):  # an evaluator of detectron2's kind has none
+                evaluator.bind(model)
+
+    def reset(self) -> None:
+        for evaluator in self._evaluators:
+            evaluator.reset()
+
+    def process(self, inputs: Any, outputs: Any) -> None:
+        for evaluator in self._evaluators:
+            evaluator.process(inputs, outputs)
+
+    def evaluate(self) -> dict[str, Any]:
+        """Merge the results of all.
+
+        Raises:
+            ValueError: two evaluators report the same key.
+        """
+        merged: dict[str, Any] = {}
+        reported_by: dict[str, DatasetEvaluator] = {}
+        for evaluator in self._evaluators:
+            for key, value in _evaluate(evaluator).items():
+                if key in merged:
+                    raise ValueError(
+                        f"{type(reported_by[key]).__name__} and {type(evaluator).__name__} both report the key "
+                        f"{key!r}; keys must differ, so give one of the two evaluators another task name"
+                    )
+                merged[key], reported_by[key] = value, evaluator
+        return merged
+
+
+def inference_on_dataset(
+    model: Callable[[Any], Any],
+    data_loader: Iterable[Any],
+    evaluator: DatasetEvaluator | Sequence[DatasetEvaluator] | None,
+    callbacks: Mapping[str, Callable[[], None]] | None = None,
+) -> dict[str, Any]:
+    """Run ``model`` over ``data_loader`` in eval mode without gradients, and evaluate what it returns.
+
+    The mode of every submodule and the global random state are left as they were found, also on an error. The
+    caller's ``torch.autocast`` is in force. The device is waited for once, at the end.
+
+    Args:
+        model: an ``nn.Module`` (batches are moved to its device, a data-parallel wrapper is looked through),
+            or any function of a batch.
+        data_loader: needs no length; each rank passes its own part, which may be empty.
+        evaluator: None only runs the model.
+        callbacks: called once each: ``on_start`` first, ``before_inference`` and ``after_inference`` around all
+            batches, ``on_end`` last.
+
+    Returns:
+        What ``evaluator.evaluate()`` returned, ``{}`` for None.
+
+    Raises:
+        ValueError: the loader gave no batch on any rank, or a callback has an unknown name.
+        TypeError: the evaluator, or what it returned, is of the wrong kind.
+    """
+    evaluator = _as_one_evaluator(evaluator)
+    calls = _check_callbacks(callbacks)
+    with ExitStack() as stack:
+        stack.enter_context(preserve_rng_state())
+        stack.enter_context(torch.no_grad())
+        device = None
+        if isinstance(model, nn.Module):
+            stack.enter_context(inference_context(model))
+            model = unwrap_model(model)
+            device = device_of(model)
+        calls("on_start")
+        DatasetEvaluators([evaluator]).bind(model)
+        evaluator.reset()
+        calls("before_inference")
+        num_batches = 0
+        for inputs in _with_progress(data_loader, device):
+            if device is not None:
+                inputs = move_to_device(inputs, device)
+            evaluator.process(inputs, model(inputs))
+            num_batches += 1
+        calls("after_inference")
+        # A rank's own part may be empty when there are more ranks than samples.
+        if not sum(comm.all_gather(num_batches)):
+            raise ValueError(f"{_describe(data_loader)} gave no batch; there is nothing to evaluate")
+        results = _evaluate(evaluator)
+        calls("on_end")
+    return results
+
+
+@contextmanager
+def inference_context(model: nn.Module) -> Iterator[None]:
+    """Put ``model`` into eval mode, and on leaving every submodule back into the mode that it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """The module inside a data-parallel wrapper.
+
+    Evaluation goes around the wrapper: its forward broadcasts buffers, which hangs when ranks have different
+    numbers of batches.
+    """
+    return model.module if isinstance(model, (DistributedDataParallel, DataParallel)) else model
+
+
+def _as_one_evaluator(evaluator: DatasetEvaluator | Sequence[DatasetEvaluator] | None) -> DatasetEvaluator:
+    if evaluator is None:
+        return DatasetEvaluators([])
+    if isinstance(evaluator, Sequence):
+        return DatasetEvaluators(evaluator)
+    if not all(callable(getattr(evaluator, method, None)) for method in ("reset", "process", "evaluate")):
+        raise TypeError(
+            f"evaluator must be a DatasetEvaluator, a sequence of them or None, got {type(evaluator).__name__}"
+        )
+    return evaluator
+
+
+def _check_callbacks(callbacks: Mapping[str, Callable[[], None]] | None) -> Callable[[str], None]:
+    known = dict(callbacks or {})
+    unknown = sorted(set(known) - set(_CALLBACKS))
+    if unknown:
+        raise ValueError(f"callbacks has unknown names {unknown}; accepted are {', '.join(_CALLBACKS)}")
+
+    def call(name: str) -> None:
+        if name in known:
+            known[name]()
+
+    return call
+
+
+def _evaluate(evaluator: DatasetEvaluator) -> dict[str, Any]:
+    results = evaluator.evaluate()
+    if results is None:
+        if comm.is_main_process() and type(evaluator).evaluate is not DatasetEvaluator.evaluate:
+            raise ValueError(
+                f"{type(evaluator).__name__}.evaluate() returned None on rank 0; it must return a dict of "
+                "task -> metric -> value there, {} if it has nothing to report"
+            )
+        return {}
+    if not isinstance(results, dict):
+        raise TypeError(
+            f"{type(evaluator).__name__}.evaluate() must return a dict of task -> metric -> value, "
+            f"got {type(results).__name__}"
+        )
+    return results
+
+
+def _with_progress(data_loader: Iterable[Any], device: torch.device | None) -> Iterator[Any]:
+    """The batches, with a line now and then and one at the end.
+
+    Between the lines times are the host's, which on an accelerator runs ahead of the device; the last line
+    waits for the device.
+    """
+    try:
+        total: int | None = len(data_loader)  # type: ignore[arg-type]
+    except TypeError:
+        total = None
+    logger.info("Start inference on %s batches", "an unknown number of" if total is None else total)
+    num_done, data_sec = 0, 0.0
+    start = last_line = before_fetch = time.perf_counter()
+    for inputs in data_loader:
+        data_sec += time.perf_counter() - before_fetch
+        yield inputs
+        num_done += 1
+        before_fetch = time.perf_counter()
+        if before_fetch - last_line >= _LOG_PERIOD_SEC:
+            last_line = before_fetch
+            _log_progress(num_done, total, before_fetch - start, data_sec)
+    if not num_done:
+        return
+    _wait_for(device)
+    total_sec = time.perf_counter() - start
+    logger.info(
+        "Total inference time: %s (%.6f s / batch on this rank, of which %.6f s waiting for data; %d batches)",
+        timedelta(seconds=round(total_sec)),
+        total_sec / num_done,
+        data_sec / num_done,
+        num_done,
+    )
+
+
+def _wait_for(device: torch.device | None) -> None:
+    accelerator = torch.accelerator.current_accelerator()
+    if device is not None and accelerator is not None and device.type == accelerator.type:
+        torch.accelerator.synchronize(device)
+
+
+def _log_progress(num_done: int, total: int | None, elapsed_sec: float, data_sec: float) -> None:
+    of_total, eta = "", ""
+    if total is not None:
+        eta_sec = elapsed_sec / num_done * max(total - num_done, 0)
+        of_total, eta = f"/{total}", f", ETA {timedelta(seconds=round(eta_sec))}"
+    logger.info(
+        "Inference done %d%s: %.4f s / batch (data %.4f s)%s",
+        num_done,
+        of_total,
+        elapsed_sec / num_done,
+        data_sec / num_done,
+        eta,
+    )
+
+
+def _describe(data_loader: Iterable[Any]) -> str:
+    dataset = getattr(data_loader, "dataset", None)
+    name = f"the data loader {type(data_loader).__name__}"
+    if dataset is None:
+        return name
+    name += f" over {type(dataset).__name__}"
+    try:
+        return f"{name} of {len(dataset)} samples"
+    except TypeError:
+        return name

@@ -1,0 +1,85 @@
+"""Results: as a table, as a flat dict, and against what was expected."""
+
+import logging
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tabulate import tabulate
+
+from trainkit.config.config import CfgNode
+
+logger = logging.getLogger(__name__)
+
+
+def flatten_results_dict(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Join the keys of nested mappings by "/": ``{"a": {"b": 1}}`` becomes ``{"a/b": 1}``."""
+    return {"/".join(path): value for path, value in _leaves(results)}
+
+
+def print_csv_format(results: Mapping[str, Any]) -> None:
+    """Log ``results`` as a table with one row per metric.
+
+    Args:
+        results: ``{task: {metric: value}}``, or ``{dataset: {task: {metric: value}}}``, which adds a column.
+
+    Raises:
+        TypeError: ``results`` is no mapping.
+    """
+    if not isinstance(results, Mapping):
+        raise TypeError(f"results must be a mapping of task -> metric -> value, got {type(results).__name__}")
+    leaves = list(_leaves(results))
+    with_dataset = any(len(path) > 2 for path, _ in leaves)
+    rows = []
+    for path, value in leaves:
+        *datasets, task, metric = ("", *path) if len(path) == 1 else path
+        rows.append([*(["/".join(datasets)] if with_dataset else []), task, metric, _format(value)])
+    headers = [*(["dataset"] if with_dataset else []), "task", "metric", "value"]
+    align = ["left"] * (len(headers) - 1) + ["right"]
+    table = tabulate(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True) if rows else "none"
+    logger.info("Evaluation results:\n%s", table)
+
+
+def verify_results(cfg: CfgNode, results: Mapping[str, Any]) -> bool:
+    """Compare ``results`` with ``cfg.TEST.EXPECTED_RESULTS``; on a mismatch log both and exit with code 1.
+
+    An entry is ``[task, metric, value, tolerance]``, or with several data sets ``["dataset/task", ...]``. A missing
+    or non-finite result is a mismatch.
+
+    Returns:
+        True.
+
+    Raises:
+        ValueError: an entry does not have these four parts.
+    """
+    flat = flatten_results_dict(results)
+    mismatches = []
+    for entry in cfg.TEST.EXPECTED_RESULTS:
+        if len(entry) != 4:
+            raise ValueError(
+                f"TEST.EXPECTED_RESULTS has the entry {entry!r}; each must be [task, metric, value, tolerance]"
+            )
+        task, metric, expected, tolerance = entry
+        actual = float(flat.get(f"{task}/{metric}", math.nan))
+        # Written so that NaN, which compares false with everything, does not pass.
+        if not (math.isfinite(actual) and abs(actual - expected) <= tolerance):
+            shown = actual if f"{task}/{metric}" in flat else "missing"
+            mismatches.append(f"{task}/{metric}: expected {expected} +- {tolerance}, got {shown}")
+    if mismatches:
+        logger.error("Results differ from TEST.EXPECTED_RESULTS:\n%s", "\n".join(mismatches))
+        sys.exit(1)
+    logger.info("Results agree with TEST.EXPECTED_RESULTS")
+    return True
+
+
+def _leaves(results: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in results.items():
+        if isinstance(value, Mapping):
+            yield from (((str(key), *path), leaf) for path, leaf in _leaves(value))
+        else:
+            yield (str(key),), value
+
+
+def _format(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,45 @@
+"""Models by name."""
+
+from torch import nn
+
+from trainkit.config.config import CfgNode
+from trainkit.config.errors import ConfigError
+from trainkit.utils.device import resolve_device
+from trainkit.utils.registry import Registry
+
+__all__ = ["MODEL_REGISTRY", "build_model"]
+
+MODEL_REGISTRY = Registry("MODEL")
+"""Classes or functions that are called with ``cfg`` and give an ``nn.Module``."""
+
+
+def build_model(cfg: CfgNode) -> nn.Module:
+    """Build the model that ``cfg.MODEL.NAME`` names, on the device that ``cfg.MODEL.DEVICE`` names.
+
+    Weights are those of its constructor; ``cfg.MODEL.WEIGHTS`` is the checkpointer's.
+
+    Raises:
+        ConfigError: ``cfg.MODEL.NAME`` is empty, or nothing is registered under it; the machine lacks the device.
+        TypeError: the registered entry gave something that is no ``nn.Module``.
+    """
+    name = cfg.MODEL.NAME
+    if not name:
+        registered = ", ".join(sorted(entry for entry, _ in MODEL_REGISTRY)) or "none"
+        raise ConfigError(
+            f"MODEL.NAME is empty; set it to a model in MODEL_REGISTRY (registered: {registered}). "
+            "A module that registers models is named in IMPORTS"
+        )
+    try:
+        entry = MODEL_REGISTRY.get(name)
+    except KeyError as error:
+        raise ConfigError(f"MODEL.NAME: {error.args[0]}") from error
+    try:
+        device = resolve_device(cfg.MODEL.DEVICE)
+    except ValueError as error:
+        raise ConfigError(f"MODEL.DEVICE: {error}") from error
+    model = entry(cfg)
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"MODEL.NAME {name!r} built a {type(model).__name__}; a registered model must give an nn.Module"
+        )
+    return model.to(device)
