@@ -285,3 +285,10 @@ def test_path_shows_positions_and_keys_that_are_no_names(path):
         write_file({"optimizer": {"state": {3: {"history": [0, _Custom()]}}}}, path)
     with pytest.raises(TypeError, match=r"the dict at 'a' has the key \(1, 2\) of type builtins.tuple"):
         write_file({"a": {(1, 2): 0}}, path)
+
+
+def test_the_state_of_a_multi_step_schedule_can_be_saved(path):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    state = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5, 5]).state_dict()
+    write_file({"scheduler": state}, path)
+    assert read_file(path)["scheduler"]["milestones"] == collections.Counter({5: 2, 3: 1})

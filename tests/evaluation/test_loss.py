@@ -225,5 +225,7 @@ def test_an_evaluator_without_a_model_of_its_own_takes_the_one_that_is_evaluated
     first, second = Constant(), Constant()
     with torch.no_grad():
         second.weight.mul_(3)
-    losses = [inference_on_dataset(model, [torch.ones(2)], evaluator)["loss"]["total_loss"] for model in (first, second)]
+    losses = [
+        inference_on_dataset(model, [torch.ones(2)], evaluator)["loss"]["total_loss"] for model in (first, second)
+    ]
     assert losses[1] == 3 * losses[0]

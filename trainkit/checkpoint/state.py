@@ -36,7 +36,7 @@ def plain_state(value: Any, path: str = "") -> Any:
         return _compact(value.detach())
     if kind in (list, tuple):
         return kind(plain_state(item, f"{path}[{index}]") for index, item in enumerate(value))
-    if kind in (dict, collections.OrderedDict):
+    if kind in (dict, collections.OrderedDict, collections.Counter):  # a Counter: torch's MultiStepLR
         return _plain_dict(value, path)
     raise TypeError(_refusal(value, path))
 

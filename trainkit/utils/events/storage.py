@@ -246,6 +246,10 @@ class EventStorage:
     def publish(self, write: Callable[[], None]) -> None:
         """Call ``write()`` behind everything put so far: at once, or in the worker without being waited for."""
         self.put_later(write)
+        self.hand_over()
+
+    def hand_over(self) -> None:
+        """Let the worker begin with everything put so far; never waits."""
         if self._backlog is not None and not self._backlog.in_worker():
             self._backlog.hand_over()
 

@@ -1,0 +1,227 @@
+import math
+
+import fvcore.common.checkpoint
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.tiny import AfterStep, Steps, Weight, fail_at, sgd
+from trainkit.checkpoint import Checkpointer, CheckpointError
+from trainkit.engine.hooks import BestCheckpointer, EvalHook, PeriodicCheckpointer
+from trainkit.engine.trainers import SimpleTrainer
+
+BOTH = pytest.mark.parametrize("checkpointer_class", [Checkpointer, fvcore.common.checkpoint.Checkpointer])
+
+
+def files(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def load(path):
+    return torch.load(path, weights_only=True)
+
+
+class Recorder:
+    """A checkpointer that notes what is saved; the disk is full in the iterations ``full``."""
+
+    save_dir = ""
+    save_to_disk = False
+
+    def __init__(self, full=()):
+        self.saved = []
+        self.full = full
+
+    def save(self, name, *, iteration):
+        if iteration in self.full:
+            raise CheckpointError("no space left")
+        self.saved.append((name, iteration))
+
+
+# ---------------------------------------------------------------------- PeriodicCheckpointer
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"period": 3}, ["model_0000002.pth", "model_0000005.pth", "model_0000008.pth", "model_final.pth"]),
+        ({"period": 5}, ["model_0000004.pth", "model_final.pth"]),
+        ({"period": 0}, ["model_final.pth"]),
+        ({"period": 2, "max_to_keep": 2}, ["model_0000005.pth", "model_0000007.pth", "model_final.pth"]),
+        ({"period": 6, "file_prefix": "net"}, ["net_0000005.pth", "net_final.pth"]),
+    ],
+)
+def test_the_files_of_a_run(tmp_path, checkpointer_class, arguments, expected):
+    model = Weight()
+    trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model, lr=0.5))
+    checkpointer = checkpointer_class(model, str(tmp_path), trainer=trainer)
+    trainer.register_hooks([PeriodicCheckpointer(checkpointer, **arguments)])
+    trainer.train(0, 10)
+    assert files(tmp_path) == ["last_checkpoint", *expected]
+    assert (tmp_path / "last_checkpoint").read_text() == expected[-1]
+    state = load(tmp_path / expected[-1])
+    assert (state["iteration"], state["trainer"]["iteration"], state["model"]["weight"].item()) == (9, 9, -4.0)
+
+
+def test_a_periodic_save_that_fails_is_logged_and_the_run_goes_on(caplog):
+    recorder = Recorder(full=[3])
+    trainer = Steps([PeriodicCheckpointer(recorder, 2)])
+    trainer.train(0, 7)
+    assert trainer.status == "finished"
+    assert recorder.saved == [("model_0000001", 1), ("model_0000005", 5), ("model_final", 6)]
+    assert "The checkpoint of iteration 3 is not saved, training goes on: no space left" in caplog.messages
+
+
+def test_a_final_save_that_fails_fails_the_run():
+    trainer = Steps([PeriodicCheckpointer(Recorder(full=[5]), 2)])
+    with pytest.raises(CheckpointError, match="no space left"):
+        trainer.train(0, 6)
+    assert trainer.status == "failed"
+
+
+def test_a_run_that_finished_early_has_its_final_file_and_others_do_not():
+    for finished, expected in ((True, [("model_0000001", 1), ("model_final", 2)]), (False, [("model_0000001", 1)])):
+        recorder = Recorder()
+        trainer = Steps([PeriodicCheckpointer(recorder, 2)])
+        trainer.register_hooks(
+            [AfterStep(lambda t, how=finished: t.iter == 2 and t.request_stop("enough", finished=how))]
+        )
+        trainer.train(0, 9)
+        assert recorder.saved == expected
+    recorder = Recorder()
+    with pytest.raises(RuntimeError):
+        Steps([PeriodicCheckpointer(recorder, 2)], step=fail_at(3)).train(0, 4)
+    assert recorder.saved == [("model_0000001", 1)]
+
+
+def test_a_second_run_has_a_length_of_its_own():
+    recorder = Recorder()
+    trainer = Steps([PeriodicCheckpointer(recorder, 2)])
+    trainer.train(0, 3)
+    trainer.train(3, 5)
+    assert recorder.saved == [("model_0000001", 1), ("model_final", 2), ("model_0000003", 3), ("model_final", 4)]
+
+
+def test_a_loss_that_is_not_finite_is_found_before_the_checkpoint_also_asynchronously():
+    recorder = Recorder()
+    model = Weight()
+    data = [torch.tensor(1.0), torch.tensor(math.nan)]
+    trainer = SimpleTrainer(model, data, sgd(model), async_write_metrics=True)
+    trainer.register_hooks([PeriodicCheckpointer(recorder, 2)])
+    with pytest.raises(FloatingPointError, match="in iteration 1"):
+        trainer.train(0, 4)
+    assert recorder.saved == []
+
+
+# ---------------------------------------------------------------------- BestCheckpointer
+
+
+def best_saves(values, mode="max", **kwargs):
+    """The iterations of the saves when each second iteration gives the next value, the last one after training."""
+    recorder = Recorder(**kwargs)
+    results = iter(values)
+    trainer = Steps([EvalHook(2, lambda: {"top1": next(results)}), BestCheckpointer(2, recorder, "top1", mode)])
+    recorder.tag_last_checkpoint = None  # it has no folder, so there is no tag
+    trainer.train(0, 2 * len(values))
+    assert {name for name, _ in recorder.saved} <= {"model_best"}
+    return [iteration for _, iteration in recorder.saved]
+
+
+@pytest.mark.parametrize(
+    ("values", "mode", "expected"),
+    [
+        ([50.0, 70.0, 70.0, 60.0, 80.0], "max", [1, 3, 9]),
+        ([3.0, 2.0, 2.5, 1.0], "min", [1, 3, 7]),
+        ([math.nan, math.inf, 50.0, -math.inf, math.nan, 60.0, 40.0], "max", [5, 11]),
+        ([-math.inf, 2.0, math.nan, -math.inf, 1.0], "min", [3, 9]),
+        ([0.0, -1.0], "max", [1]),
+    ],
+)
+def test_each_best_value_is_saved_and_a_value_that_is_not_finite_never_is(values, mode, expected):
+    assert best_saves(values, mode) == expected
+
+
+def test_the_final_evaluation_counts_once():
+    recorder = Recorder()
+    trainer = Steps([EvalHook(0, lambda: {"top1": 50}), BestCheckpointer(0, recorder, "top1", file_prefix="top")])
+    trainer.train(0, 5)
+    assert recorder.saved == [("top", 4)]
+
+
+def test_a_best_save_that_fails_is_logged_and_the_next_better_value_is_saved(caplog):
+    assert best_saves([50.0, 80.0, 70.0, 60.0], full=[3]) == [1, 5]
+    assert "The best checkpoint so far is not saved, training goes on: no space left" in caplog.messages
+    with pytest.raises(CheckpointError):
+        best_saves([50.0, 80.0], full=[3])  # the final one
+
+
+def best_trainer(folder, checkpointer_class, values):
+    model = nn.Linear(1, 1)
+    trainer = Steps()
+    checkpointer = checkpointer_class(model, str(folder), trainer=trainer)
+    results = iter(values)
+    trainer.register_hooks(
+        [
+            PeriodicCheckpointer(checkpointer, 2),
+            EvalHook(2, lambda: {"top1": next(results)}),
+            BestCheckpointer(2, checkpointer, "top1"),
+        ]
+    )
+    return trainer, checkpointer
+
+
+@BOTH
+def test_the_best_value_is_remembered_over_a_resume_and_last_checkpoint_stays(tmp_path, checkpointer_class):
+    first, _ = best_trainer(tmp_path, checkpointer_class, [50.0, 80.0, 70.0])
+    first.train(0, 6)
+    assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
+    assert load(tmp_path / "model_best.pth")["iteration"] == 3
+
+    second, checkpointer = best_trainer(tmp_path, checkpointer_class, [75.0, 79.0, 81.0])
+    checkpointer.resume_or_load("", resume=True)
+    assert second.iter == 5
+    best = []
+    second.register_hooks([AfterStep(lambda trainer: best.append(load(tmp_path / "model_best.pth")["iteration"]))])
+    second.train(6, 12)
+    assert best == [3] * 6
+    assert load(tmp_path / "model_best.pth")["iteration"] == 11
+    assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
+
+
+@BOTH
+def test_a_best_save_before_any_other_leaves_no_last_checkpoint(tmp_path, checkpointer_class):
+    checkpointer = checkpointer_class(nn.Linear(1, 1), str(tmp_path))
+    trainer = Steps([EvalHook(1, lambda: {"top1": 1.0}), BestCheckpointer(1, checkpointer, "top1")])
+    trainer.train(0, 2)
+    assert files(tmp_path) == ["model_best.pth"]
+
+
+def test_a_run_from_the_beginning_forgets_the_best_value():
+    recorder = Recorder()
+    trainer = Steps([EvalHook(0, lambda: {"top1": 50}), BestCheckpointer(0, recorder, "top1")])
+    trainer.train(0, 2)
+    trainer.train(0, 2)
+    assert recorder.saved == [("model_best", 1), ("model_best", 1)]
+    trainer.train(2, 4)
+    assert recorder.saved == [("model_best", 1), ("model_best", 1)]
+
+
+def test_a_failed_run_saves_no_best_checkpoint():
+    recorder = Recorder()
+    put = AfterStep(lambda trainer: trainer.storage.put_scalar("top1", trainer.iter))
+    with pytest.raises(RuntimeError, match="step 3 failed"):
+        Steps([put, BestCheckpointer(0, recorder, "top1")], step=fail_at(3)).train(0, 4)
+    assert recorder.saved == []
+
+
+def test_a_missing_metric_is_an_error_with_the_nearest_name():
+    hooks = [EvalHook(1, lambda: {"cls": {"top1": 1, "loss": 2}}), BestCheckpointer(1, Recorder(), "cls/top_1")]
+    with pytest.raises(ValueError, match=r"'cls/top_1'; did you mean 'cls/top1'\? Known are: cls/loss, cls/top1"):
+        Steps(hooks).train(0, 2)
+    with pytest.raises(ValueError, match="given the metric 'top1' Known are: none"):
+        Steps([BestCheckpointer(1, Recorder(), "top1")]).train(0, 2)
+
+
+def test_another_mode_is_an_error_of_the_constructor():
+    with pytest.raises(ValueError, match='mode must be "max" or "min", got \'best\''):
+        BestCheckpointer(1, Recorder(), "top1", mode="best")

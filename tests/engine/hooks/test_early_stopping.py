@@ -1,0 +1,115 @@
+import math
+
+import pytest
+from torch import nn
+
+from tests.engine.tiny import Steps
+from trainkit.checkpoint import Checkpointer
+from trainkit.engine.hooks import EarlyStopping, EvalHook, PeriodicCheckpointer
+
+
+def run(values, max_iter=40, **kwargs):
+    """Evaluate every 2nd iteration; returns the trainer and how often it was evaluated."""
+    evaluations = []
+    results = iter(values)
+
+    def evaluate():
+        evaluations.append(trainer.iter)
+        return {"top1": next(results)}
+
+    trainer = Steps([EvalHook(2, evaluate), EarlyStopping(2, "top1", **kwargs)])
+    trainer.train(0, max_iter)
+    assert trainer.status == "finished"
+    assert trainer.max_iter == trainer.iter
+    return trainer.iter, len(evaluations)
+
+
+@pytest.mark.parametrize(
+    ("values", "kwargs", "expected"),
+    [
+        ([1, 2, 3, 3, 2, 3, 9], {}, (12, 6)),
+        ([1, 2, 3, 3, 2, 3, 9], {"patience": 2}, (10, 5)),
+        ([1, 2, 3, 3, 2, 3, 9], {"patience": 1}, (8, 4)),
+        ([3, 2, 2, 1, 1, 1], {"mode": "min", "patience": 2}, (12, 6)),
+        ([1, math.nan, math.inf, 2, 2, -math.inf], {"patience": 2}, (6, 3)),
+        ([1.0, 1.25, 1.5, 1.75, 2.0, 2.0, 2.0], {"patience": 2, "min_delta": 0.25}, (14, 7)),
+        ([1.0, 1.25, 1.25], {"patience": 2, "min_delta": 0.25}, (6, 3)),
+        ([2.0, 1.75, 1.25, 1.0, 1.125], {"patience": 2, "min_delta": 0.5, "mode": "min"}, (10, 5)),
+    ],
+)
+def test_it_stops_after_so_many_evaluations_without_a_better_value(values, kwargs, expected):
+    assert run(values, **kwargs) == expected
+
+
+def test_an_evaluation_counts_once_however_often_it_is_looked_at():
+    trainer = Steps(
+        [EvalHook(4, lambda: {"top1": 1}, eval_at_start=True), EarlyStopping(1, "top1", patience=2)],
+    )
+    trainer.train(0, 40)
+    assert trainer.iter == 8
+
+
+def test_a_run_that_keeps_getting_better_goes_to_its_end():
+    assert run(range(10), max_iter=20, patience=1) == (20, 10)
+
+
+def test_the_last_iteration_stops_nothing():
+    assert run([2, 1], max_iter=4, patience=1) == (4, 2)
+
+
+def test_the_reason_is_logged(caplog):
+    caplog.set_level("INFO")
+    run([1, 3, 3, 2], patience=2)
+    assert (
+        "Stopped after 8 of 40 iterations: top1 has not been better than 3.0 (iteration 3) in 2 evaluations"
+        in caplog.messages
+    )
+
+
+def test_a_stopped_run_has_its_final_checkpoint(tmp_path):
+    checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path)
+    trainer = Steps(
+        [
+            PeriodicCheckpointer(checkpointer, 0),
+            EvalHook(2, lambda: {"top1": 1}),
+            EarlyStopping(2, "top1", patience=1),
+        ]
+    )
+    trainer.train(0, 10)
+    assert trainer.iter == 4
+    assert checkpointer.load(tmp_path / "model_final.pth")["iteration"] == 3
+
+
+def test_its_state_counts_on_in_a_resumed_run_and_a_new_run_begins_anew():
+    def make(values):
+        results = iter(values)
+        return Steps([EvalHook(2, lambda: {"top1": next(results)}), EarlyStopping(2, "top1", patience=3)])
+
+    first = make([5, 4, 4, 4])
+    first.train(0, 6)  # the third value is of the final evaluation
+    state = first.state_dict()
+    assert state["hooks"] == {"EarlyStopping": {"best": 5.0, "best_iter": 1, "seen_iter": 3, "not_better": 1}}
+
+    second = make([4, 4, 4])
+    second.load_state_dict(state)
+    second.train(6, 40)
+    assert second.iter == 10
+
+    third = make([4, 4, 4, 4])
+    third.load_state_dict(state)
+    third.train(0, 40)
+    assert third.iter == 8
+
+
+def test_bad_arguments_are_errors_of_the_constructor():
+    with pytest.raises(ValueError, match="eval_period must be a whole number of iterations >= 1, got 0"):
+        EarlyStopping(0, "top1")
+    with pytest.raises(ValueError, match="patience must be >= 1 evaluation, got 0"):
+        EarlyStopping(1, "top1", patience=0)
+    with pytest.raises(ValueError, match=r"min_delta must be >= 0, got -0\.1"):
+        EarlyStopping(1, "top1", min_delta=-0.1)
+
+
+def test_a_missing_metric_is_an_error():
+    with pytest.raises(ValueError, match="no evaluation has given the metric 'top1'"):
+        Steps([EarlyStopping(1, "top1")]).train(0, 3)

@@ -1,0 +1,123 @@
+"""What every public hook must stand: two runs, a step that fails, and a round trip of its state."""
+
+import inspect
+
+import pytest
+import torch
+from fvcore.common.param_scheduler import CosineParamScheduler
+from torch import nn
+
+from tests.engine.tiny import sgd
+from trainkit.checkpoint import Checkpointer
+from trainkit.engine import hooks
+from trainkit.engine.hooks import EvalHook, HookBase
+from trainkit.engine.trainers import SimpleTrainer
+from trainkit.utils.events import JSONWriter
+
+PUBLIC = sorted(
+    name
+    for name, value in ((name, getattr(hooks, name)) for name in hooks.__all__)
+    if inspect.isclass(value) and issubclass(value, HookBase) and value is not HookBase
+)
+
+MAKE = {
+    "BestCheckpointer": lambda job: hooks.BestCheckpointer(2, job.checkpointer, "top1"),
+    "CallbackHook": lambda job: hooks.CallbackHook(after_step=lambda trainer: None),
+    "EarlyStopping": lambda job: hooks.EarlyStopping(2, "top1", patience=9),
+    "EvalHook": lambda job: hooks.EvalHook(3, lambda: {"other": 1.0}),
+    "IterationTimer": lambda job: hooks.IterationTimer(),
+    "LRScheduler": lambda job: hooks.LRScheduler(job.optimizer, CosineParamScheduler(1.0, 0.5)),
+    "PeriodicCheckpointer": lambda job: hooks.PeriodicCheckpointer(job.checkpointer, 2),
+    "PeriodicWriter": lambda job: hooks.PeriodicWriter([JSONWriter(job.folder / "metrics.json")], 2),
+    "PreciseBN": lambda job: hooks.PreciseBN(2, job.model, job.data, 2),
+    "TorchMemoryStats": lambda job: hooks.TorchMemoryStats(2),
+    "TorchProfiler": lambda job: hooks.TorchProfiler(
+        lambda trainer: trainer.iter == 3, job.folder, activities=[torch.profiler.ProfilerActivity.CPU]
+    ),
+}
+
+
+class Net(nn.Module):
+    """Fails when told to; a batch is ``[N, 3]``."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+        self.fails = False
+
+    def forward(self, batch):
+        if self.fails:
+            raise RuntimeError("no forward pass today")
+        return self.layers(batch).square().mean()
+
+
+class Job:
+    """A trainer with one hook of a class beside an evaluation every second iteration."""
+
+    def __init__(self, name, folder):
+        self.folder = folder
+        self.model = Net()
+        self.optimizer = sgd(self.model, momentum=0.9)
+        self.data = list(torch.randn(3, 4, 3, generator=torch.Generator().manual_seed(1)))
+        self.trainer = SimpleTrainer(self.model, self.data, self.optimizer)
+        self.checkpointer = Checkpointer(self.model, folder, trainer=self.trainer)
+        self.hook = MAKE[name](self)
+        evaluate = EvalHook(2, lambda: {"top1": 50.0 + self.trainer.iter})
+        self.trainer.register_hooks([evaluate, self.hook])
+
+    def train(self, start_iter, max_iter):
+        self.trainer.train(start_iter, max_iter)
+        assert (self.trainer.status, self.trainer.iter) == ("finished", max_iter)
+
+
+@pytest.fixture(params=PUBLIC)
+def name(request):
+    return request.param
+
+
+def test_every_public_hook_is_in_the_table():
+    assert list(MAKE) == PUBLIC
+
+
+def test_a_hook_runs_twice(name, tmp_path):
+    job = Job(name, tmp_path)
+    job.train(0, 5)
+    job.train(0, 5)
+    job.train(5, 8)
+
+
+def test_a_hook_stands_a_step_that_fails_and_the_run_can_go_on(name, tmp_path):
+    job = Job(name, tmp_path)
+
+    def fail_later(trainer):
+        job.model.fails = trainer.iter == 3
+
+    job.trainer.register_hooks([hooks.CallbackHook(before_step=fail_later)])
+    with pytest.raises(RuntimeError, match="no forward pass today"):
+        job.trainer.train(0, 6)
+    assert (job.trainer.status, job.trainer.iter) == ("failed", 3)
+    job.trainer.register_hooks([hooks.CallbackHook(before_step=lambda trainer: setattr(job.model, "fails", False))])
+    job.train(3, 6)
+
+
+def test_the_state_of_a_hook_survives_a_file(name, tmp_path):
+    first = Job(name, tmp_path)
+    first.train(0, 5)
+    path = tmp_path / "state.pth"
+    torch.save(first.trainer.state_dict(), path)
+    state = torch.load(path, weights_only=True)
+
+    second = Job(name, tmp_path)
+    second.trainer.load_state_dict(state)
+    assert second.hook.state_dict() == first.hook.state_dict() == state["hooks"].get(name, {})
+    second.train(5, 8)
+
+
+def test_a_hook_holds_its_trainer_weakly(name, tmp_path):
+    job = Job(name, tmp_path)
+    hook = job.hook
+    job.train(0, 2)
+    del job.checkpointer, job.trainer  # a checkpointer may hold the trainer, and a hook the checkpointer
+    if name not in ("BestCheckpointer", "PeriodicCheckpointer"):
+        with pytest.raises(ReferenceError):
+            hook.trainer.iter  # noqa: B018

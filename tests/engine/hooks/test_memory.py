@@ -1,0 +1,63 @@
+import pytest
+import torch
+
+from tests.engine.tiny import Steps
+from trainkit.engine.hooks import TorchMemoryStats
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """A machine with CUDA, whose peak nobody may reset."""
+
+    def reset():
+        raise AssertionError("the peak of other readers is gone")
+
+    readings = {
+        "is_available": True,
+        "memory_allocated": 1 * 2**20,
+        "max_memory_allocated": 2 * 2**20,
+        "memory_reserved": 3 * 2**20,
+        "max_memory_reserved": 4 * 2**20,
+        "memory_summary": "the summary",
+    }
+    for name, reading in readings.items():
+        monkeypatch.setattr(torch.cuda, name, lambda reading=reading: reading)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+
+
+def messages(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == "trainkit.engine.hooks.memory"]
+
+
+def line(iter):
+    return f"CUDA memory after iteration {iter}: 1 MiB allocated, peak 2; 3 MiB reserved, peak 4"
+
+
+@pytest.mark.parametrize(
+    ("max_iter", "expected"),
+    [(20, [line(2), line(5), "\nthe summary"]), (5, [line(2), line(4), "\nthe summary"]), (3, [line(2)])],
+)
+def test_it_reports_every_period_and_exactly_so_often(cuda, caplog, max_iter, expected):
+    caplog.set_level("INFO")
+    Steps([TorchMemoryStats(period=3, max_runs=2)]).train(0, max_iter)
+    assert messages(caplog) == expected
+
+
+def test_a_second_run_reports_again(cuda, caplog):
+    caplog.set_level("INFO")
+    trainer = Steps([TorchMemoryStats(period=3, max_runs=1)])
+    trainer.train(0, 9)
+    trainer.train(0, 9)
+    assert messages(caplog) == [line(2), "\nthe summary"] * 2
+
+
+def test_without_cuda_it_is_silent(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    Steps([TorchMemoryStats(period=1)]).train(0, 3)
+    assert messages(caplog) == []
+
+
+def test_a_period_below_one_is_an_error():
+    with pytest.raises(ValueError, match="period must be a whole number of iterations >= 1, got 0"):
+        TorchMemoryStats(period=0)

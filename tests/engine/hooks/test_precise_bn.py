@@ -1,0 +1,143 @@
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.tiny import Steps, batches
+from trainkit.engine.hooks import PreciseBN
+from trainkit.utils.events import EventStorage, get_event_storage
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.first = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Dropout(0.5))
+        self.second = nn.BatchNorm1d(3, momentum=None)  # a cumulative average
+
+    def forward(self, batch):
+        get_event_storage().put_scalar("seen", 1.0)
+        assert not torch.is_grad_enabled()
+        random.random()
+        np.random.rand()
+        return self.second(self.first(batch).mean((2, 3)))
+
+
+def images(count, size=4):
+    generator = torch.Generator().manual_seed(3)
+    return list(2 + 3 * torch.randn(count, size, 2, 6, 6, generator=generator).square())
+
+
+def norm(data, num_iter=100):
+    """The layer after `PreciseBN` over ``data`` of shape ``[N, 3]`` each."""
+    layer = nn.BatchNorm1d(3)
+    PreciseBN(1, layer, data, num_iter).update_stats()
+    return layer
+
+
+def test_the_statistics_are_those_of_the_population_of_batches():
+    data = [x for x, _ in batches(5, size=40)]
+    layer = norm(data)
+    exact = torch.stack(data).double()
+    mean = exact.mean((0, 1))
+    # the law of total variance: within the batches (torch's unbiased one), and between their means
+    var = exact.var(1, correction=1).mean(0) + exact.mean(1).var(0, correction=0)
+    torch.testing.assert_close(layer.running_mean.double(), mean, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(layer.running_var.double(), var, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(layer.running_var.double(), torch.cat(data).double().var(0), rtol=0.03, atol=0)
+
+
+def test_a_large_mean_costs_no_precision():
+    data = [x + 1e4 for x, _ in batches(5)]
+    var = torch.stack([x - 1e4 for x in data]).double()
+    var = var.var(1, correction=1).mean(0) + var.mean(1).var(0, correction=0)
+    torch.testing.assert_close(norm(data).running_var.double(), var, rtol=1e-3, atol=0)
+
+
+def test_only_so_many_batches_are_used_and_the_loader_is_iterated_anew():
+    data = [x for x, _ in batches(5)]
+    expected = norm(data[:2]).state_dict()
+    layer = nn.BatchNorm1d(3)
+    hook = PreciseBN(1, layer, data, num_iter=2)
+    for _ in range(2):
+        hook.update_stats()
+        for name in ("running_mean", "running_var"):
+            assert torch.equal(layer.state_dict()[name], expected[name])
+
+
+def test_nothing_but_the_running_statistics_is_touched():
+    model = Net()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    with EventStorage() as storage:
+        PreciseBN(1, model, images(3), num_iter=3).update_stats()
+        assert storage.latest() == {}
+    after = model.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {f"{layer}.running_{kind}" for layer in ("first.1", "second") for kind in ("mean", "var")}
+    assert all(torch.equal(p.grad, torch.full_like(p, 0.5)) for p in model.parameters())
+    assert (model.first[1].momentum, model.second.momentum) == (0.1, None)
+    assert all(module.training for module in model.modules())
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states[:2]
+    assert torch.equal(torch.get_rng_state(), states[2])
+
+
+def test_statistics_do_not_depend_on_those_before():
+    first, second = Net(), Net()
+    with torch.no_grad():
+        first.first[1].running_mean.fill_(100.0)
+    for model in (first, second):
+        model.first[3].p = 0.0
+        PreciseBN(1, model, images(3), num_iter=3).update_stats()
+    for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_failing_forward_pass_leaves_the_layers_as_they_were():
+    layer = nn.BatchNorm1d(3)
+    with pytest.raises(ValueError, match="got 4D input"):
+        PreciseBN(1, layer, [batches(1)[0][0], torch.ones(1, 3, 1, 1)], num_iter=5).update_stats()
+    assert layer.momentum == 0.1
+    assert layer.running_mean.tolist() == [0.0, 0.0, 0.0]
+    assert layer.num_batches_tracked.item() == 0
+
+
+@pytest.mark.parametrize(("period", "expected"), [(2, [1, 3, 4]), (0, [4]), (5, [4])])
+def test_it_runs_every_period_and_after_the_last_iteration(period, expected):
+    seen = []
+
+    class Loader:
+        def __iter__(self):
+            seen.append(trainer.iter)
+            return iter([torch.ones(2, 3)])
+
+    trainer = Steps([PreciseBN(period, nn.BatchNorm1d(3), Loader(), num_iter=1)])
+    trainer.train(0, 5)
+    assert seen == expected
+
+
+@pytest.mark.parametrize(
+    "model", [nn.Linear(1, 1), nn.BatchNorm1d(3).eval(), nn.BatchNorm1d(3, track_running_stats=False)]
+)
+def test_without_batch_norm_in_train_mode_it_warns_and_does_nothing(model, caplog):
+    trainer = Steps([PreciseBN(1, model, None, num_iter=1)])
+    assert caplog.messages == ["PreciseBN is off: the model has no batch norm in train mode"]
+    trainer.train(0, 2)
+    assert trainer.status == "finished"
+
+
+def test_a_loader_without_batches_is_an_error():
+    with pytest.raises(ValueError, match="the data loader of PreciseBN yields no batch"):
+        norm([])
+
+
+def test_bad_periods_are_errors_of_the_constructor():
+    with pytest.raises(ValueError, match="period must be a whole number of iterations >= 0, got -1"):
+        PreciseBN(-1, nn.BatchNorm1d(3), [], 1)
+    with pytest.raises(ValueError, match="num_iter must be a whole number of iterations >= 1, got 0"):
+        PreciseBN(1, nn.BatchNorm1d(3), [], 0)

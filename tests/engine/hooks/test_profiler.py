@@ -1,0 +1,52 @@
+import json
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity
+
+from tests.engine.tiny import Steps, fail_at
+from trainkit.engine.hooks import TorchProfiler
+
+
+def multiply(iter):
+    torch.ones(3, 3) @ torch.ones(3, 3)
+
+
+def profiled(folder, iters, step=multiply, **kwargs):
+    hook = TorchProfiler(lambda trainer: trainer.iter in iters, folder, activities=[ProfilerActivity.CPU], **kwargs)
+    return Steps([hook], step=step)
+
+
+def operators(path):
+    return {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
+
+
+def test_each_picked_iteration_has_a_chrome_trace(tmp_path):
+    profiled(tmp_path / "traces", {2, 4}, save_tensorboard=False).train(0, 6)
+    paths = sorted((tmp_path / "traces").iterdir())
+    assert [path.name for path in paths] == ["trace_iter0000002.json", "trace_iter0000004.json"]
+    assert "aten::matmul" in operators(paths[0])
+
+
+def test_for_tensorboard_the_trace_is_named_after_its_iteration(tmp_path):
+    profiled(tmp_path, {1}).train(0, 3)
+    (path,) = tmp_path.iterdir()
+    assert path.name.startswith("trace_iter0000001.")
+    assert path.name.endswith(".pt.trace.json")
+    assert "aten::matmul" in operators(path)
+
+
+def test_a_step_that_fails_has_its_trace(tmp_path):
+    def step(iter):
+        multiply(iter)
+        fail_at(1)(iter)
+
+    trainer = profiled(tmp_path, {1}, step=step, save_tensorboard=False)
+    with pytest.raises(RuntimeError, match="step 1 failed"):
+        trainer.train(0, 3)
+    assert "aten::matmul" in operators(tmp_path / "trace_iter0000001.json")
+
+
+def test_nothing_is_made_if_no_iteration_is_picked(tmp_path):
+    profiled(tmp_path / "traces", {7}).train(0, 3)
+    assert not (tmp_path / "traces").exists()

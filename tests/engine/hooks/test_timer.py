@@ -1,0 +1,60 @@
+import time
+
+import pytest
+
+from tests.engine.tiny import AfterStep, Steps
+from trainkit.engine.hooks import CallbackHook, IterationTimer
+
+
+class Clock:
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    def advance(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+def timed(clock, *args, **kwargs):
+    """Steps of 10, 11, 12, ... s; each hook takes 100 s, also one registered before the timer."""
+    trainer = Steps(step=lambda iter: clock.advance(10 + iter))
+    slow = [AfterStep(lambda trainer: clock.advance(100)), CallbackHook(before_train=lambda trainer: clock.advance(7))]
+    trainer.register_hooks(slow)
+    trainer.register_hooks([IterationTimer(*args, **kwargs), AfterStep(lambda trainer: clock.advance(100))])
+    return trainer
+
+
+def test_the_time_of_a_step_is_stored_without_hooks_and_warm_up(clock, caplog):
+    caplog.set_level("INFO")
+    trainer = timed(clock)
+    trainer.train(0, 6)
+    assert trainer.storage.history("time").values() == [(13.0, 3), (14.0, 4), (15.0, 5)]
+    assert caplog.messages[-1] == "3 iterations in 0:00:42 (14.0000 s each); with hooks 0:10:42 (0:10:00 in hooks)"
+
+
+def test_a_second_run_and_a_resumed_one_warm_up_again(clock, caplog):
+    caplog.set_level("INFO")
+    trainer = timed(clock, warmup_iter=1)
+    trainer.train(0, 3)
+    trainer.train(3, 5)
+    assert trainer.storage.history("time").values() == [(14.0, 4)]
+    assert caplog.messages[-1] == "1 iterations in 0:00:14 (14.0000 s each); with hooks 0:03:34 (0:03:20 in hooks)"
+
+
+def test_without_warm_up_the_first_step_counts(clock):
+    trainer = timed(clock, warmup_iter=0)
+    trainer.train(0, 2)
+    assert trainer.storage.history("time").values() == [(10.0, 0), (11.0, 1)]
+
+
+def test_a_run_of_warm_up_only_says_nothing(clock, caplog):
+    caplog.set_level("INFO")
+    trainer = timed(clock)
+    trainer.train(0, 3)
+    assert "time" not in trainer.storage.latest()
+    assert not [message for message in caplog.messages if "in hooks" in message]

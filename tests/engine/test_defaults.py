@@ -1,0 +1,536 @@
+"""DefaultTrainer and DefaultPredictor: what is assembled, in which order, and what can be overridden."""
+
+import json
+import logging
+import weakref
+
+import pytest
+import torch
+from fvcore.common.checkpoint import Checkpointer as FvcoreCheckpointer
+from torch import nn
+
+from tests.engine.job import TinyClassifier, tiny_cfg
+from trainkit.checkpoint import CheckpointError
+from trainkit.config import ConfigError
+from trainkit.data import DatasetCatalog
+from trainkit.engine import AMPTrainer, DefaultPredictor, DefaultTrainer, HookBase, SimpleTrainer, hooks
+from trainkit.evaluation import DatasetEvaluator, inference_on_dataset
+from trainkit.utils.events import EventWriter
+
+
+def rows(output_dir):
+    return [json.loads(line) for line in (output_dir / "metrics.json").read_text().splitlines()]
+
+
+def names(trainer):
+    return [type(hook).__name__ for hook in trainer._hooks]
+
+
+def weights(trainer):
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ---------------------------------------------------------------------- assembling
+
+
+def test_the_default_hooks_stand_in_their_fixed_order(tmp_path):
+    every = ["CHECKPOINT.BEST_METRIC", "classification/top1", "EARLY_STOPPING.METRIC", "classification/top1"]
+    every += ["DATASETS.VAL", ("tiny_val",), "TEST.PRECISE_BN.ENABLED", True]
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, *every))
+    trainer.register_hooks([hooks.CallbackHook(), hooks.TorchMemoryStats()])
+    assert names(trainer) == [
+        "IterationTimer",
+        "LRScheduler",
+        "PreciseBN",
+        "PeriodicCheckpointer",
+        "EvalHook",
+        "BestCheckpointer",
+        "EarlyStopping",
+        "EvalHook",
+        "CallbackHook",
+        "TorchMemoryStats",
+        "PeriodicWriter",
+    ]
+
+
+def test_model_optimizer_and_loader_are_built_in_this_order_and_the_schedule_last(tmp_path):
+    built = []
+
+    def spy(name):
+        def build(cls, cfg, *args):
+            built.append(name)
+            return getattr(super(Trainer, cls), name)(cfg, *args)
+
+        return classmethod(build)
+
+    class Trainer(DefaultTrainer):
+        build_model = spy("build_model")
+        build_optimizer = spy("build_optimizer")
+        build_train_loader = spy("build_train_loader")
+        build_lr_scheduler = spy("build_lr_scheduler")
+
+    Trainer(tiny_cfg(tmp_path))
+    assert built == ["build_model", "build_optimizer", "build_train_loader", "build_lr_scheduler"]
+
+
+def test_every_build_method_can_be_overridden(tmp_path):
+    class Count(DatasetEvaluator):
+        def reset(self):
+            self.num = 0
+
+        def process(self, inputs, outputs):
+            self.num += len(inputs)
+
+        def evaluate(self):
+            return {"count": {"samples": self.num}}
+
+    class Recorder(EventWriter):
+        iters = ()
+
+        def write(self):
+            from trainkit.utils.events import get_event_storage
+
+            Recorder.iters += (get_event_storage().iter,)
+
+    class Net(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).square().mean()
+
+    class Trainer(DefaultTrainer):
+        @classmethod
+        def build_model(cls, cfg):
+            return Net(3, 1)
+
+        @classmethod
+        def build_optimizer(cls, cfg, model):
+            return torch.optim.RMSprop(model.parameters(), lr=0.5)
+
+        @classmethod
+        def build_lr_scheduler(cls, cfg, optimizer):
+            return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda iter: 0.5**iter)
+
+        @classmethod
+        def build_train_loader(cls, cfg):
+            return [torch.ones(2, 3)]
+
+        @classmethod
+        def build_test_loader(cls, cfg, dataset_name):
+            return [torch.ones(5, 3), torch.ones(2, 3)]
+
+        @classmethod
+        def build_evaluator(cls, cfg, dataset_name):
+            return Count()
+
+        def build_writers(self):
+            return [Recorder()]
+
+        def build_hooks(self):
+            return [*super().build_hooks(), None]
+
+    trainer = Trainer(tiny_cfg(tmp_path, "SOLVER.MAX_ITER", 4))
+    assert trainer.train() == {"count": {"samples": 7}}
+    assert isinstance(trainer.optimizer, torch.optim.RMSprop)
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.5 * 0.5**4
+    assert Recorder.iters == (1, 3, 4)
+
+
+def test_all_five_points_fire_and_overridden_methods_are_called(tmp_path):
+    calls = []
+
+    class Spy(HookBase):
+        def before_train(self):
+            calls.append("before_train")
+
+        def before_step(self):
+            calls.append("before_step")
+
+        def after_backward(self):
+            calls.append(("after_backward", sorted(self.trainer.losses), len(self.trainer.batch["label"])))
+
+        def after_step(self):
+            calls.append(("after_step", self.trainer.iter))
+
+        def after_train(self):
+            calls.append("after_train")
+
+    class Trainer(DefaultTrainer):
+        def after_backward(self):
+            calls.append("mine")
+            super().after_backward()
+
+    trainer = Trainer(tiny_cfg(tmp_path, "TEST.EVALUATORS", []))
+    trainer.register_hooks([Spy()])
+    trainer.train(0, 1)
+    assert calls == [
+        "before_train",
+        "before_step",
+        "mine",
+        ("after_backward", ["loss_cls"], 8),
+        ("after_step", 0),
+        "after_train",
+    ]
+
+
+def test_a_step_trainer_that_is_put_in_later_calls_the_hooks_too(tmp_path):
+    seen = []
+    trainer = DefaultTrainer(tiny_cfg(tmp_path))
+    trainer.register_hooks([hooks.CallbackHook(after_backward=lambda t: seen.append(t.iter))])
+    trainer._trainer = SimpleTrainer(trainer.model, trainer.data_loader, trainer.optimizer)
+    trainer.train(0, 2)
+    assert seen == [0, 1]
+
+
+def test_a_hook_of_four_lines_registered_after_construction_has_its_scalars_written(tmp_path):
+    class Square(HookBase):
+        def after_step(self):
+            self.trainer.storage.put_scalar("square", self.trainer.iter**2)
+
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, "LOG.WINDOW", 1))
+    trainer.register_hooks([Square()])
+    trainer.train()
+    assert [row["square"] for row in rows(tmp_path) if "square" in row] == [1, 9, 25, 49, 81]
+
+
+def test_the_trainer_is_freed_when_nobody_holds_it(tmp_path):
+    trainer = DefaultTrainer(tiny_cfg(tmp_path))
+    trainer.train()
+    gone = weakref.ref(trainer)
+    del trainer
+    assert gone() is None
+
+
+@pytest.mark.parametrize(("precision", "scaled"), [("float16", True), ("bfloat16", False)])
+def test_amp_of_the_config_makes_an_amp_trainer_that_keeps_every_setting(tmp_path, precision, scaled):
+    options = ["SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", precision, "LOG.ASYNC", True, "LOG.GATHER_PERIOD", 2]
+    options += ["SOLVER.ACCUMULATION_STEPS", 2, "SOLVER.ZERO_GRAD_BEFORE_FORWARD", True]
+    inner = DefaultTrainer(tiny_cfg(tmp_path, *options))._trainer
+    assert isinstance(inner, AMPTrainer)
+    assert inner.grad_scaler.is_enabled() is scaled
+    assert (inner.async_write_metrics, inner.gather_metric_period, inner.accumulation_steps) == (True, 2, 2)
+    assert inner.zero_grad_before_forward
+
+
+def test_an_unknown_precision_is_an_error_of_the_config(tmp_path):
+    with pytest.raises(ConfigError, match=r"SOLVER.AMP.PRECISION is 'float8'; accepted: float16, bfloat16"):
+        DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", "float8"))
+
+
+def test_lengths_in_epochs_are_iterations_in_the_trainers_own_config(tmp_path):
+    cfg = tiny_cfg(tmp_path, "SOLVER.MAX_ITER", "4ep", "SOLVER.STEPS", ["2ep"], "TEST.EVAL_PERIOD", "1ep")
+    trainer = DefaultTrainer(cfg)
+    assert trainer.iters_per_epoch == 5
+    assert (trainer.max_iter, trainer.cfg.SOLVER.STEPS, trainer.cfg.TEST.EVAL_PERIOD) == (20, (10,), 5)
+    assert cfg.SOLVER.MAX_ITER == "4ep"
+
+
+def test_lengths_in_epochs_over_a_stream_are_an_error_when_building(tmp_path):
+    class Trainer(DefaultTrainer):
+        @classmethod
+        def build_train_loader(cls, cfg):
+            return iter([])
+
+    with pytest.raises(ConfigError, match=r"SOLVER.MAX_ITER is '4ep', but the training data has no length"):
+        Trainer(tiny_cfg(tmp_path, "SOLVER.MAX_ITER", "4ep"))
+
+
+def test_gradients_are_clipped_once_by_the_trainer(tmp_path):
+    clip = ["SOLVER.CLIP_GRADIENTS.ENABLED", True, "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", "full_model"]
+    clip += ["SOLVER.CLIP_GRADIENTS.CLIP_VALUE", 0.001, "SOLVER.MOMENTUM", 0.0, "SOLVER.WEIGHT_DECAY", 0.0]
+    norms = []
+
+    class Trainer(DefaultTrainer):
+        def after_step(self):
+            norms.append(torch.cat([p.grad.flatten() for p in self.model.parameters()]).norm().item())
+            super().after_step()
+
+    Trainer(tiny_cfg(tmp_path, *clip)).train(0, 1)
+    assert norms == [pytest.approx(0.001, rel=1e-3)]
+
+
+# ---------------------------------------------------------------------- running
+
+
+def test_a_run_leaves_its_files_and_returns_the_results(tmp_path):
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, "CHECKPOINT.BEST_METRIC", "classification/top1"))
+    results = trainer.train()
+    assert set(results) == {"classification"}
+    assert trainer.status == "finished"
+    files = {path.name for path in tmp_path.iterdir()}
+    assert files == {"metrics.json", "last_checkpoint", "model_0000004.pth", "model_final.pth", "model_best.pth"}
+    assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
+
+
+def test_validation_feeds_the_metrics_and_the_test_data_is_used_once_at_the_end(tmp_path):
+    evaluated = []
+
+    class Trainer(DefaultTrainer):
+        @classmethod
+        def build_test_loader(cls, cfg, dataset_name):
+            evaluated.append(dataset_name)
+            return super().build_test_loader(cfg, dataset_name)
+
+    results = Trainer(tiny_cfg(tmp_path, "DATASETS.VAL", ("tiny_val",))).train()
+    assert evaluated == ["tiny_val", "tiny_val", "tiny_test"]
+    stored = {row["iteration"]: row for row in rows(tmp_path) if "classification/top1" in row}
+    assert sorted(stored) == [4, 10]
+    assert "test/classification/top1" not in stored[4]
+    assert stored[10]["test/classification/top1"] == results["classification"]["top1"]
+
+
+def test_evaluation_at_the_start_finds_a_broken_evaluator_before_the_first_step(tmp_path):
+    class Broken(DatasetEvaluator):
+        def evaluate(self):
+            raise RuntimeError("broken")
+
+    class Trainer(DefaultTrainer):
+        @classmethod
+        def build_evaluator(cls, cfg, dataset_name):
+            return Broken()
+
+    trainer = Trainer(tiny_cfg(tmp_path, "TEST.EVAL_AT_START", True))
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer.train()
+    assert trainer.iter == 0
+
+
+def test_without_an_evaluator_training_goes_on_with_a_warning_that_says_what_to_do(tmp_path, caplog):
+    results = DefaultTrainer(tiny_cfg(tmp_path, "TEST.EVALUATORS", [])).train()
+    assert results == {}
+    assert "name evaluators in TEST.EVALUATORS" in caplog.text
+
+
+def test_results_of_one_dataset_stand_alone_and_those_of_several_under_their_names(tmp_path):
+    model = TinyClassifier(None)
+    one = DefaultTrainer.test(tiny_cfg(tmp_path), model)
+    two = DefaultTrainer.test(tiny_cfg(tmp_path, "DATASETS.TEST", ("tiny_test", "tiny_val")), model)
+    assert set(one) == {"classification"}
+    assert two["tiny_test"] == one
+    assert set(two) == {"tiny_test", "tiny_val"}
+
+
+def test_test_needs_one_evaluator_per_dataset(tmp_path):
+    with pytest.raises(ValueError, match=r"need one evaluator per dataset in \('tiny_test',\), got 2"):
+        DefaultTrainer.test(tiny_cfg(tmp_path), TinyClassifier(None), [DatasetEvaluator(), DatasetEvaluator()])
+
+
+def test_test_can_be_limited_to_a_number_of_batches(tmp_path):
+    class Count(DatasetEvaluator):
+        num = 0
+
+        def process(self, inputs, outputs):
+            Count.num += len(outputs)
+
+    DefaultTrainer.test(tiny_cfg(tmp_path, "TEST.MAX_BATCHES", 2), TinyClassifier(None), Count())
+    assert Count.num == 8
+
+
+@pytest.mark.parametrize(("expected", "exits"), [(50.0, False), (-1000.0, True)])
+def test_unexpected_results_end_the_process_with_code_1(tmp_path, expected, exits):
+    cfg = tiny_cfg(tmp_path, "TEST.EXPECTED_RESULTS", [["classification", "top1", expected, 50.0]])
+    if not exits:
+        DefaultTrainer(cfg).train()
+        return
+    with pytest.raises(SystemExit) as caught:
+        DefaultTrainer(cfg).train()
+    assert caught.value.code == 1
+
+
+def test_a_second_train_does_not_begin_a_finished_run_again(tmp_path, caplog):
+    trainer = DefaultTrainer(tiny_cfg(tmp_path))
+    results = trainer.train()
+    before = weights(trainer)
+    assert trainer.train() == results
+    assert equal(weights(trainer), before)
+    assert "This run has finished after 10 iterations" in caplog.text
+    trainer.train(max_iter=12)
+    assert trainer.iter == 12
+
+
+def test_train_goes_on_after_an_interrupt_where_it_stopped(tmp_path):
+    seen = []
+
+    def interrupt(trainer):
+        seen.append(trainer.iter)
+        if seen == [0, 1, 2]:
+            raise KeyboardInterrupt
+
+    trainer = DefaultTrainer(tiny_cfg(tmp_path))
+    trainer.register_hooks([hooks.CallbackHook(before_step=interrupt)])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train()
+    assert seen == [0, 1, 2, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+# ---------------------------------------------------------------------- resuming and loading
+
+
+def test_a_run_that_failed_is_resumed_after_its_last_checkpoint(tmp_path):
+    def fail(trainer):
+        if trainer.iter == 7:
+            raise RuntimeError("power cut")
+
+    first = DefaultTrainer(tiny_cfg(tmp_path))
+    first.register_hooks([hooks.CallbackHook(after_step=fail)])
+    with pytest.raises(RuntimeError, match="power cut"):
+        first.train()
+
+    second = DefaultTrainer(tiny_cfg(tmp_path))
+    second.resume_or_load(resume=True)
+    lrs = []
+    second.register_hooks([hooks.CallbackHook(before_step=lambda t: lrs.append(t.optimizer.param_groups[0]["lr"]))])
+    assert second.start_iter == 5
+    momentum = next(iter(second.optimizer.state.values()))["momentum_buffer"]
+    assert momentum.abs().sum() > 0
+    second.train()
+    assert lrs == pytest.approx([0.1, 0.1, 0.1, 0.01, 0.01])
+    assert second.iter == 10
+
+
+def test_hooks_that_are_registered_after_loading_get_their_state(tmp_path):
+    class Counter(HookBase):
+        count = 0
+
+        def after_step(self):
+            self.count += 1
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state_dict):
+            self.count = state_dict["count"]
+
+    first = DefaultTrainer(tiny_cfg(tmp_path))
+    first.register_hooks([Counter()], before="PeriodicCheckpointer")
+    first.train()
+    second, counter = DefaultTrainer(tiny_cfg(tmp_path)), Counter()
+    second.resume_or_load()
+    second.register_hooks([counter])
+    assert counter.count == 10
+
+
+def test_a_saved_hook_that_is_not_registered_is_warned_about_by_name(tmp_path, caplog):
+    DefaultTrainer(tiny_cfg(tmp_path, "CHECKPOINT.BEST_METRIC", "classification/top1")).train()
+    other = DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.MAX_ITER", 12))
+    other.resume_or_load()
+    other.train()
+    assert "states of hooks that are not registered: ['BestCheckpointer']" in caplog.text
+
+
+def test_weights_alone_start_a_run_at_iteration_0(tmp_path):
+    old = DefaultTrainer(tiny_cfg(tmp_path / "old"))
+    old.train()
+    new = DefaultTrainer(tiny_cfg(tmp_path / "new", "MODEL.WEIGHTS", str(tmp_path / "old/model_final.pth")))
+    new.resume_or_load(resume=True)
+    assert new.start_iter == 0
+    assert equal(weights(new), weights(old))
+    assert not new.optimizer.state
+
+
+def test_a_missing_weights_file_is_named(tmp_path):
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, "MODEL.WEIGHTS", str(tmp_path / "no.pth")))
+    with pytest.raises(CheckpointError, match=r"no\.pth"):
+        trainer.resume_or_load(resume=False)
+
+
+def test_resuming_beyond_the_end_is_an_error_that_names_both_numbers(tmp_path):
+    DefaultTrainer(tiny_cfg(tmp_path)).train()
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.MAX_ITER", 4, "SOLVER.STEPS", ()))
+    trainer.resume_or_load()
+    with pytest.raises(ValueError, match="start_iter=10 and max_iter=4"):
+        trainer.train()
+
+
+def test_a_plain_fvcore_checkpointer_saves_and_resumes_the_trainer(tmp_path):
+    def with_fvcore():
+        trainer = DefaultTrainer(tiny_cfg(tmp_path, "CHECKPOINT.BEST_METRIC", "classification/top1"))
+        trainer.checkpointer = FvcoreCheckpointer(trainer.model, str(tmp_path), trainer=weakref.proxy(trainer))
+        trainer._hooks = []
+        trainer.register_hooks(trainer.build_hooks())
+        return trainer
+
+    first = with_fvcore()
+    first.train()
+    second = with_fvcore()
+    second.resume_or_load()
+    assert second.start_iter == 10
+    assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
+    assert equal(weights(second), weights(first))
+
+
+# ---------------------------------------------------------------------- scaling to other numbers of workers
+
+
+def test_auto_scaling_changes_batch_rate_and_lengths_and_leaves_its_argument_alone(tmp_path):
+    options = ["SOLVER.REFERENCE_WORLD_SIZE", 8, "SOLVER.OPTIMIZER.LR", 0.2, "SOLVER.CHECKPOINT_PERIOD", "2ep"]
+    cfg = tiny_cfg(tmp_path, "SOLVER.IMS_PER_BATCH", 16, "SOLVER.MAX_ITER", 100, "SOLVER.STEPS", (60, 80), *options)
+    cfg.freeze()
+    scaled = DefaultTrainer.auto_scale_workers(cfg, 4)
+    assert (cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.BASE_LR, cfg.SOLVER.MAX_ITER) == (16, 0.1, 100)
+    solver = scaled.SOLVER
+    assert (solver.IMS_PER_BATCH, solver.BASE_LR, solver.MAX_ITER, solver.STEPS) == (8, 0.05, 200, (120, 160))
+    assert (solver.OPTIMIZER.LR, solver.WARMUP_ITERS, solver.CHECKPOINT_PERIOD) == (0.1, 4, "2ep")
+    assert scaled.TEST.EVAL_PERIOD == 10
+    assert solver.REFERENCE_WORLD_SIZE == 4
+    assert scaled.is_frozen()
+    assert DefaultTrainer.auto_scale_workers(scaled, 4) is scaled
+
+
+def test_auto_scaling_refuses_a_batch_that_does_not_divide(tmp_path):
+    cfg = tiny_cfg(tmp_path, "SOLVER.REFERENCE_WORLD_SIZE", 3, "SOLVER.IMS_PER_BATCH", 8)
+    with pytest.raises(ConfigError, match="SOLVER.IMS_PER_BATCH 8 for 3 workers does not scale to 2"):
+        DefaultTrainer.auto_scale_workers(cfg, 2)
+
+
+# ---------------------------------------------------------------------- predicting
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    output_dir = tmp_path_factory.mktemp("trained")
+    DefaultTrainer(tiny_cfg(output_dir)).train()
+    return str(output_dir / "model_final.pth")
+
+
+def test_a_prediction_is_what_evaluation_gets_for_the_same_sample(trained, tmp_path):
+    class Keep(DatasetEvaluator):
+        def __init__(self):
+            self.outputs = []
+
+        def process(self, inputs, outputs):
+            self.outputs += list(outputs)
+
+    cfg = tiny_cfg(tmp_path, "MODEL.WEIGHTS", trained)
+    predictor = DefaultPredictor(cfg)
+    keep = Keep()
+    inference_on_dataset(predictor.model, DefaultTrainer.build_test_loader(cfg, "tiny_test"), keep)
+    samples = DatasetCatalog.get("tiny_test")
+    torch.testing.assert_close(torch.stack(predictor(samples)), torch.stack(keep.outputs))
+    torch.testing.assert_close(predictor(samples[3]), keep.outputs[3])
+    assert not predictor(samples[3]).requires_grad
+
+
+def test_a_prediction_needs_no_label_and_no_sample_needs_no_model(trained, tmp_path):
+    predictor = DefaultPredictor(tiny_cfg(tmp_path, "MODEL.WEIGHTS", trained))
+    sample = DatasetCatalog.get("tiny_test")[0]
+    torch.testing.assert_close(predictor({"x": sample["x"]}), predictor(sample))
+    assert predictor([]) == []
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "message"),
+    [("", ConfigError, "MODEL.WEIGHTS is empty"), ("no.pth", CheckpointError, "no.pth")],
+)
+def test_a_predictor_without_weights_is_an_error(tmp_path, weights, error, message):
+    with pytest.raises(error, match=message):
+        DefaultPredictor(tiny_cfg(tmp_path, "MODEL.WEIGHTS", weights))
+
+
+def test_the_log_says_where_the_files_are(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    DefaultTrainer(tiny_cfg(tmp_path)).train()
+    assert f"Files in {tmp_path}: last_checkpoint, metrics.json, model_0000004.pth, model_final.pth" in caplog.text

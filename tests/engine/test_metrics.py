@@ -1,0 +1,297 @@
+"""The way of a loss: of one process, and everything of the trainers and hooks that two ranks must agree on."""
+
+import datetime
+import math
+import os
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import multiprocessing, nn
+
+from tests.engine.tiny import Regression, Weight, batches, scalars, sgd
+from trainkit.checkpoint import Checkpointer
+from trainkit.engine.hooks import BestCheckpointer, CallbackHook, EarlyStopping, EvalHook, PeriodicWriter, PreciseBN
+from trainkit.engine.metrics import mean_losses, reduce_over_ranks
+from trainkit.engine.parallel import create_ddp_model
+from trainkit.engine.trainers import SimpleTrainer
+from trainkit.utils.losses import parse_losses
+
+
+def test_one_process_keeps_its_own_values():
+    values = {"total_loss": 1.0, "b": math.inf}
+    reduced = reduce_over_ranks(values, 0.5)
+    assert reduced == (values, 0.5)
+    assert reduced[0] is not values
+
+
+def test_the_total_is_added_up_in_the_order_of_the_entries():
+    big, small = (torch.tensor(value, requires_grad=True) for value in (1e8, 1.0))
+    assert parse_losses({"a": small, "b": big, "c": -big}).total().item() == 0.0
+    assert parse_losses({"b": big, "c": -big, "a": small}).total().item() == 1.0
+
+
+def test_one_micro_batch_is_its_own_mean():
+    losses = parse_losses(torch.tensor(1.0, requires_grad=True))
+    assert mean_losses([losses]) is losses
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_entries_on_another_device_than_the_loss_are_stored_too(asynchronous):
+    model = Weight(lambda weight, batch: {"loss_a": weight * batch, "accuracy": torch.tensor(50.0)}).cuda()
+    trainer = SimpleTrainer(model, [torch.tensor(2.0)], sgd(model, lr=0.0), async_write_metrics=asynchronous)
+    trainer.train(0, 2)
+    assert scalars(trainer) == {
+        "total_loss": [(2.0, 0), (2.0, 1)],
+        "loss_a": [(2.0, 0), (2.0, 1)],
+        "accuracy": [(50.0, 0), (50.0, 1)],
+    }
+
+
+# ---------------------------------------------------------------------- two ranks; one spawn for all
+
+
+def exchange(rank, folder):
+    many = {f"loss_{i}": float(i + rank) for i in range(100)}
+    names = {"total_loss": float(rank), "a": 1.0 + rank}
+    backwards = dict(reversed(names.items())) if rank else names
+    return {
+        "means": reduce_over_ranks(names, 0.25 + rank),
+        "other names": reduce_over_ranks({"total_loss": 1.0 + 2 * rank, "ab"[rank]: 2.0 + 3 * rank}, 0.5),
+        "other order": reduce_over_ranks(backwards, 0.5),
+        "other count": reduce_over_ranks(names if rank else {"total_loss": 2.0}, 0.5),
+        "many": reduce_over_ranks(many, 0.5) == ({f"loss_{i}": i + 0.5 for i in range(100)}, 0.5),
+        "many on one rank": reduce_over_ranks(many if rank else {"loss_7": 0.0}, 0.5)[0]["loss_7"],
+        "again": reduce_over_ranks(names, 0.25),
+    }
+
+
+def losses(rank, folder):
+    """Mean losses and maximal data_time in each rank's storage."""
+    model = create_ddp_model(Weight(lambda weight, batch: {"loss_a": weight * batch, "number": batch + 1}))
+    trainer = SimpleTrainer(model, [torch.tensor(float(rank))], sgd(model, lr=0.0), gather_metric_period=2)
+    trainer.train(0, 4)
+    times = {name: trainer.storage.history(name).values() for name in ("data_time", "rank_data_time")}
+    slowest = [value for value, _ in times["data_time"]]
+    own = [value for value, _ in times["rank_data_time"]]
+    return {"scalars": scalars(trainer), "slowest": slowest, "own": own}
+
+
+def nan_on_one_rank(rank, folder, asynchronous=False):
+    model = Weight()
+    data = [torch.tensor(1.0), torch.tensor(math.nan if rank else 1.0), torch.tensor(1.0)]
+    trainer = SimpleTrainer(model, data, sgd(model, lr=0.25), async_write_metrics=asynchronous)
+    try:
+        trainer.train(0, 3)
+    except FloatingPointError as error:
+        return {"error": str(error)[:37], "status": trainer.status, "iter": trainer.iter, "weight": model.weight.item()}
+
+
+def nan_on_one_rank_asynchronously(rank, folder):
+    return {"error": nan_on_one_rank(rank, folder, asynchronous=True)["error"]}
+
+
+def failure_on_one_rank(rank, folder):
+    """Asynchronously: the other rank's step fails for want of this one, and nobody waits for the timeout."""
+    model = create_ddp_model(Weight())
+    trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model), async_write_metrics=True)
+
+    def fail(trainer):
+        if rank == 0 and trainer.iter == 2:
+            raise RuntimeError("rank 0 has a problem")
+
+    seen = []
+    trainer.register_hooks(
+        [
+            CallbackHook(after_step=fail),
+            CallbackHook(after_train=lambda t: seen.append(t.storage.history("total_loss").values()[-1][1])),
+            PeriodicWriter([], period=20),
+        ]
+    )
+    try:
+        trainer.train(0, 3 if rank else 30)
+    except RuntimeError as error:
+        return {"error": str(error), "status": trainer.status, "last stored": seen}
+    return {"status": trainer.status, "last stored": seen}
+
+
+def read_on_one_rank(rank, folder):
+    """Asynchronously: a hook of one rank reads the storage while the other rank goes on."""
+    model = create_ddp_model(Weight())
+    trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model), async_write_metrics=True)
+    seen = []
+    read = CallbackHook(after_step=lambda t: seen.append(t.storage.latest()["total_loss"][1]))
+    trainer.register_hooks([read if rank == 0 else None, PeriodicWriter([], period=20)])
+    trainer.train(0, 3)
+    return seen
+
+
+class SavesNoted(Checkpointer):
+    noted = ()
+
+    def save(self, name, **kwargs):
+        self.noted = (*self.noted, (name, kwargs["iteration"]))
+        super().save(name, **kwargs)
+
+
+def decisions(rank, folder):
+    """Rank 0 alone has results, and with asynchronous metrics reading them needs the other rank."""
+    made_in = []
+    new_group = dist.new_group
+
+    def spy(*args, **kwargs):
+        made_in.append(threading.current_thread() is threading.main_thread())
+        return new_group(*args, **kwargs)
+
+    dist.new_group = spy
+    results = iter([40.0, 50.0, 70.0, 60.0, 65.0, 80.0])
+    model = Regression()
+    trainer = SimpleTrainer(model, batches(4), sgd(model), async_write_metrics=True)
+    checkpointer = SavesNoted(model, os.path.join(folder, "checkpoints"))
+    trainer.register_hooks(
+        [
+            EvalHook(3, lambda: {"top1": next(results)} if rank == 0 else None, eval_at_start=True),
+            BestCheckpointer(2, checkpointer, "top1"),  # also without an evaluation just before
+            EarlyStopping(1, "top1", patience=2),
+            PeriodicWriter([], period=4),
+        ]
+    )
+    trainer.train(0, 30)
+    dist.new_group = new_group
+    return {
+        "run": (trainer.iter, trainer.status),
+        "saves": checkpointer.noted,  # on all ranks: a state may be gathered over them
+        "stored": len(trainer.storage.history("total_loss").values()),
+        "groups made in the loop": made_in,
+    }
+
+
+DATA = [torch.arange(12.0).reshape(6, 2).square(), torch.tensor([[-3.0, 1.0], [5.0, 9.0]]), torch.ones(4, 2)]
+
+
+class Normalizer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, batch):
+        return self.norm(batch)
+
+
+def statistics(data):
+    model = Normalizer()
+    PreciseBN(1, model, data, num_iter=10).update_stats()
+    return {"mean": model.norm.running_mean.tolist(), "var": model.norm.running_var.tolist()}
+
+
+def precise_bn(rank, folder):
+    return {
+        "unequal parts": statistics(DATA[:2] if rank == 0 else DATA[2:]),
+        "nothing on rank 1": statistics(DATA if rank == 0 else []),
+    }
+
+
+def precise_bn_of_nothing(rank, folder):
+    try:
+        return statistics([])
+    except ValueError as error:
+        return str(error)
+
+
+CHECKS = (
+    exchange,
+    losses,
+    nan_on_one_rank,
+    nan_on_one_rank_asynchronously,
+    failure_on_one_rank,
+    read_on_one_rank,
+    decisions,
+    precise_bn,
+    precise_bn_of_nothing,
+)
+
+
+def run_rank(rank, folder):
+    torch.set_num_threads(1)
+    found = {}
+    for check in CHECKS:  # each in a group of its own: one that hangs or fails leaves the others alone
+        store = os.path.join(folder, check.__name__)
+        timeout = datetime.timedelta(seconds=10)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout)
+        try:
+            found[check.__name__] = check(rank, folder)
+        except Exception as error:
+            found[check.__name__] = f"{type(error).__name__}: {error}"
+        dist.destroy_process_group()
+    torch.save(found, os.path.join(folder, f"rank{rank}.pth"))
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What each check gave on each of two ranks: name -> [on rank 0, on rank 1]."""
+    folder = str(tmp_path_factory.mktemp("ranks"))
+    multiprocessing.spawn(run_rank, (folder,), nprocs=2)
+    found = [torch.load(os.path.join(folder, f"rank{rank}.pth"), weights_only=False) for rank in range(2)]
+    return {check.__name__: [by_check[check.__name__] for by_check in found] for check in CHECKS}
+
+
+def test_ranks_share_means_and_the_longest_data_time_whatever_names_they_have(ranks):
+    expected = {
+        "means": ({"total_loss": 0.5, "a": 1.5}, 1.25),
+        "other names": ({"total_loss": 2.0, "a": 2.0, "b": 5.0}, 0.5),
+        "other order": ({"total_loss": 0.5, "a": 1.5}, 0.5),
+        "other count": ({"total_loss": 1.5, "a": 2.0}, 0.5),
+        "many": True,
+        "many on one rank": 4.0,
+        "again": ({"total_loss": 0.5, "a": 1.5}, 0.25),
+    }
+    assert ranks["exchange"] == [expected, expected]
+
+
+def test_a_rank_that_fails_has_its_metrics_without_waiting_for_others(ranks):
+    assert ranks["failure_on_one_rank"] == [
+        {"error": "rank 0 has a problem", "status": "failed", "last stored": [2]},
+        {"status": "finished", "last stored": [2]},
+    ]
+
+
+def test_one_rank_may_read_its_storage_while_the_others_go_on(ranks):
+    assert ranks["read_on_one_rank"] == [[0, 1, 2], []]
+
+
+def test_ranks_store_the_same_mean_losses_and_their_own_data_time(ranks):
+    expected = {"total_loss": [(0.5, 1), (0.5, 3)], "loss_a": [(0.5, 1), (0.5, 3)], "number": [(1.5, 1), (1.5, 3)]}
+    first, second = ranks["losses"]
+    assert first["scalars"] == second["scalars"] == expected
+    assert (
+        first["slowest"] == second["slowest"] == [max(pair) for pair in zip(first["own"], second["own"], strict=True)]
+    )
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_raises_on_all_before_the_update(ranks):
+    expected = {"error": "the loss is not finite in iteration 1", "status": "failed", "iter": 1, "weight": 0.75}
+    assert ranks["nan_on_one_rank"] == [expected, expected]
+    assert ranks["nan_on_one_rank_asynchronously"] == [{"error": expected["error"]}] * 2
+
+
+def test_all_ranks_follow_rank_0_in_what_is_best_and_when_to_stop(ranks):
+    expected = {
+        "run": (12, "finished"),
+        "saves": (("model_best", 1), ("model_best", 3), ("model_best", 5)),
+        "stored": 12,
+        "groups made in the loop": [True],
+    }
+    assert ranks["decisions"] == [expected, expected]
+
+
+def test_precise_bn_gives_every_rank_the_statistics_over_all_batches(ranks):
+    expected = statistics(DATA)
+    for found in ranks["precise_bn"]:
+        for name in ("unequal parts", "nothing on rank 1"):
+            assert found[name]["mean"] == pytest.approx(expected["mean"], rel=1e-5)
+            assert found[name]["var"] == pytest.approx(expected["var"], rel=1e-5)
+    assert ranks["precise_bn"][0] == ranks["precise_bn"][1]
+    assert ranks["precise_bn_of_nothing"] == ["the data loader of PreciseBN yields no batch"] * 2

@@ -1,0 +1,199 @@
+"""What a training script does before it trains: arguments, output folder, log, seed, writers."""
+
+import logging
+from argparse import Namespace
+
+import numpy as np
+import pytest
+import torch
+
+from trainkit.checkpoint import CheckpointError
+from trainkit.config import ConfigError, get_cfg
+from trainkit.engine import (
+    default_argument_parser,
+    default_setup,
+    default_writers,
+    fast_dev_config,
+    user_errors_exit,
+)
+from trainkit.utils.events import CommonMetricPrinter, JSONWriter, TensorboardXWriter
+from trainkit.utils.logger import close_logger
+
+NEW, RESUME, EVAL = Namespace(resume=False, eval_only=False), Namespace(resume=True), Namespace(eval_only=True)
+
+
+@pytest.fixture(autouse=True)
+def closed_logger():
+    yield
+    close_logger()
+
+
+def cfg_for(output_dir, *options):
+    cfg = get_cfg()
+    cfg.merge_from_list(["OUTPUT_DIR", str(output_dir), "SEED", 3, *options])
+    return cfg
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ---------------------------------------------------------------------- arguments
+
+
+def test_options_may_stand_before_and_behind_the_key_value_pairs():
+    args = default_argument_parser().parse_args(["--num-gpus", "2", "SOLVER.MAX_ITER", "-1", "--resume", "SEED", "5"])
+    assert (args.num_gpus, args.resume, args.opts) == (2, True, ["SOLVER.MAX_ITER", "-1", "SEED", "5"])
+
+
+def test_the_defaults_of_the_arguments():
+    args = vars(default_argument_parser().parse_args([]))
+    assert args == {
+        "config_file": "",
+        "resume": False,
+        "eval_only": False,
+        "fast_dev_run": False,
+        "num_gpus": 1,
+        "num_machines": 1,
+        "machine_rank": 0,
+        "dist_url": "auto",
+        "opts": [],
+    }
+
+
+def test_an_unknown_option_ends_with_code_2(capsys):
+    with pytest.raises(SystemExit) as caught:
+        default_argument_parser().parse_args(["SEED", "1", "--resum-from", "x"])
+    assert caught.value.code == 2
+    assert "unrecognized arguments: --resum-from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [ConfigError("MODEL.NAME is empty"), CheckpointError("no such file")])
+def test_a_mistake_of_the_user_ends_with_one_line_and_code_2(error, capsys):
+    with pytest.raises(SystemExit) as caught, user_errors_exit():
+        raise error
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_a_mistake_of_the_program_keeps_its_traceback():
+    with pytest.raises(ZeroDivisionError), user_errors_exit():
+        1 / 0  # noqa: B018
+
+
+# ---------------------------------------------------------------------- default_setup
+
+
+def test_setup_writes_the_whole_config_and_logs_what_differs_from_the_defaults(tmp_path):
+    cfg = cfg_for(tmp_path / "run", "SOLVER.BASE_LR", 0.5, "MODEL.MY_WIDTH", 7)
+    default_setup(cfg, NEW)
+    again = get_cfg()
+    again.merge_from_file(str(tmp_path / "run/config.yaml"))
+    assert again == cfg
+    log = (tmp_path / "run/log.txt").read_text()
+    assert "  SOLVER.BASE_LR: 0.5\n" in log
+    assert "  MODEL.MY_WIDTH: 7\n" in log
+    assert "WEIGHT_DECAY" not in log
+    assert torch.__version__ in log
+
+
+def test_setup_seeds_everything(tmp_path):
+    drawn = []
+    for _ in range(2):
+        default_setup(cfg_for(tmp_path), NEW)
+        drawn.append((torch.rand(1).item(), np.random.rand()))
+    assert drawn[0] == drawn[1]
+
+
+def test_seed_minus_one_draws_a_seed_and_logs_it(tmp_path):
+    drawn = []
+    for _ in range(2):
+        default_setup(cfg_for(tmp_path, "SEED", -1), NEW)
+        drawn.append(torch.rand(1).item())
+    assert drawn[0] != drawn[1]
+    assert "Using the random seed " in (tmp_path / "log.txt").read_text()
+
+
+def test_a_new_run_moves_the_files_of_older_ones_aside(tmp_path):
+    for content in ("first", "second"):
+        default_setup(cfg_for(tmp_path), NEW)
+        for name in ("metrics.json", "model_final.pth", "last_checkpoint", "events.out.tfevents.1"):
+            (tmp_path / name).write_text(content)
+        (tmp_path / "my_notes.txt").write_text("mine")
+    default_setup(cfg_for(tmp_path), NEW)
+    assert names_in(tmp_path) == ["config.yaml", "log.txt", "my_notes.txt", "previous_1", "previous_2"]
+    assert (tmp_path / "previous_1/metrics.json").read_text() == "first"
+    assert (tmp_path / "previous_2/metrics.json").read_text() == "second"
+    assert "model_final.pth" in names_in(tmp_path / "previous_2")
+
+
+@pytest.mark.parametrize("args", [RESUME, EVAL])
+def test_resuming_and_evaluating_move_nothing(tmp_path, args):
+    for name in ("metrics.json", "model_final.pth", "config.yaml"):
+        (tmp_path / name).write_text("old")
+    default_setup(cfg_for(tmp_path), args)
+    assert (tmp_path / "metrics.json").read_text() == "old"
+    assert ((tmp_path / "config.yaml").read_text() == "old") is (args is EVAL)
+
+
+def test_resuming_where_no_checkpoint_was_ever_written_is_a_new_run(tmp_path):
+    (tmp_path / "metrics.json").write_text("of a run that died early")
+    default_setup(cfg_for(tmp_path), RESUME)
+    assert not (tmp_path / "metrics.json").exists()
+    assert (tmp_path / "previous_1/metrics.json").exists()
+
+
+def test_weights_in_the_folder_that_a_new_run_empties_are_an_error_and_nothing_is_moved(tmp_path):
+    weights = tmp_path / "model_final.pth"
+    weights.write_text("precious")
+    with pytest.raises(ConfigError, match="give it another OUTPUT_DIR, or go on with the old one by --resume"):
+        default_setup(cfg_for(tmp_path, "MODEL.WEIGHTS", str(weights)), NEW)
+    assert weights.read_text() == "precious"
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"OUTPUT_DIR '.*file/run' cannot be written: .*; choose another"):
+        default_setup(cfg_for(tmp_path / "file/run"), NEW)
+
+
+def test_modules_of_imports_are_imported_and_a_wrong_one_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"no_such_module_of_mine"):
+        default_setup(cfg_for(tmp_path, "IMPORTS", ["no_such_module_of_mine"]), NEW)
+
+
+def test_an_unknown_matmul_precision_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match=r'FLOAT32_PRECISION must be "", "highest", "high" or "medium", got \'low\''):
+        default_setup(cfg_for(tmp_path, "FLOAT32_PRECISION", "low"), NEW)
+
+
+# ---------------------------------------------------------------------- writers and the trial run
+
+
+def test_the_default_writers(tmp_path):
+    kinds = [type(writer) for writer in default_writers(tmp_path, 10)]
+    assert kinds == [CommonMetricPrinter, JSONWriter, TensorboardXWriter]
+    assert [type(writer) for writer in default_writers(tmp_path, names=["json"])] == [JSONWriter]
+    with pytest.raises(ConfigError, match="no writer called 'jsn'; LOG.WRITERS takes console, json, tensorboard"):
+        default_writers(tmp_path, names=["jsn"])
+
+
+def test_without_tensorboard_its_writer_is_left_out_with_one_line(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    caplog.set_level(logging.INFO)
+    kinds = [type(writer) for writer in default_writers(tmp_path, 10)]
+    assert kinds == [CommonMetricPrinter, JSONWriter]
+    assert caplog.messages == [
+        "Nothing is written for TensorBoard; to change that: pip install 'trainkit[tensorboard]'"
+    ]
+
+
+def test_the_trial_run_has_its_own_folder_and_leaves_the_config_alone():
+    cfg = cfg_for("out", "SOLVER.MAX_ITER", "3ep")
+    cfg.freeze()
+    trial = fast_dev_config(cfg)
+    assert (cfg.OUTPUT_DIR, cfg.SOLVER.MAX_ITER) == ("out", "3ep")
+    assert trial.OUTPUT_DIR == "out/fast_dev_run"
+    assert (trial.SOLVER.MAX_ITER, trial.TEST.EVAL_PERIOD, trial.SOLVER.CHECKPOINT_PERIOD) == (6, 3, 3)
+    assert trial.TEST.EVAL_AT_START
+    assert trial.is_frozen()

@@ -1,0 +1,903 @@
+import gc
+import json
+import logging
+import threading
+import weakref
+from types import SimpleNamespace
+
+import pytest
+
+from trainkit.engine.hooks import CallbackHook, IterationTimer, PeriodicWriter
+from trainkit.engine.train_loop import HookBase, Priority, TrainerBase, check_period, is_due
+from trainkit.utils.events import JSONWriter, get_event_storage, has_event_storage
+
+POINTS = ["before_train", "before_step", "after_backward", "after_step", "after_train"]
+
+
+class Trainer(TrainerBase):
+    """Does nothing in a step but call ``after_backward``, and fails where it is told to."""
+
+    def __init__(self, hooks=(), fail_at=None, error=None):
+        super().__init__()
+        self.fail_at, self.error = fail_at, error or RuntimeError("step failed")
+        self.register_hooks(hooks)
+
+    def run_step(self):
+        if self.iter == self.fail_at:
+            raise self.error
+        self.after_backward()
+
+
+class Spy(HookBase):
+    """Notes what it sees at every point, and does something at one of them."""
+
+    def __init__(self, calls, note, point=None, do=None):
+        self._calls, self._note, self._point, self._do = calls, note, point, do
+
+    def _at(self, point):
+        self._calls.append((point, *self._note(self.trainer)))
+        if point == self._point:
+            self._do(self.trainer)
+
+    def before_train(self):
+        self._at("before_train")
+
+    def before_step(self):
+        self._at("before_step")
+
+    def after_backward(self):
+        self._at("after_backward")
+
+    def after_step(self):
+        self._at("after_step")
+
+    def after_train(self):
+        self._at("after_train")
+
+
+def iter_and_status(trainer):
+    return trainer.iter, trainer.status
+
+
+def raise_(error):
+    raise error
+
+
+# ---------------------------------------------------------------------- the sequence of calls
+
+
+def test_hooks_run_at_all_five_points_in_the_order_of_their_registration():
+    calls = []
+    trainer = Trainer([Spy(calls, lambda _: "a"), Spy(calls, lambda _: "b")])
+
+    trainer.train(3, 5)
+
+    step = [(point, name) for point in ("before_step", "after_backward", "after_step") for name in "ab"]
+    assert calls == [
+        ("before_train", "a"),
+        ("before_train", "b"),
+        *step,
+        *step,
+        ("after_train", "a"),
+        ("after_train", "b"),
+    ]
+
+
+def test_iter_and_status_at_each_point():
+    calls = []
+    trainer = Trainer([Spy(calls, lambda t: (t.iter, t.storage.iter, t.start_iter, t.max_iter, t.status))])
+    assert (trainer.iter, trainer.start_iter, trainer.max_iter, trainer.status) == (0, 0, 0, "not started")
+
+    trainer.train(3, 5)
+
+    assert calls == [
+        ("before_train", 3, 3, 3, 5, "running"),
+        ("before_step", 3, 3, 3, 5, "running"),
+        ("after_backward", 3, 3, 3, 5, "running"),
+        ("after_step", 3, 3, 3, 5, "running"),
+        ("before_step", 4, 4, 3, 5, "running"),
+        ("after_backward", 4, 4, 3, 5, "running"),
+        ("after_step", 4, 4, 3, 5, "running"),
+        ("after_train", 5, 5, 3, 5, "finished"),
+    ]
+    assert (trainer.iter, trainer.start_iter, trainer.max_iter, trainer.status) == (5, 3, 5, "finished")
+
+
+def test_the_storage_is_open_from_before_train_to_after_train():
+    calls = []
+    trainer = Trainer([Spy(calls, lambda t: [get_event_storage() is t.storage])])
+
+    trainer.train(0, 1)
+
+    assert calls == [(point, True) for point in POINTS]
+    assert not has_event_storage()
+
+
+def test_the_same_trainer_and_hooks_train_twice():
+    calls = []
+    trainer = Trainer([Spy(calls, iter_and_status)])
+
+    trainer.train(0, 1)
+    trainer.train(1, 2)
+
+    assert calls == [(point, i, "running") for i in (0,) for point in POINTS[:4]] + [
+        ("after_train", 1, "finished"),
+        *((point, 1, "running") for point in POINTS[:4]),
+        ("after_train", 2, "finished"),
+    ]
+
+
+def test_no_iteration_is_left_when_start_and_end_are_equal():
+    calls = []
+    trainer = Trainer([Spy(calls, iter_and_status)])
+
+    trainer.train(4, 4)
+
+    assert calls == [("before_train", 4, "running"), ("after_train", 4, "finished")]
+
+
+@pytest.mark.parametrize(("start_iter", "max_iter"), [(5, 4), (-1, 4)])
+def test_a_start_behind_the_end_is_refused_before_anything_happens(start_iter, max_iter):
+    calls = []
+    trainer = Trainer([Spy(calls, iter_and_status)])
+
+    message = f"need 0 <= start_iter <= max_iter, got start_iter={start_iter} and max_iter={max_iter}"
+    with pytest.raises(ValueError, match=message):
+        trainer.train(start_iter, max_iter)
+    assert (calls, trainer.status) == ([], "not started")
+
+
+def test_a_subclass_without_run_step_is_told_to_define_it():
+    class Lazy(TrainerBase):
+        pass
+
+    with pytest.raises(NotImplementedError, match=r"Lazy must define run_step\(\)"):
+        Lazy().train(0, 1)
+
+
+def test_a_subclass_may_put_something_around_the_hooks():
+    calls = []
+
+    class Wrapping(Trainer):
+        def before_step(self):
+            calls.append(("before", self.iter))
+            super().before_step()
+
+        def after_step(self):
+            super().after_step()
+            calls.append(("after", self.iter))
+
+    Wrapping(
+        [CallbackHook(before_step=lambda t: calls.append("hook"), after_step=lambda t: calls.append("hook"))]
+    ).train(0, 2)
+
+    assert calls == [("before", 0), "hook", "hook", ("after", 0), ("before", 1), "hook", "hook", ("after", 1)]
+
+
+def test_a_hook_is_not_called_where_it_overrides_nothing(monkeypatch):
+    class Idle(HookBase):
+        pass
+
+    class Stepping(HookBase):
+        steps = 0
+
+        def after_step(self):
+            self.steps += 1
+
+    class Inheriting(Stepping):
+        pass
+
+    # a call of the base class would now be seen
+    base_calls = []
+    for point in POINTS:
+        monkeypatch.setattr(HookBase, point, lambda self, point=point: base_calls.append((type(self).__name__, point)))
+    hooks = [Idle(), Stepping(), Inheriting()]
+    Trainer(hooks).train(0, 3)
+
+    assert base_calls == []
+    assert [hook.steps for hook in hooks[1:]] == [3, 3]
+
+
+def test_a_hook_registered_during_training_runs_from_the_next_point_on():
+    calls = []
+
+    def register(trainer):
+        if trainer.iter == 1:
+            trainer.register_hooks([Spy(calls, lambda t: ("late", t.iter))])
+
+    trainer = Trainer([Spy(calls, lambda t: ("early", t.iter), "after_backward", register)])
+    trainer.train(0, 3)
+
+    assert [call for call in calls if call[1] == "late"] == [
+        ("after_step", "late", 1),
+        ("before_step", "late", 2),
+        ("after_backward", "late", 2),
+        ("after_step", "late", 2),
+        ("after_train", "late", 3),
+    ]
+
+
+# ---------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("fail_at", [0, 1, 2])
+def test_a_failing_step_is_logged_with_its_iteration_and_raised_behind_after_train(fail_at, caplog):
+    calls = []
+    error = RuntimeError("out of memory")
+    trainer = Trainer([Spy(calls, iter_and_status)], fail_at, error)
+
+    with pytest.raises(RuntimeError) as caught:
+        trainer.train(0, 3)
+
+    assert caught.value is error
+    assert calls[-2:] == [("before_step", fail_at, "running"), ("after_train", fail_at, "failed")]
+    assert (trainer.iter, trainer.status) == (fail_at, "failed")  # in the last iteration too: it has not finished
+    [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert record.getMessage() == f"Training failed in iteration {fail_at}: RuntimeError: out of memory"
+    assert record.exc_info[1] is error
+    assert not has_event_storage()
+
+
+def test_a_failing_before_train_still_gives_every_hook_its_after_train():
+    calls = []
+    hooks = [
+        Spy(calls, lambda t: ("a", t.status)),
+        Spy(calls, lambda t: ("b", t.status), "before_train", lambda t: raise_(OSError("b"))),
+        Spy(calls, lambda t: ("c", t.status)),
+    ]
+
+    with pytest.raises(OSError, match="b"):
+        Trainer(hooks).train(0, 3)
+
+    assert calls == [
+        ("before_train", "a", "running"),
+        ("before_train", "b", "running"),
+        ("after_train", "a", "failed"),
+        ("after_train", "b", "failed"),
+        ("after_train", "c", "failed"),
+    ]
+
+
+@pytest.mark.parametrize("point", ["before_step", "after_backward", "after_step"])
+def test_a_failing_hook_ends_the_run(point):
+    calls = []
+    trainer = Trainer([Spy(calls, iter_and_status, point, lambda t: raise_(OSError(point)))])
+
+    with pytest.raises(OSError, match=point):
+        trainer.train(0, 3)
+
+    assert calls[-2:] == [(point, 0, "running"), ("after_train", 0, "failed")]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
+def test_an_interrupted_run_has_failed_says_so_without_a_traceback_and_runs_after_train(error, caplog):
+    calls = []
+    trainer = Trainer([Spy(calls, iter_and_status)], fail_at=1, error=error)
+
+    with pytest.raises(type(error)) as caught:
+        trainer.train(0, 3)
+
+    assert caught.value is error
+    assert calls[-1] == ("after_train", 1, "failed")
+    [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert record.getMessage().startswith(f"Training failed in iteration 1: {type(error).__name__}")
+    assert not record.exc_info
+
+
+@pytest.mark.parametrize("errors", [(OSError("a"), KeyError("b")), (KeyboardInterrupt(), KeyError("b"))])
+def test_every_after_train_runs_and_the_first_failure_is_raised(errors, caplog):
+    calls = []
+    hooks = [
+        Spy(calls, lambda t: ("a", t.status), "after_train", lambda t: raise_(errors[0])),
+        Spy(calls, lambda t: ("b", t.status), "after_train", lambda t: raise_(errors[1])),
+        Spy(calls, lambda t: ("c", t.status)),
+    ]
+    trainer = Trainer(hooks)
+
+    with pytest.raises(type(errors[0])) as caught:
+        trainer.train(0, 0)
+
+    assert caught.value is errors[0]
+    # the run has failed with the first of them: the others must not wait for other ranks
+    assert calls[-3:] == [
+        ("after_train", "a", "finished"),
+        ("after_train", "b", "failed"),
+        ("after_train", "c", "failed"),
+    ]
+    assert trainer.status == "failed"
+    assert [record.getMessage().split(":")[0] for record in caplog.records if record.levelno == logging.ERROR] == [
+        "Spy failed in after_train"
+    ] * 2
+
+
+def test_a_failure_in_after_train_does_not_hide_the_one_before_it(caplog):
+    spy = Spy([], iter_and_status, "after_train", lambda t: raise_(KeyError("later")))
+
+    with pytest.raises(RuntimeError, match="step failed"):
+        Trainer([spy], fail_at=1).train(0, 3)
+
+    assert "Spy failed in after_train: KeyError: 'later'" in caplog.text
+
+
+def test_a_trainer_trains_again_behind_a_failure():
+    calls = []
+    trainer = Trainer([Spy(calls, iter_and_status)], fail_at=1)
+    with pytest.raises(RuntimeError, match="step failed"):
+        trainer.train(0, 2)
+    trainer.fail_at = None
+    calls.clear()
+
+    trainer.train(trainer.iter, 2)
+
+    assert calls == [*((point, 1, "running") for point in POINTS[:4]), ("after_train", 2, "finished")]
+
+
+# ---------------------------------------------------------------------- stopping
+
+
+def stop_at(iteration, **kwargs):
+    def do(trainer):
+        if trainer.iter == iteration:
+            trainer.request_stop("enough", **kwargs)
+            trainer.request_stop("more than enough", finished=True)  # the first one counts
+
+    return do
+
+
+def test_a_requested_stop_ends_the_run_behind_its_iteration(caplog):
+    caplog.set_level(logging.INFO)
+    calls = []
+    trainer = Trainer([Spy(calls, iter_and_status, "before_step", stop_at(1))])
+
+    trainer.train(0, 5)
+
+    assert calls[-4:] == [
+        ("before_step", 1, "running"),
+        ("after_backward", 1, "running"),
+        ("after_step", 1, "running"),
+        ("after_train", 2, "stopped"),
+    ]
+    assert (trainer.iter, trainer.max_iter, trainer.status) == (2, 5, "stopped")
+    assert "Stopped after 2 of 5 iterations: enough" in caplog.messages
+
+
+def test_a_stop_of_a_run_that_has_reached_its_goal_counts_as_finished():
+    calls = []
+    trainer = Trainer([Spy(calls, iter_and_status, "after_step", stop_at(1, finished=True))])
+
+    trainer.train(0, 5)
+
+    assert calls[-1] == ("after_train", 2, "finished")
+    assert (trainer.iter, trainer.max_iter) == (2, 2)
+
+
+def test_a_stop_in_the_last_iteration_changes_nothing():
+    calls = []
+    trainer = Trainer([Spy(calls, iter_and_status, "after_step", stop_at(4))])
+
+    trainer.train(0, 5)
+
+    assert calls[-1] == ("after_train", 5, "finished")
+
+
+def test_a_stop_in_before_train_ends_the_run_without_an_iteration():
+    calls = []
+    trainer = Trainer([Spy(calls, iter_and_status, "before_train", stop_at(3))])
+
+    trainer.train(3, 5)
+
+    assert calls == [("before_train", 3, "running"), ("after_train", 3, "stopped")]
+
+
+def test_train_goes_on_behind_a_stop():
+    calls = []
+    trainer = Trainer([Spy(calls, iter_and_status, "after_step", stop_at(1))])
+    trainer.train(0, 4)
+    calls.clear()
+
+    trainer.train(trainer.iter, 4)
+
+    assert [iteration for point, iteration, _ in calls if point == "after_step"] == [2, 3]
+    assert calls[-1] == ("after_train", 4, "finished")
+
+
+# ---------------------------------------------------------------------- metrics of a worker
+
+
+class Deferring(Trainer):
+    """Stores the number of its iteration from the worker, as a trainer on an accelerator does."""
+
+    def run_step(self):
+        super().run_step()
+        self.storage.start_deferring()
+        self.storage.put_later(lambda iter=self.iter: get_event_storage().put_scalar("loss", iter, cur_iter=iter))
+
+
+def test_after_train_sees_everything_that_was_deferred_and_a_second_run_defers_again():
+    found = []
+    trainer = Deferring([CallbackHook(after_train=lambda t: found.append(t.storage.history("loss").values()))])
+
+    trainer.train(0, 2)
+    trainer.train(2, 4)
+
+    assert found == [[(0.0, 0), (1.0, 1)], [(2.0, 2), (3.0, 3)]]
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("trainkit")] == []
+
+
+def test_the_last_deferred_values_of_each_run_reach_the_writers(tmp_path):
+    trainer = Deferring([PeriodicWriter([JSONWriter(tmp_path / "metrics.json")], period=2)])
+    trainer.register_hooks([CallbackHook(after_train=lambda t: t.storage.put_scalar("result", t.iter))])
+
+    trainer.train(0, 3)
+    trainer.train(3, 4)
+
+    assert [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()] == [
+        {"iteration": 1, "loss": 0.5},
+        {"iteration": 2, "loss": 1.0},
+        {"iteration": 3, "result": 3.0},
+        {"iteration": 3, "loss": 3.0},
+        {"iteration": 4, "result": 4.0},
+    ]
+
+
+def test_an_error_of_the_worker_in_the_last_iteration_is_a_failed_run():
+    calls = []
+    spy = Spy(
+        calls, iter_and_status, "after_step", lambda t: t.storage.publish(lambda: raise_(FloatingPointError("nan")))
+    )
+    trainer = Deferring([spy])
+
+    with pytest.raises(FloatingPointError, match="nan"):
+        trainer.train(0, 1)
+
+    assert calls[-1] == ("after_train", 1, "failed")
+
+
+def test_an_error_of_the_worker_in_after_train_is_a_failed_run():
+    trainer = Deferring([CallbackHook(after_train=lambda t: t.storage.publish(lambda: raise_(OSError("disk full"))))])
+
+    with pytest.raises(OSError, match="disk full"):
+        trainer.train(0, 1)
+
+    assert trainer.status == "failed"
+
+
+def test_an_error_of_the_worker_is_raised_before_the_next_step_of_any_trainer():
+    def publish_and_wait(trainer):
+        trainer.storage.publish(lambda: raise_(OSError("disk full")))
+        behind = threading.Event()  # the worker gets to this when the job before it has ended
+        trainer.storage.publish(behind.set)
+        behind.wait(timeout=10)
+
+    calls = []
+    trainer = Deferring([Spy(calls, iter_and_status), CallbackHook(after_step=publish_and_wait)])
+
+    with pytest.raises(OSError, match="disk full"):
+        trainer.train(0, 3)
+
+    assert [iteration for point, iteration, _ in calls if point == "before_step"] == [0]
+
+
+def test_an_error_of_the_worker_does_not_hide_the_one_that_ended_the_run(caplog):
+    def publish(trainer):
+        if trainer.iter == 1:
+            trainer.storage.publish(lambda: raise_(OSError("disk full")))
+
+    with pytest.raises(RuntimeError, match="step failed"):
+        Deferring([Spy([], iter_and_status, "before_step", publish)], fail_at=1).train(0, 3)
+
+    assert "Storing or writing metrics failed as well: OSError: disk full" in caplog.messages
+
+
+# ---------------------------------------------------------------------- references
+
+
+def test_a_trainer_is_freed_with_its_last_reference():
+    gc.collect()
+    gc.disable()
+    try:
+        trainer = Trainer([IterationTimer(), PeriodicWriter([]), Spy([], iter_and_status)])
+        trainer.train(0, 3)
+        trainer.load_state_dict(trainer.state_dict())
+        hook = CallbackHook()
+        trainer.register_hooks([hook])
+        reference = weakref.ref(trainer)
+        del trainer
+        assert reference() is None
+        with pytest.raises(ReferenceError):
+            _ = hook.trainer.iter
+    finally:
+        gc.enable()
+
+
+# ---------------------------------------------------------------------- registration and order
+
+
+class A(HookBase):
+    def after_step(self):
+        pass
+
+
+class B(A):
+    pass
+
+
+class C(A):
+    pass
+
+
+class Early(A):
+    priority = Priority.HIGH
+
+
+class Late(A):
+    priority = "LOW"
+
+
+class Timer(IterationTimer):
+    pass
+
+
+def order(trainer):
+    """The names of the hooks in the order in which they run after a step."""
+    last_line = [line for line in trainer.describe_hooks().splitlines() if line.split()[0] == "after_step"]
+    return last_line[0].replace("after_step", "").replace(" ", "").split(",")
+
+
+def test_priorities_have_the_values_of_mmengine():
+    assert {priority.name: priority.value for priority in Priority} == {
+        "HIGHEST": 0,
+        "VERY_HIGH": 10,
+        "HIGH": 30,
+        "ABOVE_NORMAL": 40,
+        "NORMAL": 50,
+        "BELOW_NORMAL": 60,
+        "LOW": 70,
+        "VERY_LOW": 90,
+        "LOWEST": 100,
+    }
+
+
+def test_hooks_are_ordered_by_priority_and_then_by_registration():
+    trainer = Trainer([A(), Late(), Early(), B()])
+    trainer.register_hooks([C(), Early(), Late()])
+
+    assert order(trainer) == ["Early", "Early", "A", "B", "C", "Late", "Late"]
+
+
+@pytest.mark.parametrize("priority", [40, Priority.ABOVE_NORMAL, "ABOVE_NORMAL"])
+def test_a_priority_in_the_call_replaces_those_of_the_hooks(priority):
+    trainer = Trainer([Early(), A()])
+    trainer.register_hooks([Late(), Early()], priority=priority)
+    trainer.register_hooks([B()], priority=40)
+
+    assert order(trainer) == ["Early", "Late", "Early", "B", "A"]
+
+
+def test_the_timer_runs_first_and_the_writer_last_whenever_they_and_others_are_registered():
+    trainer = Trainer([A(), PeriodicWriter([])])
+    trainer.register_hooks([B()], priority="HIGHEST")
+    trainer.register_hooks([IterationTimer()])
+    trainer.register_hooks([Early()], priority="HIGHEST")
+    trainer.register_hooks([C()], priority="LOWEST")
+    trainer.register_hooks([Late()])
+
+    assert order(trainer) == ["IterationTimer", "B", "Early", "A", "Late", "C", "PeriodicWriter"]
+
+
+def test_none_is_left_out_and_any_iterable_will_do():
+    trainer = Trainer()
+    trainer.register_hooks(hook for hook in [None, A(), None, B()])
+    trainer.register_hooks([])
+
+    assert order(trainer) == ["A", "B"]
+
+
+@pytest.mark.parametrize("anchor", [lambda b: B, lambda b: b, lambda b: "B"], ids=["class", "object", "name"])
+def test_an_anchor_gives_the_place_next_to_it(anchor):
+    b = B()
+    trainer = Trainer([A(), b, Late()])
+    trainer.register_hooks([Early(), C()], before=anchor(b))
+    trainer.register_hooks([Timer()], after=anchor(b))
+
+    assert order(trainer) == ["A", "Early", "C", "B", "Timer", "Late"]
+
+
+def test_an_anchor_gives_its_priority_to_those_that_come_later():
+    late = Late()
+    trainer = Trainer([A(), late])
+    trainer.register_hooks([B()], before=late)  # is as late as its anchor
+    trainer.register_hooks([C()])
+
+    assert order(trainer) == ["A", "C", "B", "Late"]
+
+
+def test_the_anchor_of_a_class_is_also_found_as_a_subclass():
+    trainer = Trainer([A(), Timer()])
+    trainer.register_hooks([B()], after=IterationTimer)
+
+    assert order(trainer) == ["Timer", "B", "A"]
+
+
+@pytest.mark.parametrize(
+    ("anchor", "message"),
+    [
+        ("Absent", r"the anchor 'Absent' stands for no registered hook; it must stand for one of: B, B, Late"),
+        (Early, r"stands for no registered hook"),
+        (B, r"the anchor .*B.* stands for 2 registered hooks"),
+        ("B", r"the anchor 'B' stands for 2 registered hooks; it must stand for one of: B, B, Late"),
+        (A, r"stands for 3 registered hooks"),
+        (B(), r"stands for no registered hook"),
+    ],
+)
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_an_absent_or_ambiguous_anchor_is_refused(anchor, message, where):
+    trainer = Trainer([B(), B(), Late()])
+
+    with pytest.raises(ValueError, match=message):
+        trainer.register_hooks([C()], **{where: anchor})
+    assert order(trainer) == ["B", "B", "Late"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"priority": 50, "before": A}, {"priority": 0, "after": A}, {"before": A, "after": A}],
+)
+def test_an_anchor_and_a_priority_or_another_anchor_are_refused(arguments):
+    with pytest.raises(ValueError, match="give one of priority, before and after"):
+        Trainer([A()]).register_hooks([B()], **arguments)
+
+
+@pytest.mark.parametrize("priority", [-1, 101, "EARLY", 50.0])
+def test_a_priority_out_of_range_is_refused(priority):
+    with pytest.raises(ValueError, match=rf"from 0 .* to 100 .* or one of HIGHEST, .*, LOWEST; got {priority!r}"):
+        Trainer().register_hooks([A()], priority=priority)
+
+
+def test_a_class_with_a_priority_out_of_range_is_refused():
+    class Wrong(A):
+        priority = 102
+
+    with pytest.raises(ValueError, match="got 102"):
+        Trainer().register_hooks([Wrong()])
+
+
+class NoHook:
+    def after_step(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("hooks", "message"),
+    [
+        ([A], r"takes hook objects, got the class A; write A\(\)"),
+        ([raise_], r"subclass of trainkit.engine.HookBase, got function .*hooks.CallbackHook\(after_step=function\)"),
+        ([NoHook()], r"subclass of trainkit.engine.HookBase, got NoHook"),
+        ([NoHook], r"subclass of trainkit.engine.HookBase, got type"),
+        (["A"], r"subclass of trainkit.engine.HookBase, got str"),
+        (A(), r"takes a list of hooks, got .*A object .*; put it into a list"),
+        (A, r"takes a list of hooks, got .*A.*; put it into a list"),
+        (raise_, r"takes a list of hooks, got .*raise_.*; put it into a list"),
+    ],
+)
+def test_what_is_no_hook_is_refused_and_nothing_is_registered(hooks, message):
+    trainer = Trainer()
+
+    with pytest.raises(TypeError, match=message):
+        trainer.register_hooks([B(), *hooks] if isinstance(hooks, list) else hooks)
+    assert order(trainer) == ["-"]
+
+
+def test_the_same_hook_twice_is_refused():
+    a = A()
+    trainer = Trainer([a])
+
+    with pytest.raises(ValueError, match="this A is registered already; make a second object of the class"):
+        trainer.register_hooks([a])
+    b = B()
+    with pytest.raises(ValueError, match="this B is registered already"):
+        trainer.register_hooks([b, b])
+    assert order(trainer) == ["A"]
+
+
+def test_hooks_are_described_by_point_in_order_and_the_description_is_logged(caplog):
+    caplog.set_level(logging.INFO)
+
+    class Both(A):
+        def before_train(self):
+            pass
+
+    trainer = Trainer([Both(), Early(), CallbackHook(after_backward=print)])
+
+    assert trainer.describe_hooks() == (
+        "  before_train    Both\n"
+        "  before_step     -\n"
+        "  after_backward  CallbackHook\n"
+        "  after_step      Early, Both\n"
+        "  after_train     -"
+    )
+    trainer.train(2, 2)
+    assert f"Training from iteration 2 to 2; hooks in order:\n{trainer.describe_hooks()}" in caplog.messages
+
+
+def test_people_who_rearrange_the_list_of_hooks_by_hand_get_their_order():
+    calls = []
+    trainer = Trainer([Spy(calls, lambda _, name=name: name) for name in "abc"])
+
+    trainer._hooks = trainer._hooks[:-2] + trainer._hooks[-2:][::-1]
+    trainer.train(0, 1)
+
+    assert calls == [(point, name) for point in POINTS for name in "acb"]
+
+
+# ---------------------------------------------------------------------- state
+
+
+class Counting(HookBase):
+    def __init__(self, count=0):
+        self.count = count
+
+    def after_step(self):
+        self.count += 1
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict):
+        self.count = state_dict["count"]
+
+
+class Forgetful(HookBase):
+    def state_dict(self):
+        return {"best": 1.0, "iter": 3}
+
+
+def test_hooks_of_one_class_keep_a_state_each():
+    state = Trainer([A(), Counting(10), Counting(20), Counting(30)]).state_dict()
+    assert state == {
+        "iteration": -1,
+        "hooks": {"Counting": {"count": 10}, "Counting#2": {"count": 20}, "Counting#3": {"count": 30}},
+    }
+
+    hooks = [Counting(), Counting(), Counting()]
+    Trainer(hooks).load_state_dict(state)
+    assert [hook.count for hook in hooks] == [10, 20, 30]
+
+
+def test_hooks_of_two_classes_with_one_name_keep_a_state_each():
+    first, second = (type("Counting", (Counting,), {}) for _ in range(2))
+
+    state = Trainer([first(1), Counting(2), second(3)]).state_dict()
+
+    assert state["hooks"] == {"Counting": {"count": 1}, "Counting#2": {"count": 2}, "Counting#3": {"count": 3}}
+
+
+def test_hooks_registered_behind_the_loading_get_their_state(caplog):
+    state = Trainer([Counting(10), Counting(20)]).state_dict()
+    early, late = Counting(), Counting()
+    trainer = Trainer([early])
+
+    trainer.load_state_dict(state)
+    trainer.register_hooks([late])
+    trainer.warn_unclaimed_states()
+
+    assert (early.count, late.count) == (10, 20)
+    assert caplog.messages == []
+
+
+def test_loading_leaves_the_given_state_as_it_was():
+    state = Trainer([Counting(10)]).state_dict()
+
+    for _ in range(2):  # as for two trainers that load one checkpoint
+        hook = Counting()
+        Trainer([hook]).load_state_dict(state)
+        assert hook.count == 10
+
+
+def test_states_that_no_hook_takes_are_warned_about_by_name(caplog):
+    trainer = Trainer([Counting()])
+    trainer.load_state_dict({"iteration": 3, "hooks": {"Gone": {"a": 1}, "Counting": {"count": 1}, "Lost": {"b": 2}}})
+    trainer.warn_unclaimed_states()
+
+    assert caplog.messages == ["The checkpoint has states of hooks that are not registered: ['Gone', 'Lost']"]
+
+
+def test_a_hook_that_saves_a_state_and_cannot_load_it_is_named():
+    state = Trainer([Forgetful()]).state_dict()
+
+    message = r"Forgetful saves a state \(best, iter\) but has no load_state_dict; define both"
+    with pytest.raises(NotImplementedError, match=message):
+        Trainer([Forgetful()]).load_state_dict(state)
+
+
+def test_the_saved_iteration_is_the_last_one_whose_step_is_done():
+    calls = []
+    trainer = Trainer([Spy(calls, lambda t: [t.state_dict()["iteration"]])])
+    assert trainer.state_dict()["iteration"] == -1
+
+    trainer.train(3, 5)
+
+    assert calls == [
+        ("before_train", 2),
+        ("before_step", 2),
+        ("after_backward", 2),
+        ("after_step", 3),
+        ("before_step", 3),
+        ("after_backward", 3),
+        ("after_step", 4),
+        ("after_train", 4),
+    ]
+    assert trainer.state_dict()["iteration"] == 4
+
+
+def test_the_saved_iteration_behind_a_stop_and_a_failure():
+    stopped = Trainer([Spy([], iter_and_status, "after_step", stop_at(1))])
+    stopped.train(0, 5)
+    in_step = Trainer(fail_at=3)
+    with pytest.raises(RuntimeError, match="step failed"):
+        in_step.train(0, 5)
+    behind_step = Trainer([CallbackHook(after_step=lambda t: t.iter == 3 and raise_(OSError()))])
+    with pytest.raises(OSError):  # noqa: PT011
+        behind_step.train(0, 5)
+
+    assert [trainer.state_dict()["iteration"] for trainer in (stopped, in_step, behind_step)] == [1, 2, 3]
+
+
+def test_loading_gives_the_iteration_back_and_saving_again_gives_the_same_state():
+    trainer = Trainer([Counting()])
+    trainer.train(0, 5)
+    state = trainer.state_dict()
+
+    loaded = Trainer([Counting()])
+    loaded.load_state_dict(state)
+
+    assert loaded.iter == 4  # the last one done: the next run starts with iter + 1
+    assert loaded.state_dict() == state == {"iteration": 4, "hooks": {"Counting": {"count": 5}}}
+
+
+def test_a_state_without_hooks_is_loaded():
+    trainer = Trainer([Counting(7)])
+    trainer.load_state_dict({"iteration": 2})
+
+    assert trainer.state_dict() == {"iteration": 2, "hooks": {"Counting": {"count": 7}}}
+
+
+# ---------------------------------------------------------------------- is it due?
+
+
+@pytest.mark.parametrize(
+    ("period", "or_last", "due"),
+    [
+        (1, False, [0, 1, 2, 3, 4, 5, 6]),
+        (3, False, [2, 5]),
+        (3, True, [2, 5, 6]),
+        (7, False, [6]),
+        (7, True, [6]),
+        (100, False, []),
+        (100, True, [6]),
+        (0, False, []),
+        (0, True, [6]),
+    ],
+)
+def test_iterations_in_which_a_period_is_due(period, or_last, due):
+    found = []
+    hook = CallbackHook(after_step=lambda t: is_due(t, period, or_last=or_last) and found.append(t.iter))
+    Trainer([hook]).train(0, 7)
+
+    assert found == due
+
+
+def test_what_is_due_does_not_depend_on_where_the_run_started():
+    assert [i for i in range(20) if is_due(SimpleNamespace(iter=i, max_iter=20), 5)] == [4, 9, 14, 19]
+
+
+@pytest.mark.parametrize(("period", "minimum"), [(0, 0), (1, 0), (1, 1), (500, 1)])
+def test_whole_periods_are_taken_as_they_are(period, minimum):
+    assert check_period("period", period, minimum=minimum) == period
+
+
+@pytest.mark.parametrize(("period", "minimum"), [(-1, 0), (0, 1), (1.0, 0), ("5", 0), (True, 0), (None, 0)], ids=repr)
+def test_other_periods_are_refused(period, minimum):
+    message = rf"eval_period must be a whole number of iterations >= {minimum}, got {period!r}"
+    with pytest.raises(ValueError, match=message):
+        check_period("eval_period", period, minimum=minimum)

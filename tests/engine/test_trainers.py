@@ -1,0 +1,759 @@
+import itertools
+import json
+import logging
+import math
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.tiny import (
+    CLOCK_READINGS,
+    AfterStep,
+    PlainOptimizer,
+    Regression,
+    Weight,
+    batches,
+    scalars,
+    sgd,
+)
+from trainkit.data.build import build_batch_data_loader
+from trainkit.data.samplers import TrainingSampler
+from trainkit.engine.hooks import CallbackHook, EvalHook, PeriodicWriter
+from trainkit.engine.trainers import AMPTrainer, SimpleTrainer
+from trainkit.utils.events import EventStorage, EventWriter, JSONWriter
+
+
+def weights(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def trained(loader, iters, **kwargs):
+    """The weights after ``iters`` iterations of a Regression, and the trainer."""
+    model = Regression()
+    trainer = SimpleTrainer(model, loader, sgd(model, momentum=0.9), **kwargs)
+    trainer.train(0, iters)
+    return weights(model), trainer
+
+
+# ---------------------------------------------------------------------- the step
+
+
+def bare_loop(data, iters, momentum=0.9):
+    model = Regression()
+    optimizer = sgd(model, momentum=momentum)
+    losses = []
+    for iter, batch in zip(range(iters), itertools.cycle(data), strict=False):
+        optimizer.zero_grad()
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        losses.append((loss.item(), iter))
+    return weights(model), losses
+
+
+@pytest.mark.parametrize("zero_grad_before_forward", [False, True])
+@pytest.mark.parametrize("async_write_metrics", [False, True])
+def test_twenty_steps_equal_a_bare_loop_bit_for_bit(zero_grad_before_forward, async_write_metrics):
+    data = batches(7)
+    expected, losses = bare_loop(data, 20)
+    found, trainer = trained(
+        data, 20, zero_grad_before_forward=zero_grad_before_forward, async_write_metrics=async_write_metrics
+    )
+    assert torch.equal(found, expected)
+    assert trainer.storage.history("total_loss").values() == losses
+    assert (trainer.iter, trainer.status) == (20, "finished")
+
+    other, other_losses = bare_loop(data, 20, momentum=0.9001)
+    assert not torch.equal(found, other)
+    assert other_losses != losses
+
+
+@pytest.mark.parametrize(
+    ("zero_grad_before_forward", "order"),
+    [
+        (False, ["fetch", "forward", "zero_grad", "after_backward", "clip", "update"]),
+        (True, ["fetch", "zero_grad", "forward", "after_backward", "clip", "update"]),
+    ],
+)
+def test_the_parts_of_a_step_come_in_their_order(zero_grad_before_forward, order):
+    calls = []
+
+    class Loader:
+        def __iter__(self):
+            while True:
+                calls.append("fetch")
+                yield torch.tensor(2.0)
+
+    def forward(weight, batch):
+        calls.append("forward")
+        return weight * batch
+
+    def clip(parameters):
+        calls.append("clip")
+        (parameter,) = parameters
+        assert parameter.grad.item() == 2.0
+        parameter.grad.fill_(0.5)
+
+    model = Weight(forward)
+    optimizer = PlainOptimizer(sgd(model, lr=1.0), calls)
+    trainer = SimpleTrainer(
+        model, Loader(), optimizer, zero_grad_before_forward=zero_grad_before_forward, clip_gradients=clip
+    )
+    trainer.register_hooks([CallbackHook(after_backward=lambda trainer: calls.append("after_backward"))])
+    trainer.train(0, 2)
+    assert calls == order * 2
+    assert model.weight.item() == 0.0  # two clipped updates of 0.5
+
+
+@pytest.mark.parametrize(
+    ("compute", "stored", "gradient"),
+    [
+        (lambda w, x: w * x, {"total_loss": 3.0}, 3.0),
+        (lambda w, x: (w * x).reshape(1), {"total_loss": 3.0}, 3.0),
+        (lambda w, x: {"loss_a": w * x}, {"total_loss": 3.0}, 3.0),
+        (lambda w, x: {"loss_a": w * x, "b": 2 * w}, {"total_loss": 5.0, "loss_a": 3.0, "b": 2.0}, 5.0),
+        (
+            lambda w, x: {"loss_a": w * x, "accuracy": torch.tensor(90.0), "b": (2 * w).detach()},
+            {"total_loss": 3.0, "loss_a": 3.0, "accuracy": 90.0, "b": 2.0},
+            3.0,
+        ),
+    ],
+    ids=["tensor", "shape [1]", "one entry", "two entries", "entries without grad"],
+)
+def test_entries_that_require_grad_are_summed_and_the_others_only_logged(compute, stored, gradient):
+    model = Weight(compute)
+    trainer = SimpleTrainer(model, [torch.tensor(3.0)], sgd(model, lr=1.0))
+    trainer.train(0, 1)
+    assert scalars(trainer) == {name: [(value, 0)] for name, value in stored.items()}
+    assert model.weight.item() == 1.0 - gradient
+
+
+def test_the_first_step_says_what_is_minimized(caplog):
+    model = Weight(lambda w, x: {"loss_a": w * x, "accuracy": torch.tensor(90.0), "loss_b": w})
+    trainer = SimpleTrainer(model, [torch.tensor(3.0)], sgd(model))
+    with caplog.at_level(logging.INFO, "trainkit.engine.trainers"):
+        trainer.train(0, 3)
+    messages = [record.message for record in caplog.records if record.name == "trainkit.engine.trainers"]
+    assert messages == ["Minimizing loss_a + loss_b; only logging ['accuracy']"]
+
+
+@pytest.mark.parametrize(
+    ("compute", "error", "message"),
+    [
+        (lambda w, x: None, TypeError, "must give its training loss as a tensor .* this one gave NoneType"),
+        (lambda w, x: [w], TypeError, "this one gave list"),
+        (lambda w, x: {"a": w, "b": 1.0}, TypeError, r"'b' must be a scalar tensor, got float \(1.0\)"),
+        (lambda w, x: {"a": w, "b": w * torch.ones(2, 3)}, ValueError, r"'b' must be a scalar, got shape \[2, 3\]"),
+        (lambda w, x: {"total_loss": w}, ValueError, "total_loss is kept for the sum"),
+        (lambda w, x: {}, ValueError, "no loss that requires grad; got an empty dict"),
+        (lambda w, x: {"b": x, "a": w.detach()}, ValueError, r"no loss that requires grad; got \['a', 'b'\]"),
+    ],
+)
+def test_a_model_that_returns_no_usable_loss_is_an_error(compute, error, message):
+    model = Weight(compute)
+    with pytest.raises(error, match=message):
+        SimpleTrainer(model, [torch.tensor(3.0)], sgd(model)).train(0, 1)
+    assert model.weight.item() == 1.0
+
+
+def test_the_model_is_put_into_train_mode_once_and_eval_mode_is_an_error():
+    model = Regression().eval()
+    trainer = SimpleTrainer(model, batches(1), sgd(model))
+    assert model.training
+    trainer.register_hooks([AfterStep(lambda trainer: trainer.model.eval())])
+    with pytest.raises(RuntimeError, match=r"must call model\.train\(\) afterwards"):
+        trainer.train(0, 3)
+    assert trainer.iter == 1
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"), [("gather_metric_period", 0), ("gather_metric_period", 1.5), ("accumulation_steps", 0)]
+)
+def test_a_period_below_one_is_an_error_of_the_constructor(argument, value):
+    model = Regression()
+    with pytest.raises(ValueError, match=f"{argument} must be a whole number of iterations >= 1, got {value}"):
+        SimpleTrainer(model, batches(1), sgd(model), **{argument: value})
+
+
+def test_a_wrapped_optimizer_loader_and_model_work_unchanged():
+    class Loader:
+        def __iter__(self):
+            return iter(data)
+
+    class Wrapper(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, batch):
+            return self.inner(batch)
+
+    data = batches(3)
+    model = Wrapper(Regression())
+    optimizer = PlainOptimizer(sgd(model, momentum=0.9))
+    trainer = SimpleTrainer(model, Loader(), optimizer)
+    trainer.train(0, 10)
+    expected, _ = trained(data, 10)
+    assert torch.equal(weights(model), expected)
+    trainer.load_state_dict(trainer.state_dict())
+    assert optimizer.calls == ["zero_grad", "update"] * 10
+
+
+# ---------------------------------------------------------------------- data
+
+
+def test_a_loader_that_ends_is_iterated_again():
+    found = []
+    model = Weight()
+    trainer = SimpleTrainer(model, [torch.tensor(float(i)) for i in range(3)], sgd(model, lr=0.0))
+    trainer.register_hooks([AfterStep(lambda trainer: found.append(trainer.batch.item()))])
+    trainer.train(0, 7)
+    assert found == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_no_iterator_is_made_before_the_first_step():
+    class Loader:
+        def __iter__(self):
+            raise AssertionError("workers would start here")
+
+    model = Regression()
+    trainer = SimpleTrainer(model, Loader(), sgd(model))
+    trainer.train(0, 0)
+    assert trainer.status == "finished"
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        ([], r"the data loader \(list\) yields no batch in iteration 0 of 5"),
+        (iter([]), r"\(list_iterator\) is an iterator that has ended in iteration 0 of 5"),
+        (iter(batches(2)), r"\(list_iterator\) is an iterator that has ended in iteration 2 of 5"),
+    ],
+)
+def test_an_empty_loader_and_an_ended_iterator_are_errors(loader, message):
+    model = Regression()
+    trainer = SimpleTrainer(model, loader, sgd(model))
+    with pytest.raises(ValueError, match=message):
+        trainer.train(0, 5)
+    assert trainer.status == "failed"
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_batch_and_losses_are_readable_around_the_update_and_let_go_before_the_next_fetch(accumulation_steps):
+    references, alive, seen = [], [], []
+
+    class Batch(nn.Module):  # something a weak reference can be made to
+        pass
+
+    def make():
+        batch = Batch()
+        references.append(weakref.ref(batch))
+        return batch
+
+    class Loader:
+        def __iter__(self):
+            while True:
+                alive.append(sum(reference() is not None for reference in references))
+                yield make()
+
+    def look(trainer):
+        batch = trainer.batch if accumulation_steps > 1 else [trainer.batch]
+        loss = trainer.losses["total_loss"]
+        seen.append((len(batch), isinstance(batch[-1], Batch), loss.item(), loss.requires_grad))
+
+    def keep_reference(trainer):
+        references.append(weakref.ref(trainer.losses["total_loss"]))
+
+    model = Weight(lambda weight, batch: weight * 2.0)
+    trainer = SimpleTrainer(model, Loader(), sgd(model, lr=0.0), accumulation_steps=accumulation_steps)
+    trainer.register_hooks([CallbackHook(after_backward=look, after_step=look), AfterStep(keep_reference)])
+    trainer.train(0, 3)
+    assert seen == [(accumulation_steps, True, 2.0, False)] * 6
+    assert alive == list(range(accumulation_steps)) * 3  # at a fetch: only this iteration's own batches
+
+
+def test_an_old_loader_is_let_go_before_the_new_one_is_built():
+    class Loader:
+        def __iter__(self):
+            return Iterator(self)
+
+    class Iterator:
+        def __init__(self, loader):
+            self.loader = loader
+            references.append(weakref.ref(self))
+
+        def __next__(self):
+            return torch.tensor(1.0)
+
+    references, alive = [], []
+    model = Weight()
+    loader = Loader()
+    references.append(weakref.ref(loader))
+    trainer = SimpleTrainer(model, loader, sgd(model, lr=0.0))
+    del loader
+    trainer.train(0, 1)
+
+    def build():
+        alive.extend(reference() is not None for reference in references)
+        return [torch.tensor(5.0)]
+
+    trainer.reset_data_loader(build)
+    assert alive == [False, False]
+    trainer.train(1, 2)
+    assert trainer.storage.history("total_loss").values() == [(5.0, 1)]
+
+
+def test_epochs_are_counted_from_the_length_of_the_data():
+    model = Regression()
+    epochs = []
+    trainer = SimpleTrainer(model, batches(10), sgd(model), accumulation_steps=3)
+    trainer.register_hooks([AfterStep(lambda trainer: epochs.append(trainer.epoch))])
+    assert trainer.iters_per_epoch == 4
+    trainer.train(0, 9)
+    assert epochs == [0] * 4 + [1] * 4 + [2]
+
+    samples = list(range(10))
+    trainer.data_loader = build_batch_data_loader(samples, TrainingSampler(10), total_batch_size=3)
+    trainer.accumulation_steps = 1
+    assert trainer.iters_per_epoch == 4
+
+
+def test_a_stream_has_no_epochs():
+    model = Regression()
+    trainer = SimpleTrainer(model, (batch for batch in batches(2)), sgd(model))
+    with pytest.raises(ValueError, match="a stream without a length"):
+        trainer.iters_per_epoch  # noqa: B018
+    with pytest.raises(ValueError, match="use iterations"):
+        trainer.epoch  # noqa: B018
+    trainer.train(0, 2)
+
+
+# ---------------------------------------------------------------------- accumulation
+
+
+def joined(parts):
+    return tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
+
+
+def test_accumulation_equals_one_batch_of_all_samples():
+    data = batches(12)
+    expected, whole = trained([joined(data[i : i + 3]) for i in range(0, 12, 3)], 8)
+    model = Regression()
+    optimizer = PlainOptimizer(sgd(model, momentum=0.9))
+    trainer = SimpleTrainer(model, data, optimizer, accumulation_steps=3)
+    trainer.train(0, 8)
+    torch.testing.assert_close(weights(model), expected, atol=1e-6, rtol=0)
+    assert optimizer.calls == ["zero_grad", "update"] * 8
+    losses, iters = zip(*trainer.storage.history("total_loss").values(), strict=True)
+    assert iters == tuple(range(8))
+    assert losses == pytest.approx([loss for loss, _ in whole.storage.history("total_loss").values()], abs=1e-6)
+
+    not_accumulated, _ = trained(data, 8)
+    assert (not_accumulated - expected).abs().max() > 1e-3
+
+
+def test_a_short_window_at_the_end_of_an_epoch_is_divided_by_its_real_count():
+    data = batches(4)
+    expected, _ = trained([joined(data[:3]), data[3]], 4)
+    sizes = []
+    model = Regression()
+    trainer = SimpleTrainer(model, data, sgd(model, momentum=0.9), accumulation_steps=3)
+    trainer.register_hooks([AfterStep(lambda trainer: sizes.append(len(trainer.batch)))])
+    trainer.train(0, 4)
+    assert sizes == [3, 1, 3, 1]
+    torch.testing.assert_close(weights(model), expected, atol=1e-6, rtol=0)
+
+
+def test_each_entry_is_the_mean_of_the_micro_batches_that_have_it():
+    def compute(weight, batch):
+        return {"loss_a": weight * batch, **({"accuracy": batch.detach()} if batch > 1 else {})}
+
+    model = Weight(compute)
+    trainer = SimpleTrainer(model, [torch.tensor(float(i)) for i in range(4)], sgd(model), accumulation_steps=4)
+    trainer.train(0, 1)
+    assert scalars(trainer) == {"total_loss": [(1.5, 0)], "loss_a": [(1.5, 0)], "accuracy": [(2.5, 0)]}
+
+
+# ---------------------------------------------------------------------- metrics
+
+
+def nan_at(index, count):
+    data = batches(count)
+    data[index] = (data[index][0], data[index][1] * math.nan)
+    return data
+
+
+@pytest.mark.parametrize("gather_metric_period", [1, 10])
+def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(gather_metric_period):
+    data = nan_at(4, 10)
+    expected, _ = trained(data, 4)
+    model = Regression()
+    trainer = SimpleTrainer(model, data, sgd(model, momentum=0.9), gather_metric_period=gather_metric_period)
+    with pytest.raises(FloatingPointError, match=r"not finite in iteration 4: {'total_loss': nan}"):
+        trainer.train(0, 10)
+    assert (trainer.iter, trainer.status) == (4, "failed")
+    assert torch.equal(weights(model), expected)
+
+
+def test_an_entry_that_is_only_logged_may_be_nan():
+    model = Weight(lambda weight, batch: {"loss_a": weight, "recall": torch.tensor(math.nan)})
+    trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model))
+    trainer.train(0, 2)
+    assert trainer.status == "finished"
+    assert all(math.isnan(value) for value, _ in trainer.storage.history("recall").values())
+
+
+class Listener(EventWriter):
+    """Notes in which threads it was called, and says that it was."""
+
+    def __init__(self):
+        self.threads = []
+        self.called = threading.Event()
+
+    def write(self):
+        self.threads.append(threading.get_ident())
+        self.called.set()
+
+
+def test_asynchronously_a_loss_that_is_not_finite_ends_the_run_within_one_log_period():
+    listener = Listener()
+    model = Regression()
+    trainer = SimpleTrainer(model, nan_at(3, 40), sgd(model), async_write_metrics=True)
+
+    def wait(trainer):  # these steps are too short for a worker thread to get its turn for sure
+        if trainer.iter == 12:
+            assert listener.called.wait(20)
+
+    trainer.register_hooks([PeriodicWriter([listener], period=10), AfterStep(wait)])
+    with pytest.raises(FloatingPointError, match="not finite in iteration 3"):
+        trainer.train(0, 40)
+    assert trainer.status == "failed"
+    assert 9 < trainer.iter < 20
+
+
+@pytest.mark.parametrize("with_hooks", [False, True])
+def test_asynchronously_a_last_loss_that_is_not_finite_fails_the_run(with_hooks):
+    evaluations = []
+    model = Regression()
+    trainer = SimpleTrainer(model, nan_at(4, 5), sgd(model), async_write_metrics=True)
+    if with_hooks:
+        trainer.register_hooks([EvalHook(0, lambda: evaluations.append(1)), PeriodicWriter([], period=20)])
+    with pytest.raises(FloatingPointError, match="not finite in iteration 4"):
+        trainer.train(0, 5)
+    assert trainer.status == "failed"
+    assert evaluations == []
+
+
+def amp_bf16(*args, **kwargs):
+    return AMPTrainer(*args, precision=torch.bfloat16, **kwargs)
+
+
+@pytest.mark.parametrize("trainer_class", [SimpleTrainer, amp_bf16])
+def test_asynchronous_metrics_are_the_same_and_come_from_another_thread(trainer_class, tmp_path):
+    histories, files, threads = [], [], []
+    for asynchronous in (False, True):
+        model = Weight(lambda weight, batch: {"loss_a": weight * batch, "half": batch / 2})
+        path = tmp_path / f"{asynchronous}.json"
+        listener = Listener()
+        trainer = trainer_class(
+            model, [torch.tensor(float(i)) for i in range(5)], sgd(model), async_write_metrics=asynchronous
+        )
+        put = AfterStep(lambda trainer: trainer.storage.put_scalar("epoch_share", trainer.iter / 5))
+        trainer.register_hooks(
+            [EvalHook(10, lambda: {"top1": 50}), PeriodicWriter([JSONWriter(path), listener], period=4), put]
+        )
+        trainer.train(0, 22)
+        histories.append(scalars(trainer))
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        files.append([{key: value for key, value in row.items() if key not in CLOCK_READINGS} for row in rows])
+        threads.append({thread == threading.get_ident() for thread in listener.threads})
+    assert histories[0] == histories[1]
+    assert list(histories[0]) == list(histories[1]) == ["total_loss", "loss_a", "half", "epoch_share", "top1"]
+    assert len(histories[0]["total_loss"]) == 22
+    assert files[0] == files[1]
+    assert [row["iteration"] for row in files[0]] == [3, 7, 9, 11, 15, 19, 21, 22]
+    assert threads == [{True}, {False}]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_second_run_stores_its_metrics_as_well(asynchronous):
+    model = Regression()
+    trainer = SimpleTrainer(model, batches(3), sgd(model), async_write_metrics=asynchronous)
+    for start, end in ((0, 3), (3, 5), (0, 2)):
+        trainer.train(start, end)
+        assert [iter for _, iter in trainer.storage.history("total_loss").values()] == list(range(start, end))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_graph_of_a_loss_is_not_kept_alive(asynchronous):
+    class Payload:
+        pass
+
+    class Identity(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.payload = Payload()  # lives as long as this node of the graph
+            references.append(weakref.ref(ctx.payload))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    references, alive = [], []
+    model = Weight(lambda weight, batch: {"loss_a": Identity.apply(weight), "loss_b": weight})
+    trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model), async_write_metrics=asynchronous)
+    trainer.register_hooks([AfterStep(lambda trainer: alive.append(references[-1]() is not None))])
+    trainer.train(0, 3)
+    assert alive == [False, False, False]
+
+
+def test_metrics_are_stored_once_per_gather_period():
+    _, trainer = trained(batches(7), 7, gather_metric_period=3)
+    assert [iter for _, iter in trainer.storage.history("total_loss").values()] == [2, 5]
+    assert [iter for _, iter in trainer.storage.history("data_time").values()] == [2, 5]
+
+
+def test_write_metrics_puts_the_prefix_before_every_entry():
+    weight = torch.tensor(3.0, requires_grad=True)
+    with EventStorage(5) as storage:
+        SimpleTrainer.write_metrics({"loss_a": weight * 2, "loss_b": weight, "accuracy": 50.0}, 0.25, 7, "val_")
+        assert storage.latest() == {
+            "rank_data_time": (0.25, 7),
+            "data_time": (0.25, 7),
+            "val_total_loss": (9.0, 7),
+            "val_loss_a": (6.0, 7),
+            "val_loss_b": (3.0, 7),
+            "val_accuracy": (50.0, 7),
+        }
+
+
+def test_write_metrics_sums_everything_if_nothing_requires_grad():
+    with EventStorage() as storage:
+        SimpleTrainer.write_metrics({"loss_a": torch.tensor(1.0), "loss_b": 2.0}, 0.0, 3)
+        assert storage.latest()["total_loss"] == (3.0, 3)
+        with pytest.raises(FloatingPointError, match=r"in iteration 4: {'total_loss': inf}"):
+            SimpleTrainer.write_metrics({"loss_a": math.inf}, 0.0, 4)
+
+
+# ---------------------------------------------------------------------- state
+
+
+def test_a_run_goes_on_from_its_state_as_if_it_had_not_ended():
+    data = batches(8)
+    expected, _ = trained(data, 8)
+    _, first = trained(data[:5], 5)
+    model = Regression()
+    second = SimpleTrainer(model, data[5:], sgd(model, momentum=0.9))
+    model.load_state_dict(first.model.state_dict())
+    second.load_state_dict(first.state_dict())
+    assert second.iter == 4
+    second.train(second.iter + 1, 8)
+    assert torch.equal(weights(model), expected)
+
+
+# ---------------------------------------------------------------------- mixed precision
+
+
+@pytest.mark.parametrize(("precision", "scaled"), [(torch.float16, True), (torch.bfloat16, False)])
+def test_the_forward_pass_is_under_autocast_and_only_float16_is_scaled(precision, scaled):
+    seen = []
+
+    def compute(weight, batch):
+        seen.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+        return weight * batch
+
+    model = Weight(compute)
+    trainer = AMPTrainer(model, [torch.tensor(2.0)], sgd(model, lr=0.5), precision=precision)
+    trainer.train(0, 1)
+    assert seen == [(True, precision)]
+    assert trainer.grad_scaler.is_enabled() is scaled
+    assert model.weight.item() == 0.0
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_after_backward_sees_unscaled_gradients():
+    seen = []
+    model = Weight()
+    trainer = AMPTrainer(model, [torch.tensor(3.0)], sgd(model))
+    trainer.register_hooks([CallbackHook(after_backward=lambda trainer: seen.append(model.weight.grad.item()))])
+    trainer.train(0, 2)
+    assert trainer.grad_scaler.get_scale() == 2.0**16
+    assert seen == [3.0, 3.0]
+
+
+def test_amp_accumulates_and_clips_unscaled_gradients():
+    seen = []
+    model = Weight()
+    trainer = AMPTrainer(
+        model,
+        [torch.tensor(1.0), torch.tensor(3.0)],
+        sgd(model, lr=0.25),
+        accumulation_steps=2,
+        clip_gradients=lambda parameters: seen.extend(p.grad.item() for p in parameters),
+    )
+    trainer.train(0, 1)
+    assert seen == [2.0]
+    assert model.weight.item() == 0.5
+
+
+def amp_trainer_with_overflows(values, **kwargs):
+    """Its gradient in an iteration is the next value; a loss is as finite as its value."""
+    model = Weight()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+    data = [torch.tensor(value) for value in values]
+    return AMPTrainer(model, data, sgd(model, lr=2.0**-10), grad_scaler=scaler, **kwargs)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_float16_overflows_now_and_then_are_skipped_updates(asynchronous):
+    trainer = amp_trainer_with_overflows(([math.inf] * 24 + [1.0]) * 2, async_write_metrics=asynchronous)
+    trainer.register_hooks([PeriodicWriter([], period=20)])
+    trainer.train(0, 50)
+    assert trainer.status == "finished"
+    assert trainer.model.weight.item() == 1.0 - 2 * 2.0**-10
+    assert [iter for _, iter in trainer.storage.history("total_loss").values()] == [24, 49]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_many_float16_overflows_in_a_row_are_a_failure(asynchronous):
+    trainer = amp_trainer_with_overflows([1.0] + [math.inf] * 49, async_write_metrics=asynchronous)
+    with pytest.raises(FloatingPointError, match=r"in iteration 25: {'total_loss': inf}"):
+        trainer.train(0, 50)
+    assert trainer.status == "failed"
+    assert trainer.model.weight.item() == 1.0 - 2.0**-10
+
+
+def test_a_bfloat16_loss_that_is_not_finite_ends_the_run_at_once():
+    model = Weight()
+    trainer = AMPTrainer(
+        model, [torch.tensor(1.0), torch.tensor(math.inf)], sgd(model, lr=0.5), precision=torch.bfloat16
+    )
+    with pytest.raises(FloatingPointError, match="in iteration 1"):
+        trainer.train(0, 5)
+    assert model.weight.item() == 0.5
+
+
+@pytest.fixture
+def new_memory_is_nan():
+    """What is not initialised is NaN, and not by chance zero."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def weight_after_overflow(optimizer_kwargs, wrap=lambda optimizer: optimizer):
+    model = Weight()
+    optimizer = wrap(sgd(model, lr=0.25, momentum=0.5, **optimizer_kwargs))
+    data = [torch.tensor(value) for value in (math.inf, 1.0, 1.0)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    AMPTrainer(model, data, optimizer, grad_scaler=scaler).train(0, 3)
+    return model.weight.item()
+
+
+def test_fused_sgd_has_clean_momentum_after_an_overflow_in_its_first_step(new_memory_is_nan):
+    expected = 1.0 - 0.25 * 1.0 - 0.25 * 1.5  # one update is skipped, then the momentum is 1, then 1.5
+    assert weight_after_overflow({"foreach": False}) == expected
+    assert weight_after_overflow({"fused": True}) == expected
+    assert weight_after_overflow({"fused": True, "nesterov": True}) == weight_after_overflow({"nesterov": True})
+    assert weight_after_overflow({"fused": True}, wrap=PlainOptimizer) == expected
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.01])
+def test_fused_sgd_with_clean_momentum_trains_as_without_a_scaler(weight_decay):
+    results = []
+    for trainer_class in (SimpleTrainer, AMPTrainer):
+        model = Weight(lambda weight, batch: weight.square() * batch)
+        optimizer = sgd(model, momentum=0.9, weight_decay=weight_decay, fused=True)
+        trainer_class(model, [torch.tensor(value) for value in (1.0, 0.5, 0.25)], optimizer).train(0, 10)
+        results.append(model.weight.item())
+    assert results[0] == results[1] != 1.0
+
+
+def test_amp_goes_on_after_a_step_that_failed_between_gradients_and_update():
+    def fail_once(trainer):
+        if trainer.iter == 1 and not failed:
+            failed.append(True)
+            raise RuntimeError("once")
+
+    failed = []
+    model = Weight()
+    trainer = AMPTrainer(model, [torch.tensor(1.0)], sgd(model, lr=0.25))
+    trainer.register_hooks([CallbackHook(after_backward=fail_once)])
+    with pytest.raises(RuntimeError, match="once"):
+        trainer.train(0, 3)
+    trainer.train(1, 3)
+    assert trainer.status == "finished"
+    assert model.weight.item() == 0.25
+    assert trainer.grad_scaler.get_scale() == 2.0**16
+
+
+def test_several_devices_in_one_process_are_rejected():
+    class OnTwoDevices(Weight):
+        device_ids = (0, 1)
+
+    for model in (nn.DataParallel(Regression()), OnTwoDevices()):
+        with pytest.raises(ValueError, match="one device per process; use create_ddp_model instead of DataParallel"):
+            AMPTrainer(model, batches(1), sgd(model))
+
+
+def test_other_precisions_are_rejected():
+    model = Regression()
+    with pytest.raises(ValueError, match=r"must be torch.float16 or torch.bfloat16, got torch.float32"):
+        AMPTrainer(model, batches(1), sgd(model), precision=torch.float32)
+
+
+def test_the_scale_is_stored_on_request():
+    trainer = amp_trainer_with_overflows([1.0, math.inf, 1.0], log_grad_scaler=True)
+    trainer.train(0, 3)
+    assert trainer.storage.history("[metric]grad_scaler").values() == [(16.0, 0), (8.0, 1), (8.0, 2)]
+    quiet = amp_trainer_with_overflows([1.0])
+    quiet.train(0, 1)
+    assert "[metric]grad_scaler" not in quiet.storage.latest()
+
+
+def test_the_scaler_goes_on_from_its_state():
+    first = amp_trainer_with_overflows([math.inf, 1.0])
+    first.train(0, 2)
+    second = amp_trainer_with_overflows([1.0])
+    second.load_state_dict(first.state_dict())
+    assert second.grad_scaler.get_scale() == 8.0
+    assert second.grad_scaler.state_dict() == first.grad_scaler.state_dict()
+
+    plain = amp_bf16(Regression(), batches(1), sgd(Regression()))
+    plain.load_state_dict(plain.state_dict())
+
+
+def test_a_checkpoint_without_a_scale_is_taken_with_a_warning(caplog):
+    model = Weight()
+    trainer = amp_trainer_with_overflows([1.0])
+    trainer.load_state_dict(SimpleTrainer(model, [], sgd(model)).state_dict())
+    assert "The checkpoint has no gradient scale; it starts from" in caplog.text
+
+
+def test_fused_sgd_with_dampening_is_refused_under_a_scaler():
+    model = Weight()
+    optimizer = sgd(model, momentum=0.5, dampening=0.1, fused=True)
+    with pytest.raises(ValueError, match="set fused=False"):
+        AMPTrainer(model, [], optimizer)
+    AMPTrainer(model, [], optimizer, precision=torch.bfloat16)
+
+
+def test_a_loss_that_some_micro_batches_lack_counts_as_in_what_is_minimized():
+    def compute(weight, batch):
+        return {"loss_a": weight * batch, **({"loss_b": 8 * weight} if batch > 1 else {})}
+
+    model = Weight(compute)
+    trainer = SimpleTrainer(model, [torch.tensor(1.0), torch.tensor(3.0)], sgd(model, lr=1.0), accumulation_steps=2)
+    trainer.train(0, 1)
+    # the gradient of what is logged is that of the step: 2 + 8 / 2
+    assert scalars(trainer) == {"total_loss": [(6.0, 0)], "loss_a": [(2.0, 0)], "loss_b": [(4.0, 0)]}
+    assert model.weight.item() == 1.0 - 6.0
+
+
+def test_write_metrics_refuses_to_write_nothing():
+    with EventStorage(), pytest.raises(ValueError, match="loss_dict is empty"):
+        SimpleTrainer.write_metrics({}, 0.0, 0)

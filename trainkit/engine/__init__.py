@@ -1,0 +1,34 @@
+"""The loop, the trainers, their hooks, and what assembles them."""
+
+from trainkit.engine import hooks
+from trainkit.engine.defaults import DefaultPredictor, DefaultTrainer
+from trainkit.engine.launch import DEFAULT_TIMEOUT, launch
+from trainkit.engine.parallel import create_ddp_model
+from trainkit.engine.setup import (
+    default_argument_parser,
+    default_setup,
+    default_writers,
+    fast_dev_config,
+    user_errors_exit,
+)
+from trainkit.engine.train_loop import HookBase, Priority, TrainerBase
+from trainkit.engine.trainers import AMPTrainer, SimpleTrainer
+
+__all__ = [
+    "AMPTrainer",
+    "DEFAULT_TIMEOUT",
+    "DefaultPredictor",
+    "DefaultTrainer",
+    "HookBase",
+    "Priority",
+    "SimpleTrainer",
+    "TrainerBase",
+    "create_ddp_model",
+    "default_argument_parser",
+    "default_setup",
+    "default_writers",
+    "fast_dev_config",
+    "hooks",
+    "launch",
+    "user_errors_exit",
+]

@@ -1,0 +1,27 @@
+"""Functions as a hook."""
+
+from collections.abc import Callable
+from typing import Any
+
+from trainkit.engine.train_loop import HOOK_POINTS, HookBase
+
+Callback = Callable[[Any], None]
+
+
+class CallbackHook(HookBase):
+    """Call functions at hook points, each with the trainer: ``CallbackHook(after_step=lambda trainer: ...)``.
+
+    Raises:
+        TypeError: a point is unknown, or what is given for it cannot be called.
+    """
+
+    def __init__(self, **callbacks: Callback | None) -> None:
+        for point, callback in callbacks.items():
+            if point not in HOOK_POINTS:
+                raise TypeError(f"there is no hook point {point!r}; there are {', '.join(HOOK_POINTS)}")
+            if callback is None:
+                continue
+            if not callable(callback):
+                raise TypeError(f"{point} must be a function of the trainer, got {callback!r}")
+            # on the object, not in the class: where nothing was given, nothing is called
+            setattr(self, point, lambda callback=callback: callback(self.trainer))

@@ -1,0 +1,73 @@
+"""When the model is evaluated, and where the results go."""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trainkit.engine.train_loop import HookBase, check_period, is_due
+from trainkit.evaluation.testing import flatten_results_dict
+from trainkit.utils import comm
+
+logger = logging.getLogger(__name__)
+
+
+class EvalHook(HookBase):
+    """Call ``eval_function()`` every ``eval_period`` iterations and after training, and store its results.
+
+    The function returns a nested dict of numbers (None on ranks other than 0, or if it has nothing to store); they are
+    stored under ``outer/inner`` names. Every rank calls it at the same iteration.
+
+    Args:
+        eval_period: in iterations; 0 evaluates only after training.
+        eval_after_train: whether to evaluate at the end of a run that finished. The last iteration is not evaluated
+            by its period as well.
+        eval_at_start: whether to evaluate before iteration 0, to find a broken evaluator early.
+    """
+
+    def __init__(
+        self,
+        eval_period: int,
+        eval_function: Callable[[], Mapping[str, Any] | None],
+        eval_after_train: bool = True,
+        *,
+        eval_at_start: bool = False,
+    ) -> None:
+        if not callable(eval_function):
+            raise TypeError(f"eval_function must be a function without arguments, got {eval_function!r}")
+        self._period = check_period("eval_period", eval_period)
+        self._function = eval_function
+        self._after_train = eval_after_train
+        self._at_start = eval_at_start
+        self._evaluated_iters = -1  # how many iterations the model had when it was evaluated last
+
+    def before_train(self) -> None:
+        self._evaluated_iters = -1
+        if self._at_start and self.trainer.iter == 0:
+            self._evaluate(0)
+
+    def after_step(self) -> None:
+        done = self.trainer.iter + 1
+        if is_due(self.trainer, self._period) and not (self._after_train and done >= self.trainer.max_iter):
+            self._evaluate(done)
+
+    def after_train(self) -> None:
+        done = self.trainer.iter
+        # early stopping may end a run right behind an evaluation
+        if self._after_train and self.trainer.status == "finished" and self._evaluated_iters != done:
+            self._evaluate(done)
+
+    def _evaluate(self, done_iters: int) -> None:
+        self.trainer.storage.flush()  # a loss that is not finite is found before the evaluation
+        results = self._function()
+        self._evaluated_iters = done_iters
+        if results is not None and not isinstance(results, Mapping):
+            raise TypeError(f"the evaluation function must return a dict of results or None, got {results!r}")
+        for name, value in flatten_results_dict(results or {}).items():
+            try:
+                number = float(value)
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"the evaluation result {name!r} is {value!r}; results are nested dicts whose leaves are numbers"
+                ) from error
+            self.trainer.storage.put_scalar(name, number, smoothing_hint=False)
+        comm.synchronize()  # ranks take different times; the next collective should not count that

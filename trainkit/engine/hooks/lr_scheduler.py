@@ -1,0 +1,84 @@
+"""The learning rate, iteration by iteration."""
+
+import warnings
+from collections import Counter
+from typing import Any
+
+import torch
+from fvcore.common.param_scheduler import ParamScheduler
+from torch.optim.lr_scheduler import LRScheduler as TorchLRScheduler
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from trainkit.engine.train_loop import HookBase
+from trainkit.solver.lr_scheduler import KeepLastValue, LRMultiplier
+
+
+class LRScheduler(HookBase):
+    """Step a schedule after each iteration and store the ``lr`` that the iteration used.
+
+    Args:
+        optimizer: default is ``trainer.optimizer``.
+        scheduler: a torch scheduler, stepped once per iteration, or an fvcore ``ParamScheduler``, which gives a factor
+            of the base learning rate over the whole run and keeps its last value at the end. Default is
+            ``trainer.scheduler``.
+
+    Raises:
+        TypeError: ``scheduler`` is neither, or steps by a metric.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: TorchLRScheduler | ParamScheduler | None = None,
+    ) -> None:
+        if scheduler is not None and not isinstance(scheduler, TorchLRScheduler | ParamScheduler):
+            raise TypeError(f"scheduler must be a torch LRScheduler or an fvcore ParamScheduler, got {scheduler!r}")
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise TypeError("ReduceLROnPlateau steps by a metric, not by the iteration; step it in a hook of your own")
+        self._given_optimizer, self._given_scheduler = optimizer, scheduler
+        self._scheduler: TorchLRScheduler | None = scheduler if isinstance(scheduler, TorchLRScheduler) else None
+        self._waiting_state: dict[str, Any] = {}
+
+    def before_train(self) -> None:
+        self._optimizer = self._given_optimizer or self.trainer.optimizer
+        scheduler = self._given_scheduler or self.trainer.scheduler
+        if isinstance(scheduler, ParamScheduler):
+            # a function of the iteration: nothing to load, it starts where the trainer does
+            for group in self._optimizer.param_groups:
+                group.setdefault("initial_lr", group["lr"])
+            scheduler = LRMultiplier(
+                self._optimizer, KeepLastValue(scheduler), self.trainer.max_iter, last_iter=self.trainer.iter - 1
+            )
+        elif self._waiting_state:
+            scheduler.load_state_dict(self._waiting_state)
+        self._waiting_state = {}
+        self._scheduler = scheduler
+        self._shown_group = _representative_group(self._optimizer)
+
+    def after_step(self) -> None:
+        lr = self._optimizer.param_groups[self._shown_group]["lr"]
+        self.trainer.storage.put_scalar("lr", lr, smoothing_hint=False)
+        if self.trainer.iter > self.trainer.start_iter:
+            self._scheduler.step()  # type: ignore[union-attr]
+            return
+        with warnings.catch_warnings():
+            # a gradient scaler may have skipped the first update; torch takes that for a wrong order of the calls
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            self._scheduler.step()  # type: ignore[union-attr]
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._waiting_state or self._scheduler is None:
+            return self._waiting_state
+        return self._scheduler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._waiting_state = dict(state_dict)
+
+
+def _representative_group(optimizer: torch.optim.Optimizer) -> int:
+    """The largest group; where every group has one parameter, the first with the most common learning rate."""
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if max(sizes) > 1:
+        return sizes.index(max(sizes))
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return rates.index(Counter(rates).most_common(1)[0][0])

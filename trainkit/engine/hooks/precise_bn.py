@@ -1,0 +1,111 @@
+"""Batch-norm statistics of the current weights instead of a moving average over older ones."""
+
+import itertools
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from trainkit.engine.train_loop import HookBase, check_period, is_due
+from trainkit.utils import comm
+from trainkit.utils.device import move_to_device
+from trainkit.utils.events import EventStorage
+from trainkit.utils.rng import preserve_rng_state
+
+logger = logging.getLogger(__name__)
+
+
+class PreciseBN(HookBase):
+    """Recompute the running statistics of batch norm every ``period`` iterations and after the last one.
+
+    They become those over ``num_iter`` batches of ``data_loader`` (and over all ranks) in train mode, each batch with
+    the same weight: the mean of the means, and the mean of the variances plus the variance of the means, see
+    Wu and Johnson, "Rethinking 'Batch' in BatchNorm", section 3. The loader is iterated anew each time, so the result
+    is a function of the weights. Random state, gradients and everything else stay as they are. It stands before the
+    checkpointer and the evaluation, so that both have these statistics.
+
+    A model without batch norm in train mode draws a warning, and nothing is done.
+
+    Args:
+        period: in iterations; 0: only after the last one.
+        data_loader: the training data, in a loader of its own.
+    """
+
+    def __init__(self, period: int, model: nn.Module, data_loader: Iterable[Any], num_iter: int) -> None:
+        self._period = check_period("period", period)
+        self._num_iter = check_period("num_iter", num_iter, minimum=1)
+        self._model = model
+        self._data_loader = data_loader
+        self._layers = [
+            m for m in model.modules() if isinstance(m, _BatchNorm) and m.training and m.track_running_stats
+        ]
+        if not self._layers:
+            logger.warning("PreciseBN is off: the model has no batch norm in train mode")
+
+    def after_step(self) -> None:
+        if self._layers and is_due(self.trainer, self._period, or_last=True):
+            self.update_stats()
+
+    @torch.no_grad()
+    def update_stats(self) -> None:
+        """Compute the statistics now; the model must be in train mode.
+
+        Raises:
+            ValueError: the loader yields no batch.
+        """
+        device = next(self._model.parameters()).device
+        mean = var = between = torch.zeros_like(_pack(self._layers, "running_mean"))
+        count = 0
+        with EventStorage(), preserve_rng_state(), _batch_statistics(self._layers):
+            for batch in itertools.islice(self._data_loader, self._num_iter):
+                self._model(move_to_device(batch, device))
+                count += 1
+                # running means over the batches; `between` grows to the variance of the batches' means (Welford)
+                delta = _pack(self._layers, "running_mean") - mean
+                mean = mean + delta / count
+                between = between + (delta * (_pack(self._layers, "running_mean") - mean) - between) / count
+                var = var + (_pack(self._layers, "running_var") - var) / count
+        var = var + between
+        if comm.get_world_size() > 1:
+            mean, var, count = _over_ranks(mean, var, count)
+        if count == 0:
+            raise ValueError("the data loader of PreciseBN yields no batch")
+        sizes = [layer.num_features for layer in self._layers]
+        for layer, new_mean, new_var in zip(self._layers, mean.split(sizes), var.split(sizes), strict=True):
+            layer.get_buffer("running_mean").copy_(new_mean)
+            layer.get_buffer("running_var").copy_(new_var)
+
+
+def _pack(layers: list[_BatchNorm], buffer: str) -> torch.Tensor:
+    """The buffers of all layers as one new tensor, shape ``[sum of num_features]``."""
+    return torch.cat([layer.get_buffer(buffer) for layer in layers])
+
+
+def _over_ranks(mean: torch.Tensor, var: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Mean, variance and count of batches of all ranks together, the same on every rank; ``count`` is this one's."""
+    sums = torch.cat([mean * count, mean.new_tensor([count])])
+    dist.all_reduce(sums)
+    total_mean, total = sums[:-1] / sums[-1], sums[-1]
+    square = (var + (mean - total_mean).square()) * count
+    dist.all_reduce(square)
+    return total_mean, square / total, int(total)
+
+
+@contextmanager
+def _batch_statistics(layers: list[_BatchNorm]) -> Iterator[None]:
+    """Running statistics are those of the last batch alone, and everything is put back on leaving."""
+    saved = [(layer.momentum, {name: buffer.clone() for name, buffer in layer.named_buffers()}) for layer in layers]
+    try:
+        for layer in layers:
+            layer.momentum = 1.0
+        yield
+    finally:
+        for layer, (momentum, buffers) in zip(layers, saved, strict=True):
+            layer.momentum = momentum
+            for name, buffer in layer.named_buffers():
+                buffer.copy_(buffers[name])

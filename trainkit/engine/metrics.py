@@ -1,0 +1,125 @@
+"""The way of a step's losses from the device to the storage, and from every rank to all."""
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from trainkit.utils import comm
+from trainkit.utils.events import get_event_storage
+from trainkit.utils.losses import Losses
+
+
+def mean_losses(losses: Sequence[Losses]) -> Losses:
+    """The mean of each entry over micro-batches.
+
+    Where one has no such entry, a loss counts as 0, as in what is minimized, and what is only logged does not count.
+    """
+    if len(losses) == 1:
+        return losses[0]
+    trained = list(dict.fromkeys(name for part in losses for name in part.trained))
+    means = {}
+    for name in dict.fromkeys(name for part in losses for name in part.values):
+        values = torch.stack([part.values[name] for part in losses if name in part.values])
+        means[name] = values.sum() / (len(losses) if name in trained else len(values))
+    return Losses(means, trained)
+
+
+class StepRecord:
+    """The losses of one iteration on their way to the host; on CUDA as one small tensor that nobody waits for yet."""
+
+    def __init__(self, losses: Losses, data_time: float, iter: int) -> None:
+        """``losses`` are detached; ``data_time`` is in seconds."""
+        self.names = losses.names()
+        self.data_time, self.iter = data_time, iter
+        self._arrived: torch.cuda.Event | None = None
+        tensors = [losses.total(), *losses.values.values()][: len(self.names)]
+        if not tensors[0].is_cuda:
+            self._values = [tensor.item() for tensor in tensors]
+            return
+        device = tensors[0].device  # an entry that is only logged may lie elsewhere
+        packed = torch.stack([tensor.to(device, torch.float64, non_blocking=True) for tensor in tensors])
+        self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        self._host.copy_(packed, non_blocking=True)
+        self._arrived = torch.cuda.Event()
+        self._arrived.record(torch.cuda.current_stream(device))  # not that of the current device
+
+    def values(self) -> list[float]:
+        """One value per name; waits until they have arrived."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+            self._values = self._host.tolist()
+        return self._values
+
+
+def store_metrics(
+    names: list[str], values: list[float], data_time: float, iter: int, prefix: str = "", *, gather: bool = True
+) -> None:
+    """Put the mean over ranks of each loss, the longest ``data_time`` and the rank's own one into the open storage.
+
+    Every rank calls it in the same iterations. ``values[0]`` is the total loss.
+
+    Raises:
+        FloatingPointError: the total loss is not finite, on any rank if ``gather``.
+    """
+    means, max_data_time = dict(zip(names, values, strict=True)), data_time
+    if gather:
+        means, max_data_time = reduce_over_ranks(means, data_time)
+    if not math.isfinite(means[names[0]]):
+        raise FloatingPointError(
+            f"the loss is not finite in iteration {iter}: {means}. Lower the learning rate, clip gradients, or look at "
+            "the batch of this iteration; the weights have not been updated with it unless metrics are asynchronous"
+        )
+    if gather:
+        storage = get_event_storage()
+        storage.put_scalar("rank_data_time", data_time, cur_iter=iter)
+        storage.put_scalar("data_time", max_data_time, cur_iter=iter)
+        for name, value in means.items():
+            storage.put_scalar(prefix + name, value, cur_iter=iter)
+
+
+# ---------------------------------------------------------------------- over ranks
+
+_CAPACITY = 64  # losses that fit into one exchange
+
+_group: tuple[object, "dist.ProcessGroup"] | None = None  # (the default group it was made for, our own)
+
+
+def reduce_over_ranks(values: Mapping[str, float], data_time: float) -> tuple[dict[str, float], float]:
+    """(name -> mean over the ranks that have it, longest ``data_time``), on every rank; one small exchange.
+
+    Ranks may pass different names: all of them notice it in the first exchange and make a second one.
+    """
+    if comm.get_world_size() == 1:
+        return dict(values), data_time
+    group = metrics_group()
+    names = zlib.crc32("\n".join(values).encode())
+    mine = torch.zeros(_CAPACITY + 2, dtype=torch.float64)
+    mine[0], mine[1] = names, data_time
+    fits = len(values) <= _CAPACITY
+    if fits:
+        mine[2 : len(values) + 2] = torch.tensor(list(values.values()), dtype=torch.float64)
+    every = [torch.empty_like(mine) for _ in range(comm.get_world_size())]
+    dist.all_gather(every, mine, group=group)  # the same length on every rank: gloo would add up garbage otherwise
+    table = torch.stack(every)
+    max_data_time = table[:, 1].max().item()
+    if fits and bool((table[:, 0] == names).all()):
+        return dict(zip(values, table[:, 2 : len(values) + 2].mean(0).tolist(), strict=True)), max_data_time
+    by_rank = comm.all_gather(dict(values), group=group)
+    together = {name: [d[name] for d in by_rank if name in d] for d in by_rank for name in d}
+    return {name: sum(found) / len(found) for name, found in together.items()}, max_data_time
+
+
+def metrics_group() -> "dist.ProcessGroup | None":
+    """A group of our own: a worker thread may use it while the loop uses the others. None with one process.
+
+    The first call makes it: on all ranks in the thread of the loop, where the order of making groups is the same.
+    """
+    global _group
+    if comm.get_world_size() == 1:
+        return None
+    if _group is None or _group[0] is not dist.group.WORLD:
+        _group = (dist.group.WORLD, dist.new_group(backend="gloo"))
+    return _group[1]

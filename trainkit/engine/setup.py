@@ -1,0 +1,188 @@
+"""What an entry script does before it trains: arguments, output folder, log, seed, writers."""
+
+import argparse
+import importlib.util
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainkit.checkpoint import CheckpointError
+from trainkit.config import CfgNode, ConfigError, get_cfg, import_modules
+from trainkit.utils import comm
+from trainkit.utils.collect_env import collect_env_info
+from trainkit.utils.env import seed_all_rng
+from trainkit.utils.events import CommonMetricPrinter, EventWriter, JSONWriter, TensorboardXWriter
+from trainkit.utils.logger import setup_logger
+
+logger = logging.getLogger(__name__)
+
+# what a run writes into its output folder
+_RUN_FILES = re.compile(
+    r"log\.txt(\.rank\d+)?|config\.yaml|metrics\.json|last_checkpoint|.+\.pth|events\.out\.tfevents\..+"
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Options may also stand behind the ``KEY VALUE`` pairs."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return self.parse_intermixed_args(args, namespace)
+
+
+def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParser:
+    """The options of a training script; ``epilog`` replaces the examples below the help."""
+    parser = _Parser(
+        epilog=epilog
+        or f"""
+Examples:
+  one process           {sys.argv[0]} --config-file cfg.yaml
+  changed options       {sys.argv[0]} --config-file cfg.yaml SOLVER.BASE_LR 0.001 SOLVER.MAX_ITER 3ep
+  8 GPUs                {sys.argv[0]} --num-gpus 8 --config-file cfg.yaml
+  2 machines            (machine 0) {sys.argv[0]} --num-gpus 8 --num-machines 2 --machine-rank 0 --dist-url tcp://HOST:PORT
+                        (machine 1) {sys.argv[0]} --num-gpus 8 --num-machines 2 --machine-rank 1 --dist-url tcp://HOST:PORT
+  torchrun              torchrun --nproc-per-node 8 {sys.argv[0]} --config-file cfg.yaml
+""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config-file", default="", metavar="FILE", help="a YAML file with changes to the defaults")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in OUTPUT_DIR, if any")
+    parser.add_argument("--eval-only", action="store_true", help="evaluate MODEL.WEIGHTS, or the last checkpoint")
+    parser.add_argument(
+        "--fast-dev-run", action="store_true", help="a few iterations, an evaluation, a save and a load, to find errors"
+    )
+    parser.add_argument(
+        "--num-gpus", type=int, default=1, help="processes of this machine, each with a GPU if there are any"
+    )
+    parser.add_argument("--num-machines", type=int, default=1)
+    parser.add_argument("--machine-rank", type=int, default=0, help="number of this machine, from 0")
+    parser.add_argument("--dist-url", default="auto", help="where rank 0 listens; auto is a free port of this machine")
+    parser.add_argument(
+        "opts", nargs="*", metavar="KEY VALUE", help="changes to the config, such as SOLVER.BASE_LR 0.1"
+    )
+    return parser
+
+
+@contextmanager
+def user_errors_exit() -> Iterator[None]:
+    """End the process with one message and code 2 for a mistake in the config, the command or a file they name."""
+    try:
+        yield
+    except (ConfigError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def default_setup(cfg: CfgNode, args: Any) -> None:
+    """Make the output folder, set up the log, log what is run on what, write ``config.yaml``, seed everything.
+
+    Every rank calls it. A new run moves the files that an earlier one left in the folder into ``previous_<n>`` below.
+
+    Args:
+        args: has ``resume`` and ``eval_only`` if they are set, see `default_argument_parser`.
+
+    Raises:
+        ConfigError: the folder cannot be written, or a setting is not accepted.
+    """
+    output_dir = Path(cfg.OUTPUT_DIR)
+    resume, eval_only = getattr(args, "resume", False), getattr(args, "eval_only", False)
+    moved = None
+    if comm.is_main_process():
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            goes_on = eval_only or (resume and any(output_dir.glob("*.pth")))
+            moved = None if goes_on else _move_aside(output_dir, cfg.MODEL.WEIGHTS)
+            if not eval_only:
+                (output_dir / "config.yaml").write_text(cfg.dump())
+        except OSError as error:
+            raise ConfigError(f"OUTPUT_DIR {cfg.OUTPUT_DIR!r} cannot be written: {error}; choose another") from error
+    comm.synchronize()
+
+    setup_logger(output_dir, distributed_rank=comm.get_rank())
+    logger.info("Rank %d of %d\n%s", comm.get_rank(), comm.get_world_size(), collect_env_info())
+    logger.info("Command: %s", " ".join(sys.argv))
+    changes = "\n".join(f"  {key}: {value!r}" for key, value in _changes(cfg, get_cfg()))
+    logger.info("Configuration, as far as it differs from the defaults:\n%s", changes or "  nowhere")
+    if moved is not None:
+        logger.info("The files of an earlier run in %s are now in %s", output_dir, moved)
+    import_modules(cfg.IMPORTS)
+    seed_all_rng(None if cfg.SEED < 0 else cfg.SEED + comm.get_rank())
+    torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK and not eval_only
+    if cfg.FLOAT32_PRECISION:
+        if cfg.FLOAT32_PRECISION not in ("highest", "high", "medium"):
+            raise ConfigError(
+                f'FLOAT32_PRECISION must be "", "highest", "high" or "medium", got {cfg.FLOAT32_PRECISION!r}'
+            )
+        torch.set_float32_matmul_precision(cfg.FLOAT32_PRECISION)
+
+
+def default_writers(
+    output_dir: str | os.PathLike[str],
+    max_iter: int | None = None,
+    names: Sequence[str] = ("console", "json", "tensorboard"),
+    window_size: int = 20,
+) -> list[EventWriter]:
+    """Writers by name: "console", "json" (``metrics.json``), "tensorboard" (left out if the package is missing).
+
+    Raises:
+        ConfigError: another name.
+    """
+    makers = {
+        "console": lambda: CommonMetricPrinter(max_iter, window_size),
+        "json": lambda: JSONWriter(Path(output_dir) / "metrics.json", window_size),
+        "tensorboard": lambda: TensorboardXWriter(Path(output_dir), window_size),
+    }
+    unknown = [name for name in names if name not in makers]
+    if unknown:
+        raise ConfigError(f"there is no writer called {unknown[0]!r}; LOG.WRITERS takes {', '.join(makers)}")
+    if "tensorboard" in names and importlib.util.find_spec("tensorboard") is None:
+        logger.info("Nothing is written for TensorBoard; to change that: pip install 'trainkit[tensorboard]'")
+        names = [name for name in names if name != "tensorboard"]
+    return [makers[name]() for name in names]
+
+
+def fast_dev_config(cfg: CfgNode) -> CfgNode:
+    """A copy for a trial of every part of the run in seconds, in a folder of its own: ``OUTPUT_DIR/fast_dev_run``."""
+    cfg = cfg.clone()
+    cfg.defrost()
+    cfg.OUTPUT_DIR = os.path.join(cfg.OUTPUT_DIR, "fast_dev_run")
+    cfg.SOLVER.MAX_ITER, cfg.SOLVER.STEPS, cfg.SOLVER.WARMUP_ITERS = 6, (), 1
+    cfg.SOLVER.CHECKPOINT_PERIOD = cfg.TEST.EVAL_PERIOD = 3
+    cfg.TEST.EVAL_AT_START, cfg.TEST.MAX_BATCHES, cfg.TEST.EXPECTED_RESULTS = True, 2, []
+    cfg.TEST.PRECISE_BN.NUM_ITER = 2
+    cfg.LOG.PERIOD = 1
+    cfg.freeze()
+    return cfg
+
+
+def _move_aside(output_dir: Path, weights: str) -> Path | None:
+    """Move what a run has left into a new folder ``previous_<n>``; the folder, or None if there was nothing."""
+    old = [path for path in output_dir.iterdir() if path.is_file() and _RUN_FILES.fullmatch(path.name)]
+    if not old:
+        return None
+    if weights and Path(weights).resolve() in [path.resolve() for path in old]:
+        raise ConfigError(
+            f"MODEL.WEIGHTS {weights!r} lies in OUTPUT_DIR, which a new run begins by emptying; give it another "
+            "OUTPUT_DIR, or go on with the old one by --resume"
+        )
+    n = 1
+    while (aside := output_dir / f"previous_{n}").exists():
+        n += 1
+    aside.mkdir()
+    for path in old:
+        path.rename(aside / path.name)
+    return aside
+
+
+def _changes(cfg: CfgNode, default: CfgNode, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in cfg.items():
+        if isinstance(value, CfgNode):
+            yield from _changes(value, default.get(key, CfgNode()), f"{prefix}{key}.")
+        elif key not in default or value != default[key]:
+            yield prefix + key, value
