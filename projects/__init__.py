@@ -1,0 +1,1 @@
+"""Users of trainkit's public API; each folder is a job of its own."""

@@ -1,0 +1,71 @@
+"""The scans with their split, and how they become the model's input."""
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from trainkit.config import CfgNode
+from trainkit.data import TRANSFORM_REGISTRY, DatasetCatalog, MetadataCatalog
+
+_FILE = Path(__file__).with_name("digits.npz")
+_SPLITS = ("train", "val", "test")  # a sample's split in the file is an index into this
+
+_MAX_ROTATION = math.radians(10)
+_MAX_SCALING = 0.1  # per axis
+_MAX_SHEAR = 0.1
+_MAX_SHIFT = 0.125  # of half the width: half a pixel
+
+
+def load_split(split: str) -> list[dict[str, Any]]:
+    """The samples of "train", "val" or "test", in the order of the source.
+
+    Returns:
+        Dicts with ``image``, uint8 ``[8, 8]`` from 0 (paper) to 16 (ink), and ``label``, 0 to 9.
+    """
+    with np.load(_FILE) as arrays:
+        chosen = arrays["split"] == _SPLITS.index(split)
+        images, labels = arrays["images"][chosen], arrays["labels"][chosen]
+    return [{"image": image, "label": int(label)} for image, label in zip(images, labels, strict=True)]
+
+
+@TRANSFORM_REGISTRY.register()
+class DigitsTransform:
+    """A scan, uint8 ``[8, 8]``, as float32 ``[1, 8, 8]`` in [0, 1]; the rest of the sample stays."""
+
+    def __init__(self, cfg: CfgNode | None = None) -> None:
+        pass
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        return sample | {"image": torch.from_numpy(sample["image"]).to(torch.float32)[None] / 16}
+
+
+@TRANSFORM_REGISTRY.register()
+class DigitsTrainTransform(DigitsTransform):
+    """The same, slightly rotated, scaled, sheared and shifted at random, by torch's global generator."""
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        sample = super().__call__(sample)
+        return sample | {"image": _random_affine(sample["image"])}
+
+
+def _random_affine(image: Tensor) -> Tensor:
+    rotation, scale_x, scale_y, shear, shift_x, shift_y = (2 * torch.rand(6) - 1).tolist()
+    cos, sin = math.cos(_MAX_ROTATION * rotation), math.sin(_MAX_ROTATION * rotation)
+    scale_x, scale_y = 1 + _MAX_SCALING * scale_x, 1 + _MAX_SCALING * scale_y
+    matrix = [
+        [cos * scale_x, (_MAX_SHEAR * shear - sin) * scale_x, _MAX_SHIFT * shift_x],
+        [sin * scale_y, cos * scale_y, _MAX_SHIFT * shift_y],
+    ]
+    grid = F.affine_grid(torch.tensor([matrix]), [1, *image.shape], align_corners=False)
+    return F.grid_sample(image[None], grid, align_corners=False)[0]
+
+
+for _split in _SPLITS:
+    DatasetCatalog.register(f"digits_{_split}", partial(load_split, _split))
+    MetadataCatalog.get(f"digits_{_split}").set(class_names=[str(digit) for digit in range(10)])

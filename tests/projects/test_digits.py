@@ -1,0 +1,117 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from projects.digits import DigitsCNN, DigitsTrainTransform, DigitsTransform, load_split
+from trainkit.config import get_cfg
+from trainkit.data import DatasetCatalog, MetadataCatalog, build_test_loader
+from trainkit.evaluation import build_evaluator, inference_on_dataset
+from trainkit.modeling import build_model
+
+FOLDER = Path(__file__).parents[2] / "projects" / "digits"
+
+
+@pytest.fixture(scope="module")
+def cfg():
+    cfg = get_cfg()
+    cfg.merge_from_file(str(FOLDER / "config.yaml"))
+    cfg.MODEL.DEVICE = "cpu"
+    return cfg
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    with np.load(FOLDER / "digits.npz") as arrays:
+        return dict(arrays)
+
+
+def test_the_data_file_is_small_and_holds_all_scans(arrays):
+    assert (FOLDER / "digits.npz").stat().st_size < 100_000
+    assert {name: (array.shape, array.dtype.name) for name, array in arrays.items()} == {
+        "images": ((1797, 8, 8), "uint8"),
+        "labels": ((1797,), "uint8"),
+        "split": ((1797,), "uint8"),
+    }
+    assert (arrays["images"].min(), arrays["images"].max()) == (0, 16)
+    # The first scan as the source has it: a zero.
+    assert arrays["labels"][0] == 0
+    assert arrays["images"][0, :2].tolist() == [[0, 0, 5, 13, 9, 1, 0, 0], [0, 0, 13, 15, 10, 15, 5, 0]]
+
+
+def test_the_split_is_complete_disjoint_and_stratified(arrays):
+    counts = [np.bincount(arrays["labels"][arrays["split"] == part], minlength=10).tolist() for part in range(3)]
+    assert counts[1:] == [[20] * 10, [40] * 10]
+    assert [sum(count) for count in counts] == [1197, 200, 400]
+    assert len(np.unique(arrays["images"].reshape(1797, 64), axis=0)) == 1797  # no scan is in two parts
+
+
+def test_the_split_follows_the_rule_in_the_readme(arrays):
+    rng = np.random.default_rng(0)
+    split = np.zeros(1797, np.uint8)
+    for digit in range(10):
+        scans = rng.permutation(np.flatnonzero(arrays["labels"] == digit))
+        split[scans[:40]], split[scans[40:60]] = 2, 1
+    assert np.array_equal(split, arrays["split"])
+
+
+def test_the_datasets_are_registered_with_their_class_names(arrays):
+    for part, (name, size) in enumerate([("digits_train", 1197), ("digits_val", 200), ("digits_test", 400)]):
+        samples = DatasetCatalog.get(name)
+        assert len(samples) == size
+        assert samples[0]["image"].shape == (8, 8)
+        assert [sample["label"] for sample in samples] == arrays["labels"][arrays["split"] == part].tolist()
+        assert MetadataCatalog.get(name).class_names == list("0123456789")
+
+
+def test_the_transform_scales_to_one_and_needs_no_label():
+    image = np.full((8, 8), 4, np.uint8)
+    image[0, 0] = 16
+    out = DigitsTransform()({"image": image})
+    assert list(out) == ["image"]
+    assert (out["image"].dtype, list(out["image"].shape)) == (torch.float32, [1, 8, 8])
+    assert (out["image"][0, 0, 0].item(), out["image"][0, 1, 1].item()) == (1.0, 0.25)
+    assert DigitsTransform()({"image": image, "label": 7})["label"] == 7
+    assert image[0, 0] == 16  # the stored scan is not touched
+
+
+def test_the_augmentation_is_small_and_a_function_of_the_torch_seed():
+    sample = load_split("train")[0]
+    plain, augment = DigitsTransform()(sample)["image"], DigitsTrainTransform()
+    torch.manual_seed(0)
+    first, second = augment(sample)["image"], augment(sample)["image"]
+    torch.manual_seed(0)
+    assert torch.equal(augment(sample)["image"], first)
+    assert not torch.equal(first, second)
+    assert (list(first.shape), first.dtype) == ([1, 8, 8], torch.float32)
+    assert 0 < (first - plain).abs().mean() < 0.2
+
+
+def test_the_model_gives_losses_in_train_mode_and_logits_in_eval_mode():
+    torch.manual_seed(0)
+    model = DigitsCNN(width=4)
+    batch = {"image": torch.rand(3, 1, 8, 8), "label": torch.tensor([0, 1, 2])}
+    losses = model(batch)
+    assert list(losses) == ["loss_cls"]
+    assert losses["loss_cls"].requires_grad
+    model.eval()
+    logits = model({"image": batch["image"]})
+    expected = torch.nn.functional.cross_entropy(logits, batch["label"], label_smoothing=0.1)
+    assert list(logits.shape) == [3, 10]
+    assert model.losses(batch)["loss_cls"].item() == pytest.approx(expected.item())
+
+
+def test_the_config_builds_a_model_and_evaluates_it(cfg):
+    torch.manual_seed(0)
+    model = build_model(cfg)
+    results = inference_on_dataset(model, build_test_loader(cfg, "digits_val"), build_evaluator(cfg, "digits_val"))
+    assert list(results) == ["classification", "loss"]
+    assert results["classification"]["top1"] < 50  # it is untrained
+    assert results["loss"]["total_loss"] == results["loss"]["loss_cls"] == pytest.approx(2.3, abs=0.3)
+
+
+def test_the_config_keeps_the_test_split_out_of_every_choice(cfg):
+    assert (list(cfg.DATASETS.TRAIN), list(cfg.DATASETS.VAL)) == (["digits_train"], ["digits_val"])
+    assert list(cfg.DATASETS.TEST) == ["digits_test"]
+    assert cfg.CHECKPOINT.BEST_METRIC == "classification/top1"

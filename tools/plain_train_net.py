@@ -1,0 +1,101 @@
+#!/usr/bin/env python
+"""The job of ``train_net.py`` as a plain loop, for those who would rather change code than override methods.
+
+No trainer, no hooks: everything that happens stands in ``train``. With the same config it gives the same losses,
+bit for bit. What it leaves out, such as resuming in the middle or running on several GPUs, is what the trainer is for.
+"""
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainkit.checkpoint import Checkpointer, PeriodicCheckpointer
+from trainkit.config import CfgNode, get_cfg, import_modules, resolve_lengths
+from trainkit.data import build_test_loader, build_train_loader, iters_per_epoch
+from trainkit.engine import default_argument_parser, default_setup, default_writers, fast_dev_config, user_errors_exit
+from trainkit.evaluation import build_evaluator, inference_on_dataset, print_csv_format
+from trainkit.modeling import build_model
+from trainkit.solver import build_gradient_clipper, build_lr_scheduler, build_optimizer
+from trainkit.utils.device import move_to_device, resolve_device
+from trainkit.utils.events import EventStorage
+
+ROOT = Path(__file__).resolve().parents[1]
+
+logger = logging.getLogger("trainkit.tools.plain_train_net")
+
+
+def train(cfg: CfgNode, model: torch.nn.Module) -> dict[str, Any]:
+    """Train ``model`` from its weights on; returns the results of the last evaluation."""
+    model.train()
+    optimizer = build_optimizer(cfg, model)
+    data_loader = build_train_loader(cfg)
+    cfg = resolve_lengths(cfg, iters_per_epoch(data_loader))
+    scheduler = build_lr_scheduler(cfg, optimizer)
+    clip_gradients = build_gradient_clipper(cfg)
+    max_iter, device = cfg.SOLVER.MAX_ITER, resolve_device(cfg.MODEL.DEVICE)
+    checkpointer = PeriodicCheckpointer(
+        Checkpointer(model, cfg.OUTPUT_DIR, optimizer=optimizer, scheduler=scheduler),
+        cfg.SOLVER.CHECKPOINT_PERIOD,
+        max_iter,
+    )
+    writers = default_writers(cfg.OUTPUT_DIR, max_iter, cfg.LOG.WRITERS, cfg.LOG.WINDOW)
+    results: dict[str, Any] = {}
+
+    with EventStorage() as storage:
+        for iteration, batch in zip(range(max_iter), data_loader, strict=False):
+            storage.iter = iteration
+            losses = model(move_to_device(batch, device))
+            loss = sum(losses.values())
+            optimizer.zero_grad()
+            loss.backward()
+            if clip_gradients is not None:
+                clip_gradients(model.parameters())
+            storage.put_scalars(total_loss=loss.item(), **{name: value.item() for name, value in losses.items()})
+            storage.put_scalar("lr", optimizer.param_groups[0]["lr"], smoothing_hint=False)
+            optimizer.step()
+            scheduler.step()
+
+            done = iteration + 1
+            checkpointer.step(iteration)
+            if done == max_iter or (cfg.TEST.EVAL_PERIOD and done % cfg.TEST.EVAL_PERIOD == 0):
+                results = evaluate(cfg, model)
+                model.train()
+            if done == max_iter or done % cfg.LOG.PERIOD == 0:
+                for writer in writers:
+                    writer.write()
+        for writer in writers:
+            writer.close()
+    return results
+
+
+def evaluate(cfg: CfgNode, model: torch.nn.Module) -> dict[str, Any]:
+    """The results on each dataset of DATASETS.TEST."""
+    results = {}
+    for name in cfg.DATASETS.TEST:
+        results[name] = inference_on_dataset(model, build_test_loader(cfg, name), build_evaluator(cfg, name))
+        logger.info("Results on %s:", name)
+        print_csv_format(results[name])
+    return results
+
+
+def main(args: argparse.Namespace) -> dict[str, Any]:
+    with user_errors_exit():
+        cfg = get_cfg()
+        cfg.merge_from_file(args.config_file or str(ROOT / "projects/digits/config.yaml"))
+        cfg.merge_from_list(args.opts)
+        if args.fast_dev_run:
+            cfg = fast_dev_config(cfg)
+        default_setup(cfg, args)
+        import_modules(cfg.IMPORTS)
+        model = build_model(cfg)
+        Checkpointer(model, cfg.OUTPUT_DIR).load(cfg.MODEL.WEIGHTS)
+    return evaluate(cfg, model) if args.eval_only else train(cfg, model)
+
+
+if __name__ == "__main__":
+    sys.path += [str(ROOT), str(Path.cwd())]
+    main(default_argument_parser().parse_args())
