@@ -1,0 +1,299 @@
+"""Who may import whom, and that nothing happens at import; read from the syntax trees, nothing is imported here."""
+
+import ast
+import graphlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# A module imports from lines above its own and from its own part, never from its own line's neighbours or from below.
+LAYERS = [
+    ["trainkit.utils"],
+    ["trainkit.config"],
+    ["trainkit.checkpoint", "trainkit.data", "trainkit.modeling", "trainkit.solver"],
+    ["trainkit.evaluation"],
+    ["trainkit.engine.train_loop"],
+    ["trainkit.engine.metrics"],
+    ["trainkit.engine.trainers"],
+    ["trainkit.engine.hooks"],
+    ["trainkit.engine.parallel", "trainkit.engine.setup", "trainkit.engine.launch"],
+    ["trainkit.engine.defaults"],
+    ["trainkit.engine"],
+    ["projects", "tools"],
+]
+
+# who may call importlib.import_module, and what for
+LATE_IMPORTS = {
+    "trainkit.config.imports": "IMPORTS, the one place where a config names code",
+    "trainkit.utils.events.writers": "tensorboard, an optional package",
+    "trainkit.utils.registry": "locate() finds an object by its dotted name",
+}
+
+PURE = {"compile", "copy", "frozenset", "getLogger", "int", "list", "local", "object", "split", "tuple", "type"}
+PURE |= {"timedelta"}
+
+
+class Sources:
+    """Every module of some packages, parsed."""
+
+    def __init__(self, root, packages):
+        files = [file for package in packages for file in sorted((root / package).rglob("*.py"))]
+        self.trees = {self._name(file.relative_to(root)): ast.parse(file.read_text()) for file in files}
+        self.packages = {self._name(file.relative_to(root)) for file in files if file.name == "__init__.py"}
+
+    @staticmethod
+    def _name(path):
+        parts = path.parent.parts if path.name == "__init__.py" else path.with_suffix("").parts
+        return ".".join(parts)
+
+    def imports(self, module):
+        """The modules of ours that ``module`` names in an import; a package stands for its ``__init__``."""
+        for node in ast.walk(self.trees[module]):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names if alias.name in self.trees)
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{module} has a relative import; write the module's full name"
+                for alias in node.names:
+                    submodule = f"{node.module}.{alias.name}"
+                    if submodule in self.trees or node.module in self.trees:
+                        yield submodule if submodule in self.trees else node.module
+
+    def executed(self, module):
+        """What ``module`` imports, and the ``__init__`` of the packages that this runs on the way."""
+        for target in self.imports(module):
+            parts = target.split(".")
+            parents = {".".join(parts[:i]) for i in range(1, len(parts))} & self.packages
+            yield target
+            yield from (parent for parent in parents if not f"{module}.".startswith(f"{parent}."))
+
+
+def part_of(module):
+    """The longest entry of LAYERS that holds the module, and its line."""
+    found = [
+        (len(part), line, part)
+        for line, parts in enumerate(LAYERS)
+        for part in parts
+        if f"{module}.".startswith(f"{part}.")
+    ]
+    return max(found)[1:] if found else None
+
+
+def upward_imports(sources):
+    for module in sources.trees:
+        for target in sources.imports(module):
+            here, there = part_of(module), part_of(target)
+            if here is None or there is None:
+                if (module, target) != ("trainkit.utils.collect_env", "trainkit"):  # it reports the version
+                    yield f"{module} imports {target}, one of which is in no layer"
+            elif here != there and here[0] <= there[0]:
+                yield f"{module} imports {target}, which is not below it"
+
+
+def own_package_imports(sources):
+    for module in sources.trees:
+        for target in sources.imports(module):
+            if module.startswith(f"{target}.") and target != "trainkit":
+                yield f"{module} imports {target}, the package it is in; import the module it needs"
+
+
+def import_cycle(sources):
+    try:
+        graphlib.TopologicalSorter({module: set(sources.executed(module)) for module in sources.trees}).prepare()
+    except graphlib.CycleError as error:
+        return " <- ".join(error.args[1])
+    return None
+
+
+def late_imports(sources):
+    for module, tree in sources.trees.items():
+        for function in ast.walk(tree):
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            for node in ast.walk(function):
+                if isinstance(node, ast.Import | ast.ImportFrom):
+                    yield f"{module}.{function.name} has an import inside"
+        for node in ast.walk(tree):
+            names_importer = (isinstance(node, ast.Attribute) and node.attr in ("import_module", "__import__")) or (
+                isinstance(node, ast.Name) and node.id in ("import_module", "__import__")
+            )
+            if names_importer and module not in LATE_IMPORTS:
+                yield f"{module} imports by name and is not in LATE_IMPORTS"
+
+
+def effects_at_import(module, tree):
+    """Statements of the module and its classes that do more than define a name of the module."""
+    definitions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    in_classes = [statement for node in definitions if isinstance(node, ast.ClassDef) for statement in node.body]
+    own = {node.name for node in definitions}
+    for statement in [*tree.body, *in_classes]:
+        if isinstance(statement, ast.Assign | ast.AnnAssign | ast.For):
+            own |= {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    for statement in [*tree.body, *in_classes]:
+        if not _defines(statement, own):
+            yield f"{module}:{statement.lineno}: {ast.unparse(statement).splitlines()[0]}"
+
+
+def _defines(statement, own):
+    match statement:
+        case ast.Import() | ast.ImportFrom() | ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Pass():
+            return True
+        case ast.Expr(value=ast.Constant()):  # a docstring, or the ellipsis of a Protocol
+            return True
+        case ast.If(test=test):
+            return ast.unparse(test) == "__name__ == '__main__'"
+        case ast.For(iter=ast.Tuple(elts=elements), target=ast.Name()):  # the same for several objects of the module
+            return all(_root(element) in own for element in elements) and all(_defines(s, own) for s in statement.body)
+        case ast.Expr(value=ast.Call(func=ast.Attribute() as method) as call):  # such as a registration
+            return _root(method) in own and all(map(_is_pure, _calls(*call.args, *call.keywords)))
+        case ast.Assign(targets=targets, value=value):
+            targets = [part for target in targets for part in getattr(target, "elts", [target])]
+            return all(_root(target) in own for target in targets) and all(map(_is_pure, _calls(value)))
+        case ast.AnnAssign(target=target, value=value):
+            return _root(target) in own and (value is None or all(map(_is_pure, _calls(value))))
+    return False
+
+
+def _root(node):
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def _calls(*nodes):
+    return [inner for node in nodes for inner in ast.walk(node) if isinstance(inner, ast.Call)]
+
+
+def _is_pure(call):
+    """The construction of an object, or one of PURE."""
+    name = ast.unparse(call.func).split(".")[-1]
+    return name.lstrip("_")[:1].isupper() or name in PURE
+
+
+# ---------------------------------------------------------------------- the repository
+
+
+@pytest.fixture(scope="module")
+def sources():
+    return Sources(ROOT, ["trainkit", "tools", "projects"])
+
+
+def test_the_sources_are_found(sources):
+    assert {"trainkit", "trainkit.engine", "trainkit.utils.events.storage", "tools.train_net"} <= set(sources.trees)
+    assert [module for module in sources.trees if part_of(module) is None] == ["trainkit"]
+
+
+def test_imports_run_one_way(sources):
+    assert list(upward_imports(sources)) == []
+
+
+def test_no_module_imports_the_package_it_is_in(sources):
+    assert list(own_package_imports(sources)) == []
+
+
+def test_imports_form_no_cycle(sources):
+    assert import_cycle(sources) is None
+
+
+def test_imports_stand_at_the_top_of_a_module(sources):
+    assert list(late_imports(sources)) == []
+
+
+def test_nothing_happens_at_import(sources):
+    trees = {module: tree for module, tree in sources.trees.items() if module.split(".")[0] == "trainkit"}
+
+    assert [effect for module, tree in trees.items() for effect in effects_at_import(module, tree)] == []
+
+
+# ---------------------------------------------------------------------- the rules can be broken
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(files):
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return Sources(tmp_path, ["trainkit"])
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("utils/a", "from trainkit.config import config"),
+        ("data/build", "from trainkit.evaluation.b import x"),
+        ("data/build", "import trainkit.solver.b"),
+        ("engine/train_loop", "from trainkit.engine import metrics"),
+        ("engine/hooks/a", "from trainkit.engine import y"),
+        ("solver/a", "from trainkit import z"),
+    ],
+)
+def test_an_import_that_does_not_run_downwards_is_found(write, module, line):
+    inits = ["", "utils/", "config/", "data/", "evaluation/", "solver/", "engine/", "engine/hooks/"]
+    files = {f"trainkit/{folder}__init__.py": "" for folder in inits}
+    files |= dict.fromkeys(["trainkit/config/config.py", "trainkit/evaluation/b.py", "trainkit/solver/b.py"], "")
+    files["trainkit/engine/metrics.py"] = ""
+
+    assert len(list(upward_imports(write({**files, f"trainkit/{module}.py": line})))) == 1
+
+
+def test_a_cycle_through_the_init_of_another_package_is_found(write):
+    files = {
+        "trainkit/__init__.py": "",
+        "trainkit/data/__init__.py": "from trainkit.data.build import x",
+        "trainkit/data/build.py": "from trainkit.utils.b import y",
+        "trainkit/data/c.py": "",
+        "trainkit/utils/__init__.py": "",
+        "trainkit/utils/b.py": "from trainkit.data import c",
+    }
+    assert import_cycle(write(files)) is not None
+    assert import_cycle(write({**files, "trainkit/utils/b.py": "import torch"})) is None
+
+
+def test_a_module_that_imports_its_own_package_is_found(write):
+    files = {
+        "trainkit/__init__.py": "",
+        "trainkit/data/__init__.py": "",
+        "trainkit/data/b.py": "from trainkit.data import x",
+    }
+    assert len(list(own_package_imports(write(files)))) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f():\n    import os",
+        "class A:\n    def f(self):\n        if self:\n            from os import path",
+        "import importlib\ndef f(): importlib.import_module('os')",
+        "from importlib import import_module\nf = import_module",
+        "def f(): __import__('os')",
+    ],
+)
+def test_a_late_import_is_found(write, text):
+    assert list(late_imports(write({"trainkit/a.py": text})))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import os\nos.environ['A'] = '1'",
+        "import torch\ntorch.backends.cudnn.benchmark = True",
+        "import logging\nlogging.basicConfig()",
+        "import signal\nsignal.signal(2, print)",
+        "def f(): pass\nf()",
+        "x = open('file')",
+        "class A:\n    print('x')",
+        "class A:\n    x = open('file')",
+        "if True:\n    x = 1",
+        "with open('x') as f:\n    pass",
+        "import other\nother.REGISTRY.register(int)",
+        "import os\na, os.x = 1, 2",
+        "import os\nos.x = 1\ndef f():\n    os = 1",
+    ],
+)
+def test_an_effect_at_import_is_found(text):
+    assert len(list(effects_at_import("module", ast.parse(text)))) == 1

@@ -1,0 +1,205 @@
+"""The public names. Whoever changes one changes it here too, and in the CHANGELOG."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+PUBLIC = {
+    "trainkit.checkpoint": {"CheckpointError", "Checkpointer", "PeriodicCheckpointer"},
+    "trainkit.config": {
+        "CfgNode",
+        "ConfigError",
+        "Epochs",
+        "LENGTH_KEYS",
+        "check_values",
+        "configurable",
+        "get_cfg",
+        "import_modules",
+        "parse_length",
+        "resolve_lengths",
+    },
+    "trainkit.data": {
+        "DatasetCatalog",
+        "DatasetFromList",
+        "GroupedBatchSampler",
+        "InferenceSampler",
+        "InfiniteSampler",
+        "MapDataset",
+        "Metadata",
+        "MetadataCatalog",
+        "RandomSubsetTrainingSampler",
+        "RepeatFactorTrainingSampler",
+        "TRANSFORM_REGISTRY",
+        "ToIterableDataset",
+        "TrainingSampler",
+        "build_batch_data_loader",
+        "build_test_loader",
+        "build_train_loader",
+        "build_transform",
+        "iters_per_epoch",
+        "trivial_batch_collator",
+        "worker_init_reset_seed",
+    },
+    "trainkit.data.samplers": {
+        "GroupedBatchSampler",
+        "InferenceSampler",
+        "InfiniteSampler",
+        "RandomSubsetTrainingSampler",
+        "RepeatFactorTrainingSampler",
+        "TrainingSampler",
+    },
+    "trainkit.engine": {
+        "AMPTrainer",
+        "DEFAULT_TIMEOUT",
+        "DefaultPredictor",
+        "DefaultTrainer",
+        "HookBase",
+        "Priority",
+        "SimpleTrainer",
+        "TrainerBase",
+        "create_ddp_model",
+        "default_argument_parser",
+        "default_setup",
+        "default_writers",
+        "fast_dev_config",
+        "hooks",
+        "launch",
+        "user_errors_exit",
+    },
+    "trainkit.engine.hooks": {
+        "BestCheckpointer",
+        "CallbackHook",
+        "EarlyStopping",
+        "EvalHook",
+        "HookBase",
+        "IterationTimer",
+        "LRScheduler",
+        "PeriodicCheckpointer",
+        "PeriodicWriter",
+        "PreciseBN",
+        "Priority",
+        "TorchMemoryStats",
+        "TorchProfiler",
+        "is_due",
+    },
+    "trainkit.evaluation": {
+        "ClassificationEvaluator",
+        "DatasetEvaluator",
+        "DatasetEvaluators",
+        "EVALUATOR_REGISTRY",
+        "LossEvaluator",
+        "build_evaluator",
+        "flatten_results_dict",
+        "inference_context",
+        "inference_on_dataset",
+        "print_csv_format",
+        "verify_results",
+    },
+    "trainkit.solver": {
+        "GradientClipType",
+        "GradientClipper",
+        "KeepLastValue",
+        "LRMultiplier",
+        "OPTIMIZER_REGISTRY",
+        "WarmupParamScheduler",
+        "build_gradient_clipper",
+        "build_lr_scheduler",
+        "build_optimizer",
+        "get_default_optimizer_params",
+        "maybe_add_gradient_clipping",
+        "reduce_param_groups",
+    },
+    "trainkit.utils.events": {
+        "CommonMetricPrinter",
+        "EventStorage",
+        "EventWriter",
+        "HistoryBuffer",
+        "JSONWriter",
+        "TensorboardXWriter",
+        "estimate_eta_sec",
+        "get_event_storage",
+        "has_event_storage",
+    },
+}
+
+# where detectron2's users find a name: `from detectron2.<module> import <name>`
+DETECTRON2 = {
+    "checkpoint": "Checkpointer PeriodicCheckpointer",
+    "config": "CfgNode configurable get_cfg",
+    "data": "DatasetCatalog DatasetFromList MapDataset MetadataCatalog build_batch_data_loader",
+    "data.build": "build_batch_data_loader trivial_batch_collator worker_init_reset_seed",
+    "data.catalog": "DatasetCatalog Metadata MetadataCatalog",
+    "data.common": "DatasetFromList MapDataset ToIterableDataset",
+    "data.samplers": (
+        "GroupedBatchSampler InferenceSampler RandomSubsetTrainingSampler RepeatFactorTrainingSampler TrainingSampler"
+    ),
+    "engine": (
+        "AMPTrainer DefaultPredictor DefaultTrainer HookBase SimpleTrainer TrainerBase create_ddp_model "
+        "default_argument_parser default_setup default_writers hooks launch DEFAULT_TIMEOUT"
+    ),
+    "engine.defaults": "DefaultPredictor DefaultTrainer",
+    "engine.hooks": (
+        "BestCheckpointer CallbackHook EvalHook IterationTimer LRScheduler PeriodicCheckpointer PeriodicWriter "
+        "PreciseBN TorchMemoryStats TorchProfiler"
+    ),
+    "engine.launch": "DEFAULT_TIMEOUT launch",
+    "engine.train_loop": "HookBase TrainerBase",
+    "evaluation": (
+        "DatasetEvaluator DatasetEvaluators inference_context inference_on_dataset print_csv_format verify_results"
+    ),
+    "evaluation.evaluator": "DatasetEvaluator DatasetEvaluators inference_context inference_on_dataset",
+    "evaluation.testing": "flatten_results_dict print_csv_format verify_results",
+    "solver": "build_lr_scheduler build_optimizer get_default_optimizer_params",
+    "solver.build": (
+        "build_lr_scheduler build_optimizer get_default_optimizer_params maybe_add_gradient_clipping "
+        "reduce_param_groups"
+    ),
+    "solver.lr_scheduler": "LRMultiplier WarmupParamScheduler",
+    "utils.collect_env": "collect_env_info",
+    "utils.comm": (
+        "all_gather create_local_process_group gather get_local_process_group get_local_rank get_local_size get_rank "
+        "get_world_size is_main_process reduce_dict shared_random_seed synchronize"
+    ),
+    "utils.env": "TORCH_VERSION seed_all_rng",
+    "utils.events": (
+        "CommonMetricPrinter EventStorage EventWriter JSONWriter TensorboardXWriter get_event_storage has_event_storage"
+    ),
+    "utils.file_io": "PathManager",
+    "utils.logger": "create_small_table log_every_n log_every_n_seconds log_first_n setup_logger",
+    "utils.registry": "Registry locate",
+}
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_the_public_names_of_a_package_are_these_and_exist(package):
+    module = importlib.import_module(package)
+
+    assert len(module.__all__) == len(set(module.__all__))
+    assert set(module.__all__) == PUBLIC[package]
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+
+
+@pytest.mark.parametrize("module", DETECTRON2)
+def test_detectron2s_users_find_names_where_they_were(module):
+    found = importlib.import_module(f"trainkit.{module}")
+
+    assert [name for name in DETECTRON2[module].split() if not hasattr(found, name)] == []
+
+
+def test_importing_takes_no_optional_or_slow_package_and_warns_of_nothing():
+    code = (
+        "import sys, trainkit.engine, tools.plain_train_net, tools.train_net\n"
+        "print(*{name.split('.')[0] for name in sys.modules})"
+    )
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+    assert (run.returncode, run.stderr) == (0, "")
+    unwanted = {"tensorboard", "matplotlib", "omegaconf", "hydra", "sklearn", "scipy", "PIL", "pandas", "wandb"}
+    assert unwanted & set(run.stdout.split()) == set()
