@@ -250,6 +250,7 @@ def test_progress_is_logged_every_five_seconds_with_an_eta_and_a_total_at_the_en
 
 def test_the_device_is_waited_for_once_and_not_per_batch(monkeypatch):
     waits = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
     monkeypatch.setattr(torch.accelerator, "synchronize", waits.append)
     inference_on_dataset(nn.Linear(2, 1, device="meta"), [torch.ones(3, 2)] * 7, None)

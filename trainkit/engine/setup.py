@@ -50,6 +50,7 @@ Examples:
   torchrun              torchrun --nproc-per-node 8 {sys.argv[0]} --config-file cfg.yaml
 """,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # --res is a typing error, not --resume
     )
     parser.add_argument("--config-file", default="", metavar="FILE", help="a YAML file with changes to the defaults")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in OUTPUT_DIR, if any")

@@ -240,8 +240,10 @@ def _with_progress(data_loader: Iterable[Any], device: torch.device | None) -> I
 
 
 def _wait_for(device: torch.device | None) -> None:
+    if device is None or not torch.accelerator.is_available():
+        return
     accelerator = torch.accelerator.current_accelerator()
-    if device is not None and accelerator is not None and device.type == accelerator.type:
+    if accelerator is not None and device.type == accelerator.type:
         torch.accelerator.synchronize(device)
 
 
