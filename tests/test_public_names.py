@@ -17,6 +17,7 @@ PUBLIC = {
         "Epochs",
         "LENGTH_KEYS",
         "check_values",
+        "scale_workers",
         "configurable",
         "get_cfg",
         "import_modules",

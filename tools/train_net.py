@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.checkpoint import Checkpointer
-from trainkit.config import CfgNode, get_cfg
+from trainkit.config import CfgNode, ConfigError, get_cfg
 from trainkit.engine import (
     DefaultTrainer,
     default_argument_parser,
@@ -51,8 +51,10 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         cfg = setup(args)
         if args.eval_only:
             model = Trainer.build_model(cfg)
-            # MODEL.WEIGHTS if it is given, else the newest checkpoint of the run
-            Checkpointer(model, cfg.OUTPUT_DIR).resume_or_load(cfg.MODEL.WEIGHTS, resume=not cfg.MODEL.WEIGHTS)
+            checkpointer = Checkpointer(model, cfg.OUTPUT_DIR)
+            if not cfg.MODEL.WEIGHTS and not checkpointer.has_checkpoint():
+                raise ConfigError(f"there is nothing to evaluate: no checkpoint in {cfg.OUTPUT_DIR}; set MODEL.WEIGHTS")
+            checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=not cfg.MODEL.WEIGHTS)
             results = Trainer.test(cfg, model)
             if comm.is_main_process() and cfg.TEST.EXPECTED_RESULTS:
                 verify_results(cfg, results)

@@ -68,6 +68,22 @@ def test_an_unknown_option_ends_with_code_2(capsys):
     assert "unrecognized arguments: --resum-from" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num-gpus", "0"], "need --num-gpus >= 1"),
+        (["--num-machines", "2", "--machine-rank", "2"], "0 <= --machine-rank < --num-machines"),
+        (["--num-machines", "2"], "several machines need a --dist-url"),
+        (["--res"], "unrecognized arguments: --res"),
+    ],
+)
+def test_numbers_that_cannot_be_launched_end_with_code_2(arguments, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        default_argument_parser().parse_args(arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("error", [ConfigError("MODEL.NAME is empty"), CheckpointError("no such file")])
 def test_a_mistake_of_the_user_ends_with_one_line_and_code_2(error, capsys):
     with pytest.raises(SystemExit) as caught, user_errors_exit():

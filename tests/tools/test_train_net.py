@@ -93,6 +93,7 @@ def test_the_trial_run_goes_through_every_part(tmp_path, tool):
         (("SOLVER.MAX_ITR", "3"), "SOLVER.MAX_ITER"),
         (("SOLVER.BASE_LR", "fast"), "SOLVER.BASE_LR"),
         (("SOLVER.BASE_LR",), "OUTPUT_DIR"),
+        (("--eval-only",), "there is nothing to evaluate"),
         (("--config-file", "no/such.yaml"), "no/such.yaml"),
         (("MODEL.NAME", "DigitsCNM"), "DigitsCNN"),
         (("DATASETS.TRAIN", "['digits_trian']"), "digits_train"),

@@ -1,9 +1,10 @@
 """The loop, the trainers, their hooks, and what assembles them."""
 
 from trainkit.engine import hooks
-from trainkit.engine.defaults import DefaultPredictor, DefaultTrainer
+from trainkit.engine.defaults import DefaultTrainer
 from trainkit.engine.launch import DEFAULT_TIMEOUT, launch
 from trainkit.engine.parallel import create_ddp_model
+from trainkit.engine.predictor import DefaultPredictor
 from trainkit.engine.setup import (
     default_argument_parser,
     default_setup,

@@ -1,4 +1,4 @@
-"""What most people start with: a trainer and a predictor that are assembled from a config."""
+"""What most people start with: a trainer that is assembled from a config."""
 
 import inspect
 import itertools
@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import default_collate
 
 from trainkit.checkpoint import Checkpointer
-from trainkit.config import CfgNode, ConfigError, check_values, import_modules, resolve_lengths
+from trainkit.config import CfgNode, ConfigError, check_values, import_modules, resolve_lengths, scale_workers
 from trainkit.data.build import build_test_loader, build_train_loader
 from trainkit.data.catalog import DatasetCatalog
-from trainkit.data.transforms import build_transform
 from trainkit.engine import hooks
 from trainkit.engine.parallel import create_ddp_model
+from trainkit.engine.predictor import DefaultPredictor
 from trainkit.engine.setup import default_argument_parser, default_setup, default_writers
 from trainkit.engine.train_loop import HookBase, TrainerBase
 from trainkit.engine.trainers import AMPTrainer, SimpleTrainer
@@ -33,7 +32,7 @@ from trainkit.evaluation import (
 from trainkit.modeling import build_model
 from trainkit.solver import build_gradient_clipper, build_lr_scheduler, build_optimizer
 from trainkit.utils import comm
-from trainkit.utils.device import device_of, move_to_device
+from trainkit.utils.device import device_of
 from trainkit.utils.events import EventWriter
 
 logger = logging.getLogger(__name__)
@@ -92,10 +91,20 @@ class DefaultTrainer(TrainerBase):
     # ------------------------------------------------------------------ running
 
     def resume_or_load(self, resume: bool = True) -> None:
-        """Go on from the last checkpoint in OUTPUT_DIR if ``resume`` and there is one; else load MODEL.WEIGHTS."""
+        """Go on from the last checkpoint in OUTPUT_DIR if ``resume`` and there is one; else load MODEL.WEIGHTS.
+
+        Raises:
+            trainkit.checkpoint.CheckpointError: no checkpoint is intact, or it is of another model.
+            ConfigError: the checkpoint is beyond SOLVER.MAX_ITER.
+        """
         self.checkpointer.resume_or_load(self.cfg.MODEL.WEIGHTS, resume=resume)
         if resume and self.checkpointer.has_checkpoint():
             self.start_iter = self.iter + 1  # the checkpoint names the last iteration done
+            if self.start_iter > self.max_iter:
+                raise ConfigError(
+                    f"SOLVER.MAX_ITER is {self.max_iter}, but the checkpoint to resume from has done {self.start_iter} "
+                    "iterations; raise it, or leave out --resume"
+                )
 
     def train(  # type: ignore[override]  # the arguments have defaults here, and evaluation has results
         self, start_iter: int | None = None, max_iter: int | None = None
@@ -279,54 +288,8 @@ class DefaultTrainer(TrainerBase):
 
     @staticmethod
     def auto_scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
-        """Adapt a config that was made for SOLVER.REFERENCE_WORLD_SIZE ranks to another number of them.
-
-        Batch size and learning rate are multiplied by the ratio of the numbers, lengths and periods in iterations are
-        divided by it (lengths in epochs are right as they are): the linear scaling rule of Goyal et al.,
-        "Accurate, Large Minibatch SGD". Inactive if the reference is 0 or the number itself.
-
-        Returns:
-            ``cfg`` itself if inactive, else a changed copy, whose reference is ``num_workers``.
-        """
-        reference = cfg.SOLVER.REFERENCE_WORLD_SIZE
-        if reference in (0, num_workers):
-            return cfg
-        scale = num_workers / reference
-        frozen = cfg.is_frozen()
-        cfg = cfg.clone()
-        cfg.defrost()
-        solver = cfg.SOLVER
-        batch_size = solver.IMS_PER_BATCH * num_workers
-        if batch_size % reference:
-            raise ConfigError(
-                f"SOLVER.IMS_PER_BATCH {solver.IMS_PER_BATCH} for {reference} workers does not scale to {num_workers}: "
-                "make it a multiple of SOLVER.REFERENCE_WORLD_SIZE"
-            )
-
-        def shorter(length: Any) -> Any:
-            if isinstance(length, list | tuple):
-                return type(length)(shorter(item) for item in length)
-            return length if isinstance(length, str) else round(length / scale)
-
-        solver.IMS_PER_BATCH = batch_size // reference
-        solver.BASE_LR, solver.BASE_LR_END = solver.BASE_LR * scale, solver.BASE_LR_END * scale
-        if solver.OPTIMIZER.get("LR") is not None:  # it wins over BASE_LR
-            solver.OPTIMIZER.LR = solver.OPTIMIZER.LR * scale
-        for key in ("MAX_ITER", "WARMUP_ITERS", "STEPS", "CHECKPOINT_PERIOD"):
-            solver[key] = shorter(solver[key])
-        cfg.TEST.EVAL_PERIOD = shorter(cfg.TEST.EVAL_PERIOD)
-        solver.REFERENCE_WORLD_SIZE = num_workers
-        logger.info(
-            "Config scaled from %d to %d workers: batch size %d, learning rate %g, %s iterations",
-            reference,
-            num_workers,
-            solver.IMS_PER_BATCH,
-            solver.BASE_LR,
-            solver.MAX_ITER,
-        )
-        if frozen:
-            cfg.freeze()
-        return cfg
+        """See `trainkit.config.scale_workers`."""
+        return scale_workers(cfg, num_workers)
 
     # ------------------------------------------------------------------ the trainer of one step
 
@@ -426,57 +389,3 @@ class DefaultTrainer(TrainerBase):
     def epoch(self) -> int:
         """The current epoch, counted from 0."""
         return self.iter // self.iters_per_epoch
-
-
-class DefaultPredictor:
-    """The model of a config with the weights MODEL.WEIGHTS, for one sample or a list of samples.
-
-    It gives what evaluation gives for the same sample: the test transform, the collate function, eval mode and no
-    gradients are the same.
-
-    Raises:
-        ConfigError: MODEL.WEIGHTS is empty.
-        trainkit.checkpoint.CheckpointError: the file is missing, broken, or of another model.
-    """
-
-    def __init__(self, cfg: CfgNode) -> None:
-        import_modules(cfg.IMPORTS)
-        if not cfg.MODEL.WEIGHTS:
-            raise ConfigError("MODEL.WEIGHTS is empty; set it to the checkpoint whose model should predict")
-        self.cfg = cfg.clone()
-        self.model = build_model(self.cfg).eval()
-        Checkpointer(self.model).load(self.cfg.MODEL.WEIGHTS, checkpointables=[])
-        self._transform = build_transform(self.cfg, is_train=False)
-        self._device = device_of(self.model)
-
-    @torch.no_grad()
-    def __call__(self, inputs: Any) -> Any:
-        """Predict for one sample, or for a list of samples as one batch.
-
-        Args:
-            inputs: as in the test dataset, before its transform; what only losses need may be missing.
-
-        Returns:
-            The model's output for the sample; a list of them for a list.
-        """
-        single = not isinstance(inputs, list)
-        samples = [inputs] if single else inputs
-        if not samples:
-            return []
-        if self._transform is not None:
-            samples = [self._transform(sample) for sample in samples]
-        batch = default_collate(samples) if self.cfg.DATALOADER.COLLATE == "default" else samples
-        if self._device is not None:
-            batch = move_to_device(batch, self._device)
-        outputs = self.model(batch)
-        predictions = [_take(outputs, i) for i in range(len(samples))]
-        return predictions[0] if single else predictions
-
-
-def _take(outputs: Any, i: int) -> Any:
-    """Entry ``i`` of what a model returned for a batch: tensors ``[N, ...]``, in dicts and tuples too, or a list."""
-    if isinstance(outputs, Mapping):
-        return {name: _take(value, i) for name, value in outputs.items()}
-    if isinstance(outputs, tuple):
-        return tuple(_take(value, i) for value in outputs)
-    return outputs[i]

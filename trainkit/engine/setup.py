@@ -30,10 +30,17 @@ _RUN_FILES = re.compile(
 
 
 class _Parser(argparse.ArgumentParser):
-    """Options may also stand behind the ``KEY VALUE`` pairs."""
+    """Options may also stand behind the ``KEY VALUE`` pairs; numbers that `launch` cannot use are found here."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        return self.parse_intermixed_args(args, namespace)
+        found = self.parse_intermixed_args(args, namespace)
+        if found.num_gpus < 1 or not 0 <= found.machine_rank < found.num_machines:
+            self.error("need --num-gpus >= 1 and 0 <= --machine-rank < --num-machines")
+        if found.num_machines > 1 and found.dist_url == "auto":
+            self.error("several machines need a --dist-url that all of them reach, such as tcp://HOST:PORT")
+        if 0 < torch.cuda.device_count() < found.num_gpus:
+            self.error(f"--num-gpus is {found.num_gpus}, but this machine has {torch.cuda.device_count()}")
+        return found
 
 
 def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParser:

@@ -18,6 +18,9 @@ from tests.engine.tiny import Weight, sgd
 from trainkit.engine.hooks import CallbackHook, LRScheduler
 from trainkit.engine.trainers import AMPTrainer, SimpleTrainer
 
+# older versions of torch step the parts of a SequentialLR in a way that they deprecate
+pytestmark = pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
+
 ITERS = 8
 
 PARAM_SCHEDULERS = [

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from trainkit.engine.train_loop import HOOK_POINTS, HookBase
+from trainkit.engine.hook_base import HOOK_POINTS, HookBase
 
 Callback = Callable[[Any], None]
 

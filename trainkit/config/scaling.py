@@ -1,0 +1,60 @@
+"""A config for another number of workers than the one it was made for."""
+
+import logging
+from typing import Any
+
+from trainkit.config.config import CfgNode
+from trainkit.config.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
+    """Adapt a config that was made for SOLVER.REFERENCE_WORLD_SIZE ranks to another number of them.
+
+    Batch size and learning rate are multiplied by the ratio of the numbers, lengths and periods in iterations are
+    divided by it (lengths in epochs are right as they are): the linear scaling rule of Goyal et al.,
+    "Accurate, Large Minibatch SGD". Inactive if the reference is 0 or the number itself.
+
+    Returns:
+        ``cfg`` itself if inactive, else a changed copy, whose reference is ``num_workers``.
+    """
+    reference = cfg.SOLVER.REFERENCE_WORLD_SIZE
+    if reference in (0, num_workers):
+        return cfg
+    scale = num_workers / reference
+    frozen = cfg.is_frozen()
+    cfg = cfg.clone()
+    cfg.defrost()
+    solver = cfg.SOLVER
+    batch_size = solver.IMS_PER_BATCH * num_workers
+    if batch_size % reference:
+        raise ConfigError(
+            f"SOLVER.IMS_PER_BATCH {solver.IMS_PER_BATCH} for {reference} workers does not scale to {num_workers}: "
+            "make it a multiple of SOLVER.REFERENCE_WORLD_SIZE"
+        )
+
+    def shorter(length: Any) -> Any:
+        if isinstance(length, list | tuple):
+            return type(length)(shorter(item) for item in length)
+        return length if isinstance(length, str) else round(length / scale)
+
+    solver.IMS_PER_BATCH = batch_size // reference
+    solver.BASE_LR, solver.BASE_LR_END = solver.BASE_LR * scale, solver.BASE_LR_END * scale
+    if solver.OPTIMIZER.get("LR") is not None:  # it wins over BASE_LR
+        solver.OPTIMIZER.LR = solver.OPTIMIZER.LR * scale
+    for key in ("MAX_ITER", "WARMUP_ITERS", "STEPS", "CHECKPOINT_PERIOD"):
+        solver[key] = shorter(solver[key])
+    cfg.TEST.EVAL_PERIOD = shorter(cfg.TEST.EVAL_PERIOD)
+    solver.REFERENCE_WORLD_SIZE = num_workers
+    logger.info(
+        "Config scaled from %d to %d workers: batch size %d, learning rate %g, %s iterations",
+        reference,
+        num_workers,
+        solver.IMS_PER_BATCH,
+        solver.BASE_LR,
+        solver.MAX_ITER,
+    )
+    if frozen:
+        cfg.freeze()
+    return cfg

@@ -1,0 +1,148 @@
+"""The hooks of a trainer: who runs where in which order, and whose state is whose."""
+
+import inspect
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+from trainkit.engine.hook_base import HOOK_POINTS, HookBase, Priority
+
+Anchor: TypeAlias = type[HookBase] | HookBase | str
+
+
+class HookList:
+    """Hooks in their order. There is one sort key per hook; priorities and anchors only compute it.
+
+    Attributes:
+        hooks: the list itself; whoever rearranges it by hand calls ``update`` afterwards.
+    """
+
+    def __init__(self) -> None:
+        self.hooks: list[HookBase] = []
+        self._keys: dict[int, int] = {}  # id of a hook -> its sort key
+        self._names: dict[str, HookBase] = {}
+        self._at: dict[str, list[HookBase]] = {point: [] for point in HOOK_POINTS}
+        self._unclaimed_states: dict[str, dict[str, Any]] = {}
+
+    def at(self, point: str) -> list[HookBase]:
+        """Those that override ``point``; the others are not called there."""
+        return self._at[point]
+
+    def add(
+        self,
+        hooks: Iterable[HookBase | None],
+        priority: int | str | None,
+        before: Anchor | None,
+        after: Anchor | None,
+    ) -> list[HookBase]:
+        """Put hooks into their places and give them the states that wait for them; see `TrainerBase.register_hooks`."""
+        if not isinstance(hooks, Iterable):
+            raise TypeError(f"register_hooks takes a list of hooks, got {hooks!r}; put it into a list")
+        new = [hook for hook in hooks if hook is not None]
+        for i, hook in enumerate(new):
+            _check_hook(hook, self.hooks + new[:i])
+        if sum(argument is not None for argument in (priority, before, after)) > 1:
+            raise ValueError("give one of priority, before and after: an anchor has a priority of its own")
+        # the places before HIGHEST and behind LOWEST are kept for the timer and the writers
+        keys = [_sort_key(hook.priority, -1, 101) if priority is None else _sort_key(priority, 0, 100) for hook in new]
+
+        if before is not None or after is not None:
+            anchor = self._find(before if before is not None else after)
+            position = self.hooks.index(anchor) + (after is not None)
+            self.hooks[position:position] = new
+            keys = [self._key(anchor)] * len(new)
+        else:
+            for hook, key in zip(new, keys, strict=True):
+                followers = (i for i, other in enumerate(self.hooks) if self._key(other) > key)
+                self.hooks.insert(next(followers, len(self.hooks)), hook)
+                self._keys[id(hook)] = key
+        self._keys.update((id(hook), key) for hook, key in zip(new, keys, strict=True))
+        self.update()
+        return new
+
+    def update(self) -> None:
+        """Follow ``hooks``: find out who overrides what, give names to new ones, forget those that have gone."""
+        self._at = {point: [hook for hook in self.hooks if _overrides(hook, point)] for point in HOOK_POINTS}
+        self._names = {name: hook for name, hook in self._names.items() if any(hook is other for other in self.hooks)}
+        for hook in self.hooks:
+            if all(hook is not named for named in self._names.values()):
+                self._name(hook)
+
+    def describe(self) -> str:
+        """One line per point."""
+        width = max(map(len, HOOK_POINTS))
+        return "\n".join(
+            f"  {point:<{width}}  {', '.join(type(hook).__name__ for hook in self._at[point]) or '-'}"
+            for point in HOOK_POINTS
+        )
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """name -> state, of those that have one."""
+        states = {name: hook.state_dict() for name, hook in self._names.items()}
+        return {name: state for name, state in states.items() if state}
+
+    def load_state_dict(self, states: dict[str, Any]) -> None:
+        """Give each hook its state; the rest waits for hooks that come later."""
+        self._unclaimed_states = dict(states)
+        self.hand_out_states()
+
+    def hand_out_states(self) -> None:
+        for name in [name for name in self._unclaimed_states if name in self._names]:
+            self._names[name].load_state_dict(self._unclaimed_states.pop(name))
+
+    def unclaimed(self) -> list[str]:
+        """Names of the states that nobody has taken."""
+        return [*self._unclaimed_states]
+
+    # ------------------------------------------------------------------
+
+    def _name(self, hook: HookBase) -> None:
+        """The class name; ``Name#2``, ``Name#3`` in the order of registration where a class has several hooks."""
+        base = type(hook).__qualname__
+        count = 1 + sum(type(other).__qualname__ == base for other in self._names.values())
+        self._names[base if count == 1 else f"{base}#{count}"] = hook
+
+    def _key(self, hook: HookBase) -> int:
+        key = self._keys.get(id(hook))
+        return _sort_key(hook.priority, -1, 101) if key is None else key  # some put hooks into the list by hand
+
+    def _find(self, anchor: Anchor | None) -> HookBase:
+        def fits(hook: HookBase) -> bool:
+            if isinstance(anchor, str):
+                return type(hook).__name__ == anchor
+            return isinstance(hook, anchor) if isinstance(anchor, type) else hook is anchor
+
+        found = [hook for hook in self.hooks if fits(hook)]
+        if len(found) != 1:
+            names = ", ".join(type(hook).__name__ for hook in self.hooks) or "none"
+            problem = "no registered hook" if not found else f"{len(found)} registered hooks"
+            raise ValueError(f"the anchor {anchor!r} stands for {problem}; it must stand for one of: {names}")
+        return found[0]
+
+
+def _check_hook(hook: object, registered: list[HookBase]) -> None:
+    if inspect.isclass(hook) and issubclass(hook, HookBase):
+        raise TypeError(f"register_hooks takes hook objects, got the class {hook.__name__}; write {hook.__name__}()")
+    if not isinstance(hook, HookBase):
+        raise TypeError(
+            f"a hook is an object of a subclass of trainkit.engine.HookBase, got {type(hook).__name__} ({hook!r}); "
+            "for a bare function use hooks.CallbackHook(after_step=function)"
+        )
+    if any(hook is other for other in registered):
+        raise ValueError(f"this {type(hook).__name__} is registered already; make a second object of the class")
+
+
+def _overrides(hook: HookBase, point: str) -> bool:
+    return getattr(getattr(hook, point), "__func__", None) is not getattr(HookBase, point)
+
+
+def _sort_key(priority: int | str, first: int, last: int) -> int:
+    if isinstance(priority, str) and priority in Priority.__members__:
+        return Priority[priority]
+    if not isinstance(priority, int) or not first <= priority <= last:
+        raise ValueError(
+            f"priority must be from 0 (runs first) to 100 (runs last) or one of {', '.join(Priority.__members__)}; "
+            f"got {priority!r}"
+        )
+    return priority

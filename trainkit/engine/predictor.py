@@ -1,0 +1,67 @@
+"""The model of a config, for samples outside of datasets."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from trainkit.checkpoint import Checkpointer
+from trainkit.config import CfgNode, ConfigError, import_modules
+from trainkit.data.transforms import build_transform
+from trainkit.modeling import build_model
+from trainkit.utils.device import device_of, move_to_device
+
+
+class DefaultPredictor:
+    """The model of a config with the weights MODEL.WEIGHTS, for one sample or a list of samples.
+
+    It gives what evaluation gives for the same sample: the test transform, the collate function, eval mode and no
+    gradients are the same.
+
+    Raises:
+        ConfigError: MODEL.WEIGHTS is empty.
+        trainkit.checkpoint.CheckpointError: the file is missing, broken, or of another model.
+    """
+
+    def __init__(self, cfg: CfgNode) -> None:
+        import_modules(cfg.IMPORTS)
+        if not cfg.MODEL.WEIGHTS:
+            raise ConfigError("MODEL.WEIGHTS is empty; set it to the checkpoint whose model should predict")
+        self.cfg = cfg.clone()
+        self.model = build_model(self.cfg).eval()
+        Checkpointer(self.model).load(self.cfg.MODEL.WEIGHTS, checkpointables=[])
+        self._transform = build_transform(self.cfg, is_train=False)
+        self._device = device_of(self.model)
+
+    @torch.no_grad()
+    def __call__(self, inputs: Any) -> Any:
+        """Predict for one sample, or for a list of samples as one batch.
+
+        Args:
+            inputs: as in the test dataset, before its transform; what only losses need may be missing.
+
+        Returns:
+            The model's output for the sample; a list of them for a list.
+        """
+        single = not isinstance(inputs, list)
+        samples = [inputs] if single else inputs
+        if not samples:
+            return []
+        if self._transform is not None:
+            samples = [self._transform(sample) for sample in samples]
+        batch = default_collate(samples) if self.cfg.DATALOADER.COLLATE == "default" else samples
+        if self._device is not None:
+            batch = move_to_device(batch, self._device)
+        outputs = self.model(batch)
+        predictions = [_take(outputs, i) for i in range(len(samples))]
+        return predictions[0] if single else predictions
+
+
+def _take(outputs: Any, i: int) -> Any:
+    """Entry ``i`` of what a model returned for a batch: tensors ``[N, ...]``, in dicts and tuples too, or a list."""
+    if isinstance(outputs, Mapping):
+        return {name: _take(value, i) for name, value in outputs.items()}
+    if isinstance(outputs, tuple):
+        return tuple(_take(value, i) for value in outputs)
+    return outputs[i]
