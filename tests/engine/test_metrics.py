@@ -28,8 +28,8 @@ def test_one_process_keeps_its_own_values():
 
 def test_the_total_is_added_up_in_the_order_of_the_entries():
     big, small = (torch.tensor(value, requires_grad=True) for value in (1e8, 1.0))
-    assert parse_losses({"a": small, "b": big, "c": -big}).total().item() == 0.0
-    assert parse_losses({"b": big, "c": -big, "a": small}).total().item() == 1.0
+    assert parse_losses({"a": small, "b": big, "c": -big}).total.item() == 0.0
+    assert parse_losses({"b": big, "c": -big, "a": small}).total.item() == 1.0
 
 
 def test_one_micro_batch_is_its_own_mean():

@@ -24,7 +24,7 @@ def mean_losses(losses: Sequence[Losses]) -> Losses:
     for name in dict.fromkeys(name for part in losses for name in part.values):
         values = torch.stack([part.values[name] for part in losses if name in part.values])
         means[name] = values.sum() / (len(losses) if name in trained else len(values))
-    return Losses(means, trained)
+    return Losses.of(means, trained)
 
 
 class StepRecord:
@@ -35,7 +35,7 @@ class StepRecord:
         self.names = losses.names()
         self.data_time, self.iter = data_time, iter
         self._arrived: torch.cuda.Event | None = None
-        tensors = [losses.total(), *losses.values.values()][: len(self.names)]
+        tensors = [losses.total, *losses.values.values()][: len(self.names)]
         if not tensors[0].is_cuda:
             self._values = [tensor.item() for tensor in tensors]
             return

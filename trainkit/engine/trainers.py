@@ -91,7 +91,7 @@ class SimpleTrainer(TrainerBase):
                 losses = self.compute_losses(batch)
                 if i == 0 and not self.zero_grad_before_forward:
                     self.optimizer.zero_grad()
-                total = losses.total()
+                total = losses.total
                 self.backward(total if len(batches) == 1 else total / len(batches))
             found.append(losses.detach())
         step_losses = mean_losses(found)
@@ -228,7 +228,7 @@ class SimpleTrainer(TrainerBase):
             raise ValueError("loss_dict is empty; there is nothing to write")
         tensors = {name: torch.as_tensor(value) for name, value in loss_dict.items()}
         trained = [name for name, value in tensors.items() if value.requires_grad] or list(tensors)
-        record = StepRecord(Losses(tensors, trained).detach(), data_time, cur_iter)
+        record = StepRecord(Losses.of(tensors, trained).detach(), data_time, cur_iter)
         store_metrics(record.names, record.values(), data_time, cur_iter, prefix)
 
     # ------------------------------------------------------------------ state

@@ -144,7 +144,7 @@ class LossEvaluator(DatasetEvaluator):
                         module.eval()
                 returned = self._model(inputs)
         losses = parse_losses(returned)
-        return {"total_loss": losses.total().detach()} | losses.detach().values
+        return {"total_loss": losses.total.detach()} | losses.detach().values
 
 
 @contextmanager

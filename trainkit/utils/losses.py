@@ -7,21 +7,24 @@ from torch import Tensor
 
 
 class Losses(NamedTuple):
-    """What a model returned, by name, and which entries are summed into ``total_loss``."""
+    """What a model returned, by name, which entries are summed into ``total_loss``, and the sum."""
 
     values: dict[str, Tensor]  # each of shape []
     trained: list[str]  # those that require grad
+    total: Tensor  # their sum
 
-    def total(self) -> Tensor:
-        first, *rest = (self.values[name] for name in self.trained)
-        return sum(rest, start=first)
+    @classmethod
+    def of(cls, values: dict[str, Tensor], trained: list[str]) -> "Losses":
+        first, *rest = (values[name] for name in trained)
+        return cls(values, trained, sum(rest, start=first))
 
     def names(self) -> list[str]:
         """The names under which they are stored: the total, then the entries if there are several."""
         return ["total_loss", *self.values] if len(self.values) > 1 else ["total_loss"]
 
     def detach(self) -> "Losses":
-        return Losses({name: value.detach() for name, value in self.values.items()}, self.trained)
+        values = {name: value.detach() for name, value in self.values.items()}
+        return Losses(values, self.trained, self.total.detach())
 
 
 def parse_losses(output: object) -> Losses:
@@ -51,11 +54,12 @@ def parse_losses(output: object) -> Losses:
             raise ValueError(
                 f"the model's loss {name!r} must be a scalar, got shape {list(value.shape)}; reduce it first"
             )
-    values = {name: value.reshape(()) for name, value in output.items()}
+    # a reshape is a step of the backward pass as well, so only where it is needed
+    values = {name: value if value.ndim == 0 else value.reshape(()) for name, value in output.items()}
     trained = [name for name, value in values.items() if value.requires_grad]
     if not trained:
         raise ValueError(
             f"the model returned no loss that requires grad; got {sorted(values) or 'an empty dict'}. "
             "Is a parameter frozen that should be trained, or the loss computed under no_grad or detached?"
         )
-    return Losses(values, trained)
+    return Losses.of(values, trained)
