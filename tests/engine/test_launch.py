@@ -1,6 +1,7 @@
 """Processes, and one model on many of them."""
 
 import os
+import sys
 
 import pytest
 import torch
@@ -37,6 +38,10 @@ def _fail_on_rank_1():
     comm.synchronize()
 
 
+def _exit(code):
+    sys.exit(code)
+
+
 def _identity(value):
     return value
 
@@ -51,6 +56,12 @@ def test_two_processes_are_one_run_whose_result_comes_back(tmp_path):
 def test_a_failing_rank_ends_the_run_with_its_number_and_its_error():
     with pytest.raises(torch.multiprocessing.ProcessRaisedException, match=r"Process 1[\s\S]*rank 1 has a problem"):
         launch(_fail_on_rank_1, 2)
+
+
+def test_a_process_that_exits_ends_the_run_with_its_code():
+    with pytest.raises(SystemExit) as caught:
+        launch(_exit, 2, args=(2,))
+    assert caught.value.code == 2
 
 
 def test_one_process_is_a_plain_call_without_a_process_group():

@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -45,6 +46,7 @@ def launch(
     Raises:
         ValueError: the counts make no sense, the machine has too few devices, or several machines have no ``dist_url``.
         torch.multiprocessing.ProcessRaisedException: a process failed; its number and its traceback are in the text.
+        SystemExit: a process ended so, with its code.
     """
     if all(name in os.environ for name in _TORCHRUN):
         with _process_group("env://", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout):
@@ -74,9 +76,14 @@ def launch(
         start_method="spawn",
     )
     result = None
-    while not processes.join(timeout=0.5):
-        if not results.empty():  # a process cannot end before a large result is taken from it
-            result = results.get()
+    try:
+        while not processes.join(timeout=0.5):
+            if not results.empty():  # a process cannot end before a large result is taken from it
+                result = results.get()
+    except mp.ProcessExitedException as error:
+        if error.exit_code > 0:  # its sys.exit is ours: what there was to say it has said
+            sys.exit(error.exit_code)
+        raise
     return result if results.empty() else results.get()
 
 

@@ -83,7 +83,10 @@ def user_errors_exit() -> Iterator[None]:
     try:
         yield
     except (ConfigError, CheckpointError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        if comm.is_main_process():
+            print(f"error: {error}", file=sys.stderr)
+        else:  # the same one, as a rule
+            logger.error("%s", error)
         sys.exit(2)
 
 
