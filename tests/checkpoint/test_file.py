@@ -21,7 +21,6 @@ def path(tmp_path):
     return tmp_path / "model.pth"
 
 
-@pytest.mark.filterwarnings("ignore:Validating sparse tensor:UserWarning")  # of newer versions of torch
 def test_state_comes_back_with_values_and_types(path):
     state = {
         "tensors": [torch.arange(3), torch.ones(2, dtype=torch.bfloat16), torch.zeros(2).to_sparse()],
