@@ -1,6 +1,7 @@
 """The way of a loss: of one process, and everything of the trainers and hooks that two ranks must agree on."""
 
 import datetime
+import logging
 import math
 import os
 import threading
@@ -129,6 +130,22 @@ def read_on_one_rank(rank, folder):
     return seen
 
 
+def hooks_of_one_rank(rank, folder):
+    class Handler(logging.Handler):
+        def emit(self, record):
+            texts.append(record.getMessage().splitlines()[0])
+
+    texts, handler = [], Handler(level=logging.WARNING)
+    logging.getLogger("trainkit.engine.train_loop").addHandler(handler)
+    model = Weight()
+    trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model))
+    trainer.train(0, 1)
+    trainer.register_hooks([CallbackHook(after_step=lambda t: None) if rank == 0 else None])
+    trainer.train(0, 1)
+    logging.getLogger("trainkit.engine.train_loop").removeHandler(handler)
+    return texts
+
+
 class SavesNoted(Checkpointer):
     noted = ()
 
@@ -208,6 +225,7 @@ CHECKS = (
     nan_on_one_rank_asynchronously,
     failure_on_one_rank,
     read_on_one_rank,
+    hooks_of_one_rank,
     decisions,
     precise_bn,
     precise_bn_of_nothing,
@@ -256,6 +274,11 @@ def test_a_rank_that_fails_has_its_metrics_without_waiting_for_others(ranks):
         {"error": "rank 0 has a problem", "status": "failed", "last stored": [2]},
         {"status": "finished", "last stored": [2]},
     ]
+
+
+def test_a_hook_that_only_some_ranks_have_is_warned_about(ranks):
+    expected = ["Rank 1 has other hooks than rank 0; register them on all ranks:"]
+    assert ranks["hooks_of_one_rank"] == [expected, expected]
 
 
 def test_one_rank_may_read_its_storage_while_the_others_go_on(ranks):

@@ -539,9 +539,10 @@ class Timer(IterationTimer):
 
 
 def order(trainer):
-    """The names of the hooks in the order in which they run after a step."""
+    """The classes of the hooks in the order in which they run after a step."""
     last_line = [line for line in trainer.describe_hooks().splitlines() if line.split()[0] == "after_step"]
-    return last_line[0].replace("after_step", "").replace(" ", "").split(",")
+    names = last_line[0].replace("after_step", "").replace(" ", "").split(",")
+    return [name.partition("#")[0] for name in names]
 
 
 def test_priorities_have_the_values_of_mmengine():
@@ -718,6 +719,15 @@ def test_hooks_are_described_by_point_in_order_and_the_description_is_logged(cap
     )
     trainer.train(2, 2)
     assert f"Training from iteration 2 to 2; hooks in order:\n{trainer.describe_hooks()}" in caplog.messages
+
+
+def test_hooks_that_were_taken_out_by_hand_take_their_names_and_states_with_them():
+    first, second, third = (Counting(count) for count in (1, 2, 3))
+    trainer = TrainerBase()
+    trainer.register_hooks([first, second])
+    trainer._hooks = [second]
+    trainer.register_hooks([third])
+    assert trainer.state_dict()["hooks"] == {"Counting#2": {"count": 2}, "Counting": {"count": 3}}
 
 
 def test_people_who_rearrange_the_list_of_hooks_by_hand_get_their_order():

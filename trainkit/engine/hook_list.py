@@ -1,6 +1,7 @@
 """The hooks of a trainer: who runs where in which order, and whose state is whose."""
 
 import inspect
+import itertools
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
@@ -68,10 +69,11 @@ class HookList:
                 self._name(hook)
 
     def describe(self) -> str:
-        """One line per point."""
+        """One line per point, with the names under which the hooks are saved."""
+        names = {id(hook): name for name, hook in self._names.items()}
         width = max(map(len, HOOK_POINTS))
         return "\n".join(
-            f"  {point:<{width}}  {', '.join(type(hook).__name__ for hook in self._at[point]) or '-'}"
+            f"  {point:<{width}}  {', '.join(names[id(hook)] for hook in self._at[point]) or '-'}"
             for point in HOOK_POINTS
         )
 
@@ -99,9 +101,9 @@ class HookList:
 
     def _name(self, hook: HookBase) -> None:
         """The class name; ``Name#2``, ``Name#3`` in the order of registration where a class has several hooks."""
-        base = type(hook).__qualname__
-        count = 1 + sum(type(other).__qualname__ == base for other in self._names.values())
-        self._names[base if count == 1 else f"{base}#{count}"] = hook
+        base = type(hook).__qualname__.rpartition("<locals>.")[2]
+        names = itertools.chain([base], (f"{base}#{count}" for count in itertools.count(2)))
+        self._names[next(name for name in names if name not in self._names)] = hook
 
     def _key(self, hook: HookBase) -> int:
         key = self._keys.get(id(hook))

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 from trainkit.engine.hook_base import HookBase, Priority
 from trainkit.engine.hook_list import Anchor, HookList
+from trainkit.utils import comm
 from trainkit.utils.events import EventStorage
 
 __all__ = ["HookBase", "Priority", "TrainerBase", "check_period", "is_due"]
@@ -55,6 +56,7 @@ class TrainerBase:
         self._last_done_iter = start_iter - 1
         self.status, self._stop = "running", None
         self._hook_list.update()  # the list may have been rearranged by hand
+        self._compare_hooks()
 
         with EventStorage(start_iter) as self.storage:
             try:
@@ -85,6 +87,15 @@ class TrainerBase:
         """
         if self._stop is None:
             self._stop = (reason, finished)
+
+    def _compare_hooks(self) -> None:
+        """A hook that only some ranks have waits for the others for ever if it takes part in an exchange."""
+        by_rank = comm.all_gather(self.describe_hooks())
+        for rank, hooks in enumerate(by_rank):
+            if hooks != by_rank[0]:
+                logger.warning(
+                    "Rank %d has other hooks than rank 0; register them on all ranks:\n%s\n%s", rank, hooks, by_rank[0]
+                )
 
     def _end(self) -> None:
         self.status = "finished"

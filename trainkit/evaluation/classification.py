@@ -168,7 +168,8 @@ class ClassificationEvaluator(DatasetEvaluator):
             (name, samples, f"{accuracy:.2f}" if samples else "-")
             for name, samples, accuracy in zip(names, num_samples, per_class, strict=True)
         ]
-        table = tabulate(rows, ["class", "samples", "accuracy"], tablefmt="pipe", colalign=["left", "right", "right"])
+        align = ["left", "right", "right"]
+        table = tabulate(rows, ["class", "samples", "accuracy"], tablefmt="pipe", colalign=align, disable_numparse=True)
         logger.info("Accuracy of each class in percent (%s):\n%s", self._task, table)
 
 
