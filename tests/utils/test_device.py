@@ -1,0 +1,76 @@
+from collections import OrderedDict, UserDict, namedtuple
+
+import pytest
+import torch
+from torch import nn
+
+from trainkit.utils.device import device_of, move_to_device, resolve_device
+
+META = torch.device("meta")  # a device that is not the CPU, on every machine
+Pair = namedtuple("Pair", "x y")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "mps", "expected"),
+    [(True, True, "cuda"), (True, False, "cuda"), (False, True, "mps"), (False, False, "cpu")],
+)
+def test_auto_takes_cuda_then_mps_then_the_cpu(monkeypatch, cuda, mps, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    assert resolve_device("auto") == torch.device(expected)
+
+
+def test_a_named_device_is_taken_if_the_machine_has_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_device("cuda:1") == torch.device("cuda:1")
+    assert resolve_device("cpu") == torch.device("cpu")
+    assert resolve_device(torch.device("meta")) == META
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gpu", "no device is called 'gpu'; use auto, cpu, cuda, cuda:N or mps"),
+        ("cuda:2", "device 'cuda:2' was asked for, but torch sees 2 CUDA devices; use auto or cpu"),
+        ("mps", "device 'mps' was asked for, but torch sees no MPS device"),
+    ],
+)
+def test_a_device_that_is_not_there_is_an_error_that_says_what_is(monkeypatch, name, message):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=message):
+        resolve_device(name)
+
+
+def test_tensors_in_nested_containers_are_moved_and_the_containers_keep_their_kind():
+    class Batch:
+        def to(self, device):
+            return f"moved to {device}"
+
+    data = {
+        "list": [torch.ones(1), 2],
+        "tuple": (torch.ones(1), "text"),
+        "pair": Pair(torch.ones(1), None),
+        "ordered": OrderedDict(x=torch.ones(1)),
+        "user": UserDict(x=torch.ones(1)),
+        "object": Batch(),
+    }
+    moved = move_to_device(data, META)
+    found = [moved["list"][0], moved["tuple"][0], moved["pair"].x, moved["ordered"]["x"], moved["user"]["x"]]
+    assert [tensor.device for tensor in found] == [META] * 5
+    assert [type(moved[name]) for name in data] == [list, tuple, Pair, OrderedDict, UserDict, str]
+    assert (moved["list"][1], moved["tuple"][1], moved["pair"].y, moved["object"]) == (2, "text", None, "moved to meta")
+    assert data["list"][0].device.type == "cpu"
+
+
+def test_what_is_there_already_is_the_same_object():
+    tensor = torch.ones(1)
+    assert move_to_device({"x": tensor}, torch.device("cpu"))["x"] is tensor
+
+
+def test_the_device_of_a_model_is_that_of_its_first_parameter_or_buffer():
+    assert device_of(nn.Linear(1, 1, device="meta")) == META
+    buffers_only = nn.Module()
+    buffers_only.register_buffer("mean", torch.zeros(1, device="meta"))
+    assert device_of(buffers_only) == META
+    assert device_of(nn.ReLU()) is None
