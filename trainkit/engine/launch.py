@@ -1,5 +1,6 @@
 """Processes: those of torchrun, or our own on one or several machines."""
 
+import gc
 import logging
 import os
 import socket
@@ -122,6 +123,7 @@ def _process_group(url: str, rank: int, world_size: int, timeout: timedelta) -> 
     comm.synchronize()  # the slowest start should not count against the timeout of the first real collective
     yield
     # Not after a failure: the process ends anyway, and the others should not fail of its leaving before it says why.
+    gc.collect()  # DDP is a cycle that keeps the group; a thread of the group that outlives the interpreter aborts it
     dist.destroy_process_group()
 
 
