@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from trainkit.checkpoint.atomic import CheckpointError, remove_leftovers, write_text
 from trainkit.checkpoint.file import has_trailer, read_file, write_file
 from trainkit.checkpoint.folder import SUFFIX, TAG_FILE, checkpoint_files, choose, newest_first, tagged_file
 from trainkit.checkpoint.matching import Differences, strip_wrapper_prefix
 from trainkit.utils import comm
+from trainkit.utils.model import unwrap_model
 
 _logger = logging.getLogger(__name__)
 
@@ -50,9 +50,7 @@ class Checkpointer:
         save_to_disk: bool | None = None,
         **checkpointables: Stateful,
     ) -> None:
-        while isinstance(model, (DistributedDataParallel, DataParallel)):
-            model = model.module
-        self.model = model
+        self.model = unwrap_model(model)
         self.save_dir = os.fspath(save_dir)
         self.save_to_disk = comm.is_main_process() if save_to_disk is None else save_to_disk
         self.checkpointables: dict[str, Stateful] = {}

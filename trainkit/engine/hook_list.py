@@ -50,13 +50,12 @@ class HookList:
             anchor = self._find(before if before is not None else after)
             position = self.hooks.index(anchor) + (after is not None)
             self.hooks[position:position] = new
-            keys = [self._key(anchor)] * len(new)
+            self._keys.update((id(hook), self._key(anchor)) for hook in new)
         else:
             for hook, key in zip(new, keys, strict=True):
                 followers = (i for i, other in enumerate(self.hooks) if self._key(other) > key)
                 self.hooks.insert(next(followers, len(self.hooks)), hook)
                 self._keys[id(hook)] = key
-        self._keys.update((id(hook), key) for hook, key in zip(new, keys, strict=True))
         self.update()
         return new
 

@@ -68,11 +68,16 @@ def launch(
         raise ValueError(
             f"{num_gpus_per_machine} processes were asked for, but this machine has {torch.cuda.device_count()} GPUs"
         )
+    return _spawn(num_gpus_per_machine, (main_func, world_size, machine_rank, dist_url, args, timeout))
+
+
+def _spawn(num_local: int, arguments: tuple[Any, ...]) -> Any:
+    """Run ``_spawned_main`` in ``num_local`` new processes; the result of the first of them."""
     results = mp.get_context("spawn").SimpleQueue()
     processes = mp.start_processes(
         _spawned_main,
-        args=(main_func, world_size, num_gpus_per_machine, machine_rank, dist_url, args, timeout, results),
-        nprocs=num_gpus_per_machine,
+        args=(num_local, results, *arguments),
+        nprocs=num_local,
         join=False,
         start_method="spawn",
     )
@@ -90,14 +95,14 @@ def launch(
 
 def _spawned_main(
     local_rank: int,
+    num_local: int,
+    results: Any,
     main_func: Callable[..., Any],
     world_size: int,
-    num_local: int,
     machine_rank: int,
     dist_url: str,
     args: tuple[Any, ...],
     timeout: timedelta,
-    results: Any,
 ) -> None:
     # what torchrun sets as well: comm reads it
     os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(local_rank), str(num_local)

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from trainkit.utils import comm
 from trainkit.utils.device import device_of, move_to_device
+from trainkit.utils.model import unwrap_model
 from trainkit.utils.rng import preserve_rng_state
 
 _LOG_PERIOD_SEC = 5.0
@@ -121,6 +121,7 @@ def inference_on_dataset(
         device = None
         if isinstance(model, nn.Module):
             stack.enter_context(inference_context(model))
+            # a wrapper's forward broadcasts buffers, which hangs when ranks have different numbers of batches
             model = unwrap_model(model)
             device = device_of(model)
         calls("on_start")
@@ -152,15 +153,6 @@ def inference_context(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-def unwrap_model(model: nn.Module) -> nn.Module:
-    """The module inside a data-parallel wrapper.
-
-    Evaluation goes around the wrapper: its forward broadcasts buffers, which hangs when ranks have different
-    numbers of batches.
-    """
-    return model.module if isinstance(model, (DistributedDataParallel, DataParallel)) else model
 
 
 def _as_one_evaluator(evaluator: DatasetEvaluator | Sequence[DatasetEvaluator] | None) -> DatasetEvaluator:

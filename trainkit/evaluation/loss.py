@@ -11,9 +11,10 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from trainkit.config.config import CfgNode
 from trainkit.config.configurable import configurable
-from trainkit.evaluation.evaluator import DatasetEvaluator, inference_context, unwrap_model
+from trainkit.evaluation.evaluator import DatasetEvaluator, inference_context
 from trainkit.utils import comm
 from trainkit.utils.losses import parse_losses
+from trainkit.utils.model import unwrap_model
 
 # What acts randomly or keeps running statistics while training: dropout, also that inside recurrent and attention
 # layers, batch and instance norm.
