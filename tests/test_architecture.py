@@ -14,13 +14,14 @@ LAYERS = [
     ["trainkit.config"],
     ["trainkit.checkpoint", "trainkit.data", "trainkit.modeling", "trainkit.solver"],
     ["trainkit.evaluation"],
-    ["trainkit.engine.hook_base"],
+    ["trainkit.engine.hook_base", "trainkit.engine.periods"],
     ["trainkit.engine.hook_list"],
     ["trainkit.engine.train_loop"],
     ["trainkit.engine.metrics"],
     ["trainkit.engine.trainers"],
     ["trainkit.engine.hooks"],
     ["trainkit.engine.parallel", "trainkit.engine.predictor", "trainkit.engine.setup", "trainkit.engine.launch"],
+    ["trainkit.engine.evaluation_run"],
     ["trainkit.engine.defaults"],
     ["trainkit.engine"],
     ["projects", "tools"],
@@ -34,7 +35,7 @@ LATE_IMPORTS = {
 }
 
 PURE = {"compile", "copy", "frozenset", "getLogger", "int", "list", "local", "object", "split", "tuple", "type"}
-PURE |= {"timedelta"}
+PURE |= {"field", "timedelta"}
 
 
 class Sources:

@@ -98,6 +98,7 @@ PUBLIC = {
         "flatten_results_dict",
         "inference_context",
         "inference_on_dataset",
+        "observe_inference",
         "print_csv_format",
         "verify_results",
     },

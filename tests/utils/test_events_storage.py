@@ -119,6 +119,21 @@ def test_an_unknown_name_is_an_error_that_names_the_known_ones():
         storage.history("c")
 
 
+@pytest.mark.parametrize("defer", [False, True])
+def test_the_epoch_of_a_name_is_that_of_its_newest_value(defer):
+    with EventStorage(start_iter=4) as storage:
+        if defer:
+            storage.start_deferring()
+        storage.put_scalar("top1", 50.0, epoch=1)
+        storage.put_scalar("top5", 90.0, epoch=1)
+        storage.put_scalar("loss", 1.0)
+        assert storage.epochs() == {"top1": 1, "top5": 1}
+        storage.put_scalar("top1", 60.0, epoch=2)
+        storage.put_scalar("top5", 95.0)
+        assert storage.epochs() == {"top1": 2}
+        assert storage.latest() == {"top1": (60.0, 4), "top5": (95.0, 4), "loss": (1.0, 4)}
+
+
 # ---------------------------------------------------------------------- images, histograms, names
 
 

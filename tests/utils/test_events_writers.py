@@ -133,6 +133,30 @@ def test_json_goes_on_in_the_same_file_in_a_second_run_from_the_first_iteration(
     assert read_strictly(tmp_path / "metrics.json") == [{"a": 1.0, "iteration": 0}, {"a": 2.0, "iteration": 0}]
 
 
+@pytest.mark.parametrize("defer", [False, True])
+def test_json_has_scalars_with_an_epoch_in_lines_of_their_own(tmp_path, defer):
+    writer = JSONWriter(tmp_path / "metrics.json")
+    with EventStorage() as storage:
+        if defer:
+            storage.start_deferring()
+        for storage.iter in range(4):
+            storage.put_scalar("loss", 0.5)
+            storage.put_scalar("epoch", storage.iter // 2, smoothing_hint=False)
+            if storage.iter % 2:
+                storage.put_scalar("top1", 50.0, smoothing_hint=False, epoch=storage.iter // 2 + 1)
+                storage.put_scalar("top5", 90.0, smoothing_hint=False, epoch=storage.iter // 2 + 1)
+                storage.publish(writer.write)
+        storage.flush()
+        writer.close()
+
+    assert read_strictly(tmp_path / "metrics.json") == [
+        {"iteration": 1, "loss": 0.5, "epoch": 0.0},
+        {"iteration": 1, "epoch": 1, "top1": 50.0, "top5": 90.0},
+        {"iteration": 3, "loss": 0.5, "epoch": 1.0},
+        {"iteration": 3, "epoch": 2, "top1": 50.0, "top5": 90.0},
+    ]
+
+
 def test_json_touches_no_file_before_the_first_write(tmp_path):
     (tmp_path / "metrics.json").write_text('{"iteration": 0}\n')
     JSONWriter(tmp_path / "metrics.json").close()
@@ -213,6 +237,20 @@ def test_tensorboard_goes_on_in_a_second_run_from_the_first_iteration(tmp_path):
     assert sorted(event.value for file in files for event in read_tensorboard(file).Scalars("a")) == [1.0, 2.0]
 
 
+def test_tensorboard_shows_scalars_with_an_epoch_over_epochs(tmp_path):
+    writer = TensorboardXWriter(tmp_path)
+    with EventStorage() as storage:
+        for storage.iter in (4, 9):
+            storage.put_scalar("loss", 0.5)
+            storage.put_scalar("top1", 50.0, smoothing_hint=False, epoch=(storage.iter + 1) // 5)
+            writer.write()
+        writer.close()
+
+    events = read_tensorboard(tmp_path)
+    assert [event.step for event in events.Scalars("top1")] == [1, 2]
+    assert [event.step for event in events.Scalars("loss")] == [4, 9]
+
+
 def test_tensorboard_is_asked_for_by_the_constructor(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
@@ -271,6 +309,17 @@ def test_console_line_shows_scalars_whose_name_has_no_loss_in_it(lines):
         printer.write()
 
     assert lines() == ["iter: 0  accuracy: 0.5  perplexity: 20.25  loss_mask: 1 "]
+
+
+def test_console_line_is_the_same_for_scalars_with_an_epoch(lines):
+    for epoch in (None, 3):
+        with EventStorage(start_iter=5) as storage:
+            storage.put_scalar("loss", 1.0, epoch=epoch)
+            storage.put_scalar("top1", 50.0, smoothing_hint=False, epoch=epoch)
+            CommonMetricPrinter().write()
+
+    assert len(lines()) == 2
+    assert lines()[0] == lines()[1]
 
 
 def test_console_line_has_the_peak_memory_of_cuda(lines, monkeypatch):

@@ -18,7 +18,11 @@ _logger = logging.getLogger(__name__)
 
 
 class Stateful(Protocol):
-    """What can stand in a checkpoint."""
+    """What can stand in a checkpoint.
+
+    If it also has ``before_save(state)`` or ``after_load(state)``, as a trainer has, these get the whole state
+    before it is written, and as it was read, before anybody takes a part of it; they may change it.
+    """
 
     def state_dict(self) -> Mapping[str, Any]: ...
 
@@ -101,7 +105,11 @@ class Checkpointer:
         state |= {key: obj.state_dict() for key, obj in self.checkpointables.items()}
         if taken := sorted(state.keys() & entries):
             raise ValueError(f"save() got entries {taken}, which the checkpoint has already; give them other names")
-        return state | entries
+        state |= entries
+        for obj in self.checkpointables.values():
+            if hasattr(obj, "before_save"):
+                obj.before_save(state)
+        return state
 
     def _write(self, basename: str, state: dict[str, Any], tag_last: bool) -> None:
         path = os.path.join(self.save_dir, basename)
@@ -214,9 +222,12 @@ class Checkpointer:
         return keys
 
     def _apply(self, state: dict[str, Any], path: str, keys: list[str], strict: bool) -> dict[str, Any]:
-        weights = state.pop("model") if isinstance(state.get("model"), Mapping) else None
-        if weights is None:  # a bare state dict
-            weights, state = state, {}
+        if not isinstance(state.get("model"), Mapping):  # a bare state dict
+            state = {"model": state}
+        for obj in self.checkpointables.values():
+            if hasattr(obj, "after_load"):
+                obj.after_load(state)
+        weights = state.pop("model")
         absent = [key for key in keys if key not in state]
         if absent and strict:
             raise CheckpointError(_not_resumable(path, absent, state))

@@ -1,7 +1,10 @@
 """What a hook is: its points, its place, its state."""
 
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
+
+from trainkit.evaluation.observer import Phase
 
 
 class Priority(IntEnum):
@@ -18,7 +21,23 @@ class Priority(IntEnum):
     LOWEST = 100
 
 
-HOOK_POINTS = ("before_train", "before_step", "after_backward", "after_step", "after_train")
+HOOK_POINTS = (
+    "before_train",
+    "before_epoch",
+    "before_step",
+    "after_backward",
+    "after_step",
+    "after_epoch",
+    "after_train",
+    "before_eval",
+    "before_eval_step",
+    "after_eval_step",
+    "after_eval",
+    "before_save",
+    "after_load",
+)
+EPOCH_POINTS = ("before_epoch", "after_epoch")
+EVALUATION_POINTS = ("before_eval", "before_eval_step", "after_eval_step", "after_eval", "after_load")  # of --eval-only
 
 
 class HookBase:
@@ -35,7 +54,10 @@ class HookBase:
 
     ``self.trainer`` is set by ``register_hooks`` and is a weak reference: hook and trainer keep nobody else alive.
     ``before_step`` should cost next to nothing, since the time of a step begins behind it. A hook deletes nothing
-    in ``after_train``, so that the same trainer can ``train()`` again.
+    in ``after_train``, so that the same trainer can ``train()`` again. A point that is not overridden costs nothing.
+
+    The points of epochs need a trainer that has epochs. Those of evaluation, saving and loading are called whenever
+    the trainer's model is evaluated, saved or loaded, by ``--eval-only`` as well.
     """
 
     trainer: Any = None  # a weakref.proxy of the TrainerBase; Any, since a hook may know the subclass it is for
@@ -43,6 +65,9 @@ class HookBase:
 
     def before_train(self) -> None:
         """Before the first iteration."""
+
+    def before_epoch(self) -> None:
+        """Before the first iteration of an epoch. A run that is resumed inside an epoch does not begin it again."""
 
     def before_step(self) -> None:
         """Before each iteration."""
@@ -53,8 +78,32 @@ class HookBase:
     def after_step(self) -> None:
         """After each iteration; ``trainer.iter`` is the one just done."""
 
+    def after_epoch(self) -> None:
+        """After the last iteration of an epoch; one that the end of the run cuts short has none."""
+
     def after_train(self) -> None:
         """After the last iteration or a failure; ``trainer.status`` says which. On "failed" wait for no other rank."""
+
+    def before_eval(self, phase: Phase, name: str) -> None:
+        """Before the model is run over the dataset ``name``; also on a rank whose part of it is empty."""
+
+    def before_eval_step(self, phase: Phase, index: int, inputs: Any) -> None:
+        """Before the model sees batch ``index``, counted from 0 on each rank; its tensors are on the device."""
+
+    def after_eval_step(self, phase: Phase, index: int, inputs: Any, outputs: Any) -> None:
+        """When the model has returned ``outputs`` for it."""
+
+    def after_eval(self, phase: Phase, name: str, results: Mapping[str, Any]) -> None:
+        """When the dataset is evaluated; ``results`` are empty on ranks other than 0."""
+
+    def before_save(self, state: dict[str, Any]) -> None:
+        """Before a checkpoint is written; what is put into or taken from ``state`` is so in the file. On every rank.
+
+        Its tensors are those of the run: replace them, do not change them.
+        """
+
+    def after_load(self, state: dict[str, Any]) -> None:
+        """When a checkpoint is read and before anybody takes his part; ``state["model"]`` are the weights."""
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs of this hook: tensors and plain Python values only."""

@@ -44,7 +44,7 @@ class HookList:
         if sum(argument is not None for argument in (priority, before, after)) > 1:
             raise ValueError("give one of priority, before and after: an anchor has a priority of its own")
         # the places before HIGHEST and behind LOWEST are kept for the timer and the writers
-        keys = [_sort_key(hook.priority, -1, 101) if priority is None else _sort_key(priority, 0, 100) for hook in new]
+        keys = [sort_key(hook.priority, -1, 101) if priority is None else sort_key(priority) for hook in new]
 
         if before is not None or after is not None:
             anchor = self._find(before if before is not None else after)
@@ -68,12 +68,13 @@ class HookList:
                 self._name(hook)
 
     def describe(self) -> str:
-        """One line per point, with the names under which the hooks are saved."""
+        """One line per point that somebody overrides, with the names under which the hooks are saved."""
         names = {id(hook): name for name, hook in self._names.items()}
         width = max(map(len, HOOK_POINTS))
         return "\n".join(
-            f"  {point:<{width}}  {', '.join(names[id(hook)] for hook in self._at[point]) or '-'}"
-            for point in HOOK_POINTS
+            f"  {point:<{width}}  {', '.join(names[id(hook)] for hook in hooks)}"
+            for point, hooks in self._at.items()
+            if hooks
         )
 
     # ------------------------------------------------------------------ state
@@ -106,7 +107,7 @@ class HookList:
 
     def _key(self, hook: HookBase) -> int:
         key = self._keys.get(id(hook))
-        return _sort_key(hook.priority, -1, 101) if key is None else key  # some put hooks into the list by hand
+        return sort_key(hook.priority, -1, 101) if key is None else key  # some put hooks into the list by hand
 
     def _find(self, anchor: Anchor | None) -> HookBase:
         def fits(hook: HookBase) -> bool:
@@ -138,7 +139,11 @@ def _overrides(hook: HookBase, point: str) -> bool:
     return getattr(getattr(hook, point), "__func__", None) is not getattr(HookBase, point)
 
 
-def _sort_key(priority: int | str, first: int, last: int) -> int:
+def sort_key(priority: int | str, first: int = 0, last: int = 100) -> int:
+    """
+    Raises:
+        ValueError: it is no name of `Priority`, or out of range.
+    """
     if isinstance(priority, str) and priority in Priority.__members__:
         return Priority[priority]
     if not isinstance(priority, int) or not first <= priority <= last:

@@ -2,11 +2,14 @@
 
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeAlias
 
-from trainkit.engine.hook_base import HookBase, Priority
+from trainkit.config import ConfigError
+from trainkit.engine.hook_base import EPOCH_POINTS, HookBase, Priority
 from trainkit.engine.hook_list import Anchor, HookList
+from trainkit.engine.periods import check_period, is_due
+from trainkit.evaluation.observer import InferenceObserver, Phase
 from trainkit.utils import comm
 from trainkit.utils.events import EventStorage
 
@@ -17,7 +20,7 @@ logger = logging.getLogger(__name__)
 Status: TypeAlias = Literal["not started", "running", "finished", "stopped", "failed"]
 
 
-class TrainerBase:
+class TrainerBase(InferenceObserver):
     """The loop: ``run_step()`` once per iteration, with hooks around it. A subclass defines ``run_step``.
 
     Attributes:
@@ -57,15 +60,22 @@ class TrainerBase:
         self.status, self._stop = "running", None
         self._hook_list.update()  # the list may have been rearranged by hand
         self._compare_hooks()
+        per_epoch = self._checked_epoch_length()
 
         with EventStorage(start_iter) as self.storage:
             try:
                 self.before_train()
                 while self.iter < self.max_iter and self._stop is None:
+                    self.storage.iter = self.iter  # what a hook or a model puts belongs to this iteration
+                    self.storage.raise_error()  # what a worker has found wrong in earlier ones
+                    if per_epoch and self.iter % per_epoch == 0:
+                        self.before_epoch()
                     self.before_step()
                     self.run_step()
                     self._last_done_iter = self.iter
                     self.after_step()
+                    if per_epoch and (self.iter + 1) % per_epoch == 0:
+                        self.after_epoch()
                     self.iter += 1
                 self.storage.flush()  # what a worker found wrong still counts
                 self._end()
@@ -108,7 +118,7 @@ class TrainerBase:
                 self.status = "stopped"
 
     def _log_failure(self, error: BaseException) -> None:
-        traced = isinstance(error, Exception)  # not Ctrl-C
+        traced = isinstance(error, Exception) and not isinstance(error, ConfigError)  # not Ctrl-C either
         logger.error("Training failed in iteration %d: %s: %s", self.iter, type(error).__name__, error, exc_info=traced)
         try:
             self.storage.flush()
@@ -122,9 +132,11 @@ class TrainerBase:
         for hook in self._hook_list.at("before_train"):
             hook.before_train()
 
+    def before_epoch(self) -> None:
+        for hook in self._hook_list.at("before_epoch"):
+            hook.before_epoch()
+
     def before_step(self) -> None:
-        self.storage.iter = self.iter  # what a hook or a model puts belongs to this iteration
-        self.storage.raise_error()  # what a worker has found wrong in earlier ones
         for hook in self._hook_list.at("before_step"):
             hook.before_step()
 
@@ -136,6 +148,10 @@ class TrainerBase:
     def after_step(self) -> None:
         for hook in self._hook_list.at("after_step"):
             hook.after_step()
+
+    def after_epoch(self) -> None:
+        for hook in self._hook_list.at("after_epoch"):
+            hook.after_epoch()
 
     def after_train(self) -> None:
         """Every hook gets its ``after_train``, whatever happened; the first failure here is raised at the end."""
@@ -152,6 +168,66 @@ class TrainerBase:
                     self.status, first_error = "failed", error
         if first_error is not None:
             raise first_error
+
+    def before_eval(self, phase: Phase, name: str) -> None:
+        """This and the next three: called by ``inference_on_dataset`` under `observe_inference`."""
+        for hook in self._hook_list.at("before_eval"):
+            hook.before_eval(phase, name)
+
+    def before_eval_step(self, phase: Phase, index: int, inputs: Any) -> None:
+        for hook in self._hook_list.at("before_eval_step"):
+            hook.before_eval_step(phase, index, inputs)
+
+    def after_eval_step(self, phase: Phase, index: int, inputs: Any, outputs: Any) -> None:
+        for hook in self._hook_list.at("after_eval_step"):
+            hook.after_eval_step(phase, index, inputs, outputs)
+
+    def after_eval(self, phase: Phase, name: str, results: Mapping[str, Any]) -> None:
+        for hook in self._hook_list.at("after_eval"):
+            hook.after_eval(phase, name, results)
+
+    def before_save(self, state: dict[str, Any]) -> None:
+        """This and the next: called by the `Checkpointer` that saves this trainer."""
+        for hook in self._hook_list.at("before_save"):
+            hook.before_save(state)
+
+    def after_load(self, state: dict[str, Any]) -> None:
+        for hook in self._hook_list.at("after_load"):
+            hook.after_load(state)
+
+    # ------------------------------------------------------------------ epochs
+
+    @property
+    def iters_per_epoch(self) -> int:
+        """Iterations per pass over the training data; a subclass that knows its data overrides this.
+
+        Raises:
+            ValueError: there are no epochs.
+        """
+        raise ValueError(f"{type(self).__name__} does not define iters_per_epoch, so it has no epochs; use iterations")
+
+    @property
+    def has_epochs(self) -> bool:
+        try:
+            return self.iters_per_epoch > 0
+        except ValueError:
+            return False
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch, counted from 0."""
+        return self.iter // self.iters_per_epoch
+
+    def _checked_epoch_length(self) -> int:
+        """``iters_per_epoch``, or 0 if there are no epochs and no hook asks for them."""
+        if self.has_epochs:
+            return self.iters_per_epoch
+        if asking := [type(hook).__name__ for point in EPOCH_POINTS for hook in self._hook_list.at(point)]:
+            raise ConfigError(
+                f"{', '.join(dict.fromkeys(asking))}: there is something to do at epochs, but the training data has no "
+                "length, so there are none; use a period in iterations"
+            )
+        return 0
 
     # ------------------------------------------------------------------ hooks and state
 
@@ -207,23 +283,3 @@ class TrainerBase:
         unclaimed = self._hook_list.unclaimed()
         if unclaimed:
             logger.warning("The checkpoint has states of hooks that are not registered: %s", unclaimed)
-
-
-def is_due(trainer: TrainerBase, period: int, *, or_last: bool = False) -> bool:
-    """Whether something with this period happens after the current iteration; the one rule of all hooks.
-
-    True after the iterations ``period - 1, 2 * period - 1, ...``, with ``or_last`` also after the last one. A period
-    of 0 is never due by itself.
-    """
-    done = trainer.iter + 1
-    return (period > 0 and done % period == 0) or (or_last and done >= trainer.max_iter)
-
-
-def check_period(name: str, period: int, *, minimum: int = 0) -> int:
-    """
-    Raises:
-        ValueError: the argument called ``name`` is no whole number of iterations, or below ``minimum``.
-    """
-    if isinstance(period, bool) or not isinstance(period, int) or period < minimum:
-        raise ValueError(f"{name} must be a whole number of iterations >= {minimum}, got {period!r}")
-    return period

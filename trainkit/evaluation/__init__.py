@@ -9,6 +9,7 @@ from trainkit.evaluation.evaluator import (
     inference_on_dataset,
 )
 from trainkit.evaluation.loss import LossEvaluator
+from trainkit.evaluation.observer import observe_inference
 from trainkit.evaluation.testing import flatten_results_dict, print_csv_format, verify_results
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "DatasetEvaluators",
     "inference_context",
     "inference_on_dataset",
+    "observe_inference",
     "ClassificationEvaluator",
     "LossEvaluator",
     "EVALUATOR_REGISTRY",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainkit.evaluation.observer import current_observer
 from trainkit.utils import comm
 from trainkit.utils.device import device_of, move_to_device
 from trainkit.utils.model import unwrap_model
@@ -92,6 +93,8 @@ def inference_on_dataset(
     data_loader: Iterable[Any],
     evaluator: DatasetEvaluator | Sequence[DatasetEvaluator] | None,
     callbacks: Mapping[str, Callable[[], None]] | None = None,
+    *,
+    name: str = "",
 ) -> dict[str, Any]:
     """Run ``model`` over ``data_loader`` in eval mode without gradients, and evaluate what it returns.
 
@@ -105,6 +108,7 @@ def inference_on_dataset(
         evaluator: None only runs the model.
         callbacks: called once each: ``on_start`` first, ``before_inference`` and ``after_inference`` around all
             batches, ``on_end`` last.
+        name: of the dataset, for the hooks that look on (see `observe_inference`).
 
     Returns:
         What ``evaluator.evaluate()`` returned, ``{}`` for None.
@@ -115,6 +119,7 @@ def inference_on_dataset(
     """
     evaluator = _as_one_evaluator(evaluator)
     calls = _check_callbacks(callbacks)
+    observer, phase = current_observer()
     with ExitStack() as stack:
         stack.enter_context(preserve_rng_state())
         stack.enter_context(torch.no_grad())
@@ -128,17 +133,22 @@ def inference_on_dataset(
         DatasetEvaluators([evaluator]).bind(model)
         evaluator.reset()
         calls("before_inference")
+        observer.before_eval(phase, name)
         num_batches = 0
         for inputs in _with_progress(data_loader, device):
             if device is not None:
                 inputs = move_to_device(inputs, device)
-            evaluator.process(inputs, model(inputs))
+            observer.before_eval_step(phase, num_batches, inputs)
+            outputs = model(inputs)
+            evaluator.process(inputs, outputs)
+            observer.after_eval_step(phase, num_batches, inputs, outputs)
             num_batches += 1
         calls("after_inference")
         # A rank's own part may be empty when there are more ranks than samples.
         if not sum(comm.all_gather(num_batches)):
             raise ValueError(f"{_describe(data_loader)} gave no batch; there is nothing to evaluate")
         results = _evaluate(evaluator)
+        observer.after_eval(phase, name, results)
         calls("on_end")
     return results
 

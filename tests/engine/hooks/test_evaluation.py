@@ -128,3 +128,37 @@ def test_a_loss_that_is_not_finite_is_found_before_the_evaluation_also_asynchron
     with pytest.raises(FloatingPointError, match="in iteration 1"):
         trainer.train(0, 4)
     assert evaluated == []
+
+
+class Epochs(Steps):
+    iters_per_epoch = 3
+
+
+def epochs_of_results(trainer, max_iter):
+    """(iteration, epoch) of each evaluation as it is stored."""
+    found = []
+
+    def note():
+        if "top1" in trainer.storage.latest():
+            place = (trainer.storage.latest()["top1"][1], trainer.storage.epochs().get("top1"))
+            found.extend([place] * (place not in found))
+
+    trainer.register_hooks([AfterStep(lambda trainer: note())])
+    trainer.train(0, max_iter)
+    note()
+    return found
+
+
+def test_by_epoch_results_are_stored_with_the_whole_epochs_done():
+    def trainer(**kwargs):
+        return Epochs([EvalHook(2, lambda: {"top1": 50.0}, **kwargs)])
+
+    assert epochs_of_results(trainer(by_epoch=True, eval_at_start=True), 7) == [(0, 0), (1, 0), (3, 1), (5, 2), (7, 2)]
+    assert epochs_of_results(trainer(), 7) == [(1, None), (3, None), (5, None), (7, None)]
+
+
+def test_by_epoch_without_epochs_is_an_error_before_the_first_iteration():
+    calls = []
+    with pytest.raises(ValueError, match=r"EvalHook has by_epoch \(LOG\.EVAL_AXIS in a config\), but .* no epochs"):
+        Steps([EvalHook(1, dict, by_epoch=True)], step=calls.append).train(0, 1)
+    assert calls == []

@@ -1,15 +1,16 @@
 """Functions as a hook."""
 
 from collections.abc import Callable
-from typing import Any
 
 from trainkit.engine.hook_base import HOOK_POINTS, HookBase
 
-Callback = Callable[[Any], None]
+Callback = Callable[..., None]
 
 
 class CallbackHook(HookBase):
     """Call functions at hook points, each with the trainer: ``CallbackHook(after_step=lambda trainer: ...)``.
+
+    What the point has of arguments comes behind the trainer.
 
     Raises:
         TypeError: a point is unknown, or what is given for it cannot be called.
@@ -24,4 +25,4 @@ class CallbackHook(HookBase):
             if not callable(callback):
                 raise TypeError(f"{point} must be a function of the trainer, got {callback!r}")
             # on the object, not in the class: where nothing was given, nothing is called
-            setattr(self, point, lambda callback=callback: callback(self.trainer))
+            setattr(self, point, lambda *args, callback=callback: callback(self.trainer, *args))

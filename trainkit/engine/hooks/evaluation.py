@@ -4,13 +4,18 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainkit.engine.train_loop import HookBase, check_period, is_due
+from trainkit.config import ConfigError
+from trainkit.engine.hook_base import HookBase
+from trainkit.engine.hooks.registry import HOOK_REGISTRY
+from trainkit.engine.periods import check_period, is_due, is_last
+from trainkit.evaluation.observer import Phase, observe_inference
 from trainkit.evaluation.testing import flatten_results_dict
 from trainkit.utils import comm
 
 logger = logging.getLogger(__name__)
 
 
+@HOOK_REGISTRY.register()
 class EvalHook(HookBase):
     """Call ``eval_function()`` every ``eval_period`` iterations and after training, and store its results.
 
@@ -22,6 +27,12 @@ class EvalHook(HookBase):
         eval_after_train: whether to evaluate at the end of a run that finished. The last iteration is not evaluated
             by its period as well.
         eval_at_start: whether to evaluate before iteration 0, to find a broken evaluator early.
+        offset: the first evaluation by the period is after so many iterations, if it is not 0.
+        phase: what the points of the evaluation are told, see `HookBase.before_eval`.
+        by_epoch: whether writers show the results over whole epochs done instead of iterations.
+
+    Raises:
+        TypeError, ValueError: an argument is not accepted; before training: ``by_epoch``, and there are no epochs.
     """
 
     def __init__(
@@ -31,23 +42,36 @@ class EvalHook(HookBase):
         eval_after_train: bool = True,
         *,
         eval_at_start: bool = False,
+        offset: int = 0,
+        phase: Phase = "val",
+        by_epoch: bool = False,
     ) -> None:
         if not callable(eval_function):
             raise TypeError(f"eval_function must be a function without arguments, got {eval_function!r}")
         self._period = check_period("eval_period", eval_period)
+        self._offset = check_period("offset", offset)
         self._function = eval_function
         self._after_train = eval_after_train
         self._at_start = eval_at_start
+        self._phase = phase
+        self._by_epoch = by_epoch
         self._evaluated_iters = -1  # how many iterations the model had when it was evaluated last
 
     def before_train(self) -> None:
+        if self._by_epoch and not self.trainer.has_epochs:
+            raise ConfigError(
+                "EvalHook has by_epoch (LOG.EVAL_AXIS in a config), but the training data has no length, so there are "
+                "no epochs; show the results over iterations"
+            )
         self._evaluated_iters = -1
         if self._at_start and self.trainer.iter == 0:
             self._evaluate(0)
 
     def after_step(self) -> None:
         done = self.trainer.iter + 1
-        if is_due(self.trainer, self._period) and not (self._after_train and done >= self.trainer.max_iter):
+        if is_due(self.trainer, self._period, offset=self._offset) and not (
+            self._after_train and is_last(self.trainer)
+        ):
             self._evaluate(done)
 
     def after_train(self) -> None:
@@ -58,10 +82,12 @@ class EvalHook(HookBase):
 
     def _evaluate(self, done_iters: int) -> None:
         self.trainer.storage.flush()  # a loss that is not finite is found before the evaluation
-        results = self._function()
+        with observe_inference(self.trainer, self._phase):
+            results = self._function()
         self._evaluated_iters = done_iters
         if results is not None and not isinstance(results, Mapping):
             raise TypeError(f"the evaluation function must return a dict of results or None, got {results!r}")
+        epoch = done_iters // self.trainer.iters_per_epoch if self._by_epoch else None
         for name, value in flatten_results_dict(results or {}).items():
             try:
                 number = float(value)
@@ -69,5 +95,5 @@ class EvalHook(HookBase):
                 raise ValueError(
                     f"the evaluation result {name!r} is {value!r}; results are nested dicts whose leaves are numbers"
                 ) from error
-            self.trainer.storage.put_scalar(name, number, smoothing_hint=False)
+            self.trainer.storage.put_scalar(name, number, smoothing_hint=False, epoch=epoch)
         comm.synchronize()  # ranks take different times; the next collective should not count that

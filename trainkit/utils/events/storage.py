@@ -75,21 +75,33 @@ class EventStorage:
         self._history: dict[str, HistoryBuffer] = {}
         self._smoothing_hints: dict[str, bool] = {}
         self._latest: dict[str, tuple[float, int]] = {}
+        self._epochs: dict[str, int] = {}
         self._images: deque[Image] = deque(maxlen=_MAX_IMAGES)
         self._histograms: deque[Histogram] = deque(maxlen=_MAX_IMAGES)
         self._backlog: Backlog | None = None
 
     # ------------------------------------------------------------------ put
 
-    def put_scalar(self, name: str, value: float, smoothing_hint: bool = True, cur_iter: int | None = None) -> None:
+    def put_scalar(
+        self,
+        name: str,
+        value: float,
+        smoothing_hint: bool = True,
+        cur_iter: int | None = None,
+        *,
+        epoch: int | None = None,
+    ) -> None:
         """Store one number; writers show its median over a window if ``smoothing_hint``, else the number itself.
+
+        Args:
+            epoch: where writers show it, if they are to show it over epochs.
 
         Raises:
             ValueError: the name was used before with the other hint.
         """
         place = self._place
         iter = place.iter if cur_iter is None else cur_iter
-        self._put(self._store_scalar, place.prefix + name, float(value), smoothing_hint, iter)
+        self._put(self._store_scalar, place.prefix + name, float(value), smoothing_hint, iter, epoch)
 
     def put_scalars(self, *, smoothing_hint: bool = True, cur_iter: int | None = None, **kwargs: float) -> None:
         """``put_scalar`` for each keyword."""
@@ -141,7 +153,7 @@ class EventStorage:
         in_worker = self._backlog is not None and self._backlog.in_worker()
         return self._worker_place if in_worker else self._loop_place
 
-    def _store_scalar(self, name: str, value: float, smoothing_hint: bool, iter: int) -> None:
+    def _store_scalar(self, name: str, value: float, smoothing_hint: bool, iter: int, epoch: int | None) -> None:
         history = self._history.get(name)
         if history is None:
             history = self._history[name] = HistoryBuffer(self._history_length)
@@ -153,6 +165,10 @@ class EventStorage:
             )
         history.update(value, iter)
         self._latest[name] = (value, iter)
+        if epoch is None:
+            self._epochs.pop(name, None)
+        else:
+            self._epochs[name] = epoch
 
     # ------------------------------------------------------------------ read
 
@@ -195,6 +211,11 @@ class EventStorage:
     def smoothing_hints(self) -> dict[str, bool]:
         self.flush()
         return self._smoothing_hints
+
+    def epochs(self) -> dict[str, int]:
+        """name -> the epoch that its newest value was put with, where it was put with one."""
+        self.flush()
+        return self._epochs
 
     def images(self) -> list[Image]:
         self.flush()

@@ -39,14 +39,15 @@ class _Unwritten:
         self._window_size = window_size
         self._written: dict[str, int] = {}
 
-    def take(self, storage: EventStorage) -> list[tuple[str, float, int]]:
-        """(name, smoothed value, iteration) of each such scalar."""
+    def take(self, storage: EventStorage) -> list[tuple[str, float, int, int | None]]:
+        """(name, smoothed value, iteration, epoch if it was put with one) of each such scalar."""
+        epochs = storage.epochs()
         news = [
-            (name, value, iter)
+            (name, value, iter, epochs.get(name))
             for name, (value, iter) in storage.latest_with_smoothing_hint(self._window_size).items()
             if iter > self._written.get(name, -1)
         ]
-        self._written.update((name, iter) for name, _, iter in news)
+        self._written.update((name, iter) for name, _, iter, _ in news)
         return news
 
     def forget(self) -> None:
@@ -56,6 +57,8 @@ class _Unwritten:
 
 class JSONWriter(EventWriter):
     """One line of JSON per iteration that has new scalars, smoothed; ``null`` stands for a value that is not finite.
+
+    Scalars that were put with an epoch have a line of their own, with ``epoch`` beside ``iteration``.
 
     ``[json.loads(line) for line in open(path)]`` or ``pandas.read_json(path, lines=True)`` reads the file. It is
     opened at the first write and only ever appended to.
@@ -67,14 +70,17 @@ class JSONWriter(EventWriter):
         self._file: TextIO | None = None
 
     def write(self) -> None:
-        rows: dict[int, dict[str, float | None]] = {}
-        for name, value, iter in self._news.take(get_event_storage()):
-            rows.setdefault(iter, {})[name] = value if math.isfinite(value) else None
+        rows: dict[tuple[int, int], dict[str, float | None]] = {}
+        for name, value, iter, epoch in self._news.take(get_event_storage()):
+            row = rows.setdefault((iter, -1 if epoch is None else epoch), {"iteration": iter})
+            if epoch is not None:
+                row["epoch"] = epoch
+            row[name] = value if math.isfinite(value) else None
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a", encoding="utf-8")
-        for iter, row in sorted(rows.items()):
-            self._file.write(json.dumps({"iteration": iter, **row}, sort_keys=True, allow_nan=False) + "\n")
+        for _, row in sorted(rows.items()):
+            self._file.write(json.dumps(row, sort_keys=True, allow_nan=False) + "\n")
         self._file.flush()  # no fsync: it would cost more than the step
 
     def close(self) -> None:
@@ -109,8 +115,8 @@ class TensorboardXWriter(EventWriter):
             # imported here: it takes longer than all of trainkit
             tensorboard = importlib.import_module("torch.utils.tensorboard")
             self._writer = tensorboard.SummaryWriter(self._log_dir, **self._kwargs)
-        for name, value, iter in news:
-            self._writer.add_scalar(name, value, iter)
+        for name, value, iter, epoch in news:
+            self._writer.add_scalar(name, value, iter if epoch is None else epoch)
         for image in images:
             self._writer.add_image(image.name, image.tensor, image.iter)
         for histogram in histograms:

@@ -1,0 +1,95 @@
+"""The one rule of all that happens every so often."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from trainkit.engine.periods import check_period, is_due, is_due_epoch, is_last, is_nth
+
+
+def every_n(done, n, start=0):
+    """The rule that OpenMMLab states for epochs and iterations, counted from 1; what comes first is never the 0th."""
+    return n > 0 and done - start >= 0 and (done - start) % n == 0
+
+
+@pytest.mark.parametrize(
+    ("period", "offset", "ends"),
+    [
+        (1, 0, [1, 2, 3, 4, 5, 6, 7, 8, 9]),
+        (2, 0, [2, 4, 6, 8]),
+        (4, 0, [4, 8]),
+        (2, 5, [5, 7, 9]),
+        (3, 1, [1, 4, 7]),
+        (2, 9, [9]),
+        (2, 10, []),
+        (10, 0, []),
+        (10, 3, [3]),
+        (0, 0, []),
+        (0, 5, []),
+        (-2, 0, []),
+    ],
+)
+def test_what_is_counted_from_1_ends_a_period_at_these_numbers(period, offset, ends):
+    assert [done for done in range(-3, 10) if is_nth(done, period, offset)] == ends
+
+
+def test_the_rule_is_that_of_openmmlab_for_every_period_and_offset():
+    cases = [(done, n, start) for done in range(1, 30) for n in range(-1, 8) for start in range(12)]
+
+    assert [is_nth(*case) for case in cases] == [every_n(*case) for case in cases]
+    assert [is_nth(*case) for case in cases] != [every_n(done, n, start + 1) for done, n, start in cases]
+
+
+def test_nothing_ends_before_the_first_one_is_done():
+    assert not is_nth(0, 3)  # though 0 is a multiple of 3
+    assert not is_nth(0, 3, offset=0)
+
+
+def trainer_at(iter, max_iter=10, iters_per_epoch=3):
+    return SimpleNamespace(iter=iter, max_iter=max_iter, epoch=iter // iters_per_epoch)
+
+
+def iters_in_which(rule):
+    return [iter for iter in range(10) if rule(trainer_at(iter))]
+
+
+def test_an_iteration_is_counted_from_0_and_is_due_when_it_is_the_last_of_a_period():
+    assert iters_in_which(lambda trainer: is_due(trainer, 4)) == [3, 7]
+    assert iters_in_which(lambda trainer: is_due(trainer, 4, or_last=True)) == [3, 7, 9]
+    assert iters_in_which(lambda trainer: is_due(trainer, 5, or_last=True)) == [4, 9]
+    assert iters_in_which(lambda trainer: is_due(trainer, 2, offset=5)) == [4, 6, 8]
+    assert iters_in_which(lambda trainer: is_due(trainer, 2, offset=5, or_last=True)) == [4, 6, 8, 9]
+    assert iters_in_which(lambda trainer: is_due(trainer, 0)) == []
+    assert iters_in_which(lambda trainer: is_due(trainer, 0, or_last=True)) == [9]
+
+
+def test_every_inner_batch_is_counted_from_0_as_well():
+    assert [index for index in range(8) if is_nth(index + 1, 3)] == [2, 5]
+
+
+def test_an_epoch_is_due_by_its_own_number():
+    at_the_end = [trainer_at(iter, max_iter=31) for iter in range(2, 31, 3)]  # of epochs 0 to 9, and one iteration more
+
+    assert [t.epoch for t in at_the_end if is_due_epoch(t, 4)] == [3, 7]
+    assert [t.epoch for t in at_the_end if is_due_epoch(t, 2, offset=5)] == [4, 6, 8]
+    assert [t.epoch for t in at_the_end if is_due_epoch(t, 0)] == []
+    assert [t.epoch for t in at_the_end if is_due_epoch(t, 4, or_last=True)] == [3, 7]
+    whole = [trainer_at(iter, max_iter=30) for iter in range(2, 30, 3)]
+    assert [t.epoch for t in whole if is_due_epoch(t, 4, or_last=True)] == [3, 7, 9]
+
+
+def test_the_last_iteration_and_what_lies_behind_it_are_last():
+    assert [iter for iter in range(12) if is_last(trainer_at(iter))] == [9, 10, 11]
+
+
+@pytest.mark.parametrize("period", [0, 1, 10**9])
+def test_a_whole_number_is_a_period(period):
+    assert check_period("period", period) == period
+
+
+@pytest.mark.parametrize(("period", "minimum"), [(-1, 0), (0, 1), (2.0, 0), ("2", 0), (None, 0), (True, 0)])
+def test_anything_else_is_refused_by_the_name_of_the_argument(period, minimum):
+    with pytest.raises(
+        ValueError, match=f"eval_period must be a whole number of iterations >= {minimum}, got {period!r}"
+    ):
+        check_period("eval_period", period, minimum=minimum)

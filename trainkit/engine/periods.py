@@ -1,0 +1,34 @@
+"""When something that happens every so often happens: the one rule of all hooks."""
+
+from typing import Any
+
+from trainkit.utils.periods import is_nth
+
+
+def is_due(trainer: Any, period: int, *, offset: int = 0, or_last: bool = False) -> bool:
+    """Whether something with this period happens after the current iteration.
+
+    True after the iterations ``period - 1, 2 * period - 1, ...`` (with an offset, see `is_nth`, which counts them from
+    1), with ``or_last`` also after the last one.
+    """
+    return is_nth(trainer.iter + 1, period, offset) or (or_last and is_last(trainer))
+
+
+def is_due_epoch(trainer: Any, period: int, *, offset: int = 0, or_last: bool = False) -> bool:
+    """Whether something with this period in epochs happens at the end of the current epoch."""
+    return is_nth(trainer.epoch + 1, period, offset) or (or_last and is_last(trainer))
+
+
+def is_last(trainer: Any) -> bool:
+    """Whether the current iteration is the last one of the run."""
+    return trainer.iter + 1 >= trainer.max_iter
+
+
+def check_period(name: str, period: int, *, minimum: int = 0) -> int:
+    """
+    Raises:
+        ValueError: the argument called ``name`` is no whole number of iterations, or below ``minimum``.
+    """
+    if isinstance(period, bool) or not isinstance(period, int) or period < minimum:
+        raise ValueError(f"{name} must be a whole number of iterations >= {minimum}, got {period!r}")
+    return period

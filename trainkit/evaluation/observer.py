@@ -1,0 +1,44 @@
+"""Who looks on while a model is run over a data set."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, TypeAlias
+
+Phase: TypeAlias = Literal["val", "test"]  # the periodic evaluation, and that of the test data
+
+
+class InferenceObserver:
+    """The points of an evaluation, and nothing happens there; `trainkit.engine.HookBase` says what they mean."""
+
+    def before_eval(self, phase: Phase, name: str) -> None:
+        pass
+
+    def before_eval_step(self, phase: Phase, index: int, inputs: Any) -> None:
+        pass
+
+    def after_eval_step(self, phase: Phase, index: int, inputs: Any, outputs: Any) -> None:
+        pass
+
+    def after_eval(self, phase: Phase, name: str, results: Mapping[str, Any]) -> None:
+        pass
+
+
+_stack: list[tuple[InferenceObserver, Phase]] = [(InferenceObserver(), "test")]
+
+
+@contextmanager
+def observe_inference(observer: InferenceObserver, phase: Phase) -> Iterator[None]:
+    """Inside, each ``inference_on_dataset`` calls the points of ``observer``, wherever it is called from.
+
+    Of nested observers the innermost counts.
+    """
+    _stack.append((observer, phase))
+    try:
+        yield
+    finally:
+        _stack.pop()
+
+
+def current_observer() -> tuple[InferenceObserver, Phase]:
+    """The innermost observer and its phase; one that does nothing if there is none."""
+    return _stack[-1]
