@@ -17,6 +17,7 @@ PUBLIC = {
         "Epochs",
         "LENGTH_KEYS",
         "check_values",
+        "scale_lr_to_batch",
         "scale_workers",
         "configurable",
         "get_cfg",

@@ -35,6 +35,40 @@ def test_saves_each_period_and_once_at_the_end(tmp_path, period, max_iter, expec
     assert (tmp_path / "last_checkpoint").read_text() == expected[-1] + ".pth"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "iterations"),
+    [
+        ({"period": 2, "start": 5}, [4, 6, 8]),
+        ({"period": 5, "start": 2}, [1, 6]),
+        ({"period": 2, "start": 1}, [0, 2, 4, 6, 8]),
+        ({"period": 2, "start": 2}, [1, 3, 5, 7, 9]),
+        ({"period": 3, "start": 11}, []),
+        ({"period": 0, "start": 3}, []),
+    ],
+)
+def test_start_is_the_first_save_and_the_period_counts_from_there(tmp_path, arguments, iterations):
+    tmp_path.joinpath("run").mkdir()
+    run(tmp_path / "run", range(10), **arguments)
+
+    assert files(tmp_path / "run") == [f"model_{iteration:07d}" for iteration in iterations]
+
+
+@pytest.mark.parametrize(
+    ("max_iter", "expected"),
+    [(5, ["model_0000001", "model_0000003"]), (6, ["model_0000001", "model_0000003", "model_0000005"])],
+)
+def test_without_save_last_there_is_no_final_file(tmp_path, max_iter, expected):
+    run(tmp_path, range(max_iter), period=2, max_iter=max_iter, save_last=False)
+
+    assert files(tmp_path) == expected
+
+
+def test_name_at_says_what_step_writes():
+    periodic = PeriodicCheckpointer(Checkpointer(linear(0)), period=2, max_iter=5)
+
+    assert [periodic.name_at(i) for i in range(5)] == [None, "model_0000001", None, "model_0000003", "model_final"]
+
+
 def test_iteration_and_further_entries_are_saved(tmp_path):
     checkpointer = Checkpointer(linear(0), tmp_path)
     PeriodicCheckpointer(checkpointer, period=1, file_prefix="run").step(7, epoch=2)
@@ -49,7 +83,7 @@ def test_save_passes_its_arguments_on(tmp_path):
     assert os.listdir(tmp_path) == ["model_best.pth"]
 
 
-@pytest.mark.parametrize("arguments", [{"period": -1}, {"period": 1, "max_to_keep": 0}])
+@pytest.mark.parametrize("arguments", [{"period": -1}, {"period": 1, "max_to_keep": 0}, {"period": 1, "start": -1}])
 def test_wrong_numbers_are_refused_by_the_constructor(arguments):
     with pytest.raises(ValueError, match=r"must be >= \d"):
         PeriodicCheckpointer(Checkpointer(linear(0)), **arguments)
@@ -100,6 +134,40 @@ def test_nothing_is_removed_before_the_new_file_is_there(tmp_path):
     assert files(tmp_path) == ["model_0000000", "model_0000001"]
 
 
+def test_nothing_is_removed_before_a_final_file_takes_the_place_of_an_old_one(tmp_path):
+    run(tmp_path, range(2), period=1)
+    (tmp_path / "model_final.pth").touch()
+
+    class Late(Checkpointer):
+        def save(self, name, **kwargs):
+            pass
+
+    run(tmp_path, [2], checkpointer=Late(linear(0), tmp_path), period=1, max_iter=3, max_to_keep=1)
+    assert files(tmp_path) == ["model_0000000", "model_0000001", "model_final"]
+
+    run(tmp_path, [2], period=1, max_iter=3, max_to_keep=1)
+    assert files(tmp_path) == ["model_final"]
+
+
+def test_a_final_file_counts_as_kept_only_if_a_periodic_save_was_due(tmp_path):
+    run(tmp_path, range(7), period=2, max_iter=7, max_to_keep=2)
+
+    assert files(tmp_path) == ["model_0000003", "model_0000005", "model_final"]
+
+
+def test_who_does_not_write_removes_nothing(tmp_path):
+    run(tmp_path, range(3), period=1)
+
+    class OthersWrite(Checkpointer):
+        def save(self, name, **kwargs):
+            Checkpointer(self.model, self.save_dir).save(name, **kwargs)
+
+    checkpointer = OthersWrite(linear(0), tmp_path, save_to_disk=False)
+    run(tmp_path, [3], checkpointer=checkpointer, period=1, max_to_keep=1)
+
+    assert files(tmp_path) == ["model_0000000", "model_0000001", "model_0000002", "model_0000003"]
+
+
 def test_old_file_that_cannot_be_removed_is_a_warning(tmp_path, caplog):
     (tmp_path / "model_0000000.pth").mkdir()
 
@@ -113,6 +181,6 @@ def test_old_file_that_cannot_be_removed_is_a_warning(tmp_path, caplog):
 def test_works_around_an_fvcore_checkpointer(tmp_path):
     checkpointer = fvcore.common.checkpoint.Checkpointer(linear(0), str(tmp_path))
 
-    run(tmp_path, range(6), checkpointer=checkpointer, period=2, max_iter=6, max_to_keep=1)
+    run(tmp_path, range(6), checkpointer=checkpointer, period=2, max_iter=6, max_to_keep=2)
 
     assert files(tmp_path) == ["model_0000003", "model_final"]

@@ -15,8 +15,29 @@ def test_the_defaults_are_in_order():
         (["LOG.PERIOD", 0], "LOG.PERIOD is 0; it must be at least 1"),
         (["TEST.EVAL_PERIOD", -5], "TEST.EVAL_PERIOD is -5; it must be at least 0"),
         (["SOLVER.MAX_ITER", 0], "SOLVER.MAX_ITER is 0"),
-        (["CHECKPOINT.BEST_MODE", "most"], "CHECKPOINT.BEST_MODE is 'most'; accepted: max, min"),
+        (["LOG.EVAL_AXIS", "batch"], "LOG.EVAL_AXIS is 'batch'; accepted: iter, epoch"),
+        (["CHECKPOINT.BEST_MODE", "most"], "CHECKPOINT.BEST_MODE is 'most'; accepted: auto, max, min"),
+        (["EARLY_STOPPING.MODE", ""], "EARLY_STOPPING.MODE is ''; accepted: auto, max, min"),
+        (["CHECKPOINT.PUBLISH", "all"], "CHECKPOINT.PUBLISH is 'all'; accepted: \"\", model, ema"),
+        (["CHECKPOINT.START", -1], "CHECKPOINT.START is -1; it must be at least 0"),
+        (["CHECKPOINT.START", "2ep", "SOLVER.CHECKPOINT_PERIOD", 0], "START is 2ep, but SOLVER.CHECKPOINT_PERIOD is 0"),
+        (["CHECKPOINT.MAX_TO_KEEP", 0], "MAX_TO_KEEP is 0; accepted: a number of at least 1, or None to keep all"),
+        (["CHECKPOINT.MAX_TO_KEEP", True], "MAX_TO_KEEP is True; accepted"),
+        (["CHECKPOINT.MAX_TO_KEEP", "few"], "MAX_TO_KEEP is 'few'; accepted"),
+        (["CHECKPOINT.BEST_METRIC", 5], "BEST_METRIC is 5; accepted: None, a name such as"),
+        (["CHECKPOINT.BEST_METRIC", ["a/b", ""]], r"BEST_METRIC is \['a/b', ''\]; accepted"),
+        (["CHECKPOINT.PUBLISH", "model", "CHECKPOINT.SAVE_LAST", False], "nothing to publish; set one of them"),
+        (["EARLY_STOPPING.THRESHOLD", 5], "EARLY_STOPPING.THRESHOLD is 5, but EARLY_STOPPING.METRIC is empty"),
+        (["EARLY_STOPPING.METRIC", "a/b", "TEST.EVAL_PERIOD", 1, "EARLY_STOPPING.THRESHOLD", "5%"], "'5%'; accepted"),
         (["SOLVER.AMP.PRECISION", "half"], "SOLVER.AMP.PRECISION is 'half'; accepted: float16, bfloat16"),
+        (["SOLVER.AMP.LOSS_SCALE", "static"], "LOSS_SCALE is 'static'; accepted: .dynamic. or a number"),
+        (["SOLVER.AMP.LOSS_SCALE", 0], "SOLVER.AMP.LOSS_SCALE is 0; accepted"),
+        (["SOLVER.AMP.LOSS_SCALE", True], "SOLVER.AMP.LOSS_SCALE is True; accepted"),
+        (["SOLVER.AMP.INIT_SCALE", -1], "SOLVER.AMP.INIT_SCALE is -1.0; accepted: a number greater than 0"),
+        (["SOLVER.AMP.LOSS_SCALE", 512, "SOLVER.AMP.PRECISION", "bfloat16"], "bfloat16, which has no scale; leave"),
+        (["SOLVER.AMP.LOSS_SCALE", 512, "SOLVER.AMP.INIT_SCALE", 64], "is float16 and LOSS_SCALE is 512; leave INIT"),
+        (["SOLVER.AMP.INIT_SCALE", 64, "SOLVER.AMP.PRECISION", "bfloat16"], "but no dynamic scale begins with it"),
+        (["SOLVER.CLIP_GRADIENTS.CLIP_TYPE", "all"], "CLIP_TYPE is 'all'; accepted: value, norm, full_model"),
         (["EARLY_STOPPING.METRIC", "a/b"], "TEST.EVAL_PERIOD is 0, so nothing is evaluated before the end"),
     ],
 )
@@ -25,6 +46,33 @@ def test_what_no_run_can_use_is_named_with_what_is_accepted(options, message):
     cfg.merge_from_list(options)
     with pytest.raises(ConfigError, match=message):
         check_values(cfg)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["CHECKPOINT.BEST_METRIC", "a/b", "CHECKPOINT.PUBLISH", "ema", "CHECKPOINT.SAVE_LAST", False],
+        ["CHECKPOINT.BEST_METRIC", ["a/b", "c"], "CHECKPOINT.MAX_TO_KEEP", 1, "CHECKPOINT.START", "1ep"],
+        ["CHECKPOINT.BEST_METRIC", "", "CHECKPOINT.PUBLISH", "model"],
+        ["EARLY_STOPPING.METRIC", "a/b", "TEST.EVAL_PERIOD", "1ep", "EARLY_STOPPING.THRESHOLD", 99.5],
+    ],
+)
+def test_options_that_go_together_are_in_order(options):
+    cfg = get_cfg()
+    cfg.merge_from_list(options)
+    check_values(cfg)
+
+
+@pytest.mark.parametrize("scale", ["dynamic", 512, 512.0, "512"])
+def test_a_loss_scale_is_dynamic_or_a_number(scale, tmp_path):
+    cfg = get_cfg()
+    cfg.merge_from_list(["SOLVER.AMP.LOSS_SCALE", scale])
+    check_values(cfg)
+    (tmp_path / "saved.yaml").write_text(cfg.dump())
+    again = get_cfg()
+    again.merge_from_file(tmp_path / "saved.yaml")
+    expected = "dynamic" if scale == "dynamic" else 512
+    assert expected == again.SOLVER.AMP.LOSS_SCALE
 
 
 def test_lengths_in_epochs_are_in_order():

@@ -39,6 +39,27 @@ def test_every_length_key_is_resolved_and_nothing_else_changes():
     assert resolve_lengths(cfg, 10) == expected
 
 
+def test_epochs_anywhere_in_schedules_and_hooks_are_resolved():
+    def entries(one, two):
+        nested = {"NAME": "MultiStep", "MILESTONES": [5, two], "GAMMA": 0.5}
+        return {
+            "SOLVER": {"SCHEDULES": [{"NAME": "Linear", "END": one, "FACTOR": 1, "X": None}, nested]},
+            "HOOKS": [{"NAME": "3epochs", "PERIOD": two, "ON": True}, {"NAME": "B", "SCHEDULES": [nested]}],
+        }
+
+    cfg, expected = get_cfg(), get_cfg()
+    cfg.merge_from_other_cfg(entries("1ep", "2ep"))
+    expected.merge_from_other_cfg(entries(10, 20))
+    before = cfg.clone()
+    assert resolve_lengths(cfg, 10) == expected
+    assert cfg == before
+    with pytest.raises(ConfigError, match=r"HOOKS\[0\]\.PERIOD is '2ep', but the training data has no length"):
+        resolve_lengths(cfg, None)
+    cfg.HOOKS = []
+    with pytest.raises(ConfigError, match=r"SOLVER\.SCHEDULES\[0\]\.END is '1ep', but the training data has no"):
+        resolve_lengths(cfg, None)
+
+
 def test_the_argument_is_untouched_and_frozen_stays_frozen():
     cfg = get_cfg()
     cfg.merge_from_list(["SOLVER.MAX_ITER", "2ep", "SOLVER.STEPS", "['1ep']"])

@@ -13,6 +13,7 @@ from trainkit.utils.logger import (
     log_every_n,
     log_every_n_seconds,
     log_first_n,
+    logging_from,
     setup_logger,
 )
 
@@ -173,3 +174,14 @@ def test_such_lines_come_from_the_caller_or_a_named_logger(caplog):
 
 def test_a_small_table_has_one_row():
     assert create_small_table({"top1": 0.98765, "n": 3}) == ("|  top1  |  n  |\n|:------:|:---:|\n| 0.988  |  3  |")
+
+
+def test_inside_logging_from_a_level_nothing_below_it_is_said(caplog):
+    logger = logging.getLogger("trainkit.some.where")
+    with caplog.at_level(logging.INFO):
+        with pytest.raises(ZeroDivisionError), logging_from(logging.WARNING):
+            logger.info("quiet")
+            logger.warning("loud")
+            1 / 0  # noqa: B018
+        logger.info("again")
+    assert caplog.messages == ["loud", "again"]

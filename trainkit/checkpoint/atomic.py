@@ -39,7 +39,7 @@ def replacing(path: str) -> "Iterator[Output]":
             with contextlib.suppress(OSError):
                 os.remove(temporary)
             raise
-        _sync_folder(folder)
+        sync_folder(folder)
     except OSError as error:
         raise CheckpointError(_write_failure(error, path, folder, size)) from error
 
@@ -135,7 +135,7 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> None:
                 os.remove(os.path.join(folder, name))
 
 
-def _sync_folder(folder: str) -> None:
+def sync_folder(folder: str) -> None:
     """Make a rename durable."""
     if os.name == "nt":
         return

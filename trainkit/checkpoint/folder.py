@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import re
 
 from trainkit.checkpoint.atomic import CheckpointError
 from trainkit.checkpoint.file import has_trailer, verify
@@ -11,6 +12,7 @@ _logger = logging.getLogger(__name__)
 
 SUFFIX = ".pth"
 TAG_FILE = "last_checkpoint"
+_PUBLISHED = re.compile(r"(.+)_published(-[0-9a-f]{8})?\.pth")
 
 
 def checkpoint_files(folder: str) -> list[str]:
@@ -22,12 +24,25 @@ def checkpoint_files(folder: str) -> list[str]:
 
 
 def newest_first(folder: str) -> list[str]:
-    """The same, sorted by the time of writing; of equal times, the last name comes first."""
+    """The same without published weights, sorted by the time of writing; of equal times, the last name comes first."""
     dated = []
     for path in checkpoint_files(folder):
+        if _PUBLISHED.fullmatch(os.path.basename(path)):  # no run can go on from these
+            continue
         with contextlib.suppress(FileNotFoundError):  # another process may rotate meanwhile
             dated.append((os.stat(path).st_mtime_ns, path))
     return [path for _, path in sorted(dated, reverse=True)]
+
+
+def published_name(name: str, digest: str = "") -> str:
+    """File name for the published weights of checkpoint ``name``, once the digest of the file is known with it."""
+    return f"{name}_published{digest and '-' + digest[:8]}{SUFFIX}"
+
+
+def published_files(folder: str, name: str) -> list[str]:
+    """Paths of the published weights of checkpoint ``name``."""
+    matches = ((path, _PUBLISHED.fullmatch(os.path.basename(path))) for path in checkpoint_files(folder))
+    return [path for path, match in matches if match and match[1] == name]
 
 
 def tagged_file(folder: str) -> str:

@@ -5,6 +5,8 @@ import os
 import re
 from typing import Any, Protocol
 
+from trainkit.utils.periods import is_nth
+
 _logger = logging.getLogger(__name__)
 
 
@@ -20,18 +22,20 @@ class _Saver(Protocol):
 class PeriodicCheckpointer:
     """Saves every ``period`` iterations as ``<file_prefix>_<iteration>`` and at the end as ``<file_prefix>_final``.
 
-    A periodic save that falls on the last iteration is left out, since ``<file_prefix>_final`` is the same. Files
-    beyond ``max_to_keep`` are found by listing the folder, so a restarted run goes on with the rotation.
+    A periodic save that falls on the last iteration is written as ``<file_prefix>_final`` only, and counts as one of
+    ``max_to_keep``. Files beyond these are found by listing the folder, so a restarted run goes on with the rotation.
 
     Args:
         checkpointer: ours or fvcore's.
         period: in iterations; 0: only at the end.
         max_iter: iterations of the run; None: no end.
-        max_to_keep: numbered files to keep, at least 1; None: all. Final and best files are never removed.
+        max_to_keep: periodic saves to keep, at least 1; None: all. Final and best files are never removed.
         file_prefix: of the file names.
+        start: iterations before the first periodic save, from which the others are counted; 0: the first is ``period``.
+        save_last: whether there is a final file.
 
     Raises:
-        ValueError: ``period`` is negative, or ``max_to_keep`` less than 1.
+        ValueError: ``period`` or ``start`` is negative, or ``max_to_keep`` less than 1.
     """
 
     def __init__(
@@ -41,16 +45,23 @@ class PeriodicCheckpointer:
         max_iter: int | None = None,
         max_to_keep: int | None = None,
         file_prefix: str = "model",
+        *,
+        start: int = 0,
+        save_last: bool = True,
     ) -> None:
         if period < 0:
             raise ValueError(f"period must be >= 0 iterations (0: save only at the end), got {period}")
         if max_to_keep is not None and max_to_keep < 1:
             raise ValueError(f"max_to_keep must be >= 1 file, or None to keep all, got {max_to_keep}")
+        if start < 0:
+            raise ValueError(f"start must be >= 0 iterations, got {start}")
         self.checkpointer = checkpointer
         self.period = period
         self.max_iter = max_iter
         self.max_to_keep = max_to_keep
         self.file_prefix = file_prefix
+        self.start = start
+        self.save_last = save_last
 
     def step(self, iteration: int, **kwargs: Any) -> None:
         """Save if it is time; call it after each iteration.
@@ -62,25 +73,34 @@ class PeriodicCheckpointer:
         Raises:
             CheckpointError: as :meth:`Checkpointer.save`.
         """
-        if self.max_iter is not None and iteration >= self.max_iter - 1:
-            self.save(f"{self.file_prefix}_final", iteration=iteration, **kwargs)
-        elif self.period > 0 and (iteration + 1) % self.period == 0:
-            self.save(f"{self.file_prefix}_{iteration:07d}", iteration=iteration, **kwargs)
-            self._rotate(iteration)
+        name = self.name_at(iteration)
+        if name is None:
+            return
+        path = os.path.join(self.checkpointer.save_dir, f"{name}.pth")
+        before = _stamp(path)
+        self.save(name, iteration=iteration, **kwargs)
+        if (
+            is_nth(iteration + 1, self.period, self.start) and _stamp(path) != before
+        ):  # until it is committed, the old ones are needed
+            self._remove_old(iteration)
+
+    def name_at(self, iteration: int) -> str | None:
+        """Name of the file that :meth:`step` writes after this iteration; None if it writes none."""
+        if self.save_last and self.max_iter is not None and iteration >= self.max_iter - 1:
+            return f"{self.file_prefix}_final"
+        return f"{self.file_prefix}_{iteration:07d}" if is_nth(iteration + 1, self.period, self.start) else None
 
     def save(self, name: str, **kwargs: Any) -> None:
         """Save now, under a name of your own."""
         self.checkpointer.save(name, **kwargs)
 
-    def _rotate(self, iteration: int) -> None:
-        if self.max_to_keep is None or not self.checkpointer.save_to_disk or not self.checkpointer.save_dir:
+    def _remove_old(self, iteration: int) -> None:
+        if self.max_to_keep is None or not self.checkpointer.save_to_disk:
             return
         numbered = self._numbered_files()
-        if iteration not in numbered:  # not committed yet: the old ones are still needed
-            return
         # Files of later iterations belong to an earlier run in this folder; they are neither counted nor removed.
-        past = sorted(number for number in numbered if number <= iteration)
-        for number in past[: -self.max_to_keep]:
+        newest_first = sorted((number for number in numbered if number < iteration), reverse=True)
+        for number in newest_first[self.max_to_keep - 1 :]:
             path = os.path.join(self.checkpointer.save_dir, numbered[number])
             try:
                 os.remove(path)
@@ -92,3 +112,12 @@ class PeriodicCheckpointer:
         pattern = re.compile(re.escape(self.file_prefix) + r"_(\d{7,})\.pth")
         matches = map(pattern.fullmatch, os.listdir(self.checkpointer.save_dir))
         return {int(match[1]): match[0] for match in matches if match}
+
+
+def _stamp(path: str) -> tuple[int, int] | None:
+    """Changes when the file is written; None if there is none."""
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns

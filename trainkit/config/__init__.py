@@ -7,7 +7,7 @@ from trainkit.config.defaults import get_cfg
 from trainkit.config.errors import ConfigError
 from trainkit.config.imports import import_modules
 from trainkit.config.lengths import LENGTH_KEYS, Epochs, parse_length, resolve_lengths
-from trainkit.config.scaling import scale_workers
+from trainkit.config.scaling import scale_lr_to_batch, scale_workers
 
 __all__ = [
     "CfgNode",
@@ -20,5 +20,6 @@ __all__ = [
     "LENGTH_KEYS",
     "parse_length",
     "resolve_lengths",
+    "scale_lr_to_batch",
     "scale_workers",
 ]

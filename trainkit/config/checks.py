@@ -4,9 +4,11 @@ from typing import Any
 
 from fvcore.common.config import CfgNode
 
+from trainkit.config.check_groups import check_param_groups
 from trainkit.config.errors import ConfigError
 
 _MINIMA = {
+    "CHECKPOINT.START": 0,
     "DATALOADER.NUM_WORKERS": 0,
     "EARLY_STOPPING.PATIENCE": 1,
     "LOG.GATHER_PERIOD": 1,
@@ -16,16 +18,23 @@ _MINIMA = {
     "SOLVER.CHECKPOINT_PERIOD": 0,
     "SOLVER.IMS_PER_BATCH": 1,
     "SOLVER.MAX_ITER": 1,
+    "SOLVER.PARAM_GROUPS.LAYER_DECAY.NUM_LAYERS": 0,
+    "SOLVER.REFERENCE_BATCH_SIZE": 0,
     "SOLVER.WARMUP_ITERS": 0,
     "TEST.EVAL_PERIOD": 0,
+    "TEST.EVAL_START": 0,
     "TEST.IMS_PER_BATCH": 1,
     "TEST.MAX_BATCHES": 0,
     "TEST.PRECISE_BN.NUM_ITER": 1,
 }
 _CHOICES = {
-    "CHECKPOINT.BEST_MODE": ("max", "min"),
-    "EARLY_STOPPING.MODE": ("max", "min"),
+    "CHECKPOINT.BEST_MODE": ("auto", "max", "min"),
+    "CHECKPOINT.PUBLISH": ("", "model", "ema"),
+    "EARLY_STOPPING.MODE": ("auto", "max", "min"),
+    "LOG.EVAL_AXIS": ("iter", "epoch"),
     "SOLVER.AMP.PRECISION": ("float16", "bfloat16"),
+    "SOLVER.PARAM_GROUPS.KEY_MATCH": ("longest", "shortest", "exact"),
+    "SOLVER.CLIP_GRADIENTS.CLIP_TYPE": ("value", "norm", "full_model"),
 }
 
 
@@ -41,10 +50,72 @@ def check_values(cfg: CfgNode) -> None:
             raise ConfigError(f"{key} is {value}; it must be at least {minimum}")
     for key, choices in _CHOICES.items():
         if _get(cfg, key) not in choices:
-            raise ConfigError(f"{key} is {_get(cfg, key)!r}; accepted: {', '.join(choices)}")
+            accepted = ", ".join(choice or '""' for choice in choices)
+            raise ConfigError(f"{key} is {_get(cfg, key)!r}; accepted: {accepted}")
+    _check_amp(cfg.SOLVER.AMP)
     if cfg.EARLY_STOPPING.METRIC and cfg.TEST.EVAL_PERIOD == 0:
         raise ConfigError(
             "EARLY_STOPPING.METRIC is set but TEST.EVAL_PERIOD is 0, so nothing is evaluated before the end; set it"
+        )
+    check_param_groups(cfg.SOLVER)
+    if cfg.SOLVER.REFERENCE_BATCH_SIZE and cfg.SOLVER.REFERENCE_WORLD_SIZE:
+        raise ConfigError(
+            f"SOLVER.REFERENCE_BATCH_SIZE ({cfg.SOLVER.REFERENCE_BATCH_SIZE}) and SOLVER.REFERENCE_WORLD_SIZE "
+            f"({cfg.SOLVER.REFERENCE_WORLD_SIZE}) both scale SOLVER.BASE_LR; set one of them"
+        )
+    _check_threshold(cfg.EARLY_STOPPING)
+    _check_checkpoints(cfg)
+
+
+def _check_threshold(options: CfgNode) -> None:
+    threshold = options.THRESHOLD
+    if threshold is None:
+        return
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float):
+        raise ConfigError(f"EARLY_STOPPING.THRESHOLD is {threshold!r}; accepted: a number, None")
+    if not options.METRIC:
+        raise ConfigError(
+            f"EARLY_STOPPING.THRESHOLD is {threshold}, but EARLY_STOPPING.METRIC is empty; set it to the name of the "
+            "evaluation result that is compared"
+        )
+
+
+def _check_checkpoints(cfg: CfgNode) -> None:
+    options = cfg.CHECKPOINT
+    keep, best = options.MAX_TO_KEEP, options.BEST_METRIC
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise ConfigError(f"CHECKPOINT.MAX_TO_KEEP is {keep!r}; accepted: a number of at least 1, or None to keep all")
+    names = best if isinstance(best, list | tuple) else [best or "none"]
+    if not all(isinstance(name, str) and name for name in names):
+        raise ConfigError(f'CHECKPOINT.BEST_METRIC is {best!r}; accepted: None, a name such as "task/top1", or a list')
+    if options.START and cfg.SOLVER.CHECKPOINT_PERIOD == 0:
+        raise ConfigError(
+            f"CHECKPOINT.START is {options.START}, but SOLVER.CHECKPOINT_PERIOD is 0, so nothing is saved before the "
+            "end; set it, or leave out START"
+        )
+    if options.PUBLISH and not options.SAVE_LAST and not best:
+        raise ConfigError(
+            f"CHECKPOINT.PUBLISH is {options.PUBLISH!r}, but CHECKPOINT.SAVE_LAST is False and CHECKPOINT.BEST_METRIC "
+            "is empty, so there is nothing to publish; set one of them"
+        )
+
+
+def _check_amp(amp: CfgNode) -> None:
+    fixed = amp.LOSS_SCALE != "dynamic"
+    for key in ("LOSS_SCALE", "INIT_SCALE") if fixed else ("INIT_SCALE",):
+        scale = amp[key]
+        if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < float("inf"):
+            dynamic = '"dynamic" or ' if key == "LOSS_SCALE" else ""
+            raise ConfigError(f"SOLVER.AMP.{key} is {scale!r}; accepted: {dynamic}a number greater than 0")
+    if fixed and amp.PRECISION == "bfloat16":
+        raise ConfigError(
+            f"SOLVER.AMP.LOSS_SCALE is {amp.LOSS_SCALE}, but PRECISION is bfloat16, which has no scale; "
+            "leave LOSS_SCALE at dynamic, or set PRECISION to float16"
+        )
+    if amp.INIT_SCALE != 65536 and (fixed or amp.PRECISION == "bfloat16"):
+        raise ConfigError(
+            f"SOLVER.AMP.INIT_SCALE is {amp.INIT_SCALE}, but no dynamic scale begins with it: PRECISION is "
+            f"{amp.PRECISION} and LOSS_SCALE is {amp.LOSS_SCALE}; leave INIT_SCALE at 65536"
         )
 
 

@@ -1,8 +1,9 @@
 """Lengths and periods: iterations (``500``) or epochs (``"3ep"``)."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fvcore.common.config import CfgNode
 
@@ -14,11 +15,14 @@ LENGTH_KEYS = frozenset(
         "SOLVER.STEPS",  # a list of lengths
         "SOLVER.WARMUP_ITERS",
         "SOLVER.CHECKPOINT_PERIOD",
+        "CHECKPOINT.START",
         "TEST.EVAL_PERIOD",
+        "TEST.EVAL_START",
         "LOG.PERIOD",
         "VIS_PERIOD",
     }
 )
+ENTRY_KEYS = ("HOOKS", "SOLVER.SCHEDULES")  # lists of entries, in which every text such as "3ep" is a length
 LENGTH_FORMS = 'iterations (an int, such as 500) or epochs (such as "3ep" or "0.5ep")'
 
 _EPOCHS = re.compile(r"(\d+(?:\.\d+)?)ep")
@@ -64,10 +68,7 @@ def resolve_lengths(cfg: _Cfg, iters_per_epoch: int | None) -> _Cfg:
         raise ValueError(f"iters_per_epoch must be None or >= 1 iteration, got {iters_per_epoch}")
     resolved = cfg.clone()
     for full_key in sorted(LENGTH_KEYS):
-        *parents, name = full_key.split(".")
-        node = resolved
-        for parent in parents:
-            node = node.get(parent, {})
+        node, name = _find(resolved, full_key)
         if name not in node:
             continue
         value = node[name]
@@ -76,7 +77,29 @@ def resolve_lengths(cfg: _Cfg, iters_per_epoch: int | None) -> _Cfg:
             node[name] = type(value)(_to_iters(full_key, item, iters_per_epoch) for item in value)
         else:
             node[name] = _to_iters(full_key, value, iters_per_epoch)
+    for full_key in ENTRY_KEYS:
+        node, name = _find(resolved, full_key)
+        if name in node:
+            node[name] = _resolve_entries(full_key, node[name], iters_per_epoch)
     return resolved
+
+
+def _find(cfg: CfgNode, full_key: str) -> tuple[Any, str]:
+    """The node that would hold a key, and the key's name in it."""
+    *parents, name = full_key.split(".")
+    node: Any = cfg
+    for parent in parents:
+        node = node.get(parent, {})
+    return node, name
+
+
+def _resolve_entries(where: str, value: Any, iters_per_epoch: int | None) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _resolve_entries(f"{where}.{key}", item, iters_per_epoch) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_resolve_entries(f"{where}[{i}]", item, iters_per_epoch) for i, item in enumerate(value))
+    is_length = isinstance(value, str) and _EPOCHS.fullmatch(value)
+    return _to_iters(where, value, iters_per_epoch) if is_length else value
 
 
 def _to_iters(full_key: str, value: object, iters_per_epoch: int | None) -> int:

@@ -10,7 +10,7 @@ from fvcore.common.config import CfgNode as _FvcoreCfgNode
 
 from trainkit.config.errors import ConfigError
 from trainkit.config.lengths import LENGTH_FORMS, LENGTH_KEYS, parse_length
-from trainkit.config.yaml_files import BASE_KEY, DELETE_KEY
+from trainkit.config.yaml_files import BASE_KEY, DELETE_KEY, parse_flow
 
 _logger = logging.getLogger(__name__)
 _UNTYPED = "__untyped__"  # in a node's __dict__, as yacs keeps its own marks
@@ -31,13 +31,13 @@ def untyped_keys(node: _FvcoreCfgNode) -> set[str]:
 
 
 def parse_literal(text: str) -> Any:
-    """A Python literal, or one of YAML's words for True, False and None, or else the text itself."""
+    """A Python literal, a list or node in YAML, one of YAML's words for True, False and None, or else the text."""
     if text.lower() in _YAML_WORDS:
         return _YAML_WORDS[text.lower()]
     try:
         return ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return text
+        return parse_flow(text)
 
 
 def merge_node(node: _FvcoreCfgNode, other: Mapping[str, Any], root: _FvcoreCfgNode, prefix: str) -> None:

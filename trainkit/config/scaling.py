@@ -1,4 +1,4 @@
-"""A config for another number of workers than the one it was made for."""
+"""A config for another number of workers, or another batch size, than the one it was made for."""
 
 import logging
 from typing import Any
@@ -8,13 +8,16 @@ from trainkit.config.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+_SCHEDULE_LENGTHS = {"BEGIN", "END", "LENGTH", "STEP_SIZE", "MILESTONES", "PERIODS", "TIMESCALE", "WARMUP", "DECAY"}
+
 
 def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
     """Adapt a config that was made for SOLVER.REFERENCE_WORLD_SIZE ranks to another number of them.
 
     Batch size and learning rate are multiplied by the ratio of the numbers, lengths and periods in iterations are
     divided by it (lengths in epochs are right as they are): the linear scaling rule of Goyal et al.,
-    "Accurate, Large Minibatch SGD". Inactive if the reference is 0 or the number itself.
+    "Accurate, Large Minibatch SGD". In SOLVER.SCHEDULES that goes for what trainkit's own schedules take. Inactive if
+    the reference is 0 or the number itself.
 
     Returns:
         ``cfg`` itself if inactive, else a changed copy, whose reference is ``num_workers``.
@@ -40,11 +43,15 @@ def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
         return length if isinstance(length, str) else round(length / scale)
 
     solver.IMS_PER_BATCH = batch_size // reference
-    solver.BASE_LR, solver.BASE_LR_END = solver.BASE_LR * scale, solver.BASE_LR_END * scale
-    if solver.OPTIMIZER.get("LR") is not None:  # it wins over BASE_LR
-        solver.OPTIMIZER.LR = solver.OPTIMIZER.LR * scale
+    _scale_lr(solver, scale)
     for key in ("MAX_ITER", "WARMUP_ITERS", "STEPS", "CHECKPOINT_PERIOD"):
         solver[key] = shorter(solver[key])
+    for entry in solver.SCHEDULES:
+        for key, value in entry.items():
+            if key in _SCHEDULE_LENGTHS:
+                entry[key] = shorter(value)
+            elif key == "GAMMA" and entry["NAME"] == "Exponential":  # that of one iteration
+                entry[key] = value**scale
     cfg.TEST.EVAL_PERIOD = shorter(cfg.TEST.EVAL_PERIOD)
     solver.REFERENCE_WORLD_SIZE = num_workers
     logger.info(
@@ -58,3 +65,40 @@ def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
     if frozen:
         cfg.freeze()
     return cfg
+
+
+def scale_lr_to_batch(cfg: CfgNode) -> CfgNode:
+    """Adapt learning rates that were made for SOLVER.REFERENCE_BATCH_SIZE samples per iteration to those there are.
+
+    They are multiplied by IMS_PER_BATCH * ACCUMULATION_STEPS / REFERENCE_BATCH_SIZE (IMS_PER_BATCH is over all ranks);
+    nothing else changes. Inactive if the reference is 0 or the number itself.
+
+    Returns:
+        ``cfg`` itself if inactive, else a changed copy, whose reference is the number there is.
+    """
+    reference, batch_size = cfg.SOLVER.REFERENCE_BATCH_SIZE, cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATION_STEPS
+    if reference in (0, batch_size):
+        return cfg
+    frozen = cfg.is_frozen()
+    cfg = cfg.clone()
+    cfg.defrost()
+    _scale_lr(cfg.SOLVER, batch_size / reference)
+    cfg.SOLVER.REFERENCE_BATCH_SIZE = batch_size
+    logger.info(
+        "Learning rate scaled from %d to %d samples per iteration: SOLVER.BASE_LR is %g",
+        reference,
+        batch_size,
+        cfg.SOLVER.BASE_LR,
+    )
+    if frozen:
+        cfg.freeze()
+    return cfg
+
+
+def _scale_lr(solver: CfgNode, scale: float) -> None:
+    solver.BASE_LR, solver.BASE_LR_END = solver.BASE_LR * scale, solver.BASE_LR_END * scale
+    if solver.OPTIMIZER.get("LR") is not None:  # it wins over BASE_LR
+        solver.OPTIMIZER.LR = solver.OPTIMIZER.LR * scale
+    for entry in solver.SCHEDULES:
+        if entry.get("END_VALUE") is not None:
+            entry["END_VALUE"] = entry["END_VALUE"] * scale

@@ -43,6 +43,16 @@ for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, _EXPONENT_START)
 
 
+def parse_flow(text: str) -> Any:
+    """A list or a node that is written in one line, such as ``[{NAME: EMAHook, DECAY: 0.999}]``; else the text."""
+    if not text.lstrip().startswith(("[", "{")):
+        return text
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError:
+        return text
+
+
 def load_yaml(stream: str | IO[str], name: str) -> dict[str, Any]:
     """Read one YAML mapping; an empty document is ``{}``.
 

@@ -5,7 +5,8 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -195,3 +196,14 @@ def _caller() -> tuple[str, tuple[str, int]]:
     """Module name, and (file, line), of whoever called into this module."""
     frame = sys._getframe(2)
     return frame.f_globals.get("__name__", "__main__"), (frame.f_code.co_filename, frame.f_lineno)
+
+
+@contextmanager
+def logging_from(level: int) -> Iterator[None]:
+    """Inside, no logger of the process says anything below ``level``."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, level - 1))
+    try:
+        yield
+    finally:
+        logging.disable(before)

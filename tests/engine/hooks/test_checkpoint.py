@@ -7,7 +7,9 @@ from torch import nn
 
 from tests.engine.tiny import AfterStep, Steps, Weight, fail_at, sgd
 from trainkit.checkpoint import Checkpointer, CheckpointError
+from trainkit.config import ConfigError, get_cfg, resolve_lengths
 from trainkit.engine.hooks import BestCheckpointer, EvalHook, PeriodicCheckpointer
+from trainkit.engine.hooks.checkpoint import best_file_prefixes
 from trainkit.engine.trainers import SimpleTrainer
 
 BOTH = pytest.mark.parametrize("checkpointer_class", [Checkpointer, fvcore.common.checkpoint.Checkpointer])
@@ -47,7 +49,7 @@ class Recorder:
         ({"period": 3}, ["model_0000002.pth", "model_0000005.pth", "model_0000008.pth", "model_final.pth"]),
         ({"period": 5}, ["model_0000004.pth", "model_final.pth"]),
         ({"period": 0}, ["model_final.pth"]),
-        ({"period": 2, "max_to_keep": 2}, ["model_0000005.pth", "model_0000007.pth", "model_final.pth"]),
+        ({"period": 2, "max_to_keep": 2}, ["model_0000007.pth", "model_final.pth"]),
         ({"period": 6, "file_prefix": "net"}, ["net_0000005.pth", "net_final.pth"]),
     ],
 )
@@ -61,6 +63,73 @@ def test_the_files_of_a_run(tmp_path, checkpointer_class, arguments, expected):
     assert (tmp_path / "last_checkpoint").read_text() == expected[-1]
     state = load(tmp_path / expected[-1])
     assert (state["iteration"], state["trainer"]["iteration"], state["model"]["weight"].item()) == (9, 9, -4.0)
+
+
+def run_config(folder, *options, per_epoch=3):
+    """(iteration, file) of what a run of this config leaves."""
+    cfg = get_cfg()
+    cfg.merge_from_list(options)
+    cfg = resolve_lengths(cfg, per_epoch)
+    model = nn.Linear(1, 1)
+    hook = PeriodicCheckpointer(
+        Checkpointer(model, folder),
+        cfg.SOLVER.CHECKPOINT_PERIOD,
+        max_to_keep=cfg.CHECKPOINT.MAX_TO_KEEP,
+        start=cfg.CHECKPOINT.START,
+        save_last=cfg.CHECKPOINT.SAVE_LAST,
+    )
+    Steps([hook]).train(0, cfg.SOLVER.MAX_ITER)
+    return sorted((load(path)["iteration"], path.stem) for path in folder.glob("*.pth"))
+
+
+@pytest.mark.parametrize(("unit", "per_unit"), [("", 1), ("ep", 3)])
+@pytest.mark.parametrize(
+    ("length", "options", "saved_after", "has_final"),
+    [
+        (21, ["SAVE_LAST", False], [5, 10, 15, 20], False),
+        (21, ["SAVE_LAST", True], [5, 10, 15, 20, 21], True),
+        (20, ["SAVE_LAST", True], [5, 10, 15, 20], True),
+        (20, ["SAVE_LAST", True, "MAX_TO_KEEP", 2], [15, 20], True),
+        (20, ["SAVE_LAST", False, "MAX_TO_KEEP", 2], [15, 20], False),
+        (20, ["SAVE_LAST", False, "START", 12], [12, 17], False),
+    ],
+)
+def test_saves_every_5_of_a_run(tmp_path, unit, per_unit, length, options, saved_after, has_final):
+    lengths = {"SOLVER.MAX_ITER": length, "SOLVER.CHECKPOINT_PERIOD": 5}
+    chosen = dict(zip(options[::2], options[1::2], strict=True))
+    lengths |= {"CHECKPOINT.START": chosen.pop("START")} if "START" in chosen else {}
+    given = {key: f"{value}{unit}" if unit else value for key, value in lengths.items()}
+    given |= {f"CHECKPOINT.{key}": value for key, value in chosen.items()}
+
+    left = run_config(tmp_path, *(item for pair in given.items() for item in pair), per_epoch=per_unit)
+
+    iterations = [done * per_unit - 1 for done in saved_after]
+    names = [f"model_{iteration:07d}" for iteration in iterations]
+    if has_final:
+        names[-1] = "model_final"
+    assert left == list(zip(iterations, names, strict=True))
+
+
+def test_the_files_lie_in_the_folder_of_the_checkpointer(tmp_path):
+    run_config(tmp_path / "elsewhere", "SOLVER.MAX_ITER", 2)
+
+    assert files(tmp_path) == ["elsewhere"]
+    assert files(tmp_path / "elsewhere") == ["last_checkpoint", "model_final.pth"]
+
+
+def test_a_save_of_the_last_iteration_that_fails_fails_the_run_also_without_a_final_file():
+    trainer = Steps([PeriodicCheckpointer(Recorder(full=[5]), 2, save_last=False)])
+    with pytest.raises(CheckpointError, match="no space left"):
+        trainer.train(0, 6)
+    assert trainer.status == "failed"
+
+
+def test_a_run_that_finished_early_has_no_final_file_if_there_should_be_none():
+    recorder = Recorder()
+    trainer = Steps([PeriodicCheckpointer(recorder, 2, save_last=False)])
+    trainer.register_hooks([AfterStep(lambda t: t.iter == 2 and t.request_stop("enough", finished=True))])
+    trainer.train(0, 9)
+    assert (trainer.status, recorder.saved) == ("finished", [("model_0000001", 1)])
 
 
 def test_a_periodic_save_that_fails_is_logged_and_the_run_goes_on(caplog):
@@ -135,6 +204,7 @@ def best_saves(values, mode="max", **kwargs):
         ([math.nan, math.inf, 50.0, -math.inf, math.nan, 60.0, 40.0], "max", [5, 11]),
         ([-math.inf, 2.0, math.nan, -math.inf, 1.0], "min", [3, 9]),
         ([0.0, -1.0], "max", [1]),
+        ([50.0, 70.0, 60.0], "auto", [1, 3]),
     ],
 )
 def test_each_best_value_is_saved_and_a_value_that_is_not_finite_never_is(values, mode, expected):
@@ -223,5 +293,98 @@ def test_a_missing_metric_is_an_error_with_the_nearest_name():
 
 
 def test_another_mode_is_an_error_of_the_constructor():
-    with pytest.raises(ValueError, match='mode must be "max" or "min", got \'best\''):
+    with pytest.raises(ValueError, match='mode must be "max", "min" or "auto", got \'best\''):
         BestCheckpointer(1, Recorder(), "top1", mode="best")
+
+
+@pytest.mark.parametrize(("value", "expected"), [(60, [2, 3]), (40, [2])])
+def test_the_first_iteration_behind_a_finished_run_can_give_the_best_value(value, expected):
+    recorder = Recorder()
+    results = iter([50, value, 30])  # the first is stored at iteration 3 as well, since it is of the end of a run
+    trainer = Steps([EvalHook(4, lambda: {"top1": next(results)}), BestCheckpointer(4, recorder, "top1")])
+    trainer.train(0, 3)
+    trainer.train(3, 5)
+    assert [iteration for _, iteration in recorder.saved] == expected
+
+
+def test_it_says_which_metric_it_needs():
+    assert BestCheckpointer(1, Recorder(), "cls/top1").monitored_metric == "cls/top1"
+
+
+def test_it_follows_evaluations_with_an_offset():
+    results = iter([50.0, 70.0, 60.0])
+    for offset, expected in ((3, [2, 6]), (0, [3, 7])):  # otherwise other weights than those evaluated are saved
+        recorder = Recorder()
+        results = iter([50.0, 70.0, 60.0])
+        evaluate = EvalHook(4, lambda results=results: {"top1": next(results)}, offset=3)
+        trainer = Steps([evaluate, BestCheckpointer(4, recorder, "top1", offset=offset)])
+        trainer.train(0, 9)
+        assert [iteration for _, iteration in recorder.saved] == expected
+
+
+def test_each_of_several_metrics_has_a_file_and_a_memory_of_its_own(tmp_path):
+    def make():
+        model = nn.Linear(1, 1)
+        checkpointer = Checkpointer(model, tmp_path)
+        best = [
+            BestCheckpointer(1, checkpointer, metric, "auto", prefix)
+            for metric, prefix in best_file_prefixes(["a/top1", "a/loss"]).items()
+        ]
+        trainer = Steps([EvalHook(1, lambda: {"a": dict(zip(("top1", "loss"), results.pop(0), strict=True))}), *best])
+        checkpointer.add_checkpointable("trainer", trainer)
+        return trainer
+
+    def saved():
+        return {path.stem: load(path)["iteration"] for path in sorted(tmp_path.glob("*.pth"))}
+
+    results = [(50, 3.0), (60, 4.0), (55, 2.0)]
+    first = make()
+    first.train(0, 3)
+    assert saved() == {"model_best_a_loss": 2, "model_best_a_top1": 1}
+
+    results = [(58, 1.0), (59, 5.0)]
+    second = make()
+    second.load_state_dict(first.state_dict())
+    second.train(3, 5)
+    assert saved() == {"model_best_a_loss": 3, "model_best_a_top1": 1}
+
+
+def test_a_best_value_of_another_metric_or_mode_is_not_taken_over(caplog):
+    def resume(metric, mode, taken_by):
+        recorder = Recorder()
+        first = Steps([EvalHook(0, lambda: {"top1": 50, "top5": 50}), BestCheckpointer(0, recorder, metric, mode)])
+        first.train(0, 2)
+        second = Steps([EvalHook(0, lambda: {"top1": 40, "top5": 40}), BestCheckpointer(0, recorder, "top1", taken_by)])
+        second.load_state_dict(first.state_dict())
+        second.train(2, 4)
+        return [iteration for _, iteration in recorder.saved]
+
+    assert resume("top1", "auto", "max") == [1]
+    assert caplog.messages == []
+    assert resume("top5", "max", "max") == [1, 3]
+    assert resume("top1", "min", "max") == [1, 3]
+    assert caplog.messages == [
+        "The best value in the checkpoint is of top5 (max), not of top1 (max); the best is sought anew",
+        "The best value in the checkpoint is of top1 (min), not of top1 (max); the best is sought anew",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "prefixes"),
+    [
+        (None, {}),
+        ("", {}),
+        ([], {}),
+        ("a/top1", {"a/top1": "model_best"}),
+        (["a/top1"], {"a/top1": "model_best"}),
+        (["a/top1", "b/c/loss"], {"a/top1": "model_best_a_top1", "b/c/loss": "model_best_b_c_loss"}),
+    ],
+)
+def test_a_single_metric_has_model_best_and_several_are_told_apart_by_name(metrics, prefixes):
+    assert best_file_prefixes(metrics) == prefixes
+
+
+@pytest.mark.parametrize("metrics", [["a/b", "a_b"], ["a", "b", "a"]])
+def test_two_metrics_for_one_file_are_an_error(metrics):
+    with pytest.raises(ConfigError, match="has two metrics for the file model_best_a"):
+        best_file_prefixes(metrics)

@@ -35,10 +35,65 @@ def run(values, max_iter=40, **kwargs):
         ([1.0, 1.25, 1.5, 1.75, 2.0, 2.0, 2.0], {"patience": 2, "min_delta": 0.25}, (14, 7)),
         ([1.0, 1.25, 1.25], {"patience": 2, "min_delta": 0.25}, (6, 3)),
         ([2.0, 1.75, 1.25, 1.0, 1.125], {"patience": 2, "min_delta": 0.5, "mode": "min"}, (10, 5)),
+        ([1, 2, 1, 1], {"mode": "auto", "patience": 2}, (8, 4)),
     ],
 )
 def test_it_stops_after_so_many_evaluations_without_a_better_value(values, kwargs, expected):
     assert run(values, **kwargs) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "kwargs", "expected"),
+    [
+        ([1, 2, 3, 4], {"threshold": 2.5}, (6, 3)),
+        ([1, 2, 2.5, 3, 4], {"threshold": 2.5}, (8, 4)),  # to reach it is not enough
+        ([3, 2, 1, 0], {"threshold": 1.5, "mode": "min"}, (6, 3)),
+        ([math.inf, math.nan, 1, 3], {"threshold": 2.5}, (8, 4)),
+        ([1, 1, 1, 5], {"threshold": 2.5, "patience": 2}, (6, 3)),
+        ([1, math.nan, 1, 1], {"check_finite": True}, (4, 2)),
+        ([1, -math.inf, 1, 1], {"check_finite": True}, (4, 2)),
+        ([1, 2, 3, 4], {"check_finite": True, "threshold": 3.5}, (8, 4)),
+    ],
+)
+def test_it_stops_when_a_threshold_is_passed_or_a_value_is_not_finite(values, kwargs, expected):
+    assert run(values, **kwargs) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "kwargs", "reason"),
+    [
+        ([3], {"threshold": 2}, "top1 is 3.0, which is better than the threshold 2"),
+        ([math.nan], {"check_finite": True}, "top1 is nan"),
+    ],
+)
+def test_the_log_says_why_else_it_stopped(caplog, values, kwargs, reason):
+    caplog.set_level("INFO")
+    run(values, **kwargs)
+    assert f"Stopped after 2 of 40 iterations: {reason}" in caplog.messages
+
+
+def test_it_follows_evaluations_with_an_offset():
+    evaluate = EvalHook(4, lambda: {"top1": 1}, offset=3)
+    for offset, stopped_after in ((3, 7), (0, 8)):
+        trainer = Steps([evaluate, EarlyStopping(4, "top1", patience=1, offset=offset)])
+        trainer.train(0, 40)
+        assert trainer.iter == stopped_after
+        evaluate = EvalHook(4, lambda: {"top1": 1}, offset=3)
+
+
+def test_a_stopped_run_can_go_on_and_is_stopped_again():
+    results = iter([5, 4, 4, 3, 6, 4, 4])
+    trainer = Steps([EvalHook(2, lambda: {"top1": next(results)}), EarlyStopping(2, "top1", patience=2)])
+    trainer.train(0, 40)
+    assert trainer.iter == 6
+    trainer.train(6, 40)
+    assert trainer.iter == 8  # the count goes on
+    trainer.train(8, 40)
+    assert trainer.iter == 14
+
+
+def test_it_says_which_metric_it_needs():
+    assert EarlyStopping(1, "cls/top1").monitored_metric == "cls/top1"
 
 
 def test_an_evaluation_counts_once_however_often_it_is_looked_at():
@@ -88,7 +143,12 @@ def test_its_state_counts_on_in_a_resumed_run_and_a_new_run_begins_anew():
     first = make([5, 4, 4, 4])
     first.train(0, 6)  # the third value is of the final evaluation
     state = first.state_dict()
-    assert state["hooks"] == {"EarlyStopping": {"best": 5.0, "best_iter": 1, "seen_iter": 3, "not_better": 1}}
+    assert state["hooks"] == {
+        "EarlyStopping": {
+            **{"metric": "top1", "mode": "max"},
+            **{"best": 5.0, "best_iter": 1, "not_better": 1, "seen_iter": 3},
+        }
+    }
 
     second = make([4, 4, 4])
     second.load_state_dict(state)
@@ -108,6 +168,10 @@ def test_bad_arguments_are_errors_of_the_constructor():
         EarlyStopping(1, "top1", patience=0)
     with pytest.raises(ValueError, match=r"min_delta must be >= 0, got -0\.1"):
         EarlyStopping(1, "top1", min_delta=-0.1)
+    with pytest.raises(ValueError, match="threshold must be a finite number or None, got nan"):
+        EarlyStopping(1, "top1", threshold=math.nan)
+    with pytest.raises(ValueError, match="a metric is the name of an evaluation result, such as 'task/top1'; got 5"):
+        EarlyStopping(1, 5)
 
 
 def test_a_missing_metric_is_an_error():

@@ -1,0 +1,169 @@
+import hashlib
+import logging
+import os
+
+import pytest
+import torch
+
+from tests.checkpoint.conftest import Counter, linear, weight_of
+from trainkit.checkpoint import Checkpointer, CheckpointError
+from trainkit.checkpoint.file import read_file, write_file
+from trainkit.checkpoint.publish import publish_weights
+
+
+def save(folder, fill=1.0, **state):
+    """A checkpoint with a trainer whose state is ``state``."""
+    Checkpointer(linear(fill), folder, trainer=Counter(state)).save("model_final", iteration=9)
+    return folder / "model_final.pth"
+
+
+def names(folder):
+    return sorted(os.listdir(folder))
+
+
+def test_the_weights_alone_are_published_under_the_digest_of_the_file(tmp_path):
+    path = save(tmp_path)
+
+    published = publish_weights(path)
+
+    with open(published, "rb") as file:
+        digest = hashlib.sha256(file.read()).hexdigest()
+    assert published == str(tmp_path / f"model_final_published-{digest[:8]}.pth")
+    assert names(tmp_path) == ["last_checkpoint", "model_final.pth", os.path.basename(published)]
+    assert sorted(read_file(path)) == ["iteration", "model", "trainer"]
+    state = read_file(published)
+    assert list(state) == ["model"]
+    assert {key: value.unique().tolist() for key, value in state["model"].items()} == {"weight": [1.0], "bias": [1.0]}
+
+
+def test_torch_hub_verifies_the_name(tmp_path):
+    published = publish_weights(save(tmp_path))
+
+    def fetch(path):
+        folder = tmp_path / "hub"
+        return torch.hub.load_state_dict_from_url(
+            f"file://{path}", str(folder), check_hash=True, progress=False, weights_only=True
+        )
+
+    assert torch.equal(fetch(published)["model"]["weight"], linear(1).weight)
+    other = tmp_path / "model_final_published-00000000.pth"
+    os.rename(published, other)
+    with pytest.raises(RuntimeError, match="invalid hash value"):
+        fetch(other)
+
+
+def test_it_loads_as_weights_and_not_as_a_run(tmp_path):
+    published = publish_weights(save(tmp_path, fill=3.0))
+    model = linear(0)
+
+    Checkpointer(model, tmp_path / "new", trainer=Counter()).resume_or_load(published)
+
+    assert weight_of(model) == 3
+    checkpointer = Checkpointer(linear(0), tmp_path, trainer=Counter())
+    checkpointer.tag_last_checkpoint(os.path.basename(published))
+    with pytest.raises(CheckpointError, match="cannot be resumed: it holds weights only"):
+        checkpointer.resume_or_load("")
+
+
+@pytest.mark.parametrize("left_by_a_crash", [False, True])
+def test_no_run_is_resumed_from_published_weights(tmp_path, left_by_a_crash):
+    path = save(tmp_path)
+    published = publish_weights(path)
+    if left_by_a_crash:
+        os.rename(published, tmp_path / "model_final_published.pth")
+    (tmp_path / "last_checkpoint").unlink()
+
+    def newest():
+        return Checkpointer(linear(0), tmp_path).get_checkpoint_file()
+
+    assert newest() == str(path)
+    trainer = Counter()
+    Checkpointer(linear(0), tmp_path, trainer=trainer).resume_or_load("")
+    assert trainer.value == {}
+
+    path.unlink()
+    assert newest() == ""
+    model = linear(0)
+    Checkpointer(model, tmp_path).resume_or_load("")
+    assert weight_of(model) == 0
+
+
+def test_the_newest_file_with_another_name_is_resumed_from(tmp_path):
+    """That the published file would be taken if its name did not tell."""
+    save(tmp_path)
+    (tmp_path / "last_checkpoint").unlink()
+    other = tmp_path / "model_final_public-00000000.pth"
+    os.rename(publish_weights(tmp_path / "model_final.pth"), other)
+
+    assert Checkpointer(linear(0), tmp_path).get_checkpoint_file() == str(other)
+
+
+def test_an_older_published_file_of_the_same_checkpoint_is_replaced(tmp_path):
+    others = ["model_best_published-00000000.pth", "model_final_published_copy.pth", "other_model_final.pth"]
+    for name in others:
+        (tmp_path / name).touch()
+    first = publish_weights(save(tmp_path, fill=1.0))
+    assert publish_weights(tmp_path / "model_final.pth") == first
+    assert os.path.exists(first)
+
+    second = publish_weights(save(tmp_path, fill=2.0))
+
+    assert first != second
+    expected = ["last_checkpoint", "model_final.pth", os.path.basename(second), *others]
+    assert names(tmp_path) == sorted(expected)
+
+
+def test_an_older_published_file_stays_if_the_new_one_cannot_be_written(tmp_path):
+    first = publish_weights(save(tmp_path))
+    write_file({"model": "no weights"}, tmp_path / "model_final.pth")
+
+    with pytest.raises(
+        CheckpointError, match="no checkpoint whose weights could be published: it has no entry 'model'"
+    ):
+        publish_weights(tmp_path / "model_final.pth")
+
+    assert names(tmp_path) == ["last_checkpoint", "model_final.pth", os.path.basename(first)]
+
+
+def test_an_older_published_file_that_cannot_be_removed_is_a_warning(tmp_path, caplog):
+    (tmp_path / "model_final_published-00000000.pth").mkdir()
+
+    publish_weights(save(tmp_path))
+
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "Cannot remove the older published weights" in warning
+
+
+def test_averaged_weights_are_published_over_those_of_the_model(tmp_path):
+    averaged = {"weight": torch.full((2, 2), 7.0)}
+    write_file(
+        {"model": linear(1).state_dict(), "trainer": {"hooks": {"EMAHook": {"model": averaged, "steps": 3}}}},
+        tmp_path / "model_final.pth",
+    )
+
+    state = read_file(publish_weights(tmp_path / "model_final.pth", "ema"))
+
+    assert list(state) == ["model"]
+    assert {key: value.unique().tolist() for key, value in state["model"].items()} == {"weight": [7.0], "bias": [1.0]}
+
+
+@pytest.mark.parametrize("trainer", [None, {"hooks": {}}, {"hooks": {"EMAHook": {"steps": 3}}}])
+def test_averaged_weights_that_are_not_there_are_an_error(tmp_path, trainer):
+    write_file({"model": linear(1).state_dict(), "trainer": trainer}, tmp_path / "model_final.pth")
+
+    with pytest.raises(
+        CheckpointError, match=r"no averaged weights; train with an EMA"
+    ):
+        publish_weights(tmp_path / "model_final.pth", "ema")
+
+    assert names(tmp_path) == ["model_final.pth"]
+
+
+def test_a_damaged_checkpoint_is_not_published(tmp_path):
+    path = save(tmp_path)
+    path.write_bytes(path.read_bytes()[:-60])
+
+    with pytest.raises(CheckpointError, match="damaged"):
+        publish_weights(path)
+
+    assert names(tmp_path) == ["last_checkpoint", "model_final.pth"]

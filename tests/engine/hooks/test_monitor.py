@@ -1,0 +1,36 @@
+import pytest
+
+from trainkit.engine.hooks.monitor import MetricMonitor, infer_mode
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode"),
+    [
+        *((key, "max") for key in ("acc", "top", "AR@", "auc", "precision", "mAP", "mDice", "mIoU", "mAcc", "aAcc")),
+        ("loss", "min"),
+        ("classification/top1", "max"),
+        ("classification/mean_class_accuracy", "max"),
+        ("coco/bbox_mAP_50", "max"),
+        ("AR@100", "max"),
+        ("tiny_val/loss/total_loss", "min"),
+        ("val/LOSS_cls", "min"),
+        ("acc_loss", "max"),  # more before less
+        ("heatmap/loss", "min"),  # the names of data do not count
+    ],
+)
+def test_the_mode_is_inferred_from_the_last_part_of_the_name(metric, mode):
+    assert infer_mode(metric) == mode
+    assert MetricMonitor(metric, "auto").mode == mode
+
+
+@pytest.mark.parametrize("metric", ["error", "acc/error", "loss/", "psnr"])
+def test_a_name_that_tells_nothing_is_an_error_that_names_the_remedy(metric):
+    message = (
+        r'does not tell whether more or less is better; set its mode to "max" or "min" \(in the config: CHECKPOINT'
+    )
+    with pytest.raises(ValueError, match=message):
+        MetricMonitor(metric, "auto")
+
+
+def test_a_given_mode_wins_over_the_name():
+    assert (MetricMonitor("loss", "max").mode, MetricMonitor("error", "min").mode) == ("max", "min")

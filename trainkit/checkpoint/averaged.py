@@ -1,0 +1,17 @@
+"""Averaged weights in a checkpoint."""
+
+from collections.abc import Mapping
+from typing import Any
+
+_PATH = ("trainer", "hooks", "EMAHook", "model")
+
+
+def averaged_weights(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The weights that an `EMAHook` has averaged, in the state that a file holds; None if there are none.
+
+    Of several such hooks, the first one's.
+    """
+    found: Any = state
+    for key in _PATH:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else None

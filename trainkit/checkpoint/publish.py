@@ -1,0 +1,68 @@
+"""Weights for others: those of a checkpoint and nothing else, in a file that is named after its content."""
+
+import hashlib
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from trainkit.checkpoint.atomic import CheckpointError, sync_folder
+from trainkit.checkpoint.averaged import averaged_weights
+from trainkit.checkpoint.file import read_file, write_file
+from trainkit.checkpoint.folder import SUFFIX, published_files, published_name
+
+_logger = logging.getLogger(__name__)
+
+_CHUNK = 1 << 20
+
+
+def publish_weights(path: str | os.PathLike[str], weights: Literal["model", "ema"] = "model") -> str:
+    """Write ``{"model": weights}`` of a checkpoint beside it.
+
+    The file is called ``<name>_published-<first 8 hex digits of its SHA-256>.pth``, which ``torch.hub`` verifies. Older
+    ones of the same checkpoint are removed once it is there. No run is resumed from it.
+
+    Args:
+        weights: the model's, or the averaged ones of the `EMAHook`; what is not averaged is then the model's.
+
+    Returns:
+        Its path.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read or lacks these weights, or the file cannot be written.
+    """
+    path = os.fspath(path)
+    folder, basename = os.path.split(os.path.abspath(path))
+    name = basename.removesuffix(SUFFIX)
+    unnamed = os.path.join(folder, published_name(name))
+    write_file({"model": _choose(read_file(path), weights, path)}, unnamed)
+    published = os.path.join(folder, published_name(name, _sha256(unnamed)))
+    os.replace(unnamed, published)
+    sync_folder(folder)
+    for old in published_files(folder, name):
+        if old != published:
+            try:
+                os.remove(old)
+            except OSError as error:
+                _logger.warning("Cannot remove the older published weights '%s': %s", old, error.strerror)
+    return published
+
+
+def _choose(state: dict[str, Any], weights: str, path: str) -> dict[str, Any]:
+    model = state.get("model")
+    if not isinstance(model, Mapping):
+        raise CheckpointError(f"'{path}' is no checkpoint whose weights could be published: it has no entry 'model'")
+    if weights == "model":
+        return dict(model)
+    averaged = averaged_weights(state)
+    if averaged is None:
+        raise CheckpointError(f"'{path}' holds no averaged weights; train with an EMAHook, or publish \"model\"")
+    return {**model, **averaged}
+
+
+def _sha256(path: str) -> str:
+    sha256 = hashlib.sha256()
+    with open(path, "rb") as file:
+        while data := file.read(_CHUNK):
+            sha256.update(data)
+    return sha256.hexdigest()
