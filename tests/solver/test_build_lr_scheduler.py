@@ -42,6 +42,11 @@ def test_a_constant_warmup_gives_these_values():
     assert lrs_of(cfg, 5) == [0.5, 0.5, 1.0, 1.0, 0.5, 0.5]
 
 
+def test_an_exponential_warmup_gives_these_values():
+    cfg = make_cfg(STEPS=(4,), GAMMA=0.5, WARMUP_ITERS=2, WARMUP_FACTOR=0.25, WARMUP_METHOD="exponential")
+    assert lrs_of(cfg, 5) == [0.25, 0.5, 1.0, 1.0, 0.5, 0.5]
+
+
 def test_a_schedule_without_steps_is_flat():
     assert lrs_of(make_cfg(), 12) == [1.0] * 13
 
@@ -98,7 +103,7 @@ def test_the_result_is_a_multiplier_that_counts_iterations():
         optimizer.step()
         scheduler.step()
     assert isinstance(scheduler, LRMultiplier)
-    assert scheduler.state_dict() == {"base_lrs": [1.0], "last_epoch": 12}
+    assert scheduler.state_dict() == {"base_lrs": [1.0], "last_epoch": 12, "factors": []}
 
 
 def test_groups_keep_their_own_base_lr():
@@ -132,7 +137,7 @@ def test_steps_that_are_never_reached_are_dropped_with_one_warning(caplog):
         ({"STEPS": (0,)}, "SOLVER.STEPS .* an int >= 1, got 0"),
         ({"STEPS": (6, 5)}, r"SOLVER.STEPS must grow from one to the next, got \(6, 5\)"),
         ({"STEPS": (5, 5)}, "SOLVER.STEPS must grow"),
-        ({"WARMUP_METHOD": "exp"}, "SOLVER.WARMUP_METHOD.*linear or constant, got 'exp'"),
+        ({"WARMUP_METHOD": "exp"}, "SOLVER.WARMUP_METHOD.*linear, constant or exponential, got 'exp'"),
         ({"name": "WarmupStepWithFixedGammaLR", "NUM_DECAYS": 0}, "SOLVER.NUM_DECAYS must be >= 1, got 0"),
         ({"name": "WarmupCosineLR", "BASE_LR_END": 2.0}, "BASE_LR_END=2.0 must be between 0 and SOLVER.BASE_LR=1.0"),
         ({"name": "WarmupCosineLR", "BASE_LR": 0.0}, "SOLVER.BASE_LR=0.0, which must not be 0"),

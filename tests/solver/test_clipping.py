@@ -30,6 +30,11 @@ def grads(params):
     return [None if param.grad is None else param.grad.clone() for param in params]
 
 
+def total_norm(grads, norm_type):
+    norms = [torch.linalg.vector_norm(grad, norm_type) for grad in grads if grad is not None]
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
 def assert_same(left, right):
     for a, b in zip(left, right, strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
@@ -50,7 +55,8 @@ def test_the_enum_has_the_names_of_the_config():
 def test_value_limits_every_element():
     params, expected = make_params(), make_params()
     before = grads(params)
-    assert build_gradient_clipper(make_cfg("value", 0.1))(iter(params)) is None
+    norm = build_gradient_clipper(make_cfg("value", 0.1))(iter(params))
+    assert torch.equal(norm, total_norm(before, 2.0))
     clip_grad_value_(expected, 0.1)
     assert_same(grads(params), grads(expected))
     assert not torch.equal(params[0].grad, before[0])
@@ -61,7 +67,8 @@ def test_value_limits_every_element():
 def test_norm_limits_each_parameter_on_its_own(norm_type):
     params, expected = make_params(), make_params()
     before = grads(params)
-    assert build_gradient_clipper(make_cfg("norm", 0.6, norm_type))(iter(params)) is None
+    norm = build_gradient_clipper(make_cfg("norm", 0.6, norm_type))(iter(params))
+    assert torch.equal(norm, total_norm(before, norm_type))
     for param in expected:
         clip_grad_norm_([param], 0.6, norm_type)
     assert_same(grads(params), grads(expected))
@@ -97,14 +104,15 @@ def test_full_model_scales_all_gradients_alike():
 
 @pytest.mark.parametrize("clip_type", ["value", "norm", "full_model"])
 def test_without_gradients_there_is_nothing_to_clip(clip_type):
-    GradientClipper(clip_type, 1.0)(param for param in ())
-    GradientClipper(clip_type, 1.0)([nn.Parameter(torch.zeros(2))])
+    assert GradientClipper(clip_type, 1.0)([]).item() == 0.0
+    assert GradientClipper(clip_type, 1.0)([nn.Parameter(torch.zeros(2))]).item() == 0.0
 
 
-def test_a_norm_that_is_not_finite_is_returned_and_no_error():
+@pytest.mark.parametrize("clip_type", ["value", "norm", "full_model"])
+def test_a_norm_that_is_not_finite_is_returned_and_no_error(clip_type):
     params = make_params()
     params[0].grad[0, 0] = math.nan
-    assert math.isnan(GradientClipper("full_model", 1.0)(params).item())
+    assert math.isnan(GradientClipper(clip_type, 1.0)(params).item())
 
 
 @pytest.mark.parametrize("clip_type", ["value", "norm", "full_model"])

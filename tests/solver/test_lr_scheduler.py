@@ -12,7 +12,7 @@ from fvcore.common.param_scheduler import (
 )
 from torch import nn
 
-from trainkit.solver import KeepLastValue, LRMultiplier, WarmupParamScheduler
+from trainkit.solver import KeepLastValue, LRFunction, LRMultiplier, WarmupParamScheduler
 
 
 def make_optimizer(*lrs):
@@ -59,6 +59,13 @@ def test_constant_warmup_stays_until_the_schedule_takes_over():
     assert [schedule(where) for where in (0.0, 0.25, 0.49, 0.5, 0.75, 1.0)] == [0.5, 0.5, 0.5, 0.5, 0.25, 0.0]
 
 
+def test_an_exponential_warmup_rises_by_the_same_factor_to_where_the_schedule_is():
+    schedule = WarmupParamScheduler(ConstantParamScheduler(1.0), 0.25, 0.5, "exponential")
+    assert [schedule(where) for where in (0.0, 0.25, 0.5, 0.75)] == [0.25, 0.25**0.5, 1.0, 1.0]
+    schedule = WarmupParamScheduler(LinearParamScheduler(1.0, 0.0), 0.25, 0.5, "exponential")
+    assert [schedule(where) for where in (0.0, 0.25, 0.5, 0.75)] == pytest.approx([0.25, 0.125**0.5, 0.5, 0.25])
+
+
 def test_a_rescaled_schedule_begins_where_the_warmup_ends():
     schedule = WarmupParamScheduler(LinearParamScheduler(1.0, 0.0), 0.0, 0.5, rescale_interval=True)
     assert [schedule(where) for where in (0.0, 0.25, 0.5, 0.75, 1.0)] == [0.0, 0.5, 1.0, 0.5, 0.0]
@@ -72,10 +79,15 @@ def test_a_warmup_of_no_length_changes_nothing():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"warmup_method": "exp"}, "warmup_method.*linear or constant, got 'exp'"),
+        ({"warmup_method": "exp"}, "warmup_method.*linear, constant or exponential, got 'exp'"),
         ({"warmup_length": -0.1}, "warmup_length.*between 0 and 1.*got -0.1"),
         ({"warmup_length": 1.1}, "warmup_length.*between 0 and 1.*got 1.1"),
         ({"warmup_length": 1.0, "rescale_interval": True}, "warm-up that is shorter than the training"),
+        (
+            {"warmup_method": "exponential", "warmup_factor": 0.0},
+            r"begin and end above 0, got .*WARMUP_FACTOR\) 0.0 and a schedule that is 0.5 .*use linear",
+        ),
+        ({"warmup_method": "exponential", "warmup_length": 1.0}, "a schedule that is 0.0 when it ends"),
     ],
     ids=str,
 )
@@ -124,16 +136,16 @@ def test_after_twelve_iterations_last_epoch_is_twelve():
     assert scheduler.last_epoch == 12
 
 
-def test_the_state_is_two_plain_entries():
+def test_the_state_is_three_plain_entries():
     scheduler = LRMultiplier(make_optimizer(1.0, 4.0), LinearParamScheduler(1.0, 0.0), 4)
     run(scheduler, 3)
-    assert scheduler.state_dict() == {"base_lrs": [1.0, 4.0], "last_epoch": 3}
+    assert scheduler.state_dict() == {"base_lrs": [1.0, 4.0], "last_epoch": 3, "factors": []}
 
 
 def test_a_tensor_lr_is_a_plain_number_in_the_state():
     optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(1))], lr=torch.tensor(0.5))
     state = LRMultiplier(optimizer, LinearParamScheduler(1.0, 0.0), 4).state_dict()
-    assert state == {"base_lrs": [0.5], "last_epoch": 0}
+    assert state == {"base_lrs": [0.5], "last_epoch": 0, "factors": []}
     assert type(state["base_lrs"][0]) is float
 
 
@@ -184,6 +196,112 @@ def test_a_multiplier_that_is_no_param_scheduler_is_an_error():
 def test_a_schedule_of_no_length_is_an_error():
     with pytest.raises(ValueError, match=r"max_iter.*must be >= 1 iteration, got 0"):
         LRMultiplier(make_optimizer(1.0), CosineParamScheduler(1, 0), 0)
+
+
+# ---------------------------------------------------------------------------- functions, fixed groups, reductions
+
+
+def test_a_function_of_the_iteration_gets_the_first_lr_of_each_group():
+    optimizer = make_optimizer(1.0, 4.0, 1.0)
+    scheduler = LRFunction(optimizer, lambda t, base: base + t)
+    run(scheduler, 2)
+    assert scheduler.get_last_lr() == [group["lr"] for group in optimizer.param_groups] == [3.0, 6.0, 3.0]
+
+
+def test_a_function_goes_on_past_any_end_and_from_any_iteration():
+    optimizer = make_optimizer(1.0)
+    optimizer.param_groups[0]["initial_lr"] = 1.0
+    assert run(LRFunction(optimizer, lambda t, base: base + t, last_iter=6), 1) == [8.0, 9.0]
+
+
+def test_what_is_no_function_is_an_error():
+    with pytest.raises(TypeError, match=r"schedule must be a function of the iteration and the first value, got 0\.1"):
+        LRFunction(make_optimizer(1.0), 0.1)
+
+
+SCHEDULERS = {
+    "multiplier": lambda optimizer: LRMultiplier(optimizer, LinearParamScheduler(1.0, 0.0), 8),
+    "function": lambda optimizer: LRFunction(optimizer, lambda t, base: base * (1 - t / 8)),
+}
+
+
+@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
+def test_a_group_that_says_fixed_lr_keeps_its_first_lr(make):
+    optimizer = make_optimizer(1.0, 4.0)
+    optimizer.param_groups[1]["fixed_lr"] = True
+    scheduler = make(optimizer)
+    run(scheduler, 4)
+    scheduler.reduce(0.5)
+    assert scheduler.get_last_lr() == [group["lr"] for group in optimizer.param_groups] == [0.25, 4.0]
+    optimizer.param_groups[1]["fixed_lr"] = False
+    assert run(scheduler, 1) == [0.25, 0.5 * 3 / 8]
+    assert optimizer.param_groups[1]["lr"] == 2.0 * 3 / 8
+
+
+@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
+def test_a_reduction_is_applied_at_once_and_stays(make):
+    scheduler = make(make_optimizer(1.0))
+    run(scheduler, 2)
+    scheduler.reduce(0.5)
+    assert run(scheduler, 2) == [0.375, 0.3125, 0.25]
+    scheduler.reduce(0.5)
+    assert run(scheduler, 1) == [0.125, 0.25 * 3 / 8]
+    assert scheduler.factors == [0.5, 0.5]
+    scheduler.set_factors([])
+    assert run(scheduler, 0) == [3 / 8]
+
+
+def test_reductions_multiply_one_after_the_other():
+    scheduler = LRFunction(make_optimizer(0.7), lambda t, base: base)
+    for _ in range(3):
+        scheduler.reduce(0.1)
+    assert scheduler.get_last_lr() == [0.7 * 0.1 * 0.1 * 0.1]
+    assert scheduler.get_last_lr() != [0.7 * 0.1**3]  # the comparison can fail: the order of the operations shows
+
+
+def test_reductions_stay_at_their_floor():
+    scheduler = LRFunction(make_optimizer(0.7), lambda t, base: base)
+    for _ in range(4):
+        scheduler.reduce(0.5, floor=0.2)
+    assert (scheduler.get_last_lr(), scheduler.factors) == ([0.7 * 0.2], [0.2])
+
+
+@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
+def test_reductions_are_resumed_and_states_without_them_load(make):
+    scheduler = make(make_optimizer(1.0))
+    run(scheduler, 2)
+    scheduler.reduce(0.5)
+    state = scheduler.state_dict()
+    assert state == {"base_lrs": [1.0], "last_epoch": 2, "factors": [0.5]}
+    resumed = make(make_optimizer(1.0))
+    resumed.load_state_dict(state)
+    assert run(resumed, 1)[-1] == run(scheduler, 1)[-1] == 0.3125
+    assert state["factors"] == [0.5]
+    resumed.reduce(0.5)
+    assert state["factors"] == [0.5]  # the state is a copy
+
+    del state["factors"]
+    resumed = make(make_optimizer(1.0))
+    resumed.load_state_dict(state)
+    assert run(resumed, 1)[-1] == 0.625
+
+
+def test_a_tensor_lr_is_filled_in_place_with_the_same_values():
+    lr = torch.tensor(0.5, dtype=torch.float64)
+    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(1))], lr=lr)
+    scheduler = SCHEDULERS["function"](optimizer)
+    run(scheduler, 2)
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert lr.item() == 0.375
+    scheduler.reduce(0.5)
+    assert (lr.item(), scheduler.get_last_lr()) == (0.1875, [0.1875])
+
+
+def test_a_scheduler_can_be_sent_to_another_iteration():
+    scheduler = SCHEDULERS["function"](make_optimizer(1.0))
+    run(scheduler, 5)
+    scheduler.seek(1)
+    assert (scheduler.last_epoch, run(scheduler, 1)) == (1, [0.875, 0.75])
 
 
 # ---------------------------------------------------------------------------- the end of a schedule

@@ -1,18 +1,36 @@
 """Optimizers, parameter groups, gradient clipping and learning rate schedules."""
 
-from trainkit.solver.build import OPTIMIZER_REGISTRY, build_lr_scheduler, build_optimizer
+from trainkit.solver import schedules
+from trainkit.solver.build import OPTIMIZER_REGISTRY, PARAM_GROUP_REGISTRY, build_lr_scheduler, build_optimizer
+from trainkit.solver.build_schedule import build_schedule
 from trainkit.solver.clipping import (
     GradientClipper,
     GradientClipType,
     build_gradient_clipper,
     maybe_add_gradient_clipping,
 )
-from trainkit.solver.lr_scheduler import KeepLastValue, LRMultiplier, WarmupParamScheduler
-from trainkit.solver.param_groups import get_default_optimizer_params, reduce_param_groups
+from trainkit.solver.lars import LARS
+from trainkit.solver.layer_decay import LAYER_DEPTH_REGISTRY, build_layer_decay
+from trainkit.solver.lr_scheduler import KeepLastValue, LRFunction, LRMultiplier, ScheduledLR, WarmupParamScheduler
+from trainkit.solver.param_groups import (
+    ParamRules,
+    build_param_groups,
+    describe_param_groups,
+    get_default_optimizer_params,
+    reduce_param_groups,
+)
+from trainkit.solver.schedules import SCHEDULE_REGISTRY
 
 __all__ = [
     "OPTIMIZER_REGISTRY",
+    "LARS",
     "build_optimizer",
+    "PARAM_GROUP_REGISTRY",
+    "ParamRules",
+    "build_param_groups",
+    "LAYER_DEPTH_REGISTRY",
+    "build_layer_decay",
+    "describe_param_groups",
     "get_default_optimizer_params",
     "reduce_param_groups",
     "GradientClipType",
@@ -20,7 +38,12 @@ __all__ = [
     "build_gradient_clipper",
     "maybe_add_gradient_clipping",
     "build_lr_scheduler",
+    "build_schedule",
     "KeepLastValue",
+    "LRFunction",
     "LRMultiplier",
+    "SCHEDULE_REGISTRY",
+    "ScheduledLR",
+    "schedules",
     "WarmupParamScheduler",
 ]

@@ -1,38 +1,40 @@
-"""Optimizer and learning rate schedule from a config."""
+"""An optimizer from a config."""
 
-import difflib
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
-from fvcore.common.param_scheduler import (
-    ConstantParamScheduler,
-    CosineParamScheduler,
-    MultiStepParamScheduler,
-    ParamScheduler,
-    StepWithFixedGammaParamScheduler,
-)
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from trainkit.config.config import CfgNode
 from trainkit.config.errors import ConfigError
+from trainkit.solver.arguments import unknown_name
+from trainkit.solver.build_schedule import build_lr_scheduler
 from trainkit.solver.clipping import (
     GradientClipper,
     GradientClipType,
     build_gradient_clipper,
     maybe_add_gradient_clipping,
 )
-from trainkit.solver.lr_scheduler import KeepLastValue, LRMultiplier, WarmupParamScheduler
-from trainkit.solver.param_groups import get_default_optimizer_params, reduce_param_groups
+from trainkit.solver.lars import LARS
+from trainkit.solver.layer_decay import build_layer_decay
+from trainkit.solver.param_groups import (
+    ParamKind,
+    ParamRules,
+    build_param_groups,
+    describe_param_groups,
+    get_default_optimizer_params,
+    reduce_param_groups,
+)
 from trainkit.utils.registry import Registry
 
 __all__ = [
     "OPTIMIZER_REGISTRY",
+    "PARAM_GROUP_REGISTRY",
     "build_optimizer",
     "build_lr_scheduler",
     "GradientClipType",
@@ -47,8 +49,13 @@ _logger = logging.getLogger(__name__)
 
 OPTIMIZER_REGISTRY = Registry("OPTIMIZER")
 """Classes and functions that take ``(params, **kwargs)`` and give an optimizer; they win over ``torch.optim``."""
+OPTIMIZER_REGISTRY.register(LARS)
+
+PARAM_GROUP_REGISTRY = Registry("PARAM_GROUP")
+"""Functions that take ``(cfg, model)`` and give parameter groups, which the optimizer gets as they are."""
 
 _NODE = "SOLVER.OPTIMIZER"
+_GROUPS = "SOLVER.PARAM_GROUPS"
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class _Argument:
 
 
 def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
-    """Build the optimizer ``SOLVER.OPTIMIZER.NAME`` over the parameter groups of ``get_default_optimizer_params``.
+    """Build the optimizer ``SOLVER.OPTIMIZER.NAME`` over the parameter groups that ``SOLVER.PARAM_GROUPS`` asks for.
 
     The other keys of ``SOLVER.OPTIMIZER`` are its constructor arguments in upper case; None means not given. ``LR`` and
     ``WEIGHT_DECAY`` there win over ``SOLVER.BASE_LR`` and ``SOLVER.WEIGHT_DECAY``; SGD takes ``SOLVER.MOMENTUM`` and
@@ -67,21 +74,14 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     trainer does that.
 
     Raises:
-        ConfigError: the optimizer or one of its arguments is unknown, or it refuses a value.
+        ConfigError: the optimizer or one of its arguments is unknown, or it refuses a value; likewise the rules for
+            the groups, see ``ParamRules`` and ``build_layer_decay``.
         ValueError: the model has no trainable parameter.
     """
     factory = _find_optimizer(cfg.SOLVER.OPTIMIZER.NAME)
     arguments = _collect_arguments(cfg, factory)
     values = {name: argument.value for name, argument in arguments.items()}
-    decays = "weight_decay" in values
-    groups = get_default_optimizer_params(
-        model,
-        base_lr=values["lr"],
-        weight_decay=values.get("weight_decay"),
-        weight_decay_norm=cfg.SOLVER.WEIGHT_DECAY_NORM if decays else None,
-        bias_lr_factor=cfg.SOLVER.BIAS_LR_FACTOR,
-        weight_decay_bias=cfg.SOLVER.WEIGHT_DECAY_BIAS if decays else None,
-    )
+    groups = _build_groups(cfg, model, values["lr"], values.get("weight_decay"))
     params = [param for group in groups for param in group["params"]]
     if not params:
         raise ValueError(
@@ -101,7 +101,67 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
         len(params),
         f"{sum(param.numel() for param in params):,}",
     )
+    if len(optimizer.param_groups) > 1:
+        _logger.info("Parameter groups:\n%s", describe_param_groups(optimizer, model))
     return optimizer
+
+
+def _build_groups(cfg: CfgNode, model: nn.Module, lr: float, weight_decay: float | None) -> list[dict[str, Any]]:
+    options = cfg.SOLVER.PARAM_GROUPS
+    if options.BUILDER:
+        return _build_users_groups(cfg, model)
+    layer_decay = options.LAYER_DECAY
+    lr_factor_func = None
+    try:
+        if layer_decay.RATE != 1.0:
+            lr_factor_func = build_layer_decay(
+                model,
+                layer_decay.RATE,
+                layer_decay.SCHEME,
+                num_layers=layer_decay.NUM_LAYERS,
+                depths=layer_decay.DEPTHS,
+                prefix=layer_decay.PREFIX,
+            )
+    except ValueError as error:
+        raise ConfigError(f"{_GROUPS}.LAYER_DECAY: {error}") from error
+    try:
+        rules = ParamRules(
+            weight_decay_norm=None if weight_decay is None else cfg.SOLVER.WEIGHT_DECAY_NORM,
+            weight_decay_bias=None if weight_decay is None else cfg.SOLVER.WEIGHT_DECAY_BIAS,
+            bias_lr_factor=cfg.SOLVER.BIAS_LR_FACTOR,
+            lr_factors=_factors(options, "LR"),
+            decay_factors=_factors(options, "DECAY"),
+            custom_keys={
+                entry["KEY"]: {name.lower(): value for name, value in entry.items() if name != "KEY"}
+                for entry in options.CUSTOM_KEYS
+            },
+            key_match=options.KEY_MATCH,
+            custom_keys_only=options.CUSTOM_KEYS_ONLY,
+            lr_factor_func=lr_factor_func,
+        )
+        return build_param_groups(model, lr, weight_decay, rules)
+    except ValueError as error:
+        raise ConfigError(f"{_GROUPS}: {error}") from error
+
+
+def _factors(options: CfgNode, what: str) -> dict[ParamKind, float]:
+    factors = {kind: options[f"{kind.upper()}_{what}_FACTOR"] for kind in get_args(ParamKind)}
+    return {kind: factor for kind, factor in factors.items() if factor is not None}
+
+
+def _build_users_groups(cfg: CfgNode, model: nn.Module) -> list[dict[str, Any]]:
+    name = cfg.SOLVER.PARAM_GROUPS.BUILDER
+    try:
+        builder = PARAM_GROUP_REGISTRY.get(name)
+    except KeyError as error:
+        raise ConfigError(f"{_GROUPS}.BUILDER: {error.args[0]}") from error
+    groups = builder(cfg, model)
+    try:
+        return [{**group, "params": list(group["params"])} for group in groups]
+    except (TypeError, KeyError) as error:
+        raise TypeError(
+            f"{_GROUPS}.BUILDER {name!r} must give groups, that is dicts with a list 'params', got {groups!r}"
+        ) from error
 
 
 def _find_optimizer(name: str) -> Callable[..., Optimizer]:
@@ -118,7 +178,7 @@ def _find_optimizer(name: str) -> Callable[..., Optimizer]:
             f"{_NODE}.NAME: LBFGS evaluates the loss several times per step through a closure, which the trainers "
             "do not pass; choose another optimizer"
         )
-    raise _unknown(f"{_NODE}.NAME", name, "accepted (your own: register it, and name its module in IMPORTS)", known)
+    raise unknown_name(f"{_NODE}.NAME", name, "accepted (your own: register it, and name its module in IMPORTS)", known)
 
 
 def _collect_arguments(cfg: CfgNode, factory: Callable[..., Optimizer]) -> dict[str, _Argument]:
@@ -144,7 +204,7 @@ def _collect_arguments(cfg: CfgNode, factory: Callable[..., Optimizer]) -> dict[
         if key == "NAME":
             continue
         if key not in accepted and not takes_any:
-            raise _unknown(_NODE, key, f"{solver.OPTIMIZER.NAME} takes", accepted)
+            raise unknown_name(_NODE, key, f"{solver.OPTIMIZER.NAME} takes", accepted)
         if value is None:
             continue
         parameter = accepted.get(key)
@@ -197,96 +257,3 @@ def _can_step(
     except (RuntimeError, AssertionError):  # not ValueError: a wrong value is the caller's to report
         return False
     return True
-
-
-def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
-    """Build the schedule ``SOLVER.LR_SCHEDULER_NAME`` with its warm-up; it keeps its last value past ``MAX_ITER``.
-
-    ``WarmupMultiStepLR`` multiplies by ``GAMMA`` at each of ``STEPS``, ``WarmupCosineLR`` falls to ``BASE_LR_END``, and
-    ``WarmupStepWithFixedGammaLR`` multiplies by ``GAMMA`` at ``NUM_DECAYS`` times that divide the training evenly.
-    All lengths are in iterations; ``trainkit.config.resolve_lengths`` turns epochs into them.
-
-    Raises:
-        ConfigError: the name is unknown, or a value that the schedule uses is not accepted.
-    """
-    solver = cfg.SOLVER
-    if solver.LR_SCHEDULER_NAME not in _SCHEDULES:
-        raise _unknown("SOLVER.LR_SCHEDULER_NAME", solver.LR_SCHEDULER_NAME, "accepted", _SCHEDULES)
-    max_iter = _iters("SOLVER.MAX_ITER", solver.MAX_ITER, at_least=1)
-    warmup_iters = _iters("SOLVER.WARMUP_ITERS", solver.WARMUP_ITERS, at_least=0)
-    if warmup_iters > max_iter:
-        raise ConfigError(
-            f"SOLVER.WARMUP_ITERS={warmup_iters} is longer than SOLVER.MAX_ITER={max_iter}; "
-            "shorten the warm-up (0: none)"
-        )
-    try:
-        schedule = WarmupParamScheduler(
-            KeepLastValue(_SCHEDULES[solver.LR_SCHEDULER_NAME](cfg)),
-            solver.WARMUP_FACTOR,
-            warmup_iters / max_iter,
-            solver.WARMUP_METHOD,
-            solver.RESCALE_INTERVAL,
-        )
-    except ValueError as error:
-        raise ConfigError(f"SOLVER.LR_SCHEDULER_NAME {solver.LR_SCHEDULER_NAME}: {error}") from error
-    return LRMultiplier(optimizer, schedule, max_iter)
-
-
-def _multi_step(cfg: CfgNode) -> ParamScheduler:
-    steps = [_iters("SOLVER.STEPS", step, at_least=1) for step in cfg.SOLVER.STEPS]
-    if steps != sorted(set(steps)):
-        raise ConfigError(f"SOLVER.STEPS must grow from one to the next, got {tuple(steps)}")
-    max_iter = cfg.SOLVER.MAX_ITER
-    reached = [step for step in steps if step < max_iter]
-    if reached != steps:
-        _logger.warning(
-            "SOLVER.STEPS %s are dropped: the training ends at SOLVER.MAX_ITER=%d, before them.",
-            tuple(steps[len(reached) :]),
-            max_iter,
-        )
-    if not reached:
-        return ConstantParamScheduler(1.0)
-    values = [cfg.SOLVER.GAMMA**decays for decays in range(len(reached) + 1)]
-    return MultiStepParamScheduler(values, milestones=reached, num_updates=max_iter)
-
-
-def _cosine(cfg: CfgNode) -> ParamScheduler:
-    key, base_lr = "SOLVER.BASE_LR", cfg.SOLVER.BASE_LR
-    if cfg.SOLVER.OPTIMIZER.get("LR") is not None:
-        key, base_lr = f"{_NODE}.LR", cfg.SOLVER.OPTIMIZER.LR
-    if not 0.0 <= cfg.SOLVER.BASE_LR_END <= base_lr or base_lr == 0:
-        raise ConfigError(
-            f"SOLVER.BASE_LR_END={cfg.SOLVER.BASE_LR_END} must be between 0 and {key}={base_lr}, which must not be 0"
-        )
-    return CosineParamScheduler(1.0, cfg.SOLVER.BASE_LR_END / base_lr)
-
-
-def _fixed_gamma(cfg: CfgNode) -> ParamScheduler:
-    if cfg.SOLVER.NUM_DECAYS < 1:
-        raise ConfigError(f"SOLVER.NUM_DECAYS must be >= 1, got {cfg.SOLVER.NUM_DECAYS}")
-    return StepWithFixedGammaParamScheduler(
-        base_value=1.0, num_decays=cfg.SOLVER.NUM_DECAYS, gamma=cfg.SOLVER.GAMMA, num_updates=cfg.SOLVER.MAX_ITER
-    )
-
-
-_SCHEDULES: dict[str, Callable[[CfgNode], ParamScheduler]] = {
-    "WarmupMultiStepLR": _multi_step,
-    "WarmupCosineLR": _cosine,
-    "WarmupStepWithFixedGammaLR": _fixed_gamma,
-}
-
-
-def _iters(key: str, value: object, at_least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise ConfigError(
-            f"{key} must be in iterations, an int >= {at_least}, got {value!r}; "
-            "trainkit.config.resolve_lengths turns epochs into iterations"
-        )
-    return value
-
-
-def _unknown(where: str, name: object, accepts: str, accepted: Iterable[str]) -> ConfigError:
-    by_upper = {candidate.upper(): candidate for candidate in accepted}
-    nearest = difflib.get_close_matches(str(name).upper(), by_upper, n=1)
-    hint = f"did you mean {by_upper[nearest[0]]}? " if nearest else ""
-    return ConfigError(f"{where}: unknown {name!r}; {hint}{accepts}: {', '.join(sorted(by_upper.values()))}")

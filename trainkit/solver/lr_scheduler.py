@@ -1,12 +1,15 @@
-"""Learning rate schedules as functions of the progress ``where``, 0 at the start and 1 at the end of training."""
+"""Learning rates that are functions of the iteration, or of the progress ``where``: 0 at the start, 1 at the end."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fvcore.common.param_scheduler import ParamScheduler
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+from trainkit.solver.schedules import Schedule, compute_values
 
 # fvcore's step-like schedules add WHERE_EPSILON before they round down, and fail from 1 - WHERE_EPSILON on.
 _JUST_BEFORE_END = 1.0 - 2 * ParamScheduler.WHERE_EPSILON
@@ -36,12 +39,14 @@ class WarmupParamScheduler(ParamScheduler):
 
     Args:
         warmup_length: share of the training, in [0, 1].
-        warmup_method: ``linear`` rises to the value that the schedule has when the warm-up ends, ``constant`` stays.
+        warmup_method: ``linear`` rises to the value that the schedule has when the warm-up ends, ``exponential`` too,
+            by the same factor in each iteration, ``constant`` stays.
         rescale_interval: squeeze the whole schedule into the time behind the warm-up; if False, the warm-up replaces
             the schedule's beginning.
 
     Raises:
-        ValueError: ``warmup_length`` or ``warmup_method`` is not accepted, or nothing is left to squeeze into.
+        ValueError: ``warmup_length`` or ``warmup_method`` is not accepted, nothing is left to squeeze into, or an
+            exponential warm-up begins or ends at 0.
     """
 
     def __init__(
@@ -52,8 +57,10 @@ class WarmupParamScheduler(ParamScheduler):
         warmup_method: str = "linear",
         rescale_interval: bool = False,
     ) -> None:
-        if warmup_method not in ("linear", "constant"):
-            raise ValueError(f"warmup_method (SOLVER.WARMUP_METHOD) must be linear or constant, got {warmup_method!r}")
+        if warmup_method not in ("linear", "constant", "exponential"):
+            raise ValueError(
+                f"warmup_method (SOLVER.WARMUP_METHOD) must be linear, constant or exponential, got {warmup_method!r}"
+            )
         if not 0.0 <= warmup_length <= 1.0:
             raise ValueError(f"warmup_length must be between 0 and 1, a share of the training, got {warmup_length}")
         if rescale_interval and warmup_length == 1.0:
@@ -64,24 +71,102 @@ class WarmupParamScheduler(ParamScheduler):
         self._length = warmup_length
         self._rescale = rescale_interval
         self._start = self._end = warmup_factor * scheduler(0.0)
-        if warmup_method == "linear":
+        if warmup_method != "constant":
             self._end = scheduler(0.0 if rescale_interval else warmup_length)
+        self._exponential = warmup_method == "exponential"
+        if self._exponential and not (self._start > 0 and self._end > 0):
+            raise ValueError(
+                "an exponential warm-up (SOLVER.WARMUP_METHOD) must begin and end above 0, got warmup_factor "
+                f"(SOLVER.WARMUP_FACTOR) {warmup_factor} and a schedule that is {self._end} when it ends; use linear"
+            )
 
     def __call__(self, where: float) -> float:
         if where < self._length:
             done = where / self._length
+            if self._exponential:
+                return self._end * (self._start / self._end) ** (1.0 - done)
             return self._start * (1.0 - done) + self._end * done
         return self._scheduler((where - self._length) / (1.0 - self._length) if self._rescale else where)
 
 
-class LRMultiplier(LRScheduler):
-    """Sets the learning rate of each group to its first one times ``multiplier(iter / max_iter)``.
+class ScheduledLR(LRScheduler):
+    """A learning rate that is a function of the iteration, and of reductions; a subclass defines ``compute``.
 
-    Like every torch scheduler, it is stepped once after each optimizer step. Past ``max_iter`` it does what the
-    multiplier does there, which may be to raise; ``KeepLastValue`` makes one that does not.
+    Like every torch scheduler, it is stepped once after each optimizer step. Groups that say ``fixed_lr: True`` keep
+    their first learning rate.
 
     Args:
         last_iter: the iteration done last, when a training goes on; -1 at its start.
+
+    Attributes:
+        factors: by which every value is multiplied, one after the other; see ``reduce``.
+    """
+
+    def __init__(self, optimizer: Optimizer, last_iter: int = -1) -> None:
+        self.factors: list[float] = []
+        super().__init__(optimizer, last_epoch=last_iter)
+
+    def compute(self, iter: int, base_lrs: list[float]) -> list[float]:
+        """The learning rates in an iteration for these first ones, before reductions."""
+        raise NotImplementedError(f"{type(self).__name__} must define compute(iter, base_lrs)")
+
+    def get_lr(self) -> list[float | Tensor]:
+        base_lrs = [float(base_lr) for base_lr in self.base_lrs]
+        self.base_lrs = [*base_lrs]  # a tensor is read from its device once, not at each step
+        lrs = self.compute(self.last_epoch, base_lrs)
+        for factor in self.factors:
+            lrs = [lr * factor for lr in lrs]
+        groups = zip(self.optimizer.param_groups, base_lrs, lrs, strict=True)
+        return [base_lr if group.get("fixed_lr") else lr for group, base_lr, lr in groups]
+
+    def reduce(self, factor: float, floor: float = 0.0) -> None:
+        """Multiply the learning rates by one more factor, from now on; all factors together stay at ``floor``."""
+        factors = [*self.factors, factor]
+        self.set_factors(factors if math.prod(factors) > floor else [floor])
+
+    def set_factors(self, factors: Iterable[float]) -> None:
+        """Replace ``factors``, and apply them at once."""
+        self.factors = list(factors)
+        self.seek(self.last_epoch)
+
+    def seek(self, iter: int) -> None:
+        """Go to the learning rates of an iteration."""
+        self.last_epoch = iter
+        lrs = self.get_lr()
+        for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)  # in place: a captured graph reads this one
+            else:
+                group["lr"] = lr
+        self._last_lr = lrs
+
+    def state_dict(self) -> dict[str, Any]:
+        """The first learning rates, the position and the factors; the schedule and its length come from the config."""
+        base_lrs = [float(base_lr) for base_lr in self.base_lrs]
+        return {"base_lrs": base_lrs, "last_epoch": self.last_epoch, "factors": self.factors}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a ``state_dict``; the learning rates in use are part of the optimizer's state.
+
+        Raises:
+            ValueError: it belongs to an optimizer with another number of parameter groups.
+        """
+        base_lrs = list(state_dict["base_lrs"])
+        if len(base_lrs) != len(self.base_lrs):
+            raise ValueError(
+                f"the schedule in the checkpoint is of {len(base_lrs)} parameter groups, the optimizer has "
+                f"{len(self.base_lrs)}; resume with the model and the SOLVER settings of that run"
+            )
+        self.base_lrs = base_lrs
+        self.last_epoch = state_dict["last_epoch"]
+        self.factors = list(state_dict.get("factors", []))  # older states have none
+
+
+class LRMultiplier(ScheduledLR):
+    """Sets the learning rate of each group to its first one times ``multiplier(iter / max_iter)``.
+
+    Past ``max_iter`` it does what the multiplier does there, which may be to raise; ``KeepLastValue`` makes one that
+    does not.
 
     Raises:
         TypeError: ``multiplier`` is not a ``ParamScheduler``.
@@ -101,27 +186,25 @@ class LRMultiplier(LRScheduler):
             raise ValueError(f"max_iter (SOLVER.MAX_ITER) must be >= 1 iteration, got {max_iter}")
         self._multiplier = multiplier
         self._max_iter = max_iter
-        super().__init__(optimizer, last_epoch=last_iter)
+        super().__init__(optimizer, last_iter)
 
-    def get_lr(self) -> list[float | Tensor]:
-        multiplier = self._multiplier(self.last_epoch / self._max_iter)
-        return [base_lr * multiplier for base_lr in self.base_lrs]
+    def compute(self, iter: int, base_lrs: list[float]) -> list[float]:
+        multiplier = self._multiplier(iter / self._max_iter)
+        return [base_lr * multiplier for base_lr in base_lrs]
 
-    def state_dict(self) -> dict[str, Any]:
-        """The first learning rates and the position; the schedule and its length come from the config."""
-        return {"base_lrs": [float(base_lr) for base_lr in self.base_lrs], "last_epoch": self.last_epoch}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a ``state_dict``; the learning rates in use are part of the optimizer's state.
+class LRFunction(ScheduledLR):
+    """Sets the learning rate of each group to ``schedule(iter, its first one)``; see `trainkit.solver.schedules`.
 
-        Raises:
-            ValueError: it belongs to an optimizer with another number of parameter groups.
-        """
-        base_lrs = list(state_dict["base_lrs"])
-        if len(base_lrs) != len(self.base_lrs):
-            raise ValueError(
-                f"the schedule in the checkpoint is of {len(base_lrs)} parameter groups, the optimizer has "
-                f"{len(self.base_lrs)}; resume with the model and the SOLVER settings of that run"
-            )
-        self.base_lrs = base_lrs
-        self.last_epoch = state_dict["last_epoch"]
+    Raises:
+        TypeError: ``schedule`` cannot be called.
+    """
+
+    def __init__(self, optimizer: Optimizer, schedule: Schedule, last_iter: int = -1) -> None:
+        if not callable(schedule):
+            raise TypeError(f"schedule must be a function of the iteration and the first value, got {schedule!r}")
+        self._schedule = schedule
+        super().__init__(optimizer, last_iter)
+
+    def compute(self, iter: int, base_lrs: list[float]) -> list[float]:
+        return compute_values(self._schedule, iter, base_lrs)

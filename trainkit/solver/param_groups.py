@@ -1,12 +1,20 @@
 """Which hyper-parameters each parameter of a model gets."""
 
+import difflib
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, get_args
 
+from tabulate import tabulate
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 _logger = logging.getLogger(__name__)
+
+ParamKind = Literal["norm", "bias", "dwconv", "embedding", "flat"]
+"""What a parameter is; see ``ParamRules``."""
 
 _NORM_LAYERS = (
     nn.BatchNorm1d,
@@ -21,6 +29,117 @@ _NORM_LAYERS = (
     nn.LocalResponseNorm,
     nn.RMSNorm,
 )
+_KEY_MATCHES = ("longest", "shortest", "exact")
+# what other libraries and slips of the pen call a factor, none of which an optimizer would read from a group
+_NO_OPTIONS = {
+    "lr": "lr_factor",
+    "lr_mult": "lr_factor",
+    "lr_factors": "lr_factor",
+    "weight_decay": "decay_factor",
+    "weight_decay_factor": "decay_factor",
+    "decay_mult": "decay_factor",
+    "decay_factors": "decay_factor",
+}
+
+
+@dataclass(frozen=True)
+class ParamRules:
+    """By what the learning rate and the weight decay of a parameter are multiplied, and what else its group says.
+
+    The factors of a parameter's kind, of its custom key and of ``lr_factor_func`` are multiplied with each other.
+    A parameter may be of several kinds; the first one in this order that has a factor counts:
+
+    - ``norm``: weight or bias of a norm layer of ``torch.nn`` or a subclass of one
+    - ``bias``: called ``bias``
+    - ``dwconv``: of a depth-wise convolution, one with as many groups as input channels, more than one
+    - ``embedding``: of an ``nn.Embedding`` or ``nn.EmbeddingBag``
+    - ``flat``: of at most one dimension
+
+    Args:
+        weight_decay_norm, weight_decay_bias: the weight decay that is multiplied for parameters of norm layers and for
+            those called ``bias`` (which wins), instead of the common one; None is the common one.
+        bias_lr_factor: for everything called ``bias``, beside the factor of its kind.
+        lr_factors, decay_factors: by kind; 1 is a factor as well, and hides those of later kinds.
+        custom_keys: part of a parameter's full name -> ``lr_factor``, ``decay_factor``, and further options, such as
+            ``lars_exclude`` or ``momentum``, which are copied into its group.
+        key_match: which of several matching keys counts. ``longest`` takes the longest (the alphabetically first
+            among equals), ``shortest`` does the opposite, as MMSelfSup's layer decay does, and with ``exact`` a key is
+            a whole name, as ``pos_embed`` is to MMSegmentation's layer decay, which so decays ``backbone.pos_embed``.
+        custom_keys_only: a custom key switches all other rules off for its parameters, as in OpenMMLab.
+        lr_factor_func: takes a parameter's full name, such as ``backbone.conv1.weight``; see ``build_layer_decay``.
+
+    Raises:
+        ValueError: a kind, a factor, a key or ``key_match`` is not accepted.
+    """
+
+    weight_decay_norm: float | None = None
+    weight_decay_bias: float | None = None
+    bias_lr_factor: float = 1.0
+    lr_factors: Mapping[ParamKind, float] = field(default_factory=dict)
+    decay_factors: Mapping[ParamKind, float] = field(default_factory=dict)
+    custom_keys: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    key_match: Literal["longest", "shortest", "exact"] = "longest"
+    custom_keys_only: bool = False
+    lr_factor_func: Callable[[str], float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.key_match not in _KEY_MATCHES:
+            raise ValueError(f"key_match must be one of {', '.join(_KEY_MATCHES)}, got {self.key_match!r}")
+        for argument, factors in (("lr_factors", self.lr_factors), ("decay_factors", self.decay_factors)):
+            for kind, factor in factors.items():
+                if kind not in get_args(ParamKind):
+                    raise ValueError(f"{argument}: {kind!r} is no kind; accepted: {', '.join(get_args(ParamKind))}")
+                _check_factor(f"{argument}[{kind!r}]", factor)
+        for key, options in self.custom_keys.items():
+            if not key:
+                raise ValueError("custom_keys: '' is a part of every name; change base_lr and weight_decay instead")
+            for name, value in options.items():
+                _check_option(f"custom_keys[{key!r}]", name, value)
+
+    def key_of(self, full_name: str) -> str | None:
+        """The custom key that counts for a parameter."""
+        if self.key_match == "exact":
+            return full_name if full_name in self.custom_keys else None
+        matching = sorted((key for key in self.custom_keys if key in full_name), key=lambda key: (-len(key), key))
+        if not matching:
+            return None
+        return matching[0] if self.key_match == "longest" else matching[-1]
+
+    def changes_decay(self) -> bool:
+        """Whether it takes a weight decay to follow these rules."""
+        return (
+            any(value is not None for value in (self.weight_decay_norm, self.weight_decay_bias))
+            or bool(self.decay_factors)
+            or any("decay_factor" in options for options in self.custom_keys.values())
+        )
+
+
+def build_param_groups(
+    model: nn.Module, base_lr: float, weight_decay: float | None, rules: ParamRules
+) -> list[dict[str, Any]]:
+    """Sort the trainable parameters of a model into as few groups for an optimizer as possible, by factors.
+
+    Frozen parameters are left out, shared ones come once, under their first name. The same model and arguments
+    give the same groups in the same order, which a resumed run relies on. A custom key that counts for no parameter
+    draws a warning.
+
+    Args:
+        weight_decay: None leaves it to the optimizer.
+
+    Raises:
+        ValueError: the rules change the weight decay, which is None.
+    """
+    if weight_decay is None and rules.changes_decay():
+        raise ValueError("the rules change the weight decay, which is None; give weight_decay, or leave them out")
+    groups = []
+    unused = set(rules.custom_keys)
+    for named in _named_params(model):
+        unused.discard(rules.key_of(named.full_name) or "")
+        if named.param.requires_grad:
+            groups.append({"params": [named.param], **_hyperparams(named, base_lr, weight_decay, rules)})
+    if unused:
+        _logger.warning("Custom keys that count for no parameter, so have no effect: %s.", ", ".join(sorted(unused)))
+    return reduce_param_groups(groups)
 
 
 def get_default_optimizer_params(
@@ -33,18 +152,11 @@ def get_default_optimizer_params(
     lr_factor_func: Callable[[str], float] | None = None,
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Sort the trainable parameters of a model into as few groups for an optimizer as possible.
-
-    A parameter's learning rate is the product of ``base_lr``, ``bias_lr_factor`` if it is called ``bias``, and
-    ``lr_factor_func``. Its weight decay is ``weight_decay_bias`` if it is called ``bias``, else ``weight_decay_norm``
-    if it belongs to a norm layer of ``torch.nn`` or a subclass of one, else ``weight_decay``; None passes on to the
-    next. Frozen parameters are left out, shared ones come once, under their first name. The same model and arguments
-    give the same groups in the same order, which a resumed run relies on.
+    """The groups of ``build_param_groups`` by absolute values, as in detectron2; ``ParamRules`` explains the arguments.
 
     Args:
         base_lr: None leaves the learning rate to the optimizer.
         weight_decay: None leaves it to the optimizer.
-        lr_factor_func: takes a parameter's full name, such as ``backbone.conv1.weight``.
         overrides: leaf name (``bias``) or full name of parameters -> hyper-parameters that replace all of the
             above; a full name wins over a leaf name. One that matches no parameter draws a warning.
 
@@ -60,34 +172,15 @@ def get_default_optimizer_params(
     if weight_decay_bias is not None and "weight_decay" in bias_overrides:
         raise ValueError("weight_decay_bias and overrides['bias']['weight_decay'] are the same; give one of them")
 
-    def hyperparams(module: nn.Module, leaf_name: str, full_name: str) -> dict[str, Any]:
-        is_bias = leaf_name == "bias"
-        lr = base_lr
-        if lr is not None:
-            lr *= bias_lr_factor if is_bias else 1.0
-            lr *= lr_factor_func(full_name) if lr_factor_func is not None else 1.0
-        decay = weight_decay
-        if isinstance(module, _NORM_LAYERS) and weight_decay_norm is not None:
-            decay = weight_decay_norm
-        if is_bias and weight_decay_bias is not None:
-            decay = weight_decay_bias
-        values = {"lr": lr, "weight_decay": decay}
-        return {
-            **{key: value for key, value in values.items() if value is not None},
-            **overrides.get(leaf_name, {}),
-            **overrides.get(full_name, {}),
-        }
-
+    rules = ParamRules(weight_decay_norm, weight_decay_bias, bias_lr_factor, lr_factor_func=lr_factor_func)
     groups = []
-    seen: set[nn.Parameter] = set()
     unmatched = set(overrides)
-    for module_name, module in model.named_modules():
-        for leaf_name, param in module.named_parameters(recurse=False):
-            full_name = f"{module_name}.{leaf_name}" if module_name else leaf_name
-            unmatched -= {leaf_name, full_name}
-            if param.requires_grad and param not in seen:
-                seen.add(param)
-                groups.append({"params": [param], **hyperparams(module, leaf_name, full_name)})
+    for named in _named_params(model):
+        unmatched -= {named.leaf_name, named.full_name}
+        if named.param.requires_grad:
+            hyperparams = _hyperparams(named, base_lr, weight_decay, rules)
+            hyperparams |= {**overrides.get(named.leaf_name, {}), **overrides.get(named.full_name, {})}
+            groups.append({"params": [named.param], **hyperparams})
     if unmatched:
         _logger.warning("No parameter is called %s; these overrides have no effect.", ", ".join(sorted(unmatched)))
     return reduce_param_groups(groups)
@@ -111,6 +204,106 @@ def reduce_param_groups(params: Iterable[Mapping[str, Any]]) -> list[dict[str, A
         key = tuple(sorted((name, _hashable(value)) for name, value in hyperparams.items()))
         merged.setdefault(key, {"params": [], **hyperparams})["params"].append(param)
     return list(merged.values())
+
+
+def describe_param_groups(groups: Optimizer | Iterable[Mapping[str, Any]], model: nn.Module) -> str:
+    """A table of the groups of an optimizer: rates, sizes, names; of further options those that tell groups apart.
+
+    Reads the learning rate, so one that is a tensor on a device is waited for.
+    """
+    groups = list(groups.param_groups if isinstance(groups, Optimizer) else groups)
+    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    shown = {"params", "lr", "weight_decay", "initial_lr"}
+    options = [
+        option
+        for option in dict.fromkeys(option for group in groups for option in group)
+        if option not in shown and any(group.get(option) != groups[0].get(option) for group in groups)
+    ]
+    rows = []
+    for index, group in enumerate(groups):
+        members = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+        examples = [names.get(param, "(not of this model)") for param in members[:2]]
+        rows.append(
+            [
+                index,
+                *(f"{float(group[key]):g}" if key in group else "" for key in ("lr", "weight_decay")),
+                ", ".join(f"{option}={group[option]}" for option in options if option in group),
+                len(members),
+                f"{sum(param.numel() for param in members):,}",
+                ", ".join([*examples, "..."] if len(members) > len(examples) else examples),
+            ]
+        )
+    headers = ["group", "lr", "weight decay", "options", "parameters", "values", "names"]
+    return tabulate(rows, headers, tablefmt="pipe", disable_numparse=True)
+
+
+class _NamedParam(NamedTuple):
+    full_name: str
+    leaf_name: str
+    module: nn.Module
+    param: nn.Parameter
+
+
+def _named_params(model: nn.Module) -> Iterator[_NamedParam]:
+    """Every parameter once, under its first name."""
+    seen: set[nn.Parameter] = set()
+    for module_name, module in model.named_modules():
+        for leaf_name, param in module.named_parameters(recurse=False):
+            if param not in seen:
+                seen.add(param)
+                yield _NamedParam(f"{module_name}.{leaf_name}" if module_name else leaf_name, leaf_name, module, param)
+
+
+def _hyperparams(named: _NamedParam, lr: float | None, weight_decay: float | None, rules: ParamRules) -> dict[str, Any]:
+    key = rules.key_of(named.full_name)
+    options = dict(rules.custom_keys[key]) if key is not None else {}
+    lr_factors, decay_factors = [options.pop("lr_factor", 1.0)], [options.pop("decay_factor", 1.0)]
+    if key is None or not rules.custom_keys_only:
+        if isinstance(named.module, _NORM_LAYERS) and rules.weight_decay_norm is not None:
+            weight_decay = rules.weight_decay_norm
+        if named.leaf_name == "bias":
+            lr_factors.append(rules.bias_lr_factor)
+            if rules.weight_decay_bias is not None:
+                weight_decay = rules.weight_decay_bias
+        for factors, by_kind in ((lr_factors, rules.lr_factors), (decay_factors, rules.decay_factors)):
+            factors.extend([by_kind[kind] for kind in _kinds(named) if kind in by_kind][:1])
+        if rules.lr_factor_func is not None:
+            lr_factors.append(rules.lr_factor_func(named.full_name))
+    if lr is not None:
+        options["lr"] = math.prod(lr_factors, start=lr)
+    if weight_decay is not None:
+        options["weight_decay"] = math.prod(decay_factors, start=weight_decay)
+    return options
+
+
+def _kinds(named: _NamedParam) -> Iterator[ParamKind]:
+    """In the order in which their factors count."""
+    module = named.module
+    if isinstance(module, _NORM_LAYERS):
+        yield "norm"
+    if named.leaf_name == "bias":
+        yield "bias"
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.groups == module.in_channels > 1:
+        yield "dwconv"
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        yield "embedding"
+    if named.param.ndim <= 1:
+        yield "flat"
+
+
+def _check_option(where: str, name: str, value: Any) -> None:
+    if name in ("lr_factor", "decay_factor"):
+        return _check_factor(f"{where}[{name!r}]", value)
+    meant = difflib.get_close_matches(name, ("lr_factor", "decay_factor", *_NO_OPTIONS), n=1, cutoff=0.9)
+    if name == "params" or meant:
+        factor = _NO_OPTIONS.get(meant[0], meant[0]) if meant else "lr_factor or decay_factor"
+        raise ValueError(f"{where}: {name!r} is no option of a group here; did you mean {factor}?")
+    return None
+
+
+def _check_factor(where: str, factor: Any) -> None:
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not factor >= 0:
+        raise ValueError(f"{where} must be a number >= 0, got {factor!r}")
 
 
 def _hashable(value: Any) -> Any:

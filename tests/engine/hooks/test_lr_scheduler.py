@@ -17,6 +17,7 @@ from torch.optim import lr_scheduler
 from tests.engine.tiny import Weight, sgd
 from trainkit.engine.hooks import CallbackHook, LRScheduler
 from trainkit.engine.trainers import AMPTrainer, SimpleTrainer
+from trainkit.solver import LRFunction, LRMultiplier
 
 # older versions of torch step the parts of a SequentialLR in a way that they deprecate
 pytestmark = pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
@@ -137,6 +138,23 @@ def test_a_second_run_begins_with_the_first_learning_rate_again():
     trainer.train(0, 2)
     trainer.train(0, 2)
     assert used == [(0.5, 0), (0.25, 1), (0.5, 0), (0.25, 1)]
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        lambda optimizer: LRMultiplier(optimizer, LinearParamScheduler(1.0, 0.0), 8),
+        lambda optimizer: LRFunction(optimizer, lambda t, base: base * (1 - t / 8)),
+    ],
+    ids=["multiplier", "function"],
+)
+def test_a_scheduler_that_is_a_function_of_the_iteration_follows_the_trainer_to_any_iteration(scheduler):
+    trainer, used = make(scheduler)
+    trainer.train(0, 3)
+    trainer.train(3, 5)
+    trainer.train(0, 2)
+    trainer.train(6, 8)
+    assert used == [(0.5 - iter / 16, iter) for iter in (0, 1, 2, 3, 4, 0, 1, 6, 7)]
 
 
 @pytest.mark.parametrize("scheduler", [LinearParamScheduler(1.0, 0.0), TORCH_SCHEDULERS["lambda"][0]])

@@ -9,10 +9,12 @@ from fvcore.common.param_scheduler import ParamScheduler
 from torch.optim.lr_scheduler import LRScheduler as TorchLRScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.train_loop import HookBase
-from trainkit.solver.lr_scheduler import KeepLastValue, LRMultiplier
+from trainkit.solver.lr_scheduler import KeepLastValue, LRMultiplier, ScheduledLR
 
 
+@HOOK_REGISTRY.register()
 class LRScheduler(HookBase):
     """Step a schedule after each iteration and store the ``lr`` that the iteration used.
 
@@ -52,8 +54,10 @@ class LRScheduler(HookBase):
         elif self._waiting_state:
             scheduler.load_state_dict(self._waiting_state)
         self._waiting_state = {}
+        if isinstance(scheduler, ScheduledLR) and scheduler.last_epoch != self.trainer.iter:
+            scheduler.seek(self.trainer.iter)  # in a second run
         self._scheduler = scheduler
-        self._shown_group = _representative_group(self._optimizer)
+        self._shown_group = _representative_group(self._optimizer.param_groups)
 
     def after_step(self) -> None:
         lr = self._optimizer.param_groups[self._shown_group]["lr"]
@@ -75,10 +79,10 @@ class LRScheduler(HookBase):
         self._waiting_state = dict(state_dict)
 
 
-def _representative_group(optimizer: torch.optim.Optimizer) -> int:
+def _representative_group(groups: list[dict[str, Any]]) -> int:
     """The largest group; where every group has one parameter, the first with the most common learning rate."""
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    sizes = [len(group["params"]) for group in groups]
     if max(sizes) > 1:
         return sizes.index(max(sizes))
-    rates = [group["lr"] for group in optimizer.param_groups]
+    rates = [group["lr"] for group in groups]
     return rates.index(Counter(rates).most_common(1)[0][0])

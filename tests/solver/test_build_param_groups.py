@@ -1,0 +1,244 @@
+"""SOLVER.PARAM_GROUPS, from the config to the optimizer."""
+
+import logging
+
+import pytest
+from torch import nn
+
+from trainkit.config import ConfigError, check_values, get_cfg
+from trainkit.solver import LARS, LAYER_DEPTH_REGISTRY, PARAM_GROUP_REGISTRY, build_optimizer
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(2, 2, 1, groups=2)
+        self.norm = nn.BatchNorm2d(2)
+        self.words = nn.Embedding(2, 2)
+        self.head = nn.Linear(2, 2)
+
+
+def make_cfg(groups=None, **solver):
+    cfg = get_cfg()
+    solver = {"BASE_LR": 1.0, "WEIGHT_DECAY": 1.0, "WEIGHT_DECAY_NORM": 1.0, **solver}
+    cfg.merge_from_other_cfg({"SOLVER": {**solver, "PARAM_GROUPS": groups or {}}})
+    check_values(cfg)
+    return cfg
+
+
+def rates(cfg, model):
+    """name -> (lr, weight decay)"""
+    names = {param: name for name, param in model.named_parameters()}
+    groups = build_optimizer(cfg, model).param_groups
+    return {names[param]: (group["lr"], group["weight_decay"]) for group in groups for param in group["params"]}
+
+
+PLAIN = dict.fromkeys(
+    ["stem.weight", "stem.bias", "norm.weight", "norm.bias", "words.weight", "head.weight", "head.bias"], (1.0, 1.0)
+)
+
+
+@pytest.mark.parametrize(
+    ("groups", "changed"),
+    [
+        ({}, {}),
+        ({"NORM_LR_FACTOR": 0.5}, {"norm.weight": (0.5, 1.0), "norm.bias": (0.5, 1.0)}),
+        ({"NORM_DECAY_FACTOR": 0}, {"norm.weight": (1.0, 0.0), "norm.bias": (1.0, 0.0)}),
+        ({"BIAS_LR_FACTOR": 2}, dict.fromkeys(["stem.bias", "norm.bias", "head.bias"], (2.0, 1.0))),
+        ({"BIAS_DECAY_FACTOR": 0.0}, dict.fromkeys(["stem.bias", "norm.bias", "head.bias"], (1.0, 0.0))),
+        ({"DWCONV_LR_FACTOR": 0.5}, dict.fromkeys(["stem.weight", "stem.bias"], (0.5, 1.0))),
+        ({"DWCONV_DECAY_FACTOR": 0.5}, dict.fromkeys(["stem.weight", "stem.bias"], (1.0, 0.5))),
+        ({"EMBEDDING_LR_FACTOR": 0.5}, {"words.weight": (0.5, 1.0)}),
+        ({"EMBEDDING_DECAY_FACTOR": 0.0}, {"words.weight": (1.0, 0.0)}),
+        (
+            {"FLAT_LR_FACTOR": 0.5, "NORM_LR_FACTOR": 1.0},
+            dict.fromkeys(["stem.bias", "head.bias"], (0.5, 1.0)),
+        ),
+        (
+            {"FLAT_DECAY_FACTOR": 0.0},
+            dict.fromkeys(["stem.bias", "norm.weight", "norm.bias", "head.bias"], (1.0, 0.0)),
+        ),
+        (
+            {"CUSTOM_KEYS": [{"KEY": "head", "LR_FACTOR": 0.5}], "BIAS_LR_FACTOR": 3.0, "BIAS_DECAY_FACTOR": 0.5},
+            {
+                "stem.bias": (3.0, 0.5),
+                "norm.bias": (3.0, 0.5),
+                "head.weight": (0.5, 1.0),
+                "head.bias": (1.5, 0.5),
+            },
+        ),
+        (
+            {
+                "CUSTOM_KEYS": [{"KEY": "head", "LR_FACTOR": 0.5}],
+                "CUSTOM_KEYS_ONLY": True,
+                "BIAS_LR_FACTOR": 3.0,
+            },
+            {
+                "stem.bias": (3.0, 1.0),
+                "norm.bias": (3.0, 1.0),
+                "head.weight": (0.5, 1.0),
+                "head.bias": (0.5, 1.0),
+            },
+        ),
+        (
+            {
+                "CUSTOM_KEYS": [{"KEY": "head", "LR_FACTOR": 0.5}, {"KEY": "head.b", "LR_FACTOR": 3.0}],
+                "KEY_MATCH": "shortest",
+            },
+            {"head.weight": (0.5, 1.0), "head.bias": (0.5, 1.0)},
+        ),
+        (
+            {"LAYER_DECAY": {"RATE": 0.5, "SCHEME": "solver_test_net_depth"}},
+            {**dict.fromkeys(PLAIN, (0.5, 1.0)), "head.weight": (1.0, 1.0), "head.bias": (1.0, 1.0)},
+        ),
+    ],
+    ids=str,
+)
+def test_each_setting_reaches_the_rates(groups, changed):
+    assert rates(make_cfg(groups), Net()) == {**PLAIN, **changed}
+
+
+@LAYER_DEPTH_REGISTRY.register()
+def solver_test_net_depth(name):
+    return int(name.startswith("head")), 2
+
+
+def test_factors_multiply_the_keys_that_detectron2_has():
+    cfg = make_cfg(
+        {"BIAS_LR_FACTOR": 3.0, "NORM_DECAY_FACTOR": 0.5, "BIAS_DECAY_FACTOR": 0.25},
+        BIAS_LR_FACTOR=2.0,
+        WEIGHT_DECAY_NORM=0.5,
+        WEIGHT_DECAY_BIAS=2.0,
+    )
+    assert rates(cfg, Net()) == {
+        **PLAIN,
+        "stem.bias": (6.0, 0.5),
+        "norm.weight": (1.0, 0.25),
+        "norm.bias": (6.0, 1.0),
+        "head.bias": (6.0, 0.5),
+    }
+
+
+def test_a_yaml_file_chooses_lars_with_excluded_parameters(tmp_path):
+    file = tmp_path / "lars.yaml"
+    file.write_text(
+        "SOLVER:\n"
+        "  BASE_LR: 4.8\n"
+        "  WEIGHT_DECAY: 1e-6\n"
+        "  OPTIMIZER: {NAME: LARS, ETA: 0.002, MOMENTUM: 0.9, NESTEROV: True}\n"
+        "  PARAM_GROUPS:\n"
+        "    CUSTOM_KEYS:\n"
+        "      - {KEY: norm, DECAY_FACTOR: 0.0, LARS_EXCLUDE: True}\n"
+        "      - {KEY: bias, DECAY_FACTOR: 0.0, LARS_EXCLUDE: True, FIXED_LR: True}\n"
+    )
+    cfg = get_cfg()
+    cfg.merge_from_file(file)
+    check_values(cfg)
+    optimizer = build_optimizer(cfg, Net())
+    assert type(optimizer) is LARS
+    keys = ("lr", "weight_decay", "eta", "momentum", "nesterov", "lars_exclude", "fixed_lr")
+    assert [[group.get(key) for key in keys] for group in optimizer.param_groups] == [
+        [4.8, 1e-6, 0.002, 0.9, True, False, None],
+        [4.8, 0.0, 0.002, 0.9, True, True, True],  # "bias" and "norm" are equally long
+        [4.8, 0.0, 0.002, 0.9, True, True, None],
+    ]
+
+
+def test_layer_decay_by_a_named_scheme_takes_its_numbers_from_the_config():
+    model = nn.Module()
+    model.encoder = nn.Module()
+    model.encoder.patch_embed = nn.Linear(1, 1, bias=False)
+    model.encoder.blocks = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])
+    decay = {"RATE": 0.5, "SCHEME": "vit", "NUM_LAYERS": 2, "PREFIX": "encoder."}
+    lrs = [lr for lr, _ in rates(make_cfg({"LAYER_DECAY": decay}), model).values()]
+    assert lrs == [0.125, 0.25, 0.5]
+    assert [lr for lr, _ in rates(make_cfg({"LAYER_DECAY": {**decay, "RATE": 1.0}}), model).values()] == [1.0] * 3
+
+
+def test_layer_decay_takes_the_depths_of_stages_from_the_config():
+    model = nn.Module()
+    model.stages = nn.ModuleList([nn.Module()])
+    model.stages[0].blocks = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])
+    cfg = make_cfg({"LAYER_DECAY": {"RATE": 0.5, "SCHEME": "swin", "DEPTHS": [2]}})
+    assert [lr for lr, _ in rates(cfg, model).values()] == [0.25, 0.5]
+
+
+@PARAM_GROUP_REGISTRY.register()
+def solver_test_groups(cfg, model):
+    return [
+        {"params": model.head.parameters(), "lr": cfg.SOLVER.BASE_LR * 10},
+        {"params": [model.stem.weight], "tag": "stem"},
+    ]
+
+
+@PARAM_GROUP_REGISTRY.register()
+def solver_test_no_groups(cfg, model):
+    return model.parameters()
+
+
+def test_a_users_function_makes_the_groups_as_it_likes():
+    model = Net()
+    groups = build_optimizer(make_cfg({"BUILDER": "solver_test_groups"}), model).param_groups
+    assert [group["params"] for group in groups] == [list(model.head.parameters()), [model.stem.weight]]
+    assert [(group["lr"], group.get("tag")) for group in groups] == [(10.0, None), (1.0, "stem")]
+
+
+def test_several_groups_are_listed_in_the_log(caplog):
+    with caplog.at_level(logging.INFO):
+        build_optimizer(make_cfg({"BIAS_DECAY_FACTOR": 0.0}), nn.Linear(1, 1))
+    assert caplog.messages[-1].splitlines() == [
+        "Parameter groups:",
+        "| group   | lr   | weight decay   | options   | parameters   | values   | names   |",
+        "|:--------|:-----|:---------------|:----------|:-------------|:---------|:--------|",
+        "| 0       | 1    | 1              |           | 1            | 1        | weight  |",
+        "| 1       | 1    | 0              |           | 1            | 1        | bias    |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ({"BUILDER": "solver_test_group"}, r"SOLVER.PARAM_GROUPS.BUILDER: no .* did you mean 'solver_test_groups'\?"),
+        (
+            {"LAYER_DECAY": {"RATE": 0.5, "SCHEME": "vitt"}},
+            "SOLVER.PARAM_GROUPS.LAYER_DECAY: unknown scheme 'vitt'; accepted: vit",
+        ),
+        ({"LAYER_DECAY": {"RATE": 0.5, "SCHEME": "vit"}}, r"LAYER_DECAY: scheme 'vit' needs num_layers \(NUM_LAYERS\)"),
+        (
+            {"LAYER_DECAY": {"RATE": 0.5, "SCHEME": "vit", "NUM_LAYERS": 2}},
+            "LAYER_DECAY: no parameter has a name of the scheme 'vit'",
+        ),
+        (
+            {"CUSTOM_KEYS": [{"KEY": "a", "LR_MULT": 2.0}]},
+            r"SOLVER.PARAM_GROUPS: .*'lr_mult'.*did you mean lr_factor\?",
+        ),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_an_error_that_names_its_key(groups, message):
+    with pytest.raises(ConfigError, match=message):
+        build_optimizer(make_cfg(groups), Net())
+
+
+def test_a_function_that_gives_no_groups_is_an_error():
+    with pytest.raises(TypeError, match=r"BUILDER 'solver_test_no_groups' must give groups, that is dicts with a list"):
+        build_optimizer(make_cfg({"BUILDER": "solver_test_no_groups"}), Net())
+
+
+def test_decay_factors_for_an_optimizer_without_weight_decay_are_an_error():
+    cfg = make_cfg({"FLAT_DECAY_FACTOR": 0.0}, OPTIMIZER={"NAME": "Rprop"})
+    with pytest.raises(ConfigError, match="SOLVER.PARAM_GROUPS: the rules change the weight decay, which is None"):
+        build_optimizer(cfg, Net())
+
+
+def test_the_state_of_one_run_fits_the_groups_of_the_next():
+    cfg = make_cfg({"FLAT_DECAY_FACTOR": 0.0, "CUSTOM_KEYS": [{"KEY": "head", "LR_FACTOR": 0.5, "TAG": "x"}]})
+    first, second = (build_optimizer(cfg, Net()) for _ in range(2))
+    assert len(first.param_groups) == 4
+    second.load_state_dict(first.state_dict())
+    shapes = [
+        [[tuple(param.shape) for param in group["params"]] for group in optimizer.param_groups]
+        for optimizer in (first, second)
+    ]
+    assert shapes[0] == shapes[1]
+    assert [group.get("tag") for group in second.param_groups] == [None, None, "x", "x"]

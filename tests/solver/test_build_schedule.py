@@ -1,0 +1,118 @@
+"""Schedules that a config lists."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from trainkit.config import ConfigError, get_cfg, resolve_lengths
+from trainkit.solver import SCHEDULE_REGISTRY, LRFunction, LRMultiplier, build_lr_scheduler, build_schedule
+from trainkit.solver.schedules import Chain, Cosine, Linear, Segment, Step
+
+
+@SCHEDULE_REGISTRY.register()
+def Halve(length, often=1):  # as a class would be called
+    return lambda t, base: base / 2 ** (often * t // length)
+
+
+def make_cfg(*entries, **solver):
+    cfg = get_cfg()
+    cfg.merge_from_other_cfg({"SOLVER": {"MAX_ITER": 10, "SCHEDULES": list(entries), **solver}})
+    return cfg
+
+
+def build(cfg, lr=1.0):
+    return build_lr_scheduler(cfg, torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr))
+
+
+def lrs_of(cfg, count=12, lr=1.0):
+    scheduler = build(cfg, lr)
+    lrs = []
+    for _ in range(count):
+        lrs += scheduler.get_last_lr()
+        scheduler.optimizer.step()
+        scheduler.step()
+    return lrs
+
+
+def test_entries_become_segments_that_end_with_the_run():
+    entries = [{"NAME": "Linear", "END": 4, "START_FACTOR": 0.5}, {"NAME": "Cosine", "BEGIN": 4, "END_RATIO": 0.25}]
+    assert build_schedule(entries, 10, "here") == Chain(
+        [Segment(Linear(4, start_factor=0.5), 0, 4), Segment(Cosine(6, end_ratio=0.25), 4, 10)]
+    )
+
+
+def test_a_length_that_is_given_is_not_that_of_the_entry():
+    entries = [{"NAME": "Linear", "END": 4, "LENGTH": 3}, {"NAME": "Step", "STEP_SIZE": 2, "GAMMA": 0.5, "END": 20}]
+    assert build_schedule(entries, 10, "here") == Chain([Segment(Linear(3), 0, 4), Segment(Step(2, 0.5), 0, 20)])
+
+
+def test_schedules_replace_the_schedule_with_a_name_and_the_log_says_so(caplog):
+    caplog.set_level(logging.INFO)
+    cfg = make_cfg({"NAME": "Step", "STEP_SIZE": 4, "GAMMA": 0.5}, LR_SCHEDULER_NAME="nonsense", WARMUP_ITERS=99)
+    scheduler = build(cfg)
+    assert isinstance(scheduler, LRFunction)
+    assert lrs_of(cfg) == [1.0] * 4 + [0.5] * 4 + [0.25] * 4  # the last value, that of iteration 9, stays
+    assert "SOLVER.SCHEDULES is used; SOLVER.LR_SCHEDULER_NAME and SOLVER.WARMUP_* have no effect." in caplog.messages
+    assert isinstance(build(make_cfg(WARMUP_ITERS=0)), LRMultiplier)
+
+
+def test_lengths_in_epochs_are_resolved_before():
+    cfg = make_cfg(
+        {"NAME": "Linear", "END": "0.5ep", "START_FACTOR": 0.5},
+        {"NAME": "MultiStep", "MILESTONES": ["1ep", 8], "GAMMA": 0.5},
+    )
+    assert lrs_of(resolve_lengths(cfg, 6)) == [0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25]
+    with pytest.raises(
+        ConfigError, match=r"SCHEDULES\[0\] \(Linear\): END must be in iterations, .* got '0.5ep'; .*resol"
+    ):
+        build(cfg)
+
+
+def test_schedules_can_be_given_on_the_command_line():
+    cfg = get_cfg()
+    cfg.merge_from_list(["SOLVER.MAX_ITER", 4, "SOLVER.SCHEDULES", "[{'NAME': 'Linear', 'START_FACTOR': 0.25}]"])
+    assert lrs_of(cfg, 4) == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_a_schedule_of_the_users_is_found_and_gets_its_length():
+    assert lrs_of(make_cfg({"NAME": "Halve", "END": 4, "OFTEN": 2}), 5) == [1.0, 1.0, 0.5, 0.5, 0.5]
+
+
+def test_an_entry_that_never_begins_has_no_effect_and_a_warning_says_so(caplog):
+    cfg = make_cfg({"NAME": "Linear", "BEGIN": 10, "START_FACTOR": 0.5})
+    assert lrs_of(cfg, 10) == [1.0] * 10
+    assert caplog.messages[-1] == (
+        "SOLVER.SCHEDULES[0] (Linear) has no effect: it begins at 10, the training ends at 10."
+    )
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("Cosine", r"SCHEDULES\[1\] must be an entry such as \{NAME: Linear, END: 500\} .*; got 'Cosine'"),
+        ({"BEGIN": 3}, r"SCHEDULES\[1\] must be an entry such as .*; got \{'BEGIN': 3\}"),
+        (
+            {"NAME": "CosineAnneal"},
+            r"SCHEDULES\[1\] .*: unknown 'CosineAnneal'; did you mean Cosine\? accepted .*IMPORTS",
+        ),
+        (
+            {"NAME": "Step", "STEPSIZE": 3},
+            r"\[1\] \(Step\): unknown 'STEPSIZE'; did you mean STEP_SIZE\? it takes: BEGIN, ",
+        ),
+        ({"NAME": "Step"}, r"\[1\] \(Step\) refuses no arguments: .*missing .*'step_size'"),
+        ({"NAME": "Step", "STEP_SIZE": 0}, r"\[1\] \(Step\) refuses STEP_SIZE=0: step_size must be .* >= 1, got 0"),
+        ({"NAME": "Cosine", "BEGIN": -1}, r"\[1\] \(Cosine\): BEGIN must be in iterations, an int >= 0, got -1"),
+        ({"NAME": "Cosine", "BEGIN": 5, "END": 5}, r"\[1\] \(Cosine\): END must be in iterations, an int >= 6, got 5"),
+    ],
+    ids=str,
+)
+def test_a_wrong_entry_is_an_error_that_names_it(entry, message):
+    with pytest.raises(ConfigError, match=message):
+        build(make_cfg({"NAME": "Linear"}, entry))
+
+
+def test_what_is_no_list_is_an_error():
+    with pytest.raises(ConfigError, match="here must be a list of entries such as .*; got {'NAME': 'Linear'}"):
+        build_schedule({"NAME": "Linear"}, 10, "here")

@@ -1,0 +1,272 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from trainkit.solver import LARS
+
+
+def scalar_lars(params, grads_per_step, lrs, momentum, weight_decay, dampening, eta, nesterov, eps, exclude=()):
+    """The rule, one parameter and one step at a time, as Python numbers; a parameter is a list of them."""
+
+    def norm(values):
+        return sum(value * value for value in values) ** 0.5
+
+    params = [list(param) for param in params]
+    buffers = {}
+    for grads, lr in zip(grads_per_step, lrs, strict=True):
+        for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
+            if grad is None:
+                continue
+            local, param_norm, grad_norm = 1.0, norm(param), norm(grad)
+            if param_norm and grad_norm and index not in exclude:
+                local = eta * param_norm / (grad_norm + weight_decay * param_norm + eps)
+            update = [(g + weight_decay * w) * local * lr for g, w in zip(grad, param, strict=True)]
+            if momentum:
+                if index in buffers:
+                    pairs = zip(buffers[index], update, strict=True)
+                    buffers[index] = [momentum * b + (1 - dampening) * u for b, u in pairs]
+                else:
+                    buffers[index] = list(update)
+                if nesterov:
+                    update = [u + momentum * b for u, b in zip(update, buffers[index], strict=True)]
+                else:
+                    update = buffers[index]
+            params[index] = [w - u for w, u in zip(param, update, strict=True)]
+    return params
+
+
+def step(optimizer, grads):
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = None if grad is None else torch.tensor(grad, dtype=param.dtype)
+    optimizer.step()
+
+
+def random_job(num_steps=12):
+    """Start values of four parameters (one zero), and gradients (some zero, some missing) for each step."""
+    torch.manual_seed(0)
+    params = [torch.randn(size, dtype=torch.float64).tolist() for size in (3, 5, 1)] + [[0.0, 0.0]]
+    grads = [[torch.randn(len(param), dtype=torch.float64).tolist() for param in params] for _ in range(num_steps)]
+    grads[3][0] = [0.0, 0.0, 0.0]
+    grads[0][1] = grads[5][1] = None  # its buffer begins later than those of the others
+    return params, grads
+
+
+def as_parameters(values, dtype=torch.float64):
+    return [nn.Parameter(torch.tensor(value, dtype=dtype)) for value in values]
+
+
+def test_the_printed_example_of_the_rule():
+    (param,) = as_parameters([[3.0, 4.0]])
+    optimizer = LARS([param], lr=0.1, weight_decay=0.01)
+    step(optimizer, [[0.6, 0.8]])
+    assert param.tolist() == pytest.approx([2.9997, 3.9996], abs=1e-10)
+    # the local rate, from the distance gone: 0.1 * local * |g + wd * w| = 0.1 * local * 1.05
+    assert (5 - param.norm().item()) / 0.105 == pytest.approx(0.0047619047, abs=1e-9)
+
+
+SETTINGS = [
+    {},
+    {"momentum": 0.9},
+    {"momentum": 0.9, "weight_decay": 0.1},
+    {"momentum": 0.9, "dampening": 0.5},
+    {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    {"momentum": 0.5, "eta": 0.1, "eps": 0.5},
+]
+DEFAULTS = {"momentum": 0.0, "weight_decay": 0.0, "dampening": 0.0, "eta": 0.001, "nesterov": False, "eps": 1e-8}
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_many_steps_equal_the_rule_in_plain_numbers_also_when_the_rate_changes(setting):
+    values, grads = random_job()
+    lrs = [0.5] * 6 + [0.05] * 6
+    params = as_parameters(values)
+    optimizer = LARS(params, lr=0.5, **setting)
+    for lr, grad in zip(lrs, grads, strict=True):
+        optimizer.param_groups[0]["lr"] = lr
+        step(optimizer, grad)
+
+    def difference(**changed):
+        expected = scalar_lars(values, grads, **{"lrs": lrs, **DEFAULTS, **setting, **changed})
+        pairs = zip(params, expected, strict=True)
+        return max(abs(a - b) for param, value in pairs for a, b in zip(param.tolist(), value, strict=True))
+
+    assert difference() < 1e-12
+    assert difference(lrs=[0.5] * 12) > 1e-6
+    for name, value in {"momentum": 0.8, "weight_decay": 0.2, "eta": 0.002, "eps": 0.1}.items():
+        assert difference(**{name: value}) > 1e-6
+
+
+def test_the_rate_is_inside_the_buffer_unlike_in_torchs_sgd():
+    (ours,), (torchs,) = as_parameters([[1.0]]), as_parameters([[1.0]])
+    optimizers = [
+        LARS([ours], lr=1.0, momentum=0.5, lars_exclude=True),
+        torch.optim.SGD([torchs], lr=1.0, momentum=0.5),
+    ]
+    for lr in (1.0, 0.0):
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = lr
+            step(optimizer, [[0.25]])
+    assert (ours.item(), torchs.item()) == (0.625, 0.75)
+
+
+def test_excluded_groups_have_no_local_rate_and_keep_their_weight_decay():
+    values, grads = random_job()
+    params = as_parameters(values)
+    groups = [{"params": params[:2]}, {"params": params[2:], "lars_exclude": True}]
+    optimizer = LARS(groups, lr=0.5, momentum=0.9, weight_decay=0.1)
+    for grad in grads:
+        step(optimizer, grad)
+    settings = {**DEFAULTS, "lrs": [0.5] * 12, "momentum": 0.9, "weight_decay": 0.1}
+    expected = scalar_lars(values, grads, **settings, exclude=(2, 3))
+    for param, value in zip(params, expected, strict=True):
+        assert param.tolist() == pytest.approx(value, abs=1e-12)
+    assert params[2].tolist() != pytest.approx(scalar_lars(values, grads, **settings)[2], abs=1e-3)
+
+    (param,) = as_parameters([[2.0]])
+    step(LARS([param], lr=0.5, weight_decay=0.5, lars_exclude=True), [[0.0]])
+    assert param.tolist() == [1.5]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 0.02), (torch.float16, 0.002)], ids=str
+)
+def test_parameters_of_a_shorter_type_follow_the_same_rule(dtype, tolerance):
+    values, grads = random_job()
+    params = as_parameters(values, dtype)
+    optimizer = LARS(params, lr=0.5, momentum=0.5, eta=0.01)
+    for grad in grads:
+        step(optimizer, grad)
+    expected = scalar_lars(values, grads, **{**DEFAULTS, "lrs": [0.5] * 12, "momentum": 0.5, "eta": 0.01})
+    for param, value in zip(params, expected, strict=True):
+        assert param.dtype == dtype
+        assert param.tolist() == pytest.approx(value, rel=tolerance, abs=tolerance)
+
+
+def test_norms_beyond_the_range_of_float16_are_finite():
+    (param,) = as_parameters([[1000.0] * 10000], torch.float16)
+    step(LARS([param], lr=1.0, eta=0.5), [[1.0] * 10000])
+    assert param.unique().tolist() == [500.0]
+
+
+def test_parameters_of_several_types_share_a_group():
+    params = [*as_parameters([[3.0, 4.0]], torch.float32), *as_parameters([[3.0, 4.0]])]
+    step(LARS(params, lr=0.1, weight_decay=0.01), [[0.6, 0.8]] * 2)
+    assert [param.tolist() == pytest.approx([2.9997, 3.9996], abs=1e-6) for param in params] == [True, True]
+
+
+@pytest.mark.parametrize("exclude", [False, True])
+def test_the_rate_may_be_a_tensor(exclude):
+    (plain,), (tensor,) = as_parameters([[3.0, 4.0]]), as_parameters([[3.0, 4.0]])
+    for param, lr in ((plain, 0.25), (tensor, torch.tensor(0.25))):
+        step(LARS([param], lr=lr, lars_exclude=exclude), [[0.6, 0.8]])
+    assert tensor.tolist() == plain.tolist() != [3.0, 4.0]
+
+
+def test_a_loaded_state_goes_on_as_if_nothing_had_happened():
+    values, grads = random_job()
+
+    def run(optimizer, grads):
+        for grad in grads:
+            step(optimizer, grad)
+        return [param.tolist() for group in optimizer.param_groups for param in group["params"]]
+
+    def build(values):
+        params = as_parameters(values)
+        groups = [{"params": params[:2]}, {"params": params[2:], "lars_exclude": True}]
+        return LARS(groups, lr=0.5, momentum=0.9, eps=0.5)
+
+    whole = run(build(values), grads)
+    first = build(values)
+    halfway = run(first, grads[:6])
+    resumed = LARS([{"params": params} for params in as_pairs(halfway)], lr=9.0)
+    resumed.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert run(resumed, grads[6:]) == whole
+    assert run(build(halfway), grads[6:]) != whole  # without the state
+    assert set(first.state_dict()["state"][0]) == {"momentum_buffer"}
+
+
+def as_pairs(values):
+    params = as_parameters(values)
+    return [params[:2], params[2:]]
+
+
+def test_a_scaler_skips_an_update_that_overflows():
+    (param,) = as_parameters([[3.0, 4.0]], torch.float32)
+    optimizer = LARS([param], lr=0.1, momentum=0.9, weight_decay=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    seen = []
+    for factor in (float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale((param * torch.tensor([0.6, 0.8]) * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append(param.tolist())
+    assert seen[0] == [3.0, 4.0]
+    assert seen[1] == pytest.approx([2.9997, 3.9996], abs=1e-6)
+
+
+def test_a_closure_is_evaluated_with_gradients():
+    (param,) = as_parameters([[1.0]])
+    optimizer = LARS([param], lr=1.0, lars_exclude=True)
+
+    def closure():
+        loss = param.square().sum()
+        loss.backward()
+        return loss.item()
+
+    assert optimizer.step(closure) == 1.0
+    assert param.tolist() == [-1.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lr": -1.0}, "lr must be >= 0, got -1.0"),
+        ({"lr": 1.0, "momentum": -0.5}, "momentum must be >= 0"),
+        ({"lr": 1.0, "weight_decay": -0.5}, "weight_decay must be >= 0"),
+        ({"lr": 1.0, "eta": float("nan")}, "eta must be >= 0, got nan"),
+        ({"lr": 1.0, "nesterov": True}, "nesterov needs momentum > 0 and dampening 0, got 0.0 and 0.0"),
+        ({"lr": 1.0, "nesterov": True, "momentum": 0.9, "dampening": 0.1}, "got 0.9 and 0.1"),
+    ],
+    ids=str,
+)
+def test_values_that_make_no_sense_are_an_error(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        LARS([nn.Parameter(torch.zeros(1))], **arguments)
+
+
+def test_a_group_with_a_value_that_makes_no_sense_is_an_error():
+    with pytest.raises(ValueError, match="eps must be >= 0, got -1"):
+        LARS([{"params": [nn.Parameter(torch.zeros(1))], "eps": -1}], lr=1.0)
+
+
+def test_sparse_gradients_are_an_error():
+    layer = nn.Embedding(3, 2, sparse=True)
+    layer(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="LARS has no rule for sparse gradients"):
+        LARS(layer.parameters(), lr=1.0).step()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_cuda_a_step_never_waits_and_gives_the_same_values(dtype):
+    values, grads = random_job()
+    on_cpu = as_parameters(values, dtype)
+    on_cuda = [nn.Parameter(param.detach().cuda()) for param in on_cpu]
+    optimizers = [LARS(params, lr=0.5, momentum=0.9, weight_decay=0.1, eta=0.01) for params in (on_cpu, on_cuda)]
+    for grad in grads:
+        step(optimizers[0], grad)
+        for param, source in zip(on_cuda, on_cpu, strict=True):
+            param.grad = None if source.grad is None else source.grad.cuda()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            optimizers[1].step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    for ours, expected in zip(on_cuda, on_cpu, strict=True):
+        assert ours.tolist() == pytest.approx(expected.tolist(), rel=tolerance, abs=tolerance)

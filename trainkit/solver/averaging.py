@@ -1,0 +1,164 @@
+"""Running averages of weights."""
+
+import copy
+import math
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+AveragingKind: TypeAlias = Literal["exponential", "annealing", "warmup", "mean"]
+
+_KINDS = ("exponential", "annealing", "warmup", "mean")
+_GAMMA = {"annealing": 100.0, "warmup": 2000.0}
+
+
+class AveragingRule:
+    """How much the new weights count when their average is updated: ``average += weight * (new - average)``.
+
+    The first update copies. Of the later ones, each ``interval``-th changes the average, and all count as steps. With
+    ``m = 1 - decay``, which OpenMMLab calls momentum, and ``steps`` updates before this one, the weight is
+
+    - "exponential": ``m``;
+    - "annealing": ``max(m, gamma / (gamma + steps))``, OpenMMLab's ``MomentumAnnealingEMA``;
+    - "warmup": ``m + (1 - m) * exp(-(1 + steps) / gamma)``, mmdet's ``ExpMomentumEMA``;
+    - "mean": ``1 / (1 + steps // interval)``, so that all count the same: SWA, https://arxiv.org/abs/1803.05407.
+
+    Args:
+        decay: how much the old average counts, from 0 to below 1; default is 0.999. "mean" has none.
+        gamma: for about how many updates the beginning lasts; default is 100 for "annealing" and 2000 for "warmup". The
+            others have none.
+
+    Raises:
+        ValueError, TypeError: an argument is not accepted.
+    """
+
+    def __init__(
+        self,
+        kind: AveragingKind = "exponential",
+        decay: float | None = None,
+        gamma: float | None = None,
+        interval: int = 1,
+    ) -> None:
+        if kind not in _KINDS:
+            raise ValueError(f"kind must be one of {', '.join(_KINDS)}; got {kind!r}")
+        if decay is not None and kind == "mean":
+            raise ValueError(f'decay is {decay!r}, but kind is "mean", which has none; leave out one of the two')
+        if gamma is not None and kind not in _GAMMA:
+            raise ValueError(f'gamma is {gamma!r}, but kind "{kind}" has none; leave it out, or use {_or(_GAMMA)}')
+        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+            raise ValueError(f"interval must be a whole number of updates >= 1, got {interval!r}")
+        decay = 0.999 if decay is None else _number("decay", decay)
+        if not 0 <= decay < 1:
+            raise ValueError(
+                f"decay must be from 0 to below 1, got {decay}; it is how much the old average counts, 1 - momentum"
+            )
+        gamma = _GAMMA.get(kind, 1.0) if gamma is None else _number("gamma", gamma)
+        if not 0 < gamma < math.inf:
+            raise ValueError(f"gamma must be a number of updates > 0, got {gamma}")
+        self._kind, self._least, self._gamma, self._interval = kind, 1 - decay, gamma, interval
+
+    def weight(self, steps: int) -> float:
+        """How much the new weights count after ``steps`` updates: 1 copies them, 0 leaves the average as it is."""
+        if steps == 0:
+            return 1.0
+        if steps % self._interval != 0:
+            return 0.0
+        if self._kind == "annealing":
+            return max(self._least, self._gamma / (self._gamma + steps))
+        if self._kind == "warmup":
+            return (1 - self._least) * math.exp(-(1 + steps) / self._gamma) + self._least
+        if self._kind == "mean":
+            return 1 / (steps // self._interval + 1)
+        return self._least
+
+
+class ModelAverage:
+    """A running average of ``model``, in a copy of it.
+
+    Parameters are averaged, buffers too if ``average_buffers``; buffers are copied otherwise, and so is whatever holds
+    no floating-point numbers. Buffers that are not part of a state dict stay those of the copy. Nothing waits for the
+    device.
+
+    Attributes:
+        module: the copy, in eval mode. Its tensors are the average. What requires grad in the model does so in it: an
+            evaluation of losses tells by that which are minimized.
+        steps: updates so far.
+
+    Raises:
+        TypeError: the model cannot be copied.
+    """
+
+    def __init__(self, model: nn.Module, rule: AveragingRule, *, average_buffers: bool = False) -> None:
+        self.module = _copy_of(model).eval()
+        self.steps = 0
+        self._rule = rule
+        # (averages, sources), each pair of one device and dtype, for which one foreach call suffices
+        groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+
+        def add(average: Tensor, source: Tensor, averaged: bool) -> list[Tensor]:
+            averaged = averaged and (average.is_floating_point() or average.is_complex())
+            averages, sources = groups.setdefault((averaged, average.device, average.dtype), ([], []))
+            averages.append(average)
+            sources.append(source)
+            return sources
+
+        for average, source in zip(self.module.parameters(), model.parameters(), strict=True):
+            add(average, source, True)
+        self._buffers: list[tuple[list[Tensor], int, dict[str, Any], str]] = []
+        for path, buffer in model.named_buffers():
+            owner_path, _, name = path.rpartition(".")
+            owner = model.get_submodule(owner_path)
+            if name not in owner._non_persistent_buffers_set:
+                sources = add(self.module.get_buffer(path), buffer, average_buffers)
+                self._buffers.append((sources, len(sources) - 1, owner._buffers, name))
+        self._averaged = [group for (averaged, _, _), group in groups.items() if averaged]
+        self._copied = [group for (averaged, _, _), group in groups.items() if not averaged]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights that the model has now."""
+        weight = self._rule.weight(self.steps)
+        self.steps += 1
+        self._find_buffers()
+        for averages, sources in self._averaged:
+            if weight == 1:
+                torch._foreach_copy_(averages, sources)
+            elif weight > 0:
+                torch._foreach_lerp_(averages, sources, weight)
+        for averages, sources in self._copied:
+            torch._foreach_copy_(averages, sources)
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Be a copy of the model as it is now, without any update so far."""
+        self.steps = 0
+        self._find_buffers()
+        for averages, sources in [*self._averaged, *self._copied]:
+            torch._foreach_copy_(averages, sources)
+
+    def _find_buffers(self) -> None:
+        # parameters stay the same tensors, but a model may well put a new tensor in the place of a buffer
+        for sources, i, buffers, name in self._buffers:
+            sources[i] = buffers[name]
+
+
+def _copy_of(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise TypeError(
+            f"the average is kept in a copy of the model, but {type(model).__name__} cannot be copied "
+            f"({type(error).__name__}: {error}). Keep open files, locks and tensors with a gradient history out of its "
+            "attributes, or give it a __deepcopy__; a model sharded by fully_shard cannot be averaged"
+        ) from error
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    return value
+
+
+def _or(names: Any) -> str:
+    return " or ".join(f'"{name}"' for name in names)

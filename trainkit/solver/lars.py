@@ -1,0 +1,123 @@
+"""Layer-wise adaptive rate scaling."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class LARS(Optimizer):
+    """SGD whose rate is scaled by the norms of each parameter and its gradient; You et al., "Large Batch Training of
+    Convolutional Networks".
+
+    For each parameter ``w`` with gradient ``g``::
+
+        local = eta * |w| / (|g| + weight_decay * |w| + eps)  # 1 if |w| or |g| is 0, or the group is excluded
+        update = lr * local * (g + weight_decay * w)
+        buffer = update at first, later momentum * buffer + (1 - dampening) * update
+        w -= update + momentum * buffer if nesterov else buffer
+
+    The learning rate is inside the buffer, unlike in ``torch.optim.SGD``. Groups that say ``lars_exclude: True`` have
+    no local rate and keep their weight decay; where they should have none, their ``weight_decay`` is 0. The norms are
+    computed in float32, or float64 for such parameters. A step never waits for the device; it has no
+    fused form, so a ``GradScaler`` waits for the device once per step to see whether to skip it.
+
+    Raises:
+        ValueError: a value is negative, or ``nesterov`` comes without momentum or with dampening.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        dampening: float = 0.0,
+        eta: float = 0.001,
+        nesterov: bool = False,
+        eps: float = 1e-8,
+        lars_exclude: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "dampening": dampening,
+            "eta": eta,
+            "nesterov": nesterov,
+            "eps": eps,
+            "lars_exclude": lars_exclude,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        values = {**self.defaults, **param_group}
+        for name in ("lr", "momentum", "weight_decay", "dampening", "eta", "eps"):
+            if not values[name] >= 0:
+                raise ValueError(f"{name} must be >= 0, got {values[name]}")
+        if values["nesterov"] and (values["momentum"] == 0 or values["dampening"] != 0):
+            raise ValueError(
+                f"nesterov needs momentum > 0 and dampening 0, got {values['momentum']} and {values['dampening']}"
+            )
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters that have a gradient.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # what one foreach call takes
+            for param in group["params"]:
+                if param.grad is not None:
+                    if param.grad.is_sparse:
+                        raise RuntimeError(
+                            "LARS has no rule for sparse gradients; use another optimizer, or sparse=False"
+                        )
+                    alike.setdefault((param.device, param.dtype), []).append(param)
+            for params in alike.values():
+                self._update(params, group)
+        return loss
+
+    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        grads = [param.grad for param in params if param.grad is not None]
+        updates = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
+        if group["lars_exclude"]:
+            torch._foreach_mul_(updates, group["lr"])
+        else:
+            torch._foreach_mul_(updates, _rates(params, grads, group))
+        if group["momentum"] != 0:
+            buffers = self._accumulate(params, updates, group)
+            if group["nesterov"]:
+                updates = list(torch._foreach_add(updates, buffers, alpha=group["momentum"]))
+            else:
+                updates = buffers
+        torch._foreach_sub_(params, updates)
+
+    def _accumulate(self, params: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        """Take the updates into the momentum buffers, which come back."""
+        states = [self.state[param] for param in params]
+        later = [index for index, state in enumerate(states) if "momentum_buffer" in state]
+        if later:
+            buffers = [states[index]["momentum_buffer"] for index in later]
+            torch._foreach_mul_(buffers, group["momentum"])
+            torch._foreach_add_(buffers, [updates[index] for index in later], alpha=1 - group["dampening"])
+        return [state.setdefault("momentum_buffer", update) for state, update in zip(states, updates, strict=True)]
+
+
+def _rates(params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+    """The learning rate of each parameter, shape ``[]``."""
+    dtype = torch.promote_types(params[0].dtype, torch.float32)  # the norm of many small values overflows in float16
+    param_norms = torch.stack(torch._foreach_norm(params, 2, dtype))
+    grad_norms = torch.stack(torch._foreach_norm(grads, 2, dtype))
+    local = group["eta"] * param_norms / (grad_norms + group["weight_decay"] * param_norms + group["eps"])
+    local = local.where((param_norms > 0) & (grad_norms > 0), 1.0)
+    return list((local * group["lr"]).unbind())

@@ -1,0 +1,380 @@
+"""Schedules as functions of the iteration: ``schedule(t, base)`` is the value ``t`` iterations after its begin.
+
+``base`` is the value that is scheduled: a learning rate, a weight decay, a momentum. ``length`` is always the number of
+iterations of the schedule, by default those of its entry in the config. What is said to reach its end does so in its
+last iteration, ``length - 1``, as in OpenMMLab, and stays there; torch's ``total_iters`` is ``length - 1``.
+Where torch has the same rule, the values are those of its closed form, bit by bit.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal, TypeAlias
+
+from trainkit.utils.registry import Registry
+
+Schedule: TypeAlias = Callable[[int, float], float]
+Anneal: TypeAlias = Literal["cos", "linear"]
+
+SCHEDULE_REGISTRY = Registry("SCHEDULE")
+"""Classes and functions that give a `Schedule`. A ``length`` that a config does not give is that of the entry."""
+
+
+@SCHEDULE_REGISTRY.register()
+@dataclass(frozen=True)
+class Constant:
+    """``factor`` times the base; in the last iteration the base itself, so that what follows begins with it."""
+
+    length: int
+    factor: float = 1 / 3
+
+    def __post_init__(self) -> None:
+        _check_length("length", self.length, 2)
+        _check_number("factor", self.factor)
+
+    def __call__(self, t: int, base: float) -> float:
+        return base * (self.factor + (t >= self.length - 1) * (1 - self.factor))
+
+
+@SCHEDULE_REGISTRY.register()
+@dataclass(frozen=True)
+class Linear:
+    """In a line from ``start_factor`` times the base to ``end_factor`` times the base; the usual warm-up."""
+
+    length: int
+    start_factor: float = 1 / 3
+    end_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_length("length", self.length, 2)
+        _check_number("start_factor", self.start_factor)
+        _check_number("end_factor", self.end_factor)
+
+    def __call__(self, t: int, base: float) -> float:
+        last = self.length - 1
+        return base * (self.start_factor + (self.end_factor - self.start_factor) * min(last, t) / last)
+
+
+@SCHEDULE_REGISTRY.register()
+@dataclass(frozen=True)
+class ExponentialWarmup:
+    """From ``factor`` times the base to the base, by the same factor in each iteration."""
+
+    length: int
+    factor: float = 1 / 3
+
+    def __post_init__(self) -> None:
+        _check_length("length", self.length, 2)
+        _check_number("factor", self.factor, above=0)
+
+    def __call__(self, t: int, base: float) -> float:
+        last = self.length - 1
+        return base * self.factor ** (1 - min(last, t) / last)
+
+
+@SCHEDULE_REGISTRY.register()
+@dataclass(frozen=True)
+class Step:
+    """Times ``gamma`` every ``step_size`` iterations."""
+
+    step_size: int
+    gamma: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_length("step_size", self.step_size, 1)
+        _check_number("gamma", self.gamma)
+
+    def __call__(self, t: int, base: float) -> float:
+        return base * self.gamma ** (t // self.step_size)
+
+
+@SCHEDULE_REGISTRY.register()
+@dataclass(frozen=True)
+class MultiStep:
+    """Times ``gamma`` from each of ``milestones`` on, counted from the begin; one that stands twice counts twice."""
+
+    milestones: Sequence[int]
+    gamma: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_lengths("milestones", self.milestones)
+        _check_number("gamma", self.gamma)
+
+    def __call__(self, t: int, base: float) -> float:
+        return base * self.gamma ** sum(milestone <= t for milestone in self.milestones)
+
+
+@SCHEDULE_REGISTRY.register()
+@dataclass(frozen=True)
+class Exponential:
+    """Times ``gamma`` in each iteration."""
+
+    gamma: float
+
+    def __post_init__(self) -> None:
+        _check_number("gamma", self.gamma)
+
+    def __call__(self, t: int, base: float) -> float:
+        return base * self.gamma**t
+
+
+@dataclass(frozen=True, kw_only=True)
+class _HasEnd:
+    """An end as a value, or as a ratio of the base, which suits groups with different bases; by default 0."""
+
+    end_value: float | None = None
+    end_ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.end_value is not None and self.end_ratio is not None:
+            raise ValueError(
+                "end_value and end_ratio both say where it ends; give one of them, "
+                f"got {self.end_value!r} and {self.end_ratio!r}"
+            )
+        for name, value in (("end_value", self.end_value), ("end_ratio", self.end_ratio)):
+            if value is not None:
+                _check_number(name, value)
+
+    def end(self, base: float) -> float:
+        return (self.end_value or 0.0) if self.end_ratio is None else base * self.end_ratio
+
+
+@SCHEDULE_REGISTRY.register()
+@dataclass(frozen=True)
+class Cosine(_HasEnd):
+    """From the base to the end along half a period of a cosine.
+
+    As in torch and OpenMMLab, the end is that of iteration ``length``, which a schedule of that length does not have:
+    its last value lies a little above. Past ``length`` the cosine goes up again.
+    """
+
+    length: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_length("length", self.length, 1)
+
+    def __call__(self, t: int, base: float) -> float:
+        end = self.end(base)
+        return end + (base - end) * (1 + math.cos(math.pi * t / self.length)) / 2
+
+
+@SCHEDULE_REGISTRY.register()
+@dataclass(frozen=True)
+class CosineRestarts(_HasEnd):
+    """One `Cosine` after the other, of ``periods`` iterations each; the last value stays.
+
+    Args:
+        weights: each period begins at its weight times the base; by default 1.
+    """
+
+    periods: Sequence[int]
+    weights: Sequence[float] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_lengths("periods", self.periods)
+        if not self.periods:
+            raise ValueError("periods must have at least one number of iterations, got none")
+        if not isinstance(self.weights, list | tuple) or len(self.weights) not in (0, len(self.periods)):
+            raise ValueError(f"weights must be a list, one for each of periods {self.periods!r}, got {self.weights!r}")
+        for weight in self.weights:
+            _check_number("weights", weight)
+
+    def __call__(self, t: int, base: float) -> float:
+        ends = list(accumulate(self.periods))
+        t = min(t, ends[-1] - 1)
+        i = bisect_right(ends, t)
+        period, weight = self.periods[i], self.weights[i] if self.weights else 1.0
+        end, done = self.end(base), t - (ends[i] - period)
+        return end + (base * weight - end) * (1 + math.cos(math.pi * done / period)) / 2
+
+
+@SCHEDULE_REGISTRY.register()
+@dataclass(frozen=True)
+class Polynomial(_HasEnd):
+    """From the base to the end by ``(1 - t / (length - 1)) ** power``."""
+
+    length: int
+    power: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_length("length", self.length, 2)
+        _check_number("power", self.power, above=0)
+
+    def __call__(self, t: int, base: float) -> float:
+        last, end = self.length - 1, self.end(base)
+        return (base - end) * (1.0 - min(last, t) / last) ** self.power + end
+
+
+@SCHEDULE_REGISTRY.register()
+@dataclass(frozen=True)
+class OneCycle:
+    """Up from ``base / div_factor`` to the base, and down to ``base / div_factor / final_div_factor``.
+
+    The base is torch's ``max_lr``, so each group keeps its own. Smith and Topin, "Super-Convergence".
+
+    Args:
+        pct_start: share of the iterations in which it goes up.
+        three_phase: go down to where it began as fast as it went up, then on to the end.
+    """
+
+    length: int
+    pct_start: float = 0.3
+    anneal: Anneal = "cos"
+    div_factor: float = 25.0
+    final_div_factor: float = 1e4
+    three_phase: bool = False
+
+    def __post_init__(self) -> None:
+        _check_length("length", self.length, 2)
+        _check_number("pct_start", self.pct_start)
+        _check_choice("anneal", self.anneal, _ANNEAL)
+        _check_number("div_factor", self.div_factor, above=0)
+        _check_number("final_div_factor", self.final_div_factor, above=0)
+        peak = self.pct_start * self.length - 1
+        most = (self.length - 1) / 2 if self.three_phase else self.length - 1
+        if peak == 0 or peak >= most:
+            raise ValueError(
+                f"pct_start must leave room for going up and down in the {self.length} iterations, got "
+                f"{self.pct_start!r}, with which the top is in iteration {peak:g}"
+            )
+
+    def __call__(self, t: int, base: float) -> float:
+        start = base / self.div_factor
+        low = start / self.final_div_factor
+        last = self.length - 1
+        peak = float(self.pct_start * self.length) - 1
+        ends, values = [peak, last], [start, base, low]
+        if self.three_phase:
+            ends, values = [peak, float(2 * self.pct_start * self.length) - 2, last], [start, base, start, low]
+        t = min(t, last)
+        i = next(i for i, end in enumerate(ends) if t <= end)
+        begin = ends[i - 1] if i else 0.0
+        return _ANNEAL[self.anneal](values[i], values[i + 1], (t - begin) / (ends[i] - begin))
+
+
+@SCHEDULE_REGISTRY.register()
+@dataclass(frozen=True)
+class InverseSquareRoot:
+    """``base * sqrt(timescale / (t + timescale))``.
+
+    Behind a warm-up of ``timescale`` iterations it is the rule of Vaswani et al., "Attention Is All You Need".
+    """
+
+    timescale: int
+
+    def __post_init__(self) -> None:
+        _check_length("timescale", self.timescale, 1)
+
+    def __call__(self, t: int, base: float) -> float:
+        return base * math.sqrt(self.timescale / (t + self.timescale))
+
+
+@SCHEDULE_REGISTRY.register()
+@dataclass(frozen=True)
+class WarmupStableDecay(_HasEnd):
+    """Up in a line from ``start_factor`` times the base in ``warmup`` iterations, flat, and to the end in ``decay``.
+
+    Hu et al., "MiniCPM".
+    """
+
+    length: int
+    warmup: int
+    decay: int
+    start_factor: float = 0.0
+    anneal: Anneal = "linear"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_length("length", self.length, 2)
+        _check_length("warmup", self.warmup, 0)
+        _check_length("decay", self.decay, 1)
+        _check_number("start_factor", self.start_factor)
+        _check_choice("anneal", self.anneal, _ANNEAL)
+        if self.warmup + self.decay >= self.length:
+            raise ValueError(
+                f"warmup {self.warmup} and decay {self.decay} must be shorter than length {self.length} together"
+            )
+
+    def __call__(self, t: int, base: float) -> float:
+        if t < self.warmup:
+            return _linear(base * self.start_factor, base, t / self.warmup)
+        decayed = min(t, self.length - 1) - (self.length - 1 - self.decay)
+        return base if decayed <= 0 else _ANNEAL[self.anneal](base, self.end(base), decayed / self.decay)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A schedule from iteration ``begin`` (included) to ``end`` (excluded)."""
+
+    schedule: Schedule
+    begin: int
+    end: int
+
+    def __post_init__(self) -> None:
+        _check_length("begin", self.begin, 0)
+        _check_length("end", self.end, 0)
+        if self.end <= self.begin:
+            raise ValueError(f"end must be behind begin {self.begin}, got {self.end}")
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Each segment takes what the ones listed before it give as its base.
+
+    Before its begin it does nothing, from its end on the value of its last iteration stays. So segments one behind the
+    other go on from each other, and those that overlap, such as a warm-up and milestones, are multiplied.
+    """
+
+    segments: Sequence[Segment]
+
+    def __call__(self, t: int, base: float) -> float:
+        for segment in self.segments:
+            if t >= segment.begin:
+                base = segment.schedule(min(t, segment.end - 1) - segment.begin, base)
+        return base
+
+
+def compute_values(schedule: Schedule, t: int, bases: Iterable[float]) -> list[float]:
+    """The value of each base; equal ones, such as those of many parameter groups, are computed once."""
+    bases = list(bases)
+    values = {base: schedule(t, base) for base in set(bases)}
+    return [values[base] for base in bases]
+
+
+def _cos(start: float, end: float, done: float) -> float:
+    return end + (start - end) / 2.0 * (math.cos(math.pi * done) + 1)
+
+
+def _linear(start: float, end: float, done: float) -> float:
+    return (end - start) * done + start
+
+
+_ANNEAL: dict[str, Callable[[float, float, float], float]] = {"cos": _cos, "linear": _linear}
+
+
+def _check_length(name: str, value: Any, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"{name} must be a whole number of iterations >= {minimum}, got {value!r}")
+
+
+def _check_lengths(name: str, values: Any) -> None:
+    if not isinstance(values, list | tuple):
+        raise ValueError(f"{name} must be a list of numbers of iterations, got {values!r}")
+    for value in values:
+        _check_length(name, value, 1)
+
+
+def _check_number(name: str, value: Any, above: float | None = None) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or value < 0 or (above is not None and value <= above):
+        raise ValueError(f"{name} must be a number {'>= 0' if above is None else f'> {above}'}, got {value!r}")
+
+
+def _check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
