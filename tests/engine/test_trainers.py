@@ -23,6 +23,7 @@ from trainkit.data.build import build_batch_data_loader
 from trainkit.data.samplers import TrainingSampler
 from trainkit.engine.hooks import CallbackHook, EvalHook, PeriodicWriter
 from trainkit.engine.trainers import AMPTrainer, SimpleTrainer
+from trainkit.solver import GradientClipper
 from trainkit.utils.events import EventStorage, EventWriter, JSONWriter
 
 
@@ -367,6 +368,36 @@ def test_a_short_window_at_the_end_of_an_epoch_is_divided_by_its_real_count():
     torch.testing.assert_close(weights(model), expected, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize(("count", "windows"), [(10, [3, 3, 3, 1]), (5, [3, 2]), (6, [3, 3])])
+def test_each_window_of_three_micro_batches_is_divided_by_how_many_it_has(count, windows):
+    calls = []
+
+    def compute(weight, batch):
+        loss = weight * batch
+        loss.register_hook(lambda gradient: calls.append(1 / gradient.item()))
+        return loss
+
+    model = Weight(compute)
+    optimizer = PlainOptimizer(sgd(model), calls)
+    data = [torch.tensor(float(i)) for i in range(count)]
+    trainer = SimpleTrainer(model, data, optimizer, zero_grad_before_forward=True, accumulation_steps=3)
+    assert trainer.iters_per_epoch == len(windows)
+    trainer.train(0, len(windows))
+    expected = [["zero_grad", *[pytest.approx(float(size))] * size, "update"] for size in windows]
+    assert calls == list(itertools.chain.from_iterable(expected))
+
+
+def test_batch_norm_under_accumulation_is_warned_about_once(caplog):
+    def messages(model, accumulation_steps):
+        caplog.clear()
+        SimpleTrainer(model, [], sgd(model), accumulation_steps=accumulation_steps)
+        return [record.message[:72] for record in caplog.records]
+
+    with_norm = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3))
+    assert messages(with_norm, 4) == ["The model has batch norm, which normalizes each micro-batch by itself, s"]
+    assert messages(with_norm, 1) == messages(nn.GroupNorm(1, 3), 4) == []
+
+
 def test_each_entry_is_the_mean_of_the_micro_batches_that_have_it():
     def compute(weight, batch):
         return {"loss_a": weight * batch, **({"accuracy": batch.detach()} if batch > 1 else {})}
@@ -396,6 +427,52 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(gather_metric_
         trainer.train(0, 10)
     assert (trainer.iter, trainer.status) == (4, "failed")
     assert torch.equal(weights(model), expected)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("clip_type", ["value", "norm", "full_model"])
+def test_the_norm_before_clipping_is_stored_and_is_no_loss(clip_type, asynchronous):
+    model = Weight(lambda weight, batch: {"loss_a": weight * batch, "loss_b": weight})
+    trainer = SimpleTrainer(
+        model,
+        [torch.tensor(value) for value in (1.0, 3.0)],
+        sgd(model, lr=0.25),
+        clip_gradients=GradientClipper(clip_type, 2.5),
+        async_write_metrics=asynchronous,
+    )
+    trainer.train(0, 2)
+    weight = 1.0 - 0.25 * 2.0  # the first gradient is 2, the second 4 and clipped to 2.5
+    assert scalars(trainer) == {
+        "total_loss": [(2.0, 0), (4 * weight, 1)],
+        "loss_a": [(1.0, 0), (3 * weight, 1)],
+        "loss_b": [(1.0, 0), (weight, 1)],
+        "grad_norm": [(2.0, 0), (4.0, 1)],
+    }
+    assert model.weight.item() == pytest.approx(weight - 0.25 * 2.5, abs=1e-6)
+
+
+def test_without_a_norm_nothing_but_the_losses_is_stored():
+    for clip in (None, lambda parameters: None):
+        _, trainer = trained(batches(1), 1, clip_gradients=clip)
+        assert list(scalars(trainer)) == ["total_loss"]
+
+
+@pytest.mark.parametrize("trainer_class", [SimpleTrainer, AMPTrainer])
+def test_a_norm_that_is_not_finite_is_stored_and_no_error(trainer_class):
+    model = Weight(lambda weight, batch: (weight - 1.0).sqrt() * batch)
+    clip = GradientClipper("full_model", 1.0)
+    trainer = trainer_class(model, [torch.tensor(1.0)], sgd(model), clip_gradients=clip)
+    trainer.train(0, 1)
+    assert trainer.status == "finished"
+    assert trainer.storage.history("grad_norm").values() == [(math.inf, 0)]
+
+
+def test_a_model_that_calls_a_loss_grad_norm_is_told_so():
+    model = Weight(lambda weight, batch: {"loss": weight, "grad_norm": weight.detach()})
+    SimpleTrainer(model, [1.0], sgd(model)).train(0, 1)
+    trainer = SimpleTrainer(model, [1.0], sgd(model), clip_gradients=GradientClipper("value", 1.0))
+    with pytest.raises(ValueError, match=r"the trainer stores \['grad_norm'\] itself; give the model's entry another"):
+        trainer.train(0, 1)
 
 
 def test_an_entry_that_is_only_logged_may_be_nan():
@@ -621,7 +698,7 @@ def test_float16_overflows_now_and_then_are_skipped_updates(asynchronous):
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_many_float16_overflows_in_a_row_are_a_failure(asynchronous):
     trainer = amp_trainer_with_overflows([1.0] + [math.inf] * 49, async_write_metrics=asynchronous)
-    with pytest.raises(FloatingPointError, match=r"in iteration 25: {'total_loss': inf}"):
+    with pytest.raises(FloatingPointError, match=r"in iteration 25: {'total_loss': inf, 'skipped_updates': 25.0}"):
         trainer.train(0, 50)
     assert trainer.status == "failed"
     assert trainer.model.weight.item() == 1.0 - 2.0**-10
@@ -635,6 +712,150 @@ def test_a_bfloat16_loss_that_is_not_finite_ends_the_run_at_once():
     with pytest.raises(FloatingPointError, match="in iteration 1"):
         trainer.train(0, 5)
     assert model.weight.item() == 0.5
+
+
+class HalfLinear(nn.Module):
+    """One weight that begins at 1; a batch is the gradient, which passes through float16 times the scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(self.linear.weight)
+
+    def forward(self, batch):
+        return (self.linear(torch.ones(1)).float() * batch).sum()
+
+
+GRADIENTS = (1.0, 1.0, 4.0, 1.0, 1.0, 1.0, 1.0)  # the third times 2**15 is beyond float16
+LR = 2.0**-13  # 1 - LR is no number of float16
+
+
+def scripted_overflow(optimizer_kwargs=None, **kwargs):
+    """What the run was: by iteration the gradient in after_backward and the weight behind the update; the scalars."""
+    model = HalfLinear()
+    gradients, found = [], []
+    trainer = AMPTrainer(
+        model, [torch.tensor(g) for g in GRADIENTS], sgd(model, lr=LR, **(optimizer_kwargs or {})), **kwargs
+    )
+    trainer.register_hooks(
+        [
+            CallbackHook(after_backward=lambda trainer: gradients.append(model.linear.weight.grad.item())),
+            AfterStep(lambda trainer: found.append((1.0 - model.linear.weight.item()) / LR)),
+        ]
+    )
+    trainer.train(0, 7)
+    assert model.linear.weight.dtype == torch.float32
+    stored = scalars(trainer)
+    smoothed = [name for name, smooth in trainer.storage.smoothing_hints().items() if smooth and name in stored]
+    assert smoothed == ["total_loss"]
+    assert [value for value, _ in stored.pop("total_loss")] == pytest.approx(GRADIENTS, rel=0.01)
+    return gradients, found, {name: [value for value, _ in values] for name, values in stored.items()}
+
+
+def dynamic_scaler():
+    return torch.amp.GradScaler("cpu", init_scale=2.0**15, growth_interval=3)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_skips_its_update_and_halves_the_dynamic_scale(fused, asynchronous):
+    gradients, updates, stored = scripted_overflow(
+        {"fused": fused}, grad_scaler=dynamic_scaler(), log_grad_scaler=True, async_write_metrics=asynchronous
+    )
+    assert gradients == [1.0, 1.0, math.inf, 1.0, 1.0, 1.0, 1.0]
+    assert updates == [1.0, 2.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert stored == {
+        "skipped_updates": [0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+        "[metric]grad_scaler": [2.0**15] * 3 + [2.0**14] * 3 + [2.0**15],
+    }
+
+
+def test_a_fixed_scale_stays_as_it_is():
+    gradients, updates, stored = scripted_overflow(loss_scale=2.0**15, log_grad_scaler=True)
+    assert gradients == [1.0, 1.0, math.inf, 1.0, 1.0, 1.0, 1.0]
+    assert updates == [1.0, 2.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert stored == {
+        "skipped_updates": [0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+        "[metric]grad_scaler": [2.0**15] * 7,
+    }
+    _, updates, stored = scripted_overflow(loss_scale=2.0**13)
+    assert updates == [1.0, 2.0, 6.0, 7.0, 8.0, 9.0, 10.0]
+    assert stored == {"skipped_updates": [0.0] * 7}
+
+
+def test_bfloat16_overflows_nowhere_and_has_no_scale():
+    gradients, updates, stored = scripted_overflow(precision=torch.bfloat16, log_grad_scaler=True)
+    assert gradients == [*GRADIENTS]
+    assert updates == [1.0, 2.0, 6.0, 7.0, 8.0, 9.0, 10.0]
+    assert stored == {}
+
+
+def test_one_overflown_micro_batch_skips_the_update_of_its_window_once():
+    model = HalfLinear()
+    norms = []
+    trainer = AMPTrainer(
+        model,
+        [torch.tensor(gradient) for gradient in (1.0, 3.0, 1.0, 8.0, 1.0)],
+        sgd(model, lr=LR),
+        grad_scaler=dynamic_scaler(),
+        accumulation_steps=2,
+        clip_gradients=GradientClipper("value", 1.5),
+    )
+    trainer.register_hooks([AfterStep(lambda trainer: norms.append((1.0 - model.linear.weight.item()) / LR))])
+    trainer.train(0, 3)
+    assert norms == [1.5, 1.5, 2.5]  # the gradients are 2, clipped, then infinite, then 1 of a window of one
+    assert [value for value, _ in trainer.storage.history("grad_norm").values()] == [2.0, math.inf, 1.0]
+    assert [value for value, _ in trainer.storage.history("skipped_updates").values()] == [0.0, 1.0, 1.0]
+
+
+def test_a_fixed_scale_is_a_setting_and_a_dynamic_one_is_state(caplog):
+    def make(**kwargs):
+        model = Weight()
+        return AMPTrainer(model, [torch.tensor(1.0)], sgd(model, lr=0.0), **kwargs)
+
+    dynamic, fixed = make(grad_scaler=torch.amp.GradScaler("cpu", init_scale=8.0)), make(loss_scale=4.0)
+    dynamic.train(0, 1)
+    fixed.load_state_dict(dynamic.state_dict())
+    assert fixed.grad_scaler.get_scale() == 4.0
+    other = make(loss_scale=2.0)
+    other.load_state_dict(fixed.state_dict())
+    assert other.grad_scaler.get_scale() == 2.0
+    assert not caplog.records
+
+    dynamic.load_state_dict(fixed.state_dict())
+    assert "The checkpoint has no gradient scale; it starts from 8" in caplog.text
+    assert dynamic.grad_scaler.get_growth_factor() == 2.0
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"loss_scale": 0.0}, "loss_scale must be a number greater than 0, .* got 0.0"),
+        ({"loss_scale": math.inf}, "got inf"),
+        ({"loss_scale": 8.0, "precision": torch.bfloat16}, "got 8.0 with torch.bfloat16"),
+        (
+            {"loss_scale": 8.0, "grad_scaler": torch.amp.GradScaler("cpu")},
+            "without a grad_scaler, got 8.0 .*GradScaler",
+        ),
+    ],
+)
+def test_a_fixed_scale_that_cannot_be_is_an_error(kwargs, message):
+    model = Weight()
+    with pytest.raises(ValueError, match=message):
+        AMPTrainer(model, [], sgd(model), **kwargs)
+
+
+def test_an_optimizer_that_makes_float16_wait_for_the_device_is_named_once(caplog):
+    on_device = Weight().to("meta")
+    AMPTrainer(on_device, [], sgd(on_device))
+    assert [record.message.partition(" so ")[0] for record in caplog.records] == [
+        "SGD has no fused implementation here,"
+    ]
+    caplog.clear()
+    on_cpu = Weight()
+    AMPTrainer(on_device, [], sgd(on_device), precision=torch.bfloat16)
+    AMPTrainer(on_cpu, [], sgd(on_cpu))
+    assert not caplog.records
 
 
 @pytest.fixture
@@ -706,15 +927,6 @@ def test_other_precisions_are_rejected():
         AMPTrainer(model, batches(1), sgd(model), precision=torch.float32)
 
 
-def test_the_scale_is_stored_on_request():
-    trainer = amp_trainer_with_overflows([1.0, math.inf, 1.0], log_grad_scaler=True)
-    trainer.train(0, 3)
-    assert trainer.storage.history("[metric]grad_scaler").values() == [(16.0, 0), (8.0, 1), (8.0, 2)]
-    quiet = amp_trainer_with_overflows([1.0])
-    quiet.train(0, 1)
-    assert "[metric]grad_scaler" not in quiet.storage.latest()
-
-
 def test_the_scaler_goes_on_from_its_state():
     first = amp_trainer_with_overflows([math.inf, 1.0])
     first.train(0, 2)
@@ -722,6 +934,14 @@ def test_the_scaler_goes_on_from_its_state():
     second.load_state_dict(first.state_dict())
     assert second.grad_scaler.get_scale() == 8.0
     assert second.grad_scaler.state_dict() == first.grad_scaler.state_dict()
+    second.train(2, 3)
+    assert second.storage.history("skipped_updates").values() == [(1.0, 2)]
+
+    first = amp_trainer_with_overflows([1.0])
+    without_count = {key: value for key, value in first.state_dict().items() if key != "skipped_updates"}
+    first.load_state_dict(without_count)  # detectron2 does not count
+    first.train(0, 1)
+    assert first.storage.history("skipped_updates").values() == [(0.0, 0)]
 
     plain = amp_bf16(Regression(), batches(1), sgd(Regression()))
     plain.load_state_dict(plain.state_dict())

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from trainkit.utils import comm
 from trainkit.utils.events import get_event_storage
@@ -28,14 +29,26 @@ def mean_losses(losses: Sequence[Losses]) -> Losses:
 
 
 class StepRecord:
-    """The losses of one iteration on their way to the host; on CUDA as one small tensor that nobody waits for yet."""
+    """The scalars of one iteration on their way to the host; on CUDA as one small tensor that nobody waits for yet."""
 
-    def __init__(self, losses: Losses, data_time: float, iter: int) -> None:
-        """``losses`` are detached; ``data_time`` is in seconds."""
-        self.names = losses.names()
+    def __init__(self, losses: Losses, data_time: float, iter: int, extra: Mapping[str, Tensor] | None = None) -> None:
+        """
+        Args:
+            losses: detached.
+            data_time: in seconds.
+            extra: name -> what else is stored, shape ``[]``, detached; no loss, so it may be anything.
+
+        Raises:
+            ValueError: the model calls a loss by a name of ``extra``.
+        """
+        extra = extra or {}
+        if taken := losses.values.keys() & extra.keys():
+            raise ValueError(f"the trainer stores {sorted(taken)} itself; give the model's entry another name")
+        names = losses.names()
+        self.names = [*names, *extra]
         self.data_time, self.iter = data_time, iter
         self._arrived: torch.cuda.Event | None = None
-        tensors = [losses.total, *losses.values.values()][: len(self.names)]
+        tensors = [*[losses.total, *losses.values.values()][: len(names)], *extra.values()]
         if not tensors[0].is_cuda:
             self._values = [tensor.item() for tensor in tensors]
             return
@@ -54,12 +67,15 @@ class StepRecord:
         return self._values
 
 
+_AS_THEY_ARE = frozenset({"skipped_updates", "[metric]grad_scaler"})  # the median of a count tells nobody anything
+
+
 def store_metrics(
     names: list[str], values: list[float], data_time: float, iter: int, prefix: str = "", *, gather: bool = True
 ) -> None:
-    """Put the mean over ranks of each loss, the longest ``data_time`` and the rank's own one into the open storage.
+    """Put the mean over ranks of each value, the longest ``data_time`` and the rank's own one into the open storage.
 
-    Every rank calls it in the same iterations. ``values[0]`` is the total loss.
+    Every rank calls it in the same iterations. ``values[0]`` is the total loss; only that has to be finite.
 
     Raises:
         FloatingPointError: the total loss is not finite, on any rank if ``gather``.
@@ -77,7 +93,7 @@ def store_metrics(
         storage.put_scalar("rank_data_time", data_time, cur_iter=iter)
         storage.put_scalar("data_time", max_data_time, cur_iter=iter)
         for name, value in means.items():
-            storage.put_scalar(prefix + name, value, cur_iter=iter)
+            storage.put_scalar(prefix + name, value, smoothing_hint=name not in _AS_THEY_ARE, cur_iter=iter)
 
 
 # ---------------------------------------------------------------------- over ranks

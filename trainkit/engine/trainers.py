@@ -1,13 +1,15 @@
 """Trainers whose iteration is one update of one model by one optimizer."""
 
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainkit.data.build import iters_per_epoch
 from trainkit.engine.metrics import StepRecord, mean_losses, metrics_group, store_metrics
@@ -29,6 +31,7 @@ class SimpleTrainer(TrainerBase):
         batch: what the loader gave in this iteration, on the model's device; a list of micro-batches if
             ``accumulation_steps`` > 1. Like ``losses`` readable in ``after_backward`` and ``after_step``.
         losses: what the model returned: name -> detached scalar tensor on the device.
+        trained_losses: the names of those among them that are minimized; the others are only logged.
     """
 
     def __init__(
@@ -56,7 +59,8 @@ class SimpleTrainer(TrainerBase):
                 that is not finite included, ends the run one log period later at most.
             accumulation_steps: micro-batches per iteration; equals one batch of so many times the size for losses
                 that are means over the batch.
-            clip_gradients: called with the parameters between ``after_backward`` and the update.
+            clip_gradients: called with the parameters between ``after_backward`` and the update, such as
+                `trainkit.solver.GradientClipper`; what it returns, shape ``[]``, is stored as ``grad_norm``.
 
         Raises:
             ValueError: a period is less than 1.
@@ -73,8 +77,16 @@ class SimpleTrainer(TrainerBase):
         self.clip_gradients = clip_gradients
         self.batch: Any = None
         self.losses: Mapping[str, Tensor] = {}
+        self.trained_losses: Sequence[str] = ()
         self._iterator: Iterator[Any] | None = None
         self._losses_described = False
+        if accumulation_steps > 1 and any(isinstance(module, _BatchNorm) for module in model.modules()):
+            logger.warning(
+                "The model has batch norm, which normalizes each micro-batch by itself, so %d of them do not equal one "
+                "batch of %d times the size; group norm or layer norm would",
+                accumulation_steps,
+                accumulation_steps,
+            )
 
     def run_step(self) -> None:
         """Fetch, zero_grad, forward, backward, after_backward, clip, metrics, update."""
@@ -95,13 +107,12 @@ class SimpleTrainer(TrainerBase):
                 self.backward(total if len(batches) == 1 else total / len(batches))
             found.append(losses.detach())
         step_losses = mean_losses(found)
-        self.losses = step_losses.values
+        self.losses, self.trained_losses = step_losses.values, step_losses.trained
         self.prepare_gradients()
         self.after_backward()
-        if self.clip_gradients is not None:
-            self.clip_gradients(self.model.parameters())
+        extra = self.clip()
         # before the update: a loss that is not finite must not reach the weights
-        self._write_metrics(step_losses, data_time)
+        self._write_metrics(step_losses, data_time, extra)
         self.update()
 
     # ------------------------------------------------------------------ parts of a step, for variants to override
@@ -120,6 +131,11 @@ class SimpleTrainer(TrainerBase):
 
     def prepare_gradients(self) -> None:
         """Make the gradients true ones before anybody looks at them."""
+
+    def clip(self) -> dict[str, Tensor]:
+        """Clip the gradients, if asked to; returns what is worth storing of that, on the device."""
+        norm = None if self.clip_gradients is None else self.clip_gradients(self.model.parameters())
+        return {} if norm is None else {"grad_norm": norm}
 
     def update(self) -> None:
         self.optimizer.step()
@@ -144,11 +160,6 @@ class SimpleTrainer(TrainerBase):
         if batches is None:
             raise ValueError("the training data is a stream without a length, so there are no epochs; use iterations")
         return max(1, -(-batches // self.accumulation_steps))
-
-    @property
-    def epoch(self) -> int:
-        """The current epoch, counted from 0."""
-        return self.iter // self.iters_per_epoch
 
     def reset_data_loader(self, data_loader_builder: Callable[[], Iterable[Any]]) -> None:
         """Go on with another loader; the old one and its workers are let go before the new one is built."""
@@ -194,8 +205,8 @@ class SimpleTrainer(TrainerBase):
 
     # ------------------------------------------------------------------ metrics
 
-    def _write_metrics(self, losses: Losses, data_time: float) -> None:
-        record = StepRecord(losses, data_time, self.iter)
+    def _write_metrics(self, losses: Losses, data_time: float, extra: dict[str, Tensor]) -> None:
+        record = StepRecord(losses, data_time, self.iter, extra)
         if self.async_write_metrics:
             metrics_group()
             storage = get_event_storage()
@@ -244,7 +255,9 @@ class SimpleTrainer(TrainerBase):
 class AMPTrainer(SimpleTrainer):
     """`SimpleTrainer` in mixed precision: the forward pass under autocast, float16 with a gradient scaler.
 
-    bfloat16 has the range of float32 and needs no scaler. An update with overflown gradients is skipped by the scaler.
+    Parameters, gradients and the optimizer's state stay in float32. bfloat16 has the range of float32 and needs no
+    scaler. An update with overflown gradients is skipped by the scaler; ``skipped_updates`` in the storage is their
+    number so far, counted on the device. Schedules are functions of the iteration, so they are not delayed by that.
     """
 
     def __init__(
@@ -258,18 +271,21 @@ class AMPTrainer(SimpleTrainer):
         precision: torch.dtype = torch.float16,
         log_grad_scaler: bool = False,
         async_write_metrics: bool = False,
+        *,
+        loss_scale: float | None = None,
         **kwargs: Any,
     ) -> None:
         """
         Args:
             grad_scaler: default is a dynamic one for float16 and none for bfloat16.
             precision: ``torch.float16`` or ``torch.bfloat16``.
-            log_grad_scaler: store the scale as ``[metric]grad_scaler``.
+            log_grad_scaler: store the scale that an iteration has used as ``[metric]grad_scaler``.
+            loss_scale: for float16, a fixed scale instead of a dynamic one. It is a setting and no part of the state.
             kwargs: as in `SimpleTrainer`.
 
         Raises:
-            ValueError: another precision; a model that runs on several devices of one process; fused SGD with
-                dampening under a scaler.
+            ValueError: another precision; a ``loss_scale`` that is not greater than 0, or together with a scaler or
+                bfloat16; a model that runs on several devices of one process; fused SGD with dampening under a scaler.
         """
         super().__init__(
             model, data_loader, optimizer, gather_metric_period, zero_grad_before_forward, async_write_metrics, **kwargs
@@ -282,11 +298,23 @@ class AMPTrainer(SimpleTrainer):
         self._device_type = "cpu" if device is None else device.type
         self.precision = precision
         self.log_grad_scaler = log_grad_scaler
+        self._loss_scale = loss_scale
+        if loss_scale is not None:
+            if grad_scaler is not None or precision != torch.float16 or not 0 < loss_scale < math.inf:
+                raise ValueError(
+                    "loss_scale must be a number greater than 0, for float16 and without a grad_scaler, got "
+                    f"{loss_scale!r} with {precision} and grad_scaler={grad_scaler!r}; leave it out for a dynamic scale"
+                )
+            grad_scaler = torch.amp.GradScaler(self._device_type, init_scale=loss_scale)
+            grad_scaler.set_growth_factor(1.0)
+            grad_scaler.set_backoff_factor(1.0)
         self.grad_scaler = grad_scaler or torch.amp.GradScaler(self._device_type, enabled=precision == torch.float16)
+        self._skipped_updates = torch.zeros((), device=device)
         self._not_finite_in_row = 0
         self._unscaled = False
         if self.grad_scaler.is_enabled():
             _zero_fill_momentum(optimizer)
+            _say_if_waiting(optimizer, self._device_type)
 
     def compute_losses(self, batch: Any) -> Losses:
         with torch.autocast(self._device_type, dtype=self.precision):
@@ -296,18 +324,30 @@ class AMPTrainer(SimpleTrainer):
         self.grad_scaler.scale(loss).backward()
 
     def prepare_gradients(self) -> None:
-        if self.grad_scaler.is_enabled():
+        scaler = self.grad_scaler
+        if scaler.is_enabled():
             if self._unscaled:  # the last step failed behind this point; the scaler has to forget it
-                self.grad_scaler.update(self.grad_scaler.get_scale())
+                scaler.update(scaler.get_scale())
             self._unscaled = True
-            self.grad_scaler.unscale_(self.optimizer)
+            scaler.unscale_(self.optimizer)
+            # what decides in step() whether it updates; anything public would wait for the device
+            overflown = scaler._found_inf_per_device(self.optimizer).values()
+            if overflown:
+                on_one = [flag.to(self._skipped_updates.device, non_blocking=True) for flag in overflown]
+                self._skipped_updates += torch.stack(on_one).amax()
 
     def update(self) -> None:
         self.grad_scaler.step(self.optimizer)
         self.grad_scaler.update()
         self._unscaled = False
-        if self.log_grad_scaler:
-            get_event_storage().put_scalar("[metric]grad_scaler", self.grad_scaler.get_scale())
+
+    def _write_metrics(self, losses: Losses, data_time: float, extra: dict[str, Tensor]) -> None:
+        if self.grad_scaler.is_enabled():
+            extra["skipped_updates"] = self._skipped_updates
+            scale = self.grad_scaler._get_scale_async() if self.log_grad_scaler else None
+            if scale is not None:
+                extra["[metric]grad_scaler"] = scale
+        super()._write_metrics(losses, data_time, extra)
 
     def _store_metrics(self, record: StepRecord) -> None:
         """A loss beyond the range of float16 now and then is what the scaler is for; many in a row are a failure."""
@@ -321,11 +361,14 @@ class AMPTrainer(SimpleTrainer):
             logger.warning("The loss of iteration %d is not finite; its update is left to the scaler", record.iter)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "grad_scaler": self.grad_scaler.state_dict()}
+        """With the scale, unless it is fixed, and the number of skipped updates."""
+        scaler = self.grad_scaler.state_dict() if self._loss_scale is None else {}
+        return {**super().state_dict(), "grad_scaler": scaler, "skipped_updates": int(self._skipped_updates)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        if not self.grad_scaler.is_enabled():
+        self._skipped_updates.fill_(state_dict.get("skipped_updates", 0))
+        if not self.grad_scaler.is_enabled() or self._loss_scale is not None:
             return
         if state_dict.get("grad_scaler"):
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
@@ -337,6 +380,15 @@ _END = object()
 
 
 _MAX_NOT_FINITE_IN_ROW = 25  # a scale of 2**16 is down to 2**-9 by then
+
+
+def _say_if_waiting(optimizer: torch.optim.Optimizer, device_type: str) -> None:
+    if device_type != "cpu" and not getattr(optimizer, "_step_supports_amp_scaling", False):
+        logger.warning(
+            "%s has no fused implementation here, so under float16 every update waits for the device to learn whether "
+            "to skip it; SGD, Adam, AdamW and Adagrad with fused=True do not, nor does bfloat16",
+            type(optimizer).__name__,
+        )
 
 
 def _zero_fill_momentum(optimizer: torch.optim.Optimizer) -> None:
