@@ -10,18 +10,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trainkit.checkpoint import Checkpointer
-from trainkit.config import CfgNode, ConfigError, get_cfg
+from trainkit.config import CfgNode, get_cfg
 from trainkit.engine import (
     DefaultTrainer,
+    EvaluationRun,
     default_argument_parser,
     default_setup,
     fast_dev_config,
     launch,
     user_errors_exit,
 )
-from trainkit.evaluation import verify_results
-from trainkit.utils import comm
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_CONFIG = ROOT / "projects/digits/config.yaml"
@@ -50,21 +48,13 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     with user_errors_exit():
         cfg = setup(args)
         if args.eval_only:
-            model = Trainer.build_model(cfg)
-            checkpointer = Checkpointer(model, cfg.OUTPUT_DIR)
-            if not cfg.MODEL.WEIGHTS and not checkpointer.has_checkpoint():
-                raise ConfigError(f"there is nothing to evaluate: no checkpoint in {cfg.OUTPUT_DIR}; set MODEL.WEIGHTS")
-            checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=not cfg.MODEL.WEIGHTS)
-            results = Trainer.test(cfg, model)
-            if comm.is_main_process() and cfg.TEST.EXPECTED_RESULTS:
-                verify_results(cfg, results)
-            return results
+            return EvaluationRun(cfg, Trainer).run()
         trainer = Trainer(cfg)
         trainer.resume_or_load(resume=args.resume)
-    results = trainer.train()
-    if args.fast_dev_run:
-        Trainer(cfg).resume_or_load(resume=True)
-        logger.info("The trial run was trained, evaluated, saved and loaded without an error")
+        results = trainer.train()
+        if args.fast_dev_run:
+            Trainer(cfg).resume_or_load(resume=True)
+            logger.info("The trial run was trained, evaluated, saved and loaded without an error")
     return results
 
 

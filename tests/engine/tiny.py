@@ -5,7 +5,7 @@ from torch import nn
 
 from trainkit.engine.train_loop import HookBase, TrainerBase
 
-CLOCK_READINGS = {"time", "data_time", "rank_data_time", "eta_seconds"}
+CLOCK_READINGS = {"time", "data_time", "rank_data_time", "eta_seconds", "epoch_time"}
 
 
 class Regression(nn.Module):

@@ -2,6 +2,7 @@
 
 from trainkit.engine import hooks
 from trainkit.engine.defaults import DefaultTrainer
+from trainkit.engine.evaluation_run import EvaluationRun
 from trainkit.engine.launch import DEFAULT_TIMEOUT, launch
 from trainkit.engine.parallel import create_ddp_model
 from trainkit.engine.predictor import DefaultPredictor
@@ -20,6 +21,7 @@ __all__ = [
     "DEFAULT_TIMEOUT",
     "DefaultPredictor",
     "DefaultTrainer",
+    "EvaluationRun",
     "HookBase",
     "Priority",
     "SimpleTrainer",

@@ -4,7 +4,8 @@ import inspect
 import itertools
 import logging
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,24 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainkit.checkpoint import Checkpointer
-from trainkit.config import CfgNode, ConfigError, check_values, import_modules, resolve_lengths, scale_workers
+from trainkit.config import (
+    CfgNode,
+    ConfigError,
+    check_values,
+    import_modules,
+    resolve_lengths,
+    scale_lr_to_batch,
+    scale_workers,
+)
 from trainkit.data.build import build_test_loader, build_train_loader
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.engine import hooks
+from trainkit.engine.evaluation_run import evaluate_models
+from trainkit.engine.hooks.checkpoint import best_file_prefixes
+from trainkit.engine.hooks.monitor import check_monitored_metrics
 from trainkit.engine.parallel import create_ddp_model
 from trainkit.engine.predictor import DefaultPredictor
-from trainkit.engine.setup import default_argument_parser, default_setup, default_writers
+from trainkit.engine.setup import checkpoint_dir, default_argument_parser, default_setup, default_writers
 from trainkit.engine.train_loop import HookBase, TrainerBase
 from trainkit.engine.trainers import AMPTrainer, SimpleTrainer
 from trainkit.evaluation import (
@@ -71,7 +83,7 @@ class DefaultTrainer(TrainerBase):
         import_modules(cfg.IMPORTS)
         check_values(cfg)
         self._check_names(cfg)
-        cfg = self.auto_scale_workers(cfg, comm.get_world_size())
+        cfg = scale_lr_to_batch(self.auto_scale_workers(cfg, comm.get_world_size()))
 
         # in this order: users' build methods count on the model being there for the optimizer, both for the loader
         model = self.build_model(cfg)
@@ -82,11 +94,13 @@ class DefaultTrainer(TrainerBase):
 
         self.cfg = cfg = self._resolve_lengths(cfg)
         self.scheduler = self.build_lr_scheduler(cfg, optimizer)
-        self.checkpointer = Checkpointer(model, cfg.OUTPUT_DIR, trainer=weakref.proxy(self))
+        self.checkpointer = Checkpointer(model, checkpoint_dir(cfg), trainer=weakref.proxy(self))
         self.start_iter = 0
         self.max_iter = cfg.SOLVER.MAX_ITER
         self._results: dict[str, Any] = {}
+        self._configured = hooks.ConfiguredHooks(cfg.HOOKS, weakref.proxy(self))
         self.register_hooks(self.build_hooks())
+        self._configured.register_at_anchors(self)
 
     # ------------------------------------------------------------------ running
 
@@ -126,6 +140,7 @@ class DefaultTrainer(TrainerBase):
                 logger.warning("This run has finished after %d iterations; give train() a larger max_iter", self.iter)
                 return self._results
         self.warn_unclaimed_states()
+        self._check_monitored_metrics()
         super().train(start_iter, self.max_iter if max_iter is None else max_iter)
         if comm.is_main_process():
             files = sorted(path.name for path in Path(self.cfg.OUTPUT_DIR).glob("*") if path.is_file())
@@ -148,60 +163,112 @@ class DefaultTrainer(TrainerBase):
     # ------------------------------------------------------------------ hooks
 
     def build_hooks(self) -> list[HookBase | None]:
-        """The hooks in their fixed order; what is registered later comes before the writers."""
-        cfg = self.cfg
-        period, best, early = cfg.TEST.EVAL_PERIOD, cfg.CHECKPOINT, cfg.EARLY_STOPPING
+        """The hooks in their fixed order, those of HOOKS among them; what is registered later comes before the writers.
+
+        ``take`` gives a hook that is there by default, as an entry of HOOKS may have changed it; ``chosen`` one that is
+        there if HOOKS names it.
+        """
+        cfg, best, early = self.cfg, self.cfg.CHECKPOINT, self.cfg.EARLY_STOPPING
         me = weakref.proxy(self)  # a hook that held its trainer would keep it alive
-        return [
+        take, chosen = self._configured.take, partial(self._configured.take, default=False)
+        by_epoch = cfg.LOG.EVAL_AXIS == "epoch"
+        evaluated = {"eval_period": cfg.TEST.EVAL_PERIOD, "offset": cfg.TEST.EVAL_START}
+        saved = {**evaluated, "checkpointer": self.checkpointer, "mode": best.BEST_MODE}
+        early_hooks = [
             # first: the time of a step is measured without the hooks behind it
-            hooks.IterationTimer(),
+            *take(hooks.IterationTimer),
+            *chosen(hooks.Throughput),
+            # early: they say in which epoch everything else happens
+            *chosen(hooks.RuntimeInfo, period=cfg.LOG.PERIOD),
+            *chosen(hooks.SamplerSeed),
+            # behind the update, before anything that evaluates or saves
+            *chosen(hooks.EMAHook),
             # early: what is saved and evaluated below belongs to the next learning rate, as after a resume
-            hooks.LRScheduler(),
+            *take(hooks.LRScheduler),
+            *chosen(hooks.ParamScheduler),
             # before the checkpointer: the statistics are part of what is saved and evaluated
-            self._build_precise_bn(),
-            # before the evaluation: if that fails, the checkpoint is there to find out why
-            hooks.PeriodicCheckpointer(
-                self.checkpointer, cfg.SOLVER.CHECKPOINT_PERIOD, max_to_keep=cfg.CHECKPOINT.MAX_TO_KEEP
-            ),
-            hooks.EvalHook(period, lambda: me._validate(), eval_at_start=cfg.TEST.EVAL_AT_START),
-            # behind the evaluation, whose results they look at
-            hooks.BestCheckpointer(period, self.checkpointer, best.BEST_METRIC, best.BEST_MODE)
-            if best.BEST_METRIC
-            else None,
-            hooks.EarlyStopping(period, early.METRIC, early.MODE, early.PATIENCE, early.MIN_DELTA)
-            if early.METRIC
-            else None,
-            # behind everything that could choose a checkpoint: the test data has no say in that
-            hooks.EvalHook(0, lambda: me._test()) if cfg.DATASETS.VAL else None,
-            # last: whatever the others put is written
-            hooks.PeriodicWriter(self.build_writers() if comm.is_main_process() else [], cfg.LOG.PERIOD),
+            *self._build_precise_bn(),
         ]
+        late_hooks = [
+            # before the checkpointer and the evaluation: both should see the same buffers on all ranks
+            *chosen(hooks.SyncBuffers),
+            # before the evaluation: if that fails, the checkpoint is there to find out why
+            *take(
+                hooks.PeriodicCheckpointer,
+                checkpointer=self.checkpointer,
+                period=cfg.SOLVER.CHECKPOINT_PERIOD,
+                max_to_keep=best.MAX_TO_KEEP,
+                start=best.START,
+                save_last=best.SAVE_LAST,
+            ),
+            *take(
+                hooks.EvalHook,
+                **evaluated,
+                eval_function=lambda: me._validate(),
+                eval_at_start=cfg.TEST.EVAL_AT_START,
+                by_epoch=by_epoch,
+            ),
+            # behind the evaluation, whose results they look at
+            *chosen(hooks.ReduceOnPlateau, **evaluated),
+            *chosen(hooks.BestCheckpointer, **saved),
+            *itertools.chain.from_iterable(
+                take(hooks.BestCheckpointer, **saved, val_metric=metric, file_prefix=prefix)
+                for metric, prefix in best_file_prefixes(best.BEST_METRIC).items()
+            ),
+            *take(
+                hooks.EarlyStopping,
+                default=bool(early.METRIC),
+                **evaluated,
+                val_metric=early.METRIC,
+                mode=early.MODE,
+                patience=early.PATIENCE,
+                min_delta=early.MIN_DELTA,
+                threshold=early.THRESHOLD,
+            ),
+            # behind everything that could choose a checkpoint: the test data has no say in that
+            *([hooks.EvalHook(0, lambda: me._test(), phase="test", by_epoch=by_epoch)] if cfg.DATASETS.VAL else []),
+            # behind the last save
+            *take(hooks.PublishWeights, default=bool(best.PUBLISH), weights=best.PUBLISH or "model"),
+            # behind what uses memory
+            *chosen(hooks.EmptyCache),
+            *chosen(hooks.GarbageCollection),
+            # last: whatever the others put is written
+            *take(
+                hooks.PeriodicWriter,
+                writers=self.build_writers() if comm.is_main_process() else [],
+                period=cfg.LOG.PERIOD,
+            ),
+        ]
+        # in the middle what has no place of its own: before the checkpointer, which saves its state of this iteration
+        return [*early_hooks, *self._configured.rest(), *late_hooks]
 
     def build_writers(self) -> list[EventWriter]:
         """Those of LOG.WRITERS; called on rank 0."""
         return default_writers(self.cfg.OUTPUT_DIR, self.max_iter, self.cfg.LOG.WRITERS, self.cfg.LOG.WINDOW)
 
-    def _build_precise_bn(self) -> HookBase | None:
+    def _build_precise_bn(self) -> list[HookBase]:
         options = self.cfg.TEST.PRECISE_BN
         if not options.ENABLED or not any(isinstance(m, _BatchNorm) and m.training for m in self.model.modules()):
-            return None
+            return []
         cfg = self.cfg.clone()
         cfg.defrost()
         cfg.DATALOADER.NUM_WORKERS = 0  # it is used rarely
         loader = self.build_train_loader(cfg)  # its own, so that the order of the training data stays as it is
-        return hooks.PreciseBN(self.cfg.TEST.EVAL_PERIOD, self.model, loader, options.NUM_ITER)
+        return [hooks.PreciseBN(self.cfg.TEST.EVAL_PERIOD, self.model, loader, options.NUM_ITER)]
+
+    def _validation_cfg(self) -> CfgNode:
+        """A copy whose test data are those of the periodic evaluation."""
+        cfg = self.cfg.clone()
+        cfg.defrost()
+        cfg.DATASETS.TEST = cfg.DATASETS.VAL or cfg.DATASETS.TEST
+        return cfg
 
     def _validate(self) -> dict[str, Any]:
-        cfg = self.cfg
-        if cfg.DATASETS.VAL:
-            cfg = cfg.clone()
-            cfg.defrost()
-            cfg.DATASETS.TEST = cfg.DATASETS.VAL
-        self._results = self.test(cfg, self.model)
+        self._results = evaluate_models(self.test, self._validation_cfg(), self.model, self._hooks)
         return self._results
 
     def _test(self) -> dict[str, Any]:
-        self._results = self.test(self.cfg, self.model)
+        self._results = evaluate_models(self.test, self.cfg, self.model, self._hooks)
         return {"test": self._results}  # beside the results of the validation data, which have no prefix
 
     # ------------------------------------------------------------------ parts to override
@@ -280,7 +347,7 @@ class DefaultTrainer(TrainerBase):
             loader = cls.build_test_loader(cfg, name)
             if cfg.TEST.MAX_BATCHES:
                 loader = itertools.islice(loader, cfg.TEST.MAX_BATCHES)
-            results[name] = inference_on_dataset(model, loader, evaluator)
+            results[name] = inference_on_dataset(model, loader, evaluator, name=name)
             if comm.is_main_process():
                 logger.info("Results on %s:", name)
                 print_csv_format(results[name])
@@ -311,22 +378,45 @@ class DefaultTrainer(TrainerBase):
         }
         if not cfg.SOLVER.AMP.ENABLED:
             return SimpleTrainer(model, data_loader, optimizer, **arguments)
-        precision = {"float16": torch.float16, "bfloat16": torch.bfloat16}[cfg.SOLVER.AMP.PRECISION]
-        return AMPTrainer(model, data_loader, optimizer, precision=precision, **arguments)
+        amp = cfg.SOLVER.AMP
+        precision = {"float16": torch.float16, "bfloat16": torch.bfloat16}[amp.PRECISION]
+        if amp.LOSS_SCALE != "dynamic":
+            arguments["loss_scale"] = amp.LOSS_SCALE
+        elif precision == torch.float16:
+            device_type = "cpu" if device is None else device.type
+            arguments["grad_scaler"] = torch.amp.GradScaler(device_type, init_scale=amp.INIT_SCALE)
+        return AMPTrainer(model, data_loader, optimizer, precision=precision, log_grad_scaler=True, **arguments)
+
+    @classmethod
+    def _is_default(cls, method: str) -> bool:
+        return inspect.getattr_static(cls, method) is vars(DefaultTrainer)[method]
 
     @classmethod
     def _check_names(cls, cfg: CfgNode) -> None:
         """Find a wrong name now rather than at the first evaluation; what is overridden is not called for that."""
 
-        def is_default(method: str) -> bool:
-            return inspect.getattr_static(cls, method) is vars(DefaultTrainer)[method]
-
         for key in ("VAL", "TEST"):
             for name in cfg.DATASETS[key]:
-                if is_default("build_test_loader") and name not in DatasetCatalog:
+                if cls._is_default("build_test_loader") and name not in DatasetCatalog:
                     raise ConfigError(f"DATASETS.{key}: {DatasetCatalog.explain_unknown(name)}")
-                if is_default("build_evaluator") and cfg.TEST.EVALUATORS:
+                if cls._is_default("build_evaluator") and cfg.TEST.EVALUATORS:
                     cls.build_evaluator(cfg, name)
+
+    def _check_monitored_metrics(self) -> None:
+        """Find a metric that no evaluation gives now, by one batch of each dataset, rather than after hours."""
+        if self._is_default("test"):
+            check_monitored_metrics(self._hooks, self._evaluate_one_batch)
+
+    def _evaluate_one_batch(self) -> dict[str, Any]:
+        cfg = self._validation_cfg()
+        cfg.DATALOADER.NUM_WORKERS = 0
+        results = {
+            name: inference_on_dataset(
+                self.model, itertools.islice(self.build_test_loader(cfg, name), 1), self.build_evaluator(cfg, name)
+            )
+            for name in cfg.DATASETS.TEST
+        }
+        return next(iter(results.values())) if len(results) == 1 else results
 
     def _resolve_lengths(self, cfg: CfgNode) -> CfgNode:
         try:
@@ -381,11 +471,16 @@ class DefaultTrainer(TrainerBase):
         return self._trainer.losses
 
     @property
+    def trained_losses(self) -> Sequence[str]:
+        """As `SimpleTrainer.trained_losses`."""
+        return self._trainer.trained_losses
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches per iteration."""
+        return self._trainer.accumulation_steps
+
+    @property
     def iters_per_epoch(self) -> int:
         """As `SimpleTrainer.iters_per_epoch`."""
         return self._trainer.iters_per_epoch
-
-    @property
-    def epoch(self) -> int:
-        """The current epoch, counted from 0."""
-        return self.iter // self.iters_per_epoch

@@ -1,5 +1,6 @@
 """The model of a config, for samples outside of datasets."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,17 +8,20 @@ import torch
 from torch.utils.data import default_collate
 
 from trainkit.checkpoint import Checkpointer
+from trainkit.checkpoint.averaged import averaged_weights
 from trainkit.config import CfgNode, ConfigError, import_modules
 from trainkit.data.transforms import build_transform
 from trainkit.modeling import build_model
 from trainkit.utils.device import device_of, move_to_device
+
+logger = logging.getLogger(__name__)
 
 
 class DefaultPredictor:
     """The model of a config with the weights MODEL.WEIGHTS, for one sample or a list of samples.
 
     It gives what evaluation gives for the same sample: the test transform, the collate function, eval mode and no
-    gradients are the same.
+    gradients are the same. Where the config evaluates the averaged weights of an `EMAHook`, those of the file are used.
 
     Raises:
         ConfigError: MODEL.WEIGHTS is empty.
@@ -30,7 +34,10 @@ class DefaultPredictor:
             raise ConfigError("MODEL.WEIGHTS is empty; set it to the checkpoint whose model should predict")
         self.cfg = cfg.clone()
         self.model = build_model(self.cfg).eval()
-        Checkpointer(self.model).load(self.cfg.MODEL.WEIGHTS, checkpointables=[])
+        checkpointer = Checkpointer(self.model)
+        if _evaluates_average(self.cfg):
+            checkpointer.add_checkpointable("averaged", _TakeAverage())
+        checkpointer.load(self.cfg.MODEL.WEIGHTS, checkpointables=[])
         self._transform = build_transform(self.cfg, is_train=False)
         self._device = device_of(self.model)
 
@@ -56,6 +63,27 @@ class DefaultPredictor:
         outputs = self.model(batch)
         predictions = [_take(outputs, i) for i in range(len(samples))]
         return predictions[0] if single else predictions
+
+
+class _TakeAverage:
+    """Beside a model in a `Checkpointer`: gives it the averaged weights of the file that is loaded."""
+
+    def after_load(self, state: dict[str, Any]) -> None:
+        if averaged := averaged_weights(state):
+            state["model"] = {**state["model"], **averaged}
+        else:
+            logger.warning("MODEL.WEIGHTS holds no averaged weights of an EMAHook; predicting with the model's")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        pass
+
+
+def _evaluates_average(cfg: CfgNode) -> bool:
+    entries = [entry for entry in cfg.HOOKS if entry["NAME"] == "EMAHook" and entry.get("ENABLED", True)]
+    return bool(entries) and entries[0].get("EVALUATE", "ema") != "raw"
 
 
 def _take(outputs: Any, i: int) -> Any:

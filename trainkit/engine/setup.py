@@ -77,6 +77,11 @@ Examples:
     return parser
 
 
+def checkpoint_dir(cfg: CfgNode) -> str:
+    """Where the checkpoints of a run are."""
+    return cfg.CHECKPOINT.DIR or cfg.OUTPUT_DIR
+
+
 @contextmanager
 def user_errors_exit() -> Iterator[None]:
     """End the process with one message and code 2 for a mistake in the config, the command or a file they name."""
@@ -101,14 +106,15 @@ def default_setup(cfg: CfgNode, args: Any) -> None:
     Raises:
         ConfigError: the folder cannot be written, or a setting is not accepted.
     """
-    output_dir = Path(cfg.OUTPUT_DIR)
+    output_dir, checkpoints = Path(cfg.OUTPUT_DIR), Path(checkpoint_dir(cfg))
     resume, eval_only = getattr(args, "resume", False), getattr(args, "eval_only", False)
-    moved = None
+    moved: list[Path] = []
     if comm.is_main_process():
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
-            goes_on = eval_only or (resume and any(output_dir.glob("*.pth")))
-            moved = None if goes_on else _move_aside(output_dir, cfg.MODEL.WEIGHTS)
+            if not eval_only and not (resume and any(checkpoints.glob("*.pth"))):
+                folders = dict.fromkeys([output_dir, checkpoints])
+                moved = [aside for folder in folders if (aside := _move_aside(folder, cfg.MODEL.WEIGHTS))]
             if not eval_only:
                 (output_dir / "config.yaml").write_text(cfg.dump())
         except OSError as error:
@@ -120,8 +126,8 @@ def default_setup(cfg: CfgNode, args: Any) -> None:
     logger.info("Command: %s", " ".join(sys.argv))
     changes = "\n".join(f"  {key}: {value!r}" for key, value in _changes(cfg, get_cfg()))
     logger.info("Configuration, as far as it differs from the defaults:\n%s", changes or "  nowhere")
-    if moved is not None:
-        logger.info("The files of an earlier run in %s are now in %s", output_dir, moved)
+    for aside in moved:
+        logger.info("The files of an earlier run in %s are now in %s", aside.parent, aside)
     import_modules(cfg.IMPORTS)
     seed_all_rng(None if cfg.SEED < 0 else cfg.SEED + comm.get_rank())
     torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK and not eval_only
@@ -162,18 +168,28 @@ def fast_dev_config(cfg: CfgNode) -> CfgNode:
     """A copy for a trial of every part of the run in seconds, in a folder of its own: ``OUTPUT_DIR/fast_dev_run``."""
     cfg = cfg.clone()
     cfg.defrost()
-    cfg.OUTPUT_DIR = os.path.join(cfg.OUTPUT_DIR, "fast_dev_run")
+    cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR = os.path.join(cfg.OUTPUT_DIR, "fast_dev_run"), ""
     cfg.SOLVER.MAX_ITER, cfg.SOLVER.STEPS, cfg.SOLVER.WARMUP_ITERS = 6, (), 1
-    cfg.SOLVER.CHECKPOINT_PERIOD = cfg.TEST.EVAL_PERIOD = 3
+    cfg.SOLVER.SCHEDULES, cfg.SOLVER.CHECKPOINT_PERIOD, cfg.CHECKPOINT.START = [], 3, 0
+    cfg.TEST.EVAL_PERIOD, cfg.TEST.EVAL_START = 3, 0
     cfg.TEST.EVAL_AT_START, cfg.TEST.MAX_BATCHES, cfg.TEST.EXPECTED_RESULTS = True, 2, []
     cfg.TEST.PRECISE_BN.NUM_ITER = 2
     cfg.LOG.PERIOD = 1
+    # with the periods and begins of a long run most hooks would do nothing, and schedules do not fit into six steps
+    early = {"PERIOD": 1, "INTERVAL": 1, "BEGIN": 0}
+    cfg.HOOKS = [
+        {key: early.get(key, value) for key, value in entry.items()}
+        for entry in cfg.HOOKS
+        if entry.get("NAME") != "ParamScheduler"
+    ]
     cfg.freeze()
     return cfg
 
 
 def _move_aside(output_dir: Path, weights: str) -> Path | None:
     """Move what a run has left into a new folder ``previous_<n>``; the folder, or None if there was nothing."""
+    if not output_dir.is_dir():
+        return None
     old = [path for path in output_dir.iterdir() if path.is_file() and _RUN_FILES.fullmatch(path.name)]
     if not old:
         return None

@@ -18,11 +18,12 @@ def flatten_results_dict(results: Mapping[str, Any]) -> dict[str, Any]:
     return {"/".join(path): value for path, value in _leaves(results)}
 
 
-def print_csv_format(results: Mapping[str, Any]) -> None:
+def print_csv_format(results: Mapping[str, Any], *, outermost: str = "") -> None:
     """Log ``results`` as a table with one row per metric.
 
     Args:
         results: ``{task: {metric: value}}``, or ``{dataset: {task: {metric: value}}}``, which adds a column.
+        outermost: the name of one more level around these, which becomes the first column.
 
     Raises:
         TypeError: ``results`` is no mapping.
@@ -30,12 +31,13 @@ def print_csv_format(results: Mapping[str, Any]) -> None:
     if not isinstance(results, Mapping):
         raise TypeError(f"results must be a mapping of task -> metric -> value, got {type(results).__name__}")
     leaves = list(_leaves(results))
-    with_dataset = any(len(path) > 2 for path, _ in leaves)
+    first = 1 if outermost else 0
+    with_dataset = any(len(path) > first + 2 for path, _ in leaves)
     rows = []
     for path, value in leaves:
-        *datasets, task, metric = ("", *path) if len(path) == 1 else path
-        rows.append([*(["/".join(datasets)] if with_dataset else []), task, metric, _format(value)])
-    headers = [*(["dataset"] if with_dataset else []), "task", "metric", "value"]
+        *datasets, task, metric = ("", *path[first:]) if len(path) == first + 1 else path[first:]
+        rows.append([*path[:first], *(["/".join(datasets)] if with_dataset else []), task, metric, _format(value)])
+    headers = [*([outermost] if outermost else []), *(["dataset"] if with_dataset else []), "task", "metric", "value"]
     align = ["left"] * (len(headers) - 1) + ["right"]
     table = tabulate(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True) if rows else "none"
     logger.info("Evaluation results:\n%s", table)

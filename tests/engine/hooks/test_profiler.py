@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity
 
+from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Steps, fail_at
+from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import TorchProfiler
 
 
@@ -50,3 +52,30 @@ def test_a_step_that_fails_has_its_trace(tmp_path):
 def test_nothing_is_made_if_no_iteration_is_picked(tmp_path):
     profiled(tmp_path / "traces", {7}).train(0, 3)
     assert not (tmp_path / "traces").exists()
+
+
+def test_iterations_can_be_given_by_their_limits(tmp_path):
+    hook = TorchProfiler([1, 3], tmp_path, activities=[ProfilerActivity.CPU], save_tensorboard=False)
+    Steps([hook], step=multiply).train(0, 5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace_iter0000001.json", "trace_iter0000002.json"]
+
+
+@pytest.mark.parametrize("limits", [[3, 3], [-1, 2], [1], [1, 2, 3], [1.0, 2.0], [True, 2], 5, None, "1-2"])
+def test_what_is_no_pair_of_iterations_is_an_error_of_the_constructor(limits):
+    with pytest.raises(
+        ValueError, match=r"enable_predicate must be a function of the trainer, or \[begin, end\] .* got "
+    ):
+        TorchProfiler(limits, "traces")
+
+
+def test_from_a_config_traces_lie_in_a_folder_of_the_output_folder(tmp_path):
+    entry = {"NAME": "TorchProfiler", "ENABLE_PREDICATE": [1, 2], "SAVE_TENSORBOARD": False}
+    DefaultTrainer(tiny_cfg(tmp_path, "HOOKS", [entry])).train(0, 3)
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["trace_iter0000001.json"]
+
+
+def test_without_a_config_and_a_folder_there_is_an_error_before_the_first_iteration():
+    calls = []
+    with pytest.raises(ValueError, match="no config with an OUTPUT_DIR; give TorchProfiler an output_dir"):
+        Steps([TorchProfiler([0, 1])], step=calls.append).train(0, 1)
+    assert calls == []

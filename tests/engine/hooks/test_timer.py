@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from tests.engine.tiny import AfterStep, Steps
+from tests.engine.tiny import AfterStep, Steps, fail_at
 from trainkit.engine.hooks import CallbackHook, IterationTimer
 
 
@@ -58,3 +58,48 @@ def test_a_run_of_warm_up_only_says_nothing(clock, caplog):
     trainer.train(0, 3)
     assert "time" not in trainer.storage.latest()
     assert not [message for message in caplog.messages if "in hooks" in message]
+
+
+class Epochs(Steps):
+    iters_per_epoch = 3
+
+
+def epochs(clock, fail=-1):
+    """Steps of 10, 11, 12, ... s and a hook of 100 s behind each; an epoch has three of them."""
+
+    def step(iter):
+        clock.advance(10 + iter)
+        fail_at(fail)(iter)
+
+    return Epochs([IterationTimer(), AfterStep(lambda trainer: clock.advance(100))], step=step)
+
+
+def test_the_time_of_an_epoch_is_from_its_first_step_to_its_last_with_the_hooks_between(clock):
+    trainer = epochs(clock)
+    trainer.train(0, 8)
+    assert trainer.storage.history("epoch_time").values() == [(233.0, 2), (242.0, 5)]
+    assert trainer.storage.smoothing_hints()["epoch_time"] is False
+
+
+def test_an_epoch_that_the_run_has_not_done_as_a_whole_has_no_time(clock):
+    trainer = epochs(clock)
+    trainer.train(1, 6)  # resumed inside the first epoch
+    assert trainer.storage.history("epoch_time").values() == [(242.0, 5)]
+    trainer.train(0, 2)
+    trainer.train(2, 3)
+    assert "epoch_time" not in trainer.storage.latest()
+
+
+def test_an_epoch_in_which_a_step_failed_has_no_time_when_the_run_goes_on(clock):
+    trainer = epochs(clock, fail=4)
+    with pytest.raises(RuntimeError, match="step 4 failed"):
+        trainer.train(0, 9)
+    trainer.step = lambda iter: clock.advance(10)
+    trainer.train(4, 9)
+    assert trainer.storage.history("epoch_time").values() == [(230.0, 8)]
+
+
+def test_without_epochs_there_is_no_time_of_one(clock):
+    trainer = timed(clock)
+    trainer.train(0, 6)
+    assert "epoch_time" not in trainer.storage.latest()

@@ -1,30 +1,65 @@
 """The hooks that come with trainkit, and what a hook of one's own is made of."""
 
+from trainkit.engine.hook_base import HookBase, Priority
 from trainkit.engine.hooks.callback import CallbackHook
+from trainkit.engine.hooks.check_finite_loss import CheckFiniteLoss
 from trainkit.engine.hooks.checkpoint import BestCheckpointer, PeriodicCheckpointer
+from trainkit.engine.hooks.configured import ConfiguredHooks
 from trainkit.engine.hooks.early_stopping import EarlyStopping
+from trainkit.engine.hooks.ema import EMAHook
+from trainkit.engine.hooks.empty_cache import EmptyCache
 from trainkit.engine.hooks.evaluation import EvalHook
+from trainkit.engine.hooks.garbage_collection import GarbageCollection
 from trainkit.engine.hooks.lr_scheduler import LRScheduler
 from trainkit.engine.hooks.memory import TorchMemoryStats
+from trainkit.engine.hooks.param_scheduler import ParamScheduler
 from trainkit.engine.hooks.precise_bn import PreciseBN
 from trainkit.engine.hooks.profiler import TorchProfiler
+from trainkit.engine.hooks.publish import PublishWeights
+from trainkit.engine.hooks.reduce_on_plateau import ReduceOnPlateau
+from trainkit.engine.hooks.registry import HOOK_REGISTRY
+from trainkit.engine.hooks.runtime_info import RuntimeInfo
+from trainkit.engine.hooks.sampler_seed import SamplerSeed
+from trainkit.engine.hooks.sync_buffers import SyncBuffers
+from trainkit.engine.hooks.throughput import Throughput
 from trainkit.engine.hooks.timer import IterationTimer
+from trainkit.engine.hooks.unused_parameters import UnusedParameters
+from trainkit.engine.hooks.visualization import VISUALIZER_REGISTRY, VisualizationHook
 from trainkit.engine.hooks.writer import PeriodicWriter
-from trainkit.engine.train_loop import HookBase, Priority, is_due
+from trainkit.engine.periods import is_due, is_due_epoch, is_last, is_nth
 
 __all__ = [
     "BestCheckpointer",
     "CallbackHook",
+    "CheckFiniteLoss",
+    "ConfiguredHooks",
+    "EMAHook",
     "EarlyStopping",
+    "EmptyCache",
     "EvalHook",
+    "GarbageCollection",
+    "HOOK_REGISTRY",
     "HookBase",
     "IterationTimer",
     "LRScheduler",
+    "ParamScheduler",
     "PeriodicCheckpointer",
     "PeriodicWriter",
     "PreciseBN",
     "Priority",
+    "ReduceOnPlateau",
+    "PublishWeights",
+    "RuntimeInfo",
+    "SamplerSeed",
+    "SyncBuffers",
+    "Throughput",
     "TorchMemoryStats",
     "TorchProfiler",
+    "UnusedParameters",
+    "VISUALIZER_REGISTRY",
+    "VisualizationHook",
     "is_due",
+    "is_due_epoch",
+    "is_last",
+    "is_nth",
 ]

@@ -4,6 +4,7 @@ import logging
 
 import torch
 
+from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.train_loop import HookBase, check_period, is_due
 
 logger = logging.getLogger(__name__)
@@ -11,6 +12,7 @@ logger = logging.getLogger(__name__)
 _MIB = 2**20
 
 
+@HOOK_REGISTRY.register()
 class TorchMemoryStats(HookBase):
     """Log the CUDA memory of every ``period`` iterations, ``max_runs`` times, the last time with torch's own summary.
 

@@ -7,47 +7,63 @@ from typing import Any
 
 from torch import profiler
 
+from trainkit.config import ConfigError
+from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.train_loop import HookBase
 from trainkit.utils import comm
 
 logger = logging.getLogger(__name__)
 
 
+@HOOK_REGISTRY.register()
 class TorchProfiler(HookBase):
-    """Profile the iterations that ``enable_predicate(trainer)`` picks, each into a trace of its own.
+    """Profile the iterations that ``enable_predicate`` picks, each into a trace of its own.
 
     Shapes, memory, stacks and FLOPs are recorded, which slows these steps down. The traces lie in ``output_dir``, for
     TensorBoard's profiler plugin if ``save_tensorboard``, else as ``trace_iter<N>.json`` for ``chrome://tracing``.
 
     Args:
+        enable_predicate: a function of the trainer, or ``[begin, end]``, where ``end`` is not included.
+        output_dir: None: the folder ``profile`` of the config's OUTPUT_DIR.
         activities: default is all that the machine has, see ``torch.profiler.profile``.
+
+    Raises:
+        ValueError: ``enable_predicate`` is neither; before training: there is no ``output_dir``, and no config.
     """
 
     def __init__(
         self,
-        enable_predicate: Callable[[Any], bool],
-        output_dir: str | Path,
+        enable_predicate: Callable[[Any], bool] | Sequence[int],
+        output_dir: str | Path | None = None,
         *,
         activities: Sequence[profiler.ProfilerActivity] | None = None,
         save_tensorboard: bool = True,
     ) -> None:
-        self._enable_predicate = enable_predicate
-        self._output_dir = Path(output_dir)
+        self._enable_predicate = enable_predicate if callable(enable_predicate) else _within(enable_predicate)
+        self._output_dir = None if output_dir is None else Path(output_dir)
         self._activities = activities
         self._save_tensorboard = save_tensorboard
         self._profile: profiler.profile | None = None
 
+    def before_train(self) -> None:
+        if self._output_dir is None:
+            if not hasattr(self.trainer, "cfg"):
+                raise ConfigError("this trainer has no config with an OUTPUT_DIR; give TorchProfiler an output_dir")
+            self._output_dir = Path(self.trainer.cfg.OUTPUT_DIR, "profile")
+
     def before_step(self) -> None:
         if not self._enable_predicate(self.trainer):
             return
-        self._output_dir.mkdir(parents=True, exist_ok=True)
+        folder = self._output_dir
+        assert folder is not None  # since before_train
+        folder.mkdir(parents=True, exist_ok=True)
         name = f"trace_iter{self.trainer.iter:07d}" + (f"_rank{comm.get_rank()}" if comm.get_rank() else "")
         if self._save_tensorboard:
-            save = profiler.tensorboard_trace_handler(str(self._output_dir), worker_name=name)
+            save = profiler.tensorboard_trace_handler(str(folder), worker_name=name)
         else:
 
             def save(profile: profiler.profile) -> None:
-                profile.export_chrome_trace(str(self._output_dir / f"{name}.json"))
+                profile.export_chrome_trace(str(folder / f"{name}.json"))
 
         self._profile = profiler.profile(
             activities=self._activities,
@@ -70,3 +86,14 @@ class TorchProfiler(HookBase):
             profile, self._profile = self._profile, None
             profile.__exit__(None, None, None)
             logger.info("Profile of iteration %d saved in %s", self.trainer.iter, self._output_dir)
+
+
+def _within(limits: Any) -> Callable[[Any], bool]:
+    is_pair = isinstance(limits, Sequence) and len(limits) == 2 and all(type(limit) is int for limit in limits)
+    if not is_pair or not 0 <= limits[0] < limits[1]:
+        raise ValueError(
+            "enable_predicate must be a function of the trainer, or [begin, end] in iterations with 0 <= begin < end, "
+            f"got {limits!r}"
+        )
+    begin, end = limits
+    return lambda trainer: begin <= trainer.iter < end

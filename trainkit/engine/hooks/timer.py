@@ -4,16 +4,22 @@ import datetime
 import logging
 import time
 
-from trainkit.engine.train_loop import HookBase, Priority
+from trainkit.engine.hooks.registry import HOOK_REGISTRY
+from trainkit.engine.train_loop import HookBase, Priority, is_due
 
 logger = logging.getLogger(__name__)
 
 
+@HOOK_REGISTRY.register()
 class IterationTimer(HookBase):
     """Store ``time``, the seconds of each step without the hooks behind it; say at the end how fast it was.
 
     It runs before every other hook, so that the time of a step ends before theirs begins. The first
     ``warmup_iter`` iterations of a run (allocations, autotuning) are left out of both.
+
+    If the trainer has epochs, ``epoch_time`` is stored as well: the seconds from the begin of an epoch's first step to
+    the end of its last one, the hooks between them and all iterations included. An epoch of which the run has not done
+    the whole, such as that in which it was resumed, has none.
     """
 
     priority = Priority.HIGHEST - 1
@@ -27,20 +33,29 @@ class IterationTimer(HookBase):
         self._steps_sec = 0.0
         self._timed_iters = 0
         self._started_iters = 0
+        self._iters_per_epoch = 0  # 0: there are no epochs
+        self._epoch_begin: float | None = None
 
     def before_train(self) -> None:
         self._forget()
+        if self.trainer.has_epochs:
+            self._iters_per_epoch = self.trainer.iters_per_epoch
 
     def before_step(self) -> None:
         self._step_begin = time.perf_counter()
+        if self._iters_per_epoch and self.trainer.iter % self._iters_per_epoch == 0:
+            self._epoch_begin = self._step_begin
         if self._started_iters == self._warmup_iter:
             self._begin = self._step_begin
         self._started_iters += 1
 
     def after_step(self) -> None:
+        now = time.perf_counter()
+        if self._epoch_begin is not None and is_due(self.trainer, self._iters_per_epoch):
+            self.trainer.storage.put_scalar("epoch_time", now - self._epoch_begin, smoothing_hint=False)
         if self._started_iters <= self._warmup_iter:
             return
-        step_sec = time.perf_counter() - self._step_begin
+        step_sec = now - self._step_begin
         self._steps_sec += step_sec
         self._timed_iters += 1
         self.trainer.storage.put_scalar("time", step_sec)

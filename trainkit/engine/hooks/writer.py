@@ -4,12 +4,14 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.train_loop import HookBase, Priority, check_period, is_due
 from trainkit.utils.events import EventWriter, estimate_eta_sec, get_event_storage
 
 logger = logging.getLogger(__name__)
 
 
+@HOOK_REGISTRY.register()
 class PeriodicWriter(HookBase):
     """Let the writers write every ``period`` iterations, after the last one, and at the end of training.
 

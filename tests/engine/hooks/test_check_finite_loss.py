@@ -1,0 +1,80 @@
+import math
+
+import pytest
+import torch
+
+from tests.engine.tiny import Steps, Weight, sgd
+from trainkit.engine.hooks import CallbackHook, CheckFiniteLoss
+from trainkit.engine.trainers import AMPTrainer, SimpleTrainer
+
+
+def trainer_of(values, interval, compute=lambda weight, batch: weight * batch, trainer_class=SimpleTrainer, **kwargs):
+    model = Weight(compute)
+    data = [torch.tensor(value) for value in values]
+    trainer = trainer_class(model, data, sgd(model, lr=0.25), async_write_metrics=True, **kwargs)
+    trainer.register_hooks([CheckFiniteLoss(interval)])
+    return trainer
+
+
+@pytest.mark.parametrize(("interval", "iter"), [(1, 3), (3, 5), (4, 3)])
+def test_every_interval_th_iteration_stops_before_its_update(interval, iter):
+    trainer = trainer_of([1.0, 1.0, 1.0, math.nan, 1.0, math.nan], interval)
+    weights = []
+    trainer.register_hooks([CallbackHook(before_step=lambda t: weights.append(t.model.weight.item()))])
+    with pytest.raises(FloatingPointError, match=f"in iteration {iter} total_loss is nan on rank 0; this rank has"):
+        trainer.train(0, 6)
+    assert (trainer.iter, trainer.status) == (iter, "failed")
+    assert trainer.model.weight.item() == pytest.approx(weights[iter], nan_ok=True)
+    # what an asynchronous run does to the weights in the iterations between
+    assert [math.isnan(weight) for weight in weights] == [i > 3 for i in range(iter + 1)]
+
+
+def test_the_error_names_the_losses_that_are_not_finite_and_gives_all():
+    def compute(weight, batch):
+        return {"loss_a": weight * 2, "loss_b": weight * batch, "loss_c": -weight * batch}
+
+    trainer = trainer_of([math.inf], 1, compute)
+    message = (
+        r"in iteration 0 loss_b is inf on rank 0, loss_c is -inf on rank 0; "
+        r"this rank has {'loss_a': 2.0, 'loss_b': inf, 'loss_c': -inf}\. Lower the learning rate"
+    )
+    with pytest.raises(FloatingPointError, match=message):
+        trainer.train(0, 1)
+    assert trainer.model.weight.item() == 1.0
+
+
+def test_an_entry_that_is_only_logged_may_be_anything():
+    trainer = trainer_of([1.0], 1, lambda weight, batch: {"loss_a": weight, "recall": batch * math.nan})
+    trainer.train(0, 3)
+    assert trainer.status == "finished"
+
+
+def test_one_micro_batch_is_enough():
+    trainer = trainer_of([1.0, math.nan, 1.0], 1, accumulation_steps=3)
+    with pytest.raises(FloatingPointError, match="in iteration 0"):
+        trainer.train(0, 1)
+
+
+def test_a_float16_loss_that_is_not_finite_is_found_too():
+    without = trainer_of([1.0, math.inf], 50, trainer_class=AMPTrainer)
+    without.train(0, 2)
+    assert without.status == "finished"
+    trainer = trainer_of([1.0, math.inf], 2, trainer_class=AMPTrainer)
+    with pytest.raises(FloatingPointError, match="in iteration 1"):
+        trainer.train(0, 2)
+
+
+def test_a_run_step_of_ones_own_may_give_losses_only():
+    class Own(Steps):
+        def run_step(self):
+            self.losses = {"critic": torch.tensor(float(self.iter)), "actor": torch.tensor(math.nan)}
+            self.after_backward()
+
+    with pytest.raises(FloatingPointError, match="in iteration 1 actor is nan on rank 0"):
+        Own([CheckFiniteLoss(2)]).train(0, 9)
+
+
+@pytest.mark.parametrize("interval", [0, -1, 1.5, "3ep"])
+def test_an_interval_that_is_none_is_an_error(interval):
+    with pytest.raises(ValueError, match=f"interval must be a whole number of iterations >= 1, got {interval!r}"):
+        CheckFiniteLoss(interval)

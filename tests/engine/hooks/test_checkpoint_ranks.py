@@ -1,0 +1,63 @@
+"""Two processes: rank 0 has the results and writes; both end in the same way."""
+
+import os
+
+import pytest
+import torch
+from torch import distributed, multiprocessing, nn
+
+from tests.engine.tiny import AfterStep, Steps
+from trainkit.checkpoint import Checkpointer, CheckpointError
+from trainkit.engine.hooks import BestCheckpointer, EarlyStopping, EvalHook, PeriodicCheckpointer, PublishWeights
+from trainkit.utils import comm
+
+
+def _train(folder, values, action, **early):
+    results = iter(values)
+    checkpointer = Checkpointer(nn.Linear(1, 1), folder)
+    trainer = Steps(
+        [
+            PeriodicCheckpointer(checkpointer, 2, max_to_keep=1),
+            EvalHook(2, lambda: {"top1": next(results)} if comm.is_main_process() else None),
+            BestCheckpointer(2, checkpointer, "top1"),
+            EarlyStopping(2, "top1", **early),
+            AfterStep(action),
+            PublishWeights(),
+        ]
+    )
+    trainer.train(0, 20)
+    return trainer
+
+
+def _main(rank, folder):
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    mine = folder / str(rank)
+
+    for name, values, early, expected in (
+        ("threshold", [1, 2, 3, 4], {"threshold": 2.5}, 6),
+        ("patience", [1, 2, 1, 1, 5], {"patience": 2}, 8),
+        ("finite", [1, float("nan"), 3], {"check_finite": True}, 4),
+    ):
+        trainer = _train(mine / name, values, lambda trainer: None, **early)
+        assert (trainer.status, trainer.iter, trainer.max_iter) == ("finished", expected, expected)
+    # of three runs, what rank 0 alone has written
+    assert mine.exists() == (rank == 0)
+    distributed.barrier()
+
+    def damage(trainer):
+        if rank == 0 and trainer.iter == 3:
+            (mine / "damaged" / "model_best.pth").write_bytes(b"broken")
+
+    with pytest.raises(CheckpointError, match="weights could not be published: .*model_best.pth' is damaged"):
+        _train(mine / "damaged", [2, 1], damage, patience=1)
+    distributed.destroy_process_group()
+
+
+def test_rank_0_writes_and_all_ranks_stop_or_fail_together(tmp_path):
+    multiprocessing.spawn(_main, args=(tmp_path,), nprocs=2)
+
+    names = sorted(name.partition("_published-")[0] for name in os.listdir(tmp_path / "0" / "threshold"))
+    assert names == [
+        *("last_checkpoint", "model_0000005.pth", "model_best", "model_best.pth", "model_final", "model_final.pth")
+    ]

@@ -1,0 +1,157 @@
+"""HOOKS of a config."""
+
+import logging
+import re
+
+import pytest
+
+from tests.engine.job import tiny_cfg
+from trainkit.config import ConfigError
+from trainkit.engine import DefaultTrainer, HookBase, hooks
+from trainkit.engine.hooks import HOOK_REGISTRY
+
+DEFAULT_ORDER = ["IterationTimer", "LRScheduler", "PeriodicCheckpointer", "EvalHook", "PeriodicWriter"]
+
+
+@HOOK_REGISTRY.register()
+class Recorder(HookBase):
+    def __init__(self, period=1, names=("a",)):
+        if period < 1:
+            raise ValueError(f"period must be >= 1, got {period}")
+        self.period, self.names, self.calls = period, names, []
+
+    def after_step(self):
+        self.calls.append(self.trainer.iter)
+
+
+@HOOK_REGISTRY.register()
+class NeedsThings(HookBase):
+    def __init__(self, model, checkpointer, cfg, optimizer, data_loader, scale):
+        self.things = (model, checkpointer, cfg, optimizer, data_loader)
+        self.scale = scale
+
+
+def trainer(tmp_path, *entries):
+    return DefaultTrainer(tiny_cfg(tmp_path, "HOOKS", list(entries)))
+
+
+def order(trainer):
+    return [type(hook).__name__ for hook in trainer._hooks]
+
+
+def only(trainer, hook_class):
+    (hook,) = [hook for hook in trainer._hooks if isinstance(hook, hook_class)]
+    return hook
+
+
+def error(tmp_path, *entries):
+    with pytest.raises(ConfigError) as caught:
+        trainer(tmp_path, *entries)
+    return str(caught.value)
+
+
+def test_without_entries_the_default_hooks_are_there(tmp_path):
+    assert order(trainer(tmp_path)) == DEFAULT_ORDER
+
+
+def test_a_hook_of_the_users_own_gets_its_arguments_and_stands_before_the_checkpointer(tmp_path):
+    job = trainer(tmp_path, {"NAME": "Recorder", "PERIOD": 3, "NAMES": ["x", "y"]})
+    assert order(job) == ["IterationTimer", "LRScheduler", "Recorder", *DEFAULT_ORDER[2:]]
+    recorder = only(job, Recorder)
+    assert (recorder.period, recorder.names) == (3, ["x", "y"])
+    job.train(max_iter=2)
+    assert recorder.calls == [0, 1]
+
+
+def test_entries_keep_their_order(tmp_path):
+    job = trainer(tmp_path, {"NAME": "Recorder", "PERIOD": 2}, {"NAME": "TorchMemoryStats"}, {"NAME": "Recorder"})
+    assert order(job)[2:5] == ["Recorder", "TorchMemoryStats", "Recorder"]
+    assert [hook.period for hook in job._hooks if isinstance(hook, Recorder)] == [2, 1]
+
+
+def test_epochs_in_an_argument_become_iterations(tmp_path):
+    assert only(trainer(tmp_path, {"NAME": "Recorder", "PERIOD": "2ep"}), Recorder).period == 10
+
+
+def test_a_default_hook_keeps_its_place_and_its_other_arguments_when_an_entry_changes_one(tmp_path):
+    job = trainer(tmp_path, {"NAME": "PeriodicCheckpointer", "PERIOD": 4}, {"NAME": "IterationTimer", "WARMUP_ITER": 0})
+    assert order(job) == DEFAULT_ORDER
+    job.train()
+    assert sorted(path.name for path in tmp_path.glob("*.pth")) == [
+        "model_0000003.pth",
+        "model_0000007.pth",
+        "model_final.pth",
+    ]
+    assert [iter for _, iter in job.storage.history("time").values()] == list(range(10))
+
+
+@pytest.mark.parametrize("name", DEFAULT_ORDER)
+def test_every_default_hook_can_be_switched_off(tmp_path, name):
+    job = trainer(tmp_path, {"NAME": name, "ENABLED": False})
+    assert order(job) == [other for other in DEFAULT_ORDER if other != name]
+    job.train()
+
+
+def test_a_hook_that_is_named_and_not_enabled_is_not_there(tmp_path):
+    assert order(trainer(tmp_path, {"NAME": "Recorder", "ENABLED": False})) == DEFAULT_ORDER
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        ({"PRIORITY": "HIGH"}, ["IterationTimer", "Recorder", *DEFAULT_ORDER[1:]]),
+        ({"PRIORITY": 100}, [*DEFAULT_ORDER[:4], "Recorder", "PeriodicWriter"]),
+        ({"BEFORE": "EvalHook"}, [*DEFAULT_ORDER[:3], "Recorder", *DEFAULT_ORDER[3:]]),
+        ({"AFTER": "EvalHook"}, [*DEFAULT_ORDER[:4], "Recorder", "PeriodicWriter"]),
+        ({"AFTER": "PeriodicWriter"}, [*DEFAULT_ORDER, "Recorder"]),
+    ],
+)
+def test_an_entry_says_where_its_hook_stands(tmp_path, place, expected):
+    assert order(trainer(tmp_path, {"NAME": "Recorder", **place})) == expected
+
+
+def test_a_default_hook_can_be_moved(tmp_path):
+    job = trainer(tmp_path, {"NAME": "PeriodicCheckpointer", "AFTER": "EvalHook"})
+    assert order(job) == ["IterationTimer", "LRScheduler", "EvalHook", "PeriodicCheckpointer", "PeriodicWriter"]
+
+
+def test_required_arguments_that_the_trainer_has_are_taken_from_it(tmp_path):
+    job = trainer(tmp_path, {"NAME": "NeedsThings", "SCALE": 2.5})
+    hook = only(job, NeedsThings)
+    expected = (job.model, job.checkpointer, job.cfg, job.optimizer, job.data_loader)
+    assert all(got is wanted for got, wanted in zip(hook.things, expected, strict=True))
+    assert hook.scale == 2.5
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("Recorder", r"HOOKS is a list of entries such as .* got 'Recorder'"),
+        ({"PERIOD": 3}, r"HOOKS is a list of entries"),
+        ({"NAME": "Recoder"}, r"HOOKS: no 'Recoder' in the HOOK registry; did you mean 'Recorder'\? .*IMPORTS"),
+        (
+            {"NAME": "Recorder", "PERIODS": 2},
+            r"Recorder has no argument PERIODS; did you mean PERIOD\? It takes: PERIOD",
+        ),
+        ({"NAME": "Recorder", "PERIOD": 0}, r"HOOKS: Recorder: period must be >= 1, got 0"),
+        ({"NAME": "NeedsThings"}, r"HOOKS: NeedsThings: .*scale"),
+        ({"NAME": "Recorder", "ENABLED": "no"}, r"ENABLED must be True or False, got 'no'"),
+        ({"NAME": "Recorder", "PRIORITY": 1, "BEFORE": "EvalHook"}, r"give one of PRIORITY, BEFORE, AFTER"),
+        ({"NAME": "Recorder", "PRIORITY": "FIRST"}, r"HOOKS: Recorder: priority must be .*got 'FIRST'"),
+        ({"NAME": "Recorder", "BEFORE": "EvalHok"}, r"HOOKS: Recorder: the anchor 'EvalHok' stands for no registered"),
+        ({"NAME": "Recorder", "AFTER": "Recorder"}, r"HOOKS: Recorder: the anchor 'Recorder' stands for no registered"),
+    ],
+)
+def test_a_wrong_entry_is_named_with_its_remedy_before_training(tmp_path, entry, message):
+    assert re.search(message, error(tmp_path, entry))
+
+
+def test_a_trainer_that_builds_its_hooks_alone_is_told_which_entries_it_leaves_out(tmp_path, caplog):
+    class Own(DefaultTrainer):
+        def build_hooks(self):
+            return [hooks.IterationTimer()]
+
+    with caplog.at_level(logging.WARNING):
+        job = Own(tiny_cfg(tmp_path, "HOOKS", [{"NAME": "Recorder"}]))
+    assert order(job) == ["IterationTimer"]
+    assert "HOOKS of the config that build_hooks() has not used: Recorder" in caplog.text

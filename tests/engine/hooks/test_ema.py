@@ -1,0 +1,286 @@
+import logging
+import threading
+
+import pytest
+import torch
+from torch import distributed, multiprocessing, nn
+
+from tests.engine.tiny import AfterStep, Weight, sgd
+from trainkit.checkpoint import Checkpointer, averaged, file
+from trainkit.engine.hooks import CallbackHook, EMAHook
+from trainkit.engine.trainers import AMPTrainer, SimpleTrainer
+
+ITERS = 8
+
+
+def falling(hook, max_iter=5):
+    """The average after each iteration of a run whose weight is 0, -1, -2, ..."""
+    model = Weight()
+    trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model, lr=1.0))
+    found = []
+    note = AfterStep(lambda trainer: found.append(hook.models_to_evaluate(model)["ema"].weight.item()))
+    trainer.register_hooks([hook, note])
+    trainer.train(0, max_iter)
+    assert model.weight.item() == 1 - max_iter
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"decay": 0.5}, [0, -0.5, -1.25, -2.125, -3.0625]),
+        ({"decay": 0.75}, [0, -0.25, -0.6875, -1.265625, -1.94921875]),
+        ({"decay": 0.5, "begin": 1}, [0, -0.5, -1.25, -2.125, -3.0625]),
+        ({"decay": 0.5, "begin": 3}, [0, -1, -2, -2.5, -3.25]),
+        ({"decay": 0.5, "interval": 2}, [0, 0, -1, -1, -2.5]),
+        ({"kind": "annealing", "decay": 0.75, "gamma": 1}, [0, -0.5, -1, -1.5, -2.125]),
+        ({"kind": "mean"}, [0, -0.5, -1, -1.5, -2]),
+        ({"kind": "mean", "begin": 3, "interval": 2}, [0, -1, -2, -2, -3]),
+    ],
+    ids=str,
+)
+def test_the_average_follows_the_updates(arguments, expected):
+    assert falling(EMAHook(**arguments)) == pytest.approx(expected, abs=1e-6)
+
+
+def test_by_default_a_thousandth_of_each_update_is_taken_in():
+    assert falling(EMAHook(), 3) == pytest.approx([0, -0.001, -0.002999], abs=1e-9)
+
+
+class Net(nn.Module):
+    """A batch is ``[N, 3]``."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+    def forward(self, batch):
+        return (self.layers(batch) - 1).square().mean()
+
+
+class Job:
+    """A trainer with the hook and a checkpointer; every iteration sees the same batch."""
+
+    def __init__(self, folder, hook=None, seed=0, wrap=lambda model: model):
+        torch.manual_seed(seed)
+        self.model = Net()
+        self.hook = hook
+        data = [torch.randn(4, 3, generator=torch.Generator().manual_seed(1))]
+        self.trainer = SimpleTrainer(wrap(self.model), data, sgd(self.model, momentum=0.9))
+        self.checkpointer = Checkpointer(self.model, folder, trainer=self.trainer)
+        self.trainer.register_hooks([hook])
+
+    def resume(self):
+        self.checkpointer.resume_or_load("")
+        return self
+
+    def train(self, max_iter=ITERS, start_iter=None, stop_after=None):
+        """A run that is stopped is saved."""
+        if stop_after is not None:
+            stop = AfterStep(lambda trainer: trainer.iter + 1 == stop_after and trainer.request_stop("enough"))
+            self.trainer.register_hooks([stop])
+        self.trainer.train(self.trainer.iter + 1 if start_iter is None else start_iter, max_iter)
+        if stop_after is not None:
+            self.checkpointer.save("model")
+        return self
+
+    @property
+    def average(self):
+        return self.hook.models_to_evaluate(self.model)["ema"]
+
+
+def equal(a, b):
+    a, b = a.state_dict(), b.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ---------------------------------------------------------------------- state
+
+
+@pytest.mark.parametrize("saved_after", range(1, ITERS))
+@pytest.mark.parametrize(
+    "arguments",
+    [{"decay": 0.9, "interval": 3, "buffers": "average"}, {"kind": "annealing", "gamma": 5, "begin": 3}],
+    ids=str,
+)
+def test_a_resumed_run_has_the_same_average_to_the_last_bit(arguments, saved_after, tmp_path):
+    whole = Job(tmp_path / "whole", EMAHook(**arguments)).train(ITERS, 0)
+    Job(tmp_path / "cut", EMAHook(**arguments)).train(ITERS, 0, stop_after=saved_after)
+    resumed = Job(tmp_path / "cut", EMAHook(**arguments), seed=9).resume().train()
+    assert equal(resumed.model, whole.model)
+    assert equal(resumed.average, whole.average)
+    assert resumed.hook.state_dict()["steps"] == whole.hook.state_dict()["steps"] > 0
+    assert not equal(whole.average, whole.model)  # the comparison can fail
+
+
+def test_a_state_that_waits_for_the_run_is_not_lost(tmp_path):
+    first = Job(tmp_path, EMAHook(0.5)).train(ITERS, 0, stop_after=3)
+    second = Job(tmp_path, EMAHook(0.5)).resume()
+    assert second.hook.state_dict()["steps"] == 3
+    assert second.hook.state_dict()["model"].keys() == first.model.state_dict().keys()
+    assert EMAHook().state_dict() == {}
+
+
+def test_a_second_run_begins_a_new_average_and_one_that_goes_on_continues_it(tmp_path):
+    once = Job(tmp_path, EMAHook(0.5)).train(ITERS, 0)
+    twice = Job(tmp_path, EMAHook(0.5)).train(3, 0).train(ITERS, 3)
+    assert equal(twice.average, once.average)
+    twice.train(1, 0)
+    assert twice.hook.state_dict()["steps"] == 1
+    assert equal(twice.average, twice.model)
+
+
+def test_weights_that_are_loaded_without_the_rest_begin_the_average(tmp_path):
+    Job(tmp_path / "old", EMAHook(0.5)).train(ITERS, 0, stop_after=3)
+    new = Job(tmp_path / "new", EMAHook(0.5, begin=2), seed=9)
+    new.checkpointer.resume_or_load(tmp_path / "old/model.pth")
+    seen = []
+    new.trainer.register_hooks([CallbackHook(before_train=lambda _: seen.append(equal(new.average, new.model)))])
+    new.train(2, 0)
+    assert seen == [True]
+    assert new.hook.state_dict()["steps"] == 1
+
+
+@pytest.mark.parametrize(("begin", "warned"), [(0, True), (3, True), (4, False)])
+def test_a_checkpoint_without_an_average_begins_one_with_one_warning(begin, warned, tmp_path, caplog):
+    Job(tmp_path).train(ITERS, 0, stop_after=3)
+    job = Job(tmp_path, EMAHook(0.5, begin=begin)).resume().train()
+    messages = [record.getMessage() for record in caplog.records if record.name == "trainkit.engine.hooks.ema"]
+    warning = "EMAHook has no averaged weights of the first 3 iterations; the average begins with the model"
+    assert messages == ([warning] if warned else [])
+    assert job.hook.state_dict()["steps"] == 5
+
+
+def test_a_run_from_the_start_warns_of_nothing(tmp_path, caplog):
+    Job(tmp_path, EMAHook()).train(2, 0)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_the_saved_average_of_another_model_is_an_error_that_names_the_tensors():
+    job = Job("", EMAHook())
+    job.hook.load_state_dict({"model": {"layers.9.weight": torch.ones(1)}, "steps": 3})
+    with pytest.raises(ValueError, match=r"(?s)average of EMAHook is of another model.*unexpected *layers.9.weight"):
+        job.train(5, 3)
+
+
+def test_a_checkpoint_has_the_trained_weights_as_the_model_and_the_average_beside_them(tmp_path):
+    job = Job(tmp_path, EMAHook(0.5)).train(ITERS, 0, stop_after=5)
+    state = file.read_file(tmp_path / "model.pth")
+    assert all(torch.equal(value, state["model"][name]) for name, value in job.model.state_dict().items())
+    found = averaged.averaged_weights(state)
+    assert found is state["trainer"]["hooks"]["EMAHook"]["model"]
+    assert all(torch.equal(value, found[name]) for name, value in job.average.state_dict().items())
+    assert not torch.equal(found["layers.1.weight"], state["model"]["layers.1.weight"])
+
+
+@pytest.mark.parametrize("state", [{}, {"trainer": 3}, {"trainer": {"iteration": 1}}, {"trainer": {"hooks": {}}}])
+def test_a_state_without_averaged_weights_is_seen_as_such(state):
+    assert averaged.averaged_weights({"model": {}, **state}) is None
+
+
+# ---------------------------------------------------------------------- models
+
+
+@pytest.mark.parametrize(("evaluate", "names"), [("ema", ["ema"]), ("raw", ["raw"]), ("both", ["ema", "raw"])])
+def test_the_models_to_evaluate_are_those_that_are_asked_for(evaluate, names, tmp_path):
+    job = Job(tmp_path, EMAHook(0.5, evaluate=evaluate)).train(3, 0)
+    models = job.hook.models_to_evaluate(job.model)
+    assert list(models) == names
+    assert models.get("raw", job.model) is job.model
+    assert models.get("ema") is not job.model
+
+
+def test_without_training_the_average_is_that_of_the_checkpoint(tmp_path):
+    trained = Job(tmp_path, EMAHook(0.5)).train(ITERS, 0, stop_after=3)
+    loaded = Job(tmp_path, EMAHook(0.5, evaluate="both"), seed=9).resume()
+    models = loaded.hook.models_to_evaluate(loaded.model)
+    assert equal(models["ema"], trained.average)
+    assert equal(models["raw"], trained.model)
+    assert not equal(models["ema"], models["raw"])
+
+
+def test_without_training_and_without_an_average_the_models_own_weights_are_evaluated(tmp_path, caplog):
+    job = Job(tmp_path, EMAHook(evaluate="both"))
+    assert job.hook.models_to_evaluate(job.model) == {"raw": job.model}
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "none were loaded" in caplog.text
+
+
+def test_what_wraps_the_model_is_not_averaged(tmp_path):
+    plain = Job(tmp_path, EMAHook(0.5)).train(3, 0)
+    wrapped = Job(tmp_path, EMAHook(0.5), wrap=nn.DataParallel).train(3, 0)
+    assert type(wrapped.average) is Net
+    assert equal(wrapped.average, plain.average)
+
+
+def test_an_update_that_the_scaler_skips_takes_the_unchanged_weights_in_once_more():
+    model, hook = Weight(), EMAHook(kind="mean")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-100)
+    trainer = AMPTrainer(model, [torch.tensor(4.0)], sgd(model, lr=0.5), grad_scaler=scaler)
+    trainer.register_hooks([hook])
+    trainer.train(0, 3)
+    assert model.weight.item() == -3  # 1, -1, -3
+    assert hook.models_to_evaluate(model)["ema"].weight.item() == -1
+
+
+# ---------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"kind": "swa"}, ValueError, "kind must be one of"),
+        ({"gamma": 5}, ValueError, 'gamma is 5, but kind "exponential" has none'),
+        ({"decay": "0.9"}, TypeError, "decay must be a number, got '0.9'"),
+        ({"interval": 0}, ValueError, "interval must be a whole number of updates >= 1, got 0"),
+        ({"begin": -1}, ValueError, "begin must be a whole number of iterations >= 0, got -1"),
+        ({"buffers": "avg"}, ValueError, 'buffers must be "copy" or "average", got \'avg\''),
+        ({"evaluate": True}, ValueError, 'evaluate must be "ema", "raw" or "both", got True'),
+    ],
+)
+def test_bad_arguments_are_errors_of_the_constructor(arguments, error, message):
+    with pytest.raises(error, match=message):
+        EMAHook(**arguments)
+
+
+def test_an_average_that_would_never_begin_is_an_error_before_the_first_iteration(tmp_path):
+    job = Job(tmp_path, EMAHook(begin=9))
+    with pytest.raises(ValueError, match="begin of EMAHook is 9, beyond the end of the run after 8 iterations"):
+        job.train(8, 0)
+    assert job.trainer.iter == 0
+    job.train(9, 0)
+
+
+def test_a_model_that_cannot_be_copied_is_an_error_before_the_first_iteration(tmp_path):
+    job = Job(tmp_path, EMAHook())
+    job.model.lock = threading.Lock()
+    with pytest.raises(TypeError, match="Net cannot be copied"):
+        job.train(8, 0)
+    assert job.trainer.iter == 0
+
+
+# ---------------------------------------------------------------------- ranks
+
+
+def _main(rank, folder):
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    model = Net()
+    with torch.no_grad():
+        model.layers[1].weight.fill_(0.5)
+        model.layers[1].bias.zero_()
+    ddp = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    hook = EMAHook(0.5)
+    trainer = SimpleTrainer(ddp, [torch.full((2, 3), float(rank + 1)).cumsum(0)], sgd(model))
+    trainer.register_hooks([hook])
+    trainer.train(0, 3)
+    torch.save(hook.state_dict(), folder / f"{rank}.pth")
+    distributed.destroy_process_group()
+
+
+def test_every_rank_has_the_same_averaged_parameters_and_buffers_of_its_own(tmp_path):
+    multiprocessing.spawn(_main, args=(tmp_path,), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pth", weights_only=True) for rank in (0, 1))
+    assert first["steps"] == second["steps"] == 3
+    different = {name for name, value in first["model"].items() if not torch.equal(value, second["model"][name])}
+    assert different == {"layers.0.running_mean", "layers.0.running_var"}

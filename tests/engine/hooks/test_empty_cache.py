@@ -1,0 +1,78 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.engine.tiny import Regression, batches, sgd
+from trainkit.engine.hooks import CallbackHook, EmptyCache, EvalHook
+from trainkit.engine.trainers import SimpleTrainer
+from trainkit.evaluation import inference_on_dataset
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What happens; torch's functions for the device of this machine are replaced."""
+    calls = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "get_device_module", lambda: SimpleNamespace(empty_cache=lambda: calls.append("empty")))
+    return calls
+
+
+class Stream:
+    def __iter__(self):
+        return iter(batches(2))
+
+
+def run(calls, hook, data):
+    """Two epochs of two iterations, an evaluation of two batches at the end."""
+    model = Regression()
+    trainer = SimpleTrainer(model, data, sgd(model))
+    monitor = CallbackHook(
+        before_step=lambda trainer: calls.append(trainer.iter),
+        before_eval_step=lambda trainer, phase, index, inputs: calls.append(f"eval {index}"),
+    )
+    trainer.register_hooks([hook, monitor, EvalHook(0, lambda: inference_on_dataset(model, batches(2), None))])
+    trainer.train(0, 4)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, [0, 1, "empty", 2, 3, "empty", "eval 0", "eval 1", "empty"]),
+        ({"after_epoch": False}, [0, 1, 2, 3, "eval 0", "eval 1"]),
+        (
+            {"after_epoch": False, "before_epoch": True},
+            ["empty", 0, 1, "empty", 2, 3, "empty", "eval 0", "eval 1"],
+        ),
+        (
+            {"after_epoch": False, "after_step": True},
+            [0, "empty", 1, "empty", 2, "empty", 3, "empty", "eval 0", "empty", "eval 1", "empty"],
+        ),
+    ],
+)
+def test_the_cache_is_emptied_where_it_was_asked_for_in_training_and_in_evaluation(calls, arguments, expected):
+    assert run(calls, EmptyCache(**arguments), batches(2)) == expected
+
+
+def test_steps_work_with_a_stream_and_epochs_do_not(calls):
+    run(calls, EmptyCache(after_step=True, after_epoch=False), Stream())
+    assert calls.count("empty") == 4 + 2
+    with pytest.raises(ValueError, match="EmptyCache: there is something to do at epochs"):
+        run(calls, EmptyCache(), Stream())
+
+
+def test_without_an_accelerator_nothing_happens(calls, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert run(calls, EmptyCache(True, True, True), batches(2)) == [0, 1, 2, 3, "eval 0", "eval 1"]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_device_gives_memory_back():
+    run([], EmptyCache(after_step=True), batches(2))
+    memory = torch.empty(2**24, device="cuda")
+    del memory
+    held = torch.cuda.memory_reserved()
+    run([], EmptyCache(after_step=True), batches(2))
+    assert torch.cuda.memory_reserved() <= held - 2**26

@@ -1,0 +1,87 @@
+import gc
+import weakref
+
+import pytest
+
+from tests.engine.tiny import Steps, fail_at
+from trainkit.engine.hooks import CallbackHook, GarbageCollection
+
+
+@pytest.fixture(autouse=True)
+def enabled():
+    was_enabled = gc.isenabled()
+    gc.enable()
+    yield
+    gc.enable() if was_enabled else gc.disable()
+
+
+class Knot:
+    def __init__(self):
+        self.self = self
+
+
+def knots(*hooks, iters=7):
+    """For each iteration the earlier ones whose garbage is still there behind it; each makes a little."""
+    made, found = [], []
+    note = CallbackHook(after_step=lambda trainer: found.append([i for i, knot in enumerate(made) if knot()]))
+    Steps([*hooks, note], step=lambda iter: made.append(weakref.ref(Knot()))).train(0, iters)
+    return found
+
+
+def test_garbage_is_collected_every_period_and_not_between():
+    assert knots(GarbageCollection(3)) == [[0], [0, 1], [], [3], [3, 4], [], [6]]
+
+
+def test_a_younger_generation_is_enough_for_young_garbage_and_a_higher_one_for_old(monkeypatch):
+    asked = []
+    monkeypatch.setattr(gc, "collect", lambda generation=2: asked.append(generation))
+    Steps([GarbageCollection(2)]).train(0, 5)
+    Steps([GarbageCollection(2, generation=0)]).train(0, 2)
+    assert asked == [2, 1, 1, 2, 0]  # everything before each run, then by the period
+
+
+def test_python_collects_by_itself_outside_training_only():
+    during = []
+    note = CallbackHook(before_step=lambda trainer: during.append(gc.isenabled()))
+    trainer = Steps([GarbageCollection(), note])
+    for _ in range(2):
+        trainer.train(0, 1)
+        assert gc.isenabled()
+    assert during == [False, False]
+
+
+def test_a_failure_puts_it_back():
+    with pytest.raises(RuntimeError, match="step 1 failed"):
+        Steps([GarbageCollection()], step=fail_at(1)).train(0, 3)
+    assert gc.isenabled()
+
+
+def test_who_has_switched_it_off_keeps_it_so():
+    trainer = Steps([GarbageCollection()])
+    trainer.train(0, 1)
+    gc.disable()
+    trainer.train(0, 1)
+    assert not gc.isenabled()
+
+
+def test_a_run_that_fails_before_it_begins_leaves_it_as_it_is():
+    calls = []
+
+    def fail_in_the_second_run(trainer):
+        calls.append(1)
+        if len(calls) == 2:
+            gc.disable()
+            raise RuntimeError("not today")
+
+    trainer = Steps([CallbackHook(before_train=fail_in_the_second_run), GarbageCollection()])
+    trainer.train(0, 1)
+    with pytest.raises(RuntimeError, match="not today"):
+        trainer.train(0, 1)
+    assert not gc.isenabled()
+
+
+def test_bad_arguments_are_errors_of_the_constructor():
+    with pytest.raises(ValueError, match="period must be a whole number of iterations >= 1, got 0"):
+        GarbageCollection(0)
+    with pytest.raises(ValueError, match="generation must be 0, 1 or 2, got 3"):
+        GarbageCollection(generation=3)

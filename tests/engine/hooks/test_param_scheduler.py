@@ -1,0 +1,218 @@
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.tiny import Regression, Weight, batches, sgd
+from trainkit.config import ConfigError
+from trainkit.engine.hooks import CallbackHook, LRScheduler, ParamScheduler
+from trainkit.engine.trainers import AMPTrainer, SimpleTrainer
+from trainkit.solver import LRFunction
+from trainkit.solver.schedules import Linear
+
+HALVE = [{"NAME": "Exponential", "GAMMA": 0.5}]
+
+
+def make(hook, optimizer=None, read=lambda group: group["weight_decay"], trainer_class=SimpleTrainer, **kwargs):
+    """A trainer with the hook, and what ``read`` finds in the first group at each update."""
+    model = Weight()
+    if optimizer is None:
+        optimizer = sgd(model, weight_decay=0.5, momentum=0.5)
+    trainer = trainer_class(model, [torch.tensor(1.0)], optimizer, **kwargs)
+    used = []
+    note = CallbackHook(after_backward=lambda trainer: used.append(read(optimizer.param_groups[0])))
+    trainer.register_hooks([hook, note])
+    return trainer, used
+
+
+def adam(**kwargs):
+    return torch.optim.AdamW([nn.Parameter(torch.ones(2))], betas=(0.5, 0.75), **kwargs)
+
+
+def test_the_first_update_uses_the_first_value_and_each_value_is_stored_with_its_iteration():
+    trainer, used = make(ParamScheduler("weight_decay", [{"NAME": "Linear", "START_FACTOR": 0.25}]))
+    trainer.train(0, 4)
+    assert used == [0.125, 0.25, 0.375, 0.5]
+    assert trainer.storage.history("weight_decay").values() == list(zip(used, range(4), strict=True))
+    assert trainer.storage.smoothing_hints()["weight_decay"] is False
+
+
+FIELDS = {
+    "momentum": (lambda: sgd(Weight(), momentum=0.5), lambda group: group["momentum"], [0.5, 0.25, 0.125]),
+    "dampening": (lambda: sgd(Weight(), dampening=0.5), lambda group: group["dampening"], [0.5, 0.25, 0.125]),
+    "betas.0": (adam, lambda group: group["betas"], [(0.5, 0.75), (0.25, 0.75), (0.125, 0.75)]),
+    "betas.1": (adam, lambda group: group["betas"], [(0.5, 0.75), (0.5, 0.375), (0.5, 0.1875)]),
+    "eps": (lambda: adam(eps=0.5), lambda group: group["eps"], [0.5, 0.25, 0.125]),
+    "lr": (lambda: adam(lr=0.5), lambda group: group["lr"], [0.5, 0.25, 0.125]),
+}
+
+
+@pytest.mark.parametrize("param", FIELDS)
+def test_any_number_of_the_groups_can_be_scheduled(param):
+    make_optimizer, read, expected = FIELDS[param]
+    trainer, used = make(ParamScheduler(param, HALVE), make_optimizer(), read)
+    trainer.train(0, 3)
+    assert used == expected
+
+
+def test_the_momentum_of_adam_is_its_first_beta():
+    trainer, used = make(ParamScheduler("momentum", HALVE), adam(), lambda group: group["betas"])
+    trainer.train(0, 2)
+    assert used == [(0.5, 0.75), (0.25, 0.75)]
+    assert trainer.storage.history("momentum").values() == [(0.5, 0), (0.25, 1)]
+
+
+def test_groups_start_from_their_own_values_and_the_largest_is_stored():
+    groups = [{"params": [nn.Parameter(torch.ones(1)) for _ in range(n)], "weight_decay": n / 8} for n in (1, 2)]
+    trainer, _ = make(ParamScheduler("weight_decay", HALVE), torch.optim.SGD(groups, lr=0.1))
+    trainer.train(0, 2)
+    assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [1 / 16, 2 / 16]
+    assert [group["initial_weight_decay"] for group in trainer.optimizer.param_groups] == [1 / 8, 2 / 8]
+    assert trainer.storage.history("weight_decay").values() == [(2 / 8, 0), (2 / 16, 1)]
+
+
+def test_groups_without_the_field_or_with_a_fixed_lr_are_left_alone():
+    optimizer = adam(lr=0.5)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "fixed_lr": True})
+    optimizer.param_groups[0]["temperature"] = 4.0
+    trainer, used = make(ParamScheduler("temperature", HALVE), optimizer, lambda group: group["temperature"])
+    trainer.register_hooks([ParamScheduler("lr", HALVE)])
+    trainer.train(0, 2)
+    assert used == [4.0, 2.0]
+    assert "temperature" not in optimizer.param_groups[1]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.5]
+
+
+def test_a_function_can_be_given_instead_of_a_list():
+    trainer, used = make(ParamScheduler("weight_decay", Linear(3, 0.5)))
+    trainer.train(0, 3)
+    assert used == [0.25, 0.375, 0.5]
+
+
+@pytest.mark.parametrize("stop", range(1, 6))
+def test_a_run_resumed_anywhere_has_the_same_values_and_weights(stop, tmp_path):
+    def run(start, weight_decay=0.5, *, resume=True):
+        model = Regression()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=weight_decay)
+        trainer = SimpleTrainer(model, batches(6)[start:], optimizer)
+        used = []
+        trainer.register_hooks(
+            [
+                ParamScheduler("weight_decay", [{"NAME": "Cosine", "END_VALUE": 2.0}]),
+                ParamScheduler("betas.0", [{"NAME": "Linear", "START_FACTOR": 0.5, "END": 4}]),
+                CallbackHook(after_backward=lambda trainer: used.append(read(optimizer.param_groups[0]))),
+                CallbackHook(after_step=lambda trainer: trainer.iter == stop - 1 and keep(trainer)),
+            ]
+        )
+        if start and resume:
+            state = torch.load(
+                tmp_path / "state.pth", weights_only=True
+            )  # anew: the optimizer goes on with its tensors
+            model.load_state_dict(state["model"])
+            trainer.load_state_dict(state["trainer"])
+        trainer.train(start, 6)
+        return used, model.linear.weight.tolist()
+
+    def read(group):
+        return group["weight_decay"], group["betas"]
+
+    def keep(trainer):
+        torch.save({"model": trainer.model.state_dict(), "trainer": trainer.state_dict()}, tmp_path / "state.pth")
+
+    whole, weights = run(0)
+    assert len(set(whole)) == 6
+    assert run(stop) == (whole[stop:], weights)
+    assert run(stop, weight_decay=0.25) == (whole[stop:], weights)  # the first values are those of the checkpoint
+    assert run(stop, weight_decay=0.25, resume=False)[0] != whole[stop:]
+
+
+def test_a_second_run_begins_with_the_first_value_again():
+    trainer, used = make(ParamScheduler("weight_decay", HALVE))
+    trainer.train(0, 2)
+    trainer.train(0, 2)
+    trainer.train(2, 3)
+    assert used == [0.5, 0.25, 0.5, 0.25, 0.125]
+
+
+def test_a_tensor_lr_is_filled_in_place():
+    lr = torch.tensor(0.5)
+    trainer, used = make(ParamScheduler("lr", HALVE), adam(lr=lr), lambda group: group["lr"].item())
+    trainer.train(0, 2)
+    assert used == [0.5, 0.25]
+    assert trainer.optimizer.param_groups[0]["lr"] is lr
+    assert trainer.storage.history("lr").values() == [(0.5, 0), (0.25, 1)]
+
+
+def test_updates_that_the_scaler_skips_delay_no_schedule():
+    """Batches 1 and 3 overflow: lr and weight decay go on, the weight does not."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+    hook = ParamScheduler("weight_decay", HALVE)
+    trainer, used = make(hook, None, lambda group: (group["lr"], group["weight_decay"]), AMPTrainer, grad_scaler=scaler)
+    schedule = LRFunction(trainer.optimizer, lambda t, base: base / 2**t)
+    trainer.register_hooks([LRScheduler(scheduler=schedule)])
+    trainer.data_loader = [torch.tensor(value) for value in (1.0, 2.0**126, 1.0, 2.0**126, 1.0)]
+    weights = []
+    trainer.register_hooks([CallbackHook(after_step=lambda trainer: weights.append(trainer.model.weight.item()))])
+    trainer.train(0, 5)
+    assert used == [(0.1 / 2**t, 0.5 / 2**t) for t in range(5)]
+    changed = [after != before for before, after in zip([1.0, *weights], weights, strict=False)]
+    assert changed == [True, False, True, False, True]
+    assert scaler.get_scale() == 2.0**8
+
+
+# ---------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((3, HALVE), TypeError, 'param must be text, such as "weight_decay", got 3'),
+        (("lr", "Cosine"), TypeError, "schedules must be a list of entries or a function .*, got 'Cosine'"),
+        (
+            ("lr", [{"NAME": "Cosin"}]),
+            ConfigError,
+            r"ParamScheduler of lr\[0\] .*: unknown 'Cosin'; did you mean Cosine",
+        ),
+        (("lr", [{"NAME": "Step", "STEP_SIZE": -1}]), ConfigError, r"lr\[0\] \(Step\) refuses STEP_SIZE=-1"),
+    ],
+)
+def test_bad_arguments_are_errors_of_the_constructor(arguments, error, message):
+    with pytest.raises(error, match=message):
+        ParamScheduler(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("param", "message"),
+    [
+        (
+            "weight_decy",
+            r"'weight_decy', but no parameter group of SGD .*; did you mean 'weight_decay'\? It has: damp.*, lr",
+        ),
+        ("nesterov", "param is 'nesterov', but no parameter group of SGD has such a number"),
+        ("betas.0", "param is 'betas.0', but no parameter group of SGD has such a number"),
+    ],
+)
+def test_a_field_that_no_group_has_is_an_error_before_the_first_step(param, message):
+    trainer, used = make(ParamScheduler(param, HALVE))
+    with pytest.raises(ValueError, match=message):
+        trainer.train(0, 1)
+    assert used == []
+
+
+@pytest.mark.parametrize("param", ["betas.2", "betas.x", "betas"])
+def test_an_item_that_no_group_has_is_an_error_that_lists_them(param):
+    trainer, _ = make(ParamScheduler(param, HALVE), adam(), lambda group: None)
+    with pytest.raises(ValueError, match=f"param is '{param}', but .* It has: betas.0, betas.1, eps, lr, weight_decay"):
+        trainer.train(0, 1)
+
+
+def test_two_hooks_that_set_the_same_field_are_an_error():
+    trainer, _ = make(ParamScheduler("lr", HALVE))
+    trainer.register_hooks([LRScheduler(scheduler=LRFunction(trainer.optimizer, lambda t, base: base))])
+    with pytest.raises(
+        ValueError, match=r"LRScheduler hook both set the learning rate; put the schedule into SOLVER\.SCH"
+    ):
+        trainer.train(0, 1)
+    trainer, _ = make(ParamScheduler("momentum", HALVE))
+    trainer.register_hooks([ParamScheduler("momentum", HALVE)])
+    with pytest.raises(ValueError, match="two ParamScheduler hooks set momentum; list their schedules in one of them"):
+        trainer.train(0, 1)

@@ -1,0 +1,148 @@
+import logging
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.job import tiny_cfg
+from tests.engine.tiny import AfterStep, Steps, fail_at
+from trainkit.checkpoint import Checkpointer, CheckpointError
+from trainkit.checkpoint.file import read_file
+from trainkit.engine import DefaultPredictor, DefaultTrainer
+from trainkit.engine.hooks import BestCheckpointer, EvalHook, HookBase, PeriodicCheckpointer, PublishWeights
+
+
+class EMAHook(HookBase):
+    """Has an average of ``model``: all zeros."""
+
+    def __init__(self, model):
+        self._average = {key: value.clone().zero_() for key, value in model.state_dict().items()}
+
+    def state_dict(self):
+        return {"model": self._average}
+
+    def load_state_dict(self, state_dict):
+        self._average = state_dict["model"]
+
+
+def make(folder, values=(50.0, 60.0), weights="model", *, save_last=True, ema=False, **steps):
+    """Evaluated every 2nd iteration; a best file of each of two metrics."""
+    model = nn.Linear(1, 1)
+    checkpointer = Checkpointer(model, folder)
+    results = iter(values)
+    trainer = Steps(
+        [
+            EMAHook(model) if ema else None,
+            PeriodicCheckpointer(checkpointer, 2, save_last=save_last),
+            EvalHook(2, lambda: {"top1": next(results), "top5": 1.0}),
+            BestCheckpointer(2, checkpointer, "top1"),
+            BestCheckpointer(2, checkpointer, "top5", file_prefix="best_top5"),
+            PublishWeights(weights),
+        ],
+        **steps,
+    )
+    checkpointer.add_checkpointable("trainer", trainer)
+    return trainer
+
+
+def published(folder):
+    return sorted(path.stem.partition("_published-")[0] for path in folder.glob("*_published-????????.pth"))
+
+
+def test_the_final_and_every_best_file_are_published_after_a_run(tmp_path):
+    make(tmp_path).train(0, 4)
+
+    assert published(tmp_path) == ["best_top5", "model_best", "model_final"]
+    for path in tmp_path.glob("*_published-*.pth"):
+        assert list(read_file(path)) == ["model"]
+    assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
+
+
+def test_without_a_final_file_only_the_best_are_published(tmp_path):
+    make(tmp_path, save_last=False).train(0, 4)
+
+    assert published(tmp_path) == ["best_top5", "model_best"]
+
+
+def test_a_best_file_that_never_came_is_left_out_with_a_warning(tmp_path, caplog):
+    make(tmp_path, [math.nan, math.nan]).train(0, 4)
+
+    assert published(tmp_path) == ["best_top5", "model_final"]
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert f"There is no '{tmp_path}/model_best.pth' to publish: no value of its metric was finite" in warnings
+
+
+@pytest.mark.parametrize("saving", [{"save_dir": ""}, {"save_to_disk": False}])
+def test_who_does_not_write_publishes_nothing(tmp_path, caplog, saving):
+    (tmp_path / "model_final.pth").touch()  # of another process
+    checkpointer = Checkpointer(nn.Linear(1, 1), **{"save_dir": tmp_path, **saving})
+    Steps([PeriodicCheckpointer(checkpointer, 2), PublishWeights()]).train(0, 3)
+
+    assert list(tmp_path.iterdir()) == [tmp_path / "model_final.pth"]
+    assert caplog.messages == []
+
+
+def test_a_run_that_did_not_finish_publishes_nothing(tmp_path):
+    with pytest.raises(RuntimeError):
+        make(tmp_path, step=fail_at(3)).train(0, 4)
+    stopped = make(tmp_path)
+    stopped.register_hooks([AfterStep(lambda trainer: trainer.request_stop("enough"))])
+    stopped.train(0, 4)
+
+    assert stopped.status == "stopped"
+    assert published(tmp_path) == []
+
+
+def test_a_second_run_publishes_again(tmp_path):
+    trainer = make(tmp_path, [50.0, 60.0, 70.0])
+    trainer.train(0, 4)
+    trainer.train(4, 6)
+
+    assert published(tmp_path) == ["best_top5", "model_best", "model_final"]
+
+
+def test_the_average_is_published_if_that_is_asked_for(tmp_path):
+    make(tmp_path, weights="ema", ema=True).train(0, 4)
+
+    assert published(tmp_path) == ["best_top5", "model_best", "model_final"]
+    for path in tmp_path.glob("*_published-*.pth"):
+        assert [value.tolist() for value in read_file(path)["model"].values()] == [[[0.0]], [0.0]]
+
+
+def test_what_cannot_be_published_is_an_error_before_training(tmp_path):
+    steps = []
+    with pytest.raises(ValueError, match='weights must be "model" or "ema", got \'best\''):
+        PublishWeights("best")
+    with pytest.raises(ValueError, match='"ema", but no EMAHook is registered; add one, or publish "model"'):
+        make(tmp_path, weights="ema", step=steps.append).train(0, 4)
+    checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path)
+    alone = [PeriodicCheckpointer(checkpointer, 2, save_last=False), PublishWeights()]
+    with pytest.raises(ValueError, match="register a PeriodicCheckpointer with save_last, or a BestCheckpointer"):
+        Steps(alone, step=steps.append).train(0, 4)
+    assert steps == []
+
+
+def test_weights_that_cannot_be_published_fail_the_run_and_leave_its_checkpoints(tmp_path):
+    trainer = make(tmp_path, [60.0, 50.0], "ema", ema=True)
+    trainer.register_hooks([AfterStep(lambda trainer: (tmp_path / "model_best.pth").write_bytes(b"broken"))])
+    with pytest.raises(CheckpointError, match=r"weights could not be published: .*model_best.pth' is damaged"):
+        trainer.train(0, 3)
+
+    assert trainer.status == "failed"
+    assert (tmp_path / "model_final.pth").exists()
+
+
+def test_published_weights_predict_as_the_final_checkpoint_does(tmp_path):
+    cfg = tiny_cfg(tmp_path, "TEST.EVAL_PERIOD", 0)
+    trainer = DefaultTrainer(cfg)
+    trainer.register_hooks([PublishWeights()])
+    trainer.train()
+    (path,) = tmp_path.glob("model_final_published-*.pth")
+
+    def predict(weights):
+        cfg.MODEL.WEIGHTS = str(weights)
+        return DefaultPredictor(cfg)({"x": torch.tensor([1.0, -2.0, 0.5, 3.0])}).tolist()
+
+    assert predict(path) == predict(tmp_path / "model_final.pth")
+    assert predict(path) != predict(tmp_path / "model_0000004.pth")

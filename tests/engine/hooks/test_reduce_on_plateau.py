@@ -1,0 +1,249 @@
+import math
+import random
+
+import pytest
+import torch
+from fvcore.common.param_scheduler import ConstantParamScheduler, LinearParamScheduler
+from torch import nn
+from torch.optim import lr_scheduler
+
+from tests.engine.tiny import Steps, Weight, sgd
+from trainkit.engine.hooks import CallbackHook, EvalHook, LRScheduler, ReduceOnPlateau
+from trainkit.engine.trainers import AMPTrainer
+from trainkit.solver import LRFunction, LRMultiplier, schedules
+
+SCHEDULERS = {
+    "multiplier": lambda optimizer: LRMultiplier(optimizer, ConstantParamScheduler(1.0), 1000),
+    "function": lambda optimizer: LRFunction(optimizer, lambda t, base: base),
+}
+
+
+def make(values, scheduler=SCHEDULERS["function"], lr=0.7, period=1, metric="loss", **kwargs):
+    """A trainer that is evaluated every ``period`` iterations, and the learning rate of each iteration."""
+    results, used = iter(values), []
+    optimizer = sgd(Weight(), lr=lr)
+
+    def step(iter):
+        optimizer.step()
+        used.append(optimizer.param_groups[0]["lr"])
+
+    trainer = Steps(step=step)
+    trainer.optimizer, trainer.scheduler = optimizer, scheduler(optimizer)
+    kwargs = {"mode": "min", "patience": 0, **kwargs}
+    trainer.register_hooks(
+        [LRScheduler(), EvalHook(period, lambda: {"loss": next(results)}), ReduceOnPlateau(period, metric, **kwargs)]
+    )
+    return trainer, used
+
+
+def torchs(values, lr=0.7, **kwargs):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr)
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, **{"mode": "min", "patience": 0, "eps": 0.0, **kwargs})
+    lrs = [lr]
+    for value in values:
+        scheduler.step(value)
+        lrs.append(optimizer.param_groups[0]["lr"])
+    return lrs
+
+
+OPTIONS = [
+    {},
+    {"patience": 2},
+    {"patience": 1, "cooldown": 2, "factor": 0.3},
+    {"threshold": 0.2, "patience": 1},
+    {"threshold": 0.1, "threshold_mode": "abs"},
+    {"mode": "max", "patience": 1, "factor": 0.9},
+    {"mode": "max", "threshold": 0.15, "patience": 1, "cooldown": 1},
+    {"mode": "max", "threshold": 0.15, "threshold_mode": "abs", "patience": 1},
+]
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_rates_are_those_of_torchs_scheduler_bit_by_bit(options, scheduler):
+    draw = random.Random(3)
+    values = [math.nan if draw.random() < 0.1 else draw.uniform(0.1, 1.0) * 0.97**i for i in range(60)]
+    trainer, used = make(values, scheduler, **options)
+    trainer.train(0, 60)
+    expected = torchs(values, **options)[:60]
+    assert used == expected
+    assert len(set(used)) > 3
+    assert used != torchs(values, **{**options, "patience": options.get("patience", 0) + 1})[:60]
+
+
+def test_the_rate_stays_at_its_floor_as_that_of_torch():
+    values = [1.0] * 8
+    trainer, used = make(values, factor=0.3, min_factor=0.05)
+    trainer.train(0, 8)
+    assert used == torchs(values, factor=0.3, min_lr=0.7 * 0.05)[:8]
+    assert used[-1] == 0.7 * 0.05
+    assert used != torchs(values, factor=0.3)[:8]
+
+
+def test_the_factor_multiplies_the_schedule_which_goes_on():
+    def linear(optimizer):
+        return LRMultiplier(optimizer, LinearParamScheduler(1.0, 0.0), 8)
+
+    trainer, used = make([3.0, 3.0, 2.0, 2.0], linear, lr=1.0, period=2, factor=0.5)
+    trainer.train(0, 8)
+    factors = [1, 1, 1, 1, 0.5, 0.5, 0.5, 0.5]  # the last evaluation is that of the end
+    assert used == [factor * (1 - iter / 8) for iter, factor in enumerate(factors)]
+    assert trainer.storage.history("lr").values() == list(zip(used, range(8), strict=True))
+
+
+def test_an_infinite_value_is_never_the_best():
+    trainer, used = make([1.0, math.inf, 2.0, 2.0, 3.0, 3.0], mode="max", patience=1)
+    trainer.train(0, 6)
+    assert used == [0.7] * 6
+
+
+def test_the_reduction_is_logged(caplog):
+    caplog.set_level("INFO")
+    make([1.0, 1.0, 1.0, 1.0], patience=1, factor=0.5)[0].train(0, 4)
+    assert (
+        "loss has not been better in 2 evaluations; the learning rate is multiplied by 0.5 from now on"
+        in caplog.messages
+    )
+
+
+def test_the_mode_can_be_inferred_from_the_name():
+    lower, higher = make([3.0, 2.0, 1.0, 1.0], mode="auto"), make([3.0, 2.0, 1.0, 1.0], mode="max")
+    for trainer, _ in (lower, higher):
+        trainer.train(0, 4)
+    assert (len(set(lower[1])), len(set(higher[1]))) == (1, 3)
+
+
+def test_an_evaluation_counts_once_however_often_it_is_looked_at():
+    optimizer = sgd(Weight())
+    trainer = Steps(
+        [LRScheduler(), EvalHook(4, lambda: {"loss": 1.0}), ReduceOnPlateau(1, "loss", "min", patience=0, offset=4)],
+        step=lambda iter: optimizer.step(),
+    )
+    trainer.optimizer, trainer.scheduler = optimizer, LRFunction(optimizer, lambda t, base: base)
+    trainer.train(0, 12)
+    assert trainer.scheduler.factors == [0.1]
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
+@pytest.mark.parametrize("stop", [2, 3, 5, 7])
+def test_a_resumed_run_goes_on_and_a_new_run_begins_anew(stop, scheduler, tmp_path):
+    values = [3.0, 4.0, 4.0, 3.0, 3.0, 3.0, 3.0, 3.0, 1.0]
+    options = {"patience": 1, "cooldown": 1, "factor": 0.5}
+    whole, used = make(values, scheduler, **options)
+    save = CallbackHook(after_step=lambda trainer: trainer.iter == stop - 1 and keep(trainer))
+
+    def keep(trainer):
+        state = {"trainer": trainer.state_dict(), "optimizer": trainer.optimizer.state_dict()}
+        torch.save(state, tmp_path / "state.pth")
+
+    whole.register_hooks([save])
+    whole.train(0, 9)
+    assert used == [0.7] * 3 + [0.35] * 3 + [0.175] * 3
+
+    state = torch.load(tmp_path / "state.pth", weights_only=True)
+    resumed, rest = make(values[stop:], scheduler, **options)
+    resumed.optimizer.load_state_dict(state["optimizer"])
+    resumed.load_state_dict(state["trainer"])
+    resumed.train(stop, 9)
+    assert used[:stop] + rest == used
+    assert resumed.state_dict()["hooks"] == whole.state_dict()["hooks"]
+
+    blank, other = make(values[stop:], scheduler, **options)  # without the state
+    blank.train(stop, 9)
+    assert other != rest
+
+    anew, first = make(values, scheduler, **options)
+    anew.load_state_dict(state["trainer"])
+    anew.train(0, 9)
+    assert first == used
+
+
+def test_the_same_trainer_begins_a_second_run_without_reductions():
+    trainer, used = make([1.0] * 8)
+    trainer.train(0, 4)
+    trainer.train(0, 4)
+    assert used[:4] == used[4:] == [0.7, 0.7, 0.7 * 0.1, 0.7 * 0.1 * 0.1]
+
+
+def test_a_state_of_another_metric_is_not_taken(caplog):
+    trainer, _ = make([1.0] * 4)
+    trainer.train(0, 4)
+    state = trainer.state_dict()
+    other, _ = make([], metric="error")
+    other.load_state_dict(state)
+    assert other.state_dict()["hooks"]["ReduceOnPlateau"]["best"] is None
+    assert "the best is sought anew" in caplog.text
+
+
+def test_it_works_with_updates_that_the_scaler_skips():
+    """The evaluation, not the update, is what counts."""
+    results = iter([2.0, 2.0, 2.0, 2.0])
+    model = Weight()
+    optimizer = sgd(model, lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+    data = [torch.tensor(value) for value in (1.0, 2.0**126, 2.0**126, 1.0)]
+    trainer = AMPTrainer(model, data, optimizer, grad_scaler=scaler)
+    schedule = schedules.Linear(5, 1.0, 0.0)
+    trainer.scheduler = LRFunction(optimizer, schedule)
+    trainer.register_hooks(
+        [
+            LRScheduler(),
+            EvalHook(1, lambda: {"loss": next(results)}),
+            ReduceOnPlateau(1, "loss", "min", patience=0, factor=0.5),
+        ]
+    )
+    trainer.train(0, 4)
+    lrs = [lr for lr, _ in trainer.storage.history("lr").values()]
+    assert lrs == [factor * schedule(iter, 0.5) for iter, factor in enumerate([1.0, 1.0, 0.5, 0.25])]
+    assert model.weight.item() == 1.0 - lrs[0] - lrs[3]
+
+
+# ---------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"eval_period": 0}, "eval_period must be a whole number of iterations >= 1, got 0"),
+        ({"val_metric": ""}, "a metric is the name of an evaluation result"),
+        ({"mode": "less"}, "mode must be .* got 'less'"),
+        ({"factor": 1.0}, "factor must be between 0 and 1, 1 not included, got 1.0"),
+        ({"patience": -1}, "patience must be a whole number of evaluations >= 0, got -1"),
+        ({"threshold": -0.1}, "threshold must be >= 0, got -0.1"),
+        ({"threshold_mode": "relative"}, 'threshold_mode must be "rel" or "abs", got \'relative\''),
+        ({"cooldown": 1.5}, "cooldown must be a whole number of evaluations >= 0, got 1.5"),
+        ({"min_factor": 2}, "min_factor must be between 0 and 1, got 2"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_errors_of_the_constructor(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ReduceOnPlateau(**{"eval_period": 1, "val_metric": "loss", **arguments})
+
+
+@pytest.mark.parametrize(
+    "scheduler", [lambda optimizer: None, lambda optimizer: lr_scheduler.StepLR(optimizer, 3)], ids=["none", "torch's"]
+)
+def test_a_scheduler_that_cannot_be_reduced_is_an_error_before_the_first_step(scheduler):
+    trainer, used = make([], scheduler)
+    trainer._hooks.pop(0)  # an LRScheduler hook has its own opinion of None
+    with pytest.raises(
+        ValueError, match=r"needs trainer\.scheduler to be a trainkit\.solver\.LRMultiplier or LRFunction"
+    ):
+        trainer.train(0, 1)
+    assert used == []
+
+
+def test_without_the_hook_that_steps_the_scheduler_there_is_an_error_before_the_first_step():
+    trainer, used = make([])
+    trainer._hooks.pop(0)
+    with pytest.raises(ValueError, match="ReduceOnPlateau needs an LRScheduler hook"):
+        trainer.train(0, 1)
+    assert used == []
+
+
+def test_a_missing_metric_is_an_error():
+    trainer, _ = make([1.0, 1.0], metric="los")
+    with pytest.raises(ValueError, match="no evaluation has given the metric 'los'; did you mean 'loss'"):
+        trainer.train(0, 3)
+    assert trainer.iter == 0

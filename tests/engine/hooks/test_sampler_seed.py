@@ -1,0 +1,113 @@
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+
+from tests.engine.tiny import Steps, Weight, sgd
+from trainkit.engine.hooks import CallbackHook, SamplerSeed
+from trainkit.engine.trainers import SimpleTrainer
+
+
+def orders(loader, start_iter, max_iter, hooks):
+    """The samples of each iteration."""
+    found = []
+    model = Weight(lambda weight, batch: weight * batch.sum())
+    trainer = SimpleTrainer(model, loader, sgd(model))
+    trainer.register_hooks([*hooks, CallbackHook(after_step=lambda trainer: found.append(trainer.batch.tolist()))])
+    trainer.train(start_iter, max_iter)
+    return found
+
+
+def shuffled(**kwargs):
+    sampler = DistributedSampler(range(6), num_replicas=1, rank=0, seed=3)
+    return DataLoader(torch.arange(6.0), batch_size=2, sampler=sampler, **kwargs), sampler
+
+
+def epoch_order(epoch):
+    _, sampler = shuffled()
+    sampler.set_epoch(epoch)
+    order = [float(i) for i in sampler]
+    return [order[i : i + 2] for i in (0, 2, 4)]
+
+
+def test_every_epoch_has_an_order_of_its_own_from_its_first_batch_on():
+    assert orders(shuffled()[0], 0, 9, [SamplerSeed()]) == [*epoch_order(0), *epoch_order(1), *epoch_order(2)]
+    assert epoch_order(0) != epoch_order(1) != epoch_order(2)
+    assert orders(shuffled()[0], 0, 9, []) == epoch_order(0) * 3  # what happens without the hook
+
+
+def test_a_run_that_begins_inside_an_epoch_has_the_order_of_that_epoch():
+    assert orders(shuffled()[0], 7, 9, [SamplerSeed()]) == epoch_order(2)[:2]
+
+
+def test_a_second_run_begins_with_its_own_epoch():
+    loader, _ = shuffled()
+    hook = SamplerSeed()
+    first = orders(loader, 0, 9, [hook])
+    assert orders(loader, 0, 9, [SamplerSeed()]) == first
+
+
+def listener(calls, name, base=object):
+    class Listener(base):
+        def set_epoch(self, epoch):
+            calls.append((name, epoch))
+
+    return Listener
+
+
+class Loader:
+    """As long as an epoch of two iterations; what hears of epochs is given."""
+
+    def __init__(self, **parts):
+        self.__dict__.update(parts)
+
+    def __len__(self):
+        return 2
+
+
+def run(loader):
+    class Trainer(Steps):
+        data_loader = loader
+        iters_per_epoch = 2
+
+    trainer = Trainer([SamplerSeed()])
+    trainer.train(1, 5)
+
+
+@pytest.mark.parametrize("where", ["dataset", "sampler", "batch_sampler", "loader"])
+def test_whatever_has_set_epoch_is_told(where):
+    calls = []
+    if where == "loader":
+        run(listener(calls, where, Loader)())
+    else:
+        run(Loader(**{where: listener(calls, where)()}))
+    assert calls == [(where, 0), (where, 1), (where, 2)]
+
+
+def test_a_sampler_inside_a_batch_sampler_is_told_once():
+    calls = []
+    sampler = listener(calls, "inner", list)(range(4))
+    run(DataLoader(range(4), batch_sampler=BatchSampler(sampler, 2, drop_last=False)))
+    assert calls == [("inner", 0), ("inner", 1), ("inner", 2)]
+    calls.clear()
+    run(DataLoader(range(4), batch_size=2, sampler=sampler))  # which stands in both places
+    assert calls == [("inner", 0), ("inner", 1), ("inner", 2)]
+
+
+def test_a_loader_that_hears_of_no_epochs_draws_one_warning(caplog):
+    run(DataLoader(range(4), batch_size=2))
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == [
+        "SamplerSeed has no effect: nothing of the data loader (DataLoader) has a set_epoch() method; leave it out"
+    ]
+    caplog.clear()
+    run(shuffled()[0])
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+
+
+def test_a_stream_has_no_epochs():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(4))
+
+    with pytest.raises(ValueError, match="SamplerSeed: there is something to do at epochs"):
+        orders(DataLoader(Stream()), 0, 1, [SamplerSeed()])

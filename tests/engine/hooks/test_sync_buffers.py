@@ -1,0 +1,104 @@
+import pytest
+import torch
+from torch import nn
+
+from trainkit.engine import launch
+from trainkit.engine.hooks import CallbackHook, EvalHook, SyncBuffers
+from trainkit.engine.trainers import SimpleTrainer
+from trainkit.evaluation import inference_on_dataset
+from trainkit.utils import comm
+
+
+class Counts(nn.Module):
+    """Its buffers grow by rank + 1 in each step: apart from the others' as long as nobody averages them."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.register_buffer("mean", torch.zeros(2, 1))
+        self.register_buffer("wide", torch.zeros((), dtype=torch.float64), persistent=False)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, batch):
+        if self.training:
+            for buffer in self.buffers():
+                buffer += comm.get_rank() + 1
+        return self.weight * batch
+
+
+def means(hooks, iters, loader, start_iter=0):
+    """The value of the buffer ``mean`` after each step and at the end."""
+    model = Counts()
+    trainer = SimpleTrainer(model, loader, torch.optim.SGD(model.parameters(), lr=0.0))
+    found = []
+    note = CallbackHook(after_step=lambda _: found.append(model.mean[0].item()))
+    trainer.register_hooks([*hooks(model), note])
+    trainer.train(start_iter, iters)
+    assert torch.equal(model.mean, model.mean[:1].expand(2, 1))
+    assert model.wide.item() == model.mean[0].item()
+    assert model.steps.item() == (iters - start_iter) * (comm.get_rank() + 1)
+    return [*found, model.mean[0].item()]
+
+
+def evaluation(period):
+    """A hook that evaluates two batches on rank 0 and none on rank 1, and what the evaluated model had."""
+    seen = []
+
+    def make(model):
+        def evaluate():
+            inference_on_dataset(model, [torch.ones(())] * (2 - 2 * comm.get_rank()), None)
+            seen.append(model.mean[0].item())
+
+        return EvalHook(period, evaluate)
+
+    return make, seen
+
+
+class Stream:
+    def __iter__(self):
+        return iter([torch.ones(())] * 2)
+
+
+def _in_two_processes():
+    own = comm.get_rank() + 1
+    two = [torch.ones(())] * 2
+    results = {
+        "never": means(lambda model: [], 3, two) == [own, 2 * own, 3 * own, 3 * own],
+        "each epoch and at the end": means(lambda model: [SyncBuffers()], 5, two),
+        "period": means(lambda model: [SyncBuffers(3)], 4, two),
+        "stream": means(lambda model: [SyncBuffers()], 3, Stream()),
+    }
+    for name, hooks in (("with", lambda model: [SyncBuffers(100)]), ("without", lambda model: [])):
+        evaluate, seen = evaluation(2)
+        results[f"evaluation {name}"] = means(
+            lambda model, make=evaluate, hooks=hooks: [*hooks(model), make(model)], 3, two
+        )
+        results[f"evaluated {name}"] = seen
+    return comm.all_gather(results)
+
+
+def test_buffers_are_averaged_over_ranks_when_they_are_due():
+    first, second = launch(_in_two_processes, 2)
+    assert first["never"] is second["never"] is True
+    expected = {
+        # on rank 0, which adds 1 in each step; averages of 2, 4, ... steps are 3, 6, ...
+        "each epoch and at the end": ([1, 3, 4, 6, 7.5, 7.5], [2, 3, 5, 6, 7.5, 7.5]),
+        "period": ([1, 2, 4.5, 6, 6], [2, 4, 4.5, 6, 6]),
+        "stream": ([1, 2, 4.5, 4.5], [2, 4, 4.5, 4.5]),
+        # behind the second step the evaluation finds averages
+        "evaluation with": ([1, 3, 4.5, 4.5], [2, 3, 4.5, 4.5]),
+        "evaluated with": ([3, 4.5], [3, 4.5]),
+        "evaluation without": ([1, 2, 3, 3], [2, 4, 6, 6]),
+        "evaluated without": ([2, 3], [4, 6]),
+    }
+    for name, values in expected.items():
+        assert (first[name], second[name]) == values, name
+
+
+def test_with_one_process_buffers_stay_as_they_are():
+    assert means(lambda model: [SyncBuffers(1)], 3, [torch.ones(())]) == [1, 2, 3, 3]
+
+
+def test_a_bad_period_is_an_error_of_the_constructor():
+    with pytest.raises(ValueError, match="period must be a whole number of iterations >= 0, got -1"):
+        SyncBuffers(-1)

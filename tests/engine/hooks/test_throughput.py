@@ -1,0 +1,181 @@
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.tiny import AfterStep, sgd
+from trainkit.engine import launch
+from trainkit.engine.hooks import Throughput
+from trainkit.engine.trainers import SimpleTrainer
+from trainkit.utils import comm
+
+
+class Clock:
+    """A step takes as many seconds as its batch has in total; all else takes 100 s."""
+
+    now = 50.0
+
+    def __init__(self, monkeypatch):
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    def advance(self, seconds):
+        self.now += seconds
+
+
+class Slow(nn.Module):
+    def __init__(self, clock, seconds):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.clock, self.seconds = clock, seconds
+
+    def forward(self, batch):
+        self.clock.advance(self.seconds)
+        return self.weight * 1.0
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+def run(model, data, hook, iters, start_iter=0, **kwargs):
+    trainer = SimpleTrainer(model, data, sgd(model), **kwargs)
+    clock = getattr(model, "module", model).clock
+    trainer.register_hooks([hook, AfterStep(lambda trainer: clock.advance(100))])
+    trainer.train(start_iter, iters)
+    return trainer
+
+
+def rates(trainer, name="samples_per_sec"):
+    return trainer.storage.history(name).values()
+
+
+def samples(*sizes):
+    return [torch.ones(size, 3) for size in sizes]
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_samples_of_the_last_period_are_divided_by_the_seconds_of_its_steps(clock, later):
+    trainer = run(Slow(clock, 2.0), samples(4, 6, 1, 5, 10), Throughput(2), 5, async_write_metrics=later)
+    assert rates(trainer) == [(2.5, 1), (1.5, 3), (5.0, 4)]
+    assert trainer.storage.smoothing_hints()["samples_per_sec"] is True
+    assert "mfu_pct" not in trainer.storage.latest()
+
+
+def test_a_second_run_begins_a_window_of_its_own(clock):
+    model, hook = Slow(clock, 2.0), Throughput(3)
+    trainer = run(model, samples(4), hook, 2)
+    trainer.train(2, 4)
+    assert rates(trainer) == [(2.0, 2), (2.0, 3)]
+
+
+def test_what_a_stopped_run_has_not_reported_is_no_part_of_the_next_one(clock):
+    model, hook = Slow(clock, 2.0), Throughput(10)
+    trainer = SimpleTrainer(model, samples(4), sgd(model))
+    trainer.register_hooks([hook, AfterStep(lambda trainer: trainer.iter == 0 and trainer.request_stop("enough"))])
+    trainer.train(0, 5)
+    assert "samples_per_sec" not in trainer.storage.latest()
+    model.seconds = 4.0
+    trainer.train(1, 2)
+    assert rates(trainer) == [(1.0, 1)]
+
+
+def test_fetching_counts_as_a_part_of_the_step(clock):
+    def data():
+        clock.advance(6.0)
+        yield torch.ones(4, 3)
+
+    class Loader:
+        def __iter__(self):
+            return data()
+
+    assert rates(run(Slow(clock, 2.0), Loader(), Throughput(1), 2)) == [(0.5, 0), (0.5, 1)]
+
+
+def test_micro_batches_are_added_up_and_a_short_window_counts_as_what_it_is(clock):
+    trainer = run(Slow(clock, 2.0), samples(1, 2, 3), Throughput(1), 2, accumulation_steps=2)
+    assert rates(trainer) == [(0.75, 0), (1.5, 1)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (torch.ones(4, 3), 4),
+        ((torch.ones(4, 3), torch.ones(5)), 4),
+        ([torch.ones(4, 3), torch.ones(4)], 4),
+        ({"scale": 2, "weight": torch.ones(()), "x": [torch.ones(4, 3)]}, 4),
+        ([{"x": torch.ones(4, 3)}, {"x": torch.ones(4, 3)}, {"x": torch.ones(4, 3)}], 3),
+        ([(torch.ones(4, 3), 1), (torch.ones(4, 3), 0)], 2),
+    ],
+)
+def test_samples_are_counted_in_batches_of_every_kind(batch, expected):
+    assert Throughput.count_samples(batch) == expected
+
+
+def test_a_batch_of_unknown_kind_is_an_error_and_a_subclass_can_count_it(clock):
+    class Mine(Throughput):
+        @staticmethod
+        def count_samples(batch):
+            return len(batch.text)
+
+    class Batch:
+        text = "four"
+
+    with pytest.raises(TypeError, match=r"no tensor in a batch of type Batch; override its count_samples\(\)"):
+        run(Slow(clock, 2.0), [Batch()], Throughput(1), 1)
+    assert rates(run(Slow(clock, 2.0), [Batch()], Mine(1), 1)) == [(2.0, 0)]
+
+
+class WithAttribute(Slow):
+    flops_per_sample = 1e12
+
+
+class WithMethod(Slow):
+    def flops_per_sample(self):
+        return 1e12
+
+
+@pytest.mark.parametrize("model_class", [WithAttribute, WithMethod])
+@pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel])
+def test_the_utilization_is_the_part_of_the_peak_that_the_model_needs(clock, model_class, wrap):
+    trainer = run(wrap(model_class(clock, 2.0)), samples(4), Throughput(1, peak_tflops=8), 1)
+    assert rates(trainer) == [(2.0, 0)]
+    assert rates(trainer, "mfu_pct") == [(25.0, 0)]
+
+
+def test_a_peak_without_operations_is_an_error_and_operations_without_a_peak_a_hint(clock, caplog):
+    with pytest.raises(ValueError, match=r"peak_tflops=8, but Slow has no flops_per_sample .*; define it, or leave"):
+        run(Slow(clock, 2.0), samples(4), Throughput(peak_tflops=8), 1)
+    run(WithMethod(clock, 2.0), samples(4), Throughput(), 1)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == ["Throughput stores no mfu_pct, as nobody has given it the peak_tflops of the device"]
+    caplog.clear()
+    run(Slow(clock, 2.0), samples(4), Throughput(), 1)
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+
+
+def _rates_in_two_processes(later):
+    """Rank 1 has twice the samples; the slower rank 0 takes 8 s."""
+    clock = Clock(pytest.MonkeyPatch())
+    rank = comm.get_rank()
+    model = WithAttribute(clock, 8.0 - 4 * rank)
+    trainer = run(model, samples(4 + 4 * rank), Throughput(2, peak_tflops=3), 4, async_write_metrics=later)
+    return comm.all_gather((rates(trainer), rates(trainer, "mfu_pct")))
+
+
+def _in_two_processes():
+    return [_rates_in_two_processes(later) for later in (False, True)]
+
+
+def test_samples_of_all_ranks_are_counted_against_the_slowest():
+    expected = ([(1.5, 1), (1.5, 3)], [(25.0, 1), (25.0, 3)])
+    assert launch(_in_two_processes, 2) == [[expected] * 2] * 2
+
+
+def test_bad_arguments_are_errors_of_the_constructor():
+    with pytest.raises(ValueError, match="period must be a whole number of iterations >= 1, got 0"):
+        Throughput(0)
+    for peak in (0, -1.0, "A100"):
+        with pytest.raises(ValueError, match="peak_tflops must be a number > 0, or None"):
+            Throughput(peak_tflops=peak)

@@ -1,0 +1,450 @@
+"""Every point of a hook, with its arguments, in the whole life of a run: trained, evaluated, saved, loaded, tested."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.job import TinyClassifier, tiny_cfg
+from tests.engine.tiny import Weight, sgd
+from tests.utils.png import decode_png
+from trainkit.checkpoint import Checkpointer
+from trainkit.data import DatasetCatalog
+from trainkit.engine import DefaultTrainer, EvaluationRun, HookBase, SimpleTrainer
+from trainkit.engine.hook_base import EPOCH_POINTS, HOOK_POINTS
+from trainkit.engine.hooks import VISUALIZER_REGISTRY, CallbackHook, EvalHook, PeriodicCheckpointer
+from trainkit.evaluation import ClassificationEvaluator, inference_on_dataset, observe_inference
+
+
+class Recorder(HookBase):
+    """One line for every call: iteration, point, arguments. Of data the sizes are noted, of dicts the keys."""
+
+    def __init__(self):
+        self.lines = []
+
+    def take(self):
+        """The lines since the last time."""
+        lines, self.lines = self.lines, []
+        return lines
+
+    def _note(self, *words):
+        self.lines.append(" ".join(map(str, [self.trainer.iter, *words])))
+
+
+def _recording(point):
+    def note(self, *arguments):
+        self._note(point, *map(_short, arguments))
+
+    return note
+
+
+def _short(argument):
+    if isinstance(argument, torch.Tensor):
+        return f"outputs{list(argument.shape)}"
+    if isinstance(argument, dict):
+        return f"inputs[{len(argument['x'])}]" if "x" in argument else "+".join(sorted(argument))
+    return argument
+
+
+for _point in HOOK_POINTS:
+    setattr(Recorder, _point, _recording(_point))
+
+
+@VISUALIZER_REGISTRY.register()
+def draw_predictions(inputs, outputs):
+    """A row of pixels, one per sample: white for class 1, black for class 0."""
+    image = np.zeros((1, len(outputs), 3), np.uint8)
+    image[0, outputs.argmax(dim=1).numpy() == 1] = 255
+    return image
+
+
+def lines(text):
+    return [line.strip() for line in text.strip().splitlines()]
+
+
+# 2 epochs of 2 iterations; 12 and 10 samples are evaluated in batches of at most 6
+JOB = ("SOLVER.IMS_PER_BATCH", 20, "SOLVER.MAX_ITER", 4, "SOLVER.CHECKPOINT_PERIOD", 2, "TEST.EVAL_PERIOD", 2)
+JOB += ("SOLVER.STEPS", (3,), "DATASETS.VAL", ("tiny_val",), "TEST.IMS_PER_BATCH", 6)
+
+FIRST_EPOCH = lines(
+    """
+    0 before_train
+    0 before_epoch
+    0 before_step
+    0 after_backward
+    0 after_step
+    1 before_step
+    1 after_backward
+    1 after_step
+    1 before_save iteration+model+trainer
+    1 before_eval val tiny_val
+    1 before_eval_step val 0 inputs[6]
+    1 after_eval_step val 0 inputs[6] outputs[6, 2]
+    1 before_eval_step val 1 inputs[6]
+    1 after_eval_step val 1 inputs[6] outputs[6, 2]
+    1 after_eval val tiny_val classification
+    1 after_epoch
+    """
+)
+SECOND_EPOCH_BEGINS = lines(
+    """
+    2 before_epoch
+    2 before_step
+    2 after_backward
+    2 after_step
+    """
+)
+SECOND_EPOCH_ENDS = lines(
+    """
+    3 before_step
+    3 after_backward
+    3 after_step
+    3 before_save iteration+model+trainer
+    3 after_epoch
+    4 after_train
+    4 before_eval val tiny_val
+    4 before_eval_step val 0 inputs[6]
+    4 after_eval_step val 0 inputs[6] outputs[6, 2]
+    4 before_eval_step val 1 inputs[6]
+    4 after_eval_step val 1 inputs[6] outputs[6, 2]
+    4 after_eval val tiny_val classification
+    4 before_eval test tiny_test
+    4 before_eval_step test 0 inputs[6]
+    4 after_eval_step test 0 inputs[6] outputs[6, 2]
+    4 before_eval_step test 1 inputs[4]
+    4 after_eval_step test 1 inputs[4] outputs[4, 2]
+    4 after_eval test tiny_test classification
+    """
+)
+WHOLE_RUN = FIRST_EPOCH + SECOND_EPOCH_BEGINS + SECOND_EPOCH_ENDS
+
+
+def default_trainer(output_dir, *options, trainer_class=DefaultTrainer):
+    """A trainer, and a recorder that stands before the checkpointer and the evaluations."""
+    trainer = trainer_class(tiny_cfg(output_dir, *JOB, *options))
+    recorder = record(trainer)
+    return trainer, recorder
+
+
+def record(trainer):
+    recorder = Recorder()
+    trainer.register_hooks([recorder], before="PeriodicCheckpointer")
+    return recorder
+
+
+def simple_trainer(output_dir):
+    """The same job from parts: a loader, an evaluation and a checkpointer of one's own."""
+    torch.manual_seed(0)
+    model = TinyClassifier(None)
+    trainer = SimpleTrainer(model, loader("tiny_train", 20), sgd(model))
+
+    def evaluate(name):
+        return lambda: inference_on_dataset(model, loader(name, 6), ClassificationEvaluator(), name=name)
+
+    checkpointer = Checkpointer(model, output_dir, trainer=trainer)
+    hooks = [PeriodicCheckpointer(checkpointer, 2), EvalHook(2, evaluate("tiny_val"))]
+    trainer.register_hooks([*hooks, EvalHook(0, evaluate("tiny_test"), phase="test")])
+    return trainer, record(trainer)
+
+
+def loader(name, batch_size):
+    return torch.utils.data.DataLoader(DatasetCatalog.get(name), batch_size, generator=torch.Generator())
+
+
+# ---------------------------------------------------------------------- training
+
+
+def test_a_run_from_its_beginning_to_its_end(tmp_path):
+    trainer, recorder = default_trainer(tmp_path)
+
+    trainer.resume_or_load()  # there is nothing to load
+    assert recorder.take() == []
+    trainer.train()
+
+    assert recorder.take() == WHOLE_RUN
+
+
+def test_a_run_that_ends_inside_an_epoch_and_is_resumed_by_another_trainer(tmp_path):
+    first, recorder = default_trainer(tmp_path)
+    first.train(max_iter=3)
+    at_the_end = [line.replace("4 ", "3 ", 1) for line in WHOLE_RUN[WHOLE_RUN.index("4 after_train") :]]
+    saved = "2 before_save iteration+model+trainer"
+    assert recorder.take() == [*FIRST_EPOCH, *SECOND_EPOCH_BEGINS, saved, *at_the_end]
+
+    second, recorder = default_trainer(tmp_path)
+    second.resume_or_load()
+    assert recorder.take() == ["0 after_load iteration+model+trainer"]  # nothing is loaded yet
+    second.train()
+    assert recorder.take() == ["3 before_train", *SECOND_EPOCH_ENDS]  # the epoch is not begun again
+
+
+def test_a_run_that_is_resumed_between_two_epochs(tmp_path):
+    default_trainer(tmp_path)[0].train(max_iter=2)
+    second, recorder = default_trainer(tmp_path)
+
+    second.resume_or_load()
+    second.train()
+
+    loaded = ["0 after_load iteration+model+trainer", "2 before_train"]
+    assert recorder.take() == loaded + SECOND_EPOCH_BEGINS + SECOND_EPOCH_ENDS
+
+
+def test_a_run_that_starts_from_the_weights_of_another_is_shown_what_was_read(tmp_path):
+    default_trainer(tmp_path / "first")[0].train()
+    weights = str(tmp_path / "first" / "model_final.pth")
+    trainer, recorder = default_trainer(tmp_path / "second", "MODEL.WEIGHTS", weights)
+
+    trainer.resume_or_load()
+    trainer.train()
+
+    assert recorder.take() == ["0 after_load iteration+model+trainer", *WHOLE_RUN]
+
+
+def test_the_same_trainer_goes_through_the_points_again(tmp_path):
+    trainer, recorder = default_trainer(tmp_path)
+
+    trainer.train()
+    assert recorder.take() == WHOLE_RUN
+    trainer.train(0, 4)
+    assert recorder.take() == WHOLE_RUN
+
+
+def test_a_simple_trainer_with_parts_of_its_own_goes_through_the_same_points(tmp_path):
+    trainer, recorder = simple_trainer(tmp_path)
+    trainer.train(0, 4)
+    assert recorder.take() == WHOLE_RUN
+
+    checkpointer = Checkpointer(trainer.model, tmp_path, trainer=trainer)
+    checkpointer.resume_or_load("", resume=True)
+    assert recorder.take() == ["4 after_load iteration+model+trainer"]
+
+
+def test_another_job_gives_another_sequence(tmp_path):
+    trainer, recorder = default_trainer(tmp_path, "TEST.IMS_PER_BATCH", 12)
+    trainer.train()
+
+    assert recorder.take() != WHOLE_RUN
+
+
+def test_a_run_that_fails_has_its_after_train_and_no_evaluation_behind_it(tmp_path):
+    def fail(trainer):
+        raise OSError("today")
+
+    trainer, recorder = default_trainer(tmp_path)
+    trainer.register_hooks([CallbackHook(after_epoch=fail)])
+    with pytest.raises(OSError, match="today"):
+        trainer.train()
+
+    assert recorder.take() == [*FIRST_EPOCH, "1 after_train"]
+
+
+# ---------------------------------------------------------------------- test only
+
+
+def test_a_run_that_only_tests_and_draws(tmp_path):
+    default_trainer(tmp_path)[0].train()
+    entry = {"NAME": "VisualizationHook", "DRAW": "draw_predictions", "PERIOD": 2}
+    run = EvaluationRun(tiny_cfg(tmp_path, *JOB, "HOOKS", [entry]), DefaultTrainer)
+    recorder, outputs = Recorder(), []
+    keep = CallbackHook(after_eval_step=lambda trainer, phase, index, inputs, found: outputs.append(found))
+    run.register_hooks([recorder, keep])
+
+    results = run.run()
+
+    assert recorder.take() == lines(
+        """
+        0 after_load iteration+model+trainer
+        3 before_eval test tiny_test
+        3 before_eval_step test 0 inputs[6]
+        3 after_eval_step test 0 inputs[6] outputs[6, 2]
+        3 before_eval_step test 1 inputs[4]
+        3 after_eval_step test 1 inputs[4] outputs[4, 2]
+        3 after_eval test tiny_test classification
+        """
+    )
+    assert list(results) == ["classification"]
+    [picture] = tmp_path.rglob("*.png")
+    assert str(picture.relative_to(tmp_path)) == "visualization/test/tiny_test_iter0000003_batch0001.png"
+    assert np.array_equal(decode_png(picture.read_bytes()), draw_predictions(None, outputs[1]))
+    assert not np.array_equal(decode_png(picture.read_bytes()), draw_predictions(None, outputs[0]))
+
+
+def test_a_run_that_only_tests_draws_nothing_unless_told_to(tmp_path):
+    default_trainer(tmp_path)[0].train()
+    EvaluationRun(tiny_cfg(tmp_path, *JOB), DefaultTrainer).run()
+
+    assert list(tmp_path.rglob("*.png")) == []
+
+
+# ---------------------------------------------------------------------- who is called
+
+
+def test_a_hook_is_not_called_where_it_overrides_nothing(tmp_path, monkeypatch):
+    class After(HookBase):
+        count = 0
+
+        def after_eval_step(self, phase, index, inputs, outputs):
+            self.count += 1
+
+    # a call of the base class would now be seen
+    base_calls = []
+    for point in HOOK_POINTS:
+        monkeypatch.setattr(HookBase, point, lambda self, *_, point=point: base_calls.append((type(self), point)))
+    trainer, _ = default_trainer(tmp_path)
+    after = After()
+    trainer.register_hooks([HookBase(), after])
+    trainer.train()
+    default_trainer(tmp_path)[0].resume_or_load()
+
+    assert base_calls == []
+    assert after.count == 6
+
+
+class Overriding:
+    """Notes every call of a point of the trainer, and passes it on to the hooks."""
+
+    def __init__(self, *args):
+        self.points = []
+        super().__init__(*args)
+
+
+class OverridingDefaultTrainer(Overriding, DefaultTrainer):
+    pass
+
+
+class OverridingSimpleTrainer(Overriding, SimpleTrainer):
+    pass
+
+
+class OverridingEvaluationRun(Overriding, EvaluationRun):
+    pass
+
+
+def _overriding(point):
+    def call(self, *arguments):
+        self.points.append(point)
+        getattr(super(Overriding, self), point)(*arguments)
+
+    return call
+
+
+for _point in HOOK_POINTS:
+    setattr(Overriding, _point, _overriding(_point))
+
+
+def points_of(recorded):
+    return [line.split()[1] for line in recorded]
+
+
+def test_points_that_a_trainer_class_overrides_are_called_with_those_of_its_hooks(tmp_path):
+    trainer, recorder = default_trainer(tmp_path, trainer_class=OverridingDefaultTrainer)
+    trainer.train()
+    trainer.resume_or_load()
+    recorded = points_of(recorder.take())
+    assert trainer.points == recorded == [*points_of(WHOLE_RUN), "after_load"]
+    assert set(recorded) == set(HOOK_POINTS)
+
+    run = OverridingEvaluationRun(tiny_cfg(tmp_path, *JOB), DefaultTrainer)
+    run.run()
+    steps = ["before_eval_step", "after_eval_step"]
+    assert run.points == ["after_load", "before_eval", *steps, *steps, "after_eval"]
+
+
+def test_points_that_a_simple_trainers_class_overrides_are_called(tmp_path):
+    model = TinyClassifier(None)
+    trainer = OverridingSimpleTrainer(model, loader("tiny_train", 20), sgd(model))
+    trainer.register_hooks([PeriodicCheckpointer(Checkpointer(model, tmp_path, trainer=trainer), 2)])
+    recorder = record(trainer)
+    trainer.train(0, 2)
+
+    expected = [point for point in points_of(FIRST_EPOCH) if "eval" not in point]
+    assert trainer.points == points_of(recorder.take()) == [*expected, "after_train"]
+
+
+def test_a_trainer_class_that_passes_a_point_on_to_nobody_keeps_it_from_the_hooks(tmp_path):
+    class Silent(DefaultTrainer):
+        def before_eval_step(self, phase, index, inputs):
+            pass
+
+        def before_save(self, state):
+            pass
+
+    trainer, recorder = default_trainer(tmp_path, trainer_class=Silent)
+    trainer.train()
+
+    kept = {"before_eval_step", "before_save"}
+    assert recorder.take() == [line for line in WHOLE_RUN if line.split()[1] not in kept]
+
+
+def test_an_evaluation_of_somebody_else_inside_an_evaluation_is_not_ours(tmp_path):
+    mine, others = Recorder(), Recorder()
+    trainer, other = DefaultTrainer(tiny_cfg(tmp_path / "a")), DefaultTrainer(tiny_cfg(tmp_path / "b"))
+    trainer.register_hooks([mine])
+    other.register_hooks([others])
+
+    with observe_inference(trainer, "val"):
+        with observe_inference(other, "test"):
+            inference_on_dataset(str, [1], None, name="teacher")
+        inference_on_dataset(str, [2], None, name="student")
+
+    def evaluated(phase, name, batch):
+        step = f"{phase} 0 {batch}"
+        begin, end = f"0 before_eval {phase} {name}", f"0 after_eval {phase} {name} "
+        return [begin, f"0 before_eval_step {step}", f"0 after_eval_step {step} {batch}", end]
+
+    assert (mine.take(), others.take()) == (evaluated("val", "student", 2), evaluated("test", "teacher", 1))
+
+
+# ---------------------------------------------------------------------- epochs
+
+
+def stream_trainer(*hooks):
+    """A trainer on data without a length."""
+    model = Weight()
+    trainer = SimpleTrainer(model, itertools.repeat(torch.ones(())), sgd(model))
+    trainer.register_hooks(hooks)
+    return trainer
+
+
+@pytest.mark.parametrize("point", EPOCH_POINTS)
+def test_a_hook_that_wants_epochs_is_refused_by_a_stream_before_training(point):
+    seen = []
+    wants = CallbackHook(**{point: lambda trainer: seen.append(point)})
+    trainer = stream_trainer(wants, CallbackHook(before_train=lambda trainer: seen.append("before_train")))
+
+    with pytest.raises(
+        ValueError, match="CallbackHook: .* at epochs, but the training data has no length.* iterations"
+    ):
+        trainer.train(0, 2)
+    assert seen == []
+
+
+def test_a_stream_needs_no_epochs_if_no_hook_wants_them():
+    steps = []
+    trainer = stream_trainer(CallbackHook(after_step=lambda trainer: steps.append(trainer.iter)))
+
+    trainer.train(0, 3)
+
+    assert (steps, trainer.has_epochs) == ([0, 1, 2], False)
+
+
+def test_an_epoch_that_the_end_of_the_run_cuts_short_has_no_end():
+    calls = []
+    model = Weight()
+    trainer = SimpleTrainer(model, [torch.ones(())] * 3, sgd(model))
+    note = {
+        point: lambda trainer, point=point: calls.append((point, trainer.iter, trainer.epoch)) for point in EPOCH_POINTS
+    }
+    trainer.register_hooks([CallbackHook(**note)])
+
+    trainer.train(0, 5)
+    trainer.train(5, 7)
+
+    assert calls == [
+        ("before_epoch", 0, 0),
+        ("after_epoch", 2, 0),
+        ("before_epoch", 3, 1),
+        ("after_epoch", 5, 1),
+        ("before_epoch", 6, 2),
+    ]

@@ -1,0 +1,198 @@
+"""The step on two ranks: gradients exchanged once, sharded parameters, and the hooks that look for a broken step."""
+
+import datetime
+import logging
+import math
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import multiprocessing, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import fully_shard
+
+from tests.engine.tiny import AfterStep, Regression, Weight, batches, scalars, sgd
+from trainkit.engine.hooks import CheckFiniteLoss, UnusedParameters
+from trainkit.engine.parallel import create_ddp_model
+from trainkit.engine.trainers import AMPTrainer, SimpleTrainer
+from trainkit.solver import GradientClipper
+
+
+def accumulation(rank):
+    """Exchanges so far behind each iteration of three micro-batches, the last of an epoch of one; the weights."""
+    exchanged, counts = [], []
+
+    def count(state, bucket):
+        exchanged.append(bucket.is_last())
+        return default_hooks.allreduce_hook(None, bucket)
+
+    model = create_ddp_model(Regression())
+    model.register_comm_hook(None, count)
+    trainer = SimpleTrainer(model, batches(8)[rank::2], sgd(model), accumulation_steps=3)
+    trainer.register_hooks([AfterStep(lambda trainer: counts.append(sum(exchanged)))])
+    trainer.train(0, 4)
+    return {"exchanges": counts, "weight": model.module.linear.weight.detach()}
+
+
+def sharded(rank):
+    """The largest difference that sharding makes to norms and clipped gradients, by kind of clipping."""
+    found = {}
+    for kind in ("value", "norm", "full_model"):
+        for norm_type in (2.0, math.inf):
+            whole, parts = nn.Linear(3, 4), nn.Linear(3, 4)
+            parts.load_state_dict(whole.state_dict())
+            for parameter in whole.parameters():
+                dist.broadcast(parameter.data, 0)
+            parts.load_state_dict(whole.state_dict())
+            fully_shard(parts)
+            x = 3 * batches(1)[0][0]
+            norms = []
+            for model in (whole, parts):
+                model(x).square().sum().backward()
+                norms.append(GradientClipper(kind, 0.5, norm_type)(model.parameters()))
+            assert type(norms[1]) is torch.Tensor  # and no part of one
+            pairs = zip(whole.parameters(), parts.parameters(), strict=True)
+            differences = [(a.grad - b.grad.full_tensor()).abs().max().item() for a, b in pairs]
+            found[kind, norm_type] = max(*differences, abs(norms[0] - norms[1]).item() / norms[0].item())
+    return found
+
+
+def sharded_overflow(rank):
+    """Rank 1 alone overflows, in the second iteration."""
+    model = nn.Linear(2, 2, bias=False)
+    nn.init.ones_(model.weight)
+
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = fully_shard(model)
+
+        def forward(self, batch):
+            return (self.model(torch.ones(2)).float() * batch).sum()
+
+    loss = Loss()
+    data = [torch.tensor(1.0), torch.tensor(1e6 if rank else 1.0), torch.tensor(1.0)]
+    trainer = AMPTrainer(
+        loss,
+        data,
+        sgd(loss, lr=0.25),
+        grad_scaler=torch.amp.GradScaler("cpu", init_scale=4.0),
+        clip_gradients=GradientClipper("full_model", 100.0),
+    )
+    weights = []
+    trainer.register_hooks([AfterStep(lambda trainer: weights.append(model.weight.full_tensor()[0, 0].item()))])
+    trainer.train(0, 3)
+    stored = scalars(trainer)
+    return {"weights": weights} | {name: [value for value, _ in stored[name]] for name in sorted(stored)[:2]}
+
+
+def two_heads(rank, **kwargs):
+    class Log(logging.Handler):
+        def emit(self, record):
+            events.append(record.getMessage()[:89])
+
+    events, log = [], Log(level=logging.ERROR)
+    logging.getLogger("trainkit.engine.hooks.unused_parameters").addHandler(log)
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("one", "two", "three")})
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.heads = model
+
+        def forward(self, batch):
+            model["two"](batch)
+            return model["one"](batch).square().mean()
+
+    heads = create_ddp_model(Heads(), **kwargs)
+    trainer = SimpleTrainer(heads, [torch.ones(1, 2)], sgd(heads))
+    trainer.register_hooks([UnusedParameters()])
+    try:
+        trainer.train(0, 3)
+    except RuntimeError as error:
+        events.append((trainer.iter, str(error)[:42]))
+    logging.getLogger("trainkit.engine.hooks.unused_parameters").removeHandler(log)
+    return events
+
+
+def two_heads_that_ddp_finds(rank):
+    return two_heads(rank, find_unused_parameters=True)
+
+
+def nan_on_one_rank(rank):
+    model = Weight(lambda weight, batch: {"loss_a": weight * batch, "loss_b": weight})
+    data = [torch.tensor(1.0), torch.tensor(math.nan if rank else 2.0)]
+    trainer = SimpleTrainer(model, data, sgd(model, lr=0.25), async_write_metrics=True)
+    trainer.register_hooks([CheckFiniteLoss(2)])
+    try:
+        trainer.train(0, 9)
+    except FloatingPointError as error:
+        return {"error": str(error).partition(". Lower")[0], "weight": model.weight.item()}
+
+
+CHECKS = (accumulation, sharded, sharded_overflow, two_heads, two_heads_that_ddp_finds, nan_on_one_rank)
+
+
+def run_rank(rank, folder):
+    torch.set_num_threads(1)
+    found = {}
+    for check in CHECKS:  # each in a group of its own: one that hangs or fails leaves the others alone
+        store = os.path.join(folder, check.__name__)
+        timeout = datetime.timedelta(seconds=10)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout)
+        try:
+            found[check.__name__] = check(rank)
+        except Exception as error:
+            found[check.__name__] = f"{type(error).__name__}: {error}"
+        dist.destroy_process_group()
+    torch.save(found, os.path.join(folder, f"rank{rank}.pth"))
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What each check gave on each of two ranks: name -> [on rank 0, on rank 1]."""
+    folder = str(tmp_path_factory.mktemp("ranks"))
+    multiprocessing.spawn(run_rank, (folder,), nprocs=2)
+    found = [torch.load(os.path.join(folder, f"rank{rank}.pth"), weights_only=False) for rank in range(2)]
+    return {check.__name__: [by_check[check.__name__] for by_check in found] for check in CHECKS}
+
+
+def test_gradients_are_exchanged_once_per_iteration(ranks):
+    for found in ranks["accumulation"]:
+        assert found["exchanges"] == [1, 2, 3, 4]
+    both = [found["weight"] for found in ranks["accumulation"]]
+    assert torch.equal(*both)
+
+    model = Regression()
+    data = batches(8)
+    windows = [data[0:6], data[6:8]]
+    joined = [tuple(torch.cat(tensors) for tensors in zip(*window, strict=True)) for window in windows]
+    SimpleTrainer(model, joined, sgd(model)).train(0, 4)
+    torch.testing.assert_close(both[0], model.linear.weight.detach(), atol=1e-6, rtol=0)
+    assert not torch.allclose(both[0], Regression().linear.weight, atol=1e-2)
+
+
+def test_sharded_gradients_are_clipped_as_whole_ones(ranks):
+    for found in ranks["sharded"]:
+        assert list(found) == [(kind, p) for kind in ("value", "norm", "full_model") for p in (2.0, math.inf)]
+        assert max(found.values()) < 1e-6
+
+
+def test_ranks_of_a_sharded_model_skip_the_same_update(ranks):
+    expected = {"weights": [0.75, 0.75, 0.5], "grad_norm": [2.0, math.inf, 2.0], "skipped_updates": [0.0, 1.0, 1.0]}
+    assert ranks["sharded_overflow"] == [expected, expected]
+
+
+def test_parameters_without_a_gradient_are_named_before_ddp_fails(ranks):
+    finding = "Parameters without a gradient in iteration 0, never used in the forward pass: heads.three"
+    expected = [finding, (1, "Expected to have finished reduction in the")]
+    assert ranks["two_heads"] == [expected, expected]
+    assert ranks["two_heads_that_ddp_finds"] == [[finding], [finding]]
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_ends_the_run_on_all_before_the_update(ranks):
+    first, second = ranks["nan_on_one_rank"]
+    common = "in iteration 1 loss_a is nan on rank 1; this rank has "
+    assert first == {"error": common + "{'loss_a': 1.0, 'loss_b': 0.5}", "weight": 0.5}
+    assert second == {"error": common + "{'loss_a': nan, 'loss_b': 0.5}", "weight": 0.5}

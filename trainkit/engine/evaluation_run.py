@@ -1,0 +1,110 @@
+"""An evaluation without training: what ``--eval-only`` does."""
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from torch import nn
+
+from trainkit.checkpoint import Checkpointer
+from trainkit.config import CfgNode, ConfigError, check_values, import_modules, resolve_lengths
+from trainkit.engine.hooks import ConfiguredHooks, EMAHook, HookBase
+from trainkit.engine.setup import checkpoint_dir, default_writers
+from trainkit.engine.train_loop import TrainerBase
+from trainkit.evaluation import observe_inference, print_csv_format, verify_results
+from trainkit.utils import comm
+from trainkit.utils.events import EventStorage
+
+logger = logging.getLogger(__name__)
+
+
+def evaluate_models(
+    test: Callable[[CfgNode, nn.Module], dict[str, Any]], cfg: CfgNode, model: nn.Module, hooks: Iterable[HookBase]
+) -> dict[str, Any]:
+    """Call ``test(cfg, model)`` for the weights that the first `EMAHook` of ``hooks`` asks for; every rank calls it.
+
+    Returns:
+        The results of the averaged weights, if they are asked for, and else of the model. Of both, those of the
+        model are under "raw", and a table has them all.
+    """
+    averaging = next((hook for hook in hooks if isinstance(hook, EMAHook)), None)
+    if averaging is None:
+        return test(cfg, model)
+    results = {}
+    for weights, evaluated in averaging.models_to_evaluate(model).items():
+        logger.info("Evaluating the %s", {"ema": "averaged weights", "raw": "weights of the model"}[weights])
+        results[weights] = test(cfg, evaluated)
+    if len(results) == 1:
+        return next(iter(results.values()))
+    if comm.is_main_process():
+        print_csv_format(results, outermost="weights")
+    return {**results["ema"], "raw": results["raw"]}
+
+
+class _Trainer(Protocol):
+    """What is needed of a `DefaultTrainer` class."""
+
+    @classmethod
+    def build_model(cls, cfg: CfgNode) -> nn.Module: ...
+
+    @classmethod
+    def test(cls, cfg: CfgNode, model: nn.Module) -> dict[str, Any]: ...
+
+
+class EvaluationRun(TrainerBase):
+    """Load MODEL.WEIGHTS, or else the last checkpoint of the run, and evaluate it on DATASETS.TEST.
+
+    It needs no training data and builds no optimizer. The hooks of HOOKS that have something to do in an evaluation or
+    when a checkpoint is loaded do it here too; those that a trainer class builds or registers itself do not.
+
+    Args:
+        trainer_class: whose ``build_model`` and ``test`` are used, a subclass of `DefaultTrainer`.
+
+    Raises:
+        ConfigError: a setting is not accepted.
+    """
+
+    def __init__(self, cfg: CfgNode, trainer_class: type[_Trainer]) -> None:
+        super().__init__()
+        import_modules(cfg.IMPORTS)
+        check_values(cfg)
+        self.cfg = resolve_lengths(cfg, 1)  # how long an epoch would be makes no difference here
+        self.model = trainer_class.build_model(self.cfg)
+        self.checkpointer = Checkpointer(self.model, checkpoint_dir(self.cfg), trainer=weakref.proxy(self))
+        self._test = trainer_class.test
+        self.register_hooks(ConfiguredHooks(self.cfg.HOOKS, weakref.proxy(self)).for_evaluation())
+
+    def run(self) -> dict[str, Any]:
+        """
+        Returns:
+            The results, on rank 0.
+
+        Raises:
+            ConfigError: there is nothing to evaluate.
+            trainkit.checkpoint.CheckpointError: the file is missing, broken, or of another model.
+            SystemExit: with code 1 if the results differ from TEST.EXPECTED_RESULTS.
+        """
+        self._load()
+        with EventStorage(self.iter) as self.storage, observe_inference(self, "test"):
+            results = evaluate_models(self._test, self.cfg, self.model, self._hooks)
+            self._write_images()
+        if comm.is_main_process() and self.cfg.TEST.EXPECTED_RESULTS:
+            verify_results(self.cfg, results)
+        return results
+
+    def _write_images(self) -> None:
+        if self.storage.images() and "tensorboard" in self.cfg.LOG.WRITERS and comm.is_main_process():
+            for writer in default_writers(self.cfg.OUTPUT_DIR, names=["tensorboard"]):
+                writer.write()
+                writer.close()
+
+    def _load(self) -> None:
+        if self.cfg.MODEL.WEIGHTS:
+            self.checkpointer.load(self.cfg.MODEL.WEIGHTS, ["trainer"] if self._hooks else [])
+        elif self.checkpointer.has_checkpoint():
+            self.checkpointer.resume_or_load(None, resume=True)
+        else:
+            raise ConfigError(
+                f"there is nothing to evaluate: no checkpoint in {self.checkpointer.save_dir}; set MODEL.WEIGHTS"
+            )

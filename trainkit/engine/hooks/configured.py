@@ -1,0 +1,156 @@
+"""The hooks that a config lists."""
+
+import difflib
+import inspect
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from trainkit.config import ConfigError
+from trainkit.engine.hook_base import EVALUATION_POINTS, HookBase
+from trainkit.engine.hook_list import sort_key
+from trainkit.engine.hooks.registry import HOOK_REGISTRY
+from trainkit.engine.train_loop import TrainerBase
+
+logger = logging.getLogger(__name__)
+
+# what a constructor may ask for by these names without the config giving it
+_FROM_TRAINER = ("cfg", "model", "optimizer", "checkpointer", "data_loader")
+_PLACES = ("PRIORITY", "BEFORE", "AFTER")
+
+
+class _Entry(NamedTuple):
+    name: str
+    enabled: bool
+    place: dict[str, Any]  # at most one of priority, before, after
+    arguments: dict[str, Any]
+
+
+class ConfiguredHooks:
+    """The entries of ``HOOKS``, each made into a hook when its place in the order is reached.
+
+    An entry is ``{NAME: a name in HOOK_REGISTRY, ...}`` with the constructor's arguments in upper case. ``ENABLED:
+    False`` switches off a hook that is there by default; one of ``PRIORITY``, ``BEFORE`` and ``AFTER`` moves it. A
+    required argument ``cfg``, ``model``, ``optimizer``, ``checkpointer`` or ``data_loader`` that is not given is
+    the trainer's.
+
+    Raises:
+        ConfigError: an entry is malformed, or its name is unknown.
+    """
+
+    def __init__(self, entries: Iterable[Any], trainer: Any) -> None:
+        self._entries = [_parse(entry) for entry in entries]
+        self._trainer = trainer
+        self._anchored: list[tuple[HookBase, dict[str, Any]]] = []
+
+    def take(self, hook_class: type[HookBase], *, default: bool = True, **arguments: Any) -> list[HookBase]:
+        """The hooks of this class, which have a place of their own; the entries' arguments win over ``arguments``.
+
+        Args:
+            default: whether there is one, made of ``arguments``, if no entry names the class.
+
+        Raises:
+            ConfigError: an argument is unknown, missing or refused.
+        """
+        mine = [entry for entry in self._entries if entry.name == hook_class.__name__]
+        self._entries = [entry for entry in self._entries if entry not in mine]
+        if not mine and default:
+            return [_construct(hook_class, arguments, "")]
+        return self._make(mine, arguments)
+
+    def rest(self) -> list[HookBase]:
+        """All hooks that have not been taken, in the order of their entries; raises as ``take``."""
+        mine, self._entries = self._entries, []
+        return self._make(mine, {})
+
+    def for_evaluation(self) -> list[HookBase]:
+        """Those that have something to do when nothing is trained, in the order of the entries; raises as ``take``."""
+        mine = [entry for entry in self._entries if _acts_on_evaluation(HOOK_REGISTRY.get(entry.name))]
+        return self._make([entry._replace(place={}) for entry in mine], {})
+
+    def register_at_anchors(self, trainer: TrainerBase) -> None:
+        """Register the hooks that go next to another one, when all others are registered.
+
+        Raises:
+            ConfigError: an anchor is absent, or stands for several hooks.
+        """
+        for hook, place in self._anchored:
+            try:
+                trainer.register_hooks([hook], **place)
+            except ValueError as error:
+                raise ConfigError(f"HOOKS: {type(hook).__name__}: {error}") from error
+        if self._entries:
+            names = ", ".join(entry.name for entry in self._entries)
+            logger.warning("HOOKS of the config that build_hooks() has not used: %s; call super().build_hooks()", names)
+
+    def _make(self, entries: list[_Entry], arguments: dict[str, Any]) -> list[HookBase]:
+        hooks = []
+        for entry in entries:
+            if not entry.enabled:
+                continue
+            hook = self._make_one(entry, arguments)
+            if "priority" in entry.place:
+                hook.priority = entry.place["priority"]
+            if "before" in entry.place or "after" in entry.place:
+                self._anchored.append((hook, entry.place))
+            else:
+                hooks.append(hook)
+        return hooks
+
+    def _make_one(self, entry: _Entry, arguments: dict[str, Any]) -> HookBase:
+        hook_class = HOOK_REGISTRY.get(entry.name)
+        accepted = inspect.signature(hook_class).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+        for name in entry.arguments:
+            if name not in accepted and not takes_any:
+                raise ConfigError(_unknown_argument(entry.name, name, accepted))
+        arguments = {**arguments, **entry.arguments}
+        for name, parameter in accepted.items():
+            if parameter.default is parameter.empty and name not in arguments and name in _FROM_TRAINER:
+                arguments[name] = getattr(self._trainer, name)
+        hook = _construct(hook_class, arguments, "HOOKS: ")
+        if not isinstance(hook, HookBase):
+            raise ConfigError(f"HOOKS: {entry.name} gives {hook!r}, which is no HookBase object")
+        return hook
+
+
+def _construct(hook_class: type[HookBase], arguments: dict[str, Any], where: str) -> HookBase:
+    try:
+        return hook_class(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}{hook_class.__name__}: {error}") from error
+
+
+def _parse(entry: Any) -> _Entry:
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("NAME"), str):
+        raise ConfigError(f"HOOKS is a list of entries such as {{NAME: EMAHook, DECAY: 0.999}}; got {entry!r}")
+    name, enabled = entry["NAME"], entry.get("ENABLED", True)
+    try:
+        HOOK_REGISTRY.get(name)
+    except KeyError as error:
+        raise ConfigError(f"HOOKS: {error.args[0]}") from None
+    if not isinstance(enabled, bool):
+        raise ConfigError(f"HOOKS: {name}: ENABLED must be True or False, got {enabled!r}")
+    place = {key.lower(): entry[key] for key in _PLACES if entry.get(key) is not None}
+    if len(place) > 1:
+        raise ConfigError(f"HOOKS: {name}: give one of {', '.join(_PLACES)}; an anchor has a priority of its own")
+    if "priority" in place:
+        try:
+            sort_key(place["priority"])
+        except ValueError as error:
+            raise ConfigError(f"HOOKS: {name}: {error}") from None
+    arguments = {key.lower(): value for key, value in entry.items() if key not in ("NAME", "ENABLED", *_PLACES)}
+    return _Entry(name, enabled, place, arguments)
+
+
+def _acts_on_evaluation(hook_class: type[HookBase]) -> bool:
+    return hasattr(hook_class, "models_to_evaluate") or any(
+        getattr(hook_class, point) is not getattr(HookBase, point) for point in EVALUATION_POINTS
+    )
+
+
+def _unknown_argument(hook: str, name: str, accepted: Iterable[str]) -> str:
+    accepted = [parameter.upper() for parameter in accepted]
+    nearest = difflib.get_close_matches(name.upper(), accepted, n=1)
+    hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    return f"HOOKS: {hook} has no argument {name.upper()}{hint} It takes: {', '.join(accepted) or 'none'}"

@@ -1,0 +1,118 @@
+"""Averaged weights beside the ones that are trained."""
+
+import logging
+from typing import Any, Literal
+
+from torch import nn
+
+from trainkit.checkpoint.matching import Differences
+from trainkit.config import ConfigError
+from trainkit.engine.hook_base import HookBase
+from trainkit.engine.hooks.registry import HOOK_REGISTRY
+from trainkit.engine.periods import check_period
+from trainkit.solver.averaging import AveragingKind, AveragingRule, ModelAverage
+from trainkit.utils.model import unwrap_model
+
+logger = logging.getLogger(__name__)
+
+
+@HOOK_REGISTRY.register()
+class EMAHook(HookBase):
+    """Average the weights over the iterations, and evaluate the average.
+
+    It stands behind the timer, before whatever evaluates or saves. The average is a module of its own: the trained
+    model never holds averaged weights, so a save cannot write them in its place. Every rank averages its own model;
+    the ranks' parameters are equal, their buffers may differ. An iteration whose update a gradient scaler skips counts
+    too: the unchanged weights are taken in once more.
+
+    Args:
+        decay: how much the old average counts in an update, default 0.999; ``1 - momentum`` of OpenMMLab. For this,
+            ``kind``, ``gamma`` and ``interval`` see `AveragingRule`.
+        begin: the average begins with the weights after so many iterations (at least 1) and equals the model before.
+        buffers: "copy" takes the model's as they are, "average" averages those of floating-point numbers.
+        evaluate: what an evaluation runs: the averaged weights ("ema"), those of the model ("raw"), or "both", with
+            the model's results under "raw".
+
+    Raises:
+        ValueError, TypeError: an argument is not accepted.
+    """
+
+    def __init__(
+        self,
+        decay: float | None = None,
+        kind: AveragingKind = "exponential",
+        *,
+        gamma: float | None = None,
+        interval: int = 1,
+        begin: int = 0,
+        buffers: Literal["copy", "average"] = "copy",
+        evaluate: Literal["ema", "raw", "both"] = "ema",
+    ) -> None:
+        self._rule = AveragingRule(kind, decay, gamma, interval)
+        self._begin = check_period("begin", begin)
+        if buffers not in ("copy", "average"):
+            raise ValueError(f'buffers must be "copy" or "average", got {buffers!r}')
+        if evaluate not in ("ema", "raw", "both"):
+            raise ValueError(f'evaluate must be "ema", "raw" or "both", got {evaluate!r}')
+        self._average_buffers = buffers == "average"
+        self._evaluate = evaluate
+        self._average: ModelAverage | None = None
+        self._waiting_state: dict[str, Any] = {}
+
+    def before_train(self) -> None:
+        """
+        Raises:
+            ValueError: ``begin`` is beyond the end of the run; the saved average is of another model.
+            TypeError: the model cannot be copied.
+        """
+        if self._begin > self.trainer.max_iter:
+            raise ConfigError(
+                f"begin of EMAHook is {self._begin}, beyond the end of the run after {self.trainer.max_iter} "
+                "iterations, so nothing would be averaged; make it smaller"
+            )
+        done = self.trainer.start_iter
+        state = {} if done == 0 else self.state_dict()
+        if not state and done >= max(self._begin, 1):
+            logger.warning(
+                "EMAHook has no averaged weights of the first %d iterations; the average begins with the model", done
+            )
+        self._make_average(self.trainer.model, state)
+
+    def after_step(self) -> None:
+        assert self._average is not None
+        if self.trainer.iter + 1 < self._begin:
+            self._average.restart()
+        else:
+            self._average.update()
+
+    def models_to_evaluate(self, model: nn.Module) -> dict[str, nn.Module]:
+        """What ``evaluate`` asks for, in this order: "ema" -> the averaged model, "raw" -> ``model``.
+
+        Without training the average is that of the loaded checkpoint; if that has none, only ``model`` is there.
+        """
+        if self._evaluate == "raw":
+            return {"raw": model}
+        if self._waiting_state:
+            self._make_average(model, self._waiting_state)
+        if self._average is None:
+            logger.warning("EMAHook has no averaged weights: none were loaded. The model's own are evaluated")
+            return {"raw": model}
+        return {"ema": self._average.module, **({"raw": model} if self._evaluate == "both" else {})}
+
+    def _make_average(self, model: nn.Module, state: dict[str, Any]) -> None:
+        average = ModelAverage(unwrap_model(model), self._rule, average_buffers=self._average_buffers)
+        if state:
+            if differences := Differences(state["model"], average.module.state_dict()):
+                raise ValueError(f"the saved average of EMAHook is of another model:\n{differences.table()}")
+            average.module.load_state_dict(state["model"], strict=False)
+            average.steps = state["steps"]
+        self._average, self._waiting_state = average, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """``model``, the averaged module's state, and ``steps``; empty before the first run."""
+        if self._waiting_state or self._average is None:
+            return self._waiting_state
+        return {"model": self._average.module.state_dict(), "steps": self._average.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._waiting_state = dict(state_dict)

@@ -1,0 +1,124 @@
+"""Any field of the optimizer, iteration by iteration."""
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from torch import Tensor
+
+from trainkit.config import ConfigError
+from trainkit.engine.hook_base import HookBase
+from trainkit.engine.hooks.lr_scheduler import LRScheduler
+from trainkit.engine.hooks.registry import HOOK_REGISTRY
+from trainkit.solver.build_schedule import build_schedule
+from trainkit.solver.schedules import Schedule, compute_values
+
+_ANY_LENGTH = 2**40  # of a run that is not known yet
+
+
+@HOOK_REGISTRY.register()
+class ParamScheduler(HookBase):
+    """Set a field of the optimizer's parameter groups to a function of the iteration; store the value that was used.
+
+    The first values stay in the groups as ``initial_<param>``, and so in the optimizer's state. Groups without the
+    field are left alone. It is stored under the name ``param``, as that of the group with the most values.
+
+    Args:
+        param: the key of a number in the groups, such as ``weight_decay``; ``betas.0`` and ``betas.1`` are items, and
+            ``momentum`` is ``betas.0`` where a group has betas. The learning rate is for the `LRScheduler` hook,
+            unless there is none.
+        schedules: a list as `trainkit.solver.build_schedule` takes it, or one `trainkit.solver.schedules.Schedule`.
+
+    Raises:
+        ConfigError: an entry of the list is wrong.
+        TypeError: ``param`` is no text, or ``schedules`` neither.
+    """
+
+    def __init__(self, param: str, schedules: Sequence[Mapping[str, Any]] | Schedule) -> None:
+        if not isinstance(param, str):
+            raise TypeError(f'param must be text, such as "weight_decay", got {param!r}')
+        if not callable(schedules) and not isinstance(schedules, list | tuple):
+            raise TypeError(f"schedules must be a list of entries or a function (t, base), got {schedules!r}")
+        self.param = param
+        self._where = f"ParamScheduler of {param}"
+        self._given = schedules
+        if not callable(schedules):
+            build_schedule(schedules, _ANY_LENGTH, self._where)
+
+    def before_train(self) -> None:
+        self._check_alone()
+        given = self._given
+        self._schedule = given if callable(given) else build_schedule(given, self.trainer.max_iter, self._where)
+        groups = self.trainer.optimizer.param_groups
+        self._targets = [
+            (group, key, index)
+            for group in groups
+            if not (self.param == "lr" and group.get("fixed_lr"))
+            for key, index in _places(group, self.param)
+        ]
+        if not self._targets:
+            raise ConfigError(self._explain_absence(groups))
+        # read from their device once, not at each step
+        self._bases = [
+            float(group.setdefault(f"initial_{self.param}", float(_get(group, key, index))))
+            for group, key, index in self._targets
+        ]
+        sizes = [sum(parameter.numel() for parameter in group["params"]) for group, _, _ in self._targets]
+        self._shown = sizes.index(max(sizes))
+        self._set(self.trainer.iter)
+
+    def after_step(self) -> None:
+        self.trainer.storage.put_scalar(self.param, self._values[self._shown], smoothing_hint=False)
+        self._set(self.trainer.iter + 1)
+
+    def _set(self, iter: int) -> None:
+        self._values = compute_values(self._schedule, iter, self._bases)
+        for (group, key, index), value in zip(self._targets, self._values, strict=True):
+            old = _get(group, key, index)
+            if isinstance(old, Tensor):
+                old.fill_(value)  # in place: a captured graph reads this one
+            elif index is None:
+                group[key] = value
+            else:
+                group[key] = (*group[key][:index], value, *group[key][index + 1 :])
+
+    def _check_alone(self) -> None:
+        for hook in self.trainer._hooks:
+            if self.param == "lr" and isinstance(hook, LRScheduler):
+                raise ConfigError(
+                    "ParamScheduler of lr and the LRScheduler hook both set the learning rate; put the schedule into "
+                    "SOLVER.SCHEDULES, or switch the other off (HOOKS: {NAME: LRScheduler, ENABLED: False})"
+                )
+            if isinstance(hook, ParamScheduler) and hook is not self and hook.param == self.param:
+                raise ConfigError(f"two ParamScheduler hooks set {self.param}; list their schedules in one of them")
+
+    def _explain_absence(self, groups: list[dict[str, Any]]) -> str:
+        accepted = {key for group in groups for key in group if any(_places(group, key))}
+        accepted |= {f"betas.{index}" for group in groups for index in range(len(group.get("betas", ())))}
+        nearest = get_close_matches(self.param, accepted, n=1)
+        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+        return (
+            f"param is {self.param!r}, but no parameter group of {type(self.trainer.optimizer).__name__} has such a "
+            f"number; {hint}It has: {', '.join(sorted(accepted))}"
+        )
+
+
+def _places(group: dict[str, Any], param: str) -> list[tuple[str, int | None]]:
+    """Where a group has the field: its key, and the index in a tuple; empty if it has not."""
+    name, _, index = param.partition(".")
+    if name == "momentum" and name not in group and not index:
+        name, index = "betas", "0"
+    if not index and _is_number(group.get(name)):
+        return [(name, None)]
+    values = group.get(name)
+    if index.isdecimal() and isinstance(values, tuple | list) and int(index) < len(values):
+        return [(name, int(index))]
+    return []
+
+
+def _get(group: dict[str, Any], key: str, index: int | None) -> Any:
+    return group[key] if index is None else group[key][index]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | Tensor) and not isinstance(value, bool)

@@ -1,0 +1,76 @@
+"""The files that a finished run leaves for others."""
+
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from trainkit.checkpoint import CheckpointError
+from trainkit.checkpoint.publish import publish_weights
+from trainkit.config import ConfigError
+from trainkit.engine.hook_base import HookBase
+from trainkit.engine.hooks.checkpoint import BestCheckpointer, PeriodicCheckpointer
+from trainkit.engine.hooks.registry import HOOK_REGISTRY
+from trainkit.utils import comm
+
+logger = logging.getLogger(__name__)
+
+
+@HOOK_REGISTRY.register()
+class PublishWeights(HookBase):
+    """After a run that finished, publish the weights of its final checkpoint and of every best one.
+
+    It stands behind the hooks that write these; see `trainkit.checkpoint.publish.publish_weights` for the files. What
+    cannot be published fails the run on every rank, and leaves its checkpoints as they are.
+
+    Args:
+        weights: "model", or "ema" for the averaged ones of an `EMAHook`.
+    """
+
+    def __init__(self, weights: Literal["model", "ema"] = "model") -> None:
+        if weights not in ("model", "ema"):
+            raise ValueError(f'weights must be "model" or "ema", got {weights!r}')
+        self._weights = weights
+
+    def before_train(self) -> None:
+        """
+        Raises:
+            ValueError: the run will have nothing to publish.
+        """
+        if not list(self._checkpoints()):
+            raise ConfigError(
+                "PublishWeights finds no hook whose checkpoint it could publish; register a PeriodicCheckpointer with "
+                "save_last, or a BestCheckpointer"
+            )
+        if self._weights == "ema" and all(type(hook).__name__ != "EMAHook" for hook in self.trainer._hooks):
+            raise ConfigError('weights is "ema", but no EMAHook is registered; add one, or publish "model"')
+
+    def after_train(self) -> None:
+        if self.trainer.status != "finished":
+            return
+        error = ""
+        try:
+            self._publish()
+        except OSError as failure:  # a CheckpointError is one
+            error = str(failure)
+        errors = list(filter(None, comm.all_gather(error)))
+        if errors:
+            raise CheckpointError(f"weights could not be published: {'; '.join(errors)}")
+
+    def _publish(self) -> None:
+        for checkpointer, name in self._checkpoints():
+            if not checkpointer.save_to_disk or not checkpointer.save_dir:
+                continue
+            path = os.path.join(checkpointer.save_dir, f"{name}.pth")
+            if os.path.exists(path):
+                logger.info("Weights published as %s", publish_weights(path, self._weights))
+            else:
+                logger.warning("There is no '%s' to publish: no value of its metric was finite", path)
+
+    def _checkpoints(self) -> Iterator[tuple[Any, str]]:
+        """(checkpointer, file name) of what is worth publishing."""
+        for hook in self.trainer._hooks:
+            if isinstance(hook, PeriodicCheckpointer) and hook.save_last:
+                yield hook.checkpointer, f"{hook.file_prefix}_final"
+            elif isinstance(hook, BestCheckpointer):
+                yield hook.checkpointer, hook.file_prefix

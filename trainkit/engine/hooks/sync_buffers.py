@@ -1,0 +1,58 @@
+"""The same buffers on all ranks."""
+
+import torch
+import torch.distributed as dist
+
+from trainkit.engine.hooks.registry import HOOK_REGISTRY
+from trainkit.engine.train_loop import HookBase, check_period, is_due
+from trainkit.evaluation.observer import Phase
+from trainkit.utils import comm
+from trainkit.utils.model import unwrap_model
+
+
+@HOOK_REGISTRY.register()
+class SyncBuffers(HookBase):
+    """Average the model's buffers over ranks, such as the running statistics of batch norm.
+
+    It does so every ``period`` iterations, after the last one, and before an evaluation if there was a step since.
+    Buffers of whole numbers stay as they are. It stands before the checkpointer. Nothing to do with one process.
+
+    There is no state: behind a checkpoint the buffers of all ranks are the same.
+
+    Args:
+        period: in iterations; 0: at the end of each epoch, if the trainer has epochs.
+    """
+
+    def __init__(self, period: int = 0) -> None:
+        self._period = check_period("period", period)
+        self._has_stepped = False
+
+    def before_train(self) -> None:
+        self._has_stepped = False
+
+    def after_step(self) -> None:
+        self._has_stepped = True
+        trainer = self.trainer
+        period = self._period or (trainer.iters_per_epoch if trainer.has_epochs else 0)
+        if is_due(trainer, period, or_last=True):
+            self._sync()
+
+    def before_eval(self, phase: Phase, name: str) -> None:
+        if self._has_stepped:
+            self._sync()
+
+    @torch.no_grad()
+    def _sync(self) -> None:
+        self._has_stepped = False
+        if comm.get_world_size() == 1:
+            return
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for buffer in unwrap_model(self.trainer.model).buffers():
+            if buffer.is_floating_point():
+                by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in by_dtype.values():
+            flat = torch.cat([buffer.flatten() for buffer in buffers])
+            dist.all_reduce(flat)
+            flat /= comm.get_world_size()
+            for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+                buffer.copy_(mean.view_as(buffer))

@@ -1,0 +1,117 @@
+"""How many samples a second, and how much of the device that takes."""
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from trainkit.config import ConfigError
+from trainkit.engine.hooks.registry import HOOK_REGISTRY
+from trainkit.engine.metrics import metrics_group, reduce_over_ranks
+from trainkit.engine.train_loop import HookBase, check_period, is_due
+from trainkit.utils import comm
+from trainkit.utils.model import unwrap_model
+
+logger = logging.getLogger(__name__)
+
+
+@HOOK_REGISTRY.register()
+class Throughput(HookBase):
+    """Store ``samples_per_sec``, over all ranks and the last ``period`` iterations.
+
+    The time is that of the steps, fetching included, without what lies between them (evaluation, checkpoints). It is
+    the host's: nobody waits for an accelerator, whose pace the host takes on over a period.
+
+    A model that has ``flops_per_sample`` (a number, or a method without arguments: the operations of forward and
+    backward pass together) gives ``mfu_pct`` too: the part of ``peak_tflops`` that these are, see Chowdhery et al.,
+    "PaLM", appendix B.
+
+    Args:
+        period: in iterations.
+        peak_tflops: of one device in the precision of the job, in 10^12 operations per second.
+
+    Raises:
+        ValueError: ``period`` is less than 1 iteration, or ``peak_tflops`` not positive; before training: there is
+            ``peak_tflops``, but the model gives no ``flops_per_sample``.
+    """
+
+    def __init__(self, period: int = 20, peak_tflops: float | None = None) -> None:
+        self._period = check_period("period", period, minimum=1)
+        if peak_tflops is not None and not (isinstance(peak_tflops, int | float) and peak_tflops > 0):
+            raise ValueError(f"peak_tflops must be a number > 0, or None, got {peak_tflops!r}")
+        self._peak_tflops = peak_tflops
+        self._flops_per_sample: float | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._samples, self._sec = 0, 0.0
+        self._step_begin = time.perf_counter()
+
+    def before_train(self) -> None:
+        self._forget()
+        self._flops_per_sample = self._ask_for_flops()
+        metrics_group()  # made here, in the thread of the loop
+
+    def before_step(self) -> None:
+        self._step_begin = time.perf_counter()
+
+    def after_step(self) -> None:
+        self._sec += time.perf_counter() - self._step_begin
+        batch = self.trainer.batch
+        micro_batches = batch if getattr(self.trainer, "accumulation_steps", 1) > 1 else [batch]
+        self._samples += sum(map(self.count_samples, micro_batches))
+        if is_due(self.trainer, self._period, or_last=True):
+            # behind the metrics of this step, which use the same group of ranks
+            self.trainer.storage.put_later(self._store, self._samples, self._sec)
+            self.trainer.storage.hand_over()
+            self._forget()
+
+    @staticmethod
+    def count_samples(batch: Any) -> int:
+        """The leading dimension of the first tensor; the length of a list without one, which is a list of samples.
+
+        A subclass may know better.
+
+        Raises:
+            TypeError: the batch has neither.
+        """
+        if isinstance(batch, list) and not any(isinstance(entry, Tensor) for entry in batch):
+            return len(batch)
+        size = _leading_dimension(batch)
+        if size is None:
+            raise TypeError(
+                f"Throughput finds no tensor in a batch of type {type(batch).__name__}; override its count_samples()"
+            )
+        return size
+
+    def _ask_for_flops(self) -> float | None:
+        model = unwrap_model(self.trainer.model)
+        flops = getattr(model, "flops_per_sample", None)
+        if self._peak_tflops is None:
+            if flops is not None:
+                logger.warning("Throughput stores no mfu_pct, as nobody has given it the peak_tflops of the device")
+            return None
+        if flops is None:
+            raise ConfigError(
+                f"Throughput has peak_tflops={self._peak_tflops}, but {type(model).__name__} has no flops_per_sample "
+                "(operations of forward and backward pass); define it, or leave peak_tflops out"
+            )
+        return float(flops() if callable(flops) else flops)
+
+    def _store(self, samples: int, sec: float) -> None:
+        mean_samples, max_sec = reduce_over_ranks({"samples": float(samples)}, sec)
+        per_sec_and_rank = mean_samples["samples"] / max_sec
+        storage = self.trainer.storage
+        storage.put_scalar("samples_per_sec", per_sec_and_rank * comm.get_world_size())
+        if self._flops_per_sample is not None and self._peak_tflops is not None:
+            used_tflops = per_sec_and_rank * self._flops_per_sample / 1e12
+            storage.put_scalar("mfu_pct", 100 * used_tflops / self._peak_tflops)
+
+
+def _leading_dimension(data: Any) -> int | None:
+    if isinstance(data, Tensor):
+        return len(data) if data.dim() else None
+    entries = data.values() if isinstance(data, Mapping) else data if isinstance(data, list | tuple) else ()
+    return next((size for size in map(_leading_dimension, entries) if size is not None), None)

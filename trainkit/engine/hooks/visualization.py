@@ -1,0 +1,125 @@
+"""Pictures of what the model returns."""
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from trainkit.config import ConfigError
+from trainkit.engine.hook_base import HookBase
+from trainkit.engine.hooks.registry import HOOK_REGISTRY
+from trainkit.engine.periods import check_period, is_nth
+from trainkit.evaluation.observer import Phase
+from trainkit.utils import comm
+from trainkit.utils.events import get_event_storage, has_event_storage
+from trainkit.utils.png import encode_png
+from trainkit.utils.registry import Registry
+from trainkit.utils.rng import preserve_rng_state
+
+logger = logging.getLogger(__name__)
+
+Image: TypeAlias = np.ndarray | torch.Tensor
+Draw: TypeAlias = Callable[[Any, Any], Image | Sequence[Image]]
+
+VISUALIZER_REGISTRY = Registry("VISUALIZER")
+"""Functions that DRAW of a `VisualizationHook` can name: ``(inputs, outputs)`` -> images."""
+
+
+@HOOK_REGISTRY.register()
+class VisualizationHook(HookBase):
+    """Draw every ``period``-th batch of each evaluation, into PNG files and into the storage for TensorBoard.
+
+    The files are ``<output_dir>/<phase>/<dataset>_iter0000099_batch0003.png``, with ``_rank1`` and so on from other
+    ranks, each of which draws batches of its own, and with ``_0``, ``_1``, ... if several images are drawn of a batch.
+    If data are evaluated twice in an iteration, as by an `EMAHook` that evaluates "both", the second time they are
+    called ``<dataset>_2``. A file that cannot be written is an error in the log, and the evaluation goes on.
+
+    Args:
+        draw: a function, or its name in `VISUALIZER_REGISTRY`. It gets a batch and what the model returned for it,
+            both on the model's device, and returns an RGB image or a list of them: array or tensor, shape
+            ``[H, W, 3]``, uint8. Random numbers that it draws change nothing outside.
+        period: in batches of an evaluation.
+        output_dir: default is ``visualization`` in the OUTPUT_DIR of the trainer's config.
+
+    Raises:
+        ValueError: nothing is registered under the name, or the period is less than 1. Before training or the first
+            evaluation: there is no ``output_dir``, nor a config to take it from.
+        TypeError: ``draw`` is no function. During an evaluation: it returned something else.
+    """
+
+    def __init__(self, draw: Draw | str, period: int = 50, output_dir: str | Path | None = None) -> None:
+        if isinstance(draw, str):
+            try:
+                draw = VISUALIZER_REGISTRY.get(draw)
+            except KeyError as error:
+                raise ValueError(f"draw: {error.args[0]}") from None
+        if not callable(draw):
+            raise TypeError(
+                f"draw must be a function of (inputs, outputs), or the name of a registered one; got {draw!r}"
+            )
+        self._draw: Draw = draw
+        self._period = check_period("period", period, minimum=1)
+        self._output_dir = output_dir
+        self._dataset = ""
+        self._evaluated: list[tuple[int, Phase, str]] = []  # in this run
+
+    def before_train(self) -> None:
+        self._folder()  # an error in it comes now rather than with the first evaluation
+        self._evaluated = []
+
+    def before_eval(self, phase: Phase, name: str) -> None:
+        self._folder()
+        this = (self.trainer.iter, phase, name)
+        self._evaluated.append(this)
+        times = self._evaluated.count(this)
+        self._dataset = re.sub(r"[^\w.-]", "_", name or "unnamed") + (f"_{times}" if times > 1 else "")
+
+    def after_eval_step(self, phase: Phase, index: int, inputs: Any, outputs: Any) -> None:
+        if not is_nth(index + 1, self._period):
+            return
+        with preserve_rng_state():
+            drawn = self._draw(inputs, outputs)
+        images = [_as_array(image) for image in (drawn if isinstance(drawn, list | tuple) else [drawn])]
+        rank = f"_rank{comm.get_rank()}" if comm.get_rank() else ""
+        for i, image in enumerate(images):
+            number = f"_{i}" if len(images) > 1 else ""
+            file_name = f"{self._dataset}_iter{self.trainer.iter:07d}_batch{index:04d}{number}{rank}.png"
+            _write(self._folder() / phase / file_name, image)
+            if has_event_storage():
+                tensor = torch.from_numpy(image).permute(2, 0, 1)
+                get_event_storage().put_image(f"{phase}/{self._dataset}_batch{index:04d}{number}", tensor)
+
+    def _folder(self) -> Path:
+        if self._output_dir is not None:
+            return Path(self._output_dir)
+        cfg = getattr(self.trainer, "cfg", None)
+        if cfg is None:
+            raise ConfigError(
+                "VisualizationHook has no output_dir, and its trainer has no cfg with an OUTPUT_DIR; give output_dir"
+            )
+        return Path(cfg.OUTPUT_DIR) / "visualization"
+
+
+def _as_array(image: object) -> np.ndarray:
+    """A copy in host memory: the function may use its array again before a writer shows the image."""
+    if not isinstance(image, np.ndarray | torch.Tensor):
+        raise TypeError(f"{_WANTED}; got {type(image).__name__}")
+    dtype = str(image.dtype).removeprefix("torch.")
+    if dtype != "uint8" or image.ndim != 3 or image.shape[-1] != 3 or 0 in image.shape:
+        raise TypeError(f"{_WANTED}; got shape {list(image.shape)}, {dtype}")
+    return np.array(image.numpy(force=True) if isinstance(image, torch.Tensor) else image)
+
+
+_WANTED = "the function of VisualizationHook must return an RGB image of shape [H, W, 3], uint8, or a list of them"
+
+
+def _write(path: Path, image: np.ndarray) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encode_png(image))
+    except OSError as error:
+        logger.error("Cannot write the picture '%s': %s", path, error.strerror or error)
