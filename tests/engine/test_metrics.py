@@ -237,7 +237,7 @@ def run_rank(rank, folder):
     found = {}
     for check in CHECKS:  # each in a group of its own: one that hangs or fails leaves the others alone
         store = os.path.join(folder, check.__name__)
-        timeout = datetime.timedelta(seconds=10)
+        timeout = datetime.timedelta(seconds=60)  # a loaded machine takes long to start a process
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout)
         try:
             found[check.__name__] = check(rank, folder)
