@@ -1,6 +1,5 @@
 """The way of a loss: of one process, and everything of the trainers and hooks that two ranks must agree on."""
 
-import datetime
 import logging
 import math
 import os
@@ -9,9 +8,10 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from torch import multiprocessing, nn
+from torch import nn
 
 from tests.engine.tiny import Regression, Weight, batches, scalars, sgd
+from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer
 from trainkit.engine.hooks import BestCheckpointer, CallbackHook, EarlyStopping, EvalHook, PeriodicWriter, PreciseBN
 from trainkit.engine.metrics import mean_losses, reduce_over_ranks
@@ -232,28 +232,10 @@ CHECKS = (
 )
 
 
-def run_rank(rank, folder):
-    torch.set_num_threads(1)
-    found = {}
-    for check in CHECKS:  # each in a group of its own: one that hangs or fails leaves the others alone
-        store = os.path.join(folder, check.__name__)
-        timeout = datetime.timedelta(seconds=60)  # a loaded machine takes long to start a process
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout)
-        try:
-            found[check.__name__] = check(rank, folder)
-        except Exception as error:
-            found[check.__name__] = f"{type(error).__name__}: {error}"
-        dist.destroy_process_group()
-    torch.save(found, os.path.join(folder, f"rank{rank}.pth"))
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What each check gave on each of two ranks: name -> [on rank 0, on rank 1]."""
-    folder = str(tmp_path_factory.mktemp("ranks"))
-    multiprocessing.spawn(run_rank, (folder,), nprocs=2)
-    found = [torch.load(os.path.join(folder, f"rank{rank}.pth"), weights_only=False) for rank in range(2)]
-    return {check.__name__: [by_check[check.__name__] for by_check in found] for check in CHECKS}
+    return on_two_ranks(CHECKS, tmp_path_factory.mktemp("ranks"))
 
 
 def test_ranks_share_means_and_the_longest_data_time_whatever_names_they_have(ranks):

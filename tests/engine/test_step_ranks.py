@@ -1,25 +1,24 @@
 """The step on two ranks: gradients exchanged once, sharded parameters, and the hooks that look for a broken step."""
 
-import datetime
 import logging
 import math
-import os
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import multiprocessing, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import fully_shard
 
 from tests.engine.tiny import AfterStep, Regression, Weight, batches, scalars, sgd
+from tests.two_ranks import on_two_ranks
 from trainkit.engine.hooks import CheckFiniteLoss, UnusedParameters
 from trainkit.engine.parallel import create_ddp_model
 from trainkit.engine.trainers import AMPTrainer, SimpleTrainer
 from trainkit.solver import GradientClipper
 
 
-def accumulation(rank):
+def accumulation(rank, folder):
     """Exchanges so far behind each iteration of three micro-batches, the last of an epoch of one; the weights."""
     exchanged, counts = [], []
 
@@ -35,7 +34,7 @@ def accumulation(rank):
     return {"exchanges": counts, "weight": model.module.linear.weight.detach()}
 
 
-def sharded(rank):
+def sharded(rank, folder):
     """The largest difference that sharding makes to norms and clipped gradients, by kind of clipping."""
     found = {}
     for kind in ("value", "norm", "full_model"):
@@ -58,7 +57,7 @@ def sharded(rank):
     return found
 
 
-def sharded_overflow(rank):
+def sharded_overflow(rank, folder):
     """Rank 1 alone overflows, in the second iteration."""
     model = nn.Linear(2, 2, bias=False)
     nn.init.ones_(model.weight)
@@ -87,7 +86,7 @@ def sharded_overflow(rank):
     return {"weights": weights} | {name: [value for value, _ in stored[name]] for name in sorted(stored)[:2]}
 
 
-def two_heads(rank, **kwargs):
+def two_heads(rank, folder, **kwargs):
     class Log(logging.Handler):
         def emit(self, record):
             events.append(record.getMessage()[:89])
@@ -116,11 +115,11 @@ def two_heads(rank, **kwargs):
     return events
 
 
-def two_heads_that_ddp_finds(rank):
-    return two_heads(rank, find_unused_parameters=True)
+def two_heads_that_ddp_finds(rank, folder):
+    return two_heads(rank, folder, find_unused_parameters=True)
 
 
-def nan_on_one_rank(rank):
+def nan_on_one_rank(rank, folder):
     model = Weight(lambda weight, batch: {"loss_a": weight * batch, "loss_b": weight})
     data = [torch.tensor(1.0), torch.tensor(math.nan if rank else 2.0)]
     trainer = SimpleTrainer(model, data, sgd(model, lr=0.25), async_write_metrics=True)
@@ -134,28 +133,10 @@ def nan_on_one_rank(rank):
 CHECKS = (accumulation, sharded, sharded_overflow, two_heads, two_heads_that_ddp_finds, nan_on_one_rank)
 
 
-def run_rank(rank, folder):
-    torch.set_num_threads(1)
-    found = {}
-    for check in CHECKS:  # each in a group of its own: one that hangs or fails leaves the others alone
-        store = os.path.join(folder, check.__name__)
-        timeout = datetime.timedelta(seconds=60)  # a loaded machine takes long to start a process
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout)
-        try:
-            found[check.__name__] = check(rank)
-        except Exception as error:
-            found[check.__name__] = f"{type(error).__name__}: {error}"
-        dist.destroy_process_group()
-    torch.save(found, os.path.join(folder, f"rank{rank}.pth"))
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What each check gave on each of two ranks: name -> [on rank 0, on rank 1]."""
-    folder = str(tmp_path_factory.mktemp("ranks"))
-    multiprocessing.spawn(run_rank, (folder,), nprocs=2)
-    found = [torch.load(os.path.join(folder, f"rank{rank}.pth"), weights_only=False) for rank in range(2)]
-    return {check.__name__: [by_check[check.__name__] for by_check in found] for check in CHECKS}
+    return on_two_ranks(CHECKS, tmp_path_factory.mktemp("ranks"))
 
 
 def test_gradients_are_exchanged_once_per_iteration(ranks):

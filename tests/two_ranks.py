@@ -1,0 +1,35 @@
+"""Functions on two ranks of one Gloo group."""
+
+import datetime
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+Check = Callable[[int, str], Any]
+
+
+def on_two_ranks(checks: Sequence[Check], folder: Path) -> dict[str, list[Any]]:
+    """Call ``check(rank, folder)`` for each of them: name -> [what it returned or raised on rank 0, on rank 1]."""
+    multiprocessing.spawn(_run_rank, (list(checks), str(folder)), nprocs=2)
+    found = [torch.load(folder / f"rank{rank}.pth", weights_only=False) for rank in range(2)]
+    return {check.__name__: [by_check[check.__name__] for by_check in found] for check in checks}
+
+
+def _run_rank(rank: int, checks: list[Check], folder: str) -> None:
+    torch.set_num_threads(1)
+    found = {}
+    for check in checks:  # each in a group of its own: one that hangs or fails leaves the others alone
+        store = os.path.join(folder, check.__name__)
+        timeout = datetime.timedelta(seconds=60)  # a loaded machine takes long to start a process
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout)
+        try:
+            found[check.__name__] = check(rank, folder)
+        except Exception as error:
+            found[check.__name__] = f"{type(error).__name__}: {error}"
+        dist.destroy_process_group()
+    torch.save(found, os.path.join(folder, f"rank{rank}.pth"))
