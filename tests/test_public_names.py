@@ -83,6 +83,7 @@ PUBLIC = {
         "EarlyStopping",
         "EmptyCache",
         "EvalHook",
+        "FinalEvalHook",
         "GarbageCollection",
         "HOOK_REGISTRY",
         "HookBase",

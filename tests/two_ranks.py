@@ -1,6 +1,7 @@
 """Functions on two ranks of one Gloo group."""
 
 import datetime
+import gc
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,21 +16,24 @@ Check = Callable[[int, str], Any]
 
 def on_two_ranks(checks: Sequence[Check], folder: Path) -> dict[str, list[Any]]:
     """Call ``check(rank, folder)`` for each of them: name -> [what it returned or raised on rank 0, on rank 1]."""
-    multiprocessing.spawn(_run_rank, (list(checks), str(folder)), nprocs=2)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # 0: any port that is free
+    multiprocessing.spawn(_run_rank, (list(checks), str(folder), store.port), nprocs=2)
     found = [torch.load(folder / f"rank{rank}.pth", weights_only=False) for rank in range(2)]
     return {check.__name__: [by_check[check.__name__] for by_check in found] for check in checks}
 
 
-def _run_rank(rank: int, checks: list[Check], folder: str) -> None:
+def _run_rank(rank: int, checks: list[Check], folder: str, port: int) -> None:
     torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=60)  # a loaded machine takes long to start a process
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     found = {}
     for check in checks:  # each in a group of its own: one that hangs or fails leaves the others alone
-        store = os.path.join(folder, check.__name__)
-        timeout = datetime.timedelta(seconds=60)  # a loaded machine takes long to start a process
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout)
+        own = dist.PrefixStore(check.__name__, store)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=2, timeout=timeout)
         try:
             found[check.__name__] = check(rank, folder)
         except Exception as error:
             found[check.__name__] = f"{type(error).__name__}: {error}"
+        gc.collect()  # what still holds the group, as DDP's cycle of references does, can keep the next from starting
         dist.destroy_process_group()
     torch.save(found, os.path.join(folder, f"rank{rank}.pth"))

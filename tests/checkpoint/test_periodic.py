@@ -83,10 +83,28 @@ def test_save_passes_its_arguments_on(tmp_path):
     assert os.listdir(tmp_path) == ["model_best.pth"]
 
 
-@pytest.mark.parametrize("arguments", [{"period": -1}, {"period": 1, "max_to_keep": 0}, {"period": 1, "start": -1}])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"period": -1},
+        {"period": 2.5},
+        {"period": "2"},
+        {"period": True},
+        {"period": 1, "max_to_keep": 0},
+        {"period": 1, "max_to_keep": 1.5},
+        {"period": 1, "start": -1},
+        {"period": 1, "start": None},
+    ],
+)
 def test_wrong_numbers_are_refused_by_the_constructor(arguments):
     with pytest.raises(ValueError, match=r"must be >= \d"):
         PeriodicCheckpointer(Checkpointer(linear(0)), **arguments)
+
+
+@pytest.mark.parametrize("file_prefix", ["", "runs/model", 5, None])
+def test_a_prefix_that_is_no_file_name_is_refused_by_the_constructor(file_prefix):
+    with pytest.raises(ValueError, match="file_prefix must be the begin of a file name, without a folder, got"):
+        PeriodicCheckpointer(Checkpointer(linear(0)), period=1, file_prefix=file_prefix)
 
 
 def test_rotation_goes_on_after_a_restart(tmp_path):

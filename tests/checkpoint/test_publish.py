@@ -151,9 +151,7 @@ def test_averaged_weights_are_published_over_those_of_the_model(tmp_path):
 def test_averaged_weights_that_are_not_there_are_an_error(tmp_path, trainer):
     write_file({"model": linear(1).state_dict(), "trainer": trainer}, tmp_path / "model_final.pth")
 
-    with pytest.raises(
-        CheckpointError, match=r"no averaged weights; train with an EMA"
-    ):
+    with pytest.raises(CheckpointError, match=r"no averaged weights; train with an EMA"):
         publish_weights(tmp_path / "model_final.pth", "ema")
 
     assert names(tmp_path) == ["model_final.pth"]

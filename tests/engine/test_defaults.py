@@ -50,7 +50,7 @@ def test_the_default_hooks_stand_in_their_fixed_order(tmp_path):
         "EvalHook",
         "BestCheckpointer",
         "EarlyStopping",
-        "EvalHook",
+        "FinalEvalHook",
         "CallbackHook",
         "TorchMemoryStats",
         "PeriodicWriter",
@@ -533,3 +533,27 @@ def test_the_log_says_where_the_files_are(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     DefaultTrainer(tiny_cfg(tmp_path)).train()
     assert f"Files in {tmp_path}: last_checkpoint, metrics.json, model_0000004.pth, model_final.pth" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("metric", "options"),
+    [
+        ("raw/classification/top1", []),
+        ("raw/classification/top1", ["HOOKS", [{"NAME": "EMAHook"}]]),
+        ("classification/top1", ["TEST.EVALUATORS", []]),
+        ("classification/top1", ["DATASETS.VAL", ("tiny_val",), "HOOKS", [{"NAME": "EvalHook", "ENABLED": False}]]),
+    ],
+    ids=str,
+)
+def test_a_metric_that_no_evaluation_will_give_is_an_error_before_the_first_iteration(tmp_path, metric, options):
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, "CHECKPOINT.BEST_METRIC", metric, *options))
+    with pytest.raises(ConfigError, match=f"BestCheckpointer looks at the metric '{metric}', which the evaluation doe"):
+        trainer.train()
+    assert trainer.status == "not started"
+
+
+def test_a_metric_of_the_models_own_weights_may_be_looked_at_where_both_are_evaluated(tmp_path):
+    both = ["HOOKS", [{"NAME": "EMAHook", "EVALUATE": "both"}]]
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, "CHECKPOINT.BEST_METRIC", "raw/classification/top1", *both))
+    trainer.train()
+    assert (tmp_path / "model_best.pth").exists()

@@ -213,3 +213,8 @@ def test_the_trial_run_has_its_own_folder_and_leaves_the_config_alone():
     assert (trial.SOLVER.MAX_ITER, trial.TEST.EVAL_PERIOD, trial.SOLVER.CHECKPOINT_PERIOD) == (6, 3, 3)
     assert trial.TEST.EVAL_AT_START
     assert trial.is_frozen()
+
+
+def test_a_malformed_hook_is_left_to_the_trainer_which_explains_it():
+    cfg = cfg_for("out", "HOOKS", ["EMAHook", {"NAME": "RuntimeInfo", "PERIOD": 50}])
+    assert fast_dev_config(cfg).HOOKS == ["EMAHook", {"NAME": "RuntimeInfo", "PERIOD": 1}]

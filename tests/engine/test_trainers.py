@@ -19,6 +19,7 @@ from tests.engine.tiny import (
     scalars,
     sgd,
 )
+from trainkit.config import ConfigError
 from trainkit.data.build import build_batch_data_loader
 from trainkit.data.samplers import TrainingSampler
 from trainkit.engine.hooks import CallbackHook, EvalHook, PeriodicWriter
@@ -957,7 +958,7 @@ def test_a_checkpoint_without_a_scale_is_taken_with_a_warning(caplog):
 def test_fused_sgd_with_dampening_is_refused_under_a_scaler():
     model = Weight()
     optimizer = sgd(model, momentum=0.5, dampening=0.1, fused=True)
-    with pytest.raises(ValueError, match="set fused=False"):
+    with pytest.raises(ConfigError, match="set fused=False"):
         AMPTrainer(model, [], optimizer)
     AMPTrainer(model, [], optimizer, precision=torch.bfloat16)
 

@@ -139,7 +139,7 @@ def test_a_value_outside_the_node_that_is_refused_is_named_by_its_own_key():
 
 
 def test_a_model_without_trainable_parameters_is_an_error():
-    with pytest.raises(ValueError, match="Linear has no trainable parameters; at least one needs requires_grad=True"):
+    with pytest.raises(ConfigError, match="Linear has no trainable parameters; at least one needs requires_grad=True"):
         build_optimizer(make_cfg(), nn.Linear(1, 1).requires_grad_(False))
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from trainkit.config import get_cfg
+from trainkit.config import ConfigError, get_cfg
 from trainkit.solver import GradientClipper, GradientClipType, build_gradient_clipper, maybe_add_gradient_clipping
 
 
@@ -142,7 +142,7 @@ def test_clipping_again_changes_nothing(clip_type):
     ids=str,
 )
 def test_a_wrong_rule_is_an_error_that_names_the_key(arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message):
         build_gradient_clipper(make_cfg(**arguments))
 
 

@@ -179,9 +179,11 @@ def test_a_small_table_has_one_row():
 def test_inside_logging_from_a_level_nothing_below_it_is_said(caplog):
     logger = logging.getLogger("trainkit.some.where")
     with caplog.at_level(logging.INFO):
-        with pytest.raises(ZeroDivisionError), logging_from(logging.WARNING):
+        with logging_from(logging.WARNING):
             logger.info("quiet")
             logger.warning("loud")
-            1 / 0  # noqa: B018
         logger.info("again")
-    assert caplog.messages == ["loud", "again"]
+        with pytest.raises(KeyError), logging_from(logging.ERROR):
+            raise KeyError
+        logger.warning("at last")
+    assert caplog.messages == ["loud", "again", "at last"]

@@ -35,7 +35,8 @@ class PeriodicCheckpointer:
         save_last: whether there is a final file.
 
     Raises:
-        ValueError: ``period`` or ``start`` is negative, or ``max_to_keep`` less than 1.
+        ValueError: ``period`` or ``start`` is negative, or ``max_to_keep`` less than 1, or one is no whole number;
+            ``file_prefix`` is no file name.
     """
 
     def __init__(
@@ -49,12 +50,13 @@ class PeriodicCheckpointer:
         start: int = 0,
         save_last: bool = True,
     ) -> None:
-        if period < 0:
-            raise ValueError(f"period must be >= 0 iterations (0: save only at the end), got {period}")
-        if max_to_keep is not None and max_to_keep < 1:
-            raise ValueError(f"max_to_keep must be >= 1 file, or None to keep all, got {max_to_keep}")
-        if start < 0:
-            raise ValueError(f"start must be >= 0 iterations, got {start}")
+        if not _is_count(period, 0):
+            raise ValueError(f"period must be >= 0 iterations (0: save only at the end), got {period!r}")
+        if max_to_keep is not None and not _is_count(max_to_keep, 1):
+            raise ValueError(f"max_to_keep must be >= 1 file, or None to keep all, got {max_to_keep!r}")
+        if not _is_count(start, 0):
+            raise ValueError(f"start must be >= 0 iterations, got {start!r}")
+        check_file_prefix(file_prefix)
         self.checkpointer = checkpointer
         self.period = period
         self.max_iter = max_iter
@@ -112,6 +114,22 @@ class PeriodicCheckpointer:
         pattern = re.compile(re.escape(self.file_prefix) + r"_(\d{7,})\.pth")
         matches = map(pattern.fullmatch, os.listdir(self.checkpointer.save_dir))
         return {int(match[1]): match[0] for match in matches if match}
+
+
+def check_file_prefix(file_prefix: object) -> None:
+    """
+    Raises:
+        ValueError: it is no text, empty, or has a folder in it.
+    """
+    if not isinstance(file_prefix, str) or not file_prefix or os.path.basename(file_prefix) != file_prefix:
+        raise ValueError(
+            f"file_prefix must be the begin of a file name, without a folder, got {file_prefix!r}; the folder is that "
+            "of the checkpointer (CHECKPOINT.DIR)"
+        )
+
+
+def _is_count(value: object, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def _stamp(path: str) -> tuple[int, int] | None:

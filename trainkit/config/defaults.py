@@ -12,7 +12,7 @@ _C.SEED = -1  # -1: drawn at random and logged
 _C.IMPORTS = []  # dotted module names, imported when building: where models, datasets and hooks register themselves
 _C.CUDNN_BENCHMARK = False
 _C.FLOAT32_PRECISION = ""  # "", "highest", "high" or "medium": torch.set_float32_matmul_precision
-_C.VIS_PERIOD = 0
+_C.VIS_PERIOD = 0  # for models that draw while they train; nothing else reads it
 
 # ---------------------------------------------------------------------------- model
 _C.MODEL = CN(new_allowed=True)  # a model's own keys go beside these

@@ -101,6 +101,12 @@ class DefaultTrainer(TrainerBase):
         self._configured = hooks.ConfiguredHooks(cfg.HOOKS, weakref.proxy(self))
         self.register_hooks(self.build_hooks())
         self._configured.register_at_anchors(self)
+        if not any(isinstance(hook, hooks.LRScheduler) for hook in self._hooks):
+            logger.warning(
+                "There is no LRScheduler hook, so the learning rate stays at that of iteration 0 (%g), unless you step "
+                "trainer.scheduler",
+                optimizer.param_groups[0]["lr"],
+            )
 
     # ------------------------------------------------------------------ running
 
@@ -185,7 +191,7 @@ class DefaultTrainer(TrainerBase):
             *chosen(hooks.EMAHook),
             # early: what is saved and evaluated below belongs to the next learning rate, as after a resume
             *take(hooks.LRScheduler),
-            *chosen(hooks.ParamScheduler),
+            *chosen(hooks.ParamScheduler, max_iter=self.max_iter),
             # before the checkpointer: the statistics are part of what is saved and evaluated
             *self._build_precise_bn(),
         ]
@@ -226,7 +232,12 @@ class DefaultTrainer(TrainerBase):
                 threshold=early.THRESHOLD,
             ),
             # behind everything that could choose a checkpoint: the test data has no say in that
-            *([hooks.EvalHook(0, lambda: me._test(), phase="test", by_epoch=by_epoch)] if cfg.DATASETS.VAL else []),
+            *take(
+                hooks.FinalEvalHook,
+                default=bool(cfg.DATASETS.VAL),
+                eval_function=lambda: me._test(),
+                by_epoch=by_epoch,
+            ),
             # behind the last save
             *take(hooks.PublishWeights, default=bool(best.PUBLISH), weights=best.PUBLISH or "model"),
             # behind what uses memory
@@ -408,15 +419,14 @@ class DefaultTrainer(TrainerBase):
             check_monitored_metrics(self._hooks, self._evaluate_one_batch)
 
     def _evaluate_one_batch(self) -> dict[str, Any]:
+        if not any(isinstance(hook, hooks.EvalHook) and hook.phase == "val" for hook in self._hooks):
+            return {}
         cfg = self._validation_cfg()
-        cfg.DATALOADER.NUM_WORKERS = 0
-        results = {
-            name: inference_on_dataset(
-                self.model, itertools.islice(self.build_test_loader(cfg, name), 1), self.build_evaluator(cfg, name)
-            )
-            for name in cfg.DATASETS.TEST
-        }
-        return next(iter(results.values())) if len(results) == 1 else results
+        cfg.DATALOADER.NUM_WORKERS, cfg.TEST.MAX_BATCHES = 0, 1
+        results = self.test(cfg, self.model)
+        averaging = next((hook for hook in self._hooks if isinstance(hook, hooks.EMAHook)), None)
+        both = averaging is not None and averaging.evaluate == "both"
+        return {**results, "raw": results} if both else results
 
     def _resolve_lengths(self, cfg: CfgNode) -> CfgNode:
         try:

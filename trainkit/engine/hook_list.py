@@ -110,12 +110,11 @@ class HookList:
         return sort_key(hook.priority, -1, 101) if key is None else key  # some put hooks into the list by hand
 
     def _find(self, anchor: Anchor | None) -> HookBase:
-        def fits(hook: HookBase) -> bool:
-            if isinstance(anchor, str):
-                return type(hook).__name__ == anchor
-            return isinstance(hook, anchor) if isinstance(anchor, type) else hook is anchor
-
-        found = [hook for hook in self.hooks if fits(hook)]
+        if isinstance(anchor, type):  # objects of subclasses are meant only where there is none of the class itself
+            found = [hook for hook in self.hooks if type(hook) is anchor]
+            found = found or [hook for hook in self.hooks if isinstance(hook, anchor)]
+        else:
+            found = [hook for hook in self.hooks if hook is anchor or type(hook).__name__ == anchor]
         if len(found) != 1:
             names = ", ".join(type(hook).__name__ for hook in self.hooks) or "none"
             problem = "no registered hook" if not found else f"{len(found)} registered hooks"
@@ -146,7 +145,7 @@ def sort_key(priority: int | str, first: int = 0, last: int = 100) -> int:
     """
     if isinstance(priority, str) and priority in Priority.__members__:
         return Priority[priority]
-    if not isinstance(priority, int) or not first <= priority <= last:
+    if isinstance(priority, bool) or not isinstance(priority, int) or not first <= priority <= last:
         raise ValueError(
             f"priority must be from 0 (runs first) to 100 (runs last) or one of {', '.join(Priority.__members__)}; "
             f"got {priority!r}"

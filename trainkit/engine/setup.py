@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -178,9 +178,9 @@ def fast_dev_config(cfg: CfgNode) -> CfgNode:
     # with the periods and begins of a long run most hooks would do nothing, and schedules do not fit into six steps
     early = {"PERIOD": 1, "INTERVAL": 1, "BEGIN": 0}
     cfg.HOOKS = [
-        {key: early.get(key, value) for key, value in entry.items()}
+        {key: early.get(key, value) for key, value in entry.items()} if isinstance(entry, Mapping) else entry
         for entry in cfg.HOOKS
-        if entry.get("NAME") != "ParamScheduler"
+        if not isinstance(entry, Mapping) or entry.get("NAME") != "ParamScheduler"
     ]
     cfg.freeze()
     return cfg

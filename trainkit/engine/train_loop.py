@@ -57,10 +57,10 @@ class TrainerBase(InferenceObserver):
         )
         self.iter, self.start_iter, self.max_iter = start_iter, start_iter, max_iter
         self._last_done_iter = start_iter - 1
-        self.status, self._stop = "running", None
         self._hook_list.update()  # the list may have been rearranged by hand
         self._compare_hooks()
         per_epoch = self._checked_epoch_length()
+        self.status, self._stop = "running", None
 
         with EventStorage(start_iter) as self.storage:
             try:

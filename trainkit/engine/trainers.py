@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trainkit.config import ConfigError
 from trainkit.data.build import iters_per_epoch
 from trainkit.engine.metrics import StepRecord, mean_losses, metrics_group, store_metrics
 from trainkit.engine.train_loop import TrainerBase, check_period
@@ -401,8 +402,9 @@ def _zero_fill_momentum(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         if group.get("fused") and group.get("momentum"):
             if group.get("dampening"):
-                raise ValueError(
-                    "fused SGD with dampening cannot skip its first update, as a scaler may ask; set fused=False"
+                raise ConfigError(
+                    "fused SGD with dampening cannot skip its first update, as a scaler may ask; set fused=False "
+                    "(in the config: SOLVER.OPTIMIZER.FUSED)"
                 )
             for parameter in group["params"]:
                 optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))

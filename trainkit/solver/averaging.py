@@ -130,6 +130,13 @@ class ModelAverage:
             torch._foreach_copy_(averages, sources)
 
     @torch.no_grad()
+    def copy(self) -> None:
+        """Take what is copied and not averaged as the model has it now, which may be later than its last update."""
+        self._find_buffers()
+        for averages, sources in self._copied:
+            torch._foreach_copy_(averages, sources)
+
+    @torch.no_grad()
     def restart(self) -> None:
         """Be a copy of the model as it is now, without any update so far."""
         self.steps = 0

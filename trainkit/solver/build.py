@@ -75,8 +75,7 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
 
     Raises:
         ConfigError: the optimizer or one of its arguments is unknown, or it refuses a value; likewise the rules for
-            the groups, see ``ParamRules`` and ``build_layer_decay``.
-        ValueError: the model has no trainable parameter.
+            the groups, see ``ParamRules`` and ``build_layer_decay``; or the model has no trainable parameter.
     """
     factory = _find_optimizer(cfg.SOLVER.OPTIMIZER.NAME)
     arguments = _collect_arguments(cfg, factory)
@@ -84,7 +83,7 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     groups = _build_groups(cfg, model, values["lr"], values.get("weight_decay"))
     params = [param for group in groups for param in group["params"]]
     if not params:
-        raise ValueError(
+        raise ConfigError(
             f"{type(model).__name__} has no trainable parameters; at least one needs requires_grad=True to be optimized"
         )
     try:

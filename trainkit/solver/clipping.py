@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.optim import Optimizer
 
 from trainkit.config.config import CfgNode
+from trainkit.config.errors import ConfigError
 
 _OptimizerT = TypeVar("_OptimizerT", bound=Optimizer)
 
@@ -93,10 +94,13 @@ def build_gradient_clipper(cfg: CfgNode) -> GradientClipper | None:
     """The clipper that ``SOLVER.CLIP_GRADIENTS`` asks for; None when it is not enabled.
 
     Raises:
-        ValueError: a value is not accepted; see ``GradientClipper``.
+        ConfigError: a value is not accepted; see ``GradientClipper``.
     """
     clip = cfg.SOLVER.CLIP_GRADIENTS
-    return GradientClipper(clip.CLIP_TYPE, clip.CLIP_VALUE, clip.NORM_TYPE) if clip.ENABLED else None
+    try:
+        return GradientClipper(clip.CLIP_TYPE, clip.CLIP_VALUE, clip.NORM_TYPE) if clip.ENABLED else None
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 @overload
@@ -118,7 +122,7 @@ def maybe_add_gradient_clipping(cfg: CfgNode, optimizer: Any) -> Any:
         rule already, and everything when clipping is not enabled, comes back unchanged.
 
     Raises:
-        ValueError: a value is not accepted; see ``GradientClipper``.
+        ConfigError: a value is not accepted; see ``GradientClipper``.
         TypeError: ``optimizer`` is neither an instance nor a subclass of ``torch.optim.Optimizer``.
     """
     is_class = isinstance(optimizer, type) and issubclass(optimizer, Optimizer)

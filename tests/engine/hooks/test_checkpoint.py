@@ -388,3 +388,9 @@ def test_a_single_metric_has_model_best_and_several_are_told_apart_by_name(metri
 def test_two_metrics_for_one_file_are_an_error(metrics):
     with pytest.raises(ConfigError, match="has two metrics for the file model_best_a"):
         best_file_prefixes(metrics)
+
+
+@pytest.mark.parametrize("file_prefix", ["", "runs/best", 5])
+def test_a_prefix_that_is_no_file_name_is_refused_by_the_constructor(file_prefix):
+    with pytest.raises(ValueError, match="file_prefix must be the begin of a file name, without a folder, got"):
+        BestCheckpointer(1, Recorder(), "top1", file_prefix=file_prefix)

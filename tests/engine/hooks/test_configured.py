@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine.job import tiny_cfg
 from trainkit.config import ConfigError
-from trainkit.engine import DefaultTrainer, HookBase, hooks
+from trainkit.engine import DefaultTrainer, EvaluationRun, HookBase, hooks
 from trainkit.engine.hooks import HOOK_REGISTRY
 
 DEFAULT_ORDER = ["IterationTimer", "LRScheduler", "PeriodicCheckpointer", "EvalHook", "PeriodicWriter"]
@@ -92,6 +92,14 @@ def test_every_default_hook_can_be_switched_off(tmp_path, name):
     job.train()
 
 
+def test_the_best_checkpoints_of_the_config_can_be_switched_off_by_an_entry(tmp_path):
+    best = ("CHECKPOINT.BEST_METRIC", ["classification/top1", "classification/mean_class_accuracy"])
+    with_them = DefaultTrainer(tiny_cfg(tmp_path, *best))
+    assert order(with_them) == [*DEFAULT_ORDER[:4], "BestCheckpointer", "BestCheckpointer", "PeriodicWriter"]
+    without = DefaultTrainer(tiny_cfg(tmp_path, *best, "HOOKS", [{"NAME": "BestCheckpointer", "ENABLED": False}]))
+    assert order(without) == DEFAULT_ORDER
+
+
 def test_a_hook_that_is_named_and_not_enabled_is_not_there(tmp_path):
     assert order(trainer(tmp_path, {"NAME": "Recorder", "ENABLED": False})) == DEFAULT_ORDER
 
@@ -108,6 +116,23 @@ def test_a_hook_that_is_named_and_not_enabled_is_not_there(tmp_path):
 )
 def test_an_entry_says_where_its_hook_stands(tmp_path, place, expected):
     assert order(trainer(tmp_path, {"NAME": "Recorder", **place})) == expected
+
+
+def test_with_validation_data_each_evaluation_has_a_name_of_its_own_for_anchors(tmp_path):
+    entries = [{"NAME": "Recorder", "AFTER": "EvalHook"}, {"NAME": "Recorder", "AFTER": "FinalEvalHook"}]
+    job = DefaultTrainer(tiny_cfg(tmp_path, "HOOKS", entries, "DATASETS.VAL", ("tiny_val",)))
+    assert order(job)[3:] == ["EvalHook", "Recorder", "FinalEvalHook", "Recorder", "PeriodicWriter"]
+    job.register_hooks([Recorder()], before=hooks.EvalHook)
+    assert order(job)[3:5] == ["Recorder", "EvalHook"]
+
+
+def test_without_the_hook_that_steps_the_schedule_there_is_a_warning(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        trainer(tmp_path, {"NAME": "LRScheduler", "ENABLED": False})
+    assert "the learning rate stays at that of iteration 0 (0.0001)" in caplog.text
+    caplog.clear()
+    trainer(tmp_path)
+    assert "LRScheduler" not in caplog.text
 
 
 def test_a_default_hook_can_be_moved(tmp_path):
@@ -133,8 +158,11 @@ def test_required_arguments_that_the_trainer_has_are_taken_from_it(tmp_path):
             {"NAME": "Recorder", "PERIODS": 2},
             r"Recorder has no argument PERIODS; did you mean PERIOD\? It takes: PERIOD",
         ),
+        ({"NAME": "EmptyCache", "AFTER_STEP": "no"}, r"HOOKS: EmptyCache: AFTER_STEP must be True or False, got 'no'"),
+        ({"NAME": "Recorder", "PRIORITY": True}, r"HOOKS: Recorder: priority must be .*got True"),
         ({"NAME": "Recorder", "PERIOD": 0}, r"HOOKS: Recorder: period must be >= 1, got 0"),
         ({"NAME": "NeedsThings"}, r"HOOKS: NeedsThings: .*scale"),
+        ({"NAME": "Recorder", 5: 1}, r"HOOKS is a list of entries such as .* got {'NAME': 'Recorder', 5: 1}"),
         ({"NAME": "Recorder", "ENABLED": "no"}, r"ENABLED must be True or False, got 'no'"),
         ({"NAME": "Recorder", "PRIORITY": 1, "BEFORE": "EvalHook"}, r"give one of PRIORITY, BEFORE, AFTER"),
         ({"NAME": "Recorder", "PRIORITY": "FIRST"}, r"HOOKS: Recorder: priority must be .*got 'FIRST'"),
@@ -155,3 +183,53 @@ def test_a_trainer_that_builds_its_hooks_alone_is_told_which_entries_it_leaves_o
         job = Own(tiny_cfg(tmp_path, "HOOKS", [{"NAME": "Recorder"}]))
     assert order(job) == ["IterationTimer"]
     assert "HOOKS of the config that build_hooks() has not used: Recorder" in caplog.text
+
+
+@HOOK_REGISTRY.register()
+class OnTheObject(HookBase):
+    def __init__(self, model):
+        self.after_eval = lambda phase, name, results: None
+
+
+@HOOK_REGISTRY.register()
+def called_back():
+    return hooks.CallbackHook(before_eval=lambda trainer, phase, name: None)
+
+
+@HOOK_REGISTRY.register()
+class WithOptimizer(HookBase):
+    def __init__(self, optimizer):
+        pass
+
+    def after_eval(self, phase, name, results):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("entry", "point"),
+    [
+        ({"NAME": "OnTheObject"}, "after_eval"),
+        ({"NAME": "called_back"}, "before_eval"),
+        ({"NAME": "EmptyCache"}, "after_eval"),
+        ({"NAME": "EmptyCache", "AFTER_EPOCH": False}, None),
+        ({"NAME": "EmptyCache", "ENABLED": False}, None),
+        ({"NAME": "Recorder"}, None),
+        ({"NAME": "EvalHook", "EVAL_PERIOD": 3}, None),
+    ],
+    ids=str,
+)
+def test_what_acts_on_an_evaluation_is_there_without_training_wherever_it_says_so(tmp_path, entry, point):
+    run = EvaluationRun(tiny_cfg(tmp_path, "HOOKS", [entry]), DefaultTrainer)
+    assert len(run._hooks) == (point is not None)
+    assert (f"  {point} " in run.describe_hooks()) == (point is not None)
+
+
+def test_what_asks_for_the_optimizer_is_left_out_without_training_with_a_warning(tmp_path, caplog):
+    assert order(trainer(tmp_path, {"NAME": "WithOptimizer"})) == [
+        *DEFAULT_ORDER[:2],
+        "WithOptimizer",
+        *DEFAULT_ORDER[2:],
+    ]
+    with caplog.at_level(logging.WARNING):
+        assert EvaluationRun(tiny_cfg(tmp_path, "HOOKS", [{"NAME": "WithOptimizer"}]), DefaultTrainer)._hooks == []
+    assert caplog.messages == ["HOOKS: WithOptimizer is left out: without training there is no optimizer"]

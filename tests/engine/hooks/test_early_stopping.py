@@ -172,6 +172,14 @@ def test_bad_arguments_are_errors_of_the_constructor():
         EarlyStopping(1, "top1", threshold=math.nan)
     with pytest.raises(ValueError, match="a metric is the name of an evaluation result, such as 'task/top1'; got 5"):
         EarlyStopping(1, 5)
+    for value in ("2", 2.5, True):
+        with pytest.raises(ValueError, match=f"patience must be >= 1 evaluation, got {value!r}"):
+            EarlyStopping(1, "top1", patience=value)
+    for value in ("2", True, [1]):
+        with pytest.raises(ValueError, match="min_delta must be >= 0, got"):
+            EarlyStopping(1, "top1", min_delta=value)
+        with pytest.raises(ValueError, match="threshold must be a finite number or None, got"):
+            EarlyStopping(1, "top1", threshold=value)
 
 
 def test_a_missing_metric_is_an_error():

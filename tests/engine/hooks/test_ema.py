@@ -7,6 +7,7 @@ from torch import distributed, multiprocessing, nn
 
 from tests.engine.tiny import AfterStep, Weight, sgd
 from trainkit.checkpoint import Checkpointer, averaged, file
+from trainkit.config import CfgNode
 from trainkit.engine.hooks import CallbackHook, EMAHook
 from trainkit.engine.trainers import AMPTrainer, SimpleTrainer
 
@@ -181,6 +182,16 @@ def test_a_state_without_averaged_weights_is_seen_as_such(state):
 # ---------------------------------------------------------------------- models
 
 
+@pytest.mark.parametrize(("buffers", "is_copied"), [("copy", True), ("average", False)])
+def test_copied_buffers_are_those_that_hooks_behind_it_have_left(buffers, is_copied, tmp_path):
+    job = Job(tmp_path, EMAHook(0.5, buffers=buffers))
+    job.trainer.register_hooks([AfterStep(lambda trainer: job.model.layers[0].running_mean.fill_(trainer.iter))])
+    job.train(3, 0)
+    saved = job.hook.state_dict()["model"]["layers.0.running_mean"].clone()
+    assert torch.equal(saved, job.average.layers[0].running_mean)
+    assert torch.equal(saved, torch.full((3,), 2.0)) == is_copied
+
+
 @pytest.mark.parametrize(("evaluate", "names"), [("ema", ["ema"]), ("raw", ["raw"]), ("both", ["ema", "raw"])])
 def test_the_models_to_evaluate_are_those_that_are_asked_for(evaluate, names, tmp_path):
     job = Job(tmp_path, EMAHook(0.5, evaluate=evaluate)).train(3, 0)
@@ -249,6 +260,16 @@ def test_an_average_that_would_never_begin_is_an_error_before_the_first_iteratio
         job.train(8, 0)
     assert job.trainer.iter == 0
     job.train(9, 0)
+
+
+def test_the_first_part_of_a_longer_run_may_end_before_the_average_begins(tmp_path):
+    job = Job(tmp_path, EMAHook(begin=9))
+    job.trainer.cfg = CfgNode({"SOLVER": {"MAX_ITER": 9}})
+    job.train(4, 0)
+    job.train(9, 4)
+    job.trainer.cfg = CfgNode({"SOLVER": {"MAX_ITER": 8}})
+    with pytest.raises(ValueError, match="beyond the end of the run after 8 iterations"):
+        job.train(4, 0)
 
 
 def test_a_model_that_cannot_be_copied_is_an_error_before_the_first_iteration(tmp_path):

@@ -115,6 +115,8 @@ def test_results_must_be_a_dict():
 def test_bad_arguments_are_errors_of_the_constructor():
     with pytest.raises(TypeError, match="eval_function must be a function without arguments, got 5"):
         EvalHook(1, 5)
+    with pytest.raises(ValueError, match='phase must be "val" or "test", got \'train\''):
+        EvalHook(1, dict, phase="train")
     with pytest.raises(ValueError, match="eval_period must be a whole number of iterations >= 0, got -1"):
         EvalHook(-1, dict)
 

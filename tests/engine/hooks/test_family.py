@@ -29,6 +29,7 @@ MAKE = {
     "EarlyStopping": lambda job: hooks.EarlyStopping(2, "top1", patience=9),
     "EmptyCache": lambda job: hooks.EmptyCache(True, True, True),
     "EvalHook": lambda job: hooks.EvalHook(3, lambda: {"other": 1.0}),
+    "FinalEvalHook": lambda job: hooks.FinalEvalHook(lambda: {"other": 1.0}),
     "GarbageCollection": lambda job: hooks.GarbageCollection(2),
     "IterationTimer": lambda job: hooks.IterationTimer(),
     "LRScheduler": lambda job: hooks.LRScheduler(job.optimizer, CosineParamScheduler(1.0, 0.5)),

@@ -61,3 +61,9 @@ def test_without_cuda_it_is_silent(monkeypatch, caplog):
 def test_a_period_below_one_is_an_error():
     with pytest.raises(ValueError, match="period must be a whole number of iterations >= 1, got 0"):
         TorchMemoryStats(period=0)
+
+
+@pytest.mark.parametrize("max_runs", [-1, 1.5, "3", None])
+def test_a_number_of_runs_that_is_none_is_an_error_of_the_constructor(max_runs):
+    with pytest.raises(ValueError, match="max_runs must be a whole number >= 0, got"):
+        TorchMemoryStats(max_runs=max_runs)

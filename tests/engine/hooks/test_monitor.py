@@ -1,6 +1,9 @@
 import pytest
 
-from trainkit.engine.hooks.monitor import MetricMonitor, infer_mode
+from tests.two_ranks import on_two_ranks
+from trainkit.engine.hooks import BestCheckpointer
+from trainkit.engine.hooks.monitor import MetricMonitor, check_monitored_metrics, infer_mode
+from trainkit.utils import comm
 
 
 @pytest.mark.parametrize(
@@ -34,3 +37,19 @@ def test_a_name_that_tells_nothing_is_an_error_that_names_the_remedy(metric):
 
 def test_a_given_mode_wins_over_the_name():
     assert (MetricMonitor("loss", "max").mode, MetricMonitor("error", "min").mode) == ("max", "min")
+
+
+def _results_of_rank_0_alone(rank, folder):
+    def evaluate():
+        if rank == 0:
+            raise KeyError("a class that one batch does not have")
+        return {}
+
+    hook = BestCheckpointer(1, None, "top1")
+    check_monitored_metrics([hook], evaluate)
+    return comm.all_gather(rank)  # hangs or is something else if a rank still waits
+
+
+def test_an_evaluation_of_one_batch_that_fails_on_rank_0_alone_leaves_no_rank_waiting(tmp_path):
+    found = on_two_ranks([_results_of_rank_0_alone], tmp_path)
+    assert found == {"_results_of_rank_0_alone": [[0, 1], [0, 1]]}

@@ -133,6 +133,19 @@ def test_a_second_run_begins_with_the_first_value_again():
     assert used == [0.5, 0.25, 0.5, 0.25, 0.125]
 
 
+def test_a_run_in_parts_has_one_schedule_if_its_length_is_given():
+    def run(*parts, **kwargs):
+        trainer, used = make(ParamScheduler("weight_decay", [{"NAME": "Linear", "START_FACTOR": 0.25}], **kwargs))
+        for start, end in parts:
+            trainer.train(start, end)
+        return used
+
+    assert run((0, 2), (2, 4), max_iter=4) == run((0, 4)) == [0.125, 0.25, 0.375, 0.5]
+    assert run((0, 2), (2, 4)) == [0.125, 0.5, 0.375, 0.5]
+    with pytest.raises(ValueError, match="max_iter must be a whole number of iterations >= 1, got 0"):
+        run(max_iter=0)
+
+
 def test_a_tensor_lr_is_filled_in_place():
     lr = torch.tensor(0.5)
     trainer, used = make(ParamScheduler("lr", HALVE), adam(lr=lr), lambda group: group["lr"].item())

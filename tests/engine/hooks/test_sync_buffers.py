@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from trainkit.engine import launch
-from trainkit.engine.hooks import CallbackHook, EvalHook, SyncBuffers
+from trainkit.engine.hooks import CallbackHook, EMAHook, EvalHook, SyncBuffers
 from trainkit.engine.trainers import SimpleTrainer
 from trainkit.evaluation import inference_on_dataset
 from trainkit.utils import comm
@@ -54,6 +54,20 @@ def evaluation(period):
     return make, seen
 
 
+def evaluated_average(hooks):
+    """The buffer ``mean`` that an averaged model has while it is evaluated, two steps after the start."""
+    model, averaging, seen = Counts(), EMAHook(), []
+    trainer = SimpleTrainer(model, Stream(), torch.optim.SGD(model.parameters(), lr=0.0))
+
+    def evaluate():
+        averaged = averaging.models_to_evaluate(model)["ema"]
+        inference_on_dataset(lambda batch: seen.append(averaged.mean[0].item()), [torch.ones(())], None)
+
+    trainer.register_hooks([averaging, *hooks, EvalHook(2, evaluate, eval_after_train=False)])
+    trainer.train(0, 3)
+    return seen
+
+
 class Stream:
     def __iter__(self):
         return iter([torch.ones(())] * 2)
@@ -74,6 +88,8 @@ def _in_two_processes():
             lambda model, make=evaluate, hooks=hooks: [*hooks(model), make(model)], 3, two
         )
         results[f"evaluated {name}"] = seen
+    for name, hooks in (("with", [SyncBuffers(100)]), ("without", [])):
+        results[f"averaged weights {name}"] = evaluated_average(hooks)
     return comm.all_gather(results)
 
 
@@ -90,6 +106,8 @@ def test_buffers_are_averaged_over_ranks_when_they_are_due():
         "evaluated with": ([3, 4.5], [3, 4.5]),
         "evaluation without": ([1, 2, 3, 3], [2, 4, 6, 6]),
         "evaluated without": ([2, 3], [4, 6]),
+        "averaged weights with": ([3], [3]),
+        "averaged weights without": ([2], [4]),
     }
     for name, values in expected.items():
         assert (first[name], second[name]) == values, name

@@ -103,3 +103,9 @@ def test_without_epochs_there_is_no_time_of_one(clock):
     trainer = timed(clock)
     trainer.train(0, 6)
     assert "epoch_time" not in trainer.storage.latest()
+
+
+@pytest.mark.parametrize("warmup_iter", [-1, 2.5, "3", None])
+def test_a_warm_up_that_is_no_number_of_iterations_is_an_error_of_the_constructor(warmup_iter):
+    with pytest.raises(ValueError, match="warmup_iter must be a whole number of iterations >= 0, got"):
+        IterationTimer(warmup_iter)

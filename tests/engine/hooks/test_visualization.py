@@ -226,6 +226,7 @@ def test_what_is_no_rgb_image_is_refused_by_what_it_is(tmp_path, returned, got):
     [
         ({"draw": "draw_logit"}, ValueError, "draw: no 'draw_logit' in the VISUALIZER registry; did you mean 'draw_lo"),
         ({"draw": 3}, TypeError, r"draw must be a function of \(inputs, outputs\), or the name of .*; got 3"),
+        ({"draw": draw_number, "output_dir": 5}, TypeError, "output_dir must be a path or None, got 5"),
         ({"draw": draw_number, "period": 0}, ValueError, "period must be .* >= 1, got 0"),
     ],
 )

@@ -8,7 +8,7 @@ from trainkit.engine.hooks.configured import ConfiguredHooks
 from trainkit.engine.hooks.early_stopping import EarlyStopping
 from trainkit.engine.hooks.ema import EMAHook
 from trainkit.engine.hooks.empty_cache import EmptyCache
-from trainkit.engine.hooks.evaluation import EvalHook
+from trainkit.engine.hooks.evaluation import EvalHook, FinalEvalHook
 from trainkit.engine.hooks.garbage_collection import GarbageCollection
 from trainkit.engine.hooks.lr_scheduler import LRScheduler
 from trainkit.engine.hooks.memory import TorchMemoryStats
@@ -37,6 +37,7 @@ __all__ = [
     "EarlyStopping",
     "EmptyCache",
     "EvalHook",
+    "FinalEvalHook",
     "GarbageCollection",
     "HOOK_REGISTRY",
     "HookBase",

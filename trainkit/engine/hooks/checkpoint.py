@@ -7,6 +7,7 @@ from typing import Any
 
 from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.checkpoint import PeriodicCheckpointer as _PeriodicCheckpointer
+from trainkit.checkpoint.periodic import check_file_prefix
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hooks.monitor import MetricMonitor, Mode
@@ -74,6 +75,7 @@ class BestCheckpointer(HookBase):
         self._offset = check_period("offset", offset)
         self.checkpointer = checkpointer
         self._monitor = MetricMonitor(val_metric, mode)
+        check_file_prefix(file_prefix)
         self.file_prefix = file_prefix
 
     @property

@@ -3,7 +3,7 @@
 import difflib
 import inspect
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from trainkit.config import ConfigError
@@ -40,6 +40,7 @@ class ConfiguredHooks:
 
     def __init__(self, entries: Iterable[Any], trainer: Any) -> None:
         self._entries = [_parse(entry) for entry in entries]
+        self._switched_off = {entry.name for entry in self._entries if not entry.enabled}
         self._trainer = trainer
         self._anchored: list[tuple[HookBase, dict[str, Any]]] = []
 
@@ -54,7 +55,7 @@ class ConfiguredHooks:
         """
         mine = [entry for entry in self._entries if entry.name == hook_class.__name__]
         self._entries = [entry for entry in self._entries if entry not in mine]
-        if not mine and default:
+        if not mine and default and hook_class.__name__ not in self._switched_off:  # the best are taken twice
             return [_construct(hook_class, arguments, "")]
         return self._make(mine, arguments)
 
@@ -64,9 +65,22 @@ class ConfiguredHooks:
         return self._make(mine, {})
 
     def for_evaluation(self) -> list[HookBase]:
-        """Those that have something to do when nothing is trained, in the order of the entries; raises as ``take``."""
-        mine = [entry for entry in self._entries if _acts_on_evaluation(HOOK_REGISTRY.get(entry.name))]
-        return self._make([entry._replace(place={}) for entry in mine], {})
+        """Those that have something to do when nothing is trained, in the order of the entries; raises as ``take``.
+
+        One that asks for what there is in a training only, such as the optimizer, is left out.
+        """
+        hooks: list[HookBase] = []
+        for entry in [entry for entry in self._entries if entry.enabled]:
+            hook_class = HOOK_REGISTRY.get(entry.name)
+            acts = isinstance(hook_class, type) and _acts_on_evaluation(hook_class)
+            absent = set(_required(hook_class)) - set(entry.arguments)
+            of_training = [name for name in absent.intersection(_FROM_TRAINER) if not hasattr(self._trainer, name)]
+            if of_training:
+                if acts:
+                    logger.warning("HOOKS: %s is left out: without training there is no %s", entry.name, of_training[0])
+            elif acts or absent.issubset(_FROM_TRAINER):  # some override points on the object, which has to be made
+                hooks += filter(_acts_on_evaluation, self._make([entry._replace(place={})], {}))
+        return hooks
 
     def register_at_anchors(self, trainer: TrainerBase) -> None:
         """Register the hooks that go next to another one, when all others are registered.
@@ -104,9 +118,17 @@ class ConfiguredHooks:
         for name in entry.arguments:
             if name not in accepted and not takes_any:
                 raise ConfigError(_unknown_argument(entry.name, name, accepted))
+            if (
+                name in accepted
+                and isinstance(accepted[name].default, bool)
+                and not isinstance(entry.arguments[name], bool)
+            ):
+                raise ConfigError(
+                    f"HOOKS: {entry.name}: {name.upper()} must be True or False, got {entry.arguments[name]!r}"
+                )
         arguments = {**arguments, **entry.arguments}
-        for name, parameter in accepted.items():
-            if parameter.default is parameter.empty and name not in arguments and name in _FROM_TRAINER:
+        for name in _required(hook_class):
+            if name not in arguments and name in _FROM_TRAINER:
                 arguments[name] = getattr(self._trainer, name)
         hook = _construct(hook_class, arguments, "HOOKS: ")
         if not isinstance(hook, HookBase):
@@ -122,7 +144,8 @@ def _construct(hook_class: type[HookBase], arguments: dict[str, Any], where: str
 
 
 def _parse(entry: Any) -> _Entry:
-    if not isinstance(entry, Mapping) or not isinstance(entry.get("NAME"), str):
+    is_entry = isinstance(entry, Mapping) and all(isinstance(key, str) for key in entry)
+    if not is_entry or not isinstance(entry.get("NAME"), str):
         raise ConfigError(f"HOOKS is a list of entries such as {{NAME: EMAHook, DECAY: 0.999}}; got {entry!r}")
     name, enabled = entry["NAME"], entry.get("ENABLED", True)
     try:
@@ -143,9 +166,20 @@ def _parse(entry: Any) -> _Entry:
     return _Entry(name, enabled, place, arguments)
 
 
-def _acts_on_evaluation(hook_class: type[HookBase]) -> bool:
-    return hasattr(hook_class, "models_to_evaluate") or any(
-        getattr(hook_class, point) is not getattr(HookBase, point) for point in EVALUATION_POINTS
+def _required(hook_class: Callable[..., HookBase]) -> list[str]:
+    """Names of the arguments without a default."""
+    return [
+        name
+        for name, parameter in inspect.signature(hook_class).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+
+
+def _acts_on_evaluation(hook: type[HookBase] | HookBase) -> bool:
+    return hasattr(hook, "models_to_evaluate") or any(
+        getattr(found := getattr(hook, point), "__func__", found) is not getattr(HookBase, point)
+        for point in EVALUATION_POINTS
     )
 
 

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from trainkit.engine.hook_base import HookBase
-from trainkit.engine.hooks.monitor import MetricMonitor, Mode
+from trainkit.engine.hooks.monitor import MetricMonitor, Mode, is_number
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.periods import check_period, is_due, is_last
 from trainkit.utils import comm
@@ -38,10 +38,10 @@ class EarlyStopping(HookBase):
     ) -> None:
         self._period = check_period("eval_period", eval_period, minimum=1)
         self._offset = check_period("offset", offset)
-        if patience < 1:
-            raise ValueError(f"patience must be >= 1 evaluation, got {patience}")
-        if threshold is not None and not math.isfinite(threshold):
-            raise ValueError(f"threshold must be a finite number or None, got {threshold}")
+        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+            raise ValueError(f"patience must be >= 1 evaluation, got {patience!r}")
+        if threshold is not None and not (is_number(threshold) and math.isfinite(threshold)):
+            raise ValueError(f"threshold must be a finite number or None, got {threshold!r}")
         self._monitor = MetricMonitor(val_metric, mode, min_delta)
         self._patience = patience
         self._threshold = threshold

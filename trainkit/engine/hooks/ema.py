@@ -55,7 +55,7 @@ class EMAHook(HookBase):
         if evaluate not in ("ema", "raw", "both"):
             raise ValueError(f'evaluate must be "ema", "raw" or "both", got {evaluate!r}')
         self._average_buffers = buffers == "average"
-        self._evaluate = evaluate
+        self.evaluate = evaluate
         self._average: ModelAverage | None = None
         self._waiting_state: dict[str, Any] = {}
 
@@ -65,10 +65,12 @@ class EMAHook(HookBase):
             ValueError: ``begin`` is beyond the end of the run; the saved average is of another model.
             TypeError: the model cannot be copied.
         """
-        if self._begin > self.trainer.max_iter:
+        cfg = getattr(self.trainer, "cfg", None)  # with it, this may be the first part of a longer run
+        end = max(self.trainer.max_iter, cfg.SOLVER.MAX_ITER if cfg is not None else 0)
+        if self._begin > end:
             raise ConfigError(
-                f"begin of EMAHook is {self._begin}, beyond the end of the run after {self.trainer.max_iter} "
-                "iterations, so nothing would be averaged; make it smaller"
+                f"begin of EMAHook is {self._begin}, beyond the end of the run after {end} iterations, so nothing "
+                "would be averaged; make it smaller"
             )
         done = self.trainer.start_iter
         state = {} if done == 0 else self.state_dict()
@@ -85,19 +87,26 @@ class EMAHook(HookBase):
         else:
             self._average.update()
 
+    def copy_buffers(self) -> None:
+        """Copy the model's buffers, if they are copied at all: hooks behind this one may have changed them."""
+        if self._average is not None:
+            self._average.copy()
+
     def models_to_evaluate(self, model: nn.Module) -> dict[str, nn.Module]:
         """What ``evaluate`` asks for, in this order: "ema" -> the averaged model, "raw" -> ``model``.
 
         Without training the average is that of the loaded checkpoint; if that has none, only ``model`` is there.
         """
-        if self._evaluate == "raw":
+        if self.evaluate == "raw":
             return {"raw": model}
         if self._waiting_state:
             self._make_average(model, self._waiting_state)
+        else:
+            self.copy_buffers()
         if self._average is None:
             logger.warning("EMAHook has no averaged weights: none were loaded. The model's own are evaluated")
             return {"raw": model}
-        return {"ema": self._average.module, **({"raw": model} if self._evaluate == "both" else {})}
+        return {"ema": self._average.module, **({"raw": model} if self.evaluate == "both" else {})}
 
     def _make_average(self, model: nn.Module, state: dict[str, Any]) -> None:
         average = ModelAverage(unwrap_model(model), self._rule, average_buffers=self._average_buffers)
@@ -112,6 +121,7 @@ class EMAHook(HookBase):
         """``model``, the averaged module's state, and ``steps``; empty before the first run."""
         if self._waiting_state or self._average is None:
             return self._waiting_state
+        self.copy_buffers()
         return {"model": self._average.module.state_dict(), "steps": self._average.steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -53,7 +53,9 @@ class EvalHook(HookBase):
         self._function = eval_function
         self._after_train = eval_after_train
         self._at_start = eval_at_start
-        self._phase = phase
+        if phase not in ("val", "test"):
+            raise ValueError(f'phase must be "val" or "test", got {phase!r}')
+        self.phase = phase
         self._by_epoch = by_epoch
         self._evaluated_iters = -1  # how many iterations the model had when it was evaluated last
 
@@ -82,7 +84,7 @@ class EvalHook(HookBase):
 
     def _evaluate(self, done_iters: int) -> None:
         self.trainer.storage.flush()  # a loss that is not finite is found before the evaluation
-        with observe_inference(self.trainer, self._phase):
+        with observe_inference(self.trainer, self.phase):
             results = self._function()
         self._evaluated_iters = done_iters
         if results is not None and not isinstance(results, Mapping):
@@ -97,3 +99,14 @@ class EvalHook(HookBase):
                 ) from error
             self.trainer.storage.put_scalar(name, number, smoothing_hint=False, epoch=epoch)
         comm.synchronize()  # ranks take different times; the next collective should not count that
+
+
+@HOOK_REGISTRY.register()
+class FinalEvalHook(EvalHook):
+    """Evaluate the test data, once, after a run that finished; nothing is chosen by its results.
+
+    A class of its own, so that each evaluation has a name that an anchor can mean.
+    """
+
+    def __init__(self, eval_function: Callable[[], Mapping[str, Any] | None], *, by_epoch: bool = False) -> None:
+        super().__init__(0, eval_function, by_epoch=by_epoch, phase="test")

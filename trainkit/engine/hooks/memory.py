@@ -21,6 +21,8 @@ class TorchMemoryStats(HookBase):
 
     def __init__(self, period: int = 20, max_runs: int = 10) -> None:
         self._period = check_period("period", period, minimum=1)
+        if isinstance(max_runs, bool) or not isinstance(max_runs, int) or max_runs < 0:
+            raise ValueError(f"max_runs must be a whole number >= 0, got {max_runs!r}")
         self._max_runs = max_runs
         self._runs = 0
 

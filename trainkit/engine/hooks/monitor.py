@@ -42,6 +42,10 @@ def infer_mode(metric: str) -> Literal["max", "min"]:
     )
 
 
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 class MetricMonitor:
     """The best value of one metric, of which a hook asks after each evaluation.
 
@@ -64,8 +68,8 @@ class MetricMonitor:
             raise ValueError(f"a metric is the name of an evaluation result, such as 'task/top1'; got {metric!r}")
         if mode not in ("max", "min", "auto"):
             raise ValueError(f'mode must be "max", "min" or "auto", got {mode!r}')
-        if min_delta < 0:
-            raise ValueError(f"min_delta must be >= 0, got {min_delta}")
+        if not is_number(min_delta) or not min_delta >= 0:
+            raise ValueError(f"min_delta must be >= 0, got {min_delta!r}")
         self.metric = metric
         self.mode = infer_mode(metric) if mode == "auto" else mode
         self._sign = 1 if self.mode == "max" else -1
@@ -156,15 +160,18 @@ def check_monitored_metrics(hooks: Iterable[Any], evaluate: Callable[[], Mapping
     if not monitored:
         return
     logger.info("Evaluating one batch, to see whether the evaluation gives %s", ", ".join(monitored))
+    results, failed = None, False
     try:
         with logging_from(logging.WARNING):  # what one batch gives is of no interest
             results = evaluate()
     except Exception:  # an evaluator may need the whole dataset
         logger.warning("One batch does not say which metrics the evaluation gives", exc_info=True)
+        failed = True
+    if any(comm.all_gather(failed)):  # rank 0, which has the results, may have failed alone
         return
-    known = comm.broadcast(["total_loss", *flatten_results_dict(results)])
+    known = comm.broadcast(["total_loss", *flatten_results_dict(results or {})])
     for metric, hook in monitored.items():
-        if metric not in known and metric.removeprefix("raw/") not in known:  # "raw": see EMAHook
+        if metric not in known:
             near = get_close_matches(metric, known, n=1)
             raise ConfigError(
                 f"{type(hook).__name__} looks at the metric {metric!r}, which the evaluation does not give"

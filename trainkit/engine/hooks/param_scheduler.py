@@ -10,6 +10,7 @@ from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hooks.lr_scheduler import LRScheduler
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
+from trainkit.engine.periods import check_period
 from trainkit.solver.build_schedule import build_schedule
 from trainkit.solver.schedules import Schedule, compute_values
 
@@ -28,27 +29,33 @@ class ParamScheduler(HookBase):
             ``momentum`` is ``betas.0`` where a group has betas. The learning rate is for the `LRScheduler` hook,
             unless there is none.
         schedules: a list as `trainkit.solver.build_schedule` takes it, or one `trainkit.solver.schedules.Schedule`.
+        max_iter: the END of entries that have none; default is that of each ``train()`` call.
 
     Raises:
         ConfigError: an entry of the list is wrong.
         TypeError: ``param`` is no text, or ``schedules`` neither.
+        ValueError: ``max_iter`` is less than 1 iteration.
     """
 
-    def __init__(self, param: str, schedules: Sequence[Mapping[str, Any]] | Schedule) -> None:
+    def __init__(
+        self, param: str, schedules: Sequence[Mapping[str, Any]] | Schedule, max_iter: int | None = None
+    ) -> None:
         if not isinstance(param, str):
             raise TypeError(f'param must be text, such as "weight_decay", got {param!r}')
         if not callable(schedules) and not isinstance(schedules, list | tuple):
             raise TypeError(f"schedules must be a list of entries or a function (t, base), got {schedules!r}")
+        if max_iter is not None:
+            check_period("max_iter", max_iter, minimum=1)
         self.param = param
         self._where = f"ParamScheduler of {param}"
-        self._given = schedules
+        self._given, self._max_iter = schedules, max_iter
         if not callable(schedules):
             build_schedule(schedules, _ANY_LENGTH, self._where)
 
     def before_train(self) -> None:
         self._check_alone()
-        given = self._given
-        self._schedule = given if callable(given) else build_schedule(given, self.trainer.max_iter, self._where)
+        given, max_iter = self._given, self._max_iter or self.trainer.max_iter
+        self._schedule = given if callable(given) else build_schedule(given, max_iter, self._where)
         groups = self.trainer.optimizer.param_groups
         self._targets = [
             (group, key, index)

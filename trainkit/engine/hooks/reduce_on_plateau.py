@@ -7,7 +7,7 @@ from typing import Any, Literal
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hooks.lr_scheduler import LRScheduler
-from trainkit.engine.hooks.monitor import MetricMonitor, Mode
+from trainkit.engine.hooks.monitor import MetricMonitor, Mode, is_number
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.periods import check_period, is_due, is_last
 from trainkit.solver.lr_scheduler import ScheduledLR
@@ -56,11 +56,11 @@ class ReduceOnPlateau(HookBase):
         self._monitor = MetricMonitor(val_metric, mode)
         if threshold_mode not in ("rel", "abs"):
             raise ValueError(f'threshold_mode must be "rel" or "abs", got {threshold_mode!r}')
-        if not 0 <= factor < 1:
+        if not is_number(factor) or not 0 <= factor < 1:
             raise ValueError(f"factor must be between 0 and 1, 1 not included, got {factor!r}")
-        if not 0 <= min_factor <= 1:
+        if not is_number(min_factor) or not 0 <= min_factor <= 1:
             raise ValueError(f"min_factor must be between 0 and 1, got {min_factor!r}")
-        if not threshold >= 0:
+        if not is_number(threshold) or not threshold >= 0:
             raise ValueError(f"threshold must be >= 0, got {threshold!r}")
         for name, value in (("patience", patience), ("cooldown", cooldown)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from trainkit.engine.hooks.ema import EMAHook
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.train_loop import HookBase, check_period, is_due
 from trainkit.evaluation.observer import Phase
@@ -15,7 +16,8 @@ class SyncBuffers(HookBase):
     """Average the model's buffers over ranks, such as the running statistics of batch norm.
 
     It does so every ``period`` iterations, after the last one, and before an evaluation if there was a step since.
-    Buffers of whole numbers stay as they are. It stands before the checkpointer. Nothing to do with one process.
+    Buffers of whole numbers stay as they are. An `EMAHook` that copies buffers copies these. It stands before the
+    checkpointer. Nothing to do with one process.
 
     There is no state: behind a checkpoint the buffers of all ranks are the same.
 
@@ -56,3 +58,6 @@ class SyncBuffers(HookBase):
             flat /= comm.get_world_size()
             for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
                 buffer.copy_(mean.view_as(buffer))
+        for hook in self.trainer._hooks:
+            if isinstance(hook, EMAHook):
+                hook.copy_buffers()

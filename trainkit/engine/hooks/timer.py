@@ -5,7 +5,7 @@ import logging
 import time
 
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
-from trainkit.engine.train_loop import HookBase, Priority, is_due
+from trainkit.engine.train_loop import HookBase, Priority, check_period, is_due
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class IterationTimer(HookBase):
     priority = Priority.HIGHEST - 1
 
     def __init__(self, warmup_iter: int = 3) -> None:
-        self._warmup_iter = warmup_iter
+        self._warmup_iter = check_period("warmup_iter", warmup_iter)
         self._forget()
 
     def _forget(self) -> None:

@@ -63,6 +63,8 @@ class VisualizationHook(HookBase):
             )
         self._draw: Draw = draw
         self._period = check_period("period", period, minimum=1)
+        if output_dir is not None and not isinstance(output_dir, str | Path):
+            raise TypeError(f"output_dir must be a path or None, got {output_dir!r}")
         self._output_dir = output_dir
         self._dataset = ""
         self._evaluated: list[tuple[int, Phase, str]] = []  # in this run
