@@ -1,0 +1,82 @@
+"""A short digits job by ``tools/train_net.py``, and what it leaves behind."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tools import train_net
+from trainkit.engine import default_argument_parser
+from trainkit.utils.logger import close_logger
+
+MAX_ITER = 12  # four epochs of three iterations
+OPTIONS = [
+    *("SOLVER.MAX_ITER", MAX_ITER, "SOLVER.IMS_PER_BATCH", 400, "MODEL.WIDTH", 2, "TEST.IMS_PER_BATCH", 100),
+    *("SOLVER.LR_SCHEDULER_NAME", "WarmupMultiStepLR", "SOLVER.STEPS", (), "SOLVER.WARMUP_ITERS", 0),
+    *("SOLVER.CHECKPOINT_PERIOD", 4, "TEST.EVAL_PERIOD", 4, "CHECKPOINT.BEST_METRIC", ""),
+    *("LOG.PERIOD", 1, "LOG.WINDOW", 1, "LOG.WRITERS", ["json"]),
+    *("INPUT.TRAIN_TRANSFORM", "DigitsTransform"),  # the other one takes longer than all else
+]
+
+
+class Run:
+    """The folder of a run, read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.log = (folder / "log.txt").read_text()
+        metrics = folder / "metrics.json"
+        self.rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        self.files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+    def metric(self, name: str) -> dict[int, float]:
+        """iteration -> value"""
+        return {row["iteration"]: row[name] for row in self.rows if name in row}
+
+    def checkpoint(self, name: str = "model_final") -> dict[str, Any]:
+        return torch.load(self.folder / f"{name}.pth")
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of the optimizer in the final checkpoint."""
+        return self.checkpoint()["trainer"]["_trainer"]["optimizer"]["param_groups"]
+
+    def hook_state(self, name: str) -> dict[str, Any]:
+        return self.checkpoint()["trainer"]["hooks"][name]
+
+    def hooks_at(self, point: str) -> list[str]:
+        """The hooks of a point in the order in which the log gives them."""
+        lines = (line.removeprefix(f"  {point} ") for line in self.log.splitlines() if line.startswith(f"  {point} "))
+        return next(lines, "").replace(" ", "").split(",")
+
+
+def _arguments(folder: Path, options: tuple[Any, ...], *flags: str) -> Any:
+    """In the values of ``options``, "OUTPUT_DIR/" stands for the folder of the run."""
+    values = [str(value).replace("OUTPUT_DIR/", f"{folder}/") for value in options]
+    opts = [*map(str, OPTIONS), "OUTPUT_DIR", str(folder), *values]
+    return default_argument_parser().parse_args([*flags, *opts])
+
+
+def in_one_piece(folder: Path, *options: Any) -> Run:
+    """One call of the tool."""
+    train_net.main(_arguments(folder, options))
+    close_logger()
+    return Run(folder)
+
+
+def in_pieces(folder: Path, *options: Any) -> Run:
+    """Two ``train()`` calls of one trainer, then one of a second trainer that resumes."""
+    trainer = train_net.Trainer(train_net.setup(_arguments(folder, options)))
+    trainer.train(max_iter=4)
+    trainer.train(max_iter=8)
+    close_logger()
+    train_net.main(_arguments(folder, options, "--resume"))
+    close_logger()
+    return Run(folder)
+
+
+def evaluate(folder: Path, *options: Any) -> dict[str, Any]:
+    """The results of ``--eval-only``."""
+    results = train_net.main(_arguments(folder, options, "--eval-only"))
+    close_logger()
+    return results

@@ -1,0 +1,58 @@
+"""Every hook and every setting of the optimization, switched on by the config of a digits job.
+
+Its effect must be there with the options, absent without them, and there again in a run that consists of two
+``train()`` calls, a save, a load in a new trainer and a third call.
+"""
+
+from functools import cache
+from itertools import pairwise
+
+import pytest
+
+from tests.tools.digits_run import in_one_piece, in_pieces
+from tests.tools.settings_of_hooks import HOOKS
+from tests.tools.settings_of_optimization import OPTIMIZATION
+from trainkit.config import CfgNode, get_cfg
+from trainkit.engine.hooks import HOOK_REGISTRY
+from trainkit.solver import SCHEDULE_REGISTRY
+
+SETTINGS = [*HOOKS, *OPTIMIZATION]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The run of some options; settings of the same base share it."""
+    return cache(lambda *base: in_one_piece(tmp_path_factory.mktemp("plain"), *base))
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_a_setting_has_its_effect(setting, tmp_path):
+    setting.effect(in_one_piece(tmp_path, *setting.base, *setting.options))
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_without_the_setting_its_effect_is_absent(setting, plain):
+    with pytest.raises((AssertionError, KeyError, FileNotFoundError)):
+        setting.effect(plain(*map(str, setting.base)))
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_a_setting_survives_two_calls_of_train_and_a_resume(setting, tmp_path):
+    setting.effect(in_pieces(tmp_path, *setting.base, *setting.options))
+
+
+def test_every_hook_of_the_registry_has_a_setting():
+    lists = [value for setting in SETTINGS for key, value in pairwise(setting.options) if key == "HOOKS"]
+    named = {entry["NAME"] for entries in lists for entry in entries}
+    assert {name for name, hook in HOOK_REGISTRY if hook.__module__.startswith("trainkit.")} - named == set()
+
+
+def test_every_key_of_the_optimization_and_every_schedule_has_a_setting():
+    def keys(node, prefix):
+        for key, value in node.items():
+            yield from keys(value, f"{prefix}{key}.") if isinstance(value, CfgNode) else [prefix + key]
+
+    options = [str(option) for setting in OPTIMIZATION for option in [*setting.base, *setting.options]]
+    assert set(keys(get_cfg().SOLVER, "SOLVER.")) - set(options) == set()
+    schedules = [name for name, schedule in SCHEDULE_REGISTRY if schedule.__module__.startswith("trainkit.")]
+    assert [name for name in schedules if not any(f"'NAME': '{name}'" in option for option in options)] == []
