@@ -97,6 +97,15 @@ def test_warmup_falls_exponentially_to_the_decay():
     assert AveragingRule("warmup", decay=0.9998, gamma=1000).weight(999) == pytest.approx(0.3680059, abs=1e-7)
 
 
+def test_the_rule_of_mmcv_rises_to_the_power_of_the_interval():
+    weights = [AveragingRule("mmcv", decay=0.5, gamma=10).weight(steps) for steps in (1, 2, 3, 8, 9)]
+    assert weights == pytest.approx([2 / 11, 3 / 12, 4 / 13, 0.5, 0.5], abs=1e-12)
+    every_second = AveragingRule("mmcv", decay=0.5, gamma=10, interval=2)
+    assert [every_second.weight(steps) for steps in (1, 2, 3, 8)] == [0, 0.25, 0, 0.25]
+    usual = AveragingRule("mmcv", decay=0.9998)
+    assert [usual.weight(steps) for steps in (1, 100)] == pytest.approx([0.0002, 0.0002], abs=1e-12)
+
+
 @pytest.mark.parametrize("interval", [1, 2, 3])
 def test_the_mean_is_that_of_every_intervalth_value(interval):
     values = [3.0, -1.0, 2.5, 7.0, 0.125, -4.0, 11.0]
@@ -114,7 +123,7 @@ def test_between_intervals_the_average_stays():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"kind": "swa"}, ValueError, "kind must be one of exponential, annealing, warmup, mean; got 'swa'"),
+        ({"kind": "swa"}, ValueError, "kind must be one of exponential, annealing, warmup, mean, mmcv; got 'swa'"),
         ({"kind": "mean", "decay": 0.9}, ValueError, 'decay is 0.9, but kind is "mean", which has none; leave out'),
         ({"gamma": 100}, ValueError, 'gamma is 100, but kind "exponential" has none; .* use "annealing" or "warmup"'),
         ({"kind": "mean", "gamma": 5.0}, ValueError, 'gamma is 5.0, but kind "mean" has none'),
@@ -262,7 +271,7 @@ class Calls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("kind", ["exponential", "annealing", "warmup", "mean"])
+@pytest.mark.parametrize("kind", ["exponential", "annealing", "warmup", "mean", "mmcv"])
 def test_an_update_is_one_foreach_call_for_parameters_of_a_kind(kind):
     model = nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(5)))
     average = ModelAverage(model, AveragingRule(kind))

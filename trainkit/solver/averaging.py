@@ -7,10 +7,10 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-AveragingKind: TypeAlias = Literal["exponential", "annealing", "warmup", "mean"]
+AveragingKind: TypeAlias = Literal["exponential", "annealing", "warmup", "mean", "mmcv"]
 
-_KINDS = ("exponential", "annealing", "warmup", "mean")
-_GAMMA = {"annealing": 100.0, "warmup": 2000.0}
+_KINDS = ("exponential", "annealing", "warmup", "mean", "mmcv")
+_GAMMA = {"annealing": 100.0, "warmup": 2000.0, "mmcv": 100.0}
 
 
 class AveragingRule:
@@ -22,12 +22,14 @@ class AveragingRule:
     - "exponential": ``m``;
     - "annealing": ``max(m, gamma / (gamma + steps))``, OpenMMLab's ``MomentumAnnealingEMA``;
     - "warmup": ``m + (1 - m) * exp(-(1 + steps) / gamma)``, mmdet's ``ExpMomentumEMA``;
-    - "mean": ``1 / (1 + steps // interval)``, so that all count the same: SWA, https://arxiv.org/abs/1803.05407.
+    - "mean": ``1 / (1 + steps // interval)``, so that all count the same: SWA, https://arxiv.org/abs/1803.05407;
+    - "mmcv": ``min(m ** interval, (1 + steps) / (gamma + steps))``, as in mmcv 1.x, where ``gamma`` is ``warm_up``. It
+      has no effect at a usual ``m``; for a warm-up take "warmup" or "annealing".
 
     Args:
         decay: how much the old average counts, from 0 to below 1; default is 0.999. "mean" has none.
-        gamma: for about how many updates the beginning lasts; default is 100 for "annealing" and 2000 for "warmup". The
-            others have none.
+        gamma: for about how many updates the beginning lasts; default is 2000 for "warmup" and 100 for "annealing" and
+            "mmcv". The others have none.
 
     Raises:
         ValueError, TypeError: an argument is not accepted.
@@ -68,6 +70,8 @@ class AveragingRule:
             return max(self._least, self._gamma / (self._gamma + steps))
         if self._kind == "warmup":
             return (1 - self._least) * math.exp(-(1 + steps) / self._gamma) + self._least
+        if self._kind == "mmcv":
+            return min(self._least**self._interval, (1 + steps) / (self._gamma + steps))
         if self._kind == "mean":
             return 1 / (steps // self._interval + 1)
         return self._least
