@@ -21,7 +21,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["trainkit", "trainkit.*"]),
     package_data={"trainkit": ["py.typed"]},
-    install_requires=["torch>=2.6", "numpy", "fvcore", "tabulate"],
+    install_requires=["torch>=2.9", "numpy", "fvcore", "tabulate"],
     extras_require={
         "tensorboard": TENSORBOARD,
         "test": [*TEST, *TENSORBOARD],

@@ -130,9 +130,6 @@ def nan_on_one_rank(rank, folder):
         return {"error": str(error).partition(". Lower")[0], "weight": model.weight.item()}
 
 
-without_old_torch = pytest.mark.skipif(
-    torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 needs an accelerator"
-)
 CHECKS = (accumulation, sharded, sharded_overflow, two_heads, two_heads_that_ddp_finds, nan_on_one_rank)
 
 
@@ -157,14 +154,12 @@ def test_gradients_are_exchanged_once_per_iteration(ranks):
     assert not torch.allclose(both[0], Regression().linear.weight, atol=1e-2)
 
 
-@without_old_torch
 def test_sharded_gradients_are_clipped_as_whole_ones(ranks):
     for found in ranks["sharded"]:
         assert list(found) == [(kind, p) for kind in ("value", "norm", "full_model") for p in (2.0, math.inf)]
         assert max(found.values()) < 1e-6
 
 
-@without_old_torch
 def test_ranks_of_a_sharded_model_skip_the_same_update(ranks):
     expected = {"weights": [0.75, 0.75, 0.5], "grad_norm": [2.0, math.inf, 2.0], "skipped_updates": [0.0, 1.0, 1.0]}
     assert ranks["sharded_overflow"] == [expected, expected]
