@@ -255,17 +255,17 @@ def test_a_run_that_only_tests_and_draws(tmp_path):
     assert recorder.take() == lines(
         """
         0 after_load iteration+model+trainer
-        3 before_eval test tiny_test
-        3 before_eval_step test 0 inputs[6]
-        3 after_eval_step test 0 inputs[6] outputs[6, 2]
-        3 before_eval_step test 1 inputs[4]
-        3 after_eval_step test 1 inputs[4] outputs[4, 2]
-        3 after_eval test tiny_test classification
+        4 before_eval test tiny_test
+        4 before_eval_step test 0 inputs[6]
+        4 after_eval_step test 0 inputs[6] outputs[6, 2]
+        4 before_eval_step test 1 inputs[4]
+        4 after_eval_step test 1 inputs[4] outputs[4, 2]
+        4 after_eval test tiny_test classification
         """
     )
     assert list(results) == ["classification"]
     [picture] = tmp_path.rglob("*.png")
-    assert str(picture.relative_to(tmp_path)) == "visualization/test/tiny_test_iter0000003_batch0001.png"
+    assert str(picture.relative_to(tmp_path)) == "visualization/test/tiny_test_iter0000004_batch0001.png"
     assert np.array_equal(decode_png(picture.read_bytes()), draw_predictions(None, outputs[1]))
     assert not np.array_equal(decode_png(picture.read_bytes()), draw_predictions(None, outputs[0]))
 

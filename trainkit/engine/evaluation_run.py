@@ -86,6 +86,7 @@ class EvaluationRun(TrainerBase):
             SystemExit: with code 1 if the results differ from TEST.EXPECTED_RESULTS.
         """
         self._load()
+        self.iter = self._last_done_iter + 1  # as behind the last iteration of the training
         with EventStorage(self.iter) as self.storage, observe_inference(self, "test"):
             results = evaluate_models(self._test, self.cfg, self.model, self._hooks)
             self._write_images()
