@@ -5,6 +5,7 @@ import os
 import re
 from typing import Any, Protocol
 
+from trainkit.utils.numbers import is_whole
 from trainkit.utils.periods import is_nth
 
 _logger = logging.getLogger(__name__)
@@ -50,11 +51,11 @@ class PeriodicCheckpointer:
         start: int = 0,
         save_last: bool = True,
     ) -> None:
-        if not _is_count(period, 0):
+        if not is_whole(period, 0):
             raise ValueError(f"period must be >= 0 iterations (0: save only at the end), got {period!r}")
-        if max_to_keep is not None and not _is_count(max_to_keep, 1):
+        if max_to_keep is not None and not is_whole(max_to_keep, 1):
             raise ValueError(f"max_to_keep must be >= 1 file, or None to keep all, got {max_to_keep!r}")
-        if not _is_count(start, 0):
+        if not is_whole(start, 0):
             raise ValueError(f"start must be >= 0 iterations, got {start!r}")
         check_file_prefix(file_prefix)
         self.checkpointer = checkpointer
@@ -81,9 +82,8 @@ class PeriodicCheckpointer:
         path = os.path.join(self.checkpointer.save_dir, f"{name}.pth")
         before = _stamp(path)
         self.save(name, iteration=iteration, **kwargs)
-        if (
-            is_nth(iteration + 1, self.period, self.start) and _stamp(path) != before
-        ):  # until it is committed, the old ones are needed
+        committed = _stamp(path) != before  # until then the old ones are needed
+        if committed and is_nth(iteration + 1, self.period, self.start):
             self._remove_old(iteration)
 
     def name_at(self, iteration: int) -> str | None:
@@ -126,10 +126,6 @@ def check_file_prefix(file_prefix: object) -> None:
             f"file_prefix must be the begin of a file name, without a folder, got {file_prefix!r}; the folder is that "
             "of the checkpointer (CHECKPOINT.DIR)"
         )
-
-
-def _is_count(value: object, minimum: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def _stamp(path: str) -> tuple[int, int] | None:

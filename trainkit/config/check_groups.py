@@ -5,6 +5,7 @@ from typing import Any
 from fvcore.common.config import CfgNode
 
 from trainkit.config.errors import ConfigError
+from trainkit.utils.numbers import is_number
 
 _NODE = "SOLVER.PARAM_GROUPS"
 
@@ -19,7 +20,7 @@ def check_param_groups(solver: CfgNode) -> None:
     given = {f"{_NODE}.{key}": value for key, value in options.items() if key.endswith("_FACTOR") and value is not None}
     given |= _custom_factors(options.CUSTOM_KEYS)
     for key, factor in given.items():
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or not factor >= 0:
+        if not is_number(factor) or not factor >= 0:
             raise ConfigError(f"{key} is {factor!r}; accepted: a number of at least 0")
     if not 0 < layer_decay.RATE <= 1:
         raise ConfigError(f"{_NODE}.LAYER_DECAY.RATE is {layer_decay.RATE}; it must be above 0, and at most 1 (off)")

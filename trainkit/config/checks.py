@@ -6,6 +6,7 @@ from fvcore.common.config import CfgNode
 
 from trainkit.config.check_groups import check_param_groups
 from trainkit.config.errors import ConfigError
+from trainkit.utils.numbers import is_number, is_whole
 
 _MINIMA = {
     "CHECKPOINT.START": 0,
@@ -71,7 +72,7 @@ def _check_threshold(options: CfgNode) -> None:
     threshold = options.THRESHOLD
     if threshold is None:
         return
-    if isinstance(threshold, bool) or not isinstance(threshold, int | float):
+    if not is_number(threshold):
         raise ConfigError(f"EARLY_STOPPING.THRESHOLD is {threshold!r}; accepted: a number, None")
     if not options.METRIC:
         raise ConfigError(
@@ -83,7 +84,7 @@ def _check_threshold(options: CfgNode) -> None:
 def _check_checkpoints(cfg: CfgNode) -> None:
     options = cfg.CHECKPOINT
     keep, best = options.MAX_TO_KEEP, options.BEST_METRIC
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+    if keep is not None and not is_whole(keep, 1):
         raise ConfigError(f"CHECKPOINT.MAX_TO_KEEP is {keep!r}; accepted: a number of at least 1, or None to keep all")
     names = best if isinstance(best, list | tuple) else [best or "none"]
     if not all(isinstance(name, str) and name for name in names):
@@ -104,7 +105,7 @@ def _check_amp(amp: CfgNode) -> None:
     fixed = amp.LOSS_SCALE != "dynamic"
     for key in ("LOSS_SCALE", "INIT_SCALE") if fixed else ("INIT_SCALE",):
         scale = amp[key]
-        if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < float("inf"):
+        if not is_number(scale) or not 0 < scale < float("inf"):
             dynamic = '"dynamic" or ' if key == "LOSS_SCALE" else ""
             raise ConfigError(f"SOLVER.AMP.{key} is {scale!r}; accepted: {dynamic}a number greater than 0")
     if fixed and amp.PRECISION == "bfloat16":

@@ -26,7 +26,7 @@ from trainkit.config import (
 from trainkit.data.build import build_test_loader, build_train_loader
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.engine import hooks
-from trainkit.engine.evaluation_run import evaluate_models
+from trainkit.engine.evaluation_run import averaging_hook, evaluate_models
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
 from trainkit.engine.hooks.monitor import check_monitored_metrics
 from trainkit.engine.parallel import create_ddp_model
@@ -424,7 +424,7 @@ class DefaultTrainer(TrainerBase):
         cfg = self._validation_cfg()
         cfg.DATALOADER.NUM_WORKERS, cfg.TEST.MAX_BATCHES = 0, 1
         results = self.test(cfg, self.model)
-        averaging = next((hook for hook in self._hooks if isinstance(hook, hooks.EMAHook)), None)
+        averaging = averaging_hook(self._hooks)
         both = averaging is not None and averaging.evaluate == "both"
         return {**results, "raw": results} if both else results
 

@@ -19,6 +19,11 @@ from trainkit.utils.events import EventStorage
 logger = logging.getLogger(__name__)
 
 
+def averaging_hook(hooks: Iterable[HookBase]) -> EMAHook | None:
+    """The one whose average is evaluated."""
+    return next((hook for hook in hooks if isinstance(hook, EMAHook)), None)
+
+
 def evaluate_models(
     test: Callable[[CfgNode, nn.Module], dict[str, Any]], cfg: CfgNode, model: nn.Module, hooks: Iterable[HookBase]
 ) -> dict[str, Any]:
@@ -28,7 +33,7 @@ def evaluate_models(
         The results of the averaged weights, if they are asked for, and else of the model. Of both, those of the
         model are under "raw", and a table has them all.
     """
-    averaging = next((hook for hook in hooks if isinstance(hook, EMAHook)), None)
+    averaging = averaging_hook(hooks)
     if averaging is None:
         return test(cfg, model)
     results = {}

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 from trainkit.engine.hook_base import HOOK_POINTS, HookBase, Priority
+from trainkit.utils.numbers import is_whole
 
 Anchor: TypeAlias = type[HookBase] | HookBase | str
 
@@ -145,7 +146,7 @@ def sort_key(priority: int | str, first: int = 0, last: int = 100) -> int:
     """
     if isinstance(priority, str) and priority in Priority.__members__:
         return Priority[priority]
-    if isinstance(priority, bool) or not isinstance(priority, int) or not first <= priority <= last:
+    if not is_whole(priority, first) or priority > last:
         raise ValueError(
             f"priority must be from 0 (runs first) to 100 (runs last) or one of {', '.join(Priority.__members__)}; "
             f"got {priority!r}"

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from trainkit.utils.numbers import is_whole
 from trainkit.utils.periods import is_nth
 
 
@@ -29,6 +30,6 @@ def check_period(name: str, period: int, *, minimum: int = 0) -> int:
     Raises:
         ValueError: the argument called ``name`` is no whole number of iterations, or below ``minimum``.
     """
-    if isinstance(period, bool) or not isinstance(period, int) or period < minimum:
+    if not is_whole(period, minimum):
         raise ValueError(f"{name} must be a whole number of iterations >= {minimum}, got {period!r}")
     return period

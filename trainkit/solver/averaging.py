@@ -7,6 +7,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from trainkit.utils.numbers import is_number, is_whole
+
 AveragingKind: TypeAlias = Literal["exponential", "annealing", "warmup", "mean", "mmcv"]
 
 _KINDS = ("exponential", "annealing", "warmup", "mean", "mmcv")
@@ -48,7 +50,7 @@ class AveragingRule:
             raise ValueError(f'decay is {decay!r}, but kind is "mean", which has none; leave out one of the two')
         if gamma is not None and kind not in _GAMMA:
             raise ValueError(f'gamma is {gamma!r}, but kind "{kind}" has none; leave it out, or use {_or(_GAMMA)}')
-        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+        if not is_whole(interval, 1):
             raise ValueError(f"interval must be a whole number of updates >= 1, got {interval!r}")
         decay = 0.999 if decay is None else _number("decay", decay)
         if not 0 <= decay < 1:
@@ -130,28 +132,30 @@ class ModelAverage:
                 torch._foreach_copy_(averages, sources)
             elif weight > 0:
                 torch._foreach_lerp_(averages, sources, weight)
-        for averages, sources in self._copied:
-            torch._foreach_copy_(averages, sources)
+        _copy_all(self._copied)
 
     @torch.no_grad()
     def copy(self) -> None:
         """Take what is copied and not averaged as the model has it now, which may be later than its last update."""
         self._find_buffers()
-        for averages, sources in self._copied:
-            torch._foreach_copy_(averages, sources)
+        _copy_all(self._copied)
 
     @torch.no_grad()
     def restart(self) -> None:
         """Be a copy of the model as it is now, without any update so far."""
         self.steps = 0
         self._find_buffers()
-        for averages, sources in [*self._averaged, *self._copied]:
-            torch._foreach_copy_(averages, sources)
+        _copy_all([*self._averaged, *self._copied])
 
     def _find_buffers(self) -> None:
         # parameters stay the same tensors, but a model may well put a new tensor in the place of a buffer
         for sources, i, buffers, name in self._buffers:
             sources[i] = buffers[name]
+
+
+def _copy_all(groups: list[tuple[list[Tensor], list[Tensor]]]) -> None:
+    for averages, sources in groups:
+        torch._foreach_copy_(averages, sources)
 
 
 def _copy_of(model: nn.Module) -> nn.Module:
@@ -166,7 +170,7 @@ def _copy_of(model: nn.Module) -> nn.Module:
 
 
 def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not is_number(value):
         raise TypeError(f"{name} must be a number, got {value!r}")
     return value
 

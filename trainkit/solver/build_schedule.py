@@ -20,6 +20,7 @@ from trainkit.config.errors import ConfigError
 from trainkit.solver.arguments import unknown_name
 from trainkit.solver.lr_scheduler import KeepLastValue, LRFunction, LRMultiplier, WarmupParamScheduler
 from trainkit.solver.schedules import SCHEDULE_REGISTRY, Chain, Segment
+from trainkit.utils.numbers import is_whole
 
 _logger = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ _SCHEDULES: dict[str, Callable[[CfgNode], ParamScheduler]] = {
 
 
 def _iters(key: str, value: object, at_least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+    if not is_whole(value, at_least):
         raise ConfigError(
             f"{key} must be in iterations, an int >= {at_least}, got {value!r}; "
             "trainkit.config.resolve_lengths turns epochs into iterations"

@@ -11,6 +11,8 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainkit.utils.numbers import is_number
+
 _logger = logging.getLogger(__name__)
 
 ParamKind = Literal["norm", "bias", "dwconv", "embedding", "flat"]
@@ -29,6 +31,7 @@ _NORM_LAYERS = (
     nn.LocalResponseNorm,
     nn.RMSNorm,
 )
+
 _KEY_MATCHES = ("longest", "shortest", "exact")
 # what other libraries and slips of the pen call a factor, none of which an optimizer would read from a group
 _NO_OPTIONS = {
@@ -302,7 +305,7 @@ def _check_option(where: str, name: str, value: Any) -> None:
 
 
 def _check_factor(where: str, factor: Any) -> None:
-    if isinstance(factor, bool) or not isinstance(factor, int | float) or not factor >= 0:
+    if not is_number(factor) or not factor >= 0:
         raise ValueError(f"{where} must be a number >= 0, got {factor!r}")
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
+from trainkit.utils.numbers import is_number, is_whole
 from trainkit.utils.registry import Registry
 
 Schedule: TypeAlias = Callable[[int, float], float]
@@ -358,7 +359,7 @@ _ANNEAL: dict[str, Callable[[float, float, float], float]] = {"cos": _cos, "line
 
 
 def _check_length(name: str, value: Any, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+    if not is_whole(value, minimum):
         raise ValueError(f"{name} must be a whole number of iterations >= {minimum}, got {value!r}")
 
 
@@ -370,8 +371,7 @@ def _check_lengths(name: str, values: Any) -> None:
 
 
 def _check_number(name: str, value: Any, above: float | None = None) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or value < 0 or (above is not None and value <= above):
+    if not is_number(value) or not math.isfinite(value) or value < 0 or (above is not None and value <= above):
         raise ValueError(f"{name} must be a number {'>= 0' if above is None else f'> {above}'}, got {value!r}")
 
 

@@ -4,10 +4,11 @@ import math
 from typing import Any
 
 from trainkit.engine.hook_base import HookBase
-from trainkit.engine.hooks.monitor import MetricMonitor, Mode, is_number
+from trainkit.engine.hooks.monitor import MetricMonitor, Mode
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.periods import check_period, is_due, is_last
 from trainkit.utils import comm
+from trainkit.utils.numbers import is_number, is_whole
 
 
 @HOOK_REGISTRY.register()
@@ -38,7 +39,7 @@ class EarlyStopping(HookBase):
     ) -> None:
         self._period = check_period("eval_period", eval_period, minimum=1)
         self._offset = check_period("offset", offset)
-        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+        if not is_whole(patience, 1):
             raise ValueError(f"patience must be >= 1 evaluation, got {patience!r}")
         if threshold is not None and not (is_number(threshold) and math.isfinite(threshold)):
             raise ValueError(f"threshold must be a finite number or None, got {threshold!r}")

@@ -6,6 +6,7 @@ import torch
 
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.train_loop import HookBase, check_period, is_due
+from trainkit.utils.numbers import is_whole
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ class TorchMemoryStats(HookBase):
 
     def __init__(self, period: int = 20, max_runs: int = 10) -> None:
         self._period = check_period("period", period, minimum=1)
-        if isinstance(max_runs, bool) or not isinstance(max_runs, int) or max_runs < 0:
+        if not is_whole(max_runs, 0):
             raise ValueError(f"max_runs must be a whole number >= 0, got {max_runs!r}")
         self._max_runs = max_runs
         self._runs = 0

@@ -11,6 +11,7 @@ from trainkit.evaluation.testing import flatten_results_dict
 from trainkit.utils import comm
 from trainkit.utils.events import EventStorage
 from trainkit.utils.logger import logging_from
+from trainkit.utils.numbers import is_number
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +41,6 @@ def infer_mode(metric: str) -> Literal["max", "min"]:
         f"the name of the metric {metric!r} does not tell whether more or less is better; set its mode to "
         '"max" or "min" (in the config: CHECKPOINT.BEST_MODE, EARLY_STOPPING.MODE)'
     )
-
-
-def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 class MetricMonitor:

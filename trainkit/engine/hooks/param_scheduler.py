@@ -13,6 +13,7 @@ from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.periods import check_period
 from trainkit.solver.build_schedule import build_schedule
 from trainkit.solver.schedules import Schedule, compute_values
+from trainkit.utils.numbers import is_number
 
 _ANY_LENGTH = 2**40  # of a run that is not known yet
 
@@ -115,7 +116,7 @@ def _places(group: dict[str, Any], param: str) -> list[tuple[str, int | None]]:
     name, _, index = param.partition(".")
     if name == "momentum" and name not in group and not index:
         name, index = "betas", "0"
-    if not index and _is_number(group.get(name)):
+    if not index and _is_scheduled(group.get(name)):
         return [(name, None)]
     values = group.get(name)
     if index.isdecimal() and isinstance(values, tuple | list) and int(index) < len(values):
@@ -127,5 +128,5 @@ def _get(group: dict[str, Any], key: str, index: int | None) -> Any:
     return group[key] if index is None else group[key][index]
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+def _is_scheduled(value: Any) -> bool:
+    return isinstance(value, Tensor) or is_number(value)

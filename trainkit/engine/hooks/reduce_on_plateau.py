@@ -7,11 +7,12 @@ from typing import Any, Literal
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hooks.lr_scheduler import LRScheduler
-from trainkit.engine.hooks.monitor import MetricMonitor, Mode, is_number
+from trainkit.engine.hooks.monitor import MetricMonitor, Mode
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.periods import check_period, is_due, is_last
 from trainkit.solver.lr_scheduler import ScheduledLR
 from trainkit.utils import comm
+from trainkit.utils.numbers import is_number, is_whole
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class ReduceOnPlateau(HookBase):
         if not is_number(threshold) or not threshold >= 0:
             raise ValueError(f"threshold must be >= 0, got {threshold!r}")
         for name, value in (("patience", patience), ("cooldown", cooldown)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            if not is_whole(value, 0):
                 raise ValueError(f"{name} must be a whole number of evaluations >= 0, got {value!r}")
         self._factor, self._min_factor = factor, min_factor
         self._patience, self._cooldown = patience, cooldown
