@@ -10,6 +10,7 @@ from trainkit.data.build import (
 )
 from trainkit.data.catalog import DatasetCatalog, Metadata, MetadataCatalog
 from trainkit.data.common import DatasetFromList, MapDataset, ToIterableDataset
+from trainkit.data.loader import ResumableLoader, resume_obstacle
 from trainkit.data.samplers import (
     GroupedBatchSampler,
     InferenceSampler,
@@ -41,4 +42,6 @@ __all__ = [
     "iters_per_epoch",
     "trivial_batch_collator",
     "worker_init_reset_seed",
+    "ResumableLoader",
+    "resume_obstacle",
 ]

@@ -9,7 +9,6 @@ import torch
 from torch.utils.data import (
     ChainDataset,
     ConcatDataset,
-    DataLoader,
     IterableDataset,
     Sampler,
     default_collate,
@@ -18,14 +17,15 @@ from torch.utils.data import (
 from trainkit.config.config import CfgNode, ConfigError
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.data.common import DatasetFromList, MapDataset, ToIterableDataset
+from trainkit.data.loader import ResumableLoader, trivial_batch_collator
 from trainkit.data.samplers.inference import InferenceSampler
 from trainkit.data.samplers.infinite import InfiniteSampler, check_seed, new_generator
 from trainkit.data.samplers.repeat_factor import RepeatFactorTrainingSampler
 from trainkit.data.samplers.training import RandomSubsetTrainingSampler, TrainingSampler
 from trainkit.data.transforms import build_transform
+from trainkit.data.workers import worker_init_reset_seed
 from trainkit.utils import comm
 from trainkit.utils.device import resolve_device
-from trainkit.utils.env import seed_all_rng
 
 __all__ = [
     "build_batch_data_loader",
@@ -37,16 +37,6 @@ __all__ = [
 ]
 
 _LOADER_KEY = 2  # beside the samplers' keys: workers' seeds are independent of the orders
-
-
-def trivial_batch_collator(batch: list[Any]) -> list[Any]:
-    """A batch is the list of its samples."""
-    return batch
-
-
-def worker_init_reset_seed(worker_id: int) -> None:
-    """Seed Python, NumPy and torch in a loader worker, from the seed that its loader gave it."""
-    seed_all_rng((torch.initial_seed() + worker_id) % 2**32)
 
 
 def build_batch_data_loader(
@@ -63,7 +53,7 @@ def build_batch_data_loader(
     pin_memory: bool = False,
     seed: int | None = None,
     **kwargs: Any,
-) -> DataLoader[Any]:
+) -> ResumableLoader:
     """A loader of this rank's part of every global batch.
 
     With a map-style dataset the batches do not depend on the number of workers, and an endless sampler makes an endless
@@ -78,8 +68,9 @@ def build_batch_data_loader(
         single_gpu_batch_size: samples per batch of this rank, instead of ``total_batch_size``.
         prefetch_factor: batches that each worker loads ahead.
         pin_memory: without effect where CUDA is not available.
-        seed: seeds the workers, with the rank; None: that of torch's global generator (``torch.initial_seed()``).
-        kwargs: further arguments of ``torch.utils.data.DataLoader``.
+        seed: seeds the workers, with the rank, and augmentation where the sampler has no seed; None: that of torch's
+            global generator (``torch.initial_seed()``).
+        kwargs: further arguments of `ResumableLoader`.
 
     Raises:
         ValueError: not exactly one batch size is given, it is less than 1 or no multiple of the world size, the seed is
@@ -93,10 +84,10 @@ def build_batch_data_loader(
         )
     generator_seed = torch.initial_seed() if seed is None else check_seed(seed)
     has_workers = num_workers > 0
-    kwargs.setdefault("worker_init_fn", worker_init_reset_seed)
     kwargs.setdefault("generator", new_generator(generator_seed, _LOADER_KEY, comm.get_rank()))
-    return DataLoader(
+    return ResumableLoader(
         dataset,
+        seed=generator_seed,
         batch_size=_batch_size_per_rank(total_batch_size, single_gpu_batch_size),
         sampler=sampler,
         drop_last=drop_last,
@@ -150,7 +141,7 @@ def iters_per_epoch(loader: Iterable[Any]) -> int | None:
     return math.ceil(sampler.samples_per_epoch / (batch_size * sampler.world_size))
 
 
-def build_train_loader(cfg: CfgNode, dataset: Any = None) -> DataLoader[Any]:
+def build_train_loader(cfg: CfgNode, dataset: Any = None) -> ResumableLoader:
     """The endless loader of ``cfg.DATASETS.TRAIN``, with ``cfg.SOLVER.IMS_PER_BATCH`` samples per batch over all ranks.
 
     Args:
@@ -173,7 +164,7 @@ def build_train_loader(cfg: CfgNode, dataset: Any = None) -> DataLoader[Any]:
     return _build_loader(cfg, dataset, sampler, is_train=True, total_batch_size=cfg.SOLVER.IMS_PER_BATCH)
 
 
-def build_test_loader(cfg: CfgNode, dataset_name: str) -> DataLoader[Any]:
+def build_test_loader(cfg: CfgNode, dataset_name: str) -> ResumableLoader:
     """The loader of one dataset, each sample once over all ranks and in order, ``cfg.TEST.IMS_PER_BATCH`` per rank.
 
     Raises:
@@ -194,7 +185,7 @@ def _build_loader(
     is_train: bool,
     total_batch_size: int | None = None,
     **kwargs: Any,
-) -> DataLoader[Any]:
+) -> ResumableLoader:
     collate_fns: dict[str, Callable[[list[Any]], Any]] = {"default": default_collate, "list": trivial_batch_collator}
     transform = build_transform(cfg, is_train)
     return build_batch_data_loader(

@@ -87,6 +87,11 @@ class _MapIterableDataset(IterableDataset[Any]):
         self._dataset = dataset
         self._map_func = map_func
 
+    def __getattr__(self, name: str) -> Any:
+        if name in ("state_dict", "load_state_dict"):  # there if the other dataset has them
+            return getattr(self._dataset, name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
     def __len__(self) -> int:
         """The length before samples are left out; TypeError if the stream has none."""
         return len(self._dataset)  # type: ignore[arg-type]
@@ -184,13 +189,13 @@ class ToIterableDataset(IterableDataset[Any]):
             raise ValueError(f"shard_chunk_size must be >= 1 sample, got {shard_chunk_size}")
         self.dataset = dataset
         self.sampler = sampler
-        self._shard_sampler = shard_sampler
+        self.shard_sampler = shard_sampler
         self._chunk_size = shard_chunk_size
 
     def __iter__(self) -> Iterator[Any]:
         indices: Iterator[int] = iter(self.sampler)
         worker = data.get_worker_info()
-        if self._shard_sampler and worker is not None:
+        if self.shard_sampler and worker is not None:
             indices = _every_nth_chunk(indices, worker.id, worker.num_workers, self._chunk_size)
         return (self.dataset[index] for index in indices)
 

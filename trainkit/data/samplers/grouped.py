@@ -1,11 +1,16 @@
 """Batches of samples that belong together."""
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Sampler
+
+from trainkit.data.samplers.infinite import InfiniteSampler
+
+logger = logging.getLogger(__name__)
 
 
 class GroupedBatchSampler(Sampler[list[int]]):
@@ -35,12 +40,63 @@ class GroupedBatchSampler(Sampler[list[int]]):
             raise ValueError(f"group_ids must be a vector with the group of each sample, got shape {groups.shape}")
         self.sampler = sampler
         self.batch_size = batch_size
+        self._begin_with: dict[int, list[int]] = {}  # open batches of a loaded state
+        self._open: dict[int, list[int]] = {}
+        self._num_drawn = 0
         self._group_ids: list[int] = groups.tolist()
 
     def __iter__(self) -> Iterator[list[int]]:
-        open_batches: defaultdict[int, list[int]] = defaultdict(list)
+        self._num_drawn = 0
+        self._open = open_batches = {group: [*indices] for group, indices in self._begin_with.items()}
         for index in self.sampler:
-            group = self._group_ids[index]
-            open_batches[group].append(index)
-            if len(open_batches[group]) == self.batch_size:
-                yield open_batches.pop(group)
+            self._num_drawn += 1
+            batch = open_batches.setdefault(self._group_ids[index], [])
+            batch.append(index)
+            if len(batch) == self.batch_size:
+                yield open_batches.pop(self._group_ids[index])
+
+    @property
+    def start(self) -> int:
+        """Samples of the global stream in the batches before the first of an ``iter()``; over an `InfiniteSampler`."""
+        sampler = self._endless()
+        return sampler.start - sampler.world_size * sum(map(len, self._begin_with.values()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the sampler stands behind the batches drawn last, and the samples that wait for their batch to fill.
+
+        Raises:
+            TypeError: the sampler is no `InfiniteSampler`.
+        """
+        sampler = self._endless()
+        return {
+            "sampler": sampler.state_dict(sampler.start + self._num_drawn * sampler.world_size),
+            "open": {group: [*indices] for group, indices in self._open.items()},
+            "world_size": sampler.world_size,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next ``iter()`` go on there; at another world size without the waiting samples, with a warning.
+
+        Raises:
+            TypeError: the sampler is no `InfiniteSampler`.
+        """
+        sampler = self._endless()
+        sampler.load_state_dict(state["sampler"])
+        self._num_drawn = 0
+        self._begin_with = {group: [*indices] for group, indices in state["open"].items()}
+        if state["world_size"] != sampler.world_size:
+            logger.warning(
+                "The samples that wait for their batch to fill cannot go from %d ranks to %d; they are left out",
+                state["world_size"],
+                sampler.world_size,
+            )
+            self._begin_with = {}
+        self._open = self._begin_with
+
+    def _endless(self) -> InfiniteSampler:
+        if not isinstance(self.sampler, InfiniteSampler):
+            raise TypeError(
+                "GroupedBatchSampler has a state over an InfiniteSampler only, such as TrainingSampler, "
+                f"got {type(self.sampler).__name__}"
+            )
+        return self.sampler

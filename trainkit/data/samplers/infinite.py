@@ -1,14 +1,17 @@
 """The endless stream of samples that the ranks share."""
 
+import logging
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
 from torch.utils.data import Sampler
 
 from trainkit.utils import comm
+
+logger = logging.getLogger(__name__)
 
 _BLOCK = 1 << 16  # indices that become Python ints at a time: an epoch of 1e8 samples as a list takes gigabytes
 
@@ -51,6 +54,19 @@ class InfiniteSampler(Sampler[int], ABC):
         if num_samples < 0:
             raise ValueError(f"num_samples must be >= 0 samples of the global stream, got {num_samples}")
         self.start = num_samples
+
+    def state_dict(self, position: int | None = None) -> dict[str, int]:
+        """The seed, and the ``position`` in samples of the global stream; default: that at which ``iter()`` begins."""
+        return {"seed": self.seed, "position": self.start if position is None else position}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Let the next ``iter()`` begin at the position of the state, in the order of its seed."""
+        if state["seed"] != self.seed:
+            logger.info(
+                "The data goes on in the order of the checkpoint's seed %d, not of %d", state["seed"], self.seed
+            )
+        self.seed = check_seed(state["seed"])
+        self.set_position(state["position"])
 
     def locate(self, position: int) -> tuple[int, int]:
         """The epoch and the offset in it of a sample of the global stream, without walking there."""

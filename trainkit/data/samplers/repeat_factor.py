@@ -2,12 +2,14 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from trainkit.data.samplers.infinite import InfiniteSampler, new_generator
+
+_BEFORE_ALL = (-1, 0, 0)  # an epoch, its first sample in the stream, and the first one behind it
 
 
 class RepeatFactorTrainingSampler(InfiniteSampler):
@@ -15,7 +17,7 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
 
     The fraction of a factor is rounded up with that probability, anew in each epoch, so epochs have random lengths;
     ``samples_per_epoch`` is the size of the dataset nevertheless. Entering the stream at a position draws the lengths
-    of all epochs before it.
+    of all epochs before it, back to the last place that was looked up or loaded; a state holds such a place.
 
     Args:
         repeat_factors: one per sample, >= 0, shape ``[N]``.
@@ -39,6 +41,7 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
         self._whole = factors.floor().long()
         self._fraction = factors.frac()
         self._shuffle = shuffle
+        self._located = _BEFORE_ALL
 
     @staticmethod
     def repeat_factors_from_category_frequency(
@@ -76,18 +79,31 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
     def samples_per_epoch(self) -> int:
         return len(self._whole)
 
+    def state_dict(self, position: int | None = None) -> dict[str, int]:
+        state = super().state_dict(position)
+        epoch, offset = self.locate(state["position"])
+        return {**state, "epoch": epoch, "offset": offset}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        super().load_state_dict(state)
+        start = state["position"] - state["offset"]
+        self._located = state["epoch"] - 1, start, start
+
     def epoch_indices(self, epoch: int) -> torch.Tensor:
         generator = new_generator(self.seed, 0, epoch)
-        repeats = self._whole + (
-            torch.rand(len(self._whole), dtype=torch.float64, generator=generator) < self._fraction
-        )
+        repeats = self._repeats(generator)
         indices = torch.from_numpy(np.repeat(np.arange(len(repeats)), repeats.numpy()))  # torch's wakes all its threads
         return indices[torch.randperm(len(indices), generator=generator)] if self._shuffle else indices
 
+    def _repeats(self, generator: torch.Generator) -> torch.Tensor:
+        drawn = torch.rand(len(self._whole), dtype=torch.float64, generator=generator)
+        return self._whole + (drawn < self._fraction)
+
     def locate(self, position: int) -> tuple[int, int]:
-        """The epoch and the offset in it of a sample of the global stream; walks through the epochs before it."""
-        epoch, offset = 0, position
-        while offset >= (length := len(self.epoch_indices(epoch))):
-            offset -= length
-            epoch += 1
-        return epoch, offset
+        """The epoch and the offset in it of a sample of the global stream; walks there, from the last one if it can."""
+        epoch, start, end = self._located if self._located[1] <= position else _BEFORE_ALL
+        while end <= position:
+            epoch, start = epoch + 1, end
+            end += int(self._repeats(new_generator(self.seed, 0, epoch)).sum())
+        self._located = epoch, start, end
+        return epoch, position - start

@@ -1,5 +1,7 @@
 """Samplers that draw every sample, or every one of a subset, once per epoch."""
 
+from collections.abc import Mapping
+
 import torch
 
 from trainkit.data.samplers.infinite import InfiniteSampler, check_seed, new_generator
@@ -66,8 +68,20 @@ class RandomSubsetTrainingSampler(TrainingSampler):
             raise ValueError(f"subset_ratio {subset_ratio} of {size} samples leaves none; raise it")
         super().__init__(min(size, subset_size), shuffle, seed_shuffle)
         self.seed_subset = comm.shared_random_seed() if seed_subset is None else check_seed(seed_subset)
-        permutation = torch.randperm(size, generator=new_generator(self.seed_subset, _SUBSET_KEY))
-        self.subset_indices = permutation[:subset_size].sort().values
+        self._dataset_size = size
+        self.subset_indices = self._choose_subset()
+
+    def _choose_subset(self) -> torch.Tensor:
+        permutation = torch.randperm(self._dataset_size, generator=new_generator(self.seed_subset, _SUBSET_KEY))
+        return permutation[: self.samples_per_epoch].sort().values
+
+    def state_dict(self, position: int | None = None) -> dict[str, int]:
+        return {**super().state_dict(position), "seed_subset": self.seed_subset}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        super().load_state_dict(state)
+        self.seed_subset = check_seed(state["seed_subset"])
+        self.subset_indices = self._choose_subset()
 
     def epoch_indices(self, epoch: int) -> torch.Tensor:
         return self.subset_indices[super().epoch_indices(epoch)]

@@ -1,0 +1,45 @@
+import random
+
+import numpy as np
+import torch
+
+from trainkit.data.seeding import seed_globals, splitmix64, undisturbed_globals
+
+
+def test_the_numbers_are_those_of_the_published_generator():
+    assert [splitmix64(1234567, n) for n in range(5)] == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
+    assert splitmix64(0, 0) == 16294208416658607535
+    assert splitmix64(2**64 + 5, 10**12) == splitmix64(5, 10**12) < 2**64
+
+
+def test_all_bits_of_a_number_matter_and_the_generators_draw_different_numbers():
+    def drawn(number):
+        with undisturbed_globals():
+            seed_globals(number)
+            integers = int(np.random.randint(2**31)), int(torch.randint(2**31, ())), random.getrandbits(31)
+        assert len({*integers}) == 3
+        return integers
+
+    first = drawn(1 << 32 | 1)
+
+    assert drawn(1 << 32 | 1) == first
+    assert [a == b for a, b in zip(drawn(1 << 32 | 2), first, strict=True)] == [True, False, False]
+    assert [a == b for a, b in zip(drawn(2 << 32 | 1), first, strict=True)] == [False, True, False]
+
+
+def test_a_nested_block_leaves_the_outer_one_undisturbed():
+    def draw(nested):
+        with undisturbed_globals():
+            seed_globals(5 << 32)
+            if nested:
+                with undisturbed_globals():
+                    seed_globals(6 << 32)
+            return random.random(), np.random.random(), torch.rand(()).item()
+
+    assert draw(nested=True) == draw(nested=False)

@@ -1,0 +1,117 @@
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainkit.data import TrainingSampler, build_batch_data_loader
+
+ROOT = Path(__file__).parents[2]
+
+
+class Job:
+    """`signalled_job`, in a process group of its own."""
+
+    def __init__(self, kind):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.data.signalled_job", kind],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def ask(self, command):
+        self.process.stdin.write(f"{command}\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+    def close(self):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+
+
+@pytest.fixture
+def start():
+    jobs = []
+
+    def start(kind):
+        jobs.append(Job(kind))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.close()
+
+
+@pytest.mark.parametrize("kind", ["of this package", "plain"])
+def test_workers_go_on_when_the_whole_process_group_is_signalled(start, kind):
+    job = start(kind)
+    assert job.ask("batch") == "0"
+    pids = job.ask("pids")
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+        os.killpg(job.process.pid, number)
+
+    assert [job.ask("batch") for _ in range(6)] == ["1", "2", "3", "4", "5", "6"]
+    assert job.ask("pids") == pids
+
+
+def test_a_plain_worker_dies_of_the_same_signal(start):  # so that the test above can fail
+    job = start("unprotected")
+    assert job.ask("batch") == "0"
+
+    os.killpg(job.process.pid, signal.SIGTERM)
+
+    job.process.communicate("batch\n" * 6, timeout=60)
+    assert job.process.returncode != 0
+
+
+def test_workers_end_when_their_loader_lets_them_go(start):
+    job = start("of this package")
+    assert job.ask("batch") == "0"
+
+    assert job.ask("drop") == "dropped"
+
+    assert job.ask("pids") == ""
+    _, errors = job.process.communicate(timeout=60)
+    assert (job.process.returncode, errors) == (0, "")
+
+
+def test_a_worker_in_an_endless_fetch_ends_by_the_sigterm_of_its_parent(start):
+    job = start("of this package")
+    for _ in range(7):
+        job.ask("batch")
+
+    assert job.ask("terminate") == "0 0"
+
+
+def test_workers_that_have_lost_their_parent_end_by_anybodys_sigterm(start):
+    job = start("of this package")
+    for _ in range(7):
+        job.ask("batch")
+    pids = job.ask("pids").split()
+    job.process.kill()
+    job.process.wait()
+
+    for pid in pids:
+        os.kill(int(pid), signal.SIGTERM)
+
+    job.process.communicate(timeout=60)  # the workers hold the other end
+
+
+def test_starting_workers_leaves_the_signals_of_their_parent_as_they_are():
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+
+    batch = next(iter(build_batch_data_loader([5], TrainingSampler(1, seed=0), 1, num_workers=1)))
+
+    assert batch == [5]
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers

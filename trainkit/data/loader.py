@@ -1,0 +1,315 @@
+"""A DataLoader that knows where its stream of batches stands, and makes each sample in a random state of its own."""
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
+
+from trainkit.data.common import DatasetFromList, ToIterableDataset
+from trainkit.data.samplers.grouped import GroupedBatchSampler
+from trainkit.data.samplers.infinite import InfiniteSampler, check_seed
+from trainkit.data.seeding import seed_globals, splitmix64, undisturbed_globals
+from trainkit.data.workers import WorkerInit, signals_held_back
+from trainkit.utils import comm
+
+logger = logging.getLogger(__name__)
+
+
+def trivial_batch_collator(batch: list[Any]) -> list[Any]:
+    """A batch is the list of its samples."""
+    return batch
+
+
+def resume_obstacle(loader: Iterable[Any]) -> str:
+    """Why it cannot be saved where a loader stands in its data, and what to do; empty if it can.
+
+    Any loader with ``state_dict`` and ``load_state_dict`` is trusted with it, unless it says otherwise in an attribute
+    ``resume_obstacle``, as a `ResumableLoader` does.
+    """
+    if not _is_stateful(loader):
+        return (
+            f"the data loader ({type(loader).__name__}) has no state_dict() and load_state_dict(), so a resumed run "
+            "begins its data anew; use trainkit.data.build_batch_data_loader or ResumableLoader, or add these methods"
+        )
+    return getattr(loader, "resume_obstacle", "")
+
+
+class ResumableLoader(DataLoader[Any]):
+    """A ``DataLoader`` whose place in its data can be saved, and whose samples do not depend on who loads them.
+
+    Place: ``state_dict`` tells which batches were delivered (not those loaded ahead), and the next ``iter()`` behind
+    ``load_state_dict`` goes on there, at the same cost everywhere, with any number of workers and, if the sampler is
+    an `InfiniteSampler`, of ranks. Another sampler or batch sampler, or without workers an ``IterableDataset``, takes
+    part by a ``state_dict`` and a ``load_state_dict`` of its own, behind which its next ``iter()`` goes on there; it is
+    asked behind each batch, so it must count a sample before it yields it. ``resume_obstacle`` says why a loader cannot
+    do this, or is empty.
+
+    Samples: before ``dataset[index]`` the global generators of Python, NumPy and torch are seeded from the seed and
+    the sample's position in the stream of all ranks, so that random augmentation depends on these two alone. Without
+    workers, the random state of the process is put back behind each batch. So samples are fetched one by one, also from
+    a dataset with ``__getitems__``. Nothing is seeded where nothing can be drawn (lists and tensors, collated by a
+    function of torch or of this package), nor by a loader with an obstacle, which loads as a plain one does.
+
+    A `ToIterableDataset` is read by its indices: its batches are consecutive parts of the stream, whoever loads them.
+
+    Args:
+        seed: of augmentation if the sampler is no `InfiniteSampler`, which has one; None: ``torch.initial_seed()``.
+        worker_init_fn: is called after `worker_init_reset_seed`.
+        kwargs: as for ``DataLoader``.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        seed: int | None = None,
+        worker_init_fn: Callable[[int], None] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        kwargs["worker_init_fn"] = WorkerInit(worker_init_fn)
+        super().__init__(dataset, **kwargs)
+        # the loader inside loads whole batches, so that these are no business of its own
+        done_by_fetch = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn"}
+        self._options = {name: value for name, value in kwargs.items() if name not in done_by_fetch}
+        self._inside: DataLoader[Any] | None = None
+        self._source: Any = dataset
+        self._batches: Any = self.batch_sampler
+        one_sampler = type(dataset) is ToIterableDataset and (dataset.shard_sampler or self.num_workers <= 1)
+        if one_sampler and self.batch_size is not None:
+            self._source = dataset.dataset
+            self._batches = BatchSampler(dataset.sampler, self.batch_size, self.drop_last)
+        self._is_stream = isinstance(self._source, IterableDataset)
+        # what decides which samples come, and so what has a state
+        self._order: Any = dataset if self._is_stream else self._batches
+        if type(self._order) is BatchSampler:
+            self._order = self._order.sampler
+        base = getattr(self._batches, "sampler", None)
+        self._endless = base if isinstance(base, InfiniteSampler) else None
+        self._own_seed = torch.initial_seed() if seed is None else check_seed(seed)
+        self._tasks = self._new_tasks(position=0)
+        self.resume_obstacle = self._find_obstacle()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the iterator made last stands behind the batches it has delivered, as plain values.
+
+        Raises:
+            TypeError: there is a ``resume_obstacle``.
+        """
+        self._refuse_obstacle()
+        position, order = self._tasks.state()
+        return {"kind": type(self._order).__name__, "seed": self._seed, "position": position, "order": order}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next ``iter()`` go on there; iterators made before are to be let go.
+
+        The seeds of the state win over those in use. The order of a sampler of another class is not taken over, with a
+        warning: the data begins anew.
+
+        Raises:
+            TypeError: there is a ``resume_obstacle``.
+        """
+        self._refuse_obstacle()
+        kind = type(self._order).__name__
+        if state["kind"] != kind:
+            logger.warning(
+                "The checkpoint's data was drawn by %s, which says nothing about the order of %s; the data begins anew",
+                state["kind"],
+                kind,
+            )
+            return
+        self._order.load_state_dict(copy.deepcopy(state["order"]))
+        self._own_seed = state["seed"]
+        self._inside = None  # with its persistent workers, and what they have loaded ahead
+        self._tasks = self._new_tasks(state["position"])
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        with signals_held_back():
+            if self.resume_obstacle or self._is_stream:
+                return super().__iter__()
+            if self._inside is None or not self.persistent_workers:
+                # tasks of their own: an older iterator that is still in use keeps its own count
+                self._tasks = self._new_tasks(self._tasks.position)
+                self._inside = DataLoader(
+                    self._fetch(), batch_size=None, sampler=self._tasks, collate_fn=_as_it_is, **self._options
+                )
+            return _Deliveries(iter(self._inside), self._tasks)
+
+    @property
+    def _seed(self) -> int:
+        return self._own_seed if self._endless is None else self._endless.seed
+
+    def _ranks(self) -> tuple[int, int]:
+        if self._endless is None:
+            return comm.get_rank(), comm.get_world_size()
+        return self._endless.rank, self._endless.world_size
+
+    def _new_tasks(self, position: int) -> "_Tasks":
+        return _Tasks(self._batches, self._order, position, self._ranks()[1])
+
+    def _fetch(self) -> "_Fetch":
+        draws = self.collate_fn not in (default_collate, trivial_batch_collator) or _may_draw(self._source)
+        return _Fetch(self._source, self.collate_fn, splitmix64(self._seed, 0) if draws else None, *self._ranks())
+
+    def _find_obstacle(self) -> str:
+        order = type(self._order).__name__
+        if not self.in_order:
+            return "in_order=False delivers the batches in an order that nobody can tell; leave it out"
+        if self.batch_size is None and self.batch_sampler is None:
+            return "with batch_size=None nobody follows which samples are delivered; give a batch size"
+        if self._is_stream and self.num_workers > 0:
+            return (
+                f"each of the {self.num_workers} workers reads a copy of the iterable dataset ({order}), and nobody "
+                "here can tell where it stands; set num_workers to 0, or give a map-style dataset"
+            )
+        if not _is_stateful(self._order):
+            return (
+                f"{order} has no state_dict() and load_state_dict(), so a resumed run begins its data anew; "
+                "add them, or use "
+                + ("a map-style dataset" if self._is_stream else "a sampler of trainkit.data for training")
+            )
+        if isinstance(self._order, GroupedBatchSampler) and self._endless is None:
+            return (
+                f"GroupedBatchSampler cannot tell where a {type(self._order.sampler).__name__} stands; "
+                "give it a sampler of trainkit.data for training"
+            )
+        return ""
+
+    def _refuse_obstacle(self) -> None:
+        if self.resume_obstacle:
+            raise TypeError(f"this loader's place in its data cannot be saved or loaded: {self.resume_obstacle}")
+
+
+class _Tasks(Sampler[tuple[int, Any]]):
+    """Tells the loader inside what to fetch, and remembers what was delivered.
+
+    A task is the position of a batch in the stream of all ranks, and its indices.
+
+    Attributes:
+        position: samples of that stream in the batches delivered.
+    """
+
+    def __init__(self, batches: Any, order: Any, position: int, world_size: int) -> None:
+        self._batches, self._order, self._world_size = batches, order, world_size
+        self.position = position
+        self._begun = False
+        self._state: Any = None  # of the order, behind the batches delivered
+        self._states_ahead: dict[int, Any] = {}  # by the position there
+
+    def state(self) -> tuple[int, Any]:
+        """The position, and the state of the order there."""
+        if not self._begun:
+            self._begin()
+        endless = isinstance(self._order, InfiniteSampler)
+        return self.position, self._order.state_dict(self.position) if endless else self._state
+
+    def delivered(self, position: int) -> None:
+        self.position, self._state = position, self._states_ahead.pop(position, None)
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        self._begin()
+        self._begun = True
+        return self._draw(self.position)
+
+    def _begin(self) -> None:
+        if isinstance(self._order, InfiniteSampler | GroupedBatchSampler):
+            self.position = self._order.start
+        self._states_ahead.clear()
+        self._state = self._order_state()
+
+    def _draw(self, position: int) -> Iterator[tuple[int, Any]]:
+        for indices in self._batches:
+            here, position = position, position + len(indices) * self._world_size
+            state = self._order_state()
+            if state is not None:
+                self._states_ahead[position] = state
+            yield here, indices
+
+    def _order_state(self) -> Any:
+        # that of an endless sampler is a function of the position
+        return None if isinstance(self._order, InfiniteSampler) else copy.deepcopy(self._order.state_dict())
+
+
+class _Deliveries(Iterator[Any]):
+    def __init__(self, fetched: Iterator[tuple[int, Any]], tasks: _Tasks) -> None:
+        self._fetched, self._tasks = fetched, tasks
+
+    def __next__(self) -> Any:
+        # the position comes with the batch, so that it is right behind a fetch that has failed as well
+        position, batch = next(self._fetched)
+        self._tasks.delivered(position)
+        return batch
+
+
+class _Fetch(Dataset[Any]):
+    """Batches by task. What is read from or set on it is the dataset's, as in ``get_worker_info().dataset.file = ...``.
+
+    Args:
+        key: of the samples' seeds; None: neither dataset nor ``collate_fn`` draws random numbers.
+    """
+
+    def __init__(
+        self, dataset: Any, collate_fn: Callable[[list[Any]], Any], key: int | None, rank: int, world_size: int
+    ) -> None:
+        own = {"_dataset": dataset, "_collate_fn": collate_fn, "_key": key, "_rank": rank, "_world_size": world_size}
+        self.__dict__.update(own)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # pickle asks for some before there is a dataset
+            raise AttributeError(name)
+        return getattr(self.__dict__["_dataset"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._dataset, name, value)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, task: tuple[int, Any]) -> tuple[int, Any]:
+        position, indices = task
+        alone = self._key is None or get_worker_info() is not None
+        with nullcontext() if alone else undisturbed_globals():
+            batch = self._collate_fn(self._samples(position + self._rank, indices))
+        return position + len(indices) * self._world_size, batch
+
+    def _samples(self, position: int, indices: Any) -> list[Any]:
+        if self._key is None:
+            read_many = getattr(self._dataset, "__getitems__", None)
+            return read_many(indices) if read_many else [self._dataset[index] for index in indices]
+        samples = []
+        for index in indices:
+            seed_globals(splitmix64(self._key, position))
+            samples.append(self._dataset[index])
+            position += self._world_size
+        return samples
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _may_draw(dataset: Any) -> bool:
+    """Whether reading a sample could draw random numbers; what is left of a dataset of tensors or lists does not."""
+    if type(dataset) is ConcatDataset:
+        return any(_may_draw(part) for part in dataset.datasets)
+    if type(dataset) is Subset:
+        return _may_draw(dataset.dataset)
+    return type(dataset) not in (list, tuple, range, TensorDataset, DatasetFromList)
+
+
+def _is_stateful(candidate: object) -> bool:
+    return hasattr(candidate, "state_dict") and hasattr(candidate, "load_state_dict")
