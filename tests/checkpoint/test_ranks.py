@@ -28,6 +28,14 @@ def _main(rank: int, folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"rank 1: cannot read .*elsewhere"):
         Checkpointer(linear(0)).resume_or_load(path, resume=False)
 
+    # Rank 0 writes and reads the note of the end, in its own folder; the other rank gets it.
+    here = Checkpointer(linear(0), folder / ("run" if rank == 0 else "empty"))
+    here.mark_finished({"rank": rank})
+    assert here.finished() == {"rank": 0}
+    here.forget_finished()
+    assert here.finished() is None
+    assert not (folder / "empty").exists()
+
     # An error of rank 0 in choosing the file reaches rank 1.
     if rank == 0:
         (folder / "run" / "last_checkpoint").write_text("../model.pth")

@@ -8,8 +8,8 @@ import queue
 import re
 import secrets
 import shutil
+import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 _CHUNK = 1 << 20  # smaller ones leave the digest waiting for the interpreter lock
 _MAX_BLOCKS = 16  # in memory between writing and digest
@@ -25,7 +25,7 @@ def replacing(path: str) -> "Iterator[Output]":
     """Yield a temporary file that takes the place of ``path`` once the block has succeeded."""
     folder, name = os.path.split(os.path.abspath(path))
     temporary = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.trainkit-tmp")
-    size = 0
+    size = written = 0
     try:
         try:
             with Output(temporary) as output:
@@ -33,7 +33,7 @@ def replacing(path: str) -> "Iterator[Output]":
                     yield output
                     output.commit()
                 finally:
-                    size = output.size
+                    size, written = output.size, output.written
             os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -41,7 +41,7 @@ def replacing(path: str) -> "Iterator[Output]":
             raise
         sync_folder(folder)
     except OSError as error:
-        raise CheckpointError(_write_failure(error, path, folder, size)) from error
+        raise CheckpointError(_write_failure(error, path, folder, size, written)) from error
 
 
 class Output:
@@ -50,23 +50,31 @@ class Output:
     What torch hands to ``write`` is gone when that returns, so it is copied into a few blocks that go round between
     the two threads. A failed write is kept for :meth:`commit`, and what follows is only counted: raised at once, it
     would come out of torch's writer as an error about positions in the file, and the size needed would stay unknown.
+
+    The thread is no executor, which takes nothing more once the interpreter has begun to end: a save that is under way
+    in another thread is still completed then.
+
+    Attributes:
+        size: bytes handed to ``write``; ``written``: those that the file has taken.
     """
 
     def __init__(self, path: str) -> None:
-        self.size = 0
+        self.size = self.written = 0
         self._error: BaseException | None = None
         self._sha256 = hashlib.sha256()
         self._free_blocks: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         self._num_blocks = 1
         self._block, self._filled = memoryview(bytearray(_CHUNK)), 0
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115
-        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._filled_blocks: queue.SimpleQueue[tuple[memoryview, int] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._hash_blocks, name="digest")
+        self._thread.start()
 
     def __enter__(self) -> "Output":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._thread.shutdown()
+        self._end_thread()
         self._file.close()
 
     def write(self, data: bytes | memoryview) -> int:
@@ -95,15 +103,18 @@ class Output:
         os.fsync(self._file.fileno())
 
     def digest(self) -> bytes:
-        """The SHA-256 of what has been committed."""
-        return self._thread.submit(self._sha256.digest).result()  # behind all updates
+        """The SHA-256 of what has been committed; nothing that is written behind it counts."""
+        self._end_thread()
+        return self._sha256.digest()
 
     def _write_block(self) -> None:
         block, count = self._block, self._filled
-        self._thread.submit(self._hash_block, block, count)
+        self._filled_blocks.put((block, count))
         rest = block[:count]
         while rest:
-            rest = rest[self._file.write(rest) :]
+            num_taken = self._file.write(rest)
+            self.written += num_taken
+            rest = rest[num_taken:]
         self._block, self._filled = self._next_block(), 0
 
     def _next_block(self) -> memoryview:
@@ -112,9 +123,15 @@ class Output:
             return memoryview(bytearray(_CHUNK))
         return self._free_blocks.get()
 
-    def _hash_block(self, block: memoryview, count: int) -> None:
-        self._sha256.update(block[:count])
-        self._free_blocks.put(block)
+    def _hash_blocks(self) -> None:
+        while (filled := self._filled_blocks.get()) is not None:
+            block, count = filled
+            self._sha256.update(block[:count])
+            self._free_blocks.put(block)
+
+    def _end_thread(self) -> None:
+        self._filled_blocks.put(None)
+        self._thread.join()
 
 
 def write_text(text: str, path: str | os.PathLike[str]) -> None:
@@ -149,11 +166,20 @@ def sync_folder(folder: str) -> None:
         os.close(descriptor)
 
 
-def _write_failure(error: OSError, path: str, folder: str, size: int) -> str:
+_NO_ROOM = {  # what there is room for, and the remedy
+    errno.ENOSPC: ("{:,} are free", "Make room, or keep fewer checkpoints (max_to_keep)"),
+    errno.EDQUOT: ("your quota leaves {:,}", "Remove files, or have the quota raised"),
+    errno.EFBIG: ("a file here may have {:,}", "Have the limit on the size of a file raised (ulimit -f)"),
+}
+
+
+def _write_failure(error: OSError, path: str, folder: str, size: int, written: int) -> str:
     text = f"cannot write '{path}' in folder '{folder}': {error.strerror or error}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        free = shutil.disk_usage(folder).free
-        text += (
-            f"; the file needs {size:,} bytes, {free:,} are free. Make room, or keep fewer checkpoints (max_to_keep)"
-        )
+    if error.errno in _NO_ROOM:
+        room = written if written < size else shutil.disk_usage(folder).free  # fsync and rename fail behind the writing
+        there_is, remedy = _NO_ROOM[error.errno]
+        text += f"; the file needs {size:,} bytes, {there_is.format(room)}"
+        text += f", so {size - room:,} are missing. {remedy}" if room < size else f". {remedy}"
+    elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        text += ". Make the folder writable, or choose another one"
     return f"{text}. Checkpoints written before are unchanged."

@@ -1,16 +1,29 @@
 """Checkpointer: saves a model and what belongs to its training, and finds, verifies and loads it again."""
 
+import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent import futures
 from typing import Any, Protocol
 
 from torch import nn
 
-from trainkit.checkpoint.atomic import CheckpointError, remove_leftovers, write_text
+from trainkit.checkpoint.atomic import CheckpointError, remove_leftovers, sync_folder, write_text
 from trainkit.checkpoint.file import has_trailer, read_file, write_file
-from trainkit.checkpoint.folder import SUFFIX, TAG_FILE, checkpoint_files, choose, newest_first, tagged_file
+from trainkit.checkpoint.folder import (
+    FINISHED_FILE,
+    SUFFIX,
+    TAG_FILE,
+    checkpoint_files,
+    choose,
+    newest_first,
+    tagged_file,
+)
 from trainkit.checkpoint.matching import Differences, strip_wrapper_prefix
+from trainkit.checkpoint.ranks import KEY as RANKS
+from trainkit.checkpoint.ranks import gather_rank_states, take_rank_state
+from trainkit.checkpoint.staging import HostCopy
 from trainkit.utils import comm
 from trainkit.utils.model import unwrap_model
 
@@ -21,7 +34,8 @@ class Stateful(Protocol):
     """What can stand in a checkpoint.
 
     If it also has ``before_save(state)`` or ``after_load(state)``, as a trainer has, these get the whole state
-    before it is written, and as it was read, before anybody takes a part of it; they may change it.
+    before it is written, and as it was read, before anybody takes a part of it; they may change it. ``rank_keys``, if
+    there are any, name the entries of its state that differ between ranks: those of each rank are saved.
     """
 
     def state_dict(self) -> Mapping[str, Any]: ...
@@ -35,6 +49,9 @@ class Checkpointer:
     ``save("model_0004999")`` writes ``model_0004999.pth`` and names it in the text file ``last_checkpoint``, which is
     where ``resume_or_load`` goes on. A save that fails at any instant leaves all earlier files as they were.
     One process writes to a folder.
+
+    With ``async_save``, ``save`` copies the state to host memory, and a thread writes it while training goes on. One
+    save is under way at a time: the next one, and whatever reads the folder, waits for it.
 
     Args:
         model: data-parallel wrappers are removed.
@@ -52,11 +69,15 @@ class Checkpointer:
         save_dir: str | os.PathLike[str] = "",
         *,
         save_to_disk: bool | None = None,
+        async_save: bool = False,
         **checkpointables: Stateful,
     ) -> None:
         self.model = unwrap_model(model)
         self.save_dir = os.fspath(save_dir)
         self.save_to_disk = comm.is_main_process() if save_to_disk is None else save_to_disk
+        self.async_save = async_save
+        self._thread = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writing: futures.Future[None] | None = None
         self.checkpointables: dict[str, Stateful] = {}
         for key, obj in checkpointables.items():
             self.add_checkpointable(key, obj)
@@ -79,26 +100,69 @@ class Checkpointer:
         self.checkpointables[key] = checkpointable
 
     # ---------------------------------------------------------------------------------------- saving
-    def save(self, name: str, *, tag_last: bool = True, **kwargs: Any) -> None:
+    def save(
+        self, name: str, *, tag_last: bool = True, on_commit: Callable[[], None] | None = None, **kwargs: Any
+    ) -> futures.Future[None] | None:
         """Write ``<save_dir>/<name>.pth``; every rank calls it, because states may be gathered over ranks.
 
         Args:
             name: without a folder or suffix.
             tag_last: whether a later resume starts here; False for a best checkpoint.
+            on_commit: called where the file is written, once everything is on the disk; by the thread if that does it.
             kwargs: further entries, such as ``iteration=99``; tensors or plain Python values.
+
+        Returns:
+            The write that goes on in the thread; None if there is none, because everything is done.
 
         Raises:
             ValueError: ``name`` has a folder in it, or an entry of ``kwargs`` has the name of another one.
             TypeError: a state holds something else than tensors and plain Python values; its path is named.
-            CheckpointError: the file cannot be written; earlier files are unchanged.
+            CheckpointError: the file cannot be written; earlier files are unchanged. What the thread cannot write
+                is raised by :meth:`wait` or :meth:`raise_error`, or logged by the next ``save``.
         """
         if not name or os.path.basename(name) != name:
             raise ValueError(f"name must be a file name without a folder, got {name!r}; the folder is save_dir")
         if not self.save_dir:
-            return
+            return None
+        try:
+            self.wait()
+        except CheckpointError as error:
+            _logger.error("An earlier checkpoint is not saved: %s", error)
         state = self._collect(kwargs)
-        if self.save_to_disk:
-            self._write(name + SUFFIX, state, tag_last)
+        if not self.save_to_disk:
+            return None
+        path = os.path.join(self.save_dir, name + SUFFIX)
+        _logger.info("Saving checkpoint to %s", path)
+        self._prepare_save_dir()
+        if self.async_save:
+            self._writing = self._thread.submit(self._write_copy, path, HostCopy(state), tag_last, on_commit)
+            return self._writing
+        self._write(path, state, tag_last, on_commit)
+        return None
+
+    def wait(self) -> None:
+        """Wait until nothing is being written any more.
+
+        Raises:
+            CheckpointError: the asynchronous save has failed; raised once, here or by :meth:`raise_error`.
+        """
+        self._finish_writing()
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        """Raise the error of an asynchronous save that has failed, once; does not wait.
+
+        Raises:
+            CheckpointError: it has failed.
+        """
+        if self._writing is not None and self._writing.done():
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def _finish_writing(self) -> None:
+        """Wait; a failure is left to those who ask for it."""
+        if self._writing is not None:
+            futures.wait([self._writing])
 
     def _collect(self, entries: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = {"model": self.model.state_dict()}
@@ -109,16 +173,35 @@ class Checkpointer:
         for obj in self.checkpointables.values():
             if hasattr(obj, "before_save"):
                 obj.before_save(state)
+        keys = {key: getattr(obj, "rank_keys", ()) for key, obj in self.checkpointables.items()}
+        if comm.get_world_size() > 1 and any(keys.values()):
+            state[RANKS] = gather_rank_states(state, self.model, keys)
         return state
 
-    def _write(self, basename: str, state: dict[str, Any], tag_last: bool) -> None:
-        path = os.path.join(self.save_dir, basename)
-        _logger.info("Saving checkpoint to %s", path)
-        self._make_save_dir()
+    def _prepare_save_dir(self) -> None:
+        try:
+            os.makedirs(self.save_dir, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot make the checkpoint folder '{self.save_dir}': {error.strerror}. Choose another one"
+            ) from error
+        remove_leftovers(self.save_dir)  # before the thread begins: nobody else may be writing then
+
+    def _write(self, path: str, state: dict[str, Any], tag_last: bool, on_commit: Callable[[], None] | None) -> None:
         write_file(state, path)
         if tag_last:
-            self.tag_last_checkpoint(basename)
-        remove_leftovers(self.save_dir)
+            self.tag_last_checkpoint(os.path.basename(path))
+        if on_commit is not None:
+            on_commit()
+
+    def _write_copy(self, path: str, copy: HostCopy, tag_last: bool, on_commit: Callable[[], None] | None) -> None:
+        try:
+            self._write(path, copy.state(), tag_last, on_commit)
+            return
+        except CheckpointError as error:
+            text = str(error)
+        del copy  # an error that waits to be asked for must not keep a copy of the model
+        raise CheckpointError(text)
 
     def tag_last_checkpoint(self, last_filename_basename: str) -> None:
         """Make ``resume_or_load`` start from this file of ``save_dir``.
@@ -128,11 +211,54 @@ class Checkpointer:
         """
         write_text(last_filename_basename, os.path.join(self.save_dir, TAG_FILE))
 
-    def _make_save_dir(self) -> None:
+    # ---------------------------------------------------------------------------------------- the end of a run
+    def mark_finished(self, info: dict[str, Any]) -> None:
+        """Note beside the checkpoints that the run has finished; every rank calls it.
+
+        Args:
+            info: what JSON can hold.
+
+        Raises:
+            CheckpointError: it cannot be written, or an asynchronous save has failed.
+        """
+        self.wait()
+        if self.save_dir and self.save_to_disk:
+            self._prepare_save_dir()
+            write_text(json.dumps(info), os.path.join(self.save_dir, FINISHED_FILE))
+
+    def finished(self) -> dict[str, Any] | None:
+        """What :meth:`mark_finished` has noted, as rank 0 reads it, or None; every rank calls it."""
+        return comm.broadcast(self._read_finished() if comm.is_main_process() else None)
+
+    def forget_finished(self) -> None:
+        """Remove that note: the run goes on.
+
+        Raises:
+            CheckpointError: it cannot be removed.
+        """
+        path = os.path.join(self.save_dir, FINISHED_FILE)
+        if not self.save_dir or not self.save_to_disk or not os.path.lexists(path):
+            return
         try:
-            os.makedirs(self.save_dir, exist_ok=True)
+            os.remove(path)
+            sync_folder(self.save_dir)
         except OSError as error:
-            raise CheckpointError(f"cannot make the checkpoint folder '{self.save_dir}': {error.strerror}") from error
+            raise CheckpointError(f"cannot remove '{path}': {error.strerror}. The run could not go on") from error
+
+    def _read_finished(self) -> dict[str, Any] | None:
+        path = os.path.join(self.save_dir, FINISHED_FILE)
+        if not self.save_dir or not os.path.lexists(path):
+            return None
+        try:
+            with open(path, encoding="utf-8") as file:
+                info = json.load(file)
+        except (OSError, ValueError, RecursionError) as error:
+            _logger.warning("'%s' is damaged and does not count: %s", path, error)
+            return None
+        if not isinstance(info, dict):
+            _logger.warning("'%s' is damaged and does not count: it holds no JSON object", path)
+            return None
+        return info
 
     # ---------------------------------------------------------------------------------------- finding
     def has_checkpoint(self) -> bool:
@@ -145,6 +271,7 @@ class Checkpointer:
         Raises:
             CheckpointError: ``last_checkpoint`` leads out of ``save_dir``.
         """
+        self._finish_writing()
         tagged = tagged_file(self.save_dir)
         return tagged or next(filter(has_trailer, newest_first(self.save_dir)), "")
 
@@ -177,13 +304,14 @@ class Checkpointer:
             _logger.info("No checkpoint to load; the model stays as it is")
             return {}
         path = os.fspath(path)
+        self._finish_writing()
         return self._apply(_read(path), path, keys, strict)
 
     def resume_or_load(self, path: str | os.PathLike[str] | None, *, resume: bool = True) -> dict[str, Any]:
         """Go on from the last checkpoint in ``save_dir``, or load the model alone from ``path``; every rank calls it.
 
         Resuming loads everything. If the last checkpoint is damaged, the newest intact one is taken, with a warning.
-        Rank 0 chooses the file for all ranks.
+        Rank 0 chooses the file for all ranks, and removes what a killed one has left half written.
 
         Returns:
             The entries of the file that nobody took.
@@ -191,6 +319,7 @@ class Checkpointer:
         Raises:
             CheckpointError: no checkpoint of the folder is intact, a rank cannot read the file, or it does not fit.
         """
+        self._finish_writing()
         if resume:
             chosen = self._choose_for_all_ranks()
             if chosen:
@@ -205,6 +334,8 @@ class Checkpointer:
         path, error = "", ""
         if comm.is_main_process():
             try:
+                if self.save_to_disk and os.path.isdir(self.save_dir):
+                    remove_leftovers(self.save_dir)
                 path = choose(self.save_dir)
             except CheckpointError as failure:
                 error = str(failure)
@@ -224,6 +355,9 @@ class Checkpointer:
     def _apply(self, state: dict[str, Any], path: str, keys: list[str], strict: bool) -> dict[str, Any]:
         if not isinstance(state.get("model"), Mapping):  # a bare state dict
             state = {"model": state}
+        if any(getattr(self.checkpointables[key], "rank_keys", ()) for key in keys):
+            take_rank_state(state, path)
+        state.pop(RANKS, None)
         for obj in self.checkpointables.values():
             if hasattr(obj, "after_load"):
                 obj.after_load(state)

@@ -12,6 +12,7 @@ _logger = logging.getLogger(__name__)
 
 SUFFIX = ".pth"
 TAG_FILE = "last_checkpoint"
+FINISHED_FILE = "finished"
 _PUBLISHED = re.compile(r"(.+)_published(-[0-9a-f]{8})?\.pth")
 
 
@@ -29,7 +30,7 @@ def newest_first(folder: str) -> list[str]:
     for path in checkpoint_files(folder):
         if _PUBLISHED.fullmatch(os.path.basename(path)):  # no run can go on from these
             continue
-        with contextlib.suppress(FileNotFoundError):  # another process may rotate meanwhile
+        with contextlib.suppress(OSError):  # another process may rotate meanwhile; a link may lead nowhere
             dated.append((os.stat(path).st_mtime_ns, path))
     return [path for _, path in sorted(dated, reverse=True)]
 
@@ -49,7 +50,7 @@ def tagged_file(folder: str) -> str:
     """Path of the file that ``last_checkpoint`` names, whether it exists or not; ``""`` if that names none.
 
     Raises:
-        CheckpointError: the name leads out of the folder.
+        CheckpointError: it holds no name of a file, or leads out of the folder.
     """
     if not folder:
         return ""
@@ -61,12 +62,16 @@ def tagged_file(folder: str) -> str:
         return ""
     except OSError as error:
         raise CheckpointError(f"cannot read '{tag_file}': {error.strerror}") from error
-    if name in (os.curdir, os.pardir) or os.path.basename(name) != name:
+    if not name:
+        return ""
+    path = os.path.join(folder, name)
+    is_name = name.isprintable() and name not in (os.curdir, os.pardir) and os.path.basename(name) == name
+    if not is_name or os.path.dirname(os.path.realpath(path)) != os.path.realpath(folder):
         raise CheckpointError(
-            f"'{tag_file}' names {name!r}; it has to hold the bare name of a file in its folder. "
+            f"'{tag_file}' names {name!r}; it has to hold the bare name of a file in its folder, no link out of it. "
             "Write that name into it, or delete it to resume from the newest checkpoint"
         )
-    return os.path.join(folder, name) if name else ""
+    return path
 
 
 def choose(folder: str) -> str:

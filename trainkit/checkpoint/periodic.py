@@ -3,8 +3,10 @@
 import logging
 import os
 import re
+from concurrent.futures import Future
 from typing import Any, Protocol
 
+from trainkit.checkpoint.checkpointer import Checkpointer
 from trainkit.utils.numbers import is_whole
 from trainkit.utils.periods import is_nth
 
@@ -17,14 +19,15 @@ class _Saver(Protocol):
     save_dir: str
     save_to_disk: bool
 
-    def save(self, name: str, **kwargs: Any) -> None: ...
+    def save(self, name: str, **kwargs: Any) -> Any: ...
 
 
 class PeriodicCheckpointer:
     """Saves every ``period`` iterations as ``<file_prefix>_<iteration>`` and at the end as ``<file_prefix>_final``.
 
     A periodic save that falls on the last iteration is written as ``<file_prefix>_final`` only, and counts as one of
-    ``max_to_keep``. Files beyond these are found by listing the folder, so a restarted run goes on with the rotation.
+    ``max_to_keep``. Files beyond these are removed once the new one is on the disk; they are found by listing the
+    folder, so a restarted run goes on with the rotation.
 
     Args:
         checkpointer: ours or fvcore's.
@@ -66,25 +69,25 @@ class PeriodicCheckpointer:
         self.start = start
         self.save_last = save_last
 
-    def step(self, iteration: int, **kwargs: Any) -> None:
+    def step(self, iteration: int, **kwargs: Any) -> Future[None] | None:
         """Save if it is time; call it after each iteration.
 
         Args:
             iteration: the one just done, from 0; stands in the file as ``iteration``.
             kwargs: further entries of the file.
 
+        Returns:
+            As :meth:`Checkpointer.save`.
+
         Raises:
             CheckpointError: as :meth:`Checkpointer.save`.
         """
         name = self.name_at(iteration)
         if name is None:
-            return
-        path = os.path.join(self.checkpointer.save_dir, f"{name}.pth")
-        before = _stamp(path)
-        self.save(name, iteration=iteration, **kwargs)
-        committed = _stamp(path) != before  # until then the old ones are needed
-        if committed and is_nth(iteration + 1, self.period, self.start):
-            self._remove_old(iteration)
+            return None
+        if is_nth(iteration + 1, self.period, self.start):
+            return self._save_and_rotate(name, iteration, **kwargs)
+        return self.save(name, iteration=iteration, **kwargs)
 
     def name_at(self, iteration: int) -> str | None:
         """Name of the file that :meth:`step` writes after this iteration; None if it writes none."""
@@ -92,9 +95,19 @@ class PeriodicCheckpointer:
             return f"{self.file_prefix}_final"
         return f"{self.file_prefix}_{iteration:07d}" if is_nth(iteration + 1, self.period, self.start) else None
 
-    def save(self, name: str, **kwargs: Any) -> None:
+    def save(self, name: str, **kwargs: Any) -> Future[None] | None:
         """Save now, under a name of your own."""
-        self.checkpointer.save(name, **kwargs)
+        return self.checkpointer.save(name, **kwargs)
+
+    def _save_and_rotate(self, name: str, iteration: int, **kwargs: Any) -> Future[None] | None:
+        if isinstance(self.checkpointer, Checkpointer):
+            return self.save(name, on_commit=lambda: self._remove_old(iteration), iteration=iteration, **kwargs)
+        path = os.path.join(self.checkpointer.save_dir, f"{name}.pth")
+        before = _stamp(path)
+        self.save(name, iteration=iteration, **kwargs)
+        if _stamp(path) != before:  # until then the old ones are needed
+            self._remove_old(iteration)
+        return None
 
     def _remove_old(self, iteration: int) -> None:
         if self.max_to_keep is None or not self.checkpointer.save_to_disk:

@@ -1,6 +1,7 @@
 """What a checkpoint may hold: tensors and plain Python values, the things that load without running code."""
 
 import collections
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ _KEY_TYPES = (str, int, float, bool)
 _MAX_INT_BITS = 2000  # torch's reader refuses an int that the pickle stores with a four-byte length
 
 
-def plain_state(value: Any, path: str = "") -> Any:
+def plain_state(value: Any, path: str = "", take_tensor: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
     """Return a copy of ``value`` that is safe to write; containers are new, tensors share memory with the originals.
 
     Tensors come back detached. One that shows only a part of its storage is cloned, because the file would
@@ -20,6 +21,7 @@ def plain_state(value: Any, path: str = "") -> Any:
     Args:
         value: nested dicts, lists and tuples of tensors and plain values.
         path: where ``value`` stands in the state, for the error message.
+        take_tensor: what stands for each tensor in the copy.
 
     Raises:
         TypeError: something else is in it; the message names its path.
@@ -33,15 +35,15 @@ def plain_state(value: Any, path: str = "") -> Any:
     if kind is bytes and value:  # empty bytes are stored as a call, which torch's reader refuses
         return value
     if kind in (Tensor, torch.nn.Parameter):
-        return _compact(value.detach())
+        return take_tensor(_compact(value.detach()))
     if kind in (list, tuple):
-        return kind(plain_state(item, f"{path}[{index}]") for index, item in enumerate(value))
+        return kind(plain_state(item, f"{path}[{index}]", take_tensor) for index, item in enumerate(value))
     if kind in (dict, collections.OrderedDict, collections.Counter):  # a Counter: torch's MultiStepLR
-        return _plain_dict(value, path)
+        return _plain_dict(value, path, take_tensor)
     raise TypeError(_refusal(value, path))
 
 
-def _plain_dict(value: dict[Any, Any], path: str) -> dict[Any, Any]:
+def _plain_dict(value: dict[Any, Any], path: str, take_tensor: Callable[[Tensor], Tensor]) -> dict[Any, Any]:
     copy = type(value)()
     for key, item in value.items():
         if type(key) not in _KEY_TYPES:
@@ -49,7 +51,7 @@ def _plain_dict(value: dict[Any, Any], path: str) -> dict[Any, Any]:
                 f"the dict at '{path or '(top)'}' has the key {key!r} of type {_type_name(key)}; a checkpoint "
                 "takes keys of type str, int, float and bool"
             )
-        copy[key] = plain_state(item, _join(path, key))
+        copy[key] = plain_state(item, _join(path, key), take_tensor)
     metadata = getattr(value, "_metadata", None)  # of a module's state dict: the version of each submodule
     if metadata is not None:
         copy._metadata = plain_state(metadata, _join(path, "_metadata"))  # type: ignore[attr-defined]

@@ -1,0 +1,41 @@
+"""A disk that fails, or on which the process dies, at the n-th call of one kind."""
+
+import builtins
+import io
+import os
+
+# all of one save of a small state: the file, its digest and the tag; each made durable; both renamed
+CALLS_OF_A_SAVE = {"write": 3, "fsync": 5, "rename": 2}
+EACH_CALL = [(kind, n) for kind, count in CALLS_OF_A_SAVE.items() for n in range(1, count + 1)]
+
+
+class Faults:
+    """Calls ``action`` in place of the n-th call of a kind, and in the middle of a write.
+
+    Attributes:
+        counts: calls by kind so far.
+    """
+
+    def __init__(self, patch, kind="", n=0, action=lambda: None):
+        self.counts = dict.fromkeys(CALLS_OF_A_SAVE, 0)
+        self._kind, self._n, self._action = kind, n, action
+        fsync, replace, open_file = os.fsync, os.replace, builtins.open
+        faults = self
+
+        class File(io.FileIO):
+            def write(self, data):
+                if faults._is_hit("write"):
+                    super().write(data[: len(data) // 2])
+                    faults._action()
+                return super().write(data)
+
+        def opened(file, mode="r", *args, **kwargs):
+            return File(file, "x") if str(file).endswith(".trainkit-tmp") else open_file(file, mode, *args, **kwargs)
+
+        patch(builtins, "open", opened)
+        patch(os, "fsync", lambda descriptor: self._action() if self._is_hit("fsync") else fsync(descriptor))
+        patch(os, "replace", lambda *paths: self._action() if self._is_hit("rename") else replace(*paths))
+
+    def _is_hit(self, kind):
+        self.counts[kind] += 1
+        return (kind, self.counts[kind]) == (self._kind, self._n)

@@ -1,0 +1,266 @@
+"""Saving in a thread: the same files, from the state of the moment, while training goes on."""
+
+import errno
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.checkpoint.conftest import Counter, linear, weight_of
+from trainkit.checkpoint import Checkpointer, CheckpointError, PeriodicCheckpointer
+from trainkit.checkpoint.file import read_file
+
+
+class Disk:
+    """Whatever is written waits for ``go``, and fails if there is an ``error`` then."""
+
+    def __init__(self):
+        self.go, self.error = threading.Event(), None
+        self._fsync = os.fsync
+
+    def fsync(self, descriptor):
+        assert self.go.wait(60)
+        if self.error is not None:
+            raise self.error
+        self._fsync(descriptor)
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    disk = Disk()
+    monkeypatch.setattr(os, "fsync", disk.fsync)
+    yield disk
+    disk.go.set()
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+def names(folder):
+    return sorted(name for name in os.listdir(folder) if not name.startswith("."))
+
+
+class TwoOfOne(Counter):
+    """Tensors that share memory: the same, another shape, another view of the whole, a part; and others."""
+
+    def __init__(self):
+        self.whole = torch.arange(6000.0)
+        self.empty = torch.zeros(0)
+
+    def state_dict(self):
+        whole = self.whole
+        return {
+            "shared": [whole, whole, whole.view(60, 100), whole.view(60, 100).t(), torch.ones(1).expand(4)],
+            "parts": (whole[:10], whole[5:15]),
+            "others": {"empty": self.empty, "sparse": torch.eye(3).to_sparse(), "complex": torch.ones(2) * 1j},
+            "int8": torch.tensor([1, -1], dtype=torch.int8),
+            "bfloat16": nn.Parameter(torch.tensor([[1.5]], dtype=torch.bfloat16)),
+            "plain": [1, "a", None, 2.5, {3: True}],
+        }
+
+
+# ---------------------------------------------------------------------------------------- what is written
+@pytest.mark.parametrize("model", [linear(1), nn.BatchNorm1d(3)], ids=lambda model: type(model).__name__)
+def test_the_file_is_the_same_byte_for_byte(tmp_path, model):
+    for async_save in (False, True):
+        checkpointer = Checkpointer(model, tmp_path / str(async_save), async_save=async_save, state=TwoOfOne())
+        checkpointer.save("model", iteration=3)
+        checkpointer.wait()
+
+    one, other = ((tmp_path / str(async_save) / "model.pth").read_bytes() for async_save in (False, True))
+    assert one == other
+    assert len(one) < 2 * 24_000  # 6000 numbers that stand in the state four times
+    assert names(tmp_path / "False") == names(tmp_path / "True") == ["last_checkpoint", "model.pth"]
+
+    model.weight.data[0] += 1  # the comparison can fail
+    Checkpointer(model, tmp_path / "other", state=TwoOfOne()).save("model", iteration=3)
+    assert (tmp_path / "other" / "model.pth").read_bytes() != one
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_what_changes_behind_the_save_is_not_in_it(tmp_path, disk, async_save):
+    """The synchronous save is the control: it has ended before anything can change."""
+    model, state = linear(1), Counter({"list": [1], "tensor": torch.ones(3)})
+    checkpointer = Checkpointer(model, tmp_path, async_save=async_save, state=state)
+    if not async_save:
+        disk.go.set()
+
+    writing = checkpointer.save("model")
+    assert names(tmp_path) == ([] if async_save else ["last_checkpoint", "model.pth"])
+    with torch.no_grad():
+        model.weight.fill_(7)
+    state.value["list"].append(2)
+    state.value["tensor"].fill_(7)
+    disk.go.set()
+    checkpointer.wait()
+
+    saved = read_file(tmp_path / "model.pth")
+    assert saved["model"]["weight"].tolist() == [[1, 1], [1, 1]]
+    assert saved["state"]["value"]["list"] == [1]
+    assert saved["state"]["value"]["tensor"].tolist() == [1, 1, 1]
+    assert (writing is None) == (not async_save)
+
+
+def test_a_lazily_conjugated_tensor_keeps_its_values(tmp_path):
+    conjugated = torch.tensor([1 + 2j]).conj()
+    checkpointer = Checkpointer(linear(1), tmp_path, async_save=True, state=Counter([conjugated, conjugated.imag]))
+    checkpointer.save("model")
+    checkpointer.wait()
+
+    saved, imaginary = read_file(tmp_path / "model.pth")["state"]["value"]
+    assert (saved.tolist(), imaginary.tolist()) == ([1 - 2j], [-2.0])
+
+
+def test_what_cannot_be_saved_is_named_at_once_and_nothing_is_written(tmp_path):
+    checkpointer = Checkpointer(linear(1), tmp_path, async_save=True, state=Counter({1, 2}))
+
+    with pytest.raises(TypeError, match=r"the state at 'state.value' is .*set"):
+        checkpointer.save("model")
+    checkpointer.wait()
+    assert names(tmp_path) == []
+
+
+# ---------------------------------------------------------------------------------------- one at a time
+def test_the_next_save_waits_for_the_one_under_way(tmp_path, disk):
+    order = []
+    checkpointer = Checkpointer(linear(1), tmp_path, async_save=True)
+    checkpointer.save("first", on_commit=lambda: order.append("first"))
+
+    class Late(Counter):
+        def state_dict(self):
+            order.append("collected")
+            return {}
+
+    checkpointer.add_checkpointable("late", Late())
+    second = threading.Thread(target=lambda: checkpointer.save("second", on_commit=lambda: order.append("second")))
+    second.start()
+    assert order == []
+    disk.go.set()
+    second.join()
+    checkpointer.wait()
+
+    assert order == ["first", "collected", "second"]
+    assert (tmp_path / "last_checkpoint").read_text() == "second.pth"
+
+
+def test_whoever_reads_the_folder_waits(tmp_path, monkeypatch):
+    def last_file(c):
+        return c.get_checkpoint_file() == str(tmp_path / "model.pth")
+
+    reads = [Checkpointer.has_checkpoint, last_file, lambda c: c.load(tmp_path / "model.pth") == {}]
+    reads += [lambda c: c.resume_or_load("") == {}, lambda c: c.wait() is None]
+    for read in reads:
+        disk = Disk()
+        monkeypatch.setattr(os, "fsync", disk.fsync)
+        checkpointer = Checkpointer(linear(1), tmp_path, async_save=True)
+        checkpointer.save("model")
+        assert names(tmp_path) == []
+        threading.Timer(0.01, disk.go.set).start()
+        assert read(checkpointer)
+        assert names(tmp_path) == ["last_checkpoint", "model.pth"]
+        monkeypatch.undo()
+        for path in tmp_path.iterdir():
+            path.unlink()
+
+
+def test_on_commit_is_called_behind_file_and_tag_and_only_if_they_are_there(tmp_path, disk):
+    seen = []
+    checkpointer = Checkpointer(linear(1), tmp_path, async_save=True)
+    checkpointer.save("model", on_commit=lambda: seen.append((names(tmp_path), threading.current_thread().name)))
+    assert seen == []
+    disk.go.set()
+    checkpointer.wait()
+    disk.error = FULL
+    checkpointer.save("other", on_commit=lambda: seen.append("other"))
+    with pytest.raises(CheckpointError):
+        checkpointer.wait()
+    disk.error = None
+    Checkpointer(linear(1), tmp_path).save("third", on_commit=lambda: seen.append(threading.current_thread().name))
+
+    assert seen == [(["last_checkpoint", "model.pth"], "checkpoint_0"), threading.main_thread().name]
+
+
+def test_a_process_that_does_not_write_has_nothing_to_wait_for(tmp_path, disk):
+    committed = []
+    checkpointer = Checkpointer(linear(1), tmp_path, save_to_disk=False, async_save=True)
+
+    assert checkpointer.save("model", on_commit=lambda: committed.append(1)) is None
+    checkpointer.wait()
+    assert (names(tmp_path), committed) == ([], [])
+
+
+# ---------------------------------------------------------------------------------------- failures
+def test_a_failure_is_raised_once_by_whoever_asks_first(tmp_path, disk):
+    for ask in ("wait", "raise_error"):
+        disk.error = FULL
+        disk.go.clear()
+        checkpointer = Checkpointer(linear(1), tmp_path, async_save=True)
+        checkpointer.save("model")
+        checkpointer.raise_error()  # not yet
+        disk.go.set()
+        checkpointer.has_checkpoint()  # waits, and leaves the failure to others
+        with pytest.raises(CheckpointError, match=r"model.pth.*No space left"):
+            getattr(checkpointer, ask)()
+        checkpointer.wait()
+        checkpointer.raise_error()
+        assert os.listdir(tmp_path) == []
+
+
+def test_a_failure_that_nobody_asked_for_is_logged_by_the_next_save_which_makes_up_for_it(tmp_path, disk, caplog):
+    disk.error = FULL
+    disk.go.set()
+    checkpointer = Checkpointer(linear(1), tmp_path, async_save=True)
+    checkpointer.save("first")
+    checkpointer.has_checkpoint()
+    disk.error = None
+    checkpointer.save("second")
+    checkpointer.wait()
+
+    (error,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert "An earlier checkpoint is not saved: cannot write" in error
+    assert "first.pth" in error
+    assert names(tmp_path) == ["last_checkpoint", "second.pth"]
+
+
+# ---------------------------------------------------------------------------------------- rotation, and the end
+def test_old_files_go_when_the_new_one_is_on_the_disk(tmp_path, disk):
+    disk.go.set()
+    checkpointer = Checkpointer(linear(1), tmp_path, async_save=True)
+    periodic = PeriodicCheckpointer(checkpointer, 1, max_to_keep=1)
+    periodic.step(0)
+    checkpointer.wait()
+    disk.go.clear()
+    periodic.step(1)
+    assert names(tmp_path) == ["last_checkpoint", "model_0000000.pth"]
+    disk.go.set()
+    checkpointer.wait()
+    assert names(tmp_path) == ["last_checkpoint", "model_0000001.pth"]
+    disk.error = FULL
+    periodic.step(2)
+    with pytest.raises(CheckpointError):
+        checkpointer.wait()
+    assert names(tmp_path) == ["last_checkpoint", "model_0000001.pth"]
+
+
+def test_a_process_that_ends_completes_its_save(tmp_path):
+    script = f"""
+import torch
+from trainkit.checkpoint import Checkpointer
+
+torch.set_num_threads(1)
+model = torch.nn.Linear(2000, 2000)  # 16 MB: far from written when the script is at its end
+torch.nn.init.ones_(model.weight)
+Checkpointer(model, {str(tmp_path)!r}, async_save=True).save("model")
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], check=True)
+
+    assert sorted(os.listdir(tmp_path)) == ["last_checkpoint", "model.pth"]
+    model = nn.Linear(2000, 2000)
+    Checkpointer(model, tmp_path).resume_or_load("")
+    assert weight_of(model) == 1

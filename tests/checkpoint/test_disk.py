@@ -1,0 +1,208 @@
+"""Disks that are full, read-only or gone, and processes that die while they write."""
+
+import builtins
+import errno
+import io
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoint.conftest import Counter, linear, weight_of
+from tests.checkpoint.faults import CALLS_OF_A_SAVE, EACH_CALL, Faults
+from tests.engine.tiny import AfterStep, Steps
+from trainkit.checkpoint import Checkpointer, CheckpointError
+from trainkit.checkpoint.atomic import write_text
+from trainkit.engine.hooks import PeriodicCheckpointer
+
+BOTH = pytest.mark.parametrize("async_save", [False, True])
+
+
+def resumed_weight(folder):
+    model = linear(0)
+    Checkpointer(model, folder, trainer=Counter()).resume_or_load("", resume=True)
+    return weight_of(model)
+
+
+def save_and_wait(checkpointer, name):
+    checkpointer.save(name)
+    checkpointer.wait()
+
+
+# ---------------------------------------------------------------------------------------- a full disk
+@BOTH
+def test_a_save_makes_just_these_calls(run_folder, monkeypatch, async_save):
+    faults = Faults(monkeypatch.setattr)
+    save_and_wait(Checkpointer(linear(39), run_folder, async_save=async_save, trainer=Counter()), "model_0000039")
+    assert faults.counts == CALLS_OF_A_SAVE
+
+
+@BOTH
+@pytest.mark.parametrize(("kind", "n"), EACH_CALL)
+def test_wherever_a_disk_is_full_all_earlier_files_are_intact(run_folder, monkeypatch, async_save, kind, n):
+    def fail():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = {path.name: path.read_bytes() for path in run_folder.glob("*.pth")}
+    checkpointer = Checkpointer(linear(39), run_folder, async_save=async_save, trainer=Counter(39))
+    with monkeypatch.context() as patch:
+        Faults(patch.setattr, kind, n, fail)
+        with pytest.raises(CheckpointError, match="cannot write .*: No space left on device"):
+            save_and_wait(checkpointer, "model_0000039")
+
+    assert [name for name in os.listdir(run_folder) if name.startswith(".")] == []
+    assert {name: (run_folder / name).read_bytes() for name in before} == before
+    tagged = 39 if (kind, n) == ("fsync", 5) else 29  # there everything but the tag's place in the folder is durable
+    assert (run_folder / "last_checkpoint").read_text() == f"model_{tagged:07d}.pth"
+    assert resumed_weight(run_folder) == tagged
+
+    save_and_wait(checkpointer, "model_0000039")
+    assert resumed_weight(run_folder) == 39
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (errno.ENOSPC, "the file needs 5,000 bytes, 3,000 are free, so 2,000 are missing. Make room"),
+        (errno.EDQUOT, "the file needs 5,000 bytes, your quota leaves 3,000, so 2,000 are missing. Remove files"),
+        (errno.EFBIG, "the file needs 5,000 bytes, a file here may have 3,000, so 2,000 are missing. Have the limit"),
+    ],
+)
+def test_what_is_missing_is_said_in_bytes(tmp_path, monkeypatch, number, reason):
+    room = [3000]
+
+    class File(io.FileIO):
+        def write(self, data):
+            if not room[0]:
+                raise OSError(number, os.strerror(number))
+            taken = super().write(data[: room[0]])
+            room[0] -= taken
+            return taken
+
+    monkeypatch.setattr(builtins, "open", lambda path, mode, buffering: File(path, mode))
+    with pytest.raises(CheckpointError) as caught:
+        write_text("x" * 5000, tmp_path / "file")
+    monkeypatch.undo()
+    assert f"{os.strerror(number)}; {reason}" in str(caught.value)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_read_only_folder_is_named_with_the_remedy(run_folder, monkeypatch, number):
+    def refuse(path, *args, **kwargs):
+        raise OSError(number, os.strerror(number), path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "open", refuse)
+        with pytest.raises(CheckpointError, match=rf"in folder '{run_folder}': .*\. Make the folder writable"):
+            Checkpointer(linear(39), run_folder, trainer=Counter()).save("model_0000039")
+    assert resumed_weight(run_folder) == 29
+
+
+@BOTH
+def test_a_file_where_the_folder_should_be_is_named_at_once(tmp_path, async_save):
+    (tmp_path / "run").touch()
+    for folder in (tmp_path / "run", tmp_path / "run" / "below"):
+        with pytest.raises(CheckpointError, match=f"cannot make the checkpoint folder '{folder}': .*Choose another"):
+            Checkpointer(linear(1), folder, async_save=async_save).save("model")
+
+
+# ---------------------------------------------------------------------------------------- a limit on the size of a file
+@pytest.fixture
+def file_size_limit():
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+class Growing(Counter):
+    """Its state is large at iteration 3 only."""
+
+    def state_dict(self):
+        return {"value": torch.zeros(50_000 if self.value == 3 else 1)}
+
+    def load_state_dict(self, state_dict):
+        self.value = len(state_dict["value"])
+
+
+@BOTH
+def test_a_save_that_does_not_fit_leaves_the_one_before_and_training_goes_on(
+    tmp_path, file_size_limit, caplog, async_save
+):
+    state = Growing()
+    checkpointer = Checkpointer(linear(1), tmp_path, async_save=async_save, state=state)
+    folder = {}
+
+    def look(trainer):
+        checkpointer.has_checkpoint()  # waits
+        folder[trainer.iter] = (sorted(os.listdir(tmp_path)), (tmp_path / "last_checkpoint").read_text())
+
+    trainer = Steps(step=lambda iter: setattr(state, "value", iter))
+    trainer.register_hooks(
+        [PeriodicCheckpointer(checkpointer, 2, max_to_keep=1), AfterStep(lambda t: t.iter and look(t))]
+    )
+    trainer.train(0, 6)
+
+    assert trainer.status == "finished"
+    of_first = (["last_checkpoint", "model_0000001.pth"], "model_0000001.pth")
+    assert folder == {
+        **dict.fromkeys([1, 2, 3, 4], of_first),
+        5: (["last_checkpoint", "model_final.pth"], "model_final.pth"),
+    }
+    (error,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "is not saved, training goes on: cannot write" in error
+    assert "model_0000003.pth" in error
+    missing = re.search(r"needs ([\d,]+) bytes, a file here may have 100,000, so ([\d,]+) are missing", error)
+    needed, lacking = (int(number.replace(",", "")) for number in missing.groups())
+    assert (needed > 200_000, needed - lacking) == (True, 100_000)
+
+
+@BOTH
+def test_a_run_whose_last_save_does_not_fit_has_failed_and_goes_on_from_the_one_before(
+    tmp_path, file_size_limit, async_save
+):
+    def make():
+        state, model = Growing(), linear(1)
+        trainer = Steps(step=lambda iter: setattr(state, "value", iter))
+        checkpointer = Checkpointer(model, tmp_path, async_save=async_save, state=state, trainer=trainer)
+        trainer.register_hooks([PeriodicCheckpointer(checkpointer, 2)])
+        return trainer, checkpointer
+
+    trainer, _ = make()
+    with pytest.raises(CheckpointError, match="model_final.pth.*File too large"):
+        trainer.train(0, 4)
+    assert trainer.status == "failed"
+
+    trainer, checkpointer = make()
+    checkpointer.resume_or_load("")
+    assert trainer.iter == 1
+    trainer.train(2, 6)
+    assert trainer.status == "finished"
+
+
+# ---------------------------------------------------------------------------------------- killed
+def test_wherever_a_save_is_killed_the_old_or_the_new_checkpoint_is_intact(tmp_path):
+    command = [sys.executable, "-m", "tests.checkpoint.kills", str(tmp_path)]
+    output = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True).stdout
+    deaths = [json.loads(line) for line in output.splitlines()]
+
+    assert [tuple(death["at"]) for death in deaths] == 2 * EACH_CALL
+    assert {death["signal"] for death in deaths} == {9}
+    # the new one counts from the second rename on, behind which only the tag's place in the folder is made durable
+    assert [death["at"] for death in deaths if death["resumed"] == [2, 2]] == 2 * [["fsync", 5]]
+    assert [death["at"] for death in deaths if death["resumed"] == [1, 1]] == [
+        death["at"] for death in deaths if death["at"] != ["fsync", 5]
+    ]
+    # between a rename and the next file nothing is left; else one file, which the resume removes
+    assert {tuple(death["at"]) for death in deaths if death["left"] == 0} == {("fsync", 3), ("fsync", 5)}
+    new = ["model_0000002.pth"]
+    for death in deaths:
+        has_new = tuple(death["at"]) in [("write", 3), ("fsync", 3), ("fsync", 4), ("fsync", 5), ("rename", 2)]
+        assert death["files"] == ["last_checkpoint", "model_0000001.pth", *(new if has_new else [])]

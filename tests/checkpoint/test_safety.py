@@ -1,0 +1,179 @@
+"""A file from elsewhere runs no code and leads nowhere."""
+
+import hashlib
+import os
+import struct
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from tests.checkpoint.conftest import Counter, linear, weight_of
+from trainkit.checkpoint import Checkpointer, CheckpointError
+from trainkit.checkpoint.file import has_trailer, verify
+from trainkit.config import import_modules
+
+
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch '{self.marker}'",)
+
+
+def seal(path):
+    """Give a file of torch.save a digest that is right."""
+    payload = path.read_bytes()
+    path.write_bytes(payload + struct.pack("<8sIQ32s", b"TRAINKIT", 1, len(payload), hashlib.sha256(payload).digest()))
+
+
+WAYS = {
+    "load": lambda c, path: c.load(path),
+    "weights": lambda c, path: c.resume_or_load(path, resume=False),
+    "resume": lambda c, path: c.resume_or_load("", resume=True),
+}
+
+
+def optimizer_state(hidden):
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    state = torch.optim.SGD([parameter], lr=0.1, momentum=0.9).state_dict()
+    state["state"] = {0: {"momentum_buffer": hidden}}
+    return {"model": linear(5).state_dict(), "trainer": {"value": 5, "optimizer": state}}
+
+
+STATES = {
+    "top": lambda hidden: {"model": hidden},
+    "optimizer": optimizer_state,
+    "key": lambda hidden: {"model": linear(5).state_dict(), "trainer": {"value": 5}, "list": [({1: hidden},)]},
+}
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("state", STATES)
+def test_a_pickle_that_runs_code_is_refused_and_runs_nothing(tmp_path, state, way, sealed):
+    marker, path = tmp_path / "marker", tmp_path / "run" / "model.pth"
+    path.parent.mkdir()
+    torch.save(STATES[state](Evil(marker)), path)
+    if sealed:
+        seal(path)
+        verify(path)
+        assert has_trailer(path)
+    (path.parent / "last_checkpoint").write_text("model.pth")
+    model, trainer = linear(0), Counter()
+
+    with pytest.raises(CheckpointError, match=r"model\.pth' is refused: it needs \S*system.*Only tensors and plain"):
+        WAYS[way](Checkpointer(model, path.parent, trainer=trainer), path)
+    assert (weight_of(model), trainer.value) == (0, 0)
+    assert not marker.exists()
+
+    torch.load(path, weights_only=False)
+    assert marker.exists()
+
+
+@pytest.mark.parametrize("value", [np.array([Evil("x")], dtype=object), np.zeros(2), np.float64(1)])
+def test_arrays_of_numpy_are_refused(tmp_path, value):
+    torch.save(optimizer_state(value), tmp_path / "model.pth")
+    (tmp_path / "last_checkpoint").write_text("model.pth")
+    with pytest.raises(CheckpointError, match=r"is refused: it needs numpy\S+"):
+        Checkpointer(linear(0), tmp_path, trainer=Counter()).resume_or_load("", resume=True)
+
+
+def test_a_refused_file_is_passed_over_for_an_intact_one_and_named(run_folder, caplog, tmp_path):
+    torch.save({"model": Evil(tmp_path / "marker")}, run_folder / "evil.pth")
+    (run_folder / "last_checkpoint").write_text("evil.pth")
+    model = linear(0)
+    Checkpointer(model, run_folder, trainer=Counter()).resume_or_load("")
+    assert weight_of(model) == 29
+    assert "evil.pth' is refused" in caplog.text
+    assert not (tmp_path / "marker").exists()
+
+
+# ---------------------------------------------------------------------------------------- paths
+@pytest.fixture
+def outside(tmp_path, run_folder):
+    """A good checkpoint beside the folder of the run, which is ``run_folder / "run"``."""
+    Checkpointer(linear(99), tmp_path, trainer=Counter(99)).save("outside", tag_last=False)
+    run = tmp_path / "run"
+    run.mkdir()
+    Checkpointer(linear(1), run, trainer=Counter(1)).save("model")
+    (run / "link.pth").symlink_to(tmp_path / "outside.pth")
+    (run / "inner.pth").symlink_to("model.pth")
+    (run / "below").symlink_to(tmp_path)
+    return run
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../outside.pth",
+        "{parent}/outside.pth",
+        "link.pth",
+        "below/outside.pth",
+        "below",
+        ".",
+        "..",
+        "/",
+        "../run/model.pth",
+        "model.pth\0",
+        "\0",
+        "model.pth\nlink.pth",
+        "mo\rdel.pth",
+        "\x1b[31m",
+    ],
+)
+def test_a_tag_that_leads_out_of_the_folder_or_is_no_name_is_refused(outside, name):
+    (outside / "last_checkpoint").write_bytes(name.format(parent=outside.parent).encode())
+    model, trainer = linear(0), Counter()
+    checkpointer = Checkpointer(model, outside, trainer=trainer)
+
+    for find in (checkpointer.has_checkpoint, lambda: checkpointer.resume_or_load("")):
+        with pytest.raises(CheckpointError, match="it has to hold the bare name of a file in its folder") as caught:
+            find()
+        assert str(caught.value).isprintable()
+    assert (weight_of(model), trainer.value) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["model.pth", " model.pth\n", "inner.pth"])
+def test_a_tag_that_stays_in_the_folder_is_followed_also_if_the_folder_is_a_link(outside, tmp_path, name):
+    (outside / "last_checkpoint").write_text(name)
+    (tmp_path / "link").symlink_to(outside)
+    for folder in (outside, tmp_path / "link"):
+        model = linear(0)
+        Checkpointer(model, folder, trainer=Counter()).resume_or_load("")
+        assert weight_of(model) == 1
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "\N{REPLACEMENT CHARACTER}.pth"])
+def test_a_tag_that_names_no_file_falls_back_with_a_warning(outside, name, caplog):
+    (outside / "last_checkpoint").write_text(name)
+    (outside / "link.pth").unlink()
+    model = linear(0)
+    Checkpointer(model, outside, trainer=Counter()).resume_or_load("")
+    assert weight_of(model) == 1
+    assert "cannot read" in caplog.text
+
+
+# ---------------------------------------------------------------------------------------- imports
+def test_a_checkpoint_cannot_name_modules_to_import(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    marker = tmp_path / "marker"
+    (tmp_path / "named_by_a_checkpoint.py").write_text(f"open({str(marker)!r}, 'w').close()")
+    named = ["named_by_a_checkpoint"]
+    cfg = {"IMPORTS": named, "MODEL": {"NAME": "named_by_a_checkpoint.Model"}}
+    entries = {"IMPORTS": named, "cfg": cfg, "imports": named}
+    Checkpointer(linear(1), tmp_path / "run", trainer=Counter({"cfg": cfg, "IMPORTS": named})).save("model", **entries)
+
+    trainer = Counter()
+    rest = Checkpointer(linear(0), tmp_path / "run", trainer=trainer).resume_or_load("")
+    assert rest == entries
+    assert trainer.value == {"cfg": cfg, "IMPORTS": named}
+    assert not marker.exists()
+
+    import_modules(named)
+    assert marker.exists()
+    del sys.modules["named_by_a_checkpoint"]

@@ -1,0 +1,81 @@
+"""What each rank has for itself, gathered into the one file of a checkpoint."""
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.utils import comm
+
+_logger = logging.getLogger(__name__)
+
+KEY = "ranks"
+
+
+class _Same:
+    """Stands for a tensor that equals the one of rank 0 at the same path."""
+
+
+def gather_rank_states(state: Mapping[str, Any], model: nn.Module, keys: Mapping[str, Iterable[str]]) -> list[Any]:
+    """The own parts of every rank, on rank 0; every rank calls it.
+
+    A rank's own part are the buffers of its model, which ranks do not share where each sees other batches, and the
+    entries that ``keys`` names for each key of ``state``. Tensors that equal those of rank 0 are not sent, and are the
+    same objects there, so that a file holds them once.
+    """
+    mine = _own_part(state, model, keys)
+    digests: dict[str, str] = {}
+    if comm.is_main_process():
+        _map_tensors(mine, lambda path, tensor: digests.setdefault(path, _digest(tensor)))
+    known = comm.broadcast(digests)
+    if not comm.is_main_process():
+        mine = _map_tensors(mine, lambda path, tensor: _Same() if known.get(path) == _digest(tensor) else tensor.cpu())
+    parts = comm.gather(mine if not comm.is_main_process() else None)
+    own: dict[str, Tensor] = {}
+    if comm.is_main_process():
+        _map_tensors(mine, own.setdefault)
+    return [mine if part is None else _fill_in(part, own) for part in parts]
+
+
+def take_rank_state(state: dict[str, Any], path: str) -> None:
+    """Put this rank's own part into ``state``, which is that of rank 0, and remove the others' from it."""
+    parts = state.pop(KEY, None)
+    if parts is None or len(parts) != comm.get_world_size():
+        if (parts and len(parts)) != comm.get_world_size() > 1:
+            _logger.warning("'%s' holds no states of %d ranks; each takes those of rank 0", path, comm.get_world_size())
+        return
+    for key, part in parts[comm.get_rank()].items():
+        if isinstance(state.get(key), dict):
+            state[key].update(part)
+
+
+def _own_part(state: Mapping[str, Any], model: nn.Module, keys: Mapping[str, Iterable[str]]) -> dict[str, Any]:
+    buffers = {name: state["model"][name] for name, _ in model.named_buffers() if name in state["model"]}
+    entries = {key: {name: state[key][name] for name in names if name in state[key]} for key, names in keys.items()}
+    return {"model": buffers, **entries}
+
+
+def _map_tensors(value: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
+    """A copy of nested dicts, lists and tuples with ``change(path, leaf)`` for each tensor, or what stands for one."""
+    if isinstance(value, Tensor | _Same):
+        return change(path, value)
+    if isinstance(value, Mapping):
+        return {key: _map_tensors(item, change, f"{path}.{key!r}") for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_map_tensors(item, change, f"{path}.{i}") for i, item in enumerate(value))
+    return value
+
+
+def _fill_in(part: Any, own: Mapping[str, Tensor]) -> Any:
+    return _map_tensors(part, lambda path, value: own[path] if isinstance(value, _Same) else value)
+
+
+def _digest(tensor: Tensor) -> str:
+    tensor = tensor.detach().cpu().contiguous()
+    text = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest_size=16)
+    if tensor.numel():
+        text.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return text.hexdigest()
