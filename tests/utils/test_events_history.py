@@ -1,6 +1,8 @@
+import io
 import math
 
 import pytest
+import torch
 
 from trainkit.utils.events import HistoryBuffer
 
@@ -76,3 +78,75 @@ def test_count_within_counts_iterations_and_not_values():
 def test_a_history_without_room_is_refused():
     with pytest.raises(ValueError, match=r"max_length must be >= 1 value, got 0"):
         HistoryBuffer(max_length=0)
+
+
+# ---------------------------------------------------------------------- state
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def read(history):
+    """Everything that can be read, bit for bit."""
+    numbers = [history.latest(), history.median(5), history.avg(7), history.global_avg()]
+    return [number.hex() for number in numbers], history.count_within(4), repr(history.values())
+
+
+def put_more(history):
+    for value in [0.3, -7.1, math.pi]:
+        history.update(value)
+    history.update(0.7, iteration=1000)
+
+
+@pytest.mark.parametrize("count", [1, 9, 10, 11, 19, 20, 57])
+def test_a_history_goes_on_bit_for_bit_after_a_round_trip_whatever_it_has_dropped(count):
+    first = filled([0.1 * i for i in range(count)], max_length=10)
+    second = filled([5.0], max_length=10)
+    assert read(second) != read(first)
+
+    second.load_state_dict(through_a_file(first.state_dict()))
+
+    assert read(second) == read(first)
+    put_more(first)
+    assert read(second) != read(first)
+    put_more(second)
+    assert read(second) == read(first)
+
+
+def test_the_state_has_the_held_values_the_count_and_the_sum_of_all():
+    state = filled([0.1, math.nan, -math.inf, 0.2], max_length=3).state_dict()
+
+    assert state["values"].dtype == torch.float64
+    assert torch.equal(state["values"].isnan(), torch.tensor([True, False, False]))
+    assert state["values"][1:].tolist() == [-math.inf, 0.2]
+    assert state["iterations"].tolist() == [1, 2, 3]
+    assert (state["iterations"].dtype, state["count"]) == (torch.int64, 4)
+    assert math.isnan(state["sum"])
+
+
+def test_a_state_does_not_change_when_the_history_goes_on():
+    history = filled([1.0, 2.0])
+    state = history.state_dict()
+    history.update(3.0)
+
+    assert (state["values"].tolist(), state["count"]) == ([1.0, 2.0], 2)
+
+
+def test_a_shorter_history_takes_the_newest_values_and_the_average_of_all():
+    history = HistoryBuffer(max_length=2)
+    history.load_state_dict(filled([6.0, 1.0, 2.0, 3.0]).state_dict())
+
+    assert (history.values(), history.global_avg()) == ([(2.0, 2), (3.0, 3)], 3.0)
+    history.update(4.0)
+    assert history.values() == [(3.0, 3), (4.0, 4)]
+
+
+def test_an_empty_history_has_a_state_too():
+    history = filled([1.0])
+    history.load_state_dict(through_a_file(HistoryBuffer().state_dict()))
+
+    assert history.values() == []

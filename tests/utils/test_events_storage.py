@@ -1,9 +1,11 @@
+import io
 import math
 import threading
 
 import pytest
 import torch
 
+from trainkit.checkpoint.state import plain_state
 from trainkit.utils.events import EventStorage, get_event_storage, has_event_storage
 
 # ---------------------------------------------------------------------- finding the storage
@@ -117,6 +119,14 @@ def test_an_unknown_name_is_an_error_that_names_the_known_ones():
 
     with pytest.raises(KeyError, match=r"no scalar is called 'c'; there are \['a', 'b'\]"):
         storage.history("c")
+
+
+def test_an_iteration_that_is_no_whole_number_is_refused_and_nothing_is_stored():
+    storage = EventStorage()
+    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
+        storage.put_scalar("loss", 1.0, cur_iter=1.5)
+
+    assert (storage.latest(), storage.histories()) == ({}, {})
 
 
 @pytest.mark.parametrize("defer", [False, True])
@@ -451,3 +461,123 @@ def test_the_worker_is_gone_behind_the_with_block_and_a_second_one_defers_again(
 
     storage.put_scalar("loss", 2, cur_iter=2)
     assert storage.history("loss").values() == [(0.0, 0), (1.0, 1), (2.0, 2)]
+
+
+# ---------------------------------------------------------------------- state
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(plain_state(state), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def put(storage, iters):
+    for storage.iter in iters:
+        storage.put_scalars(loss=math.sin(storage.iter), tiny=0.1 / (storage.iter + 1))
+        storage.put_scalar("lr", 0.1 * storage.iter, smoothing_hint=False)
+        storage.put_scalar("bad", [math.nan, math.inf, -math.inf, 1.0][storage.iter % 4])
+        if storage.iter % 5 == 4:
+            storage.put_scalar("top1", storage.iter, smoothing_hint=False, epoch=storage.iter // 5)
+            storage.put_image("image", torch.full((1, 2, 2), storage.iter / 10))
+            storage.put_histogram("histogram", torch.arange(3.0) * storage.iter, bins=3)
+
+
+def read_all(storage):
+    """Everything that hooks and writers read; NaN equals NaN in a repr."""
+    names = list(storage.histories())
+    return repr(
+        [
+            storage.latest(),
+            storage.latest_with_smoothing_hint(7),
+            storage.smoothing_hints(),
+            storage.epochs(),
+            [(name, storage.count_samples(name, 7), storage.history(name).values()) for name in names],
+            [(name, storage.history(name).median(6), storage.history(name).avg(6)) for name in names],
+            [storage.history(name).global_avg().hex() for name in names],
+            [(image.name, image.tensor.tolist(), image.iter) for image in storage.images()],
+            storage.histograms(),
+        ]
+    )
+
+
+@pytest.mark.parametrize("defer", [False, True])
+def test_a_storage_goes_on_bit_for_bit_after_a_round_trip(defer):
+    with EventStorage(history_length=12) as first, EventStorage(history_length=12) as second:
+        if defer:
+            first.start_deferring()
+            second.start_deferring()
+        put(first, range(33))
+        second.put_scalars(other=1.0, loss=2.0)
+        second.put_image("other", torch.zeros(1, 1, 1))
+
+        second.load_state_dict(through_a_file(first.state_dict()))
+
+        assert read_all(second) == read_all(first)
+        put(first, range(33, 41))
+        assert read_all(second) != read_all(first)
+        put(second, range(33, 41))
+        assert read_all(second) == read_all(first)
+
+
+def test_the_iteration_is_the_loops_and_no_part_of_the_state():
+    storage = EventStorage(start_iter=9)
+    storage.load_state_dict(EventStorage(start_iter=3).state_dict())
+
+    assert storage.iter == 9
+
+
+def test_a_loaded_storage_keeps_its_own_length_and_the_smoothing_hints_that_were_used():
+    first = EventStorage()
+    put(first, range(10))
+    second = EventStorage(history_length=2)
+    second.load_state_dict(first.state_dict())
+
+    assert second.history("lr").values() == first.history("lr").values()[-2:]
+    with pytest.raises(ValueError, match="'lr' was put with smoothing_hint=False before"):
+        second.put_scalar("lr", 1.0)
+
+
+def test_a_state_does_not_change_when_the_storage_goes_on():
+    storage = EventStorage()
+    put(storage, range(5))
+    state, before = storage.state_dict(), EventStorage()
+    before.load_state_dict(through_a_file(state))
+    put(storage, range(5, 10))
+    storage.clear_images()
+    after = EventStorage()
+    after.load_state_dict(state)
+
+    assert read_all(after) == read_all(before)
+
+
+def test_the_state_has_images_that_are_arrays_or_subclasses_of_tensors_as_tensors():
+    class Picture(torch.Tensor):
+        pass
+
+    storage = EventStorage()
+    storage.put_image("array", torch.ones(1, 2, 2).numpy())
+    storage.put_image("subclass", torch.ones(1, 2, 2).as_subclass(Picture))
+    images = through_a_file(storage.state_dict())["images"]
+
+    assert [torch.equal(image["tensor"], torch.ones(1, 2, 2)) for image in images] == [True, True]
+
+
+def test_images_stay_inside_hold_images_whoever_clears_them():
+    for defer in (False, True):
+        with EventStorage() as storage:
+            if defer:
+                storage.start_deferring()
+            put(storage, [4])
+
+            def write(storage=storage):
+                with storage.hold_images():
+                    storage.clear_images()
+                    storage.clear_histograms()
+
+            storage.publish(write)
+            assert (len(storage.images()), len(storage.histograms())) == (1, 1)
+            storage.clear_images()
+            storage.clear_histograms()
+            assert (storage.images(), storage.histograms()) == ([], [])

@@ -1,30 +1,71 @@
 """The global random state of Python, NumPy and torch."""
 
+import logging
 import random
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 
+from trainkit.utils.env import seed_all_rng
+
+_logger = logging.getLogger(__name__)
+
+
+def get_rng_state() -> dict[str, Any]:
+    """The state of every global generator of this process, as tensors and plain values.
+
+    A CUDA device counts if CUDA is in use; asking an uninitialized one for its state would initialize it.
+    """
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    state = {
+        "python": random.getstate(),
+        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    if torch.backends.mps.is_available():
+        state["mps"] = torch.mps.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Put back what ``get_rng_state`` gave; the state of a device that is not there is left, with a warning."""
+    if "seed" in state:
+        seed_all_rng(state["seed"])
+        return
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    cuda_states = state.get("cuda", [])
+    for device, cuda_state in enumerate(cuda_states[: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(cuda_state, device)
+    if len(cuda_states) > torch.cuda.device_count():
+        _logger.warning(
+            "The random state is that of %d CUDA devices, here are %d", len(cuda_states), torch.cuda.device_count()
+        )
+    if "mps" in state and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(state["mps"])
+    elif "mps" in state:
+        _logger.warning("The random state is that of an MPS device, here is none")
+
+
+def derive_rng_state(state: dict[str, Any], *key: int) -> dict[str, Any]:
+    """A state for ``set_rng_state``, from ``state`` and ``key`` alone; different keys give independent ones."""
+    entropy = zlib.crc32(repr(state["python"]).encode())
+    return {"seed": int(np.random.SeedSequence(entropy, spawn_key=key).generate_state(1, np.uint32)[0])}
+
 
 @contextmanager
 def preserve_rng_state() -> Iterator[None]:
-    """Put the global random state back on leaving: Python, NumPy, torch on the CPU and on the devices in use.
-
-    A CUDA device counts as in use if CUDA is initialized on entering; asking an uninitialized one for
-    its state would initialize it.
-    """
-    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    mps_state = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
+    """Put the global random state back on leaving, of this process and the devices that it uses."""
+    state = get_rng_state()
     try:
         yield
     finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
-        if cuda_states is not None:
-            torch.cuda.set_rng_state_all(cuda_states)
-        if mps_state is not None:
-            torch.mps.set_rng_state(mps_state)
+        set_rng_state(state)

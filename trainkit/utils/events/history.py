@@ -1,7 +1,11 @@
 """The recent values of one scalar, at a constant cost per value."""
 
-from collections import deque
+from array import array
 from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
 
 
 class HistoryBuffer:
@@ -13,18 +17,23 @@ class HistoryBuffer:
     def __init__(self, max_length: int = 10_000) -> None:
         if max_length < 1:
             raise ValueError(f"max_length must be >= 1 value, got {max_length}")
-        self._data: deque[tuple[float, int]] = deque(maxlen=max_length)
+        self._max_length = max_length
+        # arrays, since every checkpoint copies them; up to twice the length, since dropping old values moves the others
+        self._values, self._iterations = array("d"), array("q")
         self._count = 0
         self._sum = 0.0
 
     def update(self, value: float, iteration: int | None = None) -> None:
         """Append a value; ``iteration`` defaults to the number of values so far."""
-        self._data.append((value, self._count if iteration is None else iteration))
+        self._iterations.append(self._count if iteration is None else iteration)
+        self._values.append(value)
         self._count += 1
         self._sum += value
+        if len(self._values) >= 2 * self._max_length:
+            del self._values[: -self._max_length], self._iterations[: -self._max_length]
 
     def latest(self) -> float:
-        return self._data[-1][0]
+        return self._values[-1]
 
     def median(self, window_size: int) -> float:
         """The median of the last ``window_size`` values (of two middle ones, their mean); NaN if one of them is."""
@@ -45,17 +54,32 @@ class HistoryBuffer:
 
     def values(self) -> list[tuple[float, int]]:
         """The held ``(value, iteration)`` pairs, oldest first."""
-        return list(self._data)
+        return list(zip(self._values[-self._max_length :], self._iterations[-self._max_length :], strict=True))
 
     def count_within(self, window_iters: int) -> int:
         """How many values the last ``window_iters`` iterations have, counted back from the newest value."""
-        start = self._data[-1][1] - window_iters
+        start = self._iterations[-1] - window_iters
         count = 0
-        for _, iteration in reversed(self._data):
+        for iteration in islice(reversed(self._iterations), self._max_length):
             if iteration <= start:
                 break
             count += 1
         return count
 
-    def _last(self, window_size: int) -> list[float]:
-        return [value for value, _ in islice(reversed(self._data), window_size)]
+    def state_dict(self) -> dict[str, Any]:
+        """``values`` and ``iterations``, shape ``[N]``, float64 and int64; ``count`` and ``sum`` of all values ever."""
+        return {
+            "values": torch.tensor(np.asarray(self._values[-self._max_length :])),
+            "iterations": torch.tensor(np.asarray(self._iterations[-self._max_length :])),
+            "count": self._count,
+            "sum": self._sum,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on as the buffer that gave ``state``; a shorter one takes the newest values."""
+        self._values = array("d", state["values"].numpy().tobytes())
+        self._iterations = array("q", state["iterations"].numpy().tobytes())
+        self._count, self._sum = state["count"], state["sum"]
+
+    def _last(self, window_size: int) -> "array[float]":
+        return self._values[max(0, len(self._values) - min(window_size, self._max_length)) :]

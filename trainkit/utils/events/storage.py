@@ -78,6 +78,7 @@ class EventStorage:
         self._epochs: dict[str, int] = {}
         self._images: deque[Image] = deque(maxlen=_MAX_IMAGES)
         self._histograms: deque[Histogram] = deque(maxlen=_MAX_IMAGES)
+        self._holds_images = False
         self._backlog: Backlog | None = None
 
     # ------------------------------------------------------------------ put
@@ -156,14 +157,15 @@ class EventStorage:
     def _store_scalar(self, name: str, value: float, smoothing_hint: bool, iter: int, epoch: int | None) -> None:
         history = self._history.get(name)
         if history is None:
-            history = self._history[name] = HistoryBuffer(self._history_length)
-            self._smoothing_hints[name] = smoothing_hint
+            history = HistoryBuffer(self._history_length)
         elif self._smoothing_hints[name] is not smoothing_hint:
             raise ValueError(
                 f"scalar {name!r} was put with smoothing_hint={not smoothing_hint} before and now with "
                 f"smoothing_hint={smoothing_hint}; use one hint per name"
             )
         history.update(value, iter)
+        if name not in self._latest:  # only now: it may have refused the iteration, and an empty one must not stay
+            self._history[name], self._smoothing_hints[name] = history, smoothing_hint
         self._latest[name] = (value, iter)
         if epoch is None:
             self._epochs.pop(name, None)
@@ -226,10 +228,23 @@ class EventStorage:
         return list(self._histograms)
 
     def clear_images(self) -> None:
-        self._put(self._images.clear)
+        self._put(self._clear, self._images)
 
     def clear_histograms(self) -> None:
-        self._put(self._histograms.clear)
+        self._put(self._clear, self._histograms)
+
+    @contextmanager
+    def hold_images(self) -> Iterator[None]:
+        """For several writers in turn: images and histograms stay, whoever clears them."""
+        self._holds_images = True
+        try:
+            yield
+        finally:
+            self._holds_images = False
+
+    def _clear(self, items: deque[Any]) -> None:
+        if not self._holds_images:
+            items.clear()
 
     # ------------------------------------------------------------------ iteration
 
@@ -249,6 +264,31 @@ class EventStorage:
     def step(self) -> None:
         """Go on to the next iteration, in a loop without a trainer, which sets ``iter``."""
         self._place.iter += 1
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that was put and is still held; not ``iter``, which is the loop's."""
+        self.flush()
+        return {
+            "histories": {name: history.state_dict() for name, history in self._history.items()},
+            "smoothing_hints": dict(self._smoothing_hints),
+            "epochs": dict(self._epochs),
+            "images": [{**image._asdict(), "tensor": _plain(image.tensor)} for image in self._images],
+            "histograms": [histogram._asdict() for histogram in self._histograms],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Hold what the storage that gave ``state`` held, instead of what is there; ``history_length`` stays."""
+        self.flush()
+        self._history = {}
+        for name, saved in state["histories"].items():
+            self._history[name] = HistoryBuffer(self._history_length)
+            self._history[name].load_state_dict(saved)
+        self._latest = {name: history.values()[-1] for name, history in self._history.items()}
+        self._smoothing_hints, self._epochs = dict(state["smoothing_hints"]), dict(state["epochs"])
+        self._images = deque((Image(**image) for image in state["images"]), _MAX_IMAGES)
+        self._histograms = deque((Histogram(**histogram) for histogram in state["histograms"]), _MAX_IMAGES)
 
     # ------------------------------------------------------------------ deferring
 
@@ -312,3 +352,8 @@ class EventStorage:
         finally:
             self._backlog.close()
             self._backlog = None
+
+
+def _plain(image: Any) -> torch.Tensor:
+    """Some put arrays, and subclasses of tensors, which a checkpoint does not take."""
+    return torch.as_tensor(image).detach().cpu().as_subclass(torch.Tensor)

@@ -6,15 +6,23 @@ import importlib.util
 import json
 import logging
 import math
+import tempfile
 import time
+from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple
 
 import torch
 
+from trainkit.utils.events.run_file import RunFile
 from trainkit.utils.events.storage import EventStorage, get_event_storage
 
+logger = logging.getLogger(__name__)
+
 _ETA_WINDOW = 200  # iterations; the median over them ignores an evaluation or a slow first batch
+_PROBE_BYTES = 1 << 16
+_MAX_PENDING = 200  # writes that a full disk can hold up before the oldest ones are lost
 
 
 class EventWriter:
@@ -24,10 +32,36 @@ class EventWriter:
     """
 
     def write(self) -> None:
+        """
+        Raises:
+            OSError: it is impossible now; what was to be written is kept for a later call.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define write()")
 
     def close(self) -> None:
         pass
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on behind the last ``write()``: tensors and plain Python values only."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on behind the ``write()`` that ``state`` is of; the next one hides or cuts off what came later.
+
+        Raises:
+            NotImplementedError: there is a state, and the writer does not say how to load it.
+        """
+        if state:
+            raise NotImplementedError(
+                f"{type(self).__name__} saves a state ({', '.join(state)}) but has no load_state_dict; define both"
+            )
+
+
+class _Scalar(NamedTuple):
+    name: str
+    value: float  # smoothed
+    iter: int
+    epoch: int | None  # if it was put with one
 
 
 class _Unwritten:
@@ -37,22 +71,37 @@ class _Unwritten:
         if window_size < 1:
             raise ValueError(f"window_size must be >= 1 iteration, got {window_size}")
         self._window_size = window_size
-        self._written: dict[str, int] = {}
+        self._taken: dict[str, int] = {}
+        self._pending: deque[list[_Scalar]] = deque(maxlen=_MAX_PENDING)
 
-    def take(self, storage: EventStorage) -> list[tuple[str, float, int, int | None]]:
-        """(name, smoothed value, iteration, epoch if it was put with one) of each such scalar."""
+    def take(self, storage: EventStorage) -> list[list[_Scalar]]:
+        """The scalars of this call, behind those of earlier calls that no ``confirm`` has followed."""
         epochs = storage.epochs()
         news = [
-            (name, value, iter, epochs.get(name))
+            _Scalar(name, value, iter, epochs.get(name))
             for name, (value, iter) in storage.latest_with_smoothing_hint(self._window_size).items()
-            if iter > self._written.get(name, -1)
+            if iter > self._taken.get(name, -1)
         ]
-        self._written.update((name, iter) for name, _, iter, _ in news)
-        return news
+        self._taken.update((scalar.name, scalar.iter) for scalar in news)
+        if news:
+            self._pending.append(news)
+        return list(self._pending)
+
+    def confirm(self) -> None:
+        """Everything that was taken is written."""
+        self._pending.clear()
 
     def forget(self) -> None:
         """Begin with another storage, whose iterations may be the same again."""
-        self._written.clear()
+        self._taken.clear()
+        self._pending.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": dict(self._taken), "pending": [[tuple(scalar) for scalar in news] for news in self._pending]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._taken = dict(state["taken"])
+        self._pending = deque(([_Scalar(*scalar) for scalar in news] for news in state["pending"]), _MAX_PENDING)
 
 
 class JSONWriter(EventWriter):
@@ -61,39 +110,48 @@ class JSONWriter(EventWriter):
     Scalars that were put with an epoch have a line of their own, with ``epoch`` beside ``iteration``.
 
     ``[json.loads(line) for line in open(path)]`` or ``pandas.read_json(path, lines=True)`` reads the file. It is
-    opened at the first write and only ever appended to.
+    opened at the first write and appended to. In a resumed run that write first moves the lines behind the checkpoint
+    into ``<json_file>.cut_1`` (or ``_2``, ...). The rows of the last 200 writes are kept while none succeeds.
     """
 
     def __init__(self, json_file: str | Path, window_size: int = 20) -> None:
-        self._path = Path(json_file)
+        self._file = RunFile(json_file)
         self._news = _Unwritten(window_size)
-        self._file: TextIO | None = None
 
     def write(self) -> None:
-        rows: dict[tuple[int, int], dict[str, float | None]] = {}
-        for name, value, iter, epoch in self._news.take(get_event_storage()):
-            row = rows.setdefault((iter, -1 if epoch is None else epoch), {"iteration": iter})
-            if epoch is not None:
-                row["epoch"] = epoch
-            row[name] = value if math.isfinite(value) else None
-        if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a", encoding="utf-8")
-        for _, row in sorted(rows.items()):
-            self._file.write(json.dumps(row, sort_keys=True, allow_nan=False) + "\n")
-        self._file.flush()  # no fsync: it would cost more than the step
+        # no fsync: it would cost more than the step
+        self._file.append("".join(map(_json_lines, self._news.take(get_event_storage()))))
+        self._news.confirm()
 
     def close(self) -> None:
         self._news.forget()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._file.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The lines that it counts are on the disk then."""
+        return {"length": self._file.sync(), **self._news.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._file.go_on_at(state["length"])
+        self._news.load_state_dict(state)
+
+
+def _json_lines(scalars: Iterable[_Scalar]) -> str:
+    rows: dict[tuple[int, int], dict[str, float | None]] = {}
+    for name, value, iter, epoch in scalars:
+        row = rows.setdefault((iter, -1 if epoch is None else epoch), {"iteration": iter})
+        if epoch is not None:
+            row["epoch"] = epoch
+        row[name] = value if math.isfinite(value) else None
+    return "".join(json.dumps(row, sort_keys=True, allow_nan=False) + "\n" for _, row in sorted(rows.items()))
 
 
 class TensorboardXWriter(EventWriter):
     """Scalars, images and histograms for TensorBoard, smoothed; no file is made before there is something to write.
 
-    ``kwargs`` go to ``torch.utils.tensorboard.SummaryWriter``.
+    ``kwargs`` go to ``torch.utils.tensorboard.SummaryWriter``. A resumed run hides what stands behind the checkpoint by
+    ``purge_step``. While the disk is full, scalars are kept like those of `JSONWriter`; images are lost, and so are the
+    events that stand in TensorBoard's own queue by then (10, as a rule).
 
     Raises:
         ImportError: the package ``tensorboard`` is missing.
@@ -105,30 +163,73 @@ class TensorboardXWriter(EventWriter):
         self._log_dir, self._kwargs = str(log_dir), kwargs
         self._news = _Unwritten(window_size)
         self._writer: Any = None
+        self._last_step = -1  # the highest one written
+        self._purge_step: int | None = None  # for the next file, where it goes on behind others
 
     def write(self) -> None:
         storage = get_event_storage()
-        news, images, histograms = self._news.take(storage), storage.images(), storage.histograms()
-        if self._writer is None:
-            if not (news or images or histograms):
-                return
-            # imported here: it takes longer than all of trainkit
-            tensorboard = importlib.import_module("torch.utils.tensorboard")
-            self._writer = tensorboard.SummaryWriter(self._log_dir, **self._kwargs)
-        for name, value, iter, epoch in news:
-            self._writer.add_scalar(name, value, iter if epoch is None else epoch)
-        for image in images:
-            self._writer.add_image(image.name, image.tensor, image.iter)
-        for histogram in histograms:
-            self._writer.add_histogram_raw(histogram.name, **histogram.raw, global_step=histogram.iter)
+        scalars = [scalar for news in self._news.take(storage) for scalar in news]
+        if not (scalars or storage.images() or storage.histograms()):
+            return
+        try:
+            self._last_step = max(self._last_step, *self._show(scalars, storage))
+        except OSError:
+            self._let_go()
+            raise
+        self._news.confirm()
         storage.clear_images()
         storage.clear_histograms()
 
     def close(self) -> None:
         self._news.forget()
+        self._last_step, self._purge_step = -1, None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was written is with the operating system then."""
         if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+            try:
+                self._writer.flush()
+            except OSError as error:
+                logger.error("TensorBoard has lost the newest events in %s: %s", self._log_dir, error)
+                self._let_go()
+        return {"last_step": self._last_step, **self._news.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.close()
+        self._last_step = state["last_step"]
+        self._purge_step = self._last_step + 1
+        self._news.load_state_dict(state)
+
+    def _show(self, scalars: list[_Scalar], storage: EventStorage) -> list[int]:
+        """The steps at which there is something."""
+        writer = self._writer = self._writer or self._open()
+        steps = []
+        for name, value, iter, epoch in scalars:
+            steps.append(iter if epoch is None else epoch)
+            writer.add_scalar(name, value, steps[-1])
+        for image in storage.images():
+            steps.append(image.iter)
+            writer.add_image(image.name, image.tensor, image.iter)
+        for histogram in storage.histograms():
+            steps.append(histogram.iter)
+            writer.add_histogram_raw(histogram.name, **histogram.raw, global_step=histogram.iter)
+        return steps
+
+    def _open(self) -> Any:
+        # imported here: it takes longer than all of trainkit
+        tensorboard = importlib.import_module("torch.utils.tensorboard")
+        Path(self._log_dir).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self._log_dir) as probe:
+            probe.write(bytes(_PROBE_BYTES))  # on a full disk every trial would leave an empty file of events
+        purge = {} if self._purge_step is None else {"purge_step": self._purge_step}
+        return tensorboard.SummaryWriter(self._log_dir, **{**purge, **self._kwargs})
+
+    def _let_go(self) -> None:
+        """The thread of a `SummaryWriter` that could not write has ended; another file goes on."""
+        self._writer, self._purge_step = None, self._last_step + 1
 
 
 class CommonMetricPrinter(EventWriter):
@@ -146,14 +247,13 @@ class CommonMetricPrinter(EventWriter):
             raise ValueError(f"window_size must be >= 1 iteration, got {window_size}")
         self._max_iter = max_iter
         self._window_size = window_size
-        self._logger = logging.getLogger(__name__)
         self._last_write: tuple[int, float] | None = None  # iteration, clock
 
     def write(self) -> None:
         storage = get_event_storage()
         if storage.iter == self._max_iter:
             return
-        self._logger.info(" ".join(self._fields(storage)))
+        logger.info(" ".join(self._fields(storage)))
 
     def close(self) -> None:
         self._last_write = None  # the time until the next run belongs to no iteration
