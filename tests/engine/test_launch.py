@@ -1,6 +1,8 @@
 """Processes, and one model on many of them."""
 
+import atexit
 import os
+import signal
 import sys
 
 import pytest
@@ -11,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.engine import create_ddp_model, launch
 from trainkit.engine.launch import _TORCHRUN
+from trainkit.engine.stopping import StopRequests
 from trainkit.utils import comm
 
 
@@ -42,8 +45,99 @@ def _exit(code):
     sys.exit(code)
 
 
+def _stop_by(signum, to_launcher, folder):
+    """Steps until a signal that rank 1 sends, to the launcher or to itself, stops the run."""
+    stops, iter = StopRequests(2), 0
+    stops.reset()
+    with stops.listening():
+        while (stop := stops.agreed(iter)) is None:
+            if iter == 5 and comm.get_rank() == 1:
+                os.kill(os.getppid() if to_launcher else os.getpid(), signum)
+            iter += 1
+    (folder / f"rank{comm.get_rank()}").write_text(f"{iter} {stop.reason}")
+    if stop.signum == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.exit(stop.exit_code)
+
+
+def _hear_sigterm(folder):
+    """On all ranks when this returns: wait for SIGTERM. Leaves the number of this process behind."""
+    reads, writes = os.pipe()
+    signal.signal(signal.SIGTERM, lambda signum, frame: os.write(writes, b"!"))
+    (folder / f"pid{comm.get_rank()}").write_text(str(os.getpid()))
+    comm.synchronize()
+    return lambda: os.read(reads, 1)
+
+
+def _finish_all_the_same(folder):
+    wait_for_sigterm = _hear_sigterm(folder)
+    if comm.get_rank() == 1:
+        os.kill(os.getppid(), signal.SIGTERM)
+    wait_for_sigterm()
+    return "finished"
+
+
+def _listen_to_nothing():
+    if comm.get_rank() == 1:
+        os.kill(os.getppid(), signal.SIGTERM)
+    signal.pause()
+
+
+def _be_killed_on_rank_1(folder, while_stopping):
+    wait_for_sigterm = _hear_sigterm(folder)
+    if comm.get_rank() == 1:
+        if while_stopping:
+            os.kill(os.getppid(), signal.SIGTERM)
+            wait_for_sigterm()
+        os.kill(os.getpid(), signal.SIGKILL)
+    comm.synchronize()
+
+
+def _fail_on_rank_1_and_then_on_rank_0(folder):
+    """Rank 1 fails first, and its process ends last."""
+    wait_for_sigterm = _hear_sigterm(folder)
+    if comm.get_rank() == 0:
+        wait_for_sigterm()
+        raise RuntimeError("rank 0 has lost rank 1")
+
+    def wait_for_rank_0():
+        os.kill(int((folder / "pid0").read_text()), signal.SIGTERM)
+        while not has_ended(folder, 0):
+            pass
+
+    atexit.register(wait_for_rank_0)
+    raise RuntimeError("rank 1 has a problem")
+
+
+def _interrupt_the_launcher_twice(folder):
+    """The second time when the first one has been passed on; nobody ends of himself."""
+    wait_for_sigterm = _hear_sigterm(folder)
+    if comm.get_rank() == 1:
+        os.kill(os.getppid(), signal.SIGINT)
+        wait_for_sigterm()
+        os.kill(os.getppid(), signal.SIGINT)
+    while True:
+        signal.pause()
+
+
 def _identity(value):
     return value
+
+
+@pytest.fixture
+def interruptible():
+    """A process that was started in the background ignores SIGINT."""
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, former)
+
+
+def has_ended(folder, rank):
+    try:
+        os.kill(int((folder / f"pid{rank}").read_text()), 0)
+    except ProcessLookupError:
+        return True
+    return False
 
 
 def test_two_processes_are_one_run_whose_result_comes_back(tmp_path):
@@ -58,10 +152,56 @@ def test_a_failing_rank_ends_the_run_with_its_number_and_its_error():
         launch(_fail_on_rank_1, 2)
 
 
+def test_of_several_failures_the_first_is_the_one_that_is_raised(tmp_path):
+    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match=r"Process 1[\s\S]*rank 1 has a problem"):
+        launch(_fail_on_rank_1_and_then_on_rank_0, 2, args=(tmp_path,))
+
+
 def test_a_process_that_exits_ends_the_run_with_its_code():
     with pytest.raises(SystemExit) as caught:
         launch(_exit, 2, args=(2,))
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("signum", "to_launcher", "reason", "code"),
+    [
+        (signal.SIGTERM, True, "SIGTERM", 143),
+        (signal.SIGINT, True, "SIGTERM", 130),  # Ctrl-C reaches the ranks too, and a second one would not be a request
+        (signal.SIGINT, False, "SIGINT", 130),
+    ],
+)
+def test_a_signal_stops_all_ranks_after_the_same_step(tmp_path, interruptible, signum, to_launcher, reason, code):
+    with pytest.raises(SystemExit) as caught:
+        launch(_stop_by, 2, args=(signum, to_launcher, tmp_path))
+    assert caught.value.code == code
+    iters, reasons = zip(*((tmp_path / f"rank{rank}").read_text().split() for rank in range(2)), strict=True)
+    assert iters[0] == iters[1]
+    assert reasons == (reason, reason)
+
+
+def test_a_run_that_finishes_in_spite_of_a_signal_has_its_result(tmp_path):
+    assert launch(_finish_all_the_same, 2, args=(tmp_path,)) == "finished"
+
+
+def test_ranks_that_do_not_listen_end_of_the_signal_and_the_launcher_has_its_code():
+    with pytest.raises(SystemExit) as caught:
+        launch(_listen_to_nothing, 2)
+    assert caught.value.code == 143
+
+
+@pytest.mark.parametrize("while_stopping", [False, True])
+def test_a_rank_that_is_killed_ends_the_run_with_its_number(tmp_path, while_stopping):
+    with pytest.raises(torch.multiprocessing.ProcessExitedException, match="process 1 terminated with signal SIGKILL"):
+        launch(_be_killed_on_rank_1, 2, args=(tmp_path, while_stopping))
+    assert has_ended(tmp_path, 0)
+
+
+def test_a_second_interrupt_kills_the_ranks(tmp_path, interruptible):
+    with pytest.raises(SystemExit) as caught:
+        launch(_interrupt_the_launcher_twice, 2, args=(tmp_path,))
+    assert caught.value.code == 130
+    assert [has_ended(tmp_path, rank) for rank in range(2)] == [True, True]
 
 
 def test_one_process_is_a_plain_call_without_a_process_group():

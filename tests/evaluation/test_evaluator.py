@@ -12,7 +12,9 @@ from trainkit.evaluation import (
     DatasetEvaluators,
     inference_context,
     inference_on_dataset,
+    observe_inference,
 )
+from trainkit.evaluation.observer import EvaluationAbandoned, InferenceObserver
 
 
 class Recorder(DatasetEvaluator):
@@ -255,3 +257,45 @@ def test_the_device_is_waited_for_once_and_not_per_batch(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "synchronize", waits.append)
     inference_on_dataset(nn.Linear(2, 1, device="meta"), [torch.ones(3, 2)] * 7, None)
     assert len(waits) == 1
+
+
+class StopsBefore(InferenceObserver):
+    """Is asked to stop before the batch of this index."""
+
+    def __init__(self, index):
+        self.index, self.calls = index, []
+
+    def is_stopping(self):
+        return len(self.calls) == self.index
+
+    def after_eval_step(self, phase, index, inputs, outputs):
+        self.calls.append(inputs)
+
+    def after_eval(self, phase, name, results):
+        self.calls.append(results)
+
+
+def test_an_observer_that_is_stopping_abandons_the_evaluation_at_the_next_batch():
+    observer, called = StopsBefore(2), []
+    names = ("on_start", "before_inference", "after_inference", "on_end")
+    callbacks = {name: lambda name=name: called.append(name) for name in names}
+    message = "the evaluation of cats was abandoned: the run is to stop"
+    with pytest.raises(EvaluationAbandoned, match=message), observe_inference(observer, "val"):
+        inference_on_dataset(str, [5, 6, 7, 8], Recorder(), callbacks, name="cats")
+    assert observer.calls == [5, 6]
+    assert called == ["on_start", "before_inference"]
+
+
+def test_an_observer_that_stops_behind_the_last_batch_gets_the_results():
+    observer = StopsBefore(2)
+    with observe_inference(observer, "val"):
+        assert inference_on_dataset(str, [5, 6], Recorder()) == {"seen": 2}
+    assert observer.calls == [5, 6, {"seen": 2}]
+
+
+def test_an_abandoned_evaluation_leaves_modes_and_the_random_state_as_found():
+    model = mixed_mode_model()
+    before = modes(model), rng_states()
+    with pytest.raises(EvaluationAbandoned), observe_inference(StopsBefore(1), "val"):
+        inference_on_dataset(model, [torch.ones(3, 2)] * 2, Recorder(on_process=draw))
+    assert (modes(model), rng_states()) == before

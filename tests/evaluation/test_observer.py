@@ -3,9 +3,10 @@
 import pytest
 
 from trainkit.evaluation import DatasetEvaluator, inference_on_dataset, observe_inference
+from trainkit.evaluation.observer import InferenceObserver
 
 
-class Observer:
+class Observer(InferenceObserver):
     """Notes every call, and fails at one of the points."""
 
     def __init__(self, fail_at=None):

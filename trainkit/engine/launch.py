@@ -3,6 +3,8 @@
 import gc
 import logging
 import os
+import pickle
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -14,12 +16,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from trainkit.engine.stopping import StopRequests
 from trainkit.utils import comm
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
+_GRACE_SEC = 10.0  # when a process has failed: for the others to end, and again to end on SIGTERM before SIGKILL
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -38,6 +42,9 @@ def launch(
     machine gets ``num_gpus_per_machine`` processes, spawned if there are several in all. CUDA takes NCCL and one
     device per process; without CUDA the processes are CPU processes and talk over Gloo.
 
+    SIGTERM and SIGINT to this process reach the spawned ones as one SIGTERM, and it waits for them; a second SIGINT
+    kills them.
+
     Args:
         main_func: a function of a module, so that a new process can import it.
         machine_rank: number of this machine, from 0.
@@ -47,11 +54,15 @@ def launch(
     Raises:
         ValueError: the counts make no sense, the machine has too few devices, or several machines have no ``dist_url``.
         torch.multiprocessing.ProcessRaisedException: a process failed; its number and its traceback are in the text.
-        SystemExit: a process ended so, with its code.
+        torch.multiprocessing.ProcessExitedException: a process was killed; its number and the signal are in the text.
+        SystemExit: a process ended so, with its code; 143 or 130 if the run was stopped by SIGTERM or SIGINT.
     """
     if all(name in os.environ for name in _TORCHRUN):
         with _process_group("env://", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout):
-            return main_func(*args)
+            result, exit_code = _result_or_stop(main_func, args)
+        if exit_code:
+            sys.exit(exit_code)
+        return result
     world_size = num_machines * num_gpus_per_machine
     if num_gpus_per_machine < 1 or num_machines < 1 or not 0 <= machine_rank < num_machines:
         raise ValueError(
@@ -74,23 +85,63 @@ def launch(
 def _spawn(num_local: int, arguments: tuple[Any, ...]) -> Any:
     """Run ``_spawned_main`` in ``num_local`` new processes; the result of the first of them."""
     results = mp.get_context("spawn").SimpleQueue()
-    processes = mp.start_processes(
-        _spawned_main,
-        args=(num_local, results, *arguments),
-        nprocs=num_local,
-        join=False,
-        start_method="spawn",
-    )
-    result = None
-    try:
-        while not processes.join(timeout=0.5):
-            if not results.empty():  # a process cannot end before a large result is taken from it
-                result = results.get()
-    except mp.ProcessExitedException as error:
-        if error.exit_code > 0:  # its sys.exit is ours: what there was to say it has said
-            sys.exit(error.exit_code)
-        raise
-    return result if results.empty() else results.get()
+    stops = StopRequests()
+    with stops.listening():
+        context = mp.start_processes(
+            _spawned_main,
+            args=(num_local, results, *arguments),
+            nprocs=num_local,
+            join=False,
+            start_method="spawn",
+        )
+        try:
+            answers = _join(context, results, stops)
+        except mp.ProcessExitedException as error:
+            stop = stops.agree_now()
+            if stop is not None and error.exit_code == -signal.SIGTERM:  # it did not listen, or not yet
+                sys.exit(stop.exit_code)
+            if error.exit_code > 0:  # its sys.exit is ours: what there was to say it has said
+                sys.exit(error.exit_code)
+            raise
+        except mp.ProcessRaisedException as error:
+            raise _first_failure(context, error) from None
+        except KeyboardInterrupt:  # the second one
+            for process in context.processes:
+                process.kill()
+                process.join()
+            sys.exit(128 + signal.SIGINT)
+    stopped_with = [exit_code for _, exit_code in answers if exit_code]
+    if stopped_with:
+        stop = stops.agree_now()
+        sys.exit(stopped_with[0] if stop is None else stop.exit_code)
+    return answers[0][0]
+
+
+def _join(context: Any, results: Any, stops: StopRequests) -> list[tuple[Any, int]]:
+    """Wait for the processes, and pass a signal on to them; what they have put into ``results``."""
+    answers: list[tuple[Any, int]] = []
+    has_ended, passed_on = False, False
+    while not has_ended:
+        has_ended = context.join(timeout=0.5, grace_period=_GRACE_SEC)
+        while not results.empty():  # a process cannot end before a large result is taken from it
+            answers.append(results.get())
+        if stops.pending and not passed_on:
+            passed_on = True
+            for process in context.processes:
+                process.terminate()  # not by SIGINT: Ctrl-C reaches them too, and a second one is not a request
+    return answers
+
+
+def _first_failure(context: Any, error: mp.ProcessRaisedException) -> mp.ProcessRaisedException:
+    """Of all that failed: a process that has lost another one fails as well, and may end before that one has."""
+    failed = [(os.stat(file).st_mtime_ns, i) for i, file in enumerate(context.error_files) if os.path.exists(file)]
+    _, first = min(failed)
+    if first == error.error_index:
+        return error
+    with open(context.error_files[first], "rb") as file:
+        trace = pickle.load(file)  # torch's _wrap has written it
+    text = f"\n\n-- Process {first} terminated with the following error:\n{trace}"
+    return mp.ProcessRaisedException(text, first, context.processes[first].pid)
 
 
 def _spawned_main(
@@ -107,9 +158,24 @@ def _spawned_main(
     # what torchrun sets as well: comm reads it
     os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(local_rank), str(num_local)
     with _process_group(dist_url, machine_rank * num_local + local_rank, world_size, timeout):
-        result = main_func(*args)
-    if local_rank == 0:
-        results.put(result)
+        result, exit_code = _result_or_stop(main_func, args)
+    if local_rank == 0 or exit_code:
+        results.put((result, exit_code))
+
+
+def _result_or_stop(main_func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, int]:
+    """What it returned, and 0; or None and the exit code, if a signal has stopped the run.
+
+    That is no failure: a launcher that sees one ends the other processes, and rank 0 may still be writing.
+    """
+    try:
+        return main_func(*args), 0
+    except KeyboardInterrupt:
+        return None, 128 + signal.SIGINT
+    except SystemExit as error:
+        if error.code not in (128 + signal.SIGTERM, 128 + signal.SIGINT):
+            raise
+        return None, error.code
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainkit.evaluation.observer import current_observer
+from trainkit.evaluation.observer import EvaluationAbandoned, current_observer
 from trainkit.utils import comm
 from trainkit.utils.device import device_of, move_to_device
 from trainkit.utils.model import unwrap_model
@@ -116,6 +116,7 @@ def inference_on_dataset(
     Raises:
         ValueError: the loader gave no batch on any rank, or a callback has an unknown name.
         TypeError: the evaluator, or what it returned, is of the wrong kind.
+        EvaluationAbandoned: on every rank, if the observer of some rank is stopping.
     """
     evaluator = _as_one_evaluator(evaluator)
     calls = _check_callbacks(callbacks)
@@ -134,8 +135,11 @@ def inference_on_dataset(
         evaluator.reset()
         calls("before_inference")
         observer.before_eval(phase, name)
-        num_batches = 0
+        num_batches, is_stopping = 0, False
         for inputs in _with_progress(data_loader, device):
+            is_stopping = observer.is_stopping()
+            if is_stopping:
+                break
             if device is not None:
                 inputs = move_to_device(inputs, device)
             observer.before_eval_step(phase, num_batches, inputs)
@@ -143,9 +147,12 @@ def inference_on_dataset(
             evaluator.process(inputs, outputs)
             observer.after_eval_step(phase, num_batches, inputs, outputs)
             num_batches += 1
+        by_rank = comm.all_gather((num_batches, is_stopping))
+        if any(stopping for _, stopping in by_rank):
+            raise EvaluationAbandoned(f"the evaluation of {name or 'a data set'} was abandoned: the run is to stop")
         calls("after_inference")
         # A rank's own part may be empty when there are more ranks than samples.
-        if not sum(comm.all_gather(num_batches)):
+        if not any(num for num, _ in by_rank):
             raise ValueError(f"{_describe(data_loader)} gave no batch; there is nothing to evaluate")
         results = _evaluate(evaluator)
         observer.after_eval(phase, name, results)

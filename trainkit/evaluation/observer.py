@@ -7,8 +7,16 @@ from typing import Any, Literal, TypeAlias
 Phase: TypeAlias = Literal["val", "test"]  # the periodic evaluation, and that of the test data
 
 
+class EvaluationAbandoned(Exception):
+    """The observer is stopping, on some rank: the evaluation has no results, on any of them."""
+
+
 class InferenceObserver:
     """The points of an evaluation, and nothing happens there; `trainkit.engine.HookBase` says what they mean."""
+
+    def is_stopping(self) -> bool:
+        """Whether an evaluation under way is to be abandoned; it asks before each batch, and ranks may differ."""
+        return False
 
     def before_eval(self, phase: Phase, name: str) -> None:
         pass

@@ -1,0 +1,155 @@
+"""How a run learns that it is to stop, and how its ranks agree after which step."""
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from trainkit.utils import comm
+
+logger = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_HINT = b"\nStopping behind this step; once more ends at once\n"
+
+# default group -> a group of our own: the exchange of flags is under way while the loop uses the others
+_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
+
+
+class Stop(NamedTuple):
+    """What ends a run: ``signum`` is the signal, or None if it was asked for otherwise."""
+
+    reason: str
+    signum: int | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """Of the process, as a shell gives it."""
+        return 0 if self.signum is None else 128 + self.signum
+
+
+class StopRequests:
+    """What asks this rank to stop, and the agreement of all ranks on it.
+
+    The ranks exchange a flag beside the steps, started at every ``check_period // 2``-th of them and read at the next
+    such step, so that none waits for another.
+    """
+
+    def __init__(self, check_period: int = 20) -> None:
+        """
+        Args:
+            check_period: in steps, the same on all ranks: how far behind the first request the run stops at most. With
+                1 the ranks wait for each other at each step. One process stops at once.
+
+        Raises:
+            ValueError: ``check_period`` is less than 1 step.
+        """
+        if check_period < 1:
+            raise ValueError(f"check_period must be >= 1 step, got {check_period}")
+        self.check_period = check_period
+        self._requests: list[Stop] = []
+        self._agreed: Stop | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._exchange: tuple[dist.Work, torch.Tensor] | None = None
+
+    def request(self, reason: str, signum: int | None = None) -> None:
+        """Ask for a stop; from any thread, and from a signal handler. The first one counts, a signal before others."""
+        self._requests.append(Stop(reason, signum))  # one operation: nothing can come in between
+
+    @property
+    def pending(self) -> bool:
+        """Whether this rank was asked to stop."""
+        return bool(self._requests)
+
+    def reset(self) -> None:
+        """Forget what was asked for; every rank calls it in the thread of the loop when a run begins."""
+        self._requests, self._agreed, self._exchange = [], None, None
+        self._group = _own_group()
+
+    def agreed(self, iter: int) -> Stop | None:
+        """What ends the run here, the same on every rank; every rank calls it behind each step, with its number."""
+        if self._group is None:
+            return self.agree_now() if self._requests else None
+        at_once = self.check_period == 1
+        if self._agreed is None and (at_once or iter % (self.check_period // 2) == 0):
+            if at_once:
+                self._start_exchange()
+            if self._read_exchange():
+                return self.agree_now()
+            if not at_once:
+                self._start_exchange()
+        return self._agreed
+
+    def agree_now(self) -> Stop | None:
+        """As `agreed`, and waits for all ranks."""
+        if self._agreed is None:
+            mine = next((stop for stop in self._requests if stop.signum is not None), None)
+            mine = mine or (self._requests[0] if self._requests else None)
+            by_rank = [mine] if self._group is None else comm.all_gather(mine, group=self._group)
+            asked = [(stop.signum is None, rank, stop) for rank, stop in enumerate(by_rank) if stop is not None]
+            if asked:
+                _, rank, self._agreed = min(asked)
+                logger.info("Rank %d was asked to stop: %s", rank, self._agreed.reason)
+        return self._agreed
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside, SIGTERM and SIGINT are requests, if this is the main thread; a second SIGINT is what it was before.
+
+        A signal that is ignored stays ignored. Leaving it without an error waits for the last exchange of the ranks.
+        """
+        former: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            former = {signum: signal.getsignal(signum) for signum in _SIGNALS}
+
+        def ask(signum: int, frame: FrameType | None) -> None:
+            self.request(signal.Signals(signum).name, signum)
+            if signum == signal.SIGINT:
+                signal.signal(signum, former[signum])
+                if multiprocessing.parent_process() is None:  # else that one says it
+                    with contextlib.suppress(OSError):
+                        os.write(2, _HINT)  # a handler may interrupt a print or a log call, so neither may be used
+
+        # None is a handler that Python does not know and could not put back
+        taken = [signum for signum in former if former[signum] not in (None, signal.SIG_IGN)]
+        try:
+            for signum in taken:
+                signal.signal(signum, ask)
+            yield
+            self._read_exchange()  # every rank has started it
+        finally:
+            for signum in taken:
+                signal.signal(signum, former[signum])
+            self._exchange = None
+
+    def _start_exchange(self) -> None:
+        flag = torch.tensor([self.pending], dtype=torch.int32)
+        self._exchange = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True), flag
+
+    def _read_exchange(self) -> bool:
+        """Whether any rank was asked to stop when the exchange under way began; waits for that one."""
+        if self._exchange is None:
+            return False
+        (work, flag), self._exchange = self._exchange, None
+        work.wait()
+        return bool(flag)
+
+
+def _own_group() -> dist.ProcessGroup | None:
+    """Over Gloo, made by all ranks at their first call; None with one process."""
+    if comm.get_world_size() == 1:
+        return None
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _groups:
+        _groups[world] = dist.new_group(backend="gloo")
+    return _groups[world]
