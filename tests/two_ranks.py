@@ -1,4 +1,4 @@
-"""Functions on two ranks of one Gloo group."""
+"""Functions on two ranks, or more, of one Gloo group."""
 
 import datetime
 import gc
@@ -14,22 +14,22 @@ from torch import multiprocessing
 Check = Callable[[int, str], Any]
 
 
-def on_two_ranks(checks: Sequence[Check], folder: Path) -> dict[str, list[Any]]:
+def on_two_ranks(checks: Sequence[Check], folder: Path, num_ranks: int = 2) -> dict[str, list[Any]]:
     """Call ``check(rank, folder)`` for each of them: name -> [what it returned or raised on rank 0, on rank 1]."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # 0: any port that is free
-    multiprocessing.spawn(_run_rank, (list(checks), str(folder), store.port), nprocs=2)
-    found = [torch.load(folder / f"rank{rank}.pth", weights_only=False) for rank in range(2)]
+    multiprocessing.spawn(_run_rank, (list(checks), str(folder), store.port, num_ranks), nprocs=num_ranks)
+    found = [torch.load(folder / f"rank{rank}.pth", weights_only=False) for rank in range(num_ranks)]
     return {check.__name__: [by_check[check.__name__] for by_check in found] for check in checks}
 
 
-def _run_rank(rank: int, checks: list[Check], folder: str, port: int) -> None:
+def _run_rank(rank: int, checks: list[Check], folder: str, port: int, num_ranks: int) -> None:
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=60)  # a loaded machine takes long to start a process
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     found = {}
     for check in checks:  # each in a group of its own: one that hangs or fails leaves the others alone
         own = dist.PrefixStore(check.__name__, store)
-        dist.init_process_group("gloo", store=own, rank=rank, world_size=2, timeout=timeout)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=num_ranks, timeout=timeout)
         try:
             found[check.__name__] = check(rank, folder)
         except Exception as error:

@@ -92,6 +92,13 @@ def test_a_mistake_of_the_user_ends_with_one_line_and_code_2(error, capsys):
     assert capsys.readouterr().err == f"error: {error}\n"
 
 
+def test_ctrl_c_ends_with_one_line_and_code_130(capsys):
+    with pytest.raises(SystemExit) as caught, user_errors_exit():
+        raise KeyboardInterrupt
+    assert caught.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 def test_a_mistake_of_the_program_keeps_its_traceback():
     with pytest.raises(ZeroDivisionError), user_errors_exit():
         1 / 0  # noqa: B018
@@ -133,7 +140,7 @@ def test_seed_minus_one_draws_a_seed_and_logs_it(tmp_path):
 def test_a_new_run_moves_the_files_of_older_ones_aside(tmp_path):
     for content in ("first", "second"):
         default_setup(cfg_for(tmp_path), NEW)
-        for name in ("metrics.json", "model_final.pth", "last_checkpoint", "events.out.tfevents.1"):
+        for name in ("metrics.json", "model_final.pth", "last_checkpoint", "finished", "events.out.tfevents.1"):
             (tmp_path / name).write_text(content)
         (tmp_path / "my_notes.txt").write_text("mine")
     default_setup(cfg_for(tmp_path), NEW)

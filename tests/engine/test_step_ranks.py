@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.engine.tiny import AfterStep, Regression, Weight, batches, scalars, sgd
 from tests.two_ranks import on_two_ranks
-from trainkit.engine.hooks import CheckFiniteLoss, UnusedParameters
+from trainkit.engine.hooks import CallbackHook, CheckFiniteLoss, UnusedParameters
 from trainkit.engine.parallel import create_ddp_model
 from trainkit.engine.trainers import AMPTrainer, SimpleTrainer
 from trainkit.solver import GradientClipper
@@ -130,7 +130,73 @@ def nan_on_one_rank(rank, folder):
         return {"error": str(error).partition(". Lower")[0], "weight": model.weight.item()}
 
 
-CHECKS = (accumulation, sharded, sharded_overflow, two_heads, two_heads_that_ddp_finds, nan_on_one_rank)
+def rank_1_alone(rank, values, at=(), **kwargs):
+    """Not wrapped in DDP; rank 1 gets ``values`` and rank 0 ones; ``check_finite`` behind the iterations ``at``."""
+    model = Weight()
+    data = [torch.tensor(value if rank else 1.0) for value in values]
+    trainer = SimpleTrainer(model, data, sgd(model, lr=0.25), **kwargs)
+    reached = []
+    trainer.register_hooks(
+        [
+            AfterStep(lambda trainer: trainer.check_finite() if trainer.iter in at else None),
+            AfterStep(lambda trainer: reached.append(trainer.iter)),
+        ]
+    )
+    try:
+        trainer.train(0, len(values))
+    except FloatingPointError as error:
+        return {"error": str(error).partition(". Lower")[0], "on": str(error).rpartition(" (")[2], "reached": reached}
+    return {"weight": model.weight.item(), "skipped": [value for value, _ in scalars(trainer)["skipped_updates"]]}
+
+
+def nan_between_exchanges(rank, folder):
+    return rank_1_alone(rank, [1.0, math.nan, 1.0, 1.0, 1.0], gather_metric_period=4)
+
+
+def nan_between_exchanges_before_a_check(rank, folder):
+    return rank_1_alone(rank, [1.0, math.nan, 1.0, 1.0, 1.0], at=[2], gather_metric_period=4, async_write_metrics=True)
+
+
+def skipped_on_one_rank(rank, folder):
+    return rank_1_alone(rank, [1.0, math.nan, 1.0, math.inf], at=[3], non_finite="skip")
+
+
+def sharded_skip(rank, folder):
+    """Rank 1's part of a gradient alone is made NaN, in the second iteration."""
+    model = fully_shard(nn.Linear(2, 2, bias=False))
+    loss = nn.Sequential(model)
+    trainer = SimpleTrainer(Regressed(loss), [torch.ones(1, 2)], sgd(loss, lr=0.25), non_finite="skip")
+
+    def poison(trainer):
+        if rank == 1 and trainer.iter == 1:
+            model.weight.grad.to_local().fill_(math.nan)
+
+    trainer.register_hooks([CallbackHook(after_backward=poison, after_step=lambda trainer: trainer.check_finite())])
+    trainer.train(0, 3)
+    return [value for value, _ in scalars(trainer)["skipped_updates"]]
+
+
+class Regressed(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch):
+        return self.model(batch).square().mean()
+
+
+CHECKS = (
+    accumulation,
+    sharded,
+    sharded_overflow,
+    two_heads,
+    two_heads_that_ddp_finds,
+    nan_on_one_rank,
+    nan_between_exchanges,
+    nan_between_exchanges_before_a_check,
+    skipped_on_one_rank,
+    sharded_skip,
+)
 
 
 @pytest.fixture(scope="module")
@@ -177,3 +243,14 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_the_run_on_all_before_the_up
     common = "in iteration 1 loss_a is nan on rank 1; this rank has "
     assert first == {"error": common + "{'loss_a': 1.0, 'loss_b': 0.5}", "weight": 0.5}
     assert second == {"error": common + "{'loss_a': nan, 'loss_b': 0.5}", "weight": 0.5}
+
+
+def test_a_rank_that_alone_has_a_failure_raises_it_with_the_others_at_the_next_exchange(ranks):
+    failure = {"error": "the loss is not finite in iteration 1: {'total_loss': nan}", "on": "on rank 1)"}
+    assert ranks["nan_between_exchanges"] == [{**failure, "reached": [0, 1, 2]}] * 2
+    assert ranks["nan_between_exchanges_before_a_check"] == [{**failure, "reached": [0, 1]}] * 2
+
+
+def test_all_ranks_skip_the_update_that_one_of_them_cannot_make(ranks):
+    assert ranks["skipped_on_one_rank"] == [{"weight": 0.5, "skipped": [0, 1, 1, 2]}] * 2
+    assert ranks["sharded_skip"] == [[0, 1, 1]] * 2

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.engine.tiny import AfterStep
 from trainkit.engine.hooks import CallbackHook, IterationTimer, PeriodicWriter
 from trainkit.engine.train_loop import HookBase, Priority, TrainerBase, check_period, is_due
 from trainkit.utils.events import JSONWriter, get_event_storage, has_event_storage
@@ -339,7 +340,7 @@ def stop_at(iteration, **kwargs):
     def do(trainer):
         if trainer.iter == iteration:
             trainer.request_stop("enough", **kwargs)
-            trainer.request_stop("more than enough", finished=True)  # the first one counts
+            trainer.request_stop("more than enough")  # the first one counts
 
     return do
 
@@ -378,6 +379,16 @@ def test_a_stop_in_the_last_iteration_changes_nothing():
     trainer.train(0, 5)
 
     assert calls[-1] == ("after_train", 5, "finished")
+
+
+def test_a_run_that_has_reached_its_goal_is_finished_also_if_it_was_asked_to_stop():
+    calls = []
+    trainer = Trainer([Spy(calls, iter_and_status, "before_step", stop_at(1))])
+    trainer.register_hooks([AfterStep(lambda trainer: trainer.request_stop("goal", finished=True))])
+
+    trainer.train(1, 5)
+
+    assert (trainer.iter, trainer.status) == (2, "finished")
 
 
 def test_a_stop_in_before_train_ends_the_run_without_an_iteration():
@@ -762,10 +773,7 @@ class Forgetful(HookBase):
 
 def test_hooks_of_one_class_keep_a_state_each():
     state = Trainer([A(), Counting(10), Counting(20), Counting(30)]).state_dict()
-    assert state == {
-        "iteration": -1,
-        "hooks": {"Counting": {"count": 10}, "Counting#2": {"count": 20}, "Counting#3": {"count": 30}},
-    }
+    assert state["hooks"] == {"Counting": {"count": 10}, "Counting#2": {"count": 20}, "Counting#3": {"count": 30}}
 
     hooks = [Counting(), Counting(), Counting()]
     Trainer(hooks).load_state_dict(state)
@@ -860,14 +868,16 @@ def test_loading_gives_the_iteration_back_and_saving_again_gives_the_same_state(
     loaded.load_state_dict(state)
 
     assert loaded.iter == 4  # the last one done: the next run starts with iter + 1
-    assert loaded.state_dict() == state == {"iteration": 4, "hooks": {"Counting": {"count": 5}}}
+    assert loaded.state_dict() == state
+    assert (state["iteration"], state["hooks"]) == (4, {"Counting": {"count": 5}})
 
 
 def test_a_state_without_hooks_is_loaded():
     trainer = Trainer([Counting(7)])
     trainer.load_state_dict({"iteration": 2})
 
-    assert trainer.state_dict() == {"iteration": 2, "hooks": {"Counting": {"count": 7}}}
+    state = trainer.state_dict()
+    assert (state["iteration"], state["hooks"]) == (2, {"Counting": {"count": 7}})
 
 
 # ---------------------------------------------------------------------- is it due?

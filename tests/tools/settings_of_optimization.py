@@ -242,6 +242,12 @@ STEPS = [
         [*QUICK, *AMP],
     ),
     Setting(
+        "skipped updates are counted",
+        ["SOLVER.NON_FINITE.POLICY", "skip"],
+        values(SKIPPED, lambda t: 0.0),
+        [*QUICK, "SOLVER.NON_FINITE.MAX_IN_ROW", 5],
+    ),
+    Setting(
         "bfloat16",
         [*AMP, "SOLVER.AMP.PRECISION", "bfloat16"],
         all_of(values("eps", lambda t: 2.0**-7), saved_scale(None), weights_are_float32),

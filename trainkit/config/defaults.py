@@ -11,7 +11,9 @@ _C.OUTPUT_DIR = "./output"
 _C.SEED = -1  # -1: drawn at random and logged
 _C.IMPORTS = []  # dotted module names, imported when building: where models, datasets and hooks register themselves
 _C.CUDNN_BENCHMARK = False
+_C.DETERMINISTIC = False  # kernels that give the same bits each time, so that a run on a GPU is resumed exactly; slower
 _C.FLOAT32_PRECISION = ""  # "", "highest", "high" or "medium": torch.set_float32_matmul_precision
+_C.STOP_CHECK_PERIOD = 20  # iterations after which at most all ranks have stopped when one was asked to
 _C.VIS_PERIOD = 0  # for models that draw while they train; nothing else reads it
 
 # ---------------------------------------------------------------------------- model
@@ -94,6 +96,9 @@ _C.SOLVER.CLIP_GRADIENTS.ENABLED = False
 _C.SOLVER.CLIP_GRADIENTS.CLIP_TYPE = "value"  # "value" and "norm": each parameter; "full_model": the norm of all
 _C.SOLVER.CLIP_GRADIENTS.CLIP_VALUE = 1.0
 _C.SOLVER.CLIP_GRADIENTS.NORM_TYPE = 2.0  # also of the norm that is stored as grad_norm, whatever CLIP_TYPE
+_C.SOLVER.NON_FINITE = CN()
+_C.SOLVER.NON_FINITE.POLICY = "raise"  # a loss or gradient that is not finite: end the run; "skip" the update; "ignore"
+_C.SOLVER.NON_FINITE.MAX_IN_ROW = 25  # skipped updates in a row that end the run, also those of float16
 _C.SOLVER.AMP = CN()
 _C.SOLVER.AMP.ENABLED = False
 _C.SOLVER.AMP.PRECISION = "float16"  # "float16" (with a grad scaler) or "bfloat16" (without)
@@ -106,6 +111,7 @@ _C.CHECKPOINT = CN()
 _C.CHECKPOINT.DIR = ""  # "": OUTPUT_DIR
 _C.CHECKPOINT.START = 0  # before the first save by SOLVER.CHECKPOINT_PERIOD, if not 0
 _C.CHECKPOINT.SAVE_LAST = True  # model_final
+_C.CHECKPOINT.ASYNC = False  # copy what is saved to host memory, and write it in a thread while training goes on
 _C.CHECKPOINT.MAX_TO_KEEP = None  # None: keep all; model_final and model_best are never rotated away
 _C.CHECKPOINT.BEST_METRIC = None  # such as "classification/top1", or a list of such; None: no best checkpoint
 _C.CHECKPOINT.BEST_MODE = "auto"  # "max", "min"; "auto": by the name of the metric

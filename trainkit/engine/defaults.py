@@ -1,5 +1,6 @@
 """What most people start with: a trainer that is assembled from a config."""
 
+import contextlib
 import inspect
 import itertools
 import logging
@@ -94,7 +95,10 @@ class DefaultTrainer(TrainerBase):
 
         self.cfg = cfg = self._resolve_lengths(cfg)
         self.scheduler = self.build_lr_scheduler(cfg, optimizer)
-        self.checkpointer = Checkpointer(model, checkpoint_dir(cfg), trainer=weakref.proxy(self))
+        self.checkpointer = Checkpointer(
+            model, checkpoint_dir(cfg), async_save=cfg.CHECKPOINT.ASYNC, trainer=weakref.proxy(self)
+        )
+        self.stop_check_period = cfg.STOP_CHECK_PERIOD
         self.start_iter = 0
         self.max_iter = cfg.SOLVER.MAX_ITER
         self._results: dict[str, Any] = {}
@@ -125,6 +129,9 @@ class DefaultTrainer(TrainerBase):
                     f"SOLVER.MAX_ITER is {self.max_iter}, but the checkpoint to resume from has done {self.start_iter} "
                     "iterations; raise it, or leave out --resume"
                 )
+            finished = self.checkpointer.finished() if isinstance(self.checkpointer, Checkpointer) else None
+            if finished is not None and self.max_iter <= finished["max_iter"]:
+                self.status, self.iter, self._results = "finished", finished["iterations"], finished["results"]
 
     def train(  # type: ignore[override]  # the arguments have defaults here, and evaluation has results
         self, start_iter: int | None = None, max_iter: int | None = None
@@ -143,11 +150,22 @@ class DefaultTrainer(TrainerBase):
         if start_iter is None:
             start_iter = self.start_iter if self.status == "not started" else self._last_done_iter + 1
             if self.status == "finished" and max_iter is None:
-                logger.warning("This run has finished after %d iterations; give train() a larger max_iter", self.iter)
+                logger.warning(
+                    "This run has finished after %d iterations, so nothing is done; to train on, raise max_iter "
+                    "(SOLVER.MAX_ITER)",
+                    self.iter,
+                )
                 return self._results
         self.warn_unclaimed_states()
         self._check_monitored_metrics()
-        super().train(start_iter, self.max_iter if max_iter is None else max_iter)
+        max_iter = self.max_iter if max_iter is None else max_iter
+        marks = isinstance(self.checkpointer, Checkpointer)  # and none of fvcore's
+        if marks:
+            self.checkpointer.forget_finished()
+        super().train(start_iter, max_iter)
+        if marks and self.status == "finished":
+            results = _plain_results(self._results)
+            self.checkpointer.mark_finished({"iterations": self.iter, "max_iter": max_iter, "results": results})
         if comm.is_main_process():
             files = sorted(path.name for path in Path(self.cfg.OUTPUT_DIR).glob("*") if path.is_file())
             logger.info("Files in %s: %s", self.cfg.OUTPUT_DIR, ", ".join(files))
@@ -159,12 +177,33 @@ class DefaultTrainer(TrainerBase):
         self._trainer.iter, self._trainer.max_iter = self.iter, self.max_iter
         self._trainer.run_step()
 
+    def make_iterators(self) -> None:
+        self._trainer.make_iterators()
+
+    def check_finite(self) -> None:
+        self._trainer._ranks_agree = self._ranks_agree
+        self._trainer.check_finite()
+
+    def describe_inexact(self) -> list[str]:
+        return [*super().describe_inexact(), *self._trainer.describe_inexact()]
+
+    @property
+    def rank_keys(self) -> tuple[str, ...]:
+        return (*super().rank_keys, "data", "results") if super().rank_keys else ()
+
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "_trainer": self._trainer.state_dict()}
+        return {
+            **super().state_dict(),
+            "data": self._trainer.data_state_dict(),
+            "results": _plain_results(self._results),
+            "_trainer": self._trainer.step_state_dict(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._trainer.load_state_dict(state_dict["_trainer"])
+        self._results = state_dict.get("results", {})
+        self._trainer.load_data_state_dict(state_dict.get("data", {}))
+        self._trainer.load_step_state_dict(state_dict["_trainer"])
 
     # ------------------------------------------------------------------ hooks
 
@@ -386,6 +425,8 @@ class DefaultTrainer(TrainerBase):
             "async_write_metrics": on_accelerator if cfg.LOG.ASYNC is None else cfg.LOG.ASYNC,
             "accumulation_steps": cfg.SOLVER.ACCUMULATION_STEPS,
             "clip_gradients": clipper,
+            "non_finite": cfg.SOLVER.NON_FINITE.POLICY,
+            "max_non_finite_in_row": cfg.SOLVER.NON_FINITE.MAX_IN_ROW,
         }
         if not cfg.SOLVER.AMP.ENABLED:
             return SimpleTrainer(model, data_loader, optimizer, **arguments)
@@ -494,3 +535,15 @@ class DefaultTrainer(TrainerBase):
     def iters_per_epoch(self) -> int:
         """As `SimpleTrainer.iters_per_epoch`."""
         return self._trainer.iters_per_epoch
+
+
+def _plain_results(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested results as numbers of Python; what is no number is left out."""
+    plain: dict[str, Any] = {}
+    for name, value in results.items():
+        if isinstance(value, Mapping):
+            plain[str(name)] = _plain_results(value)
+        else:
+            with contextlib.suppress(TypeError, ValueError):
+                plain[str(name)] = float(value)
+    return plain

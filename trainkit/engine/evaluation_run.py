@@ -76,7 +76,9 @@ class EvaluationRun(TrainerBase):
         check_values(cfg)
         self.cfg = resolve_lengths(cfg, 1)  # how long an epoch would be makes no difference here
         self.model = trainer_class.build_model(self.cfg)
-        self.checkpointer = Checkpointer(self.model, checkpoint_dir(self.cfg), trainer=weakref.proxy(self))
+        self.checkpointer = Checkpointer(
+            self.model, checkpoint_dir(self.cfg), save_to_disk=False, trainer=weakref.proxy(self)
+        )
         self._test = trainer_class.test
         self.register_hooks(ConfiguredHooks(self.cfg.HOOKS, weakref.proxy(self)).for_evaluation())
 

@@ -36,6 +36,7 @@ HOOK_POINTS = (
     "before_save",
     "after_load",
 )
+ITERATION_POINTS = ("before_epoch", "before_step", "after_step", "after_epoch")  # those around a step, in their order
 EPOCH_POINTS = ("before_epoch", "after_epoch")
 EVALUATION_POINTS = ("before_eval", "before_eval_step", "after_eval_step", "after_eval", "after_load")  # of --eval-only
 

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
-from trainkit.engine.hook_base import HOOK_POINTS, HookBase, Priority
+from trainkit.engine.hook_base import HOOK_POINTS, ITERATION_POINTS, HookBase, Priority
 from trainkit.utils.numbers import is_whole
 
 Anchor: TypeAlias = type[HookBase] | HookBase | str
@@ -67,6 +67,25 @@ class HookList:
         for hook in self.hooks:
             if all(hook is not named for named in self._names.values()):
                 self._name(hook)
+
+    def names_from(self, point: str, turn: HookBase | None, *, including: bool) -> list[str]:
+        """Names of the hooks behind ``turn`` at this point, or from it on if ``including``; all of them for None."""
+        hooks = self._at.get(point, [])
+        places = [place for place, hook in enumerate(hooks) if hook is turn]
+        names = {id(hook): name for name, hook in self._names.items()}
+        return [names[id(hook)] for hook in hooks[places[0] + (not including) if places else 0 :]]
+
+    def has_turn_left(self, hook: HookBase, cursor: dict[str, Any]) -> bool:
+        """Whether a cursor lies before the turn of ``hook`` in ``after_step``."""
+        return cursor["point"] == "after_step" and any(self._names.get(name) is hook for name in cursor["pending"])
+
+    def leave_out(self, point: str, pending: Iterable[str]) -> None:
+        """Call only the named hooks at this point, and none at the points before it, until the next ``update``."""
+        if point in ITERATION_POINTS:
+            for earlier in ITERATION_POINTS[: ITERATION_POINTS.index(point)]:
+                self._at[earlier] = []
+        left = [self._names[name] for name in pending if name in self._names]
+        self._at[point] = [hook for hook in self._at[point] if any(hook is other for other in left)]
 
     def describe(self) -> str:
         """One line per point that somebody overrides, with the names under which the hooks are saved."""

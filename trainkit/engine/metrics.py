@@ -1,6 +1,5 @@
 """The way of a step's losses from the device to the storage, and from every rank to all."""
 
-import math
 import zlib
 from collections.abc import Mapping, Sequence
 
@@ -8,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainkit.engine.finite import raise_failure
 from trainkit.utils import comm
 from trainkit.utils.events import get_event_storage
 from trainkit.utils.losses import Losses
@@ -45,8 +45,8 @@ class StepRecord:
         if taken := losses.values.keys() & extra.keys():
             raise ValueError(f"the trainer stores {sorted(taken)} itself; give the model's entry another name")
         names = losses.names()
-        self.names = [*names, *extra]
         self.data_time, self.iter = data_time, iter
+        self._names, self._num_losses = [*names, *extra], len(names)
         self._arrived: torch.cuda.Event | None = None
         tensors = [*[losses.total, *losses.values.values()][: len(names)], *extra.values()]
         if not tensors[0].is_cuda:
@@ -59,41 +59,27 @@ class StepRecord:
         self._arrived = torch.cuda.Event()
         self._arrived.record(torch.cuda.current_stream(device))  # not that of the current device
 
-    def values(self) -> list[float]:
-        """One value per name; waits until they have arrived."""
+    def read(self) -> tuple[dict[str, float], dict[str, float]]:
+        """(the losses by name, the total first; ``extra``); waits until they have arrived."""
         if self._arrived is not None:
             self._arrived.synchronize()
             self._values = self._host.tolist()
-        return self._values
+        items = list(zip(self._names, self._values, strict=True))
+        return dict(items[: self._num_losses]), dict(items[self._num_losses :])
 
 
 _AS_THEY_ARE = frozenset({"skipped_updates", "[metric]grad_scaler"})  # the median of a count tells nobody anything
 
 
-def store_metrics(
-    names: list[str], values: list[float], data_time: float, iter: int, prefix: str = "", *, gather: bool = True
+def put_metrics(
+    means: Mapping[str, float], data_time: float, max_data_time: float, iter: int, prefix: str = ""
 ) -> None:
-    """Put the mean over ranks of each value, the longest ``data_time`` and the rank's own one into the open storage.
-
-    Every rank calls it in the same iterations. ``values[0]`` is the total loss; only that has to be finite.
-
-    Raises:
-        FloatingPointError: the total loss is not finite, on any rank if ``gather``.
-    """
-    means, max_data_time = dict(zip(names, values, strict=True)), data_time
-    if gather:
-        means, max_data_time = reduce_over_ranks(means, data_time)
-    if not math.isfinite(means[names[0]]):
-        raise FloatingPointError(
-            f"the loss is not finite in iteration {iter}: {means}. Lower the learning rate, clip gradients, or look at "
-            "the batch of this iteration; the weights have not been updated with it unless metrics are asynchronous"
-        )
-    if gather:
-        storage = get_event_storage()
-        storage.put_scalar("rank_data_time", data_time, cur_iter=iter)
-        storage.put_scalar("data_time", max_data_time, cur_iter=iter)
-        for name, value in means.items():
-            storage.put_scalar(prefix + name, value, smoothing_hint=name not in _AS_THEY_ARE, cur_iter=iter)
+    """Put what `reduce_over_ranks` gave, and the rank's own ``data_time``, into the open storage."""
+    storage = get_event_storage()
+    storage.put_scalar("rank_data_time", data_time, cur_iter=iter)
+    storage.put_scalar("data_time", max_data_time, cur_iter=iter)
+    for name, value in means.items():
+        storage.put_scalar(prefix + name, value, smoothing_hint=name not in _AS_THEY_ARE, cur_iter=iter)
 
 
 # ---------------------------------------------------------------------- over ranks
@@ -103,26 +89,34 @@ _CAPACITY = 64  # losses that fit into one exchange
 _group: tuple[object, "dist.ProcessGroup"] | None = None  # (the default group it was made for, our own)
 
 
-def reduce_over_ranks(values: Mapping[str, float], data_time: float) -> tuple[dict[str, float], float]:
+def reduce_over_ranks(
+    values: Mapping[str, float], data_time: float, failure: str | None = None
+) -> tuple[dict[str, float], float]:
     """(name -> mean over the ranks that have it, longest ``data_time``), on every rank; one small exchange.
 
     Ranks may pass different names: all of them notice it in the first exchange and make a second one.
+
+    Raises:
+        FloatingPointError: on every rank, if one of them passes a ``failure``.
     """
     if comm.get_world_size() == 1:
+        raise_failure([failure])
         return dict(values), data_time
     group = metrics_group()
     names = zlib.crc32("\n".join(values).encode())
-    mine = torch.zeros(_CAPACITY + 2, dtype=torch.float64)
-    mine[0], mine[1] = names, data_time
+    mine = torch.zeros(_CAPACITY + 3, dtype=torch.float64)
+    mine[0], mine[1], mine[2] = names, data_time, failure is not None
     fits = len(values) <= _CAPACITY
     if fits:
-        mine[2 : len(values) + 2] = torch.tensor(list(values.values()), dtype=torch.float64)
+        mine[3 : len(values) + 3] = torch.tensor(list(values.values()), dtype=torch.float64)
     every = [torch.empty_like(mine) for _ in range(comm.get_world_size())]
     dist.all_gather(every, mine, group=group)  # the same length on every rank: gloo would add up garbage otherwise
     table = torch.stack(every)
     max_data_time = table[:, 1].max().item()
+    if table[:, 2].any():
+        raise_failure(comm.all_gather(failure, group=group))
     if fits and bool((table[:, 0] == names).all()):
-        return dict(zip(values, table[:, 2 : len(values) + 2].mean(0).tolist(), strict=True)), max_data_time
+        return dict(zip(values, table[:, 3 : len(values) + 3].mean(0).tolist(), strict=True)), max_data_time
     by_rank = comm.all_gather(dict(values), group=group)
     together = {name: [d[name] for d in by_rank if name in d] for d in by_rank for name in d}
     return {name: sum(found) / len(found) for name, found in together.items()}, max_data_time

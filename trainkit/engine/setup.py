@@ -5,6 +5,7 @@ import importlib.util
 import logging
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 # what a run writes into its output folder
 _RUN_FILES = re.compile(
-    r"log\.txt(\.rank\d+)?|config\.yaml|metrics\.json|last_checkpoint|.+\.pth|events\.out\.tfevents\..+"
+    r"log\.txt(\.rank\d+)?|config\.yaml|metrics\.json(\.cut_\d+)?|last_checkpoint|finished|.+\.pth|events\.out\.tfevents\..+"
 )
 
 
@@ -84,7 +85,10 @@ def checkpoint_dir(cfg: CfgNode) -> str:
 
 @contextmanager
 def user_errors_exit() -> Iterator[None]:
-    """End the process with one message and code 2 for a mistake in the config, the command or a file they name."""
+    """End the process with one message instead of a traceback.
+
+    The code is 2 for a mistake in the config, the command or a file they name, and 130 for Ctrl-C.
+    """
     try:
         yield
     except (ConfigError, CheckpointError) as error:
@@ -93,6 +97,10 @@ def user_errors_exit() -> Iterator[None]:
         else:  # the same one, as a rule
             logger.error("%s", error)
         sys.exit(2)
+    except KeyboardInterrupt:
+        if comm.is_main_process():
+            print("interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
 
 
 def default_setup(cfg: CfgNode, args: Any) -> None:
@@ -131,6 +139,11 @@ def default_setup(cfg: CfgNode, args: Any) -> None:
     import_modules(cfg.IMPORTS)
     seed_all_rng(None if cfg.SEED < 0 else cfg.SEED + comm.get_rank())
     torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK and not eval_only
+    if cfg.DETERMINISTIC:
+        if cfg.CUDNN_BENCHMARK:
+            raise ConfigError("DETERMINISTIC and CUDNN_BENCHMARK, which chooses kernels by their speed: switch one off")
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+        torch.use_deterministic_algorithms(True)
     if cfg.FLOAT32_PRECISION:
         if cfg.FLOAT32_PRECISION not in ("highest", "high", "medium"):
             raise ConfigError(

@@ -1,24 +1,40 @@
 """Trainers whose iteration is one update of one model by one optimizer."""
 
+import copy
 import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
-from trainkit.config import ConfigError
 from trainkit.data.build import iters_per_epoch
-from trainkit.engine.metrics import StepRecord, mean_losses, metrics_group, store_metrics
+from trainkit.data.loader import resume_obstacle
+from trainkit.engine.finite import (
+    FiniteJudge,
+    NonFinitePolicy,
+    describe_failure,
+    join_flags,
+    mark_non_finite,
+    non_finite_names,
+    prepare_to_skip,
+    raise_failure,
+    step_unless,
+)
+from trainkit.engine.metrics import StepRecord, mean_losses, metrics_group, put_metrics, reduce_over_ranks
 from trainkit.engine.train_loop import TrainerBase, check_period
+from trainkit.solver.hyper_parameters import describe_changes, hyper_parameters
 from trainkit.utils import comm
 from trainkit.utils.device import device_of, move_to_device
-from trainkit.utils.events import get_event_storage
+from trainkit.utils.events import EventStorage, get_event_storage, has_event_storage
 from trainkit.utils.losses import Losses, parse_losses
+from trainkit.utils.rng import preserve_rng_state
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +62,8 @@ class SimpleTrainer(TrainerBase):
         *,
         accumulation_steps: int = 1,
         clip_gradients: Callable[[Iterable[Tensor]], Tensor | None] | None = None,
+        non_finite: NonFinitePolicy = "raise",
+        max_non_finite_in_row: int = 25,
     ) -> None:
         """The model is set to train mode here, once; whoever changes the mode later puts it back.
 
@@ -62,9 +80,15 @@ class SimpleTrainer(TrainerBase):
                 that are means over the batch.
             clip_gradients: called with the parameters between ``after_backward`` and the update, such as
                 `trainkit.solver.GradientClipper`; what it returns, shape ``[]``, is stored as ``grad_norm``.
+            non_finite: what to do if the total loss, or a gradient behind ``after_backward``, is not finite. "raise"
+                ends the run. "skip" leaves the update out on all ranks, with what the forward pass has done to the
+                model's buffers; ``skipped_updates`` in the storage is their number so far. "ignore" looks at nothing.
+            max_non_finite_in_row: so many skipped updates in a row end the run, also those that a gradient scaler
+                skips under "raise". At 25, a scale of 2**16 is down to 2**-9.
 
         Raises:
-            ValueError: a period is less than 1.
+            ConfigError: fused SGD with dampening, which cannot skip its first update, under "skip".
+            ValueError: a period is less than 1; ``non_finite`` is none of the three.
         """
         super().__init__()
         model.train()
@@ -76,11 +100,23 @@ class SimpleTrainer(TrainerBase):
         self.async_write_metrics = async_write_metrics
         self.accumulation_steps = check_period("accumulation_steps", accumulation_steps, minimum=1)
         self.clip_gradients = clip_gradients
+        self.non_finite = non_finite
+        check_period("max_non_finite_in_row", max_non_finite_in_row, minimum=1)
+        self._judge = FiniteJudge(non_finite, max_non_finite_in_row)
+        self._flags: dict[torch.device, Tensor] = {}
+        self._flag: Tensor | None = None  # on the device, 1 in the iterations whose gradients are not finite
+        self._failed_storage: EventStorage | None = None  # that of a run that ends
+        # masks of -inf and the like; finding them waits for the device, once
+        self._never_finite = set() if non_finite == "ignore" else {*non_finite_names(model)}
         self.batch: Any = None
         self.losses: Mapping[str, Tensor] = {}
         self.trained_losses: Sequence[str] = ()
         self._iterator: Iterator[Any] | None = None
         self._losses_described = False
+        self._has_stepped = False
+        if non_finite == "skip":
+            device = device_of(model)
+            prepare_to_skip(optimizer, "cpu" if device is None else device.type)
         if accumulation_steps > 1 and any(isinstance(module, _BatchNorm) for module in model.modules()):
             logger.warning(
                 "The model has batch norm, which normalizes each micro-batch by itself, so %d of them do not equal one "
@@ -96,8 +132,12 @@ class SimpleTrainer(TrainerBase):
                 "the model is in eval mode; whoever called model.eval() must call model.train() afterwards"
             )
         batches, data_time = self._fetch()
+        if not self._has_stepped:
+            self._has_stepped = True
+            self.settle_buckets(batches[0])
         if self.zero_grad_before_forward:
             self.optimizer.zero_grad()
+        buffers = self._copy_buffers()
         found = []
         for i, batch in enumerate(batches):
             with self._gradient_sync(last=i == len(batches) - 1):
@@ -111,8 +151,9 @@ class SimpleTrainer(TrainerBase):
         self.losses, self.trained_losses = step_losses.values, step_losses.trained
         self.prepare_gradients()
         self.after_backward()
+        self._look(step_losses.total, buffers)
         extra = self.clip()
-        # before the update: a loss that is not finite must not reach the weights
+        # before the update: what is not finite must not reach the weights
         self._write_metrics(step_losses, data_time, extra)
         self.update()
 
@@ -139,7 +180,61 @@ class SimpleTrainer(TrainerBase):
         return {} if norm is None else {"grad_norm": norm}
 
     def update(self) -> None:
-        self.optimizer.step()
+        if self.non_finite == "skip" and self._flag is not None:
+            step_unless(self._flag, self.optimizer)
+        else:
+            self.optimizer.step()
+
+    # ------------------------------------------------------------------ values that are not finite
+
+    def update_flags(self) -> dict[torch.device, Tensor]:
+        """By device, for this iteration: 1 where the update is to be left out. A gradient scaler has its own."""
+        for flag in self._flags.values():
+            flag.zero_()
+        return self._flags
+
+    def _copy_buffers(self) -> dict[str, Tensor]:
+        """What a step that is skipped puts back."""
+        if self.non_finite != "skip":
+            return {}
+        return {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+
+    def _look(self, total: Tensor, buffers: Mapping[str, Tensor]) -> None:
+        """Flag the update if it is not finite, without waiting for the device; under "skip" put back the buffers."""
+        flags = self.update_flags()
+        if self.non_finite != "ignore":
+            mark_non_finite(self.optimizer, flags)
+        self._flag = flag = join_flags(flags, total.device) if flags or self.non_finite == "skip" else None
+        if self.non_finite != "skip" or flag is None:
+            return
+        flag.masked_fill_(~total.isfinite(), 1.0)
+        if comm.get_world_size() > 1:
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+        skipped = flag.bool()
+        for name, buffer in self.model.named_buffers():
+            if name in buffers:  # and not made by this forward pass
+                torch.where(skipped.to(buffer.device), buffers[name], buffer, out=buffer)
+
+    def check_finite(self) -> None:
+        """Raise what is wrong in any iteration so far, or in the model itself, on all ranks, which all have to call it.
+
+        Waits for the device. What is behind it may be saved and evaluated; under "ignore" it does nothing.
+
+        Raises:
+            FloatingPointError: a loss, a gradient, a parameter or a buffer is not finite on some rank.
+        """
+        if self.non_finite == "ignore":
+            return
+        if has_event_storage():
+            get_event_storage().flush()
+        failure = self._judge.take_failure()
+        names = [name for name in non_finite_names(self.model) if name not in self._never_finite]
+        if names and failure is None:
+            failure = (
+                f"the model is not finite in iteration {self.iter}, though its losses and gradients were: "
+                f"{', '.join(names[:5])} ({len(names)} in all). Lower the learning rate, or look at what goes into them"
+            )
+        raise_failure(self.gather(failure))
 
     # ------------------------------------------------------------------ data
 
@@ -204,9 +299,27 @@ class SimpleTrainer(TrainerBase):
         no_sync = None if last else getattr(self.model, "no_sync", None)
         return nullcontext() if no_sync is None else no_sync()
 
+    def settle_buckets(self, batch: Any) -> None:
+        """One backward pass that leaves no trace, before the first step.
+
+        Behind its first one DDP puts its buckets into another order, and with them the additions over three or more
+        ranks; a resumed run would have the first order where the other has the second.
+        """
+        if not isinstance(self.model, DistributedDataParallel) or comm.get_world_size() < 3:
+            return
+        buffers = [buffer.clone() for buffer in self.model.buffers()]
+        with preserve_rng_state(), EventStorage():
+            self.compute_losses(copy.deepcopy(batch)).total.backward()
+        for buffer, before in zip(self.model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
     # ------------------------------------------------------------------ metrics
 
     def _write_metrics(self, losses: Losses, data_time: float, extra: dict[str, Tensor]) -> None:
+        if self._flag is not None:
+            extra[_SKIPPED] = self._flag
         record = StepRecord(losses, data_time, self.iter, extra)
         if self.async_write_metrics:
             metrics_group()
@@ -220,8 +333,30 @@ class SimpleTrainer(TrainerBase):
             self._store_metrics(record)
 
     def _store_metrics(self, record: StepRecord) -> None:
+        """In the order of the iterations, by the loop or by the worker.
+
+        A failure of one rank waits for the next exchange, so that no rank raises alone and leaves the others waiting.
+        """
+        if self._failed_storage is get_event_storage():
+            return
+        losses, extra = record.read()
+        self._judge.look(record.iter, losses, bool(extra.pop(_SKIPPED, 0.0)))
+        if self._judge.skips:
+            extra[_SKIPPED] = self._judge.skipped
         gather = (record.iter + 1) % self.gather_metric_period == 0
-        store_metrics(record.names, record.values(), record.data_time, record.iter, gather=gather)
+        if not gather and comm.get_world_size() > 1:
+            return
+        try:
+            means, max_data_time = reduce_over_ranks({**losses, **extra}, record.data_time, self._judge.take_failure())
+        except FloatingPointError:
+            if self.async_write_metrics:  # the loops may have got differently far: none of them exchanges the rest
+                self._failed_storage = get_event_storage()
+            raise
+        if not gather:
+            return
+        if self.non_finite != "ignore" and not math.isfinite(means["total_loss"]):  # it would spoil every average
+            means = {name: value for name, value in means.items() if name not in losses}
+        put_metrics(means, record.data_time, max_data_time, record.iter)
 
     @staticmethod
     def write_metrics(
@@ -240,25 +375,77 @@ class SimpleTrainer(TrainerBase):
             raise ValueError("loss_dict is empty; there is nothing to write")
         tensors = {name: torch.as_tensor(value) for name, value in loss_dict.items()}
         trained = [name for name, value in tensors.items() if value.requires_grad] or list(tensors)
-        record = StepRecord(Losses.of(tensors, trained).detach(), data_time, cur_iter)
-        store_metrics(record.names, record.values(), data_time, cur_iter, prefix)
+        losses, _ = StepRecord(Losses.of(tensors, trained).detach(), data_time, cur_iter).read()
+        means, max_data_time = reduce_over_ranks(losses, data_time)
+        if not math.isfinite(means["total_loss"]):
+            raise FloatingPointError(describe_failure("loss is", cur_iter, means))
+        put_metrics(means, data_time, max_data_time, cur_iter, prefix)
 
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {**super().state_dict(), "data": self.data_state_dict(), **self.step_state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        self.load_data_state_dict(state_dict.get("data", {}))
+        self.load_step_state_dict(state_dict)
+
+    @property
+    def rank_keys(self) -> tuple[str, ...]:
+        return (*super().rank_keys, "data") if super().rank_keys else ()
+
+    def step_state_dict(self) -> dict[str, Any]:
+        """What the steps have changed, the model aside; equal on all ranks."""
+        if has_event_storage():
+            get_event_storage().flush()  # what is counted is counted when it is stored
+        return {"optimizer": self.optimizer.state_dict(), "non_finite": self._judge.state_dict()}
+
+    def load_step_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what ``step_state_dict`` gave; its hyper-parameters win over those of this run."""
+        before = hyper_parameters(self.optimizer)
         self.optimizer.load_state_dict(state_dict["optimizer"])
+        self._judge.load_state_dict(state_dict.get("non_finite", {}))  # detectron2 does not count
+        if changes := describe_changes(before, hyper_parameters(self.optimizer)):
+            logger.warning("The optimizer goes on with the values of the checkpoint, not of this run:\n%s", changes)
+
+    def data_state_dict(self) -> dict[str, Any]:
+        """Where the data stand, behind the batches of the iterations done; empty if the loader does not say."""
+        return {} if resume_obstacle(self.data_loader) else self.data_loader.state_dict()  # type: ignore[attr-defined]
+
+    def load_data_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the loader go on there; batches that it has drawn ahead are dropped."""
+        self._iterator = None
+        if state_dict and not resume_obstacle(self.data_loader):
+            self.data_loader.load_state_dict(state_dict)  # type: ignore[attr-defined]
+        elif state_dict or not resume_obstacle(self.data_loader):
+            logger.warning(
+                "The data begin anew: %s",
+                resume_obstacle(self.data_loader) or "the checkpoint does not say where they stood",
+            )
+
+    def make_iterators(self) -> None:
+        self._data_loader_iter  # noqa: B018
+
+    def describe_inexact(self) -> list[str]:
+        inexact = [*super().describe_inexact()]
+        if lost := resume_obstacle(self.data_loader):
+            inexact.append(lost)
+        device = device_of(self.model)
+        if device is not None and device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
+            inexact.append(f"kernels on {device.type} may add in any order (DETERMINISTIC in a config changes that)")
+        if torch.backends.cudnn.benchmark and device is not None and device.type == "cuda":
+            inexact.append("cuDNN chooses its kernels anew by their speed (CUDNN_BENCHMARK in a config)")
+        return inexact
 
 
 class AMPTrainer(SimpleTrainer):
     """`SimpleTrainer` in mixed precision: the forward pass under autocast, float16 with a gradient scaler.
 
     Parameters, gradients and the optimizer's state stay in float32. bfloat16 has the range of float32 and needs no
-    scaler. An update with overflown gradients is skipped by the scaler; ``skipped_updates`` in the storage is their
-    number so far, counted on the device. Schedules are functions of the iteration, so they are not delayed by that.
+    scaler. An update with overflown gradients is skipped by the scaler, and so is one whose gradients are not finite
+    behind ``after_backward``; ``skipped_updates`` in the storage is their number so far. Schedules are functions of the
+    iteration, so they are not delayed by that.
     """
 
     def __init__(
@@ -310,12 +497,10 @@ class AMPTrainer(SimpleTrainer):
             grad_scaler.set_growth_factor(1.0)
             grad_scaler.set_backoff_factor(1.0)
         self.grad_scaler = grad_scaler or torch.amp.GradScaler(self._device_type, enabled=precision == torch.float16)
-        self._skipped_updates = torch.zeros((), device=device)
-        self._not_finite_in_row = 0
         self._unscaled = False
-        if self.grad_scaler.is_enabled():
-            _zero_fill_momentum(optimizer)
-            _say_if_waiting(optimizer, self._device_type)
+        self._judge.scaled = self.grad_scaler.is_enabled()
+        if self._judge.scaled and self.non_finite != "skip":
+            prepare_to_skip(optimizer, self._device_type)
 
     def compute_losses(self, batch: Any) -> Losses:
         with torch.autocast(self._device_type, dtype=self.precision):
@@ -331,44 +516,35 @@ class AMPTrainer(SimpleTrainer):
                 scaler.update(scaler.get_scale())
             self._unscaled = True
             scaler.unscale_(self.optimizer)
-            # what decides in step() whether it updates; anything public would wait for the device
-            overflown = scaler._found_inf_per_device(self.optimizer).values()
-            if overflown:
-                on_one = [flag.to(self._skipped_updates.device, non_blocking=True) for flag in overflown]
-                self._skipped_updates += torch.stack(on_one).amax()
+
+    def update_flags(self) -> dict[torch.device, Tensor]:
+        if not self.grad_scaler.is_enabled():
+            return {}
+        # what decides in step() whether it updates; anything public would wait for the device
+        return cast(dict[torch.device, Tensor], self.grad_scaler._found_inf_per_device(self.optimizer))
 
     def update(self) -> None:
+        if not self.grad_scaler.is_enabled():
+            super().update()
+            return
         self.grad_scaler.step(self.optimizer)
         self.grad_scaler.update()
         self._unscaled = False
 
     def _write_metrics(self, losses: Losses, data_time: float, extra: dict[str, Tensor]) -> None:
-        if self.grad_scaler.is_enabled():
-            extra["skipped_updates"] = self._skipped_updates
-            scale = self.grad_scaler._get_scale_async() if self.log_grad_scaler else None
+        if self.log_grad_scaler and self.grad_scaler.is_enabled():
+            scale = self.grad_scaler._get_scale_async()
             if scale is not None:
                 extra["[metric]grad_scaler"] = scale
         super()._write_metrics(losses, data_time, extra)
 
-    def _store_metrics(self, record: StepRecord) -> None:
-        """A loss beyond the range of float16 now and then is what the scaler is for; many in a row are a failure."""
-        try:
-            super()._store_metrics(record)
-            self._not_finite_in_row = 0
-        except FloatingPointError:
-            self._not_finite_in_row += 1
-            if not self.grad_scaler.is_enabled() or self._not_finite_in_row >= _MAX_NOT_FINITE_IN_ROW:
-                raise
-            logger.warning("The loss of iteration %d is not finite; its update is left to the scaler", record.iter)
-
-    def state_dict(self) -> dict[str, Any]:
-        """With the scale, unless it is fixed, and the number of skipped updates."""
+    def step_state_dict(self) -> dict[str, Any]:
+        """With the scale, unless it is fixed."""
         scaler = self.grad_scaler.state_dict() if self._loss_scale is None else {}
-        return {**super().state_dict(), "grad_scaler": scaler, "skipped_updates": int(self._skipped_updates)}
+        return {**super().step_state_dict(), "grad_scaler": scaler}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._skipped_updates.fill_(state_dict.get("skipped_updates", 0))
+    def load_step_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_step_state_dict(state_dict)
         if not self.grad_scaler.is_enabled() or self._loss_scale is not None:
             return
         if state_dict.get("grad_scaler"):
@@ -380,31 +556,4 @@ class AMPTrainer(SimpleTrainer):
 _END = object()
 
 
-_MAX_NOT_FINITE_IN_ROW = 25  # a scale of 2**16 is down to 2**-9 by then
-
-
-def _say_if_waiting(optimizer: torch.optim.Optimizer, device_type: str) -> None:
-    if device_type != "cpu" and not getattr(optimizer, "_step_supports_amp_scaling", False):
-        logger.warning(
-            "%s has no fused implementation here, so under float16 every update waits for the device to learn whether "
-            "to skip it; SGD, Adam, AdamW and Adagrad with fused=True do not, nor does bfloat16",
-            type(optimizer).__name__,
-        )
-
-
-def _zero_fill_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Fused SGD leaves its momentum uninitialised if the scaler skips its very first update; zeros are what it means.
-
-    With dampening 0 the first update from zeros equals the usual one: ``momentum * 0 + grad``.
-    """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):  # then the scaler calls no step that it skips
-        return
-    for group in optimizer.param_groups:
-        if group.get("fused") and group.get("momentum"):
-            if group.get("dampening"):
-                raise ConfigError(
-                    "fused SGD with dampening cannot skip its first update, as a scaler may ask; set fused=False "
-                    "(in the config: SOLVER.OPTIMIZER.FUSED)"
-                )
-            for parameter in group["params"]:
-                optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+_SKIPPED = "skipped_updates"  # in a record whether one was, in the storage how many were

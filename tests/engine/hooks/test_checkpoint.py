@@ -8,10 +8,12 @@ from torch import nn
 from tests.engine.tiny import AfterStep, Steps, Weight, fail_at, sgd
 from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.config import ConfigError, get_cfg, resolve_lengths
-from trainkit.engine.hooks import BestCheckpointer, EvalHook, PeriodicCheckpointer
+from trainkit.engine.hooks import BestCheckpointer, CallbackHook, EvalHook, PeriodicCheckpointer
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
 from trainkit.engine.trainers import SimpleTrainer
+from trainkit.evaluation.observer import EvaluationAbandoned
 
+ASYNC = pytest.mark.parametrize("async_save", [False, True])
 BOTH = pytest.mark.parametrize("checkpointer_class", [Checkpointer, fvcore.common.checkpoint.Checkpointer])
 
 
@@ -149,14 +151,14 @@ def test_a_final_save_that_fails_fails_the_run():
 
 
 def test_a_run_that_finished_early_has_its_final_file_and_others_do_not():
-    for finished, expected in ((True, [("model_0000001", 1), ("model_final", 2)]), (False, [("model_0000001", 1)])):
+    for finished, last in ((True, "model_final"), (False, "model_0000002")):
         recorder = Recorder()
         trainer = Steps([PeriodicCheckpointer(recorder, 2)])
         trainer.register_hooks(
             [AfterStep(lambda t, how=finished: t.iter == 2 and t.request_stop("enough", finished=how))]
         )
         trainer.train(0, 9)
-        assert recorder.saved == expected
+        assert recorder.saved == [("model_0000001", 1), (last, 2)]
     recorder = Recorder()
     with pytest.raises(RuntimeError):
         Steps([PeriodicCheckpointer(recorder, 2)], step=fail_at(3)).train(0, 4)
@@ -180,6 +182,225 @@ def test_a_loss_that_is_not_finite_is_found_before_the_checkpoint_also_asynchron
     with pytest.raises(FloatingPointError, match="in iteration 1"):
         trainer.train(0, 4)
     assert recorder.saved == []
+
+
+# ---------------------------------------------------------------------- a run that is stopped
+
+
+def stop_at(iter):
+    return AfterStep(lambda trainer: trainer.iter == iter and trainer.request_stop("enough"))
+
+
+@ASYNC
+@pytest.mark.parametrize(
+    ("period", "kept"), [(0, ["model_0000004.pth"]), (2, ["model_0000003.pth", "model_0000004.pth"])]
+)
+def test_a_run_that_is_stopped_is_saved_where_it_stands_and_counts_in_the_rotation(tmp_path, async_save, period, kept):
+    def make(*hooks):
+        trainer = Steps()
+        checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path, async_save=async_save, trainer=trainer)
+        trainer.register_hooks([PeriodicCheckpointer(checkpointer, period, max_to_keep=2), *hooks])
+        return trainer, checkpointer
+
+    trainer, _ = make(stop_at(4))
+    trainer.train(0, 9)
+    assert (trainer.status, files(tmp_path)) == ("stopped", ["last_checkpoint", *kept])
+    assert (tmp_path / "last_checkpoint").read_text() == "model_0000004.pth"
+    assert load(tmp_path / "model_0000004.pth")["iteration"] == 4
+
+    trainer, checkpointer = make()
+    checkpointer.resume_or_load("")
+    trainer.train(trainer.iter + 1, 9)
+    assert (trainer.status, trainer.start_iter) == ("finished", 5)
+
+
+@pytest.mark.parametrize(
+    ("order", "saves"),
+    [
+        ("stop, save", 1),
+        ("stop, save, else", 2),  # the file says that something is left to do, which is done by now
+        ("save, stop", 2),
+    ],
+)
+def test_a_stop_right_behind_a_save_writes_again_only_if_something_was_left_to_do(order, saves):
+    recorder = Recorder()
+    hooks = {"save": PeriodicCheckpointer(recorder, 4), "stop": stop_at(3), "else": AfterStep(lambda trainer: None)}
+    trainer = Steps([hooks[name] for name in order.split(", ")])
+    trainer.train(0, 9)
+
+    assert trainer.status == "stopped"
+    assert recorder.saved == saves * [("model_0000003", 3)]
+
+
+@pytest.mark.parametrize(
+    ("period", "expected"), [(4, [("model_0000003", 3)]), (3, [("model_0000002", 2), ("model_0000003", 3)])]
+)
+def test_an_evaluation_that_is_abandoned_behind_a_save_leaves_that_save(period, expected):
+    recorder = Recorder()
+
+    def evaluate():
+        trainer.before_eval("val", "data")
+        trainer.request_stop("enough")
+        raise EvaluationAbandoned
+
+    trainer = Steps([PeriodicCheckpointer(recorder, period), EvalHook(4, evaluate)])
+    trainer.train(0, 9)
+
+    assert (trainer.status, trainer.iter, recorder.saved) == ("stopped", 4, expected)
+
+
+def test_a_run_that_is_stopped_before_its_first_iteration_is_not_saved():
+    recorder = Recorder()
+
+    def evaluate():
+        trainer.request_stop("enough")
+        raise EvaluationAbandoned
+
+    trainer = Steps([PeriodicCheckpointer(recorder, 2), EvalHook(2, evaluate, eval_at_start=True)])
+    trainer.train(0, 9)
+
+    assert (trainer.status, recorder.saved) == ("stopped", [])
+
+
+def test_a_run_that_goes_on_after_a_stop_saves_as_if_nothing_had_happened():
+    recorder = Recorder()
+    trainer = Steps([PeriodicCheckpointer(recorder, 3), stop_at(3)])
+    trainer.train(0, 7)
+    trainer.train(4, 7)
+
+    assert recorder.saved == [("model_0000002", 2), ("model_0000003", 3), ("model_0000005", 5), ("model_final", 6)]
+
+
+@ASYNC
+def test_a_stop_whose_save_fails_fails_the_run(tmp_path, async_save):
+    (tmp_path / "model_0000002.pth").mkdir()  # nothing can be renamed to that
+    checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path, async_save=async_save)
+    trainer = Steps([PeriodicCheckpointer(checkpointer, 0), stop_at(2)])
+    with pytest.raises(CheckpointError, match=r"cannot write .*model_0000002\.pth"):
+        trainer.train(0, 9)
+    assert trainer.status == "failed"
+
+
+# ---------------------------------------------------------------------- asynchronous saves
+
+
+def settled(checkpointer):
+    """Looks at the folder, for which the checkpointer waits."""
+    return AfterStep(lambda trainer: checkpointer.has_checkpoint())
+
+
+def test_an_asynchronous_save_that_fails_is_logged_at_the_next_step_and_the_run_goes_on(tmp_path, caplog):
+    (tmp_path / "model_0000001.pth").mkdir()
+    checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path, async_save=True)
+    errors = []
+    count = AfterStep(lambda trainer: errors.append(sum("is not saved" in text for text in caplog.messages)))
+    trainer = Steps([settled(checkpointer), PeriodicCheckpointer(checkpointer, 2), settled(checkpointer), count])
+    trainer.train(0, 6)
+
+    assert trainer.status == "finished"
+    assert errors == [0, 0, 1, 1, 1, 1]
+    (error,) = [text for text in caplog.messages if "is not saved" in text]
+    assert error.startswith("A checkpoint is not saved, training goes on: cannot write")
+    assert "model_0000001.pth" in error
+    assert files(tmp_path) == ["last_checkpoint", "model_0000001.pth", "model_0000003.pth", "model_final.pth"]
+
+
+@ASYNC
+@pytest.mark.parametrize(
+    ("failing", "save_last"), [("model_final", True), ("model_0000003", False), ("model_0000005", False)]
+)
+def test_a_run_whose_last_save_fails_has_failed(tmp_path, async_save, failing, save_last):
+    (tmp_path / f"{failing}.pth").mkdir()
+    checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path, async_save=async_save)
+    trainer = Steps([PeriodicCheckpointer(checkpointer, 2, save_last=save_last)])
+    length = 6 if failing == "model_0000005" else 5
+    with pytest.raises(CheckpointError, match=rf"cannot write .*{failing}\.pth"):
+        trainer.train(0, length)
+    assert (trainer.status, trainer.iter) == ("failed", length)
+
+    (tmp_path / f"{failing}.pth").rmdir()
+    trainer.train(0, length)  # the same trainer and hooks, and nothing is left of the failure
+    assert trainer.status == "finished"
+
+
+def test_a_run_that_fails_still_completes_the_save_under_way(tmp_path):
+    checkpointer = Checkpointer(nn.Linear(300, 300), tmp_path, async_save=True)
+    with pytest.raises(RuntimeError, match="step 2 failed"):
+        Steps([PeriodicCheckpointer(checkpointer, 2)], step=fail_at(2)).train(0, 9)
+    assert files(tmp_path) == ["last_checkpoint", "model_0000001.pth"]
+
+
+@ASYNC
+def test_the_files_of_a_run_are_the_same_whoever_writes_them(tmp_path, async_save):
+    trainer = Steps()
+    checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path, async_save=async_save, trainer=trainer)
+    values = iter([1.0, 3.0, 2.0, 4.0])
+    trainer.register_hooks(
+        [
+            PeriodicCheckpointer(checkpointer, 2, max_to_keep=2),
+            EvalHook(2, lambda: {"top1": next(values)}),
+            BestCheckpointer(2, checkpointer, "top1"),
+        ]
+    )
+    trainer.train(0, 8)
+    assert {path.stem: load(path)["iteration"] for path in sorted(tmp_path.glob("*.pth"))} == {
+        "model_0000005": 5,
+        "model_best": 7,
+        "model_final": 7,
+    }
+    assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
+
+
+def best_run(folder, values, fails_at, async_save, checkpoints=()):
+    """Evaluations after each iteration; the best file cannot be written while ``fails_at`` is the iteration."""
+    trainer, results, best = Steps(), iter(values), folder / "model_best.pth"
+    checkpointer = Checkpointer(nn.Linear(1, 1), folder, async_save=async_save, trainer=trainer)
+
+    def block(trainer):
+        if trainer.iter == fails_at:
+            best.rename(folder / "aside")
+            best.mkdir()
+
+    def unblock(trainer):
+        checkpointer.has_checkpoint()
+        if trainer.iter == fails_at and trainer.iter + 1 < trainer.max_iter:
+            best.rmdir()
+            (folder / "aside").rename(best)
+
+    trainer.register_hooks(
+        [
+            CallbackHook(before_step=block),
+            EvalHook(1, lambda: {"top1": next(results)}),
+            BestCheckpointer(1, checkpointer, "top1"),
+            CallbackHook(after_step=unblock),
+            *(PeriodicCheckpointer(checkpointer, period) for period in checkpoints),
+        ]
+    )
+    return trainer
+
+
+@ASYNC
+def test_a_best_value_counts_only_if_its_file_is_there(tmp_path, async_save):
+    trainer = best_run(tmp_path, [50.0, 80.0, 70.0, 60.0], 1, async_save, checkpoints=[2])
+    best = []
+    trainer.register_hooks([AfterStep(lambda t: best.append(t.state_dict()["hooks"]["BestCheckpointer"]["best"]))])
+    trainer.train(0, 4)
+
+    assert trainer.status == "finished"
+    assert best == [50.0, 50.0, 70.0, 70.0]  # of 80 there is no file
+    assert load(tmp_path / "model_best.pth")["iteration"] == 2
+    assert load(tmp_path / "model_0000001.pth")["trainer"]["hooks"]["BestCheckpointer"]["best"] == 50.0
+    assert load(tmp_path / "model_best.pth")["trainer"]["hooks"]["BestCheckpointer"]["best"] == 70.0
+
+
+@ASYNC
+def test_a_best_save_that_fails_at_the_end_fails_the_run_and_the_best_value_is_the_one_before(tmp_path, async_save):
+    trainer = best_run(tmp_path, [50.0, 80.0], 1, async_save)
+    with pytest.raises(CheckpointError, match=r"cannot write .*model_best\.pth"):
+        trainer.train(0, 2)
+    assert trainer.status == "failed"
+    assert trainer.state_dict()["hooks"]["BestCheckpointer"]["best"] == 50.0
+    assert load(tmp_path / "aside")["iteration"] == 0
 
 
 # ---------------------------------------------------------------------- BestCheckpointer
@@ -247,7 +468,8 @@ def test_the_best_value_is_remembered_over_a_resume_and_last_checkpoint_stays(tm
     assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
     assert load(tmp_path / "model_best.pth")["iteration"] == 3
 
-    second, checkpointer = best_trainer(tmp_path, checkpointer_class, [75.0, 79.0, 81.0])
+    # the first is that of iteration 5 again, which is no longer the last one
+    second, checkpointer = best_trainer(tmp_path, checkpointer_class, [70.0, 75.0, 79.0, 81.0])
     checkpointer.resume_or_load("", resume=True)
     assert second.iter == 5
     best = []

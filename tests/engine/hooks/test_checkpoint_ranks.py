@@ -8,7 +8,14 @@ from torch import distributed, multiprocessing, nn
 
 from tests.engine.tiny import AfterStep, Steps
 from trainkit.checkpoint import Checkpointer, CheckpointError
-from trainkit.engine.hooks import BestCheckpointer, EarlyStopping, EvalHook, PeriodicCheckpointer, PublishWeights
+from trainkit.engine.hooks import (
+    BestCheckpointer,
+    CallbackHook,
+    EarlyStopping,
+    EvalHook,
+    PeriodicCheckpointer,
+    PublishWeights,
+)
 from trainkit.utils import comm
 
 
@@ -51,6 +58,33 @@ def _main(rank, folder):
 
     with pytest.raises(CheckpointError, match="weights could not be published: .*model_best.pth' is damaged"):
         _train(mine / "damaged", [2, 1], damage, patience=1)
+
+    for asynchronous in (False, True):  # what rank 0 alone finds out fails both
+        folder = mine / f"full_{asynchronous}"
+        (folder / "model_final.pth").mkdir(parents=True)
+        trainer = Steps([PeriodicCheckpointer(Checkpointer(nn.Linear(1, 1), folder, async_save=asynchronous), 2)])
+        with pytest.raises(CheckpointError, match=r"cannot write .*model_final\.pth"):
+            trainer.train(0, 3)
+        assert trainer.status == "failed"
+
+        # after the failed save of an iteration, all ranks save again when they stop there
+        trainer = Steps()
+        folder = mine / f"stopped_{asynchronous}"
+        checkpointer = Checkpointer(nn.Linear(1, 1), folder, async_save=asynchronous, trainer=trainer)
+        if rank == 0:
+            (folder / "model_0000001.pth").mkdir(parents=True)
+
+        def make_room(trainer, checkpointer=checkpointer, folder=folder):
+            checkpointer.has_checkpoint()  # waits
+            if rank == 0:
+                (folder / "model_0000001.pth").rmdir()
+
+        trainer.stop_check_period = 1
+        stop = AfterStep(lambda trainer: trainer.iter == 1 and trainer.request_stop("enough"))
+        trainer.register_hooks([stop, CallbackHook(after_train=make_room), PeriodicCheckpointer(checkpointer, 2)])
+        trainer.train(0, 9)
+        assert trainer.status == "stopped"
+        assert (folder / "model_0000001.pth").is_file() == (rank == 0)
     distributed.destroy_process_group()
 
 

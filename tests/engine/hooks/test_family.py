@@ -83,7 +83,7 @@ class Job:
         self.trainer = SimpleTrainer(self.model, self.data, self.optimizer)
         self.checkpointer = Checkpointer(self.model, folder, trainer=self.trainer)
         self.hook = MAKE[name](self)
-        evaluate = EvalHook(2, lambda: {"top1": 50.0 + self.trainer.iter})
+        evaluate = EvalHook(2, lambda: {"top1": 50.0 - abs(self.trainer.iter - 3)})
         self.trainer.register_hooks([evaluate, self.hook])
 
     def with_checkpoints(self, hook):

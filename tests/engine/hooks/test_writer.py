@@ -1,17 +1,21 @@
+import io
 import json
 
 import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.engine.tiny import AfterStep, Regression, Steps, batches, fail_at, sgd
-from trainkit.engine.hooks import EvalHook, PeriodicWriter
+from trainkit.checkpoint.state import plain_state
+from trainkit.engine.hooks import CallbackHook, EvalHook, PeriodicWriter
 from trainkit.engine.trainers import SimpleTrainer
-from trainkit.utils.events import EventWriter, JSONWriter
+from trainkit.utils.events import EventWriter, JSONWriter, TensorboardXWriter, get_event_storage
 
 
 class Log(EventWriter):
-    def __init__(self, fails=False):
+    def __init__(self, fails=None):
         self.calls = []
-        self.fails = fails
+        self.fails = fails  # the class of its error in close()
 
     def write(self):
         self.calls.append("write")
@@ -19,7 +23,7 @@ class Log(EventWriter):
     def close(self):
         self.calls.append("close")
         if self.fails:
-            raise OSError("no space left")
+            raise self.fails("no space left")
 
 
 def rows(path):
@@ -83,9 +87,9 @@ def test_the_second_of_two_runs_goes_on_in_the_same_file(tmp_path):
 
 
 def test_a_writer_that_cannot_be_closed_leaves_the_others_closed():
-    first, second = Log(fails=True), Log()
+    first, second = Log(fails=RuntimeError), Log()
     trainer = Steps([PeriodicWriter([first, second])])
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(RuntimeError, match="no space left"):
         trainer.train(0, 1)
     assert first.calls[-1] == second.calls[-1] == "close"
 
@@ -104,3 +108,290 @@ def test_bad_arguments_are_errors_of_the_constructor():
         PeriodicWriter(["metrics.json"])
     with pytest.raises(ValueError, match="period must be a whole number of iterations >= 1, got 0"):
         PeriodicWriter([], period=0)
+
+
+# ---------------------------------------------------------------------- going on
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(plain_state(state), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def put_some(trainer):
+    trainer.storage.put_scalar("mine", trainer.iter)
+    trainer.storage.put_scalar("time", 1.0)
+    if trainer.iter % 5 == 4:
+        trainer.storage.put_scalar("top1", trainer.iter, smoothing_hint=False)
+
+
+def writing_run(path, actions=(), step=lambda iter: None, asynchronous=False):
+    """A trainer that puts something into the storage in each iteration and writes every third one."""
+    writer = PeriodicWriter([JSONWriter(path)], period=3)
+    trainer = Steps([writer, AfterStep(put_some), *actions], step=step)
+    if asynchronous:
+        trainer.register_hooks([CallbackHook(before_train=lambda trainer: trainer.storage.start_deferring())])
+    return trainer, writer
+
+
+@pytest.fixture
+def expected(tmp_path):
+    """The lines of an uninterrupted run of 13 iterations."""
+    writing_run(tmp_path / "whole.json")[0].train(0, 13)
+    return (tmp_path / "whole.json").read_text()
+
+
+def stop_at(iter):
+    return AfterStep(lambda trainer: trainer.request_stop("enough") if trainer.iter == iter else None)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("stop", [1, 2, 4, 6])
+def test_a_run_that_was_stopped_goes_on_in_the_same_process_as_if_it_had_not(tmp_path, expected, stop, asynchronous):
+    path = tmp_path / "metrics.json"
+    trainer, _ = writing_run(path, [stop_at(stop)], asynchronous=asynchronous)
+    trainer.train(0, 13)
+    assert (trainer.status, rows(path)[-1]["iteration"]) == ("stopped", stop)  # for the user to see
+
+    trainer.train(trainer.iter, 13)
+    assert path.read_text() == expected
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("stop", [1, 2, 4, 6])
+def test_a_run_that_was_stopped_goes_on_in_another_process_as_if_it_had_not(tmp_path, expected, stop, asynchronous):
+    path = tmp_path / "metrics.json"
+    first, _ = writing_run(path, [stop_at(stop)], asynchronous=asynchronous)
+    first.train(0, 13)
+    state = through_a_file(first.state_dict())
+    second, _ = writing_run(path, asynchronous=asynchronous)
+    second.load_state_dict(state)
+    second.train(second.iter + 1, 13)
+
+    assert path.read_text() == expected
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("saved", [0, 1, 2, 5, 7])
+def test_a_run_that_was_killed_goes_on_as_if_it_had_not(tmp_path, expected, saved, asynchronous):
+    path = tmp_path / "metrics.json"
+    states = []
+    save = AfterStep(lambda trainer: states.append(trainer.state_dict()) if trainer.iter == saved else None)
+    first, _ = writing_run(path, [save], step=fail_at(10), asynchronous=asynchronous)
+    with pytest.raises(RuntimeError, match="step 10 failed"):
+        first.train(0, 13)
+
+    def resume(**changes):
+        state = through_a_file(states[0])
+        second, _ = writing_run(path, asynchronous=asynchronous)
+        second.load_state_dict({**state, **changes})
+        second.train(second.iter + 1, 13)
+        return path.read_text()
+
+    assert resume() == expected
+    assert resume(hooks={}) != expected
+
+
+def test_a_run_that_is_made_longer_has_no_line_of_the_shorter_one_twice(tmp_path):
+    path = tmp_path / "metrics.json"
+    first, _ = writing_run(path)
+    first.train(0, 5)
+    shorter = path.read_text()
+    second, _ = writing_run(path)
+    second.load_state_dict(through_a_file(first.state_dict()))
+    second.train(5, 9)
+
+    assert path.read_text().startswith(shorter)
+    assert [row["iteration"] for row in rows(path)] == [2, 4, 5, 8]
+
+
+def test_a_run_that_failed_is_trained_again_without_lines_twice(tmp_path, expected):
+    path = tmp_path / "metrics.json"
+    trainer, _ = writing_run(path, step=fail_at(7))
+    with pytest.raises(RuntimeError, match="step 7 failed"):
+        trainer.train(0, 13)
+    assert rows(path)[-1]["iteration"] == 6
+    trainer.step = lambda iter: None
+    trainer.train(7, 13)  # with a storage of its own, so the smoothed values differ
+
+    assert [row["iteration"] for row in rows(path)] == [json.loads(line)["iteration"] for line in expected.splitlines()]
+
+
+def test_nothing_is_cut_off_before_training_begins_nor_by_a_run_from_the_beginning(tmp_path):
+    path = tmp_path / "metrics.json"
+    first, _ = writing_run(path)
+    first.train(0, 4)
+    state = first.state_dict()
+    before = path.read_text()
+    writing_run(path)[0].train(0, 7)
+    doubled = path.read_text()
+
+    second, writer = writing_run(path)
+    second.load_state_dict(state)
+    assert path.read_text() == doubled
+    assert writer.state_dict() == state["hooks"]["PeriodicWriter"]  # a checkpoint before training has them too
+    second.train(0, 1)
+    assert path.read_text().startswith(doubled)
+    assert before != doubled
+
+
+def test_a_state_that_is_loaded_during_training_moves_no_writer_back(tmp_path, expected):
+    path = tmp_path / "metrics.json"
+    trainer, writer = writing_run(path)
+    states = {}
+
+    def save_and_load(trainer):
+        if trainer.iter == 4:
+            states.update(writer.state_dict())
+        if trainer.iter == 9:
+            writer.load_state_dict(states)
+            states.update(writer.state_dict())
+
+    trainer.register_hooks([AfterStep(save_and_load)])
+    trainer.train(0, 13)
+
+    assert path.read_text() == expected
+    assert states["writers"][0]["state"]["length"] > expected.index('"iteration": 5')
+
+
+def test_each_writer_gets_the_state_of_its_class_and_place(tmp_path):
+    class Named(EventWriter):
+        def __init__(self, name):
+            self.name, self.got = name, None
+
+        def write(self):
+            pass
+
+        def state_dict(self):
+            return {"name": self.name}
+
+        def load_state_dict(self, state):
+            self.got = state["name"]
+
+    class Other(Named):
+        pass
+
+    first = Steps([PeriodicWriter([Named("a"), Other("b"), Named("c"), Log()])])
+    first.train(0, 1)
+    new = [Other("x"), JSONWriter(tmp_path / "metrics.json"), Named("y"), Named("z"), Named("w")]
+    second = Steps([PeriodicWriter(new)])
+    second.load_state_dict(first.state_dict())
+    second.train(1, 2)
+
+    assert [writer.got for writer in new if isinstance(writer, Named)] == ["b", "a", "c", None]
+
+
+# ---------------------------------------------------------------------- a disk without room
+
+
+class Disk(EventWriter):
+    """Has no room at the writes in ``full``, counted from 0."""
+
+    __hash__ = None
+
+    def __init__(self, full, error=OSError):
+        self.full, self.error, self.count = full, error, 0
+
+    def write(self):
+        self.count += 1
+        if self.count - 1 in self.full:
+            raise self.error("no space left")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_writer_without_room_is_named_once_until_it_has_written_and_the_run_goes_on(caplog, asynchronous):
+    disk, log = Disk({1, 2, 3, 5}), Log()
+    trainer = Steps([PeriodicWriter([disk, log], period=1)])
+    if asynchronous:
+        trainer.register_hooks([CallbackHook(before_train=lambda trainer: trainer.storage.start_deferring())])
+    trainer.train(0, 8)
+
+    assert trainer.status == "finished"
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
+        "Disk cannot write, training goes on: no space left"
+    ] * 2
+    assert (disk.count, log.calls) == (9, ["write"] * 9 + ["close"])
+
+
+def test_a_writer_without_room_at_the_end_is_an_error_in_the_log_and_no_failure(caplog):
+    trainer = Steps([PeriodicWriter([Disk({1}), Log(fails=OSError)])])
+    trainer.train(0, 3)
+
+    assert trainer.status == "finished"
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
+        "Disk cannot write its last lines: no space left",
+        "Log cannot be closed: no space left",
+    ]
+
+
+def test_another_error_of_a_writer_ends_the_run():
+    trainer = Steps([PeriodicWriter([Disk({0}, error=KeyError)], period=1)])
+    with pytest.raises(KeyError):
+        trainer.train(0, 3)
+
+    assert trainer.status == "failed"
+
+
+# ---------------------------------------------------------------------- images
+
+
+class Gallery(EventWriter):
+    """Notes the images that it sees, and clears them like a writer that is used by itself."""
+
+    def __init__(self):
+        self.seen = []
+
+    def write(self):
+        storage = get_event_storage()
+        self.seen.append([image.iter for image in storage.images()] + [h.iter for h in storage.histograms()])
+        storage.clear_images()
+        storage.clear_histograms()
+
+
+def put_picture(trainer):
+    trainer.storage.put_image("image", torch.zeros(3, 2, 2))
+    if trainer.iter == 2:
+        trainer.storage.put_histogram("histogram", torch.ones(1))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_every_writer_sees_the_images_and_then_they_are_let_go(asynchronous):
+    galleries = [Gallery(), Gallery()]
+    trainer = Steps([AfterStep(put_picture), PeriodicWriter(galleries, period=2)])
+    if asynchronous:
+        trainer.register_hooks([CallbackHook(before_train=lambda trainer: trainer.storage.start_deferring())])
+    trainer.train(0, 4)
+
+    assert galleries[0].seen == galleries[1].seen == [[0, 1], [2, 3, 2], []]
+
+
+def test_images_are_let_go_where_there_is_no_writer():
+    sizes = []
+    note = CallbackHook(before_step=lambda trainer: sizes.append(len(trainer.storage.images())))
+    Steps([AfterStep(put_picture), PeriodicWriter([], period=3), note]).train(0, 8)
+
+    assert sizes == [0, 1, 2, 0, 1, 2, 0, 1]
+
+
+def test_images_wait_for_a_second_periodic_writer_that_shows_them_later():
+    gallery = Gallery()
+    Steps([AfterStep(put_picture), PeriodicWriter([], period=1), PeriodicWriter([gallery], period=4)]).train(0, 4)
+
+    assert gallery.seen == [[0, 1, 2, 3, 2], []]
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_images_that_a_stop_has_shown_are_shown_again_when_the_run_goes_on(tmp_path, others):
+    def shown(name, actions):
+        trainer = Steps([AfterStep(put_picture), *actions, PeriodicWriter([TensorboardXWriter(tmp_path / name)], 3)])
+        trainer.register_hooks([PeriodicWriter([]) for _ in range(others)])
+        trainer.train(0, 8)
+        if trainer.status == "stopped":
+            trainer.train(trainer.iter, 8)
+        events = EventAccumulator(str(tmp_path / name), size_guidance={"images": 0})
+        events.Reload()
+        return [event.step for event in events.Images("image")]
+
+    assert shown("stopped", [stop_at(4)]) == shown("whole", []) == list(range(8))

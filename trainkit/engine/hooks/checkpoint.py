@@ -1,7 +1,9 @@
 """When the model is saved."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +24,72 @@ logger = logging.getLogger(__name__)
 class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
     """`trainkit.checkpoint.PeriodicCheckpointer` as a hook; the run's length is the trainer's.
 
-    A periodic save that fails (a full disk) is logged, and the run goes on from the checkpoints that it has; if that of
-    the last iteration fails, the run has failed.
+    A run that is stopped is saved as ``<file_prefix>_<iteration>`` where it stands, whatever the period.
+
+    A save that fails (a full disk) is logged, and the run goes on from the checkpoints that it has; if the last one of
+    a run fails, the run has failed, on every rank.
     """
+
+    _final_iter = -1  # how many iterations the run had when its final file was written
 
     def before_train(self) -> None:
         self.max_iter = self.trainer.max_iter
-        self._final_iter: int | None = None
+        # else it is of another run
+        self._final_iter = self._final_iter if self._final_iter <= self.trainer.start_iter else -1
+        self._saved: tuple[int, Any] | None = None  # where the run stood at its last save: iteration and cursor
+        self._writing: Future[None] | None = None
+        self._failure = ""
 
     def after_step(self) -> None:
-        if self.name_at(self.trainer.iter) is not None:
-            self.trainer.storage.flush()  # a loss that is not finite is found before the checkpoint
-        try:
-            self.step(self.trainer.iter)
-        except CheckpointError as error:
-            if is_last(self.trainer):
-                raise
-            logger.error("The checkpoint of iteration %d is not saved, training goes on: %s", self.trainer.iter, error)
+        _log_failed_save(self.checkpointer)
         if is_last(self.trainer):
             self._final_iter = self.trainer.iter + 1
+        if self.name_at(self.trainer.iter) is not None:
+            self._try_to_save(partial(self.step, self.trainer.iter), self.trainer.iter)
 
     def after_train(self) -> None:
-        finished_early = self.trainer.status == "finished" and self._final_iter != self.trainer.iter
-        if finished_early and self.save_last:
-            self.save(f"{self.file_prefix}_final", iteration=self.trainer.iter - 1)
+        self._finish_saving()
+        if self.trainer.status == "finished" and self._final_iter != self.trainer.iter and self.save_last:
+            self._final_iter = self.trainer.iter
+            name, iteration = f"{self.file_prefix}_final", self.trainer.iter - 1
+            self._try_to_save(partial(self.save, name, iteration=iteration), iteration)
+        elif self.trainer.status == "stopped":
+            self._save_stopped()
+        self._finish_saving()
+        if self.trainer.status != "failed":
+            _raise_first(self.trainer.gather(self._failure))
+
+    def _save_stopped(self) -> None:
+        iteration = self.trainer.iter - 1
+        # a save that has failed is known to the rank that writes
+        is_saved = all(self.trainer.gather(not self._failure and self._saved == (iteration, self.trainer.cursor)))
+        if iteration >= 0 and not is_saved:
+            name = f"{self.file_prefix}_{iteration:07d}"
+            self._try_to_save(partial(self._save_and_rotate, name, iteration), iteration)
+
+    def _try_to_save(self, save: Callable[[], Future[None] | None], iteration: int) -> None:
+        self.trainer.storage.flush()
+        self.trainer.check_finite()
+        self._saved, self._failure = (iteration, self.trainer.cursor), ""
+        try:
+            self._writing = save()
+        except CheckpointError as error:
+            self._failure = str(error)
+            logger.error("The checkpoint of iteration %d is not saved, training goes on: %s", iteration, error)
+
+    def _finish_saving(self) -> None:
+        """Wait for what this rank writes, never for others."""
+        if self._writing is not None:
+            self._failure = _failure_of(self._writing)
+            self._writing = None
+        _log_failed_save(self.checkpointer, wait=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """``final_iter``: how many iterations the run had when its final file was written."""
+        return {"final_iter": self._final_iter}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._final_iter = state_dict["final_iter"]
 
 
 @HOOK_REGISTRY.register()
@@ -77,6 +121,7 @@ class BestCheckpointer(HookBase):
         self._monitor = MetricMonitor(val_metric, mode)
         check_file_prefix(file_prefix)
         self.file_prefix = file_prefix
+        self._unwritten: tuple[Future[None], dict[str, Any]] | None = None  # and the best value before
 
     @property
     def monitored_metric(self) -> str:
@@ -97,6 +142,7 @@ class BestCheckpointer(HookBase):
         self._monitor.begin(self.trainer.start_iter)
 
     def after_step(self) -> None:
+        _log_failed_save(self.checkpointer)
         if is_due(self.trainer, self._period, offset=self._offset) and not is_last(self.trainer):
             try:
                 self._save_if_best(self.trainer.iter)
@@ -104,10 +150,18 @@ class BestCheckpointer(HookBase):
                 logger.error("The best checkpoint so far is not saved, training goes on: %s", error)
 
     def after_train(self) -> None:
+        failure = ""
         if self.trainer.status == "finished":
-            self._save_if_best(self.trainer.iter - 1)
+            try:
+                self._save_if_best(self.trainer.iter - 1)
+            except CheckpointError as error:
+                failure = str(error)
+        failure = self._finish_saving() or failure
+        if self.trainer.status == "finished":
+            _raise_first(self.trainer.gather(failure))
 
     def _save_if_best(self, iteration: int) -> None:
+        self._finish_saving()
         self.trainer.storage.flush()  # on every rank: what rank 0 reads may need the metrics of the others
         before = self._monitor.state_dict()
         better = comm.is_main_process() and self._monitor.update(self.trainer.storage)
@@ -116,16 +170,28 @@ class BestCheckpointer(HookBase):
         if comm.is_main_process():
             logger.info("%s is %.5g, the best so far", self._monitor.metric, self._monitor.best)
         try:
-            self._save(iteration)
+            writing = self._save(iteration)
         except CheckpointError:
             self._monitor.load_state_dict(before)  # the best file is still the one before
             raise
+        if writing is not None:
+            self._unwritten = writing, before
 
-    def _save(self, iteration: int) -> None:
+    def _finish_saving(self) -> str:
+        """Wait for the best file that this rank writes; why it has failed: then the best is the one before."""
+        failure = ""
+        if self._unwritten is not None:
+            (writing, before), self._unwritten = self._unwritten, None
+            if failure := _failure_of(writing):
+                self._monitor.load_state_dict(before)
+        _log_failed_save(self.checkpointer)
+        return failure
+
+    def _save(self, iteration: int) -> Future[None] | None:
         if isinstance(self.checkpointer, Checkpointer):
-            self.checkpointer.save(self.file_prefix, tag_last=False, iteration=iteration)
-        else:
-            self._save_and_restore_tag(iteration)
+            return self.checkpointer.save(self.file_prefix, tag_last=False, iteration=iteration)
+        self._save_and_restore_tag(iteration)
+        return None
 
     def _save_and_restore_tag(self, iteration: int) -> None:
         """A checkpointer that cannot save without tagging gets its tag back."""
@@ -139,10 +205,35 @@ class BestCheckpointer(HookBase):
                 self.checkpointer.tag_last_checkpoint(before)
 
     def state_dict(self) -> dict[str, Any]:
+        self._finish_saving()
         return self._monitor.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._monitor.load_state_dict(state_dict)
+
+
+def _log_failed_save(checkpointer: Any, *, wait: bool = False) -> None:
+    """Log the error of an asynchronous save, which is raised once for all hooks that share the checkpointer."""
+    if isinstance(checkpointer, Checkpointer):
+        try:
+            checkpointer.wait() if wait else checkpointer.raise_error()
+        except CheckpointError as error:
+            logger.error("A checkpoint is not saved, training goes on: %s", error)
+
+
+def _failure_of(writing: Future[None]) -> str:
+    """Wait for a save; why it has failed, or nothing."""
+    try:
+        writing.result()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _raise_first(failures: Iterable[str]) -> None:
+    """Raise a CheckpointError on every rank if one has a failure: none is left waiting for a rank that has raised."""
+    if failed := list(filter(None, failures)):
+        raise CheckpointError("; ".join(failed))
 
 
 def best_file_prefixes(metrics: str | Sequence[str] | None) -> dict[str, str]:

@@ -65,7 +65,8 @@ class EvalHook(HookBase):
                 "EvalHook has by_epoch (LOG.EVAL_AXIS in a config), but the training data has no length, so there are "
                 "no epochs; show the results over iterations"
             )
-        self._evaluated_iters = -1
+        if self._evaluated_iters > self.trainer.start_iter:  # those of another run
+            self._evaluated_iters = -1
         if self._at_start and self.trainer.iter == 0:
             self._evaluate(0)
 
@@ -83,7 +84,8 @@ class EvalHook(HookBase):
             self._evaluate(done)
 
     def _evaluate(self, done_iters: int) -> None:
-        self.trainer.storage.flush()  # a loss that is not finite is found before the evaluation
+        self.trainer.storage.flush()
+        self.trainer.check_finite()
         with observe_inference(self.trainer, self.phase):
             results = self._function()
         self._evaluated_iters = done_iters
@@ -99,6 +101,13 @@ class EvalHook(HookBase):
                 ) from error
             self.trainer.storage.put_scalar(name, number, smoothing_hint=False, epoch=epoch)
         comm.synchronize()  # ranks take different times; the next collective should not count that
+
+    def state_dict(self) -> dict[str, Any]:
+        """``evaluated_iters``: how many iterations the model had when it was evaluated last."""
+        return {"evaluated_iters": self._evaluated_iters}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._evaluated_iters = state_dict["evaluated_iters"]
 
 
 @HOOK_REGISTRY.register()

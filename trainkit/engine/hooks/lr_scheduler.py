@@ -43,19 +43,21 @@ class LRScheduler(HookBase):
 
     def before_train(self) -> None:
         self._optimizer = self._given_optimizer or self.trainer.optimizer
+        # one behind, if the checkpoint lies before the step of the schedule
+        iter = self.trainer.iter - self.trainer.has_turn_left(self)
         scheduler = self._given_scheduler or self.trainer.scheduler
         if isinstance(scheduler, ParamScheduler):
             # a function of the iteration: nothing to load, it starts where the trainer does
             for group in self._optimizer.param_groups:
                 group.setdefault("initial_lr", group["lr"])
             scheduler = LRMultiplier(
-                self._optimizer, KeepLastValue(scheduler), self.trainer.max_iter, last_iter=self.trainer.iter - 1
+                self._optimizer, KeepLastValue(scheduler), self.trainer.max_iter, last_iter=iter - 1
             )
         elif self._waiting_state:
             scheduler.load_state_dict(self._waiting_state)
         self._waiting_state = {}
-        if isinstance(scheduler, ScheduledLR) and scheduler.last_epoch != self.trainer.iter:
-            scheduler.seek(self.trainer.iter)  # in a second run
+        if isinstance(scheduler, ScheduledLR) and scheduler.last_epoch != iter:
+            scheduler.seek(iter)  # in a second run
         self._scheduler = scheduler
         self._shown_group = _representative_group(self._optimizer.param_groups)
 

@@ -124,6 +124,7 @@ class MetricMonitor:
         return {
             "metric": self.metric,
             "mode": self.mode,
+            "value": self.value,
             "best": self.best,
             "best_iter": self.best_iter,
             "not_better": self.not_better,
@@ -139,7 +140,7 @@ class MetricMonitor:
             )
             self.forget()
             return
-        self.best, self.best_iter = state["best"], state["best_iter"]
+        self.value, self.best, self.best_iter = state["value"], state["best"], state["best_iter"]
         self.not_better, self._seen_iter = state["not_better"], state["seen_iter"]
 
 

@@ -73,7 +73,8 @@ class ParamScheduler(HookBase):
         ]
         sizes = [sum(parameter.numel() for parameter in group["params"]) for group, _, _ in self._targets]
         self._shown = sizes.index(max(sizes))
-        self._set(self.trainer.iter)
+        # one behind, if the checkpoint lies before the step of the schedule
+        self._set(self.trainer.iter - self.trainer.has_turn_left(self))
 
     def after_step(self) -> None:
         self.trainer.storage.put_scalar(self.param, self._values[self._shown], smoothing_hint=False)

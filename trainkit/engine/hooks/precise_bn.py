@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trainkit.data.loader import resume_obstacle
 from trainkit.engine.train_loop import HookBase, check_period, is_due
 from trainkit.utils import comm
 from trainkit.utils.device import move_to_device
@@ -41,6 +42,8 @@ class PreciseBN(HookBase):
         self._num_iter = check_period("num_iter", num_iter, minimum=1)
         self._model = model
         self._data_loader = data_loader
+        # with the seed, which a run with SEED -1 draws anew
+        self._data_state = {} if resume_obstacle(data_loader) else data_loader.state_dict()  # type: ignore[attr-defined]
         self._layers = [
             m for m in model.modules() if isinstance(m, _BatchNorm) and m.training and m.track_running_stats
         ]
@@ -50,6 +53,15 @@ class PreciseBN(HookBase):
     def after_step(self) -> None:
         if self._layers and is_due(self.trainer, self._period, or_last=True):
             self.update_stats()
+
+    def state_dict(self) -> dict[str, Any]:
+        """``data``: where the loader begins each time."""
+        return {"data": self._data_state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict["data"] and not resume_obstacle(self._data_loader):
+            self._data_state = state_dict["data"]
+            self._data_loader.load_state_dict(self._data_state)  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def update_stats(self) -> None:

@@ -1,5 +1,7 @@
 """The same buffers on all ranks."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -19,8 +21,6 @@ class SyncBuffers(HookBase):
     Buffers of whole numbers stay as they are. An `EMAHook` that copies buffers copies these. It stands before the
     checkpointer. Nothing to do with one process.
 
-    There is no state: behind a checkpoint the buffers of all ranks are the same.
-
     Args:
         period: in iterations; 0: at the end of each epoch, if the trainer has epochs.
     """
@@ -30,7 +30,8 @@ class SyncBuffers(HookBase):
         self._has_stepped = False
 
     def before_train(self) -> None:
-        self._has_stepped = False
+        if self.trainer.start_iter == 0:
+            self._has_stepped = False
 
     def after_step(self) -> None:
         self._has_stepped = True
@@ -61,3 +62,10 @@ class SyncBuffers(HookBase):
         for hook in self.trainer._hooks:
             if isinstance(hook, EMAHook):
                 hook.copy_buffers()
+
+    def state_dict(self) -> dict[str, Any]:
+        """``has_stepped``: whether an evaluation has to average the buffers first."""
+        return {"has_stepped": self._has_stepped}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._has_stepped = state_dict["has_stepped"]

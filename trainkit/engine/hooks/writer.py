@@ -2,7 +2,8 @@
 
 import logging
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from typing import Any
 
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.train_loop import HookBase, Priority, check_period, is_due
@@ -16,7 +17,11 @@ class PeriodicWriter(HookBase):
     """Let the writers write every ``period`` iterations, after the last one, and at the end of training.
 
     It runs behind every other hook, so that what they put is written too. The writers are closed at the end and go on
-    where they were if the trainer trains again.
+    where they were if the trainer trains again. What a run writes at its end because it was stopped or failed is only
+    there until it goes on: then its files become those of a run that was not interrupted.
+
+    A writer that raises an OSError (a full disk) is named in the log once and called again the next time. Images and
+    histograms that were put before a write are let go behind it, unless there is a second `PeriodicWriter`.
 
     Raises:
         TypeError: an entry is no `EventWriter`.
@@ -31,22 +36,93 @@ class PeriodicWriter(HookBase):
             if not isinstance(writer, EventWriter):
                 raise TypeError(f"writers must be EventWriter objects, got {writer!r}")
         self._period = check_period("period", period, minimum=1)
+        self._waiting: list[dict[str, Any]] | None = None  # what the writers get when training goes on
+        self._ended: list[dict[str, Any]] | None = None  # where they stood at the end of a finished run
+        self._failing: set[int] = set()  # places in the list; a writer may be unhashable
+        self._alone = True
+
+    def before_train(self) -> None:
+        if self._waiting is not None and self.trainer.start_iter > 0:
+            self._hand_out(self._waiting)
+        self._waiting = self._ended = None
+        self._failing.clear()
+        self._alone = sum(isinstance(hook, PeriodicWriter) for hook in self.trainer._hooks) == 1
 
     def after_step(self) -> None:
         if is_due(self.trainer, self._period, or_last=True):
-            self.trainer.storage.publish(self._write)
+            self.trainer.storage.publish(self._write_on_the_way)
 
     def after_train(self) -> None:
         with ExitStack() as closing:
             for writer in reversed(self._writers):
-                closing.callback(writer.close)  # each of them, whatever fails
-            self.trainer.storage.publish(self._write)
+                closing.callback(self._close, writer)  # each of them, whatever fails
+            self.trainer.storage.publish(self._write_at_the_end)
             self.trainer.storage.flush()
 
-    def _write(self) -> None:
+    # ------------------------------------------------------------------ writing, in the worker of a deferring storage
+
+    def _write_on_the_way(self) -> None:
         storage = get_event_storage()
         eta_sec = estimate_eta_sec(storage, self.trainer.max_iter)
-        if eta_sec is not None and storage.iter < self.trainer.max_iter:
+        if eta_sec is not None:
             storage.put_scalar("eta_seconds", eta_sec, smoothing_hint=False)
+        for i, error in self._write().items():
+            if i not in self._failing:
+                logger.error("%s cannot write, training goes on: %s", type(self._writers[i]).__name__, error)
+                self._failing.add(i)
+
+    def _write_at_the_end(self) -> None:
+        interrupted = self.trainer.status != "finished"
+        if interrupted:
+            self._waiting = self._writer_states()
+        for i, error in self._write(keep_images=interrupted).items():
+            logger.error("%s cannot write its last lines: %s", type(self._writers[i]).__name__, error)
+        if not interrupted:
+            self._ended = self._writer_states()
+
+    def _write(self, *, keep_images: bool = False) -> dict[int, OSError]:
+        """The places of the writers that cannot."""
+        storage, errors = get_event_storage(), {}
+        with storage.hold_images() if self._alone or keep_images else nullcontext():
+            for i, writer in enumerate(self._writers):
+                try:
+                    writer.write()
+                    self._failing.discard(i)
+                except OSError as error:
+                    errors[i] = error
+        if self._alone and not keep_images:
+            storage.clear_images()
+            storage.clear_histograms()
+        return errors
+
+    def _close(self, writer: EventWriter) -> None:
+        try:
+            writer.close()
+        except OSError as error:
+            logger.error("%s cannot be closed: %s", type(writer).__name__, error)
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the writers stand behind their last regular write, also when they are closed already."""
+        storage = getattr(self.trainer, "storage", None)  # there is none before the first run
+        if storage is not None:
+            storage.flush()
+        return {"writers": self._waiting or self._ended or self._writer_states()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The writers get it when training begins, and nothing is cut off before; a run under way stays as it is."""
+        if self.trainer is None or self.trainer.status != "running":
+            self._waiting = state_dict["writers"]
+
+    def _writer_states(self) -> list[dict[str, Any]]:
+        return [{"class": type(writer).__name__, "state": writer.state_dict()} for writer in self._writers]
+
+    def _hand_out(self, states: Sequence[dict[str, Any]]) -> None:
+        """The first writer of a class gets the first state of it, and so on; writers may have come and gone."""
+        left = list(states)
         for writer in self._writers:
-            writer.write()
+            found = next((entry for entry in left if entry["class"] == type(writer).__name__), None)
+            if found is not None:
+                left = [entry for entry in left if entry is not found]
+                writer.load_state_dict(found["state"])
