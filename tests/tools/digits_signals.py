@@ -1,0 +1,31 @@
+"""A hook that has a digits job stopped from inside, at a moment that is exact."""
+
+import os
+import signal
+from typing import Any
+
+from trainkit.engine import HookBase
+from trainkit.engine.hooks import HOOK_REGISTRY
+from trainkit.utils import comm
+
+
+@HOOK_REGISTRY.register()
+class SendSignal(HookBase):
+    """Send a signal from the last rank in a run that begins at 0: in a step, or in an evaluation."""
+
+    def __init__(self, signum: str, iter: int, in_evaluation: bool = False, to_launcher: bool = False) -> None:
+        self._signum, self._iter, self._in_evaluation = signal.Signals[signum], iter, in_evaluation
+        self._process = os.getppid() if to_launcher else os.getpid()
+
+    def after_backward(self) -> None:
+        if not self._in_evaluation:
+            self._send()
+
+    def before_eval_step(self, phase: str, index: int, inputs: Any) -> None:
+        if self._in_evaluation and index == 0:
+            self._send()
+
+    def _send(self) -> None:
+        is_last_rank = comm.get_rank() == comm.get_world_size() - 1
+        if is_last_rank and self.trainer.start_iter == 0 and self.trainer.iter == self._iter:
+            os.kill(self._process, self._signum)

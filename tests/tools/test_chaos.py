@@ -1,0 +1,174 @@
+"""The proof by killing: a short one, its control, and that the comparison sees what it has to see."""
+
+import argparse
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools import chaos, chaos_job
+from trainkit.utils.logger import close_logger
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def arguments(output_dir, *options):
+    return chaos.parse_args([*options, "--output-dir", str(output_dir)])
+
+
+# ---------------------------------------------------------------------------- the proof
+
+
+def test_a_run_killed_three_times_ends_as_one_that_was_left_alone(tmp_path):
+    command = [sys.executable, "tools/chaos.py", "--kills", "3", "--seed", "5", "--output-dir", str(tmp_path / "runs")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert (done.stdout.splitlines()[-1], done.returncode) == ("identical", 0), done.stdout + done.stderr
+    assert "3 kills (0 more were planned and missed): " in done.stdout
+    assert "; 2 follow a resume from a checkpoint, 0 were of one rank only" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def control(tmp_path_factory):
+    """What differs by the part that is left out, "" being none; SEED is drawn at random."""
+    folder = tmp_path_factory.mktemp("control")
+    job = chaos.Job(arguments(folder, "--config-seed", "-1"))
+    assert job.start(folder / "reference").code == 0
+    for number, kill in enumerate(chaos.CONTROL_KILLS):
+        assert job.start(folder / f"killed_{number}", kill).is_hit
+
+    def resume(copy, part):
+        # without workers, since that is quicker, and the same
+        args = argparse.Namespace(output_dir=copy, seed=0, config_seed=-1, workers=0, resume=True)
+        chaos_job.train(args, {"without": part})
+        close_logger()
+
+    return chaos.leave_out_and_compare(folder, resume)
+
+
+def test_nothing_differs_if_nothing_is_left_out(control):
+    assert control[""] == []
+
+
+def test_each_part_of_a_checkpoint_is_missed_if_it_is_left_out(control):
+    assert {part for part, found in control.items() if not found} == {"", *chaos.NOT_MISSED}
+    assert {"model", "trainer/rng", "trainer/data", "trainer/storage", "trainer/cursor"} <= control.keys()
+    assert {"trainer/hooks/EMAHook", "trainer/_trainer/optimizer"} <= control.keys()
+
+
+# ---------------------------------------------------------------------------- the comparison
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (0.0, -0.0),
+        (1.0, 1.0000000000000002),
+        (1, 1.0),
+        (1, True),
+        ("a", "b"),
+        ([1], [1, 2]),
+        ([1], (1,)),
+        ({"a": 1}, {}),
+        ({"a": None}, {"b": None}),
+        (torch.tensor(0.0), torch.tensor(-0.0)),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
+        (torch.zeros(2), torch.zeros(1, 2)),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0000002])),
+    ],
+)
+def test_values_that_are_not_the_same_bit_by_bit_differ(left, right):
+    for one, other in [(left, right), (right, left)]:
+        assert next(chaos.differing({"x": [0, one]}, {"x": [0, other]})).startswith("x/1")
+    for value in (left, right):
+        assert list(chaos.differing({"x": value}, {"x": value})) == []
+
+
+def test_numbers_that_are_none_are_the_same_if_their_bits_are():
+    nan = float("nan")
+    assert list(chaos.differing([nan, torch.tensor(nan)], [float("nan"), torch.tensor(nan)])) == []
+
+
+def test_clock_readings_are_left_out_at_any_depth_and_nothing_beside_them():
+    left = {"histories": {"time": [1.0], "lr": [1.0]}, "n": [{"eta_seconds": 1}]}
+    right = {"histories": {"time": [2.0], "lr": [3.0]}, "n": [{}]}
+    assert list(chaos.differing(left, right)) == ["histories/lr/0: 1.0 and 3.0"]
+
+
+@pytest.fixture
+def folders(tmp_path):
+    for name in ("left", "right"):
+        (tmp_path / name).mkdir()
+        for file in chaos.FILES:
+            (tmp_path / name / file).write_text('{"iteration": 1, "lr": 0.5}\n')
+        for file in ("model_final.pth", "model_best.pth"):
+            torch.save({"model": {"w": torch.zeros(2)}}, tmp_path / name / file)
+    return tmp_path / "left", tmp_path / "right"
+
+
+def test_folders_with_the_same_files_do_not_differ(folders):
+    (folders[1] / "log.txt").touch()
+    (folders[1] / "metrics.json.cut_1").touch()
+    assert chaos.differences(*folders) == []
+
+
+def test_a_file_more_or_less_and_a_temporary_one_differ(folders):
+    (folders[0] / "finished").unlink()
+    (folders[1] / "model_0000006.pth").write_bytes((folders[1] / "model_final.pth").read_bytes())
+    (folders[1] / ".model_0000006.pth.01234567.trainkit-tmp").touch()
+    assert chaos.differences(*folders) == [
+        f"finished: absent in {folders[0]}",
+        f"{folders[1]}/.model_0000006.pth.01234567.trainkit-tmp: a leftover",
+        ".model_0000006.pth.01234567.trainkit-tmp: only in the second",
+        "finished: only in the second",
+        "model_0000006.pth: only in the second",
+    ]
+
+
+def test_metrics_differ_by_line_and_lines_of_the_clock_do_not_count(folders):
+    file = folders[1] / "metrics.json"
+    file.write_text('{"iteration": 0, "time": 0.1}\n{"iteration": 1, "lr": 0.5, "time": 0.3}\n')
+    assert chaos.differences(*folders) == []
+    file.write_text('{"iteration": 1, "lr": 0.5}\n{"iteration": 1, "lr": 0.5}\n')
+    assert chaos.differences(*folders) == ["metrics.json: 1 and 2 entries"]
+    file.write_text('{"iteration": 1, "l')
+    assert chaos.differences(*folders) == ["metrics.json/0: dict and str"]
+
+
+# ---------------------------------------------------------------------------- the kills
+
+
+def plan(seed, kills=20, processes=2):
+    """The kills of a run of 90 iterations that gets to the last checkpoint before each."""
+    planner = chaos.Planner(arguments("unused", "--kills", str(kills), "--seed", str(seed)), 90)
+    begin, planned = 0, []
+    while planner.num_left:
+        planned.append((begin, planner.next(begin)))
+        begin = max(begin, planned[-1][1].iter // 7 * 7)
+        planner.num_left -= 1
+    return planned
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_twenty_kills_are_of_every_kind_and_four_in_five_follow_a_resume(seed):
+    planned = plan(seed)
+    places = Counter(chaos.POINTS.get(kill.point, "the end") for _, kill in planned)
+    assert {"a step", "a worker's fetch", "an evaluation", "a checkpoint write"} <= places.keys()
+    assert sum(begin > 0 for begin, _ in planned) >= 16
+    assert all(kill.iter > begin or kill.point == "before_train" for begin, kill in planned if begin < 88)
+
+
+def test_the_seed_chooses_the_kills():
+    assert plan(3) == plan(3)
+    assert plan(3) != plan(4)
+
+
+def test_a_part_that_is_left_out_becomes_that_of_a_fresh_run():
+    state = {"model": 1, "trainer": {"rng": 2, "hooks": {"A": 3, "B": 4}}}
+    for part in ["trainer/rng", "trainer/hooks/A"]:
+        chaos_job.replace_part(state, {"trainer": {"rng": 1, "hooks": {"B": 5}}}, part)
+    assert state == {"model": 1, "trainer": {"rng": 1, "hooks": {"B": 4}}}
+    assert chaos.parts_of(state) == ["model", "trainer/rng", "trainer/hooks/B"]

@@ -1,0 +1,410 @@
+#!/usr/bin/env python
+"""Kill a run again and again, resume it with the same command each time, and compare it with a run left alone.
+
+::
+
+    python tools/chaos.py --kills 20 --seed 0 --processes 2
+
+trains the job of ``chaos_job.py``, prints a table of the kills, and ends with "identical" (exit code 0), or "different"
+and where (1). ``--without PART`` is the control: a run that was killed once goes on without that part of its checkpoint
+(``all``: without each in turn), which the comparison has to see. It ends with "seen" (0), or "not seen" and what (1).
+"""
+
+import argparse
+import ctypes
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+
+from trainkit.checkpoint import Checkpointer
+from trainkit.checkpoint.file import read_file
+
+JOB = Path(__file__).with_name("chaos_job.py")
+SURE_OF_CHECKPOINT = 14  # the iteration whose save waits for the first one
+
+# What a clock has said differs between any two runs. Entries of these names are not compared, wherever they are, nor is
+# the length of metrics.json in bytes, as it is full of digits of them, nor a line of it that says nothing else.
+CLOCK_READINGS = frozenset({"time", "data_time", "rank_data_time", "eta_seconds", "epoch_time", "samples_per_sec"})
+LENGTH_OF_METRICS = re.compile(r"hooks/PeriodicWriter/writers/\d+/state/length$")
+# Nor are these files, which tell of the starts of a run, or hold what a start has found and put aside.
+UNCOMPARED_FILES = ("log.txt*", "previous_*", "config.yaml", "metrics.json.*", "events.out.tfevents.*")
+
+# where a run can be killed -> what that is part of
+POINTS = {
+    "forward": "a step",
+    "fetch": "a worker's fetch",
+    "evaluation": "an evaluation",
+    "write": "a checkpoint write",
+    "after_backward": "a step",
+    "before rename": "a checkpoint write",
+    "after_step, behind the save": "a step",
+    "after fsync": "a checkpoint write",
+    "a step during a save": "a checkpoint write",
+    "before_train": "the start",
+    "after rename": "a checkpoint write",
+    "after_step, first": "a step",
+    "before fsync": "a checkpoint write",
+    "after_step, last": "a step",
+    "write of metrics": "a write of metrics.json",
+}
+MAX_COUNTS = {"fetch": 4, "evaluation": 3, "write": 4, "a step during a save": 6, "before_train": 3, "after_train": 3}
+MAX_COUNTS |= {"write of metrics": 2}
+MAX_COUNTS |= {f"{when} {call}": count for when in ("before", "after") for call, count in (("fsync", 6), ("rename", 3))}
+
+# what every run has to leave behind
+FILES = ("model_final.pth", "model_best.pth", "last_checkpoint", "finished", "metrics.json")
+CONTAINERS = ("trainer", "trainer/hooks", "trainer/_trainer")  # of a checkpoint, the parts of which are left out singly
+# of the parts, those that nothing misses, and why
+NOT_MISSED = {
+    "iteration": "a copy of trainer/iteration, for other readers of the file",
+    "trainer/world_size": "is the same in the run that goes on",
+    "trainer/hooks/FinalEvalHook": "has done nothing yet",
+    "trainer/_trainer/non_finite": "there was none",
+    "trainer/_trainer/grad_scaler": "bfloat16 needs none",
+}
+
+TIMEOUT_SEC = 300  # of a start
+GRACE_SEC = 60  # for the processes of a start that has ended
+
+
+# ---------------------------------------------------------------------------- one start of a run
+
+
+@dataclass
+class Kill:
+    """The ``count``-th time that ``rank`` passes a point, from iteration ``iter`` on."""
+
+    point: str
+    iter: int
+    count: int = 1
+    rank: int = 0
+    alone: bool = False  # the other ranks live
+
+    def __str__(self) -> str:
+        return f"{self.point}, no. {self.count}" if self.point in MAX_COUNTS else self.point
+
+
+@dataclass
+class Start:
+    """What became of one start."""
+
+    kill: Kill | None
+    checkpoint: str  # from which it was resumed
+    code: int = 0
+    start_iter: int = -1
+    killed_at: int = -1
+    by: str = ""
+    defects: list[str] = field(default_factory=list)
+
+    @property
+    def is_hit(self) -> bool:
+        return self.code in (-signal.SIGKILL, 128 + signal.SIGKILL) and self.killed_at >= 0
+
+
+class Job:
+    """Starts runs of the job, each in a folder below ``args.output_dir``."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self.num_starts = 0
+
+    def start(self, folder: Path, kill: Kill | None = None, without: str = "") -> Start:
+        """Run the command once, until its end or its kill."""
+        self.num_starts += 1
+        log = self._args.output_dir / "starts" / f"{self.num_starts:03d}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        start = Start(kill, os.path.basename(Checkpointer(nn.Identity(), folder).get_checkpoint_file()))
+        # of SEED -1, the first starts of all runs draw the same seed; the others draw another one, which must not count
+        entropy = None if start.checkpoint else self._args.seed
+        report = log.with_suffix(".jsonl")
+        plan = {"kill": kill and asdict(kill), "without": without, "entropy": entropy, "report": str(report)}
+        options = {"seed": self._args.seed, "config-seed": self._args.config_seed, "processes": self._args.processes}
+        command = [sys.executable, str(JOB), "--resume", "--output-dir", str(folder)]
+        command += itertools.chain.from_iterable((f"--{name}", str(value)) for name, value in options.items())
+        environment = os.environ | {"TRAINKIT_CHAOS": json.dumps(plan), "OMP_NUM_THREADS": "1"}
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                command, env=environment, start_new_session=True, stdout=output, stderr=subprocess.STDOUT
+            )
+            try:
+                start.code = process.wait(TIMEOUT_SEC)
+            except subprocess.TimeoutExpired:
+                start.defects.append(f"start {self.num_starts} hangs, see {log}")
+                os.killpg(process.pid, signal.SIGKILL)
+                start.code = process.wait()
+        if not _wait_for_group(process.pid):
+            start.defects.append(f"start {self.num_starts} leaves processes behind")
+        for line in report.read_text().splitlines() if report.exists() else []:
+            for name, value in json.loads(line).items():
+                setattr(start, name, value)
+        if start.code and not start.is_hit:
+            start.defects.append(f"start {self.num_starts} fails with code {start.code}, see {log}")
+        return start
+
+
+def _adopt_orphans() -> None:
+    """Processes whose parents die become children of this one, so that it can wait for them."""
+    pr_set_child_subreaper = 36  # linux/prctl.h
+    ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
+
+
+def _wait_for_group(group: int) -> bool:
+    """Wait for all processes of a group, killing them after a while; whether that was not necessary."""
+    deadline, in_time = time.monotonic() + GRACE_SEC, True
+    while True:
+        try:
+            os.waitpid(-group, os.WNOHANG)
+        except ChildProcessError:
+            return in_time
+        if in_time and time.monotonic() > deadline:
+            in_time = False
+            os.killpg(group, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+# ---------------------------------------------------------------------------- where to kill
+
+
+class Planner:
+    """Draws kills so that a run gets on: each some iterations behind where its start begins.
+
+    Attributes:
+        num_left: kills that are still to be done.
+    """
+
+    def __init__(self, args: argparse.Namespace, num_iters: int) -> None:
+        self._rng, self._num_processes = random.Random(args.seed), args.processes
+        self._num_iters = num_iters  # of the whole run
+        self._num_kills, self.num_left, self._num_fresh = args.kills, args.kills, 0
+        self._points: Iterator[str] = iter(())
+
+    def next(self, begin: int) -> Kill:
+        """For a start that goes on behind ``begin`` iterations; 0 is without a checkpoint."""
+        rng, point = self._rng, self._next_point()
+        first = begin + rng.randint(1, max(2, 2 * (self._num_iters - begin) // (self.num_left + 1)))
+        if begin == 0:
+            self._num_fresh += 1
+            if 5 * (self._num_fresh + 1) > self._num_kills:  # four in five are to follow a resume
+                first = max(first, SURE_OF_CHECKPOINT)
+                point = "forward" if point == "before_train" else point
+        if self.num_left == 1 and rng.random() < 0.5:
+            point = "after_train"
+        kill = Kill(point, 0 if point == "before_train" else min(first, self._num_iters - 2))
+        kill.count = rng.randint(1, MAX_COUNTS.get(point, 1))
+        kill.rank = 0 if "write" in POINTS.get(point, "") else rng.randrange(self._num_processes)
+        kill.alone = self._num_processes > 1 and rng.random() < 0.3
+        return kill
+
+    def _next_point(self) -> str:
+        """Each has its turn before one comes again."""
+        point = next(self._points, None)
+        if point is None:
+            self._points = iter(self._rng.sample(sorted(POINTS), len(POINTS)))
+            point = next(self._points)
+        return point
+
+
+# ---------------------------------------------------------------------------- the comparison
+
+
+def differences(left: Path, right: Path) -> list[str]:
+    """Where two folders of runs differ: files, entries of checkpoints bit by bit, lines of metrics.json."""
+    found = [
+        f"{name}: absent in {folder}" for folder in (left, right) for name in FILES if not (folder / name).exists()
+    ]
+    found += [f"{path}: a leftover" for folder in (left, right) for path in folder.rglob("*.trainkit-tmp")]
+    return found + list(differing(_contents(left), _contents(right)))
+
+
+def _contents(folder: Path) -> dict[str, Any]:
+    """file -> what it holds"""
+    return {
+        path.name: _content(path) for path in sorted(folder.iterdir()) if not any(map(path.match, UNCOMPARED_FILES))
+    }
+
+
+def _content(path: Path) -> Any:
+    if path.suffix == ".pth":
+        return torch.load(path, weights_only=True)
+    lines = path.read_text().splitlines() if path.is_file() else ["a folder"]
+    rows = [json.loads(line) if line.startswith("{") and line.endswith("}") else line for line in lines]
+    return [row for row in rows if isinstance(row, str) or row.keys() - CLOCK_READINGS - {"iteration", "epoch"}]
+
+
+def differing(left: Any, right: Any, path: str = "") -> Iterator[str]:
+    """Where two nested values are not the same bit by bit, `CLOCK_READINGS` left out."""
+    if type(left) is not type(right):
+        yield f"{path}: {type(left).__name__} and {type(right).__name__}"
+    elif isinstance(left, Mapping):
+        for key in [*left, *(key for key in right if key not in left)]:
+            here = f"{path}/{key}".lstrip("/")
+            if key in CLOCK_READINGS or LENGTH_OF_METRICS.search(here):
+                continue
+            if key not in left or key not in right:
+                yield f"{here}: only in the {'first' if key in left else 'second'}"
+            else:
+                yield from differing(left[key], right[key], here)
+    elif isinstance(left, list | tuple):
+        if len(left) != len(right):
+            yield f"{path}: {len(left)} and {len(right)} entries"
+        for index, pair in enumerate(zip(left, right, strict=False)):
+            yield from differing(*pair, f"{path}/{index}")
+    elif isinstance(left, Tensor):
+        if (left.dtype, left.shape) != (right.dtype, right.shape):
+            yield f"{path}: {left.dtype} {list(left.shape)} and {right.dtype} {list(right.shape)}"
+        elif left.numpy(force=True).tobytes() != right.numpy(force=True).tobytes():
+            yield f"{path}: {(left != right).sum()} of {left.numel()} values"
+    elif repr(left) != repr(right):  # of floats as well, which it tells apart bit by bit, but equals NaN with NaN
+        yield f"{path}: {left!r:.60} and {right!r:.60}"
+
+
+def parts_of(state: Mapping[str, Any], path: str = "") -> list[str]:
+    """Everything that a checkpoint saves, as far as it can be left out by itself."""
+    parts = []
+    for key, value in state.items():
+        here = f"{path}/{key}".lstrip("/")
+        parts += parts_of(value, here) if here in CONTAINERS else [here]
+    return parts
+
+
+# ---------------------------------------------------------------------------- the two experiments
+
+# Behind the save of the last checkpoint before it, something is logged. At the end, the final one is there already.
+CONTROL_KILLS = (Kill("forward", 72), Kill("after_train", 0, count=3))
+
+
+def kill_and_compare(args: argparse.Namespace) -> list[str]:
+    """Kill, resume, print the table; where the end differs from that of the run left alone."""
+    job, reference, runs = Job(args), args.output_dir / "reference", [args.output_dir / "killed_1"]
+    found = job.start(reference).defects
+    starts: list[Start] = []
+    planner = Planner(args, _num_iters_done(reference))
+    while not found and not (starts and starts[-1].code == 0 and planner.num_left == 0):
+        if starts and starts[-1].code == 0:  # over before the last kill: another run takes the rest
+            runs.append(args.output_dir / f"killed_{len(runs) + 1}")
+        kill = planner.next(_num_iters_done(runs[-1])) if planner.num_left else None
+        starts.append(job.start(runs[-1], kill))
+        print(f"{len(starts):3}  {_row(starts[-1])}", flush=True)
+        planner.num_left -= starts[-1].is_hit
+        found += starts[-1].defects
+    _print_table(starts)
+    for run in runs if not found else []:
+        found += differences(reference, run)
+    return found
+
+
+def leave_out_and_compare(
+    output_dir: Path, resume: Callable[[Path, str], object], only: str = ""
+) -> dict[str, list[str]]:
+    """What differs if a killed run goes on without a part of its checkpoint: of each part, and of "", which is none.
+
+    Args:
+        output_dir: has the folders "reference", of a run that was left alone, and "killed_1" and so on.
+        resume: called with a copy of one of the latter and the part.
+        only: this part instead of all.
+    """
+    found: dict[str, list[str]] = {}
+    for killed in sorted(output_dir.glob("killed_*")):
+        for part in ["", *([only] if only else parts_of(_last_checkpoint(killed)))]:
+            folder = output_dir / f"without_{part.replace('/', '_')}_in_{killed.name}"
+            shutil.copytree(killed, folder)
+            resume(folder, part)
+            found.setdefault(part, []).extend(differences(output_dir / "reference", folder))
+    return found
+
+
+def _leave_out(args: argparse.Namespace) -> list[str]:
+    args.config_seed = -1  # a seed that is not saved is drawn anew
+    job = Job(args)
+
+    def start(folder: Path, part: str = "", kill: Kill | None = None) -> None:
+        if defects := job.start(folder, kill, part).defects:  # it has to end, to be compared
+            raise SystemExit(defects[0])
+
+    start(args.output_dir / "reference")
+    for number, kill in enumerate(CONTROL_KILLS):
+        start(args.output_dir / f"killed_{number}", kill=kill)
+    found = leave_out_and_compare(args.output_dir, start, "" if args.without == "all" else args.without)
+    rows = [
+        (part or "nothing", len(lines), lines[0] if lines else NOT_MISSED.get(part)) for part, lines in found.items()
+    ]
+    print(tabulate(rows, ["without", "differences", "the first, or why there is none"]))
+    return [part or "nothing" for part, lines in found.items() if bool(lines) == (part in ("", *NOT_MISSED))]
+
+
+def _last_checkpoint(folder: Path) -> dict[str, Any]:
+    path = Checkpointer(nn.Identity(), folder).get_checkpoint_file()
+    return read_file(path) if path else {}
+
+
+def _num_iters_done(folder: Path) -> int:
+    return _last_checkpoint(folder).get("iteration", -1) + 1
+
+
+_HEADER = ("point", "at or behind", "killed at", "in", "resumed from", "begins at", "exit code")
+
+
+def _row(start: Start) -> tuple[Any, ...]:
+    kill = start.kill
+    where = (str(kill), kill.iter, start.killed_at if start.is_hit else "MISSED") if kill else ("none", "", "")
+    return *where, start.by, start.checkpoint or "-", start.start_iter, start.code
+
+
+def _print_table(starts: list[Start]) -> None:
+    print(tabulate([(number, *_row(start)) for number, start in enumerate(starts, 1)], ["", *_HEADER]))
+    hits = [start for start in starts if start.is_hit and start.kill]
+    missed = sum(start.kill is not None and not start.is_hit for start in starts)
+    places = Counter(POINTS.get(start.kill.point, "the end") for start in hits if start.kill)
+    print(
+        f"{len(hits)} kills ({missed} more were planned and missed): "
+        + ", ".join(f"{count} in {place}" for place, count in places.items())
+        + f"; {sum(bool(start.checkpoint) for start in hits)} follow a resume from a checkpoint, "
+        + f"{sum(start.kill.alone for start in hits if start.kill)} were of one rank only"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """The exit code."""
+    if args.output_dir is None:
+        args.output_dir = Path(tempfile.mkdtemp(prefix="chaos_"))
+    _adopt_orphans()
+    print(f"Runs, and a log of each start, are in {args.output_dir}")
+    found = _leave_out(args) if args.without else kill_and_compare(args)
+    for _, lines in itertools.groupby(found, lambda line: line.partition("/")[0]):
+        print(*itertools.islice(lines, 5), sep="\n")
+    verdicts = ("seen", "not seen") if args.without else ("identical", "different")
+    print(verdicts[bool(found)] + (f": {found[0]}" if found else ""))
+    return bool(found)
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0, help="chooses the kills and the variant of the job")
+    parser.add_argument("--config-seed", type=int, default=0, help="SEED of the job; -1 is drawn at random")
+    parser.add_argument("--processes", type=int, choices=(1, 2, 4), default=1)
+    parser.add_argument("--output-dir", type=Path, help="a new folder; default is a temporary one")
+    parser.add_argument("--without", default="", metavar="PART", help="the control, such as trainer/rng; all: of each")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(parse_args()))

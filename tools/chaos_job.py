@@ -1,0 +1,352 @@
+#!/usr/bin/env python
+"""The run that ``chaos.py`` kills: a small job with everything switched on that has a state.
+
+What is special about one start of it stands in the environment variable TRAINKIT_CHAOS, as JSON::
+
+    {"kill": {"point": "forward", "iter": 30, "count": 1, "rank": 0, "alone": false},
+     "without": "trainer/rng", "entropy": 7, "report": "starts/004.jsonl"}
+
+``kill``: from iteration ``iter`` on, the ``count``-th time that ``rank`` passes ``point``, all processes are killed, or
+that rank ``alone``. ``without``: this part of the checkpoint is not loaded. ``entropy``: instead of the random bytes of
+the operating system, from which SEED -1 is drawn. ``report``: gets what happens, in lines of JSON. All are optional.
+"""
+
+import argparse
+import builtins
+import io
+import json
+import mmap
+import multiprocessing
+import multiprocessing.connection
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trainkit.config import CfgNode, get_cfg
+from trainkit.data import TRANSFORM_REGISTRY, DatasetCatalog
+from trainkit.engine import DefaultTrainer, HookBase, default_setup, launch, user_errors_exit
+from trainkit.engine.hooks import HOOK_REGISTRY
+from trainkit.modeling import MODEL_REGISTRY
+from trainkit.utils import comm
+from trainkit.utils.events import run_file
+
+HELD_SEC = 5  # how long a save waits for the training to pass a point
+GRACE_SEC = 60  # for the other ranks of one that has died
+
+
+# ---------------------------------------------------------------------------- the kill
+
+
+class _Killer:
+    """Is told of the points that the program passes, and at the planned one ends it."""
+
+    def __init__(self, plan: Mapping[str, Any]) -> None:
+        self.without, self._report = plan.get("without", ""), plan.get("report", "")
+        self._rank, self._pid = int(os.environ.get("RANK", 0)), os.getpid()
+        kill = plan.get("kill")
+        self._kill = kill if kill and kill["rank"] == self._rank else None
+        self._left = kill["count"] if kill else 0
+        self._iter = mmap.mmap(-1, 8)  # loader workers see it too
+        self._holds_save = False
+
+    @property
+    def iter(self) -> int:
+        return int.from_bytes(self._iter[:8], "little")
+
+    @iter.setter
+    def iter(self, iter: int) -> None:
+        self._iter[:8] = iter.to_bytes(8, "little")
+
+    def report(self, **entries: Any) -> None:
+        if self._report and (self._rank == 0 or "killed_at" in entries):
+            with open(self._report, "a") as file:
+                file.write(json.dumps(entries) + "\n")
+
+    def at(self, point: str, file: str = "", first: Callable[[], object] | None = None) -> None:
+        """``file`` is what it is about; ``first`` is done before the kill."""
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if self._holds_save and in_main_thread:
+            self._strike()
+        if self._kill is None or point != self._kill["point"] or self.iter < self._kill["iter"]:
+            return
+        self._left -= 1
+        if self._left == 0:
+            if first is not None:
+                first()
+            if point == "a step during a save" and not in_main_thread:
+                self._holds_save = True
+                time.sleep(HELD_SEC)  # in vain if the training waits for this save
+            self._strike(file)
+
+    def _strike(self, file: str = "") -> None:
+        assert self._kill is not None
+        is_worker = os.getpid() != self._pid
+        thread = "loader worker" if is_worker else threading.current_thread().name
+        self.report(killed_at=self.iter, by=", ".join(filter(None, [f"rank {self._rank}", thread, file])))
+        if self._kill["alone"]:
+            os.kill(self._pid, signal.SIGKILL)
+        else:
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+_killer = _Killer({})
+
+
+def _add_fail_points() -> None:
+    """Pass a point wherever a file is written, made durable or renamed: between this process and the system."""
+
+    class File(io.FileIO):
+        def write(self, data: Any) -> int:
+            name = os.path.basename(str(self.name))
+            point = "write of metrics" if name == "metrics.json" else "write"
+            _killer.at("a step during a save", name)
+            _killer.at(point, name, first=lambda: super(File, self).write(data[: len(data) // 2]))
+            return super().write(data)
+
+    open_file = builtins.open
+
+    def opened(file: Any, mode: str = "r", buffering: int = -1, *args: Any, **kwargs: Any) -> Any:
+        if mode == "xb" and buffering == 0 and str(file).endswith(".trainkit-tmp"):
+            return File(file, "x")
+        return open_file(file, mode, buffering, *args, **kwargs)
+
+    os.replace, os.fsync = _between_points("rename", os.replace), _between_points("fsync", os.fsync)
+    builtins.open = opened
+    run_file.FileIO = File  # type: ignore[misc]
+
+
+def _between_points(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        file = os.path.basename(args[-1]) if isinstance(args[-1], str) else ""
+        _killer.at("a step during a save", file)
+        _killer.at(f"before {name}", file)
+        result = function(*args, **kwargs)
+        _killer.at(f"after {name}", file)
+        return result
+
+    return call
+
+
+# ---------------------------------------------------------------------------- the job
+
+
+def _samples(size: int, seed: int) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(size, 12, generator=generator)
+    labels = (features[:, :3] + torch.randn(size, 3, generator=generator)).argmax(1)
+    return [{"features": row, "label": int(label)} for row, label in zip(features, labels, strict=True)]
+
+
+DatasetCatalog.register("chaos_train", partial(_samples, 120, 0))
+DatasetCatalog.register("chaos_val", partial(_samples, 24, 1))
+DatasetCatalog.register("chaos_test", partial(_samples, 24, 2))
+
+
+@TRANSFORM_REGISTRY.register()
+class ChaosTransform:
+    """Draws from each of the three global generators."""
+
+    def __init__(self, cfg: CfgNode) -> None:
+        pass
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        _killer.at("fetch")
+        noise = 0.1 * torch.from_numpy(np.random.randn(12)).float() + 0.1 * torch.randn(12)
+        return sample | {"features": random.uniform(0.8, 1.2) * sample["features"] + noise}
+
+
+@MODEL_REGISTRY.register()
+class ChaosNet(nn.Module):
+    """Draws random numbers while it trains, and has buffers that are other ones on each rank."""
+
+    def __init__(self, cfg: CfgNode) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.2), nn.Linear(24, 3))
+
+    def forward(self, batch: dict[str, Tensor]) -> Any:
+        if not self.training:
+            return self.layers(batch["features"])
+        _killer.at("forward")
+        return self.losses(batch)
+
+    def losses(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        scores = self.layers(batch["features"])
+        return {"loss_cls": F.cross_entropy(scores, batch["label"]), "loss_size": 0.01 * scores.square().mean()}
+
+
+@HOOK_REGISTRY.register()
+class KillPoint(HookBase):
+    """A place among the hooks where the run can be killed; the "first" one also leaves out a part of what is loaded."""
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+        self._is_first = place == "first"
+
+    def before_train(self) -> None:
+        if self._is_first:
+            _killer.report(start_iter=self.trainer.start_iter)
+            _killer.iter = self.trainer.start_iter
+        _killer.at("before_train")
+
+    def before_step(self) -> None:
+        if self._is_first:
+            _killer.iter = self.trainer.iter
+
+    def after_backward(self) -> None:
+        if self._is_first:
+            _killer.at("after_backward")
+
+    def after_step(self) -> None:
+        _killer.at(f"after_step, {self._place}")
+
+    def after_eval_step(self, phase: str, index: int, inputs: Any, outputs: Any) -> None:
+        if self._is_first:
+            _killer.at("evaluation")
+
+    def after_train(self) -> None:
+        _killer.at("after_train")
+
+    def after_load(self, state: dict[str, Any]) -> None:
+        if not self._is_first or not _killer.without:
+            return
+        if _killer.without == "ranks":  # each rank has its own part by now
+            state |= comm.broadcast(state)
+        else:
+            fresh = {"model": self.trainer.model.state_dict(), "trainer": self.trainer.state_dict()}
+            replace_part(state, fresh, _killer.without)
+
+
+def replace_part(state: Any, fresh: Any, part: str) -> None:
+    """Let a part of ``state`` be that of ``fresh``, or absent if there is none."""
+    *parents, key = part.split("/")
+    for parent in parents:
+        state, fresh = state[parent], fresh.get(parent, {})
+    if fresh.get(key):  # before it begins, a run has an empty storage and no average
+        state[key] = fresh[key]
+    else:
+        del state[key]
+
+
+def job_config(output_dir: Path, seed: int, config_seed: int, num_workers: int) -> CfgNode:
+    """The job; ``seed`` chooses between its variants. The periods have no common factor."""
+    cfg, rng = get_cfg(), random.Random(seed)
+    cfg.OUTPUT_DIR, cfg.SEED, cfg.MODEL.NAME, cfg.MODEL.DEVICE = str(output_dir), config_seed, "ChaosNet", "cpu"
+    cfg.INPUT.TRAIN_TRANSFORM = "ChaosTransform"
+    cfg.DATASETS.TRAIN, cfg.DATASETS.VAL, cfg.DATASETS.TEST = ("chaos_train",), ("chaos_val",), ("chaos_test",)
+    cfg.DATALOADER.NUM_WORKERS, cfg.DATALOADER.PERSISTENT_WORKERS = num_workers, rng.random() < 0.5
+    cfg.SOLVER.MAX_ITER, cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.ACCUMULATION_STEPS = 90, 16, 2
+    cfg.SOLVER.OPTIMIZER.NAME, cfg.SOLVER.BASE_LR = rng.choice([("AdamW", 0.01), ("SGD", 0.1)])
+    cfg.SOLVER.LR_SCHEDULER_NAME, cfg.SOLVER.WARMUP_ITERS = "WarmupCosineLR", 10
+    cfg.SOLVER.AMP.ENABLED, cfg.SOLVER.AMP.PRECISION = True, "bfloat16"
+    cfg.SOLVER.CLIP_GRADIENTS.ENABLED, cfg.SOLVER.CLIP_GRADIENTS.CLIP_TYPE = True, "full_model"
+    cfg.SOLVER.CHECKPOINT_PERIOD, cfg.TEST.EVAL_PERIOD, cfg.LOG.PERIOD = 7, 11, 5
+    cfg.CHECKPOINT.ASYNC, cfg.CHECKPOINT.MAX_TO_KEEP, cfg.LOG.ASYNC = True, 2, rng.random() < 0.5
+    cfg.LOG.WRITERS = ["json"]
+    cfg.TEST.EVALUATORS, cfg.TEST.IMS_PER_BATCH = ["ClassificationEvaluator", "LossEvaluator"], 2
+    cfg.TEST.PRECISE_BN.ENABLED, cfg.TEST.PRECISE_BN.NUM_ITER = True, 2
+    metric = "loss/total_loss"
+    cfg.CHECKPOINT.BEST_METRIC = cfg.EARLY_STOPPING.METRIC = metric
+    cfg.EARLY_STOPPING.PATIENCE = rng.choice([4, 100])
+    cfg.HOOKS = [
+        {"NAME": "EMAHook", "DECAY": 0.9, "EVALUATE": rng.choice(["ema", "both"])},
+        {"NAME": "ReduceOnPlateau", "VAL_METRIC": metric, "MODE": "min", "PATIENCE": 0, "FACTOR": 0.9},
+        {"NAME": "ParamScheduler", "PARAM": "weight_decay", "SCHEDULES": [{"NAME": "Linear"}]},
+        {"NAME": "Throughput"},
+        {"NAME": "KillPoint", "PLACE": "first", "PRIORITY": "HIGHEST"},
+        {"NAME": "KillPoint", "PLACE": "behind the save", "AFTER": "PeriodicCheckpointer"},
+        {"NAME": "KillPoint", "PLACE": "last", "PRIORITY": "LOWEST"},
+    ]
+    cfg.freeze()
+    return cfg
+
+
+def train(args: argparse.Namespace, plan: Mapping[str, Any]) -> None:
+    """One rank of one start."""
+    global _killer
+    torch.set_num_threads(1)
+    _killer = _Killer(plan)
+    with user_errors_exit():
+        cfg = job_config(args.output_dir, args.seed, args.config_seed, args.workers)
+        default_setup(cfg, args)
+        trainer = DefaultTrainer(cfg)
+        trainer.resume_or_load(resume=args.resume)
+        trainer.train()
+
+
+# ---------------------------------------------------------------------------- the processes
+
+
+def _train_killably(args: argparse.Namespace, plan: Mapping[str, Any]) -> None:
+    _add_fail_points()
+    if plan.get("entropy") is not None:
+        os.urandom = random.Random(plan["entropy"]).randbytes
+    train(args, plan)
+
+
+def _run_rank(rank: int, port: int, args: argparse.Namespace, plan: Mapping[str, Any]) -> None:
+    """With the environment that torchrun gives."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"WORLD_SIZE": str(args.processes), "LOCAL_WORLD_SIZE": str(args.processes)}
+    launch(_train_killably, 1, args=(args, plan))
+
+
+def run_ranks(args: argparse.Namespace, plan: Mapping[str, Any]) -> int:
+    """All ranks, until they end or the first one dies, as torchrun does it; returns the exit code.
+
+    They are forked: a process that imports torch anew would take longer to start than to train.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=_run_rank, args=(rank, port, args, plan)) for rank in range(args.processes)]
+    for process in ranks:
+        process.start()
+    running = list(ranks)
+    while running and not any(process.exitcode for process in ranks):
+        multiprocessing.connection.wait([process.sentinel for process in running])
+        running = [process for process in running if process.is_alive()]
+    code = min(process.exitcode or 0 for process in ranks) or max(process.exitcode or 0 for process in ranks)
+    for process in running:
+        process.terminate()
+    deadline = time.monotonic() + GRACE_SEC
+    for rank, process in enumerate(ranks):
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            print(f"rank {rank} did not end within {GRACE_SEC} seconds of another one", file=sys.stderr)
+            return 1
+    return 128 - code if code < 0 else code
+
+
+def main() -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0, help="chooses the variant of the job")
+    parser.add_argument("--config-seed", type=int, default=0, help="SEED of the job; -1 is drawn at random")
+    parser.add_argument("--workers", type=int, default=2, help="for the data, of each process")
+    args, plan = parser.parse_args(), json.loads(os.environ.get("TRAINKIT_CHAOS", "{}"))
+    if args.processes > 1:
+        return run_ranks(args, plan)
+    _train_killably(args, plan)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
