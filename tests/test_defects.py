@@ -8,7 +8,6 @@ import pytest
 
 TESTS = Path(__file__).parent
 ISSUES = {
-    "Exact resume: killed anywhere, finished bit for bit",
     "A step that costs nothing",
     "Many processes, many machines",
     "Made for people: documentation, pictures, messages",

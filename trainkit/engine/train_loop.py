@@ -240,7 +240,7 @@ class TrainerBase(InferenceObserver):
         if self.status == "stopped" and self._stop is not None and self._stop.signum is not None:
             if self._stop.signum == signal.SIGINT:
                 raise KeyboardInterrupt
-            raise SystemExit(128 + self._stop.signum)
+            raise SystemExit(self._stop.exit_code)
 
     def _log_failure(self, error: BaseException) -> None:
         traced = isinstance(error, Exception) and not isinstance(error, ConfigError)  # not Ctrl-C either

@@ -1,0 +1,95 @@
+"""A run that has finished is not begun again, and goes on if its end is moved."""
+
+import json
+import logging
+
+import pytest
+import torch
+
+from tests.engine.job import tiny_cfg
+from trainkit.engine import DefaultTrainer
+from trainkit.engine.hooks import HookBase
+
+
+def resumed(folder, *options):
+    trainer = DefaultTrainer(tiny_cfg(folder, *options))
+    trainer.resume_or_load()
+    return trainer
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_finished_run_that_is_resumed_says_so_and_does_nothing(tmp_path, caplog):
+    results = DefaultTrainer(tiny_cfg(tmp_path)).train()
+    before = files(tmp_path)
+
+    trainer = resumed(tmp_path)
+    assert trainer.train() == results
+    assert (trainer.status, trainer.iter) == ("finished", 10)
+    assert "This run has finished after 10 iterations, so nothing is done; to train on, raise max_iter" in caplog.text
+    assert files(tmp_path) == before
+
+
+def test_a_larger_max_iter_trains_on(tmp_path):
+    DefaultTrainer(tiny_cfg(tmp_path)).train()
+    trainer = resumed(tmp_path, "SOLVER.MAX_ITER", 12)
+    assert (tmp_path / "finished").exists()
+    trainer.train()
+    assert (trainer.start_iter, trainer.iter, trainer.status) == (10, 12, "finished")
+    assert json.loads((tmp_path / "finished").read_text())["iterations"] == 12
+
+
+EARLY = ("EARLY_STOPPING.METRIC", "classification/top1", "EARLY_STOPPING.THRESHOLD", -1.0, "TEST.EVAL_PERIOD", 2)
+
+
+def test_a_run_that_early_stopping_has_ended_is_finished(tmp_path):
+    DefaultTrainer(tiny_cfg(tmp_path, *EARLY)).train()
+    assert json.loads((tmp_path / "finished").read_text()).items() >= {"iterations": 2, "max_iter": 10}.items()
+    trainer = resumed(tmp_path, *EARLY)
+    trainer.train()
+    assert (trainer.status, trainer.iter) == ("finished", 2)
+
+
+def test_a_run_that_was_killed_behind_its_last_checkpoint_does_the_rest(tmp_path):
+    class Kill(HookBase):
+        def after_train(self):
+            raise KeyboardInterrupt
+
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, *EARLY))
+    trainer.register_hooks([Kill()], after="EarlyStopping")
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert torch.load(tmp_path / "model_final.pth")["iteration"] == 1
+    assert not (tmp_path / "finished").exists()
+
+    trainer = resumed(tmp_path, *EARLY)
+    results = trainer.train()
+    assert (trainer.status, trainer.iter) == ("finished", 2)
+    assert "top1" in results["classification"]  # of the evaluation before early stopping; it is not made again
+    assert (tmp_path / "finished").exists()
+
+
+def test_without_the_mark_a_finished_run_is_looked_at_again_and_nothing_is_trained(tmp_path, caplog):
+    DefaultTrainer(tiny_cfg(tmp_path)).train()
+    (tmp_path / "finished").unlink()
+    caplog.set_level(logging.INFO)
+    trainer = resumed(tmp_path)
+    trainer.train()
+    assert trainer.status == "finished"
+    assert "Training from iteration 10 to 10" in caplog.text
+
+
+def test_the_mark_is_gone_while_a_run_goes_on(tmp_path):
+    DefaultTrainer(tiny_cfg(tmp_path)).train()
+    seen = []
+
+    class Look(HookBase):
+        def before_train(self):
+            seen.append((tmp_path / "finished").exists())
+
+    trainer = resumed(tmp_path, "SOLVER.MAX_ITER", 12)
+    trainer.register_hooks([Look()])
+    trainer.train()
+    assert seen == [False]
