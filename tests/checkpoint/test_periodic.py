@@ -202,3 +202,20 @@ def test_works_around_an_fvcore_checkpointer(tmp_path):
     run(tmp_path, range(6), checkpointer=checkpointer, period=2, max_iter=6, max_to_keep=2)
 
     assert files(tmp_path) == ["model_0000003", "model_final"]
+
+
+@pytest.mark.parametrize(
+    ("iteration", "left"),
+    [
+        (7, ["model_0000005", "model_0000007", "model_0000009"]),
+        (
+            8,
+            ["model_0000001", "model_0000003", "model_0000005", "model_0000007", "model_0000009"],
+        ),  # nothing saved there
+        (11, ["model_0000009"]),  # model_final took its place
+    ],
+)
+def test_a_rotation_that_a_kill_has_prevented_is_made_up_for(tmp_path, iteration, left):
+    run(tmp_path, range(10), period=2)
+    PeriodicCheckpointer(Checkpointer(linear(0), tmp_path), period=2, max_to_keep=2).rotate(iteration)
+    assert files(tmp_path) == left

@@ -316,3 +316,19 @@ def test_a_loader_of_ones_own_goes_on_where_it_stood_and_what_it_draws_does_not_
 
     assert scalars(resumed) == scalars(whole)
     assert torch.equal(resumed.model.linear.weight, whole.model.linear.weight)
+
+
+def test_the_random_state_of_another_number_of_processes_is_derived_from_the_checkpoint(caplog):
+    save = SaveAt("after_step", 2)
+    job([], save).train(0, 4)
+
+    def drawn(world_size):
+        calls = []
+        trainer = job(calls)
+        trainer.load_state_dict({**save.state, "world_size": world_size})
+        trainer.train(3, 4)
+        return [call[3] for call in calls if call[0] == "step"]
+
+    as_saved, derived = drawn(1), drawn(2)
+    assert derived == drawn(2) != as_saved
+    assert "written by 2 processes, now there are 1" in caplog.text

@@ -109,6 +109,13 @@ class PeriodicCheckpointer:
             self._remove_old(iteration)
         return None
 
+    def rotate(self, iteration: int) -> None:
+        """Remove what a run that was killed behind its save of this iteration had yet to remove."""
+        if os.path.isdir(self.checkpointer.save_dir) and (
+            is_nth(iteration + 1, self.period, self.start) or iteration in self._numbered_files()
+        ):
+            self._remove_old(iteration)
+
     def _remove_old(self, iteration: int) -> None:
         if self.max_to_keep is None or not self.checkpointer.save_to_disk:
             return

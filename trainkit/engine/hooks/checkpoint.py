@@ -39,6 +39,8 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
         self._saved: tuple[int, Any] | None = None  # where the run stood at its last save: iteration and cursor
         self._writing: Future[None] | None = None
         self._failure = ""
+        if self.trainer.start_iter > 0:
+            self.rotate(self.trainer.start_iter - 1)
 
     def after_step(self) -> None:
         _log_failed_save(self.checkpointer)
