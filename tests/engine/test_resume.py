@@ -217,6 +217,45 @@ def test_training_goes_on_after_a_stop_as_if_there_had_been_none():
     assert scalars(trainer) == scalars(whole)
 
 
+@pytest.mark.parametrize("stop_at", [2, 3])  # inside an epoch and at its end
+def test_a_run_that_is_stopped_before_it_has_done_anything_stands_where_it_stood(stop_at):
+    whole = []
+    trainer = job(whole)
+    trainer.register_hooks([AfterStep(lambda trainer: trainer.iter == stop_at and trainer.request_stop("enough"))])
+    trainer.train(0, 6)
+    state = trainer.state_dict()
+    for _ in range(2):
+        resumed = []
+        trainer = job(resumed)
+        trainer.register_hooks([hooks.CallbackHook(before_train=lambda trainer: trainer.request_stop("at once"))])
+        trainer.load_state_dict(state)
+        trainer.train(stop_at + 1, 6)
+        assert {point for _, point, _, _ in resumed} == {"before_train", "after_train"}
+        assert (trainer.status, trainer.iter) == ("stopped", stop_at + 1)
+        state = trainer.state_dict()
+    resumed = []
+    trainer = job(resumed)
+    trainer.load_state_dict(state)
+    trainer.train(stop_at + 1, 6)
+    assert [call[1:3] for call in resumed if call[0] == "last"][1:3] == [
+        ("before_step" if stop_at == 2 else "before_epoch", stop_at + 1),
+        ("after_step" if stop_at == 2 else "before_step", stop_at + 1),
+    ]
+
+
+@pytest.mark.parametrize("point", ["before_epoch", "before_step"])
+def test_a_run_whose_end_has_been_moved_to_where_it_stands_does_no_iteration_more(point):
+    save = SaveAt(point, 2)
+    job([], save).train(0, 6)
+    steps = []
+    trainer = Epochs(step=steps.append)
+    trainer.load_state_dict(save.state)
+    trainer.train(2, 2)
+    assert (steps, trainer.status, trainer.iter) == ([], "finished", 2)
+    trainer.train(2, 3)
+    assert steps == [2]
+
+
 # ---------------------------------------------------------------------- with a model
 
 

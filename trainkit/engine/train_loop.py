@@ -208,7 +208,8 @@ class TrainerBase(InferenceObserver):
             self._hook_list.leave_out(cursor["point"], cursor["pending"])
             if cursor["point"] in ("after_step", "after_epoch"):
                 self.iter, self._last_done_iter = self.start_iter - 1, self.start_iter - 1
-            self._iterate()
+            if self.iter < self.max_iter:  # the end may have been moved to here
+                self._iterate()
             self._hook_list.update()
         elif cursor["point"] == "after_train":
             self._hook_list.leave_out("after_train", cursor["pending"])
@@ -225,7 +226,8 @@ class TrainerBase(InferenceObserver):
             if self._finished_early:
                 self.max_iter = self.iter
             elif self.iter < self.max_iter:
-                self.status, self._cursor = "stopped", self._present_cursor()
+                # all hooks have had their turn, those too that a cursor had left out of it
+                self.status, self._cursor = "stopped", {**self._present_cursor(), "pending": []}
 
     def _abandon(self) -> None:
         """The run stops inside an evaluation, which is made again when it goes on."""
