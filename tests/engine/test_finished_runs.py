@@ -67,8 +67,10 @@ def test_a_run_that_was_killed_behind_its_last_checkpoint_does_the_rest(tmp_path
     trainer = resumed(tmp_path, *EARLY)
     results = trainer.train()
     assert (trainer.status, trainer.iter) == ("finished", 2)
-    assert "top1" in results["classification"]  # of the evaluation before early stopping; it is not made again
+    assert "top1" in results["classification"]  # of the evaluation before early stopping
     assert (tmp_path / "finished").exists()
+    stored = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
+    assert [line["iteration"] for line in stored if "classification/top1" in line] == [1]  # it is not made again
 
 
 def test_without_the_mark_a_finished_run_is_looked_at_again_and_nothing_is_trained(tmp_path, caplog):
