@@ -149,6 +149,19 @@ def test_the_next_save_waits_for_the_one_under_way(tmp_path, disk):
     assert (tmp_path / "last_checkpoint").read_text() == "second.pth"
 
 
+def test_a_second_checkpointer_of_the_folder_leaves_alone_what_the_first_one_is_writing(tmp_path, disk):
+    first, second = (Checkpointer(linear(fill), tmp_path, async_save=True) for fill in (1, 2))
+    writing = first.save("first")
+    while not any(name.startswith(".first") for name in os.listdir(tmp_path)):
+        assert not writing.done()
+    second.save("second")
+    disk.go.set()
+    first.wait()
+    second.wait()
+
+    assert names(tmp_path) == ["first.pth", "last_checkpoint", "second.pth"]
+
+
 def test_whoever_reads_the_folder_waits(tmp_path, monkeypatch):
     def last_file(c):
         return c.get_checkpoint_file() == str(tmp_path / "model.pth")

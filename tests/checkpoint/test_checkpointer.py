@@ -239,6 +239,13 @@ def test_file_of_which_nothing_fits_is_an_error(tmp_path):
         Checkpointer(linear(0)).load(tmp_path / "other.pth")
 
 
+def test_keys_that_are_no_names_fit_no_model(tmp_path):
+    torch.save({1: torch.ones(1)}, tmp_path / "other.pth")
+
+    with pytest.raises(CheckpointError, match=r"another model(.|\n)*unexpected +1 +\[1\]"):
+        Checkpointer(linear(0)).load(tmp_path / "other.pth")
+
+
 def test_strict_load_accepts_no_difference(tmp_path):
     model = linear(0)
     torch.save({"model": {"weight": torch.ones(2, 2)}}, tmp_path / "part.pth")

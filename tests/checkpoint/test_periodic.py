@@ -1,3 +1,4 @@
+import errno
 import logging
 import os
 
@@ -194,6 +195,22 @@ def test_old_file_that_cannot_be_removed_is_a_warning(tmp_path, caplog):
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "Cannot remove the old checkpoint" in warning
     assert "model_0000000.pth" in warning
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_folder_that_cannot_be_listed_gets_its_checkpoint_and_a_warning(tmp_path, monkeypatch, caplog, async_save):
+    def fail(folder):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    checkpointer = Checkpointer(linear(0), tmp_path, async_save=async_save)
+    with monkeypatch.context() as patches:
+        patches.setattr(os, "listdir", fail)
+        PeriodicCheckpointer(checkpointer, period=1, max_to_keep=1).step(0)
+        checkpointer.wait()
+
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning == f"Cannot look for old checkpoints in '{tmp_path}': Stale file handle"
+    assert files(tmp_path) == ["model_0000000"]
 
 
 def test_works_around_an_fvcore_checkpointer(tmp_path):

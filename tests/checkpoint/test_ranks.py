@@ -1,5 +1,7 @@
 """Checkpoints of several processes."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -42,7 +44,18 @@ def _main(rank: int, folder: Path) -> None:
     with pytest.raises(CheckpointError, match="bare name"):
         Checkpointer(linear(0), folder / "run").resume_or_load("")
 
+    # So does that of a disk.
+    if rank == 0:
+        (folder / "run" / "last_checkpoint").unlink()
+        os.listdir = _fail
+    with pytest.raises(CheckpointError, match="Stale file handle"):
+        Checkpointer(linear(0), folder / "run").resume_or_load("")
+
     distributed.destroy_process_group()
+
+
+def _fail(folder: str) -> list[str]:
+    raise OSError(errno.ESTALE, "Stale file handle")
 
 
 def test_all_ranks_load_the_same_file_or_fail_together(tmp_path):

@@ -215,6 +215,18 @@ def test_grouped_batches_hold_one_group_and_come_as_they_fill():
     assert take(endless, 6) == [[0, 2], [1, 3], [5, 6], [4, 1], [0, 2], [3, 4]]
 
 
+def test_grouped_batches_go_on_from_a_state_of_larger_ones_at_their_own_size_and_lose_nothing():
+    groups = [0, 1, 0, 1, 0, 1, 0]
+    large = GroupedBatchSampler(TrainingSampler(7, shuffle=False), groups, batch_size=4)
+    assert next(iter(large)) == [0, 2, 4, 6]
+    state = large.state_dict()
+    assert state["open"] == {1: [1, 3, 5]}
+
+    small = GroupedBatchSampler(TrainingSampler(7, shuffle=False), groups, batch_size=2)
+    small.load_state_dict(state)
+    assert take(small, 6) == [[1, 3], [0, 2], [5, 1], [3, 5], [4, 6], [0, 2]]
+
+
 def test_grouped_batches_refuse_what_they_cannot_group():
     with pytest.raises(TypeError, match="Sampler, got list"):
         GroupedBatchSampler([0], [0], 1)

@@ -152,18 +152,28 @@ def test_a_new_run_moves_the_files_of_older_ones_aside(tmp_path):
 
 @pytest.mark.parametrize("args", [RESUME, EVAL])
 def test_resuming_and_evaluating_move_nothing(tmp_path, args):
-    for name in ("metrics.json", "model_final.pth", "config.yaml"):
+    for name in ("metrics.json", "model_final.pth", "config.yaml"):  # a damaged checkpoint is one as well
         (tmp_path / name).write_text("old")
     default_setup(cfg_for(tmp_path), args)
     assert (tmp_path / "metrics.json").read_text() == "old"
     assert ((tmp_path / "config.yaml").read_text() == "old") is (args is EVAL)
 
 
-def test_resuming_where_no_checkpoint_was_ever_written_is_a_new_run(tmp_path):
+@pytest.mark.parametrize("weights_of_others", [False, True])
+def test_resuming_where_no_checkpoint_was_ever_written_is_a_new_run(tmp_path, weights_of_others):
     (tmp_path / "metrics.json").write_text("of a run that died early")
+    if weights_of_others:
+        torch.save({"weight": torch.ones(1)}, tmp_path / "pretrained.pth")
     default_setup(cfg_for(tmp_path), RESUME)
     assert not (tmp_path / "metrics.json").exists()
     assert (tmp_path / "previous_1/metrics.json").exists()
+
+
+def test_resuming_with_a_tag_that_leads_away_moves_nothing(tmp_path):
+    (tmp_path / "metrics.json").write_text("old")
+    (tmp_path / "last_checkpoint").write_text("../model.pth")
+    default_setup(cfg_for(tmp_path), RESUME)
+    assert (tmp_path / "metrics.json").exists()
 
 
 def test_weights_in_the_folder_that_a_new_run_empties_are_an_error_and_nothing_is_moved(tmp_path):

@@ -11,7 +11,7 @@ from trainkit.utils import comm
 
 @HOOK_REGISTRY.register()
 class SendSignal(HookBase):
-    """Send a signal from the last rank in a run that begins at 0: in a step, or in an evaluation."""
+    """Send a signal from the last rank: in a step, or in an evaluation."""
 
     def __init__(self, signum: str, iter: int, in_evaluation: bool = False, to_launcher: bool = False) -> None:
         self._signum, self._iter, self._in_evaluation = signal.Signals[signum], iter, in_evaluation
@@ -27,5 +27,5 @@ class SendSignal(HookBase):
 
     def _send(self) -> None:
         is_last_rank = comm.get_rank() == comm.get_world_size() - 1
-        if is_last_rank and self.trainer.start_iter == 0 and self.trainer.iter == self._iter:
+        if is_last_rank and self.trainer.iter == self._iter:
             os.kill(self._process, self._signum)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 _CHUNK = 1 << 20  # smaller ones leave the digest waiting for the interpreter lock
 _MAX_BLOCKS = 16  # in memory between writing and digest
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.trainkit-tmp")
+_being_written: list[str] = []  # names of this process's temporary files, which no thread of it may remove
 
 
 class CheckpointError(OSError):
@@ -24,8 +25,10 @@ class CheckpointError(OSError):
 def replacing(path: str) -> "Iterator[Output]":
     """Yield a temporary file that takes the place of ``path`` once the block has succeeded."""
     folder, name = os.path.split(os.path.abspath(path))
-    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.trainkit-tmp")
+    temporary_name = f".{name}.{secrets.token_hex(4)}.trainkit-tmp"
+    temporary = os.path.join(folder, temporary_name)
     size = written = 0
+    _being_written.append(temporary_name)
     try:
         try:
             with Output(temporary) as output:
@@ -42,6 +45,8 @@ def replacing(path: str) -> "Iterator[Output]":
         sync_folder(folder)
     except OSError as error:
         raise CheckpointError(_write_failure(error, path, folder, size, written)) from error
+    finally:
+        _being_written.remove(temporary_name)
 
 
 class Output:
@@ -145,11 +150,12 @@ def write_text(text: str, path: str | os.PathLike[str]) -> None:
 
 
 def remove_leftovers(folder: str | os.PathLike[str]) -> None:
-    """Remove the temporary files of writers that were killed; nobody may be writing to ``folder``."""
-    for name in os.listdir(folder):
-        if _TEMPORARY.fullmatch(name):
-            with contextlib.suppress(OSError):  # it costs space, no more
-                os.remove(os.path.join(folder, name))
+    """Remove the temporary files of writers that were killed; no other process may be writing to ``folder``."""
+    with contextlib.suppress(OSError):  # they cost space, no more
+        for name in os.listdir(folder):
+            if _TEMPORARY.fullmatch(name) and name not in _being_written:
+                with contextlib.suppress(OSError):
+                    os.remove(os.path.join(folder, name))
 
 
 def sync_folder(folder: str) -> None:

@@ -10,15 +10,14 @@ from typing import Any, Protocol
 from torch import nn
 
 from trainkit.checkpoint.atomic import CheckpointError, remove_leftovers, sync_folder, write_text
-from trainkit.checkpoint.file import has_trailer, read_file, write_file
+from trainkit.checkpoint.file import read_file, write_file
 from trainkit.checkpoint.folder import (
     FINISHED_FILE,
     SUFFIX,
     TAG_FILE,
     checkpoint_files,
     choose,
-    newest_first,
-    tagged_file,
+    find_checkpoint,
 )
 from trainkit.checkpoint.matching import Differences, strip_wrapper_prefix
 from trainkit.checkpoint.ranks import KEY as RANKS
@@ -185,7 +184,7 @@ class Checkpointer:
             raise CheckpointError(
                 f"cannot make the checkpoint folder '{self.save_dir}': {error.strerror}. Choose another one"
             ) from error
-        remove_leftovers(self.save_dir)  # before the thread begins: nobody else may be writing then
+        remove_leftovers(self.save_dir)
 
     def _write(self, path: str, state: dict[str, Any], tag_last: bool, on_commit: Callable[[], None] | None) -> None:
         write_file(state, path)
@@ -272,8 +271,7 @@ class Checkpointer:
             CheckpointError: ``last_checkpoint`` leads out of ``save_dir``.
         """
         self._finish_writing()
-        tagged = tagged_file(self.save_dir)
-        return tagged or next(filter(has_trailer, newest_first(self.save_dir)), "")
+        return find_checkpoint(self.save_dir)
 
     def get_all_checkpoint_files(self) -> list[str]:
         """Paths of all ``.pth`` files in ``save_dir``, sorted by name."""
@@ -337,7 +335,7 @@ class Checkpointer:
                 if self.save_to_disk and os.path.isdir(self.save_dir):
                     remove_leftovers(self.save_dir)
                 path = choose(self.save_dir)
-            except CheckpointError as failure:
+            except OSError as failure:  # a CheckpointError is one; the folder may be unreadable
                 error = str(failure)
         path, error = comm.broadcast((path, error))
         if error:

@@ -74,6 +74,15 @@ def tagged_file(folder: str) -> str:
     return path
 
 
+def find_checkpoint(folder: str) -> str:
+    """Path of the checkpoint that ``last_checkpoint`` names; without that file the newest of ours; else ``""``.
+
+    Raises:
+        CheckpointError: as `tagged_file`.
+    """
+    return tagged_file(folder) or next(filter(has_trailer, newest_first(folder)), "")
+
+
 def choose(folder: str) -> str:
     """Return the checkpoint to resume from, verified: the tagged one, else the newest intact one, else ``""``.
 

@@ -36,7 +36,7 @@ class Differences:
 
 def strip_wrapper_prefix(weights: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
     """Remove the ``module.`` of a data-parallel wrapper from every key, unless ``model`` has such keys itself."""
-    if not weights or not all(key.startswith(_PREFIX) for key in weights):
+    if not weights or not all(str(key).startswith(_PREFIX) for key in weights):
         return weights
     if any(key.startswith(_PREFIX) for key in model.state_dict()):
         return weights

@@ -119,7 +119,11 @@ class PeriodicCheckpointer:
     def _remove_old(self, iteration: int) -> None:
         if self.max_to_keep is None or not self.checkpointer.save_to_disk:
             return
-        numbered = self._numbered_files()
+        try:
+            numbered = self._numbered_files()
+        except OSError as error:
+            _logger.warning("Cannot look for old checkpoints in '%s': %s", self.checkpointer.save_dir, error.strerror)
+            return
         # Files of later iterations belong to an earlier run in this folder; they are neither counted nor removed.
         newest_first = sorted((number for number in numbered if number < iteration), reverse=True)
         for number in newest_first[self.max_to_keep - 1 :]:

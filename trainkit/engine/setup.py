@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from trainkit.checkpoint import CheckpointError
+from trainkit.checkpoint.folder import choose, find_checkpoint
 from trainkit.config import CfgNode, ConfigError, get_cfg, import_modules
 from trainkit.utils import comm
 from trainkit.utils.collect_env import collect_env_info
@@ -120,7 +121,7 @@ def default_setup(cfg: CfgNode, args: Any) -> None:
     if comm.is_main_process():
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
-            if not eval_only and not (resume and any(checkpoints.glob("*.pth"))):
+            if not eval_only and not (resume and _has_checkpoint(checkpoints)):
                 folders = dict.fromkeys([output_dir, checkpoints])
                 moved = [aside for folder in folders if (aside := _move_aside(folder, cfg.MODEL.WEIGHTS))]
             if not eval_only:
@@ -197,6 +198,13 @@ def fast_dev_config(cfg: CfgNode) -> CfgNode:
     ]
     cfg.freeze()
     return cfg
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    try:
+        return bool(find_checkpoint(str(folder)) or choose(str(folder)))  # the latter reads the files
+    except CheckpointError:  # there is one; what is wrong with it is said to all ranks when it is loaded
+        return True
 
 
 def _move_aside(output_dir: Path, weights: str) -> Path | None:

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 
 from tests.two_ranks import on_two_ranks
@@ -37,6 +39,18 @@ def test_a_name_that_tells_nothing_is_an_error_that_names_the_remedy(metric):
 
 def test_a_given_mode_wins_over_the_name():
     assert (MetricMonitor("loss", "max").mode, MetricMonitor("error", "min").mode) == ("max", "min")
+
+
+def test_a_state_without_the_newest_value_as_it_once_was_is_taken():
+    old = {"metric": "top1", "mode": "max", "best": 5.0, "best_iter": 1, "not_better": 2, "seen_iter": 3}
+    monitor = MetricMonitor("top1")
+
+    monitor.load_state_dict(old)
+
+    taken = monitor.state_dict()
+    assert math.isnan(taken.pop("value"))
+    assert taken == old
+    assert not monitor.has_passed(-1.0)
 
 
 def _results_of_rank_0_alone(rank, folder):

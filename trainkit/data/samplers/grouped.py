@@ -50,10 +50,14 @@ class GroupedBatchSampler(Sampler[list[int]]):
         self._open = open_batches = {group: [*indices] for group, indices in self._begin_with.items()}
         for index in self.sampler:
             self._num_drawn += 1
-            batch = open_batches.setdefault(self._group_ids[index], [])
+            group = self._group_ids[index]
+            batch = open_batches.setdefault(group, [])
             batch.append(index)
-            if len(batch) == self.batch_size:
-                yield open_batches.pop(self._group_ids[index])
+            if len(batch) >= self.batch_size:
+                del open_batches[group]
+                if rest := batch[self.batch_size :]:  # of a state with larger batches
+                    open_batches[group] = rest
+                yield batch[: self.batch_size]
 
     @property
     def start(self) -> int:

@@ -140,7 +140,8 @@ class MetricMonitor:
             )
             self.forget()
             return
-        self.value, self.best, self.best_iter = state["value"], state["best"], state["best_iter"]
+        self.value = state.get("value", math.nan)  # not in checkpoints that were written before there was exact resume
+        self.best, self.best_iter = state["best"], state["best_iter"]
         self.not_better, self._seen_iter = state["not_better"], state["seen_iter"]
 
 
