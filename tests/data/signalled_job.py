@@ -34,7 +34,8 @@ def make_loader(kind):
         return DataLoader(Slow(), sampler=sampler, num_workers=2, worker_init_fn=worker_init_reset_seed)
     if kind == "unprotected":
         return DataLoader(Slow(), sampler=sampler, num_workers=2)
-    return build_batch_data_loader(Slow(), sampler, 1, num_workers=2)
+    start_method = kind if kind in ("fork", "forkserver") else None
+    return build_batch_data_loader(Slow(), sampler, 1, num_workers=2, multiprocessing_context=start_method)
 
 
 def main():

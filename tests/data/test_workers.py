@@ -1,5 +1,6 @@
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -115,3 +116,17 @@ def test_starting_workers_leaves_the_signals_of_their_parent_as_they_are():
     assert batch == [5]
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+@pytest.mark.parametrize("kind", ["fork", "forkserver"])
+def test_workers_do_not_outlive_a_parent_that_is_killed(start, kind):
+    job = start(kind)
+    assert job.ask("batch") == "0"
+    ends = [os.pidfd_open(int(pid)) for pid in job.ask("pids").split()]
+
+    job.process.kill()
+
+    for end in ends:
+        assert select.select([end], [], [], 60)[0], "a worker is still there"
+        os.close(end)

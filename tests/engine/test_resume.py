@@ -1,6 +1,7 @@
 """A run goes on where its checkpoint stood: the hook points, the states, the random numbers."""
 
 import random
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from trainkit.engine import hooks
 from trainkit.engine.hook_base import ITERATION_POINTS
 from trainkit.engine.train_loop import HookBase
 from trainkit.engine.trainers import SimpleTrainer
+from trainkit.evaluation import inference_on_dataset, observe_inference
 from trainkit.solver import LRMultiplier
 
 POINTS = ("before_train", *ITERATION_POINTS, "after_train")
@@ -371,3 +373,19 @@ def test_the_random_state_of_another_number_of_processes_is_derived_from_the_che
     as_saved, derived = drawn(1), drawn(2)
     assert derived == drawn(2) != as_saved
     assert "written by 2 processes, now there are 1" in caplog.text
+
+
+def test_an_evaluation_whose_error_a_hook_has_swallowed_leaves_later_cursors_alone():
+    def fail(inputs):
+        raise RuntimeError("today")
+
+    class Tolerant(HookBase):
+        def after_step(self):
+            with observe_inference(self.trainer, "val"), suppress(RuntimeError):
+                inference_on_dataset(fail, [1], None)
+
+    save = SaveAt("after_step", 2)
+    save.calls = []
+    trainer = Steps([Tolerant(), save])
+    trainer.train(0, 3)
+    assert save.state["cursor"]["pending"] == []

@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 
 import torch
 from torch.utils.data import get_worker_info
@@ -61,6 +62,15 @@ def _ignore_signals_to_the_group() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_exit_on_sigterm_of_parent, args=(os.getppid(),), daemon=True).start()
+    creator = multiprocessing.parent_process()
+    if creator is not None and creator.pid != os.getppid():
+        # the fork server, whose death torch watches for, lives as long as its children
+        threading.Thread(target=_exit_behind, args=(creator,), daemon=True).start()
+
+
+def _exit_behind(creator: BaseProcess) -> None:
+    creator.join()
+    os._exit(0)
 
 
 def _exit_on_sigterm_of_parent(born_to: int) -> None:

@@ -46,7 +46,7 @@ class TrainerBase(InferenceObserver):
         # where a run stands inside an iteration: the point, and the hook there that had its turn last
         self._point = "before_train"
         self._turn: HookBase | None = None
-        self._evaluating = False
+        self._evaluating: HookBase | None = None  # the one inside whose turn data are evaluated
         # what a checkpoint, or the stop of a run, has left for the next train()
         self._cursor: dict[str, Any] | None = None
         self._waiting_rng_state: dict[str, Any] | None = None
@@ -168,7 +168,7 @@ class TrainerBase(InferenceObserver):
             self._waiting_storage = None
         self.storage.iter = start_iter
         self.iter, self.start_iter, self.max_iter, self._asked_max_iter = start_iter, start_iter, max_iter, max_iter
-        self._point, self._turn, self._evaluating = "before_train", None, False
+        self._point, self._turn, self._evaluating = "before_train", None, None
         self._last_done_iter = start_iter - 1
         self._hook_list.update()  # the list may have been rearranged by hand
         self._per_epoch = self._checked_epoch_length()
@@ -233,7 +233,7 @@ class TrainerBase(InferenceObserver):
         """The run stops inside an evaluation, which is made again when it goes on."""
         if self._cursor is None:  # else nothing has been done since it was loaded
             self._cursor = self._present_cursor()
-        self._stop, self._evaluating = self._stops.agree_now(), False
+        self._stop, self._evaluating = self._stops.agree_now(), None
         self.status, self.iter = "stopped", self._last_done_iter + 1
         reason = "" if self._stop is None else self._stop.reason
         logger.info("Stopped in an evaluation, after %d of %d iterations: %s", self.iter, self.max_iter, reason)
@@ -318,7 +318,7 @@ class TrainerBase(InferenceObserver):
 
     def before_eval(self, phase: Phase, name: str) -> None:
         """This and the next three: called by ``inference_on_dataset`` under `observe_inference`."""
-        self._evaluating = True
+        self._evaluating = self._turn
         for hook in self._hook_list.at("before_eval"):
             hook.before_eval(phase, name)
 
@@ -333,7 +333,7 @@ class TrainerBase(InferenceObserver):
     def after_eval(self, phase: Phase, name: str, results: Mapping[str, Any]) -> None:
         for hook in self._hook_list.at("after_eval"):
             hook.after_eval(phase, name, results)
-        self._evaluating = False
+        self._evaluating = None
 
     def before_save(self, state: dict[str, Any]) -> None:
         """This and the next: called by the `Checkpointer` that saves this trainer."""
@@ -471,7 +471,8 @@ class TrainerBase(InferenceObserver):
 
     def _present_cursor(self) -> dict[str, Any]:
         """The hook point, the names of the hooks that have yet to run there, and what ends the run behind it."""
-        point, pending = self._point, self._hook_list.names_from(self._point, self._turn, including=self._evaluating)
+        has_its_turn = self._turn is not None and self._turn is self._evaluating
+        point, pending = self._point, self._hook_list.names_from(self._point, self._turn, including=has_its_turn)
         if point == "run_step":
             logger.warning("A checkpoint from inside an iteration cannot be resumed exactly; save in after_step")
             point, pending = "before_step", []
