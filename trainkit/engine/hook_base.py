@@ -65,7 +65,7 @@ class HookBase:
     priority: int | str = Priority.NORMAL
 
     def before_train(self) -> None:
-        """Before the first iteration."""
+        """Before the first iteration, also of a run that goes on: only at ``start_iter`` 0 a hook begins anew."""
 
     def before_epoch(self) -> None:
         """Before the first iteration of an epoch. A run that is resumed inside an epoch does not begin it again."""
@@ -107,7 +107,11 @@ class HookBase:
         """When a checkpoint is read and before anybody takes his part; ``state["model"]`` are the weights."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs of this hook: tensors and plain Python values only."""
+        """What a resumed run needs of this hook: tensors and plain Python values only.
+
+        Every rank asks for it at each save, which may come before, in or behind this hook's turn in ``after_step``. A
+        resumed run begins with the hooks that had yet to run there.
+        """
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
