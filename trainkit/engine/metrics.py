@@ -86,8 +86,6 @@ def put_metrics(
 
 _CAPACITY = 64  # losses that fit into one exchange
 
-_group: tuple[object, "dist.ProcessGroup"] | None = None  # (the default group it was made for, our own)
-
 
 def reduce_over_ranks(
     values: Mapping[str, float], data_time: float, failure: str | None = None
@@ -123,13 +121,5 @@ def reduce_over_ranks(
 
 
 def metrics_group() -> "dist.ProcessGroup | None":
-    """A group of our own: a worker thread may use it while the loop uses the others. None with one process.
-
-    The first call makes it: on all ranks in the thread of the loop, where the order of making groups is the same.
-    """
-    global _group
-    if comm.get_world_size() == 1:
-        return None
-    if _group is None or _group[0] is not dist.group.WORLD:
-        _group = (dist.group.WORLD, dist.new_group(backend="gloo"))
-    return _group[1]
+    """A group of our own: a worker thread may use it while the loop uses the others; see `comm.side_group`."""
+    return comm.side_group("metrics")

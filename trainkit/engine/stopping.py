@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import weakref
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NamedTuple
@@ -20,9 +19,6 @@ logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _HINT = b"\nStopping behind this step; once more ends at once\n"
-
-# default group -> a group of our own: the exchange of flags is under way while the loop uses the others
-_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
 
 
 class Stop(NamedTuple):
@@ -73,7 +69,7 @@ class StopRequests:
     def reset(self) -> None:
         """Forget what was asked for; every rank calls it in the thread of the loop when a run begins."""
         self._requests, self._agreed, self._exchange = [], None, None
-        self._group = _own_group()
+        self._group = comm.side_group("stopping")
 
     def agreed(self, iter: int) -> Stop | None:
         """What ends the run here, the same on every rank; every rank calls it behind each step, with its number."""
@@ -142,14 +138,3 @@ class StopRequests:
         (work, flag), self._exchange = self._exchange, None
         work.wait()
         return bool(flag)
-
-
-def _own_group() -> dist.ProcessGroup | None:
-    """Over Gloo, made by all ranks at their first call; None with one process."""
-    if comm.get_world_size() == 1:
-        return None
-    world = dist.group.WORLD
-    assert world is not None
-    if world not in _groups:
-        _groups[world] = dist.new_group(backend="gloo")
-    return _groups[world]

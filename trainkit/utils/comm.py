@@ -14,8 +14,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 _T = TypeVar("_T")
-# Default group -> a group made beside it; weakly, so that an entry goes when its default group is destroyed.
-_gloo_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
+# Default group -> what was made beside it; weakly, so that an entry goes when its default group is destroyed.
+_side_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
 _local_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
 
 
@@ -88,6 +88,19 @@ def get_local_size() -> int:
     """
     group = _find_local_group()
     return dist.get_world_size(group) if group is not None else _from_torchrun("LOCAL_WORLD_SIZE", alone=1)
+
+
+def side_group(purpose: str) -> dist.ProcessGroup | None:
+    """All processes over Gloo, in a group for one purpose, so that exchanges go on side by side; None with one process.
+
+    The first call makes it: on all ranks in the thread of the loop, where the order of making groups is the same.
+    """
+    if get_world_size() == 1:
+        return None
+    groups = _side_groups.setdefault(_default_group(), {})
+    if purpose not in groups:
+        groups[purpose] = dist.new_group(backend="gloo")
+    return groups[purpose]
 
 
 def synchronize() -> None:
@@ -201,11 +214,6 @@ def _from_torchrun(variable: str, alone: int) -> int:
     )
 
 
-def _object_group() -> dist.ProcessGroup:
-    """All processes over Gloo, which exchanges objects without a device; made at the first call, by all ranks."""
-    world = _default_group()
-    if dist.get_backend() == "gloo":
-        return world
-    if world not in _gloo_groups:
-        _gloo_groups[world] = dist.new_group(backend="gloo")
-    return _gloo_groups[world]
+def _object_group() -> dist.ProcessGroup | None:
+    """All processes over Gloo, which exchanges objects without a device."""
+    return _default_group() if dist.get_backend() == "gloo" else side_group("objects")
