@@ -28,6 +28,7 @@ from trainkit.data.build import build_test_loader, build_train_loader
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.engine import hooks
 from trainkit.engine.evaluation_run import averaging_hook, evaluate_models
+from trainkit.engine.finite import raise_failure
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
 from trainkit.engine.hooks.monitor import check_monitored_metrics
 from trainkit.engine.parallel import create_ddp_model
@@ -78,6 +79,8 @@ class DefaultTrainer(TrainerBase):
         cfg: the config with every length in iterations.
         scheduler, checkpointer: as built.
     """
+
+    own_keys = (*TrainerBase.own_keys, "data", "results")
 
     def __init__(self, cfg: CfgNode) -> None:
         super().__init__()
@@ -181,15 +184,10 @@ class DefaultTrainer(TrainerBase):
         self._trainer.make_iterators()
 
     def check_finite(self) -> None:
-        self._trainer._ranks_agree = self._ranks_agree
-        self._trainer.check_finite()
+        raise_failure(self.gather(self._trainer.find_failure()))
 
     def describe_inexact(self) -> list[str]:
         return [*super().describe_inexact(), *self._trainer.describe_inexact()]
-
-    @property
-    def rank_keys(self) -> tuple[str, ...]:
-        return (*super().rank_keys, "data", "results") if super().rank_keys else ()
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -5,6 +5,7 @@ from enum import IntEnum
 from typing import Any
 
 from trainkit.evaluation.observer import Phase
+from trainkit.utils.stateful import refuse_state
 
 
 class Priority(IntEnum):
@@ -120,7 +121,4 @@ class HookBase:
         Raises:
             NotImplementedError: there is a state, and the hook does not say how to load it.
         """
-        if state_dict:
-            raise NotImplementedError(
-                f"{type(self).__name__} saves a state ({', '.join(state_dict)}) but has no load_state_dict; define both"
-            )
+        refuse_state(self, state_dict)

@@ -72,7 +72,7 @@ class HookList:
         """Names of the hooks behind ``turn`` at this point, or from it on if ``including``; all of them for None."""
         hooks = self._at.get(point, [])
         places = [place for place, hook in enumerate(hooks) if hook is turn]
-        names = {id(hook): name for name, hook in self._names.items()}
+        names = self._names_by_id()
         return [names[id(hook)] for hook in hooks[places[0] + (not including) if places else 0 :]]
 
     def has_turn_left(self, hook: HookBase, cursor: dict[str, Any]) -> bool:
@@ -89,7 +89,7 @@ class HookList:
 
     def describe(self) -> str:
         """One line per point that somebody overrides, with the names under which the hooks are saved."""
-        names = {id(hook): name for name, hook in self._names.items()}
+        names = self._names_by_id()
         width = max(map(len, HOOK_POINTS))
         return "\n".join(
             f"  {point:<{width}}  {', '.join(names[id(hook)] for hook in hooks)}"
@@ -118,6 +118,9 @@ class HookList:
         return [*self._unclaimed_states]
 
     # ------------------------------------------------------------------
+
+    def _names_by_id(self) -> dict[int, str]:
+        return {id(hook): name for name, hook in self._names.items()}
 
     def _name(self, hook: HookBase) -> None:
         """The class name; ``Name#2``, ``Name#3`` in the order of registration where a class has several hooks."""

@@ -34,7 +34,10 @@ class TrainerBase(InferenceObserver):
         max_iter: the iteration with which it ends, not included.
         storage: the `EventStorage` that is open during ``train()``.
         status: "not started", "running", "finished", "stopped" (by ``request_stop``) or "failed".
+        own_keys: the entries of the state that each rank has for itself.
     """
+
+    own_keys: tuple[str, ...] = ("hooks", "storage", "rng")
 
     def __init__(self) -> None:
         self._hook_list = HookList()
@@ -140,9 +143,13 @@ class TrainerBase(InferenceObserver):
     def stop_check_period(self, period: int) -> None:
         self._stops.check_period = check_period("stop_check_period", period, minimum=1)
 
-    def has_turn_left(self, hook: HookBase) -> bool:
-        """In ``before_train``: whether ``after_step`` of the iteration before has yet to reach this hook."""
-        return self._cursor is not None and self._hook_list.has_turn_left(hook, self._cursor)
+    def next_iter_of(self, hook: HookBase) -> int:
+        """In ``before_train``: the iteration whose ``after_step`` is the next one to reach this hook.
+
+        That is ``start_iter``, or the one before if a checkpoint lies before the hook's turn in it.
+        """
+        has_turn_left = self._cursor is not None and self._hook_list.has_turn_left(hook, self._cursor)
+        return self.iter - has_turn_left
 
     def is_stopping(self) -> bool:
         """Whether this rank has been asked to stop: an evaluation under way is then abandoned."""
@@ -202,18 +209,19 @@ class TrainerBase(InferenceObserver):
             self.make_iterators()
             set_rng_state(self._waiting_rng_state)  # last: everything before may have drawn from it
         cursor, self._cursor, self._waiting_rng_state = self._cursor, None, None
-        if cursor is None or (cursor["point"] == "after_train" and self.max_iter > cursor["max_iter"]):
-            return  # the end that it stood behind has been moved
-        if cursor["point"] in ITERATION_POINTS:
-            self._hook_list.leave_out(cursor["point"], cursor["pending"])
-            if cursor["point"] in ("after_step", "after_epoch"):
+        if cursor is None:
+            return
+        point, end_has_moved = cursor["point"], self.max_iter > cursor["max_iter"]
+        if point in ITERATION_POINTS:
+            self._hook_list.leave_out(point, cursor["pending"])
+            if point in ("after_step", "after_epoch"):
                 self.iter, self._last_done_iter = self.start_iter - 1, self.start_iter - 1
             if self.iter < self.max_iter:  # the end may have been moved to here
                 self._iterate()
             self._hook_list.update()
-        elif cursor["point"] == "after_train":
-            self._hook_list.leave_out("after_train", cursor["pending"])
-        if cursor["finished_early"] is not None and self.max_iter <= cursor["max_iter"]:
+        elif point == "after_train" and not end_has_moved:
+            self._hook_list.leave_out(point, cursor["pending"])
+        if cursor["finished_early"] is not None and not end_has_moved:
             self.request_stop(cursor["finished_early"], finished=True)
 
     def make_iterators(self) -> None:
@@ -456,8 +464,8 @@ class TrainerBase(InferenceObserver):
 
     @property
     def rank_keys(self) -> tuple[str, ...]:
-        """The entries of the state that each rank has for itself; none if not all ranks save."""
-        return ("hooks", "storage", "rng") if self._ranks_agree else ()
+        """``own_keys``, which are gathered over the ranks; none if not all ranks save."""
+        return self.own_keys if self._ranks_agree else ()
 
     def _storage_state(self) -> dict[str, Any]:
         if self._waiting_storage is not None:

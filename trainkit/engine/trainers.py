@@ -51,6 +51,8 @@ class SimpleTrainer(TrainerBase):
         trained_losses: the names of those among them that are minimized; the others are only logged.
     """
 
+    own_keys = (*TrainerBase.own_keys, "data")
+
     def __init__(
         self,
         model: nn.Module,
@@ -223,8 +225,12 @@ class SimpleTrainer(TrainerBase):
         Raises:
             FloatingPointError: a loss, a gradient, a parameter or a buffer is not finite on some rank.
         """
+        raise_failure(self.gather(self.find_failure()))
+
+    def find_failure(self) -> str | None:
+        """What `check_finite` finds on this rank; each failure of an iteration once."""
         if self.non_finite == "ignore":
-            return
+            return None
         if has_event_storage():
             get_event_storage().flush()
         failure = self._judge.take_failure()
@@ -234,7 +240,7 @@ class SimpleTrainer(TrainerBase):
                 f"the model is not finite in iteration {self.iter}, though its losses and gradients were: "
                 f"{', '.join(names[:5])} ({len(names)} in all). Lower the learning rate, or look at what goes into them"
             )
-        raise_failure(self.gather(failure))
+        return failure
 
     # ------------------------------------------------------------------ data
 
@@ -391,10 +397,6 @@ class SimpleTrainer(TrainerBase):
         self.load_data_state_dict(state_dict.get("data", {}))
         self.load_step_state_dict(state_dict)
 
-    @property
-    def rank_keys(self) -> tuple[str, ...]:
-        return (*super().rank_keys, "data") if super().rank_keys else ()
-
     def step_state_dict(self) -> dict[str, Any]:
         """What the steps have changed, the model aside; equal on all ranks."""
         if has_event_storage():
@@ -416,13 +418,11 @@ class SimpleTrainer(TrainerBase):
     def load_data_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the loader go on there; batches that it has drawn ahead are dropped."""
         self._iterator = None
-        if state_dict and not resume_obstacle(self.data_loader):
+        obstacle = resume_obstacle(self.data_loader)
+        if state_dict and not obstacle:
             self.data_loader.load_state_dict(state_dict)  # type: ignore[attr-defined]
-        elif state_dict or not resume_obstacle(self.data_loader):
-            logger.warning(
-                "The data begin anew: %s",
-                resume_obstacle(self.data_loader) or "the checkpoint does not say where they stood",
-            )
+        elif state_dict or not obstacle:
+            logger.warning("The data begin anew: %s", obstacle or "the checkpoint does not say where they stood")
 
     def make_iterators(self) -> None:
         self._data_loader_iter  # noqa: B018

@@ -43,8 +43,7 @@ class LRScheduler(HookBase):
 
     def before_train(self) -> None:
         self._optimizer = self._given_optimizer or self.trainer.optimizer
-        # one behind, if the checkpoint lies before the step of the schedule
-        iter = self.trainer.iter - self.trainer.has_turn_left(self)
+        iter = self.trainer.next_iter_of(self)
         scheduler = self._given_scheduler or self.trainer.scheduler
         if isinstance(scheduler, ParamScheduler):
             # a function of the iteration: nothing to load, it starts where the trainer does

@@ -73,8 +73,7 @@ class ParamScheduler(HookBase):
         ]
         sizes = [sum(parameter.numel() for parameter in group["params"]) for group, _, _ in self._targets]
         self._shown = sizes.index(max(sizes))
-        # one behind, if the checkpoint lies before the step of the schedule
-        self._set(self.trainer.iter - self.trainer.has_turn_left(self))
+        self._set(self.trainer.next_iter_of(self))
 
     def after_step(self) -> None:
         self.trainer.storage.put_scalar(self.param, self._values[self._shown], smoothing_hint=False)

@@ -17,6 +17,7 @@ import torch
 
 from trainkit.utils.events.run_file import RunFile
 from trainkit.utils.events.storage import EventStorage, get_event_storage
+from trainkit.utils.stateful import refuse_state
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +52,7 @@ class EventWriter:
         Raises:
             NotImplementedError: there is a state, and the writer does not say how to load it.
         """
-        if state:
-            raise NotImplementedError(
-                f"{type(self).__name__} saves a state ({', '.join(state)}) but has no load_state_dict; define both"
-            )
+        refuse_state(self, state)
 
 
 class _Scalar(NamedTuple):
