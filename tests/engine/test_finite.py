@@ -11,7 +11,7 @@ from tests.engine.job import tiny_cfg
 from tests.engine.tiny import AfterStep, PlainOptimizer, Regression, Weight, batches, scalars, sgd
 from trainkit.config import ConfigError
 from trainkit.engine import DefaultTrainer
-from trainkit.engine.finite import join_flags, mark_non_finite, non_finite_names
+from trainkit.engine.finite import GradientCheck, join_flags, non_finite_names
 from trainkit.engine.hooks import CallbackHook, PeriodicWriter
 from trainkit.engine.trainers import AMPTrainer, SimpleTrainer
 from trainkit.solver import GradientClipper
@@ -35,7 +35,7 @@ def optimizer_of(*gradients):
 
 def is_marked(*gradients):
     flags = {}
-    mark_non_finite(optimizer_of(*gradients), flags)
+    GradientCheck().mark_non_finite(optimizer_of(*gradients), flags)
     flag = join_flags(flags, torch.device("cpu"))
     assert list(flags) == [torch.device("cpu")]
     assert (flag.dtype, flag.shape) == (torch.float32, ())

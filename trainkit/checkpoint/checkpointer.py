@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
 from typing import Any, Protocol
 
-from torch import nn
+from torch import UntypedStorage, nn
 
 from trainkit.checkpoint.atomic import CheckpointError, remove_leftovers, sync_folder, write_text
 from trainkit.checkpoint.file import read_file, write_file
@@ -16,7 +16,7 @@ from trainkit.checkpoint.folder import (
     SUFFIX,
     TAG_FILE,
     checkpoint_files,
-    choose,
+    choose_and_read,
     find_checkpoint,
 )
 from trainkit.checkpoint.matching import Differences, strip_wrapper_prefix
@@ -50,7 +50,8 @@ class Checkpointer:
     One process writes to a folder.
 
     With ``async_save``, ``save`` copies the state to host memory, and a thread writes it while training goes on. One
-    save is under way at a time: the next one, and whatever reads the folder, waits for it.
+    save is under way at a time: the next one, and whatever reads the folder, waits for it. The memory of the copy is
+    kept for the next save, because fresh memory costs several times the copying.
 
     Args:
         model: data-parallel wrappers are removed.
@@ -77,6 +78,7 @@ class Checkpointer:
         self.async_save = async_save
         self._thread = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: futures.Future[None] | None = None
+        self._memory: list[UntypedStorage] = []  # of the last copy, for the next one
         self.checkpointables: dict[str, Stateful] = {}
         for key, obj in checkpointables.items():
             self.add_checkpointable(key, obj)
@@ -134,7 +136,9 @@ class Checkpointer:
         _logger.info("Saving checkpoint to %s", path)
         self._prepare_save_dir()
         if self.async_save:
-            self._writing = self._thread.submit(self._write_copy, path, HostCopy(state), tag_last, on_commit)
+            copy = HostCopy(state, self._memory)
+            self._memory = copy.memory
+            self._writing = self._thread.submit(self._write_copy, path, copy, tag_last, on_commit)
             return self._writing
         self._write(path, state, tag_last, on_commit)
         return None
@@ -319,28 +323,30 @@ class Checkpointer:
         """
         self._finish_writing()
         if resume:
-            chosen = self._choose_for_all_ranks()
-            if chosen:
-                return self._apply(_read_on_all_ranks(chosen), chosen, list(self.checkpointables), strict=True)
+            path_of_last, state = self._choose_for_all_ranks()
+            if path_of_last:
+                state = _read_on_all_ranks(path_of_last, state)
+                return self._apply(state, path_of_last, list(self.checkpointables), strict=True)
             _logger.info("No checkpoint to resume from in '%s'; starting from '%s'", self.save_dir, path or "")
         if not path:
             return self.load(path, checkpointables=[])
         path = os.fspath(path)
         return self._apply(_read_on_all_ranks(path), path, [], strict=False)
 
-    def _choose_for_all_ranks(self) -> str:
-        path, error = "", ""
+    def _choose_for_all_ranks(self) -> tuple[str, dict[str, Any] | None]:
+        """The path, and on rank 0 what is in the file."""
+        path, state, error = "", None, ""
         if comm.is_main_process():
             try:
                 if self.save_to_disk and os.path.isdir(self.save_dir):
                     remove_leftovers(self.save_dir)
-                path = choose(self.save_dir)
+                path, state = choose_and_read(self.save_dir)
             except OSError as failure:  # a CheckpointError is one; the folder may be unreadable
                 error = str(failure)
         path, error = comm.broadcast((path, error))
         if error:
             raise CheckpointError(error)
-        return path
+        return path, state
 
     def _checked_keys(self, checkpointables: Iterable[str] | None) -> list[str]:
         keys = list(self.checkpointables if checkpointables is None else checkpointables)
@@ -401,11 +407,14 @@ def _read(path: str) -> dict[str, Any]:
         raise CheckpointError(f"rank {comm.get_rank()}: {error}") from error
 
 
-def _read_on_all_ranks(path: str) -> dict[str, Any]:
-    """Read the same file on every rank; if one cannot, all of them raise, so that none is left waiting."""
-    state, error = None, ""
+def _read_on_all_ranks(path: str, state: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Read the same file on every rank that does not have its ``state`` yet.
+
+    If one cannot, all of them raise, so that none is left waiting.
+    """
+    error = ""
     try:
-        state = _read(path)
+        state = _read(path) if state is None else state
     except CheckpointError as failure:
         error = str(failure)
     errors = [text for text in comm.all_gather(error) if text]

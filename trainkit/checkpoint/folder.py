@@ -4,11 +4,14 @@ import contextlib
 import logging
 import os
 import re
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from trainkit.checkpoint.atomic import CheckpointError
-from trainkit.checkpoint.file import has_trailer, verify
+from trainkit.checkpoint.file import has_trailer, read_file, verify
 
 _logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 SUFFIX = ".pth"
 TAG_FILE = "last_checkpoint"
@@ -89,11 +92,24 @@ def choose(folder: str) -> str:
     Raises:
         CheckpointError: there are checkpoints, and none is intact.
     """
+    return _first_intact(folder, verify)[0]
+
+
+def choose_and_read(folder: str) -> tuple[str, dict[str, Any] | None]:
+    """The same, and what is in it: one reading verifies and loads the file.
+
+    Raises:
+        CheckpointError: as `choose`.
+    """
+    return _first_intact(folder, read_file)
+
+
+def _first_intact(folder: str, read: Callable[[str], _T]) -> tuple[str, _T | None]:
     tagged = tagged_file(folder)
     broken: list[str] = []
     for path in dict.fromkeys([tagged, *newest_first(folder)] if tagged else newest_first(folder)):
         try:
-            verify(path)
+            content = read(path)
         except CheckpointError as error:
             broken.append(str(error))
             continue
@@ -101,10 +117,10 @@ def choose(folder: str) -> str:
         if path == tagged or has_trailer(path):
             if broken:
                 _logger.warning("%s. Resuming from '%s' instead", "; ".join(broken), path)
-            return path
+            return path, content
     if broken:
         raise CheckpointError(
             f"no checkpoint in '{folder}' is intact: {'; '.join(broken)}. To start a new run, use another folder or "
             "leave out --resume"
         )
-    return ""
+    return "", None

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, TypeAlias, get_args
@@ -20,30 +21,53 @@ NonFinitePolicy: TypeAlias = Literal["raise", "skip", "ignore"]
 # ---------------------------------------------------------------------- on the device
 
 
-def mark_non_finite(optimizer: torch.optim.Optimizer, flags: dict[torch.device, Tensor]) -> None:
-    """Set a flag to 1 where a gradient on its device is not finite; flags that are missing are made.
+class GradientCheck:
+    """Looks at all gradients of an optimizer, in one call per device and dtype."""
 
-    Args:
-        flags: each float32, shape ``[]``. Those of sharded gradients are the same on all ranks.
-    """
-    groups: dict[tuple[Any, ...], list[Tensor]] = {}
-    for param_group in optimizer.param_groups:
-        for parameter in param_group["params"]:
-            grad = parameter.grad
-            if grad is None:
-                continue
-            if grad.requires_grad:  # of a graph of gradients
-                grad = grad.detach()
-            if grad.is_sparse:
-                grad = grad._values()
-            if grad.is_complex():
-                grad = torch.view_as_real(grad.resolve_conj())
-            groups.setdefault((grad.device, grad.dtype, type(grad)), []).append(grad)
-    for (device, *_), grads in groups.items():
-        if device not in flags:
-            flags[device] = torch.zeros((), device=device)
-        # the kernel of GradScaler.unscale_, with a scale of 1: the values stay as they are
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, flags[device], _one(device))
+    def __init__(self) -> None:
+        self._parameters: list[Tensor] = []
+        self._groups: list[list[Tensor]] = []  # the same, by device, dtype and kind
+
+    def mark_non_finite(self, optimizer: torch.optim.Optimizer, flags: dict[torch.device, Tensor]) -> None:
+        """Set a flag to 1 where a gradient on its device is not finite; flags that are missing are made.
+
+        Args:
+            flags: each float32, shape ``[]``. Those of sharded gradients are the same on all ranks.
+        """
+        self._group([parameter for group in optimizer.param_groups for parameter in group["params"]])
+        for parameters in self._groups:
+            grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
+            if grads:
+                device = grads[0].device
+                if device not in flags:
+                    flags[device] = torch.zeros((), device=device)
+                try:
+                    _mark(grads, flags[device])
+                except RuntimeError:  # not all of them are plain tensors
+                    for grad in grads:
+                        _mark([_as_plain(grad)], flags[device])
+
+    def _group(self, parameters: list[Tensor]) -> None:
+        # to look at the device of each takes longer than to see that they are the same as in the last step
+        known = self._parameters
+        if len(parameters) == len(known) and all(map(operator.is_, parameters, known)):
+            return
+        groups: dict[tuple[Any, ...], list[Tensor]] = {}
+        for parameter in parameters:
+            groups.setdefault((parameter.device, parameter.dtype, type(parameter)), []).append(parameter)
+        self._parameters, self._groups = parameters, list(groups.values())
+
+
+def _mark(grads: list[Tensor], flag: Tensor) -> None:
+    # the kernel of GradScaler.unscale_, with a scale of 1: the values stay as they are
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, _one(flag.device))
+
+
+def _as_plain(grad: Tensor) -> Tensor:
+    grad = grad.detach()  # it may have a graph of its own
+    if grad.is_sparse:
+        grad = grad._values()
+    return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
 
 
 @cache

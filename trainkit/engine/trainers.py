@@ -18,10 +18,10 @@ from trainkit.data.build import iters_per_epoch
 from trainkit.data.loader import resume_obstacle
 from trainkit.engine.finite import (
     FiniteJudge,
+    GradientCheck,
     NonFinitePolicy,
     describe_failure,
     join_flags,
-    mark_non_finite,
     non_finite_names,
     prepare_to_skip,
     raise_failure,
@@ -31,7 +31,7 @@ from trainkit.engine.metrics import StepRecord, mean_losses, metrics_group, put_
 from trainkit.engine.train_loop import TrainerBase, check_period
 from trainkit.solver.hyper_parameters import describe_changes, hyper_parameters
 from trainkit.utils import comm
-from trainkit.utils.device import device_of, move_to_device
+from trainkit.utils.device import device_of, first_tensor, move_to_device
 from trainkit.utils.events import EventStorage, get_event_storage, has_event_storage
 from trainkit.utils.losses import Losses, parse_losses
 from trainkit.utils.rng import preserve_rng_state
@@ -47,8 +47,6 @@ class SimpleTrainer(TrainerBase):
     Attributes:
         batch: what the loader gave in this iteration, on the model's device; a list of micro-batches if
             ``accumulation_steps`` > 1. Like ``losses`` readable in ``after_backward`` and ``after_step``.
-        losses: what the model returned: name -> detached scalar tensor on the device.
-        trained_losses: the names of those among them that are minimized; the others are only logged.
     """
 
     own_keys = (*TrainerBase.own_keys, "data")
@@ -105,15 +103,17 @@ class SimpleTrainer(TrainerBase):
         self.non_finite = non_finite
         check_period("max_non_finite_in_row", max_non_finite_in_row, minimum=1)
         self._judge = FiniteJudge(non_finite, max_non_finite_in_row)
+        self._gradient_check = GradientCheck()
         self._flags: dict[torch.device, Tensor] = {}
         self._flag: Tensor | None = None  # on the device, 1 in the iterations whose gradients are not finite
+        self._former_buffers: dict[str, Tensor] = {}  # what a step that is skipped puts back
         self._failed_storage: EventStorage | None = None  # that of a run that ends
         # masks of -inf and the like; finding them waits for the device, once
         self._never_finite = set() if non_finite == "ignore" else {*non_finite_names(model)}
         self.batch: Any = None
-        self.losses: Mapping[str, Tensor] = {}
-        self.trained_losses: Sequence[str] = ()
+        self._losses: Losses | None = None  # of this iteration
         self._iterator: Iterator[Any] | None = None
+        self._sample: tuple[nn.Module | None, Tensor | None] = (None, None)  # the model and a tensor of it
         self._losses_described = False
         self._has_stepped = False
         if non_finite == "skip":
@@ -134,32 +134,45 @@ class SimpleTrainer(TrainerBase):
                 "the model is in eval mode; whoever called model.eval() must call model.train() afterwards"
             )
         batches, data_time = self._fetch()
+        self._losses = losses = self.compute_gradients(batches)
+        self.after_backward()
+        extra = self.judge_gradients(losses)
+        # before the update: what is not finite must not reach the weights
+        self._write_metrics(losses, data_time, extra)
+        self.update()
+
+    @property
+    def losses(self) -> Mapping[str, Tensor]:
+        """What the model returned in this iteration: name -> detached scalar tensor on the device."""
+        return {} if self._losses is None else self._losses.values
+
+    @property
+    def trained_losses(self) -> Sequence[str]:
+        """The names of those among ``losses`` that are minimized; the others are only logged."""
+        return () if self._losses is None else self._losses.trained
+
+    # ------------------------------------------------------------------ parts of a step, for variants to override
+
+    def compute_gradients(self, batches: Sequence[Any]) -> Losses:
+        """From the micro-batches to the gradients of their mean loss: zero_grad, forward, backward, unscale."""
         if not self._has_stepped:
             self._has_stepped = True
             self.settle_buckets(batches[0])
+        if self.non_finite == "skip":
+            self._former_buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         if self.zero_grad_before_forward:
             self.optimizer.zero_grad()
-        buffers = self._copy_buffers()
-        found = []
-        for i, batch in enumerate(batches):
-            with self._gradient_sync(last=i == len(batches) - 1):
+        found: list[Losses] = []
+        for batch in batches:
+            last = len(found) == len(batches) - 1
+            with nullcontext() if last else self._without_gradient_sync():
                 losses = self.compute_losses(batch)
-                if i == 0 and not self.zero_grad_before_forward:
+                if not found and not self.zero_grad_before_forward:
                     self.optimizer.zero_grad()
-                total = losses.total
-                self.backward(total if len(batches) == 1 else total / len(batches))
+                self.backward(losses.total if len(batches) == 1 else losses.total / len(batches))
             found.append(losses.detach())
-        step_losses = mean_losses(found)
-        self.losses, self.trained_losses = step_losses.values, step_losses.trained
         self.prepare_gradients()
-        self.after_backward()
-        self._look(step_losses.total, buffers)
-        extra = self.clip()
-        # before the update: what is not finite must not reach the weights
-        self._write_metrics(step_losses, data_time, extra)
-        self.update()
-
-    # ------------------------------------------------------------------ parts of a step, for variants to override
+        return mean_losses(found)
 
     def compute_losses(self, batch: Any) -> Losses:
         """The forward pass."""
@@ -176,8 +189,13 @@ class SimpleTrainer(TrainerBase):
     def prepare_gradients(self) -> None:
         """Make the gradients true ones before anybody looks at them."""
 
+    def judge_gradients(self, losses: Losses) -> dict[str, Tensor]:
+        """Flag what is not finite, and clip the gradients; returns what is worth storing of that, on the device."""
+        self._look(losses.total)
+        return self.clip()
+
     def clip(self) -> dict[str, Tensor]:
-        """Clip the gradients, if asked to; returns what is worth storing of that, on the device."""
+        """Clip the gradients, if asked to; returns the norm, if that is known."""
         norm = None if self.clip_gradients is None else self.clip_gradients(self.model.parameters())
         return {} if norm is None else {"grad_norm": norm}
 
@@ -190,22 +208,16 @@ class SimpleTrainer(TrainerBase):
     # ------------------------------------------------------------------ values that are not finite
 
     def update_flags(self) -> dict[torch.device, Tensor]:
-        """By device, for this iteration: 1 where the update is to be left out. A gradient scaler has its own."""
-        for flag in self._flags.values():
-            flag.zero_()
+        """By device: 1 where the update is to be left out. A gradient scaler has its own."""
+        if self.non_finite == "skip":  # else the first failure ends the run
+            self._flags = {}
         return self._flags
 
-    def _copy_buffers(self) -> dict[str, Tensor]:
-        """What a step that is skipped puts back."""
-        if self.non_finite != "skip":
-            return {}
-        return {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-
-    def _look(self, total: Tensor, buffers: Mapping[str, Tensor]) -> None:
+    def _look(self, total: Tensor) -> None:
         """Flag the update if it is not finite, without waiting for the device; under "skip" put back the buffers."""
         flags = self.update_flags()
         if self.non_finite != "ignore":
-            mark_non_finite(self.optimizer, flags)
+            self._gradient_check.mark_non_finite(self.optimizer, flags)
         self._flag = flag = join_flags(flags, total.device) if flags or self.non_finite == "skip" else None
         if self.non_finite != "skip" or flag is None:
             return
@@ -214,8 +226,9 @@ class SimpleTrainer(TrainerBase):
             dist.all_reduce(flag, dist.ReduceOp.MAX)
         skipped = flag.bool()
         for name, buffer in self.model.named_buffers():
-            if name in buffers:  # and not made by this forward pass
-                torch.where(skipped.to(buffer.device), buffers[name], buffer, out=buffer)
+            if name in self._former_buffers:  # and not made by this forward pass
+                torch.where(skipped.to(buffer.device), self._former_buffers[name], buffer, out=buffer)
+        self._former_buffers = {}
 
     def check_finite(self) -> None:
         """Raise what is wrong in any iteration so far, or in the model itself, on all ranks, which all have to call it.
@@ -233,13 +246,19 @@ class SimpleTrainer(TrainerBase):
             return None
         if has_event_storage():
             get_event_storage().flush()
-        failure = self._judge.take_failure()
+        failure = self._take_failure()
         names = [name for name in non_finite_names(self.model) if name not in self._never_finite]
         if names and failure is None:
             failure = (
                 f"the model is not finite in iteration {self.iter}, though its losses and gradients were: "
                 f"{', '.join(names[:5])} ({len(names)} in all). Lower the learning rate, or look at what goes into them"
             )
+        return failure
+
+    def _take_failure(self) -> str | None:
+        failure = self._judge.take_failure()
+        if failure is not None:
+            self._flags = {}  # those that are set stay so
         return failure
 
     # ------------------------------------------------------------------ data
@@ -275,16 +294,23 @@ class SimpleTrainer(TrainerBase):
         An epoch that ends inside an iteration makes its window shorter: the rest belongs to the next iteration.
         """
         start = time.perf_counter()
-        self.batch, self.losses = None, {}  # let go before the next ones are made
+        self.batch = self._losses = None  # let go before the next ones are made
         batches = [self._next_batch(may_begin=True)]
         while len(batches) < self.accumulation_steps and batches[-1] is not _END:
             batches.append(self._next_batch(may_begin=False))
         batches = [batch for batch in batches if batch is not _END]
-        device = device_of(self.model)
+        device = self._device()
         if device is not None and device.type != "cpu":
             batches = [move_to_device(batch, device) for batch in batches]
         self.batch = batches[0] if self.accumulation_steps == 1 else batches
         return batches, time.perf_counter() - start
+
+    def _device(self) -> torch.device | None:
+        """That of the model; looked for once per model, which may be large."""
+        if self._sample[0] is not self.model:
+            self._sample = self.model, first_tensor(self.model)
+        tensor = self._sample[1]
+        return None if tensor is None else tensor.device
 
     def _next_batch(self, *, may_begin: bool) -> Any:
         batch = next(self._data_loader_iter, _END)
@@ -300,9 +326,9 @@ class SimpleTrainer(TrainerBase):
                 )
         return batch
 
-    def _gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
+    def _without_gradient_sync(self) -> AbstractContextManager[Any]:
         """Under DDP gradients are averaged over ranks once per iteration, with the last micro-batch."""
-        no_sync = None if last else getattr(self.model, "no_sync", None)
+        no_sync = getattr(self.model, "no_sync", None)
         return nullcontext() if no_sync is None else no_sync()
 
     def settle_buckets(self, batch: Any) -> None:
@@ -353,7 +379,7 @@ class SimpleTrainer(TrainerBase):
         if not gather and comm.get_world_size() > 1:
             return
         try:
-            means, max_data_time = reduce_over_ranks({**losses, **extra}, record.data_time, self._judge.take_failure())
+            means, max_data_time = reduce_over_ranks({**losses, **extra}, record.data_time, self._take_failure())
         except FloatingPointError:
             if self.async_write_metrics:  # the loops may have got differently far: none of them exchanges the rest
                 self._failed_storage = get_event_storage()

@@ -1,5 +1,6 @@
 """Devices by name, and moving whatever a loader yields to one of them."""
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,10 +33,13 @@ def resolve_device(name: str | torch.device) -> torch.device:
 
 def device_of(model: nn.Module) -> torch.device | None:
     """The device of the first parameter or buffer; None if ``model`` has neither."""
-    for tensors in (model.parameters(), model.buffers()):
-        for tensor in tensors:
-            return tensor.device
-    return None
+    tensor = first_tensor(model)
+    return None if tensor is None else tensor.device
+
+
+def first_tensor(model: nn.Module) -> torch.Tensor | None:
+    """The first parameter, else the first buffer; None if ``model`` has neither."""
+    return next(itertools.chain(model.parameters(), model.buffers()), None)
 
 
 def move_to_device(data: Any, device: torch.device) -> Any:
