@@ -15,6 +15,7 @@ from torch import nn
 from tests.checkpoint.conftest import Counter, linear, weight_of
 from trainkit.checkpoint import Checkpointer, CheckpointError, PeriodicCheckpointer
 from trainkit.checkpoint.file import read_file
+from trainkit.checkpoint.staging import HostCopy
 
 
 class Disk:
@@ -124,6 +125,46 @@ def test_what_cannot_be_saved_is_named_at_once_and_nothing_is_written(tmp_path):
         checkpointer.save("model")
     checkpointer.wait()
     assert names(tmp_path) == []
+
+
+# ---------------------------------------------------------------------------------------- the memory of the copy
+def test_a_copy_takes_the_memory_of_an_earlier_one_where_the_sizes_are_the_same():
+    first = HostCopy({"a": torch.zeros(10), "b": torch.zeros(10), "c": torch.zeros(30)})
+    held = {key: tensor.data_ptr() for key, tensor in first.state().items()}
+
+    state = {"z": torch.zeros(20), "x": torch.full((10,), 1.0), "y": [torch.full((10,), 2.0), torch.full((10,), 3.0)]}
+    second = HostCopy(state, first.memory)
+    copied = [second.state()["x"], *second.state()["y"]]
+    addresses = {tensor.data_ptr() for tensor in copied}
+
+    assert [tensor.unique().item() for tensor in copied] == [1, 2, 3]
+    assert {held["a"], held["b"]} < addresses
+    assert len(addresses) == 3
+    assert [memory.nbytes() for memory in second.memory] == [80, 40, 40, 40]  # that of "c" is not kept
+    assert not addresses & {tensor.data_ptr() for tensor in (state["x"], *state["y"])}
+    assert held["a"] != HostCopy(state).state()["x"].data_ptr()  # the control, while the first copy is there
+
+
+def test_each_save_writes_the_values_of_its_moment_from_the_same_memory(tmp_path, monkeypatch):
+    addresses, save = [], torch.save
+
+    def noted(state, file):
+        addresses.append(state["model"]["weight"].data_ptr())
+        save(state, file)
+
+    monkeypatch.setattr(torch, "save", noted)
+    model = linear(1)
+    checkpointer = Checkpointer(model, tmp_path, async_save=True)
+    others = []
+    for fill in (1.0, 2.0, 3.0):
+        model.weight.data.fill_(fill)
+        checkpointer.save(f"model_{fill:.0f}")
+        checkpointer.wait()
+        others.append([model.weight.clone() for _ in range(100)])  # take what is free
+
+    saved = [read_file(tmp_path / f"model_{n}.pth")["model"]["weight"].unique().item() for n in (1, 2, 3)]
+    assert saved == [1, 2, 3]
+    assert len(set(addresses)) == 1
 
 
 # ---------------------------------------------------------------------------------------- one at a time

@@ -1,5 +1,6 @@
 """Whatever is broken is found, named and passed over."""
 
+import builtins
 import logging
 import os
 import random
@@ -51,6 +52,27 @@ def test_behind_each_of_200_damages_the_run_goes_on_from_the_checkpoint_before(r
         (warning,) = warnings_of(caplog)
         assert str(path) in warning
         assert f"Resuming from '{run_folder / 'model_0000019.pth'}' instead" in warning
+
+
+def test_a_resume_reads_each_file_that_it_tries_once(run_folder, monkeypatch):
+    opened, open_file = [], builtins.open
+
+    def noted(file, *args, **kwargs):
+        opened.append(os.path.basename(file))
+        return open_file(file, *args, **kwargs)
+
+    def files_of_a_resume():
+        opened.clear()
+        checkpointer = Checkpointer(linear(0), run_folder, trainer=Counter())
+        with monkeypatch.context() as patch:
+            patch.setattr(builtins, "open", noted)
+            checkpointer.resume_or_load("", resume=True)
+        return list(opened)
+
+    before = "model_0000019.pth"
+    assert files_of_a_resume() == ["last_checkpoint", NEWEST]
+    (run_folder / NEWEST).write_bytes(b"damaged")
+    assert files_of_a_resume() == ["last_checkpoint", NEWEST, before, before]  # at last for its trailer alone
 
 
 def directory(path):

@@ -51,6 +51,31 @@ def test_large_state_is_intact(path):
     assert all(torch.equal(value, state[key]) for key, value in read_file(path).items())
 
 
+def test_each_part_of_a_file_is_on_its_way_to_the_disk_before_the_fsync(path, monkeypatch):
+    calls, fsync = [], os.fsync
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, *where: calls.append(where))
+    monkeypatch.setattr(os, "fsync", lambda file: fsync(file) or calls.append("fsync"))
+
+    write_file({"weight": torch.zeros(600_000)}, path)
+
+    mib, trailer, advice = 2**20, 52, os.POSIX_FADV_DONTNEED
+    payload = path.stat().st_size - trailer
+    parts = [(0, mib, advice), (mib, mib, advice), (2 * mib, payload - 2 * mib, advice)]
+    assert calls == [*parts, "fsync", (payload, trailer, advice), "fsync", "fsync"]
+
+
+@pytest.mark.parametrize("has_call", [True, False])
+def test_a_system_that_takes_no_advice_gets_the_same_file(path, tmp_path, monkeypatch, has_call):
+    write_file(NEW, tmp_path / "other.pth")
+    monkeypatch.setattr(os, "posix_fadvise", _failing(OSError(errno.EINVAL, "Invalid argument")))
+    if not has_call:
+        monkeypatch.delattr(os, "posix_fadvise")
+
+    write_file(NEW, path)
+
+    assert path.read_bytes() == (tmp_path / "other.pth").read_bytes()
+
+
 def test_torch_load_reads_the_file(path):
     write_file(NEW, path)
 
