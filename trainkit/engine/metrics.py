@@ -1,5 +1,6 @@
 """The way of a step's losses from the device to the storage, and from every rank to all."""
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 
@@ -42,13 +43,14 @@ class StepRecord:
             ValueError: the model calls a loss by a name of ``extra``.
         """
         extra = extra or {}
-        if taken := losses.values.keys() & extra.keys():
-            raise ValueError(f"the trainer stores {sorted(taken)} itself; give the model's entry another name")
-        names = losses.names()
+        if not extra.keys().isdisjoint(losses.values):
+            taken = sorted(losses.values.keys() & extra.keys())
+            raise ValueError(f"the trainer stores {taken} itself; give the model's entry another name")
         self.data_time, self.iter = data_time, iter
-        self._names, self._num_losses = [*names, *extra], len(names)
+        self._names, self._extra_names = losses.names(), list(extra)
         self._arrived: torch.cuda.Event | None = None
-        tensors = [*[losses.total, *losses.values.values()][: len(names)], *extra.values()]
+        # a single loss is the total
+        tensors = [losses.total, *(losses.values.values() if len(self._names) > 1 else ()), *extra.values()]
         if not tensors[0].is_cuda:
             self._values = [tensor.item() for tensor in tensors]
             return
@@ -59,13 +61,19 @@ class StepRecord:
         self._arrived = torch.cuda.Event()
         self._arrived.record(torch.cuda.current_stream(device))  # not that of the current device
 
+    def is_unremarkable(self, flag: str) -> bool:
+        """Whether the total is finite and the ``flag`` among ``extra`` is 0; False if that takes waiting."""
+        if self._arrived is not None or not math.isfinite(self._values[0]):
+            return False
+        return flag not in self._extra_names or self._values[len(self._names) + self._extra_names.index(flag)] == 0
+
     def read(self) -> tuple[dict[str, float], dict[str, float]]:
         """(the losses by name, the total first; ``extra``); waits until they have arrived."""
         if self._arrived is not None:
             self._arrived.synchronize()
             self._values = self._host.tolist()
-        items = list(zip(self._names, self._values, strict=True))
-        return dict(items[: self._num_losses]), dict(items[self._num_losses :])
+        values = iter(self._values)
+        return dict(zip(self._names, values)), dict(zip(self._extra_names, values))  # noqa: B905
 
 
 _AS_THEY_ARE = frozenset({"skipped_updates", "[metric]grad_scaler"})  # the median of a count tells nobody anything
@@ -76,10 +84,13 @@ def put_metrics(
 ) -> None:
     """Put what `reduce_over_ranks` gave, and the rank's own ``data_time``, into the open storage."""
     storage = get_event_storage()
-    storage.put_scalar("rank_data_time", data_time, cur_iter=iter)
-    storage.put_scalar("data_time", max_data_time, cur_iter=iter)
+    row = {"rank_data_time": data_time, "data_time": max_data_time}
+    as_they_are: dict[str, float] = {}
     for name, value in means.items():
-        storage.put_scalar(prefix + name, value, smoothing_hint=name not in _AS_THEY_ARE, cur_iter=iter)
+        (as_they_are if name in _AS_THEY_ARE else row)[prefix + name] = value
+    storage.put_row(row, cur_iter=iter)
+    if as_they_are:
+        storage.put_row(as_they_are, smoothing_hint=False, cur_iter=iter)
 
 
 # ---------------------------------------------------------------------- over ranks

@@ -353,16 +353,16 @@ class SimpleTrainer(TrainerBase):
         if self._flag is not None:
             extra[_SKIPPED] = self._flag
         record = StepRecord(losses, data_time, self.iter, extra)
+        storage, num_ranks = get_event_storage(), comm.get_world_size()
         if self.async_write_metrics:
             metrics_group()
-            storage = get_event_storage()
             storage.start_deferring()
-            storage.put_later(self._store_metrics, record)
-            if comm.get_world_size() > 1:
-                # now, not once per log period: a rank that reads the storage waits for the others' records of this step
-                storage.hand_over()
-        else:
-            self._store_metrics(record)
+        storage.put_later(self._store_metrics, record)
+        if num_ranks > 1 and self.async_write_metrics:
+            # now, not once per log period: a rank that reads the storage waits for the others' records of this step
+            storage.hand_over()
+        elif num_ranks > 1 or not (self.async_write_metrics or record.is_unremarkable(_SKIPPED)):
+            storage.flush()
 
     def _store_metrics(self, record: StepRecord) -> None:
         """In the order of the iterations, by the loop or by the worker.

@@ -1,28 +1,42 @@
-"""What was put into a storage by the loop, on its way through one worker thread."""
+"""What was put into a storage by the loop and is stored later."""
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from typing import Any
 
-_MAX_CALLS = 1000  # where nobody publishes, memory must not grow and an error must not wait for the end
+_MAX_CALLS = 1000  # where nobody reads or publishes, memory must not grow and an error must not wait for the end
 
 
 class Backlog:
-    """Calls that one worker makes in the order in which the loop thread appended them.
+    """Calls that are made later, in the order in which the loop thread appended them.
 
-    Appending costs a list append. A hand-over costs a thread switch (tens of microseconds), so it is made once per log
-    period, not once per step. An exception does not keep later calls from being made; the first one is raised in
-    the loop thread by the next ``raise_error`` or ``wait``.
+    Appending costs a list append. The calls are made in bulk at a hand-over, once per log period: in a row they cost a
+    fraction of what they cost one by one between the operations of a step. The loop thread makes them itself until
+    there is a worker (``start_worker``), whose thread switches cost tens of microseconds per hand-over.
+
+    An exception does not keep later calls from being made; the first one is raised in the loop thread: at the hand-over
+    itself, or if there is a worker by the next ``raise_error`` or ``wait``.
     """
 
-    def __init__(self, bind: Callable[[], None]) -> None:
-        """``bind()`` is called in the worker before the calls of each hand-over."""
-        self._bind = bind
+    def __init__(self, working: Callable[[], AbstractContextManager[None]]) -> None:
+        """``working()`` is entered around the calls of each hand-over, by the thread that makes them."""
+        self._working = working
         self._calls: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainkit-metrics")
+        self._pool: ThreadPoolExecutor | None = None
         self._jobs: list[Future[None]] = []
-        self._worker_id: int | None = None
+        self._working_thread: int | None = None
+
+    def start_worker(self) -> None:
+        """From now on one worker thread makes the calls; until ``close``."""
+        if self._pool is None:
+            self.hand_over()
+            self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainkit-metrics")
+
+    @property
+    def has_worker(self) -> bool:
+        return self._pool is not None
 
     def append(self, call: Callable[..., None], *args: Any) -> None:
         self._calls.append((call, args))
@@ -30,12 +44,16 @@ class Backlog:
             self.hand_over()
 
     def hand_over(self) -> None:
-        """Let the worker make every call appended so far."""
+        """Make every call appended so far, or let the worker begin with them."""
         calls, self._calls = self._calls, []
-        self._jobs.append(self._pool.submit(self._work, calls))
+        if self._pool is not None:
+            self._jobs.append(self._pool.submit(self._make, calls))
+        elif calls:
+            self._make(calls)
 
-    def in_worker(self) -> bool:
-        return threading.get_ident() == self._worker_id
+    def is_working(self) -> bool:
+        """Whether it is one of the calls that asks."""
+        return self._working_thread is not None and self._working_thread == threading.get_ident()
 
     def raise_error(self) -> None:
         """Raise what went wrong in jobs that are done, without waiting for the others."""
@@ -46,21 +64,27 @@ class Backlog:
         """Return when every call appended so far has been made; raise the first exception."""
         if self._calls:
             self.hand_over()
-        wait(self._jobs)  # all of them, before one of them raises: a writer may be closed next
-        self.raise_error()
+        if self._jobs:
+            wait(self._jobs)  # all of them, before one of them raises: a writer may be closed next
+            self.raise_error()
 
     def close(self) -> None:
         """End the worker, after what it has been given."""
-        self._pool.shutdown(wait=True)
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+            self._pool = None
 
-    def _work(self, calls: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
-        self._worker_id = threading.get_ident()
-        self._bind()
+    def _make(self, calls: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
         error: Exception | None = None
-        for call, args in calls:
+        with self._working():
+            self._working_thread = threading.get_ident()
             try:
-                call(*args)
-            except Exception as e:
-                error = error or e
+                for call, args in calls:
+                    try:
+                        call(*args)
+                    except Exception as e:
+                        error = error or e
+            finally:
+                self._working_thread = None
         if error is not None:
             raise error

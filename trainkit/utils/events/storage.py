@@ -1,11 +1,11 @@
 """Where the loop, the model and the hooks put what happened in an iteration."""
 
 import logging
+import operator
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from trainkit.utils.events.history import HistoryBuffer
 logger = logging.getLogger(__name__)
 
 _stack: list["EventStorage"] = []
-_thread = threading.local()  # .storage: the one that the worker of a deferring storage works for
+_thread = threading.local()  # .storage: the one for which this thread stores what was put before
 
 _MAX_IMAGES = 100  # a rank without a writer never empties the list
 
@@ -53,9 +53,8 @@ class Histogram(NamedTuple):
     raw: dict[str, Any]  # the keyword arguments of SummaryWriter.add_histogram_raw
 
 
-@dataclass
-class _Place:
-    """What is put belongs to it. The worker of a deferring storage is at another place than the loop."""
+class _Place(NamedTuple):
+    """What is put belongs to it. What is stored later has a place of its own, that at which it was put."""
 
     iter: int
     prefix: str = ""
@@ -65,12 +64,12 @@ class EventStorage:
     """Scalars with their history, and the newest images and histograms.
 
     Writers read it; ``get_event_storage()`` finds it inside ``with storage:``. Histories are bounded by
-    ``history_length`` values each (see `HistoryBuffer`). A storage that defers (`start_deferring`) keeps
-    what is put until the next ``publish`` or read and then lets one worker thread store it, in the same order.
+    ``history_length`` values each (see `HistoryBuffer`). What is put waits for the next ``publish`` or read and is
+    stored then, in the same order; by a worker thread in a storage that defers (`start_deferring`).
     """
 
     def __init__(self, start_iter: int = 0, history_length: int = 10_000) -> None:
-        self._loop_place = self._worker_place = _Place(start_iter)
+        self._place = self._later_place = _Place(start_iter)
         self._history_length = history_length
         self._history: dict[str, HistoryBuffer] = {}
         self._smoothing_hints: dict[str, bool] = {}
@@ -79,7 +78,7 @@ class EventStorage:
         self._images: deque[Image] = deque(maxlen=_MAX_IMAGES)
         self._histograms: deque[Histogram] = deque(maxlen=_MAX_IMAGES)
         self._holds_images = False
-        self._backlog: Backlog | None = None
+        self._backlog = Backlog(self._storing)
 
     # ------------------------------------------------------------------ put
 
@@ -100,21 +99,44 @@ class EventStorage:
         Raises:
             ValueError: the name was used before with the other hint.
         """
-        place = self._place
-        iter = place.iter if cur_iter is None else cur_iter
-        self._put(self._store_scalar, place.prefix + name, float(value), smoothing_hint, iter, epoch)
+        self.put_row({name: value}, smoothing_hint, cur_iter, epoch=epoch)
 
     def put_scalars(self, *, smoothing_hint: bool = True, cur_iter: int | None = None, **kwargs: float) -> None:
         """``put_scalar`` for each keyword."""
-        for name, value in kwargs.items():
-            self.put_scalar(name, value, smoothing_hint, cur_iter)
+        self.put_row(kwargs, smoothing_hint, cur_iter)
+
+    def put_row(
+        self,
+        values: Mapping[str, float],
+        smoothing_hint: bool = True,
+        cur_iter: int | None = None,
+        *,
+        epoch: int | None = None,
+    ) -> None:
+        """``put_scalar`` for each item, whatever its name is."""
+        storing = self._backlog.is_working()
+        place, hints = self._later_place if storing else self._place, self._smoothing_hints
+        iter = place.iter if cur_iter is None else operator.index(cur_iter)
+        scalars = []
+        for name, value in values.items():
+            name = place.prefix + name if place.prefix else name
+            if hints.setdefault(name, smoothing_hint) is not smoothing_hint:
+                raise ValueError(
+                    f"scalar {name!r} was put with smoothing_hint={not smoothing_hint} before and now with "
+                    f"smoothing_hint={smoothing_hint}; use one hint per name"
+                )
+            scalars.append((name, float(value), iter, epoch))
+        if storing:
+            self._store_scalars(scalars)
+        else:
+            self._backlog.append(self._store_scalars, scalars)
 
     def put_image(self, img_name: str, img_tensor: torch.Tensor) -> None:
         """Keep an image for the writers: shape ``[channel, height, width]``, RGB, float in [0, 1] or uint8.
 
         A writer that shows images lets them go; the newest 100 are kept until then.
         """
-        place = self._place
+        place = self._present_place()
         self._put(self._images.append, Image(place.prefix + img_name, img_tensor, place.iter))
 
     def put_histogram(self, hist_name: str, hist_tensor: torch.Tensor, bins: int = 1000) -> None:
@@ -130,47 +152,45 @@ class EventStorage:
             "bucket_limits": torch.linspace(low, high, bins + 1)[1:].tolist(),
             "bucket_counts": torch.histc(values, bins=bins).tolist(),
         }
-        place = self._place
+        place = self._present_place()
         self._put(self._histograms.append, Histogram(place.prefix + hist_name, place.iter, raw))
 
     @contextmanager
     def name_scope(self, name: str) -> Iterator[None]:
         """Everything put inside has ``name/`` before its name."""
-        place = self._place
-        previous, place.prefix = place.prefix, name.rstrip("/") + "/"
+        before = self._present_place()
+        self._go_to(before._replace(prefix=name.rstrip("/") + "/"))
         try:
             yield
         finally:
-            place.prefix = previous
+            self._go_to(self._present_place()._replace(prefix=before.prefix))
 
     def _put(self, store: Callable[..., None], *args: Any) -> None:
-        if self._backlog is None or self._backlog.in_worker():
-            store(*args)
-        else:
+        if self._backlog.has_worker and not self._backlog.is_working():
             self._backlog.append(store, *args)
-
-    @property
-    def _place(self) -> _Place:
-        in_worker = self._backlog is not None and self._backlog.in_worker()
-        return self._worker_place if in_worker else self._loop_place
-
-    def _store_scalar(self, name: str, value: float, smoothing_hint: bool, iter: int, epoch: int | None) -> None:
-        history = self._history.get(name)
-        if history is None:
-            history = HistoryBuffer(self._history_length)
-        elif self._smoothing_hints[name] is not smoothing_hint:
-            raise ValueError(
-                f"scalar {name!r} was put with smoothing_hint={not smoothing_hint} before and now with "
-                f"smoothing_hint={smoothing_hint}; use one hint per name"
-            )
-        history.update(value, iter)
-        if name not in self._latest:  # only now: it may have refused the iteration, and an empty one must not stay
-            self._history[name], self._smoothing_hints[name] = history, smoothing_hint
-        self._latest[name] = (value, iter)
-        if epoch is None:
-            self._epochs.pop(name, None)
         else:
-            self._epochs[name] = epoch
+            store(*args)
+
+    def _present_place(self) -> _Place:
+        return self._later_place if self._backlog.is_working() else self._place
+
+    def _go_to(self, place: _Place) -> None:
+        if self._backlog.is_working():
+            self._later_place = place
+        else:
+            self._place = place
+
+    def _store_scalars(self, scalars: Iterable[tuple[str, float, int, int | None]]) -> None:
+        for name, value, iter, epoch in scalars:
+            history = self._history.get(name)
+            if history is None:
+                history = self._history[name] = HistoryBuffer(self._history_length)
+            history.update(value, iter)
+            self._latest[name] = (value, iter)
+            if epoch is not None:
+                self._epochs[name] = epoch
+            elif name in self._epochs:
+                del self._epochs[name]
 
     # ------------------------------------------------------------------ read
 
@@ -251,11 +271,11 @@ class EventStorage:
     @property
     def iter(self) -> int:
         """The iteration that what is put now belongs to, counted from 0."""
-        return self._place.iter
+        return self._present_place().iter
 
     @iter.setter
     def iter(self, value: int) -> None:
-        self._place.iter = int(value)
+        self._go_to(_Place(int(value), self._present_place().prefix))
 
     @property
     def iteration(self) -> int:
@@ -263,7 +283,7 @@ class EventStorage:
 
     def step(self) -> None:
         """Go on to the next iteration, in a loop without a trainer, which sets ``iter``."""
-        self._place.iter += 1
+        self.iter += 1
 
     # ------------------------------------------------------------------ state
 
@@ -290,19 +310,21 @@ class EventStorage:
         self._images = deque((Image(**image) for image in state["images"]), _MAX_IMAGES)
         self._histograms = deque((Histogram(**histogram) for histogram in state["histograms"]), _MAX_IMAGES)
 
-    # ------------------------------------------------------------------ deferring
+    # ------------------------------------------------------------------ storing later
 
     def start_deferring(self) -> None:
-        """From now on store what is put in a worker thread, in bulk; until the ``with`` block ends."""
-        if self._backlog is None:
-            self._backlog = Backlog(self._bind_worker)
+        """From now on a worker thread stores what is put; until the ``with`` block ends."""
+        self._backlog.start_worker()
 
     def put_later(self, store: Callable[..., None], *args: Any) -> None:
-        """Call ``store(*args)`` in its turn: at once, or in the worker, where it may wait for a device.
+        """Call ``store(*args)`` in its turn, when somebody reads: in the worker, if there is one, where it may wait.
 
         What it puts belongs to the iteration and the name scope of now.
         """
-        self._put(self._call_at, replace(self._place), store, args)
+        if self._backlog.is_working():
+            store(*args)
+        else:
+            self._backlog.append(self._call_at, self._place, store, args)
 
     def publish(self, write: Callable[[], None]) -> None:
         """Call ``write()`` behind everything put so far: at once, or in the worker without being waited for."""
@@ -310,25 +332,30 @@ class EventStorage:
         self.hand_over()
 
     def hand_over(self) -> None:
-        """Let the worker begin with everything put so far; never waits."""
-        if self._backlog is not None and not self._backlog.in_worker():
+        """Store everything put so far, or let the worker begin with that; never waits for it."""
+        if not self._backlog.is_working():
             self._backlog.hand_over()
 
     def raise_error(self) -> None:
         """Raise what has gone wrong in the worker since the last call. Never waits."""
-        if self._backlog is not None:
-            self._backlog.raise_error()
+        self._backlog.raise_error()
 
     def flush(self) -> None:
-        """Wait until everything put so far is stored and written; raise what has gone wrong in the worker."""
-        if self._backlog is not None and not self._backlog.in_worker():
+        """Store everything put so far, or wait until that is done; raise what has gone wrong."""
+        if not self._backlog.is_working():
             self._backlog.wait()
 
-    def _bind_worker(self) -> None:
+    @contextmanager
+    def _storing(self) -> Iterator[None]:
+        former = getattr(_thread, "storage", None)
         _thread.storage = self
+        try:
+            yield
+        finally:
+            _thread.storage = former
 
     def _call_at(self, place: _Place, store: Callable[..., None], args: tuple[Any, ...]) -> None:
-        self._worker_place = place  # read by the worker only; a call that is made at once is at its place already
+        self._later_place = place
         store(*args)
 
     # ------------------------------------------------------------------ context
@@ -341,8 +368,6 @@ class EventStorage:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _stack.remove(self)
-        if self._backlog is None:
-            return
         try:
             self.flush()
         except Exception:
@@ -351,7 +376,6 @@ class EventStorage:
             logger.exception("Storing or writing metrics failed as well:")
         finally:
             self._backlog.close()
-            self._backlog = None
 
 
 def _plain(image: Any) -> torch.Tensor:
