@@ -150,3 +150,47 @@ def test_an_empty_history_has_a_state_too():
     history.load_state_dict(through_a_file(HistoryBuffer().state_dict()))
 
     assert history.values() == []
+
+
+def test_a_median_that_is_asked_for_again_is_of_the_newest_values():
+    history = HistoryBuffer(5)
+    found = []
+    for value in (1.0, 5.0, 3.0, math.nan, 7.0, 9.0, 8.0, 10.0):
+        history.update(value)
+        found.append((history.median(1), history.median(3)))
+        assert (history.median(1), history.median(3)) == pytest.approx(found[-1], nan_ok=True)
+    assert [one for one, _ in found] == pytest.approx([1, 5, 3, math.nan, 7, 9, 8, 10], nan_ok=True)
+    assert [three for _, three in found] == pytest.approx([1, 3, 3, *[math.nan] * 3, 8, 9], nan_ok=True)
+
+    other = HistoryBuffer()
+    for value in range(8):
+        other.update(value)
+    history.load_state_dict(other.state_dict())  # as many values, others
+    assert history.median(3) == 6
+
+
+def test_infinities_of_both_signs_are_no_nan():
+    history = HistoryBuffer()
+    for value in (math.inf, -math.inf, 1.0):
+        history.update(value)
+    assert history.median(3) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("iterations", "window", "count"),
+    [
+        ([0, 1, 2, 3, 4, 5], 3, 3),
+        ([0, 1, 2, 3, 4, 5], 6, 6),
+        ([0, 1, 2, 3, 4, 5], 100, 6),
+        ([0, 1, 2, 2, 2, 5], 3, 1),
+        ([0, 1, 2, 3, 3, 3], 2, 4),
+        ([1, 3, 3, 4, 4, 5], 3, 5),
+        ([0, 20, 40], 20, 1),
+        ([4, 4, 4, 5], 1, 1),
+    ],
+)
+def test_a_window_of_iterations_has_so_many_values(iterations, window, count):
+    history = HistoryBuffer()
+    for iteration in iterations:
+        history.update(0.0, iteration)
+    assert history.count_within(window) == count

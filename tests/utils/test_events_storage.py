@@ -581,3 +581,50 @@ def test_images_stay_inside_hold_images_whoever_clears_them():
             storage.clear_images()
             storage.clear_histograms()
             assert (storage.images(), storage.histograms()) == ([], [])
+
+
+# ---------------------------------------------------------------------- storing later, without a worker
+
+
+def test_what_is_put_later_is_called_in_its_turn_at_its_place_when_somebody_reads():
+    called = []
+    with EventStorage() as storage:
+        storage.iter = 3
+        with storage.name_scope("early"):
+            storage.put_later(lambda: (called.append(storage.iter), get_event_storage().put_scalar("loss", 1.0)))
+        storage.iter = 4
+        storage.put_scalar("early/loss", 2.0)
+        assert called == []
+
+        with EventStorage():  # of an evaluation, say: what comes late does not go there
+            assert storage.history("early/loss").values() == [(1.0, 3), (2.0, 4)]
+            assert get_event_storage().latest() == {}
+        assert called == [3]
+        assert storage.iter == 4
+
+
+def test_an_error_of_a_late_call_is_raised_to_the_reader_once_and_what_follows_it_is_still_stored():
+    with EventStorage() as storage:
+        storage.put_later(fail)
+        storage.put_scalar("loss", 1.0)
+        with pytest.raises(OSError, match="no space left"):
+            storage.latest()
+        assert storage.latest() == {"loss": (1.0, 0)}
+
+
+def test_without_a_reader_late_calls_are_made_now_and_then():
+    called = []
+    with EventStorage() as storage:
+        for i in range(1500):
+            storage.put_later(called.append, i)
+        assert called == list(range(1000))
+    assert called == list(range(1500))  # and when the storage is closed
+
+
+def test_a_row_is_stored_like_its_scalars_whatever_their_names_are():
+    row = {"self": 1.0, "cur_iter": 2.0, "name": torch.tensor(3.0)}
+    with EventStorage() as storage, storage.name_scope("scope"):
+        storage.put_row(row, smoothing_hint=False, cur_iter=5, epoch=2)
+    assert storage.latest() == {"scope/self": (1.0, 5), "scope/cur_iter": (2.0, 5), "scope/name": (3.0, 5)}
+    assert set(storage.smoothing_hints().values()) == {False}
+    assert storage.epochs() == dict.fromkeys(storage.latest(), 2)

@@ -26,7 +26,7 @@ class GradientCheck:
 
     def __init__(self) -> None:
         self._parameters: list[Tensor] = []
-        self._groups: list[list[Tensor]] = []  # the same, by device, dtype and kind
+        self._groups: list[tuple[torch.device, list[Tensor]]] = []  # the same, by device, dtype and kind
 
     def mark_non_finite(self, optimizer: torch.optim.Optimizer, flags: dict[torch.device, Tensor]) -> None:
         """Set a flag to 1 where a gradient on its device is not finite; flags that are missing are made.
@@ -35,17 +35,19 @@ class GradientCheck:
             flags: each float32, shape ``[]``. Those of sharded gradients are the same on all ranks.
         """
         self._group([parameter for group in optimizer.param_groups for parameter in group["params"]])
-        for parameters in self._groups:
+        for device, parameters in self._groups:
             grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
             if grads:
-                device = grads[0].device
-                if device not in flags:
-                    flags[device] = torch.zeros((), device=device)
+                flag = flags.get(device)
+                if flag is None:
+                    flag = flags[device] = torch.zeros((), device=device)
+                # the kernel of GradScaler.unscale_; with a scale of 1 the values stay as they are
+                mark = torch._amp_foreach_non_finite_check_and_unscale_
                 try:
-                    _mark(grads, flags[device])
+                    mark(grads, flag, _one(device))
                 except RuntimeError:  # not all of them are plain tensors
                     for grad in grads:
-                        _mark([_as_plain(grad)], flags[device])
+                        mark([_as_plain(grad)], flag, _one(device))
 
     def _group(self, parameters: list[Tensor]) -> None:
         # to look at the device of each takes longer than to see that they are the same as in the last step
@@ -55,12 +57,7 @@ class GradientCheck:
         groups: dict[tuple[Any, ...], list[Tensor]] = {}
         for parameter in parameters:
             groups.setdefault((parameter.device, parameter.dtype, type(parameter)), []).append(parameter)
-        self._parameters, self._groups = parameters, list(groups.values())
-
-
-def _mark(grads: list[Tensor], flag: Tensor) -> None:
-    # the kernel of GradScaler.unscale_, with a scale of 1: the values stay as they are
-    torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, _one(flag.device))
+        self._parameters, self._groups = parameters, [(device, group) for (device, *_), group in groups.items()]
 
 
 def _as_plain(grad: Tensor) -> Tensor:
@@ -77,7 +74,7 @@ def _one(device: torch.device) -> Tensor:
 
 def join_flags(flags: dict[torch.device, Tensor], device: torch.device) -> Tensor:
     """Leave one flag, on ``device``: a GradScaler adds them up, and fused optimizers skip at exactly 1."""
-    if list(flags) != [device]:
+    if len(flags) != 1 or device not in flags:
         on_one = [flag.to(device, non_blocking=True) for flag in flags.values()]
         flags.clear()
         flags[device] = torch.stack(on_one).amax() if on_one else torch.zeros((), device=device)

@@ -29,9 +29,10 @@ from trainkit.engine.finite import (
 )
 from trainkit.engine.metrics import StepRecord, mean_losses, metrics_group, put_metrics, reduce_over_ranks
 from trainkit.engine.train_loop import TrainerBase, check_period
+from trainkit.solver.gradients import drop_gradients
 from trainkit.solver.hyper_parameters import describe_changes, hyper_parameters
 from trainkit.utils import comm
-from trainkit.utils.device import device_of, first_tensor, move_to_device
+from trainkit.utils.device import Prefetcher, device_of, first_tensor
 from trainkit.utils.events import EventStorage, get_event_storage, has_event_storage
 from trainkit.utils.losses import Losses, parse_losses
 from trainkit.utils.rng import preserve_rng_state
@@ -113,6 +114,7 @@ class SimpleTrainer(TrainerBase):
         self.batch: Any = None
         self._losses: Losses | None = None  # of this iteration
         self._iterator: Iterator[Any] | None = None
+        self._prefetcher = Prefetcher()
         self._sample: tuple[nn.Module | None, Tensor | None] = (None, None)  # the model and a tensor of it
         self._losses_described = False
         self._has_stepped = False
@@ -161,14 +163,14 @@ class SimpleTrainer(TrainerBase):
         if self.non_finite == "skip":
             self._former_buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         if self.zero_grad_before_forward:
-            self.optimizer.zero_grad()
+            drop_gradients(self.optimizer)
         found: list[Losses] = []
         for batch in batches:
             last = len(found) == len(batches) - 1
             with nullcontext() if last else self._without_gradient_sync():
                 losses = self.compute_losses(batch)
                 if not found and not self.zero_grad_before_forward:
-                    self.optimizer.zero_grad()
+                    drop_gradients(self.optimizer)
                 self.backward(losses.total if len(batches) == 1 else losses.total / len(batches))
             found.append(losses.detach())
         self.prepare_gradients()
@@ -176,12 +178,15 @@ class SimpleTrainer(TrainerBase):
 
     def compute_losses(self, batch: Any) -> Losses:
         """The forward pass."""
-        losses = parse_losses(self.model(batch))
+        losses = parse_losses(self.call_model(batch))
         if not self._losses_described:
             logged = [name for name in losses.values if name not in losses.trained]
             logger.info("Minimizing %s%s", " + ".join(losses.trained), f"; only logging {logged}" if logged else "")
             self._losses_described = True
         return losses
+
+    def call_model(self, batch: Any) -> Any:
+        return self.model(batch)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -295,13 +300,15 @@ class SimpleTrainer(TrainerBase):
         """
         start = time.perf_counter()
         self.batch = self._losses = None  # let go before the next ones are made
-        batches = [self._next_batch(may_begin=True)]
-        while len(batches) < self.accumulation_steps and batches[-1] is not _END:
-            batches.append(self._next_batch(may_begin=False))
-        batches = [batch for batch in batches if batch is not _END]
+        batches = [self._first_batch()]
+        while len(batches) < self.accumulation_steps:
+            batch = next(self._data_loader_iter, _END)
+            if batch is _END:
+                break
+            batches.append(batch)
         device = self._device()
         if device is not None and device.type != "cpu":
-            batches = [move_to_device(batch, device) for batch in batches]
+            batches = self._prefetcher.move(batches, device)
         self.batch = batches[0] if self.accumulation_steps == 1 else batches
         return batches, time.perf_counter() - start
 
@@ -312,9 +319,9 @@ class SimpleTrainer(TrainerBase):
         tensor = self._sample[1]
         return None if tensor is None else tensor.device
 
-    def _next_batch(self, *, may_begin: bool) -> Any:
+    def _first_batch(self) -> Any:
         batch = next(self._data_loader_iter, _END)
-        if batch is _END and may_begin:
+        if batch is _END:
             ended, self._iterator = self._iterator, None
             batch = next(self._data_loader_iter, _END)
             if batch is _END:
@@ -557,12 +564,13 @@ class AMPTrainer(SimpleTrainer):
         self.grad_scaler.update()
         self._unscaled = False
 
-    def _write_metrics(self, losses: Losses, data_time: float, extra: dict[str, Tensor]) -> None:
+    def judge_gradients(self, losses: Losses) -> dict[str, Tensor]:
+        extra = super().judge_gradients(losses)
         if self.log_grad_scaler and self.grad_scaler.is_enabled():
             scale = self.grad_scaler._get_scale_async()
             if scale is not None:
                 extra["[metric]grad_scaler"] = scale
-        super()._write_metrics(losses, data_time, extra)
+        return extra
 
     def step_state_dict(self) -> dict[str, Any]:
         """With the scale, unless it is fixed."""

@@ -119,6 +119,14 @@ class ScheduledLR(LRScheduler):
         groups = zip(self.optimizer.param_groups, base_lrs, lrs, strict=True)
         return [base_lr if group.get("fixed_lr") else lr for group, base_lr, lr in groups]
 
+    def step(self, epoch: int | None = None) -> None:
+        """Go to the next iteration."""
+        if epoch is None and self._step_count > 1:
+            self._step_count += 1
+            self.seek(self.last_epoch + 1)
+        else:  # the checks that torch makes at the first step
+            super().step(epoch)
+
     def reduce(self, factor: float, floor: float = 0.0) -> None:
         """Multiply the learning rates by one more factor, from now on; all factors together stay at ``floor``."""
         factors = [*self.factors, factor]

@@ -42,23 +42,54 @@ def first_tensor(model: nn.Module) -> torch.Tensor | None:
     return next(itertools.chain(model.parameters(), model.buffers()), None)
 
 
-def move_to_device(data: Any, device: torch.device) -> Any:
+def move_to_device(data: Any, device: torch.device, stream: "torch.cuda.Stream | None" = None) -> Any:
     """Move every tensor in nested mappings, lists, tuples and named tuples, and every object with ``to(device)``.
 
     Copies from pinned memory do not block. What is already there, and what is no tensor, is returned as it is.
+
+    Args:
+        stream: of CUDA, on which tensors are copied, for use on the current one, which has to wait for it.
     """
     if isinstance(data, torch.Tensor):
-        return data if data.device == device else data.to(device, non_blocking=data.is_pinned())
+        if data.device == device:
+            return data
+        if stream is None:
+            return data.to(device, non_blocking=data.is_pinned())
+        with torch.cuda.stream(stream):
+            moved_tensor = data.to(device, non_blocking=True)  # also what is not pinned is read when this returns
+        moved_tensor.record_stream(torch.cuda.current_stream(device))
+        return moved_tensor
     if isinstance(data, Mapping):
-        moved = {key: move_to_device(value, device) for key, value in data.items()}
+        moved = {key: move_to_device(value, device, stream) for key, value in data.items()}
         return moved if type(data) is dict else _rebuild(data, moved)
     if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(move_to_device(value, device) for value in data))
+        return type(data)(*(move_to_device(value, device, stream) for value in data))
     if isinstance(data, list | tuple):
-        return type(data)(move_to_device(value, device) for value in data)
+        return type(data)(move_to_device(value, device, stream) for value in data)
     if hasattr(data, "to") and callable(data.to):  # a user's own batch class, torch's PackedSequence
         return data.to(device)
     return data
+
+
+class Prefetcher:
+    """``move_to_device`` for a loop that runs ahead of its device: the next batch is copied while this one computes.
+
+    On CUDA the copies have a stream of their own, and that of the computation waits for them on the device. It is the
+    host that must not wait for the device. Nothing is drawn from a loader before its turn, so that what a loader says
+    about its position is true.
+    """
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def move(self, data: Any, device: torch.device) -> Any:
+        if device.type != "cuda":
+            return move_to_device(data, device)
+        if self._stream is None or self._stream.device != device:
+            self._stream = torch.cuda.Stream(device)
+        moved = move_to_device(data, device, self._stream)
+        torch.cuda.current_stream(device).wait_stream(self._stream)
+        return moved
 
 
 def _rebuild(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:

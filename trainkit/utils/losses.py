@@ -15,8 +15,10 @@ class Losses(NamedTuple):
 
     @classmethod
     def of(cls, values: dict[str, Tensor], trained: list[str]) -> "Losses":
-        first, *rest = (values[name] for name in trained)
-        return cls(values, trained, sum(rest, start=first))
+        total = values[trained[0]]
+        for name in trained[1:]:
+            total = total + values[name]
+        return cls(values, trained, total)
 
     def names(self) -> list[str]:
         """The names under which they are stored: the total, then the entries if there are several."""
@@ -45,18 +47,22 @@ def parse_losses(output: object) -> Losses:
         )
     elif "total_loss" in output:
         raise ValueError("the name total_loss is kept for the sum of the losses; give the model's entry another name")
+    values: dict[str, Tensor] = {}
+    trained = []
     for name, value in output.items():
         if not isinstance(value, Tensor):
             raise TypeError(
                 f"the model's loss {name!r} must be a scalar tensor, got {type(value).__name__} ({value!r})"
             )
-        if value.numel() != 1:
-            raise ValueError(
-                f"the model's loss {name!r} must be a scalar, got shape {list(value.shape)}; reduce it first"
-            )
-    # a reshape is a step of the backward pass as well, so only where it is needed
-    values = {name: value if value.ndim == 0 else value.reshape(()) for name, value in output.items()}
-    trained = [name for name, value in values.items() if value.requires_grad]
+        if value.ndim > 0:
+            if value.numel() != 1:
+                raise ValueError(
+                    f"the model's loss {name!r} must be a scalar, got shape {list(value.shape)}; reduce it first"
+                )
+            value = value.reshape(())
+        values[name] = value
+        if value.requires_grad:
+            trained.append(name)
     if not trained:
         raise ValueError(
             f"the model returned no loss that requires grad; got {sorted(values) or 'an empty dict'}. "

@@ -211,3 +211,13 @@ def test_a_schedule_that_steps_by_a_metric_is_refused():
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
     with pytest.raises(TypeError, match="ReduceLROnPlateau steps by a metric"):
         LRScheduler(scheduler=plateau)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_rate_that_is_a_tensor_is_stored_as_it_was_in_each_iteration(asynchronous):
+    model = Weight()
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5))
+    trainer = SimpleTrainer(model, [torch.tensor(1.0)], optimizer, async_write_metrics=asynchronous)
+    trainer.register_hooks([LRScheduler(optimizer, LinearParamScheduler(1.0, 0.0))])
+    trainer.train(0, 8)
+    assert trainer.storage.history("lr").values() == [(0.5 * (1 - iter / 8), iter) for iter in range(8)]

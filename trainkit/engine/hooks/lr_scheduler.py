@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.train_loop import HookBase
 from trainkit.solver.lr_scheduler import KeepLastValue, LRMultiplier, ScheduledLR
+from trainkit.utils.events import get_event_storage
 
 
 @HOOK_REGISTRY.register()
@@ -62,7 +63,10 @@ class LRScheduler(HookBase):
 
     def after_step(self) -> None:
         lr = self._optimizer.param_groups[self._shown_group]["lr"]
-        self.trainer.storage.put_scalar("lr", lr, smoothing_hint=False)
+        if isinstance(lr, torch.Tensor):  # a captured graph reads it, on a device for which the loop must not wait
+            self.trainer.storage.put_later(_store_lr, lr.clone())
+        else:
+            self.trainer.storage.put_scalar("lr", lr, smoothing_hint=False)
         if self.trainer.iter > self.trainer.start_iter:
             self._scheduler.step()  # type: ignore[union-attr]
             return
@@ -78,6 +82,10 @@ class LRScheduler(HookBase):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._waiting_state = dict(state_dict)
+
+
+def _store_lr(lr: torch.Tensor) -> None:
+    get_event_storage().put_scalar("lr", lr.item(), smoothing_hint=False)
 
 
 def _representative_group(groups: list[dict[str, Any]]) -> int:

@@ -1,5 +1,6 @@
 """The recent values of one scalar, at a constant cost per value."""
 
+import math
 from array import array
 from itertools import islice
 from typing import Any
@@ -17,29 +18,42 @@ class HistoryBuffer:
     def __init__(self, max_length: int = 10_000) -> None:
         if max_length < 1:
             raise ValueError(f"max_length must be >= 1 value, got {max_length}")
-        self._max_length = max_length
+        self._max_length, self._length_to_drop = max_length, 2 * max_length
         # arrays, since every checkpoint copies them; up to twice the length, since dropping old values moves the others
         self._values, self._iterations = array("d"), array("q")
         self._count = 0
         self._sum = 0.0
+        self._medians: dict[int, tuple[int, float]] = {}  # window -> (count, median) when it was asked for last
 
     def update(self, value: float, iteration: int | None = None) -> None:
         """Append a value; ``iteration`` defaults to the number of values so far."""
+        values = self._values
         self._iterations.append(self._count if iteration is None else iteration)
-        self._values.append(value)
+        values.append(value)
         self._count += 1
         self._sum += value
-        if len(self._values) >= 2 * self._max_length:
-            del self._values[: -self._max_length], self._iterations[: -self._max_length]
+        if len(values) >= self._length_to_drop:
+            del values[: -self._max_length], self._iterations[: -self._max_length]
 
     def latest(self) -> float:
         return self._values[-1]
 
+    def latest_with_iter(self) -> tuple[float, int]:
+        return self._values[-1], self._iterations[-1]
+
     def median(self, window_size: int) -> float:
         """The median of the last ``window_size`` values (of two middle ones, their mean); NaN if one of them is."""
+        count, median = self._medians.get(window_size, (0, 0.0))
+        if count != self._count:
+            median = self._compute_median(window_size)
+            self._medians[window_size] = self._count, median  # several writers ask for the same
+        return median
+
+    def _compute_median(self, window_size: int) -> float:
         ordered = sorted(self._last(window_size))
-        if any(value != value for value in ordered):  # sorting has put them anywhere
-            return float("nan")
+        total = sum(ordered)
+        if total != total and any(value != value for value in ordered):  # sorting has put them anywhere
+            return math.nan
         middle = len(ordered) // 2
         return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
@@ -58,9 +72,12 @@ class HistoryBuffer:
 
     def count_within(self, window_iters: int) -> int:
         """How many values the last ``window_iters`` iterations have, counted back from the newest value."""
-        start = self._iterations[-1] - window_iters
+        iterations, start = self._iterations, self._iterations[-1] - window_iters
+        length = min(len(iterations), self._max_length)
+        if window_iters < length and iterations[-window_iters - 1] <= start < iterations[-window_iters]:
+            return window_iters  # one value in each iteration, as a rule
         count = 0
-        for iteration in islice(reversed(self._iterations), self._max_length):
+        for iteration in islice(reversed(iterations), length):
             if iteration <= start:
                 break
             count += 1
@@ -80,6 +97,7 @@ class HistoryBuffer:
         self._values = array("d", state["values"].numpy().tobytes())
         self._iterations = array("q", state["iterations"].numpy().tobytes())
         self._count, self._sum = state["count"], state["sum"]
+        self._medians.clear()
 
     def _last(self, window_size: int) -> "array[float]":
         return self._values[max(0, len(self._values) - min(window_size, self._max_length)) :]

@@ -4,7 +4,7 @@ import logging
 import operator
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -73,7 +73,6 @@ class EventStorage:
         self._history_length = history_length
         self._history: dict[str, HistoryBuffer] = {}
         self._smoothing_hints: dict[str, bool] = {}
-        self._latest: dict[str, tuple[float, int]] = {}
         self._epochs: dict[str, int] = {}
         self._images: deque[Image] = deque(maxlen=_MAX_IMAGES)
         self._histograms: deque[Histogram] = deque(maxlen=_MAX_IMAGES)
@@ -116,20 +115,18 @@ class EventStorage:
         """``put_scalar`` for each item, whatever its name is."""
         storing = self._backlog.is_working()
         place, hints = self._later_place if storing else self._place, self._smoothing_hints
-        iter = place.iter if cur_iter is None else operator.index(cur_iter)
-        scalars = []
-        for name, value in values.items():
-            name = place.prefix + name if place.prefix else name
+        row = {place.prefix + name: float(value) for name, value in values.items()}
+        for name in row:
             if hints.setdefault(name, smoothing_hint) is not smoothing_hint:
                 raise ValueError(
                     f"scalar {name!r} was put with smoothing_hint={not smoothing_hint} before and now with "
                     f"smoothing_hint={smoothing_hint}; use one hint per name"
                 )
-            scalars.append((name, float(value), iter, epoch))
+        iter = place.iter if cur_iter is None else operator.index(cur_iter)
         if storing:
-            self._store_scalars(scalars)
+            self._store_row(row, iter, epoch)
         else:
-            self._backlog.append(self._store_scalars, scalars)
+            self._backlog.append(self._store_row, row, iter, epoch)
 
     def put_image(self, img_name: str, img_tensor: torch.Tensor) -> None:
         """Keep an image for the writers: shape ``[channel, height, width]``, RGB, float in [0, 1] or uint8.
@@ -180,17 +177,17 @@ class EventStorage:
         else:
             self._place = place
 
-    def _store_scalars(self, scalars: Iterable[tuple[str, float, int, int | None]]) -> None:
-        for name, value, iter, epoch in scalars:
+    def _store_row(self, row: Mapping[str, float], iter: int, epoch: int | None) -> None:
+        for name, value in row.items():
             history = self._history.get(name)
             if history is None:
                 history = self._history[name] = HistoryBuffer(self._history_length)
             history.update(value, iter)
-            self._latest[name] = (value, iter)
-            if epoch is not None:
-                self._epochs[name] = epoch
-            elif name in self._epochs:
-                del self._epochs[name]
+        if epoch is not None:
+            self._epochs.update(dict.fromkeys(row, epoch))
+        elif self._epochs:
+            for name in row:
+                self._epochs.pop(name, None)
 
     # ------------------------------------------------------------------ read
 
@@ -211,20 +208,18 @@ class EventStorage:
     def latest(self) -> dict[str, tuple[float, int]]:
         """name -> (newest value, its iteration)."""
         self.flush()
-        return self._latest
+        return {name: history.latest_with_iter() for name, history in self._history.items()}
 
     def latest_with_smoothing_hint(self, window_size: int = 20) -> dict[str, tuple[float, int]]:
         """Like ``latest``; a smoothed scalar gives its median over the last ``window_size`` iterations."""
         self.flush()
-        return {
-            name: (
-                self._history[name].median(self._history[name].count_within(window_size))
-                if self._smoothing_hints[name]
-                else value,
-                iter,
-            )
-            for name, (value, iter) in self._latest.items()
-        }
+        smoothed = {}
+        for name, history in self._history.items():
+            value, iter = history.latest_with_iter()
+            if self._smoothing_hints[name]:
+                value = history.median(history.count_within(window_size))
+            smoothed[name] = value, iter
+        return smoothed
 
     def count_samples(self, name: str, window_size: int = 20) -> int:
         """How many values the last ``window_size`` iterations have, counted back from the newest value."""
@@ -305,7 +300,6 @@ class EventStorage:
         for name, saved in state["histories"].items():
             self._history[name] = HistoryBuffer(self._history_length)
             self._history[name].load_state_dict(saved)
-        self._latest = {name: history.values()[-1] for name, history in self._history.items()}
         self._smoothing_hints, self._epochs = dict(state["smoothing_hints"]), dict(state["epochs"])
         self._images = deque((Image(**image) for image in state["images"]), _MAX_IMAGES)
         self._histograms = deque((Histogram(**histogram) for histogram in state["histograms"]), _MAX_IMAGES)

@@ -141,7 +141,10 @@ def _json_lines(scalars: Iterable[_Scalar]) -> str:
         if epoch is not None:
             row["epoch"] = epoch
         row[name] = value if math.isfinite(value) else None
-    return "".join(json.dumps(row, sort_keys=True, allow_nan=False) + "\n" for _, row in sorted(rows.items()))
+    return "".join(_encode(row) + "\n" for _, row in sorted(rows.items()))
+
+
+_encode = json.JSONEncoder(sort_keys=True, allow_nan=False).encode  # json.dumps would make an encoder for each line
 
 
 class TensorboardXWriter(EventWriter):
