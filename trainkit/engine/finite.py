@@ -3,7 +3,7 @@
 import logging
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -34,9 +34,12 @@ class GradientCheck:
         Args:
             flags: each float32, shape ``[]``. Those of sharded gradients are the same on all ranks.
         """
-        self._group([parameter for group in optimizer.param_groups for parameter in group["params"]])
-        for device, parameters in self._groups:
-            grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        # to look at the device of each takes longer than to see that they are the same as in the last step
+        if len(parameters) != len(self._parameters) or not all(map(operator.is_, parameters, self._parameters)):
+            self._parameters, self._groups = parameters, _by_kind(parameters)
+        for device, group in self._groups:
+            grads = [grad for parameter in group if (grad := parameter.grad) is not None]
             if grads:
                 flag = flags.get(device)
                 if flag is None:
@@ -49,15 +52,12 @@ class GradientCheck:
                     for grad in grads:
                         mark([_as_plain(grad)], flag, _one(device))
 
-    def _group(self, parameters: list[Tensor]) -> None:
-        # to look at the device of each takes longer than to see that they are the same as in the last step
-        known = self._parameters
-        if len(parameters) == len(known) and all(map(operator.is_, parameters, known)):
-            return
-        groups: dict[tuple[Any, ...], list[Tensor]] = {}
-        for parameter in parameters:
-            groups.setdefault((parameter.device, parameter.dtype, type(parameter)), []).append(parameter)
-        self._parameters, self._groups = parameters, [(device, group) for (device, *_), group in groups.items()]
+
+def _by_kind(parameters: Iterable[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
+    groups: dict[tuple[Any, ...], list[Tensor]] = {}
+    for parameter in parameters:
+        groups.setdefault((parameter.device, parameter.dtype, type(parameter)), []).append(parameter)
+    return [(device, group) for (device, *_), group in groups.items()]
 
 
 def _as_plain(grad: Tensor) -> Tensor:
@@ -74,11 +74,12 @@ def _one(device: torch.device) -> Tensor:
 
 def join_flags(flags: dict[torch.device, Tensor], device: torch.device) -> Tensor:
     """Leave one flag, on ``device``: a GradScaler adds them up, and fused optimizers skip at exactly 1."""
-    if len(flags) != 1 or device not in flags:
+    joined = flags.get(device)
+    if joined is None or len(flags) != 1:
         on_one = [flag.to(device, non_blocking=True) for flag in flags.values()]
         flags.clear()
-        flags[device] = torch.stack(on_one).amax() if on_one else torch.zeros((), device=device)
-    return flags[device]
+        joined = flags[device] = torch.stack(on_one).amax() if on_one else torch.zeros((), device=device)
+    return joined
 
 
 def step_unless(flag: Tensor, optimizer: torch.optim.Optimizer) -> None:
@@ -193,10 +194,10 @@ class FiniteJudge:
             losses: those of this rank by name, the total among them.
             flagged: whether the gradients are not finite, or what else has the update left out.
         """
+        bad_loss = not math.isfinite(losses["total_loss"])
         skipped = flagged and self.skips
         self.skipped += skipped
         self.in_row = self.in_row + 1 if skipped else 0
-        bad_loss = not math.isfinite(losses["total_loss"])
         if self._policy == "ignore" or not (flagged or bad_loss):
             return
         what = "loss is" if bad_loss else "gradients are"

@@ -32,51 +32,60 @@ def mean_losses(losses: Sequence[Losses]) -> Losses:
 class StepRecord:
     """The scalars of one iteration on their way to the host; on CUDA as one small tensor that nobody waits for yet."""
 
-    def __init__(self, losses: Losses, data_time: float, iter: int, extra: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        losses: Losses,
+        data_time: float,
+        iter: int,
+        extra: Mapping[str, Tensor] | None = None,
+        flag: Tensor | None = None,
+    ) -> None:
         """
         Args:
             losses: detached.
             data_time: in seconds.
             extra: name -> what else is stored, shape ``[]``, detached; no loss, so it may be anything.
+            flag: shape ``[]``, not 0 if the update is not finite.
 
         Raises:
             ValueError: the model calls a loss by a name of ``extra``.
         """
-        extra = extra or {}
-        if not extra.keys().isdisjoint(losses.values):
+        self.data_time, self.iter = data_time, iter
+        # a single loss is the total
+        self.num_losses = len(losses.values) + 1 if len(losses.values) > 1 else 1
+        tensors = {"total_loss": losses.total, **(losses.values if self.num_losses > 1 else {}), **(extra or {})}
+        if extra and len(tensors) < self.num_losses + len(extra):
             taken = sorted(losses.values.keys() & extra.keys())
             raise ValueError(f"the trainer stores {taken} itself; give the model's entry another name")
-        self.data_time, self.iter = data_time, iter
-        self._names, self._extra_names = losses.names(), list(extra)
         self._arrived: torch.cuda.Event | None = None
-        # a single loss is the total
-        tensors = [losses.total, *(losses.values.values() if len(self._names) > 1 else ()), *extra.values()]
-        if not tensors[0].is_cuda:
-            self._values = [tensor.item() for tensor in tensors]
+        if not losses.total.is_cuda:
+            self._flagged = flag is not None and flag.item() != 0
+            self._values = {name: tensor.item() for name, tensor in tensors.items()}
             return
-        device = tensors[0].device  # an entry that is only logged may lie elsewhere
-        packed = torch.stack([tensor.to(device, torch.float64, non_blocking=True) for tensor in tensors])
+        device = losses.total.device  # an entry that is only logged may lie elsewhere
+        scalars = [*tensors.values(), *([] if flag is None else [flag])]
+        packed = torch.stack([tensor.to(device, torch.float64, non_blocking=True) for tensor in scalars])
+        self._names = list(tensors)
         self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
         self._host.copy_(packed, non_blocking=True)
         self._arrived = torch.cuda.Event()
         self._arrived.record(torch.cuda.current_stream(device))  # not that of the current device
 
-    def is_unremarkable(self, flag: str) -> bool:
-        """Whether the total is finite and the ``flag`` among ``extra`` is 0; False if that takes waiting."""
-        if self._arrived is not None or not math.isfinite(self._values[0]):
-            return False
-        return flag not in self._extra_names or self._values[len(self._names) + self._extra_names.index(flag)] == 0
+    def is_unremarkable(self) -> bool:
+        """Whether the total is finite and the flag 0; False if that takes waiting."""
+        return self._arrived is None and not self._flagged and math.isfinite(self._values["total_loss"])
 
-    def read(self) -> tuple[dict[str, float], dict[str, float]]:
-        """(the losses by name, the total first; ``extra``); waits until they have arrived."""
+    def read(self) -> tuple[dict[str, float], bool]:
+        """(``num_losses`` losses by name, the total first, and ``extra``; the flag); waits until they have arrived."""
         if self._arrived is not None:
             self._arrived.synchronize()
-            self._values = self._host.tolist()
-        values = iter(self._values)
-        return dict(zip(self._names, values)), dict(zip(self._extra_names, values))  # noqa: B905
+            values = self._host.tolist()
+            self._values, flag = dict(zip(self._names, values)), values[len(self._names) :]  # noqa: B905
+            self._flagged, self._arrived = any(flag), None
+        return self._values, self._flagged
 
 
-_AS_THEY_ARE = frozenset({"skipped_updates", "[metric]grad_scaler"})  # the median of a count tells nobody anything
+_AS_THEY_ARE = ("skipped_updates", "[metric]grad_scaler")  # the median of a count tells nobody anything
 
 
 def put_metrics(
@@ -85,12 +94,10 @@ def put_metrics(
     """Put what `reduce_over_ranks` gave, and the rank's own ``data_time``, into the open storage."""
     storage = get_event_storage()
     row = {"rank_data_time": data_time, "data_time": max_data_time}
-    as_they_are: dict[str, float] = {}
-    for name, value in means.items():
-        (as_they_are if name in _AS_THEY_ARE else row)[prefix + name] = value
-    storage.put_row(row, cur_iter=iter)
-    if as_they_are:
+    row |= {prefix + name: value for name, value in means.items()} if prefix else means
+    if as_they_are := {name: row.pop(name) for name in [prefix + name for name in _AS_THEY_ARE] if name in row}:
         storage.put_row(as_they_are, smoothing_hint=False, cur_iter=iter)
+    storage.put_row(row, cur_iter=iter)
 
 
 # ---------------------------------------------------------------------- over ranks

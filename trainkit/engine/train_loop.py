@@ -99,8 +99,7 @@ class TrainerBase(InferenceObserver):
 
     def _iterate(self) -> None:
         """One iteration, or the part of it that a checkpoint has left."""
-        self.storage.iter = self.iter  # what a hook or a model puts belongs to this iteration
-        self.storage.raise_error()  # what a worker has found wrong in earlier ones
+        self.storage.begin_iter(self.iter)  # raises what a worker has found wrong in earlier ones
         if self._last_done_iter < self.iter:
             if self._per_epoch and self.iter % self._per_epoch == 0:
                 self.before_epoch()
@@ -285,6 +284,11 @@ class TrainerBase(InferenceObserver):
         """``run_step`` must call it between the gradients and the update."""
         for hook in self._hook_list.at("after_backward"):
             hook.after_backward()
+
+    def acts_after_backward(self) -> bool:
+        """Whether anything happens there: in a hook, or in a subclass that overrides it."""
+        overridden = type(self).after_backward is not TrainerBase.after_backward
+        return overridden or bool(self._hook_list.at("after_backward"))
 
     def after_step(self) -> None:
         self._point, self._turn = "after_step", None

@@ -1,6 +1,7 @@
 """Trainers whose iteration is one update of one model by one optimizer."""
 
 import copy
+import itertools
 import logging
 import math
 import time
@@ -357,19 +358,19 @@ class SimpleTrainer(TrainerBase):
     # ------------------------------------------------------------------ metrics
 
     def _write_metrics(self, losses: Losses, data_time: float, extra: dict[str, Tensor]) -> None:
-        if self._flag is not None:
-            extra[_SKIPPED] = self._flag
-        record = StepRecord(losses, data_time, self.iter, extra)
-        storage, num_ranks = get_event_storage(), comm.get_world_size()
-        if self.async_write_metrics:
-            metrics_group()
-            storage.start_deferring()
+        record = StepRecord(losses, data_time, self.iter, extra, self._flag)
+        storage, alone = get_event_storage(), comm.get_world_size() == 1
+        if not self.async_write_metrics:
+            storage.put_later(self._store_metrics, record)
+            if not (alone and record.is_unremarkable()):
+                storage.flush()
+            return
+        storage.start_deferring()
         storage.put_later(self._store_metrics, record)
-        if num_ranks > 1 and self.async_write_metrics:
+        if not alone:
             # now, not once per log period: a rank that reads the storage waits for the others' records of this step
+            metrics_group()
             storage.hand_over()
-        elif num_ranks > 1 or not (self.async_write_metrics or record.is_unremarkable(_SKIPPED)):
-            storage.flush()
 
     def _store_metrics(self, record: StepRecord) -> None:
         """In the order of the iterations, by the loop or by the worker.
@@ -378,15 +379,15 @@ class SimpleTrainer(TrainerBase):
         """
         if self._failed_storage is get_event_storage():
             return
-        losses, extra = record.read()
-        self._judge.look(record.iter, losses, bool(extra.pop(_SKIPPED, 0.0)))
+        values, flagged = record.read()
+        self._judge.look(record.iter, dict(itertools.islice(values.items(), record.num_losses)), flagged)
         if self._judge.skips:
-            extra[_SKIPPED] = self._judge.skipped
+            values["skipped_updates"] = self._judge.skipped
         gather = (record.iter + 1) % self.gather_metric_period == 0
         if not gather and comm.get_world_size() > 1:
             return
         try:
-            means, max_data_time = reduce_over_ranks({**losses, **extra}, record.data_time, self._take_failure())
+            means, max_data_time = reduce_over_ranks(values, record.data_time, self._take_failure())
         except FloatingPointError:
             if self.async_write_metrics:  # the loops may have got differently far: none of them exchanges the rest
                 self._failed_storage = get_event_storage()
@@ -394,7 +395,8 @@ class SimpleTrainer(TrainerBase):
         if not gather:
             return
         if self.non_finite != "ignore" and not math.isfinite(means["total_loss"]):  # it would spoil every average
-            means = {name: value for name, value in means.items() if name not in losses}
+            for name in itertools.islice(values, record.num_losses):
+                del means[name]
         put_metrics(means, record.data_time, max_data_time, record.iter)
 
     @staticmethod
@@ -414,8 +416,8 @@ class SimpleTrainer(TrainerBase):
             raise ValueError("loss_dict is empty; there is nothing to write")
         tensors = {name: torch.as_tensor(value) for name, value in loss_dict.items()}
         trained = [name for name, value in tensors.items() if value.requires_grad] or list(tensors)
-        losses, _ = StepRecord(Losses.of(tensors, trained).detach(), data_time, cur_iter).read()
-        means, max_data_time = reduce_over_ranks(losses, data_time)
+        values, _ = StepRecord(Losses.of(tensors, trained).detach(), data_time, cur_iter).read()
+        means, max_data_time = reduce_over_ranks(values, data_time)
         if not math.isfinite(means["total_loss"]):
             raise FloatingPointError(describe_failure("loss is", cur_iter, means))
         put_metrics(means, data_time, max_data_time, cur_iter, prefix)
@@ -588,6 +590,3 @@ class AMPTrainer(SimpleTrainer):
 
 
 _END = object()
-
-
-_SKIPPED = "skipped_updates"  # in a record whether one was, in the storage how many were

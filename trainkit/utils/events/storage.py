@@ -280,6 +280,11 @@ class EventStorage:
         """Go on to the next iteration, in a loop without a trainer, which sets ``iter``."""
         self.iter += 1
 
+    def begin_iter(self, iter: int) -> None:
+        """What the loop puts from now on belongs to ``iter``; raises as ``raise_error``."""
+        self._place = _Place(iter, self._place.prefix)
+        self._backlog.raise_error()
+
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:

@@ -295,6 +295,5 @@ class CommonMetricPrinter(EventWriter):
 
 def estimate_eta_sec(storage: EventStorage, max_iter: int) -> float | None:
     """Seconds until ``max_iter`` at the recent median time per iteration; None while no ``time`` was put."""
-    if "time" not in storage.latest():
-        return None
-    return storage.history("time").median(_ETA_WINDOW) * (max_iter - storage.iter - 1)
+    time_history = storage.histories().get("time")
+    return None if time_history is None else time_history.median(_ETA_WINDOW) * (max_iter - storage.iter - 1)
