@@ -30,7 +30,7 @@ from trainkit.engine.finite import (
 )
 from trainkit.engine.metrics import StepRecord, mean_losses, metrics_group, put_metrics, reduce_over_ranks
 from trainkit.engine.train_loop import TrainerBase, check_period
-from trainkit.solver.gradients import drop_gradients
+from trainkit.solver import unprofiled
 from trainkit.solver.hyper_parameters import describe_changes, hyper_parameters
 from trainkit.utils import comm
 from trainkit.utils.device import Prefetcher, device_of, first_tensor
@@ -164,14 +164,14 @@ class SimpleTrainer(TrainerBase):
         if self.non_finite == "skip":
             self._former_buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         if self.zero_grad_before_forward:
-            drop_gradients(self.optimizer)
+            unprofiled.zero_grad(self.optimizer)
         found: list[Losses] = []
         for batch in batches:
             last = len(found) == len(batches) - 1
             with nullcontext() if last else self._without_gradient_sync():
                 losses = self.compute_losses(batch)
                 if not found and not self.zero_grad_before_forward:
-                    drop_gradients(self.optimizer)
+                    unprofiled.zero_grad(self.optimizer)
                 self.backward(losses.total if len(batches) == 1 else losses.total / len(batches))
             found.append(losses.detach())
         self.prepare_gradients()
@@ -209,7 +209,7 @@ class SimpleTrainer(TrainerBase):
         if self.non_finite == "skip" and self._flag is not None:
             step_unless(self._flag, self.optimizer)
         else:
-            self.optimizer.step()
+            unprofiled.step(self.optimizer)
 
     # ------------------------------------------------------------------ values that are not finite
 
@@ -301,11 +301,9 @@ class SimpleTrainer(TrainerBase):
         """
         start = time.perf_counter()
         self.batch = self._losses = None  # let go before the next ones are made
-        batches = [self._first_batch()]
-        while len(batches) < self.accumulation_steps:
-            batch = next(self._data_loader_iter, _END)
-            if batch is _END:
-                break
+        batch = next(self._data_loader_iter, _END)
+        batches = [self._begin_data_anew() if batch is _END else batch]
+        while len(batches) < self.accumulation_steps and (batch := next(self._data_loader_iter, _END)) is not _END:
             batches.append(batch)
         device = self._device()
         if device is not None and device.type != "cpu":
@@ -320,18 +318,16 @@ class SimpleTrainer(TrainerBase):
         tensor = self._sample[1]
         return None if tensor is None else tensor.device
 
-    def _first_batch(self) -> Any:
+    def _begin_data_anew(self) -> Any:
+        ended, self._iterator = self._iterator, None
         batch = next(self._data_loader_iter, _END)
         if batch is _END:
-            ended, self._iterator = self._iterator, None
-            batch = next(self._data_loader_iter, _END)
-            if batch is _END:
-                raise ValueError(
-                    f"the data loader ({type(self.data_loader).__name__}) "
-                    + ("is an iterator that has ended" if ended is self.data_loader else "yields no batch")
-                    + f" in iteration {self.iter} of {self.max_iter}; give a loader that can be iterated again and "
-                    "has at least one batch (is the dataset smaller than a batch, with drop_last?)"
-                )
+            raise ValueError(
+                f"the data loader ({type(self.data_loader).__name__}) "
+                + ("is an iterator that has ended" if ended is self.data_loader else "yields no batch")
+                + f" in iteration {self.iter} of {self.max_iter}; give a loader that can be iterated again and "
+                "has at least one batch (is the dataset smaller than a batch, with drop_last?)"
+            )
         return batch
 
     def _without_gradient_sync(self) -> AbstractContextManager[Any]:

@@ -40,7 +40,7 @@ def parse_losses(output: object) -> Losses:
     """
     if isinstance(output, Tensor):
         output = {"total_loss": output}
-    elif not isinstance(output, Mapping):
+    elif type(output) is not dict and not isinstance(output, Mapping):
         raise TypeError(
             "a model must give its training loss as a tensor or as a dict of tensors by name; "
             f"this one gave {type(output).__name__}"

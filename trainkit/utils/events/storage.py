@@ -4,7 +4,7 @@ import logging
 import operator
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -60,6 +60,13 @@ class _Place(NamedTuple):
     prefix: str = ""
 
 
+class _Rows(NamedTuple):
+    """Scalars that are put together, iteration by iteration: stored column by column, they cost a fraction."""
+
+    names: list[str]
+    rows: list[tuple[int, list[float], int | None]]  # each iteration, values, epoch
+
+
 class EventStorage:
     """Scalars with their history, and the newest images and histograms.
 
@@ -78,6 +85,10 @@ class EventStorage:
         self._histograms: deque[Histogram] = deque(maxlen=_MAX_IMAGES)
         self._holds_images = False
         self._backlog = Backlog(self._storing)
+        # names, prefix and hint -> rows of these scalars; those that wait to be stored, and which names these have
+        self._rows: dict[tuple[str | bool, ...], _Rows] = {}
+        self._waiting_rows: list[_Rows] = []
+        self._names_of_rows: set[str] = set()
 
     # ------------------------------------------------------------------ put
 
@@ -114,19 +125,16 @@ class EventStorage:
     ) -> None:
         """``put_scalar`` for each item, whatever its name is."""
         storing = self._backlog.is_working()
-        place, hints = self._later_place if storing else self._place, self._smoothing_hints
-        row = {place.prefix + name: float(value) for name, value in values.items()}
-        for name in row:
-            if hints.setdefault(name, smoothing_hint) is not smoothing_hint:
-                raise ValueError(
-                    f"scalar {name!r} was put with smoothing_hint={not smoothing_hint} before and now with "
-                    f"smoothing_hint={smoothing_hint}; use one hint per name"
-                )
+        place = self._later_place if storing else self._place
+        rows = self._rows.get((*values, place.prefix, smoothing_hint))
+        if rows is None:
+            rows = self._make_rows(values, place.prefix, smoothing_hint)
         iter = place.iter if cur_iter is None else operator.index(cur_iter)
+        row = iter, [*map(float, values.values())], epoch
         if storing:
-            self._store_row(row, iter, epoch)
+            self._add(rows, row)
         else:
-            self._backlog.append(self._store_row, row, iter, epoch)
+            self._backlog.append(self._add, rows, row)
 
     def put_image(self, img_name: str, img_tensor: torch.Tensor) -> None:
         """Keep an image for the writers: shape ``[channel, height, width]``, RGB, float in [0, 1] or uint8.
@@ -177,17 +185,41 @@ class EventStorage:
         else:
             self._place = place
 
-    def _store_row(self, row: Mapping[str, float], iter: int, epoch: int | None) -> None:
-        for name, value in row.items():
-            history = self._history.get(name)
-            if history is None:
-                history = self._history[name] = HistoryBuffer(self._history_length)
-            history.update(value, iter)
-        if epoch is not None:
-            self._epochs.update(dict.fromkeys(row, epoch))
-        elif self._epochs:
-            for name in row:
-                self._epochs.pop(name, None)
+    def _make_rows(self, values: Iterable[str], prefix: str, smoothing_hint: bool) -> "_Rows":
+        names = [prefix + name for name in values]
+        for name in names:
+            if self._smoothing_hints.setdefault(name, smoothing_hint) is not smoothing_hint:
+                raise ValueError(
+                    f"scalar {name!r} was put with smoothing_hint={not smoothing_hint} before and now with "
+                    f"smoothing_hint={smoothing_hint}; use one hint per name"
+                )
+        rows = _Rows(names, [])
+        self._rows.update({(*values, prefix, smoothing_hint): rows})
+        return rows
+
+    def _add(self, rows: "_Rows", row: tuple[int, list[float], int | None]) -> None:
+        """Wait for more rows of the same names, as long as there is no other row with one of these names."""
+        if not rows.rows:
+            if not self._names_of_rows.isdisjoint(rows.names):
+                self._store_rows()
+            self._names_of_rows.update(rows.names)
+            self._waiting_rows.append(rows)
+        rows.rows.append(row)
+
+    def _store_rows(self) -> None:
+        for names, rows in self._waiting_rows:
+            iters, values, epochs = zip(*rows, strict=True)
+            for name, column in zip(names, zip(*values, strict=True), strict=True):
+                if name not in self._history:
+                    self._history[name] = HistoryBuffer(self._history_length)
+                self._history[name].extend(column, iters)
+                if epochs[-1] is not None:
+                    self._epochs[name] = epochs[-1]
+                else:
+                    self._epochs.pop(name, None)
+            rows.clear()
+        self._waiting_rows.clear()
+        self._names_of_rows.clear()
 
     # ------------------------------------------------------------------ read
 
@@ -343,6 +375,8 @@ class EventStorage:
         """Store everything put so far, or wait until that is done; raise what has gone wrong."""
         if not self._backlog.is_working():
             self._backlog.wait()
+        if self._waiting_rows:
+            self._store_rows()
 
     @contextmanager
     def _storing(self) -> Iterator[None]:
@@ -350,6 +384,7 @@ class EventStorage:
         _thread.storage = self
         try:
             yield
+            self._store_rows()
         finally:
             _thread.storage = former
 
