@@ -20,6 +20,8 @@ LAYERS = [
     ["trainkit.engine.metrics"],
     ["trainkit.engine.trainers"],
     ["trainkit.engine.hooks"],
+    ["trainkit.engine.compile"],
+    ["trainkit.engine.graph"],
     ["trainkit.engine.parallel", "trainkit.engine.predictor", "trainkit.engine.setup", "trainkit.engine.launch"],
     ["trainkit.engine.evaluation_run"],
     ["trainkit.engine.defaults"],
@@ -29,6 +31,7 @@ LAYERS = [
 
 # who may call importlib.import_module, and what for
 LATE_IMPORTS = {
+    "tools.benchmarks.peers": "other trainers, which nobody needs",
     "trainkit.config.imports": "IMPORTS, the one place where a config names code",
     "trainkit.utils.events.writers": "tensorboard, an optional package",
     "trainkit.utils.registry": "locate() finds an object by its dotted name",

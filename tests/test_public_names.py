@@ -63,6 +63,8 @@ PUBLIC = {
         "DefaultPredictor",
         "DefaultTrainer",
         "EvaluationRun",
+        "GraphAMPTrainer",
+        "GraphTrainer",
         "HookBase",
         "Priority",
         "SimpleTrainer",

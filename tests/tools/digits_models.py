@@ -20,7 +20,8 @@ class _DigitsModel(nn.Module):
     """Logits by ``logits(images)``. Besides the loss it reports on how it is trained, as entries that are only logged:
 
     - ``has_gradients``: whether there are gradients during the forward pass;
-    - ``eps``: of the floating-point type of the logits.
+    - ``eps``: of the floating-point type of the logits;
+    - ``compiled``: whether ``torch.compile`` is at work.
     """
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor] | Tensor:
@@ -32,6 +33,7 @@ class _DigitsModel(nn.Module):
             "loss_cls": F.cross_entropy(logits, batch["label"]),
             "has_gradients": torch.tensor(float(any(param.grad is not None for param in self.parameters()))),
             "eps": torch.tensor(torch.finfo(logits.dtype).eps),
+            "compiled": torch.tensor(float(torch.compiler.is_compiling())),
         }
 
     def logits(self, images: Tensor) -> Tensor:

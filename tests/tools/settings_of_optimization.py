@@ -254,6 +254,12 @@ STEPS = [
         EVERY_KIND,
     ),
     Setting(
+        "a graph, for which a model on a CPU is compiled",
+        ["SOLVER.GRAPH.ENABLED", True],
+        values("compiled", lambda t: 1.0),
+        [*QUICK, *IMPORTS, "MODEL.NAME", "DigitsOfNamedLayers", "MODEL.LAYERS", ["first", "last"]],
+    ),
+    Setting(
         "another number of workers",
         ["SOLVER.REFERENCE_WORLD_SIZE", 2, "SOLVER.MAX_ITER", 6, "SOLVER.CHECKPOINT_PERIOD", 3],
         all_of(values("lr", lambda t: 0.05), lambda run: run.checkpoint("model_0000005")),

@@ -35,6 +35,7 @@ _CHOICES = {
     "CHECKPOINT.PUBLISH": ("", "model", "ema"),
     "EARLY_STOPPING.MODE": ("auto", "max", "min"),
     "LOG.EVAL_AXIS": ("iter", "epoch"),
+    "MODEL.COMPILE.MODE": ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     "SOLVER.AMP.PRECISION": ("float16", "bfloat16"),
     "SOLVER.NON_FINITE.POLICY": ("raise", "skip", "ignore"),
     "SOLVER.PARAM_GROUPS.KEY_MATCH": ("longest", "shortest", "exact"),
@@ -69,6 +70,13 @@ def check_values(cfg: CfgNode) -> None:
         )
     _check_threshold(cfg.EARLY_STOPPING)
     _check_checkpoints(cfg)
+    if cfg.MODEL.COMPILE.DYNAMIC not in (False, True, None):
+        raise ConfigError(f"MODEL.COMPILE.DYNAMIC is {cfg.MODEL.COMPILE.DYNAMIC!r}; accepted: False, True, None")
+    if cfg.MODEL.COMPILE.ENABLED and cfg.SOLVER.GRAPH.ENABLED:
+        raise ConfigError(
+            "MODEL.COMPILE.ENABLED and SOLVER.GRAPH.ENABLED are both True; set one of them: the graph where the device "
+            "waits for the host"
+        )
 
 
 def _check_threshold(options: CfgNode) -> None:

@@ -21,6 +21,13 @@ _C.MODEL = CN(new_allowed=True)  # a model's own keys go beside these
 _C.MODEL.NAME = ""  # in MODEL_REGISTRY
 _C.MODEL.DEVICE = "auto"  # CUDA, then MPS, then CPU; or a torch device such as "cuda:1"
 _C.MODEL.WEIGHTS = ""  # a checkpoint file; only its model is loaded, unless a run is resumed
+_C.MODEL.COMPILE = CN()  # torch.compile; --eval-only runs the model as it is
+_C.MODEL.COMPILE.ENABLED = False
+_C.MODEL.COMPILE.BACKEND = "inductor"
+_C.MODEL.COMPILE.MODE = "default"  # "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
+_C.MODEL.COMPILE.FULLGRAPH = False  # True: an error where a part of the model cannot be compiled
+_C.MODEL.COMPILE.DYNAMIC = None  # so that it takes None
+_C.MODEL.COMPILE.DYNAMIC = False  # kernels for shapes that vary; None: for those that have varied so far
 
 # ---------------------------------------------------------------------------- data
 _C.INPUT = CN(new_allowed=True)
@@ -99,6 +106,8 @@ _C.SOLVER.CLIP_GRADIENTS.NORM_TYPE = 2.0  # also of the norm that is stored as g
 _C.SOLVER.NON_FINITE = CN()
 _C.SOLVER.NON_FINITE.POLICY = "raise"  # a loss or gradient that is not finite: end the run; "skip" the update; "ignore"
 _C.SOLVER.NON_FINITE.MAX_IN_ROW = 25  # skipped updates in a row that end the run, also those of float16
+_C.SOLVER.GRAPH = CN()
+_C.SOLVER.GRAPH.ENABLED = False  # CUDA: the step recorded and replayed; elsewhere: torch.compile. See GraphTrainer
 _C.SOLVER.AMP = CN()
 _C.SOLVER.AMP.ENABLED = False
 _C.SOLVER.AMP.PRECISION = "float16"  # "float16" (with a grad scaler) or "bfloat16" (without)

@@ -3,6 +3,7 @@
 from trainkit.engine import hooks
 from trainkit.engine.defaults import DefaultTrainer
 from trainkit.engine.evaluation_run import EvaluationRun
+from trainkit.engine.graph import GraphAMPTrainer, GraphTrainer
 from trainkit.engine.launch import DEFAULT_TIMEOUT, launch
 from trainkit.engine.parallel import create_ddp_model
 from trainkit.engine.predictor import DefaultPredictor
@@ -22,6 +23,8 @@ __all__ = [
     "DefaultPredictor",
     "DefaultTrainer",
     "EvaluationRun",
+    "GraphAMPTrainer",
+    "GraphTrainer",
     "HookBase",
     "Priority",
     "SimpleTrainer",

@@ -27,8 +27,10 @@ from trainkit.config import (
 from trainkit.data.build import build_test_loader, build_train_loader
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.engine import hooks
+from trainkit.engine.compile import compile_model, describe_inexact_compilation
 from trainkit.engine.evaluation_run import averaging_hook, evaluate_models
 from trainkit.engine.finite import raise_failure
+from trainkit.engine.graph import GraphAMPTrainer, GraphTrainer
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
 from trainkit.engine.hooks.monitor import check_monitored_metrics
 from trainkit.engine.parallel import create_ddp_model
@@ -93,6 +95,7 @@ class DefaultTrainer(TrainerBase):
         model = self.build_model(cfg)
         optimizer = self.build_optimizer(cfg, model)
         data_loader = self.build_train_loader(cfg)
+        compile_model(cfg, model)
         model = create_ddp_model(model, broadcast_buffers=False)
         self._trainer = self._build_step_trainer(cfg, model, data_loader, optimizer)
 
@@ -187,7 +190,8 @@ class DefaultTrainer(TrainerBase):
         raise_failure(self.gather(self._trainer.find_failure()))
 
     def describe_inexact(self) -> list[str]:
-        return [*super().describe_inexact(), *self._trainer.describe_inexact()]
+        compilation = describe_inexact_compilation(self.cfg)
+        return [*super().describe_inexact(), *self._trainer.describe_inexact(), *compilation]
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -426,8 +430,9 @@ class DefaultTrainer(TrainerBase):
             "non_finite": cfg.SOLVER.NON_FINITE.POLICY,
             "max_non_finite_in_row": cfg.SOLVER.NON_FINITE.MAX_IN_ROW,
         }
+        as_graph = cfg.SOLVER.GRAPH.ENABLED
         if not cfg.SOLVER.AMP.ENABLED:
-            return SimpleTrainer(model, data_loader, optimizer, **arguments)
+            return (GraphTrainer if as_graph else SimpleTrainer)(model, data_loader, optimizer, **arguments)
         amp = cfg.SOLVER.AMP
         precision = {"float16": torch.float16, "bfloat16": torch.bfloat16}[amp.PRECISION]
         if amp.LOSS_SCALE != "dynamic":
@@ -435,7 +440,8 @@ class DefaultTrainer(TrainerBase):
         elif precision == torch.float16:
             device_type = "cpu" if device is None else device.type
             arguments["grad_scaler"] = torch.amp.GradScaler(device_type, init_scale=amp.INIT_SCALE)
-        return AMPTrainer(model, data_loader, optimizer, precision=precision, log_grad_scaler=True, **arguments)
+        arguments |= {"precision": precision, "log_grad_scaler": True}
+        return (GraphAMPTrainer if as_graph else AMPTrainer)(model, data_loader, optimizer, **arguments)
 
     @classmethod
     def _is_default(cls, method: str) -> bool:
@@ -483,6 +489,8 @@ class DefaultTrainer(TrainerBase):
         """Its ``after_backward`` is ours: there is one list of hooks, and ours may be overridden."""
         self._step_trainer = trainer
         outer = weakref.proxy(self)
+        if isinstance(trainer, GraphTrainer):
+            trainer.outer = outer
         trainer.register_hooks([hooks.CallbackHook(after_backward=lambda _: outer.after_backward())])
 
     @property

@@ -1,0 +1,730 @@
+"""The step as a recorded graph: what it computes, when it is recorded, what it refuses."""
+
+import copy
+import importlib
+import io
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.job import tiny_cfg
+from tests.engine.recorded_graph import CpuRecorder, RecordedAMPTrainer, RecordedTrainer
+from tests.engine.tiny import AfterStep, Weight, batches, scalars
+from trainkit.config import ConfigError
+from trainkit.engine import AMPTrainer, DefaultTrainer, GraphAMPTrainer, GraphTrainer, HookBase, SimpleTrainer
+from trainkit.engine.hooks import CallbackHook, EMAHook, LRScheduler, ParamScheduler
+from trainkit.solver import LARS, GradientClipper
+from trainkit.utils.events import get_event_storage
+
+RECORDED = {SimpleTrainer: RecordedTrainer, AMPTrainer: RecordedAMPTrainer}
+
+
+class Net(nn.Module):
+    """Buffers, random numbers and several losses; takes what `batches` gives."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.drop, self.last = (
+            nn.Linear(3, 6),
+            nn.BatchNorm1d(6),
+            nn.Dropout(0.2),
+            nn.Linear(6, 1),
+        )
+
+    def forward(self, batch):
+        x, y = batch
+        error = self.last(self.drop(self.norm(self.first(x)).relu())) - y
+        return {"loss_a": error.square().mean(), "loss_b": 0.1 * error.abs().mean(), "bias": error.detach().mean()}
+
+
+def fused_sgd(model, **kwargs):
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, "fused": True, **kwargs})
+
+
+def fused_adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=2.0**-6, fused=True)
+
+
+def halving(optimizer):
+    """A rate that is another one in each iteration; exact in float32."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda iter: 1.0 - iter / 128)
+
+
+def make(trainer_type, make_optimizer=fused_sgd, data=None, hooks=lambda trainer: [], model=None, **kwargs):
+    torch.manual_seed(1)
+    model = Net() if model is None else model
+    optimizer = make_optimizer(model)
+    trainer = trainer_type(model, batches(5) if data is None else data, optimizer, **kwargs)
+    trainer.register_hooks([LRScheduler(scheduler=halving(optimizer)), *hooks(trainer)])
+    return trainer
+
+
+def result(trainer):
+    """Everything that a run leaves behind."""
+    model = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    return model, copy.deepcopy(trainer.optimizer.state_dict()), scalars(trainer), torch.get_rng_state()
+
+
+def same(one, other):
+    """Bit for bit, NaN included."""
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other or (one != one and other != other)
+
+
+def both(trainer_type=SimpleTrainer, steps=100, **kwargs):
+    """The ordinary trainer and the one with a graph, behind the same run, and whether they have the same results."""
+    ordinary, recorded = (make(each, **kwargs) for each in (trainer_type, RECORDED[trainer_type]))
+    results = []
+    for trainer in (ordinary, recorded):
+        torch.manual_seed(2)
+        trainer.train(0, steps)
+        results.append(result(trainer))
+    return ordinary, recorded, same(*results)
+
+
+class Doubling(HookBase):
+    """Doubles the gradients, and records that it was called."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def before_step(self):
+        self.calls.append("before_step")
+
+    def after_backward(self):
+        self.calls.append(("after_backward", self.trainer.losses["loss_a"].item()))
+        for parameter in self.trainer.model.parameters():
+            parameter.grad *= 2
+
+    def after_step(self):
+        self.calls.append(("after_step", self.trainer.losses["loss_a"].item()))
+
+
+# ---------------------------------------------------------------------- the same numbers
+
+SETTINGS = {
+    "as it is": {},
+    "asynchronous metrics": {"async_write_metrics": True},
+    "AdamW": {"make_optimizer": fused_adamw},
+    "bfloat16": {"trainer_type": AMPTrainer, "precision": torch.bfloat16},
+    "float16": {"trainer_type": AMPTrainer, "log_grad_scaler": True},
+    "float16, asynchronous": {"trainer_type": AMPTrainer, "log_grad_scaler": True, "async_write_metrics": True},
+    "float16 of a fixed scale": {"trainer_type": AMPTrainer, "loss_scale": 128.0},
+    "accumulation": {"accumulation_steps": 2},
+    "clipping": {"clip_gradients": GradientClipper("full_model", 0.1)},
+    "skip": {"non_finite": "skip"},
+    "ignore": {"non_finite": "ignore"},
+    "zero_grad before the forward pass": {"zero_grad_before_forward": True},
+    "a hook in after_backward": {"hooks": lambda trainer: [Doubling([])]},
+    "all together": {
+        "trainer_type": AMPTrainer,
+        "make_optimizer": fused_adamw,
+        "log_grad_scaler": True,
+        "accumulation_steps": 3,
+        "clip_gradients": GradientClipper("norm", 0.1),
+        "non_finite": "skip",
+        "async_write_metrics": True,
+        "hooks": lambda trainer: [Doubling([]), EMAHook(decay=0.9)],
+    },
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_100_steps_equal_those_of_the_ordinary_trainer_bit_for_bit(name):
+    _, recorded, are_equal = both(**SETTINGS[name])
+
+    assert are_equal
+    assert recorded.recorder.num_replays >= 90
+
+
+def test_the_comparison_notices_one_value_in_one_step():
+    def off_once(trainer):
+        def nudge(trainer):
+            if trainer.iter == 60 and isinstance(trainer, GraphTrainer):
+                trainer.model.last.bias.data.add_(1e-4)
+
+        return [AfterStep(nudge)]
+
+    assert not both(hooks=off_once)[2]
+
+
+def test_a_rate_of_any_precision_is_followed_closely():
+    def adam(model):
+        return torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
+
+    ordinary, recorded, _ = both(make_optimizer=adam)
+    losses = [[value for value, _ in scalars(trainer)["total_loss"]] for trainer in (ordinary, recorded)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert [group["lr"] for group in recorded.optimizer.param_groups] == [0.01 * (1 - 100 / 128)]
+
+
+def test_an_optimizer_is_made_capturable_for_the_update_alone(monkeypatch):
+    nadam = importlib.import_module("torch.optim.nadam")  # torch.optim hides it
+    monkeypatch.setattr(nadam, "_get_capturable_supported_devices", lambda: ["cpu"])
+    found = []
+
+    class Watched(torch.optim.NAdam):
+        def step(self):
+            found.append({self.param_groups[0]["capturable"], isinstance(self.param_groups[0]["lr"], torch.Tensor)})
+            super().step()
+
+    def nadam_of(model):
+        return Watched(model.parameters(), lr=0.01, foreach=False)
+
+    ordinary, recorded, _ = both(make_optimizer=nadam_of, steps=20)
+    losses = [[value for value, _ in scalars(trainer)["total_loss"]] for trainer in (ordinary, recorded)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert found == [{False}] * 20 + [{True}] * (3 + 1)
+    assert recorded.optimizer.param_groups[0]["capturable"] is False
+
+
+def with_nan(data, *places):
+    return [(x * math.nan, y) if place in places else (x, y) for place, (x, y) in enumerate(data)]
+
+
+@pytest.mark.parametrize(("trainer_type", "skipped"), [(SimpleTrainer, 8), (AMPTrainer, 8 + 3)])  # 3: overflows
+def test_skipped_updates_are_the_same(trainer_type, skipped):
+    data = with_nan(batches(40), 1, 20, 21, 39)
+    _, recorded, are_equal = both(trainer_type, steps=80, data=data, non_finite="skip")
+
+    assert are_equal
+    assert scalars(recorded)["skipped_updates"][-1] == (skipped, 79)
+    assert all(value.isfinite().all() for value in recorded.model.state_dict().values())
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_the_update():
+    weights = []
+    for trainer_type in (SimpleTrainer, RecordedTrainer):
+        trainer = make(trainer_type, data=with_nan(batches(40), 20))
+        torch.manual_seed(2)
+        with pytest.raises(FloatingPointError, match="not finite in iteration 20"):
+            trainer.train(0, 40)
+        weights.append({name: value.clone() for name, value in trainer.model.named_parameters()})
+    assert same(*weights)
+    assert all(value.isfinite().all() for value in weights[0].values())
+
+
+def test_what_is_logged_is_as_it_was_before_the_update():
+    def weight(weight, batch):
+        return {"loss": weight * batch, "weight": weight.detach()}
+
+    found = []
+    for trainer_type in (SimpleTrainer, RecordedTrainer):
+        model = Weight(weight)
+        data = [torch.tensor(2.0**-4), torch.tensor(2.0**-5)]
+        trainer = trainer_type(model, data, fused_sgd(model, lr=0.5, momentum=0.0), async_write_metrics=True)
+        trainer.train(0, 10)
+        found.append(scalars(trainer)["weight"])
+    assert found[0] == found[1]
+    assert found[0][0][0] - found[0][1][0] == 2.0**-5
+
+
+def test_an_average_of_the_weights_is_the_same():
+    found = []
+    for trainer_type in (SimpleTrainer, RecordedTrainer):
+        trainer = make(trainer_type)
+        ema = EMAHook(decay=0.9)
+        trainer.register_hooks([ema])
+        trainer.train(0, 30)
+        found.append(ema.state_dict())
+    assert same(*found)
+
+
+# ---------------------------------------------------------------------- hooks
+
+
+def test_hooks_see_the_same_in_the_same_order(caplog):
+    calls = {SimpleTrainer: [], RecordedTrainer: []}
+    for trainer_type, found in calls.items():
+        make(trainer_type, hooks=lambda trainer, found=found: [Doubling(found)]).train(0, 20)
+    assert calls[RecordedTrainer] == calls[SimpleTrainer]
+    assert len(calls[SimpleTrainer]) == 60
+    assert "recorded anew" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("hooks", "is_async", "policy", "pieces"),
+    [
+        ([], True, "raise", 1),
+        ([], False, "ignore", 1),
+        ([], False, "raise", 2),
+        ([Doubling([])], True, "raise", 2),
+        ([Doubling([])], False, "raise", 3),
+    ],
+)
+def test_a_step_is_recorded_in_as_few_pieces_as_the_host_allows(hooks, is_async, policy, pieces):
+    trainer = make(RecordedTrainer, hooks=lambda _: hooks, async_write_metrics=is_async, non_finite=policy)
+    trainer.train(0, 10)
+    assert (trainer.recorder.num_recorded, trainer.recorder.num_replays) == (pieces, 7 * pieces)
+
+
+def test_a_hook_that_comes_later_is_called_between_backward_and_update():
+    def add_hook(trainer):
+        if trainer.iter == 10:
+            trainer.register_hooks([Doubling([])])
+
+    _, recorded, are_equal = both(steps=30, hooks=lambda trainer: [AfterStep(add_hook)])
+    assert are_equal
+    assert recorded.recorder.num_recorded == 2 + 3
+
+
+def test_a_trainer_that_overrides_after_backward_is_called():
+    class Halving:
+        def after_backward(self):
+            super().after_backward()
+            for parameter in self.model.parameters():
+                parameter.grad /= 2
+
+    class Ordinary(Halving, SimpleTrainer):
+        pass
+
+    class Recorded(Halving, RecordedTrainer):
+        pass
+
+    trainers = [make(Ordinary), make(Recorded)]
+    for trainer in trainers:
+        torch.manual_seed(2)
+        trainer.train(0, 20)
+    assert same(*map(result, trainers))
+
+
+def test_gradients_that_a_hook_replaces_are_used():
+    def replace(trainer):
+        for parameter in trainer.model.parameters():
+            parameter.grad = parameter.grad.sign()
+
+    assert both(steps=20, hooks=lambda trainer: [CallbackHook(after_backward=replace)])[2]
+
+
+def test_a_gradient_that_a_hook_removes_is_an_error_that_says_what_to_do():
+    def remove(trainer):
+        if trainer.iter == 5:
+            trainer.model.last.bias.grad = None
+
+    with pytest.raises(RuntimeError, match="removed or added a gradient.*set it to zero.*SOLVER.GRAPH.ENABLED False"):
+        make(RecordedTrainer, hooks=lambda _: [CallbackHook(after_backward=remove)]).train(0, 10)
+
+
+def test_after_a_step_the_gradients_are_those_of_the_step():
+    found = {SimpleTrainer: [], RecordedTrainer: []}
+    for trainer_type, gradients in found.items():
+
+        def keep(trainer, gradients=gradients):
+            gradients.append([parameter.grad.clone() for parameter in trainer.model.parameters()])
+
+        torch.manual_seed(2)
+        data = [*batches(4), *batches(1, size=2)]
+        make(trainer_type, data=data, hooks=lambda _, keep=keep: [AfterStep(keep)]).train(0, 30)
+    assert same(found[SimpleTrainer], found[RecordedTrainer])
+
+
+# ---------------------------------------------------------------------- batches
+
+
+def test_each_shape_is_recorded_once_and_gives_the_same_numbers():
+    data = [*batches(3), *batches(1, size=2), *batches(1, size=3)]
+    _, recorded, are_equal = both(data=data, async_write_metrics=True)
+
+    assert are_equal
+    assert (recorded.recorder.num_recorded, recorded.recorder.num_replays) == (3, 100 - 3 * 3)
+
+
+def test_a_short_window_of_accumulation_is_recorded_for_itself():
+    _, recorded, are_equal = both(data=batches(5), accumulation_steps=2, async_write_metrics=True)
+    assert are_equal
+    assert recorded.recorder.num_recorded == 2
+
+
+def test_micro_batches_that_are_one_object_are_told_from_equal_ones():
+    first, second = batches(2)
+    data = [*[first, first] * 5, *[first, second] * 5]
+    assert both(steps=40, data=data, accumulation_steps=2)[2]
+
+
+def test_more_kinds_of_batches_than_can_be_recorded_run_as_ordinary_steps(caplog):
+    data = [batch for size in range(2, 12) for batch in batches(1, size)]
+    _, recorded, are_equal = both(data=data, async_write_metrics=True)
+
+    assert are_equal
+    assert recorded.recorder.num_recorded == 8
+    assert caplog.text.count("run as ordinary steps: 8 kinds of batches are recorded, and there are more") == 1
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        lambda i: f"{i}.png",
+        lambda i: {i},  # cannot be a key
+        lambda i: torch.eye(2).to_sparse(),
+        lambda i: torch.empty(1, device="meta"),  # not on the model's device
+    ],
+)
+def test_batches_that_cannot_be_recorded_run_as_ordinary_steps(more, caplog):
+    class Named(Net):
+        def forward(self, batch):
+            return super().forward(batch["pair"])
+
+    data = [{"pair": pair, "more": [more(i)]} for i, pair in enumerate(batches(150))]
+    recorded = make(RecordedTrainer, data=data, model=Named())
+    recorded.train(0, 150)
+    assert recorded.recorder.num_recorded == 0
+    assert caplog.text.count("without file names and the like") == 1
+
+
+def test_the_values_in_a_batch_that_are_no_tensors_are_part_of_its_kind():
+    model = Weight(lambda weight, batch: weight * batch[0])
+    trainer = RecordedTrainer(model, [(2.0,), (3.0,)], fused_sgd(model, lr=2.0**-6, momentum=0.0), non_finite="ignore")
+    trainer.train(0, 12)
+    assert trainer.recorder.num_recorded == 2
+    assert model.weight.item() == 1 - 6 * (2 + 3) * 2.0**-6
+
+
+# ---------------------------------------------------------------------- what a recording has in it
+
+
+def parametrize_changes():
+    def decay(trainer):
+        trainer.optimizer.param_groups[0]["weight_decay"] = 0.1
+
+    def freeze(trainer):
+        trainer.model.first.requires_grad_(False)
+
+    def freeze_norm(trainer):
+        trainer.model.norm.eval()
+
+    def move(trainer):
+        trainer.model.last.weight.data = trainer.model.last.weight.data.clone()
+
+    def load(trainer):
+        trainer.optimizer.load_state_dict(copy.deepcopy(trainer.optimizer.state_dict()))
+
+    def clip(trainer):
+        trainer.clip_gradients = GradientClipper("value", 0.01)
+
+    return pytest.mark.parametrize("change", [decay, freeze, freeze_norm, move, load, clip])
+
+
+@parametrize_changes()
+def test_what_changes_in_the_middle_is_followed(change):
+    def at_20(trainer):
+        if trainer.iter == 20:
+            change(trainer)
+
+    _, recorded, are_equal = both(steps=40, hooks=lambda trainer: [AfterStep(at_20)], async_write_metrics=True)
+    assert are_equal
+    assert (recorded.recorder.num_recorded, recorded.recorder.num_replays) == (2, 40 - 2 * 3)
+
+
+def test_a_setting_that_changes_in_each_iteration_keeps_the_steps_ordinary_and_is_said_once(caplog):
+    def hooks(trainer):
+        return [ParamScheduler("weight_decay", lambda t, base: 0.001 * t)]
+
+    _, recorded, are_equal = both(steps=30, hooks=hooks)
+    assert are_equal
+    assert recorded.recorder.num_recorded == 0
+    assert caplog.text.count("has changed before iteration 1, so steps are recorded anew") == 1
+
+
+def test_a_step_that_has_failed_is_followed_by_ordinary_ones():
+    def fail(trainer):
+        if trainer.iter == 8 and trainer.status == "running" and not failed:
+            failed.append(trainer.iter)
+            raise KeyError("once")
+
+    found = []
+    for trainer_type in (AMPTrainer, RecordedAMPTrainer):
+        failed = []
+        trainer = make(trainer_type, hooks=lambda _: [CallbackHook(after_backward=fail)], log_grad_scaler=True)
+        torch.manual_seed(2)
+        with pytest.raises(KeyError):
+            trainer.train(0, 20)
+        trainer.train(8, 20)
+        found.append(result(trainer))
+    assert same(*found)
+    assert trainer.recorder.num_recorded == 2 * 3
+
+
+def test_a_second_run_of_the_same_trainer_goes_on():
+    trainers = [make(SimpleTrainer), make(RecordedTrainer)]
+    for trainer in trainers:
+        torch.manual_seed(2)
+        trainer.train(0, 10)
+        trainer.train(10, 30)
+    assert same(*map(result, trainers))
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def saved(trainer):
+    file = io.BytesIO()
+    torch.save({"model": trainer.model.state_dict(), "trainer": trainer.state_dict()}, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("amp", [False, True], ids=["float32", "float16"])
+@pytest.mark.parametrize("to_graph", [False, True], ids=["from a graph", "to a graph"])
+def test_a_checkpoint_of_either_trainer_is_resumed_by_the_other_bit_for_bit(to_graph, amp, caplog):
+    ordinary = AMPTrainer if amp else SimpleTrainer
+    first, second = (ordinary, RECORDED[ordinary]) if to_graph else (RECORDED[ordinary], ordinary)
+    whole = make(ordinary, make_optimizer=fused_adamw)
+    torch.manual_seed(2)
+    whole.train(0, 40)
+
+    begun = make(first, make_optimizer=fused_adamw)
+    torch.manual_seed(2)
+    begun.train(0, 20)
+    state = saved(begun)
+    resumed = make(second, make_optimizer=fused_adamw)
+    resumed.model.load_state_dict(state["model"])
+    resumed.load_state_dict(state["trainer"])
+    resumed.train(20, 40)
+
+    assert same(result(whole), result(resumed))
+    assert "values of the checkpoint, not of this run" not in caplog.text
+    assert isinstance(state["trainer"]["optimizer"]["param_groups"][0]["lr"], float)
+    assert state["trainer"]["optimizer"]["param_groups"][0]["capturable"] is False
+
+
+def test_what_is_loaded_into_a_trainer_that_has_recorded_is_used():
+    found = []
+    for trainer_type in (SimpleTrainer, RecordedTrainer):
+        trainer = make(trainer_type)
+        torch.manual_seed(2)
+        trainer.train(0, 10)
+        state = saved(trainer)
+        trainer.train(10, 20)
+        trainer.model.load_state_dict(state["model"])
+        trainer.load_state_dict(state["trainer"])
+        trainer.train(10, 20)
+        found.append(result(trainer))
+    assert same(*found)
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+def refused(match, make_optimizer=fused_sgd, trainer_type=RecordedTrainer, **kwargs):
+    with pytest.raises(ConfigError, match=match):
+        make(trainer_type, make_optimizer=make_optimizer, **kwargs)
+
+
+def test_an_optimizer_that_would_keep_its_rate_is_refused():
+    refused("SGD cannot be recorded.*FUSED True", lambda model: torch.optim.SGD(model.parameters()))
+    refused("LARS cannot be recorded.*capturable", lambda model: LARS(model.parameters(), lr=0.1))
+    refused("LBFGS cannot be recorded", lambda model: torch.optim.LBFGS(model.parameters()))
+
+
+def adam(model):
+    return torch.optim.Adam(model.parameters(), capturable=True)
+
+
+def test_an_optimizer_that_skips_on_the_host_is_refused_where_updates_are_skipped():
+    refused("whether Adam skips an update is decided on the host.*FUSED True", adam, non_finite="skip")
+    refused("whether Adam skips an update", adam, trainer_type=RecordedAMPTrainer)
+    make(RecordedAMPTrainer, make_optimizer=adam, precision=torch.bfloat16)
+    make(RecordedTrainer, make_optimizer=adam)
+
+
+def test_several_processes_are_refused(monkeypatch):
+    monkeypatch.setattr("trainkit.utils.comm.get_world_size", lambda: 2)
+    refused("there are 2 processes; use one, MODEL.COMPILE")
+
+
+class Reading(Net):
+    def forward(self, batch):
+        losses = super().forward(batch)
+        self.last_loss = losses["loss_a"].item()
+        return losses
+
+
+class Putting(Net):
+    def forward(self, batch):
+        get_event_storage().put_scalar("depth", 2.0)
+        return super().forward(batch)
+
+
+class Replacing(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, batch):
+        self.mean = self.mean * 0.9 + batch[0].mean() * 0.1
+        return super().forward(batch)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Reading, "iteration 3 cannot be recorded.*_local_scalar_dense.*read values on the host"),
+        (Putting, r"puts the scalars \['depth'\] in its forward pass.*return scalars with the losses"),
+        (Replacing, r"replaces the buffers \['mean'\] in its forward pass.*change buffers in place"),
+    ],
+)
+def test_a_model_that_does_what_a_replay_does_not_repeat_is_an_error_that_says_so(model, message):
+    with pytest.raises(RuntimeError, match=f"{message}.*SOLVER.GRAPH.ENABLED False"):
+        make(RecordedTrainer, model=model()).train(0, 10)
+    make(SimpleTrainer, model=model()).train(0, 10)
+
+
+# ---------------------------------------------------------------------- from a config
+
+
+@pytest.fixture
+def cpu_recorders(monkeypatch):
+    """`DefaultTrainer` records on the CPU as it does on CUDA; the recorders."""
+    recorders = []
+
+    def make_recorder(self):
+        recorders.append(CpuRecorder())
+        return recorders[-1]
+
+    monkeypatch.setattr(GraphTrainer, "make_recorder", make_recorder)
+    return recorders
+
+
+def seeded(cfg):
+    torch.manual_seed(2)
+    return DefaultTrainer(cfg)
+
+
+@pytest.mark.parametrize("amp", [False, True], ids=["float32", "float16"])
+def test_a_config_with_a_graph_gives_the_same_run(tmp_path, cpu_recorders, amp):
+    found = []
+    for graph in (False, True):
+        options = ["SOLVER.GRAPH.ENABLED", graph, "SOLVER.AMP.ENABLED", amp, "LOG.ASYNC", True]
+        trainer = seeded(tiny_cfg(tmp_path / str(graph), *options))
+        results = trainer.train()
+        found.append((results, trainer.model.state_dict(), scalars(trainer)))
+    assert same(*found)
+    assert [(recorder.num_recorded, recorder.num_replays) for recorder in cpu_recorders] == [(1, 7)]
+
+
+def test_hooks_of_a_default_trainer_cut_its_graph_only_if_they_override_after_backward(tmp_path, cpu_recorders):
+    for hooks in ([], [Doubling([])]):
+        trainer = DefaultTrainer(tiny_cfg(tmp_path / str(len(hooks)), "SOLVER.GRAPH.ENABLED", True, "LOG.ASYNC", True))
+        trainer.register_hooks([CallbackHook(after_backward=lambda _: None)] if hooks else [])
+        trainer.train()
+    assert [recorder.num_recorded for recorder in cpu_recorders] == [1, 2]
+
+
+def test_an_ordinary_run_of_a_config_is_resumed_with_a_graph(tmp_path, cpu_recorders):
+    whole = seeded(tiny_cfg(tmp_path / "whole"))
+    whole.train()
+    seeded(tiny_cfg(tmp_path / "parts")).train(max_iter=5)
+    resumed = seeded(tiny_cfg(tmp_path / "parts", "SOLVER.GRAPH.ENABLED", True))
+    resumed.resume_or_load()
+    resumed.train()
+    assert same(whole.model.state_dict(), resumed.model.state_dict())
+    assert [recorder.num_replays > 0 for recorder in cpu_recorders] == [True]
+
+
+# ---------------------------------------------------------------------- the double of a CUDA graph
+
+
+def test_recording_executes_nothing_and_a_replay_everything():
+    x, found = torch.ones(2), {}
+    state = torch.get_rng_state()
+
+    def work():
+        x.add_(torch.rand(2))
+        found["double"] = x * 2
+
+    replay = CpuRecorder().record(work)
+    assert x.tolist() == [1.0, 1.0]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (found["double"] > 1e38).all()  # nobody reads by mistake what was never computed
+
+    noise = torch.rand(4)
+    torch.set_rng_state(state)
+    replay()
+    assert torch.equal(x, 1 + noise[:2])
+    replay()
+    assert torch.equal(x, 1 + noise[:2] + noise[2:])
+    assert torch.equal(found["double"], x * 2)
+
+
+def test_numbers_are_recorded_and_tensors_are_read():
+    number, tensor, x = [2.0], torch.tensor(3.0), torch.ones(())
+    replay = CpuRecorder().record(lambda: x.mul_(number[0]).mul_(tensor))
+    number[0] = 10.0
+    tensor.fill_(5.0)
+    replay()
+    assert x.item() == 2 * 5
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda x: x.item(), lambda x: bool(x > 0), lambda x: x[x > 0], lambda x: torch.tensor(1.0), lambda x: x.equal(x)],
+)
+def test_what_waits_for_the_device_cannot_be_recorded(read):
+    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+        CpuRecorder().record(lambda: read(torch.ones(())))
+
+
+# ---------------------------------------------------------------------- on CUDA
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def on_cuda(trainer_type, make_optimizer=fused_sgd, hooks=lambda trainer: [], **kwargs):
+    model = Net().cuda()
+    data = [tuple(part.pin_memory() for part in pair) for pair in [*batches(4), *batches(1, size=2)]]
+    return make(trainer_type, make_optimizer, data, hooks, model, async_write_metrics=True, **kwargs)
+
+
+@needs_cuda
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"make_optimizer": adam},
+        {"make_optimizer": fused_adamw, "non_finite": "skip", "clip_gradients": GradientClipper("full_model", 0.1)},
+        {"accumulation_steps": 2, "hooks": lambda trainer: [Doubling([]), EMAHook(decay=0.9)]},
+        {"amp": True, "make_optimizer": fused_adamw, "hooks": lambda trainer: [Doubling([])]},
+    ],
+)
+def test_on_cuda_100_steps_equal_those_of_the_ordinary_trainer(settings):
+    settings = dict(settings)
+    types = (AMPTrainer, GraphAMPTrainer) if settings.pop("amp", False) else (SimpleTrainer, GraphTrainer)
+    losses = []
+    for trainer_type in types:
+        trainer = on_cuda(trainer_type, **settings)
+        torch.manual_seed(2)
+        trainer.train(0, 100)
+        losses.append([value for value, _ in scalars(trainer)["total_loss"]])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[0][-1] < losses[0][0]
+
+
+@needs_cuda
+def test_on_cuda_a_replayed_step_never_waits_for_the_device():
+    trainer = on_cuda(GraphAMPTrainer, make_optimizer=fused_adamw, clip_gradients=GradientClipper("full_model", 0.1))
+
+    def forbid(trainer):
+        if trainer.iter == 39:  # both shapes are recorded
+            torch.cuda.set_sync_debug_mode("error")
+
+    trainer.register_hooks([AfterStep(forbid)])
+    try:
+        trainer.train(0, 100)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_cuda
+def test_on_cuda_a_model_that_reads_a_value_is_an_error_that_says_so():
+    model = Reading().cuda()
+    trainer = GraphTrainer(model, batches(5), fused_sgd(model))
+    with pytest.raises(RuntimeError, match="iteration 3 cannot be recorded.*SOLVER.GRAPH.ENABLED False"):
+        trainer.train(0, 10)

@@ -1,0 +1,54 @@
+"""The model through ``torch.compile``."""
+
+import os
+import shutil
+import sys
+
+import torch
+from torch import nn
+
+from trainkit.config import CfgNode, ConfigError
+from trainkit.utils.device import device_of
+
+
+def compile_model(cfg: CfgNode, model: nn.Module) -> None:
+    """Compile the model in place if MODEL.COMPILE says so; the keys of its state stay as they are.
+
+    Raises:
+        ConfigError: torch does not know the backend, or finds no compiler.
+    """
+    options = cfg.MODEL.COMPILE
+    if not options.ENABLED:
+        return
+    if options.BACKEND == "inductor":
+        require_cpp_compiler(device_of(model))
+    try:
+        model.compile(backend=options.BACKEND, mode=options.MODE, fullgraph=options.FULLGRAPH, dynamic=options.DYNAMIC)
+    except RuntimeError as error:
+        raise ConfigError(f"torch refuses MODEL.COMPILE ({options.BACKEND!r}, {options.MODE!r}): {error}") from error
+
+
+def require_cpp_compiler(device: torch.device | None) -> None:
+    """Look for what the default backend compiles by for models on a CPU, before it does so in the first step.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if sys.platform != "linux" or (device is not None and device.type != "cpu"):
+        return
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise ConfigError(
+            f"models on a CPU are compiled by the C++ compiler {compiler!r}, which is not installed; install it, name "
+            "another in the environment variable CXX, or switch off MODEL.COMPILE or SOLVER.GRAPH"
+        )
+
+
+def describe_inexact_compilation(cfg: CfgNode) -> list[str]:
+    """What of MODEL.COMPILE a resumed run does not get back."""
+    options, inexact = cfg.MODEL.COMPILE, []
+    if options.ENABLED and options.DYNAMIC is None:
+        inexact.append("kernels depend on the shapes that have come before (MODEL.COMPILE.DYNAMIC None)")
+    if options.ENABLED and options.MODE.startswith("max-autotune"):
+        inexact.append("torch.compile chooses its kernels anew by their speed (MODEL.COMPILE.MODE)")
+    return inexact

@@ -1,0 +1,426 @@
+"""The step as a static graph: on CUDA recorded and replayed as a whole, elsewhere with a compiled model."""
+
+import copy
+import logging
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.config import ConfigError
+from trainkit.engine.compile import require_cpp_compiler
+from trainkit.engine.train_loop import TrainerBase
+from trainkit.engine.trainers import AMPTrainer, SimpleTrainer
+from trainkit.utils import comm
+from trainkit.utils.events import EventStorage
+from trainkit.utils.losses import Losses
+
+logger = logging.getLogger(__name__)
+
+WARM_UP_ITERS = 3  # of each signature, as ordinary steps: optimizers make their state, libraries choose their kernels
+MAX_RECORDINGS = 8  # each holds the gradients and the memory of a backward pass
+_MAX_SIGNATURES = 100  # that are counted at a time
+_WITHOUT = "or train without a graph (SOLVER.GRAPH.ENABLED False)"
+
+
+# ---------------------------------------------------------------------- recording
+
+
+class Recorder(Protocol):
+    """Records what a device is given to do."""
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Where steps run that may be recorded later."""
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record ``work`` without executing it; the result executes it, on the tensors that it has used."""
+
+
+class CudaRecorder:
+    """CUDA graphs that share their memory: they are replayed one after the other, as they were recorded."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._newest: torch.cuda.CUDAGraph | None = None  # the pool goes with its last graph, and does not come back
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        # autograd goes on with the stream that it knows, and the one that is recorded must not wait for another
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        with (
+            torch.cuda.stream(self._stream),  # torch.cuda.graph does not leave its stream if a recording fails
+            # thread_local: the threads that pin memory and read metrics go on calling CUDA
+            torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
+        ):
+            work()
+        self._newest = graph
+        return graph.replay
+
+
+@dataclass
+class _Recording:
+    """A step with batches of one signature.
+
+    Attributes:
+        inputs: the tensors that it reads its batches from.
+        replays: by the part that it begins with; one goes on to the part before the next one.
+        gradients: of the optimizer's parameters.
+        losses, extra, flag: what it computes, as they are before the update.
+    """
+
+    inputs: list[Tensor]
+    replays: dict[str, Callable[[], None]] = field(default_factory=dict)
+    gradients: list[Tensor | None] = field(init=False)
+    losses: Losses = field(init=False)
+    extra: dict[str, Tensor] = field(init=False)
+    flag: Tensor | None = field(init=False)
+
+
+class GraphTrainer(SimpleTrainer):
+    """`SimpleTrainer` whose step costs the host next to nothing: the same hooks, checkpoints and numbers.
+
+    On CUDA the first `WARM_UP_ITERS` iterations with inputs of one signature (shapes, types, and whatever in a batch
+    is no tensor) are ordinary steps. Then everything from the forward pass to the update is recorded, and from that
+    iteration on replayed; up to `MAX_RECORDINGS` signatures, while others stay ordinary steps. Where something on the
+    host stands in between, the recording is cut: hooks that override ``after_backward``, and, if metrics are not
+    asynchronous, the look at the losses under "raise".
+
+    A replay repeats what was done on the device, and no Python. What the model does on the host is not repeated, and
+    what it reads there cannot be recorded. The learning rate may change at each step; when another setting of the
+    optimizer, ``requires_grad``, the mode of a module or a hook changes, steps are recorded anew. ``losses`` and the
+    gradients are overwritten by the next iteration.
+
+    On other devices the model runs through ``torch.compile`` in training, with fixed shapes.
+
+    Attributes:
+        outer: the trainer whose ``after_backward`` is called; one that has this one for its steps puts itself here.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """
+        Args:
+            args, kwargs: as in the trainer without a graph.
+
+        Raises:
+            ConfigError: the step cannot be recorded: several processes, or an optimizer that needs the host. Or the
+                model cannot be compiled.
+        """
+        super().__init__(*args, **kwargs)
+        self.outer: TrainerBase = weakref.proxy(self)
+        self._compiled: tuple[nn.Module | None, Callable[[Any], Any]] = (None, self.model)
+        self._recorder = self.make_recorder()
+        self._recording: _Recording | None = None  # of this step, if it is no ordinary one
+        self._recordings: dict[Hashable, _Recording] = {}
+        self._seen: dict[Hashable, int] = {}  # how often signatures have come that are not recorded yet
+        self._objects: list[object] = []
+        self._values: list[object] = []
+        self._rates: list[Tensor] = []  # by parameter group: the learning rate that is recorded
+        self._filled: list[float | None] = []  # what is in them
+        self._in_step = False  # still, behind one that has failed
+        self._has_warned_of = {"batches": False, "changes": False}
+        if self._recorder is None:
+            require_cpp_compiler(self._device())
+        else:
+            _check_recordable(self.optimizer, skips=self._judge.skips)
+            self._forget()
+
+    def make_recorder(self) -> Recorder | None:
+        """What records the step; None where the model is compiled instead."""
+        device = self._device()
+        return CudaRecorder(device) if device is not None and device.type == "cuda" else None
+
+    def compile_model(self) -> Callable[[Any], Any]:
+        """The model as it is run in training where nothing is recorded."""
+        # with shapes that depend on those seen before, a resumed run would have other kernels
+        return torch.compile(self.model, dynamic=False)
+
+    def call_model(self, batch: Any) -> Any:
+        if self._recorder is not None:
+            return super().call_model(batch)
+        if self._compiled[0] is not self.model:
+            self._compiled = self.model, self.compile_model()
+        return self._compiled[1](batch)
+
+    # ------------------------------------------------------------------ the parts of a step
+
+    def compute_gradients(self, batches: Sequence[Any]) -> Losses:
+        self._recording = None if self._recorder is None else self._find_recording(batches)
+        if self._recording is None:
+            with self._beside():
+                return super().compute_gradients(batches)
+        self._replay(self._recording, "gradients")
+        for parameter, gradient in zip(self._parameters(), self._recording.gradients, strict=True):
+            if parameter.grad is not gradient:  # another recording, or an ordinary step, came between
+                parameter.grad = gradient
+        return self._recording.losses
+
+    def judge_gradients(self, losses: Losses) -> dict[str, Tensor]:
+        if self._recording is None:
+            with self._beside():
+                return super().judge_gradients(losses)
+        if "judgement" in self._recording.replays:
+            self._take_gradients(self._recording)
+        self._replay(self._recording, "judgement")
+        self._flag = self._recording.flag
+        return {**self._recording.extra}
+
+    def update(self) -> None:
+        if self._recording is not None:
+            self._replay(self._recording, "update")
+        elif self._recorder is None:
+            super().update()
+        else:
+            with self._beside():
+                self._fill_rates()
+                self._update_on_device()
+        self._in_step = False
+
+    def _beside(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._recorder is None else self._recorder.beside()
+
+    def _replay(self, recording: _Recording, part: str) -> None:
+        if part in recording.replays:
+            self._fill_rates()
+            recording.replays[part]()
+
+    def _take_gradients(self, recording: _Recording) -> None:
+        """Take over gradients that a hook has replaced; those that it has changed in place need nothing."""
+        for parameter, gradient in zip(self._parameters(), recording.gradients, strict=True):
+            if parameter.grad is gradient:
+                continue
+            if parameter.grad is None or gradient is None:
+                raise RuntimeError(
+                    "a hook has removed or added a gradient in after_backward, but the recorded update has the "
+                    f"gradients that the backward pass gives; set it to zero instead, or set requires_grad, {_WITHOUT}"
+                )
+            gradient.copy_(parameter.grad)
+            parameter.grad = gradient
+
+    # ------------------------------------------------------------------ recordings
+
+    def _find_recording(self, batches: Sequence[Any]) -> _Recording | None:
+        """The recording for these batches, which are copied into it; None if this is to be an ordinary step."""
+        self._compare_constants()
+        self._in_step = True
+        tensors: list[Tensor] = []
+        signature = _describe(batches, tensors)
+        if any(tensor.device != self._device() for tensor in tensors):
+            signature = None  # the host may read it
+        recording = None if signature is None else self._recordings.get(signature)
+        if recording is not None:
+            if tensors:
+                torch._foreach_copy_(recording.inputs, tensors)
+            return recording
+        if signature is None or len(self._recordings) == MAX_RECORDINGS or len(self._seen) == _MAX_SIGNATURES:
+            self._warn_once(
+                "batches",
+                f"Iteration {self.iter} and others run as ordinary steps: {len(self._recordings)} kinds of batches are "
+                "recorded, and there are more. Give batches of few shapes (pad them, drop the last one), in lists, "
+                "tuples and dicts, without file names and the like",
+            )
+            self._seen.clear()
+            return None
+        self._seen[signature] = self._seen.get(signature, 0) + 1
+        if self._seen[signature] <= WARM_UP_ITERS:
+            return None
+        del self._seen[signature]
+        self._recordings[signature] = recording = self._record(batches, tensors)
+        return recording
+
+    def _warn_once(self, of: str, message: str) -> None:
+        if not self._has_warned_of[of]:
+            self._has_warned_of[of] = True
+            logger.warning(message)
+
+    def _record(self, batches: Sequence[Any], tensors: list[Tensor]) -> _Recording:
+        """Record all parts; nothing is executed, but the gradients are from now on those of the recording."""
+        recording = _Recording([tensor.clone() for tensor in tensors])
+        inputs = zip(tensors, recording.inputs, strict=True)
+        batches = copy.deepcopy([*batches], {id(tensor): static for tensor, static in inputs})
+
+        def gradients() -> None:
+            losses = super(GraphTrainer, self).compute_gradients(batches)
+            values = {name: value.clone() for name, value in losses.values.items()}
+            recording.losses = Losses(values, losses.trained, losses.total.clone())
+
+        def judgement() -> None:
+            extra = super(GraphTrainer, self).judge_gradients(recording.losses)
+            recording.extra = {name: value.clone() for name, value in extra.items()}
+            recording.flag = self._flag
+
+        stages: list[dict[str, Callable[[], None]]] = [{"gradients": gradients}]
+        for is_cut, part in (
+            (self.outer.acts_after_backward(), {"judgement": judgement}),
+            (self._may_raise_before_update(), {"update": self._update_on_device}),
+        ):
+            if is_cut:
+                stages.append({})
+            stages[-1].update(part)
+        for stage in stages:
+            recording.replays[next(iter(stage))] = self._record_stage([*stage.values()])
+        recording.gradients = [parameter.grad for parameter in self._parameters()]
+        logger.info("From iteration %d on, this step is replayed: recorded in %d pieces", self.iter, len(stages))
+        return recording
+
+    def _record_stage(self, works: list[Callable[[], None]]) -> Callable[[], None]:
+        assert self._recorder is not None
+
+        def work() -> None:
+            for each in works:
+                each()
+
+        buffers = dict(self.model.named_buffers())
+        with EventStorage() as storage:
+            try:
+                replay = self._recorder.record(work)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"the step of iteration {self.iter} cannot be recorded as a graph: {error.__context__ or error}. "
+                    "Neither the model nor the optimizer may read values on the host (item(), cpu(), print, an if on a "
+                    f"tensor, indexing by a mask) or make tensors from Python values; change that, {_WITHOUT}"
+                ) from error
+            put = [*storage.latest()]
+        replaced = [name for name, buffer in self.model.named_buffers() if buffers.get(name) is not buffer]
+        if put or replaced:
+            raise RuntimeError(
+                f"the model {f'puts the scalars {put}' if put else f'replaces the buffers {replaced}'} in its forward "
+                "pass, which a replay does not repeat; return scalars with the losses, change buffers in place "
+                f"(copy_), {_WITHOUT}"
+            )
+        return replay
+
+    def _may_raise_before_update(self) -> bool:
+        return self.non_finite == "raise" and not self.async_write_metrics
+
+    # ------------------------------------------------------------------ what a recording has in it for good
+
+    def _compare_constants(self) -> None:
+        objects, values = self._constants()
+        changed = values != self._values
+        if not self._in_step and not changed and all(a is b for a, b in zip(objects, self._objects, strict=True)):
+            return
+        if changed and (self._recordings or self._seen):
+            self._warn_once(
+                "changes",
+                "A setting of the optimizer, requires_grad, the mode of a module or a hook has changed before "
+                f"iteration {self.iter}, so steps are recorded anew, each time that this happens; they are ordinary "
+                f"ones until it has been the same for {WARM_UP_ITERS} iterations",
+            )
+        self._forget()
+
+    def _constants(self) -> tuple[list[object], list[object]]:
+        """(what must be the same objects, what must be equal)."""
+        state = getattr(self.optimizer, "state", None)  # another one when it is loaded
+        flags = self._flags if self.non_finite == "raise" else None  # other ones behind a failure
+        parameters = self._parameters()
+        values: list[object] = [self.outer.acts_after_backward(), self._may_raise_before_update()]
+        values += [parameter.requires_grad for parameter in parameters]
+        values += [parameter.data_ptr() for parameter in parameters]
+        values += [module.training for module in self._modules]
+        for group in self.optimizer.param_groups:
+            values += [
+                value
+                for name, value in group.items()
+                if name not in ("params", "lr") and not name.startswith("initial_") and not isinstance(value, Tensor)
+            ]
+        return [self.model, self.optimizer, state, flags, self.clip_gradients], values
+
+    def _forget(self) -> None:
+        """Drop all recordings, and take what there is now as it is."""
+        self._recordings, self._seen, self._in_step = {}, {}, False
+        self._modules = [*self.model.modules()]
+        self._objects, self._values = self._constants()
+        self._rates = [torch.zeros((), device=self._device()) for _ in self.optimizer.param_groups]
+        self._filled = [None for _ in self._rates]
+        for parameter, state in getattr(self.optimizer, "state", {}).items():
+            for name, value in state.items():
+                if isinstance(value, Tensor):  # such as the count of steps, which others keep on the host
+                    state[name] = value.to(parameter.device)
+
+    # ------------------------------------------------------------------ the optimizer
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def _update_on_device(self) -> None:
+        """The update as it can be recorded; all others find numbers in the groups, which a recording would keep."""
+        groups = self.optimizer.param_groups
+        own: list[dict[str, Any]] = [{k: group[k] for k in ("lr", "capturable") if k in group} for group in groups]
+        try:
+            for group, names, rate in zip(groups, own, self._rates, strict=True):
+                group.update({**dict.fromkeys(names, True), "lr": rate})
+            super().update()
+        finally:
+            for group, names in zip(groups, own, strict=True):
+                group.update(names)
+
+    def _fill_rates(self) -> None:
+        for i, group in enumerate(self.optimizer.param_groups):
+            lr = group["lr"]
+            if isinstance(lr, Tensor):
+                self._rates[i].copy_(lr.reshape(()))
+            elif lr != self._filled[i]:
+                self._rates[i].fill_(lr)
+                self._filled[i] = lr
+
+
+class GraphAMPTrainer(GraphTrainer, AMPTrainer):
+    """`AMPTrainer` as a graph; see `GraphTrainer`."""
+
+
+def _check_recordable(optimizer: torch.optim.Optimizer, *, skips: bool) -> None:
+    """
+    Raises:
+        ConfigError: there are several processes, or the update needs the host.
+    """
+    if comm.get_world_size() > 1:
+        raise ConfigError(
+            f"a recorded step cannot exchange gradients, but there are {comm.get_world_size()} processes; use one, "
+            f"MODEL.COMPILE instead, {_WITHOUT}"
+        )
+    name = type(optimizer).__name__
+    if not all(group.get("fused") or "capturable" in group for group in optimizer.param_groups):
+        raise ConfigError(
+            f"the update by {name} cannot be recorded, since its learning rate would stay the same; use SGD or Adagrad "
+            "with fused=True (SOLVER.OPTIMIZER.FUSED True), an optimizer that has the argument capturable (Adam, "
+            f"AdamW, RMSprop, ...), {_WITHOUT}"
+        )
+    if skips and not all(group.get("fused") for group in optimizer.param_groups):
+        raise ConfigError(
+            f"whether {name} skips an update is decided on the host, as float16 and SOLVER.NON_FINITE.POLICY skip ask, "
+            f"so it cannot be recorded; use fused=True (SOLVER.OPTIMIZER.FUSED True), bfloat16, {_WITHOUT}"
+        )
+
+
+def _describe(data: Any, tensors: list[Tensor]) -> Hashable | None:
+    """What batches of the same recording have in common, and in ``tensors`` what they may differ in.
+
+    None: there is something in them that cannot be compared.
+    """
+    if isinstance(data, Tensor):
+        if data.layout is not torch.strided or data.is_nested:
+            return None
+        # where it has come before, since the copies that a recording reads are as many
+        earlier = next((i for i, tensor in enumerate(tensors) if tensor is data), None)
+        tensors.append(data)
+        return data.shape, data.stride(), data.dtype, data.device, earlier
+    if isinstance(data, Mapping | list | tuple):
+        items = [part for item in data.items() for part in item] if isinstance(data, Mapping) else data
+        parts = [_describe(item, tensors) for item in items]
+        return None if None in parts else (type(data), *parts)
+    return (type(data), data) if isinstance(data, Hashable) else None
