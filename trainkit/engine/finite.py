@@ -191,7 +191,7 @@ class FiniteJudge:
         """Count, and remember the first failure until `take_failure`: a rank must not raise alone.
 
         Args:
-            losses: those of this rank by name, the total among them.
+            losses: those of this rank by name, the total among them, and what else is stored of the iteration.
             flagged: whether the gradients are not finite, or what else has the update left out.
         """
         bad_loss = not math.isfinite(losses["total_loss"])

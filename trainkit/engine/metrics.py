@@ -51,12 +51,15 @@ class StepRecord:
             ValueError: the model calls a loss by a name of ``extra``.
         """
         self.data_time, self.iter = data_time, iter
-        # a single loss is the total
-        self.num_losses = len(losses.values) + 1 if len(losses.values) > 1 else 1
-        tensors = {"total_loss": losses.total, **(losses.values if self.num_losses > 1 else {}), **(extra or {})}
-        if extra and len(tensors) < self.num_losses + len(extra):
-            taken = sorted(losses.values.keys() & extra.keys())
-            raise ValueError(f"the trainer stores {taken} itself; give the model's entry another name")
+        tensors = {"total_loss": losses.total}
+        if len(losses.values) > 1:  # a single loss is the total
+            tensors |= losses.values
+        self.num_losses = len(tensors)
+        if extra:
+            tensors |= extra
+            if len(tensors) < self.num_losses + len(extra):
+                taken = sorted(losses.values.keys() & extra.keys())
+                raise ValueError(f"the trainer stores {taken} itself; give the model's entry another name")
         self._arrived: torch.cuda.Event | None = None
         if not losses.total.is_cuda:
             self._flagged = flag is not None and flag.item() != 0
@@ -95,8 +98,9 @@ def put_metrics(
     storage = get_event_storage()
     row = {"rank_data_time": data_time, "data_time": max_data_time}
     row |= {prefix + name: value for name, value in means.items()} if prefix else means
-    if as_they_are := {name: row.pop(name) for name in [prefix + name for name in _AS_THEY_ARE] if name in row}:
-        storage.put_row(as_they_are, smoothing_hint=False, cur_iter=iter)
+    for name in _AS_THEY_ARE:
+        if prefix + name in row:
+            storage.put_scalar(prefix + name, row.pop(prefix + name), smoothing_hint=False, cur_iter=iter)
     storage.put_row(row, cur_iter=iter)
 
 

@@ -376,7 +376,7 @@ class SimpleTrainer(TrainerBase):
         if self._failed_storage is get_event_storage():
             return
         values, flagged = record.read()
-        self._judge.look(record.iter, dict(itertools.islice(values.items(), record.num_losses)), flagged)
+        self._judge.look(record.iter, values, flagged)
         if self._judge.skips:
             values["skipped_updates"] = self._judge.skipped
         gather = (record.iter + 1) % self.gather_metric_period == 0
