@@ -180,8 +180,9 @@ class DefaultTrainer(TrainerBase):
         return self._results
 
     def run_step(self) -> None:
-        self._trainer.iter, self._trainer.max_iter = self.iter, self.max_iter
-        self._trainer.run_step()
+        trainer = self._step_trainer
+        trainer.iter, trainer.max_iter = self.iter, self.max_iter
+        trainer.run_step()
 
     def make_iterators(self) -> None:
         self._trainer.make_iterators()
@@ -491,7 +492,7 @@ class DefaultTrainer(TrainerBase):
         outer = weakref.proxy(self)
         if isinstance(trainer, GraphTrainer):
             trainer.outer = outer
-        trainer.register_hooks([hooks.CallbackHook(after_backward=lambda _: outer.after_backward())])
+        trainer.register_hooks([_PassOn(outer)])
 
     @property
     def model(self) -> nn.Module:
@@ -541,6 +542,16 @@ class DefaultTrainer(TrainerBase):
     def iters_per_epoch(self) -> int:
         """As `SimpleTrainer.iters_per_epoch`."""
         return self._trainer.iters_per_epoch
+
+
+class _PassOn(HookBase):
+    """``after_backward`` of an inner trainer is that of the outer one."""
+
+    def __init__(self, outer: TrainerBase) -> None:
+        self._outer = outer
+
+    def after_backward(self) -> None:
+        self._outer.after_backward()
 
 
 def _plain_results(results: Mapping[str, Any]) -> dict[str, Any]:

@@ -195,10 +195,13 @@ class FiniteJudge:
             flagged: whether the gradients are not finite, or what else has the update left out.
         """
         bad_loss = not math.isfinite(losses["total_loss"])
+        if not (flagged or bad_loss):
+            self.in_row = 0
+            return
         skipped = flagged and self.skips
         self.skipped += skipped
         self.in_row = self.in_row + 1 if skipped else 0
-        if self._policy == "ignore" or not (flagged or bad_loss):
+        if self._policy == "ignore":
             return
         what = "loss is" if bad_loss else "gradients are"
         if not skipped:

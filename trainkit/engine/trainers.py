@@ -166,16 +166,19 @@ class SimpleTrainer(TrainerBase):
         if self.zero_grad_before_forward:
             unprofiled.zero_grad(self.optimizer)
         found: list[Losses] = []
-        for batch in batches:
-            last = len(found) == len(batches) - 1
-            with nullcontext() if last else self._without_gradient_sync():
-                losses = self.compute_losses(batch)
-                if not found and not self.zero_grad_before_forward:
-                    unprofiled.zero_grad(self.optimizer)
-                self.backward(losses.total if len(batches) == 1 else losses.total / len(batches))
-            found.append(losses.detach())
+        for batch in batches[:-1]:
+            with self._without_gradient_sync():
+                found.append(self._add_gradients(batch, len(batches), first=not found))
+        found.append(self._add_gradients(batches[-1], len(batches), first=not found))
         self.prepare_gradients()
         return mean_losses(found)
+
+    def _add_gradients(self, batch: Any, num_batches: int, *, first: bool) -> Losses:
+        losses = self.compute_losses(batch)
+        if first and not self.zero_grad_before_forward:
+            unprofiled.zero_grad(self.optimizer)
+        self.backward(losses.total if num_batches == 1 else losses.total / num_batches)
+        return losses.detach()
 
     def compute_losses(self, batch: Any) -> Losses:
         """The forward pass."""
@@ -197,7 +200,13 @@ class SimpleTrainer(TrainerBase):
 
     def judge_gradients(self, losses: Losses) -> dict[str, Tensor]:
         """Flag what is not finite, and clip the gradients; returns what is worth storing of that, on the device."""
-        self._look(losses.total)
+        flags = self.update_flags()
+        if self.non_finite != "ignore":
+            self._gradient_check.mark_non_finite(self.optimizer, flags)
+        skips = self.non_finite == "skip"
+        self._flag = join_flags(flags, losses.total.device) if flags or skips else None
+        if skips:
+            self._leave_out(losses.total)
         return self.clip()
 
     def clip(self) -> dict[str, Tensor]:
@@ -219,14 +228,10 @@ class SimpleTrainer(TrainerBase):
             self._flags = {}
         return self._flags
 
-    def _look(self, total: Tensor) -> None:
-        """Flag the update if it is not finite, without waiting for the device; under "skip" put back the buffers."""
-        flags = self.update_flags()
-        if self.non_finite != "ignore":
-            self._gradient_check.mark_non_finite(self.optimizer, flags)
-        self._flag = flag = join_flags(flags, total.device) if flags or self.non_finite == "skip" else None
-        if self.non_finite != "skip" or flag is None:
-            return
+    def _leave_out(self, total: Tensor) -> None:
+        """Flag the update on all ranks if that is so on one, and put back the buffers; does not wait for the device."""
+        flag = self._flag
+        assert flag is not None
         flag.masked_fill_(~total.isfinite(), 1.0)
         if comm.get_world_size() > 1:
             dist.all_reduce(flag, dist.ReduceOp.MAX)
@@ -373,7 +378,7 @@ class SimpleTrainer(TrainerBase):
 
         A failure of one rank waits for the next exchange, so that no rank raises alone and leaves the others waiting.
         """
-        if self._failed_storage is get_event_storage():
+        if self._failed_storage is not None and self._failed_storage is get_event_storage():
             return
         values, flagged = record.read()
         self._judge.look(record.iter, values, flagged)

@@ -6,6 +6,7 @@ process group is kept with that group, so that a group can be destroyed and anot
 
 import os
 import weakref
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -188,7 +189,12 @@ def reduce_dict(input_dict: dict[str, Tensor], average: bool = True) -> dict[str
 
 
 def _is_initialized() -> bool:
-    return dist.is_available() and dist.is_initialized()
+    return _is_available() and dist.is_initialized()
+
+
+@cache
+def _is_available() -> bool:
+    return dist.is_available()
 
 
 def _default_group() -> dist.ProcessGroup:

@@ -164,6 +164,12 @@ class _Formatter(logging.Formatter):
     def __init__(self, name: str, abbrev_name: str, color: bool) -> None:
         super().__init__("%(asctime)s%(message)s", datefmt="%m/%d %H:%M:%S")
         self._name, self._abbrev_name, self._color = name, abbrev_name, color
+        self._second = (-1, "")  # and its text, which costs more than all the rest of a short line
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        if self._second[0] != int(record.created):
+            self._second = int(record.created), super().formatTime(record, datefmt)
+        return self._second[1]
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         name = record.name

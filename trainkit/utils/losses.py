@@ -47,7 +47,7 @@ def parse_losses(output: object) -> Losses:
         )
     elif "total_loss" in output:
         raise ValueError("the name total_loss is kept for the sum of the losses; give the model's entry another name")
-    values: dict[str, Tensor] = {}
+    values = dict(output)
     trained = []
     for name, value in output.items():
         if not isinstance(value, Tensor):
@@ -59,8 +59,7 @@ def parse_losses(output: object) -> Losses:
                 raise ValueError(
                     f"the model's loss {name!r} must be a scalar, got shape {list(value.shape)}; reduce it first"
                 )
-            value = value.reshape(())
-        values[name] = value
+            values[name] = value.reshape(())
         if value.requires_grad:
             trained.append(name)
     if not trained:

@@ -6,4 +6,4 @@ def is_nth(done: int, period: int, offset: int = 0) -> bool:
 
     With an offset of 0 the first one is ``period``. A period of 0 or less never ends.
     """
-    return period > 0 and done > 0 and done >= offset and (done - offset) % period == 0
+    return period > 0 and (done - offset) % period == 0 and done > 0 and done >= offset

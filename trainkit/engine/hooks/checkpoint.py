@@ -39,15 +39,19 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
         self._saved: tuple[int, Any] | None = None  # where the run stood at its last save: iteration and cursor
         self._writing: Future[None] | None = None
         self._failure = ""
+        self._saves_later = getattr(self.checkpointer, "async_save", False)
         if self.trainer.start_iter > 0:
             self.rotate(self.trainer.start_iter - 1)
 
     def after_step(self) -> None:
-        _log_failed_save(self.checkpointer)
+        if self._saves_later:
+            _log_failed_save(self.checkpointer)
+        iteration = self.trainer.iter
+        if self.name_at(iteration) is None:
+            return
         if is_last(self.trainer):
-            self._final_iter = self.trainer.iter + 1
-        if self.name_at(self.trainer.iter) is not None:
-            self._try_to_save(partial(self.step, self.trainer.iter), self.trainer.iter)
+            self._final_iter = iteration + 1
+        self._try_to_save(partial(self.step, iteration), iteration)
 
     def after_train(self) -> None:
         self._finish_saving()

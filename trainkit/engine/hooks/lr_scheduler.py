@@ -58,7 +58,7 @@ class LRScheduler(HookBase):
         self._waiting_state = {}
         if isinstance(scheduler, ScheduledLR) and scheduler.last_epoch != iter:
             scheduler.seek(iter)  # in a second run
-        self._scheduler = scheduler
+        self._scheduler, self._has_stepped = scheduler, False
         self._shown_group = _representative_group(self._optimizer.param_groups)
 
     def after_step(self) -> None:
@@ -67,9 +67,10 @@ class LRScheduler(HookBase):
             self.trainer.storage.put_later(_store_lr, lr.clone())
         else:
             self.trainer.storage.put_scalar("lr", lr, smoothing_hint=False)
-        if self.trainer.iter > self.trainer.start_iter:
+        if self._has_stepped:
             self._scheduler.step()  # type: ignore[union-attr]
             return
+        self._has_stepped = True
         with warnings.catch_warnings():
             # a gradient scaler may have skipped the first update; torch takes that for a wrong order of the calls
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")

@@ -18,6 +18,9 @@ class Backlog:
 
     An exception does not keep later calls from being made; the first one is raised in the loop thread: at the hand-over
     itself, or if there is a worker by the next ``raise_error`` or ``wait``.
+
+    Attributes:
+        working_thread: the one that makes calls now.
     """
 
     def __init__(self, working: Callable[[], AbstractContextManager[None]]) -> None:
@@ -26,7 +29,7 @@ class Backlog:
         self._calls: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._pool: ThreadPoolExecutor | None = None
         self._jobs: list[Future[None]] = []
-        self._working_thread: int | None = None
+        self.working_thread: int | None = None
 
     def start_worker(self) -> None:
         """From now on one worker thread makes the calls; until ``close``."""
@@ -53,7 +56,7 @@ class Backlog:
 
     def is_working(self) -> bool:
         """Whether it is one of the calls that asks."""
-        return self._working_thread is not None and self._working_thread == threading.get_ident()
+        return self.working_thread is not None and self.working_thread == threading.get_ident()
 
     def raise_error(self) -> None:
         """Raise what went wrong in jobs that are done, without waiting for the others."""
@@ -77,7 +80,7 @@ class Backlog:
     def _make(self, calls: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
         error: Exception | None = None
         with self._working():
-            self._working_thread = threading.get_ident()
+            self.working_thread = threading.get_ident()
             try:
                 for call, args in calls:
                     try:
@@ -85,6 +88,6 @@ class Backlog:
                     except Exception as e:
                         error = error or e
             finally:
-                self._working_thread = None
+                self.working_thread = None
         if error is not None:
             raise error

@@ -124,7 +124,7 @@ class EventStorage:
         epoch: int | None = None,
     ) -> None:
         """``put_scalar`` for each item, whatever its name is."""
-        storing = self._backlog.is_working()
+        storing = self._backlog.working_thread is not None and self._backlog.is_working()
         place = self._later_place if storing else self._place
         rows = self._rows.get((*values, place.prefix, smoothing_hint))
         if rows is None:
