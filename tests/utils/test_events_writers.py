@@ -284,13 +284,23 @@ def lines(caplog, monkeypatch):
     return lambda: [record.getMessage() for record in caplog.records]
 
 
+def test_an_eta_that_was_put_in_this_iteration_is_shown(lines):
+    printer = CommonMetricPrinter(max_iter=4000)
+    with EventStorage(3) as storage:
+        storage.put_scalar("time", 0.5)
+        storage.put_scalar("eta_seconds", 7.0, smoothing_hint=False)
+        printer.write()
+    assert lines() == [" eta: 0:00:07  iter: 3  time: 0.5000  last_time: 0.5000 "]
+
+
 def test_console_line_has_eta_iteration_scalars_times_and_learning_rate(lines):
     printer = CommonMetricPrinter(max_iter=4000, window_size=3)
     with EventStorage() as storage:
         for storage.iter, loss in enumerate([9.0, 0.123456, 8.0, 2.5]):
             storage.put_scalars(time=0.5, data_time=0.25 * storage.iter, rank_data_time=7.0)
             storage.put_scalar("lr", 0.00123456, smoothing_hint=False)
-            storage.put_scalar("eta_seconds", 7.0, smoothing_hint=False)
+            if storage.iter < 3:  # what was put in another iteration does not count
+                storage.put_scalar("eta_seconds", 7.0, smoothing_hint=False)
             storage.put_scalar("total_loss", loss)
             storage.put_scalar("[metric]scale", 65536.0)
             storage.put_scalar("digits/top1", 99.0, smoothing_hint=False)  # a result, not a running value

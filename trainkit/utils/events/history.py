@@ -24,7 +24,6 @@ class HistoryBuffer:
         self._values, self._iterations = array("d"), array("q")
         self._count = 0
         self._sum = 0.0
-        self._medians: dict[int, tuple[int, float]] = {}  # window -> (count, median) when it was asked for last
 
     def update(self, value: float, iteration: int | None = None) -> None:
         """Append a value; ``iteration`` defaults to the number of values so far."""
@@ -48,13 +47,6 @@ class HistoryBuffer:
 
     def median(self, window_size: int) -> float:
         """The median of the last ``window_size`` values (of two middle ones, their mean); NaN if one of them is."""
-        count, median = self._medians.get(window_size, (0, 0.0))
-        if count != self._count:
-            median = self._compute_median(window_size)
-            self._medians[window_size] = self._count, median  # several writers ask for the same
-        return median
-
-    def _compute_median(self, window_size: int) -> float:
         ordered = sorted(self._last(window_size))
         total = sum(ordered)
         if total != total and any(value != value for value in ordered):  # sorting has put them anywhere
@@ -102,7 +94,6 @@ class HistoryBuffer:
         self._values = array("d", state["values"].numpy().tobytes())
         self._iterations = array("q", state["iterations"].numpy().tobytes())
         self._count, self._sum = state["count"], state["sum"]
-        self._medians.clear()
 
     def _last(self, window_size: int) -> "array[float]":
         return self._values[max(0, len(self._values) - min(window_size, self._max_length)) :]

@@ -80,6 +80,7 @@ class EventStorage:
         self._history_length = history_length
         self._history: dict[str, HistoryBuffer] = {}
         self._smoothing_hints: dict[str, bool] = {}
+        self._smoothed: dict[int, dict[str, tuple[float, int]]] = {}  # window -> what was asked for since the last row
         self._epochs: dict[str, int] = {}
         self._images: deque[Image] = deque(maxlen=_MAX_IMAGES)
         self._histograms: deque[Histogram] = deque(maxlen=_MAX_IMAGES)
@@ -207,6 +208,7 @@ class EventStorage:
         rows.rows.append(row)
 
     def _store_rows(self) -> None:
+        self._smoothed.clear()
         for names, rows in self._waiting_rows:
             iters, values, epochs = zip(*rows, strict=True)
             for name, column in zip(names, zip(*values, strict=True), strict=True):
@@ -245,13 +247,15 @@ class EventStorage:
     def latest_with_smoothing_hint(self, window_size: int = 20) -> dict[str, tuple[float, int]]:
         """Like ``latest``; a smoothed scalar gives its median over the last ``window_size`` iterations."""
         self.flush()
-        smoothed = {}
-        for name, history in self._history.items():
-            value, iter = history.latest_with_iter()
-            if self._smoothing_hints[name]:
-                value = history.median(history.count_within(window_size))
-            smoothed[name] = value, iter
-        return smoothed
+        smoothed = self._smoothed.get(window_size)
+        if smoothed is None:  # else another writer has asked before
+            smoothed = self._smoothed[window_size] = {}
+            for name, history in self._history.items():
+                value, iter = history.latest_with_iter()
+                if self._smoothing_hints[name]:
+                    value = history.median(history.count_within(window_size))
+                smoothed[name] = value, iter
+        return dict(smoothed)
 
     def count_samples(self, name: str, window_size: int = 20) -> int:
         """How many values the last ``window_size`` iterations have, counted back from the newest value."""
@@ -337,6 +341,7 @@ class EventStorage:
         for name, saved in state["histories"].items():
             self._history[name] = HistoryBuffer(self._history_length)
             self._history[name].load_state_dict(saved)
+        self._smoothed.clear()
         self._smoothing_hints, self._epochs = dict(state["smoothing_hints"]), dict(state["epochs"])
         self._images = deque((Image(**image) for image in state["images"]), _MAX_IMAGES)
         self._histograms = deque((Histogram(**histogram) for histogram in state["histograms"]), _MAX_IMAGES)

@@ -9,7 +9,7 @@ import math
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from trainkit.utils.stateful import refuse_state
 
 logger = logging.getLogger(__name__)
 
-_ETA_WINDOW = 200  # iterations; the median over them ignores an evaluation or a slow first batch
+_ETA_WINDOW = 100  # iterations; the median over them ignores an evaluation or a slow first batch
 _PROBE_BYTES = 1 << 16
 _MAX_PENDING = 200  # writes that a full disk can hold up before the oldest ones are lost
 
@@ -234,7 +234,8 @@ class TensorboardXWriter(EventWriter):
 
 
 class CommonMetricPrinter(EventWriter):
-    """One log line: ETA, iteration, every smoothed scalar, times, learning rate, peak memory of CUDA.
+    """One log line: ETA (or the ``eta_seconds`` of this iteration), iteration, every smoothed scalar, times, learning
+    rate, peak memory of CUDA.
 
     Silent once ``iter == max_iter``, when nothing has been trained since the last line. Without ``max_iter``
     there is no ETA.
@@ -263,7 +264,7 @@ class CommonMetricPrinter(EventWriter):
         latest = storage.latest_with_smoothing_hint(self._window_size)
         hints = storage.smoothing_hints()
         fields = []
-        eta_sec = self._eta_sec(storage)
+        eta_sec = self._eta_sec(storage, latest)
         if eta_sec is not None:
             fields.append(f" eta: {datetime.timedelta(seconds=int(eta_sec))} ")
         fields.append(f"iter: {storage.iter} ")
@@ -280,10 +281,12 @@ class CommonMetricPrinter(EventWriter):
             fields.append(f"max_mem: {torch.cuda.max_memory_allocated() / 2**20:.0f}M")
         return fields
 
-    def _eta_sec(self, storage: EventStorage) -> float | None:
+    def _eta_sec(self, storage: EventStorage, latest: Mapping[str, tuple[float, int]]) -> float | None:
         if self._max_iter is None:
             return None
-        eta_sec = estimate_eta_sec(storage, self._max_iter)
+        eta_sec, put_at = latest.get("eta_seconds", (None, -1))
+        if put_at != storage.iter:
+            eta_sec = estimate_eta_sec(storage, self._max_iter)
         now = time.perf_counter()
         if eta_sec is None and self._last_write is not None and storage.iter > self._last_write[0]:
             # nobody times the iterations: take the time since the last line
