@@ -3,7 +3,9 @@
 import math
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import cache
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -69,7 +71,7 @@ class StepRecord:
         scalars = [*tensors.values(), *([] if flag is None else [flag])]
         packed = torch.stack([tensor.to(device, torch.float64, non_blocking=True) for tensor in scalars])
         self._names = list(tensors)
-        self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        self._host = _pinned_rows(len(scalars)).pop()
         self._host.copy_(packed, non_blocking=True)
         self._arrived = torch.cuda.Event()
         self._arrived.record(torch.cuda.current_stream(device))  # not that of the current device
@@ -83,9 +85,26 @@ class StepRecord:
         if self._arrived is not None:
             self._arrived.synchronize()
             values = self._host.tolist()
+            _pinned_rows(len(values)).append(self._host)
             self._values, flag = dict(zip(self._names, values)), values[len(self._names) :]  # noqa: B905
             self._flagged, self._arrived = any(flag), None
         return self._values, self._flagged
+
+
+@cache
+def _rows_by_width() -> dict[int, list[Tensor]]:
+    return {}
+
+
+def _pinned_rows(width: int) -> list[Tensor]:
+    """Pinned memory for records, at least one of them: float64, shape ``[width]`` each.
+
+    It is taken many rows at a time, since that may wait for the device. The worker gives back what it has read.
+    """
+    rows = _rows_by_width().setdefault(width, [])
+    if not rows:
+        rows.extend(torch.empty((1024, width), dtype=torch.float64, pin_memory=True).unbind())
+    return rows
 
 
 _AS_THEY_ARE = ("skipped_updates", "[metric]grad_scaler")  # the median of a count tells nobody anything
@@ -125,18 +144,20 @@ def reduce_over_ranks(
         return dict(values), data_time
     group = metrics_group()
     names = zlib.crc32("\n".join(values).encode())
-    mine = torch.zeros(_CAPACITY + 3, dtype=torch.float64)
-    mine[0], mine[1], mine[2] = names, data_time, failure is not None
+    # in numpy: on so few numbers an operation of torch takes ten times as long
+    mine = np.zeros(_CAPACITY + 3)
+    mine[:3] = names, data_time, failure is not None
     fits = len(values) <= _CAPACITY
     if fits:
-        mine[3 : len(values) + 3] = torch.tensor(list(values.values()), dtype=torch.float64)
-    every = [torch.empty_like(mine) for _ in range(comm.get_world_size())]
-    dist.all_gather(every, mine, group=group)  # the same length on every rank: gloo would add up garbage otherwise
-    table = torch.stack(every)
-    max_data_time = table[:, 1].max().item()
+        mine[3 : len(values) + 3] = list(values.values())
+    every = torch.empty(comm.get_world_size(), len(mine), dtype=torch.float64)
+    # the same length on every rank: gloo would add up garbage otherwise
+    dist.all_gather(list(every.unbind()), torch.from_numpy(mine), group=group)
+    table = every.numpy()
+    max_data_time = float(table[:, 1].max())
     if table[:, 2].any():
         raise_failure(comm.all_gather(failure, group=group))
-    if fits and bool((table[:, 0] == names).all()):
+    if fits and (table[:, 0] == names).all():
         return dict(zip(values, table[:, 3 : len(values) + 3].mean(0).tolist(), strict=True)), max_data_time
     by_rank = comm.all_gather(dict(values), group=group)
     together = {name: [d[name] for d in by_rank if name in d] for d in by_rank for name in d}

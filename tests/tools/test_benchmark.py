@@ -1,0 +1,351 @@
+"""What the benchmark measures and says; never how long something takes."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainkit.utils.events import EventStorage
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PER_STEP = {"total_loss", "loss_mse", "loss_l1", "data_time", "rank_data_time", "lr", "time"}
+
+
+@pytest.fixture(scope="module")
+def tool():
+    """The script, imported as it is where it is started: from its own folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "tools")
+        yield importlib.import_module("benchmark")
+
+
+@pytest.fixture
+def job(tool):
+    return tool.job
+
+
+@pytest.fixture
+def trainers(job, tmp_path):
+    """Those of the step rows, with the folders that they write into."""
+    with job.logging_to(tmp_path):
+        yield {tmp_path / name: make(tmp_path / name) for name, make in job.TRAINERS.items()}
+
+
+def described(rows):
+    return [(row.name, row.goal, row.unit, row.at_least) for row in rows]
+
+
+# ---------------------------------------------------------------------- the frame
+
+
+def test_rounds_alternate_and_the_first_one_does_not_count(tool):
+    calls = []
+
+    def runner(name):
+        return lambda: calls.append(name) or len(calls)
+
+    found = importlib.import_module("benchmarks.measure").alternate({"a": runner("a"), "b": runner("b")}, rounds=2)
+
+    assert calls == ["a", "b", "b", "a", "a", "b"]
+    assert found == {"a": [4, 5], "b": [3, 6]}
+
+
+def test_a_ratio_is_the_median_of_those_within_the_rounds(tool):
+    measure = importlib.import_module("benchmarks.measure")
+    found = {"new": [2.0, 30.0, 5.0], "bare": [1.0, 10.0, 4.0]}  # ratios 2, 3, 1.25; the ratio of the medians is 1.25
+
+    row = measure.compare("row", found, "new", "bare", 2.0)
+    speed = measure.compare("row", found, "new", "bare", 0.6, at_least=True)
+
+    assert (row.value, row.sides, row.holds) == (2.0, {"new": 5.0, "bare": 4.0}, True)
+    assert (speed.value, speed.holds) == (0.5, False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "holds", "texts"),
+    [
+        ({"value": 1.0951, "goal": 1.1}, True, ["row", "1.095 x", "<= 1.1 x", "holds", ""]),
+        ({"value": 1.1249, "goal": 1.1}, False, ["row", "1.125 x", "<= 1.1 x", "MISSED", ""]),
+        ({"value": 3.1, "goal": 3, "at_least": True}, True, ["row", "3.1 x", ">= 3 x", "holds", ""]),
+        ({"value": 2.9, "goal": 3, "at_least": True}, False, ["row", "2.9 x", ">= 3 x", "MISSED", ""]),
+        ({"value": 0.3, "goal": 0.25, "unit": "s"}, False, ["row", "0.3 s", "<= 0.25 s", "MISSED", ""]),
+        ({"value": None, "goal": 3, "note": "no GPU"}, None, ["row", "not measured", "<= 3 x", "", "no GPU"]),
+        ({"value": 2.0, "sides": {"a": 2e-6, "b": 0.5}}, None, ["row", "2 x", "", "", "a 2.0 us, b 500.0 ms"]),
+    ],
+)
+def test_a_row_says_whether_its_goal_is_reached(tool, fields, holds, texts):
+    row = importlib.import_module("benchmarks.measure").Row("row", **fields)
+
+    assert (row.holds, row.as_texts()) == (holds, texts)
+
+
+# ---------------------------------------------------------------------- the steps
+
+
+def test_the_bare_loop_and_the_trainers_end_with_the_same_weights(job, trainers):
+    for trainer in trainers.values():
+        chunks, bare = job.Chunks(trainer), job.bare_loop()
+        chunks(steps=20)
+        chunks(steps=30)
+        bare(trainer.iter - 1)
+        parameters = list(zip(trainer.model.parameters(), bare.model.parameters(), strict=True))
+        assert not any(torch.equal(ours, theirs) for ours, theirs in parameters)  # one step more makes a difference
+
+        bare(1)
+
+        assert all(torch.equal(ours, theirs) for ours, theirs in parameters)
+
+
+def test_every_iteration_is_in_the_history_and_every_20th_is_written(job, trainers):
+    for folder, trainer in trainers.items():
+        job.Chunks(trainer)(steps=40)
+
+        values = {name: len(history.values()) for name, history in trainer.storage.histories().items()}
+        lines = [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
+        assert trainer.iter == 60
+        assert values == {**dict.fromkeys(PER_STEP, 60), "time": 57, "eta_seconds": 3}  # 3 steps of warm-up
+        assert [line["iteration"] for line in lines] == [19, 39, 59]
+        assert lines[-1].keys() == {"iteration", "eta_seconds", *PER_STEP}
+    assert (folder.parent / "log.txt").read_text().count(" total_loss: ") == 3 * (3 + 1)  # and at the stop
+
+
+def test_the_default_trainer_has_all_default_hooks(job, trainers):
+    *_, trainer = trainers.values()
+    job.Chunks(trainer)
+
+    order = ["IterationTimer", "LRScheduler", "PeriodicCheckpointer", "EvalHook", "Stopwatch", "PeriodicWriter"]
+    assert next(line.split(None, 1)[1] for line in trainer.describe_hooks().splitlines() if "after_step" in line) == (
+        ", ".join(order)
+    )
+
+
+def test_a_chunk_goes_on_with_the_storage_of_the_one_before(job, trainers):
+    for trainer in trainers.values():
+        chunks = job.Chunks(trainer)
+        chunks(steps=20)
+        storage = trainer.storage
+        chunks(steps=20)
+        assert (trainer.storage is storage, trainer.iter) == (True, 80)
+
+        chunks(steps=20, start_iter=1000)
+
+        assert (trainer.storage is storage, trainer.iter) == (False, 1040)
+
+
+def test_the_step_rows_have_the_goal_of_the_table_and_peers_have_none(tool, tmp_path):
+    rows = tool.step.step(1, scratch=tmp_path, steps=2, peers={"other": lambda scratch: lambda steps: 1.0})
+
+    assert described(rows) == [
+        ("step: SimpleTrainer", 1.1, "x", False),
+        ("step: SimpleTrainer, asynchronous writing", 1.1, "x", False),
+        ("step: DefaultTrainer", 1.1, "x", False),
+        ("step: other", None, "x", False),
+    ]
+    assert all(row.sides.keys() == {row.name.removeprefix("step: "), "bare loop"} for row in rows)
+
+
+# ---------------------------------------------------------------------- histories
+
+
+@pytest.mark.parametrize("name", ["SimpleTrainer", "SimpleTrainer, asynchronous writing", "DefaultTrainer"])
+def test_the_past_is_that_of_the_trainer_itself(tool, job, tmp_path, name):
+    with job.logging_to(tmp_path):
+        real, filled = (
+            job.TRAINERS[name](tmp_path / kind, more_hooks=[tool.history.Past()]) for kind in ("real", "filled")
+        )
+        job.Chunks(real)(steps=40)
+        job.Chunks(filled)(steps=2, start_iter=60)
+
+    def counts(trainer, end):
+        histories = trainer.storage.histories()
+        return {name: sum(iter < end for _, iter in history.values()) for name, history in histories.items()}
+
+    assert counts(filled, 60) == {**counts(real, 60), "time": 60}
+    assert filled.storage.smoothing_hints() == real.storage.smoothing_hints()
+
+
+def test_the_history_rows(tool, tmp_path):
+    rows = tool.history.history(1, scratch=tmp_path, steps=2, old_steps=1500, pairs=1)
+
+    assert described(rows) == [
+        ("long history: SimpleTrainer", 1.02, "x", False),
+        ("long history: SimpleTrainer, asynchronous writing", 1.02, "x", False),
+        ("long history: DefaultTrainer", 1.02, "x", False),
+    ]
+    assert all(row.sides.keys() == {"behind 1,500 steps", "behind 1,000 steps"} for row in rows)
+
+
+def test_the_memory_row(tool, tmp_path):
+    rows = tool.history.memory(scratch=tmp_path, steps=25_000)
+
+    assert described(rows) == [("storage of 20 scalars, 25,000 steps", 64, "MiB", False)]
+    assert rows[0].value > 20 * 10_000 * 16 / 2**20  # what the histories hold at least
+    assert "of Python's allocations in 25,000 steps" in rows[0].note
+
+
+# ---------------------------------------------------------------------- the other rows
+
+
+def test_the_ema_rows(tool, tmp_path):
+    rows = tool.averaging.ema(1, scratch=tmp_path, updates=1, num_tensors=3)
+
+    assert described(rows) == [
+        ("EMA of 3 tensors: EMAHook", 1.3, "x", False),
+        ("EMA of 3 tensors: torch's AveragedModel", None, "x", False),
+    ]
+
+
+def test_the_save_rows_leave_no_files(tool, tmp_path):
+    rows = tool.checkpoint.save(1, scratch=tmp_path, num_layers=1)
+
+    assert described(rows) == [
+        ("stall of an asynchronous save", 0.2, "x", False),
+        ("synchronous save", 1.2, "x", False),
+    ]
+    assert list(tmp_path.rglob("*.pth")) == []
+
+
+def test_the_import_rows(tool, tmp_path):
+    rows = tool.imports.imports(1, scratch=tmp_path)
+
+    assert described(rows) == [
+        ("import trainkit.engine", 0.25, "s", False),
+        ("tensorboard, matplotlib, omegaconf in its sys.modules", 0, "modules", False),
+    ]
+    assert (rows[1].value, rows[1].note) == (0, "")
+
+
+def test_the_resumed_runs_stand_where_they_say(tool, tmp_path):
+    rows = tool.resume.resume(1, scratch=tmp_path, late=1_000_000, workers=[0])
+
+    assert described(rows) == [("resume, 0 loader workers", 1.1, "x", False)]
+    assert rows[0].sides.keys() == {"at 1,000,000", "at 10"}
+    for iterations, held in ((1_000_000, 10_000), (10, 12)):  # and one more in each of two rounds
+        (path,) = (tmp_path / f"{iterations}_0").glob("*.pth")
+        state = torch.load(path, weights_only=True)["trainer"]
+        storage = EventStorage()
+        storage.load_state_dict(state["storage"])
+        assert state["iteration"] == iterations + 1
+        assert state["data"]["position"] == (iterations + 2) * 16
+        assert len(storage.history("total_loss").values()) == held
+
+
+def test_the_rows_of_two_ranks(tool, tmp_path):
+    rows = tool.ranks.ranks(1, scratch=tmp_path, steps=2, width=4)
+
+    assert described(rows) == [
+        ("metric reduction on two ranks, synchronous writing", 1.15, "x", False),
+        ("metric reduction on two ranks, asynchronous writing", 1.15, "x", False),
+        ("metric reduction on two ranks of a larger model, synchronous writing", 1.15, "x", False),
+        ("metric reduction on two ranks of a larger model, asynchronous writing", 1.15, "x", False),
+    ]
+    assert all(row.sides.keys() == {"gathered every step", "never gathered"} for row in rows)
+
+
+def test_without_a_gpu_its_rows_say_so(tool, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    rows = [*tool.cuda.cuda(scratch=tmp_path), tool.graph.graph(scratch=tmp_path)[0]]
+
+    assert described(rows) == [
+        ("host synchronizations in 100 steps on CUDA", 0, "", False),
+        ("21 steps that span a write, behind a device sleep of 2 s", 1, "s", False),
+        ("GPU throughput over a bare loop", 0.99, "x", True),
+        ("stall of an asynchronous save on CUDA", 0.05, "x", False),
+        ("GraphTrainer on a launch-bound model on CUDA over the bare loop", 3, "x", True),
+    ]
+    assert {(row.value, row.holds, row.note) for row in rows} == {(None, None, "no GPU")}
+
+
+def test_what_runs_on_a_gpu_runs_on_a_cpu_as_well(tool, job, tmp_path):
+    calls = []
+    with job.logging_to(tmp_path):
+        between = tool.cuda.Between(1, 20, lambda: calls.append("begin"), lambda: calls.append("end"))
+        trainer = tool.cuda.everything_on(tmp_path / "everything", "cpu", [between])
+        trainer.train()
+        row = tool.cuda.throughput(tmp_path / "throughput", 1, steps=1, channels=8, pictures=1, device="cpu")
+
+    assert (calls, trainer.iter, trainer.status) == (["begin", "end"], 21, "stopped")
+    assert {"grad_norm", "[metric]grad_scaler", "skipped_updates", *PER_STEP} - {"loss_mse", "loss_l1"} <= set(
+        trainer.storage.histories()
+    )
+    assert "IterationTimer, EMAHook, LRScheduler, PeriodicCheckpointer, EvalHook, " in trainer.describe_hooks()
+    assert (row.name, row.goal, row.at_least) == ("GPU throughput over a bare loop", 0.99, True)
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def test_the_record_holds_machine_bare_loop_and_rows(tool, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    files = {name: tmp_path / name for name in ("json", "markdown")}
+    tool.main(tool.parse_args(["--rows", "cuda", *(f"--{name}={path}" for name, path in files.items())]))
+
+    record = json.loads(files["json"].read_text())
+    assert record.keys() == {"date", "command", "machine", "bare_loop", "rows"}
+    assert record["machine"].keys() == {"CPU", "GPU", "system", "versions", "threads"}
+    assert record["rows"][0] == {
+        "name": "host synchronizations in 100 steps on CUDA",
+        "value": None,
+        "goal": 0,
+        "unit": "",
+        "at_least": False,
+        "sides": {},
+        "note": "no GPU",
+        "holds": None,
+    }
+    printed = capsys.readouterr().out
+    for text in (printed, files["markdown"].read_text()):
+        assert "GPU throughput over a bare loop" in text
+        assert f"torch {torch.__version__}" in text
+    for line in ("losses = model(next(batches))", "optimizer.zero_grad()", "scheduler.step()"):
+        assert f"            {line}\n" in printed
+        assert f"            {line}\n" in record["bare_loop"]
+
+
+def test_all_rows_are_measured_with_their_own_rounds_by_default(tool, monkeypatch, tmp_path):
+    asked = {}
+    for name in tool.ROWS:
+        monkeypatch.setitem(tool.ROWS, name, lambda name=name, **options: asked.update({name: options}) or [])
+    tool.measure(tool.parse_args(["--scratch", str(tmp_path)]))
+
+    assert list(asked) == ["step", "history", "memory", "ema", "save", "import", "resume", "ranks", "cuda", "graph"]
+    assert {options.pop("scratch").parent for options in asked.values()} == {tmp_path}
+    assert {name: options for name, options in asked.items() if options} == {
+        "step": {"peers": {}},
+        "memory": {"steps": 1_000_000},
+    }
+
+    tool.measure(tool.parse_args(["--rows", "memory,ema", "--rounds", "3", "--full"]))
+
+    assert [asked[name].keys() - {"scratch"} for name in ("memory", "ema")] == [{"rounds"}, {"rounds"}]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--rows", "step,speed"], "argument --rows: there is no row 'speed'; there are step, history, memory, ema, "),
+        (
+            ["--against", "fast"],
+            "argument --against: there is no peer 'fast'; there are accelerate, ignite, lightning, ",
+        ),
+        (["--rounds", "0"], "argument --rounds: need a whole number >= 1, got '0'"),
+    ],
+)
+def test_wrong_arguments_end_with_one_message(tool, capsys, args, message):
+    with pytest.raises(SystemExit) as caught:
+        tool.parse_args(args)
+
+    usage, error = capsys.readouterr().err.splitlines()
+    assert (caught.value.code, usage) == (2, "usage: benchmark.py [options]")
+    assert error.startswith(f"benchmark.py: error: {message}")
+
+
+def test_a_peer_that_is_not_installed_is_named_and_left_out(tool, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lightning", None)
+
+    assert tool.find_peers(["lightning"]) == {}
+    assert capsys.readouterr().err == "lightning is not installed and has no row\n"

@@ -1,0 +1,91 @@
+"""What a save costs: synchronous, over torch.save; and until an asynchronous one lets the training go on."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.measure import Row, Runner, alternate, compare
+from trainkit.checkpoint import Checkpointer
+
+
+def save(rounds: int = 15, *, scratch: Path, device: str = "cpu", num_layers: int = 24) -> list[Row]:
+    """A save over torch.save and fsync of the same state, and an asynchronous one over a synchronous one.
+
+    On a GPU an asynchronous save ends for the clock when the device has done what was asked of it, since the next step
+    stands behind that in its queue.
+
+    Args:
+        scratch: a folder on the disk that is meant; 1 GB is written at a time, and removed.
+        num_layers: of 4 MiB of parameters each, and twice that in their optimizer.
+    """
+    model, optimizer = _trained(num_layers, device)
+    plain = scratch / "plain.pth"
+    synchronous = Checkpointer(model, scratch / "synchronous", optimizer=optimizer)
+    asynchronous = Checkpointer(model, scratch / "asynchronous", async_save=True, optimizer=optimizer)
+    asynchronous.save("first")  # whose copy takes fresh memory; the later ones take it over
+
+    def timed(action: Callable[[], object]) -> Runner:
+        def run() -> float:
+            asynchronous.wait()
+            _empty(scratch)
+            _finish(device)
+            begin = time.perf_counter()
+            action()
+            _finish(device)
+            return time.perf_counter() - begin
+
+        return run
+
+    runners = {
+        "torch.save": timed(
+            lambda: _torch_save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, plain)
+        ),
+        "synchronous": timed(lambda: synchronous.save("model")),
+        "asynchronous": timed(lambda: asynchronous.save("model")),
+    }
+    found = alternate(runners, rounds)
+    asynchronous.wait()
+    _empty(scratch)
+    note = f"{12 * num_layers} MiB, {device}"
+    goal = 1 / 5 if device == "cpu" else 1 / 20
+    rows = [compare("stall of an asynchronous save", found, "asynchronous", "synchronous", goal, note=note)]
+    if device == "cpu":
+        rows.append(compare("synchronous save", found, "synchronous", "torch.save", 1.2, note=note))
+    return rows
+
+
+def _trained(num_layers: int, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(num_layers))).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 1024, device=device)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def _torch_save(state: dict[str, Any], path: Path) -> None:
+    torch.save(state, path)
+    _sync(path)
+
+
+def _finish(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def _empty(folder: Path) -> None:
+    """Remove the files of the last round for good, so that no save pays for freeing their blocks."""
+    for path in folder.rglob("*.pth"):
+        path.unlink()
+        _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)

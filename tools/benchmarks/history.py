@@ -1,0 +1,117 @@
+"""What histories cost: a step behind millions of others, and their memory."""
+
+import multiprocessing
+import os
+import tempfile
+import tracemalloc
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from benchmarks import job
+from benchmarks.measure import Row, Runner, alternate, compare
+from trainkit.engine import HookBase, TrainerBase
+from trainkit.utils.events import EventStorage
+
+_OLD_STEPS, _YOUNG_STEPS = 2_000_000, 1_000
+
+
+class Past(HookBase):
+    """Fills the new storage of a run that begins somewhere as if its own steps had come before.
+
+    Args:
+        most: so many of them at most, the last ones.
+    """
+
+    def __init__(self, most: int = _OLD_STEPS) -> None:
+        self._most = most
+
+    def before_train(self) -> None:
+        storage = self.trainer.storage
+        if storage.histories():  # the run goes on
+            return
+        smoothed = dict.fromkeys(("total_loss", "loss_mse", "loss_l1", "data_time", "rank_data_time", "time"), 1e-4)
+        as_they_are = {"lr": job.LR}
+        for iter in range(max(0, self.trainer.start_iter - self._most), self.trainer.start_iter):
+            storage.put_row(smoothed, cur_iter=iter)
+            storage.put_row(as_they_are, smoothing_hint=False, cur_iter=iter)
+            if iter % job.LOG_PERIOD == job.LOG_PERIOD - 1:
+                storage.put_scalar("eta_seconds", 1.0, smoothing_hint=False, cur_iter=iter)
+
+
+def history(
+    rounds: int = 150, *, scratch: Path, steps: int = 200, old_steps: int = _OLD_STEPS, pairs: int = 2
+) -> list[Row]:
+    """Each trainer of the step rows with a storage that holds ``old_steps`` steps, over one that holds 1,000.
+
+    The old one trains on, the young one is new in each round. A trainer can be a percent faster than another of its
+    kind all its life, by where its memory lies, so there are several old ones.
+    """
+    old_name, young_name = f"behind {old_steps:,} steps", f"behind {_YOUNG_STEPS:,} steps"
+    rows = []
+    with job.one_thread(), job.logging_to(scratch):
+        for name, make in job.TRAINERS.items():
+            found: dict[str, list[float]] = {old_name: [], young_name: []}
+            for _ in range(pairs):
+                runners: dict[str, Runner] = {
+                    old_name: _old(_new(make, scratch), steps, old_steps),
+                    young_name: partial(_train_young, make, scratch, steps),
+                }
+                for age, values in alternate(runners, -(-rounds // pairs)).items():
+                    found[age] += values
+            rows.append(compare(f"long history: {name}", found, old_name, young_name, 1.02))
+    return rows
+
+
+def _new(make: Callable[..., TrainerBase], scratch: Path) -> job.Chunks:
+    return job.Chunks(make(Path(tempfile.mkdtemp(dir=scratch)), more_hooks=[Past()]))
+
+
+def _old(chunks: job.Chunks, steps: int, old_steps: int) -> Runner:
+    return lambda: chunks(steps, start_iter=max(chunks.trainer.iter, old_steps))
+
+
+def _train_young(make: Callable[..., TrainerBase], scratch: Path, steps: int) -> float:
+    return _new(make, scratch)(steps, start_iter=_YOUNG_STEPS)
+
+
+def memory(rounds: int = 1, *, scratch: Path, steps: int = 10_000_000) -> list[Row]:
+    """What a storage adds to the memory of a fresh process while 20 scalars are put per step."""
+    few = min(steps, 100_000)
+    growths, traces = [], []
+    for _ in range(rounds):
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            growths.append(pool.apply(_growth_mib, (steps,)))  # first: a used process has room left
+            traces.append(pool.apply(_traced_mib, (few,)))
+    note = f"of the process, at its peak; of Python's allocations in {few:,} steps {max(traces):.1f} MiB"
+    return [Row(f"storage of 20 scalars, {steps:,} steps", max(growths), 64, "MiB", note=note)]
+
+
+def _growth_mib(steps: int) -> float:
+    before = _resident_mib()
+    return max(_resident_mib() for _ in _put(steps)) - before
+
+
+def _traced_mib(steps: int) -> float:
+    tracemalloc.start()
+    for _ in _put(steps):
+        pass
+    return tracemalloc.get_traced_memory()[1] / 2**20
+
+
+def _put(steps: int) -> Iterator[None]:
+    """Fill a storage that nobody reads; comes back every 1,000 steps, and at the end."""
+    storage = EventStorage()
+    names = [f"scalar_{i}" for i in range(20)]
+    for iter in range(steps):
+        storage.iter = iter
+        storage.put_row(dict.fromkeys(names, float(iter)))
+        if iter % 1000 == 999:
+            yield
+    storage.flush()
+    yield
+
+
+def _resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20

@@ -1,0 +1,43 @@
+"""How long the import takes."""
+
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.measure import Row, alternate
+
+HEAVY = ("tensorboard", "matplotlib", "omegaconf")  # optional, and slow to import
+
+_SCRIPT = f"""
+import sys, time
+begin = time.perf_counter()
+import torch
+torch_sec, begin = time.perf_counter() - begin, time.perf_counter()
+import trainkit.engine
+engine_sec = time.perf_counter() - begin
+print(torch_sec, engine_sec, *[name for name in {HEAVY} if name in sys.modules])
+"""
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def imports(rounds: int = 9, *, scratch: Path) -> list[Row]:
+    """``import trainkit.engine`` behind ``import torch``, each time in a fresh interpreter."""
+    torch_secs, heavy = [], set()
+
+    def import_both() -> float:
+        done = subprocess.run([sys.executable, "-c", _SCRIPT], cwd=_ROOT, capture_output=True, text=True, check=True)
+        torch_sec, engine_sec, *found = done.stdout.split()
+        torch_secs.append(float(torch_sec))
+        heavy.update(found)
+        return float(engine_sec)
+
+    name = "import trainkit.engine"
+    engine_sec = statistics.median(alternate({name: import_both}, rounds)[name])
+    sides = {"import torch before it": statistics.median(torch_secs[1:])}
+    loaded = ", ".join(sorted(heavy))
+    return [
+        Row(name, engine_sec, 0.25, "s", sides=sides),
+        Row(f"{', '.join(HEAVY)} in its sys.modules", len(heavy), 0, "modules", note=loaded),
+    ]

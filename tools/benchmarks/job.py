@@ -1,0 +1,265 @@
+"""The job whose steps are timed: the bare loop, and the trainers that do the same with everything switched on."""
+
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from fvcore.common.param_scheduler import CosineParamScheduler
+from torch import Tensor, nn
+
+from trainkit.config import CfgNode, get_cfg
+from trainkit.engine import DefaultTrainer, HookBase, SimpleTrainer, TrainerBase, default_writers, hooks
+from trainkit.solver import LRMultiplier, WarmupParamScheduler
+from trainkit.utils import comm
+from trainkit.utils.logger import close_logger, setup_logger
+
+Batch = tuple[Tensor, Tensor]
+
+LR = 0.01
+LOG_PERIOD = 20
+MAX_ITER = 100_000_000  # of the schedule; no measurement comes near it
+WARMUP_ITERS, WARMUP_FACTOR = 1000, 0.001
+_WARMUP_LENGTH = WARMUP_ITERS / MAX_ITER
+
+
+class TinyModel(nn.Module):
+    """One linear layer with two losses; a step of it takes about as long as anything can in PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear: nn.Module = nn.Linear(16, 16)
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        inputs, targets = batch
+        outputs = self.linear(inputs)
+        return {
+            "loss_mse": nn.functional.mse_loss(outputs, targets),
+            "loss_l1": nn.functional.l1_loss(outputs, targets),
+        }
+
+
+def make_model() -> TinyModel:
+    torch.manual_seed(0)
+    return TinyModel()
+
+
+def make_batches(count: int = 100) -> list[Batch]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(8, 16, generator=generator), torch.randn(8, 16, generator=generator)) for _ in range(count)]
+
+
+class PlainLoader:
+    """The batches without end, for trainers that do not take a list for a loader, or wait where one ends."""
+
+    def __init__(self) -> None:
+        self.dataset = make_batches()
+
+    def __iter__(self) -> Iterator[Batch]:
+        return itertools.cycle(self.dataset)
+
+    def __len__(self) -> int:
+        return MAX_ITER
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+
+
+def schedule(iter: int) -> float:
+    """The factor of the learning rate: a warm-up, then a cosine."""
+    where = iter / MAX_ITER
+    if iter >= WARMUP_ITERS:
+        return 0.5 * (1 + math.cos(math.pi * where))
+    done = where / _WARMUP_LENGTH
+    return WARMUP_FACTOR * (1 - done) + schedule(WARMUP_ITERS) * done
+
+
+class BareLoop:
+    """What everything is compared with: the same steps, with nothing logged, checked or timed.
+
+    Args:
+        batches: without end, on the model's device.
+        finish: waits for the device.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batches: Iterator[Any],
+        finish: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.model, self._optimizer, self._batches, self._finish = model, optimizer, batches, finish
+        self._scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+
+    def __call__(self, steps: int) -> float:
+        """The seconds of one of so many steps."""
+        model, optimizer, scheduler, batches = self.model, self._optimizer, self._scheduler, self._batches
+        model.train()
+        self._finish()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            losses = model(next(batches))
+            loss = losses["loss_mse"] + losses["loss_l1"]
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+        self._finish()
+        return (time.perf_counter() - begin) / steps
+
+
+def bare_loop() -> BareLoop:
+    model = make_model()
+    return BareLoop(model, make_optimizer(model), itertools.cycle(make_batches()))
+
+
+# ---------------------------------------------------------------------------- trainers
+
+
+class Stopwatch(HookBase):
+    """Stops a run behind so many steps, and has timed the last ``steps`` of them."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish = finish
+        self._begin_iter = self._end_iter = -1
+        self._begin = self.step_sec = math.nan
+
+    def start(self, iter: int, steps: int) -> None:
+        """Time the ``steps`` iterations behind ``iter``."""
+        self._begin_iter, self._end_iter = iter, iter + steps
+
+    def after_step(self) -> None:
+        iter = self.trainer.iter
+        if iter == self._begin_iter:
+            self._finish()
+            self._begin = time.perf_counter()
+        elif iter == self._end_iter:
+            self._finish()
+            self.step_sec = (time.perf_counter() - self._begin) / (self._end_iter - self._begin_iter)
+            self.trainer.request_stop("the chunk is timed")
+
+
+class Chunks:
+    """Lets a trainer train on by so many steps, in a run that is stopped between the calls.
+
+    The storage with its histories, the writers' files and the schedule go on. The first steps behind a stop, of one log
+    period, are not timed.
+
+    Args:
+        finish: waits for the device.
+    """
+
+    def __init__(self, trainer: TrainerBase, finish: Callable[[], None] = lambda: None) -> None:
+        self.trainer = trainer
+        self._stopwatch = Stopwatch(finish)
+        trainer.register_hooks([self._stopwatch])
+
+    def __call__(self, steps: int, start_iter: int | None = None) -> float:
+        """The seconds of one of so many steps; the run begins anew if ``start_iter`` is given."""
+        start_iter = self.trainer.iter if start_iter is None else start_iter
+        self._stopwatch.start(start_iter + LOG_PERIOD - 1, steps)
+        self.trainer.train(start_iter, MAX_ITER)
+        return self._stopwatch.step_sec
+
+
+def simple_trainer(
+    output_dir: Path,
+    *,
+    more_hooks: Iterable[HookBase] = (),
+    model: nn.Module | None = None,
+    wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+    **options: Any,
+) -> SimpleTrainer:
+    """The job in a trainer with the hooks of the step rows; gather period 1 and the finite check are its defaults.
+
+    Args:
+        model: instead of the tiny one, for the same batches.
+        options: of the trainer.
+    """
+    model = make_model() if model is None else model
+    optimizer = make_optimizer(model)
+    trainer = SimpleTrainer(wrap(model), make_batches(), optimizer, **options)
+    register_hooks(trainer, output_dir, more_hooks)
+    return trainer
+
+
+def register_hooks(trainer: SimpleTrainer, output_dir: Path, more_hooks: Iterable[HookBase] = ()) -> None:
+    """Timer, LR, console and JSON writer every 20 steps."""
+    multiplier = WarmupParamScheduler(CosineParamScheduler(1.0, 0.0), WARMUP_FACTOR, _WARMUP_LENGTH)
+    writers = default_writers(output_dir, MAX_ITER, ["console", "json"]) if comm.is_main_process() else []
+    trainer.register_hooks(
+        [
+            hooks.IterationTimer(),
+            hooks.LRScheduler(trainer.optimizer, LRMultiplier(trainer.optimizer, multiplier, MAX_ITER)),
+            *more_hooks,
+            hooks.PeriodicWriter(writers, LOG_PERIOD),
+        ]
+    )
+
+
+class TinyTrainer(DefaultTrainer):
+    """The job from a config, with all default hooks."""
+
+    @classmethod
+    def build_model(cls, cfg: CfgNode) -> nn.Module:
+        return make_model()
+
+    @classmethod
+    def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
+        return make_optimizer(model)
+
+    @classmethod
+    def build_train_loader(cls, cfg: CfgNode) -> Iterable[Batch]:
+        return make_batches()
+
+
+def default_trainer(output_dir: Path, *, more_hooks: Iterable[HookBase] = ()) -> TinyTrainer:
+    """No step of it saves; each stop between two chunks does, which is not timed."""
+    cfg = get_cfg()
+    cfg.OUTPUT_DIR, cfg.MODEL.DEVICE = str(output_dir), "cpu"
+    cfg.SOLVER.BASE_LR, cfg.SOLVER.MAX_ITER, cfg.SOLVER.CHECKPOINT_PERIOD = LR, MAX_ITER, MAX_ITER
+    cfg.SOLVER.LR_SCHEDULER_NAME = "WarmupCosineLR"
+    cfg.SOLVER.WARMUP_ITERS, cfg.SOLVER.WARMUP_FACTOR = WARMUP_ITERS, WARMUP_FACTOR
+    cfg.CHECKPOINT.MAX_TO_KEEP = 1
+    cfg.LOG.PERIOD, cfg.LOG.WRITERS = LOG_PERIOD, ["console", "json"]
+    trainer = TinyTrainer(cfg)
+    trainer.register_hooks(more_hooks)
+    return trainer
+
+
+TRAINERS: dict[str, Callable[..., TrainerBase]] = {
+    "SimpleTrainer": simple_trainer,
+    "SimpleTrainer, asynchronous writing": partial(simple_trainer, async_write_metrics=True),
+    "DefaultTrainer": default_trainer,
+}
+"""Those of the step rows: called with a folder, and maybe ``more_hooks``."""
+
+
+@contextmanager
+def logging_to(output_dir: Path) -> Iterator[None]:
+    """Inside, trainkit logs into ``log.txt``, and to a stdout that goes nowhere."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        setup_logger(output_dir, comm.get_rank())
+        try:
+            yield
+        finally:
+            close_logger()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside, torch computes in one thread: tiny models only lose by more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

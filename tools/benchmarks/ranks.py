@@ -1,0 +1,77 @@
+"""What averaging the metrics over two ranks costs."""
+
+import copy
+import itertools
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from benchmarks import job
+from benchmarks.measure import Row, alternate, compare
+from trainkit.engine import create_ddp_model, launch
+from trainkit.utils import comm
+
+_Found = dict[str, dict[str, list[float]]]
+
+_EVERY_STEP, _NEVER = "gathered every step", "never gathered"
+
+
+def ranks(rounds: int = 15, *, scratch: Path, steps: int = 400, width: int = 1024) -> list[Row]:
+    """`SimpleTrainer` on two processes over Gloo, under DDP: metrics averaged in every step, over never.
+
+    The model is that of the step rows, whose step is little more than one exchange, and one with some layers of
+    ``width``, of which a twentieth of the steps is timed. The hooks are those of the step rows, the writers on rank 0.
+    A step takes the time of the slower rank.
+    """
+    models = {"": (job.make_model(), steps), " of a larger model": (_Wide(width), max(1, steps // 20))}
+    run = partial(launch, _measure, 2, args=(models, rounds, scratch))
+    found = _without_gpus(run) if torch.cuda.is_available() else run()
+    return [
+        compare(f"metric reduction on two ranks{of}", times, _EVERY_STEP, _NEVER, 1.15) for of, times in found.items()
+    ]
+
+
+class _Wide(job.TinyModel):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        widths = [16, width, width, width, 16]
+        pairs = itertools.pairwise(widths)
+        self.linear = nn.Sequential(*(layer for pair in pairs for layer in (nn.Linear(*pair), nn.Tanh())))
+
+
+def _without_gpus(run: Callable[[], _Found]) -> _Found:
+    """In a process that finds none, so that the ranks talk over Gloo."""
+    with patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""), ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(run).result()
+
+
+def _measure(models: Mapping[str, tuple[nn.Module, int]], rounds: int, scratch: Path) -> _Found:
+    """In every process, which alternate in step: of what model, written how -> what `alternate` has found."""
+    found = {}
+    folder = scratch / f"rank{comm.get_rank()}"
+    with job.one_thread(), job.logging_to(folder):
+        for (of, (model, steps)), is_async in itertools.product(models.items(), (False, True)):
+            of += f", {'asynchronous' if is_async else 'synchronous'} writing"
+            runners = {}
+            for name, period in ((_EVERY_STEP, 1), (_NEVER, job.MAX_ITER)):
+                trainer = job.simple_trainer(
+                    folder / of / name,
+                    async_write_metrics=is_async,
+                    gather_metric_period=period,
+                    model=copy.deepcopy(model),
+                    wrap=create_ddp_model,
+                )
+                runners[name] = partial(_slowest, job.Chunks(trainer), steps)
+            found[of] = alternate(runners, rounds)
+    return found
+
+
+def _slowest(chunks: job.Chunks, steps: int) -> float:
+    return max(comm.all_gather(chunks(steps)))
