@@ -628,3 +628,28 @@ def test_a_row_is_stored_like_its_scalars_whatever_their_names_are():
     assert storage.latest() == {"scope/self": (1.0, 5), "scope/cur_iter": (2.0, 5), "scope/name": (3.0, 5)}
     assert set(storage.smoothing_hints().values()) == {False}
     assert storage.epochs() == dict.fromkeys(storage.latest(), 2)
+
+
+@pytest.mark.parametrize("deferring", [False, True])
+def test_rows_that_share_names_keep_the_order_in_which_they_were_put(deferring):
+    with EventStorage() as storage:
+        if deferring:
+            storage.start_deferring()
+        for storage.iter in range(6):
+            storage.put_row({"a": storage.iter, "b": -storage.iter})
+            storage.put_scalar("b", 10.0 + storage.iter)
+            storage.put_row({"b": 20.0 + storage.iter, "c": 0.0})
+        assert [value for value, _ in storage.history("b").values()] == [
+            value for iter in range(6) for value in (-iter, 10.0 + iter, 20.0 + iter)
+        ]
+        assert storage.history("a").values() == [(iter, iter) for iter in range(6)]
+
+
+def test_other_names_in_each_iteration_are_stored_too():
+    with EventStorage() as storage:
+        for storage.iter in range(3000):
+            names = [f"x{bit}" for bit in range(12) if storage.iter >> bit & 1]
+            storage.put_row(dict.fromkeys(names, storage.iter))
+    for bit in range(12):
+        expected = [(iter, iter) for iter in range(3000) if iter >> bit & 1]
+        assert storage.history(f"x{bit}").values() == expected

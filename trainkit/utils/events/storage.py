@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 _stack: list["EventStorage"] = []
 _thread = threading.local()  # .storage: the one for which this thread stores what was put before
 
+_MAX_KINDS_OF_ROWS = 1000  # a model may put other names in each iteration
 _MAX_IMAGES = 100  # a rank without a writer never empties the list
 
 
@@ -194,6 +195,8 @@ class EventStorage:
                     f"scalar {name!r} was put with smoothing_hint={not smoothing_hint} before and now with "
                     f"smoothing_hint={smoothing_hint}; use one hint per name"
                 )
+        if len(self._rows) >= _MAX_KINDS_OF_ROWS:
+            self._rows.clear()  # they are made again
         rows = _Rows(names, [])
         self._rows.update({(*values, prefix, smoothing_hint): rows})
         return rows
