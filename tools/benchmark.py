@@ -19,7 +19,7 @@ import platform
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,10 +65,15 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
         metavar="NAMES",
         help=f"other trainers beside those of the step rows: some of {others}; those not installed are left out",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="for the record")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="for the record as a part of docs/benchmarks.md")
-    parser.add_argument("--scratch", type=Path, metavar="FOLDER", help="on the disk for which saves are measured")
-    return parser.parse_args(args)
+    parser.add_argument("--json", type=_new_file, metavar="FILE", help="for the record")
+    parser.add_argument(
+        "--markdown", type=_new_file, metavar="FILE", help="for the record as a part of docs/benchmarks.md"
+    )
+    parser.add_argument("--scratch", type=_folder, metavar="FOLDER", help="on the disk for which saves are measured")
+    parsed = parser.parse_args(args)
+    if parsed.against and "step" not in parsed.rows:
+        parser.error("--against adds to the step rows; add step to --rows")
+    return parsed
 
 
 def _names(kind: str, known: Collection[str], text: str) -> list[str]:
@@ -76,6 +81,20 @@ def _names(kind: str, known: Collection[str], text: str) -> list[str]:
         if name not in known:
             raise argparse.ArgumentTypeError(f"there is no {kind} {name!r}; there are {', '.join(known)}")
     return text.split(",")
+
+
+def _new_file(text: str) -> Path:
+    """Where a file can be written in the end: hours would be lost."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write {text!r}; name a file in a folder that is there and writable")
+    return path
+
+
+def _folder(text: str) -> Path:
+    if not os.access(text, os.W_OK) or not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"need a folder that is there and writable, got {text!r}")
+    return Path(text)
 
 
 def _positive(text: str) -> int:
@@ -99,10 +118,9 @@ def describe_machine() -> dict[str, str]:
     }
 
 
-def measure(args: argparse.Namespace) -> list[Row]:
+def measure(args: argparse.Namespace) -> Iterator[Row]:
     """The rows of ``args.rows``, in that order."""
-    rows = []
-    for name in args.rows:
+    for name in dict.fromkeys(args.rows):
         print(f"measuring {name}", file=sys.stderr)
         options: dict[str, Any] = {} if args.rounds is None else {"rounds": args.rounds}
         if name == "step":
@@ -110,8 +128,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
         if name == "memory" and not args.full:
             options["steps"] = FEW_STEPS
         with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
-            rows += ROWS[name](scratch=Path(scratch), **options)
-    return rows
+            yield from ROWS[name](scratch=Path(scratch), **options)
 
 
 def find_peers(names: list[str]) -> dict[str, peers.Maker]:
@@ -139,12 +156,16 @@ def main(args: argparse.Namespace) -> None:
     for name, fact in record["machine"].items():
         print(f"{name}: {fact}")
     print(f"\n{record['bare_loop']}")
-    rows = measure(args)
-    print(tabulate([row.as_texts() for row in rows], HEADERS))
-    if args.json is not None:
-        args.json.write_text(json.dumps({**record, "rows": [row.as_dict() for row in rows]}, indent=2) + "\n")
-    if args.markdown is not None:
-        args.markdown.write_text(as_markdown(record, rows))
+    rows: list[Row] = []
+    try:
+        for row in measure(args):
+            rows.append(row)  # those that are measured are written, whatever ends the others
+    finally:
+        print(tabulate([row.as_texts() for row in rows], HEADERS))
+        if args.json is not None:
+            args.json.write_text(json.dumps({**record, "rows": [row.as_dict() for row in rows]}, indent=2) + "\n")
+        if args.markdown is not None:
+            args.markdown.write_text(as_markdown(record, rows))
 
 
 if __name__ == "__main__":

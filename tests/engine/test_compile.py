@@ -36,6 +36,12 @@ class Telling(nn.Module):
         return {"loss_cls": nn.functional.cross_entropy(logits, batch["label"]), "compiled": compiled}
 
 
+class WithDropout(Regression):
+    def forward(self, batch):
+        x, y = batch
+        return super().forward((nn.functional.dropout(x, 0.1), y))
+
+
 class Traced(GraphTrainer):
     """What is compiled runs by the kernels of eager mode, which takes no time to compile."""
 
@@ -51,13 +57,14 @@ def test_100_compiled_steps_follow_those_of_the_ordinary_trainer_through_a_chang
     data = [*batches(4), *batches(1, size=2)]
     trainers = []
     for trainer_type in (SimpleTrainer, GraphTrainer):
-        model = Regression()
+        model = WithDropout()
+        torch.manual_seed(0)
         trainers.append(trainer_type(model, data, sgd(model, lr=0.05)))
         trainers[-1].train(0, 100)
     ordinary, compiled = trainers
 
     assert losses(compiled) == pytest.approx(losses(ordinary), rel=1e-5, abs=1e-12)
-    assert losses(compiled)[-1] < 1e-2 * losses(compiled)[0]
+    assert losses(compiled)[-1] < 0.5 * losses(compiled)[0]
     assert list(compiled.model.state_dict()) == list(ordinary.model.state_dict())
 
 

@@ -443,3 +443,40 @@ def test_on_cuda_a_step_waits_for_nothing(trainer_class, non_finite, make):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert trainer.status == "finished"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_failure_is_not_found_again_in_a_run_that_follows(asynchronous):
+    model = Weight(lambda weight, batch: weight * batch)
+    data = [torch.tensor(value) for value in (1.0, math.nan, math.nan, 1.0)]
+    trainer = SimpleTrainer(model, data, sgd(model), async_write_metrics=asynchronous)
+    trainer.register_hooks([CallbackHook(after_step=lambda trainer: trainer.storage.hand_over())])
+    with pytest.raises(FloatingPointError, match="in iteration 1"):
+        trainer.train(0, 4)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    trainer.reset_data_loader(lambda: [torch.tensor(1.0)])
+    trainer.train(0, 3)
+    assert trainer.status == "finished"
+
+
+def test_a_clipper_that_raises_leaves_no_flag_behind():
+    model = Weight()
+
+    def clip(parameters):
+        return torch.nn.utils.clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True)
+
+    trainer = SimpleTrainer(model, [torch.tensor(math.inf)], sgd(model), clip_gradients=clip)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        trainer.train(0, 1)
+    trainer.reset_data_loader(lambda: [torch.tensor(1.0)])
+    trainer.train(0, 3)
+    assert trainer.status == "finished"
+
+
+@pytest.mark.parametrize("name", ["data_time", "rank_data_time", "skipped_updates"])
+def test_a_loss_with_the_name_of_something_that_the_trainer_stores_is_refused(name):
+    model = Weight(lambda weight, batch: {"loss": weight, name: weight.detach()})
+    trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model))
+    with pytest.raises(ValueError, match=rf"the trainer stores \['{name}'\] itself; give the model's entry another"):
+        trainer.train(0, 1)

@@ -349,6 +349,30 @@ def test_micro_batches_that_are_one_object_are_told_from_equal_ones():
     assert both(steps=40, data=data, accumulation_steps=2)[2]
 
 
+class OwnBatch:
+    """Refilled for each iteration by some loaders; a subclass may be a key of dicts."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __iter__(self):
+        return iter((self.x, self.y))
+
+
+class Refilled:
+    def __iter__(self):
+        batch = OwnBatch(None, None)
+        for batch.x, batch.y in batches(5):
+            yield batch
+
+
+def test_a_batch_of_a_class_of_its_own_is_an_ordinary_step(caplog):
+    _, recorded, are_equal = both(data=Refilled(), steps=20)
+    assert are_equal
+    assert recorded.recorder.num_recorded == 0
+    assert caplog.text.count("run as ordinary steps") == 1
+
+
 def test_more_kinds_of_batches_than_can_be_recorded_run_as_ordinary_steps(caplog):
     data = [batch for size in range(2, 12) for batch in batches(1, size)]
     _, recorded, are_equal = both(data=data, async_write_metrics=True)

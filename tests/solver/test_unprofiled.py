@@ -1,5 +1,6 @@
 """Without a profiler the calls of an optimizer do the same in less time; whatever is its own is called."""
 
+import functools
 from types import MethodType
 
 import pytest
@@ -59,7 +60,21 @@ class Delegating:
         return getattr(self.optimizer, name)
 
 
+def wrapping(params):
+    """A class whose step says that it is torch's, as ``functools.wraps`` has it."""
+    torch.optim.SGD(params, lr=0.1)  # torch wraps the step of a class when it is first used
+
+    class Wrapping(Own):
+        @functools.wraps(torch.optim.SGD.step)
+        def step(self, closure=None):
+            self.steps += 1
+            torch.optim.SGD.step(self, closure)
+
+    return Wrapping(params)
+
+
 WRAPPED = {
+    "overridden with wraps": lambda model: wrapping([*model.parameters()]),
     "overridden": lambda model: Own(model.parameters()),
     "patched": lambda model: patched(sgd(model)),
     "patched and scheduled": lambda model: scheduled(patched(sgd(model))),

@@ -310,7 +310,7 @@ def test_all_rows_are_measured_with_their_own_rounds_by_default(tool, monkeypatc
     asked = {}
     for name in tool.ROWS:
         monkeypatch.setitem(tool.ROWS, name, lambda name=name, **options: asked.update({name: options}) or [])
-    tool.measure(tool.parse_args(["--scratch", str(tmp_path)]))
+    list(tool.measure(tool.parse_args(["--scratch", str(tmp_path)])))
 
     assert list(asked) == ["step", "history", "memory", "ema", "save", "import", "resume", "ranks", "cuda", "graph"]
     assert {options.pop("scratch").parent for options in asked.values()} == {tmp_path}
@@ -319,7 +319,7 @@ def test_all_rows_are_measured_with_their_own_rounds_by_default(tool, monkeypatc
         "memory": {"steps": 1_000_000},
     }
 
-    tool.measure(tool.parse_args(["--rows", "memory,ema", "--rounds", "3", "--full"]))
+    list(tool.measure(tool.parse_args(["--rows", "memory,ema", "--rounds", "3", "--full"])))
 
     assert [asked[name].keys() - {"scratch"} for name in ("memory", "ema")] == [{"rounds"}, {"rounds"}]
 
@@ -333,6 +333,13 @@ def test_all_rows_are_measured_with_their_own_rounds_by_default(tool, monkeypatc
             "argument --against: there is no peer 'fast'; there are accelerate, ignite, lightning, ",
         ),
         (["--rounds", "0"], "argument --rounds: need a whole number >= 1, got '0'"),
+        (
+            ["--json", "missing/x.json"],
+            "argument --json: cannot write 'missing/x.json'; name a file in a folder that is ",
+        ),
+        (["--markdown", "."], "argument --markdown: cannot write '.'; name a file in a folder that is there and writ"),
+        (["--scratch", "missing"], "argument --scratch: need a folder that is there and writable, got 'missing'"),
+        (["--rows", "ema", "--against", "ignite"], "--against adds to the step rows; add step to --rows"),
     ],
 )
 def test_wrong_arguments_end_with_one_message(tool, capsys, args, message):
@@ -342,6 +349,20 @@ def test_wrong_arguments_end_with_one_message(tool, capsys, args, message):
     usage, error = capsys.readouterr().err.splitlines()
     assert (caught.value.code, usage) == (2, "usage: benchmark.py [options]")
     assert error.startswith(f"benchmark.py: error: {message}")
+
+
+def test_what_is_measured_is_written_whatever_ends_the_rest(tool, monkeypatch, tmp_path):
+    row = tool.Row("a row", 1.0)
+
+    def fail(**_):
+        raise OSError("no space left")
+
+    monkeypatch.setitem(tool.ROWS, "ema", lambda **_: [row])
+    monkeypatch.setitem(tool.ROWS, "save", fail)
+    file = tmp_path / "record.json"
+    with pytest.raises(OSError, match="no space left"):
+        tool.main(tool.parse_args(["--rows", "ema,save", "--json", str(file)]))
+    assert [found["name"] for found in json.loads(file.read_text())["rows"]] == ["a row"]
 
 
 def test_a_peer_that_is_not_installed_is_named_and_left_out(tool, capsys, monkeypatch):

@@ -653,3 +653,76 @@ def test_other_names_in_each_iteration_are_stored_too():
     for bit in range(12):
         expected = [(iter, iter) for iter in range(3000) if iter >> bit & 1]
         assert storage.history(f"x{bit}").values() == expected
+
+
+def test_what_is_refused_leaves_nothing_behind():
+    storage = EventStorage()
+    with pytest.raises(ValueError, match="could not convert"):
+        storage.put_row({"a": 1.0, "b": "text"})
+    with pytest.raises(OverflowError, match="must fit into 64 bits"):
+        storage.put_scalar("c", 1.0, cur_iter=2**63)
+    storage.put_scalar("d", 1.0)
+    with pytest.raises(ValueError, match="'d' was put with"):
+        storage.put_row({"e": 1.0, "d": 2.0}, smoothing_hint=False)
+    assert storage.latest() == {"d": (1.0, 0)}
+    assert storage.smoothing_hints() == {"d": True}
+
+
+def test_a_storage_that_is_loaded_forgets_what_was_put_before():
+    storage = EventStorage()
+    storage.put_scalar("x", 1.0)
+    storage.load_state_dict(EventStorage().state_dict())
+    storage.put_scalar("x", 2.0, smoothing_hint=False)
+    assert storage.latest_with_smoothing_hint() == {"x": (2.0, 0)}
+
+
+def test_another_thread_may_read_while_the_loop_puts():
+    storage = EventStorage(history_length=100_000)
+    errors, done = [], threading.Event()
+
+    def read():
+        while not done.is_set():
+            try:
+                storage.latest()
+            except Exception as error:
+                errors.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for storage.iter in range(5000):
+        storage.put_scalar("x", storage.iter)
+        storage.put_row({"y": 0.0, "z": 1.0})
+        if storage.iter % 20 == 19:
+            storage.latest()
+    done.set()
+    reader.join()
+    assert errors == []
+    assert storage.history("x").values() == [(iter, iter) for iter in range(5000)]
+
+
+def test_a_storage_that_is_opened_inside_a_late_call_is_the_innermost_one():
+    found = []
+
+    def evaluate():
+        with EventStorage() as inner:
+            get_event_storage().put_scalar("inner", 1.0)
+        found.append(inner.latest())
+        get_event_storage().put_scalar("outer", 2.0)
+
+    with EventStorage() as storage:
+        storage.publish(evaluate)
+        assert found == [{"inner": (1.0, 0)}]
+        assert storage.latest() == {"outer": (2.0, 0)}
+
+
+def test_ctrl_c_while_values_are_stored_loses_none_of_those_behind_it():
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with EventStorage() as storage:
+        storage.put_scalar("x", 0.0)
+        storage.put_later(interrupt)
+        storage.put_scalar("x", 1.0)
+        with pytest.raises(KeyboardInterrupt):
+            storage.flush()
+        assert [value for value, _ in storage.history("x").values()] == [0.0, 1.0]

@@ -184,6 +184,9 @@ class DefaultTrainer(TrainerBase):
         trainer.iter, trainer.max_iter = self.iter, self.max_iter
         trainer.run_step()
 
+    def begin_run(self) -> None:
+        self._trainer.begin_run()
+
     def make_iterators(self) -> None:
         self._trainer.make_iterators()
 

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_ITERS = 3  # of each signature, as ordinary steps: optimizers make their state, libraries choose their kernels
 MAX_RECORDINGS = 8  # each holds the gradients and the memory of a backward pass
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 _MAX_SIGNATURES = 100  # that are counted at a time
 _WITHOUT = "or train without a graph (SOLVER.GRAPH.ENABLED False)"
 
@@ -100,10 +102,11 @@ class GraphTrainer(SimpleTrainer):
     host stands in between, the recording is cut: hooks that override ``after_backward``, and, if metrics are not
     asynchronous, the look at the losses under "raise".
 
-    A replay repeats what was done on the device, and no Python. What the model does on the host is not repeated, and
-    what it reads there cannot be recorded. The learning rate may change at each step; when another setting of the
-    optimizer, ``requires_grad``, the mode of a module or a hook changes, steps are recorded anew. ``losses`` and the
-    gradients are overwritten by the next iteration.
+    A replay repeats what was done on the device, and no Python. What the model does on the host is not repeated, a
+    number that a hook changes in it stays as it was, and a model that reads a tensor on the host is refused. The
+    learning rate may change at each step; when another setting of the optimizer, ``requires_grad``, the mode of a
+    module or a hook changes, steps are recorded anew. ``losses`` and the gradients are overwritten by the next
+    iteration.
 
     On other devices the model runs through ``torch.compile`` in training, with fixed shapes.
 
@@ -146,8 +149,9 @@ class GraphTrainer(SimpleTrainer):
 
     def compile_model(self) -> Callable[[Any], Any]:
         """The model as it is run in training where nothing is recorded."""
-        # with shapes that depend on those seen before, a resumed run would have other kernels
-        return torch.compile(self.model, dynamic=False)
+        # with shapes that depend on those seen before, a resumed run would have other kernels; and random numbers are
+        # to be those of the ordinary trainers
+        return torch.compile(self.model, dynamic=False, options={"fallback_random": True})
 
     def call_model(self, batch: Any) -> Any:
         if self._recorder is not None:
@@ -157,6 +161,10 @@ class GraphTrainer(SimpleTrainer):
         return self._compiled[1](batch)
 
     # ------------------------------------------------------------------ the parts of a step
+
+    def _fetch(self) -> tuple[list[Any], float]:
+        with self._beside():  # the stream whose use of a batch keeps its memory from being given to the next one
+            return super()._fetch()
 
     def compute_gradients(self, batches: Sequence[Any]) -> Losses:
         self._recording = None if self._recorder is None else self._find_recording(batches)
@@ -423,4 +431,5 @@ def _describe(data: Any, tensors: list[Tensor]) -> Hashable | None:
         items = [part for item in data.items() for part in item] if isinstance(data, Mapping) else data
         parts = [_describe(item, tensors) for item in items]
         return None if None in parts else (type(data), *parts)
-    return (type(data), data) if isinstance(data, Hashable) else None
+    # an object of another class may be the same one in each iteration, with other tensors in it
+    return (type(data), data) if isinstance(data, _CONSTANTS) else None

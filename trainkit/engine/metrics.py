@@ -85,7 +85,7 @@ class StepRecord:
         if self._arrived is not None:
             self._arrived.synchronize()
             values = self._host.tolist()
-            _pinned_rows(len(values)).append(self._host)
+            _rows_by_width()[len(values)].append(self._host)
             self._values, flag = dict(zip(self._names, values)), values[len(self._names) :]  # noqa: B905
             self._flagged, self._arrived = any(flag), None
         return self._values, self._flagged
@@ -107,6 +107,7 @@ def _pinned_rows(width: int) -> list[Tensor]:
     return rows
 
 
+STORED_BESIDE_LOSSES = ("data_time", "rank_data_time", "skipped_updates")
 _AS_THEY_ARE = ("skipped_updates", "[metric]grad_scaler")  # the median of a count tells nobody anything
 
 

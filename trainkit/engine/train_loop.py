@@ -181,12 +181,16 @@ class TrainerBase(InferenceObserver):
         self._compare_hooks()
         self.status, self._stop, self._finished_early = "running", None, False
         self._stops.reset()
+        self.begin_run()
         logger.info(
             "Training from iteration %d to %d; hooks in order:\n%s", start_iter, max_iter, self.describe_hooks()
         )
         saves = any(hasattr(hook, "checkpointer") for hook in self._hooks)
         if saves and (lost := self.describe_inexact()):
             logger.warning("A resumed run may differ from one that is never stopped: %s", "; ".join(lost))
+
+    def begin_run(self) -> None:
+        """Forget what steps of an earlier run have left; called when a run begins."""
 
     def describe_inexact(self) -> list[str]:
         """What a resumed run of this trainer does not get back; empty if it goes on bit for bit."""

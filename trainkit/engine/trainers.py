@@ -28,7 +28,14 @@ from trainkit.engine.finite import (
     raise_failure,
     step_unless,
 )
-from trainkit.engine.metrics import StepRecord, mean_losses, metrics_group, put_metrics, reduce_over_ranks
+from trainkit.engine.metrics import (
+    STORED_BESIDE_LOSSES,
+    StepRecord,
+    mean_losses,
+    metrics_group,
+    put_metrics,
+    reduce_over_ranks,
+)
 from trainkit.engine.train_loop import TrainerBase, check_period
 from trainkit.solver import unprofiled
 from trainkit.solver.hyper_parameters import describe_changes, hyper_parameters
@@ -184,6 +191,8 @@ class SimpleTrainer(TrainerBase):
         """The forward pass."""
         losses = parse_losses(self.call_model(batch))
         if not self._losses_described:
+            if taken := sorted(losses.values.keys() & STORED_BESIDE_LOSSES):
+                raise ValueError(f"the trainer stores {taken} itself; give the model's entry another name")
             logged = [name for name in losses.values if name not in losses.trained]
             logger.info("Minimizing %s%s", " + ".join(losses.trained), f"; only logging {logged}" if logged else "")
             self._losses_described = True
@@ -257,7 +266,7 @@ class SimpleTrainer(TrainerBase):
             return None
         if has_event_storage():
             get_event_storage().flush()
-        failure = self._take_failure()
+        failure = self._judge.take_failure()
         names = [name for name in non_finite_names(self.model) if name not in self._never_finite]
         if names and failure is None:
             failure = (
@@ -266,11 +275,8 @@ class SimpleTrainer(TrainerBase):
             )
         return failure
 
-    def _take_failure(self) -> str | None:
-        failure = self._judge.take_failure()
-        if failure is not None:
-            self._flags = {}  # those that are set stay so
-        return failure
+    def begin_run(self) -> None:
+        self._flags = {}  # a run that failed has left them set
 
     # ------------------------------------------------------------------ data
 
@@ -388,8 +394,9 @@ class SimpleTrainer(TrainerBase):
         if not gather and comm.get_world_size() > 1:
             return
         try:
-            means, max_data_time = reduce_over_ranks(values, record.data_time, self._take_failure())
+            means, max_data_time = reduce_over_ranks(values, record.data_time, self._judge.take_failure())
         except FloatingPointError:
+            self._flags = {}  # they stay set, and a loop that is not `train` may go on
             if self.async_write_metrics:  # the loops may have got differently far: none of them exchanges the rest
                 self._failed_storage = get_event_storage()
             raise

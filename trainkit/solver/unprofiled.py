@@ -37,6 +37,7 @@ def _is_only_wrapped(optimizer: Any, method: Any) -> bool:
     patch = vars(optimizer).get("step")
     return (
         getattr(method, "hooked", False)
+        and not hasattr(method.__wrapped__, "hooked")  # functools.wraps has copied it to another one's
         and (patch is None or (hasattr(patch, "_wrapped_by_lr_sched") and patch.__wrapped__ is method))
         and not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
         and not (torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks)

@@ -53,7 +53,7 @@ def move_to_device(data: Any, device: torch.device, stream: "torch.cuda.Stream |
     if isinstance(data, torch.Tensor):
         if data.device == device:
             return data
-        if stream is None:
+        if stream is None or type(data) is not torch.Tensor or data.layout is not torch.strided or data.is_nested:
             return data.to(device, non_blocking=data.is_pinned())
         with torch.cuda.stream(stream):
             moved_tensor = data.to(device, non_blocking=True)  # also what is not pinned is read when this returns

@@ -39,12 +39,11 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
         self._saved: tuple[int, Any] | None = None  # where the run stood at its last save: iteration and cursor
         self._writing: Future[None] | None = None
         self._failure = ""
-        self._saves_later = getattr(self.checkpointer, "async_save", False)
         if self.trainer.start_iter > 0:
             self.rotate(self.trainer.start_iter - 1)
 
     def after_step(self) -> None:
-        if self._saves_later:
+        if getattr(self.checkpointer, "async_save", False):
             _log_failed_save(self.checkpointer)
         iteration = self.trainer.iter
         if self.name_at(iteration) is None:

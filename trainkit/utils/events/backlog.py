@@ -1,6 +1,7 @@
 """What was put into a storage by the loop and is stored later."""
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
@@ -26,7 +27,8 @@ class Backlog:
     def __init__(self, working: Callable[[], AbstractContextManager[None]]) -> None:
         """``working()`` is entered around the calls of each hand-over, by the thread that makes them."""
         self._working = working
-        self._calls: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self._calls: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._lock = threading.Lock()  # somebody may read in another thread; appending needs none
         self._pool: ThreadPoolExecutor | None = None
         self._jobs: list[Future[None]] = []
         self.working_thread: int | None = None
@@ -48,11 +50,12 @@ class Backlog:
 
     def hand_over(self) -> None:
         """Make every call appended so far, or let the worker begin with them."""
-        calls, self._calls = self._calls, []
-        if self._pool is not None:
-            self._jobs.append(self._pool.submit(self._make, calls))
-        elif calls:
-            self._make(calls)
+        with self._lock:
+            calls = [self._calls.popleft() for _ in range(len(self._calls))]
+            if self._pool is not None:
+                self._jobs.append(self._pool.submit(self._make, calls))
+            elif calls:
+                self._make(calls)
 
     def is_working(self) -> bool:
         """Whether it is one of the calls that asks."""
@@ -65,7 +68,7 @@ class Backlog:
 
     def wait(self) -> None:
         """Return when every call appended so far has been made; raise the first exception."""
-        if self._calls:
+        if self._calls or self._pool is None:  # without a worker another thread may be making them now
             self.hand_over()
         if self._jobs:
             wait(self._jobs)  # all of them, before one of them raises: a writer may be closed next
@@ -79,15 +82,17 @@ class Backlog:
 
     def _make(self, calls: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
         error: Exception | None = None
+        left = iter(calls)
         with self._working():
             self.working_thread = threading.get_ident()
             try:
-                for call, args in calls:
+                for call, args in left:
                     try:
                         call(*args)
                     except Exception as e:
                         error = error or e
             finally:
                 self.working_thread = None
+                self._calls.extendleft(reversed([*left]))  # Ctrl-C ends the loop, but not what is to be stored
         if error is not None:
             raise error

@@ -17,8 +17,9 @@ from trainkit.utils.events.history import HistoryBuffer
 logger = logging.getLogger(__name__)
 
 _stack: list["EventStorage"] = []
-_thread = threading.local()  # .storage: the one for which this thread stores what was put before
+_thread = threading.local()  # .stack: as _stack, while this thread stores what was put before
 
+_MAX_ITER = 2**63 - 1
 _MAX_KINDS_OF_ROWS = 1000  # a model may put other names in each iteration
 _MAX_IMAGES = 100  # a rank without a writer never empties the list
 
@@ -29,17 +30,21 @@ def get_event_storage() -> "EventStorage":
     Raises:
         RuntimeError: none is open; code that also runs outside training asks ``has_event_storage()`` first.
     """
-    storage = getattr(_thread, "storage", None) or (_stack[-1] if _stack else None)
-    if storage is None:
+    stack = _open_storages()
+    if not stack:
         raise RuntimeError(
             "no EventStorage is open: put scalars from inside a trainer or a `with EventStorage():` block, "
             "or ask has_event_storage() first"
         )
-    return storage
+    return stack[-1]
 
 
 def has_event_storage() -> bool:
-    return getattr(_thread, "storage", None) is not None or bool(_stack)
+    return bool(_open_storages())
+
+
+def _open_storages() -> "list[EventStorage]":
+    return getattr(_thread, "stack", None) or _stack
 
 
 class Image(NamedTuple):
@@ -73,7 +78,8 @@ class EventStorage:
 
     Writers read it; ``get_event_storage()`` finds it inside ``with storage:``. Histories are bounded by
     ``history_length`` values each (see `HistoryBuffer`). What is put waits for the next ``publish`` or read and is
-    stored then, in the same order; by a worker thread in a storage that defers (`start_deferring`).
+    stored then, in the same order; by a worker thread in a storage that defers (`start_deferring`). What a read returns is
+    of that moment: ask again instead of keeping it.
     """
 
     def __init__(self, start_iter: int = 0, history_length: int = 10_000) -> None:
@@ -128,11 +134,13 @@ class EventStorage:
         """``put_scalar`` for each item, whatever its name is."""
         storing = self._backlog.working_thread is not None and self._backlog.is_working()
         place = self._later_place if storing else self._place
-        rows = self._rows.get((*values, place.prefix, smoothing_hint))
-        if rows is None:
-            rows = self._make_rows(values, place.prefix, smoothing_hint)
         iter = place.iter if cur_iter is None else operator.index(cur_iter)
+        if not -_MAX_ITER <= iter <= _MAX_ITER:
+            raise OverflowError(f"an iteration must fit into 64 bits, got {iter}")
         row = iter, [*map(float, values.values())], epoch
+        rows = self._rows.get((*values, place.prefix, smoothing_hint))
+        if rows is None:  # behind the conversions: what is refused leaves nothing behind
+            rows = self._make_rows(values, place.prefix, smoothing_hint)
         if storing:
             self._add(rows, row)
         else:
@@ -190,11 +198,12 @@ class EventStorage:
     def _make_rows(self, values: Iterable[str], prefix: str, smoothing_hint: bool) -> "_Rows":
         names = [prefix + name for name in values]
         for name in names:
-            if self._smoothing_hints.setdefault(name, smoothing_hint) is not smoothing_hint:
+            if self._smoothing_hints.get(name, smoothing_hint) is not smoothing_hint:
                 raise ValueError(
                     f"scalar {name!r} was put with smoothing_hint={not smoothing_hint} before and now with "
                     f"smoothing_hint={smoothing_hint}; use one hint per name"
                 )
+        self._smoothing_hints.update(dict.fromkeys(names, smoothing_hint))
         if len(self._rows) >= _MAX_KINDS_OF_ROWS:
             self._rows.clear()  # they are made again
         rows = _Rows(names, [])
@@ -211,8 +220,15 @@ class EventStorage:
         rows.rows.append(row)
 
     def _store_rows(self) -> None:
+        if not self._waiting_rows:
+            return
         self._smoothed.clear()
-        for names, rows in self._waiting_rows:
+        waiting = [(names, rows[:]) for names, rows in self._waiting_rows]
+        for _, rows in self._waiting_rows:
+            rows.clear()
+        self._waiting_rows.clear()
+        self._names_of_rows.clear()
+        for names, rows in waiting:
             iters, values, epochs = zip(*rows, strict=True)
             for name, column in zip(names, zip(*values, strict=True), strict=True):
                 if name not in self._history:
@@ -222,9 +238,6 @@ class EventStorage:
                     self._epochs[name] = epochs[-1]
                 else:
                     self._epochs.pop(name, None)
-            rows.clear()
-        self._waiting_rows.clear()
-        self._names_of_rows.clear()
 
     # ------------------------------------------------------------------ read
 
@@ -345,6 +358,7 @@ class EventStorage:
             self._history[name] = HistoryBuffer(self._history_length)
             self._history[name].load_state_dict(saved)
         self._smoothed.clear()
+        self._rows.clear()
         self._smoothing_hints, self._epochs = dict(state["smoothing_hints"]), dict(state["epochs"])
         self._images = deque((Image(**image) for image in state["images"]), _MAX_IMAGES)
         self._histograms = deque((Histogram(**histogram) for histogram in state["histograms"]), _MAX_IMAGES)
@@ -381,20 +395,20 @@ class EventStorage:
 
     def flush(self) -> None:
         """Store everything put so far, or wait until that is done; raise what has gone wrong."""
-        if not self._backlog.is_working():
-            self._backlog.wait()
-        if self._waiting_rows:
+        if self._backlog.is_working():
             self._store_rows()
+        else:
+            self._backlog.wait()
 
     @contextmanager
     def _storing(self) -> Iterator[None]:
-        former = getattr(_thread, "storage", None)
-        _thread.storage = self
+        stack = _thread.__dict__.setdefault("stack", [])
+        stack.append(self)
         try:
             yield
             self._store_rows()
         finally:
-            _thread.storage = former
+            stack.pop()
 
     def _call_at(self, place: _Place, store: Callable[..., None], args: tuple[Any, ...]) -> None:
         self._later_place = place
@@ -403,13 +417,13 @@ class EventStorage:
     # ------------------------------------------------------------------ context
 
     def __enter__(self) -> "EventStorage":
-        _stack.append(self)
+        _open_storages().append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _stack.remove(self)
+        _open_storages().remove(self)
         try:
             self.flush()
         except Exception:
