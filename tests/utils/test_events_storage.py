@@ -1,5 +1,6 @@
 import io
 import math
+import sys
 import threading
 
 import pytest
@@ -672,11 +673,13 @@ def test_a_storage_that_is_loaded_forgets_what_was_put_before():
     storage = EventStorage()
     storage.put_scalar("x", 1.0)
     storage.load_state_dict(EventStorage().state_dict())
-    storage.put_scalar("x", 2.0, smoothing_hint=False)
+    storage.put_scalar("x", 2.0)
     assert storage.latest_with_smoothing_hint() == {"x": (2.0, 0)}
 
 
 def test_another_thread_may_read_while_the_loop_puts():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
     storage = EventStorage(history_length=100_000)
     errors, done = [], threading.Event()
 
@@ -696,6 +699,7 @@ def test_another_thread_may_read_while_the_loop_puts():
             storage.latest()
     done.set()
     reader.join()
+    sys.setswitchinterval(interval)
     assert errors == []
     assert storage.history("x").values() == [(iter, iter) for iter in range(5000)]
 
