@@ -78,8 +78,8 @@ class EventStorage:
 
     Writers read it; ``get_event_storage()`` finds it inside ``with storage:``. Histories are bounded by
     ``history_length`` values each (see `HistoryBuffer`). What is put waits for the next ``publish`` or read and is
-    stored then, in the same order; by a worker thread in a storage that defers (`start_deferring`). What a read returns is
-    of that moment: ask again instead of keeping it.
+    stored then, in the same order; by a worker thread in a storage that defers (`start_deferring`). What a read returns
+    is of that moment: ask again instead of keeping it.
     """
 
     def __init__(self, start_iter: int = 0, history_length: int = 10_000) -> None:
