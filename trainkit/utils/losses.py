@@ -20,10 +20,6 @@ class Losses(NamedTuple):
             total = total + values[name]
         return cls(values, trained, total)
 
-    def names(self) -> list[str]:
-        """The names under which they are stored: the total, then the entries if there are several."""
-        return ["total_loss", *self.values] if len(self.values) > 1 else ["total_loss"]
-
     def detach(self) -> "Losses":
         values = {name: value.detach() for name, value in self.values.items()}
         return Losses(values, self.trained, self.total.detach())
@@ -59,7 +55,7 @@ def parse_losses(output: object) -> Losses:
                 raise ValueError(
                     f"the model's loss {name!r} must be a scalar, got shape {list(value.shape)}; reduce it first"
                 )
-            values[name] = value.reshape(())
+            values[name] = value.reshape(())  # only where it is needed: it is a step of the backward pass as well
         if value.requires_grad:
             trained.append(name)
     if not trained:
