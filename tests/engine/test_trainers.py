@@ -556,6 +556,18 @@ def test_asynchronous_metrics_are_the_same_and_come_from_another_thread(trainer_
     assert threads == [{True}, {False}]
 
 
+def test_one_process_on_a_cpu_has_nothing_to_wait_for_and_no_worker(as_it_is):
+    model = Weight(lambda weight, batch: weight * batch)
+    data = [torch.tensor(value) for value in (1.0, math.nan, 1.0)]
+    trainer = SimpleTrainer(model, data, sgd(model), async_write_metrics=True)
+    threads = []
+    trainer.register_hooks([CallbackHook(after_step=lambda _: threads.extend(threading.enumerate()))])
+    with pytest.raises(FloatingPointError, match="not finite in iteration 1"):
+        trainer.train(0, 3)
+    assert (trainer.iter, model.weight.item()) == (1, pytest.approx(0.9))  # at once, as in the synchronous way
+    assert [thread.name for thread in threads if thread.name.startswith("trainkit")] == []
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_second_run_stores_its_metrics_as_well(asynchronous):
     model = Regression()

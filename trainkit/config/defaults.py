@@ -151,7 +151,7 @@ _C.LOG = CN()
 _C.LOG.PERIOD = 20
 _C.LOG.WINDOW = 20  # iterations that are smoothed by their median
 _C.LOG.GATHER_PERIOD = 1  # average the losses over ranks every so many iterations
-_C.LOG.ASYNC = None  # None: on an accelerator only
+_C.LOG.ASYNC = None  # store metrics in a worker thread; None: on an accelerator only
 _C.LOG.WRITERS = ["console", "json", "tensorboard"]
 _C.LOG.EVAL_AXIS = "iter"  # or "epoch": over what writers show the results of evaluations
 

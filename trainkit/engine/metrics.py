@@ -76,6 +76,10 @@ class StepRecord:
         self._arrived = torch.cuda.Event()
         self._arrived.record(torch.cuda.current_stream(device))  # not that of the current device
 
+    def is_under_way(self) -> bool:
+        """Whether reading it may take waiting."""
+        return self._arrived is not None
+
     def is_unremarkable(self) -> bool:
         """Whether the total is finite and the flag 0; False if that takes waiting."""
         return self._arrived is None and not self._flagged and math.isfinite(self._values["total_loss"])

@@ -83,8 +83,9 @@ class SimpleTrainer(TrainerBase):
             gather_metric_period: average the metrics over ranks, and store them, every so many iterations.
             zero_grad_before_forward: zero the gradients before the forward pass instead of behind it, which needs
                 less memory where a model's forward is large.
-            async_write_metrics: read the losses from the device in a worker thread. An error there, a loss
-                that is not finite included, ends the run one log period later at most.
+            async_write_metrics: read the losses from the device, and exchange them with the other ranks, in a worker
+                thread. An error there, a loss that is not finite included, ends the run one log period later at most.
+                One process on a CPU has nothing to wait for, and no worker.
             accumulation_steps: micro-batches per iteration; equals one batch of so many times the size for losses
                 that are means over the batch.
             clip_gradients: called with the parameters between ``after_backward`` and the update, such as
@@ -367,7 +368,8 @@ class SimpleTrainer(TrainerBase):
     def _write_metrics(self, losses: Losses, data_time: float, extra: dict[str, Tensor]) -> None:
         record = StepRecord(losses, data_time, self.iter, extra, self._flag)
         storage, alone = get_event_storage(), comm.get_world_size() == 1
-        if not self.async_write_metrics:
+        # what is on the host already costs less to store than to hand over
+        if not self.async_write_metrics or (alone and not record.is_under_way()):
             storage.put_later(self._store_metrics, record)
             if not (alone and record.is_unremarkable()):
                 storage.flush()

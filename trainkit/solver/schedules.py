@@ -24,7 +24,7 @@ SCHEDULE_REGISTRY = Registry("SCHEDULE")
 
 
 @SCHEDULE_REGISTRY.register()
-@dataclass(frozen=True)
+@dataclass
 class Constant:
     """``factor`` times the base; in the last iteration the base itself, so that what follows begins with it."""
 
@@ -40,7 +40,7 @@ class Constant:
 
 
 @SCHEDULE_REGISTRY.register()
-@dataclass(frozen=True)
+@dataclass
 class Linear:
     """In a line from ``start_factor`` times the base to ``end_factor`` times the base; the usual warm-up."""
 
@@ -59,7 +59,7 @@ class Linear:
 
 
 @SCHEDULE_REGISTRY.register()
-@dataclass(frozen=True)
+@dataclass
 class ExponentialWarmup:
     """From ``factor`` times the base to the base, by the same factor in each iteration."""
 
@@ -76,7 +76,7 @@ class ExponentialWarmup:
 
 
 @SCHEDULE_REGISTRY.register()
-@dataclass(frozen=True)
+@dataclass
 class Step:
     """Times ``gamma`` every ``step_size`` iterations."""
 
@@ -92,7 +92,7 @@ class Step:
 
 
 @SCHEDULE_REGISTRY.register()
-@dataclass(frozen=True)
+@dataclass
 class MultiStep:
     """Times ``gamma`` from each of ``milestones`` on, counted from the begin; one that stands twice counts twice."""
 
@@ -108,7 +108,7 @@ class MultiStep:
 
 
 @SCHEDULE_REGISTRY.register()
-@dataclass(frozen=True)
+@dataclass
 class Exponential:
     """Times ``gamma`` in each iteration."""
 
@@ -121,7 +121,7 @@ class Exponential:
         return base * self.gamma**t
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _HasEnd:
     """An end as a value, or as a ratio of the base, which suits groups with different bases; by default 0."""
 
@@ -143,7 +143,7 @@ class _HasEnd:
 
 
 @SCHEDULE_REGISTRY.register()
-@dataclass(frozen=True)
+@dataclass
 class Cosine(_HasEnd):
     """From the base to the end along half a period of a cosine.
 
@@ -163,7 +163,7 @@ class Cosine(_HasEnd):
 
 
 @SCHEDULE_REGISTRY.register()
-@dataclass(frozen=True)
+@dataclass
 class CosineRestarts(_HasEnd):
     """One `Cosine` after the other, of ``periods`` iterations each; the last value stays.
 
@@ -194,7 +194,7 @@ class CosineRestarts(_HasEnd):
 
 
 @SCHEDULE_REGISTRY.register()
-@dataclass(frozen=True)
+@dataclass
 class Polynomial(_HasEnd):
     """From the base to the end by ``(1 - t / (length - 1)) ** power``."""
 
@@ -212,7 +212,7 @@ class Polynomial(_HasEnd):
 
 
 @SCHEDULE_REGISTRY.register()
-@dataclass(frozen=True)
+@dataclass
 class OneCycle:
     """Up from ``base / div_factor`` to the base, and down to ``base / div_factor / final_div_factor``.
 
@@ -259,7 +259,7 @@ class OneCycle:
 
 
 @SCHEDULE_REGISTRY.register()
-@dataclass(frozen=True)
+@dataclass
 class InverseSquareRoot:
     """``base * sqrt(timescale / (t + timescale))``.
 
@@ -276,7 +276,7 @@ class InverseSquareRoot:
 
 
 @SCHEDULE_REGISTRY.register()
-@dataclass(frozen=True)
+@dataclass
 class WarmupStableDecay(_HasEnd):
     """Up in a line from ``start_factor`` times the base in ``warmup`` iterations, flat, and to the end in ``decay``.
 
@@ -308,7 +308,7 @@ class WarmupStableDecay(_HasEnd):
         return base if decayed <= 0 else _ANNEAL[self.anneal](base, self.end(base), decayed / self.decay)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Segment:
     """A schedule from iteration ``begin`` (included) to ``end`` (excluded)."""
 
@@ -323,7 +323,7 @@ class Segment:
             raise ValueError(f"end must be behind begin {self.begin}, got {self.end}")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Chain:
     """Each segment takes what the ones listed before it give as its base.
 
