@@ -22,7 +22,8 @@ LAYERS = [
     ["trainkit.engine.hooks"],
     ["trainkit.engine.compile"],
     ["trainkit.engine.graph"],
-    ["trainkit.engine.parallel", "trainkit.engine.predictor", "trainkit.engine.setup", "trainkit.engine.launch"],
+    ["trainkit.engine.fsdp", "trainkit.engine.parallel"],
+    ["trainkit.engine.predictor", "trainkit.engine.setup", "trainkit.engine.launch"],
     ["trainkit.engine.evaluation_run"],
     ["trainkit.engine.defaults"],
     ["trainkit.engine"],
@@ -32,9 +33,12 @@ LAYERS = [
 # who may call importlib.import_module, and what for
 LATE_IMPORTS = {
     "tools.benchmarks.peers": "other trainers, which nobody needs",
+    "trainkit.checkpoint.shards": "torch.distributed.checkpoint takes as long to import as torch",
     "trainkit.config.imports": "IMPORTS, the one place where a config names code",
+    "trainkit.engine.fsdp": "torch.distributed.fsdp takes as long to import as torch",
     "trainkit.utils.events.writers": "tensorboard, an optional package",
     "trainkit.utils.registry": "locate() finds an object by its dotted name",
+    "trainkit.utils.sharding": "torch.distributed.tensor takes as long to import as torch",
 }
 
 PURE = {"compile", "copy", "frozenset", "getLogger", "int", "list", "local", "object", "split", "tuple", "type"}

@@ -5,11 +5,11 @@ import os
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer
 from trainkit.engine import hooks
+from trainkit.engine.parallel import create_ddp_model
 from trainkit.engine.trainers import SimpleTrainer
 
 
@@ -38,8 +38,8 @@ class WithoutThePass(SimpleTrainer):
         pass
 
 
-def make(rank, folder, trainer_class=SimpleTrainer):
-    model = DistributedDataParallel(Net(), broadcast_buffers=False)
+def make(rank, folder, trainer_class=SimpleTrainer, **options):
+    model = create_ddp_model(Net(), **{"broadcast_buffers": False, **options})
     generator = torch.Generator().manual_seed(rank)
     data = [torch.randn(4, 37, generator=generator)] * 100
     trainer = trainer_class(model, data, torch.optim.SGD(model.parameters(), 0.1))
@@ -48,12 +48,12 @@ def make(rank, folder, trainer_class=SimpleTrainer):
     return trainer, checkpointer
 
 
-def a_resumed_run_ends_with_the_same_bits(rank, folder, trainer_class=SimpleTrainer):
+def a_resumed_run_ends_with_the_same_bits(rank, folder, trainer_class=SimpleTrainer, **options):
     torch.manual_seed(rank)
-    whole, _ = make(rank, os.path.join(folder, "whole"), trainer_class)
+    whole, _ = make(rank, os.path.join(folder, "whole"), trainer_class, **options)
     whole.train(0, 12)
     torch.manual_seed(9)
-    resumed, checkpointer = make(rank, "", trainer_class)
+    resumed, checkpointer = make(rank, "", trainer_class, **options)
     checkpointer.load(os.path.join(folder, "whole", "model_0000003.pth"))
     resumed.train(4, 12)
     pairs = zip(whole.model.state_dict().values(), resumed.model.state_dict().values(), strict=True)
@@ -64,9 +64,20 @@ def without_the_pass_before_the_first_step_it_does_not(rank, folder):
     return a_resumed_run_ends_with_the_same_bits(rank, folder, WithoutThePass)
 
 
+OPTIONS = ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph", "fp16_compression")
+
+
+def with_each_option_of_ddp_it_does(rank, folder):
+    return [a_resumed_run_ends_with_the_same_bits(rank, os.path.join(folder, name), **{name: True}) for name in OPTIONS]
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    checks = [a_resumed_run_ends_with_the_same_bits, without_the_pass_before_the_first_step_it_does_not]
+    checks = [
+        a_resumed_run_ends_with_the_same_bits,
+        without_the_pass_before_the_first_step_it_does_not,
+        with_each_option_of_ddp_it_does,
+    ]
     return on_two_ranks(checks, tmp_path_factory.mktemp("ranks"), num_ranks=3)
 
 
@@ -76,3 +87,7 @@ def test_a_resumed_run_of_three_ranks_ends_with_the_same_bits(found):
 
 def test_without_the_pass_before_the_first_step_it_does_not(found):
     assert found["without_the_pass_before_the_first_step_it_does_not"] == [(False, 12)] * 3
+
+
+def test_with_each_option_of_ddp_it_does(found):
+    assert found["with_each_option_of_ddp_it_does"] == [[(True, 13)] * 3 + [(True, 14), (True, 13)]] * 3

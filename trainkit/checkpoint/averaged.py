@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-_PATH = ("trainer", "hooks", "EMAHook", "model")
+AVERAGED_PATH = "trainer.hooks.EMAHook.model"
 
 
 def averaged_weights(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -12,6 +12,6 @@ def averaged_weights(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
     Of several such hooks, the first one's.
     """
     found: Any = state
-    for key in _PATH:
+    for key in AVERAGED_PATH.split("."):
         found = found.get(key) if isinstance(found, Mapping) else None
     return found if isinstance(found, Mapping) else None

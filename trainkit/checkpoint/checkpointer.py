@@ -1,12 +1,16 @@
 """Checkpointer: saves a model and what belongs to its training, and finds, verifies and loads it again."""
 
+import contextlib
 import json
 import logging
 import os
+import secrets
 from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
+from functools import partial
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch import UntypedStorage, nn
 
 from trainkit.checkpoint.atomic import CheckpointError, remove_leftovers, sync_folder, write_text
@@ -22,9 +26,19 @@ from trainkit.checkpoint.folder import (
 from trainkit.checkpoint.matching import Differences, strip_wrapper_prefix
 from trainkit.checkpoint.ranks import KEY as RANKS
 from trainkit.checkpoint.ranks import gather_rank_states, take_rank_state
+from trainkit.checkpoint.shards import KEY as SHARDS
+from trainkit.checkpoint.shards import (
+    Shards,
+    fill_shards,
+    remove_shards,
+    remove_stray_shards,
+    take_shards,
+    verify_shards,
+)
 from trainkit.checkpoint.staging import HostCopy
 from trainkit.utils import comm
 from trainkit.utils.model import unwrap_model
+from trainkit.utils.sharding import first_shard, is_sharded, shard_like
 
 _logger = logging.getLogger(__name__)
 
@@ -129,18 +143,27 @@ class Checkpointer:
             self.wait()
         except CheckpointError as error:
             _logger.error("An earlier checkpoint is not saved: %s", error)
-        state = self._collect(kwargs)
-        if not self.save_to_disk:
-            return None
+        state, shards = self._collect(kwargs)
         path = os.path.join(self.save_dir, name + SUFFIX)
-        _logger.info("Saving checkpoint to %s", path)
-        self._prepare_save_dir()
+        if self.save_to_disk:
+            _logger.info("Saving checkpoint to %s", path)
+            self._prepare_save_dir()
+        write = partial(self._write, path, tag_last=tag_last, on_commit=on_commit)
+        if shards:
+            # in a folder that no other save has had: until this one is committed, the former one is needed
+            token = comm.broadcast(secrets.token_hex(4) if self.save_to_disk else "")
+            if not token:
+                return None
+            folder = f"{path.removesuffix(SUFFIX)}.shards-{token}"
+            write = partial(self._write_sharded, shards, folder, comm.side_group("checkpoint"), write)
+        elif not self.save_to_disk:
+            return None
         if self.async_save:
-            copy = HostCopy(state, self._memory)
+            copy = HostCopy({**(state if self.save_to_disk else {}), SHARDS: shards.local}, self._memory)
             self._memory = copy.memory
-            self._writing = self._thread.submit(self._write_copy, path, copy, tag_last, on_commit)
+            self._writing = self._thread.submit(self._write_copy, write, copy, shards)
             return self._writing
-        self._write(path, state, tag_last, on_commit)
+        write(state)
         return None
 
     def wait(self) -> None:
@@ -167,7 +190,7 @@ class Checkpointer:
         if self._writing is not None:
             futures.wait([self._writing])
 
-    def _collect(self, entries: dict[str, Any]) -> dict[str, Any]:
+    def _collect(self, entries: dict[str, Any]) -> tuple[dict[str, Any], Shards]:
         state: dict[str, Any] = {"model": self.model.state_dict()}
         state |= {key: obj.state_dict() for key, obj in self.checkpointables.items()}
         if taken := sorted(state.keys() & entries):
@@ -176,10 +199,13 @@ class Checkpointer:
         for obj in self.checkpointables.values():
             if hasattr(obj, "before_save"):
                 obj.before_save(state)
+        shards = Shards({})
+        if first_shard(self.model) is not None:
+            state, shards = take_shards(state)
         keys = {key: getattr(obj, "rank_keys", ()) for key, obj in self.checkpointables.items()}
         if comm.get_world_size() > 1 and any(keys.values()):
             state[RANKS] = gather_rank_states(state, self.model, keys)
-        return state
+        return state, shards
 
     def _prepare_save_dir(self) -> None:
         try:
@@ -189,21 +215,44 @@ class Checkpointer:
                 f"cannot make the checkpoint folder '{self.save_dir}': {error.strerror}. Choose another one"
             ) from error
         remove_leftovers(self.save_dir)
+        remove_stray_shards(self.save_dir)
 
     def _write(self, path: str, state: dict[str, Any], tag_last: bool, on_commit: Callable[[], None] | None) -> None:
         write_file(state, path)
+        with contextlib.suppress(OSError):  # the next save tries again
+            remove_shards(path, but=state.get(SHARDS, {}).get("folder", ""))
         if tag_last:
             self.tag_last_checkpoint(os.path.basename(path))
         if on_commit is not None:
             on_commit()
 
-    def _write_copy(self, path: str, copy: HostCopy, tag_last: bool, on_commit: Callable[[], None] | None) -> None:
+    def _write_sharded(
+        self,
+        shards: Shards,
+        folder: str,
+        group: "dist.ProcessGroup | None",
+        write: Callable[[dict[str, Any]], None],
+        state: dict[str, Any],
+    ) -> None:
+        """Write the parts of all ranks, then the file that names them; a failure is raised on every rank."""
+        manifest, error = shards.write(folder, group), ""
+        if self.save_to_disk:
+            try:
+                write({**state, SHARDS: manifest})
+            except CheckpointError as failure:
+                error = str(failure)
+        if errors := [text for text in comm.all_gather(error, group=group) if text]:
+            raise CheckpointError(errors[0])
+
+    def _write_copy(self, write: Callable[[dict[str, Any]], None], copy: HostCopy, shards: Shards) -> None:
+        state = dict(copy.state())
+        shards.local = state.pop(SHARDS)
         try:
-            self._write(path, copy.state(), tag_last, on_commit)
+            write(state)
             return
         except CheckpointError as error:
             text = str(error)
-        del copy  # an error that waits to be asked for must not keep a copy of the model
+        del copy, state, shards, write  # an error that waits to be asked for must not keep a copy of the model
         raise CheckpointError(text)
 
     def tag_last_checkpoint(self, last_filename_basename: str) -> None:
@@ -307,7 +356,9 @@ class Checkpointer:
             return {}
         path = os.fspath(path)
         self._finish_writing()
-        return self._apply(_read(path), path, keys, strict)
+        state = _read(path)
+        verify_shards(state, path)
+        return self._apply(state, path, keys, strict)
 
     def resume_or_load(self, path: str | os.PathLike[str] | None, *, resume: bool = True) -> dict[str, Any]:
         """Go on from the last checkpoint in ``save_dir``, or load the model alone from ``path``; every rank calls it.
@@ -323,24 +374,39 @@ class Checkpointer:
         """
         self._finish_writing()
         if resume:
-            path_of_last, state = self._choose_for_all_ranks()
+            path_of_last, state = self._choose_and_read()
             if path_of_last:
-                state = _read_on_all_ranks(path_of_last, state)
                 return self._apply(state, path_of_last, list(self.checkpointables), strict=True)
             _logger.info("No checkpoint to resume from in '%s'; starting from '%s'", self.save_dir, path or "")
         if not path:
             return self.load(path, checkpointables=[])
         path = os.fspath(path)
-        return self._apply(_read_on_all_ranks(path), path, [], strict=False)
+        state = _read_on_all_ranks(path)
+        if damage := _find_damaged_shards(state, path):
+            raise CheckpointError(damage)
+        return self._apply(state, path, [], strict=False)
 
-    def _choose_for_all_ranks(self) -> tuple[str, dict[str, Any] | None]:
+    def _choose_and_read(self) -> tuple[str, dict[str, Any]]:
+        """The path and what is in the file, on every rank."""
+        broken: dict[str, str] = {}
+        while True:
+            path, state = self._choose_for_all_ranks(broken)
+            if not path:
+                return "", {}
+            state = _read_on_all_ranks(path, state)
+            damage = _find_damaged_shards(state, path)
+            if not damage:
+                return path, state
+            broken[path] = damage
+
+    def _choose_for_all_ranks(self, broken: Mapping[str, str]) -> tuple[str, dict[str, Any] | None]:
         """The path, and on rank 0 what is in the file."""
         path, state, error = "", None, ""
         if comm.is_main_process():
             try:
                 if self.save_to_disk and os.path.isdir(self.save_dir):
                     remove_leftovers(self.save_dir)
-                path, state = choose_and_read(self.save_dir)
+                path, state = choose_and_read(self.save_dir, broken)
             except OSError as failure:  # a CheckpointError is one; the folder may be unreadable
                 error = str(failure)
         path, error = comm.broadcast((path, error))
@@ -362,6 +428,7 @@ class Checkpointer:
         if any(getattr(self.checkpointables[key], "rank_keys", ()) for key in keys):
             take_rank_state(state, path)
         state.pop(RANKS, None)
+        state = fill_shards(state, path, first_shard(self.model), [f"{key}." for key in ("model", *keys)])
         for obj in self.checkpointables.values():
             if hasattr(obj, "after_load"):
                 obj.after_load(state)
@@ -380,11 +447,14 @@ class Checkpointer:
 
     def _load_model(self, weights: Mapping[str, Any], path: str, strict: bool) -> None:
         weights = strip_wrapper_prefix(weights, self.model)
-        differences = Differences(weights, self.model.state_dict())
+        own = self.model.state_dict()
+        differences = Differences(weights, own)
         nothing_fits = len(differences.unexpected) + len(differences.mismatched) == len(weights)
         if differences and (strict or nothing_fits):
             raise CheckpointError(f"'{path}' holds another model than this one:\n{differences.table()}")
         fitting = {key: value for key, value in weights.items() if key not in differences.mismatched}
+        whole = {key: value for key, value in fitting.items() if is_sharded(own.get(key)) and not is_sharded(value)}
+        fitting |= {key: shard_like(value, own[key]) for key, value in whole.items()}
         self.model.load_state_dict(fitting, strict=False)
         if differences:
             _logger.warning("Some weights in '%s' do not fit the model:\n%s", path, differences.table())
@@ -421,3 +491,13 @@ def _read_on_all_ranks(path: str, state: dict[str, Any] | None = None) -> dict[s
     if state is None or errors:
         raise CheckpointError("; ".join(errors))
     return state
+
+
+def _find_damaged_shards(state: dict[str, Any], path: str) -> str:
+    """What is wrong with them, or nothing; every rank looks at a part of the files, and hears of all."""
+    error = ""
+    try:
+        verify_shards(state, path, part=comm.get_rank(), num_parts=comm.get_world_size())
+    except CheckpointError as failure:
+        error = str(failure)
+    return next(filter(None, comm.all_gather(error)), "")

@@ -29,6 +29,7 @@ import torch
 from trainkit.checkpoint.atomic import CheckpointError, replacing
 from trainkit.checkpoint.state import plain_state
 
+SUFFIX = ".pth"
 MARKER = "__trainkit_format__"
 
 _VERSION = 1

@@ -4,16 +4,16 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from trainkit.checkpoint.atomic import CheckpointError
-from trainkit.checkpoint.file import has_trailer, read_file, verify
+from trainkit.checkpoint.file import SUFFIX, has_trailer, read_file, verify
+from trainkit.checkpoint.shards import remove_shards, verify_shards
 
 _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-SUFFIX = ".pth"
 TAG_FILE = "last_checkpoint"
 FINISHED_FILE = "finished"
 _PUBLISHED = re.compile(r"(.+)_published(-[0-9a-f]{8})?\.pth")
@@ -95,13 +95,34 @@ def choose(folder: str) -> str:
     return _first_intact(folder, verify)[0]
 
 
-def choose_and_read(folder: str) -> tuple[str, dict[str, Any] | None]:
-    """The same, and what is in it: one reading verifies and loads the file.
+def choose_and_read(folder: str, known_as_broken: Mapping[str, str] | None = None) -> tuple[str, dict[str, Any] | None]:
+    """The same, and what is in it: one reading verifies and loads the file, but not what is in the files of its shards.
+
+    Args:
+        known_as_broken: path -> what is wrong with it.
 
     Raises:
         CheckpointError: as `choose`.
     """
-    return _first_intact(folder, read_file)
+
+    def read(path: str) -> dict[str, Any]:
+        if known_as_broken and path in known_as_broken:
+            raise CheckpointError(known_as_broken[path])
+        state = read_file(path)
+        verify_shards(state, path, num_parts=0)
+        return state
+
+    return _first_intact(folder, read)
+
+
+def remove_checkpoint(path: str) -> None:
+    """Remove a file, and then its shards.
+
+    Raises:
+        OSError: something cannot be removed.
+    """
+    os.remove(path)
+    remove_shards(path)
 
 
 def _first_intact(folder: str, read: Callable[[str], _T]) -> tuple[str, _T | None]:

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from trainkit.checkpoint.checkpointer import Checkpointer
+from trainkit.checkpoint.folder import remove_checkpoint
 from trainkit.utils.numbers import is_whole
 from trainkit.utils.periods import is_nth
 
@@ -129,7 +130,7 @@ class PeriodicCheckpointer:
         for number in newest_first[self.max_to_keep - 1 :]:
             path = os.path.join(self.checkpointer.save_dir, numbered[number])
             try:
-                os.remove(path)
+                remove_checkpoint(path)
             except OSError as error:
                 _logger.warning("Cannot remove the old checkpoint '%s': %s", path, error.strerror)
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from trainkit.checkpoint.atomic import CheckpointError, sync_folder
-from trainkit.checkpoint.averaged import averaged_weights
+from trainkit.checkpoint.averaged import AVERAGED_PATH, averaged_weights
 from trainkit.checkpoint.file import read_file, write_file
 from trainkit.checkpoint.folder import SUFFIX, published_files, published_name
+from trainkit.checkpoint.shards import fill_shards, verify_shards
 
 _logger = logging.getLogger(__name__)
 
@@ -17,7 +18,7 @@ _CHUNK = 1 << 20
 
 
 def publish_weights(path: str | os.PathLike[str], weights: Literal["model", "ema"] = "model") -> str:
-    """Write ``{"model": weights}`` of a checkpoint beside it.
+    """Write ``{"model": weights}`` of a checkpoint beside it: one plain file, also of a checkpoint in shards.
 
     The file is called ``<name>_published-<first 8 hex digits of its SHA-256>.pth``, which ``torch.hub`` verifies. Older
     ones of the same checkpoint are removed once it is there. No run is resumed from it.
@@ -35,7 +36,10 @@ def publish_weights(path: str | os.PathLike[str], weights: Literal["model", "ema
     folder, basename = os.path.split(os.path.abspath(path))
     name = basename.removesuffix(SUFFIX)
     unnamed = os.path.join(folder, published_name(name))
-    write_file({"model": _choose(read_file(path), weights, path)}, unnamed)
+    state = read_file(path)
+    verify_shards(state, path)
+    state = fill_shards(state, path, wanted=("model.", AVERAGED_PATH))
+    write_file({"model": _choose(state, weights, path)}, unnamed)
     published = os.path.join(folder, published_name(name, _sha256(unnamed)))
     os.replace(unnamed, published)
     sync_folder(folder)

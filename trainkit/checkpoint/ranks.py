@@ -74,8 +74,8 @@ def _fill_in(part: Any, own: Mapping[str, Tensor]) -> Any:
 
 
 def _digest(tensor: Tensor) -> str:
-    tensor = tensor.detach().cpu().contiguous()
+    tensor = tensor.detach() if tensor.is_meta else tensor.detach().cpu().contiguous()
     text = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest_size=16)
-    if tensor.numel():
+    if tensor.numel() and not tensor.is_meta:  # one on the meta device stands for a sharded one
         text.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return text.hexdigest()

@@ -47,6 +47,8 @@ class HostCopy:
         return self._state
 
     def _copy(self, tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            return tensor
         if not _is_plain(tensor) or tensor.device.type not in ("cpu", "cuda"):
             return tensor.to("cpu", copy=True)
         storage = tensor.untyped_storage()

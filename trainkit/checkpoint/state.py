@@ -7,12 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.utils.sharding import is_sharded
+
 _PLAIN_TYPES = (str, bool, float, complex, type(None), torch.Size, torch.dtype, torch.device)
 _KEY_TYPES = (str, int, float, bool)
 _MAX_INT_BITS = 2000  # torch's reader refuses an int that the pickle stores with a four-byte length
 
 
-def plain_state(value: Any, path: str = "", take_tensor: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
+def plain_state(
+    value: Any,
+    path: str = "",
+    take_tensor: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    take_shard: Callable[[Tensor, str], Tensor] | None = None,
+) -> Any:
     """Return a copy of ``value`` that is safe to write; containers are new, tensors share memory with the originals.
 
     Tensors come back detached. One that shows only a part of its storage is cloned, because the file would
@@ -22,6 +29,8 @@ def plain_state(value: Any, path: str = "", take_tensor: Callable[[Tensor], Tens
         value: nested dicts, lists and tuples of tensors and plain values.
         path: where ``value`` stands in the state, for the error message.
         take_tensor: what stands for each tensor in the copy.
+        take_shard: what stands for a sharded tensor, or for one on the meta device; gets its path as well. None: as for
+            other tensors, and the former are refused.
 
     Raises:
         TypeError: something else is in it; the message names its path.
@@ -34,16 +43,18 @@ def plain_state(value: Any, path: str = "", take_tensor: Callable[[Tensor], Tens
         return value
     if kind is bytes and value:  # empty bytes are stored as a call, which torch's reader refuses
         return value
+    if take_shard is not None and isinstance(value, Tensor) and (value.is_meta or is_sharded(value)):
+        return take_shard(value.detach(), path)
     if kind in (Tensor, torch.nn.Parameter):
         return take_tensor(_compact(value.detach()))
     if kind in (list, tuple):
-        return kind(plain_state(item, f"{path}[{index}]", take_tensor) for index, item in enumerate(value))
+        return kind(plain_state(item, f"{path}[{i}]", take_tensor, take_shard) for i, item in enumerate(value))
     if kind in (dict, collections.OrderedDict, collections.Counter):  # a Counter: torch's MultiStepLR
-        return _plain_dict(value, path, take_tensor)
+        return _plain_dict(value, path, take_tensor, take_shard)
     raise TypeError(_refusal(value, path))
 
 
-def _plain_dict(value: dict[Any, Any], path: str, take_tensor: Callable[[Tensor], Tensor]) -> dict[Any, Any]:
+def _plain_dict(value: dict[Any, Any], path: str, take_tensor: Any, take_shard: Any) -> dict[Any, Any]:
     copy = type(value)()
     for key, item in value.items():
         if type(key) not in _KEY_TYPES:
@@ -51,7 +62,7 @@ def _plain_dict(value: dict[Any, Any], path: str, take_tensor: Callable[[Tensor]
                 f"the dict at '{path or '(top)'}' has the key {key!r} of type {_type_name(key)}; a checkpoint "
                 "takes keys of type str, int, float and bool"
             )
-        copy[key] = plain_state(item, _join(path, key), take_tensor)
+        copy[key] = plain_state(item, _join(path, key), take_tensor, take_shard)
     metadata = getattr(value, "_metadata", None)  # of a module's state dict: the version of each submodule
     if metadata is not None:
         copy._metadata = plain_state(metadata, _join(path, "_metadata"))  # type: ignore[attr-defined]

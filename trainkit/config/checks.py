@@ -36,6 +36,10 @@ _CHOICES = {
     "EARLY_STOPPING.MODE": ("auto", "max", "min"),
     "LOG.EVAL_AXIS": ("iter", "epoch"),
     "MODEL.COMPILE.MODE": ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+    "MODEL.DDP.COMPRESSION": ("", "fp16", "bf16"),
+    "MODEL.FSDP.PARAM_DTYPE": ("", "float32", "float16", "bfloat16"),
+    "MODEL.FSDP.REDUCE_DTYPE": ("", "float32", "float16", "bfloat16"),
+    "MODEL.PARALLEL": ("ddp", "fsdp"),
     "SOLVER.AMP.PRECISION": ("float16", "bfloat16"),
     "SOLVER.NON_FINITE.POLICY": ("raise", "skip", "ignore"),
     "SOLVER.PARAM_GROUPS.KEY_MATCH": ("longest", "shortest", "exact"),
@@ -76,6 +80,15 @@ def check_values(cfg: CfgNode) -> None:
         raise ConfigError(
             "MODEL.COMPILE.ENABLED and SOLVER.GRAPH.ENABLED are both True; set one of them: the graph where the device "
             "waits for the host"
+        )
+    if cfg.MODEL.PARALLEL == "fsdp" and cfg.SOLVER.GRAPH.ENABLED:
+        raise ConfigError(
+            'MODEL.PARALLEL is "fsdp" and SOLVER.GRAPH.ENABLED True; a graph cannot gather parameters: set one of them'
+        )
+    if cfg.MODEL.DDP.STATIC_GRAPH and cfg.MODEL.DDP.FIND_UNUSED_PARAMETERS:
+        raise ConfigError(
+            "MODEL.DDP.STATIC_GRAPH and MODEL.DDP.FIND_UNUSED_PARAMETERS are both True; leave one of them False: a "
+            "static graph finds unused parameters itself"
         )
 
 

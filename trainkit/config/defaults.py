@@ -28,6 +28,19 @@ _C.MODEL.COMPILE.MODE = "default"  # "reduce-overhead", "max-autotune", "max-aut
 _C.MODEL.COMPILE.FULLGRAPH = False  # True: an error where a part of the model cannot be compiled
 _C.MODEL.COMPILE.DYNAMIC = None  # so that it takes None
 _C.MODEL.COMPILE.DYNAMIC = False  # kernels for shapes that vary; None: for those that have varied so far
+_C.MODEL.PARALLEL = "ddp"  # or "fsdp": each of several processes holds a part of the model
+_C.MODEL.FSDP = CN()  # fully_shard of torch
+_C.MODEL.FSDP.BLOCKS = []  # class names of what is gathered together, such as ["Block"]; []: what ModuleLists hold
+_C.MODEL.FSDP.PARAM_DTYPE = ""  # of the computation: "bfloat16", "float16", "float32"; "": that of the parameters
+_C.MODEL.FSDP.REDUCE_DTYPE = ""  # in which gradients are averaged; "": that of the computation
+_C.MODEL.FSDP.RESHARD_AFTER_FORWARD = True  # False: more memory, less traffic
+_C.MODEL.FSDP.META_INIT = False  # only rank 0 builds the weights, in host memory, and the others take theirs from it
+_C.MODEL.DDP = CN()  # DistributedDataParallel, with several processes
+_C.MODEL.DDP.BROADCAST_BUFFERS = False  # give all ranks the buffers of rank 0 before each forward pass
+_C.MODEL.DDP.FIND_UNUSED_PARAMETERS = False  # parameters may get no gradient; costs a look at the graph in each step
+_C.MODEL.DDP.GRADIENT_AS_BUCKET_VIEW = False  # saves memory as large as the gradients
+_C.MODEL.DDP.STATIC_GRAPH = False  # each step uses the same parameters in the same way
+_C.MODEL.DDP.COMPRESSION = ""  # "fp16" or "bf16": of the gradients that are exchanged; "bf16" needs CUDA and NCCL
 
 # ---------------------------------------------------------------------------- data
 _C.INPUT = CN(new_allowed=True)

@@ -30,10 +30,11 @@ from trainkit.engine import hooks
 from trainkit.engine.compile import compile_model, describe_inexact_compilation
 from trainkit.engine.evaluation_run import averaging_hook, evaluate_models
 from trainkit.engine.finite import raise_failure
+from trainkit.engine.fsdp import build_sharded, is_fsdp
 from trainkit.engine.graph import GraphAMPTrainer, GraphTrainer
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
 from trainkit.engine.hooks.monitor import check_monitored_metrics
-from trainkit.engine.parallel import create_ddp_model
+from trainkit.engine.parallel import create_ddp_model, ddp_options
 from trainkit.engine.predictor import DefaultPredictor
 from trainkit.engine.setup import checkpoint_dir, default_argument_parser, default_setup, default_writers
 from trainkit.engine.train_loop import HookBase, TrainerBase
@@ -92,11 +93,12 @@ class DefaultTrainer(TrainerBase):
         cfg = scale_lr_to_batch(self.auto_scale_workers(cfg, comm.get_world_size()))
 
         # in this order: users' build methods count on the model being there for the optimizer, both for the loader
-        model = self.build_model(cfg)
+        model = build_sharded(cfg, self.build_model) if is_fsdp(cfg) else self.build_model(cfg)
         optimizer = self.build_optimizer(cfg, model)
         data_loader = self.build_train_loader(cfg)
         compile_model(cfg, model)
-        model = create_ddp_model(model, broadcast_buffers=False)
+        if not is_fsdp(cfg):
+            model = create_ddp_model(model, **ddp_options(cfg))
         self._trainer = self._build_step_trainer(cfg, model, data_loader, optimizer)
 
         self.cfg = cfg = self._resolve_lengths(cfg)

@@ -9,6 +9,7 @@ from torch import nn
 
 from trainkit.checkpoint import Checkpointer
 from trainkit.config import CfgNode, ConfigError, check_values, import_modules, resolve_lengths
+from trainkit.engine.fsdp import build_sharded, is_fsdp
 from trainkit.engine.hooks import ConfiguredHooks, EMAHook, HookBase
 from trainkit.engine.setup import checkpoint_dir, default_writers
 from trainkit.engine.train_loop import TrainerBase
@@ -39,7 +40,8 @@ def evaluate_models(
     results = {}
     for weights, evaluated in averaging.models_to_evaluate(model).items():
         logger.info("Evaluating the %s", {"ema": "averaged weights", "raw": "weights of the model"}[weights])
-        results[weights] = test(cfg, evaluated)
+        with averaging.standing_in(weights):
+            results[weights] = test(cfg, evaluated)
     if len(results) == 1:
         return next(iter(results.values()))
     if comm.is_main_process():
@@ -75,7 +77,8 @@ class EvaluationRun(TrainerBase):
         import_modules(cfg.IMPORTS)
         check_values(cfg)
         self.cfg = resolve_lengths(cfg, 1)  # how long an epoch would be makes no difference here
-        self.model = trainer_class.build_model(self.cfg)
+        build_model = trainer_class.build_model
+        self.model = build_sharded(self.cfg, build_model) if is_fsdp(self.cfg) else build_model(self.cfg)
         self.checkpointer = Checkpointer(
             self.model, checkpoint_dir(self.cfg), save_to_disk=False, trainer=weakref.proxy(self)
         )

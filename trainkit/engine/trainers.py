@@ -44,6 +44,7 @@ from trainkit.utils.device import Prefetcher, device_of, first_tensor
 from trainkit.utils.events import EventStorage, get_event_storage, has_event_storage
 from trainkit.utils.losses import Losses, parse_losses
 from trainkit.utils.rng import preserve_rng_state
+from trainkit.utils.sharding import is_sharded_model, shard_optimizer_state, without_reduction
 
 logger = logging.getLogger(__name__)
 
@@ -343,21 +344,28 @@ class SimpleTrainer(TrainerBase):
         return batch
 
     def _without_gradient_sync(self) -> AbstractContextManager[Any]:
-        """Under DDP gradients are averaged over ranks once per iteration, with the last micro-batch."""
+        """Gradients are averaged over ranks once per iteration, with the last micro-batch."""
+        if is_sharded_model(self.model):
+            return without_reduction(self.model)
         no_sync = getattr(self.model, "no_sync", None)
         return nullcontext() if no_sync is None else no_sync()
 
     def settle_buckets(self, batch: Any) -> None:
-        """One backward pass that leaves no trace, before the first step.
+        """Backward passes that leave no trace, before the first step: one, or two for a static graph.
 
         Behind its first one DDP puts its buckets into another order, and with them the additions over three or more
-        ranks; a resumed run would have the first order where the other has the second.
+        ranks; a resumed run would have the first order where the other has the second. A static graph is recorded in
+        the first one, which fails under ``no_sync``, and has its order behind the second.
         """
-        if not isinstance(self.model, DistributedDataParallel) or comm.get_world_size() < 3:
+        if not isinstance(self.model, DistributedDataParallel):
+            return
+        passes = 2 if self.model.static_graph else 1
+        if passes == 1 and comm.get_world_size() < 3:
             return
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         with preserve_rng_state(), EventStorage():
-            self.compute_losses(copy.deepcopy(batch)).total.backward()
+            for _ in range(passes):
+                self.compute_losses(copy.deepcopy(batch)).total.backward()
         for buffer, before in zip(self.model.buffers(), buffers, strict=True):
             buffer.copy_(before)
         for parameter in self.model.parameters():
@@ -451,7 +459,7 @@ class SimpleTrainer(TrainerBase):
     def load_step_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what ``step_state_dict`` gave; its hyper-parameters win over those of this run."""
         before = hyper_parameters(self.optimizer)
-        self.optimizer.load_state_dict(state_dict["optimizer"])
+        self.optimizer.load_state_dict(shard_optimizer_state(state_dict["optimizer"], self.optimizer))
         self._judge.load_state_dict(state_dict.get("non_finite", {}))  # detectron2 does not count
         if changes := describe_changes(before, hyper_parameters(self.optimizer)):
             logger.warning("The optimizer goes on with the values of the checkpoint, not of this run:\n%s", changes)

@@ -15,8 +15,10 @@ from trainkit.utils import comm
 from trainkit.utils.device import device_of, move_to_device
 from trainkit.utils.model import unwrap_model
 from trainkit.utils.rng import preserve_rng_state
+from trainkit.utils.sharding import is_sharded_model, reshard
 
 _LOG_PERIOD_SEC = 5.0
+_END: Any = object()
 _CALLBACKS = ("on_start", "before_inference", "after_inference", "on_end")
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,13 @@ class DatasetEvaluator:
         Args:
             inputs: what the loader gave, its tensors on the model's device.
             outputs: what the model returned for it in eval mode.
+        """
+
+    def keep_up(self, inputs: Any) -> None:
+        """Run the model as often as ``process`` does, and take nothing in.
+
+        Each forward pass of a sharded model is one of all ranks together, so those that have no batch left go on with a
+        former one until no rank has. Only evaluators that run the model themselves have something to do here.
         """
 
     def evaluate(self) -> dict[str, Any] | None:
@@ -68,6 +77,11 @@ class DatasetEvaluators(DatasetEvaluator):
     def process(self, inputs: Any, outputs: Any) -> None:
         for evaluator in self._evaluators:
             evaluator.process(inputs, outputs)
+
+    def keep_up(self, inputs: Any) -> None:
+        for evaluator in self._evaluators:
+            if hasattr(evaluator, "keep_up"):
+                evaluator.keep_up(inputs)
 
     def evaluate(self) -> dict[str, Any]:
         """Merge the results of all.
@@ -136,8 +150,12 @@ def inference_on_dataset(
         calls("before_inference")
         observer.before_eval(phase, name)
         num_batches, is_stopping = 0, False
-        for inputs in _with_progress(data_loader, device):
-            is_stopping = observer.is_stopping()
+        batches = _with_progress(data_loader, device)
+        is_sharded = isinstance(model, nn.Module) and is_sharded_model(model)
+        if isinstance(model, nn.Module) and is_sharded:
+            batches = _in_step_with_all_ranks(batches, model, evaluator, observer.is_stopping, name)
+        for inputs in batches:
+            is_stopping = not is_sharded and observer.is_stopping()  # there all ranks have just agreed on it
             if is_stopping:
                 break
             if device is not None:
@@ -149,7 +167,7 @@ def inference_on_dataset(
             num_batches += 1
         by_rank = comm.all_gather((num_batches, is_stopping))
         if any(stopping for _, stopping in by_rank):
-            raise EvaluationAbandoned(f"the evaluation of {name or 'a data set'} was abandoned: the run is to stop")
+            raise _abandoned(name)
         calls("after_inference")
         # A rank's own part may be empty when there are more ranks than samples.
         if not any(num for num, _ in by_rank):
@@ -170,6 +188,45 @@ def inference_context(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+        reshard(model)
+
+
+def _in_step_with_all_ranks(
+    batches: Iterable[Any],
+    model: nn.Module,
+    evaluator: DatasetEvaluator,
+    is_stopping: Callable[[], bool],
+    name: str,
+) -> Iterator[Any]:
+    """The batches of this rank. It goes on with the others when it has none left: each forward pass is one of all.
+
+    Raises:
+        EvaluationAbandoned: on every rank, if some rank is stopping.
+    """
+    device, own, inputs = device_of(model), iter(batches), _END
+    while True:
+        new = next(own, _END)
+        by_rank = comm.all_gather((new is not _END, inputs is not _END, is_stopping()))
+        if any(stopping for _, _, stopping in by_rank):
+            raise _abandoned(name)
+        having = [rank for rank, (has_new, _, _) in enumerate(by_rank) if has_new]
+        if not having:
+            return
+        if not all(has_new or has_old for has_new, has_old, _ in by_rank):
+            borrowed = comm.broadcast(new, src=having[0])  # a rank's part may be empty
+            inputs = borrowed if inputs is _END else inputs
+        if new is not _END:
+            inputs = new
+            yield inputs
+        else:
+            kept = inputs if device is None else move_to_device(inputs, device)
+            model(kept)
+            if hasattr(evaluator, "keep_up"):
+                evaluator.keep_up(kept)
+
+
+def _abandoned(name: str) -> EvaluationAbandoned:
+    return EvaluationAbandoned(f"the evaluation of {name or 'a data set'} was abandoned: the run is to stop")
 
 
 def _as_one_evaluator(evaluator: DatasetEvaluator | Sequence[DatasetEvaluator] | None) -> DatasetEvaluator:

@@ -106,6 +106,9 @@ class LossEvaluator(DatasetEvaluator):
             self._sums[name] = self._sums[name] + loss if name in self._sums else loss
             self._counts[name] = self._counts.get(name, 0) + num_samples
 
+    def keep_up(self, inputs: Any) -> None:
+        self._losses(inputs)
+
     def evaluate(self) -> dict[str, Any]:
         """Combine the ranks.
 

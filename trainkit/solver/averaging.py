@@ -2,12 +2,15 @@
 
 import copy
 import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from trainkit.utils.numbers import is_number, is_whole
+from trainkit.utils.sharding import first_shard, local_part, reshard, shard_like
 
 AveragingKind: TypeAlias = Literal["exponential", "annealing", "warmup", "mean", "mmcv"]
 
@@ -80,7 +83,7 @@ class AveragingRule:
 
 
 class ModelAverage:
-    """A running average of ``model``, in a copy of it.
+    """A running average of ``model``, in a copy of it; of a sharded model each rank averages its shards.
 
     Parameters are averaged, buffers too if ``average_buffers``; buffers are copied otherwise, and so is whatever holds
     no floating-point numbers. Buffers that are not part of a state dict stay those of the copy. Nothing waits for the
@@ -88,7 +91,8 @@ class ModelAverage:
 
     Attributes:
         module: the copy, in eval mode. Its tensors are the average. What requires grad in the model does so in it: an
-            evaluation of losses tells by that which are minimized.
+            evaluation of losses tells by that which are minimized. A sharded model cannot be copied, so this is the
+            model itself, which holds the average inside ``standing_in`` only.
         steps: updates so far.
 
     Raises:
@@ -96,7 +100,13 @@ class ModelAverage:
     """
 
     def __init__(self, model: nn.Module, rule: AveragingRule, *, average_buffers: bool = False) -> None:
-        self.module = _copy_of(model).eval()
+        self._shards: dict[str, Tensor] = {}  # of a sharded model: name -> average
+        if first_shard(model) is None:
+            self.module = _copy_of(model).eval()
+            averages = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        else:
+            self.module = model
+            averages = self._shards = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
         self.steps = 0
         self._rule = rule
         # (averages, sources), each pair of one device and dtype, for which one foreach call suffices
@@ -105,18 +115,18 @@ class ModelAverage:
         def add(average: Tensor, source: Tensor, averaged: bool) -> list[Tensor]:
             averaged = averaged and (average.is_floating_point() or average.is_complex())
             averages, sources = groups.setdefault((averaged, average.device, average.dtype), ([], []))
-            averages.append(average)
-            sources.append(source)
+            averages.append(local_part(average))
+            sources.append(local_part(source))
             return sources
 
-        for average, source in zip(self.module.parameters(), model.parameters(), strict=True):
-            add(average, source, True)
+        for name, source in model.named_parameters():
+            add(averages[name], source.detach(), True)
         self._buffers: list[tuple[list[Tensor], int, dict[str, Any], str]] = []
         for path, buffer in model.named_buffers():
             owner_path, _, name = path.rpartition(".")
             owner = model.get_submodule(owner_path)
             if name not in owner._non_persistent_buffers_set:
-                sources = add(self.module.get_buffer(path), buffer, average_buffers)
+                sources = add(averages[path], buffer, average_buffers)
                 self._buffers.append((sources, len(sources) - 1, owner._buffers, name))
         self._averaged = [group for (averaged, _, _), group in groups.items() if averaged]
         self._copied = [group for (averaged, _, _), group in groups.items() if not averaged]
@@ -147,6 +157,38 @@ class ModelAverage:
         self._find_buffers()
         _copy_all([*self._averaged, *self._copied])
 
+    def state_dict(self) -> dict[str, Any]:
+        """The average: that of a module."""
+        return self._shards or self.module.state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Be the average that gave ``state_dict``, which may be that of a model with other shards, or none."""
+        if not self._shards:
+            self.module.load_state_dict(state_dict, strict=False)
+        for name, average in self._shards.items():
+            local_part(average).copy_(local_part(shard_like(state_dict[name], average)))
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Inside, ``module`` holds the average; needed for a sharded model, which has its own weights back behind it.
+
+        Every rank enters it.
+        """
+        if not self._shards:
+            yield
+            return
+        reshard(self.module)
+        with torch.no_grad():
+            own = [local_part(tensor) for tensor in self.module.state_dict().values()]
+            former = [tensor.clone() for tensor in own]
+            _copy_each(own, [local_part(average) for average in self._shards.values()])
+            try:
+                yield
+            finally:
+                reshard(self.module)
+                _copy_each(own, former)
+
     def _find_buffers(self) -> None:
         # parameters stay the same tensors, but a model may well put a new tensor in the place of a buffer
         for sources, i, buffers, name in self._buffers:
@@ -158,6 +200,11 @@ def _copy_all(groups: list[tuple[list[Tensor], list[Tensor]]]) -> None:
         torch._foreach_copy_(averages, sources)
 
 
+def _copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
 def _copy_of(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model)
@@ -165,7 +212,7 @@ def _copy_of(model: nn.Module) -> nn.Module:
         raise TypeError(
             f"the average is kept in a copy of the model, but {type(model).__name__} cannot be copied "
             f"({type(error).__name__}: {error}). Keep open files, locks and tensors with a gradient history out of its "
-            "attributes, or give it a __deepcopy__; a model sharded by fully_shard cannot be averaged"
+            "attributes, or give it a __deepcopy__"
         ) from error
 
 

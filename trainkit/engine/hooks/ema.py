@@ -1,6 +1,8 @@
 """Averaged weights beside the ones that are trained."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 from torch import nn
@@ -21,7 +23,8 @@ class EMAHook(HookBase):
     """Average the weights over the iterations, and evaluate the average.
 
     It stands behind the timer, before whatever evaluates or saves. The average is a module of its own: the trained
-    model never holds averaged weights, so a save cannot write them in its place. Every rank averages its own model;
+    model never holds averaged weights, so a save cannot write them in its place; a sharded one does while they are
+    evaluated, and a save is refused then. Every rank averages its own model;
     the ranks' parameters are equal, their buffers may differ. An iteration whose update a gradient scaler skips counts
     too: the unchanged weights are taken in once more.
 
@@ -58,6 +61,7 @@ class EMAHook(HookBase):
         self.evaluate = evaluate
         self._average: ModelAverage | None = None
         self._waiting_state: dict[str, Any] = {}
+        self._is_standing_in = False
 
     def before_train(self) -> None:
         """
@@ -108,12 +112,36 @@ class EMAHook(HookBase):
             return {"raw": model}
         return {"ema": self._average.module, **({"raw": model} if self.evaluate == "both" else {})}
 
+    @contextmanager
+    def standing_in(self, weights: str) -> Iterator[None]:
+        """Inside, the model that ``models_to_evaluate`` gave under this name holds these weights; every rank enters it.
+
+        The average of a sharded model stands in the model itself meanwhile.
+        """
+        with self._average.standing_in() if weights == "ema" and self._average is not None else nullcontext():
+            self._is_standing_in = weights == "ema"
+            try:
+                yield
+            finally:
+                self._is_standing_in = False
+
+    def before_save(self, state: dict[str, Any]) -> None:
+        """
+        Raises:
+            RuntimeError: the model holds averaged weights.
+        """
+        if self._is_standing_in and self._average is not None and self._average.module is self.trainer.model:
+            raise RuntimeError(
+                "a checkpoint was to be saved inside an evaluation of the averaged weights of a sharded model; its own "
+                "are put back behind it, so save in after_step"
+            )
+
     def _make_average(self, model: nn.Module, state: dict[str, Any]) -> None:
         average = ModelAverage(unwrap_model(model), self._rule, average_buffers=self._average_buffers)
         if state:
-            if differences := Differences(state["model"], average.module.state_dict()):
+            if differences := Differences(state["model"], average.state_dict()):
                 raise ValueError(f"the saved average of EMAHook is of another model:\n{differences.table()}")
-            average.module.load_state_dict(state["model"], strict=False)
+            average.load_state_dict(state["model"])
             average.steps = state["steps"]
         self._average, self._waiting_state = average, {}
 
@@ -122,7 +150,7 @@ class EMAHook(HookBase):
         if self._waiting_state or self._average is None:
             return self._waiting_state
         self.copy_buffers()
-        return {"model": self._average.module.state_dict(), "steps": self._average.steps}
+        return {"model": self._average.state_dict(), "steps": self._average.steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._waiting_state = dict(state_dict)

@@ -16,6 +16,7 @@ from trainkit.engine.train_loop import HookBase, check_period, is_due
 from trainkit.utils import comm
 from trainkit.utils.device import move_to_device
 from trainkit.utils.events import EventStorage
+from trainkit.utils.model import unwrap_model
 from trainkit.utils.rng import preserve_rng_state
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class PreciseBN(HookBase):
     def __init__(self, period: int, model: nn.Module, data_loader: Iterable[Any], num_iter: int) -> None:
         self._period = check_period("period", period)
         self._num_iter = check_period("num_iter", num_iter, minimum=1)
-        self._model = model
+        self._model = unwrap_model(model)  # a wrapper may exchange buffers, and not all ranks have as many batches
         self._data_loader = data_loader
         # with the seed, which a run with SEED -1 draws anew
         self._data_state = {} if resume_obstacle(data_loader) else data_loader.state_dict()  # type: ignore[attr-defined]

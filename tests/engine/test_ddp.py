@@ -1,0 +1,367 @@
+"""DistributedDataParallel under the trainers, with each of its options: two ranks are one process that accumulates."""
+
+import logging
+import os
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.hooks.test_sync_buffers import Counts
+from tests.engine.job import tiny_cfg
+from tests.engine.test_world_sizes import Net, part
+from tests.engine.tiny import Weight, scalars, sgd
+from tests.two_ranks import on_two_ranks
+from trainkit.config import ConfigError, check_values, get_cfg
+from trainkit.engine.defaults import DefaultTrainer
+from trainkit.engine.hooks import CallbackHook, EMAHook, PreciseBN, UnusedParameters
+from trainkit.engine.parallel import create_ddp_model, ddp_options
+from trainkit.engine.trainers import AMPTrainer, SimpleTrainer
+from trainkit.evaluation import inference_on_dataset
+from trainkit.solver import GradientClipper
+from trainkit.utils import comm
+
+OPTIONS = {
+    "none": [],
+    "broadcast": ["MODEL.DDP.BROADCAST_BUFFERS", True],
+    "unused": ["MODEL.DDP.FIND_UNUSED_PARAMETERS", True],
+    "views": ["MODEL.DDP.GRADIENT_AS_BUCKET_VIEW", True],
+    "static": ["MODEL.DDP.STATIC_GRAPH", True],
+    "static, views": ["MODEL.DDP.STATIC_GRAPH", True, "MODEL.DDP.GRADIENT_AS_BUCKET_VIEW", True],
+}
+
+
+def options(*names_and_values):
+    cfg = get_cfg()
+    cfg.merge_from_list(names_and_values)
+    check_values(cfg)
+    return ddp_options(cfg)
+
+
+def fp16_trainer(*args, **kwargs):
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    return AMPTrainer(*args, grad_scaler=scaler, log_grad_scaler=True, **kwargs)
+
+
+# each equals one process that accumulates the ranks' batches, to the last bit
+SETTINGS = {
+    "plain": SimpleTrainer,
+    "zeroed before forward": partial(SimpleTrainer, zero_grad_before_forward=True),
+    "clipped by norm": partial(SimpleTrainer, clip_gradients=GradientClipper("full_model", 0.1)),
+    "clipped by value": partial(SimpleTrainer, clip_gradients=GradientClipper("value", 0.01)),
+    "bfloat16": partial(AMPTrainer, precision=torch.bfloat16),
+    "float16": fp16_trainer,
+    "skip": partial(SimpleTrainer, non_finite="skip"),
+}
+OVERFLOW_AT = 3  # on the second rank, in float16
+
+
+def train(make_trainer, model, data, **kwargs):
+    """The weights, their average and what is stored; evaluated in between, and no parameter is without a gradient."""
+    trainer = make_trainer(model, data, sgd(model, 0.05, momentum=0.9), **kwargs)
+    average, pieces = EMAHook(0.75), set()
+
+    def evaluate(trainer):
+        if trainer.iter % 4 == 3:
+            inference_on_dataset(trainer.model, data[:1], None)
+
+    def look(trainer):
+        pieces.clear()
+        pieces.update(parameter.grad.untyped_storage().data_ptr() for parameter in model.parameters())
+
+    watch = CallbackHook(after_backward=look, after_step=evaluate)
+    trainer.register_hooks([average, UnusedParameters(3, raise_error=True), watch])
+    trainer.train(0, 10)
+    return {
+        "weights": [parameter.detach() for parameter in model.parameters()],
+        "average": list(average.state_dict()["model"].values()),
+        "stored": {name: [value for value, _ in values] for name, values in scalars(trainer).items()},
+        "gradients in": len(pieces),
+    }
+
+
+def spiked(data, index):
+    """With targets there whose gradients are too large for float16."""
+    x, y = data[index]
+    return [*data[:index], (x, y + 1000), *data[index + 1 :]]
+
+
+def settings(rank, folder):
+    found = {}
+    for option, names_and_values in OPTIONS.items():
+        for setting, make_trainer in SETTINGS.items():
+            data = part(rank, 2, 1)
+            if setting == "float16" and rank == 1:
+                data = spiked(data, OVERFLOW_AT)
+            model = create_ddp_model(Net(seed=rank), **options(*names_and_values))
+            found[option, setting] = train(make_trainer, model, data)
+    return found
+
+
+def accumulation(rank, folder):
+    data = part(rank, 2, 2)
+    return {
+        option: train(SimpleTrainer, create_ddp_model(Net(seed=rank), **options(*values)), data, accumulation_steps=2)
+        for option, values in OPTIONS.items()
+    }
+
+
+class InTurn(nn.Module):
+    """Each batch uses one of three heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ParameterList(torch.tensor([1.0, 2.0]) for _ in range(3))
+
+    def forward(self, batch):
+        head, x = batch
+        return (self.heads[int(head)] * x).square().sum()
+
+
+def in_turn(model, turns, xs):
+    """The heads after six iterations, and the heads that are reported as never used; or the error."""
+    reported = []
+
+    class Log(logging.Handler):
+        def emit(self, record):
+            reported.append(record.getMessage().partition("forward pass: ")[2].partition(";")[0])
+
+    data = [(torch.tensor(head), torch.tensor(x)) for head in turns for x in xs]
+    trainer = SimpleTrainer(model, data, sgd(model, 0.25), accumulation_steps=len(xs))
+    trainer.register_hooks([UnusedParameters()])
+    logger, log = logging.getLogger("trainkit.engine.hooks.unused_parameters"), Log(level=logging.ERROR)
+    logger.addHandler(log)
+    try:
+        trainer.train(0, 6)
+    except RuntimeError as error:
+        return str(error)[:42]
+    finally:
+        logger.removeHandler(log)
+    return [parameter.detach() for parameter in model.parameters()], reported
+
+
+XS = [0.25, 0.5, 0.125, 1.0]  # every other one is rank 0's
+
+
+def heads(rank, folder):
+    jobs = {
+        "in turn": (OPTIONS["unused"], [0, 1]),
+        "in turn, views": ([*OPTIONS["unused"], *OPTIONS["views"]], [0, 1]),
+        "in turn, unknown": ([], [0, 1]),
+        "first": (OPTIONS["static"], [0]),
+        "first, views": (OPTIONS["static, views"], [0]),
+        "first, unknown": ([], [0]),
+    }
+    return {
+        name: in_turn(create_ddp_model(InTurn(), **options(*values)), turns, XS[rank::2])
+        for name, (values, turns) in jobs.items()
+    }
+
+
+def counts(names_and_values, **kwargs):
+    """The buffer behind each iteration; behind each, rank 0 evaluates two batches and rank 1 none."""
+    model = create_ddp_model(Counts(), **options(*names_and_values))
+    trainer = SimpleTrainer(model, [torch.ones(())] * 6, sgd(model, 0.0), **kwargs)
+    seen = []
+
+    def look(trainer):
+        seen.append(model.module.mean[0].item())
+        inference_on_dataset(trainer.model, [torch.ones(())] * (2 - 2 * comm.get_rank()), None)
+
+    trainer.register_hooks([CallbackHook(after_step=look)])
+    trainer.train(0, 3)
+    return seen
+
+
+def buffers(rank, folder):
+    return {
+        (option, steps): counts(OPTIONS[option], accumulation_steps=steps)
+        for option in ("none", "broadcast")
+        for steps in (1, 2)
+    }
+
+
+class Normalizer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("rank", torch.zeros(()))
+
+    def forward(self, batch):
+        return self.norm(batch).mean()
+
+
+def precise_bn(rank, folder):
+    """Statistics over batches that rank 0 alone has, of a model whose wrapper exchanges buffers in a forward pass."""
+    model = create_ddp_model(Normalizer(), **options(*OPTIONS["broadcast"]))
+    model.module.rank.fill_(rank)
+    data = [torch.tensor([[1.0, 2.0], [3.0, 6.0]]), torch.tensor([[0.0, 2.0], [4.0, 2.0]])]
+    PreciseBN(1, model, data if rank == 0 else [], num_iter=2).update_stats()
+    return model.module.norm.running_mean.tolist(), model.module.rank.item()
+
+
+def compression(rank, folder):
+    """What one update leaves of a weight of 1 whose gradients are 1 and 2**-12."""
+    found = {}
+    for kind in ("", "fp16", "bf16"):
+        try:
+            model = create_ddp_model(Weight(), **options("MODEL.DDP.COMPRESSION", kind))
+        except ConfigError as error:
+            found[kind] = str(error)
+            continue
+        SimpleTrainer(model, [torch.tensor(2.0**-12 if rank else 1.0)], sgd(model, 1.0)).train(0, 1)
+        found[kind] = model.module.weight.item()
+    return found
+
+
+# find_unused_parameters, gradient_as_bucket_view, static_graph
+OWN_SETTINGS = {
+    "unused": (True, False, False),
+    "views": (False, True, False),
+    "static": (False, False, True),
+    "static, views": (False, True, True),
+}
+
+
+def from_config(rank, folder):
+    """The job of a config: (the wrapper's `OWN_SETTINGS`, the weights, the running means of this rank)."""
+    found = {}
+    for option, names_and_values in {**OPTIONS, "fp16": ["MODEL.DDP.COMPRESSION", "fp16"]}.items():
+        torch.manual_seed(rank)
+        trainer = DefaultTrainer(tiny_cfg(os.path.join(folder, option), "SOLVER.MAX_ITER", 6, *names_and_values))
+        trainer.train()
+        ddp = trainer.model
+        found[option] = (
+            (ddp.find_unused_parameters, ddp.gradient_as_bucket_view, ddp.static_graph),
+            [parameter.detach() for parameter in ddp.parameters()],
+            ddp.module.layers[1].running_mean,
+        )
+    return found
+
+
+CHECKS = (settings, accumulation, heads, buffers, precise_bn, compression, from_config)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What each check gave on each of two ranks: name -> [on rank 0, on rank 1]."""
+    return on_two_ranks(CHECKS, tmp_path_factory.mktemp("ranks"))
+
+
+def alone(setting):
+    """The two ranks' run of one process, which accumulates their batches."""
+    data = part(0, 1, 2)
+    if setting == "float16":
+        data = spiked(data, 2 * OVERFLOW_AT + 1)
+    return train(SETTINGS[setting], Net(seed=0), data, accumulation_steps=2)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return alone("plain")
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_two_ranks_are_one_process_to_the_last_bit_whatever_the_options(ranks, setting):
+    expected = alone(setting)
+    losses = expected["stored"].pop("total_loss")
+    for found in ranks["settings"]:
+        for option in OPTIONS:
+            run = found[option, setting]
+            torch.testing.assert_close(run["weights"], expected["weights"], atol=0, rtol=0)
+            torch.testing.assert_close(run["average"], expected["average"], atol=0, rtol=0)
+            assert run["stored"].pop("total_loss") == pytest.approx(losses, rel=1e-6)
+            assert run["stored"] == expected["stored"]
+
+
+def test_a_rank_that_overflows_alone_makes_all_skip_and_halve_their_scale():
+    stored = alone("float16")["stored"]
+    assert stored["skipped_updates"] == [0] * 3 + [1] * 7
+    assert stored["[metric]grad_scaler"] == [1024] * 4 + [512] * 6
+
+
+@pytest.mark.parametrize("setting", ["clipped by norm", "clipped by value", "bfloat16", "float16"])
+def test_a_setting_makes_a_difference(plain, setting):
+    run = alone(setting)
+    assert not torch.allclose(run["weights"][0], plain["weights"][0], atol=1e-4)
+    assert not torch.allclose(run["average"][0], run["weights"][0], atol=1e-4)
+
+
+def test_gradients_are_parts_of_the_bucket_if_that_is_asked_for(ranks):
+    for found in ranks["settings"]:
+        pieces = {option: {found[option, setting]["gradients in"] for setting in SETTINGS} for option in OPTIONS}
+        assert pieces == {option: {1 if "views" in option else 8} for option in OPTIONS}
+
+
+def test_two_ranks_that_accumulate_are_one_process_whatever_the_options(ranks):
+    expected = train(SimpleTrainer, Net(seed=0), part(0, 1, 4), accumulation_steps=4)
+    for found in ranks["accumulation"]:
+        for run in found.values():
+            torch.testing.assert_close(run["weights"], expected["weights"], atol=1e-6, rtol=0)
+            torch.testing.assert_close(run["average"], expected["average"], atol=1e-6, rtol=0)
+
+
+def test_parameters_may_be_unused_if_that_is_said(ranks):
+    reported = {"in turn": ["heads.1, heads.2", "heads.0, heads.2"] * 3, "first": ["heads.1, heads.2"]}
+    for name, turns in (("in turn", [0, 1]), ("first", [0])):
+        expected, as_one = in_turn(InTurn(), turns, XS)
+        assert as_one == reported[name]
+        for found in ranks["heads"]:
+            for trained, unused in (found[name], found[f"{name}, views"]):
+                torch.testing.assert_close(trained, expected, atol=1e-6, rtol=0)
+                assert unused == reported[name]
+            assert found[f"{name}, unknown"] == "Expected to have finished reduction in the"
+
+
+def test_buffers_are_those_of_rank_0_before_each_forward_pass_if_that_is_asked_for(ranks):
+    first, second = ranks["buffers"]  # rank 0 adds 1 in each forward pass, rank 1 adds 2
+    assert first == {
+        **{("none", 1): [1, 2, 3], ("none", 2): [2, 4, 6]},
+        **{("broadcast", 1): [1, 2, 3], ("broadcast", 2): [2, 4, 6]},
+    }
+    assert second == {
+        **{("none", 1): [2, 4, 6], ("none", 2): [4, 8, 12]},
+        **{("broadcast", 1): [2, 3, 4], ("broadcast", 2): [4, 6, 8]},
+    }
+
+
+def test_precise_bn_waits_for_no_rank_in_a_forward_pass(ranks):
+    assert ranks["precise_bn"] == [([2.0, 3.0], 0.0), ([2.0, 3.0], 1.0)]
+
+
+def test_gradients_are_exchanged_in_the_type_that_is_asked_for(ranks):
+    for found in ranks["compression"]:
+        assert found[""] == 0.5 - 2**-13
+        assert found["fp16"] == 0.5
+        if torch.version.cuda is None:
+            assert "torch refuses bf16_compression (MODEL.DDP.COMPRESSION bf16) here; use fp16" in found["bf16"]
+        else:
+            assert found["bf16"] == 0.5
+
+
+def test_the_options_of_a_config_reach_the_model_of_its_run(ranks):
+    found = ranks["from_config"][1]
+    own = {option: settings for option, (settings, _, _) in found.items()}
+    assert own == {**dict.fromkeys(own, (False, False, False)), **OWN_SETTINGS}
+    _, weights, means = found["none"]
+    same = {option: [*map(torch.equal, weights, found[option][1])] for option in found}
+    assert same == {option: [option != "fp16"] * len(weights) for option in found}
+    assert [option for option in OPTIONS if not torch.equal(means, found[option][2])] == ["broadcast"]
+
+
+@pytest.mark.parametrize(
+    ("names_and_values", "message"),
+    [
+        (["MODEL.DDP.COMPRESSION", "int8"], "MODEL.DDP.COMPRESSION is 'int8'; accepted: \"\", fp16, bf16"),
+        ([*OPTIONS["static"], *OPTIONS["unused"]], "are both True; leave one of them False: a static graph finds"),
+    ],
+)
+def test_what_torch_cannot_do_is_an_error_before_anything_is_built(names_and_values, message):
+    with pytest.raises(ConfigError, match=message):
+        options(*names_and_values)
+
+
+def test_two_compressions_are_an_error():
+    with pytest.raises(ValueError, match="fp16_compression and bf16_compression are both True; set one of them"):
+        create_ddp_model(Weight(), fp16_compression=True, bf16_compression=True)

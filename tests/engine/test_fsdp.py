@@ -1,0 +1,518 @@
+"""A job with ``MODEL.PARALLEL: fsdp`` on two ranks, and on four, from where it goes on on two and on one."""
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.multiprocessing import ProcessExitedException
+
+from tests.engine.job import tiny_cfg
+from tests.engine.tiny import AfterStep, scalars
+from tests.two_ranks import on_two_ranks
+from trainkit.checkpoint import CheckpointError
+from trainkit.checkpoint.publish import publish_weights
+from trainkit.config import ConfigError, check_values, get_cfg
+from trainkit.engine import DefaultTrainer
+from trainkit.engine.evaluation_run import EvaluationRun
+from trainkit.engine.fsdp import build_sharded
+from trainkit.modeling import MODEL_REGISTRY
+from trainkit.utils import comm
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+@MODEL_REGISTRY.register()
+class Blocks(nn.Module):
+    """Without batch norm and dropout; an uneven number of rows for any number of ranks above one."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.embed = nn.Linear(4, 6)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(6, 2)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("scale", torch.full((6,), 0.5), persistent=False)
+
+    def forward(self, batch):
+        x = self.embed(batch["x"]) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        if not self.training:
+            return logits
+        return {"loss_cls": nn.functional.cross_entropy(logits, batch["label"])}
+
+
+EMA = {"NAME": "EMAHook", "DECAY": 0.5, "EVALUATE": "both"}
+
+
+def job(folder, *options):
+    """Adam, clipping by the norm, an average; 10 iterations of 8 samples; 10 test samples one by one on each rank."""
+    options = ["SOLVER.OPTIMIZER.NAME", "AdamW", "SOLVER.CLIP_GRADIENTS.ENABLED", True, "HOOKS", [EMA], *options]
+    options += ["SOLVER.CLIP_GRADIENTS.CLIP_TYPE", "full_model", "SOLVER.CLIP_GRADIENTS.CLIP_VALUE", 0.05]
+    options += ["TEST.IMS_PER_BATCH", 1, "TEST.EVALUATORS", ["ClassificationEvaluator", "LossEvaluator"]]
+    return tiny_cfg(Path(folder), "MODEL.NAME", "Blocks", "SOLVER.BASE_LR", 0.01, "MODEL.PARALLEL", "fsdp", *options)
+
+
+def train(cfg, resume=False, hooks=(), until=None):
+    """The trainer behind it."""
+    torch.manual_seed(100 + comm.get_rank())  # other weights on each rank
+    trainer = DefaultTrainer(cfg)
+    trainer.register_hooks(hooks)
+    trainer.resume_or_load(resume=resume)
+    trainer.train(max_iter=until)
+    return trainer
+
+
+@contextlib.contextmanager
+def caplog_of(name):
+    """What is logged inside."""
+    lines, handler = [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger(name).removeHandler(handler)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
+def outcome(trainer):
+    """What has to be the same, whatever each rank holds."""
+    weights = {name: whole(value) for name, value in trainer.model.state_dict().items()}
+    optimizer = [
+        {name: whole(value) for name, value in state.items()}
+        for state in trainer.optimizer.state_dict()["state"].values()
+    ]
+    (average,) = (hook for hook in trainer._hooks if type(hook).__name__ == "EMAHook")
+    average = {name: whole(value) for name, value in average.state_dict()["model"].items()}
+    losses = scalars(trainer)
+    return {
+        "weights": weights,
+        "optimizer": optimizer,
+        "average": average,
+        "losses": losses["total_loss"],
+        "norms": losses["grad_norm"],
+        "results": {name: losses[name] for name in losses if name.startswith(("classification/", "loss/", "raw/"))},
+    }
+
+
+def from_checkpoint(folder, name, *options, of="whole2", hooks=()):
+    """Go on from iteration 5 of another run, in a folder of its own."""
+    if comm.is_main_process():
+        left_out = shutil.ignore_patterns("model_final*", "finished")
+        shutil.copytree(f"{folder}/{of}/", f"{folder}/{name}", ignore=left_out)
+        Path(folder, name, "last_checkpoint").write_text("model_0000004.pth")
+    comm.synchronize()
+    return train(job(f"{folder}/{name}", *options), resume=True, hooks=hooks)
+
+
+# ---------------------------------------------------------------------- on each rank
+
+
+def in_one_piece(rank, folder):
+    """From weights that each rank has drawn for itself."""
+    trainer = train(job(f"{folder}/whole{comm.get_world_size()}"))
+    local = sum(parameter.to_local().numel() for parameter in trainer.model.parameters())
+    return {**outcome(trainer), "share": local / sum(parameter.numel() for parameter in trainer.model.parameters())}
+
+
+def resumed(rank, folder):
+    return outcome(from_checkpoint(folder, "resumed"))
+
+
+def resumed_by_four(rank, folder):
+    return outcome(from_checkpoint(folder, "by_four", of="whole4"))
+
+
+def four_resumed_by_two(rank, folder):
+    return outcome(from_checkpoint(folder, "by_two", of="whole4"))
+
+
+def saved_asynchronously(rank, folder):
+    """In two parts, the second of which begins with the save of the first."""
+    cfg = job(f"{folder}/asynchronously", "CHECKPOINT.ASYNC", True)
+    train(cfg, until=5)
+    return outcome(train(cfg, resume=True))
+
+
+def from_the_meta_device(rank, folder):
+    """The other ranks never have a whole weight; ``scale`` is computed by the constructor, and no part of a state."""
+    seen = []
+
+    class Trainer(DefaultTrainer):
+        @classmethod
+        def build_model(cls, cfg):
+            model = super().build_model(cfg)
+            seen.append(str(next(model.parameters()).device))
+            return model
+
+    torch.manual_seed(100 + rank)
+    trainer = Trainer(job(f"{folder}/meta", "MODEL.FSDP.META_INIT", True))
+    trainer.train()
+    return {**outcome(trainer), "built on": seen}
+
+
+def resumed_from_one_process(rank, folder):
+    """From a plain file."""
+    return outcome(train(job(f"{folder}/plain"), resume=True))
+
+
+def accumulated(rank, folder):
+    """Two halves of each batch; the samples of an iteration are others than with one."""
+    cfg = job(f"{folder}/accumulated", "SOLVER.ACCUMULATION_STEPS", 2, "SOLVER.IMS_PER_BATCH", 4)
+    return outcome(train(cfg))["losses"]
+
+
+def exchanges(rank, folder):
+    """How often gradients are averaged in two iterations of two micro-batches each."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        train(job(f"{folder}/exchanges", "SOLVER.ACCUMULATION_STEPS", 2, "SOLVER.MAX_ITER", 2, "SOLVER.STEPS", (1,)))
+    return sum(event.name == "c10d::_reduce_scatter_base_" for event in profile.events())
+
+
+def with_amp(rank, folder):
+    """float16 with a gradient scaler that begins far too high, so that the first updates are skipped."""
+    options = ["SOLVER.AMP.ENABLED", True, "SOLVER.AMP.INIT_SCALE", 2.0**18]
+    trainer = train(job(f"{folder}/amp", *options))
+    found = scalars(trainer)
+    return {"skipped": found["skipped_updates"], "scale": found["[metric]grad_scaler"], "losses": found["total_loss"]}
+
+
+def with_other_dtypes(rank, folder):
+    trainer = train(job(f"{folder}/dtypes", "MODEL.FSDP.PARAM_DTYPE", "bfloat16", "MODEL.FSDP.REDUCE_DTYPE", "float32"))
+    return {"stored": {str(p.dtype) for p in trainer.model.parameters()}, "losses": scalars(trainer)["total_loss"]}
+
+
+def evaluated_alone(rank, folder):
+    """What ``--eval-only`` does, from the shards, with the average."""
+    return EvaluationRun(job(f"{folder}/whole2"), DefaultTrainer).run()
+
+
+def stopped_on_one_rank(rank, folder):
+    """Rank 1 is asked to stop inside an evaluation; every forward pass is one of all ranks together."""
+
+    class StopInside(AfterStep):
+        def __init__(self):
+            pass
+
+        def after_eval_step(self, phase, index, inputs, outputs):
+            if comm.get_rank() == 1 and index == 1:
+                self.trainer.request_stop("enough")
+
+    trainer = from_checkpoint(folder, "stopped", hooks=[StopInside()])
+    return trainer.status, trainer.iter
+
+
+def damaged(rank, folder):
+    """The newest checkpoint has another byte in one shard; the one before goes on."""
+    path = Path(folder, "damaged")
+    if rank == 0:
+        shutil.copytree(f"{folder}/whole2/", path)
+        (shard,) = path.glob("model_final.shards-*/__1_0.distcp")
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
+    comm.synchronize()
+    trainer = DefaultTrainer(job(path))
+    trainer.resume_or_load(resume=True)
+    return trainer.start_iter
+
+
+def damaged_and_alone(rank, folder):
+    """No other checkpoint is there."""
+    path = Path(folder, "damaged")
+    if rank == 0:
+        (path / "model_0000004.pth").unlink()
+    comm.synchronize()
+    with contextlib.suppress(CheckpointError):
+        DefaultTrainer(job(path)).resume_or_load(resume=True)
+        return "loaded"
+    return "refused"
+
+
+def unwritable_in_the_thread(rank, folder):
+    return unwritable(rank, folder, "CHECKPOINT.ASYNC", True)
+
+
+def unwritable(rank, folder, *options):
+    """Rank 1 cannot write its part of the first checkpoint; the run goes on, and writes the second one."""
+    write, failed = FileSystemWriter.write_data, []
+
+    def fail_once(*args):
+        if rank == 1 and not failed:
+            failed.append(True)
+            raise OSError(28, "No space left on device")
+        return write(*args)
+
+    with pytest.MonkeyPatch.context() as patch, caplog_of("trainkit") as lines:
+        patch.setattr(FileSystemWriter, "write_data", fail_once)
+        train(job(f"{folder}/unwritable{len(options)}", *options))
+    names = [p.name.partition("-")[0] for p in Path(folder, f"unwritable{len(options)}").glob("model*")]
+    return sorted(names), [line for line in lines if "is not saved" in line]
+
+
+def rotated(rank, folder):
+    options = ["SOLVER.CHECKPOINT_PERIOD", 2, "CHECKPOINT.MAX_TO_KEEP", 1, "CHECKPOINT.SAVE_LAST", False]
+    train(job(f"{folder}/rotated", *options))
+    comm.synchronize()
+    return sorted(p.name.partition("-")[0] for p in Path(folder, "rotated").glob("model*"))
+
+
+def of_unknown_blocks(rank, folder):
+    with pytest.raises(ConfigError) as caught:
+        DefaultTrainer(job(f"{folder}/unknown", "MODEL.FSDP.BLOCKS", ["Blok", "Block"]))
+    return str(caught.value)
+
+
+def saved_while_the_average_stands_in(rank, folder):
+    class Save(AfterStep):
+        def __init__(self):
+            pass
+
+        def after_eval(self, phase, name, results):
+            self.trainer.checkpointer.save("inside")
+
+    with pytest.raises(RuntimeError) as caught:
+        from_checkpoint(folder, "inside", hooks=[Save()])
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def four(folder):
+    return on_two_ranks([in_one_piece, resumed_by_four], folder, num_ranks=4)
+
+
+@pytest.fixture(scope="module")
+def two(four, folder):
+    train(job(folder / "plain"), until=5)
+    checks = [in_one_piece, resumed, saved_asynchronously, from_the_meta_device, four_resumed_by_two]
+    checks += [
+        resumed_from_one_process,
+        accumulated,
+        exchanges,
+        with_amp,
+        with_other_dtypes,
+        evaluated_alone,
+        stopped_on_one_rank,
+    ]
+    checks += [damaged, damaged_and_alone, unwritable, unwritable_in_the_thread, rotated, of_unknown_blocks]
+    return on_two_ranks([*checks, saved_while_the_average_stands_in], folder)
+
+
+def assert_close(found, expected, keys=("weights", "optimizer", "average")):
+    for key in keys:
+        torch.testing.assert_close(found[key], expected[key], atol=1e-5, rtol=1e-5)
+    steps = {iter: value for value, iter in expected["losses"]}
+    assert found["losses"] == [(pytest.approx(steps[iter], abs=1e-5), iter) for _, iter in found["losses"]]
+
+
+def assert_same_bits(found, expected):
+    for key in ("weights", "optimizer", "average"):
+        torch.testing.assert_close(found[key], expected[key], atol=0, rtol=0)
+    assert (found["losses"], found["norms"], found["results"]) == tuple(
+        expected[k] for k in ("losses", "norms", "results")
+    )
+
+
+def test_each_rank_holds_a_part_and_the_ranks_agree(four, two):
+    found = four["in_one_piece"]
+    assert sum(rank["share"] for rank in found) == pytest.approx(1)
+    assert max(rank["share"] for rank in found) < 0.4
+    for rank in found[1:]:
+        assert rank["losses"] == found[0]["losses"]
+        torch.testing.assert_close(rank["weights"], found[0]["weights"], atol=0, rtol=0)
+    assert_close(two["in_one_piece"][0], found[0])
+
+
+@pytest.mark.parametrize("way", ["resumed", "saved_asynchronously", "from_the_meta_device"])
+def test_the_run_is_the_same_to_the_last_bit(two, way):
+    for found, expected in zip(two[way], two["in_one_piece"], strict=True):
+        assert_same_bits(found, expected)
+
+
+def test_so_it_is_on_four_ranks(four):
+    for found, expected in zip(four["resumed_by_four"], four["in_one_piece"], strict=True):
+        assert_same_bits(found, expected)
+
+
+def test_on_the_meta_device_only_rank_0_has_weights(two):
+    assert [rank["built on"] for rank in two["from_the_meta_device"]] == [["cpu"], ["meta"]]
+
+
+def test_it_goes_on_in_one_process_with_the_same_losses(four, folder):
+    trainer = from_checkpoint(folder, "by_one", of="whole4")
+    assert [iter for _, iter in scalars(trainer)["total_loss"]] == [*range(10)]
+    assert_close(outcome(trainer), four["in_one_piece"][0])
+
+
+def test_accumulated_halves_give_the_losses_of_whole_batches(four, two):
+    expected = two["in_one_piece"][0]["losses"]
+    for losses in two["accumulated"]:
+        assert losses == [(pytest.approx(loss, abs=1e-5), iter) for loss, iter in expected]
+
+
+def test_gradients_are_averaged_once_per_iteration_and_block(two):
+    assert two["exchanges"] == [2 * 3] * 2  # two blocks, and the rest
+
+
+def test_a_scaler_skips_the_same_updates_on_all_ranks(two):
+    found = two["with_amp"][0]
+    skipped = [int(number) for number, _ in found["skipped"]]  # so far
+    assert skipped[0] == 1
+    assert skipped[-1] < 5
+    assert [scale for scale, _ in found["scale"]] == [2.0 ** (18 - before) for before in [0, *skipped[:-1]]]
+    assert found["losses"][-1][0] < found["losses"][0][0]
+    assert two["with_amp"] == [found] * 2
+
+
+def test_the_computation_has_another_dtype_than_the_stored_weights(four, two):
+    (found, *others), expected = two["with_other_dtypes"], two["in_one_piece"][0]["losses"]
+    assert found["stored"] == {"torch.float32"}
+    assert found["losses"] != expected
+    assert [loss for loss, _ in found["losses"]] == pytest.approx([loss for loss, _ in expected], rel=0.02)
+    assert others == [found]
+
+
+def test_an_evaluation_alone_has_the_results_of_the_run(four, two):
+    results, expected = two["evaluated_alone"][0], two["in_one_piece"][0]["results"]
+    for prefix, found in (("", results), ("raw/", results["raw"])):
+        assert expected[f"{prefix}classification/top1"][-1][0] == found["classification"]["top1"]
+        assert expected[f"{prefix}loss/total_loss"][-1][0] == pytest.approx(found["loss"]["total_loss"])
+
+
+def test_a_stop_inside_an_evaluation_ends_it_on_all_ranks_at_once(two):
+    assert two["stopped_on_one_rank"] == [("stopped", 5)] * 2
+
+
+def test_a_damaged_shard_sends_all_ranks_to_the_checkpoint_before(two):
+    assert two["damaged"] == [5] * 2
+    assert two["damaged_and_alone"] == ["refused"] * 2
+
+
+@pytest.mark.parametrize("way", ["unwritable", "unwritable_in_the_thread"])
+def test_a_rank_that_cannot_write_its_part_is_named_on_all_and_training_goes_on(two, way):
+    for names, lines in two[way]:
+        assert names == ["model_final.pth", "model_final.shards"]
+        assert ["rank 1: [Errno 28] No space left on device" in line for line in lines] == [True]
+
+
+def test_shards_are_rotated_with_their_checkpoint(two):
+    assert two["rotated"][0] == ["model_0000009.pth", "model_0000009.shards"]
+
+
+def test_a_block_that_is_not_there_is_named(two):
+    text = "MODEL.FSDP.BLOCKS: no module is a Blok; the model has Block, Blocks, LayerNorm, Linear, ModuleList"
+    assert two["of_unknown_blocks"] == [text] * 2
+
+
+def test_a_save_cannot_take_the_average_for_the_model(two):
+    for text in two["saved_while_the_average_stands_in"]:
+        assert text.startswith("a checkpoint was to be saved inside an evaluation of the averaged weights")
+
+
+@pytest.mark.parametrize("weights", ["model", "ema"])
+def test_published_weights_are_one_plain_file(four, folder, weights):
+    path = publish_weights(shutil.copytree(folder / "whole4", folder / weights) / "model_final.pth", weights)
+    found = torch.load(path, weights_only=True)["model"]
+    expected = four["in_one_piece"][0]["weights" if weights == "model" else "average"]
+    assert list(found) == list(expected)
+    torch.testing.assert_close(dict(found), expected, atol=0, rtol=0)
+
+
+def test_it_goes_on_on_two_ranks_with_the_same_losses(four, two):
+    for found in two["four_resumed_by_two"]:
+        assert_close(found, four["in_one_piece"][0])
+
+
+def test_what_one_process_has_saved_goes_on_in_shards(two, folder):
+    expected = outcome(train(job(folder / "plain_whole")))
+    for found in two["resumed_from_one_process"]:
+        assert_close(found, expected)
+
+
+# ---------------------------------------------------------------------- a save that is killed
+
+
+def killed_while_saving(rank, folder):
+    """At the last iteration, after each rank has written its part; ``last_checkpoint`` names that of iteration 5."""
+
+    def die(*args, **kwargs):
+        os._exit(9)
+
+    FileSystemWriter.finish = die  # on rank 0, which writes what says where the parts are
+    from_checkpoint(folder, "killed")
+
+
+def resumed_behind_it(rank, folder):
+    before = sorted(p.name for p in Path(folder, "killed").glob("model_final*"))
+    comm.synchronize()
+    trainer = train(job(f"{folder}/killed"), resume=True)
+    return {**outcome(trainer), "began": trainer.start_iter, "before": before}
+
+
+def test_a_save_that_is_killed_leaves_the_one_before_in_use(two, folder):
+    with pytest.raises(ProcessExitedException):
+        on_two_ranks([killed_while_saving], folder)
+    found = on_two_ranks([resumed_behind_it], folder)["resumed_behind_it"]
+    for rank in found:
+        assert rank["began"] == 5
+        assert len([name for name in rank["before"] if name.startswith("model_final.shards")]) == 1
+        assert_close(rank, two["in_one_piece"][0])
+    names = [path.name for path in (folder / "killed").glob("model_final*")]
+    assert len(names) == 2
+
+
+# ---------------------------------------------------------------------- the config
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["MODEL.PARALLEL", "tp"], "MODEL.PARALLEL is 'tp'; accepted: ddp, fsdp"),
+        (["MODEL.FSDP.PARAM_DTYPE", "int8"], "MODEL.FSDP.PARAM_DTYPE is 'int8'; accepted: \"\", float32, float16, bf"),
+        (["MODEL.PARALLEL", "fsdp", "SOLVER.GRAPH.ENABLED", True], "a graph cannot gather parameters: set one of them"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_built(options, message):
+    cfg = get_cfg()
+    cfg.merge_from_list(options)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_values(cfg)
+
+
+class Tied(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.one, self.two = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.two.weight = self.one.weight
+
+
+def test_a_shared_parameter_cannot_begin_on_the_meta_device():
+    cfg = get_cfg()
+    cfg.merge_from_list(["MODEL.FSDP.META_INIT", True, "MODEL.DEVICE", "cpu"])
+    with pytest.raises(ConfigError, match=r"modules share parameters \(one.weight = two.weight\)"):
+        build_sharded(cfg, Tied)

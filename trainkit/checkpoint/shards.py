@@ -1,0 +1,232 @@
+"""Sharded tensors of a checkpoint: each rank writes its part, by ``torch.distributed.checkpoint``, beside the file.
+
+The file ``model_0000099.pth`` holds everything else, and for each sharded tensor an empty one of its shape (on the meta
+device). What is in the tensors stands in the folder ``model_0000099.shards-<8 hex digits>``, which the entry ``shards``
+names together with the sizes and digests of its files. The folder is written first, under a new name each time, and
+counts only once the file that names it is there: replacing that file is what commits a save.
+"""
+
+import contextlib
+import hashlib
+import importlib
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainkit.checkpoint.atomic import CheckpointError, sync_folder
+from trainkit.checkpoint.file import SUFFIX, read_file
+from trainkit.checkpoint.state import plain_state
+from trainkit.utils import comm
+from trainkit.utils.sharding import empty_like_shard, is_sharded, local_part
+
+KEY = "shards"
+_FOLDER = re.compile(r"(.+)\.shards-[0-9a-f]{8}")
+_CHUNK = 1 << 20
+
+
+class _Layout(NamedTuple):
+    """How a tensor is sharded."""
+
+    mesh: Any
+    placements: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class Shards:
+    """The sharded tensors of a state on their way to the disk.
+
+    Attributes:
+        local: path in the state -> this rank's part. It may be replaced by a copy in host memory.
+    """
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        self.local: dict[str, Tensor] = {path: local_part(tensor) for path, tensor in tensors.items()}
+        self._layouts = {
+            path: _Layout(tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+            for path, tensor in tensors.items()
+        }
+
+    def __bool__(self) -> bool:
+        return bool(self.local)
+
+    def write(self, folder: str, group: dist.ProcessGroup | None) -> dict[str, Any]:
+        """Write all of them; every rank calls it, in any thread, and ``group`` is used by nothing else meanwhile.
+
+        Returns:
+            The entry ``shards`` of the file.
+
+        Raises:
+            CheckpointError: on every rank, if one of them cannot write.
+        """
+        dcp, sharding = _import_dcp(), importlib.import_module("torch.distributed.tensor")
+        tensors = {}
+        for path, part in self.local.items():
+            layout = self._layouts[path]
+            # on the CPU, where the parts may be copies already; nothing is exchanged over this mesh
+            mesh = sharding.DeviceMesh("cpu", layout.mesh.mesh, _init_backend=False)
+            tensors[path] = sharding.DTensor.from_local(
+                part.cpu(), mesh, layout.placements, run_check=False, shape=layout.shape, stride=layout.stride
+            )
+        files, error = {}, ""
+        try:
+            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=group)
+            files = _digest_own_files(folder)
+        except dcp.CheckpointException as failure:
+            rank, (reason, _) = next(iter(failure.failures.items()))
+            error = f"rank {rank}: {reason}"
+        except OSError as failure:
+            error = f"rank {comm.get_rank()}: {failure}"
+        by_rank = comm.all_gather((files, error), group=group)
+        if errors := [text for _, text in by_rank if text]:
+            raise CheckpointError(f"cannot write '{folder}': {errors[0]}. Checkpoints written before are unchanged.")
+        if comm.is_main_process():
+            sync_folder(folder)
+            sync_folder(os.path.dirname(folder))
+        return {"folder": os.path.basename(folder), "files": {k: v for files, _ in by_rank for k, v in files.items()}}
+
+
+def take_shards(state: dict[str, Any]) -> tuple[dict[str, Any], Shards]:
+    """A copy of ``state`` with an empty tensor in the place of each sharded one, and these.
+
+    Raises:
+        TypeError: as `plain_state`.
+    """
+    taken: dict[str, Tensor] = {}
+
+    def take(tensor: Tensor, path: str) -> Tensor:
+        if not is_sharded(tensor):
+            return tensor
+        taken[path] = tensor
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    return plain_state(state, take_shard=take), Shards(taken)
+
+
+def fill_shards(
+    state: dict[str, Any], path: str, like: Tensor | None = None, wanted: Iterable[str] = ("",)
+) -> dict[str, Any]:
+    """Read what the empty tensors of a state stand for, which comes from the file ``path``; a rank may call it alone.
+
+    Args:
+        like: a tensor as whose the result is sharded; None: whole tensors.
+        wanted: begins of the paths of those that are read; the others stay empty.
+
+    Returns:
+        A copy of ``state`` without its entry ``shards``; itself if there is none.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    manifest = state.pop(KEY, None)
+    if manifest is None:
+        return state
+    dcp, prefixes = _import_dcp(), tuple(wanted)
+    reader = dcp.FileSystemReader(os.path.join(os.path.dirname(path), manifest["folder"]))
+    found: dict[str, Tensor] = {}
+    try:
+        known = reader.read_metadata().state_dict_metadata
+
+        def make(tensor: Tensor, place: str) -> Tensor:
+            if place not in known or not place.startswith(prefixes):
+                return tensor
+            if like is None:
+                found[place] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            else:
+                found[place] = empty_like_shard(tensor.shape, tensor.dtype, like)
+            return found[place]
+
+        filled = plain_state(state, take_shard=make)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank reads by itself, as is meant
+            dcp.load(found, storage_reader=reader, no_dist=True)
+    except (OSError, RuntimeError, ValueError, dcp.CheckpointException) as error:
+        raise CheckpointError(f"cannot read the shards of '{path}' in '{reader.path}': {error}") from error
+    return filled
+
+
+def verify_shards(state: Mapping[str, Any], path: str, *, part: int = 0, num_parts: int = 1) -> None:
+    """Check the files that a state of the file ``path`` names: that all are there, and the content of every n-th.
+
+    Args:
+        part, num_parts: the n-th files whose content is compared with their digests; with 0 parts none.
+
+    Raises:
+        CheckpointError: one is missing or damaged.
+    """
+    manifest = state.get(KEY)
+    if manifest is None:
+        return
+    folder = os.path.join(os.path.dirname(path), manifest["folder"])
+    for i, (name, (size, digest)) in enumerate(sorted(manifest["files"].items())):
+        file = os.path.join(folder, name)
+        try:
+            found = os.stat(file).st_size
+            if found != size:
+                raise CheckpointError(f"'{path}' is damaged: its part '{file}' holds {found:,} bytes of {size:,}")
+            if num_parts and i % num_parts == part and _sha256(file) != digest:
+                raise CheckpointError(
+                    f"'{path}' is damaged: the content of its part '{file}' does not match its digest"
+                )
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise CheckpointError(f"'{path}' is damaged: its part '{file}' cannot be read: {error.strerror}") from error
+
+
+def remove_shards(path: str, *, but: str = "") -> None:
+    """Remove the folders with shards of the checkpoint file ``path``, all of them or all ``but`` the one of this name.
+
+    Raises:
+        OSError: one cannot be removed.
+    """
+    folder, stem = os.path.dirname(path), os.path.basename(path).removesuffix(SUFFIX)
+    for name, owner in _shard_folders(folder):
+        if owner == stem and name != but:
+            shutil.rmtree(os.path.join(folder, name))
+
+
+def remove_stray_shards(folder: str) -> None:
+    """Remove what saves that were killed have left: folders that no file names; nobody may be writing there."""
+    with contextlib.suppress(OSError):  # they cost space, no more; a damaged file keeps its shards
+        found = _shard_folders(folder)
+        for stem in {owner for _, owner in found}:
+            path = os.path.join(folder, stem + SUFFIX)
+            if not os.path.exists(path):
+                remove_shards(path)
+            elif sum(owner == stem for _, owner in found) > 1:
+                remove_shards(path, but=read_file(path).get(KEY, {}).get("folder", ""))
+
+
+def _shard_folders(folder: str) -> list[tuple[str, str]]:
+    """(name, begin of the name of the file that it belongs to)."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return [(name, match[1]) for name in names if (match := _FOLDER.fullmatch(name))]
+
+
+def _digest_own_files(folder: str) -> dict[str, tuple[int, str]]:
+    """Name -> (size, digest) of those that this rank has written; those of all ranks on rank 0 of a single process."""
+    begin = f"__{comm.get_rank()}_"
+    names = [name for name in os.listdir(folder) if name.startswith(begin)]
+    if comm.is_main_process():
+        names.append(".metadata")
+    return {name: (os.path.getsize(os.path.join(folder, name)), _sha256(os.path.join(folder, name))) for name in names}
+
+
+def _import_dcp() -> Any:
+    return importlib.import_module("torch.distributed.checkpoint")  # takes almost as long as torch itself
+
+
+def _sha256(path: str) -> str:
+    sha256 = hashlib.sha256()
+    with open(path, "rb") as file:
+        while data := file.read(_CHUNK):
+            sha256.update(data)
+    return sha256.hexdigest()

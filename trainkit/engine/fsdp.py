@@ -1,0 +1,140 @@
+"""One model in parts: each rank holds its shard of every parameter (``MODEL.PARALLEL: fsdp``)."""
+
+import importlib
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainkit.config import CfgNode, ConfigError
+from trainkit.utils import comm
+from trainkit.utils.device import resolve_device
+from trainkit.utils.sharding import is_sharded, local_part, shard_like
+
+_DTYPES = {"": None, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def is_fsdp(cfg: CfgNode) -> bool:
+    """Whether the run shards its model; one process has nobody to share it with."""
+    return cfg.MODEL.PARALLEL == "fsdp" and comm.get_world_size() > 1
+
+
+def build_sharded(cfg: CfgNode, build_model: Callable[[CfgNode], nn.Module]) -> nn.Module:
+    """``build_model(cfg)``, sharded as ``MODEL.FSDP`` says; every rank calls it. The weights are those of rank 0.
+
+    With ``MODEL.FSDP.META_INIT`` rank 0 builds the model in host memory and the others build it without memory.
+
+    Raises:
+        ConfigError: a name in BLOCKS fits no module; META_INIT with a parameter that several modules share.
+    """
+    options = cfg.MODEL.FSDP
+    device = resolve_device(cfg.MODEL.DEVICE)
+    weights: dict[str, Tensor] | None = None
+    if options.META_INIT:
+        model, weights = _build_on_meta(cfg, build_model)
+    else:
+        model = build_model(cfg)
+    shard_model(
+        model,
+        find_blocks(model, options.BLOCKS),
+        device_type=device.type,
+        param_dtype=_DTYPES[options.PARAM_DTYPE],
+        reduce_dtype=_DTYPES[options.REDUCE_DTYPE],
+        reshard_after_forward=options.RESHARD_AFTER_FORWARD,
+        weights=weights,
+    )
+    return model
+
+
+def find_blocks(model: nn.Module, names: Collection[str]) -> list[nn.Module]:
+    """The modules whose parameters are gathered together: of classes of these names, or what ModuleLists hold.
+
+    Raises:
+        ConfigError: there is no module of a class of this name.
+    """
+    if not names:
+        return [block for module in model.modules() if isinstance(module, nn.ModuleList) for block in module]
+    found = [module for module in model.modules() if type(module).__name__ in names]
+    if missing := sorted(set(names) - {type(module).__name__ for module in found}):
+        classes = sorted({type(module).__name__ for module in model.modules()})
+        raise ConfigError(f"MODEL.FSDP.BLOCKS: no module is a {', '.join(missing)}; the model has {', '.join(classes)}")
+    return found
+
+
+def shard_model(
+    model: nn.Module,
+    blocks: Collection[nn.Module] = (),
+    *,
+    device_type: str = "cpu",
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    reshard_after_forward: bool = True,
+    weights: dict[str, Tensor] | None = None,
+) -> None:
+    """``fully_shard`` for each block and the whole, in place; every rank calls it, before there is an optimizer.
+
+    Parameters and buffers are those that rank 0 has, whatever the others have.
+
+    Args:
+        blocks: modules of the model; those inside come before those that they are in.
+        param_dtype: in which forward and backward compute; None: that of the parameters.
+        reduce_dtype: in which gradients are averaged; None: that of the computation.
+        reshard_after_forward: let go of what a block has gathered until the backward pass gathers it again, which
+            halves the memory and costs half as much traffic again. The whole model's own parameters stay.
+        weights: name -> tensor, on rank 0 of a model on the meta device.
+    """
+    fsdp = importlib.import_module("torch.distributed.fsdp")
+    mesh = dist.init_device_mesh(device_type, (comm.get_world_size(),))
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    named = dict([*model.named_parameters(), *model.named_buffers()])
+    is_meta = any(tensor.is_meta for tensor in named.values())
+    if weights is None:
+        weights = {name: tensor.detach() for name, tensor in named.items()}
+    order = {module: i for i, module in enumerate(model.modules())}
+    for block in sorted({*blocks} - {model}, key=order.__getitem__, reverse=True):
+        fsdp.fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    fsdp.fully_shard(model, mesh=mesh, mp_policy=policy)
+    if is_meta:
+        model.to_empty(device=torch.cuda.current_device() if device_type == "cuda" else device_type)
+    _take_from_rank_0(model, weights)
+
+
+@torch.no_grad()
+def _take_from_rank_0(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """One tensor after the other, so that no rank needs room for more than one whole one."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        device = tensor.device
+        whole = weights[name].to(device) if comm.is_main_process() else torch.empty(tensor.shape, dtype=tensor.dtype)
+        whole = whole.to(device).contiguous()
+        dist.broadcast(whole, 0)
+        if is_sharded(tensor):
+            local_part(tensor).copy_(local_part(shard_like(whole, tensor)))
+        else:
+            tensor.copy_(whole)
+
+
+def _build_on_meta(cfg: CfgNode, build_model: Callable[[CfgNode], nn.Module]) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model on the meta device, and on rank 0 what is in it."""
+    cfg = cfg.clone()
+    cfg.defrost()
+    cfg.MODEL.DEVICE = "cpu" if comm.is_main_process() else "meta"
+    cfg.freeze()
+    with nullcontext() if comm.is_main_process() else torch.device("meta"):
+        model = build_model(cfg)
+    _refuse_shared_parameters(model)
+    weights = {name: tensor.detach() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    return model.to("meta"), weights if comm.is_main_process() else {}
+
+
+def _refuse_shared_parameters(model: nn.Module) -> None:
+    names: dict[Any, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    if shared := [" = ".join(same) for same in names.values() if len(same) > 1]:
+        raise ConfigError(
+            f"MODEL.FSDP.META_INIT is True, but modules share parameters ({'; '.join(shared)}), which torch makes two "
+            "of when it gives them memory; set META_INIT to False"
+        )
