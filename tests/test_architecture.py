@@ -14,6 +14,7 @@ LAYERS = [
     ["trainkit.config"],
     ["trainkit.checkpoint", "trainkit.data", "trainkit.modeling", "trainkit.solver"],
     ["trainkit.evaluation"],
+    ["trainkit.engine.global_batch", "trainkit.engine.elastic", "trainkit.engine.failures"],
     ["trainkit.engine.hook_base", "trainkit.engine.periods", "trainkit.engine.stopping"],
     ["trainkit.engine.finite", "trainkit.engine.hook_list"],
     ["trainkit.engine.train_loop"],

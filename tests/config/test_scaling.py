@@ -2,7 +2,8 @@
 
 import pytest
 
-from trainkit.config import get_cfg, scale_lr_to_batch
+from trainkit.config import ConfigError, get_cfg, scale_lr_to_batch
+from trainkit.config.scaling import split_batch
 
 
 def make_cfg(**solver):
@@ -49,3 +50,35 @@ def test_the_end_of_a_schedule_is_a_rate_that_is_scaled_too_and_its_length_is_no
 def test_without_a_reference_or_at_the_reference_nothing_changes(reference):
     cfg = make_cfg(REFERENCE_BATCH_SIZE=reference)
     assert scale_lr_to_batch(cfg) is cfg
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "steps", "former", "present", "expected"),
+    [
+        (8, 1, 4, 2, (4, 2)),  # as many samples per rank and forward
+        (4, 2, 2, 4, (8, 1)),
+        (8, 1, 4, 1, (2, 4)),
+        (12, 2, 4, 2, (6, 4)),
+        (24, 1, 4, 3, (24, 1)),  # 18 would not divide 24, but 3 ranks share 24
+        (4, 3, 2, 4, (4, 3)),
+        (8, 1, 2, 4, (8, 1)),  # there is nothing to take a step from
+        (8, 3, 4, 4, (8, 3)),
+    ],
+)
+def test_a_batch_for_other_ranks_keeps_its_size_and_that_of_a_forward_where_it_can(
+    batch_size, steps, former, present, expected
+):
+    cfg = make_cfg(IMS_PER_BATCH=batch_size, ACCUMULATION_STEPS=steps)
+    cfg.freeze()
+    split = split_batch(cfg, former, present)
+    solver = split.SOLVER
+    found = (solver.IMS_PER_BATCH, solver.ACCUMULATION_STEPS)
+    assert found == expected
+    assert changes(cfg, split).keys() <= {"IMS_PER_BATCH", "ACCUMULATION_STEPS"}
+    assert split.is_frozen()
+
+
+def test_ranks_that_cannot_share_the_batch_are_refused_with_the_numbers_that_can():
+    message = r"this run began with 4 processes, and 3 cannot share its 8 samples .* go on with 1, 2, 4, 8 processes"
+    with pytest.raises(ConfigError, match=message):
+        split_batch(make_cfg(IMS_PER_BATCH=8), 4, 3)

@@ -261,7 +261,7 @@ def test_a_run_leaves_its_files_and_returns_the_results(tmp_path):
     assert trainer.status == "finished"
     files = {path.name for path in tmp_path.iterdir()}
     checkpoints = {"model_0000004.pth", "model_final.pth", "model_best.pth"}
-    assert files == {"metrics.json", "last_checkpoint", "finished", *checkpoints}
+    assert files == {"metrics.json", "last_checkpoint", "finished", "batch.json", *checkpoints}
     assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
 
 
@@ -533,7 +533,7 @@ def test_a_predictor_without_weights_is_an_error(tmp_path, weights, error, messa
 def test_the_log_says_where_the_files_are(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     DefaultTrainer(tiny_cfg(tmp_path)).train()
-    files = "finished, last_checkpoint, metrics.json, model_0000004.pth, model_final.pth"
+    files = "batch.json, finished, last_checkpoint, metrics.json, model_0000004.pth, model_final.pth"
     assert f"Files in {tmp_path}: {files}" in caplog.text
 
 

@@ -163,6 +163,10 @@ def test_a_process_that_exits_ends_the_run_with_its_code():
     assert caught.value.code == 2
 
 
+def test_processes_that_exit_without_an_error_have_no_result():
+    assert launch(_exit, 2, args=(0,)) is None
+
+
 @pytest.mark.parametrize(
     ("signum", "to_launcher", "reason", "code"),
     [

@@ -159,6 +159,16 @@ def test_resuming_and_evaluating_move_nothing(tmp_path, args):
     assert ((tmp_path / "config.yaml").read_text() == "old") is (args is EVAL)
 
 
+@pytest.mark.parametrize(("restarts", "args", "moved"), [("0", NEW, True), ("1", NEW, False), ("1", EVAL, False)])
+def test_what_torchrun_has_started_again_moves_nothing(tmp_path, monkeypatch, restarts, args, moved):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    (tmp_path / "model_final.pth").write_text("old")
+    default_setup(cfg_for(tmp_path), args)
+    assert (tmp_path / "previous_1").exists() is moved
+    said = "torchrun has started the run again" in (tmp_path / "log.txt").read_text()
+    assert said is (restarts == "1" and args is NEW)
+
+
 @pytest.mark.parametrize("weights_of_others", [False, True])
 def test_resuming_where_no_checkpoint_was_ever_written_is_a_new_run(tmp_path, weights_of_others):
     (tmp_path / "metrics.json").write_text("of a run that died early")

@@ -95,6 +95,56 @@ def scale_lr_to_batch(cfg: CfgNode) -> CfgNode:
     return cfg
 
 
+def split_batch(cfg: CfgNode, num_workers: int, present: int) -> CfgNode:
+    """Divide the batch of an iteration that was divided for ``num_workers`` ranks over ``present`` ones.
+
+    Each rank gets as many samples per forward as before, and ACCUMULATION_STEPS makes up for the ranks, so that
+    IMS_PER_BATCH * ACCUMULATION_STEPS stays as it is, and learning rates and lengths with it. Where that does not come
+    out even, both stay as they are. Inactive if the numbers are equal.
+
+    Returns:
+        ``cfg`` itself if nothing changes, else a changed copy.
+
+    Raises:
+        ConfigError: ``present`` ranks cannot share the batch.
+    """
+    solver = cfg.SOLVER
+    samples = solver.IMS_PER_BATCH * solver.ACCUMULATION_STEPS
+    if num_workers == present or solver.IMS_PER_BATCH % num_workers:
+        return cfg
+    batch_size = solver.IMS_PER_BATCH // num_workers * present
+    if samples % batch_size:
+        if solver.IMS_PER_BATCH % present:
+            fitting = [number for number in range(1, samples + 1) if samples % number == 0]
+            raise ConfigError(
+                f"this run began with {num_workers} processes, and {present} cannot share its {samples} samples per "
+                f"iteration (SOLVER.IMS_PER_BATCH {solver.IMS_PER_BATCH}, ACCUMULATION_STEPS "
+                f"{solver.ACCUMULATION_STEPS}); go on with {', '.join(map(str, fitting))} processes, or set another "
+                "SOLVER.IMS_PER_BATCH"
+            )
+        batch_size = solver.IMS_PER_BATCH
+    logger.warning(
+        "This run began with %d processes, now there are %d: SOLVER.IMS_PER_BATCH is %d and ACCUMULATION_STEPS %d "
+        "instead of %d and %d, which keeps the %d samples per iteration",
+        num_workers,
+        present,
+        batch_size,
+        samples // batch_size,
+        solver.IMS_PER_BATCH,
+        solver.ACCUMULATION_STEPS,
+        samples,
+    )
+    if batch_size == solver.IMS_PER_BATCH:
+        return cfg
+    frozen = cfg.is_frozen()
+    cfg = cfg.clone()
+    cfg.defrost()
+    cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.ACCUMULATION_STEPS = batch_size, samples // batch_size
+    if frozen:
+        cfg.freeze()
+    return cfg
+
+
 def _scale_lr(solver: CfgNode, scale: float) -> None:
     solver.BASE_LR, solver.BASE_LR_END = solver.BASE_LR * scale, solver.BASE_LR_END * scale
     if solver.OPTIMIZER.get("LR") is not None:  # it wins over BASE_LR

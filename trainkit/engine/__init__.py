@@ -2,6 +2,7 @@
 
 from trainkit.engine import hooks
 from trainkit.engine.defaults import DefaultTrainer
+from trainkit.engine.elastic import is_restarted
 from trainkit.engine.evaluation_run import EvaluationRun
 from trainkit.engine.graph import GraphAMPTrainer, GraphTrainer
 from trainkit.engine.launch import DEFAULT_TIMEOUT, launch
@@ -35,6 +36,7 @@ __all__ = [
     "default_writers",
     "fast_dev_config",
     "hooks",
+    "is_restarted",
     "launch",
     "user_errors_exit",
 ]

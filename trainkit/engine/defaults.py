@@ -28,9 +28,11 @@ from trainkit.data.build import build_test_loader, build_train_loader
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.engine import hooks
 from trainkit.engine.compile import compile_model, describe_inexact_compilation
+from trainkit.engine.elastic import is_restarted
 from trainkit.engine.evaluation_run import averaging_hook, evaluate_models
 from trainkit.engine.finite import raise_failure
 from trainkit.engine.fsdp import build_sharded, is_fsdp
+from trainkit.engine.global_batch import GlobalBatch
 from trainkit.engine.graph import GraphAMPTrainer, GraphTrainer
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
 from trainkit.engine.hooks.monitor import check_monitored_metrics
@@ -90,7 +92,9 @@ class DefaultTrainer(TrainerBase):
         import_modules(cfg.IMPORTS)
         check_values(cfg)
         self._check_names(cfg)
-        cfg = scale_lr_to_batch(self.auto_scale_workers(cfg, comm.get_world_size()))
+        self._global_batch = GlobalBatch(cfg, checkpoint_dir(cfg))
+        cfg = self._global_batch.split(self.auto_scale_workers(cfg, self._global_batch.world_size))
+        cfg = scale_lr_to_batch(cfg)
 
         # in this order: users' build methods count on the model being there for the optimizer, both for the loader
         model = build_sharded(cfg, self.build_model) if is_fsdp(cfg) else self.build_model(cfg)
@@ -125,10 +129,13 @@ class DefaultTrainer(TrainerBase):
     def resume_or_load(self, resume: bool = True) -> None:
         """Go on from the last checkpoint in OUTPUT_DIR if ``resume`` and there is one; else load MODEL.WEIGHTS.
 
+        A run that torchrun has started again goes on in any case.
+
         Raises:
             trainkit.checkpoint.CheckpointError: no checkpoint is intact, or it is of another model.
             ConfigError: the checkpoint is beyond SOLVER.MAX_ITER.
         """
+        resume = resume or is_restarted()
         self.checkpointer.resume_or_load(self.cfg.MODEL.WEIGHTS, resume=resume)
         if resume and self.checkpointer.has_checkpoint():
             self.start_iter = self.iter + 1  # the checkpoint names the last iteration done
@@ -170,6 +177,7 @@ class DefaultTrainer(TrainerBase):
         marks = isinstance(self.checkpointer, Checkpointer)  # and none of fvcore's
         if marks:
             self.checkpointer.forget_finished()
+        self._global_batch.save()
         super().train(start_iter, max_iter)
         if marks and self.status == "finished":
             results = _plain_results(self._results)

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from trainkit.engine.elastic import agree_on_restarts, make_store
+from trainkit.engine.failures import GRACE_SEC, failing_together
 from trainkit.engine.stopping import StopRequests
 from trainkit.utils import comm
 
@@ -24,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
-_GRACE_SEC = 10.0  # when a process has failed: for the others to end, and again to end on SIGTERM before SIGKILL
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -123,7 +124,7 @@ def _join(context: Any, results: Any, stops: StopRequests) -> list[tuple[Any, in
     answers: list[tuple[Any, int]] = []
     has_ended, passed_on = False, False
     while not has_ended:
-        has_ended = context.join(timeout=0.5, grace_period=_GRACE_SEC)
+        has_ended = context.join(timeout=0.5, grace_period=GRACE_SEC)  # and again, from SIGTERM to SIGKILL
         while not results.empty():  # a process cannot end before a large result is taken from it
             answers.append(results.get())
         if stops.pending and not passed_on:
@@ -165,7 +166,7 @@ def _spawned_main(
 
 
 def _result_or_stop(main_func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, int]:
-    """What it returned, and 0; or None and the exit code, if a signal has stopped the run.
+    """What it returned, and 0; or None and the exit code, if it has exited without an error or a signal has stopped it.
 
     That is no failure: a launcher that sees one ends the other processes, and rank 0 may still be writing.
     """
@@ -174,9 +175,9 @@ def _result_or_stop(main_func: Callable[..., Any], args: tuple[Any, ...]) -> tup
     except KeyboardInterrupt:
         return None, 128 + signal.SIGINT
     except SystemExit as error:
-        if error.code not in (128 + signal.SIGTERM, 128 + signal.SIGINT):
+        if error.code not in (None, 0, 128 + signal.SIGTERM, 128 + signal.SIGINT):
             raise
-        return None, error.code
+        return None, error.code or 0
 
 
 @contextmanager
@@ -186,14 +187,17 @@ def _process_group(url: str, rank: int, world_size: int, timeout: timedelta) -> 
     if has_cuda:
         torch.cuda.set_device(local_rank)
     try:
+        store = make_store(url, rank, world_size, timeout)
         dist.init_process_group(
-            "nccl" if has_cuda else "gloo", init_method=url, rank=rank, world_size=world_size, timeout=timeout
+            "nccl" if has_cuda else "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
         )
     except Exception:
         logger.error("No process group at %s for rank %d of %d", url, rank, world_size)
         raise
     comm.synchronize()  # the slowest start should not count against the timeout of the first real collective
-    yield
+    agree_on_restarts()
+    with failing_together(store, rank, world_size):
+        yield
     # Not after a failure: the process ends anyway, and the others should not fail of its leaving before it says why.
     gc.collect()  # DDP is a cycle that keeps the group; a thread of the group that outlives the interpreter aborts it
     dist.destroy_process_group()

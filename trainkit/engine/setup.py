@@ -17,6 +17,7 @@ import torch
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.folder import choose, find_checkpoint
 from trainkit.config import CfgNode, ConfigError, get_cfg, import_modules
+from trainkit.engine.elastic import is_restarted
 from trainkit.utils import comm
 from trainkit.utils.collect_env import collect_env_info
 from trainkit.utils.env import seed_all_rng
@@ -27,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 # what a run writes into its output folder
 _RUN_FILES = re.compile(
-    r"log\.txt(\.rank\d+)?|config\.yaml|metrics\.json(\.cut_\d+)?|last_checkpoint|finished|.+\.pth|events\.out\.tfevents\..+"
+    r"log\.txt(\.rank\d+)?|config\.yaml|batch\.json|metrics\.json(\.cut_\d+)?"
+    r"|last_checkpoint|finished|.+\.pth|events\.out\.tfevents\..+"
 )
 
 
@@ -107,7 +109,8 @@ def user_errors_exit() -> Iterator[None]:
 def default_setup(cfg: CfgNode, args: Any) -> None:
     """Make the output folder, set up the log, log what is run on what, write ``config.yaml``, seed everything.
 
-    Every rank calls it. A new run moves the files that an earlier one left in the folder into ``previous_<n>`` below.
+    Every rank calls it. A new run moves the files that an earlier one left in the folder into ``previous_<n>`` below;
+    one that torchrun has started again counts as resumed.
 
     Args:
         args: has ``resume`` and ``eval_only`` if they are set, see `default_argument_parser`.
@@ -116,7 +119,7 @@ def default_setup(cfg: CfgNode, args: Any) -> None:
         ConfigError: the folder cannot be written, or a setting is not accepted.
     """
     output_dir, checkpoints = Path(cfg.OUTPUT_DIR), Path(checkpoint_dir(cfg))
-    resume, eval_only = getattr(args, "resume", False), getattr(args, "eval_only", False)
+    resume, eval_only = getattr(args, "resume", False) or is_restarted(), getattr(args, "eval_only", False)
     moved: list[Path] = []
     if comm.is_main_process():
         try:
@@ -133,6 +136,8 @@ def default_setup(cfg: CfgNode, args: Any) -> None:
     setup_logger(output_dir, distributed_rank=comm.get_rank())
     logger.info("Rank %d of %d\n%s", comm.get_rank(), comm.get_world_size(), collect_env_info())
     logger.info("Command: %s", " ".join(sys.argv))
+    if is_restarted() and not eval_only:
+        logger.info("torchrun has started the run again; it goes on from its last checkpoint, if there is one")
     changes = "\n".join(f"  {key}: {value!r}" for key, value in _changes(cfg, get_cfg()))
     logger.info("Configuration, as far as it differs from the defaults:\n%s", changes or "  nowhere")
     for aside in moved:

@@ -1,0 +1,133 @@
+"""A job of ten iterations for torchrun and ``launch``, that dies or fails where it is told to."""
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))  # as a script it only finds what is beside it
+
+from tests.engine.job import tiny_cfg  # noqa: E402
+from trainkit.engine import (  # noqa: E402
+    DefaultTrainer,
+    EvaluationRun,
+    HookBase,
+    default_argument_parser,
+    default_setup,
+    is_restarted,
+    launch,
+)
+from trainkit.engine.hooks import HOOK_REGISTRY  # noqa: E402
+from trainkit.modeling import MODEL_REGISTRY  # noqa: E402
+from trainkit.utils import comm  # noqa: E402
+
+
+@MODEL_REGISTRY.register()
+class TinyMLP(nn.Module):
+    """Two classes of 4 numbers, without batch norm and dropout: the number of ranks makes no difference."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def forward(self, batch):
+        logits = self.layers(batch["x"])
+        return {"loss_cls": nn.functional.cross_entropy(logits, batch["label"])} if self.training else logits
+
+
+@HOOK_REGISTRY.register()
+class NoteSamples(HookBase):
+    """One line per iteration: its number and the samples of this rank, by the micro-batches."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def after_step(self):
+        batches = self.trainer.batch if isinstance(self.trainer.batch, list) else [self.trainer.batch]
+        firsts = [[round(x, 4) for x in batch["x"][:, 0].tolist()] for batch in batches]
+        with open(f"{self._folder}/samples{comm.get_rank()}_of_{comm.get_world_size()}", "a") as file:
+            print(self.trainer.iter, firsts, file=file)
+
+
+@HOOK_REGISTRY.register()
+class KillFirstStart(HookBase):
+    """SIGKILL to the last rank, in the first start of the run."""
+
+    def __init__(self, iter: int) -> None:
+        self._iter = iter
+
+    def after_backward(self):
+        is_last_rank = comm.get_rank() == comm.get_world_size() - 1
+        if self.trainer.iter == self._iter and is_last_rank and not is_restarted():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@HOOK_REGISTRY.register()
+class FailOnRank1(HookBase):
+    """An error in iteration 3, or in the evaluation; with ``deaf`` the others wait for no rank, and hear no signal."""
+
+    def __init__(self, place: str, deaf: bool = False) -> None:
+        self._place, self._deaf = place, deaf
+
+    def before_step(self):
+        if self._place == "forward" and self.trainer.iter == 3 and comm.get_rank() == 1:
+            self.trainer.model.register_forward_pre_hook(lambda module, inputs: self._fail())
+
+    def after_step(self):
+        if self._place == "hook" and self.trainer.iter == 3:
+            if comm.get_rank() == 1:
+                self._fail()
+            while self._deaf:
+                signal.pause()
+
+    def before_eval_step(self, phase, index, inputs):
+        if self._place == "evaluation" and comm.get_rank() == 1:
+            self._fail()
+
+    def _fail(self):
+        raise RuntimeError(f"rank 1 fails in its {self._place}")
+
+
+@HOOK_REGISTRY.register()
+class FailOnBothRanks(HookBase):
+    """Rank 1 fails first, but its process ends last."""
+
+    def __init__(self, folder: str) -> None:
+        self._sign = Path(folder) / "rank 1 has failed"
+
+    def after_step(self):
+        pids = comm.all_gather(os.getpid())
+        if comm.get_rank() == 1:
+            atexit.register(self._let_rank_0_go_first, pids[0])
+            raise RuntimeError("rank 1 has a problem")
+        while not self._sign.exists():
+            pass
+        raise RuntimeError("rank 0 has lost rank 1")
+
+    def _let_rank_0_go_first(self, pid: int) -> None:
+        self._sign.touch()
+        with contextlib.suppress(ProcessLookupError):
+            while True:
+                os.kill(pid, 0)
+
+
+def main(args):
+    torch.set_num_threads(1)
+    cfg = tiny_cfg("", *args.opts)
+    default_setup(cfg, args)
+    if args.eval_only:
+        return EvaluationRun(cfg, DefaultTrainer).run()
+    trainer = DefaultTrainer(cfg)
+    trainer.resume_or_load(resume=args.resume)
+    return trainer.train()
+
+
+if __name__ == "__main__":
+    arguments = default_argument_parser().parse_args()
+    launch(main, arguments.num_gpus, args=(arguments,))

@@ -1,0 +1,250 @@
+"""Runs of several processes by torchrun: on two nodes, started again, gone on with by another number of ranks."""
+
+import itertools
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tests.engine.elastic_job  # noqa: F401  # registers its hooks and its model
+from tests.engine.job import tiny_cfg
+from tests.engine.test_exact_runs import content
+from trainkit.data import TrainingSampler, build_batch_data_loader
+from trainkit.engine import DefaultTrainer, EvaluationRun
+from trainkit.utils.env import seed_all_rng
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = "tests/engine/elastic_job.py"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node")
+ONE_NODE = (*TORCHRUN, "2", "--standalone")
+
+
+def command(launcher, folder, *options, **hooks):
+    """``launcher`` and the job; ``hooks`` gives a hook's arguments by its name."""
+    entries = [{"NAME": name, **{key.upper(): value for key, value in hooks[name].items()}} for name in hooks]
+    return [*launcher, JOB, "OUTPUT_DIR", str(folder), *options, "HOOKS", str(entries)]
+
+
+def run(*commands, timeout_sec=120):
+    """Of all of them together: the exit codes, and what was printed."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    processes = [subprocess.Popen(command, cwd=ROOT, env=environ, **pipes) for command in commands]
+    try:
+        outputs = [process.communicate(timeout=timeout_sec)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.terminate()  # torchrun ends its own then
+            process.communicate()
+    return [process.returncode for process in processes], "".join(outputs)
+
+
+def samples(folder, world_size):
+    """iteration -> those of each rank and micro-batch"""
+    found = {}
+    for rank in range(world_size):
+        for line in (folder / f"samples{rank}_of_{world_size}").read_text().splitlines():
+            iter, batches = json.loads(f"[{line.replace(' ', ', ', 1)}]")
+            found.setdefault(int(iter), []).extend(batches)
+    return found
+
+
+def flattened(samples):
+    """iteration -> all of them, in order of size"""
+    return {iter: sorted(itertools.chain(*batches)) for iter, batches in samples.items()}
+
+
+def train_alone(folder, *options, **hooks):
+    """In this process; the final weights."""
+    cfg = tiny_cfg(folder, *command((), folder, *options, **hooks)[1:])
+    seed_all_rng(cfg.SEED)
+    trainer = DefaultTrainer(cfg)
+    trainer.resume_or_load()
+    trainer.train()
+    return trainer.model.state_dict()
+
+
+def is_close(left, right):
+    return all(torch.allclose(left[name], right[name], rtol=0, atol=1e-6) for name in left)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """What a run of two processes leaves that nothing has disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    codes, output = run(command(ONE_NODE, folder))
+    assert codes == [0], output
+    return content(folder)
+
+
+def begins(folder):
+    """The iterations with which the starts have begun, as their logs say."""
+    logs = [folder / "previous_1/log.txt", folder / "log.txt"]
+    text = "".join(log.read_text() for log in logs if log.exists())
+    return [int(begin) for begin in re.findall(r"Training from iteration (\d+) to 10", text)]
+
+
+def test_a_run_whose_worker_is_killed_is_started_again_and_ends_as_one_left_alone(tmp_path, whole):
+    launcher = (*ONE_NODE, "--max-restarts", "1")
+    codes, output = run(command(launcher, tmp_path, KillFirstStart={"iter": 7}))
+    assert codes == [0], output
+    assert begins(tmp_path) == [0, 5]
+    log = (tmp_path / "log.txt").read_text()
+    assert log.count("torchrun has started the run again; it goes on from its last checkpoint") == 1
+    assert not (tmp_path / "previous_1").exists()
+    assert content(tmp_path) == whole
+
+
+def test_two_nodes_are_one_run_which_begins_anew_if_a_worker_is_killed_before_the_first_checkpoint(tmp_path, whole):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    address = ("--nnodes", "2", "--max-restarts", "1", "--master-addr", "127.0.0.1", "--master-port", str(port))
+    nodes = [(*TORCHRUN, "1", *address, "--node-rank", str(node)) for node in range(2)]
+    codes, output = run(*(command(node, tmp_path, KillFirstStart={"iter": 2}) for node in nodes))
+    assert codes == [0, 0], output
+    assert begins(tmp_path) == [0, 0]
+    assert not (tmp_path / "previous_2").exists()
+    assert content(tmp_path) == whole
+
+
+def test_a_run_of_two_processes_goes_on_with_one_over_the_same_samples_to_the_same_weights(tmp_path):
+    model, notes = ("MODEL.NAME", "TinyMLP"), {"folder": str(tmp_path)}
+    folder = tmp_path / "run"
+    codes, output = run(command(ONE_NODE, folder, *model, NoteSamples=notes, KillFirstStart={"iter": 7}))
+    assert codes != [0], output
+    weights = train_alone(folder, *model, NoteSamples=notes)
+    alone, of_two = samples(tmp_path, 1), samples(tmp_path, 2)
+    assert [len(batch) for batch in of_two[6]] == [4, 4]  # one of each rank
+    assert list(alone) == [5, 6, 7, 8, 9]
+    assert [len(batch) for batch in alone[6]] == [4, 4]  # one micro-batch behind the other
+
+    (tmp_path / "samples0_of_1").unlink()
+    never_stopped = train_alone(tmp_path / "never_stopped", *model, NoteSamples=notes)
+    expected = flattened(samples(tmp_path, 1))
+    assert flattened({**of_two, **alone}) == expected
+    assert is_close(weights, never_stopped)
+
+    assert not is_close(weights, train_alone(tmp_path / "other", *model, "SEED", "2"))
+
+
+@pytest.mark.parametrize("place", ["forward", "evaluation", "hook"])
+def test_a_rank_that_fails_ends_the_run_and_torchrun_names_it_as_the_cause(tmp_path, place):
+    patient = (*ONE_NODE, "--shutdown-timeout=600")  # torchrun itself would wait so long for a deaf one
+    codes, output = run(command(patient, tmp_path, FailOnRank1={"place": place, "deaf": True}))
+    assert codes == [1]
+    cause = output[output.index("Root Cause") :]
+    assert re.search(r"rank +: 1 \(local_rank: 1\)", cause)
+    assert f"RuntimeError: rank 1 fails in its {place}\n" in cause
+    assert f"[rank1]: RuntimeError: rank 1 fails in its {place}\n" in output
+
+
+def test_of_several_failures_torchrun_names_the_first_as_the_cause(tmp_path):
+    codes, output = run(command(ONE_NODE, tmp_path, FailOnBothRanks={"folder": str(tmp_path)}))
+    assert codes == [1]
+    assert "RuntimeError: rank 0 has lost rank 1\n" in output
+    cause = output[output.index("Root Cause") :]
+    assert re.search(r"rank +: 1 \(local_rank: 1\)", cause)
+    assert "RuntimeError: rank 1 has a problem\n" in cause
+
+
+def test_a_rank_that_fails_ends_the_spawned_ones_with_its_error(tmp_path):
+    spawned = (sys.executable,)
+    codes, output = run(command(spawned, tmp_path, "--num-gpus", "2", FailOnRank1={"place": "evaluation"}))
+    assert codes == [1]
+    cause = output[output.index("ProcessRaisedException") :]
+    assert "Process 1 terminated with the following error" in cause
+    assert cause.rstrip().endswith("RuntimeError: rank 1 fails in its evaluation")
+
+
+def draw(world_size, batch_size, state, num_batches):
+    """The next batches of each rank, and the state behind them: [batch][rank] -> samples"""
+    by_rank = []
+    for rank in range(world_size):
+        sampler = TrainingSampler(12, seed=0)
+        sampler.rank, sampler.world_size = rank, world_size
+        loader = build_batch_data_loader(range(12), sampler, None, single_gpu_batch_size=batch_size)
+        if state is not None:
+            loader.load_state_dict(state)
+        batches = iter(loader)
+        by_rank.append([next(batches) for _ in range(num_batches)])
+        state_behind = loader.state_dict()
+    return list(map(list, zip(*by_rank, strict=True))), state_behind
+
+
+def test_more_or_fewer_ranks_share_the_same_samples_in_the_same_iteration():
+    whole, _ = draw(4, 2, None, 3)
+    assert whole == [
+        [[1, 3], [7, 10], [11, 0], [6, 2]],
+        [[9, 8], [4, 4], [8, 3], [5, 2]],  # in the middle begins the second epoch
+        [[1, 5], [11, 10], [7, 6], [9, 0]],
+    ]
+    _, state = draw(4, 2, None, 1)
+    two, _ = draw(2, 2, state, 4)
+    assert two == [[[9, 8], [4, 5]], [[8, 3], [4, 2]], [[1, 7], [11, 9]], [[5, 6], [10, 0]]]
+    eight, _ = draw(8, 1, state, 2)
+    assert eight == [[[9], [4], [8], [5], [8], [4], [3], [2]], [[1], [11], [7], [9], [5], [10], [6], [0]]]
+    in_order = [sorted(itertools.chain(*batches)) for batches in whole]
+    assert [sorted(itertools.chain(*two[i], *two[i + 1])) for i in (0, 2)] == in_order[1:]
+    assert [sorted(itertools.chain(*batches)) for batches in eight] == in_order[1:]
+
+
+def trainer_for(folder, former, *options):
+    """Of one process, in the folder of a run that ``former`` processes have begun with 8 samples per iteration."""
+    record = {"world_size": former, "asked": [8, 1, 4]}
+    (folder / "batch.json").write_text(json.dumps(record))
+    return DefaultTrainer(tiny_cfg(folder, "SOLVER.REFERENCE_WORLD_SIZE", 4, *options))
+
+
+def batch_of(trainer):
+    solver = trainer.cfg.SOLVER
+    return solver.IMS_PER_BATCH, solver.ACCUMULATION_STEPS, solver.BASE_LR, solver.MAX_ITER
+
+
+@pytest.mark.parametrize(("former", "expected"), [(4, (2, 4, 0.1, 10)), (2, (2, 2, 0.05, 20)), (1, (2, 1, 0.025, 40))])
+def test_other_ranks_than_at_first_change_neither_the_rates_nor_the_lengths_that_were_scaled_for_those(
+    tmp_path, former, expected
+):
+    trainer = trainer_for(tmp_path, former)
+    assert batch_of(trainer) == expected
+    assert trainer.accumulation_steps == expected[1]
+    assert trainer.iters_per_epoch == 40 // (expected[0] * expected[1])
+
+
+def test_the_first_number_of_ranks_is_kept_until_the_command_asks_for_another_batch(tmp_path):
+    trainer_for(tmp_path, 4, "SOLVER.MAX_ITER", 2, "SOLVER.STEPS", ()).train()
+    assert json.loads((tmp_path / "batch.json").read_text()) == {"world_size": 4, "asked": [8, 1, 4]}
+    trainer = trainer_for(tmp_path, 4, "SOLVER.IMS_PER_BATCH", 16, "SOLVER.STEPS", (), "SOLVER.MAX_ITER", 2)
+    assert batch_of(trainer) == (4, 1, 0.025, 8)  # for one process, as by a new run
+    trainer.train()
+    assert json.loads((tmp_path / "batch.json").read_text()) == {"world_size": 1, "asked": [16, 1, 4]}
+
+
+def test_a_damaged_note_of_the_batch_counts_as_none_with_a_warning(tmp_path, caplog):
+    (tmp_path / "batch.json").write_text('{"world_size":')
+    assert batch_of(DefaultTrainer(tiny_cfg(tmp_path))) == (8, 1, 0.1, 10)
+    assert "batch.json' is damaged and does not count" in caplog.text
+
+
+def test_a_run_that_is_started_again_goes_on_without_being_told_and_its_evaluation_does_not(tmp_path, monkeypatch):
+    cfg = tiny_cfg(tmp_path)
+    DefaultTrainer(cfg).train(max_iter=6)
+    trainer = DefaultTrainer(cfg)
+    trainer.resume_or_load(resume=False)
+    assert trainer.start_iter == 0
+
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    trainer = DefaultTrainer(cfg)
+    trainer.resume_or_load(resume=False)
+    assert trainer.start_iter == 6
+    weights = tmp_path / "weights.pth"
+    torch.save({"model": DefaultTrainer(cfg).model.state_dict()}, weights)
+    before = EvaluationRun(tiny_cfg(tmp_path, "MODEL.WEIGHTS", str(weights)), DefaultTrainer)
+    before.run()
+    assert before.iter == 0

@@ -1,0 +1,75 @@
+"""A rank that fails ends the others, which may wait for it."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+GRACE_SEC = 10.0  # for the others to end by themselves
+
+_FIRST = "trainkit/first_failure"
+_FOREVER = timedelta(days=20)  # a longer one overflows in torch
+
+
+@contextlib.contextmanager
+def failing_together(store: dist.Store, rank: int, world_size: int) -> Iterator[None]:
+    """If the code inside fails on one rank, those that have not ended ``GRACE_SEC`` later are killed.
+
+    Every rank enters it. Without that a rank on a GPU waits for the lost one until the timeout of the group, and one
+    that takes SIGTERM for a request to stop until its launcher kills it. torchrun gets to know the failure, and of
+    several, which was the first.
+
+    Args:
+        store: of all ranks.
+    """
+    heard = threading.Event()
+    waiting = store.clone()  # type: ignore[attr-defined]  # a store serves one thread at a time
+    threading.Thread(target=_end_with_others, args=(waiting, rank, heard), name="failures", daemon=True).start()
+    try:
+        yield
+    except BaseException as error:
+        _fail(store, error, rank, world_size)
+        raise
+    else:
+        _leave(store, rank, world_size, heard)
+    finally:
+        heard.wait(GRACE_SEC)  # a thread that is in the store when the interpreter ends aborts the process
+
+
+def _leave(store: dist.Store, rank: int, world_size: int, heard: threading.Event) -> None:
+    if not heard.is_set():
+        for other in range(world_size) if rank == 0 else [rank]:  # with rank 0 goes the store
+            with contextlib.suppress(dist.DistError):
+                store.set(_news_for(other), "end")
+
+
+def _fail(store: dist.Store, error: BaseException, rank: int, world_size: int) -> None:
+    with contextlib.suppress(dist.DistError):  # the store may be lost with rank 0
+        is_first = int(store.compare_set(_FIRST, "", str(rank))) == rank
+        for other in range(world_size) if is_first else []:
+            store.set(_news_for(other), "failure")
+        store.get(_FIRST)  # behind it, the store has passed on all of them
+    if isinstance(error, Exception) and "TORCHELASTIC_ERROR_FILE" in os.environ:
+        get_error_handler().record_exception(error)
+        time.sleep(1.1)  # torchrun tells the first failure by the second: no other rank fails of this one within it
+
+
+def _end_with_others(store: dist.Store, rank: int, heard: threading.Event) -> None:
+    news = b""
+    with contextlib.suppress(dist.DistError):  # rank 0 was killed; whoever launched it ends the others
+        store.set_timeout(_FOREVER)
+        news = store.get(_news_for(rank))
+    heard.set()
+    if news == b"failure":
+        time.sleep(GRACE_SEC)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _news_for(rank: int) -> str:
+    return f"trainkit/news_for_{rank}"

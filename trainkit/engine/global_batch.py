@@ -1,0 +1,64 @@
+"""The batch of an iteration, kept for starts with more or fewer ranks."""
+
+import contextlib
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from trainkit.checkpoint.atomic import write_text
+from trainkit.config import CfgNode
+from trainkit.config.scaling import split_batch
+from trainkit.utils import comm
+
+logger = logging.getLogger(__name__)
+
+_FILE = "batch.json"
+
+
+class GlobalBatch:
+    """How a run divides the samples of an iteration over ranks, kept beside its checkpoints for starts with others.
+
+    Args:
+        cfg: as the user gave it.
+        folder: of the checkpoints.
+    """
+
+    def __init__(self, cfg: CfgNode, folder: str) -> None:
+        self._path = Path(folder) / _FILE
+        solver = cfg.SOLVER
+        asked = [solver.IMS_PER_BATCH, solver.ACCUMULATION_STEPS, solver.REFERENCE_WORLD_SIZE]
+        self._record: dict[str, Any] = {"world_size": comm.get_world_size(), "asked": asked}
+        former = comm.broadcast(self._read() if comm.is_main_process() else None)
+        if former is not None and former["asked"] == asked:  # else the user has chosen for this number of ranks
+            self._record = former
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks for which the config is meant: that of the first start with its batch size."""
+        return int(self._record["world_size"])
+
+    def split(self, cfg: CfgNode) -> CfgNode:
+        """See `split_batch`; from ``world_size`` ranks to those there are."""
+        return split_batch(cfg, self.world_size, comm.get_world_size())
+
+    def save(self) -> None:
+        """On rank 0, for the next start.
+
+        Raises:
+            trainkit.checkpoint.CheckpointError: the file cannot be written.
+        """
+        if comm.is_main_process():
+            with contextlib.suppress(OSError):  # the next line says what is wrong
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(json.dumps(self._record), self._path)
+
+    def _read(self) -> dict[str, Any] | None:
+        try:
+            record = json.loads(self._path.read_text())
+            return {"world_size": int(record["world_size"]), "asked": list(record["asked"])}
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("'%s' is damaged and does not count: %s", self._path, error)
+            return None
