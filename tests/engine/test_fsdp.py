@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.multiprocessing import ProcessExitedException
 
 from tests.engine.job import tiny_cfg
+from tests.engine.test_world_sizes import Net, part
 from tests.engine.tiny import AfterStep, scalars
 from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import CheckpointError
@@ -21,8 +22,10 @@ from trainkit.checkpoint.publish import publish_weights
 from trainkit.config import ConfigError, check_values, get_cfg
 from trainkit.engine import DefaultTrainer
 from trainkit.engine.evaluation_run import EvaluationRun
-from trainkit.engine.fsdp import build_sharded
+from trainkit.engine.fsdp import build_sharded, shard_model
+from trainkit.engine.trainers import SimpleTrainer
 from trainkit.modeling import MODEL_REGISTRY
+from trainkit.solver import build_optimizer
 from trainkit.utils import comm
 
 
@@ -277,6 +280,33 @@ def rotated(rank, folder):
     return sorted(p.name.partition("-")[0] for p in Path(folder, "rotated").glob("model*"))
 
 
+def six_steps(cfg, rank=0, num_ranks=1):
+    model = Net(seed=rank)
+    if num_ranks > 1:
+        shard_model(model, model.layers)
+    SimpleTrainer(model, part(rank, num_ranks, 1), build_optimizer(cfg, model)).train(0, 6)
+    return [whole(parameter.detach()) for parameter in model.parameters()]
+
+
+def solver_cfg(*options):
+    cfg = get_cfg()
+    cfg.merge_from_list(["SOLVER.BASE_LR", 0.01, *options])
+    return cfg
+
+
+OPTIMIZERS = ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "LARS"]
+
+
+def optimizers(rank, folder):
+    found = {name: six_steps(solver_cfg("SOLVER.OPTIMIZER.NAME", name), rank, 2) for name in OPTIMIZERS}
+    refused = []
+    for options in (["SOLVER.OPTIMIZER.NAME", "Adafactor"], ["SOLVER.OPTIMIZER.FUSED", True]):
+        with pytest.raises(ConfigError) as caught:
+            six_steps(solver_cfg(*options), rank, 2)
+        refused.append(str(caught.value))
+    return found, refused
+
+
 def of_unknown_blocks(rank, folder):
     with pytest.raises(ConfigError) as caught:
         DefaultTrainer(job(f"{folder}/unknown", "MODEL.FSDP.BLOCKS", ["Blok", "Block"]))
@@ -319,7 +349,7 @@ def two(four, folder):
         evaluated_alone,
         stopped_on_one_rank,
     ]
-    checks += [damaged, damaged_and_alone, unwritable, unwritable_in_the_thread, rotated, of_unknown_blocks]
+    checks += [damaged, damaged_and_alone, unwritable, unwritable_in_the_thread, rotated, of_unknown_blocks, optimizers]
     return on_two_ranks([*checks, saved_while_the_average_stands_in], folder)
 
 
@@ -422,6 +452,21 @@ def test_a_rank_that_cannot_write_its_part_is_named_on_all_and_training_goes_on(
 
 def test_shards_are_rotated_with_their_checkpoint(two):
     assert two["rotated"][0] == ["model_0000009.pth", "model_0000009.shards"]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_update_shards_as_they_update_whole_parameters(two, name):
+    expected = six_steps(solver_cfg("SOLVER.OPTIMIZER.NAME", name))
+    for found, _ in two["optimizers"]:
+        torch.testing.assert_close(found[name], expected, atol=1e-6, rtol=1e-6)
+
+
+def test_an_optimizer_that_cannot_update_shards_is_refused_before_the_first_step(two):
+    for _, (adafactor, fused) in two["optimizers"]:
+        assert adafactor.startswith("Adafactor cannot update the shards of MODEL.PARALLEL fsdp (aten.")
+        assert "); take it under MODEL.PARALLEL ddp" in adafactor
+        assert fused.startswith("SGD cannot update the shards of MODEL.PARALLEL fsdp (")
+        assert "); take it without FUSED, or under MODEL.PARALLEL ddp" in fused
 
 
 def test_a_block_that_is_not_there_is_named(two):

@@ -1,5 +1,6 @@
 """An optimizer from a config."""
 
+import contextlib
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -31,6 +32,7 @@ from trainkit.solver.param_groups import (
     reduce_param_groups,
 )
 from trainkit.utils.registry import Registry
+from trainkit.utils.sharding import is_sharded, shard_like
 
 __all__ = [
     "OPTIMIZER_REGISTRY",
@@ -92,6 +94,8 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     except (TypeError, ValueError, RuntimeError) as error:
         given = ", ".join(f"{argument.key}={argument.value!r}" for argument in arguments.values())
         raise ConfigError(f"{cfg.SOLVER.OPTIMIZER.NAME} refuses {given}: {error}") from error
+    if any(map(is_sharded, params)):
+        _check_that_it_updates_shards(cfg, factory, values, params, model)
     _logger.info(
         "Optimizer %s, implementation: %s, parameter groups: %d, parameters: %d, values: %s.",
         type(optimizer).__name__,
@@ -228,18 +232,34 @@ def _fastest_implementation(
     known = inspect.signature(factory).parameters
     on_accelerator = all(param.device.type != "cpu" for param in params)
     for name in ("fused", "foreach") if on_accelerator else ("fused",):
-        if name in known and _can_step(factory, {**values, name: True}, params, model):
-            return {name: True}
+        if name in known:
+            # not ValueError: a wrong value is the caller's to report
+            with contextlib.suppress(RuntimeError, AssertionError):
+                _step_stand_ins(factory, {**values, name: True}, params, model)
+                return {name: True}
     return {}
 
 
-def _can_step(
-    factory: Callable[..., Optimizer], values: Mapping[str, Any], params: Iterable[Tensor], model: nn.Module
-) -> bool:
-    """Whether a step works on a stand-in of one element for each kind of parameter.
+def _check_that_it_updates_shards(
+    cfg: CfgNode, factory: Callable[..., Optimizer], values: Mapping[str, Any], params: list[Tensor], model: nn.Module
+) -> None:
+    try:
+        _step_stand_ins(factory, values, params, model)
+    except RuntimeError as error:
+        reason, fused = str(error).partition("\n")[0], "without FUSED, or " if values.get("fused") else ""
+        raise ConfigError(
+            f"{cfg.SOLVER.OPTIMIZER.NAME} cannot update the shards of MODEL.PARALLEL fsdp ({reason}); take it {fused}"
+            "under MODEL.PARALLEL ddp, or another optimizer, such as AdamW or SGD"
+        ) from error
 
-    Which optimizer is fused on which device, for which types and options, differs between releases of torch, and
-    torch says so only in the first step.
+
+def _step_stand_ins(
+    factory: Callable[..., Optimizer], values: Mapping[str, Any], params: Iterable[Tensor], model: nn.Module
+) -> None:
+    """A step on a stand-in of one element for each kind of parameter; every rank calls it if they are sharded.
+
+    Which optimizer is fused on which device, for which types and options, sharded or not, differs between releases of
+    torch, and torch says so only in the first step.
     """
     sparse = {
         module.weight
@@ -247,12 +267,9 @@ def _can_step(
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
     }
     stand_ins = []
-    for device, dtype, is_sparse in dict.fromkeys((param.device, param.dtype, param in sparse) for param in params):
-        stand_in = torch.zeros(1, 1, device=device, dtype=dtype, requires_grad=True)
-        stand_in.grad = torch.zeros_like(stand_in).to_sparse(1) if is_sparse else torch.zeros_like(stand_in)
+    for like in {(param.device, param.dtype, is_sharded(param), param in sparse): param for param in params}.values():
+        stand_in = torch.zeros(1, 1, device=like.device, dtype=like.dtype)
+        stand_in = shard_like(stand_in, like).requires_grad_()
+        stand_in.grad = torch.zeros_like(stand_in).to_sparse(1) if like in sparse else torch.zeros_like(stand_in)
         stand_ins.append(stand_in)
-    try:
-        factory(stand_ins, **values).step()
-    except (RuntimeError, AssertionError):  # not ValueError: a wrong value is the caller's to report
-        return False
-    return True
+    factory(stand_ins, **values).step()
