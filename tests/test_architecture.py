@@ -36,6 +36,8 @@ LATE_IMPORTS = {
     "tools.benchmarks.peers": "other trainers, which nobody needs",
     "trainkit.checkpoint.shards": "torch.distributed.checkpoint takes as long to import as torch",
     "trainkit.config.imports": "IMPORTS, the one place where a config names code",
+    "trainkit.config.nodes": "omegaconf, an optional package",
+    "trainkit.config.python_files": "what the import statements of a config file call",
     "trainkit.engine.fsdp": "torch.distributed.fsdp takes as long to import as torch",
     "trainkit.utils.events.writers": "tensorboard, an optional package",
     "trainkit.utils.registry": "locate() finds an object by its dotted name",
@@ -43,7 +45,7 @@ LATE_IMPORTS = {
 }
 
 PURE = {"compile", "copy", "frozenset", "getLogger", "int", "list", "local", "object", "split", "tuple", "type"}
-PURE |= {"field", "timedelta"}
+PURE |= {"count", "field", "timedelta"}
 
 
 class Sources:
@@ -51,6 +53,7 @@ class Sources:
 
     def __init__(self, root, packages):
         files = [file for package in packages for file in sorted((root / package).rglob("*.py"))]
+        files = [file for file in files if file.parent.name != "configs"]  # no modules: LazyConfig runs them
         self.trees = {self._name(file.relative_to(root)): ast.parse(file.read_text()) for file in files}
         self.packages = {self._name(file.relative_to(root)) for file in files if file.name == "__init__.py"}
 

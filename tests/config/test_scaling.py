@@ -62,6 +62,7 @@ def test_without_a_reference_or_at_the_reference_nothing_changes(reference):
         (24, 1, 4, 3, (24, 1)),  # 18 would not divide 24, but 3 ranks share 24
         (4, 3, 2, 4, (4, 3)),
         (8, 1, 2, 4, (8, 1)),  # there is nothing to take a step from
+        (4, 3, 1, 6, (12, 1)),  # 24 are too many for one forward, 6 ranks share 12
         (8, 3, 4, 4, (8, 3)),
     ],
 )

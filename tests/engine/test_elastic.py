@@ -199,6 +199,7 @@ def trainer_for(folder, former, *options):
     """Of one process, in the folder of a run that ``former`` processes have begun with 8 samples per iteration."""
     record = {"world_size": former, "asked": [8, 1, 4]}
     (folder / "batch.json").write_text(json.dumps(record))
+    (folder / "model_0000004.pth").touch()
     return DefaultTrainer(tiny_cfg(folder, "SOLVER.REFERENCE_WORLD_SIZE", 4, *options))
 
 
@@ -226,8 +227,16 @@ def test_the_first_number_of_ranks_is_kept_until_the_command_asks_for_another_ba
     assert json.loads((tmp_path / "batch.json").read_text()) == {"world_size": 1, "asked": [16, 1, 4]}
 
 
+def test_a_note_without_a_checkpoint_to_go_on_from_is_another_runs(tmp_path):
+    (tmp_path / "batch.json").write_text('{"world_size": 4, "asked": [8, 1, 0]}')
+    assert batch_of(DefaultTrainer(tiny_cfg(tmp_path))) == (8, 1, 0.1, 10)
+    (tmp_path / "model_0000004.pth").touch()
+    assert batch_of(DefaultTrainer(tiny_cfg(tmp_path))) == (2, 4, 0.1, 10)
+
+
 def test_a_damaged_note_of_the_batch_counts_as_none_with_a_warning(tmp_path, caplog):
     (tmp_path / "batch.json").write_text('{"world_size":')
+    (tmp_path / "model_0000004.pth").touch()
     assert batch_of(DefaultTrainer(tiny_cfg(tmp_path))) == (8, 1, 0.1, 10)
     assert "batch.json' is damaged and does not count" in caplog.text
 

@@ -23,6 +23,7 @@ from trainkit.config import ConfigError, check_values, get_cfg
 from trainkit.engine import DefaultTrainer
 from trainkit.engine.evaluation_run import EvaluationRun
 from trainkit.engine.fsdp import build_sharded, shard_model
+from trainkit.engine.hooks import EMAHook
 from trainkit.engine.trainers import SimpleTrainer
 from trainkit.modeling import MODEL_REGISTRY
 from trainkit.solver import build_optimizer
@@ -280,6 +281,69 @@ def rotated(rank, folder):
     return sorted(p.name.partition("-")[0] for p in Path(folder, "rotated").glob("model*"))
 
 
+class Tied(nn.Module):
+    def __init__(self, cfg=None):
+        super().__init__()
+        self.one, self.two = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+        self.two.weight = self.one.weight
+
+    def forward(self, x):
+        return self.two(self.one(x)).square().mean()
+
+
+def tied(rank, folder):
+    """The average under both names, what stands in the model meanwhile, and the weights at the begin and the end."""
+    model = Tied()
+    shard_model(model)
+    first, hook, found = whole(model.one.weight.detach()), EMAHook(0.5), []
+    trainer = SimpleTrainer(model, [torch.ones(1, 2)], torch.optim.SGD(model.parameters(), 0.1))
+    trainer.register_hooks([hook])
+    trainer.train(0, 3)
+    average = {name: whole(value) for name, value in hook.state_dict()["model"].items()}
+    (evaluated,) = hook.models_to_evaluate(model).values()
+    with hook.standing_in("ema"):
+        found = whole(evaluated.one.weight.detach())
+    return average, found, first, whole(model.one.weight.detach())
+
+
+def tied_across_blocks(rank, folder):
+    model = Tied()
+    with pytest.raises(ConfigError) as caught:
+        shard_model(model, [model.one, model.two])
+    return str(caught.value)
+
+
+def without_a_folder(rank, folder):
+    """A file is where the folder of the checkpoints should be."""
+    Path(folder, "file").touch()
+    comm.synchronize()
+    with pytest.raises(CheckpointError) as caught:
+        train(job(f"{folder}/without", "CHECKPOINT.DIR", f"{folder}/file"))
+    return str(caught.value)
+
+
+def renamed(rank, folder):
+    """A file that the user has given another name keeps its shards through the next save."""
+    path = Path(folder, "renamed")
+    if rank == 0:
+        shutil.copytree(f"{folder}/whole2/", path, ignore=shutil.ignore_patterns("model_final*", "finished"))
+        (path / "model_0000004.pth").rename(path / "keep.pth")
+        (path / "last_checkpoint").write_text("keep.pth")
+    comm.synchronize()
+    trainer = train(job(path), resume=True)
+    trainer.checkpointer.load(str(path / "keep.pth"))
+    return trainer.start_iter, sorted(p.name.partition("-")[0] for p in path.glob("*.shards-*"))
+
+
+def copied_alone(rank, folder):
+    path = Path(folder, f"alone{rank}")
+    path.mkdir()
+    shutil.copy(f"{folder}/whole2/model_final.pth", path)
+    with pytest.raises(CheckpointError) as caught:
+        publish_weights(path / "model_final.pth")
+    return str(caught.value)
+
+
 def six_steps(cfg, rank=0, num_ranks=1):
     model = Net(seed=rank)
     if num_ranks > 1:
@@ -350,6 +414,7 @@ def two(four, folder):
         stopped_on_one_rank,
     ]
     checks += [damaged, damaged_and_alone, unwritable, unwritable_in_the_thread, rotated, of_unknown_blocks, optimizers]
+    checks += [tied, tied_across_blocks, without_a_folder, renamed, copied_alone]
     return on_two_ranks([*checks, saved_while_the_average_stands_in], folder)
 
 
@@ -469,6 +534,34 @@ def test_an_optimizer_that_cannot_update_shards_is_refused_before_the_first_step
         assert "); take it without FUSED, or under MODEL.PARALLEL ddp" in fused
 
 
+def test_what_modules_share_has_one_average(two):
+    for average, evaluated, first, last in two["tied"]:
+        assert list(average) == ["one.weight", "two.weight"]
+        assert torch.equal(average["one.weight"], average["two.weight"])
+        assert torch.equal(average["one.weight"], evaluated)
+        assert not torch.equal(evaluated, first)
+        assert not torch.equal(evaluated, last)
+
+
+def test_a_parameter_of_two_blocks_is_named(two):
+    for text in two["tied_across_blocks"]:
+        assert text.startswith("one.weight = two.weight is one parameter in different blocks")
+
+
+def test_without_a_folder_for_checkpoints_all_ranks_go_on_and_fail_at_the_end(two):
+    for text in two["without_a_folder"]:
+        assert "cannot make the checkpoint folder" in text
+
+
+def test_a_renamed_checkpoint_keeps_its_shards(two):
+    assert two["renamed"] == [(5, ["model_0000004.shards", "model_final.shards"])] * 2
+
+
+def test_a_file_without_its_shards_says_what_is_missing(two):
+    for text in two["copied_alone"]:
+        assert "are not beside it; copy that folder too" in text
+
+
 def test_a_block_that_is_not_there_is_named(two):
     text = "MODEL.FSDP.BLOCKS: no module is a Blok; the model has Block, Blocks, LayerNorm, Linear, ModuleList"
     assert two["of_unknown_blocks"] == [text] * 2
@@ -547,13 +640,6 @@ def test_what_cannot_be_is_refused_before_anything_is_built(options, message):
     cfg.merge_from_list(options)
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_values(cfg)
-
-
-class Tied(nn.Module):
-    def __init__(self, cfg):
-        super().__init__()
-        self.one, self.two = nn.Linear(2, 2), nn.Linear(2, 2)
-        self.two.weight = self.one.weight
 
 
 def test_a_shared_parameter_cannot_begin_on_the_meta_device():

@@ -142,12 +142,13 @@ def test_a_new_run_moves_the_files_of_older_ones_aside(tmp_path):
         default_setup(cfg_for(tmp_path), NEW)
         for name in ("metrics.json", "model_final.pth", "last_checkpoint", "finished", "events.out.tfevents.1"):
             (tmp_path / name).write_text(content)
+        (tmp_path / "model_final.shards-0a1b2c3d").mkdir()
         (tmp_path / "my_notes.txt").write_text("mine")
     default_setup(cfg_for(tmp_path), NEW)
     assert names_in(tmp_path) == ["config.yaml", "log.txt", "my_notes.txt", "previous_1", "previous_2"]
     assert (tmp_path / "previous_1/metrics.json").read_text() == "first"
     assert (tmp_path / "previous_2/metrics.json").read_text() == "second"
-    assert "model_final.pth" in names_in(tmp_path / "previous_2")
+    assert {"model_final.pth", "model_final.shards-0a1b2c3d"} <= set(names_in(tmp_path / "previous_2"))
 
 
 @pytest.mark.parametrize("args", [RESUME, EVAL])

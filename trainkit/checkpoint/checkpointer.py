@@ -1,6 +1,7 @@
 """Checkpointer: saves a model and what belongs to its training, and finds, verifies and loads it again."""
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -29,6 +30,7 @@ from trainkit.checkpoint.ranks import gather_rank_states, take_rank_state
 from trainkit.checkpoint.shards import KEY as SHARDS
 from trainkit.checkpoint.shards import (
     Shards,
+    being_written,
     fill_shards,
     remove_shards,
     remove_stray_shards,
@@ -41,6 +43,7 @@ from trainkit.utils.model import unwrap_model
 from trainkit.utils.sharding import first_shard, is_sharded, shard_like
 
 _logger = logging.getLogger(__name__)
+_numbers = itertools.count()
 
 
 class Stateful(Protocol):
@@ -91,6 +94,7 @@ class Checkpointer:
         self.save_to_disk = comm.is_main_process() if save_to_disk is None else save_to_disk
         self.async_save = async_save
         self._thread = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._group_name = f"checkpointer {next(_numbers)}"  # two may write at the same time
         self._writing: futures.Future[None] | None = None
         self._memory: list[UntypedStorage] = []  # of the last copy, for the next one
         self.checkpointables: dict[str, Stateful] = {}
@@ -144,18 +148,25 @@ class Checkpointer:
         except CheckpointError as error:
             _logger.error("An earlier checkpoint is not saved: %s", error)
         state, shards = self._collect(kwargs)
-        path = os.path.join(self.save_dir, name + SUFFIX)
+        path, problem = os.path.join(self.save_dir, name + SUFFIX), ""
         if self.save_to_disk:
             _logger.info("Saving checkpoint to %s", path)
-            self._prepare_save_dir()
+            try:
+                self._prepare_save_dir()
+            except CheckpointError as failure:
+                if not shards:
+                    raise
+                problem = str(failure)
         write = partial(self._write, path, tag_last=tag_last, on_commit=on_commit)
         if shards:
             # in a folder that no other save has had: until this one is committed, the former one is needed
-            token = comm.broadcast(secrets.token_hex(4) if self.save_to_disk else "")
+            token, problem = comm.broadcast((secrets.token_hex(4) if self.save_to_disk else "", problem))
+            if problem:
+                raise CheckpointError(problem)
             if not token:
                 return None
             folder = f"{path.removesuffix(SUFFIX)}.shards-{token}"
-            write = partial(self._write_sharded, shards, folder, comm.side_group("checkpoint"), write)
+            write = partial(self._write_sharded, shards, folder, comm.side_group(self._group_name), write)
         elif not self.save_to_disk:
             return None
         if self.async_save:
@@ -235,12 +246,14 @@ class Checkpointer:
         state: dict[str, Any],
     ) -> None:
         """Write the parts of all ranks, then the file that names them; a failure is raised on every rank."""
-        manifest, error = shards.write(folder, group), ""
-        if self.save_to_disk:
-            try:
-                write({**state, SHARDS: manifest})
-            except CheckpointError as failure:
-                error = str(failure)
+        error = ""
+        with being_written(folder):
+            manifest = shards.write(folder, group)
+            if self.save_to_disk:
+                try:
+                    write({**state, SHARDS: manifest})
+                except CheckpointError as failure:
+                    error = str(failure)
         if errors := [text for text in comm.all_gather(error, group=group) if text]:
             raise CheckpointError(errors[0])
 

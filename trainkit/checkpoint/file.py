@@ -92,6 +92,15 @@ def has_trailer(path: str | os.PathLike[str]) -> bool:
         return False
 
 
+def sha256_of(path: str | os.PathLike[str]) -> str:
+    """That of a whole file of any kind, in hexadecimal digits."""
+    sha256 = hashlib.sha256()
+    with open(path, "rb") as file:
+        while data := file.read(_CHUNK):
+            sha256.update(data)
+    return sha256.hexdigest()
+
+
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[io.BufferedReader]:
     try:

@@ -1,6 +1,5 @@
 """Weights for others: those of a checkpoint and nothing else, in a file that is named after its content."""
 
-import hashlib
 import logging
 import os
 from collections.abc import Mapping
@@ -8,13 +7,11 @@ from typing import Any, Literal
 
 from trainkit.checkpoint.atomic import CheckpointError, sync_folder
 from trainkit.checkpoint.averaged import AVERAGED_PATH, averaged_weights
-from trainkit.checkpoint.file import read_file, write_file
+from trainkit.checkpoint.file import read_file, sha256_of, write_file
 from trainkit.checkpoint.folder import SUFFIX, published_files, published_name
 from trainkit.checkpoint.shards import fill_shards, verify_shards
 
 _logger = logging.getLogger(__name__)
-
-_CHUNK = 1 << 20
 
 
 def publish_weights(path: str | os.PathLike[str], weights: Literal["model", "ema"] = "model") -> str:
@@ -40,7 +37,7 @@ def publish_weights(path: str | os.PathLike[str], weights: Literal["model", "ema
     verify_shards(state, path)
     state = fill_shards(state, path, wanted=("model.", AVERAGED_PATH))
     write_file({"model": _choose(state, weights, path)}, unnamed)
-    published = os.path.join(folder, published_name(name, _sha256(unnamed)))
+    published = os.path.join(folder, published_name(name, sha256_of(unnamed)))
     os.replace(unnamed, published)
     sync_folder(folder)
     for old in published_files(folder, name):
@@ -62,11 +59,3 @@ def _choose(state: dict[str, Any], weights: str, path: str) -> dict[str, Any]:
     if averaged is None:
         raise CheckpointError(f"'{path}' holds no averaged weights; train with an EMAHook, or publish \"model\"")
     return {**model, **averaged}
-
-
-def _sha256(path: str) -> str:
-    sha256 = hashlib.sha256()
-    with open(path, "rb") as file:
-        while data := file.read(_CHUNK):
-            sha256.update(data)
-    return sha256.hexdigest()

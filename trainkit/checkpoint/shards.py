@@ -7,13 +7,13 @@ counts only once the file that names it is there: replacing that file is what co
 """
 
 import contextlib
-import hashlib
 import importlib
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,14 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.checkpoint.atomic import CheckpointError, sync_folder
-from trainkit.checkpoint.file import SUFFIX, read_file
+from trainkit.checkpoint.file import SUFFIX, read_file, sha256_of
 from trainkit.checkpoint.state import plain_state
 from trainkit.utils import comm
 from trainkit.utils.sharding import empty_like_shard, is_sharded, local_part
 
 KEY = "shards"
 _FOLDER = re.compile(r"(.+)\.shards-[0-9a-f]{8}")
-_CHUNK = 1 << 20
+_being_written: list[str] = []  # names of folders
 
 
 class _Layout(NamedTuple):
@@ -79,6 +79,8 @@ class Shards:
         try:
             dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=group)
             files = _digest_own_files(folder)
+            sync_folder(folder)
+            sync_folder(os.path.dirname(folder))
         except dcp.CheckpointException as failure:
             rank, (reason, _) = next(iter(failure.failures.items()))
             error = f"rank {rank}: {reason}"
@@ -87,10 +89,18 @@ class Shards:
         by_rank = comm.all_gather((files, error), group=group)
         if errors := [text for _, text in by_rank if text]:
             raise CheckpointError(f"cannot write '{folder}': {errors[0]}. Checkpoints written before are unchanged.")
-        if comm.is_main_process():
-            sync_folder(folder)
-            sync_folder(os.path.dirname(folder))
         return {"folder": os.path.basename(folder), "files": {k: v for files, _ in by_rank for k, v in files.items()}}
+
+
+@contextlib.contextmanager
+def being_written(folder: str) -> Iterator[None]:
+    """Inside, no thread of this process removes it as stray."""
+    name = os.path.basename(folder)
+    _being_written.append(name)
+    try:
+        yield
+    finally:
+        _being_written.remove(name)
 
 
 def take_shards(state: dict[str, Any]) -> tuple[dict[str, Any], Shards]:
@@ -165,13 +175,18 @@ def verify_shards(state: Mapping[str, Any], path: str, *, part: int = 0, num_par
     if manifest is None:
         return
     folder = os.path.join(os.path.dirname(path), manifest["folder"])
+    if not os.path.isdir(folder):
+        raise CheckpointError(
+            f"'{path}' is one part of a checkpoint, whose shards '{manifest['folder']}' are not beside it; copy that "
+            "folder too, or use the file that publish_weights writes"
+        )
     for i, (name, (size, digest)) in enumerate(sorted(manifest["files"].items())):
         file = os.path.join(folder, name)
         try:
             found = os.stat(file).st_size
             if found != size:
                 raise CheckpointError(f"'{path}' is damaged: its part '{file}' holds {found:,} bytes of {size:,}")
-            if num_parts and i % num_parts == part and _sha256(file) != digest:
+            if num_parts and i % num_parts == part and sha256_of(file) != digest:
                 raise CheckpointError(
                     f"'{path}' is damaged: the content of its part '{file}' does not match its digest"
                 )
@@ -194,15 +209,22 @@ def remove_shards(path: str, *, but: str = "") -> None:
 
 
 def remove_stray_shards(folder: str) -> None:
-    """Remove what saves that were killed have left: folders that no file names; nobody may be writing there."""
-    with contextlib.suppress(OSError):  # they cost space, no more; a damaged file keeps its shards
-        found = _shard_folders(folder)
-        for stem in {owner for _, owner in found}:
-            path = os.path.join(folder, stem + SUFFIX)
-            if not os.path.exists(path):
-                remove_shards(path)
-            elif sum(owner == stem for _, owner in found) > 1:
-                remove_shards(path, but=read_file(path).get(KEY, {}).get("folder", ""))
+    """Remove what saves that were killed have left, folders that no file names; no other process may write there."""
+    with contextlib.suppress(OSError):  # they cost space, no more; where a file is damaged, all stay
+        found = dict(_shard_folders(folder))
+        owners = Counter(found.values())
+        stems = {name.removesuffix(SUFFIX) for name in os.listdir(folder) if name.endswith(SUFFIX)}
+        # as a rule a file has one folder, of its own name; the others may have been renamed by hand
+        unclear = {stem for stem in stems if owners[stem] != 1} if found else set()
+        named = {_folder_of(os.path.join(folder, stem + SUFFIX)) for stem in unclear}
+        for name, owner in found.items():
+            is_in_use = name in named or (owner in stems and owners[owner] == 1) or name in _being_written
+            if not is_in_use:
+                shutil.rmtree(os.path.join(folder, name))
+
+
+def _folder_of(path: str) -> str:
+    return str(read_file(path).get(KEY, {}).get("folder", ""))
 
 
 def _shard_folders(folder: str) -> list[tuple[str, str]]:
@@ -217,16 +239,9 @@ def _digest_own_files(folder: str) -> dict[str, tuple[int, str]]:
     names = [name for name in os.listdir(folder) if name.startswith(begin)]
     if comm.is_main_process():
         names.append(".metadata")
-    return {name: (os.path.getsize(os.path.join(folder, name)), _sha256(os.path.join(folder, name))) for name in names}
+    paths = {name: os.path.join(folder, name) for name in names}
+    return {name: (os.path.getsize(path), sha256_of(path)) for name, path in paths.items()}
 
 
 def _import_dcp() -> Any:
     return importlib.import_module("torch.distributed.checkpoint")  # takes almost as long as torch itself
-
-
-def _sha256(path: str) -> str:
-    sha256 = hashlib.sha256()
-    with open(path, "rb") as file:
-        while data := file.read(_CHUNK):
-            sha256.update(data)
-    return sha256.hexdigest()

@@ -114,7 +114,8 @@ def split_batch(cfg: CfgNode, num_workers: int, present: int) -> CfgNode:
         return cfg
     batch_size = solver.IMS_PER_BATCH // num_workers * present
     if samples % batch_size:
-        if solver.IMS_PER_BATCH % present:
+        batch_size = next((size for size in (solver.IMS_PER_BATCH, samples) if size % present == 0), 0)
+        if not batch_size:
             fitting = [number for number in range(1, samples + 1) if samples % number == 0]
             raise ConfigError(
                 f"this run began with {num_workers} processes, and {present} cannot share its {samples} samples per "
@@ -122,7 +123,6 @@ def split_batch(cfg: CfgNode, num_workers: int, present: int) -> CfgNode:
                 f"{solver.ACCUMULATION_STEPS}); go on with {', '.join(map(str, fitting))} processes, or set another "
                 "SOLVER.IMS_PER_BATCH"
             )
-        batch_size = solver.IMS_PER_BATCH
     logger.warning(
         "This run began with %d processes, now there are %d: SOLVER.IMS_PER_BATCH is %d and ACCUMULATION_STEPS %d "
         "instead of %d and %d, which keeps the %d samples per iteration",

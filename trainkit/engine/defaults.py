@@ -28,7 +28,7 @@ from trainkit.data.build import build_test_loader, build_train_loader
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.engine import hooks
 from trainkit.engine.compile import compile_model, describe_inexact_compilation
-from trainkit.engine.elastic import is_restarted
+from trainkit.engine.elastic import is_restarted, note_begin
 from trainkit.engine.evaluation_run import averaging_hook, evaluate_models
 from trainkit.engine.finite import raise_failure
 from trainkit.engine.fsdp import build_sharded, is_fsdp
@@ -136,6 +136,7 @@ class DefaultTrainer(TrainerBase):
             ConfigError: the checkpoint is beyond SOLVER.MAX_ITER.
         """
         resume = resume or is_restarted()
+        note_begin()
         self.checkpointer.resume_or_load(self.cfg.MODEL.WEIGHTS, resume=resume)
         if resume and self.checkpointer.has_checkpoint():
             self.start_iter = self.iter + 1  # the checkpoint names the last iteration done

@@ -56,7 +56,8 @@ def find_blocks(model: nn.Module, names: Collection[str]) -> list[nn.Module]:
         ConfigError: there is no module of a class of this name.
     """
     if not names:
-        return [block for module in model.modules() if isinstance(module, nn.ModuleList) for block in module]
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        return [block for blocks in lists for block in blocks if not isinstance(block, nn.ModuleList | nn.ModuleDict)]
     found = [module for module in model.modules() if type(module).__name__ in names]
     if missing := sorted(set(names) - {type(module).__name__ for module in found}):
         classes = sorted({type(module).__name__ for module in model.modules()})
@@ -94,7 +95,9 @@ def shard_model(
     if weights is None:
         weights = {name: tensor.detach() for name, tensor in named.items()}
     order = {module: i for i, module in enumerate(model.modules())}
-    for block in sorted({*blocks} - {model}, key=order.__getitem__, reverse=True):
+    blocks = sorted({*blocks} - {model}, key=order.__getitem__, reverse=True)  # inner ones first
+    _refuse_parameters_of_two_blocks(model, blocks)
+    for block in blocks:
         fsdp.fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     fsdp.fully_shard(model, mesh=mesh, mp_policy=policy)
     if is_meta:
@@ -129,11 +132,26 @@ def _build_on_meta(cfg: CfgNode, build_model: Callable[[CfgNode], nn.Module]) ->
     return model.to("meta"), weights if comm.is_main_process() else {}
 
 
-def _refuse_shared_parameters(model: nn.Module) -> None:
+def _refuse_parameters_of_two_blocks(model: nn.Module, blocks: Collection[nn.Module]) -> None:
+    owners = {module: block for block in reversed([*blocks]) for module in block.modules()}  # the innermost one
+    for same in _shared_parameters(model):
+        if len({owners.get(model.get_submodule(name.rpartition(".")[0])) for name in same}) > 1:
+            raise ConfigError(
+                f"{' = '.join(same)} is one parameter in different blocks, each of which is gathered by itself; name "
+                "other blocks in MODEL.FSDP.BLOCKS, so that one block holds both"
+            )
+
+
+def _shared_parameters(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
     names: dict[Any, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    if shared := [" = ".join(same) for same in names.values() if len(same) > 1]:
+    return [same for same in names.values() if len(same) > 1]
+
+
+def _refuse_shared_parameters(model: nn.Module) -> None:
+    if shared := [" = ".join(same) for same in _shared_parameters(model)]:
         raise ConfigError(
             f"MODEL.FSDP.META_INIT is True, but modules share parameters ({'; '.join(shared)}), which torch makes two "
             "of when it gives them memory; set META_INIT to False"

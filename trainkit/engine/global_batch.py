@@ -1,6 +1,5 @@
 """The batch of an iteration, kept for starts with more or fewer ranks."""
 
-import contextlib
 import json
 import logging
 from pathlib import Path
@@ -43,17 +42,17 @@ class GlobalBatch:
         return split_batch(cfg, self.world_size, comm.get_world_size())
 
     def save(self) -> None:
-        """On rank 0, for the next start.
-
-        Raises:
-            trainkit.checkpoint.CheckpointError: the file cannot be written.
-        """
+        """On rank 0, for the next start."""
         if comm.is_main_process():
-            with contextlib.suppress(OSError):  # the next line says what is wrong
+            try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(json.dumps(self._record), self._path)
+                write_text(json.dumps(self._record), self._path)
+            except OSError as error:  # a CheckpointError is one
+                logger.warning("Starts with another number of processes will not know the batch of this one: %s", error)
 
     def _read(self) -> dict[str, Any] | None:
+        if not any(self._path.parent.glob("*.pth")):
+            return None  # nothing to go on from: it may be of another job
         try:
             record = json.loads(self._path.read_text())
             return {"world_size": int(record["world_size"]), "asked": list(record["asked"])}

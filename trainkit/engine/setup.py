@@ -17,7 +17,7 @@ import torch
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.folder import choose, find_checkpoint
 from trainkit.config import CfgNode, ConfigError, get_cfg, import_modules
-from trainkit.engine.elastic import is_restarted
+from trainkit.engine.elastic import is_restarted, note_begin
 from trainkit.utils import comm
 from trainkit.utils.collect_env import collect_env_info
 from trainkit.utils.env import seed_all_rng
@@ -27,6 +27,7 @@ from trainkit.utils.logger import setup_logger
 logger = logging.getLogger(__name__)
 
 # what a run writes into its output folder
+_RUN_FOLDERS = re.compile(r".+\.shards-[0-9a-f]{8}")
 _RUN_FILES = re.compile(
     r"log\.txt(\.rank\d+)?|config\.yaml|batch\.json|metrics\.json(\.cut_\d+)?"
     r"|last_checkpoint|finished|.+\.pth|events\.out\.tfevents\..+"
@@ -131,6 +132,8 @@ def default_setup(cfg: CfgNode, args: Any) -> None:
                 (output_dir / "config.yaml").write_text(cfg.dump())
         except OSError as error:
             raise ConfigError(f"OUTPUT_DIR {cfg.OUTPUT_DIR!r} cannot be written: {error}; choose another") from error
+    if not eval_only:
+        note_begin()
     comm.synchronize()
 
     setup_logger(output_dir, distributed_rank=comm.get_rank())
@@ -216,7 +219,11 @@ def _move_aside(output_dir: Path, weights: str) -> Path | None:
     """Move what a run has left into a new folder ``previous_<n>``; the folder, or None if there was nothing."""
     if not output_dir.is_dir():
         return None
-    old = [path for path in output_dir.iterdir() if path.is_file() and _RUN_FILES.fullmatch(path.name)]
+    found = [*output_dir.iterdir()]
+    old = [
+        path for path in found if path.is_dir() and _RUN_FOLDERS.fullmatch(path.name)
+    ]  # before the files that name them
+    old += [path for path in found if path.is_file() and _RUN_FILES.fullmatch(path.name)]
     if not old:
         return None
     if weights and Path(weights).resolve() in [path.resolve() for path in old]:

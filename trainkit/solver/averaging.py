@@ -106,7 +106,10 @@ class ModelAverage:
             averages = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         else:
             self.module = model
-            averages = self._shards = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+            # keep_vars: what modules share is one tensor, and has one average
+            own = model.state_dict(keep_vars=True)
+            once = {id(tensor): tensor.detach().clone() for tensor in own.values()}
+            averages = self._shards = {name: once[id(tensor)] for name, tensor in own.items()}
         self.steps = 0
         self._rule = rule
         # (averages, sources), each pair of one device and dtype, for which one foreach call suffices
