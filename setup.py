@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "trainkit/__init__.py").read_text()).group(1)  # type: ignore[union-attr]
 
 TENSORBOARD = ["tensorboard"]
+LAZY = ["omegaconf>=2.3"]
 TEST = ["pytest", "pytest-xdist"]  # the latter: half of the tests' time is that of processes they start
 
 setup(
@@ -24,8 +25,9 @@ setup(
     install_requires=["torch>=2.9", "numpy", "fvcore", "tabulate"],
     extras_require={
         "tensorboard": TENSORBOARD,
-        "test": [*TEST, *TENSORBOARD],
-        "dev": [*TEST, *TENSORBOARD, "ruff", "mypy"],
+        "lazy": LAZY,
+        "test": [*TEST, *TENSORBOARD, *LAZY],
+        "dev": [*TEST, *TENSORBOARD, *LAZY, "ruff", "mypy"],
     },
     classifiers=[
         "License :: OSI Approved :: Apache Software License",

@@ -6,16 +6,21 @@ from trainkit.config.configurable import configurable
 from trainkit.config.defaults import get_cfg
 from trainkit.config.errors import ConfigError
 from trainkit.config.imports import import_modules
+from trainkit.config.instantiate import instantiate
+from trainkit.config.lazy import LazyCall, LazyConfig
 from trainkit.config.lengths import LENGTH_KEYS, Epochs, parse_length, resolve_lengths
 from trainkit.config.scaling import scale_lr_to_batch, scale_workers
 
 __all__ = [
     "CfgNode",
     "ConfigError",
+    "LazyCall",
+    "LazyConfig",
     "check_values",
     "configurable",
     "get_cfg",
     "import_modules",
+    "instantiate",
     "Epochs",
     "LENGTH_KEYS",
     "parse_length",

@@ -1,0 +1,1 @@
+"""The digits job from configs in Python."""

@@ -1,0 +1,15 @@
+"""What every job says about its training; a job changes what it needs in its own copy."""
+
+train = dict(
+    output_dir="./output",
+    init_checkpoint="",  # weights to begin with, or to evaluate
+    seed=None,  # None: drawn at random
+    device="auto",
+    max_iter=90000,
+    eval_period=5000,
+    log_period=20,
+    checkpointer=dict(period=5000, max_to_keep=100),
+    amp=dict(enabled=False, precision="bfloat16"),  # or "float16"
+    ddp=dict(broadcast_buffers=False, find_unused_parameters=False, fp16_compression=False),
+    accumulation_steps=1,  # batches per iteration
+)

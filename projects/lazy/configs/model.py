@@ -1,0 +1,4 @@
+from projects.digits import DigitsCNN
+from trainkit.config import LazyCall as L
+
+model = L(DigitsCNN)(width=16)

@@ -1,0 +1,165 @@
+"""The tool for configs in Python, as a user calls it."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from projects.digits import DigitsCNN
+from tests.engine.test_exact_runs import content
+from tools import lazyconfig_train_net, train_net
+from trainkit.config import LazyConfig
+from trainkit.engine import default_argument_parser
+from trainkit.utils.logger import close_logger
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# epochs of 12 iterations; periods without a common divisor
+SHORT = ["train.max_iter=14", "train.eval_period=5", "train.checkpointer.period=3", "train.log_period=1"]
+SHORT += ["model.width=2", "dataloader.train.total_batch_size=100", "lr_multiplier.warmup_length=0.5"]
+
+
+class BreaksOff(DigitsCNN):
+    """A run of it fails in its ``count``-th step."""
+
+    def __init__(self, count, **arguments):
+        super().__init__(**arguments)
+        self._counts, self._last = itertools.count(1), count
+
+    def forward(self, batch):
+        if self.training and next(self._counts) == self._last:
+            raise KeyError("broken off")
+        return super().forward(batch)
+
+
+def run(folder, *arguments):
+    command = [*SHORT, f"train.output_dir={folder}", *arguments]
+    try:
+        return lazyconfig_train_net.main(default_argument_parser().parse_args(command))
+    finally:
+        close_logger()
+
+
+def broken_off(folder, count, *arguments):
+    with pytest.raises(KeyError, match="broken off"):
+        run(folder, f"model._target_={__name__}.BreaksOff", f"+model.count={count}", *arguments)
+
+
+def error_of(capsys, folder, *arguments):
+    with pytest.raises(SystemExit) as caught:
+        run(folder, *arguments)
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+def metrics(folder, *names):
+    """(iteration, name, value) in the order in which they were written."""
+    rows = [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
+    return [(row["iteration"], name, row[name]) for row in rows for name in names if name in row]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    run(folder)
+    return folder
+
+
+def test_a_run_that_is_broken_off_twice_and_resumed_ends_as_the_whole_one(whole, tmp_path):
+    broken_off(tmp_path, 6)
+    assert (tmp_path / "last_checkpoint").read_text().strip() == "model_0000002.pth"
+    broken_off(tmp_path, 7, "--resume")
+    assert (tmp_path / "last_checkpoint").read_text().strip() == "model_0000008.pth"
+    run(tmp_path, "--resume")
+    assert content(tmp_path) == content(whole)
+
+
+def test_a_run_of_another_seed_is_another_one(whole, tmp_path):
+    run(tmp_path, "train.seed=1")
+    assert content(tmp_path)[1] != content(whole)[1]
+
+
+def test_a_run_that_is_begun_anew_instead_of_resumed_moves_the_old_one_aside(whole, tmp_path):
+    broken_off(tmp_path, 6)
+    run(tmp_path)
+    assert (tmp_path / "previous_1" / "model_0000002.pth").exists()
+    assert content(tmp_path) == content(whole)
+
+
+def test_resuming_a_finished_run_leaves_what_it_has_left(whole, tmp_path):
+    run(tmp_path)
+    run(tmp_path, "--resume")
+    assert content(tmp_path) == content(whole)
+
+
+def test_the_job_is_that_of_train_net_bit_for_bit(whole, tmp_path):
+    options = ["SOLVER.MAX_ITER", "14", "TEST.EVAL_PERIOD", "5", "LOG.PERIOD", "1", "MODEL.WIDTH", "2"]
+    options += ["SOLVER.IMS_PER_BATCH", "100", "SOLVER.WARMUP_ITERS", "7", "OUTPUT_DIR", str(tmp_path)]
+    train_net.main(default_argument_parser().parse_args(options))
+    results = [f"{prefix}{name}" for prefix in ("", "test/") for name in ("classification/top1", "loss/total_loss")]
+    names = ("total_loss", "lr", *results)
+    assert metrics(tmp_path, *names) == metrics(whole, *names)
+    assert len(metrics(whole, *names)) == 14 + 14 + 3 * 2 + 2
+    theirs, ours = (torch.load(folder / "model_final.pth")["model"] for folder in (tmp_path, whole))
+    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    assert theirs.keys() == ours.keys()
+
+
+def test_the_saved_config_gives_the_same_run(whole, tmp_path):
+    saved = LazyConfig.load(whole / "config.yaml")
+    assert saved.train.max_iter == 14
+    command = ["--config-file", str(whole / "config.yaml"), f"train.output_dir={tmp_path}"]
+    lazyconfig_train_net.main(default_argument_parser().parse_args(command))
+    assert content(tmp_path) == content(whole)
+    saved.train.output_dir = str(tmp_path)
+    assert LazyConfig.load(tmp_path / "config.yaml") == saved
+
+
+def test_eval_only_gives_the_results_of_the_last_checkpoint_and_leaves_the_folder_alone(whole):
+    before = {path.name: path.read_bytes() for path in whole.iterdir() if path.name != "log.txt"}
+    results = run(whole, "--eval-only")
+    top1 = results["classification"]["top1"]
+    assert metrics(whole, "test/classification/top1") == [(14, "test/classification/top1", top1)]
+    assert run(whole, "--eval-only", f"train.init_checkpoint={whole / 'model_0000002.pth'}") != results
+    assert {path.name: path.read_bytes() for path in whole.iterdir() if path.name != "log.txt"} == before
+
+
+def test_mixed_precision_and_accumulation_are_settings(whole, tmp_path):
+    run(tmp_path / "amp", "train.amp.enabled=true")
+    run(tmp_path / "two", "train.accumulation_steps=2", "train.max_iter=7", "train.eval_period=0")
+    assert metrics(tmp_path / "amp", "total_loss") != metrics(whole, "total_loss")
+    assert len(metrics(tmp_path / "two", "total_loss")) == 7
+    assert torch.load(tmp_path / "two" / "model_final.pth")["trainer"]["data"]["position"] == 1400
+
+
+def test_the_trial_run_goes_through_every_part_in_a_folder_of_its_own(tmp_path):
+    run(tmp_path, "--fast-dev-run")
+    names = {path.name for path in (tmp_path / "fast_dev_run").iterdir()}
+    assert {"model_0000002.pth", "model_final.pth", "metrics.json", "config.yaml"} <= names
+    assert [path.name for path in tmp_path.iterdir()] == ["fast_dev_run"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train.max_itr=3"], "'max_iter'"),
+        (["SOLVER.MAX_ITER", "3"], "key=value"),
+        (["--eval-only"], "there is nothing to evaluate"),
+        (["--config-file", "no/such.py"], "no/such.py"),
+        (["+model.depth=3"], "projects.digits.model.DigitsCNN(width, depth) failed: TypeError"),
+        (["model._target_=projects.digits.DigitsCNM"], "has no 'DigitsCNM'"),
+    ],
+)
+def test_mistakes_are_one_message(tmp_path, capsys, arguments, message):
+    error = error_of(capsys, tmp_path, *arguments)
+    assert error.startswith("error: ")
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_resuming_beyond_the_end_is_a_mistake(tmp_path, capsys):
+    broken_off(tmp_path, 6)
+    error = error_of(capsys, tmp_path, "--resume", "train.max_iter=2")
+    assert "train.max_iter is 2, but the checkpoint has done 3 iterations" in error

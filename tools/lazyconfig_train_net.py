@@ -1,0 +1,145 @@
+#!/usr/bin/env python
+"""Train or evaluate the job of a `LazyConfig`; without arguments, the digits of ``projects/lazy``.
+
+The config has ``model``, ``optimizer``, ``lr_multiplier``, ``dataloader`` and ``train``, and what is built from it
+stands in ``build_trainer``: a project that needs more copies this file and changes that.
+"""
+
+import argparse
+import logging
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainkit.checkpoint import Checkpointer
+from trainkit.config import ConfigError, LazyConfig, get_cfg, instantiate
+from trainkit.engine import (
+    AMPTrainer,
+    SimpleTrainer,
+    create_ddp_model,
+    default_argument_parser,
+    default_setup,
+    default_writers,
+    hooks,
+    is_restarted,
+    launch,
+    user_errors_exit,
+)
+from trainkit.evaluation import inference_on_dataset, print_csv_format
+from trainkit.utils import comm
+from trainkit.utils.device import resolve_device
+
+ROOT = Path(__file__).resolve().parents[1]
+DEFAULT_CONFIG = ROOT / "projects/lazy/configs/digits.py"
+EXAMPLES = """
+Examples:
+  changed options       train.max_iter=100 optimizer.lr=0.05 +model.dropout=0.1
+  the saved config      --config-file output/lazy/config.yaml
+  4 processes           --num-gpus 4
+"""
+FAST_DEV_RUN = ["train.max_iter=6", "train.eval_period=3", "train.checkpointer.period=3", "train.log_period=1"]
+
+logger = logging.getLogger("trainkit.tools.lazyconfig_train_net")
+
+
+def setup(args: argparse.Namespace) -> Any:
+    """The config of the command line, and everything that has to be set up before training."""
+    cfg = LazyConfig.apply_overrides(LazyConfig.load(args.config_file or DEFAULT_CONFIG), args.opts)
+    if args.fast_dev_run:
+        folder = Path(cfg.train.output_dir) / "fast_dev_run"
+        cfg = LazyConfig.apply_overrides(cfg, [*FAST_DEV_RUN, f"train.output_dir={str(folder)!r}"])
+    options = get_cfg()
+    options.OUTPUT_DIR, options.MODEL.WEIGHTS = cfg.train.output_dir, cfg.train.init_checkpoint
+    options.SEED = -1 if cfg.train.seed is None else cfg.train.seed
+    default_setup(options, args)
+    if comm.is_main_process() and not args.eval_only:
+        LazyConfig.save(cfg, Path(cfg.train.output_dir) / "config.yaml")
+    logger.info("Config:\n%s", LazyConfig.to_py(cfg))
+    return cfg
+
+
+def build_model(cfg: Any) -> nn.Module:
+    return instantiate(cfg.model).to(resolve_device(cfg.train.device))
+
+
+def evaluate(cfg: Any, model: nn.Module, part: str) -> dict[str, Any]:
+    """The results on ``dataloader.val`` or ``dataloader.test``."""
+    evaluator = instantiate(cfg.dataloader.evaluator)
+    results = inference_on_dataset(model, instantiate(cfg.dataloader[part]), evaluator, name=part)
+    print_csv_format(results)
+    return results
+
+
+def build_trainer(cfg: Any) -> tuple[SimpleTrainer, Checkpointer]:
+    """The trainer with its hooks, and what saves and loads it."""
+    model = build_model(cfg)
+    optimizer = instantiate({**cfg.optimizer, "params": {**cfg.optimizer.params, "model": model}})
+    data_loader = instantiate(cfg.dataloader.train)
+    model = create_ddp_model(model, **cfg.train.ddp)
+    options: dict[str, Any] = {"accumulation_steps": cfg.train.accumulation_steps}
+    options["async_write_metrics"] = resolve_device(cfg.train.device).type != "cpu"
+    if cfg.train.amp.enabled:
+        precision = getattr(torch, cfg.train.amp.precision)
+        trainer: SimpleTrainer = AMPTrainer(model, data_loader, optimizer, precision=precision, **options)
+    else:
+        trainer = SimpleTrainer(model, data_loader, optimizer, **options)
+    checkpointer = Checkpointer(model, cfg.train.output_dir, trainer=trainer)
+    writers = default_writers(cfg.train.output_dir, cfg.train.max_iter) if comm.is_main_process() else []
+    trainer.register_hooks(
+        [
+            hooks.IterationTimer(),
+            hooks.LRScheduler(scheduler=instantiate(cfg.lr_multiplier)),
+            hooks.PeriodicCheckpointer(checkpointer, **cfg.train.checkpointer),
+            hooks.EvalHook(cfg.train.eval_period, partial(evaluate, cfg, model, "val")),
+            hooks.FinalEvalHook(lambda: {"test": evaluate(cfg, model, "test")}),
+            hooks.PeriodicWriter(writers, cfg.train.log_period),
+        ]
+    )
+    return trainer, checkpointer
+
+
+def train(cfg: Any, resume: bool) -> None:
+    """Train from the beginning, or go on from the last checkpoint."""
+    trainer, checkpointer = build_trainer(cfg)
+    checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=resume)
+    start_iter = trainer.iter + 1 if resume and checkpointer.has_checkpoint() else 0
+    if start_iter > cfg.train.max_iter:
+        raise ConfigError(
+            f"train.max_iter is {cfg.train.max_iter}, but the checkpoint has done {start_iter} iterations"
+        )
+    trainer.train(start_iter, cfg.train.max_iter)
+
+
+def evaluate_only(cfg: Any) -> dict[str, Any]:
+    """The results of train.init_checkpoint, or else of the last checkpoint, on the test data."""
+    model, weights = build_model(cfg), cfg.train.init_checkpoint
+    checkpointer = Checkpointer(model, cfg.train.output_dir, save_to_disk=False)
+    if not weights and not checkpointer.has_checkpoint():
+        raise ConfigError(f"there is nothing to evaluate: no checkpoint in {cfg.train.output_dir}")
+    checkpointer.resume_or_load(weights, resume=not weights)
+    return evaluate(cfg, model, "test")
+
+
+def main(args: argparse.Namespace) -> dict[str, Any] | None:
+    """One process of the run."""
+    with user_errors_exit():
+        cfg = setup(args)
+        if args.eval_only:
+            return evaluate_only(cfg)
+        train(cfg, args.resume or is_restarted())
+    return None
+
+
+def invoke_main() -> None:
+    """The command line."""
+    args = default_argument_parser(EXAMPLES).parse_args()
+    sys.path += [str(ROOT), str(Path.cwd())]  # a config may import from projects, and from the current folder
+    launch(main, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, args=(args,))
+
+
+if __name__ == "__main__":
+    invoke_main()

@@ -1,0 +1,177 @@
+"""Configs written in Python: calls that are described in a file and made later."""
+
+import difflib
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainkit.config.errors import ConfigError
+from trainkit.config.merge import parse_literal
+from trainkit.config.nodes import TARGET, is_node, leaves, name_of, to_node, to_plain, update
+from trainkit.config.python_files import run_file
+from trainkit.config.yaml_files import dump_yaml, load_yaml
+
+_WRITABLE = (str, int, float, bool, bytes, type(None))
+
+
+class LazyCall:
+    """``LazyCall(target)(**arguments)`` describes a call, in a node from which `instantiate` makes it.
+
+    The node holds the arguments, which can be changed, and under ``_target_`` the dotted path of the target, or the
+    target itself if it has none, as a lambda.
+
+    Args:
+        target: what is called, or its dotted path.
+
+    Raises:
+        TypeError: it is neither.
+        ConfigError: an argument cannot stand in a node, see `LazyConfig.load`.
+    """
+
+    def __init__(self, target: Callable[..., Any] | str) -> None:
+        if not callable(target) and not isinstance(target, str):
+            raise TypeError(f"target must be a class, a function or a dotted path, got {target!r}")
+        self._target = target
+
+    def __call__(self, **arguments: Any) -> Any:
+        return to_node({TARGET: self._target, **arguments}, f"LazyCall({name_of(self._target)})")
+
+
+class LazyConfig:
+    """Loads configs from Python and YAML files, changes them, and saves them as YAML."""
+
+    @staticmethod
+    def load(filename: str | os.PathLike[str], keys: str | Sequence[str] | None = None) -> Any:
+        """Read a ``.py`` file, which is run, or a ``.yaml`` file, which runs nothing.
+
+        In a config file ``from .other import name`` imports from the config file ``other.py`` beside it; two dots mean
+        one folder up. That file is run for each import, so that each importer changes a copy of its own, and its dicts
+        become nodes. Nothing outside the namespaces of these files is patched, so several threads may load.
+
+        Args:
+            keys: one name of the file, or several; None: all nodes whose names do not begin with ``_``.
+
+        Returns:
+            The value of one name, a tuple for several, a node for None. Tuples inside nodes become lists.
+
+        Raises:
+            ConfigError: a file cannot be read, imports itself, lacks a name, or has a value that cannot stand in a
+                node, such as a dataclass. What the code of a file raises is passed on.
+        """
+        path = os.path.abspath(os.path.expanduser(filename))
+        content = vars(run_file(path)) if path.endswith(".py") else _read_yaml(path)
+        if keys is None:
+            nodes = {name: value for name, value in content.items() if not name.startswith("_") and is_node(value)}
+            return to_node(nodes, path)
+        names = [keys] if isinstance(keys, str) else list(keys)
+        for name in names:
+            if name not in content:
+                raise ConfigError(f"{path} has no {name!r}; {_nearest(name, content)}")
+        found = [to_node(content[name], path) if is_node(content[name]) else content[name] for name in names]
+        return found[0] if isinstance(keys, str) else tuple(found)
+
+    @staticmethod
+    def load_rel(filename: str | os.PathLike[str], keys: str | Sequence[str] | None = None) -> Any:
+        """``load`` with a path that is relative to the file of the code that calls this."""
+        frame = inspect.currentframe()
+        assert frame is not None
+        assert frame.f_back is not None
+        return LazyConfig.load(os.path.join(os.path.dirname(frame.f_back.f_code.co_filename), filename), keys)
+
+    @staticmethod
+    def save(cfg: Any, filename: str | os.PathLike[str]) -> None:
+        """Write ``cfg`` as YAML, from which ``load`` makes an equal config; references stay references.
+
+        Raises:
+            ConfigError: a value is no number, text, list or node, such as a lambda; its key is named.
+        """
+        plain = to_plain(cfg)
+        if lost := [f"{key} is {value!r}" for key, value in leaves(plain) if type(value) not in _WRITABLE]:
+            raise ConfigError(
+                "the config cannot be saved, because YAML holds numbers, texts, lists and nodes, and "
+                f"{'; '.join(lost)}. Describe an object by LazyCall(its class)(...), and a function or class as an "
+                "argument by LazyCall(trainkit.utils.registry.locate)(name='package.module.function')"
+            )
+        Path(filename).write_text(dump_yaml(plain, sort_keys=False), encoding="utf-8")
+
+    @staticmethod
+    def apply_overrides(cfg: Any, overrides: Sequence[str]) -> Any:
+        """Change ``cfg`` by items such as ``model.width=32``, and return it.
+
+        A value is a Python literal, a list or node of YAML in one line, ``null``, ``true``, ``false``, or else text. A
+        node is merged into the one that is there. A new key has a plus: ``+model.dropout=0.1``.
+
+        Raises:
+            ConfigError: an item is not of this form, or there is no such key; the nearest one is named.
+        """
+        for item in overrides:
+            key, equals, text = item.partition("=")
+            names = key.lstrip("+").split(".")
+            if not equals or "" in names:
+                raise ConfigError(f"overrides are written key=value, such as model.width=32, got {item!r}")
+            _check_key(cfg, names, may_be_new=key.startswith("+"))
+            update(cfg, ".".join(names), parse_literal(text))
+        return cfg
+
+    @staticmethod
+    def to_py(cfg: Any, prefix: str = "cfg.") -> str:
+        """``cfg`` as lines of Python, one per value or call, for people to read; references are resolved."""
+        plain = to_plain(cfg, resolve=True)
+        if TARGET in plain:
+            return f"{prefix.rstrip('.')} = {_to_code(plain)}"
+        return "\n".join(f"{key} = {_to_code(value)}" for key, value in _assignments(plain, prefix))
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    if not path.endswith((".yaml", ".yml")):
+        raise ConfigError(f"the config file {path!r} must end with .py, .yaml or .yml")
+    try:
+        with open(path, encoding="utf-8") as file:
+            return load_yaml(file, path)
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {path!r}: {error.strerror}") from error
+
+
+def _check_key(cfg: Any, names: Sequence[str], *, may_be_new: bool) -> None:
+    node = cfg
+    for i, name in enumerate(names):
+        if isinstance(node, Mapping) and name in node:
+            node = node[name]
+        elif isinstance(node, Sequence) and not isinstance(node, str) and name.isdigit() and int(name) < len(node):
+            node = node[int(name)]
+        elif not isinstance(node, Mapping):
+            raise ConfigError(f"{'.'.join(names)}: {'.'.join(names[:i])} is {node!r}, which has no {name!r}")
+        elif may_be_new:
+            return
+        else:
+            key = ".".join(names)
+            raise ConfigError(
+                f"there is no {'.'.join(names[: i + 1])!r}; {_nearest(name, node)} (new keys: +{key}=...)"
+            )
+
+
+def _nearest(name: str, known: Mapping[Any, Any]) -> str:
+    public = [str(key) for key in known if not str(key).startswith("_")]
+    nearest = difflib.get_close_matches(name, public, n=1)
+    return f"did you mean {nearest[0]!r}?" if nearest else f"there are: {', '.join(public)}"
+
+
+def _assignments(node: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in node.items():
+        if isinstance(value, dict) and value and TARGET not in value:
+            yield from _assignments(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _to_code(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_to_code, value))}]"
+    if not isinstance(value, dict):
+        return repr(value)
+    if TARGET not in value:
+        return f"{{{', '.join(f'{name!r}: {_to_code(item)}' for name, item in value.items())}}}"
+    arguments = ", ".join(f"{name}={_to_code(item)}" for name, item in value.items() if name != TARGET)
+    return f"{name_of(value[TARGET])}({arguments})"

@@ -1,0 +1,113 @@
+"""Nodes of a `LazyConfig`: those of omegaconf, an optional package, and what they look like as plain Python."""
+
+import dataclasses
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+from trainkit.config.errors import ConfigError
+from trainkit.utils.registry import locate
+
+TARGET = "_target_"  # in a node that describes a call: what is called
+
+
+def is_node(value: Any) -> bool:
+    """Whether it is a node, or a dict that can become one."""
+    return isinstance(value, dict) or bool(_omegaconf().OmegaConf.is_config(value))
+
+
+def to_node(value: Any, where: str) -> Any:
+    """A node of what a dict, a list or another node holds, in the form of `to_plain`.
+
+    Args:
+        where: what errors call it, such as the name of its file.
+
+    Raises:
+        ConfigError: a value cannot stand in a node.
+    """
+    omegaconf = _omegaconf()
+    try:
+        plain = to_plain(value)
+        node = omegaconf.DictConfig if isinstance(plain, dict) else omegaconf.ListConfig
+        return node(plain, flags={"allow_objects": True})
+    except (ConfigError, omegaconf.errors.OmegaConfBaseException) as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def to_plain(value: Any, key: str = "", *, resolve: bool = False) -> Any:
+    """Nodes as dicts, lists and tuples as lists, and each target by its dotted path, if it has one.
+
+    Args:
+        key: where ``value`` stands.
+
+    Raises:
+        ConfigError: a reference is wrong; a value is a dataclass, of which omegaconf would keep the fields only.
+    """
+    value = to_container(value, resolve=resolve)
+    if isinstance(value, dict):
+        plain = {TARGET: _path_of(value[TARGET])} if TARGET in value else {}
+        return plain | {
+            name: to_plain(item, f"{key}.{name}", resolve=resolve) for name, item in value.items() if name != TARGET
+        }
+    if isinstance(value, list | tuple):
+        return [to_plain(item, f"{key}.{i}", resolve=resolve) for i, item in enumerate(value)]
+    if dataclasses.is_dataclass(value):
+        name = name_of(value if isinstance(value, type) else type(value))
+        raise ConfigError(f"{key[1:]} is a dataclass, which a node cannot hold; write LazyCall({name})(...)")
+    return value
+
+
+def to_container(value: Any, *, resolve: bool) -> Any:
+    """A node as dicts, lists and tuples; everything else as it is.
+
+    Args:
+        resolve: whether references give what they refer to; then a value that is still missing is an error as well.
+
+    Raises:
+        ConfigError: a reference is wrong.
+    """
+    omegaconf = _omegaconf()
+    if not omegaconf.OmegaConf.is_config(value):
+        return value
+    try:
+        return omegaconf.OmegaConf.to_container(value, resolve=resolve, throw_on_missing=resolve)
+    except omegaconf.errors.OmegaConfBaseException as error:
+        raise ConfigError(str(error)) from error
+
+
+def update(cfg: Any, key: str, value: Any) -> None:
+    """Set what stands under a dotted key, or merge a dict into a node there."""
+    _omegaconf().OmegaConf.update(cfg, key, to_plain(value), merge=True)
+
+
+def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Each value of a tree of dicts and lists, with its dotted key."""
+    if not isinstance(value, dict | list):
+        yield key, value
+        return
+    for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from leaves(item, f"{key}.{name}" if key else str(name))
+
+
+def name_of(target: Any) -> str:
+    """What errors call a target."""
+    if isinstance(target, str):
+        return target
+    return f"{target.__module__}.{target.__qualname__}" if hasattr(target, "__qualname__") else repr(target)
+
+
+def _path_of(target: Any) -> Any:
+    """The dotted path under which ``target`` is found, or itself."""
+    if not hasattr(target, "__qualname__"):
+        return target
+    try:
+        return name_of(target) if locate(name_of(target)) == target else target
+    except ImportError:
+        return target
+
+
+def _omegaconf() -> Any:
+    try:
+        return importlib.import_module("omegaconf")
+    except ModuleNotFoundError as error:
+        raise ImportError("LazyConfig needs the package omegaconf: pip install 'trainkit[lazy]'") from error

@@ -1,0 +1,63 @@
+"""Config files in Python, and the relative imports between them."""
+
+import builtins
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from trainkit.config.errors import ConfigError
+from trainkit.config.nodes import to_node
+
+
+def run_file(path: str, importing: tuple[str, ...] = ()) -> ModuleType:
+    """Run a config file in a module of its own, which nobody else finds.
+
+    Args:
+        importing: the files that are being run, each of which imports the next one.
+
+    Raises:
+        ConfigError: the file cannot be read, or imports itself. What its code raises is passed on.
+    """
+    chain = (*importing, os.path.realpath(path))
+    if chain[-1] in importing:
+        raise ConfigError(f"a config file imports itself: {' -> '.join(chain)}")
+    try:
+        source = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {path!r}: {error.strerror}") from error
+    module = ModuleType(f"<config {path}>")
+    # An import statement calls the __import__ of the namespace that it stands in: this reaches no other code.
+    own_builtins = {**vars(builtins), "__import__": partial(_import, path, chain)}
+    vars(module).update(__file__=path, __builtins__=own_builtins)
+    exec(compile(source, path, "exec", dont_inherit=True), vars(module))
+    return module
+
+
+def _import(
+    path: str,
+    chain: tuple[str, ...],
+    name: str,
+    globals: Mapping[str, object] | None = None,
+    locals: Mapping[str, object] | None = None,
+    fromlist: Sequence[str] | None = (),
+    level: int = 0,
+) -> Any:
+    """What an import statement of the config file ``path`` does; a relative one runs the file that it names."""
+    if level == 0:
+        return builtins.__import__(name, globals, locals, fromlist or (), level)
+    folder = os.path.join(os.path.dirname(path), *[os.pardir] * (level - 1))
+    wanted = os.path.normpath(os.path.join(folder, *name.split("."))) + ".py"
+    if not name or not os.path.isfile(wanted):
+        problem = f"there is no file {wanted}" if name else "write from .file import name"
+        raise ImportError(
+            f"{path} imports from {'.' * level + name!r}, but a config imports from config files: {problem}"
+        )
+    module = run_file(wanted, chain)
+    for imported in list(vars(module)) if "*" in (fromlist or ()) else fromlist or ():
+        value = vars(module).get(imported)
+        if isinstance(value, dict) and not imported.startswith("_"):
+            setattr(module, imported, to_node(value, wanted))
+    return module
