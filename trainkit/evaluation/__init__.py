@@ -10,6 +10,7 @@ from trainkit.evaluation.evaluator import (
 )
 from trainkit.evaluation.loss import LossEvaluator
 from trainkit.evaluation.observer import observe_inference
+from trainkit.evaluation.segmentation import SemSegEvaluator
 from trainkit.evaluation.testing import flatten_results_dict, print_csv_format, verify_results
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "observe_inference",
     "ClassificationEvaluator",
     "LossEvaluator",
+    "SemSegEvaluator",
     "EVALUATOR_REGISTRY",
     "build_evaluator",
     "flatten_results_dict",

@@ -5,6 +5,7 @@ from trainkit.config.errors import ConfigError
 from trainkit.evaluation.classification import ClassificationEvaluator
 from trainkit.evaluation.evaluator import DatasetEvaluator, DatasetEvaluators
 from trainkit.evaluation.loss import LossEvaluator
+from trainkit.evaluation.segmentation import SemSegEvaluator
 from trainkit.utils.registry import Registry
 
 EVALUATOR_REGISTRY = Registry("EVALUATOR")
@@ -12,6 +13,7 @@ EVALUATOR_REGISTRY = Registry("EVALUATOR")
 
 EVALUATOR_REGISTRY.register(ClassificationEvaluator)
 EVALUATOR_REGISTRY.register(LossEvaluator)
+EVALUATOR_REGISTRY.register(SemSegEvaluator)
 
 
 def build_evaluator(cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from trainkit.config.config import CfgNode
 from trainkit.config.configurable import configurable
 from trainkit.data.catalog import MetadataCatalog
 from trainkit.evaluation.evaluator import DatasetEvaluator
+from trainkit.evaluation.labelled import labels_of, scores_of
 from trainkit.utils import comm
 
 logger = logging.getLogger(__name__)
@@ -75,8 +76,8 @@ class ClassificationEvaluator(DatasetEvaluator):
             KeyError: the labels are missing.
             ValueError: shapes do not fit, or C is less than the largest k or differs from the batches before.
         """
-        scores = _scores_of(outputs)
-        labels = self._labels_of(inputs, scores.device)
+        scores = scores_of(outputs, "NC")
+        labels = labels_of(inputs, self._label_key, scores.device)
         if labels.shape != scores.shape[:1] or labels.is_floating_point():
             raise ValueError(
                 f"labels must be integers of shape [{len(scores)}] for scores {list(scores.shape)}, "
@@ -144,24 +145,6 @@ class ClassificationEvaluator(DatasetEvaluator):
                 f"class_names has {len(self._class_names)} names, but the model scores {num_classes} classes"
             )
 
-    def _labels_of(self, inputs: Any, device: torch.device) -> Tensor:
-        samples = inputs if isinstance(inputs, list | tuple) else [inputs]
-        for sample in samples:
-            if not isinstance(sample, Mapping):
-                raise TypeError(
-                    f"a batch must be a mapping with the key {self._label_key!r} or a list of such samples, "
-                    f"got {type(inputs).__name__}" + (f" of {type(sample).__name__}" if sample is not inputs else "")
-                )
-            if self._label_key not in sample:
-                raise KeyError(
-                    f"no labels under {self._label_key!r} (keys: {sorted(map(str, sample))}); an evaluated data set "
-                    "must keep its labels, label_key says where"
-                )
-        if isinstance(inputs, Mapping):
-            return torch.as_tensor(inputs[self._label_key], device=device)
-        labels = [torch.as_tensor(sample[self._label_key]) for sample in samples]
-        return torch.stack(labels).to(device, non_blocking=True)
-
     def _log_table(self, num_samples: list[int], per_class: list[float]) -> None:
         names = self._class_names or [str(label) for label in range(len(per_class))]
         rows = [
@@ -171,17 +154,3 @@ class ClassificationEvaluator(DatasetEvaluator):
         align = ["left", "right", "right"]
         table = tabulate(rows, ["class", "samples", "accuracy"], tablefmt="pipe", colalign=align, disable_numparse=True)
         logger.info("Accuracy of each class in percent (%s):\n%s", self._task, table)
-
-
-def _scores_of(outputs: Any) -> Tensor:
-    scores = outputs
-    if isinstance(outputs, Mapping):
-        key = next((key for key in ("logits", "scores") if key in outputs), None)
-        if key is None:
-            raise KeyError(f"the model's output has neither 'logits' nor 'scores', only {sorted(map(str, outputs))}")
-        scores = outputs[key]
-    if not isinstance(scores, Tensor):
-        raise TypeError(f"the model must give scores [N, C] in eval mode, got {type(scores).__name__}")
-    if scores.ndim != 2:
-        raise ValueError(f"scores must have the shape [N, C], got {list(scores.shape)}")
-    return scores
