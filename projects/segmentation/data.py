@@ -1,0 +1,102 @@
+"""Canvases of several scans of digits, and the class of each pixel."""
+
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from projects.digits import load_split
+from trainkit.data import DatasetCatalog, MetadataCatalog
+
+CLASS_NAMES = ("paper", *(str(digit) for digit in range(10)))
+CANVAS_SIZE = 48
+NUM_CANVASES = {"train": 20_000, "val": 200, "test": 500}
+
+_SIZES = (16, 24)  # of a digit, in pixels
+_IS_INK = 0.4  # of the darkest that a scan can have; more is labelled as the digit
+_NUM_TRIES = 8  # to place a digit; what touches another one is left out
+_NUM_STROKES = 6  # of clutter
+_STROKE_LENGTH = (3, 14)
+_INK = (0.8, 1.0)
+_SHADING = 0.1  # from the middle of the paper to its edge, at most
+_NOISE = 0.05
+
+
+class DigitCanvases(Dataset[dict[str, Any]]):
+    """Digits of different sizes and darkness on shaded, noisy paper with strokes of clutter in between.
+
+    A sample is a dict with ``image``, float32 ``[1, 48, 48]``, and ``label``, int64 ``[48, 48]``: 0 for paper and
+    clutter, and one more than the digit for ink. It is a function of split, seed and index alone.
+
+    Args:
+        split: of the scans, "train", "val" or "test".
+    """
+
+    def __init__(self, split: str, num_canvases: int, seed: int = 0) -> None:
+        self._scans = load_split(split)
+        self._num_canvases = num_canvases
+        self._key = (seed, *split.encode())
+
+    def __len__(self) -> int:
+        return self._num_canvases
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"there are {len(self)} canvases, got index {index}")
+        rng = np.random.default_rng((*self._key, index))
+        image, label = self._place_digits(rng)
+        for _ in range(_NUM_STROKES):
+            np.maximum(image, _stroke(rng), out=image)
+        image += _shading(rng) + rng.normal(0, _NOISE, image.shape)
+        return {"image": torch.from_numpy(image.astype(np.float32))[None], "label": torch.from_numpy(label)}
+
+    def _place_digits(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        image, label = np.zeros((CANVAS_SIZE, CANVAS_SIZE)), np.zeros((CANVAS_SIZE, CANVAS_SIZE), np.int64)
+        for _ in range(_NUM_TRIES):
+            scan = self._scans[rng.integers(len(self._scans))]
+            size = int(rng.integers(*_SIZES, endpoint=True))
+            top, left = rng.integers(CANVAS_SIZE - size, size=2, endpoint=True)
+            place = np.s_[top : top + size, left : left + size]
+            if not label[place].any():
+                ink = _enlarge(scan["image"] / 16, size)
+                np.maximum(image[place], ink * rng.uniform(*_INK), out=image[place])
+                label[place][ink > _IS_INK] = 1 + scan["label"]
+        return image, label
+
+
+def _enlarge(scan: np.ndarray, size: int) -> np.ndarray:
+    """Bilinear."""
+    weights = _weights(len(scan), size)
+    return weights @ scan @ weights.T
+
+
+@cache
+def _weights(old: int, new: int) -> np.ndarray:
+    """``[new, old]``: each new pixel as a mean of the two old ones whose middles are next to its own."""
+    middles = np.clip((np.arange(new) + 0.5) * old / new - 0.5, 0, old - 1)
+    return np.clip(1 - np.abs(middles[:, None] - np.arange(old)), 0, None)
+
+
+_ROWS, _COLUMNS = np.mgrid[:CANVAS_SIZE, :CANVAS_SIZE]
+
+
+def _stroke(rng: np.random.Generator) -> np.ndarray:
+    """A straight one, one or two pixels wide."""
+    row, column = rng.uniform(0, CANVAS_SIZE, 2)
+    angle, length, half_width = rng.uniform(0, np.pi), rng.uniform(*_STROKE_LENGTH), rng.uniform(0.5, 1)
+    rows, columns = _ROWS - row, _COLUMNS - column
+    along = np.clip(rows * np.sin(angle) + columns * np.cos(angle), 0, length)
+    distance = np.hypot(rows - along * np.sin(angle), columns - along * np.cos(angle))
+    return np.clip(half_width + 0.5 - distance, 0, 1) * rng.uniform(*_INK)
+
+
+def _shading(rng: np.random.Generator) -> np.ndarray:
+    slopes = rng.uniform(-_SHADING, _SHADING, 2) / (CANVAS_SIZE / 2)
+    return slopes[0] * (_ROWS - CANVAS_SIZE / 2) + slopes[1] * (_COLUMNS - CANVAS_SIZE / 2)
+
+
+for _split, _num in NUM_CANVASES.items():
+    DatasetCatalog.register(f"canvases_{_split}", partial(DigitCanvases, _split, _num))
+    MetadataCatalog.get(f"canvases_{_split}").set(class_names=list(CLASS_NAMES))

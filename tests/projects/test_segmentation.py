@@ -1,0 +1,242 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from projects.segmentation import CLASS_NAMES, FCN, PALETTE, DigitCanvases, UNet, ViTSegmenter, data, draw_segmentation
+from tests.utils.png import decode_png
+from tools.chaos import differences
+from trainkit.config import get_cfg
+from trainkit.data import DatasetCatalog, MetadataCatalog
+from trainkit.engine import DefaultTrainer, HookBase
+from trainkit.modeling import build_model
+from trainkit.solver import build_lr_scheduler, build_optimizer
+from trainkit.utils.env import seed_all_rng
+
+FOLDER = Path(__file__).parents[2] / "projects" / "segmentation"
+
+DatasetCatalog.register("few_canvases", lambda: DigitCanvases("val", 5))
+MetadataCatalog.get("few_canvases").set(class_names=list(CLASS_NAMES))
+
+
+def config(name, *options):
+    cfg = get_cfg()
+    cfg.merge_from_file(str(FOLDER / name))
+    cfg.merge_from_list(["MODEL.DEVICE", "cpu", *options])
+    return cfg
+
+
+# ---------------------------------------------------------------------- the canvases
+
+
+def same(left, right):
+    return all(torch.equal(left[key], right[key]) for key in ("image", "label"))
+
+
+def test_a_canvas_is_a_function_of_split_seed_and_index_alone():
+    canvas = DigitCanvases("train", 10)[7]
+    np.random.seed(1)
+    torch.manual_seed(1)
+    others = DigitCanvases("train", 10_000)
+    _ = others[9_999]
+
+    assert same(others[7], canvas)
+    assert not same(others[8], canvas)
+    assert not same(DigitCanvases("train", 10, seed=1)[7], canvas)
+    assert not same(DigitCanvases("val", 10)[7], canvas)
+
+
+def test_a_canvas_has_several_digits_darker_than_the_paper_and_fits_the_networks():
+    canvases = DigitCanvases("test", 20)
+    for canvas in canvases:
+        image, label = canvas["image"], canvas["label"]
+        assert (image.dtype, list(image.shape)) == (torch.float32, [1, 48, 48])
+        assert (label.dtype, list(label.shape)) == (torch.int64, [48, 48])
+        assert image[0][label > 0].mean() - image[0][label == 0].mean() > 0.3
+    labels = torch.stack([canvas["label"] for canvas in canvases])
+    assert labels.unique().tolist() == list(range(len(CLASS_NAMES)))
+    assert 0.05 < (labels > 0).float().mean() < 0.2
+    with pytest.raises(IndexError, match="there are 20 canvases, got index 20"):
+        canvases[20]
+
+
+def test_only_scans_of_the_split_are_on_its_canvases(monkeypatch):
+    sevens = {"image": np.full((8, 8), 16, np.uint8), "label": 7}
+    monkeypatch.setattr(data, "load_split", lambda split: [] if split == "train" else [sevens])
+    for canvas in DigitCanvases("val", 3):
+        assert canvas["label"].unique().tolist() == [0, 8]
+    assert not same(DigitCanvases("test", 3)[0], DigitCanvases("val", 3)[0])  # arranged in another way
+
+
+# ---------------------------------------------------------------------- the networks and how they are optimized
+
+
+CONFIGS = ["config.yaml", "fcn.yaml", "vit.yaml"]
+NETWORKS = {
+    "UNet": UNet(width=2),
+    "FCN": FCN(width=2),
+    "ViT": ViTSegmenter(dim=8, depth=1, num_heads=2),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_network_gives_losses_in_train_mode_and_logits_in_eval_mode(name):
+    model = NETWORKS[name].train()
+    generator = torch.Generator().manual_seed(0)
+    batch = {"image": torch.rand(2, 1, 48, 48, generator=generator)}
+    batch["label"] = torch.randint(11, (2, 48, 48), generator=generator)
+    losses = model(batch)
+    losses["loss_seg"].backward()
+    assert [*losses] == ["loss_seg"]
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+
+    model.eval()
+    logits = model({"image": batch["image"]})
+    assert list(logits.shape) == [2, 11, 48, 48]
+    expected = torch.nn.functional.cross_entropy(logits, batch["label"]).item()
+    assert model.losses(batch)["loss_seg"].item() == pytest.approx(expected)
+
+
+def hyperparameters(name):
+    """name of a parameter -> (lr, weight decay)"""
+    cfg = config(name)
+    model = build_model(cfg)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = build_optimizer(cfg, model).param_groups
+    return {names[param]: (group["lr"], group["weight_decay"]) for group in groups for param in group["params"]}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_norms_biases_and_position_embeddings_have_no_weight_decay(name):
+    decays = {name: decay for name, (_, decay) in hyperparameters(name).items()}
+    free = [name for name, decay in decays.items() if decay == 0.0]
+
+    assert set(decays.values()) == {0.0, 0.05}
+    shapes = {name: parameter.shape for name, parameter in build_model(config(name)).named_parameters()}
+    assert free == [name for name in decays if len(shapes[name]) == 1 or name == "backbone.pos_embed"]
+
+
+def test_the_learning_rate_of_the_vit_falls_from_the_head_to_the_patches():
+    rates = {name: lr for name, (lr, _) in hyperparameters("vit.yaml").items()}
+    exponents = {"backbone.patch_embed.0.weight": 5, "backbone.pos_embed": 5, "backbone.layers.0.norm1.weight": 4}
+    exponents |= {"backbone.layers.3.linear2.bias": 1, "backbone.norm.weight": 0, "head.0.weight": 0}
+    base_lr = config("vit.yaml").SOLVER.BASE_LR
+    assert {name: rates[name] for name in exponents} == {
+        name: pytest.approx(base_lr * 0.9**exponent) for name, exponent in exponents.items()
+    }
+
+
+def test_the_learning_rate_warms_up_in_a_line_and_falls_by_a_power():
+    cfg = config("config.yaml", "SOLVER.MAX_ITER", 251)
+    optimizer = build_optimizer(cfg, FCN(width=2))
+    scheduler = build_lr_scheduler(cfg, optimizer)
+    factors = []
+    for _ in range(251):
+        factors.append(optimizer.param_groups[0]["lr"] / cfg.SOLVER.BASE_LR)
+        optimizer.step()
+        scheduler.step()
+    # the warm-up lasts 50 iterations, the fall 201
+    expected = {0: 0.1, 7: 0.1 + 0.9 / 7, 49: 1.0, 50: 1.0, 150: 0.5**0.9, 200: 0.25**0.9, 250: 0.0}
+    assert {iter: factors[iter] for iter in expected} == pytest.approx(expected)
+
+
+# ---------------------------------------------------------------------- the drawing
+
+
+def test_image_truth_and_prediction_stand_side_by_side_in_the_colours_of_the_palette():
+    image = torch.tensor([[[0.0, 1.0], [0.2, 1.7]]]).repeat(5, 1, 1, 1)  # of which the fifth has no place
+    label = torch.tensor([[0, 3], [1, 0]]).repeat(5, 1, 1)
+    predicted = torch.tensor([[0, 3], [2, 10]]).repeat(5, 1, 1)
+    logits = torch.nn.functional.one_hot(predicted, 11).permute(0, 3, 1, 2)
+
+    drawn = draw_segmentation({"image": image, "label": label}, logits)
+
+    assert (list(drawn.shape), drawn.dtype) == ([4 * 2 * 3, 3 * 2 * 3, 3], torch.uint8)
+    small = drawn[1::3, 1::3].tolist()
+    white, black, colours = [255] * 3, [0] * 3, PALETTE.tolist()
+    assert small[0] == [white, black, colours[0], colours[3], colours[0], colours[3]]
+    assert small[1] == [[204] * 3, black, colours[1], colours[0], colours[2], colours[10]]
+    assert torch.equal(drawn, drawn[1::3, 1::3].repeat_interleave(3, 0).repeat_interleave(3, 1))
+    assert len(set(map(tuple, colours))) == len(CLASS_NAMES)
+
+
+# ---------------------------------------------------------------------- short runs of the configs
+
+
+class Killed(Exception):
+    pass
+
+
+class Killer(HookBase):
+    def __init__(self, iter):
+        self.iter = iter
+
+    def after_step(self):
+        if self.trainer.iter == self.iter:
+            raise Killed
+
+
+OPTIONS = ["DATASETS.TRAIN", ["few_canvases"], "DATASETS.VAL", ["few_canvases"], "DATASETS.TEST", ["few_canvases"]]
+OPTIONS += ["SOLVER.MAX_ITER", 8, "SOLVER.IMS_PER_BATCH", 2, "SOLVER.CHECKPOINT_PERIOD", 3, "TEST.EVAL_PERIOD", 4]
+OPTIONS += ["SOLVER.SCHEDULES", [{"NAME": "Polynomial", "POWER": 0.9}], "TEST.IMS_PER_BATCH", 2, "MODEL.WIDTH", 2]
+OPTIONS += ["LOG.PERIOD", 2, "LOG.WRITERS", ["json"]]
+
+
+def run(name, folder, *options, kill_at=-1):
+    vit = ["MODEL.VIT.DIM", 8, "MODEL.VIT.NUM_HEADS", 2] if name == "vit.yaml" else []
+    cfg = config(name, *OPTIONS, *vit, "OUTPUT_DIR", str(folder), *options)
+    seed_all_rng(cfg.SEED)
+    trainer = DefaultTrainer(cfg)
+    trainer.resume_or_load()
+    trainer.register_hooks([Killer(kill_at)], priority="LOWEST")
+    return trainer.train()
+
+
+def pictures(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.png")}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_run_that_is_killed_and_resumed_ends_as_one_that_was_left_alone(tmp_path, name):
+    run(name, tmp_path / "whole")
+    with pytest.raises(Killed):
+        run(name, tmp_path / "killed", kill_at=4)  # two iterations behind a checkpoint
+    run(name, tmp_path / "killed")
+
+    assert differences(tmp_path / "whole", tmp_path / "killed") == []
+    assert pictures(tmp_path / "whole") == pictures(tmp_path / "killed")
+
+
+def test_a_run_of_another_seed_is_another_one(tmp_path):
+    run("fcn.yaml", tmp_path / "left")
+    run("fcn.yaml", tmp_path / "right", "SEED", 1)
+
+    assert len(differences(tmp_path / "left", tmp_path / "right")) > 100
+    left, right = pictures(tmp_path / "left"), pictures(tmp_path / "right")
+    assert [name for name in left if left[name] == right[name]] == []
+
+
+EVALUATIONS = ["test/few_canvases_iter0000008", "val/few_canvases_iter0000003", "val/few_canvases_iter0000008"]
+
+
+def test_every_second_batch_of_an_evaluation_is_drawn_into_files_and_for_tensorboard(tmp_path):
+    results = run("fcn.yaml", tmp_path, "LOG.WRITERS", ["tensorboard"])
+
+    assert [*results["sem_seg"]][:4] == ["mIoU", "aAcc", "mAcc", "IoU-paper"]
+    # five canvases in batches of two, the second of which is drawn
+    drawn = [f"visualization/{evaluation}_batch0001.png" for evaluation in EVALUATIONS]
+    assert sorted(pictures(tmp_path)) == drawn
+    shapes = {decode_png(content).shape for content in pictures(tmp_path).values()}
+    assert shapes == {(2 * 48 * 3, 3 * 48 * 3, 3)}
+    events = EventAccumulator(str(tmp_path), size_guidance={"images": 0})
+    events.Reload()
+    shown = {tag: [image.step for image in events.Images(tag)] for tag in events.Tags()["images"]}
+    assert shown == {"val/few_canvases_batch0001": [3, 8], "test/few_canvases_batch0001": [8]}
+
+
+def test_a_short_run_learns_the_few_canvases_that_it_sees(tmp_path):
+    short = ["MODEL.WIDTH", 8, "TEST.EVAL_PERIOD", 0, "SOLVER.BASE_LR", 0.01]
+    assert run("fcn.yaml", tmp_path / "1", *short, "SOLVER.MAX_ITER", 2)["sem_seg"]["mIoU"] < 15
+    assert run("fcn.yaml", tmp_path / "2", *short, "SOLVER.MAX_ITER", 60)["sem_seg"]["mIoU"] > 50
