@@ -15,7 +15,7 @@ def test_the_two_commands_are_those_that_ci_takes_from_the_readme():
     found = subprocess.run(["grep", "-E", pattern, ROOT / "README.md"], capture_output=True, text=True, check=True)
     assert found.stdout.splitlines() == [
         "pip install -e . && python tools/train_net.py",
-        "pip install -e '.[test]' && pytest -n auto",
+        "pip install -e '.[test]' && pytest -n auto --dist loadfile",
     ]
 
 
