@@ -3,6 +3,7 @@
 import datetime
 import gc
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,4 +37,5 @@ def _run_rank(rank: int, checks: list[Check], folder: str, port: int, num_ranks:
             found[check.__name__] = f"{type(error).__name__}: {error}"
         gc.collect()  # what still holds the group, as DDP's cycle of references does, can keep the next from starting
         dist.destroy_process_group()
+        time.sleep(0.05)  # a thread of Gloo that lets go of its last tensors now would abort the process at its end
     torch.save(found, os.path.join(folder, f"rank{rank}.pth"))

@@ -143,6 +143,10 @@ def resumed(rank, folder):
     return outcome(from_checkpoint(folder, "resumed"))
 
 
+def resumed_by_four(rank, folder):
+    return outcome(from_checkpoint(folder, "by_four", of="whole4"))
+
+
 def four_resumed_by_two(rank, folder):
     return outcome(from_checkpoint(folder, "by_two", of="whole4"))
 
@@ -393,7 +397,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def four(folder):
-    return on_two_ranks([in_one_piece], folder, num_ranks=4)
+    return on_two_ranks([in_one_piece, resumed_by_four], folder, num_ranks=4)
 
 
 @pytest.fixture(scope="module")
@@ -442,6 +446,11 @@ def test_each_rank_holds_a_part_and_the_ranks_agree(four, two):
 @pytest.mark.parametrize("way", ["resumed", "saved_asynchronously", "from_the_meta_device"])
 def test_the_run_is_the_same_to_the_last_bit(two, way):
     for found, expected in zip(two[way], two["in_one_piece"], strict=True):
+        assert_same_bits(found, expected)
+
+
+def test_so_it_is_on_four_ranks(four):
+    for found, expected in zip(four["resumed_by_four"], four["in_one_piece"], strict=True):
         assert_same_bits(found, expected)
 
 

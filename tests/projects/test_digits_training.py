@@ -7,7 +7,7 @@ from trainkit.engine import default_argument_parser
 from trainkit.utils.logger import close_logger
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_last_checkpoint_reads_99_percent_of_the_test_digits(tmp_path, seed):
     options = ["OUTPUT_DIR", str(tmp_path), "SEED", str(seed), "LOG.WRITERS", "['json']"]
     trained = train_net.main(default_argument_parser().parse_args(options))
