@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.docs.keys import keys_named_in
 from tests.engine.tiny import Weight, sgd
 from trainkit.config import CfgNode, get_cfg
 from trainkit.engine import GraphAMPTrainer, GraphTrainer, HookBase, SimpleTrainer, hooks
@@ -25,13 +26,7 @@ def test_every_yaml_block_is_a_config():
 
 
 def test_every_key_that_is_named_is_there():
-    names = set(re.findall(r"`([A-Z][A-Z_]+(?:\.[A-Z_]+)+)", PAGE))
-    assert {"LOG.ASYNC", "SOLVER.NON_FINITE.POLICY", "CHECKPOINT.ASYNC"} <= names
-    for name in names:
-        node = get_cfg()
-        for key in name.split("."):
-            assert key in node, name
-            node = node[key]
+    assert {"LOG.ASYNC", "SOLVER.NON_FINITE.POLICY", "CHECKPOINT.ASYNC"} <= keys_named_in(PAGE)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -465,9 +465,11 @@ class Checkpointer:
         nothing_fits = len(differences.unexpected) + len(differences.mismatched) == len(weights)
         if differences and (strict or nothing_fits):
             raise CheckpointError(f"'{path}' holds another model than this one:\n{differences.table()}")
-        fitting = {key: value for key, value in weights.items() if key not in differences.mismatched}
-        whole = {key: value for key, value in fitting.items() if is_sharded(own.get(key)) and not is_sharded(value)}
-        fitting |= {key: shard_like(value, own[key]) for key, value in whole.items()}
+        fitting = {
+            key: shard_like(value, own[key]) if is_sharded(own.get(key)) else value
+            for key, value in weights.items()
+            if key not in differences.mismatched
+        }
         self.model.load_state_dict(fitting, strict=False)
         if differences:
             _logger.warning("Some weights in '%s' do not fit the model:\n%s", path, differences.table())

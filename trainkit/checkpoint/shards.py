@@ -27,7 +27,7 @@ from trainkit.utils import comm
 from trainkit.utils.sharding import empty_like_shard, is_sharded, local_part
 
 KEY = "shards"
-_FOLDER = re.compile(r"(.+)\.shards-[0-9a-f]{8}")
+FOLDER = re.compile(r"(.+)\.shards-[0-9a-f]{8}")
 _being_written: list[str] = []  # names of folders
 
 
@@ -230,7 +230,7 @@ def _folder_of(path: str) -> str:
 def _shard_folders(folder: str) -> list[tuple[str, str]]:
     """(name, begin of the name of the file that it belongs to)."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
-    return [(name, match[1]) for name in names if (match := _FOLDER.fullmatch(name))]
+    return [(name, match[1]) for name in names if (match := FOLDER.fullmatch(name))]
 
 
 def _digest_own_files(folder: str) -> dict[str, tuple[int, str]]:

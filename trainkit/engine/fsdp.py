@@ -90,10 +90,9 @@ def shard_model(
     fsdp = importlib.import_module("torch.distributed.fsdp")
     mesh = dist.init_device_mesh(device_type, (comm.get_world_size(),))
     policy = fsdp.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    named = dict([*model.named_parameters(), *model.named_buffers()])
-    is_meta = any(tensor.is_meta for tensor in named.values())
-    if weights is None:
-        weights = {name: tensor.detach() for name, tensor in named.items()}
+    own = _named_tensors(model)
+    is_meta = any(tensor.is_meta for tensor in own.values())
+    weights = own if weights is None else weights
     order = {module: i for i, module in enumerate(model.modules())}
     blocks = sorted({*blocks} - {model}, key=order.__getitem__, reverse=True)  # inner ones first
     _refuse_parameters_of_two_blocks(model, blocks)
@@ -108,10 +107,11 @@ def shard_model(
 @torch.no_grad()
 def _take_from_rank_0(model: nn.Module, weights: dict[str, Tensor]) -> None:
     """One tensor after the other, so that no rank needs room for more than one whole one."""
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        device = tensor.device
-        whole = weights[name].to(device) if comm.is_main_process() else torch.empty(tensor.shape, dtype=tensor.dtype)
-        whole = whole.to(device).contiguous()
+    for name, tensor in _named_tensors(model).items():
+        if comm.is_main_process():
+            whole = weights[name].to(tensor.device).contiguous()
+        else:
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         dist.broadcast(whole, 0)
         if is_sharded(tensor):
             local_part(tensor).copy_(local_part(shard_like(whole, tensor)))
@@ -128,8 +128,13 @@ def _build_on_meta(cfg: CfgNode, build_model: Callable[[CfgNode], nn.Module]) ->
     with nullcontext() if comm.is_main_process() else torch.device("meta"):
         model = build_model(cfg)
     _refuse_shared_parameters(model)
-    weights = {name: tensor.detach() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    return model.to("meta"), weights if comm.is_main_process() else {}
+    weights = _named_tensors(model) if comm.is_main_process() else {}
+    return model.to("meta"), weights
+
+
+def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, without their gradients."""
+    return {name: tensor.detach() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
 
 
 def _refuse_parameters_of_two_blocks(model: nn.Module, blocks: Collection[nn.Module]) -> None:

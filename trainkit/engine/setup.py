@@ -16,6 +16,7 @@ import torch
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.folder import choose, find_checkpoint
+from trainkit.checkpoint.shards import FOLDER as SHARD_FOLDER
 from trainkit.config import CfgNode, ConfigError, get_cfg, import_modules
 from trainkit.engine.elastic import is_restarted, note_begin
 from trainkit.utils import comm
@@ -27,7 +28,6 @@ from trainkit.utils.logger import setup_logger
 logger = logging.getLogger(__name__)
 
 # what a run writes into its output folder
-_RUN_FOLDERS = re.compile(r".+\.shards-[0-9a-f]{8}")
 _RUN_FILES = re.compile(
     r"log\.txt(\.rank\d+)?|config\.yaml|batch\.json|metrics\.json(\.cut_\d+)?"
     r"|last_checkpoint|finished|.+\.pth|events\.out\.tfevents\..+"
@@ -220,9 +220,8 @@ def _move_aside(output_dir: Path, weights: str) -> Path | None:
     if not output_dir.is_dir():
         return None
     found = [*output_dir.iterdir()]
-    old = [
-        path for path in found if path.is_dir() and _RUN_FOLDERS.fullmatch(path.name)
-    ]  # before the files that name them
+    # shards before the files that name them
+    old = [path for path in found if path.is_dir() and SHARD_FOLDER.fullmatch(path.name)]
     old += [path for path in found if path.is_file() and _RUN_FILES.fullmatch(path.name)]
     if not old:
         return None

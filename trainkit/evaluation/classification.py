@@ -13,7 +13,7 @@ from trainkit.config.config import CfgNode
 from trainkit.config.configurable import configurable
 from trainkit.data.catalog import MetadataCatalog
 from trainkit.evaluation.evaluator import DatasetEvaluator
-from trainkit.evaluation.labelled import labels_of, scores_of
+from trainkit.evaluation.labelled import check_class_names, labels_of, scores_of
 from trainkit.utils import comm
 
 logger = logging.getLogger(__name__)
@@ -140,10 +140,7 @@ class ClassificationEvaluator(DatasetEvaluator):
     def _check_classes(self, num_classes: int) -> None:
         if self._topk[-1] > num_classes:
             raise ValueError(f"topk has k = {self._topk[-1]}, but the model scores only {num_classes} classes")
-        if self._class_names is not None and len(self._class_names) != num_classes:
-            raise ValueError(
-                f"class_names has {len(self._class_names)} names, but the model scores {num_classes} classes"
-            )
+        check_class_names(self._class_names, num_classes)
 
     def _log_table(self, num_samples: list[int], per_class: list[float]) -> None:
         names = self._class_names or [str(label) for label in range(len(per_class))]

@@ -150,9 +150,9 @@ def inference_on_dataset(
         calls("before_inference")
         observer.before_eval(phase, name)
         num_batches, is_stopping = 0, False
-        batches = _with_progress(data_loader, device)
-        is_sharded = isinstance(model, nn.Module) and is_sharded_model(model)
-        if isinstance(model, nn.Module) and is_sharded:
+        batches, is_sharded = _with_progress(data_loader, device), False
+        if is_sharded_model(model):
+            is_sharded = True
             batches = _in_step_with_all_ranks(batches, model, evaluator, observer.is_stopping, name)
         for inputs in batches:
             is_stopping = not is_sharded and observer.is_stopping()  # there all ranks have just agreed on it

@@ -1,6 +1,6 @@
-"""Where evaluators find scores and labels."""
+"""Where evaluators find scores and labels, and whether these have as many classes as names."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any
 
 import torch
@@ -53,3 +53,12 @@ def labels_of(inputs: Any, key: str, device: torch.device) -> Tensor:
     if isinstance(inputs, Mapping):
         return torch.as_tensor(inputs[key], device=device)
     return torch.stack([torch.as_tensor(sample[key]) for sample in samples]).to(device, non_blocking=True)
+
+
+def check_class_names(names: Sized | None, num_classes: int) -> None:
+    """
+    Raises:
+        ValueError: there are names, but not one for each class.
+    """
+    if names is not None and len(names) != num_classes:
+        raise ValueError(f"class_names has {len(names)} names, but the model scores {num_classes} classes")

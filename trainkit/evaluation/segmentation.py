@@ -13,7 +13,7 @@ from trainkit.config.config import CfgNode
 from trainkit.config.configurable import configurable
 from trainkit.data.catalog import MetadataCatalog
 from trainkit.evaluation.evaluator import DatasetEvaluator
-from trainkit.evaluation.labelled import labels_of, scores_of
+from trainkit.evaluation.labelled import check_class_names, labels_of, scores_of
 from trainkit.utils import comm
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class SemSegEvaluator(DatasetEvaluator):
                 f"{labels.dtype} of shape {list(labels.shape)}; scores must have the size of the labels"
             )
         if self._counts is None:
-            self._check_classes(num_classes)
+            check_class_names(self._class_names, num_classes)
             self._counts = _Counts.zeros(num_classes, scores.device)
         confusion, num_bad_labels = self._counts
         if confusion.numel() != num_classes**2:
@@ -147,12 +147,6 @@ class SemSegEvaluator(DatasetEvaluator):
         if not confusion.any():
             raise ValueError(f"every pixel has the ignore_label {self._ignore_label}, so there is nothing to evaluate")
         return confusion.view(num_classes, num_classes)
-
-    def _check_classes(self, num_classes: int) -> None:
-        if self._class_names is not None and len(self._class_names) != num_classes:
-            raise ValueError(
-                f"class_names has {len(self._class_names)} names, but the model scores {num_classes} classes"
-            )
 
     def _log_table(self, names: list[str], labelled: Tensor, iou: Tensor, accuracy: Tensor) -> None:
         columns = [

@@ -93,6 +93,7 @@ class ModelAverage:
         module: the copy, in eval mode. Its tensors are the average. What requires grad in the model does so in it: an
             evaluation of losses tells by that which are minimized. A sharded model cannot be copied, so this is the
             model itself, which holds the average inside ``standing_in`` only.
+        stands_in: whether the model holds the average at the moment instead of its own weights.
         steps: updates so far.
 
     Raises:
@@ -110,6 +111,7 @@ class ModelAverage:
             own = model.state_dict(keep_vars=True)
             once = {id(tensor): tensor.detach().clone() for tensor in own.values()}
             averages = self._shards = {name: once[id(tensor)] for name, tensor in own.items()}
+        self.stands_in = False
         self.steps = 0
         self._rule = rule
         # (averages, sources), each pair of one device and dtype, for which one foreach call suffices
@@ -185,12 +187,14 @@ class ModelAverage:
         with torch.no_grad():
             own = [local_part(tensor) for tensor in self.module.state_dict().values()]
             former = [tensor.clone() for tensor in own]
-            _copy_each(own, [local_part(average) for average in self._shards.values()])
+            _copy_all([(own, [local_part(average) for average in self._shards.values()])])
+            self.stands_in = True
             try:
                 yield
             finally:
                 reshard(self.module)
-                _copy_each(own, former)
+                _copy_all([(own, former)])
+                self.stands_in = False
 
     def _find_buffers(self) -> None:
         # parameters stay the same tensors, but a model may well put a new tensor in the place of a buffer
@@ -199,13 +203,8 @@ class ModelAverage:
 
 
 def _copy_all(groups: list[tuple[list[Tensor], list[Tensor]]]) -> None:
-    for averages, sources in groups:
-        torch._foreach_copy_(averages, sources)
-
-
-def _copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+    for targets, sources in groups:
+        torch._foreach_copy_(targets, sources)
 
 
 def _copy_of(model: nn.Module) -> nn.Module:

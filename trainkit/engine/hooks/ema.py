@@ -1,8 +1,7 @@
 """Averaged weights beside the ones that are trained."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 from torch import nn
@@ -24,9 +23,9 @@ class EMAHook(HookBase):
 
     It stands behind the timer, before whatever evaluates or saves. The average is a module of its own: the trained
     model never holds averaged weights, so a save cannot write them in its place; a sharded one does while they are
-    evaluated, and a save is refused then. Every rank averages its own model;
-    the ranks' parameters are equal, their buffers may differ. An iteration whose update a gradient scaler skips counts
-    too: the unchanged weights are taken in once more.
+    evaluated, and a save is refused then. Every rank averages its own model; the ranks' parameters are equal, their
+    buffers may differ. An iteration whose update a gradient scaler skips counts too: the unchanged weights are taken in
+    once more.
 
     Args:
         decay: how much the old average counts in an update, default 0.999; ``1 - momentum`` of OpenMMLab. For this,
@@ -61,7 +60,6 @@ class EMAHook(HookBase):
         self.evaluate = evaluate
         self._average: ModelAverage | None = None
         self._waiting_state: dict[str, Any] = {}
-        self._is_standing_in = False
 
     def before_train(self) -> None:
         """
@@ -112,25 +110,19 @@ class EMAHook(HookBase):
             return {"raw": model}
         return {"ema": self._average.module, **({"raw": model} if self.evaluate == "both" else {})}
 
-    @contextmanager
-    def standing_in(self, weights: str) -> Iterator[None]:
+    def standing_in(self, weights: str) -> AbstractContextManager[None]:
         """Inside, the model that ``models_to_evaluate`` gave under this name holds these weights; every rank enters it.
 
         The average of a sharded model stands in the model itself meanwhile.
         """
-        with self._average.standing_in() if weights == "ema" and self._average is not None else nullcontext():
-            self._is_standing_in = weights == "ema"
-            try:
-                yield
-            finally:
-                self._is_standing_in = False
+        return self._average.standing_in() if weights == "ema" and self._average is not None else nullcontext()
 
     def before_save(self, state: dict[str, Any]) -> None:
         """
         Raises:
             RuntimeError: the model holds averaged weights.
         """
-        if self._is_standing_in and self._average is not None and self._average.module is self.trainer.model:
+        if self._average is not None and self._average.stands_in:
             raise RuntimeError(
                 "a checkpoint was to be saved inside an evaluation of the averaged weights of a sharded model; its own "
                 "are put back behind it, so save in after_step"
