@@ -22,10 +22,11 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["trainkit", "trainkit.*"]),
     package_data={"trainkit": ["py.typed"]},
-    install_requires=["torch>=2.9", "numpy", "fvcore", "tabulate"],
+    install_requires=["torch>=2.9", "numpy", "fvcore", "tabulate"],  # fvcore brings tqdm, for the progress bar
     extras_require={
         "tensorboard": TENSORBOARD,
         "lazy": LAZY,
+        "plot": ["matplotlib"],
         "test": [*TEST, *TENSORBOARD, *LAZY],
         "dev": [*TEST, *TENSORBOARD, *LAZY, "ruff", "mypy"],
     },

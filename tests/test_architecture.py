@@ -24,7 +24,7 @@ LAYERS = [
     ["trainkit.engine.compile"],
     ["trainkit.engine.graph"],
     ["trainkit.engine.fsdp", "trainkit.engine.parallel"],
-    ["trainkit.engine.predictor", "trainkit.engine.setup", "trainkit.engine.launch"],
+    ["trainkit.engine.predictor", "trainkit.engine.setup", "trainkit.engine.summary", "trainkit.engine.launch"],
     ["trainkit.engine.evaluation_run"],
     ["trainkit.engine.defaults"],
     ["trainkit.engine"],

@@ -165,6 +165,7 @@ PUBLIC = {
         "EventWriter",
         "HistoryBuffer",
         "JSONWriter",
+        "ProgressBar",
         "TensorboardXWriter",
         "estimate_eta_sec",
         "get_event_storage",

@@ -1,7 +1,6 @@
 """DefaultTrainer and DefaultPredictor: what is assembled, in which order, and what can be overridden."""
 
 import json
-import logging
 import weakref
 
 import pytest
@@ -528,13 +527,6 @@ def test_a_prediction_needs_no_label_and_no_sample_needs_no_model(trained, tmp_p
 def test_a_predictor_without_weights_is_an_error(tmp_path, weights, error, message):
     with pytest.raises(error, match=message):
         DefaultPredictor(tiny_cfg(tmp_path, "MODEL.WEIGHTS", weights))
-
-
-def test_the_log_says_where_the_files_are(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    DefaultTrainer(tiny_cfg(tmp_path)).train()
-    files = "batch.json, finished, last_checkpoint, metrics.json, model_0000004.pth, model_final.pth"
-    assert f"Files in {tmp_path}: {files}" in caplog.text
 
 
 @pytest.mark.parametrize(

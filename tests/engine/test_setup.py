@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.utils.terminal import showing_bars
 from trainkit.checkpoint import CheckpointError
 from trainkit.config import ConfigError, get_cfg
 from trainkit.engine import (
@@ -16,8 +17,9 @@ from trainkit.engine import (
     fast_dev_config,
     user_errors_exit,
 )
-from trainkit.utils.events import CommonMetricPrinter, JSONWriter, TensorboardXWriter
+from trainkit.utils.events import CommonMetricPrinter, JSONWriter, ProgressBar, TensorboardXWriter
 from trainkit.utils.logger import close_logger
+from trainkit.utils.progress import are_bars_shown, show_bars
 
 NEW, RESUME, EVAL = Namespace(resume=False, eval_only=False), Namespace(resume=True), Namespace(eval_only=True)
 
@@ -220,6 +222,20 @@ def test_the_default_writers(tmp_path):
     assert [type(writer) for writer in default_writers(tmp_path, names=["json"])] == [JSONWriter]
     with pytest.raises(ConfigError, match="no writer called 'jsn'; LOG.WRITERS takes console, json, tensorboard"):
         default_writers(tmp_path, names=["jsn"])
+
+
+def test_on_a_terminal_the_console_is_a_bar(tmp_path):
+    with showing_bars():
+        [writer] = default_writers(tmp_path, 10, names=["console"])
+    assert type(writer) is ProgressBar
+
+
+@pytest.mark.parametrize(("options", "shown"), [([], True), (["LOG.PROGRESS", False], False)])
+def test_setup_decides_whether_there_are_bars(tmp_path, options, shown):
+    with showing_bars():
+        show_bars(not shown)
+        default_setup(cfg_for(tmp_path, *options), NEW)
+        assert are_bars_shown() == shown
 
 
 def test_without_tensorboard_its_writer_is_left_out_with_one_line(tmp_path, monkeypatch, caplog):

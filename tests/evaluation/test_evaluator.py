@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.utils.terminal import showing_bars
 from trainkit.evaluation import (
     DatasetEvaluator,
     DatasetEvaluators,
@@ -248,6 +249,15 @@ def test_progress_is_logged_every_five_seconds_with_an_eta_and_a_total_at_the_en
         "Total inference time: 0:00:20 (2.000000 s / batch on this rank, of which 0.000000 s waiting for data; "
         "10 batches)",
     ]
+
+
+def test_where_bars_are_shown_the_dataset_has_one_until_it_is_evaluated():
+    seen = []
+    with showing_bars() as terminal:
+        inference_on_dataset(lambda batch: seen.append(terminal.lines()), range(10), None, name="digits_val")
+        assert "".join(terminal.lines()) == ""
+    assert seen[0][0].startswith("Evaluating digits_val   0%|")
+    assert seen[0][0].endswith("| 0/10")
 
 
 def test_the_device_is_waited_for_once_and_not_per_batch(monkeypatch):

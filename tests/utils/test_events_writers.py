@@ -1,6 +1,7 @@
 import json
 import logging
 import math
+import re
 
 import pytest
 import torch
@@ -394,3 +395,16 @@ def test_console_without_a_length_has_no_eta(lines, clock):
         printer.write()
 
     assert lines() == ["iter: 0  time: 1.0000  last_time: 1.0000 "]
+
+
+@pytest.mark.parametrize(
+    ("max_iter", "shown"),
+    [(7, ["[Epoch 1/3] ", "[Epoch 1/3] ", "[Epoch 2/3] ", "[Epoch 3/3] "]), (None, ["[Epoch 1] "] * 2)],
+)
+def test_the_line_names_the_epoch_if_there_are_some(caplog, max_iter, shown):
+    writer = CommonMetricPrinter(max_iter, iters_per_epoch=3)
+    caplog.set_level(logging.INFO)
+    with EventStorage() as storage:
+        for storage.iter in (0, 2, 3, 6)[: len(shown)]:
+            writer.write()
+    assert [re.search(r"\[Epoch .+?\] ", message)[0] for message in caplog.messages] == shown

@@ -166,6 +166,7 @@ _C.LOG.WINDOW = 20  # iterations that are smoothed by their median
 _C.LOG.GATHER_PERIOD = 1  # average the losses over ranks every so many iterations
 _C.LOG.ASYNC = None  # store metrics in a worker thread; None: on an accelerator only
 _C.LOG.WRITERS = ["console", "json", "tensorboard"]
+_C.LOG.PROGRESS = True  # bars instead of lines where the output is a terminal or a notebook
 _C.LOG.EVAL_AXIS = "iter"  # or "epoch": over what writers show the results of evaluations
 
 

@@ -5,9 +5,8 @@ import inspect
 import itertools
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +38,7 @@ from trainkit.engine.hooks.monitor import check_monitored_metrics
 from trainkit.engine.parallel import create_ddp_model, ddp_options
 from trainkit.engine.predictor import DefaultPredictor
 from trainkit.engine.setup import checkpoint_dir, default_argument_parser, default_setup, default_writers
+from trainkit.engine.summary import ENDS, summarize
 from trainkit.engine.train_loop import HookBase, TrainerBase
 from trainkit.engine.trainers import AMPTrainer, SimpleTrainer
 from trainkit.evaluation import (
@@ -179,15 +179,16 @@ class DefaultTrainer(TrainerBase):
         if marks:
             self.checkpointer.forget_finished()
         self._global_batch.save()
-        super().train(start_iter, max_iter)
-        if marks and self.status == "finished":
-            results = _plain_results(self._results)
-            self.checkpointer.mark_finished({"iterations": self.iter, "max_iter": max_iter, "results": results})
-        if comm.is_main_process():
-            files = sorted(path.name for path in Path(self.cfg.OUTPUT_DIR).glob("*") if path.is_file())
-            logger.info("Files in %s: %s", self.cfg.OUTPUT_DIR, ", ".join(files))
-            if self.cfg.TEST.EXPECTED_RESULTS and self.status == "finished":
-                verify_results(self.cfg, self._results)
+        try:
+            super().train(start_iter, max_iter)
+            if marks and self.status == "finished":
+                results = _plain_results(self._results)
+                self.checkpointer.mark_finished({"iterations": self.iter, "max_iter": max_iter, "results": results})
+        finally:
+            if comm.is_main_process() and self.status in ENDS:
+                logger.info("%s", summarize(self, self._hooks, self.cfg.OUTPUT_DIR))
+        if comm.is_main_process() and self.cfg.TEST.EXPECTED_RESULTS and self.status == "finished":
+            verify_results(self.cfg, self._results)
         return self._results
 
     def run_step(self) -> None:
@@ -311,7 +312,8 @@ class DefaultTrainer(TrainerBase):
 
     def build_writers(self) -> list[EventWriter]:
         """Those of LOG.WRITERS; called on rank 0."""
-        return default_writers(self.cfg.OUTPUT_DIR, self.max_iter, self.cfg.LOG.WRITERS, self.cfg.LOG.WINDOW)
+        epoch = self.iters_per_epoch if self.has_epochs else None
+        return default_writers(self.cfg.OUTPUT_DIR, self.max_iter, self.cfg.LOG.WRITERS, self.cfg.LOG.WINDOW, epoch)
 
     def _build_precise_bn(self) -> list[HookBase]:
         options = self.cfg.TEST.PRECISE_BN
@@ -556,6 +558,10 @@ class DefaultTrainer(TrainerBase):
     def iters_per_epoch(self) -> int:
         """As `SimpleTrainer.iters_per_epoch`."""
         return self._trainer.iters_per_epoch
+
+    def reset_data_loader(self, data_loader_builder: Callable[[], Iterable[Any]]) -> None:
+        """As `SimpleTrainer.reset_data_loader`."""
+        self._trainer.reset_data_loader(data_loader_builder)
 
 
 class _PassOn(HookBase):

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from trainkit.engine.elastic import is_restarted, note_begin
 from trainkit.utils import comm
 from trainkit.utils.collect_env import collect_env_info
 from trainkit.utils.env import seed_all_rng
-from trainkit.utils.events import CommonMetricPrinter, EventWriter, JSONWriter, TensorboardXWriter
+from trainkit.utils.events import CommonMetricPrinter, EventWriter, JSONWriter, ProgressBar, TensorboardXWriter
 from trainkit.utils.logger import setup_logger
+from trainkit.utils.progress import are_bars_shown, show_bars
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +137,7 @@ def default_setup(cfg: CfgNode, args: Any) -> None:
         note_begin()
     comm.synchronize()
 
+    show_bars(cfg.LOG.PROGRESS and comm.is_main_process())
     setup_logger(output_dir, distributed_rank=comm.get_rank())
     logger.info("Rank %d of %d\n%s", comm.get_rank(), comm.get_world_size(), collect_env_info())
     logger.info("Command: %s", " ".join(sys.argv))
@@ -166,14 +168,20 @@ def default_writers(
     max_iter: int | None = None,
     names: Sequence[str] = ("console", "json", "tensorboard"),
     window_size: int = 20,
+    iters_per_epoch: int | None = None,
 ) -> list[EventWriter]:
-    """Writers by name: "console", "json" (``metrics.json``), "tensorboard" (left out if the package is missing).
+    """Writers by name: "console" (a bar where `default_setup` has found a terminal, else lines), "json"
+    (``metrics.json``), "tensorboard" (left out if the package is missing).
+
+    Args:
+        iters_per_epoch: None: there are no epochs.
 
     Raises:
         ConfigError: another name.
     """
-    makers = {
-        "console": lambda: CommonMetricPrinter(max_iter, window_size),
+    console = ProgressBar if are_bars_shown() else CommonMetricPrinter
+    makers: dict[str, Callable[[], EventWriter]] = {
+        "console": lambda: console(max_iter, window_size, iters_per_epoch=iters_per_epoch),
         "json": lambda: JSONWriter(Path(output_dir) / "metrics.json", window_size),
         "tensorboard": lambda: TensorboardXWriter(Path(output_dir), window_size),
     }

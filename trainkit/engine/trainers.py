@@ -302,7 +302,11 @@ class SimpleTrainer(TrainerBase):
         return max(1, -(-batches // self.accumulation_steps))
 
     def reset_data_loader(self, data_loader_builder: Callable[[], Iterable[Any]]) -> None:
-        """Go on with another loader; the old one and its workers are let go before the new one is built."""
+        """Go on with another loader; the old one and its workers are let go before the new one is built.
+
+        Batches drawn ahead are dropped. The new loader begins where it says: to keep the place in the data, give it the
+        ``state_dict`` of the old one.
+        """
         self._iterator = None
         self.data_loader = ()
         self.data_loader = data_loader_builder()

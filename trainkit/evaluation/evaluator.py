@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +13,9 @@ from torch import nn
 from trainkit.evaluation.observer import EvaluationAbandoned, current_observer
 from trainkit.utils import comm
 from trainkit.utils.device import device_of, move_to_device
+from trainkit.utils.logger import NOT_ON_TERMINAL
 from trainkit.utils.model import unwrap_model
+from trainkit.utils.progress import Bar, are_bars_shown
 from trainkit.utils.rng import preserve_rng_state
 from trainkit.utils.sharding import is_sharded_model, reshard
 
@@ -150,7 +152,7 @@ def inference_on_dataset(
         calls("before_inference")
         observer.before_eval(phase, name)
         num_batches, is_stopping = 0, False
-        batches, is_sharded = _with_progress(data_loader, device), False
+        batches, is_sharded = _with_progress(data_loader, device, name), False
         if is_sharded_model(model):
             is_sharded = True
             batches = _in_step_with_all_ranks(batches, model, evaluator, observer.is_stopping, name)
@@ -271,8 +273,8 @@ def _evaluate(evaluator: DatasetEvaluator) -> dict[str, Any]:
     return results
 
 
-def _with_progress(data_loader: Iterable[Any], device: torch.device | None) -> Iterator[Any]:
-    """The batches, with a line now and then and one at the end.
+def _with_progress(data_loader: Iterable[Any], device: torch.device | None, name: str) -> Iterator[Any]:
+    """The batches, with a bar, or a line now and then, and a line at the end.
 
     Between the lines times are the host's, which on an accelerator runs ahead of the device; the last line
     waits for the device.
@@ -283,15 +285,17 @@ def _with_progress(data_loader: Iterable[Any], device: torch.device | None) -> I
         total = None
     logger.info("Start inference on %s batches", "an unknown number of" if total is None else total)
     num_done, data_sec = 0, 0.0
-    start = last_line = before_fetch = time.perf_counter()
-    for inputs in data_loader:
-        data_sec += time.perf_counter() - before_fetch
-        yield inputs
-        num_done += 1
-        before_fetch = time.perf_counter()
-        if before_fetch - last_line >= _LOG_PERIOD_SEC:
-            last_line = before_fetch
-            _log_progress(num_done, total, before_fetch - start, data_sec)
+    with closing(Bar(total, f"Evaluating {name}".rstrip(), stays=False)) as bar:
+        start = last_line = before_fetch = time.perf_counter()
+        for inputs in data_loader:
+            data_sec += time.perf_counter() - before_fetch
+            yield inputs
+            num_done += 1
+            bar.go_to(num_done)
+            before_fetch = time.perf_counter()
+            if before_fetch - last_line >= _LOG_PERIOD_SEC:
+                last_line = before_fetch
+                _log_progress(num_done, total, before_fetch - start, data_sec)
     if not num_done:
         return
     _wait_for(device)
@@ -325,6 +329,7 @@ def _log_progress(num_done: int, total: int | None, elapsed_sec: float, data_sec
         elapsed_sec / num_done,
         data_sec / num_done,
         eta,
+        extra=NOT_ON_TERMINAL if are_bars_shown() else None,
     )
 
 

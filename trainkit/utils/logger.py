@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from tabulate import tabulate
 
+from trainkit.utils.progress import above_bars
+
 _GREEN, _YELLOW, _RED, _RESET = "\x1b[32m", "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
 
@@ -23,6 +25,8 @@ class _Setup:
     level: int
     propagate: bool
 
+
+NOT_ON_TERMINAL = {"not_on_terminal": True}  # the ``extra`` of a line that a progress bar shows in its way
 
 _setups: dict[str, _Setup] = {}
 _counts: Counter[Hashable] = Counter()
@@ -154,8 +158,11 @@ class _StdoutHandler(logging.StreamHandler):
         super().__init__(sys.stdout)
 
     def emit(self, record: logging.LogRecord) -> None:
+        if hasattr(record, "not_on_terminal"):
+            return
         self.stream = sys.stdout
-        super().emit(record)
+        with above_bars():
+            super().emit(record)
 
 
 class _Formatter(logging.Formatter):

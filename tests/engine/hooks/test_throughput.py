@@ -144,6 +144,23 @@ def test_the_utilization_is_the_part_of_the_peak_that_the_model_needs(clock, mod
     assert rates(trainer, "mfu_pct") == [(25.0, 0)]
 
 
+class OfAttribute(Slow):
+    tokens_per_sample = 100
+
+
+class OfMethod(Slow):
+    def tokens_per_sample(self):
+        return 100
+
+
+@pytest.mark.parametrize("model_class", [OfAttribute, OfMethod])
+@pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel])
+def test_a_model_that_says_how_many_tokens_a_sample_has_gives_their_rate(clock, model_class, wrap):
+    trainer = run(wrap(model_class(clock, 2.0)), samples(4, 6, 1), Throughput(2), 3)
+    assert rates(trainer, "tokens_per_sec") == [(250.0, 1), (50.0, 2)]
+    assert "tokens_per_sec" not in run(Slow(clock, 2.0), samples(4), Throughput(1), 1).storage.latest()
+
+
 def test_a_peak_without_operations_is_an_error_and_operations_without_a_peak_a_hint(clock, caplog):
     with pytest.raises(ValueError, match=r"peak_tflops=8, but Slow has no flops_per_sample .*; define it, or leave"):
         run(Slow(clock, 2.0), samples(4), Throughput(peak_tflops=8), 1)
@@ -160,8 +177,9 @@ def _rates_in_two_processes(later):
     clock = Clock(pytest.MonkeyPatch())
     rank = comm.get_rank()
     model = WithAttribute(clock, 8.0 - 4 * rank)
+    model.tokens_per_sample = 10
     trainer = run(model, samples(4 + 4 * rank), Throughput(2, peak_tflops=3), 4, async_write_metrics=later)
-    return comm.all_gather((rates(trainer), rates(trainer, "mfu_pct")))
+    return comm.all_gather((rates(trainer), rates(trainer, "mfu_pct"), rates(trainer, "tokens_per_sec")))
 
 
 def _in_two_processes():
@@ -169,7 +187,7 @@ def _in_two_processes():
 
 
 def test_samples_of_all_ranks_are_counted_against_the_slowest():
-    expected = ([(1.5, 1), (1.5, 3)], [(25.0, 1), (25.0, 3)])
+    expected = ([(1.5, 1), (1.5, 3)], [(25.0, 1), (25.0, 3)], [(15.0, 1), (15.0, 3)])
     assert launch(_in_two_processes, 2) == [[expected] * 2] * 2
 
 

@@ -109,3 +109,20 @@ def test_without_epochs_there_is_no_time_of_one(clock):
 def test_a_warm_up_that_is_no_number_of_iterations_is_an_error_of_the_constructor(warmup_iter):
     with pytest.raises(ValueError, match="warmup_iter must be a whole number of iterations >= 0, got"):
         IterationTimer(warmup_iter)
+
+
+def test_the_summary_is_of_the_steps_and_what_lies_between_them(clock):
+    trainer, timer = Steps(step=lambda iter: clock.advance(10 + iter)), IterationTimer()
+    trainer.register_hooks([timer, AfterStep(lambda trainer: clock.advance(100))])
+    trainer.train(0, 6)
+    in_hooks = "88 % of 0:05:42 in hooks, evaluation and checkpoints among them"
+    assert timer.summary() == f"14 s per step; {in_hooks}"
+    trainer.storage.put_scalar("data_time", 3.5)
+    assert timer.summary() == f"14 s per step, 25 % of it waiting for data; {in_hooks}"
+
+
+def test_a_run_of_warm_up_only_has_no_summary(clock):
+    trainer, timer = Steps(), IterationTimer()
+    trainer.register_hooks([timer])
+    trainer.train(0, 3)
+    assert timer.summary() == ""

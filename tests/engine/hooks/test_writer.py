@@ -395,3 +395,19 @@ def test_images_that_a_stop_has_shown_are_shown_again_when_the_run_goes_on(tmp_p
         return [event.step for event in events.Images("image")]
 
     assert shown("stopped", [stop_at(4)]) == shown("whole", []) == list(range(8))
+
+
+def test_a_writer_that_wants_to_know_is_told_of_each_step_before_it_writes():
+    calls = []
+
+    class Ticking(EventWriter):
+        def advance(self, trainer):
+            calls.append(trainer.iter)
+
+        def write(self):
+            calls.append("write")
+
+    trainer = Steps()
+    trainer.register_hooks([PeriodicWriter([Ticking()], period=2)])
+    trainer.train(0, 3)
+    assert calls == [0, 1, "write", 2, "write", "write"]

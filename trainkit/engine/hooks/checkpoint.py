@@ -165,6 +165,13 @@ class BestCheckpointer(HookBase):
         if self.trainer.status == "finished":
             _raise_first(self.trainer.gather(failure))
 
+    def summary(self) -> str:
+        """The best value and where it was; "" before there is one."""
+        if self._monitor.best is None:
+            return ""
+        where = f"in iteration {self._monitor.best_iter}: {self.file_prefix}.pth"
+        return f"best {self._monitor.metric} {self._monitor.best:.5g} {where}"
+
     def _save_if_best(self, iteration: int) -> None:
         self._finish_saving()
         self.trainer.storage.flush()  # on every rank: what rank 0 reads may need the metrics of the others

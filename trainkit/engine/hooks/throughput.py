@@ -2,16 +2,16 @@
 
 import logging
 import time
-from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import nn
 
 from trainkit.config import ConfigError
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.metrics import metrics_group, reduce_over_ranks
 from trainkit.engine.train_loop import HookBase, check_period, is_due
 from trainkit.utils import comm
+from trainkit.utils.batches import num_samples
 from trainkit.utils.model import unwrap_model
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class Throughput(HookBase):
 
     A model that has ``flops_per_sample`` (a number, or a method without arguments: the operations of forward and
     backward pass together) gives ``mfu_pct`` too: the part of ``peak_tflops`` that these are, see Chowdhery et al.,
-    "PaLM", appendix B.
+    "PaLM", appendix B. One that has ``tokens_per_sample`` (likewise) gives ``tokens_per_sec``.
 
     Args:
         period: in iterations.
@@ -43,6 +43,7 @@ class Throughput(HookBase):
             raise ValueError(f"peak_tflops must be a number > 0, or None, got {peak_tflops!r}")
         self._peak_tflops = peak_tflops
         self._flops_per_sample: float | None = None
+        self._tokens_per_sample: float | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -52,6 +53,7 @@ class Throughput(HookBase):
     def before_train(self) -> None:
         self._forget()
         self._flops_per_sample = self._ask_for_flops()
+        self._tokens_per_sample = _number(unwrap_model(self.trainer.model), "tokens_per_sample")
         metrics_group()  # made here, in the thread of the loop
 
     def before_step(self) -> None:
@@ -70,16 +72,12 @@ class Throughput(HookBase):
 
     @staticmethod
     def count_samples(batch: Any) -> int:
-        """The leading dimension of the first tensor; the length of a list without one, which is a list of samples.
-
-        A subclass may know better.
+        """See `trainkit.utils.batches.num_samples`; a subclass may know better.
 
         Raises:
             TypeError: the batch has neither.
         """
-        if isinstance(batch, list) and not any(isinstance(entry, Tensor) for entry in batch):
-            return len(batch)
-        size = _leading_dimension(batch)
+        size = num_samples(batch)
         if size is None:
             raise TypeError(
                 f"Throughput finds no tensor in a batch of type {type(batch).__name__}; override its count_samples()"
@@ -88,7 +86,7 @@ class Throughput(HookBase):
 
     def _ask_for_flops(self) -> float | None:
         model = unwrap_model(self.trainer.model)
-        flops = getattr(model, "flops_per_sample", None)
+        flops = _number(model, "flops_per_sample")
         if self._peak_tflops is None:
             if flops is not None:
                 logger.warning("Throughput stores no mfu_pct, as nobody has given it the peak_tflops of the device")
@@ -98,20 +96,22 @@ class Throughput(HookBase):
                 f"Throughput has peak_tflops={self._peak_tflops}, but {type(model).__name__} has no flops_per_sample "
                 "(operations of forward and backward pass); define it, or leave peak_tflops out"
             )
-        return float(flops() if callable(flops) else flops)
+        return flops
 
     def _store(self, samples: int, sec: float) -> None:
         mean_samples, max_sec = reduce_over_ranks({"samples": float(samples)}, sec)
         per_sec_and_rank = mean_samples["samples"] / max_sec
         storage = self.trainer.storage
-        storage.put_scalar("samples_per_sec", per_sec_and_rank * comm.get_world_size())
+        samples_per_sec = per_sec_and_rank * comm.get_world_size()
+        storage.put_scalar("samples_per_sec", samples_per_sec)
+        if self._tokens_per_sample is not None:
+            storage.put_scalar("tokens_per_sec", samples_per_sec * self._tokens_per_sample)
         if self._flops_per_sample is not None and self._peak_tflops is not None:
             used_tflops = per_sec_and_rank * self._flops_per_sample / 1e12
             storage.put_scalar("mfu_pct", 100 * used_tflops / self._peak_tflops)
 
 
-def _leading_dimension(data: Any) -> int | None:
-    if isinstance(data, Tensor):
-        return len(data) if data.dim() else None
-    entries = data.values() if isinstance(data, Mapping) else data if isinstance(data, list | tuple) else ()
-    return next((size for size in map(_leading_dimension, entries) if size is not None), None)
+def _number(model: nn.Module, name: str) -> float | None:
+    """An attribute that is a number, or a method that gives one; None where the model has neither."""
+    value = getattr(model, name, None)
+    return None if value is None else float(value() if callable(value) else value)

@@ -30,7 +30,7 @@ class IterationTimer(HookBase):
 
     def _forget(self) -> None:
         self._begin = self._step_begin = time.perf_counter()
-        self._steps_sec = 0.0
+        self._steps_sec = self._total_sec = 0.0
         self._timed_iters = 0
         self._started_iters = 0
         self._iters_per_epoch = 0  # 0: there are no epochs
@@ -61,17 +61,31 @@ class IterationTimer(HookBase):
         self.trainer.storage.put_scalar("time", step_sec)
 
     def after_train(self) -> None:
-        if self._timed_iters == 0:
-            return
-        total_sec = time.perf_counter() - self._begin
-        logger.info(
-            "%d iterations in %s (%.4f s each); with hooks %s (%s in hooks)",
-            self._timed_iters,
-            _hms(self._steps_sec),
-            self._steps_sec / self._timed_iters,
-            _hms(total_sec),
-            _hms(total_sec - self._steps_sec),
-        )
+        self._total_sec = time.perf_counter() - self._begin
+        if self._timed_iters:
+            logger.info(
+                "%d iterations in %s (%.4f s each); with hooks %s (%s in hooks)",
+                self._timed_iters,
+                _hms(self._steps_sec),
+                self._steps_sec / self._timed_iters,
+                _hms(self._total_sec),
+                _hms(self._total_sec - self._steps_sec),
+            )
+
+    def summary(self) -> str:
+        """Time per step, and the shares of waiting for data in it and of hooks in the whole; "" without a timed step.
+
+        The share of data is that of all parts of a resumed run.
+        """
+        if not self._timed_iters:
+            return ""
+        text = f"{self._steps_sec / self._timed_iters:.4g} s per step"
+        histories = self.trainer.storage.histories()
+        if "data_time" in histories:
+            data_sec, step_sec = (histories[name].global_avg() for name in ("data_time", "time"))
+            text += f", {100 * data_sec / step_sec:.0f} % of it waiting for data"
+        hooks_pct = 100 * (1 - self._steps_sec / self._total_sec)
+        return f"{text}; {hooks_pct:.0f} % of {_hms(self._total_sec)} in hooks, evaluation and checkpoints among them"
 
 
 def _hms(seconds: float) -> str:

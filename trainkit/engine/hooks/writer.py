@@ -35,6 +35,7 @@ class PeriodicWriter(HookBase):
         for writer in self._writers:
             if not isinstance(writer, EventWriter):
                 raise TypeError(f"writers must be EventWriter objects, got {writer!r}")
+        self._advancing = [writer for writer in self._writers if type(writer).advance is not EventWriter.advance]
         self._period = check_period("period", period, minimum=1)
         self._waiting: list[dict[str, Any]] | None = None  # what the writers get when training goes on
         self._ended: list[dict[str, Any]] | None = None  # where they stood at the end of a finished run
@@ -49,6 +50,8 @@ class PeriodicWriter(HookBase):
         self._alone = sum(isinstance(hook, PeriodicWriter) for hook in self.trainer._hooks) == 1
 
     def after_step(self) -> None:
+        for writer in self._advancing:
+            writer.advance(self.trainer)
         if is_due(self.trainer, self._period, or_last=True):
             self.trainer.storage.publish(self._write_on_the_way)
 

@@ -1,6 +1,7 @@
 """Scalars, images and histograms of a run, and the writers that show them."""
 
 from trainkit.utils.events.history import HistoryBuffer
+from trainkit.utils.events.progress_bar import ProgressBar
 from trainkit.utils.events.storage import EventStorage, get_event_storage, has_event_storage
 from trainkit.utils.events.writers import (
     CommonMetricPrinter,
@@ -16,6 +17,7 @@ __all__ = [
     "EventWriter",
     "HistoryBuffer",
     "JSONWriter",
+    "ProgressBar",
     "TensorboardXWriter",
     "estimate_eta_sec",
     "get_event_storage",

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -38,6 +38,9 @@ class EventWriter:
             OSError: it is impossible now; what was to be written is kept for a later call.
         """
         raise NotImplementedError(f"{type(self).__name__} must define write()")
+
+    def advance(self, trainer: Any) -> None:
+        """Called in the loop after each step, in front of a ``write()`` that is due there; only if overridden."""
 
     def close(self) -> None:
         pass
@@ -233,21 +236,30 @@ class TensorboardXWriter(EventWriter):
         self._writer, self._purge_step = None, self._last_step + 1
 
 
+_Latest: TypeAlias = Mapping[str, tuple[float, int]]  # name of a scalar -> its smoothed value, its iteration
+
+
 class CommonMetricPrinter(EventWriter):
-    """One log line: ETA (or the ``eta_seconds`` of this iteration), iteration, every smoothed scalar, times, learning
-    rate, peak memory of CUDA.
+    """One log line: ETA (or the ``eta_seconds`` of this iteration), epoch, iteration, every smoothed scalar, times,
+    learning rate, peak memory of CUDA.
 
     Silent once ``iter == max_iter``, when nothing has been trained since the last line. Without ``max_iter``
     there is no ETA.
+
+    Args:
+        iters_per_epoch: None: there are no epochs.
     """
 
+    _extra: Mapping[str, Any] | None = None  # of the log record
     # these have places of their own in the line, or are told better by another value of it
     _PLACED = frozenset({"time", "data_time", "rank_data_time", "lr", "eta_seconds"})
 
-    def __init__(self, max_iter: int | None = None, window_size: int = 20) -> None:
+    def __init__(
+        self, max_iter: int | None = None, window_size: int = 20, *, iters_per_epoch: int | None = None
+    ) -> None:
         if window_size < 1:
             raise ValueError(f"window_size must be >= 1 iteration, got {window_size}")
-        self._max_iter = max_iter
+        self._max_iter, self._iters_per_epoch = max_iter, iters_per_epoch
         self._window_size = window_size
         self._last_write: tuple[int, float] | None = None  # iteration, clock
 
@@ -255,18 +267,24 @@ class CommonMetricPrinter(EventWriter):
         storage = get_event_storage()
         if storage.iter == self._max_iter:
             return
-        logger.info(" ".join(self._fields(storage)))
+        latest = storage.latest_with_smoothing_hint(self._window_size)
+        eta_sec = self._eta_sec(storage, latest)
+        logger.info(" ".join(self._fields(storage, latest, eta_sec)), extra=self._extra)
+        self._show(storage, latest, eta_sec)
 
     def close(self) -> None:
         self._last_write = None  # the time until the next run belongs to no iteration
 
-    def _fields(self, storage: EventStorage) -> list[str]:
-        latest = storage.latest_with_smoothing_hint(self._window_size)
+    def _show(self, storage: EventStorage, latest: _Latest, eta_sec: float | None) -> None:
+        """For a variant that shows more than the line."""
+
+    def _fields(self, storage: EventStorage, latest: _Latest, eta_sec: float | None) -> list[str]:
         hints = storage.smoothing_hints()
         fields = []
-        eta_sec = self._eta_sec(storage, latest)
         if eta_sec is not None:
             fields.append(f" eta: {datetime.timedelta(seconds=int(eta_sec))} ")
+        if self._iters_per_epoch is not None:
+            fields.append(f"{name_epoch(storage.iter, self._iters_per_epoch, self._max_iter)} ")
         fields.append(f"iter: {storage.iter} ")
         fields += [
             f"{name}: {value:.4g} " for name, (value, _) in latest.items() if hints[name] and name not in self._PLACED
@@ -281,7 +299,7 @@ class CommonMetricPrinter(EventWriter):
             fields.append(f"max_mem: {torch.cuda.max_memory_allocated() / 2**20:.0f}M")
         return fields
 
-    def _eta_sec(self, storage: EventStorage, latest: Mapping[str, tuple[float, int]]) -> float | None:
+    def _eta_sec(self, storage: EventStorage, latest: _Latest) -> float | None:
         if self._max_iter is None:
             return None
         eta_sec, put_at = latest.get("eta_seconds", (None, -1))
@@ -294,6 +312,12 @@ class CommonMetricPrinter(EventWriter):
             eta_sec = iter_sec * (self._max_iter - storage.iter - 1)
         self._last_write = (storage.iter, now)
         return eta_sec
+
+
+def name_epoch(iter: int, iters_per_epoch: int, max_iter: int | None) -> str:
+    """``[Epoch n/N]``, counted from 1; the last one may end early."""
+    of_all = "" if max_iter is None else f"/{-(-max_iter // iters_per_epoch)}"
+    return f"[Epoch {iter // iters_per_epoch + 1}{of_all}]"
 
 
 def estimate_eta_sec(storage: EventStorage, max_iter: int) -> float | None:

@@ -1,0 +1,23 @@
+"""How many samples are in a batch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def num_samples(batch: Any) -> int | None:
+    """The leading dimension of the first tensor; the length of a list without one, which is a list of samples.
+
+    None where there is neither.
+    """
+    if isinstance(batch, list) and not any(isinstance(entry, Tensor) for entry in batch):
+        return len(batch)
+    return _leading_dimension(batch)
+
+
+def _leading_dimension(data: Any) -> int | None:
+    if isinstance(data, Tensor):
+        return len(data) if data.dim() else None
+    entries = data.values() if isinstance(data, Mapping) else data if isinstance(data, list | tuple) else ()
+    return next((size for size in map(_leading_dimension, entries) if size is not None), None)

@@ -1,0 +1,64 @@
+"""The progress of a run as a bar at the foot of a terminal."""
+
+import datetime
+from typing import Any
+
+from trainkit.utils import comm
+from trainkit.utils.batches import num_samples
+from trainkit.utils.events.storage import EventStorage
+from trainkit.utils.events.writers import CommonMetricPrinter, name_epoch
+from trainkit.utils.logger import NOT_ON_TERMINAL
+from trainkit.utils.progress import Bar
+
+
+class ProgressBar(CommonMetricPrinter):
+    """A bar with epoch, total loss, learning rate, samples per second and ETA; the log line goes to files only.
+
+    It is for a process in which bars are shown, see `trainkit.utils.progress`. The bar grows with every iteration, the
+    numbers change with every ``write()``.
+    """
+
+    _extra = NOT_ON_TERMINAL
+
+    def __init__(
+        self, max_iter: int | None = None, window_size: int = 20, *, iters_per_epoch: int | None = None
+    ) -> None:
+        super().__init__(max_iter, window_size, iters_per_epoch=iters_per_epoch)
+        self._bar: Bar | None = None
+        self._samples_per_iter = 0
+
+    def advance(self, trainer: Any) -> None:
+        if self._bar is None:
+            self._bar = Bar(self._max_iter, self._describe(trainer.iter), initial=trainer.iter)
+            self._samples_per_iter = self._count_samples(trainer)
+        self._bar.go_to(trainer.iter + 1)
+
+    def close(self) -> None:
+        super().close()
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    @staticmethod
+    def _count_samples(trainer: Any) -> int:
+        """Of the whole iteration, if all batches are like this one; 0 if that cannot be told."""
+        batch: Any = getattr(trainer, "batch", None)
+        micro_batches: list[Any] = batch if getattr(trainer, "accumulation_steps", 1) > 1 else [batch]
+        return sum(num_samples(part) or 0 for part in micro_batches) * comm.get_world_size()
+
+    def _show(self, storage: EventStorage, latest: Any, eta_sec: float | None) -> None:
+        if self._bar is None:
+            return
+        details = [
+            f"{name} {latest[key][0]:.4g}" for name, key in (("loss", "total_loss"), ("lr", "lr")) if key in latest
+        ]
+        if "samples_per_sec" in latest:
+            details.append(f"{latest['samples_per_sec'][0]:.0f} samples/s")
+        elif "time" in latest and self._samples_per_iter:
+            details.append(f"{self._samples_per_iter / latest['time'][0]:.0f} samples/s")
+        if eta_sec is not None:
+            details.append(f"eta {datetime.timedelta(seconds=int(eta_sec))}")
+        self._bar.describe(self._describe(storage.iter), "  ".join(details))
+
+    def _describe(self, iter: int) -> str:
+        return "Training" if self._iters_per_epoch is None else name_epoch(iter, self._iters_per_epoch, self._max_iter)

@@ -1,0 +1,83 @@
+"""Bars at the foot of a terminal, below what is logged."""
+
+import os
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from tqdm import tqdm
+
+_shown_in: int | None = None  # the process that shows bars; a fork of it shows none
+_num_open = 0
+
+
+def show_bars(on: bool) -> None:
+    """Show bars from now on, if stdout is a terminal or a notebook; or none any more."""
+    global _shown_in
+    _shown_in = os.getpid() if on and (_is_terminal() or is_notebook()) else None
+
+
+def are_bars_shown() -> bool:
+    return _shown_in == os.getpid()
+
+
+def above_bars() -> AbstractContextManager[Any]:
+    """Inside, lines can be written to stdout; the bars that are open stand below them afterwards."""
+    return tqdm.external_write_mode(file=sys.stdout) if _num_open and are_bars_shown() else nullcontext()
+
+
+class Bar:
+    """A line ``description 42%|####    | 336/800 details``; nothing where no bars are shown.
+
+    Of several that are open the later one stands below; a notebook shows the first one only.
+
+    Args:
+        total: of ``unit``; None: unknown.
+        initial: how much of it was done before.
+        stays: whether it is still there after `close`.
+    """
+
+    def __init__(self, total: int | None, description: str, *, initial: int = 0, stays: bool = True) -> None:
+        global _num_open
+        self._bar: tqdm[Any] | None = None
+        if are_bars_shown() and not (_num_open and is_notebook()):
+            self._bar = _Tqdm(
+                desc=description,
+                total=total,
+                initial=initial,
+                leave=stays,
+                file=sys.stdout,
+                dynamic_ncols=True,
+                bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}" if total else None,
+            )
+            _num_open += 1
+
+    def go_to(self, done: int) -> None:
+        """Costs less than a microsecond, as it is drawn ten times a second at most."""
+        if self._bar is not None:
+            self._bar.update(done - self._bar.n)
+
+    def describe(self, description: str, details: str) -> None:
+        """What stands before and behind the bar when it is drawn the next time; from any thread."""
+        if self._bar is not None:
+            self._bar.set_description_str(description, refresh=False)
+            self._bar.set_postfix_str(details, refresh=False)
+
+    def close(self) -> None:
+        global _num_open
+        if self._bar is not None:
+            bar, self._bar = self._bar, None
+            bar.close()
+            _num_open -= 1
+
+
+class _Tqdm(tqdm):
+    monitor_interval = 0  # else a thread of its own watches over it, and processes are forked beside that
+
+
+def _is_terminal() -> bool:
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def is_notebook() -> bool:
+    return type(sys.stdout).__module__.partition(".")[0] == "ipykernel"
