@@ -11,7 +11,7 @@ from torch import nn
 from tests.engine.job import TinyClassifier, tiny_cfg
 from trainkit.checkpoint import CheckpointError
 from trainkit.config import ConfigError
-from trainkit.data import DatasetCatalog
+from trainkit.data import DatasetCatalog, build_train_loader
 from trainkit.engine import AMPTrainer, DefaultPredictor, DefaultTrainer, HookBase, SimpleTrainer, hooks
 from trainkit.evaluation import DatasetEvaluator, inference_on_dataset
 from trainkit.utils.events import EventWriter
@@ -181,6 +181,34 @@ def test_a_step_trainer_that_is_put_in_later_calls_the_hooks_too(tmp_path):
     trainer._trainer = SimpleTrainer(trainer.model, trainer.data_loader, trainer.optimizer)
     trainer.train(0, 2)
     assert seen == [0, 1]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loader_put_in_by_a_hook_goes_on_at_the_place_that_it_is_given(tmp_path, num_workers):
+    def train(swap_at, keeps_place=True):
+        shown = []
+
+        class Swap(HookBase):
+            def after_backward(self):
+                shown.append(self.trainer.batch["x"])
+
+            def after_step(self):
+                if self.trainer.iter == swap_at:
+                    place = self.trainer.data_loader.state_dict()
+                    opposite = [sample | {"x": -sample["x"]} for sample in DatasetCatalog.get("tiny_train")]
+                    self.trainer.reset_data_loader(lambda: build_train_loader(self.trainer.cfg, opposite))
+                    if keeps_place:
+                        self.trainer.data_loader.load_state_dict(place)
+
+        options = ["DATALOADER.NUM_WORKERS", num_workers, "SOLVER.MAX_ITER", 6, "TEST.EVAL_PERIOD", 0]
+        trainer = DefaultTrainer(tiny_cfg(tmp_path, *options, "TEST.EVALUATORS", []))
+        trainer.register_hooks([Swap()])
+        trainer.train()
+        return torch.stack(shown)
+
+    data = train(swap_at=-1)
+    assert torch.equal(train(swap_at=2), torch.cat([data[:3], -data[3:]]))
+    assert torch.equal(train(swap_at=2, keeps_place=False), torch.cat([data[:3], -data[:3]]))
 
 
 def test_a_hook_of_four_lines_registered_after_construction_has_its_scalars_written(tmp_path):
