@@ -1,0 +1,30 @@
+"""The reference of the config, docs/config.md."""
+
+from pathlib import Path
+
+import pytest
+
+from tools.config_reference import describe_keys, main
+from trainkit.config import CfgNode, get_cfg
+
+PAGE = Path(__file__).parents[2] / "docs" / "config.md"
+
+
+def leaves(node, prefix=""):
+    for key, value in node.items():
+        yield from leaves(value, f"{prefix}{key}.") if isinstance(value, CfgNode) else [(prefix + key, value)]
+
+
+def test_the_page_is_what_the_tool_writes_now(capsys):
+    main()
+    assert PAGE.read_text() == capsys.readouterr().out  # else: python tools/config_reference.py > docs/config.md
+
+
+def test_every_key_is_there_with_its_default_and_a_meaning():
+    described = {key: default for _, key, default, text in describe_keys() if text}
+    assert {key: value for key, value in described.items() if not isinstance(value, CfgNode)} == dict(leaves(get_cfg()))
+
+
+@pytest.mark.parametrize("row", ["| `SOLVER.MAX_ITER` ", "| `SOLVER.AMP.LOSS_SCALE` ", "| **SOLVER.PARAM_GROUPS** "])
+def test_a_row_of_each_kind_is_on_the_page_once(row):
+    assert PAGE.read_text().count(row) == 1
