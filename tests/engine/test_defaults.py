@@ -219,7 +219,14 @@ def test_a_hook_of_four_lines_registered_after_construction_has_its_scalars_writ
     trainer = DefaultTrainer(tiny_cfg(tmp_path, "LOG.WINDOW", 1))
     trainer.register_hooks([Square()])
     trainer.train()
-    assert [row["square"] for row in rows(tmp_path) if "square" in row] == [1, 9, 25, 49, 81]
+    assert [row["square"] for row in rows(tmp_path) if "square" in row] == [1, 9, 16, 25, 49, 81]  # 16: an evaluation
+
+
+def test_each_evaluation_is_written_however_long_the_log_period_is(tmp_path):
+    options = ["LOG.PERIOD", 1000, "TEST.EVAL_PERIOD", 3, "SOLVER.CHECKPOINT_PERIOD", 4]
+    DefaultTrainer(tiny_cfg(tmp_path, *options)).train()
+    whole = [row["iteration"] for row in rows(tmp_path) if "classification/top1" in row]
+    assert whole == [2, 5, 8, 10]
 
 
 def test_the_trainer_is_freed_when_nobody_holds_it(tmp_path):

@@ -1,12 +1,13 @@
 """When the writers write."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.train_loop import HookBase, Priority, check_period, is_due
+from trainkit.evaluation.observer import Phase
 from trainkit.utils.events import EventWriter, estimate_eta_sec, get_event_storage
 
 logger = logging.getLogger(__name__)
@@ -14,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 @HOOK_REGISTRY.register()
 class PeriodicWriter(HookBase):
-    """Let the writers write every ``period`` iterations, after the last one, and at the end of training.
+    """Let the writers write every ``period`` iterations, after an evaluation and the last one, and at the end.
 
     It runs behind every other hook, so that what they put is written too. The writers are closed at the end and go on
     where they were if the trainer trains again. What a run writes at its end because it was stopped or failed is only
@@ -41,19 +42,26 @@ class PeriodicWriter(HookBase):
         self._ended: list[dict[str, Any]] | None = None  # where they stood at the end of a finished run
         self._failing: set[int] = set()  # places in the list; a writer may be unhashable
         self._alone = True
+        self._has_results = False
 
     def before_train(self) -> None:
         if self._waiting is not None and self.trainer.start_iter > 0:
             self._hand_out(self._waiting)
         self._waiting = self._ended = None
+        self._has_results &= self.trainer.start_iter > 0
         self._failing.clear()
         self._alone = sum(isinstance(hook, PeriodicWriter) for hook in self.trainer._hooks) == 1
 
     def after_step(self) -> None:
         for writer in self._advancing:
             writer.advance(self.trainer)
-        if is_due(self.trainer, self._period, or_last=True):
+        if is_due(self.trainer, self._period, or_last=True) or self._has_results:
+            self._has_results = False
             self.trainer.storage.publish(self._write_on_the_way)
+
+    def after_eval(self, phase: Phase, name: str, results: Mapping[str, Any]) -> None:
+        # the next ones may come before the period is over, and writers show the newest value only
+        self._has_results = self.trainer.iter < self.trainer.max_iter
 
     def after_train(self) -> None:
         with ExitStack() as closing:
@@ -107,16 +115,18 @@ class PeriodicWriter(HookBase):
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the writers stand behind their last regular write, also when they are closed already."""
+        """Where the writers stand behind their last regular write, also when they are closed already, and whether there
+        are results to write in this iteration."""
         storage = getattr(self.trainer, "storage", None)  # there is none before the first run
         if storage is not None:
             storage.flush()
-        return {"writers": self._waiting or self._ended or self._writer_states()}
+        writers = self._waiting or self._ended or self._writer_states()
+        return {"writers": writers, "has_results": self._has_results}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The writers get it when training begins, and nothing is cut off before; a run under way stays as it is."""
         if self.trainer is None or self.trainer.status != "running":
-            self._waiting = state_dict["writers"]
+            self._waiting, self._has_results = state_dict["writers"], state_dict.get("has_results", False)
 
     def _writer_states(self) -> list[dict[str, Any]]:
         return [{"class": type(writer).__name__, "state": writer.state_dict()} for writer in self._writers]
