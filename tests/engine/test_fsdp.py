@@ -20,7 +20,7 @@ from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.publish import publish_weights
 from trainkit.config import ConfigError, check_values, get_cfg
-from trainkit.engine import DefaultTrainer
+from trainkit.engine import DefaultPredictor, DefaultTrainer
 from trainkit.engine.evaluation_run import EvaluationRun
 from trainkit.engine.fsdp import build_sharded, shard_model
 from trainkit.engine.hooks import EMAHook
@@ -579,6 +579,13 @@ def test_published_weights_are_one_plain_file(four, folder, weights):
     expected = four["in_one_piece"][0]["weights" if weights == "model" else "average"]
     assert list(found) == list(expected)
     torch.testing.assert_close(dict(found), expected, atol=0, rtol=0)
+
+
+def test_a_predictor_takes_the_average_of_a_checkpoint_in_shards(four, folder):
+    weights = ["MODEL.WEIGHTS", str(folder / "whole4" / "model_final.pth")]
+    found = DefaultPredictor(job(folder / "predicted", *weights)).model.state_dict()
+    expected = four["in_one_piece"][0]["average"]
+    torch.testing.assert_close({name: found[name] for name in expected}, expected, atol=0, rtol=0)
 
 
 def test_it_goes_on_on_two_ranks_with_the_same_losses(four, two):

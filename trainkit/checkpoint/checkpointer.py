@@ -441,7 +441,9 @@ class Checkpointer:
         if any(getattr(self.checkpointables[key], "rank_keys", ()) for key in keys):
             take_rank_state(state, path)
         state.pop(RANKS, None)
-        state = fill_shards(state, path, first_shard(self.model), [f"{key}." for key in ("model", *keys)])
+        wanted = [f"{key}." for key in ("model", *keys)]
+        wanted += [read for obj in self.checkpointables.values() for read in getattr(obj, "paths_read", ())]
+        state = fill_shards(state, path, first_shard(self.model), wanted)
         for obj in self.checkpointables.values():
             if hasattr(obj, "after_load"):
                 obj.after_load(state)

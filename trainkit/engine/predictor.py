@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import default_collate
 
 from trainkit.checkpoint import Checkpointer
-from trainkit.checkpoint.averaged import averaged_weights
+from trainkit.checkpoint.averaged import AVERAGED_PATH, averaged_weights
 from trainkit.config import CfgNode, ConfigError, import_modules
 from trainkit.data.transforms import build_transform
 from trainkit.modeling import build_model
@@ -67,6 +67,8 @@ class DefaultPredictor:
 
 class _TakeAverage:
     """Beside a model in a `Checkpointer`: gives it the averaged weights of the file that is loaded."""
+
+    paths_read = (AVERAGED_PATH,)  # in after_load, so that they are read from a checkpoint in shards too
 
     def after_load(self, state: dict[str, Any]) -> None:
         if averaged := averaged_weights(state):
