@@ -1,0 +1,113 @@
+"""The source text of Python's standard library, as numbers."""
+
+import hashlib
+import logging
+import os
+import platform
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainkit.config import ConfigError
+from trainkit.engine import HookBase
+from trainkit.engine.hooks import HOOK_REGISTRY
+
+logger = logging.getLogger("trainkit.projects.charlm")
+
+UNKNOWN = 0  # the token of every character that is not in the vocabulary
+VOCABULARY = "\N{REPLACEMENT CHARACTER}\n" + "".join(map(chr, range(32, 127)))  # a token is an index into it
+
+_TOKEN_OF_CODE = np.full(128, UNKNOWN, np.uint8)  # what is beyond ASCII counts as 127, which is in no vocabulary
+_TOKEN_OF_CODE[[ord(character) for character in VOCABULARY[1:]]] = np.arange(1, len(VOCABULARY))
+
+# tests, what others have installed, programs, and tables rather than code
+_LEFT_OUT = {"__pycache__", "dist-packages", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data"}
+_LEFT_OUT |= {"site-packages", "test", "tests", "turtledemo"}
+_HELD_OUT = {"val": range(26), "test": range(26, 52)}  # of 256, so about a tenth of the files each
+
+
+def encode(text: str) -> np.ndarray:
+    """Tokens, uint8 ``[len(text)]``."""
+    return _TOKEN_OF_CODE[np.minimum(np.frombuffer(text.encode("utf-32-le"), np.uint32), 127)]
+
+
+def decode(tokens: Iterable[int]) -> str:
+    return "".join(VOCABULARY[token] for token in tokens)
+
+
+def split_of(path: str) -> str:
+    """ "train", "val" or "test", by a hash of a file's path below the library, with "/" between its parts."""
+    draw = hashlib.sha256(path.encode()).digest()[0]
+    return next((split for split, draws in _HELD_OUT.items() if draw in draws), "train")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The files of a library.
+
+    Attributes:
+        splits: "train", "val" and "test" -> the tokens of their files one after the other, uint8.
+        digest: SHA-256 of the paths and contents of all files, in hexadecimal digits.
+    """
+
+    splits: dict[str, np.ndarray]
+    digest: str
+    num_files: int
+
+
+def read_corpus(root: str | os.PathLike[str]) -> Corpus:
+    """Read the ``*.py`` files of a library in the order of their paths."""
+    parts: dict[str, list[bytes]] = {"train": [], "val": [], "test": []}
+    digest, paths = hashlib.sha256(), sorted(_paths(Path(root)))
+    for path in paths:
+        content = (Path(root) / path).read_bytes()
+        digest.update(f"{path}\0{len(content)}\0".encode() + content)
+        parts[split_of(path)].append(encode(content.decode("utf-8", "replace")).tobytes())
+    splits = {split: np.frombuffer(b"".join(files), np.uint8) for split, files in parts.items()}
+    return Corpus(splits, digest.hexdigest(), len(paths))
+
+
+def _paths(root: Path) -> Iterator[str]:
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _LEFT_OUT]
+        here = Path(folder).relative_to(root)
+        yield from ((here / name).as_posix() for name in files if name.endswith(".py"))
+
+
+@cache
+def python_corpus() -> Corpus:
+    """The library of the Python that runs this; read once, and named in the log."""
+    corpus = read_corpus(sysconfig.get_path("stdlib"))
+    logger.info(
+        "Corpus: the standard library of Python %s, %d files, %s characters, SHA-256 %s",
+        platform.python_version(),
+        corpus.num_files,
+        ", ".join(f"{len(tokens):,} {split}" for split, tokens in corpus.splits.items()),
+        corpus.digest,
+    )
+    return corpus
+
+
+@HOOK_REGISTRY.register()
+class SameCorpus(HookBase):
+    """A run goes on with the corpus that it began with, or not at all."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"python": platform.python_version(), "digest": python_corpus().digest}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """
+        Raises:
+            ConfigError: the library is another one.
+        """
+        here = self.state_dict()
+        if state_dict["digest"] != here["digest"]:
+            raise ConfigError(
+                f"the run began on the library of Python {state_dict['python']} (SHA-256 {state_dict['digest']}), but "
+                f"this is Python {here['python']} (SHA-256 {here['digest']}); use that Python, or begin a new run"
+            )

@@ -1,0 +1,48 @@
+"""Windows of text."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from projects.charlm.corpus import python_corpus
+from trainkit.data import DatasetCatalog
+
+WINDOW = 128  # characters that the model sees at once
+NUM_EVALUATED = 1_000  # windows of the texts for validation and testing
+
+
+class TextWindows(Dataset[dict[str, Any]]):
+    """Windows of a text, at equal distances from its begin to its end.
+
+    A sample is a dict with ``tokens``, int64 ``[WINDOW]``, and ``targets``, which are the same one character later.
+
+    Args:
+        tokens: of the text, uint8 ``[length]``.
+        num_windows: default is as many as there are without an overlap.
+
+    Raises:
+        ValueError: there are fewer than ``num_windows`` without an overlap.
+    """
+
+    def __init__(self, tokens: np.ndarray, num_windows: int | None = None) -> None:
+        most = max(len(tokens) - 1, 0) // WINDOW
+        self._tokens, self._num_windows = tokens, most if num_windows is None else num_windows
+        if self._num_windows > most:
+            raise ValueError(f"num_windows is {num_windows}, but {len(tokens)} characters give {most} windows at most")
+
+    def __len__(self) -> int:
+        return self._num_windows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"there are {len(self)} windows, got index {index}")
+        begin = index * len(self._tokens) // len(self)
+        window = torch.from_numpy(self._tokens[begin : begin + WINDOW + 1].astype(np.int64))
+        return {"tokens": window[:-1], "targets": window[1:]}
+
+
+DatasetCatalog.register("stdlib_train", lambda: TextWindows(python_corpus().splits["train"]))
+DatasetCatalog.register("stdlib_val", lambda: TextWindows(python_corpus().splits["val"], NUM_EVALUATED))
+DatasetCatalog.register("stdlib_test", lambda: TextWindows(python_corpus().splits["test"], NUM_EVALUATED))

@@ -1,0 +1,426 @@
+import json
+import logging
+import math
+import platform
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from projects.charlm import (
+    GPT,
+    UNKNOWN,
+    VOCABULARY,
+    WINDOW,
+    TextWindows,
+    corpus,
+    decode,
+    encode,
+    read_corpus,
+    sample,
+    split_of,
+)
+from tests.two_ranks import on_two_ranks
+from tools.chaos import differences
+from trainkit.config import ConfigError, get_cfg
+from trainkit.data import DatasetCatalog
+from trainkit.engine import DefaultPredictor, DefaultTrainer, HookBase
+from trainkit.modeling import build_model
+from trainkit.solver import build_optimizer
+from trainkit.utils import comm
+from trainkit.utils.env import seed_all_rng
+
+CONFIG = Path(__file__).parents[2] / "projects" / "charlm" / "config.yaml"
+
+# real text, too
+DatasetCatalog.register("few_windows", lambda: TextWindows(encode(Path(__file__).read_text()), 20))
+
+
+def config(*options):
+    cfg = get_cfg()
+    cfg.merge_from_file(str(CONFIG))
+    cfg.merge_from_list(["MODEL.DEVICE", "cpu", *options])
+    return cfg
+
+
+def write(root, files):
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return root
+
+
+# ---------------------------------------------------------------------- the corpus
+
+
+def test_a_character_is_a_token_and_all_others_are_the_unknown_one():
+    text = "def f(x):\n    return x ** 2  # ~!"
+    tokens = encode(text)
+    assert (tokens.dtype, tokens.shape) == (np.uint8, (len(text),))
+    assert decode(tokens) == text
+    assert encode("\n ~").tolist() == [1, 2, 96]
+    assert encode("ä\t\x7f\r🙂").tolist() == [UNKNOWN] * 5
+    assert decode([UNKNOWN]) == "\N{REPLACEMENT CHARACTER}"
+    assert len(VOCABULARY) == len(set(VOCABULARY)) == 97
+
+
+def test_the_split_of_a_file_is_a_function_of_its_path():
+    paths = ["csv.py", "json/decoder.py", "json/encoder.py", "re/__init__.py"]
+    assert [split_of(path) for path in paths] == ["train", "train", "val", "test"]
+    splits = [split_of(f"module{i}.py") for i in range(2_000)]
+    assert {split: splits.count(split) / 2_000 for split in ("train", "val", "test")} == {
+        "train": pytest.approx(0.8, abs=0.03),
+        "val": pytest.approx(0.1, abs=0.03),
+        "test": pytest.approx(0.1, abs=0.03),
+    }
+
+
+FILES = {f"package{i % 3}/module{i}.py": f"x{i} = {i}\n".encode() for i in range(40)}
+OTHERS = ["test/a.py", "json/tests/a.py", "site-packages/torch/a.py", "__pycache__/a.py", "LICENSE.txt", "a.pyc"]
+
+
+def test_a_corpus_is_the_text_of_all_files_each_in_one_split_in_the_order_of_the_paths(tmp_path):
+    found = read_corpus(write(tmp_path, {**FILES, **dict.fromkeys(OTHERS, b"left_out = True\n")}))
+
+    assert found.num_files == 40
+    for split in ("train", "val", "test"):
+        expected = b"".join(FILES[path] for path in sorted(FILES) if split_of(path) == split).decode()
+        assert expected != ""
+        assert decode(found.splits[split]) == expected
+
+
+def test_the_digest_is_that_of_paths_and_contents_and_of_nothing_else(tmp_path):
+    first = read_corpus(write(tmp_path / "a", FILES)).digest
+    assert len(first) == 64
+    assert read_corpus(write(tmp_path / "b", {**FILES, "test/a.py": b"x"})).digest == first
+    name, content = next(iter(FILES.items()))
+    others = [{**FILES, name: content + b"\n"}, {**FILES, "a.py": b""}, {**FILES, name: b"", "z.py": content}]
+    digests = {read_corpus(write(tmp_path / str(i), files)).digest for i, files in enumerate(others)}
+    assert len(digests | {first}) == 4
+
+
+def test_a_file_that_is_no_text_has_unknown_characters(tmp_path):
+    name = next(path for path in FILES if split_of(path) == "train")
+    assert read_corpus(write(tmp_path, {name: b"a\xff\xc3\xa4b"})).splits["train"].tolist() == [67, 0, 0, 68]
+
+
+def test_the_library_of_this_python_is_named_in_the_log_and_has_windows_enough(caplog):
+    corpus.python_corpus.cache_clear()
+    with caplog.at_level(logging.INFO):
+        found = corpus.python_corpus()
+    assert f"Corpus: the standard library of Python {platform.python_version()}, {found.num_files} files" in caplog.text
+    assert f"SHA-256 {found.digest}" in caplog.text
+    assert len(DatasetCatalog.get("stdlib_train")) > 20_000
+    assert [len(DatasetCatalog.get(f"stdlib_{split}")) for split in ("val", "test")] == [1_000, 1_000]
+    assert caplog.text.count("Corpus") == 1  # read once
+    assert np.mean(found.splits["train"] == UNKNOWN) < 0.001
+
+
+# ---------------------------------------------------------------------- the windows
+
+
+def starts(windows):
+    """Of a text that counts modulo 251; targets follow the tokens."""
+    for window in windows:
+        assert (window["tokens"].dtype, len(window["tokens"])) == (torch.int64, WINDOW)
+        assert torch.equal((window["tokens"] + 1) % 251, window["targets"])
+    return [int(window["tokens"][0]) for window in windows]
+
+
+def test_windows_stand_side_by_side_or_are_spread_over_the_text():
+    text = (np.arange(4 * WINDOW + 100) % 251).astype(np.uint8)
+    assert starts(TextWindows(text)) == [0, 153, 306 % 251, 459 % 251]
+    assert starts(TextWindows(text[: 4 * WINDOW + 1])) == [0, 128, 256 % 251, 384 % 251]
+    assert starts(TextWindows(text, 2)) == [0, 306 % 251]
+    assert starts([TextWindows(text)[2]]) == [306 % 251]
+
+
+def test_a_text_has_no_more_windows_than_fit():
+    text = np.zeros(2 * WINDOW, np.uint8)
+    assert [len(TextWindows(text[:length])) for length in (0, WINDOW, WINDOW + 1, 2 * WINDOW)] == [0, 0, 1, 1]
+    with pytest.raises(ValueError, match="num_windows is 2, but 256 characters give 1 windows at most"):
+        TextWindows(text, 2)
+    with pytest.raises(IndexError, match="there are 1 windows, got index 1"):
+        TextWindows(text)[1]
+
+
+# ---------------------------------------------------------------------- the network
+
+
+def small_gpt(depth=2):
+    """With blocks that do something from the start."""
+    torch.manual_seed(0)
+    model = GPT(width=16, depth=depth, num_heads=2)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return model.eval()
+
+
+def tokens(*shape):
+    return torch.randint(len(VOCABULARY), shape, generator=torch.Generator().manual_seed(0))
+
+
+def test_later_characters_do_not_change_earlier_logits():
+    model, before = small_gpt(), tokens(2, WINDOW)
+    after = before.clone()
+    after[:, 70:] = (after[:, 70:] + 1) % len(VOCABULARY)
+    with torch.no_grad():
+        left, right = (model({"tokens": some}) for some in (before, after))
+        short = model({"tokens": before[:, :70]})
+
+    assert list(left.shape) == [2, WINDOW, len(VOCABULARY)]
+    assert torch.equal(left[:, :70], right[:, :70])
+    assert not torch.isclose(left[:, 70:], right[:, 70:]).all(dim=2).any()
+    torch.testing.assert_close(short, left[:, :70], atol=1e-4, rtol=1e-4)
+
+
+def test_earlier_characters_count_by_their_places():
+    model, before = small_gpt(depth=1), tokens(1, 10)
+    swapped = before[:, [1, 0, *range(2, 10)]]
+    with torch.no_grad():
+        left, right = (model({"tokens": some})[:, -1] for some in (before, swapped))
+    assert (left - right).abs().max() > 0.01
+
+
+def test_an_untrained_network_guesses_in_nats_and_bits():
+    torch.manual_seed(0)
+    model = build_model(config())
+    batch = {"tokens": tokens(4, WINDOW), "targets": tokens(8, WINDOW)[4:]}
+    losses = model(batch)
+    assert losses["loss_char"].item() == pytest.approx(math.log(97), abs=0.1)
+    assert losses["bits_per_char"].item() == pytest.approx(losses["loss_char"].item() / math.log(2))
+    assert [name for name, loss in losses.items() if loss.requires_grad] == ["loss_char"]
+    logits = model.eval()({"tokens": batch["tokens"]})
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten()).item()
+    assert expected == pytest.approx(losses["loss_char"].item())
+    assert sum(parameter.numel() for parameter in model.parameters()) == 800_000
+    assert (model.tokens_per_sample, model.flops_per_sample()) == (128, 128 * (6 * 800_000 + 12 * 4 * 128 * 128))
+
+
+def test_norms_and_the_embedding_have_no_weight_decay():
+    model = build_model(config())
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    decays = {
+        names[parameter]: group["weight_decay"]
+        for group in build_optimizer(config(), model).param_groups
+        for parameter in group["params"]
+    }
+    free = [f"blocks.{i}.{norm}.weight" for i in range(4) for norm in ("norm1", "norm2")]
+    assert sorted(name for name, decay in decays.items() if decay == 0) == [*free, "embedding.weight", "norm.weight"]
+    assert [decay for decay in decays.values() if decay] == [0.1] * 16
+
+
+# ---------------------------------------------------------------------- short runs
+
+
+class Killed(Exception):
+    pass
+
+
+class Killer(HookBase):
+    def __init__(self, iter):
+        self.iter = iter
+
+    def after_step(self):
+        if self.trainer.iter == self.iter:
+            raise Killed
+
+
+OPTIONS = ["DATASETS.TRAIN", ["few_windows"], "DATASETS.VAL", ["few_windows"], "DATASETS.TEST", ["few_windows"]]
+OPTIONS += ["MODEL.GPT.WIDTH", 16, "MODEL.GPT.DEPTH", 2, "MODEL.GPT.NUM_HEADS", 2, "TEST.IMS_PER_BATCH", 10]
+OPTIONS += ["SOLVER.MAX_ITER", 8, "SOLVER.IMS_PER_BATCH", 4, "SOLVER.WARMUP_ITERS", 2, "SOLVER.CHECKPOINT_PERIOD", 3]
+OPTIONS += ["TEST.EVAL_PERIOD", 4, "LOG.PERIOD", 2, "LOG.WRITERS", ["json"], "SOLVER.BASE_LR", 0.01]
+
+
+def run(folder, *options, kill_at=-1):
+    cfg = config(*OPTIONS, "OUTPUT_DIR", str(folder), *options)
+    seed_all_rng(cfg.SEED)
+    trainer = DefaultTrainer(cfg)
+    trainer.resume_or_load()
+    trainer.register_hooks([Killer(kill_at)], priority="LOWEST")
+    trainer.train()
+    return trainer
+
+
+def metrics(folder, name):
+    rows = [json.loads(line) for line in (Path(folder) / "metrics.json").read_text().splitlines()]
+    return {row["iteration"]: row[name] for row in rows if name in row}
+
+
+def losses(trainer):
+    return trainer.storage.history("total_loss").values()
+
+
+def test_a_run_that_is_killed_and_resumed_ends_as_one_that_was_left_alone(tmp_path):
+    run(tmp_path / "whole")
+    with pytest.raises(Killed):
+        run(tmp_path / "killed", kill_at=4)  # two iterations behind a checkpoint
+    resumed = run(tmp_path / "killed")
+
+    assert resumed.start_iter == 3
+    assert differences(tmp_path / "whole", tmp_path / "killed") == []
+    run(tmp_path / "other", "SEED", 1)
+    assert len(differences(tmp_path / "whole", tmp_path / "other")) > 50
+
+
+def test_a_run_does_not_go_on_with_another_corpus(tmp_path, monkeypatch):
+    with pytest.raises(Killed):
+        run(tmp_path / "run", kill_at=4)
+    digest = corpus.python_corpus().digest
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(write(tmp_path / "library", FILES)))
+    corpus.python_corpus.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=f"began on the library of Python .* \\(SHA-256 {digest}\\), but this is"):
+            run(tmp_path / "run")
+    finally:
+        corpus.python_corpus.cache_clear()
+
+
+def test_tokens_per_second_and_the_utilization_are_among_the_metrics(tmp_path):
+    flops = run(tmp_path, "HOOKS", [{"NAME": "Throughput", "PERIOD": 4, "PEAK_TFLOPS": 0.5}]).model.flops_per_sample()
+    samples_per_sec = metrics(tmp_path, "samples_per_sec")
+    assert [*samples_per_sec] == [3, 7]
+    for name, factor in (("tokens_per_sec", 128), ("mfu_pct", 100 * flops / 0.5e12)):
+        assert metrics(tmp_path, name) == {k: pytest.approx(v * factor) for k, v in samples_per_sec.items()}
+    nats, bits = (metrics(tmp_path, f"loss/{name}") for name in ("loss_char", "bits_per_char"))
+    assert [*nats] == [3, 8]  # as EVAL_PERIOD says, and at the end
+    assert bits == {iter: pytest.approx(loss / math.log(2)) for iter, loss in nats.items()}
+
+
+def test_two_halves_accumulated_are_a_whole(tmp_path):
+    whole = losses(run(tmp_path / "whole"))
+    halves = ["SOLVER.IMS_PER_BATCH", 2, "SOLVER.ACCUMULATION_STEPS", 2]
+    assert losses(run(tmp_path / "halves", *halves)) == [(pytest.approx(loss, rel=1e-4), i) for loss, i in whole]
+    (first, _), (half, _) = whole[0], losses(run(tmp_path / "half", *halves[:2]))[0]
+    assert half != pytest.approx(first, rel=1e-4)
+
+
+def test_in_bfloat16_the_losses_are_nearly_the_same(tmp_path):
+    found, expected = losses(run(tmp_path / "with", "SOLVER.AMP.ENABLED", True)), losses(run(tmp_path / "without"))
+    assert found == [(pytest.approx(loss, rel=0.02), i) for loss, i in expected]
+    assert found != expected
+
+
+def test_the_network_is_compiled_in_one_piece(tmp_path):
+    compiled = ["MODEL.COMPILE.ENABLED", True, "MODEL.COMPILE.FULLGRAPH", True, "MODEL.COMPILE.BACKEND", "eager"]
+    assert losses(run(tmp_path / "with", *compiled)) == losses(run(tmp_path / "without"))
+
+
+# ---------------------------------------------------------------------- two ranks
+
+
+def shared(rank, folder):
+    """Losses, and the share of the parameters that the rank holds, under DDP and FSDP2."""
+    found = {}
+    for name in ("ddp", "fsdp"):
+        trainer = run(f"{folder}/{name}", "MODEL.PARALLEL", name)
+        held = sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in trainer.model.parameters())
+        results = metrics(f"{folder}/{name}", "loss/total_loss") if comm.is_main_process() else {}
+        found[name] = (losses(trainer), held, results)
+    return found
+
+
+def test_two_ranks_train_the_same_under_ddp_and_fsdp(tmp_path):
+    alone = run(tmp_path / "alone")
+    num_params = sum(parameter.numel() for parameter in alone.model.parameters())
+    ranks = on_two_ranks([shared], tmp_path)["shared"]
+
+    for found in ranks:
+        for name, share in (("ddp", 1), ("fsdp", 0.5)):
+            assert found[name][0] == [(pytest.approx(loss, rel=1e-4), i) for loss, i in losses(alone)]
+            assert found[name][1] == pytest.approx(share * num_params, rel=0.02)
+    results = metrics(tmp_path / "alone", "loss/total_loss")
+    logits = []
+    for name in ("ddp", "fsdp"):
+        weights = ["MODEL.WEIGHTS", f"{tmp_path}/{name}/model_best.pth"]
+        logits.append(DefaultPredictor(config(*OPTIONS, *weights))({"tokens": tokens(WINDOW)}))
+        assert ranks[0][name][2] == {i: pytest.approx(loss, rel=1e-4) for i, loss in results.items()}
+    torch.testing.assert_close(*logits, atol=1e-3, rtol=1e-3)
+
+
+# ---------------------------------------------------------------------- sampling
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    trainer = run(folder, "SOLVER.MAX_ITER", 60, "TEST.EVAL_PERIOD", 0)
+    (folder / "config.yaml").write_text(trainer.cfg.dump())
+    return folder / "model_best.pth"
+
+
+@pytest.fixture(scope="module")
+def predictor(trained):
+    cfg = config(*OPTIONS, "MODEL.WEIGHTS", str(trained))
+    return DefaultPredictor(cfg)
+
+
+def text(predictor, length=40, prompt="import ", **options):
+    return "".join(sample.generate(predictor, prompt, length, **options))
+
+
+def test_a_sample_is_a_function_of_prompt_settings_and_seed(predictor):
+    first = text(predictor, seed=3)
+    torch.manual_seed(1)
+    assert text(predictor, seed=3) == first
+    assert text(predictor, length=10, seed=3) == first[:10]
+    others = [text(predictor, seed=4), text(predictor, seed=3, temperature=0.3), text(predictor, seed=3, prompt="a")]
+    assert len({first, *others, text(predictor, seed=3, top_k=5)}) == 5
+    assert decode([UNKNOWN]) not in first
+
+
+def greedy(model, prompt, length):
+    """By hand: the likeliest character, again and again."""
+    tokens = encode(prompt).tolist()
+    for _ in range(length):
+        with torch.no_grad():
+            logits = model({"tokens": torch.tensor([tokens[-WINDOW:]])})[0, -1]
+        tokens.append(int(logits[1:].argmax()) + 1)
+    return decode(tokens[-length:])
+
+
+def test_one_candidate_or_a_low_temperature_gives_the_likeliest_characters(predictor):
+    long = "x" * (2 * WINDOW)
+    for prompt in ("import ", long):
+        expected = greedy(predictor.model, prompt, 8)
+        assert text(predictor, 8, prompt, top_k=1, seed=5) == expected
+        assert text(predictor, 8, prompt, temperature=1e-6) == expected
+        assert text(predictor, 8, prompt) != expected
+
+
+def test_few_candidates_are_the_likeliest(predictor):
+    with torch.no_grad():
+        logits = predictor({"tokens": torch.from_numpy(encode("import ")).long()})[-1]
+    likeliest = set(decode((logits[1:].topk(3).indices + 1).tolist()))
+    drawn = {text(predictor, 1, seed=seed, temperature=10.0, top_k=3) for seed in range(60)}
+    assert drawn == likeliest
+    assert len({text(predictor, 1, seed=seed, temperature=10.0, top_k=1_000) for seed in range(60)}) > 20
+
+
+def test_the_unknown_character_is_never_drawn():
+    def predictor(sample):
+        return torch.nn.functional.one_hot(torch.full_like(sample["tokens"], UNKNOWN), 97) * 100
+
+    assert decode([UNKNOWN]) not in text(predictor) + text(predictor, top_k=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt": ""}, "prompt is empty; give at least one character"),
+        ({"temperature": 0.0}, "temperature must be > 0, got 0.0"),
+        ({"top_k": 0}, "top_k must be > 0, got 0"),
+    ],
+)
+def test_what_cannot_be_sampled_is_an_error(predictor, options, message):
+    with pytest.raises(ValueError, match=message):
+        text(predictor, **options)
+
+
+def test_the_command_prints_prompt_and_sample_of_the_config_beside_the_weights(trained, predictor, capsys):
+    sample.main(["--weights", str(trained), "--prompt", "class ", "--length", "20", "--top-k", "9", "--seed", "2"])
+    expected = text(predictor, 20, "class ", temperature=0.8, top_k=9, seed=2)
+    assert capsys.readouterr().out == f"class {expected}\n"
