@@ -1,0 +1,77 @@
+"""The network that all methods train, and what their models share."""
+
+import itertools
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trainkit.config import CfgNode, configurable
+
+
+def _conv(channels_in: int, channels_out: int) -> list[nn.Module]:
+    return [
+        nn.Conv2d(channels_in, channels_out, kernel_size=3, padding=1, bias=False),
+        nn.BatchNorm2d(channels_out),
+        nn.ReLU(inplace=True),
+    ]
+
+
+class Backbone(nn.Module):
+    """Four convolutions with batch norm: ``[N, 1, 8, 8]`` to a map ``[N, out_channels, 4, 4]``.
+
+    Args:
+        width: channels of the first two; ``out_channels`` is four times as many.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.out_channels = 4 * width
+        self.layers = nn.Sequential(
+            *_conv(1, width),
+            *_conv(width, width),
+            nn.MaxPool2d(2),
+            *_conv(width, 2 * width),
+            *_conv(2 * width, self.out_channels),
+        )
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.layers(image)
+
+
+def pool(features: Tensor) -> Tensor:
+    """``[N, C]``: the mean of a map ``[N, C, H, W]``."""
+    return F.adaptive_avg_pool2d(features, 1).flatten(1)
+
+
+def mlp(*widths: int) -> nn.Sequential:
+    """Linear layers with batch norm and ReLU between them; the last one is bare."""
+    layers: list[nn.Module] = []
+    for width_in, width_out in itertools.pairwise(widths[:-1]):
+        layers += [nn.Linear(width_in, width_out, bias=False), nn.BatchNorm1d(width_out), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers, nn.Linear(widths[-2], widths[-1]))
+
+
+class SelfSupModel(nn.Module):
+    """A backbone and what trains it, which is for a method to add: its ``losses``.
+
+    A batch is a dict, for the losses with ``view1`` and ``view2``, float32 ``[N, 1, 8, 8]``, and ``index``, int64
+    ``[N]``. Train mode returns ``losses(batch)``, eval mode the pooled features ``[N, C]`` of ``batch["image"]``.
+
+    The backbone is built first, so that with the same seed it begins with the same weights in every method.
+    """
+
+    @configurable
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.backbone = Backbone(width)
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
+        return {"width": cfg.MODEL.WIDTH}
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor] | Tensor:
+        return self.losses(batch) if self.training else pool(self.backbone(batch["image"]))
+
+    def losses(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        raise NotImplementedError

@@ -1,0 +1,103 @@
+"""Train all methods with several seeds, and print one table of what their features are worth."""
+
+import argparse
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tabulate import tabulate
+from torch import Tensor, nn
+
+from projects.selfsup.backbone import SelfSupModel
+from trainkit.config import CfgNode, get_cfg
+from trainkit.data import build_test_loader, build_train_loader
+from trainkit.engine import DefaultTrainer, default_setup
+from trainkit.engine.hooks import PreciseBN
+from trainkit.evaluation import build_evaluator, inference_on_dataset
+from trainkit.utils.env import seed_all_rng
+
+METHODS = ("simsiam", "swav", "densecl", "deepcluster", "odc")
+METRICS = ("probe", "knn", "nmi")
+
+_FOLDER = Path(__file__).parent
+_NUM_BATCHES = 20  # of precise batch-norm statistics
+
+
+class RandomBackbone(SelfSupModel):
+    """A backbone that nothing trains; train mode only runs it, for the statistics of its batch norm."""
+
+    def losses(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        for view in ("view1", "view2"):
+            self.backbone(batch[view])
+        return {}
+
+
+def config(name: str, seed: int, output_dir: Path, options: Sequence[str] = ()) -> CfgNode:
+    """That of ``<name>.yaml`` with a seed, a folder for the run, and the options of a command line."""
+    cfg = get_cfg()
+    cfg.merge_from_file(str(_FOLDER / f"{name}.yaml"))
+    cfg.merge_from_list(["SEED", seed, "OUTPUT_DIR", str(output_dir / f"{name}_{seed}"), *options])
+    return cfg
+
+
+def train(cfg: CfgNode) -> Mapping[str, float]:
+    """The metrics on the test scans behind the last iteration; a run that was interrupted goes on."""
+    default_setup(cfg, argparse.Namespace(resume=True))
+    trainer = DefaultTrainer(cfg)
+    trainer.resume_or_load()
+    return trainer.train()["frozen"]
+
+
+def evaluate_random(cfg: CfgNode) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """The metrics of the backbone as every method with this seed finds it, on the test scans.
+
+    Returns:
+        With batch-norm statistics as they are initialized, mean 0 and variance 1, and with those over 20 batches of
+        views.
+    """
+    seed_all_rng(cfg.SEED)
+    model = RandomBackbone(cfg)
+    initial = _evaluate(cfg, model)
+    PreciseBN(0, model, build_train_loader(cfg), _NUM_BATCHES).update_stats()
+    return initial, _evaluate(cfg, model)
+
+
+def _evaluate(cfg: CfgNode, model: nn.Module) -> Mapping[str, float]:
+    (name,) = cfg.DATASETS.TEST
+    return inference_on_dataset(model, build_test_loader(cfg, name), build_evaluator(cfg, name))["frozen"]
+
+
+def table(rows: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
+    """For each method and metric the mean over the seeds, and the value for each of them."""
+    cells = [
+        (method, *(_cell([of_seed[metric] for of_seed in by_seed]) for metric in METRICS))
+        for method, by_seed in rows.items()
+    ]
+    return tabulate(cells, ["", *(f"{metric}, %" for metric in METRICS)], tablefmt="pipe")
+
+
+def _cell(values: Sequence[float]) -> str:
+    return f"{statistics.mean(values):.1f} ({' '.join(f'{value:.1f}' for value in values)})"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--methods", nargs="*", choices=METHODS, default=METHODS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2))
+    parser.add_argument("--output-dir", type=Path, default=Path("output/selfsup/compare"))
+    parser.add_argument("--opts", nargs=argparse.REMAINDER, default=(), help="KEY VALUE pairs for every config; last")
+    args = parser.parse_args(arguments)
+
+    by_seed = [evaluate_random(config("base", seed, args.output_dir, args.opts)) for seed in args.seeds]
+    rows = {
+        "random backbone": [initial for initial, _ in by_seed],
+        "the same, precise batch norm": [precise for _, precise in by_seed],
+    }
+    for method in args.methods:
+        rows[method] = [train(config(method, seed, args.output_dir, args.opts)) for seed in args.seeds]
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

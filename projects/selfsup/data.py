@@ -1,0 +1,78 @@
+"""Scans without labels, two random views of each, and what frozen features are evaluated on."""
+
+import math
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from projects.digits import DigitsTransform, load_split
+from trainkit.data import TRANSFORM_REGISTRY, DatasetCatalog, MetadataCatalog
+
+NUM_LABELLED = 10
+"""Training scans per class whose labels a linear probe sees: the first ones in the order of the source."""
+
+LABELLED, UNLABELLED, EVALUATED = range(3)
+"""The part that a sample of an evaluation dataset has."""
+
+_MAX_ROTATION = math.radians(15)
+_MAX_SCALING = 0.15  # per axis
+_MAX_SHEAR = 0.2
+_MAX_SHIFT = 0.2  # of half the width: 0.8 pixels
+_MAX_CONTRAST = 0.2
+_NOISE = 0.05
+
+
+def load_unlabeled() -> list[dict[str, Any]]:
+    """The training scans: dicts with ``image``, uint8 ``[8, 8]`` from 0 to 16, and ``index``, their number."""
+    return [{"image": sample["image"], "index": index} for index, sample in enumerate(load_split("train"))]
+
+
+def load_frozen(split: str) -> list[dict[str, Any]]:
+    """All training scans and those of ``split``, with ``label`` and ``part``, see `LABELLED`."""
+    seen: Counter[int] = Counter()
+    samples = []
+    for sample in load_split("train"):
+        part = LABELLED if seen[sample["label"]] < NUM_LABELLED else UNLABELLED
+        seen[sample["label"]] += 1
+        samples.append(sample | {"part": part})
+    return samples + [sample | {"part": EVALUATED} for sample in load_split(split)]
+
+
+@TRANSFORM_REGISTRY.register()
+class TwoViews(DigitsTransform):
+    """Two random views of a scan, ``view1`` and ``view2``, float32 ``[1, 8, 8]``, in place of its ``image``.
+
+    Each is rotated, scaled, sheared and shifted, changed in contrast, and noisy; by torch's global generator.
+    """
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        sample = super().__call__(sample)
+        image = sample.pop("image")
+        draws = (2 * torch.rand(2, 7) - 1).tolist()
+        size = [2, *image.shape]
+        grid = F.affine_grid(torch.tensor([_matrix(*draw[:6]) for draw in draws]), size, align_corners=False)
+        views = F.grid_sample(image.expand(size), grid, align_corners=False)
+        contrast = torch.tensor([1 + _MAX_CONTRAST * draw[6] for draw in draws]).view(2, 1, 1, 1)
+        view1, view2 = views * contrast + _NOISE * torch.randn(size)
+        return sample | {"view1": view1, "view2": view2}
+
+
+def _matrix(
+    rotation: float, scale_x: float, scale_y: float, shear: float, shift_x: float, shift_y: float
+) -> list[list[float]]:
+    """An affine map, from numbers in [-1, 1)."""
+    cos, sin = math.cos(_MAX_ROTATION * rotation), math.sin(_MAX_ROTATION * rotation)
+    scale_x, scale_y = 1 + _MAX_SCALING * scale_x, 1 + _MAX_SCALING * scale_y
+    return [
+        [cos * scale_x, (_MAX_SHEAR * shear - sin) * scale_x, _MAX_SHIFT * shift_x],
+        [sin * scale_y, cos * scale_y, _MAX_SHIFT * shift_y],
+    ]
+
+
+DatasetCatalog.register("digits_unlabeled", load_unlabeled)
+for _split in ("val", "test"):
+    DatasetCatalog.register(f"digits_frozen_{_split}", partial(load_frozen, _split))
+    MetadataCatalog.get(f"digits_frozen_{_split}").set(class_names=[str(digit) for digit in range(10)])

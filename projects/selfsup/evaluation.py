@@ -1,0 +1,121 @@
+"""How good frozen features are: nearest neighbours, a linear probe with few labels, agreement of clusters."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from projects.selfsup.clustering import kmeans, normalized_mutual_info
+from projects.selfsup.data import EVALUATED, LABELLED
+from trainkit.config import CfgNode, configurable
+from trainkit.evaluation import EVALUATOR_REGISTRY, DatasetEvaluator
+from trainkit.utils import comm
+
+_NUM_NEIGHBOURS = 20
+_TEMPERATURE = 0.07  # of the neighbours' votes, as in arXiv:1805.01978
+_L2 = 0.01
+_NUM_TRIALS = 10  # of k-means
+
+
+class _Part(NamedTuple):
+    features: Tensor  # [N, C], float64 on the CPU
+    labels: Tensor  # [N], int64
+
+
+@EVALUATOR_REGISTRY.register()
+class FrozenFeatureEvaluator(DatasetEvaluator):
+    """Evaluates the features that a model returns, ``[N, C]``, without training it; all in percent.
+
+    A batch has ``label`` and ``part``, see `projects.selfsup.data`. Of the evaluated scans ``knn`` are told right by
+    the votes of the 20 training scans nearest by cosine, all of which have labels there; ``probe`` by a
+    linear classifier on standardized features that was fitted to the labelled training scans alone; ``nmi`` is the
+    normalized mutual information between their labels and as many clusters of k-means. The result is a function of
+    features and labels.
+    """
+
+    @configurable
+    def __init__(self) -> None:
+        self.reset()
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode, dataset_name: str) -> dict[str, Any]:
+        return {}
+
+    def reset(self) -> None:
+        self._batches: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def process(self, inputs: dict[str, Tensor], outputs: Tensor) -> None:
+        self._batches.append((outputs, inputs["label"], inputs["part"]))
+
+    def evaluate(self) -> dict[str, Any]:
+        """
+        Returns:
+            On rank 0 ``{"frozen": {"probe": ..., "knn": ..., "nmi": ...}}``, on the other ranks ``{}``.
+        """
+        mine = [[column.cpu() for column in batch] for batch in self._batches]
+        batches = [batch for rank in comm.gather(mine) for batch in rank]
+        if not comm.is_main_process():
+            return {}
+        features, labels, parts = map(torch.cat, zip(*batches, strict=True))
+        features = features.double()
+        train, labelled, evaluated = (
+            _Part(features[chosen], labels[chosen])
+            for chosen in (parts != EVALUATED, parts == LABELLED, parts == EVALUATED)
+        )
+        rates = {
+            "probe": _share_right(linear_probe(train.features, *labelled, evaluated.features), evaluated.labels),
+            "knn": _share_right(nearest_neighbours(*train, evaluated.features), evaluated.labels),
+            "nmi": _cluster_agreement(*evaluated),
+        }
+        return {"frozen": {name: 100.0 * rate for name, rate in rates.items()}}
+
+
+def nearest_neighbours(features: Tensor, labels: Tensor, queries: Tensor) -> Tensor:
+    """The label for each of ``queries`` that the samples nearest by cosine vote for, weighted by ``exp(cosine / T)``.
+
+    Args:
+        features, labels: ``[N, C]`` and ``[N]``.
+        queries: ``[M, C]``.
+    """
+    similarities = F.normalize(queries) @ F.normalize(features).T
+    nearest = similarities.topk(min(_NUM_NEIGHBOURS, len(features)), dim=1)
+    votes = queries.new_zeros(len(queries), int(labels.max()) + 1)
+    return votes.scatter_add_(1, labels[nearest.indices], (nearest.values / _TEMPERATURE).exp()).argmax(dim=1)
+
+
+def linear_probe(unlabelled: Tensor, features: Tensor, labels: Tensor, queries: Tensor) -> Tensor:
+    """The label for each of ``queries`` by logistic regression with an L2 penalty; the optimum is unique.
+
+    Args:
+        unlabelled: ``[U, C]``, by whose mean and deviation all features are standardized.
+        features, labels: ``[N, C]`` and ``[N]``, what it is fitted to.
+        queries: ``[M, C]``.
+    """
+    deviation, mean = torch.std_mean(unlabelled, dim=0)
+    scale = deviation.clamp(min=1e-6)
+    x, queries = (features - mean) / scale, (queries - mean) / scale
+    weight, bias = x.new_zeros(int(labels.max()) + 1, x.shape[1]), x.new_zeros(int(labels.max()) + 1)
+    optimizer = torch.optim.LBFGS(
+        [weight.requires_grad_(), bias.requires_grad_()], max_iter=200, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(x @ weight.T + bias, labels) + _L2 / 2 * weight.square().sum()
+        loss.backward()
+        return loss
+
+    with torch.enable_grad():
+        optimizer.step(closure)
+    return (queries @ weight.detach().T + bias.detach()).argmax(dim=1)
+
+
+def _cluster_agreement(features: Tensor, labels: Tensor) -> float:
+    generator = torch.Generator().manual_seed(0)
+    clusters, _ = kmeans(F.normalize(features), len(labels.unique()), generator, num_trials=_NUM_TRIALS)
+    return normalized_mutual_info(clusters, labels)
+
+
+def _share_right(predicted: Tensor, labels: Tensor) -> float:
+    return (predicted == labels).double().mean().item()

@@ -1,0 +1,48 @@
+"""SimSiam (arXiv:2011.10566)."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from projects.selfsup.backbone import SelfSupModel, mlp, pool
+from trainkit.config import CfgNode, configurable
+from trainkit.modeling import MODEL_REGISTRY
+
+
+@MODEL_REGISTRY.register()
+class SimSiam(SelfSupModel):
+    """From each view a predictor foretells the projection of the other one, through which no gradient flows.
+
+    The predictor is to learn at a constant rate (section 4.2): in the config its group says ``FIXED_LR: True``.
+
+    Args:
+        dim: of a projection.
+        hidden_dim: inside the predictor, where it is narrow.
+    """
+
+    @configurable
+    def __init__(self, width: int, dim: int, hidden_dim: int) -> None:
+        super().__init__(width)
+        self.projector = nn.Sequential(mlp(self.backbone.out_channels, dim, dim), nn.BatchNorm1d(dim, affine=False))
+        self.predictor = mlp(dim, hidden_dim, dim)
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
+        return {**super().from_config(cfg), "dim": cfg.MODEL.SIMSIAM.DIM, "hidden_dim": cfg.MODEL.SIMSIAM.HIDDEN_DIM}
+
+    def losses(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """``loss_sim`` is from -1 to 0 or more; ``output_std`` falls from 1 to 0 if all outputs become the same."""
+        targets, predictions = [], []
+        for view in (batch["view1"], batch["view2"]):
+            projection = self.projector(pool(self.backbone(view)))
+            targets.append(projection.detach())
+            predictions.append(self.predictor(projection))
+        loss = (negative_cosine(predictions[0], targets[1]) + negative_cosine(predictions[1], targets[0])) / 2
+        spread = F.normalize(targets[0]).std(dim=0).mean() * targets[0].shape[1] ** 0.5
+        return {"loss_sim": loss, "output_std": spread}
+
+
+def negative_cosine(prediction: Tensor, target: Tensor) -> Tensor:
+    """The mean over ``[N, D]`` pairs, equation 1; the target is a constant."""
+    return -F.cosine_similarity(prediction, target.detach()).mean()

@@ -1,0 +1,534 @@
+"""What the methods share, SimSiam, SwAV and DenseCL; the other two are in test_selfsup_clusters.py."""
+
+import copy
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from projects.selfsup import FrozenFeatureEvaluator, TwoViews, compare, load_frozen, load_unlabeled
+from projects.selfsup.data import EVALUATED, LABELLED, UNLABELLED
+from projects.selfsup.densecl import DenseCL, DenseCLHook, contrast, match
+from projects.selfsup.evaluation import linear_probe, nearest_neighbours
+from projects.selfsup.queues import new_queue, push
+from projects.selfsup.simsiam import SimSiam, negative_cosine
+from projects.selfsup.swav import SwAV, SwAVHook, sinkhorn
+from tests.two_ranks import on_two_ranks
+from tools.chaos import differences, differing
+from trainkit.config import get_cfg
+from trainkit.data import DatasetCatalog
+from trainkit.engine import DefaultTrainer, HookBase
+from trainkit.modeling import build_model
+from trainkit.solver import build_optimizer
+from trainkit.utils import comm
+from trainkit.utils.env import seed_all_rng
+from trainkit.utils.logger import close_logger
+from trainkit.utils.model import unwrap_model
+
+FOLDER = Path(__file__).parents[2] / "projects" / "selfsup"
+
+
+def few_frozen():
+    """Three labelled scans per class, as many others, and 20 to evaluate."""
+    samples, kept = load_frozen("val"), Counter()
+    for sample in samples:
+        key = sample["part"], sample["label"]
+        kept[key] += 1
+        if kept[key] <= (2 if sample["part"] == EVALUATED else 3):
+            yield sample
+
+
+DatasetCatalog.register("few_unlabeled", lambda: load_unlabeled()[:24])
+DatasetCatalog.register("few_frozen", lambda: list(few_frozen()))
+
+OPTIONS = ["DATASETS.TRAIN", ["few_unlabeled"], "DATASETS.VAL", ["few_frozen"], "DATASETS.TEST", ["few_frozen"]]
+OPTIONS += ["MODEL.DEVICE", "cpu", "MODEL.WIDTH", 2, "SOLVER.MAX_ITER", 6, "SOLVER.IMS_PER_BATCH", 8]
+OPTIONS += ["SOLVER.WARMUP_ITERS", 2, "SOLVER.CHECKPOINT_PERIOD", 2, "TEST.EVAL_PERIOD", 4]
+OPTIONS += ["CHECKPOINT.BEST_METRIC", "frozen/knn", "CHECKPOINT.BEST_MODE", "max"]
+OPTIONS += ["LOG.PERIOD", 2, "LOG.WRITERS", ["json"]]
+SMALL = {
+    "simsiam": ["MODEL.SIMSIAM.DIM", 8, "MODEL.SIMSIAM.HIDDEN_DIM", 4],
+    "swav": [
+        *["MODEL.SWAV.DIM", 4, "MODEL.SWAV.NUM_PROTOTYPES", 6, "MODEL.SWAV.QUEUE_LENGTH", 12],
+        *["HOOKS", [{"NAME": "SwAVHook", "QUEUE_START": 4, "PROTOTYPES_START": "1ep"}]],
+    ],
+    "densecl": [
+        *["MODEL.DENSECL.DIM", 4, "MODEL.DENSECL.QUEUE_LENGTH", 12],
+        *["HOOKS", [{"NAME": "DenseCLHook", "START": 3, "MOMENTUM": 0.9}]],
+    ],
+}
+
+
+def config(name, *options):
+    cfg = get_cfg()
+    cfg.merge_from_file(str(FOLDER / f"{name}.yaml"))
+    cfg.merge_from_list([*OPTIONS, *SMALL[name], *options])
+    return cfg
+
+
+class Killed(Exception):
+    pass
+
+
+class Killer(HookBase):
+    def __init__(self, iter):
+        self.iter = iter
+
+    def after_step(self):
+        if self.trainer.iter == self.iter:
+            raise Killed
+
+
+def run(name, folder, *options, kill_at=-1, spies=()):
+    cfg = config(name, "OUTPUT_DIR", str(folder), *options)
+    seed_all_rng(cfg.SEED)
+    trainer = DefaultTrainer(cfg)
+    trainer.resume_or_load()
+    trainer.register_hooks([*spies, Killer(kill_at)], priority="LOWEST")
+    return trainer.train()
+
+
+def views(num=4, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.rand(num, 1, 8, 8, generator=generator) for name in ("view1", "view2")}
+
+
+# ---------------------------------------------------------------------- data
+
+
+def test_the_training_data_have_no_labels_and_name_their_scans():
+    samples = load_unlabeled()
+    assert len(samples) == 1197
+    assert {tuple(sample) for sample in samples} == {("image", "index")}
+    assert [sample["index"] for sample in samples] == list(range(1197))
+
+
+def test_an_evaluation_dataset_has_ten_labelled_scans_per_class():
+    counts = Counter((sample["part"], sample["label"]) for sample in load_frozen("test"))
+    assert [counts[LABELLED, label] for label in range(10)] == [10] * 10
+    assert [counts[EVALUATED, label] for label in range(10)] == [40] * 10
+    assert sum(counts[UNLABELLED, label] for label in range(10)) == 1097
+    assert len(load_frozen("val")) == 1197 + 200
+
+
+def test_the_views_are_two_and_a_function_of_the_torch_seed():
+    sample, transform = load_unlabeled()[7], TwoViews()
+    torch.manual_seed(0)
+    first, second = transform(sample), transform(sample)
+    torch.manual_seed(0)
+    again = transform(sample)
+
+    assert (list(first), first["index"]) == (["index", "view1", "view2"], 7)
+    assert (first["view1"].dtype, list(first["view2"].shape)) == (torch.float32, [1, 8, 8])
+    assert torch.equal(torch.stack([first["view1"], first["view2"]]), torch.stack([again["view1"], again["view2"]]))
+    assert not torch.equal(first["view1"], first["view2"])
+    assert not torch.equal(first["view1"], second["view1"])
+
+
+# ---------------------------------------------------------------------- models
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_method_begins_with_the_backbone_that_it_is_compared_with(name):
+    seed_all_rng(3)
+    model = build_model(config(name))
+    seed_all_rng(3)
+    random = compare.RandomBackbone(width=2)
+    seed_all_rng(4)
+    other = compare.RandomBackbone(width=2)
+
+    assert list(differing(model.backbone.state_dict(), random.backbone.state_dict())) == []
+    assert list(differing(model.backbone.state_dict(), other.backbone.state_dict())) != []
+    images = {"image": views()["view1"]}
+    assert torch.equal(model.eval()(images), random.eval()(images))
+    assert list(model(images).shape) == [4, 8]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_parameter_that_is_trained_gets_a_gradient(name):
+    model = build_model(config(name))
+    losses = model(views())
+    sum(loss for loss in losses.values() if loss.requires_grad).backward()
+    trained = {name for name, param in model.named_parameters() if param.grad is not None}
+    assert trained == {name for name, param in model.named_parameters() if not name.startswith("key_encoder")}
+
+
+def test_the_backbone_has_about_a_hundred_thousand_parameters():
+    model = compare.RandomBackbone(width=32)
+    assert sum(param.numel() for param in model.parameters()) == 102_176
+    assert list(model.backbone(views()["view1"]).shape) == [4, 128, 4, 4]
+
+
+# ---------------------------------------------------------------------- evaluation
+
+
+def process(evaluator, samples):
+    """Each sample is (part, label, feature)."""
+    parts, labels, features = zip(*samples, strict=True)
+    evaluator.process({"part": torch.tensor(parts), "label": torch.tensor(labels)}, torch.tensor(features))
+
+
+A, B = [2.0, 0.1], [0.1, 2.0]
+SAMPLES = [(LABELLED, 0, A), (LABELLED, 1, B), *[(UNLABELLED, 1, A)] * 30, *[(UNLABELLED, 1, B)] * 30]
+SAMPLES += [(EVALUATED, 0, A), (EVALUATED, 0, A), (EVALUATED, 1, B), (EVALUATED, 1, B)]
+
+
+def test_the_probe_sees_few_labels_and_the_neighbours_all():
+    evaluator = FrozenFeatureEvaluator()
+    process(evaluator, SAMPLES[:40])
+    process(evaluator, SAMPLES[40:])
+    # among the twenty nearest, at most one says 0
+    assert evaluator.evaluate() == {"frozen": {"probe": 100.0, "knn": 50.0, "nmi": pytest.approx(100)}}
+
+    evaluator.reset()
+    process(evaluator, [(part, 1 - label if part == LABELLED else label, x) for part, label, x in SAMPLES])
+    assert evaluator.evaluate()["frozen"]["probe"] == 0.0
+
+
+def test_clusters_that_say_nothing_about_the_labels_have_no_mutual_information():
+    evaluator = FrozenFeatureEvaluator()
+    process(evaluator, [*SAMPLES[:2], *((EVALUATED, label, x) for label in (0, 1) for x in (A, B))])
+    assert evaluator.evaluate()["frozen"]["nmi"] == pytest.approx(0, abs=1e-6)
+
+
+def test_the_nearest_neighbours_vote_by_their_cosines():
+    features = torch.tensor([[1.0, 0.0]] * 2 + [[1.0, 0.3]] * 3 + [[0.0, 1.0]] * 15)
+    labels = torch.tensor([0] * 2 + [1] * 3 + [2] * 15)
+    # exp(1 / 0.07) twice is more than exp(0.958 / 0.07) three times and exp(0) fifteen times
+    assert nearest_neighbours(features, labels, torch.tensor([[3.0, 0.0], [2.0, 0.5], [0.0, 0.1]])).tolist() == [
+        0,
+        1,
+        2,
+    ]
+
+
+def test_the_probe_weighs_features_by_what_they_tell_and_not_by_their_scale():
+    features = torch.tensor([[0.0, 1.0], [0.001, 3.0], [0.003, 2.0], [0.004, 4.0]])
+    queries = torch.tensor([[0.0005, 3.0], [0.0035, 2.0]])  # the second column alone would say 1, 0
+    assert linear_probe(features, features, torch.tensor([0, 0, 1, 1]), queries).tolist() == [0, 1]
+
+
+# ---------------------------------------------------------------------- SimSiam
+
+
+def test_the_target_of_simsiam_gets_no_gradient():
+    prediction = torch.tensor([[1.0, 0.0], [3.0, 4.0]], requires_grad=True)
+    target = torch.tensor([[2.0, 0.0], [0.0, 1.0]], requires_grad=True)
+    loss = negative_cosine(prediction, target)
+    loss.backward()
+    assert loss.item() == pytest.approx(-(1.0 + 0.8) / 2)
+    assert target.grad is None
+    assert prediction.grad[1].abs().sum() > 0
+
+
+def test_the_loss_of_simsiam_compares_each_prediction_with_the_other_projection():
+    model, batch = SimSiam(width=2, dim=8, hidden_dim=4), views()
+    z = [model.projector(model.backbone(batch[name]).mean(dim=(2, 3))) for name in batch]
+    p = [model.predictor(projection) for projection in z]
+    expected = [-F.cosine_similarity(p[i], z[j]).mean().item() for i, j in ((0, 1), (1, 0))]
+    losses = model.losses(batch)
+    assert losses["loss_sim"].item() == pytest.approx(sum(expected) / 2)
+    assert not losses["output_std"].requires_grad
+
+
+class Rates(HookBase):
+    def __init__(self):
+        self.predictor, self.rest = [], []
+
+    def after_backward(self):
+        model, groups = self.trainer.model, self.trainer.optimizer.param_groups
+        lr = {param: group["lr"] for group in groups for param in group["params"]}
+        self.predictor.append(lr[model.predictor[0].weight])
+        self.rest.append(lr[model.backbone.layers[0].weight])
+
+
+def test_the_predictor_keeps_its_learning_rate_while_the_others_fall(tmp_path):
+    fixed, falling = Rates(), Rates()
+    run("simsiam", tmp_path / "on", spies=[fixed])
+    run("simsiam", tmp_path / "off", "SOLVER.PARAM_GROUPS.CUSTOM_KEYS", [], spies=[falling])
+
+    assert fixed.predictor == [0.05] * 6
+    assert fixed.rest == falling.rest == falling.predictor
+    assert fixed.rest[2] > fixed.rest[3] > fixed.rest[4] > fixed.rest[5]
+    weights = [torch.load(tmp_path / name / "model_final.pth")["model"] for name in ("on", "off")]
+    assert list(differing(*weights)) != []
+
+
+# ---------------------------------------------------------------------- queues
+
+
+def test_the_newest_rows_of_a_queue_are_in_front_and_the_oldest_fall_out():
+    queue = torch.tensor([[1.0], [2.0], [3.0]])
+    push(queue, torch.tensor([[4.0], [5.0]]))
+    assert queue.tolist() == [[4.0], [5.0], [1.0]]
+    push(queue, torch.tensor([[6.0], [7.0], [8.0], [9.0]]))
+    assert queue.tolist() == [[6.0], [7.0], [8.0]]
+    assert new_queue(5, 3).norm(dim=1).tolist() == pytest.approx([1.0] * 5)
+
+
+# ---------------------------------------------------------------------- SwAV
+
+
+def test_sinkhorn_is_that_of_the_paper():
+    scores = torch.rand(7, 4, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    q = (scores.double() / 0.05).exp()
+    q /= q.sum()
+    for _ in range(3):
+        q /= q.sum(dim=0) * 4
+        q /= q.sum(dim=1, keepdim=True) * 7
+    assert torch.allclose(sinkhorn(scores).double(), q * 7, atol=1e-6)
+    assert not torch.allclose(sinkhorn(scores, num_iters=1).double(), q * 7, atol=1e-2)
+    assert sinkhorn(scores, num_iters=300).sum(dim=0).tolist() == pytest.approx([7 / 4] * 4, rel=1e-3)
+
+
+@pytest.mark.parametrize("uses_queue", [False, True])
+def test_swav_foretells_the_assignment_of_the_other_view_and_fills_its_queue(uses_queue):
+    torch.manual_seed(0)
+    model, batch = SwAV(width=2, dim=4, num_prototypes=6, queue_length=12), views(num=5)
+    model.uses_queue, before = uses_queue, model.queue.clone()
+    with torch.no_grad():
+        z = [F.normalize(model.projector(model.backbone(batch[name]).mean(dim=(2, 3)))) for name in batch]
+        prototypes = F.normalize(model.prototypes.weight)
+        rows = [torch.cat([z[i], before[i]]) if uses_queue else z[i] for i in range(2)]
+        q = [sinkhorn(rows[i] @ prototypes.T)[:5] for i in range(2)]
+        log_p = [F.log_softmax(z[i] @ prototypes.T / 0.1, dim=1) for i in range(2)]
+        expected = -((q[0] * log_p[1]).sum(dim=1).mean() + (q[1] * log_p[0]).sum(dim=1).mean()) / 2
+
+    assert model.losses(batch)["loss_swap"].item() == pytest.approx(expected.item())
+    model.load_state_dict({**model.state_dict(), "queue": before})
+    model.uses_queue = not uses_queue
+    assert model.losses(batch)["loss_swap"].item() != pytest.approx(expected.item())
+    assert torch.allclose(model.queue[:, :5], torch.stack(z))
+    assert torch.equal(model.queue[:, 5:], before[:, :7])
+
+
+class Prototypes(HookBase):
+    """What iterations begin with."""
+
+    def __init__(self):
+        self.weights, self.uses_queue = [], []
+
+    def before_step(self):
+        model = unwrap_model(self.trainer.model)
+        self.weights.append(model.prototypes.weight.detach().clone())
+        self.uses_queue.append(model.uses_queue)
+
+    def changed(self):
+        """The iterations that have changed the prototypes."""
+        pairs = zip(self.weights, self.weights[1:], strict=False)
+        return [iter for iter, (old, new) in enumerate(pairs) if not torch.equal(old, new)]
+
+
+def test_prototypes_are_frozen_and_the_queue_waits_until_their_iterations(tmp_path):
+    on, off = Prototypes(), Prototypes()
+    # decay and momentum would move what has a gradient of 0
+    decay = ["SOLVER.WEIGHT_DECAY", 0.1]
+    run("swav", tmp_path / "on", *decay, spies=[on])
+    run("swav", tmp_path / "off", *decay, "HOOKS", [], spies=[off])
+
+    assert (on.changed(), off.changed()) == ([3, 4], [0, 1, 2, 3, 4])
+    assert (on.uses_queue, off.uses_queue) == ([False] * 4 + [True] * 2, [False] * 6)
+    weights = [torch.load(tmp_path / name / "model_final.pth")["model"] for name in ("on", "off")]
+    assert list(differing(*weights)) != []
+
+
+def test_iterations_of_a_hook_are_checked():
+    with pytest.raises(ValueError, match="queue_start must be a whole number of iterations >= 0, got -1"):
+        SwAVHook(-1, 0)
+    with pytest.raises(ValueError, match=r"prototypes_start .* got 1\.5"):
+        SwAVHook(0, 1.5)
+    with pytest.raises(ValueError, match="start must be a whole number of iterations >= 0, got -1"):
+        DenseCLHook(-1, 0.9)
+    with pytest.raises(ValueError, match="momentum must be from 0 to 1, got 1.1"):
+        DenseCLHook(0, 1.1)
+
+
+# ---------------------------------------------------------------------- DenseCL
+
+
+def test_places_match_those_with_the_most_similar_features():
+    features = torch.eye(3)[None].repeat(2, 1, 1)
+    key_features = torch.stack([features[0][:, [1, 2, 0]], features[1][:, [2, 1, 0]]])
+    assert match(features, key_features).tolist() == [[2, 0, 1], [2, 1, 0]]
+
+
+def test_a_query_is_told_from_the_queue():
+    queries, queue = F.normalize(torch.rand(3, 4)), F.normalize(torch.rand(5, 4))
+    positive = (queries.double() @ queries[0].double() / 0.2).exp()
+    negative = (queries.double() @ queue.T.double() / 0.2).exp().sum(dim=1)
+    expected = -(positive / (positive + negative)).log().mean()
+    assert contrast(queries, queries[[0] * 3], queue, 0.2).item() == pytest.approx(expected.item())
+
+
+def test_densecl_weighs_its_two_losses_and_remembers_the_keys():
+    torch.manual_seed(0)
+    model = DenseCL(width=2, dim=4, queue_length=12, loss_lambda=0.3)
+    begin = copy.deepcopy(model.state_dict())
+    losses, state = {}, {}
+    for is_dense in (True, False):
+        model.load_state_dict(begin)
+        model.is_dense = is_dense
+        losses[is_dense] = {name: loss.item() for name, loss in model.losses(views(num=5)).items()}
+        state = copy.deepcopy(model.state_dict())
+
+    assert losses[False]["loss_dense"] == 0.0
+    assert losses[False]["loss_single"] * 0.7 == pytest.approx(losses[True]["loss_single"])
+    assert losses[True]["loss_dense"] > 0
+    with torch.no_grad():
+        single, dense, _ = model.key_encoder(views(num=5)["view2"])
+    assert torch.allclose(state["queue"][:5], single)
+    assert torch.allclose(state["dense_queue"][:5], F.normalize(dense.mean(dim=2)))
+    assert torch.equal(state["queue"][5:], begin["queue"][:7])
+
+
+def test_the_dense_loss_takes_the_key_of_the_place_that_matches():
+    torch.manual_seed(0)
+    model = DenseCL(width=2, dim=4, queue_length=12, loss_lambda=1.0)
+    batch = views(num=3)
+    queue = model.dense_queue.clone()
+    with torch.no_grad():
+        _, dense, features = model.heads(model.backbone(batch["view1"]))
+        _, keys, key_features = model.key_encoder(batch["view2"])
+        losses = []
+        for image in range(3):
+            for place in range(16):
+                nearest = max(
+                    range(16), key=lambda other: float(features[image, :, place] @ key_features[image, :, other])
+                )
+                query, key = dense[image, :, place], keys[image, :, nearest]
+                logits = torch.cat([(query @ key)[None], queue @ query]) / 0.2
+                losses.append(-F.log_softmax(logits, dim=0)[0])
+    assert model.losses(batch)["loss_dense"].item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
+
+
+class DenseSpy(HookBase):
+    def __init__(self):
+        self.weights, self.keys, self.trained = [], [], []
+
+    def before_step(self):
+        self.keys.append(self._key())
+
+    def after_step(self):
+        self.weights.append(self.trainer.losses["loss_dense"].item() > 0)
+        self.trained.append(self.trainer.model.heads.single[-1].weight.detach().clone())
+
+    def _key(self):
+        return self.trainer.model.key_encoder[1].single[-1].weight.clone()
+
+
+def test_the_dense_loss_begins_and_the_keys_follow_the_weights_at_their_iterations(tmp_path):
+    on, off = DenseSpy(), DenseSpy()
+    run("densecl", tmp_path / "on", spies=[on])
+    run("densecl", tmp_path / "off", "HOOKS", [], spies=[off])
+
+    assert (on.weights, off.weights) == ([False] * 3 + [True] * 3, [True] * 6)
+    followed = [old.lerp(trained, 1 - 0.9) for old, trained in zip(on.keys, on.trained, strict=True)]
+    assert [torch.equal(key, expected) for key, expected in zip(on.keys[1:], followed, strict=False)] == [True] * 5
+    assert not torch.equal(on.keys[0], on.keys[1])
+    assert all(torch.equal(key, off.keys[0]) for key in off.keys)
+    weights = [torch.load(tmp_path / name / "model_final.pth")["model"] for name in ("on", "off")]
+    assert list(differing(*weights)) != []
+
+
+def test_the_key_encoder_is_not_optimized():
+    cfg = config("densecl")
+    model = build_model(cfg)
+    optimized = {param for group in build_optimizer(cfg, model).param_groups for param in group["params"]}
+    assert optimized == {*model.backbone.parameters(), *model.heads.parameters()}
+
+
+# ---------------------------------------------------------------------- runs
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_run_that_is_killed_and_resumed_ends_as_one_that_was_left_alone(tmp_path, name):
+    run(name, tmp_path / "whole")
+    with pytest.raises(Killed):
+        run(name, tmp_path / "killed", kill_at=4)  # behind the checkpoint of iteration 3
+    run(name, tmp_path / "killed")
+
+    assert differences(tmp_path / "whole", tmp_path / "killed") == []
+
+
+def test_a_run_of_another_seed_is_another_one(tmp_path):
+    run("swav", tmp_path / "left")
+    run("swav", tmp_path / "right", "SEED", 1)
+    assert len(differences(tmp_path / "left", tmp_path / "right")) > 10
+
+
+def test_the_configs_use_lars_adamw_and_sgd():
+    names = {name: config(name).SOLVER.OPTIMIZER.NAME for name in SMALL}
+    assert names == {"simsiam": "SGD", "swav": "LARS", "densecl": "AdamW"}
+
+
+def test_the_comparison_prints_one_row_per_method_with_the_value_of_each_seed(tmp_path, capsys):
+    options = ["--opts", *map(str, [*OPTIONS, *SMALL["simsiam"]])]
+    arguments = ["--methods", "simsiam", "--seeds", "0", "1", "--output-dir", str(tmp_path), *options]
+    tables = []
+    for _ in range(2):  # the second time the runs are there
+        compare.main(arguments)
+        close_logger()
+        tables.append(capsys.readouterr().out.splitlines()[-5:])
+    assert tables[0] == tables[1]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables[0]]
+    assert cells[0] == ["", "probe, %", "knn, %", "nmi, %"]
+    assert [row[0] for row in cells[2:]] == ["random backbone", "the same, precise batch norm", "simsiam"]
+    for row in cells[2:]:
+        for cell in row[1:]:
+            mean, *by_seed = (float(value) for value in cell.replace("(", "").replace(")", "").split())
+            assert mean == pytest.approx(sum(by_seed) / 2, abs=0.11)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["simsiam_0", "simsiam_1"]
+    assert list(tmp_path.glob("*/previous_*")) == []
+
+
+# ---------------------------------------------------------------------- two ranks
+
+
+def assigned_in_parts(rank, folder):
+    scores = torch.rand(6, 3, generator=torch.Generator().manual_seed(0))
+    return sinkhorn(scores[4:] if rank else scores[:4]).tolist()
+
+
+def evaluated_in_parts(rank, folder):
+    evaluator = FrozenFeatureEvaluator()
+    process(evaluator, SAMPLES[40:] if rank else SAMPLES[:40])
+    return evaluator.evaluate()
+
+
+def swav_is_killed_and_resumed(rank, folder):
+    whole = Prototypes()
+    run("swav", Path(folder, "whole"), spies=[whole])
+    try:
+        run("swav", Path(folder, "killed"), kill_at=4)
+    except Killed:
+        comm.synchronize()
+        run("swav", Path(folder, "killed"))
+    comm.synchronize()  # rank 0 writes
+    queues = [part["model"]["queue"].tolist() for part in torch.load(Path(folder, "whole/model_final.pth"))["ranks"]]
+    return whole.changed(), differences(Path(folder, "whole"), Path(folder, "killed")), queues
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    checks = [assigned_in_parts, evaluated_in_parts, swav_is_killed_and_resumed]
+    return on_two_ranks(checks, tmp_path_factory.mktemp("ranks"))
+
+
+def test_two_ranks_assign_their_samples_together(found):
+    scores = torch.rand(6, 3, generator=torch.Generator().manual_seed(0))
+    by_rank = found["assigned_in_parts"]
+    assert torch.allclose(torch.tensor(by_rank[0] + by_rank[1]), sinkhorn(scores))
+    assert not torch.allclose(torch.tensor(by_rank[0]), sinkhorn(scores[:4]))
+
+
+def test_two_ranks_evaluate_as_one(found):
+    assert found["evaluated_in_parts"][0] == {"frozen": {"probe": 100.0, "knn": 50.0, "nmi": pytest.approx(100)}}
+    assert found["evaluated_in_parts"][1] == {}
+
+
+def test_on_two_ranks_prototypes_are_frozen_and_each_rank_resumes_its_own_queue(found):
+    for changed, differing_files, queues in found["swav_is_killed_and_resumed"]:
+        assert (changed, differing_files) == ([3, 4], [])
+        assert queues[0] != queues[1]

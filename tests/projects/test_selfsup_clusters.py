@@ -1,0 +1,542 @@
+import itertools
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from projects.digits import load_split
+from projects.selfsup import DeepCluster, DeepClusterHook, Memory, kmeans, normalized_mutual_info, pool
+from projects.selfsup.features import extract_features, loss_weights, whiten
+from tests.two_ranks import on_two_ranks
+from tools.chaos import differences
+from trainkit.config import ConfigError, get_cfg
+from trainkit.data import DatasetCatalog
+from trainkit.engine import DefaultTrainer, HookBase
+from trainkit.modeling import build_model
+from trainkit.utils.env import seed_all_rng
+
+FOLDER = Path(__file__).parents[2] / "projects" / "selfsup"
+SCANS = [{"image": sample["image"], "index": index} for index, sample in enumerate(load_split("train")[:24])]
+DatasetCatalog.register("few_scans", lambda: SCANS)
+
+OPTIONS = ["MODEL.DEVICE", "cpu", "DATASETS.TRAIN", ["few_scans"], "DATASETS.VAL", [], "DATASETS.TEST", []]
+OPTIONS += ["SOLVER.MAX_ITER", 8, "SOLVER.IMS_PER_BATCH", 4, "SOLVER.CHECKPOINT_PERIOD", 3, "TEST.EVAL_PERIOD", 0]
+OPTIONS += ["LOG.PERIOD", 2, "LOG.WRITERS", ["json"], "MODEL.WIDTH", 2, "SOLVER.WARMUP_ITERS", 1]
+DEEPCLUSTER = {"NAME": "DeepClusterHook", "PERIOD": 3, "DIM": 2}
+ODC = {"NAME": "ODCHook", "CENTROIDS_PERIOD": 2, "DISSOLVE_PERIOD": 3, "MIN_SIZE": 4}
+SHORT = {
+    "deepcluster.yaml": ["MODEL.DEEPCLUSTER.NUM_CLUSTERS", 6, "HOOKS", [DEEPCLUSTER]],
+    "odc.yaml": ["MODEL.ODC", {"NUM_CLUSTERS": 6, "HIDDEN_DIM": 4, "DIM": 3, "MOMENTUM": 0.5}, "HOOKS", [ODC]],
+}
+
+
+def config(name, folder, *options):
+    cfg = get_cfg()
+    cfg.merge_from_file(str(FOLDER / name))
+    cfg.merge_from_list([*OPTIONS, *SHORT[name], "OUTPUT_DIR", str(folder), *options])
+    return cfg
+
+
+def start(name, folder, *options):
+    cfg = config(name, folder, *options)
+    seed_all_rng(cfg.SEED)
+    trainer = DefaultTrainer(cfg)
+    trainer.resume_or_load()
+    return trainer
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+# ---------------------------------------------------------------------- k-means and its measure
+
+SIX_POINTS = torch.tensor([[0.0, 0.0], [0.0, 2.0], [10.0, 0.0], [10.0, 2.0], [20.0, 8.0], [20.0, 10.0]])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_k_means_finds_clusters_that_lie_apart_and_the_means_of_their_members(seed):
+    labels, centroids = kmeans(SIX_POINTS, 3, generator(seed), num_trials=5)
+
+    assert centroids[labels].tolist() == [[0, 1], [0, 1], [10, 1], [10, 1], [20, 9], [20, 9]]
+    assert labels.dtype == torch.int64
+
+
+def test_what_the_generator_draws_decides_the_clusters_and_the_global_state_does_not():
+    features = torch.randn(200, 4, generator=generator())
+    results = []
+    for seed in (1, 1, 2):
+        torch.rand(1)
+        results.append(kmeans(features, 20, generator(seed)))
+    for first, second, other in zip(*results, strict=True):
+        assert torch.equal(first, second)
+        assert not torch.equal(first, other)
+
+
+def test_of_several_trials_the_one_with_the_smallest_distances_counts():
+    features = torch.randn(100, 2, generator=generator())
+
+    def spread(num_trials):
+        labels, centroids = kmeans(features, 10, generator(3), num_trials=num_trials)
+        return (features - centroids[labels]).square().sum().item()
+
+    assert spread(8) < spread(1)
+
+
+def test_no_cluster_is_empty_even_if_samples_coincide():
+    features = torch.tensor([[0.0], [0.0], [0.0], [0.0], [5.0]])
+    labels, centroids = kmeans(features, 4, generator())
+
+    assert sorted(torch.bincount(labels, minlength=4).tolist()) == [1, 1, 1, 2]
+    assert torch.equal(centroids[labels], features)
+
+
+@pytest.mark.parametrize("num_clusters", [0, 7])
+def test_a_number_of_clusters_that_cannot_be_is_refused(num_clusters):
+    with pytest.raises(ValueError, match=f"must be 1 to the 6 samples, got {num_clusters}"):
+        kmeans(SIX_POINTS, num_clusters, generator())
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        ([0, 0, 1, 1, 2, 2], [2, 2, 0, 0, 1, 1], 1.0),
+        ([0, 0, 1, 1], [0, 1, 0, 1], 0.0),
+        ([0, 0, 0, 0], [3, 3, 3, 3], 1.0),
+        ([0, 0, 1, 1], [0, 0, 0, 0], 0.0),
+        # entropies log 2 and 1.5 log 2, of which log 2 is shared
+        ([0, 0, 1, 1], [0, 0, 1, 2], 0.8),
+    ],
+)
+def test_mutual_information_is_normalized_by_the_mean_of_the_entropies(a, b, expected):
+    a, b = torch.tensor(a), torch.tensor(b)
+    assert normalized_mutual_info(a, b) == pytest.approx(expected, abs=1e-12)
+    assert normalized_mutual_info(b, a) == pytest.approx(expected, abs=1e-12)
+
+
+# ---------------------------------------------------------------------- features of the whole set
+
+
+def test_features_of_all_samples_leave_modes_and_random_state_as_they_were(tmp_path):
+    cfg = config("deepcluster.yaml", tmp_path, "TEST.IMS_PER_BATCH", 10)
+    seed_all_rng(0)
+    model = DeepCluster(width=2, num_clusters=3).train()
+    model.head.eval()
+    modes = [module.training for module in model.modules()]
+    images = torch.stack([torch.from_numpy(scan["image"]).float()[None] / 16 for scan in SCANS])
+    states = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+
+    features = extract_features(cfg, model, lambda batch: model(batch) + 0 * torch.rand(1))
+
+    assert [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()] == states
+    assert [module.training for module in model.modules()] == modes
+    assert not features.requires_grad
+    torch.testing.assert_close(features, model.eval()({"image": images}))
+
+
+def test_clustering_several_datasets_is_refused(tmp_path):
+    cfg = config("deepcluster.yaml", tmp_path, "DATASETS.TRAIN", ["a", "b"])
+    with pytest.raises(ConfigError, match=r"must name the one dataset to cluster, got \['a', 'b'\]"):
+        DeepClusterHook(cfg, DeepCluster(width=2, num_clusters=3), period=1, dim=1)
+
+
+def test_whitened_features_have_as_many_components_of_equal_weight_in_rows_of_length_1():
+    features = torch.randn(400, 3, generator=generator()) * torch.tensor([100.0, 1.0, 0.0]) + 7
+    white = whiten(features, 2)
+
+    assert list(white.shape) == [400, 2]
+    assert white.square().sum(1).tolist() == pytest.approx([1.0] * 400)
+    torch.testing.assert_close(white.T @ white / 400, torch.eye(2).double() / 2, atol=0.05, rtol=0)
+    assert whiten(features, 3)[:, 0].abs().max() < 0.01
+
+
+def test_a_cluster_counts_by_the_power_of_its_size():
+    sizes = torch.tensor([1, 4, 0, 16])
+    assert loss_weights(sizes, 0.5).tolist() == pytest.approx([4 / 11, 2 / 11, 4 / 11, 1 / 11])
+    assert loss_weights(sizes, 1.0).tolist() == pytest.approx([16 / 37, 4 / 37, 16 / 37, 1 / 37])
+
+
+# ---------------------------------------------------------------------- DeepCluster
+
+
+def test_a_sample_of_a_large_cluster_counts_less_in_the_loss_of_both_views():
+    model = DeepCluster(width=2, num_clusters=2).train()
+    model.begin(torch.tensor([10, 40]), torch.randn(model.head.weight.shape, generator=generator()))
+    views = torch.rand(4, 1, 8, 8, generator=generator())
+    loss = model({"view1": views[:2], "view2": views[2:], "label": torch.tensor([0, 1])})["loss_cluster"]
+
+    logs = model.head(pool(model.backbone(views))).log_softmax(1)
+    expected = -(4 * logs[0, 0] + logs[1, 1] + 4 * logs[2, 0] + logs[3, 1]) / 10
+    assert loss.item() == pytest.approx(expected.item())
+
+
+class BatchRecorder(HookBase):
+    """What each iteration trains on."""
+
+    def __init__(self):
+        self.batches = []
+
+    def after_backward(self):
+        self.batches.append(self.trainer.batch)
+
+    def column(self, key):
+        return torch.stack([batch[key] for batch in self.batches])
+
+
+class Recorder(BatchRecorder):
+    """And what it leaves."""
+
+    def __init__(self):
+        super().__init__()
+        self.states, self.heads, self.momenta = [], [], []
+
+    def after_step(self):
+        model, state = self.trainer.model, self.trainer.optimizer.state
+        self.states.append(self.trainer.state_dict()["hooks"]["DeepClusterHook"])
+        self.heads.append(model.head.weight.detach().clone())
+        self.momenta.append(
+            [any(value.any() for value in state[p].values()) for p in (model.head.weight, *model.backbone.parameters())]
+        )
+
+
+def record(folder, *options):
+    trainer, recorder = start("deepcluster.yaml", folder, *options), Recorder()
+    trainer.register_hooks([recorder])
+    trainer.train()
+    return recorder
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    return record(tmp_path_factory.mktemp("recorded"))
+
+
+def test_the_data_are_clustered_before_the_first_iteration_and_after_every_third(recorded):
+    assert [state["num_clusterings"] for state in recorded.states] == [1, 1, 2, 2, 2, 3, 3, 3]
+    labels = [state["labels"] for state in recorded.states]
+    changed = [not torch.equal(before, after) for before, after in itertools.pairwise(labels)]
+    assert changed == [False, True, False, False, True, False, False]
+    assert [sorted(of_one.unique().tolist()) for of_one in labels] == [[*range(6)]] * 8
+
+
+def test_each_batch_has_the_labels_of_the_last_clustering(recorded):
+    known = torch.stack([recorded.states[0]["labels"], *(state["labels"] for state in recorded.states[:-1])])
+    assert torch.equal(recorded.column("label"), known.gather(1, recorded.column("index")))
+    first = known[:1].expand_as(known)
+    assert not torch.equal(recorded.column("label"), first.gather(1, recorded.column("index")))
+
+
+def test_the_optimizer_forgets_the_old_head_and_nothing_else(recorded):
+    for iter, (head, *backbone) in enumerate(recorded.momenta):
+        assert head == (iter not in (2, 5))
+        assert all(backbone)
+
+
+def test_a_new_head_is_small_and_unlike_the_old_one(recorded):
+    for iter in (2, 5):
+        assert recorded.heads[iter].std().item() == pytest.approx(0.01, rel=0.5)
+        moved = (recorded.heads[iter] - recorded.heads[iter - 1]).norm()
+        assert moved > 0.5 * recorded.heads[iter].norm()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("period", [3, 100])
+def test_the_place_in_the_data_does_not_depend_on_clusterings_or_workers(recorded, tmp_path, period, num_workers):
+    hooks = [{**DEEPCLUSTER, "PERIOD": period}]
+    other = record(tmp_path, "HOOKS", hooks, "DATALOADER.NUM_WORKERS", num_workers)
+
+    assert torch.equal(other.column("index"), recorded.column("index"))
+    assert torch.equal(other.column("view1"), recorded.column("view1"))
+    assert torch.equal(other.column("label"), recorded.column("label")) == (period == 3)
+
+
+def test_a_second_run_from_the_start_begins_anew(tmp_path):
+    trainer = start("deepcluster.yaml", tmp_path)
+    trainer.train(0, 4)
+    trainer.train(0, 4)
+    assert trainer.state_dict()["hooks"]["DeepClusterHook"]["num_clusterings"] == 2
+
+
+def test_sizes_of_the_clusters_are_stored_with_each_clustering(recorded, tmp_path):
+    trainer = start("deepcluster.yaml", tmp_path)
+    trainer.train()
+    labels = [recorded.states[iter]["labels"] for iter in (0, 2, 5)]
+    sizes = [torch.bincount(of_one) for of_one in labels]
+    histories = {
+        name: trainer.storage.history(f"clusters/{name}").values() for name in ("smallest", "largest", "empty")
+    }
+    assert histories == {
+        "smallest": [(float(of_one.min()), iter) for of_one, iter in zip(sizes, (0, 2, 5), strict=True)],
+        "largest": [(float(of_one.max()), iter) for of_one, iter in zip(sizes, (0, 2, 5), strict=True)],
+        "empty": [(0.0, 0), (0.0, 2), (0.0, 5)],
+    }
+
+
+# ---------------------------------------------------------------------- the memory of ODC
+
+
+def unit(*degrees):
+    angles = torch.tensor(degrees).deg2rad()
+    return torch.stack([angles.cos(), angles.sin()], dim=1)
+
+
+def memory(degrees, labels, num_clusters, momentum=0.5):
+    filled = Memory(len(degrees), dim=2, num_clusters=num_clusters, momentum=momentum)
+    filled.begin(3 * unit(*degrees), torch.tensor(labels))
+    return filled
+
+
+def test_a_memory_begins_with_directions_and_the_means_of_the_clusters():
+    filled = memory([0.0, 20.0, 90.0], [0, 0, 1], num_clusters=3)
+    torch.testing.assert_close(filled.features, unit(0.0, 20.0, 90.0))
+    torch.testing.assert_close(filled.centroids[:2], torch.stack([unit(0.0, 20.0).mean(0), unit(90.0)[0]]))
+    assert filled.sizes().tolist() == [2, 1, 0]
+
+
+@pytest.mark.parametrize(("momentum", "degrees", "label"), [(0.5, 40.0, 0), (1.0, 80.0, 1), (0.0, 0.0, 0)])
+def test_a_feature_is_mixed_into_that_of_its_sample_which_joins_the_nearest_cluster(momentum, degrees, label):
+    filled = memory([0.0, 0.0, 90.0], [0, 0, 1], num_clusters=2, momentum=momentum)
+    filled.update(torch.tensor([1]), 7 * unit(80.0))
+
+    torch.testing.assert_close(filled.features, unit(0.0, degrees, 90.0))
+    assert filled.labels.tolist() == [0, label, 1]
+    torch.testing.assert_close(filled.centroids, unit(0.0, 90.0))  # until they are updated
+    filled.update_centroids()
+    expected = unit(0.0, degrees).mean(0) if label == 0 else unit(0.0)[0]
+    torch.testing.assert_close(filled.centroids[0], expected)
+
+
+def test_an_empty_cluster_keeps_its_centroid():
+    filled = memory([0.0, 90.0], [0, 1], num_clusters=2)
+    filled.labels.fill_(0)
+    filled.update_centroids()
+    torch.testing.assert_close(filled.centroids, torch.stack([unit(0.0, 90.0).mean(0), unit(90.0)[0]]))
+
+
+def test_small_clusters_join_the_nearest_others_and_become_halves_of_the_largest():
+    degrees = [0.0, 1.0, 40.0, 41.0, 42.0, 90.0, 91.0, 180.0, 170.0]
+    filled = memory(degrees, [0, 0, 0, 0, 0, 1, 1, 2, 1], num_clusters=3)
+
+    assert filled.dissolve_small(2, generator()) == 1
+    # the one at 180 joins those at 90, and of those from 0 to 42 one half is the new cluster
+    labels = filled.labels.tolist()
+    assert labels[5:] == [1, 1, 1, 1]
+    assert {tuple(labels[:2]), tuple(labels[2:5])} in [{(0, 0), (2, 2, 2)}, {(2, 2), (0, 0, 0)}]
+    for cluster in range(3):
+        torch.testing.assert_close(filled.centroids[cluster], filled.features[filled.labels == cluster].mean(0))
+
+
+def test_where_no_cluster_is_small_the_labels_stay():
+    filled = memory([0.0, 1.0, 90.0, 91.0], [0, 0, 1, 1], num_clusters=2)
+    assert filled.dissolve_small(2, generator()) == 0
+    assert filled.labels.tolist() == [0, 0, 1, 1]
+
+
+# ---------------------------------------------------------------------- ODC
+
+
+class MemoryRecorder(BatchRecorder):
+    def __init__(self):
+        super().__init__()
+        self.former, self.features, self.centroids, self.num_dissolved = [], [], [], []
+
+    def before_step(self):
+        self.former.append(self.trainer.model.memory.features.clone())
+
+    def after_step(self):
+        memory = self.trainer.model.memory
+        self.features.append(memory.features.clone())
+        self.centroids.append(memory.centroids.clone())
+        self.num_dissolved.append(self.trainer.state_dict()["hooks"]["ODCHook"]["num_dissolved"])
+
+
+def record_memory(folder, *options):
+    trainer, recorder = start("odc.yaml", folder, *options), MemoryRecorder()
+    trainer.register_hooks([recorder])
+    trainer.train()
+    return recorder
+
+
+@pytest.fixture(scope="module")
+def remembered(tmp_path_factory):
+    return record_memory(tmp_path_factory.mktemp("remembered"))
+
+
+def changes(values):
+    return [not torch.equal(before, after) for before, after in itertools.pairwise(values)]
+
+
+def test_each_step_changes_the_features_of_its_samples_alone(remembered):
+    for former, features, index in zip(remembered.former, remembered.features, remembered.column("index"), strict=True):
+        changed = (former != features).any(1).nonzero().flatten()
+        assert changed.tolist() == index.sort().values.tolist()
+
+
+def test_centroids_are_updated_every_second_and_clusters_dissolved_every_third_iteration(remembered):
+    # iterations 1, 3, 5, 7 and 2, 5; small clusters are dissolved, so that their number grows there
+    assert changes(remembered.centroids) == [True, True, True, False, True, False, True]
+    dissolved = remembered.num_dissolved
+    assert [after > before for before, after in itertools.pairwise([0, *dissolved])] == [
+        iter in (2, 5) for iter in range(8)
+    ]
+
+
+def test_with_the_periods_of_the_hook_beyond_the_run_the_clusters_stay_where_they_are(remembered, tmp_path):
+    off = record_memory(tmp_path, "HOOKS", [{**ODC, "CENTROIDS_PERIOD": 100, "DISSOLVE_PERIOD": 100}])
+
+    assert changes(off.centroids) == [False] * 7
+    assert off.num_dissolved == [0] * 8
+    assert torch.equal(off.features[1], remembered.features[1])  # nothing is due before
+    assert not torch.equal(off.features[-1], remembered.features[-1])
+    assert torch.equal(off.column("index"), remembered.column("index"))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("odc.yaml", ["SOLVER.ACCUMULATION_STEPS", 2], "ACCUMULATION_STEPS is 2.*make it 1"),
+        (
+            "odc.yaml",
+            ["HOOKS", [{**ODC, "MIN_SIZE": 5}]],
+            "min_size must be at most 4, .*24 samples.*6 clusters, got 5",
+        ),
+        ("odc.yaml", ["HOOKS", [DEEPCLUSTER]], "DeepClusterHook needs a DeepCluster, got ODC"),
+        ("deepcluster.yaml", ["HOOKS", [ODC]], "ODCHook needs an ODC, got DeepCluster"),
+        ("deepcluster.yaml", ["HOOKS", [{**DEEPCLUSTER, "DIM": 9}]], "dim must be from 1 to the 8 features .*, got 9"),
+    ],
+)
+def test_what_a_hook_cannot_do_is_refused_when_it_is_made(tmp_path, name, options, message):
+    with pytest.raises(ConfigError, match=message):
+        start(name, tmp_path, *options)
+
+
+def test_an_odc_model_has_a_memory_as_long_as_the_dataset_and_trains_all_parameters(tmp_path):
+    seed_all_rng(0)
+    model = build_model(config("odc.yaml", tmp_path)).train()
+    assert list(model.memory.features.shape) == [24, 3]
+    model.memory.begin(torch.randn(24, 3), torch.tensor([0] * 16 + [1] * 4 + [2] * 4))
+    batch = {"view1": torch.rand(4, 1, 8, 8), "index": torch.tensor([14, 15, 16, 20])}
+    losses = model(batch)
+    losses["loss_cluster"].backward()
+
+    logs = model.head(model.embed(batch["view1"])).log_softmax(1)
+    expected = -(logs[0, 0] / 4 + logs[1, 0] / 4 + logs[2, 1] / 2 + logs[3, 2] / 2) / (2 / 4 + 2 / 2)
+    assert losses["loss_cluster"].item() == pytest.approx(expected.item())
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+
+
+# ---------------------------------------------------------------------- killed and resumed
+
+
+class Killed(Exception):
+    pass
+
+
+class Killer(HookBase):
+    def __init__(self, iter):
+        self.iter = iter
+
+    def after_step(self):
+        if self.trainer.iter == self.iter:
+            raise Killed
+
+
+class Forgetful(HookBase):
+    """Leaves the state of a hook out of checkpoints."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def before_save(self, state):
+        hooks = {name: of_hook for name, of_hook in state["trainer"]["hooks"].items() if name != self.name}
+        state["trainer"] = {**state["trainer"], "hooks": hooks}
+
+
+def run(name, folder, *hooks, kill_at=-1, place):
+    trainer = start(name, folder)
+    trainer.register_hooks(hooks)
+    trainer.register_hooks([Killer(kill_at)], **place)
+    trainer.train()
+
+
+def run_whole_and_killed(name, folder, *hooks, kill_at, place):
+    """Where the two end differently; there is no best checkpoint."""
+    run(name, folder / "whole", *hooks, place=place)
+    with pytest.raises(Killed):
+        run(name, folder / "killed", *hooks, kill_at=kill_at, place=place)
+    run(name, folder / "killed", *hooks, place=place)
+    found = differences(folder / "whole", folder / "killed")
+    return [line for line in found if not line.startswith("model_best.pth: absent")]
+
+
+# behind a checkpoint of iteration 2: right behind what the hook does, behind the next checkpoint, in between
+@pytest.mark.parametrize("place", [(5, "hook"), (5, "end"), (4, "end")])
+@pytest.mark.parametrize(("name", "hook"), [("deepcluster.yaml", "DeepClusterHook"), ("odc.yaml", "ODCHook")])
+def test_a_run_that_is_killed_and_resumed_ends_as_one_that_was_left_alone(tmp_path, name, hook, place):
+    kill_at, where = place
+    place = {"after": hook} if where == "hook" else {"priority": "LOWEST"}
+    assert run_whole_and_killed(name, tmp_path, kill_at=kill_at, place=place) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "hook", "changed"),
+    [
+        ("deepcluster.yaml", "DeepClusterHook", "model_final.pth/model"),
+        ("odc.yaml", "ODCHook", "metrics.json/4/clusters/dissolved"),
+    ],
+)
+def test_a_run_that_is_resumed_without_the_state_of_its_hook_differs(tmp_path, name, hook, changed):
+    found = run_whole_and_killed(name, tmp_path, Forgetful(hook), kill_at=4, place={"priority": "LOWEST"})
+    assert [line for line in found if line.startswith(changed)] != []
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_second_call_of_train_goes_on_with_the_clusters_of_the_first(tmp_path, name):
+    whole, parts = start(name, tmp_path / "whole"), start(name, tmp_path / "parts")
+    for trainer, ends in ((whole, [0, 8]), (parts, [0, 4, 8])):
+        seed_all_rng(0)
+        for begin, end in itertools.pairwise(ends):
+            trainer.train(begin, end)
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(parts.model.state_dict()[name], value), name
+
+
+# ---------------------------------------------------------------------- several ranks
+
+
+def check_deep_cluster(rank, folder):
+    trainer, recorder = start("deepcluster.yaml", f"{folder}/deepcluster"), BatchRecorder()
+    trainer.register_hooks([recorder])
+    trainer.train()
+    labels = trainer.state_dict()["hooks"]["DeepClusterHook"]["labels"]
+    return labels, trainer.model.module.head.weight.detach(), recorder.column("index"), recorder.column("label")
+
+
+def check_odc(rank, folder):
+    trainer, recorder = start("odc.yaml", f"{folder}/odc"), BatchRecorder()
+    trainer.register_hooks([recorder])
+    trainer.train()
+    return *trainer.model.module.memory.buffers(), recorder.column("index")
+
+
+@pytest.fixture(scope="module")
+def on_ranks(tmp_path_factory):
+    return on_two_ranks([check_deep_cluster, check_odc], tmp_path_factory.mktemp("ranks"))
+
+
+def test_two_ranks_have_the_same_labels_and_head_and_share_the_batches_of_one(on_ranks, recorded):
+    (labels, head, *batches), (other_labels, other_head, *other_batches) = on_ranks["check_deep_cluster"]
+    assert torch.equal(labels, other_labels)
+    assert torch.equal(head, other_head)
+    index, label = (torch.stack(parts, 2).flatten(1) for parts in zip(batches, other_batches, strict=True))
+    assert torch.equal(index, recorded.column("index"))
+    assert torch.equal(label[:3], recorded.column("label")[:3])  # later the weights differ, by batch norm
+
+
+def test_two_ranks_have_the_same_memory_of_the_samples_of_both(on_ranks, remembered):
+    (*memories, index), (*other_memories, other_index) = on_ranks["check_odc"]
+    for memory, other in zip(memories, other_memories, strict=True):
+        assert torch.equal(memory, other)
+    assert torch.equal(torch.stack([index, other_index], 2).flatten(1), remembered.column("index"))
