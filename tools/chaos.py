@@ -24,16 +24,17 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from tabulate import tabulate
-from torch import Tensor, nn
+from torch import nn
 
-from trainkit.checkpoint import Checkpointer
+from trainkit.checkpoint import Checkpointer, contents
+from trainkit.checkpoint.contents import parts_of
 from trainkit.checkpoint.file import read_file
 
 JOB = Path(__file__).with_name("chaos_job.py")
@@ -41,7 +42,8 @@ SURE_OF_CHECKPOINT = 14  # the iteration whose save waits for the first one
 
 # What a clock has said differs between any two runs. Entries of these names are not compared, wherever they are, nor is
 # the length of metrics.json in bytes, as it is full of digits of them, nor a line of it that says nothing else.
-CLOCK_READINGS = frozenset({"time", "data_time", "rank_data_time", "eta_seconds", "epoch_time", "samples_per_sec"})
+CLOCK_READINGS = frozenset({"time", "data_time", "rank_data_time", "eta_seconds", "epoch_time"})
+CLOCK_READINGS |= {"samples_per_sec", "tokens_per_sec", "mfu_pct"}
 LENGTH_OF_METRICS = re.compile(r"hooks/PeriodicWriter/writers/\d+/state/length$")
 # Nor are these files, which tell of the starts of a run, or hold what a start has found and put aside.
 UNCOMPARED_FILES = ("log.txt*", "previous_*", "config.yaml", "metrics.json.*", "events.out.tfevents.*")
@@ -70,7 +72,6 @@ MAX_COUNTS |= {f"{when} {call}": count for when in ("before", "after") for call,
 
 # what every run has to leave behind
 FILES = ("model_final.pth", "model_best.pth", "last_checkpoint", "finished", "metrics.json")
-CONTAINERS = ("trainer", "trainer/hooks", "trainer/_trainer")  # of a checkpoint, the parts of which are left out singly
 # of the parts, those that nothing misses, and why
 NOT_MISSED = {
     "iteration": "a copy of trainer/iteration, for other readers of the file",
@@ -248,40 +249,13 @@ def _content(path: Path) -> Any:
     return [row for row in rows if isinstance(row, str) or row.keys() - CLOCK_READINGS - {"iteration", "epoch"}]
 
 
-def differing(left: Any, right: Any, path: str = "") -> Iterator[str]:
-    """Where two nested values are not the same bit by bit, `CLOCK_READINGS` left out."""
-    if type(left) is not type(right):
-        yield f"{path}: {type(left).__name__} and {type(right).__name__}"
-    elif isinstance(left, Mapping):
-        for key in [*left, *(key for key in right if key not in left)]:
-            here = f"{path}/{key}".lstrip("/")
-            if key in CLOCK_READINGS or LENGTH_OF_METRICS.search(here):
-                continue
-            if key not in left or key not in right:
-                yield f"{here}: only in the {'first' if key in left else 'second'}"
-            else:
-                yield from differing(left[key], right[key], here)
-    elif isinstance(left, list | tuple):
-        if len(left) != len(right):
-            yield f"{path}: {len(left)} and {len(right)} entries"
-        for index, pair in enumerate(zip(left, right, strict=False)):
-            yield from differing(*pair, f"{path}/{index}")
-    elif isinstance(left, Tensor):
-        if (left.dtype, left.shape) != (right.dtype, right.shape):
-            yield f"{path}: {left.dtype} {list(left.shape)} and {right.dtype} {list(right.shape)}"
-        elif left.numpy(force=True).tobytes() != right.numpy(force=True).tobytes():
-            yield f"{path}: {(left != right).sum()} of {left.numel()} values"
-    elif repr(left) != repr(right):  # of floats as well, which it tells apart bit by bit, but equals NaN with NaN
-        yield f"{path}: {left!r:.60} and {right!r:.60}"
+def differing(left: Any, right: Any) -> Iterator[str]:
+    """Where two nested values are not the same bit by bit, readings of a clock left out."""
+    return contents.differing(left, right, skip=_is_of_the_clock)
 
 
-def parts_of(state: Mapping[str, Any], path: str = "") -> list[str]:
-    """Everything that a checkpoint saves, as far as it can be left out by itself."""
-    parts = []
-    for key, value in state.items():
-        here = f"{path}/{key}".lstrip("/")
-        parts += parts_of(value, here) if here in CONTAINERS else [here]
-    return parts
+def _is_of_the_clock(key: Any, path: str) -> bool:
+    return key in CLOCK_READINGS or LENGTH_OF_METRICS.search(path) is not None
 
 
 # ---------------------------------------------------------------------------- the two experiments

@@ -1,0 +1,92 @@
+"""The commands of docs/tools.md, run behind a short run of the default job, print what the page shows."""
+
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from projects.digits import load_split
+from tests.tools.digits_run import OPTIONS
+from tools import train_net
+from trainkit.engine import default_argument_parser
+from trainkit.utils.logger import close_logger
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "tools.md").read_text()
+# a command, and what stands behind it until the next one
+COMMANDS = [
+    (line, shown)
+    for block, shown in re.findall(r"```bash\n(.*?)```\n(?:\n```\n(.*?)```)?", PAGE, re.DOTALL)
+    for line in block.splitlines()
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the commands are run."""
+    folder = tmp_path_factory.mktemp("page")
+    (folder / "projects").symlink_to(ROOT / "projects")
+    np.save(folder / "scans.npy", np.stack([sample["image"] for sample in load_split("test")[:3]]))
+    changed = ["SOLVER.MAX_ITER", "8", "SOLVER.CHECKPOINT_PERIOD", "2", "TEST.EVAL_PERIOD", "2", "MODEL.WIDTH", "16"]
+    changed += ["CHECKPOINT.BEST_METRIC", "classification/top1", "OUTPUT_DIR", str(folder / "output/digits")]
+    train_net.main(default_argument_parser().parse_args([*map(str, OPTIONS), *changed]))
+    close_logger()
+    return folder
+
+
+def run(command, capsys):
+    """What it prints, and its exit code."""
+    python, script, *args = shlex.split(command)
+    assert python == "python"
+    tool = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+    try:
+        code = tool.main(tool.parse_args(args)) or 0
+    except SystemExit as end:
+        code = end.code
+    captured = capsys.readouterr()
+    return captured.out or captured.err, code
+
+
+def masked(text):
+    """Its lines without numbers, whose values are those of another run, and without spaces and rules."""
+    lines = [re.sub(r"[\d,]*\d(\.\d+)?(e-\d+)?", "#", line) for line in text.splitlines()]
+    return [re.sub(r"(?<=-)-+", "", re.sub(r" +", " ", line)).strip() for line in lines]
+
+
+def test_the_page_has_commands_for_each_of_the_three_tools():
+    assert {shlex.split(command)[1] for command, _ in COMMANDS} == {
+        f"tools/{name}.py" for name in ("analyze_model", "predict", "inspect_checkpoint")
+    }
+    assert len(COMMANDS) == 8
+
+
+@pytest.mark.parametrize(("command", "shown"), COMMANDS, ids=[command for command, _ in COMMANDS])
+def test_a_command_prints_what_the_page_shows(folder, monkeypatch, capsys, command, shown):
+    monkeypatch.chdir(folder)
+    before = {path: path.stat().st_mtime_ns for path in (folder / "output").rglob("*")}
+
+    printed, code = run(command.replace("0000599", "0000005"), capsys)  # the last but one of both runs
+
+    assert code == ("\ndifferent in " in shown), printed
+    assert {path: path.stat().st_mtime_ns for path in (folder / "output").rglob("*")} == before
+    if "analyze" in command:  # it depends on no run
+        assert {line for line in shown.splitlines() if line != "..."} <= {*printed.splitlines()}
+    lines = iter(masked(printed))
+    for line in masked(shown):  # in this order
+        if line != "..." and "..." not in line:
+            assert line in lines, f"{line!r} is not printed, or elsewhere"
+    if shown and not shown.endswith("...\n"):
+        assert [*lines] == []
+
+
+def test_every_tool_has_its_line_in_the_table():
+    scripts = {path.name for path in (ROOT / "tools").glob("*.py")} - {"chaos_job.py"}  # which chaos.py starts
+    assert set(re.findall(r"^\| `tools/(\w+\.py)` \| \w", PAGE, re.MULTILINE)) == scripts
+
+
+def test_links_lead_to_pages_that_are_there():
+    for link in re.findall(r"\]\(([^)#:]+)\)", PAGE):
+        assert (ROOT / "docs" / link).exists()

@@ -1,0 +1,233 @@
+"""What is counted of a model, and what is said not to be."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.job import tiny_cfg
+from tools import analyze_model
+from trainkit.data import DatasetCatalog
+from trainkit.modeling import MODEL_REGISTRY
+
+HEADERS = ["module", "class", "parameters", "trainable", "buffers", "FLOPs", "activations"]
+
+
+def linear(size, outputs):
+    """FLOPs and activations of one on a sample."""
+    return size * outputs, outputs
+
+
+class Net(nn.Module):
+    """Returns a dict and needs the label, in eval mode too; one layer is frozen, one is not used."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(4, 8).requires_grad_(False)
+        self.head = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3))
+        self.unused = nn.Linear(5, 5)
+        self.modes = []
+
+    def forward(self, batch):
+        self.modes.append(self.training)
+        logits = self.head(self.frozen(batch["x"]))
+        loss = nn.functional.cross_entropy(logits, batch["label"])
+        return {"logits": logits, "loss": loss, "names": batch["name"], "nested": [(logits.exp(),)]}
+
+
+BATCH = {"x": torch.ones(1, 4), "label": torch.tensor([1]), "name": ["a"]}
+
+
+def table(text):
+    """module -> cells by their header."""
+    lines = text.splitlines()
+    ends = [lines[0].index(header) + len(header) for header in HEADERS]
+    rows = {}
+    for line in lines[2:]:
+        if line.startswith(("For ", "No ", "Not ")):
+            break
+        name, kind = line.split()[:2]
+        # numbers end where their header does
+        numbers = [line[begin:end].split()[-1:] for begin, end in itertools.pairwise(ends[1:])]
+        cells = {header: cell[0] for header, cell in zip(HEADERS[2:], numbers, strict=True) if cell}
+        rows[name] = {"class": kind, **{header: cell for header, cell in cells.items() if cell != kind}}
+    return rows
+
+
+def test_each_module_is_counted_exactly():
+    found = table(analyze_model.report(Net(), BATCH))
+
+    (frozen, _), (last, outputs) = linear(4, 8), linear(8, 3)
+    norm = 2 * 8  # a multiplication and an addition for each value
+    assert found == {
+        "(model)": {
+            "class": "Net",
+            "parameters": str(40 + 16 + 27 + 30),
+            "trainable": str(16 + 27 + 30),
+            "buffers": "17",
+            "FLOPs": str(frozen + norm + last),
+            "activations": str(8 + outputs),
+        },
+        "frozen": {"class": "Linear", "parameters": "40", "FLOPs": "32", "activations": "8"},
+        "head": {
+            "class": "Sequential",
+            "parameters": "43",
+            "trainable": "43",
+            "buffers": "17",
+            "FLOPs": str(norm + last),
+            "activations": "3",
+        },
+        "head.0": {"class": "BatchNorm1d", "parameters": "16", "trainable": "16", "buffers": "17", "FLOPs": "16"},
+        "head.1": {"class": "Linear", "parameters": "27", "trainable": "27", "FLOPs": "24", "activations": "3"},
+        "unused": {"class": "Linear", "parameters": "30", "trainable": "30", "FLOPs": "-", "activations": "-"},
+    }
+
+
+def test_what_is_not_counted_is_told():
+    lines = analyze_model.report(Net(), BATCH).splitlines()
+    assert lines[-3] == "For the input {'x': [1, 4], 'label': [1], 'name': ['a']}, in eval mode."
+    assert lines[-2].startswith("No FLOPs are counted for these operators, called so many times: ")
+    assert "cross_entropy_loss 1" in lines[-2]
+    assert "exp 1" in lines[-2]
+    assert lines[-1] == "Not called, or not as modules: unused."
+
+    lines = analyze_model.report(nn.Linear(2, 2), torch.ones(1, 2)).splitlines()
+    assert lines[-1] == "For the input [1, 2], in eval mode."
+
+
+def test_the_model_is_in_eval_mode_and_without_gradients():
+    model = Net()
+    assert analyze_model.Counts(model, BATCH).flops[""] == 72
+    assert set(model.modes) == {False}
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_depth_cuts_the_table_and_no_number():
+    model = Net()
+    whole = table(analyze_model.report(model, BATCH))
+    assert table(analyze_model.report(model, BATCH, depth=0)) == {"(model)": whole["(model)"]}
+    assert list(table(analyze_model.report(model, BATCH, depth=1))) == ["(model)", "frozen", "head", "unused"]
+
+
+def test_a_shared_parameter_counts_once():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    found = table(analyze_model.report(model, torch.ones(1, 4)))
+    assert found["(model)"]["parameters"] == "16"
+    assert found["(model)"]["FLOPs"] == "32"
+
+
+def test_attention_is_counted_although_torch_has_one_operator_for_it():
+    length, dim = 6, 8
+    layer = nn.TransformerEncoderLayer(dim, nhead=2, dim_feedforward=16, batch_first=True)
+    assert torch.backends.mha.get_fastpath_enabled()
+    counts = analyze_model.Counts(layer, torch.ones(1, length, dim))
+
+    projections, products = 4 * length * dim * dim, 2 * length * length * dim
+    assert counts.flops["self_attn"] == projections + products
+    assert not any("attention" in name for name in counts.uncounted)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+@MODEL_REGISTRY.register()
+class AnalyzedDetector(nn.Module):
+    """A batch is a list of dicts; the output is a list without a tensor."""
+
+    def __init__(self, cfg=None):
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, batch):
+        scores = self.linear(torch.stack([sample["x"] for sample in batch]))
+        return [{"kind": str(row.shape)} for row in scores]
+
+
+def test_a_batch_may_be_a_list_and_an_output_no_tensor():
+    assert analyze_model.Counts(AnalyzedDetector(), [{"x": torch.ones(4), "id": 7}]).flops == {"": 8, "linear": 8}
+
+
+# ---------------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def call(tmp_path, capsys):
+    """Run the command for the tiny job with changed options; returns the output, the errors and the exit code."""
+
+    def call(*args, options=()):
+        (tmp_path / "config.yaml").write_text(tiny_cfg(tmp_path / "out", *options).dump())
+        code = 0
+        try:
+            arguments = ["--config-file", str(tmp_path / "config.yaml"), *args]
+            analyze_model.main(analyze_model.parse_args(arguments))
+        except SystemExit as end:
+            code = end.code
+        assert not (tmp_path / "out").exists()
+        return *capsys.readouterr(), code
+
+    return call
+
+
+def test_the_command_counts_one_sample_of_the_test_data(call):
+    out, _, code = call()
+    assert code == 0
+    assert table(out)["(model)"] == {
+        "class": "TinyClassifier",
+        "parameters": "74",
+        "trainable": "74",
+        "buffers": "17",
+        "FLOPs": str(4 * 8 + 2 * 8 + 8 * 2),
+        "activations": "10",
+    }
+    assert "For the input {'x': [1, 4], 'label': [1]}, in eval mode.\n" in out
+
+
+def test_a_shape_stands_in_for_the_data(call):
+    with_data, options = table(call()[0]), ("DATASETS.TEST", (), "DATASETS.TRAIN", ())
+    out = call("--input-shape", "x=4", "--depth", "1", options=options)[0]
+    assert table(out) == {name: with_data[name] for name in ("(model)", "layers")}
+    assert "For the input {'x': [1, 4]}, in eval mode.\n" in out
+
+    out = call("--input-shape", "x=4", options=("MODEL.NAME", "AnalyzedDetector", "DATALOADER.COLLATE", "list"))[0]
+    assert "For the input [{'x': [4]}], in eval mode.\n" in out
+
+
+def test_options_behind_the_config_and_between_the_flags_count(call):
+    out = call("MODEL.NAME", "AnalyzedDetector", "--depth", "0", "DATALOADER.COLLATE", "list")[0]
+    assert list(table(out)) == ["(model)"]
+    assert table(out)["(model)"]["class"] == "AnalyzedDetector"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_config_for_a_gpu_is_counted_without_one(call):
+    assert call(options=("MODEL.DEVICE", "cuda"))[0] == call()[0]
+
+
+def test_mistakes_are_one_line(call):
+    def mistake(*args, **kwargs):
+        out, err, code = call(*args, **kwargs)
+        assert (out, code) == ("", 2)
+        return err.splitlines()[-1].partition("error: ")[2]
+
+    assert "--input-shape" in mistake(options=("DATASETS.TEST", ()))
+    assert "(did you mean 'tiny_test'?)" in mistake(options=("DATASETS.TEST", ("tiny_tset",)))
+    text = "the model does not take the input {'x': [1, 5]}: RuntimeError: mat1 and mat2 shapes cannot be multiplied"
+    assert mistake("--input-shape", "x=5").startswith(text)
+    assert mistake("--input-shape", "y=4").endswith("the input {'y': [1, 4]}: KeyError: 'x'")
+    assert "got both" in mistake("--input-shape", "4", "--input-shape", "x=4")
+    for shape in ("a", "x=", "0", "x=-1", "3,"):
+        assert f"need such as 3,224,224 or image=3,224,224, got '{shape}'" in mistake("--input-shape", shape)
+    assert "no 'X' in the MODEL registry" in mistake("MODEL.NAME", "X")
+    assert "SOLVER.X" in mistake("SOLVER.X", "1")
+
+
+def test_a_config_file_that_is_absent_is_one_line(capsys, tmp_path):
+    with pytest.raises(SystemExit) as end:
+        analyze_model.main(analyze_model.parse_args(["--config-file", str(tmp_path / "x.yaml")]))
+    assert end.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_first_sample_is_drawn_from_the_validation_data_where_there_are_no_test_data(call):
+    assert "tiny_val" in DatasetCatalog
+    assert "'x': [1, 4]" in call(options=("DATASETS.TEST", (), "DATASETS.VAL", ("tiny_val",)))[0]

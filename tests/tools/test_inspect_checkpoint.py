@@ -1,0 +1,360 @@
+"""What a checkpoint is said to hold, whether it is said to be intact, and where two are said to differ."""
+
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.checkpoint.conftest import Counter, linear
+from tests.engine.job import tiny_cfg
+from tools import inspect_checkpoint
+from trainkit.checkpoint import Checkpointer
+from trainkit.checkpoint.contents import differing, parts_of
+from trainkit.checkpoint.file import read_file, sha256_of, write_file
+from trainkit.checkpoint.publish import publish_weights
+from trainkit.engine import DefaultTrainer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def inspect(capsys):
+    """Run the command; returns its exit code, its output and its errors."""
+
+    def inspect(*args):
+        try:
+            code = inspect_checkpoint.main(inspect_checkpoint.parse_args([str(arg) for arg in args]))
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    return inspect
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run with checkpoints of iterations 4 and 9, the best one of metric top1 and the final one."""
+    folder = tmp_path_factory.mktemp("run")
+    DefaultTrainer(tiny_cfg(folder, "CHECKPOINT.BEST_METRIC", "classification/top1")).train()
+    return folder
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A folder with checkpoints of iterations 9, 19 and 29."""
+    for iteration in (9, 19, 29):
+        checkpointer = Checkpointer(linear(iteration), tmp_path, trainer=Counter(iteration))
+        checkpointer.save(f"model_{iteration:07d}", iteration=iteration)
+    return tmp_path
+
+
+def damage(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def rows(text):
+    """The lines of a table by their first cell."""
+    return {line.split()[0]: line.split() for line in text.splitlines() if line.strip()}
+
+
+# ---------------------------------------------------------------------------- one file
+
+
+def test_a_file_of_a_run_is_described(run, inspect):
+    code, out, err = inspect(run / "model_0000004.pth")
+
+    assert (code, err) == (0, "")
+    found = rows(out)
+    assert " ".join(found["written"]) == "written by trainkit"
+    assert " ".join(found["intact"]) == "intact yes, its content matches its digest"
+    assert " ".join(found["iteration"]) == "iteration 4"  # the later one, of the entries
+    assert "iteration   4, counted from 0; 5 of 10 are done\n" in out
+    pending = "EvalHook, BestCheckpointer, PeriodicWriter"
+    assert f"goes on     with {pending} (after_step), then with iteration 5\n" in out
+    assert found["layers.0.weight"] == ["layers.0.weight", "[8,", "4]", "float32", "128", "B"]
+    assert found["layers.1.num_batches_tracked"] == ["layers.1.num_batches_tracked", "[]", "int64", "8", "B"]
+    assert " ".join(found["9"]) == "9 tensors 91 values 368 B"
+    assert {"trainer/cursor", "trainer/rng", "trainer/storage", "trainer/hooks/LRScheduler"} <= found.keys()
+    assert " ".join(found["trainer/hooks/EvalHook"]) == "trainer/hooks/EvalHook evaluated_iters -1"
+    assert " ".join(found["trainer/data"]).startswith("trainer/data kind TrainingSampler, seed 1, position 40, ")
+
+
+def test_the_final_file_goes_on_with_the_end_of_the_run(run, inspect):
+    out = inspect(run / "model_final.pth")[1]
+
+    assert "iteration   9, counted from 0; 10 of 10 are done\n" in out
+    assert ", then with the end of the run\n" in out
+    assert "is          last, final\n" in out
+
+
+def test_files_of_other_programs_are_described_as_far_as_they_say_something(tmp_path, inspect):
+    weights = {"a": torch.ones(2, dtype=torch.bfloat16), "b": torch.ones(3)}
+    torch.save(weights, tmp_path / "bare.pth")
+    others = {"optimizer": {"state": {}}, "scheduler": {"last_epoch": 3}, "iteration": 3}
+    torch.save({"model": weights, **others}, tmp_path / "detectron2.pth")
+
+    for name in ("bare.pth", "detectron2.pth"):
+        code, out, _ = inspect(tmp_path / name)
+        found = rows(out)
+        assert code == 0
+        assert " ".join(found["written"]) == "written by another program"
+        assert " ".join(found["intact"]) == "intact it loads; it has no digest to compare with"
+        assert found["a"] == ["a", "[2]", "bfloat16", "4", "B"]
+        assert " ".join(found["2"]) == "2 tensors 5 values 16 B"
+    assert "iteration   3, counted from 0\n" in out
+    assert found["scheduler"] == ["scheduler", "last_epoch", "3"]
+
+
+class Opener:
+    """What pickles to a call that creates a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_no_code_of_a_file_is_run(tmp_path, inspect):
+    torch.save({"model": Opener(tmp_path / "created")}, tmp_path / "evil.pth")
+
+    code, out, err = inspect(tmp_path / "evil.pth")
+
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: '{tmp_path}/evil.pth' is refused: it needs ")
+    assert not (tmp_path / "created").exists()
+    torch.load(tmp_path / "evil.pth", weights_only=False)["model"].close()  # the control
+    assert (tmp_path / "created").exists()
+
+
+def test_a_file_that_cannot_be_read_is_one_line_and_code_2(small, inspect):
+    damage(small / "model_0000029.pth")
+    (small / "half.pth").write_bytes((small / "model_0000019.pth").read_bytes()[:500])
+    torch.save({"a": np.ones(2)}, small / "numpy.pth")
+    torch.save(torch.ones(2), small / "tensor.pth")
+    expected = {
+        "model_0000029.pth": "is damaged: its content does not match its digest",
+        "half.pth": "is damaged or not a file of torch.save: ",
+        "numpy.pth": "is refused: it needs numpy.",
+        "tensor.pth": "holds a Tensor; a checkpoint is a dict",
+        "modle_0000019.pth": "no such file; the nearest name there is 'model_0000019.pth'",
+    }
+    for name, text in expected.items():
+        code, out, err = inspect(small / name)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert err.startswith("error: ")
+        assert text in err
+
+
+# ---------------------------------------------------------------------------- a folder
+
+
+def test_a_folder_is_a_table_of_its_checkpoints(run, inspect):
+    published = Path(publish_weights(run / "model_final.pth"))
+    code, out, err = inspect(run)
+    published.unlink()
+
+    assert (code, err) == (0, "")
+    found = {name: (cells[1], *cells[6:]) for name, cells in rows(out).items() if name.endswith(".pth")}
+    best = found.pop("model_best.pth")
+    assert best[0] in ("4", "9")
+    assert best[1:] == ("intact", "best")
+    assert found.pop(published.name)[-1] == "published"
+    assert found == {"model_0000004.pth": ("4", "intact"), "model_final.pth": ("9", "intact", "last,", "final")}
+    assert out.endswith("The run has finished after 10 iterations.\n")
+
+
+def test_a_broken_checkpoint_of_a_folder_is_named_and_the_one_to_go_on_from_as_well(small, inspect):
+    assert inspect(small)[1].endswith("\n--resume goes on from model_0000029.pth.\n")
+
+    damage(small / "model_0000029.pth")
+    torch.save({"a": np.ones(2)}, small / "numpy.pth")
+    code, out, _ = inspect(small)
+
+    assert code == 1
+    found = rows(out)
+    assert found["model_0000029.pth"][-2:] == ["BROKEN", "last"]
+    assert found["numpy.pth"][-1] == "UNREADABLE"
+    assert found["model_0000019.pth"][-1] == "intact"
+    assert f"'{small}/model_0000029.pth' is damaged: its content does not match its digest\n" in out
+    assert out.endswith("\n--resume goes on from model_0000019.pth.\n")
+
+
+def test_a_folder_all_of_whose_checkpoints_are_broken_has_none_to_go_on_from(small, inspect):
+    for path in small.glob("*.pth"):
+        damage(path)
+    code, out, _ = inspect(small)
+    assert code == 1
+    assert out.endswith("\n--resume finds no intact checkpoint.\n")
+
+
+@pytest.mark.parametrize(
+    ("tag", "said"),
+    [("model_9.pth", "model_9.pth', which last_checkpoint names, is not there"), ("../a.pth", "names '../a.pth'")],
+)
+def test_a_tag_that_names_no_file_of_the_folder_is_told(small, inspect, tag, said):
+    (small / "last_checkpoint").write_text(tag)
+    code, out, _ = inspect(small)
+    assert code == 1
+    assert said in out.splitlines()[-1]
+
+
+def test_a_folder_without_a_checkpoint_is_an_error(tmp_path, inspect):
+    assert inspect(tmp_path) == (2, "", f"error: there is no checkpoint in '{tmp_path}': no file is called *.pth\n")
+
+
+def test_nothing_is_written(run, small, inspect):
+    def content(folder):
+        return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.iterdir()}
+
+    (small / ".model.pth.01234567.trainkit-tmp").touch()  # what a resume would remove
+    for folder in (run, small):
+        before = content(folder)
+        inspect(folder)
+        for path in folder.glob("*.pth"):
+            inspect(path)
+        assert content(folder) == before
+
+
+# ---------------------------------------------------------------------------- two files
+
+
+def test_a_file_and_its_copy_are_identical_though_their_bytes_differ(run, tmp_path, inspect):
+    torch.save(read_file(run / "model_final.pth"), tmp_path / "copy.pth")
+    code, out, _ = inspect(run / "model_final.pth", tmp_path / "copy.pth")
+    assert (code, out.split(":")[0], out.count("\n")) == (0, "identical", 1)
+
+
+def test_two_files_differ_in_keys_shapes_types_and_values(tmp_path, inspect):
+    weight = torch.tensor([1.0, 2.0, 3.0])
+    states = [
+        {"model": {"w": weight, "a": torch.ones(2), "same": torch.ones(1)}, "iteration": 3, "scheduler": {"x": 1}},
+        {
+            "model": {"w": weight + torch.tensor([0, 0.5, -2]), "a": torch.ones(2, 1), "b": torch.ones(1)},
+            "iteration": 5,
+            "trainer": {"rng": {"python": 1}},
+        },
+    ]
+    states[1]["model"]["same"] = torch.ones(1)
+    for name, state in zip(("left.pth", "right.pth"), states, strict=True):
+        write_file(state, tmp_path / name)
+
+    code, out, _ = inspect(tmp_path / "left.pth", tmp_path / "right.pth")
+
+    assert code == 1
+    assert out.splitlines() == [
+        "model/w: 2 of 3 values, by at most 2",
+        "model/a: torch.float32 [2] and torch.float32 [2, 1]",
+        "model/b: only in the second",
+        "iteration: 3 and 5",
+        "scheduler: only in the first",
+        "trainer: only in the second",
+        "different in 6 places",
+    ]
+
+
+def test_many_differences_of_an_entry_are_cut_unless_all_are_asked_for(tmp_path, inspect):
+    for name, value in (("left.pth", 0.0), ("right.pth", 1.0)):
+        write_file({"model": {str(i): torch.full((), value) for i in range(13)}}, tmp_path / name)
+    files = tmp_path / "left.pth", tmp_path / "right.pth"
+
+    lines = inspect(*files)[1].splitlines()
+    assert lines[9:] == [
+        "model/9: 1 of 1 values, by at most 1",
+        "model: 3 more differences, which --all shows",
+        "different in 13 places",
+    ]
+    assert len(inspect(*files, "--all")[1].splitlines()) == 14
+
+
+def test_bare_weights_are_compared_with_those_of_a_checkpoint(small, inspect):
+    torch.save(linear(29).state_dict(), small / "bare.pth")
+    out = inspect(small / "bare.pth", small / "model_0000029.pth")[1]
+    assert out.splitlines() == ["trainer: only in the second", "iteration: only in the second", "different in 2 places"]
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "said"),
+    [
+        (torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]), "1 of 2 values, by at most 0"),
+        (torch.ones(2, dtype=torch.bfloat16), torch.tensor([1, 1.5]).bfloat16(), "1 of 2 values, by at most 0.5"),
+        (torch.tensor([True]), torch.tensor([False]), "1 of 1 values, by at most 1"),
+        (torch.tensor([1.0]), torch.tensor([float("nan")]), "1 of 1 values, by at most nan"),
+        (torch.tensor([1j]), torch.tensor([2j]), "1 of 1 values"),
+        (torch.eye(2).to_sparse(), 2 * torch.eye(2).to_sparse(), "2 of 4 values, by at most 1"),
+    ],
+)
+def test_tensors_are_compared_by_their_bits(left, right, said):
+    assert list(differing({"x": left}, {"x": right})) == [f"x: {said}"]
+    for tensor in (left, right, torch.empty(0, 2)):
+        assert list(differing({"x": tensor}, {"x": tensor.clone()})) == []
+
+
+def test_mappings_of_different_classes_are_the_same_if_their_entries_are():
+    assert list(differing({"x": {"a": 1, "b": 2}}, {"x": OrderedDict(b=2, a=1)})) == []
+    assert list(differing({"x": {"a": 1}}, {"x": OrderedDict(a=2)})) == ["x/a: 1 and 2"]
+
+
+def test_an_entry_whose_container_is_none_is_a_part_itself():
+    assert parts_of({"trainer": 3, "model": {"w": 1}}) == ["trainer", "model"]
+    assert parts_of({"trainer": {"hooks": {"A": 1}, "rng": {"x": 1}}}) == ["trainer/hooks/A", "trainer/rng"]
+
+
+# ---------------------------------------------------------------------------- shards
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    """Make a checkpoint whose weights stand in a folder, without several processes."""
+
+    def sharded(name, fill):
+        folder = tmp_path / f"{name}.shards-01234567"
+        writer = dcp.FileSystemWriter(folder)
+        dcp.save({"model.weight": torch.full((4,), fill)}, storage_writer=writer, no_dist=True)
+        files = {path.name: (path.stat().st_size, sha256_of(path)) for path in folder.iterdir()}
+        empty = torch.empty(4, device="meta")
+        state = {"model": {"weight": empty}, "iteration": 3, "shards": {"folder": folder.name, "files": files}}
+        write_file(state, tmp_path / f"{name}.pth")
+        return tmp_path / f"{name}.pth", folder
+
+    return sharded
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_shards_belong_to_their_file(sharded, inspect):
+    one, folder = sharded("one", 1.0)
+    other, folder_of_other = sharded("other", 1.5)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    code, out, _ = inspect(one)
+    assert code == 0
+    assert f"one.shards-01234567, {size / 1024:.4g} KiB\n" in out
+    assert rows(out)["weight"] == ["weight", "[4]", "float32", "16", "B"]
+    assert inspect(one, other)[1] == "model/weight: 4 of 4 values, by at most 0.5\ndifferent in 1 places\n"
+    assert inspect(one, one)[0] == 0
+
+    damage(next(folder_of_other.glob("*.distcp")))
+    code, _, err = inspect(other)
+    assert code == 2
+    assert err.endswith("does not match its digest\n")
+    code, out, _ = inspect(one.parent)
+    assert code == 1
+    assert (rows(out)["one.pth"][-1], rows(out)["other.pth"][-1]) == ("intact", "BROKEN")
+    assert out.endswith("\n--resume goes on from one.pth.\n")
+
+
+# ---------------------------------------------------------------------------- the command
+
+
+def test_the_command_can_be_piped_into_one_that_ends_early(tmp_path):
+    # whose table is longer than a pipe holds
+    write_file({"model": {f"{i:060}": torch.ones(()) for i in range(2000)}}, tmp_path / "a.pth")
+    command = f"{sys.executable} tools/inspect_checkpoint.py {tmp_path}/a.pth | head -1"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert (done.stdout.count("\n"), done.stderr) == (1, "")

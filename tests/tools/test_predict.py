@@ -1,0 +1,362 @@
+"""What is predicted from which weights, for samples from where, and what is told of it."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.job import tiny_cfg
+from tools import predict
+from trainkit.checkpoint import Checkpointer
+from trainkit.data import DatasetCatalog, MetadataCatalog
+from trainkit.engine import DefaultPredictor
+from trainkit.modeling import MODEL_REGISTRY, build_model
+
+SAMPLES = DatasetCatalog.get("tiny_test")
+INPUTS = torch.stack([sample["x"] for sample in SAMPLES])  # [10, 4]
+NAMES = ["no", "yes"]
+
+
+@MODEL_REGISTRY.register()
+class Answers(nn.Module):
+    """Eval mode returns what ``make(x)`` makes of a batch."""
+
+    make = staticmethod(lambda x: x)
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, batch):
+        return self.make(batch["x"])
+
+
+@pytest.fixture(autouse=True)
+def class_names():
+    MetadataCatalog.get("tiny_test").set(class_names=NAMES)
+    yield
+    MetadataCatalog.remove("tiny_test")
+
+
+def save(folder, name="model_final", seed=0, **options):
+    """The folder of a run as far as it is needed, with random weights in one more checkpoint."""
+    cfg = tiny_cfg("elsewhere", "IMPORTS", ["tests.engine.job"])
+    cfg.merge_from_list([item for pair in options.items() for item in pair])
+    (folder / "config.yaml").write_text(cfg.dump())
+    torch.manual_seed(seed)
+    Checkpointer(build_model(cfg), folder).save(name)
+    return cfg
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    save(folder)
+    return folder
+
+
+@pytest.fixture
+def call(capsys):
+    """Run the command; returns the rows that it prints and its errors, without the last line, and its exit code."""
+
+    def call(*args):
+        code = 0
+        try:
+            predict.main(predict.parse_args([str(arg) for arg in args]))
+        except SystemExit as end:
+            code = end.code
+        out, err = capsys.readouterr()
+        return [json.loads(line) for line in out.splitlines()], err, code
+
+    return call
+
+
+def outputs(folder, name="model_final"):
+    """What `DefaultPredictor` gives for the test samples, ``[10, 2]``."""
+    cfg = tiny_cfg("elsewhere", "MODEL.WEIGHTS", str(folder / f"{name}.pth"))
+    return torch.stack(DefaultPredictor(cfg)(SAMPLES))
+
+
+def classes(row):
+    return [entry["index"] for entry in row["prediction"]]
+
+
+# ---------------------------------------------------------------------------- the command and the weights
+
+
+def test_samples_of_a_dataset_are_told_with_their_best_classes(run, call):
+    rows, err, _ = call(run, "--dataset", "tiny_test", "--num", 3)
+
+    probs = outputs(run)[:3].softmax(dim=1)
+    assert rows == [
+        {
+            "sample": i,
+            "label": NAMES[sample["label"]],
+            "prediction": [
+                {"class": NAMES[index], "index": index, "prob": round(probs[i, index].item(), 6)}
+                for index in probs[i].argsort(descending=True).tolist()
+            ],
+        }
+        for i, sample in enumerate(SAMPLES[:3])
+    ]
+    assert err == f"3 predictions with {run}/model_final.pth\n"
+    assert len(call(run, "--dataset", "tiny_test")[0]) == 10
+
+
+def used(call, *args):
+    _, err, code = call(*args, "--dataset", "tiny_test", "--num", 1)
+    assert code == 0, err
+    return err.removeprefix("1 predictions with ").rstrip()
+
+
+def test_the_weights_are_those_asked_for_else_the_best_else_the_last(run, call):
+    save(run, "model_0000009", seed=1)
+    assert used(call, run) == f"{run}/model_0000009.pth"  # which last_checkpoint names
+    (run / "model_0000009.pth").write_bytes(b"broken")
+    assert used(call, run) == f"{run}/model_final.pth"
+    save(run, "model_best", seed=2, **{"CHECKPOINT.BEST_METRIC": "a/b"})
+    assert used(call, run) == f"{run}/model_best.pth"
+    assert used(call, run, "--weights", run / "model_final.pth") == f"{run}/model_final.pth"
+
+    of_two = [call(run, "--dataset", "tiny_test", "--weights", run / f"{n}.pth") for n in ("model_best", "model_final")]
+    assert of_two[0][0] != of_two[1][0]
+
+
+def test_the_first_of_several_best_checkpoints_is_used(run, call):
+    for name in ("model_best_b_loss", "model_best_a_top1"):
+        save(run, name, **{"CHECKPOINT.BEST_METRIC": ["a/top1", "b/loss"]})
+    assert used(call, run) == f"{run}/model_best_a_top1.pth"
+
+
+def test_a_config_stands_in_for_a_run(run, call, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text((run / "config.yaml").read_text())
+    rows = call("--config-file", config, "--weights", run / "model_final.pth", "--dataset", "tiny_test")[0]
+    assert rows == call(run, "--dataset", "tiny_test")[0]
+    assert used(call, "--config-file", config, "--opts", "OUTPUT_DIR", run) == f"{run}/model_final.pth"
+    weights = str(run / "model_final.pth")
+    assert used(call, "--config-file", config, "--opts", "MODEL.WEIGHTS", weights) == weights
+
+
+def test_options_change_the_config(run, call):
+    same = call(run, "--dataset", "tiny_test")[0]
+    assert call(run, "--dataset", "tiny_test", "--opts", "TEST.IMS_PER_BATCH", 3)[0] == same
+    assert call(run, "--dataset", "tiny_test", "--opts", "INPUT.TEST_TRANSFORM", "")[0] != same
+
+
+# ---------------------------------------------------------------------------- samples of files
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".npz", ".pt", ".pth", ".jsonl", "list.pt", "dict.pt"])
+def test_every_kind_of_file_gives_what_the_dataset_gives(run, call, tmp_path, suffix):
+    file = tmp_path / f"inputs{suffix}"
+    inputs = INPUTS.numpy()
+    {
+        ".npy": lambda: np.save(file, inputs),
+        ".npz": lambda: np.savez(file, x=inputs),
+        ".pt": lambda: torch.save(INPUTS, file),
+        ".pth": lambda: torch.save(INPUTS, file),
+        ".jsonl": lambda: file.write_text("\n".join(json.dumps({"x": row.tolist()}) for row in INPUTS) + "\n\n"),
+        "list.pt": lambda: torch.save([{"x": row} for row in INPUTS], file),
+        "dict.pt": lambda: torch.save({"x": INPUTS}, file),
+    }[suffix]()
+
+    rows, err, _ = call(run, "--input", file, "--key", "x")
+
+    expected = call(run, "--dataset", "tiny_test")[0]
+    assert rows == [{key: value for key, value in row.items() if key != "label"} for row in expected], err
+    assert call(run, "--input", file, "--key", "x", "--num", 4)[0] == rows[:4]
+    assert [row["prediction"] for row in call(run, "--input", file, file, "--key", "x")[0]] == 2 * [
+        row["prediction"] for row in rows
+    ]
+
+
+def test_a_label_in_a_file_is_told(run, call, tmp_path):
+    np.savez(tmp_path / "a.npz", x=INPUTS.numpy(), label=[sample["label"] for sample in SAMPLES])
+    assert call(run, "--input", tmp_path / "a.npz")[0] == call(run, "--dataset", "tiny_test")[0]
+
+
+def test_lists_of_numbers_in_json_become_arrays_and_other_lists_stay(tmp_path):
+    line = {"a": [[1, 2]], "b": [1, 2.5], "c": [[1], [1, 2]], "d": ["x"], "e": [], "f": 3, "g": {"h": [True]}}
+    (tmp_path / "a.jsonl").write_text(json.dumps(line))
+
+    (sample,) = predict.samples_of_file(str(tmp_path / "a.jsonl"), "")
+
+    arrays = {name: (sample[name].tolist(), str(sample[name].dtype)) for name in "ab"}
+    assert arrays == {"a": ([[1, 2]], "int64"), "b": ([1.0, 2.5], "float32")}
+    assert {name: sample[name] for name in "cdef"} == {name: line[name] for name in "cdef"}
+    assert sample["g"]["h"].tolist() == [True]
+
+
+def test_samples_are_read_when_they_are_predicted(tmp_path):
+    """A line that is broken is only seen when its turn comes."""
+    (tmp_path / "a.jsonl").write_text('{"x": 1}\n{"x":\n')
+    samples = predict.samples_of_file(str(tmp_path / "a.jsonl"), "")
+    assert next(samples) == {"x": 1}
+    with pytest.raises(ValueError, match="is no JSON in line 2: "):
+        next(samples)
+
+
+def test_no_more_than_one_batch_is_read_ahead(run):
+    read = []
+    samples = (read.append(i) or SAMPLES[0] for i in range(9))
+    cfg = tiny_cfg("elsewhere", "MODEL.WEIGHTS", str(run / "model_final.pth"), "TEST.IMS_PER_BATCH", 4)
+    predicted = predict.predict(DefaultPredictor(cfg), samples)
+    assert [(next(predicted), len(read))[1] for _ in range(9)] == [4, 4, 4, 4, 8, 8, 8, 8, 9]
+
+
+def test_an_iterable_dataset_without_an_end_is_predicted_as_far_as_asked(run, call):
+    def endless():
+        while True:
+            yield SAMPLES[0]
+
+    DatasetCatalog.register("endless", endless)
+    try:
+        assert [row["sample"] for row in call(run, "--dataset", "endless", "--num", 5)[0]] == [0, 1, 2, 3, 4]
+    finally:
+        DatasetCatalog.remove("endless")
+
+
+# ---------------------------------------------------------------------------- what is told of a prediction
+
+SCORES = torch.tensor([1.0, 3.0, 2.0])
+ABC = ["a", "b", "c"]
+
+
+def test_scores_are_told_with_probabilities():
+    found = predict.describe(SCORES, ABC, 2)
+    probs = SCORES.softmax(dim=0).tolist()
+    assert found == [
+        {"class": "b", "index": 1, "prob": round(probs[1], 6)},
+        {"class": "c", "index": 2, "prob": round(probs[2], 6)},
+    ]
+    assert predict.describe({"logits": SCORES}, ABC, 2) == {"logits": found}
+
+
+def test_scores_that_are_probabilities_stay():
+    found = predict.describe(torch.tensor([0.25, 0.75, 0.0]), ABC, None)
+    assert [(entry["class"], entry["prob"]) for entry in found] == [("b", 0.75), ("a", 0.25), ("c", 0.0)]
+
+
+def test_without_names_of_as_many_classes_values_are_told_unless_classes_are_asked_for():
+    assert predict.describe(SCORES, [], None) == [1.0, 3.0, 2.0]
+    assert predict.describe(SCORES, ["a", "b"], None) == [1.0, 3.0, 2.0]
+    (best,) = predict.describe(SCORES, [], 1)
+    assert (best["class"], best["index"]) == ("1", 1)
+    assert predict.describe(torch.tensor([1, 3, 2]), ABC, None) == [1, 3, 2]  # no scores
+
+
+def test_scores_of_pixels_are_told_as_shares_of_the_classes():
+    best = torch.tensor([[0, 0], [2, 0]])
+    scores = nn.functional.one_hot(best, 3).permute(2, 0, 1).float()
+    assert predict.describe(scores, ABC, None) == [
+        {"class": "a", "index": 0, "pixels": 0.75},
+        {"class": "c", "index": 2, "pixels": 0.25},
+    ]
+
+
+def test_other_predictions_are_told_by_their_values_or_their_range():
+    large = torch.arange(32.0).reshape(4, 8)
+    prediction = {"boxes": large, "text": "x", "none": None, "both": (torch.tensor(2), [1.5]), "odd": torch.float32}
+    assert predict.describe(prediction, ABC, None) == {
+        "boxes": {"shape": [4, 8], "min": 0.0, "max": 31.0, "mean": 15.5},
+        "text": "x",
+        "none": None,
+        "both": [2, [1.5]],
+        "odd": "torch.float32",
+    }
+
+
+# ---------------------------------------------------------------------------- files of predictions
+
+
+def test_a_file_of_tensors_has_the_predictions_themselves(run, call, tmp_path):
+    rows, err, _ = call(run, "--dataset", "tiny_test", "--output", tmp_path / "out.pt")
+    assert (rows, err) == ([], f"10 predictions with {run}/model_final.pth\n")
+    assert torch.equal(torch.stack(torch.load(tmp_path / "out.pt")), torch.as_tensor(outputs(run)))
+
+
+def test_a_file_of_lines_has_what_is_printed(run, call, tmp_path):
+    rows = call(run, "--dataset", "tiny_test")[0]
+    assert call(run, "--dataset", "tiny_test", "--output", tmp_path / "out.jsonl")[0] == []
+    assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == rows
+
+
+@pytest.fixture
+def answers(tmp_path, monkeypatch):
+    """Make a run of a model that returns ``make(x)``."""
+
+    def answers(make):
+        monkeypatch.setattr(Answers, "make", staticmethod(make))
+        save(tmp_path, **{"MODEL.NAME": "Answers", "INPUT.TEST_TRANSFORM": ""})
+        return tmp_path
+
+    return answers
+
+
+def test_nested_predictions_keep_their_form(answers, call, tmp_path):
+    folder = answers(lambda x: {"a": x.bfloat16(), "b": (x.sum(1), ["text"] * len(x))})
+    call(folder, "--dataset", "tiny_test", "--output", tmp_path / "out.pt")
+    predictions = torch.load(tmp_path / "out.pt")
+    assert len(predictions) == 10
+    assert predictions[3]["a"].dtype == torch.bfloat16
+    assert predictions[3]["b"] == (INPUTS[3].sum(), "text")
+
+
+# ---------------------------------------------------------------------------- mistakes
+
+
+def mistake(call, *args):
+    rows, err, code = call(*args)
+    assert (rows, code) == ([], 2)
+    return err.splitlines()[-1].partition("error: ")[2]
+
+
+def test_mistakes_in_the_command_are_one_line(run, call, tmp_path):
+    wanted = ("--dataset", "tiny_test")
+    assert mistake(call, *wanted) == "name the folder of a run, or a --config-file"
+    assert mistake(call, tmp_path / "x", *wanted).startswith(f"'{tmp_path}/x' is no folder; name that of a run")
+    assert "config.yaml': No such file" in mistake(call, tmp_path, *wanted)
+    assert "(did you mean 'tiny_test'?)" in mistake(call, run, "--dataset", "tiny_tset")
+    assert "no such file" in mistake(call, run, *wanted, "--weights", tmp_path / "x.pth")
+    assert "no 'X' in the MODEL registry" in mistake(call, run, *wanted, "--opts", "MODEL.NAME", "X")
+    assert "need an integer >= 1, got '0'" in mistake(call, run, *wanted, "--num", 0)
+    assert "ends in .jsonl or .pt, got 'a.csv'" in mistake(call, run, *wanted, "--output", "a.csv")
+    assert "the folder of '/x/a.pt' does not exist" in mistake(call, run, *wanted, "--output", "/x/a.pt")
+    assert "one of the arguments --dataset --input is required" in mistake(call, run)
+    for name in ("model_final.pth", "last_checkpoint"):
+        (run / name).unlink()
+    assert "there is no checkpoint in" in mistake(call, run, *wanted)
+
+
+def test_mistakes_in_files_of_samples_are_one_line(run, call, tmp_path):
+    np.savez(tmp_path / "lengths.npz", x=np.ones((2, 4)), y=np.ones(3))
+    np.savez(tmp_path / "number.npz", x=np.ones((2, 4)), y=1)
+    np.save(tmp_path / "number.npy", np.float32(1))
+    np.save(tmp_path / "objects.npy", np.array([{}]))
+    np.save(tmp_path / "shape.npy", np.ones((2, 5), np.float32))
+    (tmp_path / "broken.pt").write_bytes(b"x")
+    torch.save("text", tmp_path / "text.pt")
+    expected = {
+        "absent.npy": "absent.npy' cannot be read: No such file or directory",
+        "image.png": "has the suffix '.png'; accepted: .npy, .npz, .pt, .pth, .jsonl",
+        "lengths.npz": "holds arrays of different lengths: {'x': 2, 'y': 3}; the first axis is that of the samples",
+        "number.npz": "holds 'y', which is no array [N, ...]",
+        "number.npy": "holds a single number; samples are an array [N, ...]",
+        "objects.npy": "objects.npy' cannot be read: ValueError: ",
+        "broken.pt": "broken.pt' cannot be read: ",
+        "text.pt": "holds a str, accepted are arrays, dicts of them and lists of samples",
+        "shape.npy": "samples 0 to 1 cannot be predicted, a sample has to look like one of the test dataset before its "
+        "transform: RuntimeError: ",
+    }
+    for name, text in expected.items():
+        assert text in mistake(call, run, "--input", tmp_path / name, "--key", "x")
+
+
+def test_a_model_that_fails_for_a_dataset_keeps_its_traceback(answers):
+    folder = answers(lambda x: x.nothing)
+    with pytest.raises(AttributeError, match="nothing"):
+        predict.main(predict.parse_args([str(folder), "--dataset", "tiny_test"]))

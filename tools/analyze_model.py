@@ -1,0 +1,259 @@
+#!/usr/bin/env python
+"""Count parameters, FLOPs and activations of a config's model, module by module.
+
+::
+
+    python tools/analyze_model.py --config-file projects/digits/config.yaml
+    python tools/analyze_model.py --config-file cfg.yaml --depth 2 --input-shape image=3,224,224 MODEL.WIDTH 32
+
+They are counted in eval mode for one sample: the first one of the test data, or zeros of --input-shape. A
+multiply-add is one FLOP; activations are the values that convolutions and linear layers give. Averaged weights are no
+part of the model and are not counted. Nothing is written.
+"""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from fvcore.nn import ActivationCountAnalysis, FlopCountAnalysis
+from fvcore.nn.jit_handles import get_shape
+from tabulate import tabulate
+from torch import Tensor, nn
+
+from trainkit.checkpoint.contents import tensors_in
+from trainkit.config import CfgNode, ConfigError, get_cfg, import_modules
+from trainkit.data import build_test_loader
+from trainkit.engine import user_errors_exit
+from trainkit.modeling import build_model
+from trainkit.utils.device import device_of, move_to_device
+
+ROOT = Path(__file__).resolve().parents[1]
+DEPTH = 3
+
+
+# ---------------------------------------------------------------------------- one sample
+
+
+def sample_batch(cfg: CfgNode) -> Any:
+    """A batch of the first sample of DATASETS.TEST, or else DATASETS.VAL.
+
+    Raises:
+        ConfigError: the config names no dataset, or one that does not exist.
+    """
+    names = [*cfg.DATASETS.TEST, *cfg.DATASETS.VAL]
+    if not names:
+        raise ConfigError("DATASETS.TEST names no dataset to take a sample from; give the --input-shape")
+    cfg = cfg.clone()
+    cfg.defrost()
+    cfg.TEST.IMS_PER_BATCH, cfg.DATALOADER.NUM_WORKERS = 1, 0
+    return next(iter(build_test_loader(cfg, names[0])))
+
+
+def batch_of_shapes(cfg: CfgNode, shapes: Iterable[tuple[str, list[int]]]) -> Any:
+    """Zeros for one sample, collated as DATALOADER.COLLATE says; the name "" is that of a sample that is a tensor.
+
+    Raises:
+        ConfigError: there are other names beside "".
+    """
+    sample = {name: torch.zeros(shape) for name, shape in shapes}
+    bare = sample.get("")
+    if bare is not None and len(sample) > 1:
+        raise ConfigError("--input-shape: a sample is one tensor or has names for all, got both")
+    if cfg.DATALOADER.COLLATE == "list":
+        return [sample if bare is None else bare]
+    return {name: value[None] for name, value in sample.items()} if bare is None else bare[None]
+
+
+# ---------------------------------------------------------------------------- counting
+
+
+class _Traced(nn.Module):
+    """A model between flat tuples of tensors, which is what can be traced of any batch and any output.
+
+    It gives what each module gives, because what leads to no output is left out of a trace, and an output may be an
+    object of any class.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any) -> None:
+        super().__init__()
+        self.model = model
+        self._batch = batch
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs: list[Tensor] = []
+        hooks = [
+            module.register_forward_hook(lambda module, inputs, output: outputs.extend(tensors_in(output)))
+            for module in self.model.modules()
+        ]
+        try:
+            self.model(_replace_tensors(self._batch, iter(tensors)))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return tuple(outputs)
+
+
+def _replace_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return next(tensors)
+    if isinstance(value, Mapping):
+        return {name: _replace_tensors(item, tensors) for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_replace_tensors(item, tensors) for item in value)
+    return value
+
+
+def _flops_of_attention(inputs: Sequence[Any], outputs: Sequence[Any]) -> Counter[str]:
+    """Of both matrix products: queries with keys, and their scores with values."""
+    (*batch, length, dim), (*_, num_keys, _), (*_, value_dim) = map(get_shape, inputs[:3])
+    return Counter({"attention": torch.Size(batch).numel() * length * num_keys * (dim + value_dim)})
+
+
+class Counts:
+    """What one forward pass of a model takes.
+
+    Attributes:
+        flops, activations: module name -> number; "" is the model.
+        uncounted: operator -> how often it was called without being counted.
+        not_called: names of the modules that took no part.
+
+    Raises:
+        ConfigError: the model does not take the batch.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any) -> None:
+        model.eval()
+        device = device_of(model)
+        batch = batch if device is None else move_to_device(batch, device)
+        traced, tensors = _Traced(model, batch), tuple(tensors_in(batch))
+        flops, activations = FlopCountAnalysis(traced, tensors), ActivationCountAnalysis(traced, tensors)
+        flops.set_op_handle("aten::scaled_dot_product_attention", _flops_of_attention)
+        for analysis in (flops, activations):
+            analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False)
+        fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)  # one operator for all of an encoder layer
+        try:
+            with torch.no_grad():
+                self.flops, self.activations = _unwrap(flops.by_module()), _unwrap(activations.by_module())
+        except Exception as error:  # whatever a model raises
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise ConfigError(f"the model does not take the input {_describe(batch)}: {reason}") from error
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast_path)
+        self.uncounted = flops.unsupported_ops()
+        self.not_called = sorted(_unwrap(dict.fromkeys(flops.uncalled_modules(), 0)))
+
+
+def _unwrap(by_module: Mapping[str, int]) -> dict[str, int]:
+    """Without the wrapper, whose only child is the model."""
+    return {
+        name.removeprefix("model").removeprefix("."): number
+        for name, number in by_module.items()
+        if name.partition(".")[0] == "model"
+    }
+
+
+def _describe(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return [*value.shape]
+    if isinstance(value, Mapping):
+        return {name: _describe(item) for name, item in value.items()}
+    return [_describe(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+# ---------------------------------------------------------------------------- the report
+
+
+def report(model: nn.Module, batch: Any, depth: int = DEPTH) -> str:
+    """The table, and what is not in it.
+
+    Raises:
+        ConfigError: as `Counts`.
+    """
+    counts = Counts(model, batch)
+    rows = [
+        (
+            name or "(model)",
+            type(module).__name__,
+            *(_number(sum(map(Tensor.numel, tensors))) for tensors in _tensors_of(module)),
+            "-" if name in counts.not_called else _number(counts.flops.get(name, 0)),
+            "-" if name in counts.not_called else _number(counts.activations.get(name, 0)),
+        )
+        for name, module in model.named_modules()
+        if name.count(".") + bool(name) <= depth
+    ]
+    headers = ["module", "class", "parameters", "trainable", "buffers", "FLOPs", "activations"]
+    lines = [tabulate(rows, headers, disable_numparse=True, colalign=["left"] * 2 + ["right"] * 5)]
+    lines.append(f"For the input {_describe(batch)}, in eval mode.")
+    if counts.uncounted:
+        found = ", ".join(f"{name.removeprefix('aten::')} {number}" for name, number in counts.uncounted.most_common())
+        lines.append(f"No FLOPs are counted for these operators, called so many times: {found}.")
+    if counts.not_called:
+        lines.append(f"Not called, or not as modules: {', '.join(counts.not_called)}.")
+    return "\n".join(lines)
+
+
+def _tensors_of(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Parameters, those that are trained, and buffers."""
+    yield [*module.parameters()]
+    yield [parameter for parameter in module.parameters() if parameter.requires_grad]
+    yield [*module.buffers()]
+
+
+def _number(number: float) -> str:
+    return f"{int(number):,}" if number else ""
+
+
+# ---------------------------------------------------------------------------- the command line
+
+
+def main(args: argparse.Namespace) -> None:
+    """Prints the report."""
+    with user_errors_exit():
+        cfg = get_cfg()
+        cfg.merge_from_file(args.config_file)
+        cfg.merge_from_list(args.opts)
+        if cfg.MODEL.DEVICE.startswith("cuda") and not torch.cuda.is_available():
+            cfg.MODEL.DEVICE = "cpu"  # the counts are the same
+        cfg.freeze()
+        import_modules(cfg.IMPORTS)
+        batch = batch_of_shapes(cfg, args.input_shape) if args.input_shape else sample_batch(cfg)
+        print(report(build_model(cfg), batch, args.depth))
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s --config-file FILE [options] [KEY VALUE ...]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config-file", required=True, metavar="FILE", help="what is to be built; also that of a run")
+    parser.add_argument("--depth", type=int, default=DEPTH, metavar="N", help=f"levels of modules shown ({DEPTH})")
+    parser.add_argument(
+        "--input-shape",
+        action="append",
+        type=_named_shape,
+        metavar="[NAME=]N,N,...",
+        help="of one sample as the model gets it, float32, instead of the test data; once for each name in it",
+    )
+    parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="changes to the config, such as MODEL.WIDTH 32")
+    return parser.parse_intermixed_args(arguments)
+
+
+def _named_shape(text: str) -> tuple[str, list[int]]:
+    name, _, shape = text.rpartition("=")
+    sizes = shape.split(",")
+    if not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        raise argparse.ArgumentTypeError(f"need such as 3,224,224 or image=3,224,224, got {text!r}")
+    return name, [int(size) for size in sizes]
+
+
+if __name__ == "__main__":
+    sys.path += [str(ROOT), str(Path.cwd())]  # projects, and modules in the current folder, can be named in IMPORTS
+    main(parse_args())

@@ -1,0 +1,281 @@
+#!/usr/bin/env python
+"""Tell what is in a checkpoint, whether it is intact, and where it differs from another one.
+
+::
+
+    python tools/inspect_checkpoint.py output/digits                        # the checkpoints of a folder
+    python tools/inspect_checkpoint.py output/digits/model_best.pth         # what is in one
+    python tools/inspect_checkpoint.py A/model_final.pth B/model_final.pth  # where two differ, bit by bit
+
+Nothing is written, and no code from a file is run. The exit code is 0; 1 if two files differ, or if a checkpoint of a
+folder is broken; 2 if a file cannot be read.
+"""
+
+import argparse
+import itertools
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from tabulate import tabulate
+from torch import Tensor, nn
+
+from trainkit.checkpoint import Checkpointer, CheckpointError
+from trainkit.checkpoint.contents import differing, parts_of, tensors_in
+from trainkit.checkpoint.file import has_trailer, read_file
+from trainkit.checkpoint.folder import checkpoint_files, choose_and_read, tagged_file
+from trainkit.checkpoint.shards import KEY as SHARDS
+from trainkit.checkpoint.shards import fill_shards, verify_shards
+from trainkit.engine import user_errors_exit
+
+MAX_DIFFERENCES = 10  # of each part of the state, unless --all
+MAX_WIDTH = 70  # of a value
+
+
+# ---------------------------------------------------------------------------- one file
+
+
+def describe_file(path: str) -> str:
+    """Everything that one file says.
+
+    Raises:
+        CheckpointError: it is missing, broken or refused.
+    """
+    state = _read_shapes(path)
+    tables = [tabulate(_facts(path, state), tablefmt="plain")]
+    for name in ("model", "state_dict"):
+        if isinstance(state.get(name), Mapping):
+            tables.append(_table_of_tensors(name, state[name]))
+    rows = [(part, _size(_at(state, part)), _summary(_at(state, part))) for part in parts_of(state)]
+    tables.append(tabulate(rows, ["entry", "tensors", "values"], disable_numparse=True))
+    return "\n\n".join(tables)
+
+
+def _read_shapes(path: str) -> dict[str, Any]:
+    """The verified state, its tensors without their content, which may be larger than the memory."""
+    state = read_file(path, map_location="meta")
+    verify_shards(state, path)
+    return _normalized(state)
+
+
+def _normalized(state: dict[str, Any]) -> dict[str, Any]:
+    is_bare = bool(state) and all(isinstance(value, Tensor) for value in state.values())
+    return {"model": state} if is_bare else state
+
+
+def _facts(path: str, state: Mapping[str, Any]) -> list[tuple[str, str]]:
+    is_ours = has_trailer(path)
+    facts = [
+        ("file", f"{path}, {_bytes(os.path.getsize(path))}"),
+        ("written by", "trainkit" if is_ours else "another program"),
+        ("intact", "yes, its content matches its digest" if is_ours else "it loads; it has no digest to compare with"),
+    ]
+    trainer: Any = state.get("trainer")
+    trainer = trainer if isinstance(trainer, Mapping) else {}
+    cursor, iteration = trainer.get("cursor"), state.get("iteration")
+    if isinstance(iteration, int):
+        end = f"; {iteration + 1} of {cursor['max_iter']} are done" if cursor else ""
+        facts.append(("iteration", f"{iteration}, counted from 0{end}"))
+    if cursor:
+        facts.append(("goes on", _describe_cursor(cursor, trainer["iteration"])))
+    if "world_size" in trainer:
+        facts.append(("processes", str(trainer["world_size"])))
+    if SHARDS in state:
+        files = state[SHARDS]["files"].values()
+        facts.append(("shards", f"{state[SHARDS]['folder']}, {_bytes(sum(size for size, _ in files))}"))
+    if notes := _notes(path, _tagged(os.path.dirname(path))[0]):
+        facts.append(("is", notes))
+    return facts
+
+
+def _describe_cursor(cursor: Mapping[str, Any], iteration: int) -> str:
+    pending = ", ".join(cursor["pending"] or [])
+    steps = [f"with {pending} ({cursor['point']})"] if pending else []
+    if cursor.get("finished_early"):
+        steps.append(f"no further, finished early: {cursor['finished_early']}")
+    elif iteration + 1 >= cursor["max_iter"]:
+        steps.append("with the end of the run")
+    else:
+        steps.append(f"with iteration {iteration + 1}")
+    return ", then ".join(steps)
+
+
+def _table_of_tensors(name: str, tensors: Mapping[str, Any]) -> str:
+    rows = [
+        (key, str(list(value.shape)), str(value.dtype).removeprefix("torch."), _bytes(value.nbytes))
+        if isinstance(value, Tensor)
+        else (key, "", type(value).__name__, _summary(value))
+        for key, value in tensors.items()
+    ]
+    found = [*tensors_in(tensors)]
+    total = (f"{len(found)} tensors", f"{sum(tensor.numel() for tensor in found):,} values", "", _size(tensors))
+    return tabulate([*rows, total], [name, "shape", "dtype", "size"], disable_numparse=True)
+
+
+def _at(state: Any, part: str) -> Any:
+    """The inverse of `parts_of`; a key may have a slash in it."""
+    for key in part.split("/", maxsplit=2 if part.startswith(("trainer/hooks/", "trainer/_trainer/")) else 1):
+        state = state[key]
+    return state
+
+
+def _summary(value: Any) -> str:
+    """What is no tensor, on one line."""
+    if isinstance(value, Tensor):
+        text = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    elif isinstance(value, Mapping) and len(value) > 3 and all(isinstance(item, Tensor) for item in value.values()):
+        text = f"{len(value)} tensors"
+    elif isinstance(value, Mapping):
+        text = ", ".join(f"{key} {_short(item)}" for key, item in value.items())
+    else:
+        text = _short(value)
+    return text if len(text) <= MAX_WIDTH else text[: MAX_WIDTH - 4] + " ..."
+
+
+def _short(value: Any) -> str:
+    """Nested values by their number, unless there are few of them."""
+    if isinstance(value, Tensor):
+        return f"tensor {list(value.shape)}"
+    if isinstance(value, Mapping | list | tuple) and len(repr(value)) > 40:
+        return f"({len(value)} entries)"
+    return repr(value) if not isinstance(value, str) else value
+
+
+def _size(value: Any) -> str:
+    num_bytes = sum(tensor.nbytes for tensor in tensors_in(value))
+    return _bytes(num_bytes) if num_bytes else ""
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.4g} {unit}"
+        number /= 1024
+    return f"{number:.4g} GiB"
+
+
+# ---------------------------------------------------------------------------- a folder
+
+
+def describe_folder(folder: str) -> tuple[str, bool]:
+    """A table of its checkpoints and from which one a run would go on; whether one of them is broken.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    paths = checkpoint_files(folder)
+    if not paths:
+        raise CheckpointError(f"there is no checkpoint in '{folder}': no file is called *.pth")
+    tagged, problem = _tagged(folder)
+    rows, broken = [], {}
+    for path in paths:
+        row = [os.path.basename(path), "", "", "", "", _notes(path, tagged)]
+        try:
+            row[2] = _bytes(os.stat(path).st_size)
+            row[3] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(os.stat(path).st_mtime))
+            state = _read_shapes(path)
+            row[1], row[4] = str(state.get("iteration", "")), "intact" if has_trailer(path) else "loads, no digest"
+        except OSError as error:  # a CheckpointError is one
+            broken[path], row[4] = str(error), "BROKEN" if has_trailer(path) else "UNREADABLE"
+        rows.append(row)
+    lines = [tabulate(rows, ["checkpoint", "iteration", "size", "written", "state", "is"], disable_numparse=True)]
+    lines += [*broken.values(), problem or _describe_resume(folder, broken)]
+    return "\n".join(lines), bool(broken or problem)
+
+
+def _tagged(folder: str) -> tuple[str, str]:
+    """The path that `last_checkpoint` names, and what is wrong with that."""
+    try:
+        path = tagged_file(folder or os.curdir)
+    except CheckpointError as error:
+        return "", str(error)
+    return path, f"'{path}', which last_checkpoint names, is not there" if path and not os.path.exists(path) else ""
+
+
+def _notes(path: str, tagged: str) -> str:
+    name = os.path.basename(path)
+    is_so = {
+        "last": bool(tagged) and os.path.basename(tagged) == name,
+        "best": name.startswith("model_best"),
+        "final": name == "model_final.pth",
+        "published": "_published" in name,
+    }
+    return ", ".join(note for note, holds in is_so.items() if holds)
+
+
+def _describe_resume(folder: str, broken: Mapping[str, str]) -> str:
+    finished = Checkpointer(nn.Identity(), folder).finished()
+    if finished is not None:
+        return f"The run has finished after {finished.get('iterations')} iterations."
+    try:
+        path, _ = choose_and_read(folder, broken)
+    except CheckpointError:
+        return "--resume finds no intact checkpoint."
+    return f"--resume goes on from {os.path.basename(path)}." if path else "--resume finds no checkpoint."
+
+
+# ---------------------------------------------------------------------------- two files
+
+
+def compare_files(left: str, right: str, max_differences: int | None = MAX_DIFFERENCES) -> tuple[str, bool]:
+    """Where they differ, at most so many times in each part of the state, and whether they do.
+
+    Raises:
+        CheckpointError: one is missing, broken or refused.
+    """
+    states = _normalized(_read_whole(left)), _normalized(_read_whole(right))
+    parts = dict.fromkeys(itertools.chain.from_iterable(map(parts_of, states)))
+    by_part: dict[str, list[str]] = {}
+    for line in differing(*states):
+        path = line.partition(": ")[0]
+        part = next((part for part in parts if f"{path}/".startswith(f"{part}/")), path)
+        by_part.setdefault(part, []).append(line)
+    lines = []
+    for part, found in by_part.items():
+        lines += found[:max_differences]
+        if hidden := len(found) - len(found[:max_differences]):
+            lines.append(f"{part}: {hidden} more differences, which --all shows")
+    total = sum(map(len, by_part.values()))
+    lines.append(f"different in {total} places" if total else f"identical: {len(parts)} entries, bit by bit")
+    return "\n".join(lines), total > 0
+
+
+def _read_whole(path: str) -> dict[str, Any]:
+    state = read_file(path)
+    verify_shards(state, path)
+    return fill_shards(state, path)
+
+
+# ---------------------------------------------------------------------------- the command line
+
+
+def main(args: argparse.Namespace) -> int:
+    """The exit code."""
+    with user_errors_exit():
+        if args.other:
+            text, is_bad = compare_files(args.path, args.other, None if args.all else MAX_DIFFERENCES)
+        elif os.path.isdir(args.path):
+            text, is_bad = describe_folder(args.path)
+        else:
+            text, is_bad = describe_file(args.path), False
+        print(text)
+    return int(is_bad)
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("path", metavar="FILE", help="a checkpoint, or a folder of checkpoints")
+    parser.add_argument("other", nargs="?", metavar="OTHER", help="a second checkpoint, to be compared with the first")
+    parser.add_argument("--all", action="store_true", help="every difference, also of entries that have many")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head
+    sys.exit(main(parse_args()))

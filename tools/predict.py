@@ -1,0 +1,358 @@
+#!/usr/bin/env python
+"""Predict with a trained model, for samples of a dataset or of files.
+
+::
+
+    python tools/predict.py output/digits --dataset digits_test --num 5
+    python tools/predict.py output/digits --input scans.npy --output predictions.pt
+    python tools/predict.py --config-file projects/digits/config.yaml --weights model.pth --input samples.jsonl
+
+RUN is the folder of a run: its config.yaml says what the model is, and its best checkpoint, or else its last one, has
+the weights.
+
+Input, one sample after the other, as in the test dataset before its transform:
+
+  .npy           an array [N, ...] of N samples
+  .npz           arrays [N, ...], by the names that their values have in a sample
+  .pt, .pth      a tensor [N, ...], a dict of such tensors, or a list of samples
+  .jsonl         a sample per line: {"image": [[0, 13], [7, 2]]}; lists of numbers become arrays, int64 or float32
+
+Output is one JSON object per sample, on the standard output or in a .jsonl file. Where a prediction has as many scores
+as the dataset has class_names, these are the best classes with their probabilities, the softmax of the scores unless
+they are probabilities already; for scores of every pixel, the classes with their share of the pixels; for other large
+tensors their shape and range. A .pt file gets the list of the predictions themselves.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainkit.checkpoint.folder import choose
+from trainkit.config import CfgNode, ConfigError, get_cfg, import_modules
+from trainkit.data import DatasetCatalog, MetadataCatalog
+from trainkit.engine import DefaultPredictor, user_errors_exit
+from trainkit.engine.hooks.checkpoint import best_file_prefixes
+from trainkit.engine.setup import checkpoint_dir
+from trainkit.utils.device import move_to_device
+
+ROOT = Path(__file__).resolve().parents[1]
+TOP_K = 3  # where classes have names
+MAX_VALUES = 16  # of a tensor, that are printed
+
+
+# ---------------------------------------------------------------------------- the model
+
+
+def build_cfg(args: argparse.Namespace) -> CfgNode:
+    """The config of a run or of a file, with MODEL.WEIGHTS.
+
+    Raises:
+        ConfigError: there is no config, or there are no weights.
+        trainkit.checkpoint.CheckpointError: none of the run's checkpoints is intact.
+    """
+    cfg = get_cfg()
+    if args.run is None and not args.config_file:
+        raise ConfigError("name the folder of a run, or a --config-file")
+    if args.run is not None and not os.path.isdir(args.run):
+        raise ConfigError(f"{args.run!r} is no folder; name that of a run, or a --config-file and --weights")
+    cfg.merge_from_file(args.config_file or os.path.join(args.run, "config.yaml"))
+    if args.run is not None:
+        cfg.OUTPUT_DIR = args.run  # it may have been moved
+    cfg.merge_from_list(args.opts)
+    cfg.MODEL.WEIGHTS = args.weights or (cfg.MODEL.WEIGHTS if args.run is None else "") or _weights_of_run(cfg)
+    cfg.freeze()
+    return cfg
+
+
+def _weights_of_run(cfg: CfgNode) -> str:
+    folder = checkpoint_dir(cfg)
+    best = [os.path.join(folder, f"{prefix}.pth") for prefix in best_file_prefixes(cfg.CHECKPOINT.BEST_METRIC).values()]
+    path = next(filter(os.path.exists, best), "") or choose(folder)
+    if not path:
+        raise ConfigError(f"there is no checkpoint in {folder!r}; name one with --weights")
+    return path
+
+
+# ---------------------------------------------------------------------------- the samples
+
+
+def samples_of_dataset(name: str) -> Iterator[Any]:
+    """Those of a registered dataset, before any transform.
+
+    Raises:
+        ConfigError: no dataset has that name.
+    """
+    if name not in DatasetCatalog:
+        raise ConfigError(f"--dataset: {DatasetCatalog.explain_unknown(name)}")
+    dataset = DatasetCatalog.get(name)
+    if not hasattr(dataset, "__getitem__"):
+        return iter(dataset)
+    return (dataset[index] for index in range(len(dataset)))
+
+
+def samples_of_file(path: str, key: str) -> Iterator[Any]:
+    """Those of one file; ``key`` is the name that a bare array has in a sample, "" for none.
+
+    Raises:
+        ConfigError: it cannot be read, or does not hold samples.
+    """
+    readers: dict[str, Callable[[str], Any]] = {
+        ".npy": lambda path: np.load(path, mmap_mode="r"),
+        ".npz": _read_npz,
+        ".pt": lambda path: torch.load(path, map_location="cpu", weights_only=True),
+        ".pth": lambda path: torch.load(path, map_location="cpu", weights_only=True),
+        ".jsonl": _read_json_lines,
+    }
+    suffix = Path(path).suffix
+    if suffix not in readers:
+        raise ConfigError(f"--input {path!r} has the suffix {suffix!r}; accepted: {', '.join(readers)}")
+    try:
+        yield from _split(readers[suffix](path), key)
+    except ConfigError as error:
+        raise ConfigError(f"--input {path!r} {error}") from None
+    except Exception as error:  # torch raises many types on damaged archives
+        reason = getattr(error, "strerror", None) or _first_line(error)
+        raise ConfigError(f"--input {path!r} cannot be read: {reason}") from error
+
+
+def _read_npz(path: str) -> dict[str, Any]:
+    with np.load(path) as arrays:
+        return dict(arrays)
+
+
+def _read_json_lines(path: str) -> Iterator[Any]:
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    yield _with_arrays(json.loads(line))
+                except ValueError as error:
+                    raise ConfigError(f"is no JSON in line {number}: {error}") from None
+
+
+def _with_arrays(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _with_arrays(item) for name, item in value.items()}
+    if not isinstance(value, list) or not value:
+        return value
+    try:
+        array = np.asarray(value)
+    except ValueError:  # lists of different lengths
+        return value
+    if array.dtype.kind not in "biuf":
+        return value
+    return array.astype(np.float32) if array.dtype.kind == "f" else array
+
+
+def _split(content: Any, key: str) -> Iterator[Any]:
+    """Samples of what a file holds."""
+    if isinstance(content, Mapping):
+        if wrong := [name for name, value in content.items() if not getattr(value, "ndim", 0)]:
+            raise ConfigError(f"holds {wrong[0]!r}, which is no array [N, ...]")
+        if len({len(value) for value in content.values()}) > 1:
+            lengths = {name: len(value) for name, value in content.items()}
+            raise ConfigError(f"holds arrays of different lengths: {lengths}; the first axis is that of the samples")
+        for values in zip(*content.values(), strict=True):
+            yield dict(zip(content, values, strict=True))
+    elif isinstance(content, np.ndarray | Tensor):
+        if content.ndim == 0:
+            raise ConfigError("holds a single number; samples are an array [N, ...]")
+        yield from ({key: np.array(v) if isinstance(v, np.ndarray) else v} if key else v for v in content)
+    elif isinstance(content, list | Iterator):
+        yield from content
+    else:
+        raise ConfigError(f"holds a {type(content).__name__}, accepted are arrays, dicts of them and lists of samples")
+
+
+# ---------------------------------------------------------------------------- the predictions
+
+
+def predict(predictor: DefaultPredictor, samples: Iterable[Any], origin: str = "") -> Iterator[tuple[Any, Any]]:
+    """(sample, its prediction), computed in batches of TEST.IMS_PER_BATCH.
+
+    Args:
+        origin: whose mistake it is if a batch cannot be predicted; "": no user's.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    iterator, num_done = iter(samples), 0
+    while batch := list(itertools.islice(iterator, predictor.cfg.TEST.IMS_PER_BATCH)):
+        try:
+            outputs = predictor(batch)
+        except Exception as error:  # whatever a transform or a model raises
+            if not origin:
+                raise
+            raise ConfigError(
+                f"{origin}: samples {num_done} to {num_done + len(batch) - 1} cannot be predicted, a sample has to "
+                f"look like one of the test dataset before its transform: {_first_line(error)}"
+            ) from error
+        num_done += len(batch)
+        yield from zip(batch, outputs, strict=True)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def describe(prediction: Any, class_names: Sequence[str], top_k: int | None) -> Any:
+    """What JSON can hold of a prediction.
+
+    Args:
+        top_k: number of classes; None: 3 if there are ``class_names``, and no classes without.
+    """
+    if isinstance(prediction, Mapping):
+        return {str(name): describe(value, class_names, top_k) for name, value in prediction.items()}
+    if isinstance(prediction, list | tuple):
+        return [describe(value, class_names, top_k) for value in prediction]
+    if not isinstance(prediction, Tensor):
+        return prediction if isinstance(prediction, str | int | float | bool | None) else str(prediction)
+    if prediction.is_floating_point() and prediction.ndim in (1, 3):
+        has_names = len(prediction) == len(class_names)
+        if has_names or (top_k and prediction.ndim == 1):
+            names = list(class_names) if has_names else [str(index) for index in range(len(prediction))]
+            return _best_classes(prediction.float(), names, top_k or TOP_K)
+    if prediction.numel() <= MAX_VALUES:
+        return prediction.tolist()
+    values = prediction.double()
+    return {
+        "shape": list(prediction.shape),
+        **{name: getattr(values, name)().item() for name in ("min", "max", "mean")},
+    }
+
+
+def _best_classes(scores: Tensor, names: Sequence[Any], top_k: int) -> list[dict[str, Any]]:
+    """Of ``[C]`` the probabilities, of ``[C, H, W]`` the shares of the pixels."""
+    if scores.ndim == 1:
+        what, shares = "prob", scores if _are_probabilities(scores) else scores.softmax(dim=0)
+    else:
+        what, shares = "pixels", scores.argmax(dim=0).flatten().bincount(minlength=len(scores)) / scores[0].numel()
+    values, indices = shares.topk(min(top_k, len(shares)))
+    return [
+        {"class": str(names[index]), "index": index, what: round(value, 6)}
+        for index, value in zip(indices.tolist(), values.tolist(), strict=True)
+        if what == "prob" or value > 0
+    ]
+
+
+def _are_probabilities(scores: Tensor) -> bool:
+    return bool((scores >= 0).all()) and abs(scores.sum().item() - 1) < 1e-3
+
+
+def _describe_sample(sample: Any, class_names: Sequence[Any]) -> dict[str, Any]:
+    """Its label, if it has one."""
+    label: Any = sample.get("label") if isinstance(sample, Mapping) else None
+    label = label.item() if getattr(label, "ndim", None) == 0 else label
+    if type(label) is not int:
+        return {}
+    return {"label": str(class_names[label]) if 0 <= label < len(class_names) else label}
+
+
+# ---------------------------------------------------------------------------- the output
+
+
+def write_lines(
+    file: TextIO, predicted: Iterable[tuple[Any, Any]], class_names: Sequence[Any], top_k: int | None
+) -> int:
+    """One JSON object per prediction; returns their number."""
+    num_written = 0
+    for sample, prediction in predicted:
+        row = {"sample": num_written, **_describe_sample(sample, class_names)}
+        file.write(json.dumps(row | {"prediction": describe(prediction, class_names, top_k)}) + "\n")
+        file.flush()
+        num_written += 1
+    return num_written
+
+
+def write_outputs(path: str, predicted: Iterable[tuple[Any, Any]]) -> int:
+    """The predictions themselves, as a list for ``torch.load``; returns their number."""
+    predictions = [move_to_device(prediction, torch.device("cpu")) for _, prediction in predicted]
+    torch.save(predictions, path)
+    return len(predictions)
+
+
+# ---------------------------------------------------------------------------- the command line
+
+
+def main(args: argparse.Namespace) -> None:
+    """Writes the predictions, and a line on the standard error about what they come from."""
+    with user_errors_exit():
+        cfg = build_cfg(args)
+        import_modules(cfg.IMPORTS)
+        if args.dataset:
+            samples, origin = samples_of_dataset(args.dataset), ""
+        else:
+            samples = itertools.chain.from_iterable(samples_of_file(path, args.key) for path in args.input)
+            origin = f"--input {' '.join(args.input)}"
+        class_names = _class_names([args.dataset] if args.dataset else [*cfg.DATASETS.TEST, *cfg.DATASETS.VAL])
+        predicted = predict(DefaultPredictor(cfg), itertools.islice(samples, args.num), origin)
+        if args.output is None:
+            number = write_lines(sys.stdout, predicted, class_names, args.top_k)
+        elif args.output.endswith(".jsonl"):
+            with open(args.output, "w", encoding="utf-8") as file:
+                number = write_lines(file, predicted, class_names, args.top_k)
+        else:
+            number = write_outputs(args.output, predicted)
+    print(f"{number} predictions with {cfg.MODEL.WEIGHTS}", file=sys.stderr)
+
+
+def _class_names(datasets: Iterable[str]) -> Sequence[Any]:
+    """Those of the first dataset that has any."""
+    return next(filter(None, (MetadataCatalog.get(name).get("class_names") for name in datasets)), ())
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s RUN (--dataset NAME | --input FILE ...) [options]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", nargs="?", metavar="RUN", help="the folder of a run")
+    parser.add_argument("--config-file", default="", metavar="FILE", help="instead of the config.yaml of the run")
+    parser.add_argument("--weights", default="", metavar="FILE", help="instead of the best checkpoint of the run")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--dataset", metavar="NAME", help="a dataset that the modules of IMPORTS register")
+    source.add_argument("--input", nargs="+", metavar="FILE", help="files of samples, see above")
+    parser.add_argument("--key", default="image", help='name of a bare array in a sample, "" for none (image)')
+    parser.add_argument("--num", type=_positive, metavar="N", help="only the first N samples")
+    parser.add_argument("--top-k", type=_positive, metavar="K", help=f"number of classes ({TOP_K})")
+    parser.add_argument("--output", type=_output, metavar="FILE", help="a .jsonl or .pt file")
+    parser.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="changes to the config")
+    return parser.parse_args(arguments)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"need an integer >= 1, got {text!r}")
+    return int(text)
+
+
+def _output(text: str) -> str:
+    if Path(text).suffix not in (".jsonl", ".pt"):
+        raise argparse.ArgumentTypeError(f"need a name that ends in .jsonl or .pt, got {text!r}")
+    if not Path(text).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"the folder of {text!r} does not exist")
+    return text
+
+
+def invoke_main() -> None:
+    """The command line."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head
+    sys.path += [str(ROOT), str(Path.cwd())]  # projects, and modules in the current folder, can be named in IMPORTS
+    main(parse_args())
+
+
+if __name__ == "__main__":
+    invoke_main()

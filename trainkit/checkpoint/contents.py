@@ -1,0 +1,81 @@
+"""What is in the state of a checkpoint, part by part, and where two states differ, bit by bit."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CONTAINERS = ("trainer", "trainer/hooks", "trainer/_trainer")  # the parts of which have owners of their own
+
+
+def parts_of(state: Mapping[str, Any], path: str = "") -> list[str]:
+    """Paths of everything that a checkpoint saves, as far as it has an owner of its own."""
+    parts = []
+    for key, value in state.items():
+        here = f"{path}/{key}".lstrip("/")
+        parts += parts_of(value, here) if here in CONTAINERS and isinstance(value, Mapping) else [here]
+    return parts
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested mappings, lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(item)
+
+
+def differing(
+    left: Any, right: Any, path: str = "", skip: Callable[[Any, str], bool] = lambda key, path: False
+) -> Iterator[str]:
+    """Where two nested values are not the same bit by bit, and how they differ there; nothing if they are the same.
+
+    Args:
+        path: of both values, its names joined by "/".
+        skip: called with the key and the path of each entry of a mapping; what it says yes to is not compared.
+    """
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        if difference := _difference_of_tensors(left.detach().to_dense(), right.detach().to_dense()):
+            yield f"{path}: {difference}"
+    elif isinstance(left, Mapping) and isinstance(right, Mapping):  # of any classes: programs differ in that
+        for key in [*left, *(key for key in right if key not in left)]:
+            here = f"{path}/{key}".lstrip("/")
+            if skip(key, here):
+                continue
+            if key not in left or key not in right:
+                yield f"{here}: only in the {'first' if key in left else 'second'}"
+            else:
+                yield from differing(left[key], right[key], here, skip)
+    elif type(left) is not type(right):
+        yield f"{path}: {type(left).__name__} and {type(right).__name__}"
+    elif isinstance(left, list | tuple):
+        if len(left) != len(right):
+            yield f"{path}: {len(left)} and {len(right)} entries"
+        for index, pair in enumerate(zip(left, right, strict=False)):
+            yield from differing(*pair, f"{path}/{index}", skip)
+    elif repr(left) != repr(right):  # of floats as well, which it tells apart bit by bit, but equals NaN with NaN
+        yield f"{path}: {left!r:.60} and {right!r:.60}"
+
+
+def _difference_of_tensors(left: Tensor, right: Tensor) -> str:
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return f"{_describe(left)} and {_describe(right)}"
+    bits = [_bits(tensor) for tensor in (left, right)]
+    num_different = int((bits[0] != bits[1]).any(dim=1).sum())
+    if not num_different:
+        return ""
+    found = f"{num_different} of {left.numel()} values"
+    if not left.is_complex():
+        found += f", by at most {(left.double() - right.double()).abs().max().item():.3g}"
+    return found
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """``[values, bytes of a value]``"""
+    return tensor.contiguous().reshape(-1, 1).view(torch.uint8)
