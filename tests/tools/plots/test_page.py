@@ -1,0 +1,215 @@
+"""The page: what stands on it, and how a browser shows it."""
+
+import base64
+import re
+from functools import partial
+
+import pytest
+
+from tests.tools.plots.browser import look_at, overlapping
+
+ROWS = [{"iteration": 9, "t/top1": 80.0}, {"iteration": 19, "t/top1": 90.0, "test/t/top1": 85.0}]
+
+
+@pytest.fixture(scope="module")
+def make_page(load):
+    def make_page(places):
+        runs = load("plots.runs").read_runs(places)
+        return load("plots.page").make_page(runs, load("plots.panels").choose_panels(runs))
+
+    return make_page
+
+
+@pytest.fixture(scope="module")
+def page(make_page, three_runs):
+    return make_page(three_runs)
+
+
+def cells(page):
+    """The text of each row of the tables."""
+    rows = re.findall(r"<tr.*?</tr>", page, re.DOTALL)
+    return [[re.sub(r"<.*?>", "", cell) for cell in re.findall(r"<t[hd].*?</t[hd]>", row)] for row in rows]
+
+
+# ---------------------------------------------------------------------- what stands on it
+
+
+def test_the_page_names_nothing_outside_itself(page):
+    sources = re.findall(r"""(?:src|href|action)\s*=\s*["']?([^"'\s>]{,40})""", page)
+
+    assert {source.partition(",")[0] for source in sources} == {"data:image/png;base64"}
+    assert set(re.findall(r"https?://[^\s\"'<]+", page)) == {"http://www.w3.org/2000/svg"}  # a name, not a place
+    assert not re.search(r"url\(|@import|<link|<iframe|fetch\(", page)
+
+
+def test_names_are_text_not_html(page):
+    assert "seed 0 &lt;b&gt;" in page
+    assert "<b>" not in page
+
+
+def test_the_results_are_last_best_and_on_the_test_data_with_the_best_run_marked(make_page, write_run, tmp_path):
+    other = [{"iteration": 9, "t/top1": 88.0, "t/speed": 3.0}, {"iteration": 19, "t/top1": None}]
+    page = make_page([write_run(tmp_path / "a", ROWS), write_run(tmp_path / "b", other)])
+
+    assert cells(page)[:5] == [
+        ["", "a", "b"],
+        ["", "last", "best", "test data", "last", "best", "test data"],
+        ["t"],
+        ["speed", "-", "-", "-", "3", "-", "-"],
+        ["top1", "90", "90 at 19", "85", "-", "88 at 9", "-"],
+    ]
+    assert re.findall(r"<mark>(.*?)</mark>", page) == ["90"]
+
+
+def test_the_settings_that_differ_are_shown_and_no_others(make_page, write_run, tmp_path):
+    configs = ["A: {LR: 0.1, SAME: 1}\nOUTPUT_DIR: a\n", "A: {LR: 0.2, SAME: 1, NEW: []}\nOUTPUT_DIR: b\n"]
+    places = [write_run(tmp_path / name, ROWS, config) for name, config in zip("ab", configs, strict=True)]
+
+    assert cells(make_page(places))[-3:] == [["", "a", "b"], ["A.LR", "0.1", "0.2"], ["A.NEW", "-", "[]"]]
+
+
+@pytest.mark.parametrize(
+    ("configs", "text"),
+    [
+        (["A: 1\n", "A: 1\n"], "The configs are the same."),
+        (["A: 1\n", None], "No config.yaml that can be read: b."),
+    ],
+)
+def test_the_page_says_why_no_settings_differ(make_page, write_run, tmp_path, configs, text):
+    places = [write_run(tmp_path / name, ROWS, config) for name, config in zip("ab", configs, strict=True)]
+
+    assert re.findall(r"<p>(.*)</p>", make_page(places)) == [text]
+
+
+def test_one_run_is_compared_with_nothing(make_page, write_run, tmp_path):
+    page = make_page([write_run(tmp_path / "a", ROWS, "A: 1\n")])
+
+    assert re.findall(r"<h\d>(.*?)</h\d>", page) == ["a", "t", "Evaluation"]
+
+
+def test_the_newest_pictures_come_first_and_the_page_says_how_many_more_there_are(make_page, write_run, tmp_path):
+    run = write_run(tmp_path / "a", ROWS)
+    for iter in range(30):
+        picture = tmp_path / f"a/visualization/val/digits_iter{iter:07d}_batch0003_1.png"
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        picture.write_bytes(b"picture %d" % iter)
+    page = make_page([run])
+
+    pictures = [base64.b64decode(text) for text in re.findall(r"base64,(.*?)\"", page)]
+    assert pictures == [b"picture %d" % iter for iter in range(29, 5, -1)]
+    assert "<figcaption>digits (val), iteration 29, batch 3 1</figcaption>" in page
+    assert f"<p>6 more in {tmp_path}/a/visualization</p>" in page
+
+
+def test_pictures_that_are_too_large_are_left_out(make_page, write_run, tmp_path):
+    run = write_run(tmp_path / "a", ROWS)
+    folder = tmp_path / "a/visualization/val"
+    folder.mkdir(parents=True)
+    (folder / "x_iter0000002_batch0000.png").write_bytes(b"small")
+    (folder / "x_iter0000001_batch0000.png").write_bytes(bytes(9 << 20))
+
+    page = make_page([run])
+
+    assert page.count("<figure>") == 1
+    assert "<p>1 more in" in page
+
+
+# ---------------------------------------------------------------------- curves as SVG
+
+
+def test_a_long_line_is_thinned_and_keeps_its_peaks_and_ends(load):
+    points = [(i, float(i % 10)) for i in range(100_000)]
+    points[54_321] = (54_321, 1e6)
+    points[65_432] = (65_432, -1e6)
+
+    thinned = load("plots.svg").thin(points)
+
+    assert len(thinned) <= 500
+    assert [thinned[0], thinned[-1], max(thinned, key=lambda p: p[1]), min(thinned, key=lambda p: p[1])] == [
+        points[i] for i in (0, -1, 54_321, 65_432)
+    ]
+    assert thinned == sorted(set(thinned))
+
+
+def test_a_short_line_is_drawn_as_it_is(load):
+    points = [(i, 1.0) for i in range(500)]
+
+    assert load("plots.svg").thin(points) == points
+
+
+# ---------------------------------------------------------------------- in a browser
+
+
+@pytest.fixture
+def look(load, tmp_path):
+    browser = load("plots.browser")
+    if browser.find_chromium() is None:
+        pytest.skip("needs chromium")
+    return partial(look_at, browser.run_chromium, file=tmp_path / "page.html")
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1600, False), (1000, True), (500, False)])
+def test_no_texts_overlap_and_nothing_is_loaded_or_fails(page, look, width, dark):
+    script = """
+      document.querySelectorAll("details").forEach((element) => (element.open = true));
+      const isDark = matchMedia("(prefers-color-scheme: dark)").matches;
+      const outside = texts().filter((text) => text[1] < 0 && !text[0].startsWith("-"));
+      const overCurves = [...document.querySelectorAll(".panel > svg")].flatMap((svg) => {
+        const base = svg.querySelector(".base").getBoundingClientRect();
+        const boxes = [...svg.querySelectorAll("text")].map((text) => text.getBoundingClientRect());
+        return boxes.filter((box) => box.top < base.top - 10 && box.right > base.left);
+      });
+      return [texts(), isDark, innerWidth, document.documentElement.scrollWidth, [...outside, ...overCurves]];
+    """
+    seen = look(page, script=script, width=width, dark=dark)
+    texts, is_dark, inner_width, page_width, misplaced = seen["result"]
+
+    assert (seen["loaded"], seen["problems"]) == ([], [])
+    assert {"training loss", "iteration", "grad_norm", "10k", "Settings that differ"} <= {text[0] for text in texts}
+    assert overlapping(texts) == []
+    assert (is_dark, inner_width, page_width, misplaced) == (dark, width, width, [])
+
+
+def test_what_goes_wrong_in_a_page_is_seen(page, look):
+    worse = page.replace("</main>", '<img src="https://example.org/a.png"></main><script>absent()</script>')
+    script = """
+      document.querySelector("h2").style.marginTop = "-30px";
+      document.querySelector("svg text").setAttribute("y", document.querySelectorAll("svg text")[1].getAttribute("y"));
+      return texts();
+    """
+    seen = look(worse, script=script)
+
+    assert "Uncaught ReferenceError: absent is not defined" in seen["problems"]
+    assert "refused https://example.org/a.png" in seen["problems"]
+    assert overlapping(seen["result"])
+
+
+def test_values_are_shown_under_the_pointer_and_a_run_can_be_hidden(make_page, write_run, tmp_path, look):
+    other = [{"iteration": 9, "t/top1": 70.0}, {"iteration": 100, "t/top1": 95.25}]
+    page = make_page([write_run(tmp_path / "a", ROWS), write_run(tmp_path / "b", other)])
+    script = """
+      const svg = document.querySelector(".panel > svg");
+      const tip = () => [...document.querySelectorAll(".tip, .tip div")].map((element) => element.innerText.trim());
+      const move = (mark) => {
+        const box = svg.querySelectorAll(".mark")[mark].getBoundingClientRect();
+        svg.dispatchEvent(new PointerEvent("pointermove", { clientX: box.x + box.width / 2, clientY: box.y }));
+        return tip().slice(1).map((text) => text.replace(/\\s*\\n\\s*/, ": "));
+      };
+      const shown = [move(0), move(4)];
+      document.getElementById("show0").click();
+      const hidden = [move(3), getComputedStyle(document.querySelector("td.run0")).display];
+      svg.dispatchEvent(new PointerEvent("pointerleave"));
+      return { shown, hidden, left: tip() };
+    """
+    assert look(page, script=script) == {
+        "result": {
+            "shown": [
+                ["a · top1: 80", "a · top1 · test data: 85 at 19", "b · top1: 70"],
+                ["b · top1: 95.25"],
+            ],
+            "hidden": [["b · top1: 70"], "none"],
+            "left": [],
+        },
+        "loaded": [],
+        "problems": [],
+    }

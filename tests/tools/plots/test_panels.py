@@ -1,0 +1,171 @@
+"""Which curves stand together, and their axes."""
+
+import itertools
+
+import pytest
+
+FINAL = {
+    "classification/top1": 90.0,
+    "classification/mean_class_accuracy": 89.0,
+    "raw/classification/top1": 80.0,
+    "test/classification/top1": 91.0,
+    "loss/total_loss": 0.5,
+}
+TRAINING = {"total_loss": 1.0, "loss_a": 0.6, "lr": 0.1, "time": 0.2, "data_time": 0.1, "grad_norm": 3.0}
+NOT_DRAWN = {"eta_seconds": 9.0, "rank_data_time": 0.1, "epoch_time": 5.0}
+
+
+@pytest.fixture
+def choose(load, read):
+    return lambda *rows_of_runs: load("plots.panels").choose_panels(read(*rows_of_runs))
+
+
+def rows(metrics, iter=9):
+    return [{"iteration": iter, **metrics}]
+
+
+def test_panels_are_chosen_by_what_there_is(choose):
+    panels = choose(rows({**TRAINING, **NOT_DRAWN, **FINAL}))
+
+    assert [(panel.title, panel.metrics) for panel in panels] == [
+        ("training loss", ["total_loss", "loss_a"]),
+        ("classification", ["mean_class_accuracy", "top1", "raw top1"]),
+        ("loss", ["total_loss"]),
+        ("learning rate", ["lr"]),
+        ("grad_norm", ["grad_norm"]),
+        ("seconds per step", ["time", "data_time"]),
+    ]
+
+
+def test_a_line_is_told_by_its_run_and_metric_and_the_test_data_by_a_mark(choose):
+    classification = choose(rows({"t/a": 1.0, "t/b": 2.0}), rows({"t/b": 3.0, "test/t/b": 4.0}, iter=19))[0]
+
+    assert [(curve.run, curve.metric, curve.is_test, curve.points) for curve in classification.curves] == [
+        (0, 0, False, [(9, 1.0)]),
+        (0, 1, False, [(9, 2.0)]),
+        (1, 1, False, [(19, 3.0)]),
+        (1, 1, True, [(19, 4.0)]),
+    ]
+
+
+def test_metrics_that_are_the_same_in_all_runs_are_one_line(choose):
+    same = rows({"total_loss": 1.0, "loss_cls": 1.0})
+
+    assert choose(same, same)[0].metrics == ["total_loss = loss_cls"]
+    assert choose(same, rows({"total_loss": 1.0, "loss_cls": 0.9}))[0].metrics == ["total_loss", "loss_cls"]
+
+
+def test_metrics_of_single_classes_are_counted_and_not_drawn_where_there_are_many(choose):
+    classes = {f"seg/IoU-{i}": 10.0 + i for i in range(4)}
+
+    (panel,) = choose(rows({**classes, "seg/mIoU": 11.5}))
+    assert (panel.metrics, panel.note) == (["mIoU"], "+ 4 of single classes, not drawn")
+
+    (panel,) = choose(rows(classes))
+    assert (panel.metrics, panel.note) == (["IoU-0", "IoU-1", "IoU-2", "IoU-3"], "")
+
+
+def test_metrics_of_another_size_or_too_many_have_a_panel_of_their_own(choose):
+    panels = choose(rows({"t/a": 90.0, "t/b": 0.9, "t/c": 10.0, "t/d": 0.5, "t/e": 0.0}))
+    assert [panel.metrics for panel in panels] == [["a", "c", "e"], ["b", "d"]]
+
+    panels = choose(rows({f"loss_{i}": i for i in range(6)}))
+    assert [panel.metrics for panel in panels] == [["loss_0", "loss_1", "loss_2", "loss_3"], ["loss_4", "loss_5"]]
+
+
+def test_too_many_panels_are_named_in_a_warning(choose, caplog):
+    assert len(choose(rows({f"x{i:02}": i for i in range(26)}))) == 24
+    assert "without those of x24, x25" in caplog.text
+
+
+def test_nothing_to_draw_is_an_error(choose, load):
+    with pytest.raises(load("plots.runs").RunError, match="nothing to draw in"):
+        choose(rows({"epoch_time": 1.0}))
+
+
+def test_a_line_breaks_where_values_are_not_finite_and_that_is_marked_once(choose):
+    values = [None, 1.0, 2.0, None, None, 3.0, None]
+    (curve,) = choose([{"iteration": i, "x": value} for i, value in enumerate(values)])[0].curves
+
+    assert curve.pieces == [[(1, 1.0), (2, 2.0)], [(5, 3.0)]]
+    assert curve.not_finite == [0, 3, 6]
+
+
+def test_all_panels_have_the_same_iterations_from_0(choose, load):
+    axis = load("plots.panels").iter_axis(choose(rows({"lr": 1.0}), rows({"x": 1.0}, iter=1000)))
+
+    assert (axis.low, axis.high) == (-20, 1020)
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "log"),
+    [
+        ("total_loss", [2.0, 0.04], True),
+        ("total_loss", [2.0, 0.05], False),
+        ("total_loss", [2.0, 0.0], False),
+        ("grad_norm", [1e3, 1.0], True),
+        ("lr", [1.0, 1e-6], False),
+        ("t/a", [1.0, 1e-6], False),
+        ("total_loss", [None], False),
+    ],
+)
+def test_the_axis_is_logarithmic_where_positive_values_span_much(choose, key, values, log):
+    (panel,) = choose([{"iteration": i, key: value} for i, value in enumerate(values)])
+
+    assert panel.axis.log == log
+
+
+def test_evaluations_are_marked_while_they_are_few(choose):
+    def marked(key, num_points):
+        (panel,) = choose([{"iteration": i, key: 1.0} for i in range(num_points)])
+        return panel.marks(panel.curves[0])
+
+    assert (marked("t/a", 60), marked("t/a", 61), marked("total_loss", 3)) == (True, False, False)
+
+
+def test_runs_have_different_colours(load):
+    run_color = load("plots.panels").run_color
+
+    assert len({run_color(i) for i in range(40)}) == 40
+
+
+# ---------------------------------------------------------------------- axes
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "log", "texts"),
+    [
+        (0, 800, False, ["0", "200", "400", "600", "800"]),
+        (-20, 12_240, False, ["0", "5000", "10k"]),
+        (0, 2.2e6, False, ["0", "500k", "1M", "1.5M", "2M"]),
+        (99.2, 99.61, False, ["99.2", "99.3", "99.4", "99.5", "99.6"]),
+        (-1.1, 1.1, False, ["-1", "-0.5", "0", "0.5", "1"]),
+        (0, 5e-5, False, ["0", "1e-05", "2e-05", "3e-05", "4e-05", "5e-05"]),
+        (0.009, 2.4, True, ["0.01", "0.03", "0.1", "0.3", "1"]),
+        (1e-8, 1e4, True, ["1e-08", "1e-06", "0.0001", "0.01", "1", "100", "10k"]),
+    ],
+)
+def test_ticks_are_round_and_have_the_digits_that_they_need(load, low, high, log, texts):
+    ticks = load("plots.axis").Axis(low, high, log).ticks(7 if log and high > 10 else 6)
+
+    assert [text for _, text in ticks] == texts
+
+
+def test_ticks_are_few_inside_the_axis_and_tell_each_other_apart(load):
+    axis_module = load("plots.axis")
+    for low, span, log in itertools.product([-3e5, -1, 0, 1e-3, 5, 99.9], [1e-2, 0.3, 7, 1e4, 3e8], [False, True]):
+        if log and not 0 < 50 * low <= span:  # no axis is then
+            continue
+        axis = axis_module.make_axis([low, low + span], log=log)
+        values, texts = zip(*axis.ticks(6), strict=True)
+        assert 1 <= len(values) <= 6
+        assert len(set(texts)) == len(texts)
+        assert all(axis.low <= value <= axis.high and 0 <= axis.place(value) <= 1 for value in values)
+
+
+@pytest.mark.parametrize("values", [[], [0.0], [5.0, 5.0], [-2.0]])
+def test_values_without_a_span_have_an_axis(load, values):
+    axis = load("plots.axis").make_axis(values)
+
+    assert axis.low < min(values, default=0) <= max(values, default=0) < axis.high
+    assert axis.ticks(6)

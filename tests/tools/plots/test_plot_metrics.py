@@ -1,0 +1,55 @@
+"""The tool as it is called."""
+
+import importlib.util
+import sys
+
+import pytest
+
+ROWS = [{"iteration": 19, "total_loss": 1.0}, {"iteration": 39, "total_loss": 0.5}]
+
+
+@pytest.fixture
+def plot(load):
+    tool = load("plot_metrics")
+    return lambda *args: tool.main(tool.parse_args([str(arg) for arg in args]))
+
+
+def test_the_picture_goes_into_the_folder_of_the_first_run(plot, write_run, tmp_path):
+    pytest.importorskip("matplotlib")
+    first, second = write_run(tmp_path / "a", ROWS), write_run(tmp_path / "b", ROWS)
+
+    assert plot(first, second) == [tmp_path / "a/metrics.png"]
+    assert (tmp_path / "a/metrics.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_picture_and_a_page_can_be_asked_for_by_name(plot, write_run, tmp_path):
+    pytest.importorskip("matplotlib")
+    files = [tmp_path / "x.png", tmp_path / "x.html"]
+
+    assert plot(write_run(tmp_path / "a", ROWS), "--output", files[0], "--html", files[1]) == files
+    assert all(file.exists() for file in files)
+
+
+def test_a_page_needs_no_matplotlib(plot, write_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+    assert plot(write_run(tmp_path / "a", ROWS), "--html", tmp_path / "x.html") == [tmp_path / "x.html"]
+    assert not (tmp_path / "a/metrics.png").exists()
+
+
+def test_a_file_that_cannot_be_written_is_an_error(plot, load, write_run, tmp_path):
+    with pytest.raises(load("plots.runs").RunError, match="cannot write .*nowhere/x.html.: No such file"):
+        plot(write_run(tmp_path / "a", ROWS), "--html", tmp_path / "nowhere/x.html")
+
+
+def test_an_error_of_the_command_is_one_line_and_exit_code_2(load, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["plot_metrics.py", "nowhere", "--html", "x.html"])
+
+    with pytest.raises(SystemExit) as exit:
+        load("plot_metrics").invoke_main()
+
+    assert exit.value.code == 2
+    assert capsys.readouterr() == (
+        "",
+        "error: there is no run at 'nowhere'; give an output folder with a metrics.json, or such a file\n",
+    )

@@ -1,0 +1,116 @@
+"""What is read of a run."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def runs_module(load):
+    return load("plots.runs")
+
+
+def test_a_metric_is_its_values_by_iteration(read):
+    (run,) = read([{"iteration": 19, "lr": 0.1, "total_loss": 2}, {"iteration": 39, "lr": 0.2}])
+
+    assert run.series == {"lr": [(19, 0.1), (39, 0.2)], "total_loss": [(19, 2)]}
+    assert run.last_iter == 39
+
+
+def test_null_and_nan_are_not_finite_and_the_epoch_is_no_metric(read):
+    (run,) = read(
+        [{"iteration": 9, "x": None, "epoch": 1}, {"iteration": 19, "x": float("nan")}, {"iteration": 29, "x": 1}]
+    )
+
+    assert run.series == {"x": [(9, None), (19, None), (29, 1)]}
+
+
+def test_what_is_no_number_is_no_metric(read):
+    (run,) = read([{"iteration": 9, "x": 1, "text": "a", "flag": True, "list": [1]}])
+
+    assert run.series == {"x": [(9, 1)]}
+
+
+def test_what_a_resumed_run_did_again_replaces_what_it_did_before(read):
+    (run,) = read([{"iteration": i, "x": v} for i, v in [(0, 1), (1, 2), (2, 3), (1, 20), (2, 30), (3, 40)]])
+
+    assert run.series == {"x": [(0, 1), (1, 20), (2, 30), (3, 40)]}
+
+
+def test_a_line_that_a_killed_run_did_not_finish_is_left_out_with_a_warning(runs_module, tmp_path, caplog):
+    (tmp_path / "metrics.json").write_text('{"iteration": 19, "x": 1}\n{"iteration": 39, "x"')
+
+    (run,) = runs_module.read_runs([str(tmp_path)])
+
+    assert run.series == {"x": [(19, 1)]}
+    assert "line 2" in caplog.text
+
+
+def test_a_run_without_metrics_is_left_out_with_a_warning(runs_module, write_run, tmp_path, caplog):
+    full, empty = write_run(tmp_path / "full", [{"iteration": 1, "x": 1}]), write_run(tmp_path / "empty", [])
+
+    assert [run.name for run in runs_module.read_runs([empty, full])] == ["full"]
+    assert f"{empty}/metrics.json has no metrics" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [
+        (["nowhere"], "there is no run at 'nowhere'; give an output folder with a metrics.json"),
+        (["folder"], "there is no run at 'folder'"),
+        (["empty"], "no metrics in .*empty/metrics.json"),
+        (["binary.json"], "no metrics in .*binary.json"),
+        (["full", "full/metrics.json"], "'full/metrics.json' is given twice"),
+    ],
+)
+def test_what_cannot_be_shown_is_an_error_of_one_line(runs_module, write_run, tmp_path, monkeypatch, places, message):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "full", [{"iteration": 1, "x": 1}])
+    write_run(tmp_path / "empty", [])
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "binary.json").write_bytes(bytes(range(256)))
+
+    with pytest.raises(runs_module.RunError, match=message) as error:
+        runs_module.read_runs(places)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["/out/a"], ["a"]),
+        (["/out/a", "/out/b"], ["a", "b"]),
+        (["/out/lr1/run", "/out/lr2/run"], ["lr1", "lr2"]),
+        (["/one/a", "/two/a", "/two/b"], ["one/a", "two/a", "b"]),
+        (["/x/1/a/run", "/y/1/a/run"], ["x", "y"]),
+        (["/a", "/b/a"], ["/", "b"]),
+    ],
+)
+def test_a_name_is_the_shortest_part_of_the_path_that_no_other_has(runs_module, paths, names):
+    assert runs_module.shortest_names([Path(path) for path in paths]) == names
+
+
+def test_a_file_of_metrics_is_called_by_its_name(runs_module, tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.json").write_text('{"iteration": 1, "x": 1}\n')
+
+    runs = runs_module.read_runs([str(tmp_path / "first.json"), str(tmp_path / "second.json")])
+
+    assert [run.name for run in runs] == ["first", "second"]
+
+
+def test_the_config_is_read_with_dotted_keys(runs_module, write_run, tmp_path):
+    place = write_run(tmp_path, [{"iteration": 1, "x": 1}], "SOLVER: {BASE_LR: 1e-3, GROUPS: {}}\nHOOKS: [{NAME: A}]\n")
+
+    assert runs_module.read_runs([place])[0].config == {
+        "SOLVER.BASE_LR": 1e-3,
+        "SOLVER.GROUPS": {},
+        "HOOKS": [{"NAME": "A"}],
+    }
+
+
+def test_a_config_that_cannot_be_read_is_a_warning(runs_module, write_run, tmp_path, caplog):
+    place = write_run(tmp_path, [{"iteration": 1, "x": 1}], "A: [1\n")
+
+    assert runs_module.read_runs([place])[0].config is None
+    assert "config.yaml, line 2" in caplog.text

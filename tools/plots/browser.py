@@ -1,0 +1,36 @@
+"""A headless Chromium, for those who look at the page: tests and render_examples.py."""
+
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+_QUIET = ("background-networking", "component-update", "sync", "quic")  # it loads nothing of its own either
+
+
+def find_chromium() -> str | None:
+    return next(filter(None, map(shutil.which, _NAMES)), None)
+
+
+def run_chromium(page: Path, *args: str) -> str:
+    """Show the file without a network.
+
+    Args:
+        args: such as ``--dump-dom`` or ``--screenshot=FILE``, and ``--window-size=WIDTH,HEIGHT``.
+
+    Returns:
+        What it prints.
+
+    Raises:
+        FileNotFoundError: there is none.
+        subprocess.SubprocessError: it fails, or takes longer than two minutes.
+    """
+    chromium = find_chromium()
+    if chromium is None:
+        raise FileNotFoundError(f"need one of {', '.join(_NAMES)}; on Debian: apt-get install chromium")
+    with tempfile.TemporaryDirectory() as profile:
+        command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars"]
+        command += [f"--user-data-dir={profile}", "--host-resolver-rules=MAP * ~NOTFOUND"]
+        command += [*(f"--disable-{name}" for name in _QUIET), *args, page.resolve().as_uri()]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout

@@ -1,0 +1,152 @@
+"""What a run has written: its metrics and its config."""
+
+import json
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from trainkit.config import CfgNode, ConfigError
+
+logger = logging.getLogger(__name__)
+
+Point: TypeAlias = tuple[int, float | None]  # iteration, value; None is not finite
+Series: TypeAlias = list[Point]  # by iteration
+
+
+class RunError(Exception):
+    """Why a RUN cannot be shown, in one line."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run.
+
+    Attributes:
+        name: the shortest part of its path that tells it from the others.
+        folder: where its metrics.json is.
+        series: by the metric's name.
+        config: dotted key -> value; None if there is none that can be read.
+    """
+
+    name: str
+    folder: Path
+    series: dict[str, Series]
+    config: dict[str, Any] | None
+
+    @property
+    def last_iter(self) -> int:
+        return max(points[-1][0] for points in self.series.values())
+
+
+def read_runs(places: Sequence[str]) -> list[Run]:
+    """The runs that have metrics, in the order given; a warning names those that have none.
+
+    Args:
+        places: output folders, or JSON files as `trainkit.utils.events.JSONWriter` writes them.
+
+    Raises:
+        RunError: there is no such file, one is given twice, or none has metrics.
+    """
+    files = [_metrics_file(place) for place in places]
+    for i, file in enumerate(files):
+        if file in files[:i]:
+            raise RunError(f"{places[i]!r} is given twice")
+    found = {file: series for file in files if (series := _read_series(file))}
+    if not found:
+        raise RunError(f"no metrics in {', '.join(map(str, files))}; they come with the first log line of a run")
+    for file in files:
+        if file not in found:
+            logger.warning("%s has no metrics and is left out", file)
+    names = shortest_names([_identity(file) for file in found])
+    return [
+        Run(name, file.parent, series, _read_config(file.parent / "config.yaml"))
+        for name, (file, series) in zip(names, found.items(), strict=True)
+    ]
+
+
+def shortest_names(paths: Sequence[Path]) -> list[str]:
+    """The end of each path that no other has; first, what all paths end with is dropped."""
+    parts = [path.parts for path in paths]
+    while len(parts) > 1 and len({path[-1] for path in parts}) == 1 and min(map(len, parts)) > 1:
+        parts = [path[:-1] for path in parts]
+    return ["/".join(_own_end(path, [other for other in parts if other is not path])) for path in parts]
+
+
+def _own_end(path: tuple[str, ...], others: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    ends = (path[-length:] for length in range(1, len(path) + 1))
+    return next((end for end in ends if all(other[-len(end) :] != end for other in others)), path)
+
+
+def _metrics_file(place: str) -> Path:
+    path = Path(place)
+    file = path / "metrics.json" if path.is_dir() else path
+    if not file.is_file():
+        raise RunError(f"there is no run at {place!r}; give an output folder with a metrics.json, or such a file")
+    return file.resolve()
+
+
+def _identity(file: Path) -> Path:
+    return file.parent if file.name == "metrics.json" else file.with_suffix("")
+
+
+def _read_series(file: Path) -> dict[str, Series]:
+    series: dict[str, Series] = {}
+    broken = []
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            row = _parse(line)
+            if row is None:
+                broken.append(number)
+                continue
+            iteration = row.pop("iteration")
+            row.pop("epoch", None)  # another name of the same place
+            for name, value in row.items():
+                if value is None or _is_number(value):
+                    points = series.setdefault(name, [])
+                    while points and points[-1][0] >= iteration:  # other tools append to what a resumed run does again
+                        points.pop()
+                    points.append((iteration, value if value is not None and math.isfinite(value) else None))
+    if broken:
+        logger.warning("%s: what is no line of metrics is left out (%s)", file, _name_lines(broken))
+    return series
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:  # such as the last line of a run that was killed
+        return None
+    return row if isinstance(row, dict) and _is_number(row.get("iteration")) else None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _name_lines(numbers: list[int]) -> str:
+    if len(numbers) == 1:
+        return f"line {numbers[0]}"
+    return f"{len(numbers)} lines, the first is line {numbers[0]}"
+
+
+def _read_config(file: Path) -> dict[str, Any] | None:
+    if not file.is_file():
+        return None
+    try:
+        return _flatten(CfgNode.load_yaml_with_base(str(file)))
+    except (ConfigError, OSError) as error:
+        logger.warning("%s", error)
+        return None
+
+
+def _flatten(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in node.items():
+        if isinstance(value, dict) and value:
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
