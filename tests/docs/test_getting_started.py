@@ -1,0 +1,87 @@
+"""The job of docs/getting_started.md, step by step as it stands there."""
+
+import importlib
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from tests.docs.pages import ROOT, blocks, page, run
+from trainkit.data import DatasetCatalog
+from trainkit.engine import default_argument_parser
+from trainkit.utils.logger import close_logger
+
+PAGE = "docs/getting_started.md"
+SCRIPT, HOOK, REGISTER = blocks(PAGE, "python")
+COMMANDS = [shlex.split(line) for block in blocks(PAGE, "sh") for line in block.splitlines()]
+_, TRAIN, CHANGED, PLOT, RESUME, TWO = COMMANDS
+TABLE_LINE = "| classification | top1                | 100.0000 |"
+END = "The run has finished after 600 of 600 iterations\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """That of the clone, for all steps."""
+    return tmp_path_factory.mktemp("clone")
+
+
+@pytest.fixture
+def train(folder, monkeypatch, capsys):
+    """Run a command of train.py here; gives what it prints."""
+    monkeypatch.chdir(folder)
+
+    def train(command, script=SCRIPT):
+        assert command[:2] == ["python", "train.py"]
+        main = run(script, "train.py")["main"]
+        main(default_argument_parser().parse_args(command[2:]))
+        DatasetCatalog.remove("spirals_test")  # the next one registers it again
+        return capsys.readouterr().out
+
+    yield train
+    close_logger()
+
+
+def test_these_are_the_commands():
+    assert [" ".join(command[:3]) for command in COMMANDS] == [
+        "pip install -e",
+        "python train.py",
+        "python train.py OUTPUT_DIR",
+        "python tools/plot_metrics.py output/spirals",
+        "python train.py --resume",
+        "python train.py --num-gpus",
+    ]
+
+
+def test_the_job_learns_the_spirals_and_two_runs_are_compared_in_a_picture(train, folder, monkeypatch):
+    printed = train(TRAIN)
+    for line in (TABLE_LINE, END):
+        assert line in printed
+        assert line in page(PAGE)
+    assert "\n  files in output/spirals: " in printed
+    assert "nothing is done" in train(RESUME)
+
+    pytest.importorskip("matplotlib")
+    train(CHANGED)
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    plot_metrics = importlib.import_module("plot_metrics")
+    plot_metrics.main(plot_metrics.parse_args(PLOT[2:]))
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_hook_logs(train):
+    script = SCRIPT.replace("class Trainer(", f"{HOOK}\n\nclass Trainer(")
+    script = script.replace("        trainer.resume_or_load(", f"        {REGISTER}        trainer.resume_or_load(")
+    script = script.replace("from trainkit.engine import ", "from trainkit.engine import HookBase, ", 1)
+    short = ["OUTPUT_DIR", "output/hook", "SOLVER.MAX_ITER", "20", "SOLVER.WARMUP_ITERS", "2"]
+    assert " gradient_norm: " in train([*TRAIN, *short], script)
+
+
+def test_two_processes_do_the_same(folder):
+    (folder / "train.py").write_text(SCRIPT)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *TWO[1:]]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert TABLE_LINE in done.stdout

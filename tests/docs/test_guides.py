@@ -1,0 +1,174 @@
+"""What the guides show does what they say."""
+
+import inspect
+import logging
+import re
+import shlex
+from argparse import Namespace
+
+import pytest
+import torch
+
+from tests.docs.pages import blocks, page, run
+from tests.engine.job import tiny_cfg
+from trainkit.config import CfgNode, get_cfg
+from trainkit.data import MetadataCatalog, build_train_loader
+from trainkit.engine import DefaultTrainer, HookBase, TrainerBase, default_argument_parser, default_setup
+from trainkit.engine.hook_base import HOOK_POINTS
+from trainkit.utils.logger import close_logger
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    yield
+    close_logger()
+
+
+def merged(text, cfg=None):
+    cfg = get_cfg() if cfg is None else cfg
+    cfg.merge_from_other_cfg(CfgNode(CfgNode._load_cfg_from_yaml_str(text)))
+    return cfg
+
+
+# ---------------------------------------------------------------------- hooks
+
+NORM, CHECK, COUNT = blocks("docs/hooks.md", "python")
+(ENTRIES,) = blocks("docs/hooks.md", "yaml")
+(COMMAND,) = blocks("docs/hooks.md", "sh")
+
+
+def test_the_first_hook_puts_a_norm_each_period(tmp_path):
+    trainer = DefaultTrainer(tiny_cfg(tmp_path))
+    trainer.register_hooks([run(NORM, "hooks.md")["LogWeightNorm"](period=4)])
+    trainer.train()
+    assert [iter for _, iter in trainer.storage.history("weight_norm").values()] == [3, 7]
+
+
+def test_the_hook_of_a_config_ends_a_run_whose_loss_is_not_finite(tmp_path, monkeypatch):
+    (tmp_path / "my_hooks.py").write_text(CHECK)
+    monkeypatch.syspath_prepend(tmp_path)
+    cfg = merged(ENTRIES, tiny_cfg(tmp_path, "SOLVER.NON_FINITE.POLICY", "ignore"))
+    assert cfg.IMPORTS == ["projects.digits", "my_hooks"]
+    default_setup(cfg, Namespace())
+    trainer = DefaultTrainer(cfg)
+    assert "BestCheckpointer" not in names(trainer)
+    assert names(trainer)[-2:] == ["CheckInvalidLoss", "PeriodicWriter"]  # moved behind the evaluation by its priority
+
+    class Spoil(HookBase):
+        def after_step(self):
+            self.trainer.model.layers[0].weight.data[0, 0] = torch.nan
+
+    trainer.register_hooks([Spoil()])
+    with pytest.raises(FloatingPointError, match="loss_cls is nan in iteration 9"):
+        trainer.train()
+
+
+def names(trainer):
+    return [type(hook).__name__ for hook in trainer._hooks]
+
+
+def test_the_command_gives_the_same_entries_as_the_file():
+    command = shlex.split(COMMAND)
+    assert command[:2] == ["python", "tools/train_net.py"]
+    by_command = get_cfg()
+    by_command.merge_from_list(command[2:])
+    by_file = merged(ENTRIES)
+    assert (by_command.IMPORTS, by_command.HOOKS) == (by_file.IMPORTS, by_file.HOOKS)
+
+
+def test_the_table_has_every_point():
+    table = page("docs/hooks.md").partition("## Points")[2].partition("## Order")[0]
+    named = [name for row in re.findall(r"^\| (`.+?`) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)", row)]
+    assert sorted(named) == sorted(HOOK_POINTS)
+
+
+def test_the_state_of_a_hook_survives_and_the_summary_tells_it(tmp_path, caplog):
+    hook_class = run(COUNT, "hooks.md")["CountSamples"]
+    for max_iter, summary in ((4, "32 samples were used"), (6, "48 samples were used")):
+        trainer = DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.MAX_ITER", max_iter))
+        trainer.register_hooks([hook_class()])
+        trainer.resume_or_load(resume=True)
+        with caplog.at_level(logging.INFO):
+            trainer.train()
+        assert f"\n  {summary}\n" in caplog.messages[-1]
+
+
+# ---------------------------------------------------------------------- the loop
+
+
+def test_the_loop_of_the_page_and_of_the_readme_is_that_of_the_trainer():
+    (readme,) = [block for block in blocks("README.md", "python") if "while self.iter" in block]
+    loop = blocks("docs/training_loop.md", "python")[0]
+    assert [line.partition("  #")[0] for line in readme.splitlines()] == loop.splitlines()
+    for line in loop.splitlines():
+        called = re.match(r" *(self\.\w+\(\)|while .+|self\.iter \+= 1)", line)
+        assert called is None or called[1].rstrip(":") in inspect.getsource(TrainerBase)
+
+
+def test_the_trainer_without_a_config_learns_and_writes(tmp_path, capsys):
+    trainer = run(blocks("docs/training_loop.md", "python")[1], "training_loop.md")["trainer"]
+    assert (trainer.status, trainer.iter) == ("finished", 100)
+    assert trainer.storage.history("total_loss").latest() < 0.01
+    assert len((tmp_path / "metrics.json").read_text().splitlines()) == 10
+    assert capsys.readouterr().out.startswith("finished ")
+
+
+def test_a_run_step_of_ones_own_is_called_in_each_iteration():
+    counter = run(blocks("docs/training_loop.md", "python")[2], "training_loop.md")["counter"]
+    assert counter.storage.history("square").values() == [(0, 0), (1, 1), (4, 2), (9, 3)]
+
+
+# ---------------------------------------------------------------------- data
+
+
+def test_the_dataset_of_the_page_is_transformed_and_batched():
+    dataset, _ = blocks("docs/data.md", "python")
+    run(dataset, "data.md")
+    (text,) = blocks("docs/data.md", "yaml")
+    cfg = merged(text)
+    cfg.merge_from_list(["SEED", 0, "DATALOADER.NUM_WORKERS", 0])
+    assert MetadataCatalog.get("numbers_train").class_names == ["even", "odd"]
+    batch = next(iter(build_train_loader(cfg)))
+    assert list(batch["x"].shape) == [10, 7]
+    assert torch.equal(batch["x"][:, 0].long(), batch["label"])
+
+
+def test_the_loader_of_the_page_can_be_resumed():
+    loader, other, fresh = (run(blocks("docs/data.md", "python")[1], "data.md")["loader"] for _ in range(3))
+    batches = iter(loader)
+    first = next(batches)
+    state, second = loader.state_dict(), next(batches)
+    other.load_state_dict(state)
+    assert (len(first), next(iter(other)), next(iter(fresh))) == (4, second, first)
+    assert first != second
+
+
+# ---------------------------------------------------------------------- moving over
+
+OPTIONS = ["SOLVER.MAX_ITER", "40", "SOLVER.BASE_LR", "0.05", "SOLVER.WARMUP_ITERS", "5", "SOLVER.STEPS", "()"]
+OPTIONS += ["TEST.EVAL_PERIOD", "20", "DATALOADER.NUM_WORKERS", "0"]
+
+
+@pytest.mark.parametrize("block", [0, 1])
+def test_a_script_for_detectron2_runs_by_its_imports_and_so_does_what_is_left_of_it(block, tmp_path):
+    source = blocks("docs/migrate_from_detectron2.md", "python")[block]
+    if block == 0:
+        source = source.replace("detectron2", "trainkit").replace("DetectionCheckpointer", "Checkpointer")
+    main = run(source, "migrate_from_detectron2.md")["main"]
+    args = default_argument_parser().parse_args([*OPTIONS, "OUTPUT_DIR", str(tmp_path)])
+    assert main(args)["line"]["error"] < 0.2
+    assert {"model_best.pth", "model_final.pth", "metrics.json"} <= {path.name for path in tmp_path.iterdir()}
+    if block == 0:
+        args.eval_only = args.resume = True
+        assert main(args)["line"]["error"] < 0.2
+
+
+def test_the_plain_loop_and_the_trainer_have_the_same_losses(tmp_path, capsys):
+    before, after = blocks("docs/migrate_from_plain_loop.md", "python")
+    names = run(before, "migrate_from_plain_loop.md")
+    losses = names["train"](60)
+    assert capsys.readouterr().out.splitlines()[-1] == f"59: loss {losses[-1]:.4f}"
+    assert run(after, "migrate_from_plain_loop.md", **names)["train_with_trainkit"](60, str(tmp_path)) == losses
+    clipped = before.replace("clip_grad_norm_(model.parameters(), 1.0)", "clip_grad_norm_(model.parameters(), 2.0)")
+    assert run(clipped, "migrate_from_plain_loop.md")["train"](60) != losses
