@@ -14,11 +14,16 @@ from torch import multiprocessing
 
 Check = Callable[[int, str], Any]
 
+_IMPORTED_ONCE = ["trainkit.engine", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
+
 
 def on_two_ranks(checks: Sequence[Check], folder: Path, num_ranks: int = 2) -> dict[str, list[Any]]:
     """Call ``check(rank, folder)`` for each of them: name -> [what it returned or raised on rank 0, on rank 1]."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # 0: any port that is free
-    multiprocessing.spawn(_run_rank, (list(checks), str(folder), store.port, num_ranks), nprocs=num_ranks)
+    # a process that has imported torch forks them: each of them would take seconds for that
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_IMPORTED_ONCE)
+    arguments = (list(checks), str(folder), store.port, num_ranks)
+    multiprocessing.start_processes(_run_rank, arguments, nprocs=num_ranks, start_method="forkserver")
     found = [torch.load(folder / f"rank{rank}.pth", weights_only=False) for rank in range(num_ranks)]
     return {check.__name__: [by_check[check.__name__] for by_check in found] for check in checks}
 
