@@ -28,6 +28,7 @@ setup(
         "tensorboard": TENSORBOARD,
         "lazy": LAZY,
         "plot": ["matplotlib"],
+        "docs": ["sphinx>=8", "myst-parser", "furo"],
         "wandb": ["wandb>=0.31", "pillow"],  # the latter: wandb takes it for images
         "test": [*TEST, *TENSORBOARD, *LAZY],
         "dev": [*TEST, *TENSORBOARD, *LAZY, "ruff", "mypy"],

@@ -24,7 +24,8 @@ LAYERS = [
     ["trainkit.engine.compile"],
     ["trainkit.engine.graph"],
     ["trainkit.engine.fsdp", "trainkit.engine.parallel"],
-    ["trainkit.engine.predictor", "trainkit.engine.setup", "trainkit.engine.summary", "trainkit.engine.launch"],
+    ["trainkit.engine.summary"],
+    ["trainkit.engine.predictor", "trainkit.engine.setup", "trainkit.engine.launch"],
     ["trainkit.engine.evaluation_run"],
     ["trainkit.engine.defaults"],
     ["trainkit.engine"],
@@ -34,12 +35,14 @@ LAYERS = [
 # who may call importlib.import_module, and what for
 LATE_IMPORTS = {
     "tools.benchmarks.peers": "other trainers, which nobody needs",
+    "tools.plots.picture": "matplotlib, an optional package",
     "trainkit.checkpoint.shards": "torch.distributed.checkpoint takes as long to import as torch",
     "trainkit.config.imports": "IMPORTS, the one place where a config names code",
     "trainkit.config.nodes": "omegaconf, an optional package",
     "trainkit.config.python_files": "what the import statements of a config file call",
     "trainkit.engine.fsdp": "torch.distributed.fsdp takes as long to import as torch",
-    "trainkit.utils.events.writers": "tensorboard, an optional package",
+    "trainkit.utils.events.tensorboard_writer": "tensorboard, an optional package",
+    "trainkit.utils.events.wandb_writer": "wandb, an optional package",
     "trainkit.utils.registry": "locate() finds an object by its dotted name",
     "trainkit.utils.sharding": "torch.distributed.tensor takes as long to import as torch",
 }

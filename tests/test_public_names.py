@@ -160,6 +160,7 @@ PUBLIC = {
         "reduce_param_groups",
     },
     "trainkit.utils.events": {
+        "CSVWriter",
         "CommonMetricPrinter",
         "EventStorage",
         "EventWriter",
@@ -167,6 +168,7 @@ PUBLIC = {
         "JSONWriter",
         "ProgressBar",
         "TensorboardXWriter",
+        "WandbWriter",
         "estimate_eta_sec",
         "get_event_storage",
         "has_event_storage",

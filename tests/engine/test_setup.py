@@ -17,7 +17,14 @@ from trainkit.engine import (
     fast_dev_config,
     user_errors_exit,
 )
-from trainkit.utils.events import CommonMetricPrinter, JSONWriter, ProgressBar, TensorboardXWriter
+from trainkit.utils.events import (
+    CommonMetricPrinter,
+    CSVWriter,
+    JSONWriter,
+    ProgressBar,
+    TensorboardXWriter,
+    WandbWriter,
+)
 from trainkit.utils.logger import close_logger
 from trainkit.utils.progress import are_bars_shown, show_bars
 
@@ -208,6 +215,12 @@ def test_modules_of_imports_are_imported_and_a_wrong_one_is_named(tmp_path):
         default_setup(cfg_for(tmp_path, "IMPORTS", ["no_such_module_of_mine"]), NEW)
 
 
+def test_a_seed_is_of_32_bits(tmp_path):
+    default_setup(cfg_for(tmp_path, "SEED", 2**32 - 1), NEW)
+    with pytest.raises(ConfigError, match="SEED is 4294967296; accepted: 0 to 4294967295, or -1 to have one drawn"):
+        default_setup(cfg_for(tmp_path, "SEED", 2**32), NEW)
+
+
 def test_an_unknown_matmul_precision_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r'FLOAT32_PRECISION must be "", "highest", "high" or "medium", got \'low\''):
         default_setup(cfg_for(tmp_path, "FLOAT32_PRECISION", "low"), NEW)
@@ -220,8 +233,19 @@ def test_the_default_writers(tmp_path):
     kinds = [type(writer) for writer in default_writers(tmp_path, 10)]
     assert kinds == [CommonMetricPrinter, JSONWriter, TensorboardXWriter]
     assert [type(writer) for writer in default_writers(tmp_path, names=["json"])] == [JSONWriter]
-    with pytest.raises(ConfigError, match="no writer called 'jsn'; LOG.WRITERS takes console, json, tensorboard"):
+    accepted = "console, json, csv, tensorboard, wandb"
+    with pytest.raises(ConfigError, match=f"no writer called 'jsn'; LOG.WRITERS takes {accepted}"):
         default_writers(tmp_path, names=["jsn"])
+
+
+def test_csv_and_weights_and_biases_are_there_by_name(tmp_path, monkeypatch):
+    cfg = cfg_for(tmp_path, "SEED", 3)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    kinds = [type(writer) for writer in default_writers(tmp_path, names=["csv", "wandb"], cfg=cfg)]
+    assert kinds == [CSVWriter, WandbWriter]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"WandbWriter needs the package wandb: pip install 'trainkit\[wandb\]'"):
+        default_writers(tmp_path, names=["wandb"])
 
 
 def test_on_a_terminal_the_console_is_a_bar(tmp_path):

@@ -3,22 +3,24 @@
 import contextlib
 import logging
 import sys
+from argparse import Namespace
 
 import pytest
 
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import AfterStep
 from trainkit.engine import DefaultTrainer, HookBase
+from trainkit.engine.summary import note_command
 
 
-def summary(tmp_path, caplog, *options, hooks=()):
+def summary(tmp_path, caplog, *options, hooks=(), resume=False):
     """Its lines, and the trainer."""
+    note_command(Namespace(resume=resume))
     trainer = DefaultTrainer(tiny_cfg(tmp_path, *options))
     trainer.register_hooks(list(hooks))
     with caplog.at_level(logging.INFO), contextlib.suppress(RuntimeError):
         trainer.train()
     [text] = [message for message in caplog.messages if message.startswith("The run ")]
-    assert caplog.messages[-1] == text or trainer.status != "finished"
     return [line.strip() for line in text.splitlines()], trainer
 
 
@@ -36,21 +38,49 @@ def test_a_finished_run_says_what_was_best_where_the_time_went_and_what_there_is
 
 def test_a_stopped_run_says_how_it_goes_on(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["tools/train_net.py", "OUTPUT_DIR", "my run"])
+    monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python3", "-u", *sys.argv])
     stop = AfterStep(lambda trainer: trainer.request_stop("enough") if trainer.iter == 2 else None)
     lines, trainer = summary(tmp_path, caplog, hooks=[stop])
     assert lines[0] == f"The run was stopped after 3 of {trainer.max_iter} iterations"
-    assert lines[-1] == "to go on: python tools/train_net.py --resume OUTPUT_DIR 'my run'"
+    assert lines[-1] == "to go on: python -u tools/train_net.py --resume OUTPUT_DIR 'my run'"
+
+
+def fail(trainer):
+    if trainer.iter == 6:
+        raise RuntimeError("no")
 
 
 def test_a_failed_run_says_so(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py", "--resume"])
-
-    def fail(trainer):
-        raise RuntimeError("no")
-
+    monkeypatch.setattr(sys, "argv", ["/home/me/jobs/train.py", "--lr", "1"])
+    monkeypatch.setattr(sys, "orig_argv", ["python3", "-m", "jobs.train", "--lr", "1"])
     lines, _ = summary(tmp_path, caplog, hooks=[AfterStep(fail)])
-    assert lines[0].startswith("The run has failed after 0 of ")
-    assert lines[-1] == "to go on: python train.py --resume"
+    assert lines[0] == "The run has failed after 6 of 10 iterations"
+    assert lines[-1] == "to go on: python -m jobs.train --resume --lr 1"
+
+
+def test_a_command_that_resumes_as_it_stands_is_not_changed(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "--lr", "1"])
+    lines, _ = summary(tmp_path, caplog, hooks=[AfterStep(fail)], resume=True)
+    assert lines[-1] == "to go on: python train.py --lr 1"
+
+
+@pytest.mark.parametrize("argv", [["train.py"], []])
+def test_without_a_script_that_has_said_how_it_resumes_the_calls_are_named(tmp_path, caplog, monkeypatch, argv):
+    monkeypatch.setattr(sys, "argv", argv)
+    lines, _ = summary(tmp_path, caplog, hooks=[AfterStep(fail)], resume=None)
+    assert lines[-1] == "to go on: build the trainer again, resume_or_load(resume=True), train()"
+
+
+def test_under_torchrun_it_is_its_command(tmp_path, caplog, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    lines, _ = summary(tmp_path, caplog, hooks=[AfterStep(fail)])
+    assert lines[-1] == "to go on: the same torchrun command, with --resume behind the script"
+
+
+def test_before_the_first_checkpoint_there_is_nothing_to_go_on_from(tmp_path, caplog):
+    lines, _ = summary(tmp_path, caplog, "SOLVER.CHECKPOINT_PERIOD", 8, hooks=[AfterStep(fail)])
+    assert lines[-1] == "there is no checkpoint"
 
 
 def test_a_hook_has_its_say(tmp_path, caplog):
@@ -59,12 +89,16 @@ def test_a_hook_has_its_say(tmp_path, caplog):
             return "42 cows were seen"
 
     class Silent(HookBase):
-        def summary(self):
-            return ""
+        pass
 
-    lines, _ = summary(tmp_path, caplog, hooks=[Silent(), Mine()])
+    class Wrong(HookBase):
+        summary = "no method"
+
+    lines, trainer = summary(tmp_path, caplog, hooks=[Silent(), Wrong(), Mine()])
+    assert trainer.status == "finished"
     assert lines[-2] == "42 cows were seen"
     assert "" not in lines
+    assert "Wrong has no summary:" in caplog.messages
 
 
 def test_a_run_that_never_began_says_nothing(tmp_path, caplog):

@@ -280,12 +280,12 @@ def test_tensorboard_goes_on_in_another_file_when_there_is_room_again(tmp_path, 
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("trainkit.utils.events.writers.tempfile.TemporaryFile", full)
+    monkeypatch.setattr("trainkit.utils.events.tensorboard_writer.tempfile.TemporaryFile", full)
     for iters in (range(3), range(3, 6)):
         with pytest.raises(OSError, match="No space left on device"):
             train(storage, writer, iters)
     assert names(tmp_path) == []
-    monkeypatch.setattr("trainkit.utils.events.writers.tempfile.TemporaryFile", real)
+    monkeypatch.setattr("trainkit.utils.events.tensorboard_writer.tempfile.TemporaryFile", real)
     train(storage, writer, range(6, 9))
     writer.close()
 

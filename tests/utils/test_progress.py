@@ -1,5 +1,6 @@
 import io
 import multiprocessing
+import re
 import sys
 import threading
 
@@ -93,6 +94,33 @@ def test_a_forked_process_shows_none():
         process.join()
         assert results.get() is False
         assert are_bars_shown()
+
+
+def test_a_line_of_a_forked_process_does_not_stand_in_a_bar():
+    def log(results):
+        setup_logger(color=False).info("from a worker")
+        results.put(sys.stdout.getvalue())
+
+    with showing_bars():
+        bar = Bar(2, "Training")
+        context = multiprocessing.get_context("fork")
+        results = context.SimpleQueue()
+        process = context.Process(target=log, args=(results,))
+        process.start()
+        written = results.get()
+        process.join()
+        bar.close()
+    assert re.search(r"Training   0%\|.*\r\x1b\[K\[.*\]: from a worker\n$", written)
+
+
+def test_without_stdout_nothing_is_shown_and_nothing_breaks(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", None)
+    show_bars(True)
+    assert not are_bars_shown()
+    setup_logger(tmp_path, color=True).info("in the file")
+    close_logger()
+    assert (tmp_path / "log.txt").read_text().endswith("in the file\n")
+    assert capsys.readouterr().err == ""
 
 
 def test_a_bar_starts_no_thread():

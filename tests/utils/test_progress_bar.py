@@ -50,12 +50,24 @@ def test_micro_batches_count_together():
     assert details == "4/10, 12 samples/s  eta 0:00:12"
 
 
-def test_a_resumed_run_begins_where_it_was():
-    with showing_bars() as terminal, EventStorage(start_iter=6):
+def test_a_resumed_run_begins_where_it_was_maybe_without_a_batch():
+    with showing_bars() as terminal, EventStorage(start_iter=6) as storage:
         writer = ProgressBar(max_iter=10)
-        writer.advance(trainer_at(6))
+        writer.advance(SimpleNamespace(iter=6, batch=None))
+        writer.advance(trainer_at(7))
+        storage.put_scalar("time", 2.0)
+        writer.write()
         writer.close()
-    assert "7/10" in terminal.lines()[-2]
+    assert "| 8/10, 4 samples/s  eta " in terminal.lines()[-2]
+
+
+def test_the_end_is_that_of_the_run():
+    with showing_bars() as terminal, EventStorage():
+        writer = ProgressBar(max_iter=10, iters_per_epoch=10)
+        writer.begin(SimpleNamespace(max_iter=40))
+        writer.advance(trainer_at(0))
+        writer.close()
+    assert terminal.lines()[-2].startswith("[Epoch 1/4]   2%|")
 
 
 def test_the_log_line_is_in_the_file_but_not_above_the_bar(tmp_path):

@@ -53,8 +53,8 @@ def test_a_dotted_path_leads_to_modules_classes_and_their_attributes():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("torch.optim.SGDD", r"torch\.optim has no 'SGDD'"),
-        ("torch.nn.Module.gone.x", r"torch\.nn\.Module has no 'gone'"),
+        ("torch.optim.SGDD", r"torch\.optim has no 'SGDD'; did you mean 'SGD'\?"),
+        ("torch.nn.Module.gone.x", r"torch\.nn\.Module has no 'gone'; correct the path"),
         ("gone_module.x", "there is no module 'gone_module'"),
         ("torch..x", "is no dotted path"),
         ("", "is no dotted path"),

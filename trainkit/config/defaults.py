@@ -6,7 +6,7 @@ Keys in ``trainkit.config.lengths.LENGTH_KEYS`` take iterations (``500``) or epo
 from trainkit.config.config import CfgNode as CN
 
 _C = CN()
-_C.VERSION = 1  # of these keys
+_C.VERSION = 1  # of this set of keys
 _C.OUTPUT_DIR = "./output"  # the folder of the run; a new run moves what an earlier one left there into previous_<n>
 _C.SEED = -1  # -1: drawn at random and logged
 _C.IMPORTS = []  # dotted module names, imported when building: where models, datasets and hooks register themselves

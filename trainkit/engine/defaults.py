@@ -186,7 +186,7 @@ class DefaultTrainer(TrainerBase):
                 self.checkpointer.mark_finished({"iterations": self.iter, "max_iter": max_iter, "results": results})
         finally:
             if comm.is_main_process() and self.status in ENDS:
-                logger.info("%s", summarize(self, self._hooks, self.cfg.OUTPUT_DIR))
+                logger.info("%s", summarize(self, self._hooks, self.checkpointer, self.cfg.OUTPUT_DIR))
         if comm.is_main_process() and self.cfg.TEST.EXPECTED_RESULTS and self.status == "finished":
             verify_results(self.cfg, self._results)
         return self._results
@@ -313,7 +313,8 @@ class DefaultTrainer(TrainerBase):
     def build_writers(self) -> list[EventWriter]:
         """Those of LOG.WRITERS; called on rank 0."""
         epoch = self.iters_per_epoch if self.has_epochs else None
-        return default_writers(self.cfg.OUTPUT_DIR, self.max_iter, self.cfg.LOG.WRITERS, self.cfg.LOG.WINDOW, epoch)
+        names, window = self.cfg.LOG.WRITERS, self.cfg.LOG.WINDOW
+        return default_writers(self.cfg.OUTPUT_DIR, self.max_iter, names, window, epoch, cfg=self.cfg)
 
     def _build_precise_bn(self) -> list[HookBase]:
         options = self.cfg.TEST.PRECISE_BN

@@ -107,6 +107,10 @@ class HookBase:
     def after_load(self, state: dict[str, Any]) -> None:
         """When a checkpoint is read and before anybody takes his part; ``state["model"]`` are the weights."""
 
+    def summary(self) -> str:
+        """A line for what a `DefaultTrainer` says at the end of a run, on rank 0; "" for none."""
+        return ""
+
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs of this hook: tensors and plain Python values only.
 

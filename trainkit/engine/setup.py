@@ -18,11 +18,21 @@ from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.folder import choose, find_checkpoint
 from trainkit.checkpoint.shards import FOLDER as SHARD_FOLDER
 from trainkit.config import CfgNode, ConfigError, get_cfg, import_modules
+from trainkit.config.yaml_files import load_yaml
 from trainkit.engine.elastic import is_restarted, note_begin
+from trainkit.engine.summary import note_command
 from trainkit.utils import comm
 from trainkit.utils.collect_env import collect_env_info
 from trainkit.utils.env import seed_all_rng
-from trainkit.utils.events import CommonMetricPrinter, EventWriter, JSONWriter, ProgressBar, TensorboardXWriter
+from trainkit.utils.events import (
+    CommonMetricPrinter,
+    CSVWriter,
+    EventWriter,
+    JSONWriter,
+    ProgressBar,
+    TensorboardXWriter,
+    WandbWriter,
+)
 from trainkit.utils.logger import setup_logger
 from trainkit.utils.progress import are_bars_shown, show_bars
 
@@ -30,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 # what a run writes into its output folder
 _RUN_FILES = re.compile(
-    r"log\.txt(\.rank\d+)?|config\.yaml|batch\.json|metrics\.json(\.cut_\d+)?"
+    r"log\.txt(\.rank\d+)?|config\.yaml|batch\.json|metrics\.(json|csv)(\.cut_\d+)?"
     r"|last_checkpoint|finished|.+\.pth|events\.out\.tfevents\..+"
 )
 
@@ -41,11 +51,16 @@ class _Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found = self.parse_intermixed_args(args, namespace)
         if found.num_gpus < 1 or not 0 <= found.machine_rank < found.num_machines:
-            self.error("need --num-gpus >= 1 and 0 <= --machine-rank < --num-machines")
+            self.error(
+                "need --num-gpus >= 1 and 0 <= --machine-rank < --num-machines, got "
+                f"{found.num_gpus}, {found.machine_rank} and {found.num_machines}"
+            )
         if found.num_machines > 1 and found.dist_url == "auto":
             self.error("several machines need a --dist-url that all of them reach, such as tcp://HOST:PORT")
         if 0 < torch.cuda.device_count() < found.num_gpus:
-            self.error(f"--num-gpus is {found.num_gpus}, but this machine has {torch.cuda.device_count()}")
+            self.error(
+                f"--num-gpus is {found.num_gpus}, but this machine has {torch.cuda.device_count()} GPUs; lower it"
+            )
         return found
 
 
@@ -137,6 +152,7 @@ def default_setup(cfg: CfgNode, args: Any) -> None:
         note_begin()
     comm.synchronize()
 
+    note_command(args)
     show_bars(cfg.LOG.PROGRESS and comm.is_main_process())
     setup_logger(output_dir, distributed_rank=comm.get_rank())
     logger.info("Rank %d of %d\n%s", comm.get_rank(), comm.get_world_size(), collect_env_info())
@@ -148,6 +164,8 @@ def default_setup(cfg: CfgNode, args: Any) -> None:
     for aside in moved:
         logger.info("The files of an earlier run in %s are now in %s", aside.parent, aside)
     import_modules(cfg.IMPORTS)
+    if (largest := 2**32 - comm.get_world_size()) < cfg.SEED:  # NumPy takes 32 bits, and each rank has its own
+        raise ConfigError(f"SEED is {cfg.SEED}; accepted: 0 to {largest}, or -1 to have one drawn")
     seed_all_rng(None if cfg.SEED < 0 else cfg.SEED + comm.get_rank())
     torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK and not eval_only
     if cfg.DETERMINISTIC:
@@ -169,21 +187,28 @@ def default_writers(
     names: Sequence[str] = ("console", "json", "tensorboard"),
     window_size: int = 20,
     iters_per_epoch: int | None = None,
+    *,
+    cfg: CfgNode | None = None,
 ) -> list[EventWriter]:
     """Writers by name: "console" (a bar where `default_setup` has found a terminal, else lines), "json"
-    (``metrics.json``), "tensorboard" (left out if the package is missing).
+    (``metrics.json``), "csv" (``metrics.csv``), "tensorboard" (left out if the package is missing), "wandb".
 
     Args:
         iters_per_epoch: None: there are no epochs.
+        cfg: what TensorBoard and Weights & Biases show as the settings of the run.
 
     Raises:
-        ConfigError: another name.
+        ConfigError: another name, or the package ``wandb`` is missing.
     """
+    settings = dict(_changes(cfg, get_cfg())) if cfg is not None else {}
+    config = cfg.dump() if cfg is not None else ""
     console = ProgressBar if are_bars_shown() else CommonMetricPrinter
     makers: dict[str, Callable[[], EventWriter]] = {
         "console": lambda: console(max_iter, window_size, iters_per_epoch=iters_per_epoch),
         "json": lambda: JSONWriter(Path(output_dir) / "metrics.json", window_size),
-        "tensorboard": lambda: TensorboardXWriter(Path(output_dir), window_size),
+        "csv": lambda: CSVWriter(Path(output_dir) / "metrics.csv", window_size),
+        "tensorboard": lambda: TensorboardXWriter(Path(output_dir), window_size, settings=settings, config=config),
+        "wandb": lambda: WandbWriter(output_dir, window_size, config=load_yaml(config, "cfg")),
     }
     unknown = [name for name in names if name not in makers]
     if unknown:
@@ -191,7 +216,10 @@ def default_writers(
     if "tensorboard" in names and importlib.util.find_spec("tensorboard") is None:
         logger.info("Nothing is written for TensorBoard; to change that: pip install 'trainkit[tensorboard]'")
         names = [name for name in names if name != "tensorboard"]
-    return [makers[name]() for name in names]
+    try:
+        return [makers[name]() for name in names]
+    except ImportError as error:
+        raise ConfigError(f"LOG.WRITERS cannot be built: {error}") from error
 
 
 def fast_dev_config(cfg: CfgNode) -> CfgNode:

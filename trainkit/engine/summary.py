@@ -1,30 +1,60 @@
 """What a run says at its end."""
 
+import logging
+import multiprocessing
+import os
 import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from trainkit.engine.train_loop import HookBase, TrainerBase
 from trainkit.utils.progress import is_notebook
 
+logger = logging.getLogger(__name__)
+
 ENDS = {"finished": "has finished", "stopped": "was stopped", "failed": "has failed"}  # by the status of the trainer
 
+_resumes: bool | None = None  # whether the command does so as it stands; None: it has not said
 
-def summarize(trainer: TrainerBase, hooks: Iterable[HookBase], output_dir: str) -> str:
+
+def note_command(args: Any) -> None:
+    """Remember of the arguments of a script whether it resumes."""
+    global _resumes
+    _resumes = getattr(args, "resume", None)
+
+
+def summarize(trainer: TrainerBase, hooks: Iterable[HookBase], checkpointer: Any, output_dir: str) -> str:
     """Some lines: how far it came, what hooks have to say (their ``summary()``), what there is now, how it goes on."""
     lines = [f"The run {ENDS[trainer.status]} after {trainer.iter} of {trainer.max_iter} iterations"]
-    lines += [text for hook in hooks if hasattr(hook, "summary") and (text := hook.summary())]
+    lines += filter(None, map(_summary_of, hooks))
     files = sorted(path.name + "/" * path.is_dir() for path in Path(output_dir).glob("*"))
     lines.append(f"files in {output_dir}: {', '.join(files)}")
     if trainer.status != "finished":
-        lines.append(f"to go on: {_resume_command()}")
+        lines.append(f"to go on: {_how_to_go_on()}" if checkpointer.has_checkpoint() else "there is no checkpoint")
     return "\n  ".join(lines)
 
 
-def _resume_command() -> str:
+def _summary_of(hook: HookBase) -> str:
+    try:
+        return hook.summary()
+    except Exception:  # it must not hide how the run has ended
+        logger.exception("%s has no summary:", type(hook).__name__)
+        return ""
+
+
+def _how_to_go_on() -> str:
     if is_notebook():
         return "trainer.train()"
-    script, *arguments = sys.argv
-    # in front, since settings take the rest of a command line
-    return shlex.join(["python", script, *(["--resume"] if "--resume" not in arguments else []), *arguments])
+    if _resumes is None:
+        return "build the trainer again, resume_or_load(resume=True), train()"
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return "the same torchrun command" + ("" if _resumes else ", with --resume behind the script")
+    arguments = sys.argv[1:]
+    if multiprocessing.parent_process() is None:
+        head = ["python", *sys.orig_argv[1 : len(sys.orig_argv) - len(arguments)]]  # -m and the module, or a script
+    else:  # of a process that was spawned they are others
+        head = ["python", *sys.argv[:1]]
+    # in front, since settings may take the rest of a command line
+    return shlex.join([*head, *([] if _resumes else ["--resume"]), *arguments])

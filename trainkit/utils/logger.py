@@ -158,7 +158,7 @@ class _StdoutHandler(logging.StreamHandler):
         super().__init__(sys.stdout)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if hasattr(record, "not_on_terminal"):
+        if sys.stdout is None or hasattr(record, "not_on_terminal"):
             return
         self.stream = sys.stdout
         with above_bars():

@@ -23,6 +23,8 @@ def are_bars_shown() -> bool:
 
 def above_bars() -> AbstractContextManager[Any]:
     """Inside, lines can be written to stdout; the bars that are open stand below them afterwards."""
+    if _num_open and not are_bars_shown() and _is_terminal():
+        sys.stdout.write("\r\x1b[K")  # a fork, such as a loader worker: the bar that stands there is drawn anew later
     return tqdm.external_write_mode(file=sys.stdout) if _num_open and are_bars_shown() else nullcontext()
 
 
@@ -76,7 +78,7 @@ class _Tqdm(tqdm):
 
 
 def _is_terminal() -> bool:
-    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    return sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def is_notebook() -> bool:

@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, TypeVar, overload
@@ -62,7 +63,7 @@ class Registry:
             registered = ", ".join(sorted(self._objects)) or "nothing"
             raise KeyError(
                 f"no {name!r} in the {self._name} registry; {hint}registered: {registered}. "
-                "The module that registers it must have been imported: name it in IMPORTS of the config."
+                "The module that registers it must have been imported: name it in IMPORTS of the config"
             )
         return self._objects[name]
 
@@ -90,7 +91,7 @@ def locate(name: str) -> Any:
         if depth and hasattr(found, part):
             found = getattr(found, part)
         elif depth and not isinstance(found, ModuleType):
-            raise ImportError(f"cannot locate {name!r}: {'.'.join(parts[:depth])} has no {part!r}")
+            raise ImportError(f"cannot locate {name!r}: {'.'.join(parts[:depth])} has no {part!r}{_hint(part, found)}")
         else:  # a module that nobody has imported yet
             found = _import(".".join(parts[: depth + 1]), f"cannot locate {name!r}")
     return found
@@ -102,10 +103,18 @@ def _import(module_name: str, context: str) -> ModuleType:
     except Exception as error:  # whatever the module's own code raises
         if isinstance(error, ModuleNotFoundError) and error.name == module_name:
             parent, _, name = module_name.rpartition(".")
-            reason = f"{parent} has no {name!r}" if parent else f"there is no module {name!r} (not on PYTHONPATH?)"
+            if parent:
+                reason = f"{parent} has no {name!r}{_hint(name, sys.modules[parent])}"
+            else:
+                reason = f"there is no module {name!r}; install it, or put its folder on PYTHONPATH"
         else:
             reason = f"importing {module_name} failed: {type(error).__name__}: {error}"
         raise ImportError(f"{context}: {reason}") from error
+
+
+def _hint(name: str, owner: object) -> str:
+    nearest = difflib.get_close_matches(name, dir(owner), n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else "; correct the path"
 
 
 def _describe(obj: Any) -> str:

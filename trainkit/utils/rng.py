@@ -47,12 +47,14 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(cuda_state, device)
     if len(cuda_states) > torch.cuda.device_count():
         _logger.warning(
-            "The random state is that of %d CUDA devices, here are %d", len(cuda_states), torch.cuda.device_count()
+            "The random state is that of %d CUDA devices, here are %d; that of the others is left out",
+            len(cuda_states),
+            torch.cuda.device_count(),
         )
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"])
     elif "mps" in state:
-        _logger.warning("The random state is that of an MPS device, here is none")
+        _logger.warning("The random state is that of an MPS device, here is none; it is left out")
 
 
 def derive_rng_state(state: dict[str, Any], *key: int) -> dict[str, Any]:

@@ -5,8 +5,10 @@ import torch
 from torch import nn
 
 from tests.engine.tiny import AfterStep, sgd
+from trainkit.config import ConfigError
 from trainkit.engine import launch
 from trainkit.engine.hooks import Throughput
+from trainkit.engine.train_loop import TrainerBase
 from trainkit.engine.trainers import SimpleTrainer
 from trainkit.utils import comm
 
@@ -189,6 +191,24 @@ def _in_two_processes():
 def test_samples_of_all_ranks_are_counted_against_the_slowest():
     expected = ([(1.5, 1), (1.5, 3)], [(25.0, 1), (25.0, 3)], [(15.0, 1), (15.0, 3)])
     assert launch(_in_two_processes, 2) == [[expected] * 2] * 2
+
+
+@pytest.mark.parametrize("sets_batch", [False, True])
+def test_a_trainer_of_ones_own_says_what_it_counts(sets_batch):
+    class Own(TrainerBase):
+        def run_step(self):
+            if sets_batch:
+                self.batch = torch.ones(4, 3)
+
+    trainer = Own()
+    trainer.register_hooks([Throughput(1)])
+    trainer.model = nn.Linear(1, 1)
+    if sets_batch:
+        trainer.train(0, 1)
+        assert "samples_per_sec" in trainer.storage.latest()
+    else:
+        with pytest.raises(ConfigError, match="trainer.batch, which this trainer has not; set it in run_step"):
+            trainer.train(0, 1)
 
 
 def test_bad_arguments_are_errors_of_the_constructor():

@@ -111,13 +111,14 @@ def test_a_warm_up_that_is_no_number_of_iterations_is_an_error_of_the_constructo
         IterationTimer(warmup_iter)
 
 
-def test_the_summary_is_of_the_steps_and_what_lies_between_them(clock):
+def test_the_summary_is_of_the_timed_steps_and_what_lies_between_them(clock):
     trainer, timer = Steps(step=lambda iter: clock.advance(10 + iter)), IterationTimer()
     trainer.register_hooks([timer, AfterStep(lambda trainer: clock.advance(100))])
     trainer.train(0, 6)
     in_hooks = "88 % of 0:05:42 in hooks, evaluation and checkpoints among them"
     assert timer.summary() == f"14 s per step; {in_hooks}"
-    trainer.storage.put_scalar("data_time", 3.5)
+    for iter, data_sec in enumerate([100.0, 100.0, 100.0, 3.0, 3.5, 4.0]):  # the first three are warm-up
+        trainer.storage.put_scalar("data_time", data_sec, cur_iter=iter)
     assert timer.summary() == f"14 s per step, 25 % of it waiting for data; {in_hooks}"
 
 

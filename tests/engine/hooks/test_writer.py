@@ -1,5 +1,6 @@
 import io
 import json
+import re
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from tests.engine.tiny import AfterStep, Regression, Steps, batches, fail_at, sg
 from trainkit.checkpoint.state import plain_state
 from trainkit.engine.hooks import CallbackHook, EvalHook, PeriodicWriter
 from trainkit.engine.trainers import SimpleTrainer
-from trainkit.utils.events import EventWriter, JSONWriter, TensorboardXWriter, get_event_storage
+from trainkit.utils.events import CommonMetricPrinter, EventWriter, JSONWriter, TensorboardXWriter, get_event_storage
 
 
 class Log(EventWriter):
@@ -411,3 +412,26 @@ def test_a_writer_that_wants_to_know_is_told_of_each_step_before_it_writes():
     trainer.register_hooks([PeriodicWriter([Ticking()], period=2)])
     trainer.train(0, 3)
     assert calls == [0, 1, "write", 2, "write", "write"]
+
+
+def test_results_of_any_evaluation_are_written_before_the_next_one(tmp_path):
+    results = iter(range(10))
+    trainer = Steps()
+    hook = EvalHook(2, lambda: {"result": next(results)}, eval_at_start=True)
+    trainer.register_hooks([hook, PeriodicWriter([JSONWriter(tmp_path / "metrics.json")], period=100)])
+    trainer.train(0, 7)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
+    assert [(row["iteration"], row["result"]) for row in rows] == [(0, 0), (1, 1), (3, 2), (5, 3), (7, 4)]
+
+
+def test_writers_know_the_end_of_each_run(caplog):
+    trainer = Steps()
+    trainer.register_hooks([PeriodicWriter([CommonMetricPrinter(2, iters_per_epoch=2)], period=1)])
+    trainer.train(0, 2)
+    caplog.set_level("INFO")
+    trainer.train(2, 4)
+    lines = [message for message in caplog.messages if "iter: " in message]
+    assert [re.search(r"\[Epoch .+?\]  iter: \d", line)[0] for line in lines] == [
+        "[Epoch 2/2]  iter: 2",
+        "[Epoch 2/2]  iter: 3",
+    ]

@@ -31,6 +31,9 @@ class EvalHook(HookBase):
         phase: what the points of the evaluation are told, see `HookBase.before_eval`.
         by_epoch: whether writers show the results over whole epochs done instead of iterations.
 
+    Attributes:
+        evaluated_iters: how many iterations the model had when it was evaluated last; -1: it was not yet.
+
     Raises:
         TypeError, ValueError: an argument is not accepted; before training: ``by_epoch``, and there are no epochs.
     """
@@ -57,7 +60,7 @@ class EvalHook(HookBase):
             raise ValueError(f'phase must be "val" or "test", got {phase!r}')
         self.phase = phase
         self._by_epoch = by_epoch
-        self._evaluated_iters = -1  # how many iterations the model had when it was evaluated last
+        self.evaluated_iters = -1
 
     def before_train(self) -> None:
         if self._by_epoch and not self.trainer.has_epochs:
@@ -65,8 +68,8 @@ class EvalHook(HookBase):
                 "EvalHook has by_epoch (LOG.EVAL_AXIS in a config), but the training data has no length, so there are "
                 "no epochs; show the results over iterations"
             )
-        if self._evaluated_iters > self.trainer.start_iter:  # those of another run
-            self._evaluated_iters = -1
+        if self.evaluated_iters > self.trainer.start_iter:  # those of another run
+            self.evaluated_iters = -1
         if self._at_start and self.trainer.iter == 0:
             self._evaluate(0)
 
@@ -80,7 +83,7 @@ class EvalHook(HookBase):
     def after_train(self) -> None:
         done = self.trainer.iter
         # early stopping may end a run right behind an evaluation
-        if self._after_train and self.trainer.status == "finished" and self._evaluated_iters != done:
+        if self._after_train and self.trainer.status == "finished" and self.evaluated_iters != done:
             self._evaluate(done)
 
     def _evaluate(self, done_iters: int) -> None:
@@ -88,7 +91,7 @@ class EvalHook(HookBase):
         self.trainer.check_finite()
         with observe_inference(self.trainer, self.phase):
             results = self._function()
-        self._evaluated_iters = done_iters
+        self.evaluated_iters = done_iters
         if results is not None and not isinstance(results, Mapping):
             raise TypeError(f"the evaluation function must return a dict of results or None, got {results!r}")
         epoch = done_iters // self.trainer.iters_per_epoch if self._by_epoch else None
@@ -104,10 +107,10 @@ class EvalHook(HookBase):
 
     def state_dict(self) -> dict[str, Any]:
         """``evaluated_iters``: how many iterations the model had when it was evaluated last."""
-        return {"evaluated_iters": self._evaluated_iters}
+        return {"evaluated_iters": self.evaluated_iters}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._evaluated_iters = state_dict["evaluated_iters"]
+        self.evaluated_iters = state_dict["evaluated_iters"]
 
 
 @HOOK_REGISTRY.register()

@@ -75,15 +75,18 @@ class IterationTimer(HookBase):
     def summary(self) -> str:
         """Time per step, and the shares of waiting for data in it and of hooks in the whole; "" without a timed step.
 
-        The share of data is that of all parts of a resumed run.
+        The share of data is that of the iterations whose times are still in the storage.
         """
         if not self._timed_iters:
             return ""
         text = f"{self._steps_sec / self._timed_iters:.4g} s per step"
         histories = self.trainer.storage.histories()
         if "data_time" in histories:
-            data_sec, step_sec = (histories[name].global_avg() for name in ("data_time", "time"))
-            text += f", {100 * data_sec / step_sec:.0f} % of it waiting for data"
+            step_secs = {iter: sec for sec, iter in histories["time"].values()}
+            both = [(sec, step_secs[iter]) for sec, iter in histories["data_time"].values() if iter in step_secs]
+            if both:
+                data_pct = 100 * sum(sec for sec, _ in both) / sum(sec for _, sec in both)
+                text += f", {data_pct:.0f} % of it waiting for data"
         hooks_pct = 100 * (1 - self._steps_sec / self._total_sec)
         return f"{text}; {hooks_pct:.0f} % of {_hms(self._total_sec)} in hooks, evaluation and checkpoints among them"
 

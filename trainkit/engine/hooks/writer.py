@@ -1,13 +1,13 @@
 """When the writers write."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
+from trainkit.engine.hooks.evaluation import EvalHook
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.train_loop import HookBase, Priority, check_period, is_due
-from trainkit.evaluation.observer import Phase
 from trainkit.utils.events import EventWriter, estimate_eta_sec, get_event_storage
 
 logger = logging.getLogger(__name__)
@@ -42,26 +42,29 @@ class PeriodicWriter(HookBase):
         self._ended: list[dict[str, Any]] | None = None  # where they stood at the end of a finished run
         self._failing: set[int] = set()  # places in the list; a writer may be unhashable
         self._alone = True
-        self._has_results = False
+        self._eval_hooks: list[EvalHook] = []
 
     def before_train(self) -> None:
         if self._waiting is not None and self.trainer.start_iter > 0:
             self._hand_out(self._waiting)
         self._waiting = self._ended = None
-        self._has_results &= self.trainer.start_iter > 0
         self._failing.clear()
         self._alone = sum(isinstance(hook, PeriodicWriter) for hook in self.trainer._hooks) == 1
+        self._eval_hooks = [hook for hook in self.trainer._hooks if isinstance(hook, EvalHook)]
+        for writer in self._writers:
+            writer.begin(self.trainer)
+        if self.trainer.start_iter == 0 and self._was_evaluated(0):
+            self.trainer.storage.publish(self._write_on_the_way)
 
     def after_step(self) -> None:
         for writer in self._advancing:
             writer.advance(self.trainer)
-        if is_due(self.trainer, self._period, or_last=True) or self._has_results:
-            self._has_results = False
+        if is_due(self.trainer, self._period, or_last=True) or self._was_evaluated(self.trainer.iter + 1):
             self.trainer.storage.publish(self._write_on_the_way)
 
-    def after_eval(self, phase: Phase, name: str, results: Mapping[str, Any]) -> None:
-        # the next ones may come before the period is over, and writers show the newest value only
-        self._has_results = self.trainer.iter < self.trainer.max_iter
+    def _was_evaluated(self, done_iters: int) -> bool:
+        """Just now. The next results may come before the period is over, and writers show the newest value only."""
+        return any(hook.evaluated_iters == done_iters for hook in self._eval_hooks)
 
     def after_train(self) -> None:
         with ExitStack() as closing:
@@ -115,18 +118,16 @@ class PeriodicWriter(HookBase):
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the writers stand behind their last regular write, also when they are closed already, and whether there
-        are results to write in this iteration."""
+        """Where the writers stand behind their last regular write, also when they are closed already."""
         storage = getattr(self.trainer, "storage", None)  # there is none before the first run
         if storage is not None:
             storage.flush()
-        writers = self._waiting or self._ended or self._writer_states()
-        return {"writers": writers, "has_results": self._has_results}
+        return {"writers": self._waiting or self._ended or self._writer_states()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The writers get it when training begins, and nothing is cut off before; a run under way stays as it is."""
         if self.trainer is None or self.trainer.status != "running":
-            self._waiting, self._has_results = state_dict["writers"], state_dict.get("has_results", False)
+            self._waiting = state_dict["writers"]
 
     def _writer_states(self) -> list[dict[str, Any]]:
         return [{"class": type(writer).__name__, "state": writer.state_dict()} for writer in self._writers]

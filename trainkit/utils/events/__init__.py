@@ -3,15 +3,13 @@
 from trainkit.utils.events.history import HistoryBuffer
 from trainkit.utils.events.progress_bar import ProgressBar
 from trainkit.utils.events.storage import EventStorage, get_event_storage, has_event_storage
-from trainkit.utils.events.writers import (
-    CommonMetricPrinter,
-    EventWriter,
-    JSONWriter,
-    TensorboardXWriter,
-    estimate_eta_sec,
-)
+from trainkit.utils.events.tensorboard_writer import TensorboardXWriter
+from trainkit.utils.events.text_writers import CSVWriter, JSONWriter
+from trainkit.utils.events.wandb_writer import WandbWriter
+from trainkit.utils.events.writers import CommonMetricPrinter, EventWriter, estimate_eta_sec
 
 __all__ = [
+    "CSVWriter",
     "CommonMetricPrinter",
     "EventStorage",
     "EventWriter",
@@ -19,6 +17,7 @@ __all__ = [
     "JSONWriter",
     "ProgressBar",
     "TensorboardXWriter",
+    "WandbWriter",
     "estimate_eta_sec",
     "get_event_storage",
     "has_event_storage",

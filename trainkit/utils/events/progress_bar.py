@@ -30,6 +30,7 @@ class ProgressBar(CommonMetricPrinter):
     def advance(self, trainer: Any) -> None:
         if self._bar is None:
             self._bar = Bar(self._max_iter, self._describe(trainer.iter), initial=trainer.iter)
+        if not self._samples_per_iter:  # a resumed run may begin without a batch
             self._samples_per_iter = self._count_samples(trainer)
         self._bar.go_to(trainer.iter + 1)
 

@@ -16,8 +16,9 @@ class RunFile:
     Nothing is touched before the first ``append``.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
+    def __init__(self, path: str | Path, header: str = "") -> None:
+        """``header`` is the first line, in front of those that are appended."""
+        self._path, self._header = Path(path), header
         self._file: FileIO | None = None
         self._length: int | None = None  # of what belongs to the run; None: all that is there when it is opened
 
@@ -28,7 +29,8 @@ class RunFile:
             OSError: none of them has been written, and a later call may succeed.
         """
         try:
-            file, rest = self._open(), memoryview(lines.encode())
+            file = self._open()
+            rest = memoryview((lines if self._length else self._header + lines).encode())
             while rest:
                 rest = rest[file.write(rest) :]
             self._length = file.seek(0, os.SEEK_END)

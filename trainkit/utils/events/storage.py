@@ -40,6 +40,7 @@ def get_event_storage() -> "EventStorage":
 
 
 def has_event_storage() -> bool:
+    """Whether one is open, so that ``get_event_storage()`` has something to return."""
     return bool(_open_storages())
 
 

@@ -1,28 +1,20 @@
-"""Writers: they read the storage in which they are called and show it somewhere."""
+"""The base of the writers, which read the storage in which they are called and show it, and that of the console."""
 
 import datetime
-import importlib
-import importlib.util
-import json
 import logging
-import math
-import tempfile
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from trainkit.utils.events.run_file import RunFile
 from trainkit.utils.events.storage import EventStorage, get_event_storage
 from trainkit.utils.stateful import refuse_state
 
 logger = logging.getLogger(__name__)
 
 _ETA_WINDOW = 100  # iterations; the median over them ignores an evaluation or a slow first batch
-_PROBE_BYTES = 1 << 16
 _MAX_PENDING = 200  # writes that a full disk can hold up before the oldest ones are lost
 
 
@@ -38,6 +30,9 @@ class EventWriter:
             OSError: it is impossible now; what was to be written is kept for a later call.
         """
         raise NotImplementedError(f"{type(self).__name__} must define write()")
+
+    def begin(self, trainer: Any) -> None:
+        """Called before a run, or a part of it, by `PeriodicWriter`."""
 
     def advance(self, trainer: Any) -> None:
         """Called in the loop after each step, in front of a ``write()`` that is due there; only if overridden."""
@@ -58,14 +53,14 @@ class EventWriter:
         refuse_state(self, state)
 
 
-class _Scalar(NamedTuple):
+class Scalar(NamedTuple):
     name: str
     value: float  # smoothed
     iter: int
     epoch: int | None  # if it was put with one
 
 
-class _Unwritten:
+class Unwritten:
     """Which scalars have a newer value than at the last call, each name on its own, so that none is lost."""
 
     def __init__(self, window_size: int) -> None:
@@ -73,13 +68,13 @@ class _Unwritten:
             raise ValueError(f"window_size must be >= 1 iteration, got {window_size}")
         self._window_size = window_size
         self._taken: dict[str, int] = {}
-        self._pending: deque[list[_Scalar]] = deque(maxlen=_MAX_PENDING)
+        self._pending: deque[list[Scalar]] = deque(maxlen=_MAX_PENDING)
 
-    def take(self, storage: EventStorage) -> list[list[_Scalar]]:
+    def take(self, storage: EventStorage) -> list[list[Scalar]]:
         """The scalars of this call, behind those of earlier calls that no ``confirm`` has followed."""
         epochs = storage.epochs()
         news = [
-            _Scalar(name, value, iter, epochs.get(name))
+            Scalar(name, value, iter, epochs.get(name))
             for name, (value, iter) in storage.latest_with_smoothing_hint(self._window_size).items()
             if iter > self._taken.get(name, -1)
         ]
@@ -102,138 +97,15 @@ class _Unwritten:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._taken = dict(state["taken"])
-        self._pending = deque(([_Scalar(*scalar) for scalar in news] for news in state["pending"]), _MAX_PENDING)
+        self._pending = deque(([Scalar(*scalar) for scalar in news] for news in state["pending"]), _MAX_PENDING)
 
 
-class JSONWriter(EventWriter):
-    """One line of JSON per iteration that has new scalars, smoothed; ``null`` stands for a value that is not finite.
-
-    Scalars that were put with an epoch have a line of their own, with ``epoch`` beside ``iteration``.
-
-    ``[json.loads(line) for line in open(path)]`` or ``pandas.read_json(path, lines=True)`` reads the file. It is
-    opened at the first write and appended to. In a resumed run that write first moves the lines behind the checkpoint
-    into ``<json_file>.cut_1`` (or ``_2``, ...). The rows of the last 200 writes are kept while none succeeds.
-    """
-
-    def __init__(self, json_file: str | Path, window_size: int = 20) -> None:
-        self._file = RunFile(json_file)
-        self._news = _Unwritten(window_size)
-
-    def write(self) -> None:
-        # no fsync: it would cost more than the step
-        self._file.append("".join(map(_json_lines, self._news.take(get_event_storage()))))
-        self._news.confirm()
-
-    def close(self) -> None:
-        self._news.forget()
-        self._file.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The lines that it counts are on the disk then."""
-        return {"length": self._file.sync(), **self._news.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._file.go_on_at(state["length"])
-        self._news.load_state_dict(state)
-
-
-def _json_lines(scalars: Iterable[_Scalar]) -> str:
-    rows: dict[tuple[int, int], dict[str, float | None]] = {}
+def rows_by_iteration(scalars: Iterable[Scalar]) -> list[tuple[int, int | None, dict[str, float]]]:
+    """Iteration, epoch and scalars of each row, by iteration; those with an epoch have rows of their own."""
+    rows: dict[tuple[int, int], dict[str, float]] = {}
     for name, value, iter, epoch in scalars:
-        row = rows.setdefault((iter, -1 if epoch is None else epoch), {"iteration": iter})
-        if epoch is not None:
-            row["epoch"] = epoch
-        row[name] = value if math.isfinite(value) else None
-    return "".join(_encode(row) + "\n" for _, row in sorted(rows.items()))
-
-
-_encode = json.JSONEncoder(sort_keys=True, allow_nan=False).encode  # json.dumps would make an encoder for each line
-
-
-class TensorboardXWriter(EventWriter):
-    """Scalars, images and histograms for TensorBoard, smoothed; no file is made before there is something to write.
-
-    ``kwargs`` go to ``torch.utils.tensorboard.SummaryWriter``. A resumed run hides what stands behind the checkpoint by
-    ``purge_step``. While the disk is full, scalars are kept like those of `JSONWriter`; images are lost, and so are the
-    events that stand in TensorBoard's own queue by then (10, as a rule).
-
-    Raises:
-        ImportError: the package ``tensorboard`` is missing.
-    """
-
-    def __init__(self, log_dir: str | Path, window_size: int = 20, **kwargs: Any) -> None:
-        if importlib.util.find_spec("tensorboard") is None:
-            raise ImportError("TensorboardXWriter needs the package tensorboard: pip install 'trainkit[tensorboard]'")
-        self._log_dir, self._kwargs = str(log_dir), kwargs
-        self._news = _Unwritten(window_size)
-        self._writer: Any = None
-        self._last_step = -1  # the highest one written
-        self._purge_step: int | None = None  # for the next file, where it goes on behind others
-
-    def write(self) -> None:
-        storage = get_event_storage()
-        scalars = [scalar for news in self._news.take(storage) for scalar in news]
-        if not (scalars or storage.images() or storage.histograms()):
-            return
-        try:
-            self._last_step = max(self._last_step, *self._show(scalars, storage))
-        except OSError:
-            self._let_go()
-            raise
-        self._news.confirm()
-        storage.clear_images()
-        storage.clear_histograms()
-
-    def close(self) -> None:
-        self._news.forget()
-        self._last_step, self._purge_step = -1, None
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        """What was written is with the operating system then."""
-        if self._writer is not None:
-            try:
-                self._writer.flush()
-            except OSError as error:
-                logger.error("TensorBoard has lost the newest events in %s: %s", self._log_dir, error)
-                self._let_go()
-        return {"last_step": self._last_step, **self._news.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.close()
-        self._last_step = state["last_step"]
-        self._purge_step = self._last_step + 1
-        self._news.load_state_dict(state)
-
-    def _show(self, scalars: list[_Scalar], storage: EventStorage) -> list[int]:
-        """The steps at which there is something."""
-        writer = self._writer = self._writer or self._open()
-        steps = []
-        for name, value, iter, epoch in scalars:
-            steps.append(iter if epoch is None else epoch)
-            writer.add_scalar(name, value, steps[-1])
-        for image in storage.images():
-            steps.append(image.iter)
-            writer.add_image(image.name, image.tensor, image.iter)
-        for histogram in storage.histograms():
-            steps.append(histogram.iter)
-            writer.add_histogram_raw(histogram.name, **histogram.raw, global_step=histogram.iter)
-        return steps
-
-    def _open(self) -> Any:
-        # imported here: it takes longer than all of trainkit
-        tensorboard = importlib.import_module("torch.utils.tensorboard")
-        Path(self._log_dir).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=self._log_dir) as probe:
-            probe.write(bytes(_PROBE_BYTES))  # on a full disk every trial would leave an empty file of events
-        purge = {} if self._purge_step is None else {"purge_step": self._purge_step}
-        return tensorboard.SummaryWriter(self._log_dir, **{**purge, **self._kwargs})
-
-    def _let_go(self) -> None:
-        """The thread of a `SummaryWriter` that could not write has ended; another file goes on."""
-        self._writer, self._purge_step = None, self._last_step + 1
+        rows.setdefault((iter, -1 if epoch is None else epoch), {})[name] = value
+    return [(iter, None if epoch == -1 else epoch, row) for (iter, epoch), row in sorted(rows.items())]
 
 
 _Latest: TypeAlias = Mapping[str, tuple[float, int]]  # name of a scalar -> its smoothed value, its iteration
@@ -271,6 +143,10 @@ class CommonMetricPrinter(EventWriter):
         eta_sec = self._eta_sec(storage, latest)
         logger.info(" ".join(self._fields(storage, latest, eta_sec)), extra=self._extra)
         self._show(storage, latest, eta_sec)
+
+    def begin(self, trainer: Any) -> None:
+        if self._max_iter is not None:  # as long as this one may be
+            self._max_iter = trainer.max_iter
 
     def close(self) -> None:
         self._last_write = None  # the time until the next run belongs to no iteration

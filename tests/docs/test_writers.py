@@ -1,0 +1,80 @@
+"""What docs/writers.md shows does what it says."""
+
+import re
+
+import pytest
+
+from tests.docs.keys import keys_named_in
+from tests.docs.pages import blocks, page, run
+from tests.engine.job import tiny_cfg
+from trainkit.config import CfgNode, get_cfg
+from trainkit.engine import DefaultTrainer, default_writers
+from trainkit.utils import events
+
+PAGE = "docs/writers.md"
+WITH_PANDAS, WITH_TENSORBOARD, OWN = blocks(PAGE, "python")
+(CONFIG,) = blocks(PAGE, "yaml")
+
+
+@pytest.fixture
+def trained(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cfg = tiny_cfg("output", "LOG.WRITERS", ["json", "csv", "tensorboard"])
+    trainer = run(OWN, PAGE)["Trainer"](cfg)
+    trainer.train()
+    return trainer
+
+
+def test_a_writer_of_ones_own_writes_with_the_others(trained, tmp_path):
+    lines = (tmp_path / "output/newest.txt").read_text().splitlines()
+    latest = trained.storage.latest_with_smoothing_hint(20)
+
+    assert len(lines) == len(latest) > 5
+    assert f"total_loss {latest['total_loss'][0]:.4g} (9)" in lines
+    assert {"metrics.json", "metrics.csv"} < {path.name for path in (tmp_path / "output").iterdir()}
+
+
+def test_the_files_are_read(trained):
+    losses = run(WITH_TENSORBOARD, PAGE)["losses"]
+
+    assert [*losses] == [1, 3, 4, 5, 7, 9]  # behind the evaluation, too
+    assert losses[9] == pytest.approx(trained.storage.latest_with_smoothing_hint(20)["total_loss"][0])
+
+
+def test_pandas_makes_the_same_table_of_both_files(trained):
+    pytest.importorskip("pandas")
+    names = run(WITH_PANDAS.replace("lines=True", "lines=True, precise_float=True"), PAGE)
+
+    table, same = names["table"], names["same"]
+    assert [*table.index] == [*same.index] == [1, 3, 4, 5, 7, 9, 10]
+    assert set(same.columns) == set(table.columns)
+    for name in ("total_loss", "classification/top1"):
+        assert table[name].dropna().to_dict() == same[name].dropna().to_dict()
+
+
+def test_the_config_is_one_and_the_table_has_all_names(tmp_path):
+    cfg = get_cfg()
+    cfg.merge_from_other_cfg(CfgNode(CfgNode._load_cfg_from_yaml_str(CONFIG)))
+    assert cfg.LOG.PERIOD == 50
+    assert {"LOG.WRITERS", "LOG.PERIOD"} <= keys_named_in(page(PAGE))
+
+    rows = dict(re.findall(r"^\| `(\w+)` \| `(\w+)`", page(PAGE), re.MULTILINE))
+    with pytest.raises(ValueError, match=f"LOG.WRITERS takes {', '.join(rows)}$"):
+        default_writers(tmp_path, names=["another"])
+    assert all(issubclass(getattr(events, name), events.EventWriter) for name in rows.values())
+    built = default_writers(tmp_path, names=cfg.LOG.WRITERS)
+    assert [type(writer).__name__ for writer in built] == [rows[name] for name in cfg.LOG.WRITERS]
+
+
+def test_the_settings_of_a_job_are_in_its_events(trained):
+    from tensorboard.plugins.hparams import metadata
+
+    found = run(WITH_TENSORBOARD, PAGE)["events"]
+    [content] = found.PluginTagToContent("hparams").values()
+    settings = metadata.parse_session_start_info_plugin_data(content).hparams
+    assert settings["SOLVER.BASE_LR"].number_value == 0.1
+    assert settings["MODEL.NAME"].string_value == "TinyClassifier"
+    assert "LOG.WINDOW" not in settings
+    [text] = found.Tensors("config/text_summary")
+    assert "    SOLVER:\n" in text.tensor_proto.string_val[0].decode()
+    assert isinstance(trained, DefaultTrainer)

@@ -1,0 +1,154 @@
+import csv
+import io
+import math
+import resource
+
+import pytest
+import torch
+
+from trainkit.utils.events import CSVWriter, EventStorage
+
+HEADER = "iteration,epoch,name,value\n"
+
+
+def train(storage, writer, iters):
+    """A write after every third iteration."""
+    with storage:
+        for storage.iter in iters:
+            storage.put_scalar("loss", math.nan if storage.iter == 3 else math.sin(storage.iter))
+            if storage.iter % 4 == 3:
+                storage.put_scalar("top1", storage.iter, smoothing_hint=False, epoch=storage.iter // 4)
+            if storage.iter % 3 == 2:
+                writer.write()
+
+
+@pytest.fixture
+def whole(tmp_path):
+    """What an uninterrupted run of 20 iterations writes."""
+    writer = CSVWriter(tmp_path / "whole" / "metrics.csv")
+    train(EventStorage(), writer, range(20))
+    writer.close()
+    return (tmp_path / "whole" / "metrics.csv").read_text()
+
+
+def test_each_new_scalar_has_a_row_with_its_iteration_its_epoch_and_its_exact_value(tmp_path):
+    writer = CSVWriter(tmp_path / "metrics.csv", window_size=3)
+    with EventStorage() as storage:
+        for storage.iter, loss in enumerate([9.0, 1.0, 8.0, 0.1]):
+            storage.put_scalar("loss", loss)
+        storage.put_scalar("rare", 1 / 3, cur_iter=1)
+        storage.put_scalar("top1", 50.0, epoch=2)
+        writer.write()
+        writer.write()  # nothing is new
+        storage.iter = 4
+        storage.put_scalar('a, "b"', math.nan)
+        storage.put_scalar("high", math.inf)
+        storage.put_scalar("low", -math.inf)
+        writer.write()
+        writer.close()
+
+    text = (tmp_path / "metrics.csv").read_text()
+    assert text.splitlines() == [
+        "iteration,epoch,name,value",
+        "1,,rare,0.3333333333333333",
+        "3,,loss,1.0",
+        "3,2,top1,50.0",
+        '4,,"a, ""b""",nan',
+        "4,,high,inf",
+        "4,,low,-inf",
+    ]
+    assert list(csv.DictReader(io.StringIO(text)))[3] == {
+        "iteration": "4", "epoch": "", "name": 'a, "b"', "value": "nan"
+    }  # fmt: skip
+
+
+def test_the_window_is_checked_by_the_constructor_and_no_file_is_touched_before_the_first_write(tmp_path):
+    with pytest.raises(ValueError, match="window_size must be >= 1 iteration, got 0"):
+        CSVWriter(tmp_path / "metrics.csv", window_size=0)
+    CSVWriter(tmp_path / "metrics.csv").close()
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_run_goes_on_in_the_same_file_below_one_header(tmp_path):
+    writer = CSVWriter(str(tmp_path / "metrics.csv"))
+    for value in (1.0, 2.0):
+        with EventStorage() as storage:
+            storage.put_scalar("a", value)
+            writer.write()
+            writer.close()
+
+    assert (tmp_path / "metrics.csv").read_text() == HEADER + "0,,a,1.0\n0,,a,2.0\n"
+
+
+@pytest.mark.parametrize("load", [True, False])
+@pytest.mark.parametrize("state_at", [0, 1, 3, 7, 12])
+def test_the_file_of_a_resumed_run_is_that_of_an_uninterrupted_one(tmp_path, whole, state_at, load):
+    path = tmp_path / "metrics.csv"
+    first, storage = CSVWriter(path), EventStorage()
+    train(storage, first, range(state_at))
+    state, stored = first.state_dict(), storage.state_dict()
+    train(storage, first, range(state_at, 20))
+    first.close()
+
+    second, storage = CSVWriter(path), EventStorage()
+    storage.load_state_dict(stored)
+    if load:
+        second.load_state_dict(state)
+    train(storage, second, range(state_at, 20))
+    second.close()
+
+    assert (path.read_text() == whole) == load
+    assert path.read_text().count(HEADER) == 1
+    tail = tmp_path / "metrics.csv.cut_1"
+    assert tail.exists() == load
+    if tail.exists():
+        assert whole.endswith(tail.read_text())
+
+
+def test_a_file_that_has_gone_or_is_of_another_run_begins_with_the_header_again(tmp_path):
+    for content in (None, "x" * 500):
+        path = tmp_path / "metrics.csv"
+        if content is not None:
+            path.write_text(content)
+        writer = CSVWriter(path)
+        writer.load_state_dict({"length": 100, "taken": {}, "pending": []})
+        with EventStorage() as storage:
+            storage.put_scalar("a", 1.0)
+            writer.write()
+            writer.close()
+        assert path.read_text() == HEADER + "0,,a,1.0\n"
+
+
+@pytest.mark.parametrize("room", [0, 10, 30])
+def test_what_finds_no_room_is_written_later_and_the_header_still_once(tmp_path, room):
+    path = tmp_path / "metrics.csv"
+    writer = CSVWriter(path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with EventStorage() as storage:
+        storage.put_scalar("a", 1.0)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                writer.write()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert path.read_text() == ""
+        storage.put_scalar("b", 2.0)
+        writer.write()
+        writer.close()
+
+    assert path.read_text() == HEADER + "0,,a,1.0\n0,,b,2.0\n"
+
+
+def test_the_state_is_loaded_with_weights_only(tmp_path):
+    writer = CSVWriter(tmp_path / "metrics.csv")
+    train(EventStorage(), writer, range(6))
+    torch.save(writer.state_dict(), tmp_path / "state.pth")
+    writer.close()
+
+    assert torch.load(tmp_path / "state.pth", weights_only=True) == {
+        "length": (tmp_path / "metrics.csv").stat().st_size,
+        "taken": {"loss": 5, "top1": 3},
+        "pending": [],
+    }

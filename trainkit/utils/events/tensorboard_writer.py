@@ -1,0 +1,136 @@
+"""Scalars, images, histograms and the settings of a run for TensorBoard."""
+
+import importlib
+import importlib.util
+import logging
+import tempfile
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainkit.utils.events.storage import EventStorage, get_event_storage
+from trainkit.utils.events.writers import EventWriter, Scalar, Unwritten
+
+logger = logging.getLogger(__name__)
+
+_PROBE_BYTES = 1 << 16
+
+
+class TensorboardXWriter(EventWriter):
+    """Scalars, images and histograms for TensorBoard, smoothed; no file is made before there is something to write.
+
+    The first file also says what the run was made of, in the tabs HPARAMS and TEXT. ``kwargs`` go to
+    ``torch.utils.tensorboard.SummaryWriter``. A resumed run hides what stands behind the checkpoint by ``purge_step``;
+    points over epochs, whose steps are lower, are there twice then, with the same values. While the disk is full,
+    scalars are kept like those of `JSONWriter`; images are lost, and so are the events that stand in TensorBoard's own
+    queue by then (10, as a rule).
+
+    Args:
+        settings: name -> value of the hyper-parameters by which runs are compared. What is no number is shown as text.
+        config: the whole config as text.
+
+    Raises:
+        ImportError: the package ``tensorboard`` is missing.
+    """
+
+    def __init__(
+        self,
+        log_dir: str | Path,
+        window_size: int = 20,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        config: str = "",
+        **kwargs: Any,
+    ) -> None:
+        if importlib.util.find_spec("tensorboard") is None:
+            raise ImportError("TensorboardXWriter needs the package tensorboard: pip install 'trainkit[tensorboard]'")
+        self._log_dir, self._kwargs = str(log_dir), kwargs
+        self._settings, self._config = settings or {}, config
+        self._described = False  # settings and config are written
+        self._news = Unwritten(window_size)
+        self._writer: Any = None
+        self._last_step = -1  # the highest one written
+        self._purge_step: int | None = None  # for the next file, where it goes on behind others
+
+    def write(self) -> None:
+        storage = get_event_storage()
+        scalars = [scalar for news in self._news.take(storage) for scalar in news]
+        if not (scalars or storage.images() or storage.histograms()):
+            return
+        try:
+            self._last_step = max(self._last_step, *self._show(scalars, storage))
+        except OSError:
+            self._let_go()
+            raise
+        self._described = True
+        self._news.confirm()
+        storage.clear_images()
+        storage.clear_histograms()
+
+    def close(self) -> None:
+        self._news.forget()
+        self._last_step, self._purge_step = -1, None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was written is with the operating system then."""
+        if self._writer is not None:
+            try:
+                self._writer.flush()
+            except OSError as error:
+                logger.error("TensorBoard has lost the newest events in %s: %s", self._log_dir, error)
+                self._let_go()
+        return {"last_step": self._last_step, "described": self._described, **self._news.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.close()
+        self._last_step = state["last_step"]
+        self._described = state.get("described", False)
+        self._purge_step = self._last_step + 1
+        self._news.load_state_dict(state)
+
+    def _show(self, scalars: list[Scalar], storage: EventStorage) -> list[int]:
+        """The steps at which there is something."""
+        writer = self._writer = self._writer or self._open()
+        if not self._described:
+            self._describe(writer)
+        steps = []
+        for name, value, iter, epoch in scalars:
+            steps.append(iter if epoch is None else epoch)
+            writer.add_scalar(name, value, steps[-1])
+        for image in storage.images():
+            steps.append(image.iter)
+            writer.add_image(image.name, image.tensor, image.iter)
+        for histogram in storage.histograms():
+            steps.append(histogram.iter)
+            writer.add_histogram_raw(histogram.name, **histogram.raw, global_step=histogram.iter)
+        return steps
+
+    def _describe(self, writer: Any) -> None:
+        if self._settings:
+            numbers = {
+                name: value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+                for name, value in self._settings.items()
+            }
+            # Not the experiment that comes along with it: TensorBoard would take that of one run for all runs, and
+            # show no setting that only others have. Without one it collects settings and scalars from all of them.
+            _, session_start, _ = importlib.import_module("torch.utils.tensorboard.summary").hparams(numbers, {})
+            writer.file_writer.add_summary(session_start)
+        if self._config:
+            writer.add_text("config", textwrap.indent(self._config, "    "), 0)  # Markdown shows it as it is
+
+    def _open(self) -> Any:
+        # imported here: it takes longer than all of trainkit
+        tensorboard = importlib.import_module("torch.utils.tensorboard")
+        Path(self._log_dir).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self._log_dir) as probe:
+            probe.write(bytes(_PROBE_BYTES))  # on a full disk every trial would leave an empty file of events
+        purge = {} if self._purge_step is None else {"purge_step": self._purge_step}
+        return tensorboard.SummaryWriter(self._log_dir, **{**purge, **self._kwargs})
+
+    def _let_go(self) -> None:
+        """The thread of a `SummaryWriter` that could not write has ended; another file goes on."""
+        self._writer, self._purge_step = None, self._last_step + 1

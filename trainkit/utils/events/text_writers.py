@@ -1,0 +1,88 @@
+"""Scalars in a text file, for people and their tools."""
+
+import csv
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from trainkit.utils.events.run_file import RunFile
+from trainkit.utils.events.storage import get_event_storage
+from trainkit.utils.events.writers import EventWriter, Scalar, Unwritten, rows_by_iteration
+
+
+class _LinesWriter(EventWriter):
+    """It appends lines for what is new; a variant says which."""
+
+    def __init__(self, file: RunFile, window_size: int) -> None:
+        self._file = file
+        self._news = Unwritten(window_size)
+
+    def write(self) -> None:
+        # no fsync: it would cost more than the step
+        self._file.append("".join(map(self._lines, self._news.take(get_event_storage()))))
+        self._news.confirm()
+
+    def close(self) -> None:
+        self._news.forget()
+        self._file.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The lines that it counts are on the disk then."""
+        return {"length": self._file.sync(), **self._news.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._file.go_on_at(state["length"])
+        self._news.load_state_dict(state)
+
+    def _lines(self, scalars: list[Scalar]) -> str:
+        raise NotImplementedError
+
+
+class JSONWriter(_LinesWriter):
+    """One line of JSON per iteration that has new scalars, smoothed; ``null`` stands for a value that is not finite.
+
+    Scalars that were put with an epoch have a line of their own, with ``epoch`` beside ``iteration``.
+
+    ``[json.loads(line) for line in open(path)]`` or ``pandas.read_json(path, lines=True)`` reads the file. It is
+    opened at the first write and appended to. In a resumed run that write first moves the lines behind the checkpoint
+    into ``<json_file>.cut_1`` (or ``_2``, ...). The rows of the last 200 writes are kept while none succeeds.
+    """
+
+    def __init__(self, json_file: str | Path, window_size: int = 20) -> None:
+        super().__init__(RunFile(json_file), window_size)
+
+    def _lines(self, scalars: list[Scalar]) -> str:
+        lines = []
+        for iter, epoch, row in rows_by_iteration(scalars):
+            line: dict[str, float | None] = {"iteration": iter}
+            if epoch is not None:
+                line["epoch"] = epoch
+            line.update((name, value if math.isfinite(value) else None) for name, value in row.items())
+            lines.append(_encode(line) + "\n")
+        return "".join(lines)
+
+
+_encode = json.JSONEncoder(sort_keys=True, allow_nan=False).encode  # json.dumps would make an encoder for each line
+
+
+class CSVWriter(_LinesWriter):
+    """One line ``iteration,epoch,name,value`` per new scalar, smoothed, below a line with these names.
+
+    ``epoch`` is empty for a scalar that was put without one; a value that is not finite is ``nan``, ``inf`` or
+    ``-inf``. The file grows and is cut like that of `JSONWriter`. For a column per scalar, with pandas:
+    ``pandas.read_csv(path).pivot_table(index="iteration", columns="name", values="value")``.
+    """
+
+    def __init__(self, csv_file: str | Path, window_size: int = 20) -> None:
+        super().__init__(RunFile(csv_file, header="iteration,epoch,name,value\n"), window_size)
+
+    def _lines(self, scalars: list[Scalar]) -> str:
+        lines = io.StringIO()
+        csv.writer(lines, lineterminator="\n").writerows(
+            (iter, epoch, name, repr(value))
+            for iter, epoch, row in rows_by_iteration(scalars)
+            for name, value in row.items()
+        )
+        return lines.getvalue()
