@@ -9,6 +9,12 @@ from trainkit.engine.metrics import StepRecord
 torch.set_num_threads(1)
 
 
+def pytest_configure(config):
+    """Files run in their order: by the number of its tests a file with a few long ones would be the last."""
+    if hasattr(config.option, "loadscopereorder"):  # of pytest-xdist
+        config.option.loadscopereorder = False
+
+
 _is_under_way = StepRecord.is_under_way
 
 

@@ -1,12 +1,19 @@
-"""The README cannot drift from what is run."""
+"""The README cannot drift from what is run; its links and commands are looked at in tests/docs."""
 
-import ast
 import re
 import subprocess
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+from torch import nn
+
+from tests.docs.pages import ROOT, blocks, run
+from tests.engine.job import tiny_cfg
+from trainkit.engine import DefaultTrainer, HookBase
+from trainkit.engine.hooks import HOOK_REGISTRY
+from trainkit.utils.registry import Registry
+
+LOOP, HOOK, MODEL, LOADER = blocks("README.md", "python")
+(ENTRIES,) = blocks("README.md", "yaml")
+(IN_GUIDE, _, _) = blocks("docs/training_loop.md", "python")
 
 
 def test_the_two_commands_are_those_that_ci_takes_from_the_readme():
@@ -19,15 +26,40 @@ def test_the_two_commands_are_those_that_ci_takes_from_the_readme():
     ]
 
 
-def test_the_python_of_the_readme_is_python():
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 4
-    for block in blocks:
-        ast.parse(block)
+def test_the_loop_is_that_of_the_guide():
+    assert [line.partition("  #")[0] for line in LOOP.splitlines()] == IN_GUIDE.splitlines()
 
 
-def test_the_files_that_the_readme_links_to_exist():
-    links = re.findall(r"\]\(([^)#:]+)\)", README)
-    assert links
-    for link in links:
-        assert (ROOT / link).exists()
+def test_the_hook_stores_the_size_of_each_batch(tmp_path):
+    trainer = run(HOOK, "README.md", HookBase=HookBase, DefaultTrainer=DefaultTrainer, cfg=tiny_cfg(tmp_path))[
+        "trainer"
+    ]
+
+    assert trainer.storage.history("batch_size").values() == [(8, iter) for iter in range(10)]
+
+
+def test_the_entries_of_the_config_change_the_hooks(tmp_path):
+    (tmp_path / "config.yaml").write_text(ENTRIES)
+    cfg = tiny_cfg(tmp_path, "SOLVER.MAX_ITER", "4ep")
+    cfg.merge_from_file(str(tmp_path / "config.yaml"))
+    HOOK_REGISTRY.register(run(HOOK.partition("\n\n\n")[0], "README.md", HookBase=HookBase)["ShowBatchSize"])
+
+    default, changed = (set(DefaultTrainer(c).describe_hooks().split()) for c in (tiny_cfg(tmp_path), cfg))
+    assert changed - default == {
+        "EMAHook,",
+        "ParamScheduler,",
+        "ShowBatchSize",
+        "EMAHook",
+        "after_backward",
+        "before_save",
+    }
+    assert default - changed == {"IterationTimer,", "IterationTimer", "before_step"}
+
+
+def test_the_model_and_the_loader_are_found_where_the_text_says():
+    registry, mine = Registry("MODEL"), [{"x": 1}]
+    model = run(MODEL, "README.md", nn=nn, MODEL_REGISTRY=registry)["MyModel"]
+    trainer = run(LOADER, "README.md", DefaultTrainer=DefaultTrainer, my_loader=lambda cfg: mine)["Trainer"]
+
+    assert registry.get("MyModel") is model
+    assert trainer.build_train_loader(None) is mine

@@ -1,21 +1,16 @@
 """The GAN of the page resumes exactly, and its check finds what differs."""
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 
-TEXT = (Path(__file__).parents[2] / "docs" / "exact_resume.md").read_text()
-GAN, CHECK = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+from tests.docs.pages import blocks, run
+
+GAN, CHECK = blocks("docs/exact_resume.md", "python")
 
 
 @pytest.fixture
 def page():
-    names = {}
-    exec(compile(GAN, "docs/exact_resume.md", "exec"), names)
-    exec(compile(CHECK, "docs/exact_resume.md", "exec"), names)
-    return names
+    return run(CHECK, "docs/exact_resume.md", **run(GAN, "docs/exact_resume.md"))
 
 
 def test_a_gan_with_two_optimizers_resumes_exactly(page, tmp_path):

@@ -36,6 +36,11 @@ def merged(text, cfg=None):
 NORM, CHECK, COUNT = blocks("docs/hooks.md", "python")
 (ENTRIES,) = blocks("docs/hooks.md", "yaml")
 (COMMAND,) = blocks("docs/hooks.md", "sh")
+LOOP, WITHOUT_CONFIG, COUNTER = blocks("docs/training_loop.md", "python")
+DATASET, LOADER = blocks("docs/data.md", "python")
+(NUMBERS,) = blocks("docs/data.md", "yaml")
+FULL, SHORTENED = blocks("docs/migrate_from_detectron2.md", "python")
+BEFORE, AFTER = blocks("docs/migrate_from_plain_loop.md", "python")
 
 
 def test_the_first_hook_puts_a_norm_each_period(tmp_path):
@@ -97,17 +102,14 @@ def test_the_state_of_a_hook_survives_and_the_summary_tells_it(tmp_path, caplog)
 # ---------------------------------------------------------------------- the loop
 
 
-def test_the_loop_of_the_page_and_of_the_readme_is_that_of_the_trainer():
-    (readme,) = [block for block in blocks("README.md", "python") if "while self.iter" in block]
-    loop = blocks("docs/training_loop.md", "python")[0]
-    assert [line.partition("  #")[0] for line in readme.splitlines()] == loop.splitlines()
-    for line in loop.splitlines():
+def test_the_loop_of_the_page_is_that_of_the_trainer():
+    for line in LOOP.splitlines():
         called = re.match(r" *(self\.\w+\(\)|while .+|self\.iter \+= 1)", line)
         assert called is None or called[1].rstrip(":") in inspect.getsource(TrainerBase)
 
 
 def test_the_trainer_without_a_config_learns_and_writes(tmp_path, capsys):
-    trainer = run(blocks("docs/training_loop.md", "python")[1], "training_loop.md")["trainer"]
+    trainer = run(WITHOUT_CONFIG, "training_loop.md")["trainer"]
     assert (trainer.status, trainer.iter) == ("finished", 100)
     assert trainer.storage.history("total_loss").latest() < 0.01
     assert len((tmp_path / "metrics.json").read_text().splitlines()) == 10
@@ -115,7 +117,7 @@ def test_the_trainer_without_a_config_learns_and_writes(tmp_path, capsys):
 
 
 def test_a_run_step_of_ones_own_is_called_in_each_iteration():
-    counter = run(blocks("docs/training_loop.md", "python")[2], "training_loop.md")["counter"]
+    counter = run(COUNTER, "training_loop.md")["counter"]
     assert counter.storage.history("square").values() == [(0, 0), (1, 1), (4, 2), (9, 3)]
 
 
@@ -123,10 +125,8 @@ def test_a_run_step_of_ones_own_is_called_in_each_iteration():
 
 
 def test_the_dataset_of_the_page_is_transformed_and_batched():
-    dataset, _ = blocks("docs/data.md", "python")
-    run(dataset, "data.md")
-    (text,) = blocks("docs/data.md", "yaml")
-    cfg = merged(text)
+    run(DATASET, "data.md")
+    cfg = merged(NUMBERS)
     cfg.merge_from_list(["SEED", 0, "DATALOADER.NUM_WORKERS", 0])
     assert MetadataCatalog.get("numbers_train").class_names == ["even", "odd"]
     batch = next(iter(build_train_loader(cfg)))
@@ -135,7 +135,7 @@ def test_the_dataset_of_the_page_is_transformed_and_batched():
 
 
 def test_the_loader_of_the_page_can_be_resumed():
-    loader, other, fresh = (run(blocks("docs/data.md", "python")[1], "data.md")["loader"] for _ in range(3))
+    loader, other, fresh = (run(LOADER, "data.md")["loader"] for _ in range(3))
     batches = iter(loader)
     first = next(batches)
     state, second = loader.state_dict(), next(batches)
@@ -152,7 +152,7 @@ OPTIONS += ["TEST.EVAL_PERIOD", "20", "DATALOADER.NUM_WORKERS", "0"]
 
 @pytest.mark.parametrize("block", [0, 1])
 def test_a_script_for_detectron2_runs_by_its_imports_and_so_does_what_is_left_of_it(block, tmp_path):
-    source = blocks("docs/migrate_from_detectron2.md", "python")[block]
+    source = (FULL, SHORTENED)[block]
     if block == 0:
         source = source.replace("detectron2", "trainkit").replace("DetectionCheckpointer", "Checkpointer")
     main = run(source, "migrate_from_detectron2.md")["main"]
@@ -165,10 +165,9 @@ def test_a_script_for_detectron2_runs_by_its_imports_and_so_does_what_is_left_of
 
 
 def test_the_plain_loop_and_the_trainer_have_the_same_losses(tmp_path, capsys):
-    before, after = blocks("docs/migrate_from_plain_loop.md", "python")
-    names = run(before, "migrate_from_plain_loop.md")
+    names = run(BEFORE, "migrate_from_plain_loop.md")
     losses = names["train"](60)
     assert capsys.readouterr().out.splitlines()[-1] == f"59: loss {losses[-1]:.4f}"
-    assert run(after, "migrate_from_plain_loop.md", **names)["train_with_trainkit"](60, str(tmp_path)) == losses
-    clipped = before.replace("clip_grad_norm_(model.parameters(), 1.0)", "clip_grad_norm_(model.parameters(), 2.0)")
+    assert run(AFTER, "migrate_from_plain_loop.md", **names)["train_with_trainkit"](60, str(tmp_path)) == losses
+    clipped = BEFORE.replace("clip_grad_norm_(model.parameters(), 1.0)", "clip_grad_norm_(model.parameters(), 2.0)")
     assert run(clipped, "migrate_from_plain_loop.md")["train"](60) != losses

@@ -3,12 +3,12 @@
 import ast
 import inspect
 import re
-from pathlib import Path
 
 import pytest
 import yaml
 from torch import nn
 
+from tests.docs.pages import blocks, page
 from tests.engine.job import tiny_cfg
 from trainkit import engine
 from trainkit.config import CfgNode, get_cfg
@@ -18,7 +18,9 @@ from trainkit.engine.hooks import HOOK_REGISTRY
 from trainkit.modeling import MODEL_REGISTRY
 from trainkit.solver.schedules import SCHEDULE_REGISTRY
 
-TEXT = (Path(__file__).parents[2] / "docs" / "migrate_from_mmengine.md").read_text()
+TEXT = page("docs/migrate_from_mmengine.md")
+(LEFT,) = blocks("docs/migrate_from_mmengine.md", "python")
+(RIGHT,) = blocks("docs/migrate_from_mmengine.md", "yaml")
 
 POINTS_OF_2022 = [
     "before_run",
@@ -158,14 +160,9 @@ class WithBackbone(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.head(self.backbone(batch["x"])), batch["label"])}
 
 
-def code(language):
-    [block] = re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
-    return block
-
-
 def test_the_example_is_python_on_the_left_and_a_job_on_the_right(tmp_path):
-    ast.parse(code("python"))
-    (tmp_path / "config.yaml").write_text(code("yaml"))
+    ast.parse(LEFT)
+    (tmp_path / "config.yaml").write_text(RIGHT)
     cfg = tiny_cfg(tmp_path, "MODEL.NAME", "WithBackbone", "SOLVER.IMS_PER_BATCH", 4)
     cfg.merge_from_file(str(tmp_path / "config.yaml"))
 

@@ -1,16 +1,19 @@
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from projects.digits import DigitsCNN, DigitsTrainTransform, DigitsTransform, load_split
+from tests.docs.pages import blocks, run
 from trainkit.config import get_cfg
 from trainkit.data import DatasetCatalog, MetadataCatalog, build_test_loader
 from trainkit.evaluation import build_evaluator, inference_on_dataset
 from trainkit.modeling import build_model
 
 FOLDER = Path(__file__).parents[2] / "projects" / "digits"
+(RULE,) = blocks("projects/digits/README.md", "python")
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +50,13 @@ def test_the_split_is_complete_disjoint_and_stratified(arrays):
     assert len(np.unique(arrays["images"].reshape(1797, 64), axis=0)) == 1797  # no scan is in two parts
 
 
-def test_the_split_follows_the_rule_in_the_readme(arrays):
-    rng = np.random.default_rng(0)
-    split = np.zeros(1797, np.uint8)
-    for digit in range(10):
-        scans = rng.permutation(np.flatnonzero(arrays["labels"] == digit))
-        split[scans[:40]], split[scans[40:60]] = 2, 1
-    assert np.array_equal(split, arrays["split"])
+def test_the_script_of_the_readme_makes_the_file(arrays, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    digits = SimpleNamespace(images=arrays["images"].astype(float), target=arrays["labels"].astype(int))  # as there
+    run(RULE.replace("from sklearn.datasets import load_digits\n", ""), "README.md", load_digits=lambda: digits)
+    with np.load("digits.npz") as made:
+        assert {name: array.dtype for name, array in made.items()} == dict.fromkeys(arrays, np.dtype("uint8"))
+        assert all(np.array_equal(made[name], arrays[name]) for name in arrays)
 
 
 def test_the_datasets_are_registered_with_their_class_names(arrays):

@@ -1,0 +1,86 @@
+"""How Sphinx builds these pages and the reference: ``sphinx-build -W -b html docs build/docs``."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import trainkit.data
+import trainkit.engine
+
+project = "trainkit"
+version = release = trainkit.__version__
+html_title = f"trainkit {version}"
+html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["style.css"]
+html_show_copyright = False
+html_show_sourcelink = False
+smartquotes = False  # --resume stays --resume
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_heading_anchors = 3
+
+add_module_names = False  # the title of a page has the name of the package
+autodoc_default_options = {"member-order": "bysource", "no-value": True}
+autodoc_inherit_docstrings = False  # what a method of HookBase is for is said once
+default_role = "py:obj"
+maximum_signature_line_length = 100
+toc_object_entries_show_parents = "hide"
+
+# The catalogs are the only objects of their classes, which nobody needs to know.
+for catalog in ("DatasetCatalog", "MetadataCatalog"):
+    kind = type(getattr(trainkit.data, catalog))
+    kind.__name__ = catalog
+    setattr(trainkit.data, catalog, kind)
+
+# What a package imports, such as a registry, has its docstring in the file that makes it.
+modules = {name: module for name, module in sys.modules.items() if name.startswith("trainkit.")}
+docstrings = {name: ModuleAnalyzer.for_module(name).find_attr_docs() for name in modules}
+made = {key: lines for documented in docstrings.values() for key, lines in documented.items()}
+for package, module in modules.items():
+    public = {("", name) for name in getattr(module, "__all__", ())}
+    docstrings[package].update({key: made[key] for key in public & made.keys()})
+
+
+def link_by_last_name(app: Sphinx, env: Any, node: Any, contnode: nodes.Element) -> nodes.Element | None:
+    """`EvalHook`, and types in signatures, which are those of the file of a class: by the last part of the name.
+
+    None, which leaves it as text, if there is no such object of a package, or more than one.
+    """
+    if node.get("refdomain") != "py":
+        return None
+    last = node["reftarget"].rpartition(".")[2]
+    kinds = ("class", "exception", "function", "data")
+    objects = env.domains.python_domain.objects.items()
+    found = [
+        entry for name, entry in objects if name.endswith(f".{last}") and entry.objtype in kinds and not entry.aliased
+    ]
+    if len(found) != 1:
+        return None
+    (entry,) = found
+    uri = app.builder.get_relative_uri(node.get("refdoc", ""), entry.docname)
+    return nodes.reference("", "", contnode, internal=True, refuri=f"{uri}#{entry.node_id}")
+
+
+def link_files(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Files outside of this folder come along as downloads."""
+    source[0] = re.sub(r"\[([^\]]+)\]\((\.\./[^)#]+)\)", r"{download}`\1 <\2>`", source[0])
+
+
+def set_dashes(app: Sphinx, doctree: nodes.document) -> None:
+    """Between an argument and its meaning, where Sphinx relies on smartquotes."""
+    for text in [text for text in doctree.findall(nodes.Text) if text == " -- "]:
+        text.parent.replace(text, nodes.Text(" \N{EN DASH} "))
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("missing-reference", link_by_last_name)
+    app.connect("source-read", link_files)
+    app.connect("doctree-read", set_dashes)

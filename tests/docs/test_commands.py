@@ -1,0 +1,225 @@
+"""No command that the documentation shows fails.
+
+Each is understood by the program that it calls, with its options and keys. Those that train are run here as a trial, in
+a folder of their own; other tests, which are named here, run the others.
+"""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.distributed.run import get_args_parser
+
+from projects.charlm import sample
+from tests.docs.pages import PAGES, ROOT, blocks, commands, inline_commands, page, shell_lines
+from tools import lazyconfig_train_net, train_net
+from trainkit.config import LazyConfig, check_values, get_cfg
+from trainkit.engine import default_argument_parser
+from trainkit.utils.logger import close_logger
+
+TRAIN, LAZY = "tools/train_net.py", "tools/lazyconfig_train_net.py"
+
+# what runs a program; train_net.py with the commands of all pages is run below
+RUN_BY = {
+    "train.py": (
+        "tests/docs/test_getting_started.py::test_the_job_learns_the_spirals_and_two_runs_are_compared_in_a_picture"
+    ),
+    "tools/analyze_model.py": "tests/docs/test_tools.py::test_a_command_prints_what_the_page_shows",
+    "tools/predict.py": "tests/docs/test_tools.py::test_a_command_prints_what_the_page_shows",
+    "tools/inspect_checkpoint.py": "tests/docs/test_tools.py::test_a_command_prints_what_the_page_shows",
+    "tools/plot_metrics.py": "tests/docs/test_plots.py::test_each_command_writes_what_the_page_says",
+    "tools/config_reference.py": "tests/docs/test_config.py::test_the_page_is_what_the_tool_writes_now",
+    "tools/chaos.py": "tests/tools/test_chaos.py::test_a_run_killed_three_times_ends_as_one_that_was_left_alone",
+    "tools/benchmark.py": "tests/tools/test_benchmark.py::test_all_rows_are_measured_with_their_own_rounds_by_default",
+    "projects.selfsup.compare": (
+        "tests/projects/test_selfsup.py::test_the_comparison_prints_one_row_per_method_with_the_value_of_each_seed"
+    ),
+    "projects.charlm.sample": "tests/docs/test_commands.py::test_a_language_model_is_trained_and_writes_on",
+    TRAIN: "tests/docs/test_commands.py::test_what_trains_runs",
+    LAZY: "tests/docs/test_commands.py::test_what_trains_runs",
+}
+
+NOT_RUN = {
+    "pip": "CI installs the package; its extras are looked up here",
+    "ruff": "CI runs it",
+    "mypy": "CI runs it",
+    "pytest": "this is it",
+    "sphinx-build": "tests/docs/test_site.py builds the pages",
+    "sleep": "the shell's own",
+    "kill": "the shell's own",
+    "head=$(scontrol": "SLURM",
+    "head": "the shell's own",
+    "tools/render_examples.py": "trains three runs and needs a browser; what it calls is tested in tests/tools/plots",
+}
+
+
+def shown(find):
+    """Distinct commands, in words, and for each the page on which it is first."""
+    found = {}
+    for name in PAGES:
+        for line in find(page(name)):
+            for words in commands(line):
+                found.setdefault(tuple(word for word in words if word != "..."), name)
+    return found
+
+
+IN_BLOCKS, IN_TEXT = shown(shell_lines), shown(inline_commands)
+COMMANDS = {**IN_TEXT, **IN_BLOCKS}
+
+
+def each(commands):
+    return pytest.mark.parametrize("words", commands, ids=" ".join)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A clone's, where commands are given, with the files of one's own that they name."""
+    folder = tmp_path_factory.mktemp("clone")
+    for name in ("projects", "tools"):
+        (folder / name).symlink_to(ROOT / name)
+    for name in ("job.yaml", "my.yaml", "config.yaml"):
+        (folder / name).write_text(f"_BASE_: {ROOT}/projects/digits/config.yaml\n")
+    LazyConfig.save(LazyConfig.load(lazyconfig_train_net.DEFAULT_CONFIG), folder / "lazy.yaml")
+    (folder / "output/lazy").mkdir(parents=True)
+    (folder / "lazy.yaml").rename(folder / "output/lazy/config.yaml")
+    (folder / "my_hooks.py").write_text(blocks("docs/hooks.md", "python")[1])
+    return folder
+
+
+@pytest.fixture
+def here(folder, monkeypatch):
+    """As on the machine of a reader, who has no GPU."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    yield folder
+    close_logger()
+
+
+# ---------------------------------------------------------------------- each is understood
+
+
+def extras():
+    """Those of setup.py."""
+    (keys,) = re.findall(r"extras_require=\{(.*?)\n    \}", page("setup.py"), re.DOTALL)
+    return re.findall(r'^ +"(\w+)":', keys, re.MULTILINE)
+
+
+def understand(words):
+    """Let the program of a command read its arguments; gives the program.
+
+    Raises:
+        AssertionError, SystemExit, or what a config raises: it does not understand them.
+    """
+    match words:
+        case ["srun", *command]:
+            return understand(command)
+        case ["torchrun", *args]:
+            read = get_args_parser().parse_args(args)
+            return understand(["python", read.training_script, *read.training_script_args])
+        case ["pip", "install", "-e", target]:
+            assert re.fullmatch(rf"\.(\[({'|'.join(extras())})\])?", target)
+            return "pip"
+        case ["python", "-m", module, *_]:
+            importlib.import_module(module)
+            return module
+        case ["python", script, *args]:
+            read_arguments(script, args)
+            return script
+    return words[0]
+
+
+def read_arguments(script, args):
+    if script == "train.py":
+        get_cfg().merge_from_list(default_argument_parser().parse_args(args).opts)
+        return
+    assert (ROOT / script).exists(), f"there is no {script}"
+    tool = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+    if script == TRAIN:
+        read, cfg = default_argument_parser().parse_args(args), get_cfg()
+        cfg.merge_from_file(read.config_file or str(tool.DEFAULT_CONFIG))
+        cfg.merge_from_list(read.opts)
+        check_values(cfg)
+    elif script == LAZY:
+        read = default_argument_parser().parse_args(args)
+        LazyConfig.apply_overrides(LazyConfig.load(read.config_file or tool.DEFAULT_CONFIG), read.opts)
+    elif hasattr(tool, "parse_args"):
+        tool.parse_args(args)
+    else:
+        assert not args
+
+
+@each(COMMANDS)
+def test_a_command_is_understood_and_a_test_runs_its_program(here, words):
+    program = understand(words)
+    if program not in NOT_RUN:
+        file, _, name = RUN_BY[program].partition("::")
+        assert f"\ndef {name}(" in page(file)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "python tools/train_net.py --fast-dev-ran",
+        "python tools/train_net.py SOLVER.BASE_LRS 0.1",
+        "python tools/train_net.py SOLVER.BASE_LR high",
+        "python tools/train_net.py --config-file their.yaml",
+        "python tools/train_nets.py",
+        "python tools/config_reference.py docs/config.md",
+        "python tools/plot_metrics.py",
+        "python tools/lazyconfig_train_net.py train.max_iters=400",
+        "python -m projects.charlm.samples",
+        "torchrun --nproc=2 tools/train_net.py",
+        "torchrun --nproc-per-node=2 tools/train_net.py SOLVER.STEP 3",
+        "pip install -e '.[plots]'",
+    ],
+)
+def test_a_command_that_would_fail_is_found(here, line):
+    with pytest.raises((AssertionError, ImportError, OSError, SystemExit, ValueError)):
+        understand(*commands(line))
+
+
+def test_what_is_not_run_is_still_shown():
+    assert {program for program in NOT_RUN if not any(program in words for words in COMMANDS)} == set()
+
+
+# ---------------------------------------------------------------------- what trains is run
+
+
+def train(words):
+    tool = {TRAIN: train_net, LAZY: lazyconfig_train_net}[words[1]]
+    tool.main(default_argument_parser().parse_args([*words[2:], "--fast-dev-run"]))
+
+
+ALONE = [words for words in IN_BLOCKS if {TRAIN, LAZY} & {*words[1:2]} and "--num-gpus" not in words]
+(TOGETHER,) = [words for words in IN_BLOCKS if words[0] == "torchrun" and "--nnodes" not in " ".join(words)]
+
+
+@each([words for words in ALONE if "charlm" not in IN_BLOCKS[words]])
+def test_what_trains_runs(here, capsys, words):
+    train(words)
+    assert re.search("The run has finished|The trial run was trained|Evaluation results", capsys.readouterr().out)
+
+
+def test_a_language_model_is_trained_and_writes_on(here, capsys):
+    (words,) = [words for words in ALONE if "charlm" in IN_BLOCKS[words]]
+    (writes,) = [words for words in IN_BLOCKS if "projects.charlm.sample" in words]
+    train(words)
+    close_logger()
+    capsys.readouterr()
+    at = [word.replace("output/charlm", "output/charlm/fast_dev_run") for word in writes[3:]]
+    sample.main([*at, "--length", "9"])
+    assert re.fullmatch(r"def [\s\S]{9}\n", capsys.readouterr().out)
+
+
+def test_several_processes_run(here):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "torch.distributed.run", *TOGETHER[1:], "--fast-dev-run"]
+    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "The run has finished" in done.stdout

@@ -1,0 +1,90 @@
+"""Every block of code and every link of the documentation is looked at by a test."""
+
+import ast
+import re
+
+import pytest
+
+from tests.docs.pages import PAGES, ROOT, blocks, fences, page
+
+MARKDOWN = [*PAGES, "CHANGELOG.md", "tests/defects.md"]
+IN_TESTS = {"python", "yaml"}  # sh and bash: test_commands.py; without a language: what is printed
+
+
+def taken(source):
+    """Page and language of ``A, B = blocks(page, language)`` at the top of a module that uses A and B.
+
+    As many names as there are blocks, or the module cannot be imported: a block that is added is not forgotten.
+    """
+    tree = ast.parse(source)
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    texts = {}
+    for statement in tree.body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=str(text))):
+                texts[name] = text
+            case ast.Assign(
+                targets=[ast.Tuple(elts=names)],
+                value=ast.Call(func=ast.Name(id="blocks"), args=[where, ast.Constant(value=language)]),
+            ) if {name.id for name in names} <= used:
+                yield (where.value if isinstance(where, ast.Constant) else texts[where.id]), language
+
+
+def test_every_block_is_taken_by_a_test():
+    on_pages = {(name, language) for name in PAGES for language in IN_TESTS if blocks(name, language)}
+    in_tests = {found for path in (ROOT / "tests").rglob("test_*.py") for found in taken(path.read_text())}
+
+    assert on_pages - in_tests == set()
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("A, B = blocks('a.md', 'python')\nrun(A + B)", [("a.md", "python")]),
+        ("PAGE = 'a.md'\n(A,) = blocks(PAGE, 'yaml')\nrun(A)", [("a.md", "yaml")]),
+        ("A, B = blocks('a.md', 'python')\nrun(A)", []),
+        ("A = blocks('a.md', 'python')\nrun(A[0])", []),
+        ("def test():\n    A, B = blocks('a.md', 'python')\n    run(A + B)", []),
+    ],
+)
+def test_a_block_is_taken_if_its_name_is_used(source, found):
+    assert [*taken(source)] == found
+
+
+@pytest.mark.parametrize("name", MARKDOWN)
+def test_a_page_has_blocks_of_these_languages_only(name):
+    found = fences(page(name))
+    assert {language for language, _ in found} <= {"", "sh", "bash", "python", "yaml", "{toctree}"}
+    assert not any(
+        re.search(r"^(python|pip|torchrun) ", code, re.MULTILINE) for language, code in found if not language
+    )
+
+
+def anchors(text):
+    """Those of the headings of a page, as code hosts and the site name them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+def broken_links(path):
+    """Links of a file to files, folders or headings that are not there."""
+    text = re.sub(r"^```.*?^```$|`[^`\n]+`", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        file, _, place = link.partition("#")
+        target = path.parent / file if file else path
+        if re.match("https?:", link):
+            continue
+        if not target.exists() or (place and place not in anchors(target.read_text())):
+            yield link
+
+
+@pytest.mark.parametrize("name", MARKDOWN)
+def test_links_lead_to_files_and_headings_that_are_there(name):
+    assert [*broken_links(ROOT / name)] == []
+
+
+def test_a_broken_link_is_found(tmp_path):
+    (tmp_path / "a.md").write_text(
+        "# An `a`, at last\n[b](b.md) [c](#c) [a](a.md#an-a-at-last) [d](a.md#d) [e](https://e)"
+    )
+    assert [*broken_links(tmp_path / "a.md")] == ["b.md", "#c", "a.md#d"]
