@@ -62,7 +62,7 @@ def batch_of_shapes(cfg: CfgNode, shapes: Iterable[tuple[str, list[int]]]) -> An
     sample = {name: torch.zeros(shape) for name, shape in shapes}
     bare = sample.get("")
     if bare is not None and len(sample) > 1:
-        raise ConfigError("--input-shape: a sample is one tensor or has names for all, got both")
+        raise ConfigError("--input-shape: a sample is one tensor or has names for all, got both; give all a name")
     if cfg.DATALOADER.COLLATE == "list":
         return [sample if bare is None else bare]
     return {name: value[None] for name, value in sample.items()} if bare is None else bare[None]

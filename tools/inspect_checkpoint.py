@@ -168,7 +168,9 @@ def describe_folder(folder: str) -> tuple[str, bool]:
     """
     paths = checkpoint_files(folder)
     if not paths:
-        raise CheckpointError(f"there is no checkpoint in '{folder}': no file is called *.pth")
+        raise CheckpointError(
+            f"there is no checkpoint in '{folder}': no file is called *.pth; name the folder of a run"
+        )
     tagged, problem = _tagged(folder)
     rows, broken = [], {}
     for path in paths:

@@ -109,7 +109,8 @@ def train(cfg: Any, resume: bool) -> None:
     start_iter = trainer.iter + 1 if resume and checkpointer.has_checkpoint() else 0
     if start_iter > cfg.train.max_iter:
         raise ConfigError(
-            f"train.max_iter is {cfg.train.max_iter}, but the checkpoint has done {start_iter} iterations"
+            f"train.max_iter is {cfg.train.max_iter}, but the checkpoint has done {start_iter} iterations; "
+            "raise it, or leave out --resume"
         )
     trainer.train(start_iter, cfg.train.max_iter)
 
@@ -119,7 +120,9 @@ def evaluate_only(cfg: Any) -> dict[str, Any]:
     model, weights = build_model(cfg), cfg.train.init_checkpoint
     checkpointer = Checkpointer(model, cfg.train.output_dir, save_to_disk=False)
     if not weights and not checkpointer.has_checkpoint():
-        raise ConfigError(f"there is nothing to evaluate: no checkpoint in {cfg.train.output_dir}")
+        raise ConfigError(
+            f"there is nothing to evaluate: no checkpoint in {cfg.train.output_dir}; set train.init_checkpoint"
+        )
     checkpointer.resume_or_load(weights, resume=not weights)
     return evaluate(cfg, model, "test")
 

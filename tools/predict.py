@@ -158,7 +158,7 @@ def _split(content: Any, key: str) -> Iterator[Any]:
     """Samples of what a file holds."""
     if isinstance(content, Mapping):
         if wrong := [name for name, value in content.items() if not getattr(value, "ndim", 0)]:
-            raise ConfigError(f"holds {wrong[0]!r}, which is no array [N, ...]")
+            raise ConfigError(f"holds {wrong[0]!r}, which is no array [N, ...]; leave it out")
         if len({len(value) for value in content.values()}) > 1:
             lengths = {name: len(value) for name, value in content.items()}
             raise ConfigError(f"holds arrays of different lengths: {lengths}; the first axis is that of the samples")
@@ -343,7 +343,7 @@ def _output(text: str) -> str:
     if Path(text).suffix not in (".jsonl", ".pt"):
         raise argparse.ArgumentTypeError(f"need a name that ends in .jsonl or .pt, got {text!r}")
     if not Path(text).parent.is_dir():
-        raise argparse.ArgumentTypeError(f"the folder of {text!r} does not exist")
+        raise argparse.ArgumentTypeError(f"the folder of {text!r} does not exist; make it first")
     return text
 
 

@@ -40,6 +40,8 @@ def test_the_defaults_are_in_order():
         (["SOLVER.NON_FINITE.POLICY", "warn"], "SOLVER.NON_FINITE.POLICY is 'warn'; accepted: raise, skip, ignore"),
         (["SOLVER.NON_FINITE.MAX_IN_ROW", 0], "SOLVER.NON_FINITE.MAX_IN_ROW is 0; it must be at least 1"),
         (["SOLVER.CLIP_GRADIENTS.CLIP_TYPE", "all"], "CLIP_TYPE is 'all'; accepted: value, norm, full_model"),
+        (["TEST.EXPECTED_RESULTS", [["a", "b", 1.0]]], r"the entry \['a', 'b', 1.0\]; each must be \[task, metric, "),
+        (["TEST.EXPECTED_RESULTS", ["a", "b", 1.0, 0.1]], "the entry 'a'; each must be"),
         (["EARLY_STOPPING.METRIC", "a/b"], "TEST.EVAL_PERIOD is 0, so nothing is evaluated before the end"),
     ],
 )
@@ -56,6 +58,7 @@ def test_what_no_run_can_use_is_named_with_what_is_accepted(options, message):
         ["CHECKPOINT.BEST_METRIC", "a/b", "CHECKPOINT.PUBLISH", "ema", "CHECKPOINT.SAVE_LAST", False],
         ["CHECKPOINT.BEST_METRIC", ["a/b", "c"], "CHECKPOINT.MAX_TO_KEEP", 1, "CHECKPOINT.START", "1ep"],
         ["CHECKPOINT.BEST_METRIC", "", "CHECKPOINT.PUBLISH", "model"],
+        ["TEST.EXPECTED_RESULTS", [["a", "b", 1.0, 0.1]]],
         ["EARLY_STOPPING.METRIC", "a/b", "TEST.EVAL_PERIOD", "1ep", "EARLY_STOPPING.THRESHOLD", 99.5],
     ],
 )

@@ -377,6 +377,14 @@ def of_unknown_blocks(rank, folder):
     return str(caught.value)
 
 
+def with_ddp_keys(rank, folder):
+    cfg = job(f"{folder}/ddp", "MODEL.DDP.STATIC_GRAPH", True, "MODEL.DDP.COMPRESSION", "fp16")
+    with caplog_of("trainkit.engine.fsdp") as lines:
+        build_sharded(job(f"{folder}/ddp"), Blocks)
+        build_sharded(cfg, Blocks)
+    return lines
+
+
 def saved_while_the_average_stands_in(rank, folder):
     class Save(AfterStep):
         def __init__(self):
@@ -414,7 +422,7 @@ def two(four, folder):
         stopped_on_one_rank,
     ]
     checks += [damaged, damaged_and_alone, unwritable, unwritable_in_the_thread, rotated, of_unknown_blocks, optimizers]
-    checks += [tied, tied_across_blocks, without_a_folder, renamed, copied_alone]
+    checks += [tied, tied_across_blocks, without_a_folder, renamed, copied_alone, with_ddp_keys]
     return on_two_ranks([*checks, saved_while_the_average_stands_in], folder)
 
 
@@ -565,6 +573,11 @@ def test_a_file_without_its_shards_says_what_is_missing(two):
 def test_a_block_that_is_not_there_is_named(two):
     text = "MODEL.FSDP.BLOCKS: no module is a Blok; the model has Block, Blocks, LayerNorm, Linear, ModuleList"
     assert two["of_unknown_blocks"] == [text] * 2
+
+
+def test_keys_of_the_other_way_are_named_as_without_effect(two):
+    keys = "MODEL.DDP.STATIC_GRAPH, MODEL.DDP.COMPRESSION"
+    assert two["with_ddp_keys"] == [[f"{keys}: no effect under MODEL.PARALLEL fsdp; leave it out"]] * 2
 
 
 def test_a_save_cannot_take_the_average_for_the_model(two):

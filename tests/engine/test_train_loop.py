@@ -815,7 +815,9 @@ def test_states_that_no_hook_takes_are_warned_about_by_name(caplog):
     trainer.load_state_dict({"iteration": 3, "hooks": {"Gone": {"a": 1}, "Counting": {"count": 1}, "Lost": {"b": 2}}})
     trainer.warn_unclaimed_states()
 
-    assert caplog.messages == ["The checkpoint has states of hooks that are not registered: ['Gone', 'Lost']"]
+    assert caplog.messages == [
+        "The checkpoint has states of hooks that are not registered, which are left out: ['Gone', 'Lost']"
+    ]
 
 
 def test_a_hook_that_saves_a_state_and_cannot_load_it_is_named():

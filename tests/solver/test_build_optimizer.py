@@ -94,7 +94,7 @@ def test_an_optimizer_without_weight_decay_says_that_it_has_none(caplog):
         optimizer = build_optimizer(make_cfg(NAME="Rprop"), make_model())
     assert "weight_decay" not in optimizer.param_groups[0]
     assert [record.getMessage() for record in caplog.records] == [
-        "Rprop has no weight decay; SOLVER.WEIGHT_DECAY* have no effect."
+        "Rprop has no weight decay; SOLVER.WEIGHT_DECAY* have no effect"
     ]
 
 

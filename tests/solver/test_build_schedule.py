@@ -54,7 +54,7 @@ def test_schedules_replace_the_schedule_with_a_name_and_the_log_says_so(caplog):
     scheduler = build(cfg)
     assert isinstance(scheduler, LRFunction)
     assert lrs_of(cfg) == [1.0] * 4 + [0.5] * 4 + [0.25] * 4  # the last value, that of iteration 9, stays
-    assert "SOLVER.SCHEDULES is used; SOLVER.LR_SCHEDULER_NAME and SOLVER.WARMUP_* have no effect." in caplog.messages
+    assert "SOLVER.SCHEDULES is used; SOLVER.LR_SCHEDULER_NAME and SOLVER.WARMUP_* have no effect" in caplog.messages
     assert isinstance(build(make_cfg(WARMUP_ITERS=0)), LRMultiplier)
 
 
@@ -84,7 +84,7 @@ def test_an_entry_that_never_begins_has_no_effect_and_a_warning_says_so(caplog):
     cfg = make_cfg({"NAME": "Linear", "BEGIN": 10, "START_FACTOR": 0.5})
     assert lrs_of(cfg, 10) == [1.0] * 10
     assert caplog.messages[-1] == (
-        "SOLVER.SCHEDULES[0] (Linear) has no effect: it begins at 10, the training ends at 10."
+        "SOLVER.SCHEDULES[0] (Linear) has no effect: it begins at 10, the training ends at 10"
     )
 
 

@@ -131,7 +131,7 @@ def test_an_override_that_matches_nothing_draws_a_warning(caplog):
     with caplog.at_level(logging.WARNING):
         get_default_optimizer_params(Net(), overrides={"weihgt": {"lr": 1.0}, "bias": {"lr": 1.0}})
     assert [record.getMessage() for record in caplog.records] == [
-        "No parameter is called weihgt; these overrides have no effect."
+        "No parameter is called weihgt; these overrides have no effect"
     ]
 
 
@@ -364,7 +364,7 @@ def test_custom_keys_that_count_for_nothing_draw_a_warning(caplog):
     with caplog.at_level(logging.WARNING):
         build_param_groups(model, 1.0, None, ParamRules(custom_keys=keys))
     assert [record.getMessage() for record in caplog.records] == [
-        "Custom keys that count for no parameter, so have no effect: hea, hed."
+        "Custom keys that count for no parameter, so have no effect: hea, hed"
     ]
 
 

@@ -207,7 +207,8 @@ def test_a_tag_that_names_no_file_of_the_folder_is_told(small, inspect, tag, sai
 
 
 def test_a_folder_without_a_checkpoint_is_an_error(tmp_path, inspect):
-    assert inspect(tmp_path) == (2, "", f"error: there is no checkpoint in '{tmp_path}': no file is called *.pth\n")
+    remedy = "no file is called *.pth; name the folder of a run"
+    assert inspect(tmp_path) == (2, "", f"error: there is no checkpoint in '{tmp_path}': {remedy}\n")
 
 
 def test_nothing_is_written(run, small, inspect):

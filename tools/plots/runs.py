@@ -53,7 +53,7 @@ def read_runs(places: Sequence[str]) -> list[Run]:
     files = [_metrics_file(place) for place in places]
     for i, file in enumerate(files):
         if file in files[:i]:
-            raise RunError(f"{places[i]!r} is given twice")
+            raise RunError(f"{places[i]!r} is given twice; name it once")
     found = {file: series for file in files if (series := _read_series(file))}
     if not found:
         raise RunError(f"no metrics in {', '.join(map(str, files))}; they come with the first log line of a run")

@@ -195,4 +195,4 @@ def _write_failure(error: OSError, path: str, folder: str, size: int, written: i
         text += f", so {size - room:,} are missing. {remedy}" if room < size else f". {remedy}"
     elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         text += ". Make the folder writable, or choose another one"
-    return f"{text}. Checkpoints written before are unchanged."
+    return f"{text}. Checkpoints written before are unchanged"

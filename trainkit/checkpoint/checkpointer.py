@@ -308,7 +308,9 @@ class Checkpointer:
             os.remove(path)
             sync_folder(self.save_dir)
         except OSError as error:
-            raise CheckpointError(f"cannot remove '{path}': {error.strerror}. The run could not go on") from error
+            raise CheckpointError(
+                f"cannot remove '{path}': {error.strerror}; the run cannot go on before it is removed"
+            ) from error
 
     def _read_finished(self) -> dict[str, Any] | None:
         path = os.path.join(self.save_dir, FINISHED_FILE)
@@ -466,7 +468,9 @@ class Checkpointer:
         differences = Differences(weights, own)
         nothing_fits = len(differences.unexpected) + len(differences.mismatched) == len(weights)
         if differences and (strict or nothing_fits):
-            raise CheckpointError(f"'{path}' holds another model than this one:\n{differences.table()}")
+            raise CheckpointError(
+                f"'{path}' holds another model than this one; build that, or name another file:\n{differences.table()}"
+            )
         fitting = {
             key: shard_like(value, own[key]) if is_sharded(own.get(key)) else value
             for key, value in weights.items()

@@ -139,7 +139,9 @@ def _check_digest(file: io.BufferedReader, path: str) -> bool:
         return False
     version, length, digest = trailer
     if version != _VERSION:
-        raise CheckpointError(f"'{path}' has format version {version}, read here is {_VERSION}: newer, or damaged")
+        raise CheckpointError(
+            f"'{path}' has format version {version}, read here is {_VERSION}; it is damaged, or use a newer trainkit"
+        )
     payload = file.tell() - _TRAILER.size
     if length != payload:
         raise CheckpointError(f"'{path}' is damaged: it holds {payload:,} bytes, {length:,} were written")

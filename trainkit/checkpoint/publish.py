@@ -52,7 +52,9 @@ def publish_weights(path: str | os.PathLike[str], weights: Literal["model", "ema
 def _choose(state: dict[str, Any], weights: str, path: str) -> dict[str, Any]:
     model = state.get("model")
     if not isinstance(model, Mapping):
-        raise CheckpointError(f"'{path}' is no checkpoint whose weights could be published: it has no entry 'model'")
+        raise CheckpointError(
+            f"'{path}' is no checkpoint whose weights could be published: it has no entry 'model'; name one that has"
+        )
     if weights == "model":
         return dict(model)
     averaged = averaged_weights(state)

@@ -88,7 +88,7 @@ class Shards:
             error = f"rank {comm.get_rank()}: {failure}"
         by_rank = comm.all_gather((files, error), group=group)
         if errors := [text for _, text in by_rank if text]:
-            raise CheckpointError(f"cannot write '{folder}': {errors[0]}. Checkpoints written before are unchanged.")
+            raise CheckpointError(f"cannot write '{folder}': {errors[0]}. Checkpoints written before are unchanged")
         return {"folder": os.path.basename(folder), "files": {k: v for files, _ in by_rank for k, v in files.items()}}
 
 

@@ -86,17 +86,17 @@ def _join(path: str, key: object) -> str:
 def _refusal(value: object, path: str) -> str:
     kind = type(value)
     if kind is int:
-        what, remedy = f"an int of more than {_MAX_INT_BITS} bits", "Save it as a str."
+        what, remedy = f"an int of more than {_MAX_INT_BITS} bits", "Save it as a str"
     elif kind is bytes:
-        what, remedy = "an empty bytes object", "Save None, or leave it out."
+        what, remedy = "an empty bytes object", "Save None, or leave it out"
     else:
         what = f"{_short(value)} of type {_type_name(value)}"
         if kind.__module__.partition(".")[0] == "numpy":
-            remedy = "Save value.item() of a NumPy scalar and torch.as_tensor(value) of an array."
+            remedy = "Save value.item() of a NumPy scalar and torch.as_tensor(value) of an array"
         elif isinstance(value, Tensor):
-            remedy = "Save value.as_subclass(torch.Tensor)."
+            remedy = "Save value.as_subclass(torch.Tensor)"
         else:
-            remedy = "Save its state_dict(), or the numbers, strings, lists and dicts it can be rebuilt from."
+            remedy = "Save its state_dict(), or the numbers, strings, lists and dicts it can be rebuilt from"
     return f"the state at '{path or '(top)'}' is {what}; a checkpoint takes tensors and plain Python values. {remedy}"
 
 

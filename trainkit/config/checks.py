@@ -62,6 +62,7 @@ def check_values(cfg: CfgNode) -> None:
             accepted = ", ".join(choice or '""' for choice in choices)
             raise ConfigError(f"{key} is {_get(cfg, key)!r}; accepted: {accepted}")
     _check_amp(cfg.SOLVER.AMP)
+    check_expected_results(cfg)
     if cfg.EARLY_STOPPING.METRIC and cfg.TEST.EVAL_PERIOD == 0:
         raise ConfigError(
             "EARLY_STOPPING.METRIC is set but TEST.EVAL_PERIOD is 0, so nothing is evaluated before the end; set it"
@@ -90,6 +91,18 @@ def check_values(cfg: CfgNode) -> None:
             "MODEL.DDP.STATIC_GRAPH and MODEL.DDP.FIND_UNUSED_PARAMETERS are both True; leave one of them False: a "
             "static graph finds unused parameters itself"
         )
+
+
+def check_expected_results(cfg: CfgNode) -> None:
+    """
+    Raises:
+        ConfigError: an entry of TEST.EXPECTED_RESULTS does not have its four parts.
+    """
+    for entry in cfg.TEST.EXPECTED_RESULTS:
+        if not isinstance(entry, list | tuple) or len(entry) != 4:
+            raise ConfigError(
+                f"TEST.EXPECTED_RESULTS has the entry {entry!r}; each must be [task, metric, value, tolerance]"
+            )
 
 
 def _check_threshold(options: CfgNode) -> None:

@@ -135,7 +135,8 @@ def _pairs(items: Sequence[Any]) -> Iterator[tuple[str, Any]]:
             raise ConfigError(f"options are written KEY VALUE, got {item!r}; write {key} {value}")
     if len(items) % 2:
         raise ConfigError(
-            f"options are written KEY VALUE KEY VALUE ..., got an odd number of items ({len(items)}): {list(items)}"
+            f"options are written KEY VALUE KEY VALUE ..., got an odd number of items ({len(items)}): {list(items)}; "
+            "give each key one value"
         )
     for full_key, value in zip(items[::2], items[1::2], strict=True):
         if not isinstance(full_key, str) or "" in full_key.split("."):

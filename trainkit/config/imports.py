@@ -27,5 +27,5 @@ def import_modules(names: Iterable[str]) -> None:
         except Exception as error:  # whatever the module's own code raises
             raise ConfigError(
                 f"IMPORTS: {name!r} cannot be imported: {type(error).__name__}: {error} "
-                "(a module is found if it is installed or if its top folder is on PYTHONPATH)"
+                "(where a module is not found, install it or put its top folder on PYTHONPATH)"
             ) from error

@@ -142,7 +142,7 @@ def _check_key(cfg: Any, names: Sequence[str], *, may_be_new: bool) -> None:
         elif isinstance(node, Sequence) and not isinstance(node, str) and name.isdigit() and int(name) < len(node):
             node = node[int(name)]
         elif not isinstance(node, Mapping):
-            raise ConfigError(f"{'.'.join(names)}: {'.'.join(names[:i])} is {node!r}, which has no {name!r}")
+            raise ConfigError(f"{'.'.join(names)}: {'.'.join(names[:i])} is {node!r}, which has no {name!r}; set that")
         elif may_be_new:
             return
         else:

@@ -22,6 +22,7 @@ LENGTH_KEYS = frozenset(
         "VIS_PERIOD",
     }
 )
+"""Keys of a config that take iterations or epochs."""
 ENTRY_KEYS = ("HOOKS", "SOLVER.SCHEDULES")  # lists of entries, in which every text such as "3ep" is a length
 LENGTH_FORMS = 'iterations (an int, such as 500) or epochs (such as "3ep" or "0.5ep")'
 

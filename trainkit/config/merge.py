@@ -50,7 +50,7 @@ def merge_node(node: _FvcoreCfgNode, other: Mapping[str, Any], root: _FvcoreCfgN
         full_key = f"{prefix}{name}"
         old = node.get(name)
         if name not in node and root.key_is_deprecated(full_key):
-            _logger.warning("The key %s is deprecated and has no effect.", full_key)
+            _logger.warning("The key %s is deprecated and has no effect; leave it out", full_key)
         elif name not in node:
             _check_new_key(node, name, value, root, full_key)
             node[name] = _new_value(full_key, value, root)
@@ -73,7 +73,7 @@ def _check_new_key(node: _FvcoreCfgNode, name: object, value: object, root: _Fvc
         raise ConfigError(f"{full_key!r} is one key with dots; write nested nodes, such as SOLVER: {{BASE_LR: 0.1}}")
     if name in (BASE_KEY, DELETE_KEY):
         raise ConfigError(
-            f"{full_key} is misplaced: {BASE_KEY} stands at the top of a file, {DELETE_KEY} in a file's node"
+            f"{full_key} is misplaced: {BASE_KEY} stands at the top of a file, {DELETE_KEY} in a file's node; move it"
         )
     if root.key_is_renamed(full_key):
         try:

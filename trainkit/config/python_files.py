@@ -23,7 +23,7 @@ def run_file(path: str, importing: tuple[str, ...] = ()) -> ModuleType:
     """
     chain = (*importing, os.path.realpath(path))
     if chain[-1] in importing:
-        raise ConfigError(f"a config file imports itself: {' -> '.join(chain)}")
+        raise ConfigError(f"a config file imports itself; leave out one of these imports: {' -> '.join(chain)}")
     try:
         source = Path(path).read_bytes()
     except OSError as error:
@@ -51,7 +51,7 @@ def _import(
     folder = os.path.join(os.path.dirname(path), *[os.pardir] * (level - 1))
     wanted = os.path.normpath(os.path.join(folder, *name.split("."))) + ".py"
     if not name or not os.path.isfile(wanted):
-        problem = f"there is no file {wanted}" if name else "write from .file import name"
+        problem = f"there is no file {wanted}; name another" if name else "write from .file import name"
         raise ImportError(
             f"{path} imports from {'.' * level + name!r}, but a config imports from config files: {problem}"
         )

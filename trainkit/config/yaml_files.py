@@ -76,7 +76,9 @@ def load_yaml(stream: str | IO[str], name: str) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"{name}: a config is a mapping of keys to values, got {type(content).__name__}")
+        raise ConfigError(
+            f"{name}: a config is a mapping of keys to values, got {type(content).__name__}; write KEY: VALUE"
+        )
     _check_tree(content, name, "", [])
     return content
 
@@ -113,7 +115,7 @@ def overlay(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
 def _read_layers(path: str, chain: list[str]) -> list[tuple[str, dict[str, Any]]]:
     real = os.path.realpath(path)
     if real in map(os.path.realpath, chain):
-        raise ConfigError(f"{BASE_KEY} goes in a circle: {' -> '.join([*chain, path])}")
+        raise ConfigError(f"{BASE_KEY} goes in a circle; leave out one of these: {' -> '.join([*chain, path])}")
     try:
         with open(path, encoding="utf-8") as file:
             content = load_yaml(file, path)
@@ -139,7 +141,7 @@ def _check_tree(value: Any, name: str, prefix: str, ancestors: list[int]) -> Non
     if not isinstance(value, dict | list):
         return
     if id(value) in ancestors:
-        raise ConfigError(f"{name}: {prefix.rstrip('.')} contains itself by an alias")
+        raise ConfigError(f"{name}: {prefix.rstrip('.')} contains itself by an alias; write its content instead")
     for key, item in value.items() if isinstance(value, dict) else enumerate(value):
         if key == DELETE_KEY and not isinstance(item, bool):
             raise ConfigError(f"{name}: {prefix}{key} must be True or False, got {item!r}")

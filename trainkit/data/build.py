@@ -229,7 +229,7 @@ def _as_dataset(dataset: Any, origin: str) -> Any:
             "a dataset is a list of samples, or has __len__ and __getitem__, or is an IterableDataset"
         )
     if len(dataset) == 0:
-        raise ConfigError(f"{origin} has no samples")
+        raise ConfigError(f"{origin} has no samples; a dataset must have at least one")
     return DatasetFromList(dataset) if isinstance(dataset, list | tuple) else dataset
 
 

@@ -142,7 +142,7 @@ class _MetadataCatalog:
             ValueError: the name is empty.
         """
         if not name:
-            raise ValueError("metadata needs a name that is not empty")
+            raise ValueError(f"metadata needs a name that is not empty, got {name!r}; give that of its dataset")
         return self._metadata.setdefault(name, Metadata(name))
 
     def list(self) -> list[str]:

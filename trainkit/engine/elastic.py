@@ -64,7 +64,9 @@ def _join(agent_store: dist.Store, host: str, rank: int, world_size: int, timeou
             if is_of_this_size and store.add(f"trainkit/joined_{rank}", 1) == 1:  # else it is there still
                 return store
         time.sleep(0.05)
-    raise TimeoutError(f"rank 0 has not opened a store on {host} within {timeout}")
+    raise TimeoutError(
+        f"rank 0 has not opened a store on {host} within {timeout}; look at its log, and whether its port is reached"
+    )
 
 
 def agree_on_restarts() -> None:

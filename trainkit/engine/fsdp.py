@@ -1,6 +1,7 @@
 """One model in parts: each rank holds its shard of every parameter (``MODEL.PARALLEL: fsdp``)."""
 
 import importlib
+import logging
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from typing import Any
@@ -9,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.config import CfgNode, ConfigError
+from trainkit.config import CfgNode, ConfigError, get_cfg
 from trainkit.utils import comm
 from trainkit.utils.device import resolve_device
 from trainkit.utils.sharding import is_sharded, local_part, shard_like
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = {"": None, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -20,6 +23,12 @@ _DTYPES = {"": None, "float32": torch.float32, "float16": torch.float16, "bfloat
 def is_fsdp(cfg: CfgNode) -> bool:
     """Whether the run shards its model; one process has nobody to share it with."""
     return cfg.MODEL.PARALLEL == "fsdp" and comm.get_world_size() > 1
+
+
+def ddp_keys_set(cfg: CfgNode) -> list[str]:
+    """The keys of MODEL.DDP that differ from their defaults."""
+    defaults = get_cfg().MODEL.DDP
+    return [f"MODEL.DDP.{key}" for key, value in cfg.MODEL.DDP.items() if value != defaults.get(key)]
 
 
 def build_sharded(cfg: CfgNode, build_model: Callable[[CfgNode], nn.Module]) -> nn.Module:
@@ -30,6 +39,8 @@ def build_sharded(cfg: CfgNode, build_model: Callable[[CfgNode], nn.Module]) -> 
     Raises:
         ConfigError: a name in BLOCKS fits no module; META_INIT with a parameter that several modules share.
     """
+    if ignored := ddp_keys_set(cfg):
+        logger.warning("%s: no effect under MODEL.PARALLEL fsdp; leave it out", ", ".join(ignored))
     options = cfg.MODEL.FSDP
     device = resolve_device(cfg.MODEL.DEVICE)
     weights: dict[str, Tensor] | None = None

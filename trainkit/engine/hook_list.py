@@ -43,7 +43,9 @@ class HookList:
         for i, hook in enumerate(new):
             _check_hook(hook, self.hooks + new[:i])
         if sum(argument is not None for argument in (priority, before, after)) > 1:
-            raise ValueError("give one of priority, before and after: an anchor has a priority of its own")
+            raise ValueError(
+                "give one of priority, before and after to register_hooks(): an anchor has a priority of its own"
+            )
         # the places before HIGHEST and behind LOWEST are kept for the timer and the writers
         keys = [sort_key(hook.priority, -1, 101) if priority is None else sort_key(priority) for hook in new]
 

@@ -25,6 +25,7 @@ from trainkit.utils import comm
 logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+"""How long a process waits for the others before it gives up."""
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -79,7 +80,8 @@ def launch(
         dist_url = f"tcp://127.0.0.1:{_free_port()}"
     if torch.cuda.is_available() and num_gpus_per_machine > torch.cuda.device_count():
         raise ValueError(
-            f"{num_gpus_per_machine} processes were asked for, but this machine has {torch.cuda.device_count()} GPUs"
+            f"{num_gpus_per_machine} processes were asked for, but this machine has {torch.cuda.device_count()} GPUs; "
+            "lower num_gpus_per_machine"
         )
     return _spawn(num_gpus_per_machine, (main_func, world_size, machine_rank, dist_url, args, timeout))
 
@@ -192,7 +194,12 @@ def _process_group(url: str, rank: int, world_size: int, timeout: timedelta) -> 
             "nccl" if has_cuda else "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
         )
     except Exception:
-        logger.error("No process group at %s for rank %d of %d", url, rank, world_size)
+        logger.error(
+            "No process group for rank %d of %d: is %s to be reached from here, and have the others started?",
+            rank,
+            world_size,
+            url,
+        )
         raise
     comm.synchronize()  # the slowest start should not count against the timeout of the first real collective
     agree_on_restarts()

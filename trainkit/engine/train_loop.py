@@ -389,7 +389,7 @@ class TrainerBase(InferenceObserver):
             return self.iters_per_epoch
         if asking := [type(hook).__name__ for point in EPOCH_POINTS for hook in self._hook_list.at(point)]:
             raise ConfigError(
-                f"{', '.join(dict.fromkeys(asking))}: there is something to do at epochs, but the training data has no "
+                f"{', '.join(dict.fromkeys(asking))}: there is work to do at epochs, but the training data has no "
                 "length, so there are none; use a period in iterations"
             )
         return 0
@@ -503,4 +503,6 @@ class TrainerBase(InferenceObserver):
         """Name the saved states whose hooks are not registered: what they remembered is lost."""
         unclaimed = self._hook_list.unclaimed()
         if unclaimed:
-            logger.warning("The checkpoint has states of hooks that are not registered: %s", unclaimed)
+            logger.warning(
+                "The checkpoint has states of hooks that are not registered, which are left out: %s", unclaimed
+            )

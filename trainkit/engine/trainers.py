@@ -38,7 +38,7 @@ from trainkit.engine.metrics import (
 )
 from trainkit.engine.train_loop import TrainerBase, check_period
 from trainkit.solver import unprofiled
-from trainkit.solver.hyper_parameters import describe_changes, hyper_parameters
+from trainkit.solver.hyper_parameters import check_saved_groups, describe_changes, hyper_parameters
 from trainkit.utils import comm
 from trainkit.utils.device import Prefetcher, device_of, first_tensor
 from trainkit.utils.events import EventStorage, get_event_storage, has_event_storage
@@ -298,7 +298,10 @@ class SimpleTrainer(TrainerBase):
         """
         batches = iters_per_epoch(self.data_loader)
         if batches is None:
-            raise ValueError("the training data is a stream without a length, so there are no epochs; use iterations")
+            raise ValueError(
+                f"the training data ({type(self.data_loader).__name__}) is a stream without a length, so there are no "
+                "epochs; use iterations"
+            )
         return max(1, -(-batches // self.accumulation_steps))
 
     def reset_data_loader(self, data_loader_builder: Callable[[], Iterable[Any]]) -> None:
@@ -461,7 +464,12 @@ class SimpleTrainer(TrainerBase):
         return {"optimizer": self.optimizer.state_dict(), "non_finite": self._judge.state_dict()}
 
     def load_step_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what ``step_state_dict`` gave; its hyper-parameters win over those of this run."""
+        """Take back what ``step_state_dict`` gave; its hyper-parameters win over those of this run.
+
+        Raises:
+            ConfigError: it is of an optimizer of another kind, or with another number of parameter groups.
+        """
+        check_saved_groups(state_dict["optimizer"]["param_groups"], self.optimizer)
         before = hyper_parameters(self.optimizer)
         self.optimizer.load_state_dict(shard_optimizer_state(state_dict["optimizer"], self.optimizer))
         self._judge.load_state_dict(state_dict.get("non_finite", {}))  # detectron2 does not count

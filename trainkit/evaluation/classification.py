@@ -89,7 +89,10 @@ class ClassificationEvaluator(DatasetEvaluator):
             self._counts = _Counts.zeros(num_classes, self._topk[-1], scores.device)
         confusion, hits_at, num_bad_labels = self._counts
         if confusion.numel() != num_classes**2:
-            raise ValueError(f"scores have {num_classes} classes, those of the batches before had another number")
+            raise ValueError(
+                f"scores have {num_classes} classes, those of the batches before had {math.isqrt(confusion.numel())}; "
+                "a model must score the same classes for each batch"
+            )
 
         # A check of the labels' values here would wait for the device: bad ones are counted as such and
         # reported in the end.
@@ -128,18 +131,21 @@ class ClassificationEvaluator(DatasetEvaluator):
         # Every rank gets everything, so that all of them raise the errors below.
         parts = [part for part in comm.all_gather(mine) if part is not None]
         if not parts:
-            raise ValueError("no sample was processed on any rank, so there is no accuracy")
+            raise ValueError("no sample was processed on any rank, so there is no accuracy; call process() first")
         confusion, hits_at, num_bad_labels = (sum(column[1:], column[0]) for column in zip(*parts, strict=True))
         num_classes = math.isqrt(len(confusion))
         if num_bad_labels:
             raise ValueError(
-                f"{int(num_bad_labels)} labels are outside [0, {num_classes}), the classes that the model scores"
+                f"{int(num_bad_labels)} labels are outside [0, {num_classes}), the classes that the model scores; "
+                "correct them, or give the model more classes"
             )
         return confusion.view(num_classes, num_classes), hits_at
 
     def _check_classes(self, num_classes: int) -> None:
         if self._topk[-1] > num_classes:
-            raise ValueError(f"topk has k = {self._topk[-1]}, but the model scores only {num_classes} classes")
+            raise ValueError(
+                f"topk has k = {self._topk[-1]}, but the model scores only {num_classes} classes; leave that k out"
+            )
         check_class_names(self._class_names, num_classes)
 
     def _log_table(self, num_samples: list[int], per_class: list[float]) -> None:

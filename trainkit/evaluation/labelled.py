@@ -22,7 +22,10 @@ def scores_of(outputs: Any, dims: str) -> Tensor:
     if isinstance(outputs, Mapping):
         key = next((key for key in ("logits", "scores") if key in outputs), None)
         if key is None:
-            raise KeyError(f"the model's output has neither 'logits' nor 'scores', only {sorted(map(str, outputs))}")
+            raise KeyError(
+                f"the model's output has neither 'logits' nor 'scores', only {sorted(map(str, outputs))}; give the "
+                "scores one of these names"
+            )
         scores = outputs[key]
     if not isinstance(scores, Tensor):
         raise TypeError(f"the model must give scores {shape} in eval mode, got {type(scores).__name__}")
@@ -61,4 +64,6 @@ def check_class_names(names: Sized | None, num_classes: int) -> None:
         ValueError: there are names, but not one for each class.
     """
     if names is not None and len(names) != num_classes:
-        raise ValueError(f"class_names has {len(names)} names, but the model scores {num_classes} classes")
+        raise ValueError(
+            f"class_names has {len(names)} names, but the model scores {num_classes} classes; give each class one"
+        )

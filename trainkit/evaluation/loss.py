@@ -127,7 +127,7 @@ class LossEvaluator(DatasetEvaluator):
                 before, count_before = totals.get(name, (0.0, 0))
                 totals[name] = (before + total, count_before + count)
         if not totals:
-            raise ValueError("no sample was processed on any rank, so there is no loss")
+            raise ValueError("no sample was processed on any rank, so there is no loss; call process() first")
         if not comm.is_main_process():
             return {}
         return {self._task: {name: total / count for name, (total, count) in totals.items()}}

@@ -93,7 +93,10 @@ class SemSegEvaluator(DatasetEvaluator):
             self._counts = _Counts.zeros(num_classes, scores.device)
         confusion, num_bad_labels = self._counts
         if confusion.numel() != num_classes**2:
-            raise ValueError(f"scores have {num_classes} classes, those of the batches before had another number")
+            raise ValueError(
+                f"scores have {num_classes} classes, those of the batches before had {math.isqrt(confusion.numel())}; "
+                "a model must score the same classes for each batch"
+            )
 
         # A check of the labels' values here would wait for the device: bad ones are counted as such and
         # reported in the end.
@@ -136,16 +139,20 @@ class SemSegEvaluator(DatasetEvaluator):
         # Every rank gets everything, so that all of them raise the errors below.
         parts = [part for part in comm.all_gather(mine) if part is not None]
         if not parts:
-            raise ValueError("no batch was processed on any rank, so there is nothing to evaluate")
+            raise ValueError(
+                "no batch was processed on any rank, so there is nothing to evaluate; call process() first"
+            )
         confusion, num_bad_labels = (sum(column[1:], column[0]) for column in zip(*parts, strict=True))
         num_classes = math.isqrt(len(confusion))
         if num_bad_labels:
             raise ValueError(
                 f"{int(num_bad_labels)} pixels have labels outside [0, {num_classes}), the classes that the model "
-                f"scores, other than ignore_label {self._ignore_label}"
+                f"scores, other than ignore_label {self._ignore_label}; correct them, or set ignore_label to theirs"
             )
         if not confusion.any():
-            raise ValueError(f"every pixel has the ignore_label {self._ignore_label}, so there is nothing to evaluate")
+            raise ValueError(
+                f"every pixel has the ignore_label {self._ignore_label}, so there is nothing to evaluate; give another"
+            )
         return confusion.view(num_classes, num_classes)
 
     def _log_table(self, names: list[str], labelled: Tensor, iou: Tensor, accuracy: Tensor) -> None:

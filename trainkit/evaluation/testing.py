@@ -8,6 +8,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from trainkit.config.checks import check_expected_results
 from trainkit.config.config import CfgNode
 
 logger = logging.getLogger(__name__)
@@ -53,16 +54,12 @@ def verify_results(cfg: CfgNode, results: Mapping[str, Any]) -> bool:
         True.
 
     Raises:
-        ValueError: an entry does not have these four parts.
+        ConfigError: an entry does not have these four parts.
     """
     flat = flatten_results_dict(results)
     mismatches = []
-    for entry in cfg.TEST.EXPECTED_RESULTS:
-        if len(entry) != 4:
-            raise ValueError(
-                f"TEST.EXPECTED_RESULTS has the entry {entry!r}; each must be [task, metric, value, tolerance]"
-            )
-        task, metric, expected, tolerance = entry
+    check_expected_results(cfg)
+    for task, metric, expected, tolerance in cfg.TEST.EXPECTED_RESULTS:
         actual = float(flat.get(f"{task}/{metric}", math.nan))
         # Written so that NaN, which compares false with everything, does not pass.
         if not (math.isfinite(actual) and abs(actual - expected) <= tolerance):

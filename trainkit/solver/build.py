@@ -198,7 +198,7 @@ def _collect_arguments(cfg: CfgNode, factory: Callable[..., Optimizer]) -> dict[
     if takes_any or "WEIGHT_DECAY" in accepted:
         arguments["weight_decay"] = _Argument("SOLVER.WEIGHT_DECAY", solver.WEIGHT_DECAY)
     elif solver.WEIGHT_DECAY or solver.WEIGHT_DECAY_NORM or solver.WEIGHT_DECAY_BIAS:
-        _logger.warning("%s has no weight decay; SOLVER.WEIGHT_DECAY* have no effect.", solver.OPTIMIZER.NAME)
+        _logger.warning("%s has no weight decay; SOLVER.WEIGHT_DECAY* have no effect", solver.OPTIMIZER.NAME)
     if factory is torch.optim.SGD:
         arguments["momentum"] = _Argument("SOLVER.MOMENTUM", solver.MOMENTUM)
         arguments["nesterov"] = _Argument("SOLVER.NESTEROV", solver.NESTEROV)

@@ -40,7 +40,7 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
     """
     solver = cfg.SOLVER
     if solver.SCHEDULES:
-        _logger.info("SOLVER.SCHEDULES is used; SOLVER.LR_SCHEDULER_NAME and SOLVER.WARMUP_* have no effect.")
+        _logger.info("SOLVER.SCHEDULES is used; SOLVER.LR_SCHEDULER_NAME and SOLVER.WARMUP_* have no effect")
         max_iter = _iters("SOLVER.MAX_ITER", solver.MAX_ITER, at_least=1)
         return LRFunction(optimizer, build_schedule(solver.SCHEDULES, max_iter, "SOLVER.SCHEDULES"))
     if solver.LR_SCHEDULER_NAME not in _SCHEDULES:
@@ -73,7 +73,7 @@ def _multi_step(cfg: CfgNode) -> ParamScheduler:
     reached = [step for step in steps if step < max_iter]
     if reached != steps:
         _logger.warning(
-            "SOLVER.STEPS %s are dropped: the training ends at SOLVER.MAX_ITER=%d, before them.",
+            "SOLVER.STEPS %s are dropped: the training ends at SOLVER.MAX_ITER=%d, before them",
             tuple(steps[len(reached) :]),
             max_iter,
         )
@@ -138,7 +138,7 @@ def build_schedule(entries: Iterable[Any], max_iter: int, where: str) -> Chain:
         here = f"{where}[{number}] ({entry['NAME']})"
         begin = _iters(f"{here}: BEGIN", entry.get("BEGIN", 0), at_least=0)
         if begin >= max_iter:
-            _logger.warning("%s has no effect: it begins at %d, the training ends at %d.", here, begin, max_iter)
+            _logger.warning("%s has no effect: it begins at %d, the training ends at %d", here, begin, max_iter)
         end = entry.get("END", max_iter if begin < max_iter else begin + max_iter)
         end = _iters(f"{here}: END", end, at_least=begin + 1)
         segments.append(Segment(_make_schedule(here, entry, end - begin), begin, end))

@@ -7,6 +7,8 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
+from trainkit.config.errors import ConfigError
+
 _MAX_ROWS = 20
 
 
@@ -20,6 +22,30 @@ def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         }
         for group in optimizer.param_groups
     ]
+
+
+def check_saved_groups(saved: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
+    """Find out before loading, which notices the former late and with a bare ``KeyError``.
+
+    Raises:
+        ConfigError: the parameter groups are those of an optimizer of another kind, or of another number.
+    """
+    remedy = (
+        "resume with the SOLVER settings of that run, or leave out --resume and set MODEL.WEIGHTS to its checkpoint"
+    )
+    if len(saved) != len(optimizer.param_groups):
+        raise ConfigError(
+            f"the optimizer in the checkpoint has {len(saved)} parameter groups, that of this run has "
+            f"{len(optimizer.param_groups)}; {remedy}"
+        )
+    options = [name for name in saved[0] if name != "params" and not name.startswith("initial_")]
+    without = [name for name in options if name not in optimizer.param_groups[0]]
+    instead = [name for name in getattr(optimizer, "defaults", ()) if name not in saved[0]]
+    if without and instead:  # only one of them: another version of torch; a wrapper may have no defaults
+        raise ConfigError(
+            f"the optimizer in the checkpoint has {', '.join(without)}, {type(optimizer).__name__} has "
+            f"{', '.join(instead)} instead; {remedy}"
+        )
 
 
 def describe_changes(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> str:

@@ -141,7 +141,7 @@ def build_param_groups(
         if named.param.requires_grad:
             groups.append({"params": [named.param], **_hyperparams(named, base_lr, weight_decay, rules)})
     if unused:
-        _logger.warning("Custom keys that count for no parameter, so have no effect: %s.", ", ".join(sorted(unused)))
+        _logger.warning("Custom keys that count for no parameter, so have no effect: %s", ", ".join(sorted(unused)))
     return reduce_param_groups(groups)
 
 
@@ -185,7 +185,7 @@ def get_default_optimizer_params(
             hyperparams |= {**overrides.get(named.leaf_name, {}), **overrides.get(named.full_name, {})}
             groups.append({"params": [named.param], **hyperparams})
     if unmatched:
-        _logger.warning("No parameter is called %s; these overrides have no effect.", ", ".join(sorted(unmatched)))
+        _logger.warning("No parameter is called %s; these overrides have no effect", ", ".join(sorted(unmatched)))
     return reduce_param_groups(groups)
 
 

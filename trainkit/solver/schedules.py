@@ -178,7 +178,7 @@ class CosineRestarts(_HasEnd):
         super().__post_init__()
         _check_lengths("periods", self.periods)
         if not self.periods:
-            raise ValueError("periods must have at least one number of iterations, got none")
+            raise ValueError(f"periods must have at least one number of iterations, got {self.periods!r}")
         if not isinstance(self.weights, list | tuple) or len(self.weights) not in (0, len(self.periods)):
             raise ValueError(f"weights must be a list, one for each of periods {self.periods!r}, got {self.weights!r}")
         for weight in self.weights:

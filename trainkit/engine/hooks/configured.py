@@ -132,7 +132,10 @@ class ConfiguredHooks:
                 arguments[name] = getattr(self._trainer, name)
         hook = _construct(hook_class, arguments, "HOOKS: ")
         if not isinstance(hook, HookBase):
-            raise ConfigError(f"HOOKS: {entry.name} gives {hook!r}, which is no HookBase object")
+            raise ConfigError(
+                f"HOOKS: {entry.name} gives {hook!r}, which is no HookBase object; derive its class from HookBase, or "
+                "let it return one"
+            )
         return hook
 
 

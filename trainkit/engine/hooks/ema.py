@@ -132,7 +132,9 @@ class EMAHook(HookBase):
         average = ModelAverage(unwrap_model(model), self._rule, average_buffers=self._average_buffers)
         if state:
             if differences := Differences(state["model"], average.state_dict()):
-                raise ValueError(f"the saved average of EMAHook is of another model:\n{differences.table()}")
+                raise ValueError(
+                    f"the saved average of EMAHook is of another model; build that of its run:\n{differences.table()}"
+                )
             average.load_state_dict(state["model"])
             average.steps = state["steps"]
         self._average, self._waiting_state = average, {}

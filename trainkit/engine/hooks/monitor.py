@@ -101,8 +101,8 @@ class MetricMonitor:
             near = get_close_matches(self.metric, latest, n=1)
             raise ValueError(
                 f"no evaluation has given the metric {self.metric!r}"
-                + (f"; did you mean {near[0]!r}?" if near else "")
-                + f" Known are: {', '.join(sorted(latest)) or 'none'}"
+                + (f" (did you mean {near[0]!r}?)" if near else "")
+                + f"; known are: {', '.join(sorted(latest)) or 'none'}"
             )
         value, iter = latest[self.metric]
         if iter == self._seen_iter:
@@ -164,7 +164,11 @@ def check_monitored_metrics(hooks: Iterable[Any], evaluate: Callable[[], Mapping
         with logging_from(logging.WARNING):  # what one batch gives is of no interest
             results = evaluate()
     except Exception:  # an evaluator may need the whole dataset
-        logger.warning("One batch does not say which metrics the evaluation gives", exc_info=True)
+        logger.warning(
+            "One batch does not show whether the evaluation gives %s, so the first evaluation will:",
+            ", ".join(monitored),
+            exc_info=True,
+        )
         failed = True
     if any(comm.all_gather(failed)):  # rank 0, which has the results, may have failed alone
         return

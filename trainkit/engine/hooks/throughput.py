@@ -34,7 +34,8 @@ class Throughput(HookBase):
 
     Raises:
         ValueError: ``period`` is less than 1 iteration, or ``peak_tflops`` not positive; before training: there is
-            ``peak_tflops``, but the model gives no ``flops_per_sample``.
+            ``peak_tflops``, but the model gives no ``flops_per_sample``;
+            in the first step: the trainer sets no ``batch``.
     """
 
     def __init__(self, period: int = 20, peak_tflops: float | None = None) -> None:
@@ -61,6 +62,11 @@ class Throughput(HookBase):
 
     def after_step(self) -> None:
         self._sec += time.perf_counter() - self._step_begin
+        if not hasattr(self.trainer, "batch"):
+            raise ConfigError(
+                "Throughput counts the samples in trainer.batch, which this trainer has not; set it in run_step(), or "
+                "leave out the hook"
+            )
         batch = self.trainer.batch
         micro_batches = batch if getattr(self.trainer, "accumulation_steps", 1) > 1 else [batch]
         self._samples += sum(map(self.count_samples, micro_batches))

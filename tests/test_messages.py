@@ -1,0 +1,352 @@
+"""What a user can be told in an error or a warning; read from the syntax trees, and held to a few rules.
+
+A placeholder in a message stands as ``«expression»``, so that braces in it are braces.
+"""
+
+import ast
+import dataclasses
+import itertools
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = ["trainkit", "tools", "projects"]
+
+LOG = {"warning", "error", "critical", "exception"}
+# our own invariants, exit codes, and what Python's protocols ask for: an attribute or an index that is not there
+NOT_FOR_USERS = {"AssertionError", "AttributeError", "IndexError", "SystemExit", "StopIteration"}
+ENDINGS = ("Error", "Exception")
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """One text of one call; a call with alternatives in its text gives several."""
+
+    file: str
+    line: int
+    kind: str  # name of the exception, "error" of a parser, or "log"
+    text: str
+
+    def __str__(self):
+        return f"{self.file}:{self.line} {self.kind}: {self.text}"
+
+    @property
+    def words(self):
+        """The text without what stands in its place when it is shown."""
+        return re.sub("«.*?»", "", self.text, flags=re.DOTALL)
+
+    @property
+    def is_error(self):
+        return self.kind != "log"
+
+
+# ---------------------------------------------------------------------- collecting
+
+
+class Messages:
+    """All messages of some source texts, as ``{file: text}``."""
+
+    def __init__(self, sources):
+        self._functions = defaultdict(list)
+        trees = {file: ast.parse(text) for file, text in sources.items()}
+        for tree in trees.values():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.FunctionDef):
+                    self._functions[node.name].append(node)
+        self.all = [message for file, tree in trees.items() for message in self._of_file(file, tree)]
+
+    def _of_file(self, file, tree):
+        for call, scopes in _calls(tree, [tree]):
+            kind = _kind(call)
+            if kind is None or not call.args:
+                continue
+            texts = self._texts(call.args[0], scopes)
+            if kind == "log":
+                texts = [_fill(text, call.args[1:]) for text in texts]
+            yield from (Message(file, call.lineno, kind, text) for text in dict.fromkeys(texts))
+
+    def _texts(self, node, scopes, depth=0):
+        """What ``node`` can be as text; a placeholder where that is not simple."""
+        match node:
+            case ast.Constant(value=str(text)):
+                return [text]
+            case ast.JoinedStr(values=values):
+                return self._joined(values, scopes, depth)
+            case ast.BinOp(op=ast.Add()):
+                return self._joined([node.left, node.right], scopes, depth)
+            case ast.FormattedValue(value=value, conversion=conversion):
+                texts = self._texts(value, scopes, depth)
+                return texts if conversion == -1 else [f"«{ast.unparse(value)}!{chr(conversion)}»"]
+            case ast.IfExp():
+                return self._either([node.body, node.orelse], scopes, depth, node)
+            case ast.Name(id=name) if depth < 4:
+                for scope in reversed(scopes):
+                    if values := list(_assigned(name, scope)):
+                        return self._either(values, scopes, depth + 1, node)
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if depth < 4:
+                found = self._functions[name]
+                if len(found) == 1:
+                    values = [n.value for n in ast.walk(found[0]) if isinstance(n, ast.Return) and n.value is not None]
+                    return self._either(values, [found[0]], depth + 1, node)
+        return [f"«{ast.unparse(node)}»"]
+
+    def _joined(self, nodes, scopes, depth):
+        parts = [self._texts(node, scopes, depth) for node in nodes]
+        return ["".join(choice) for choice in itertools.product(*parts)]
+
+    def _either(self, nodes, scopes, depth, whole):
+        """The texts of all ``nodes``, if they are texts of ours; else ``whole`` as a placeholder."""
+        texts = [text for node in nodes for text in self._texts(node, scopes, depth)]
+        are_ours = bool(texts) and all(re.sub("«.*?»", "", text, flags=re.DOTALL).strip() or not text for text in texts)
+        return texts if are_ours else [f"«{ast.unparse(whole)}»"]
+
+
+def _calls(node, scopes):
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Call):
+            yield child, scopes
+        yield from _calls(child, [*scopes, child] if isinstance(child, ast.FunctionDef) else scopes)
+
+
+def _kind(call):
+    """What sort of message a call gives, or None."""
+    *owner, name = ast.unparse(call.func).split(".")
+    if name in NOT_FOR_USERS:
+        return None
+    if (name[0].isupper() and name.endswith(ENDINGS)) or (owner == ["self"] and name == "error"):
+        return name
+    if owner == ["parser"] and name == "error":
+        return "error"
+    is_log = owner in (["logger"], ["_logger"]) and name in LOG
+    return "log" if is_log or (owner == ["warnings"] and name == "warn") else None
+
+
+def _assigned(name, scope):
+    statements = scope.body if isinstance(scope, ast.Module) else ast.walk(scope)
+    for node in statements:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+            yield node.value
+
+
+def _fill(text, args):
+    """A log line with its arguments in the places of ``%s`` and the like."""
+    values = iter([ast.unparse(arg) for arg in args])
+    return re.sub("%[-.0-9]*[sdrgf]", lambda found: f"«{next(values, '...')}{'!r' * (found[0] == '%r')}»", text)
+
+
+# ---------------------------------------------------------------------- rules: each returns whether a message breaks it
+
+REMEDY = re.compile(
+    r"; |, or |\b(use|set|give|name|raise|lower|choose|install|call|write|add|leave|register|define|rename|make|must"
+    r"|need|needs|accepted|move|correct|derive|takes|did you mean|such as|copy|switch|pass|return|has to|go on)\b"
+)
+# What is in the first place is a name, so that it keeps its capital or small letter: SOLVER.X, EMAHook, max_iter, 'x'
+NAME = re.compile(
+    r"[«'`{@]|--?\w|\S*[A-Z_.]\S*[A-Z_.]|\S+\.\S|\w+=|\w+_\w+|Throughput\b|[A-Z]+\b|[a-z]\w*\b(?= must| is «| \()"
+)
+WRAPPED = re.compile(r"«[^»]*(error|reason|failure|failed|problem|obstacle|defect|damage|broken)[^»]*»$")
+REFUSED = re.compile(
+    r"\b(must be|must have|must hold|must name|must return|must give|must differ|accepted:|need \S+ [<>=])"
+)
+UNKNOWN = re.compile(r"\bunknown\b|\bno \w+ is called «|\bthere is no «|(^|: )no «")
+KNOWN = re.compile(r"did you mean|accepted|registered|there (is|are):? «|takes|use \w+, |similar|«accepts»|«_nearest")
+
+
+def says_nothing_of_its_own(message):
+    """Only a placeholder, which is no other error's text: nobody can say what it will read."""
+    return not message.words.strip() and not WRAPPED.search(message.text)
+
+
+def names_nothing(message):
+    """Neither a value nor an argument, a key, a file or a class: what is it about?"""
+    return not re.search(r"«|`|'|--\w|[A-Z]\w*\.?[A-Z_]|\w_\w|\w\(|\w=|^\w+ (is|must)\b", message.text)
+
+
+def hides_the_value(message):
+    """What is refused stands in the config or in a variable, often computed: the one who set it has to see it."""
+    return message.is_error and bool(REFUSED.search(message.text)) and "«" not in message.text
+
+
+def offers_no_way_out(message):
+    """An error stops people; it says what is accepted or what to do."""
+    has_none = message.words.strip() and not REMEDY.search(message.words) and not WRAPPED.search(message.text)
+    return message.is_error and bool(has_none)
+
+
+def says_unknown_and_not_what_is_known(message):
+    """Most unknown names are typing errors: the right one has to be seen."""
+    return message.is_error and bool(UNKNOWN.search(message.text)) and not KNOWN.search(message.text)
+
+
+def begins_wrong(message):
+    """An error continues "error: ", a log line is a sentence of its own."""
+    if NAME.match(message.text):
+        return False
+    return message.text[:1].isupper() == message.is_error
+
+
+def ends_with_a_mark(message):
+    """Messages are put into others, behind which something follows."""
+    return message.text.endswith((".", "!", ";", ",", " ")) or "!" in message.words.replace("!=", "")
+
+
+def is_polite_or_vague(message):
+    """ "Invalid" says that something is wrong and not what; courtesy is in the way of what to do."""
+    words = r"please|sorry|unfortunately|invalid|illegal|oops|bad|something|went wrong|fatal"
+    return bool(re.search(rf"\b({words})\b", message.words, flags=re.IGNORECASE))
+
+
+def names_a_private_attribute(message):
+    """A user can neither look it up nor change it."""
+    return bool(re.search(r"(?<![\w_])_[a-z]\w*", message.words))
+
+
+def is_too_long(message):
+    """A line that is not read to its end does not say what stands there."""
+    return len(message.words) > 300
+
+
+def names_no_command_for_a_package(message):
+    """The name of a package is often not that of its extra."""
+    return "needs the package" in message.text and "pip install" not in message.text
+
+
+def does_not_say_what_comes_of_it(message):
+    """A warning is no error because the run goes on: how?"""
+    says = re.search(r"[,;:]\s?\S|\bso\b|\band is\b|\bno effect\b", message.text)
+    return not message.is_error and not says and bool(message.words.strip())
+
+
+RULES = [
+    says_nothing_of_its_own,
+    names_nothing,
+    hides_the_value,
+    offers_no_way_out,
+    says_unknown_and_not_what_is_known,
+    begins_wrong,
+    ends_with_a_mark,
+    is_polite_or_vague,
+    names_a_private_attribute,
+    is_too_long,
+    names_no_command_for_a_package,
+    does_not_say_what_comes_of_it,
+]
+
+# (rule, how the message begins) -> why it need not keep the rule
+EXCEPTIONS = {
+    (says_nothing_of_its_own, "«None»"): "an error of the YAML parser, of which load_yaml shows file, line and problem",
+    (says_nothing_of_its_own, "«text»"): "the text of an error whose state must not be kept in memory",
+    (says_nothing_of_its_own, "«message»"): "GraphTrainer says each once; the text stands where it is called",
+    (names_nothing, "holds a single number"): "behind --input FILE",
+    (names_nothing, "Storing or writing metrics failed"): "the traceback follows",
+    (offers_no_way_out, "'«path»' is damaged"): "who looks for one that is intact says which it takes, or that none is",
+    (offers_no_way_out, "\n\n-- Process"): "the form of torch.multiprocessing, in whose place it is raised",
+    (offers_no_way_out, "the device has not slept"): "a defect of the benchmark",
+    (does_not_say_what_comes_of_it, "Storing or writing metrics failed"): "the traceback follows",
+}
+
+
+def faults(messages, exceptions):
+    for rule, message in itertools.product(RULES, messages):
+        if rule(message) and not any(rule is other and message.text.startswith(begin) for other, begin in exceptions):
+            yield f"{rule.__name__}: {message}"
+
+
+# ---------------------------------------------------------------------- the repository
+
+
+@pytest.fixture(scope="module")
+def messages():
+    files = [file for folder in SOURCES for file in sorted((ROOT / folder).rglob("*.py"))]
+    return Messages({str(file.relative_to(ROOT)): file.read_text() for file in files}).all
+
+
+def test_messages_of_every_sort_are_found(messages):
+    assert len(messages) > 500
+    assert {message.file.split("/")[0] for message in messages} == set(SOURCES)
+    assert {"ValueError", "ConfigError", "CheckpointError", "ArgumentTypeError", "error", "log"} <= {
+        message.kind for message in messages
+    }
+
+
+def test_each_message_says_what_where_what_is_accepted_and_what_to_do(messages):
+    assert list(faults(messages, EXCEPTIONS)) == []
+
+
+def test_each_exception_is_needed(messages):
+    for exception in EXCEPTIONS:
+        assert list(faults(messages, [other for other in EXCEPTIONS if other != exception])), exception
+
+
+# ---------------------------------------------------------------------- the rules can be broken, and texts are found
+
+
+def found(source):
+    return Messages({"file.py": source}).all
+
+
+@pytest.mark.parametrize(
+    ("rule", "source"),
+    [
+        (says_nothing_of_its_own, "raise ValueError(describe(x))"),
+        (names_nothing, "raise ValueError('the length is not enough; give more')"),
+        (hides_the_value, "raise ValueError('max_iter must be >= 1')"),
+        (hides_the_value, "parser.error('need --num-gpus >= 1')"),
+        (offers_no_way_out, "raise ConfigError(f'{name!r} has no samples')"),
+        (offers_no_way_out, "raise KeyError(f'no labels under {key!r}')"),
+        (says_unknown_and_not_what_is_known, "raise ValueError(f'unknown kind {kind!r}; choose another')"),
+        (says_unknown_and_not_what_is_known, "raise ValueError(f'there is no {kind} {name!r}; set another')"),
+        (begins_wrong, "raise ValueError(f'The value {x!r} is too large; lower it')"),
+        (begins_wrong, "logger.warning('the file %s is gone, it is begun anew', path)"),
+        (ends_with_a_mark, "raise ValueError(f'period must be >= 1, got {period}.')"),
+        (ends_with_a_mark, "logger.warning('Oh no! %s is left out, as it is empty', path)"),
+        (is_polite_or_vague, "raise ValueError(f'invalid mode {mode!r}; accepted: max, min')"),
+        (is_polite_or_vague, "logger.error('Something is wrong with %s, training goes on', path)"),
+        (names_a_private_attribute, "raise ValueError(f'set _count to 1, got {count}')"),
+        (is_too_long, f"raise ValueError(f'period must be {'very ' * 60} long, got {{period}}')"),
+        (names_no_command_for_a_package, "raise ImportError('WandbWriter needs the package wandb; install it')"),
+        (does_not_say_what_comes_of_it, "logger.warning('Cannot read %s', path)"),
+    ],
+)
+def test_a_message_that_breaks_one_rule_is_found(rule, source):
+    (message,) = found(source)
+    assert [other.__name__ for other in RULES if other(message)] == [rule.__name__]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "raise ValueError(f'period must be >= 1 iteration, got {period}')",
+        "raise ConfigError(f'{key} is {value!r}; accepted: {accepted}')",
+        "raise ImportError(\"a PNG needs the package matplotlib: pip install 'trainkit[plot]'\")",
+        "raise CheckpointError(str(error))",
+        "logger.warning('%s has no weight decay; SOLVER.WEIGHT_DECAY* have no effect', name)",
+    ],
+)
+def test_one_that_keeps_them_is_not(source):
+    assert list(faults(found(source), {})) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "texts"),
+    [
+        ("raise ValueError('one ' 'text')", ["one text"]),
+        ("raise ValueError(f'got {x!r} ' 'and ' + str(y) + ' {z}')", ["got «x!r» and «str(y)» {z}"]),
+        ("logger.warning('%s of %d, %r', a, len(b), c)", ["«a» of «len(b)», «c!r»"]),
+        ("raise ValueError('a' if x else 'b')", ["a", "b"]),
+        ("def f(x):\n    hint = ' more' if x else ''\n    raise ValueError(f'some{hint}')", ["some more", "some"]),
+        ("def f(x):\n    hint = x.hint\n    raise ValueError(f'some{hint}')", ["some«hint»"]),
+        ("TEXT = 'x'\ndef f():\n    raise ValueError(f'{TEXT} is wrong')", ["x is wrong"]),
+        ("def why(x):\n    return f'for {x}'\nraise ValueError(why(1))", ["for «x»"]),
+        ("def make(x):\n    return ConfigError(f'for {x}')\nraise make(1)", ["for «x»"]),
+        ("class A:\n    def f(self):\n        self.error('text')\nparser.error('other')", ["text", "other"]),
+        ("raise argparse.ArgumentTypeError('text')", ["text"]),
+        ("warnings.warn('text')", ["text"]),
+        ("assert x, 'text'\nraise AssertionError('text')\nraise\nraise error\nlogger.info('text')", []),
+    ],
+)
+def test_texts_are_put_together(source, texts):
+    assert [message.text for message in found(source)] == texts
