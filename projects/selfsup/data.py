@@ -31,14 +31,18 @@ def load_unlabeled() -> list[dict[str, Any]]:
 
 
 def load_frozen(split: str) -> list[dict[str, Any]]:
-    """All training scans and those of ``split``, with ``label`` and ``part``, see `LABELLED`."""
+    """Training scans and those of ``split``, with ``label`` and ``part``, see `LABELLED`.
+
+    The unlabelled ones, which only add neighbours, are the last: a trial run sees the first few hundred.
+    """
     seen: Counter[int] = Counter()
-    samples = []
+    by_part: dict[int, list[dict[str, Any]]] = {LABELLED: [], UNLABELLED: []}
     for sample in load_split("train"):
         part = LABELLED if seen[sample["label"]] < NUM_LABELLED else UNLABELLED
         seen[sample["label"]] += 1
-        samples.append(sample | {"part": part})
-    return samples + [sample | {"part": EVALUATED} for sample in load_split(split)]
+        by_part[part].append(sample | {"part": part})
+    evaluated = [sample | {"part": EVALUATED} for sample in load_split(split)]
+    return by_part[LABELLED] + evaluated + by_part[UNLABELLED]
 
 
 @TRANSFORM_REGISTRY.register()
