@@ -1,6 +1,8 @@
 """The public names. Whoever changes one changes it here too, and in the CHANGELOG."""
 
+import ast
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -113,6 +115,7 @@ PUBLIC = {
         "UnusedParameters",
         "VISUALIZER_REGISTRY",
         "VisualizationHook",
+        "check_period",
         "is_due",
         "is_due_epoch",
         "is_last",
@@ -230,6 +233,28 @@ def test_the_public_names_of_a_package_are_these_and_exist(package):
     assert len(module.__all__) == len(set(module.__all__))
     assert set(module.__all__) == PUBLIC[package]
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
+
+
+def imported(file):
+    """Module and name of each ``from trainkit... import ...``."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trainkit"):
+            yield from ((node.module, name.name) for name in node.names)
+
+
+def test_projects_use_what_is_public_or_on_the_pages_of_the_reference():
+    """Modules of ``trainkit.utils`` have pages; what else is public says a package's ``__all__``."""
+    documented = re.findall(
+        r"auto(?:module|function):: (trainkit\.utils\.\w+)", (ROOT / "docs/api/utils.rst").read_text()
+    )
+    documented += ["trainkit", "trainkit.modeling", "trainkit.utils", "trainkit.utils.comm"]
+    found = {entry for file in (ROOT / "projects").rglob("*.py") for entry in imported(file)}
+    private = [
+        (module, name) for module, name in found if module not in documented and name not in PUBLIC.get(module, ())
+    ]
+
+    assert ("trainkit.engine.hooks", "check_period") in found
+    assert sorted(private) == []
 
 
 @pytest.mark.parametrize("module", DETECTRON2)

@@ -57,9 +57,13 @@ def batch_of_shapes(cfg: CfgNode, shapes: Iterable[tuple[str, list[int]]]) -> An
     """Zeros for one sample, collated as DATALOADER.COLLATE says; the name "" is that of a sample that is a tensor.
 
     Raises:
-        ConfigError: there are other names beside "".
+        ConfigError: there are other names beside "", or one is given twice.
     """
-    sample = {name: torch.zeros(shape) for name, shape in shapes}
+    sample: dict[str, Tensor] = {}
+    for name, shape in shapes:
+        if name in sample:
+            raise ConfigError(f"--input-shape: the name {name!r} is given twice; give each name one shape")
+        sample[name] = torch.zeros(shape)
     bare = sample.get("")
     if bare is not None and len(sample) > 1:
         raise ConfigError("--input-shape: a sample is one tensor or has names for all, got both; give all a name")
@@ -234,7 +238,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("--config-file", required=True, metavar="FILE", help="what is to be built; also that of a run")
-    parser.add_argument("--depth", type=int, default=DEPTH, metavar="N", help=f"levels of modules shown ({DEPTH})")
+    parser.add_argument("--depth", type=_depth, default=DEPTH, metavar="N", help=f"levels of modules shown ({DEPTH})")
     parser.add_argument(
         "--input-shape",
         action="append",
@@ -244,6 +248,12 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="changes to the config, such as MODEL.WIDTH 32")
     return parser.parse_intermixed_args(arguments)
+
+
+def _depth(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"need an integer >= 0, got {text!r}")
+    return int(text)
 
 
 def _named_shape(text: str) -> tuple[str, list[int]]:

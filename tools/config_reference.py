@@ -6,6 +6,7 @@
     python tools/config_reference.py > docs/config.md
 """
 
+import argparse
 import inspect
 import itertools
 import re
@@ -64,6 +65,14 @@ def main() -> None:
         print(tabulate(rows, ["key", "default", ""], tablefmt="pipe"))
 
 
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line, which has no options of its own."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    return parser.parse_args(arguments)
+
+
 def _show(key: str, default: Any) -> str:
     if isinstance(default, CfgNode):
         return ""
@@ -75,4 +84,5 @@ def _escape(text: str) -> str:
 
 
 if __name__ == "__main__":
+    parse_args()
     main()

@@ -12,6 +12,7 @@ folder is broken; 2 if a file cannot be read.
 """
 
 import argparse
+import contextlib
 import itertools
 import os
 import signal
@@ -33,6 +34,7 @@ from trainkit.engine import user_errors_exit
 
 MAX_DIFFERENCES = 10  # of each part of the state, unless --all
 MAX_WIDTH = 70  # of a value
+_MAGIC = b"PK", b"\x80"  # what an archive and a pickle begin with
 
 
 # ---------------------------------------------------------------------------- one file
@@ -56,9 +58,18 @@ def describe_file(path: str) -> str:
 
 def _read_shapes(path: str) -> dict[str, Any]:
     """The verified state, its tensors without their content, which may be larger than the memory."""
-    state = read_file(path, map_location="meta")
+    state = _read(path, map_location="meta")
     verify_shards(state, path)
     return _normalized(state)
+
+
+def _read(path: str, map_location: str = "cpu") -> dict[str, Any]:
+    begin = b""
+    with contextlib.suppress(OSError), open(path, "rb") as file:  # read_file says what fails
+        begin = file.read(2)
+    if begin and not begin.startswith(_MAGIC) and not has_trailer(path):
+        raise CheckpointError(f"'{path}' is no checkpoint; name a file that torch.save wrote, such as *.pth")
+    return read_file(path, map_location)
 
 
 def _normalized(state: dict[str, Any]) -> dict[str, Any]:
@@ -222,6 +233,11 @@ def _describe_resume(folder: str, broken: Mapping[str, str]) -> str:
 # ---------------------------------------------------------------------------- two files
 
 
+def _check_are_files(*paths: str) -> None:
+    if folders := [path for path in paths if os.path.isdir(path)]:
+        raise CheckpointError(f"'{folders[0]}' is a folder; name two files to compare")
+
+
 def compare_files(left: str, right: str, max_differences: int | None = MAX_DIFFERENCES) -> tuple[str, bool]:
     """Where they differ, at most so many times in each part of the state, and whether they do.
 
@@ -246,7 +262,7 @@ def compare_files(left: str, right: str, max_differences: int | None = MAX_DIFFE
 
 
 def _read_whole(path: str) -> dict[str, Any]:
-    state = read_file(path)
+    state = _read(path)
     verify_shards(state, path)
     return fill_shards(state, path)
 
@@ -258,6 +274,7 @@ def main(args: argparse.Namespace) -> int:
     """The exit code."""
     with user_errors_exit():
         if args.other:
+            _check_are_files(args.path, args.other)
             text, is_bad = compare_files(args.path, args.other, None if args.all else MAX_DIFFERENCES)
         elif os.path.isdir(args.path):
             text, is_bad = describe_folder(args.path)

@@ -20,12 +20,14 @@ Input, one sample after the other, as in the test dataset before its transform:
 Output is one JSON object per sample, on the standard output or in a .jsonl file. Where a prediction has as many scores
 as the dataset has class_names, these are the best classes with their probabilities, the softmax of the scores unless
 they are probabilities already; for scores of every pixel, the classes with their share of the pixels; for other large
-tensors their shape and range. A .pt file gets the list of the predictions themselves.
+tensors their shape and range; null is a number that is not finite. A .pt file gets the list of the predictions
+themselves.
 """
 
 import argparse
 import itertools
 import json
+import math
 import os
 import signal
 import sys
@@ -116,13 +118,18 @@ def samples_of_file(path: str, key: str) -> Iterator[Any]:
     suffix = Path(path).suffix
     if suffix not in readers:
         raise ConfigError(f"--input {path!r} has the suffix {suffix!r}; accepted: {', '.join(readers)}")
+    is_empty = True
     try:
-        yield from _split(readers[suffix](path), key)
+        for sample in _split(readers[suffix](path), key):
+            is_empty = False
+            yield sample
     except ConfigError as error:
         raise ConfigError(f"--input {path!r} {error}") from None
     except Exception as error:  # torch raises many types on damaged archives
         reason = getattr(error, "strerror", None) or _first_line(error)
         raise ConfigError(f"--input {path!r} cannot be read: {reason}") from error
+    if is_empty:
+        raise ConfigError(f"--input {path!r} holds no samples; name a file that has some")
 
 
 def _read_npz(path: str) -> dict[str, Any]:
@@ -206,7 +213,7 @@ def _first_line(error: Exception) -> str:
 
 
 def describe(prediction: Any, class_names: Sequence[str], top_k: int | None) -> Any:
-    """What JSON can hold of a prediction.
+    """What JSON can hold of a prediction, but for NaN and infinities.
 
     Args:
         top_k: number of classes; None: 3 if there are ``class_names``, and no classes without.
@@ -222,6 +229,8 @@ def describe(prediction: Any, class_names: Sequence[str], top_k: int | None) -> 
         if has_names or (top_k and prediction.ndim == 1):
             names = list(class_names) if has_names else [str(index) for index in range(len(prediction))]
             return _best_classes(prediction.float(), names, top_k or TOP_K)
+    if prediction.is_complex():
+        return str(prediction)
     if prediction.numel() <= MAX_VALUES:
         return prediction.tolist()
     values = prediction.double()
@@ -243,6 +252,15 @@ def _best_classes(scores: Tensor, names: Sequence[Any], top_k: int) -> list[dict
         for index, value in zip(indices.tolist(), values.tolist(), strict=True)
         if what == "prob" or value > 0
     ]
+
+
+def _with_nulls(value: Any) -> Any:
+    """None in place of NaN and infinities, for which JSON has no word."""
+    if isinstance(value, dict):
+        return {name: _with_nulls(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_with_nulls(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _are_probabilities(scores: Tensor) -> bool:
@@ -267,11 +285,27 @@ def write_lines(
     """One JSON object per prediction; returns their number."""
     num_written = 0
     for sample, prediction in predicted:
-        row = {"sample": num_written, **_describe_sample(sample, class_names)}
-        file.write(json.dumps(row | {"prediction": describe(prediction, class_names, top_k)}) + "\n")
+        row: dict[str, Any] = {"sample": num_written, **_describe_sample(sample, class_names)}
+        row["prediction"] = _with_nulls(describe(prediction, class_names, top_k))
+        file.write(json.dumps(row, allow_nan=False) + "\n")
         file.flush()
         num_written += 1
     return num_written
+
+
+def check_writable(path: str) -> None:
+    """
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    is_new = not os.path.lexists(path)
+    try:
+        with open(path, "ab"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--output {path!r} cannot be written: {error.strerror}; name another file") from error
+    if is_new:
+        os.remove(path)
 
 
 def write_outputs(path: str, predicted: Iterable[tuple[Any, Any]]) -> int:
@@ -287,6 +321,8 @@ def write_outputs(path: str, predicted: Iterable[tuple[Any, Any]]) -> int:
 def main(args: argparse.Namespace) -> None:
     """Writes the predictions, and a line on the standard error about what they come from."""
     with user_errors_exit():
+        if args.output is not None:
+            check_writable(args.output)
         cfg = build_cfg(args)
         import_modules(cfg.IMPORTS)
         if args.dataset:

@@ -13,11 +13,11 @@ from projects.selfsup.features import extract_features, loss_weights, put_sizes,
 from trainkit.config import CfgNode, ConfigError, configurable
 from trainkit.data import DatasetCatalog, build_train_loader
 from trainkit.engine import HookBase
-from trainkit.engine.hooks import HOOK_REGISTRY
-from trainkit.engine.train_loop import check_period, is_due
+from trainkit.engine.hooks import HOOK_REGISTRY, check_period, is_due
 from trainkit.modeling import MODEL_REGISTRY
 from trainkit.utils import comm
 from trainkit.utils.model import unwrap_model
+from trainkit.utils.sharding import is_sharded_model
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,10 @@ class DeepClusterHook(HookBase):
         inner = unwrap_model(model)
         if not isinstance(inner, DeepCluster):
             raise ConfigError(f"DeepClusterHook needs a DeepCluster, got {type(inner).__name__}; change MODEL.NAME")
+        if is_sharded_model(inner):
+            raise ConfigError(
+                'MODEL.PARALLEL is "fsdp", but DeepClusterHook does not work with a divided model; make it "ddp"'
+            )
         num_features = inner.head.in_features
         if not 1 <= dim <= num_features:
             raise ConfigError(f"dim must be from 1 to the {num_features} features of the model, got {dim}")

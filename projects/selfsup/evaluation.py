@@ -52,6 +52,9 @@ class FrozenFeatureEvaluator(DatasetEvaluator):
         """
         Returns:
             On rank 0 ``{"frozen": {"probe": ..., "knn": ..., "nmi": ...}}``, on the other ranks ``{}``.
+
+        Raises:
+            ValueError: no labelled scan was seen, or none that is evaluated.
         """
         mine = [[column.cpu() for column in batch] for batch in self._batches]
         batches = [batch for rank in comm.gather(mine) for batch in rank]
@@ -63,6 +66,11 @@ class FrozenFeatureEvaluator(DatasetEvaluator):
             _Part(features[chosen], labels[chosen])
             for chosen in (parts != EVALUATED, parts == LABELLED, parts == EVALUATED)
         )
+        if not (len(labelled.labels) and len(evaluated.labels)):
+            raise ValueError(
+                f"frozen features need labelled scans and scans to evaluate, got {len(labelled.labels)} and "
+                f"{len(evaluated.labels)}; raise TEST.MAX_BATCHES, or set it to 0 for all"
+            )
         rates = {
             "probe": _share_right(linear_probe(train.features, *labelled, evaluated.features), evaluated.labels),
             "knn": _share_right(nearest_neighbours(*train, evaluated.features), evaluated.labels),

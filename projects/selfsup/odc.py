@@ -14,11 +14,11 @@ from projects.selfsup.features import extract_features, loss_weights, put_sizes,
 from trainkit.config import CfgNode, ConfigError, configurable
 from trainkit.data import DatasetCatalog
 from trainkit.engine import HookBase
-from trainkit.engine.hooks import HOOK_REGISTRY
-from trainkit.engine.train_loop import check_period, is_due
+from trainkit.engine.hooks import HOOK_REGISTRY, check_period, is_due
 from trainkit.modeling import MODEL_REGISTRY
 from trainkit.utils import comm
 from trainkit.utils.model import unwrap_model
+from trainkit.utils.sharding import is_sharded_model
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class ODC(SelfSupModel):
         momentum: see `Memory`.
 
     Attributes:
-        embeddings: ``[N, dim]`` of the last batch in train mode, without a gradient.
+        embeddings: ``[N, dim]`` of the last batch in train mode, float32, without a gradient.
     """
 
     @configurable
@@ -130,7 +130,7 @@ class ODC(SelfSupModel):
 
     def losses(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         embeddings = self.embed(batch["view1"])
-        self.embeddings = embeddings.detach()
+        self.embeddings = embeddings.detach().float()
         weights = loss_weights(self.memory.sizes(), power=0.5)
         labels = self.memory.labels[batch["index"]]
         return {"loss_cluster": F.cross_entropy(self.head(embeddings), labels, weight=weights)}
@@ -156,6 +156,8 @@ class ODCHook(HookBase):
         inner = unwrap_model(model)
         if not isinstance(inner, ODC):
             raise ConfigError(f"ODCHook needs an ODC, got {type(inner).__name__}; change MODEL.NAME")
+        if is_sharded_model(inner):
+            raise ConfigError('MODEL.PARALLEL is "fsdp", but ODCHook does not work with a divided model; make it "ddp"')
         if cfg.SOLVER.ACCUMULATION_STEPS != 1:
             raise ConfigError(
                 f"SOLVER.ACCUMULATION_STEPS is {cfg.SOLVER.ACCUMULATION_STEPS}, but ODCHook remembers the last "

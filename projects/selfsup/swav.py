@@ -11,8 +11,7 @@ from projects.selfsup.backbone import SelfSupModel, mlp, pool
 from projects.selfsup.queues import new_queue, push
 from trainkit.config import CfgNode, configurable
 from trainkit.engine import HookBase
-from trainkit.engine.hooks import HOOK_REGISTRY
-from trainkit.engine.train_loop import check_period
+from trainkit.engine.hooks import HOOK_REGISTRY, check_period
 from trainkit.modeling import MODEL_REGISTRY
 from trainkit.utils import comm
 from trainkit.utils.model import unwrap_model

@@ -1,9 +1,12 @@
 """The reference of the config, docs/config.md."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tools import config_reference
 from tools.config_reference import describe_keys, main
 from trainkit.config import CfgNode, get_cfg
 
@@ -28,3 +31,16 @@ def test_every_key_is_there_with_its_default_and_a_meaning():
 @pytest.mark.parametrize("row", ["| `SOLVER.MAX_ITER` ", "| `SOLVER.AMP.LOSS_SCALE` ", "| **SOLVER.PARAM_GROUPS** "])
 def test_a_row_of_each_kind_is_on_the_page_once(row):
     assert PAGE.read_text().count(row) == 1
+
+
+@pytest.mark.parametrize(("argument", "code"), [("--help", 0), ("docs/config.md", 2)])
+def test_the_tool_tells_what_it_is_for_and_takes_no_argument(argument, code):
+    done = subprocess.run([sys.executable, config_reference.__file__, argument], capture_output=True, text=True)
+    assert done.returncode == code
+    if code:
+        assert (done.stdout, done.stderr.splitlines()[-1].partition("error: ")[2]) == (
+            "",
+            f"unrecognized arguments: {argument}",
+        )
+    else:
+        assert config_reference.__doc__ in done.stdout

@@ -98,7 +98,7 @@ def test_a_hook_has_its_say(tmp_path, caplog):
     assert trainer.status == "finished"
     assert lines[-2] == "42 cows were seen"
     assert "" not in lines
-    assert "Wrong has no summary:" in caplog.messages
+    assert "Wrong.summary() has failed, so its line is left out:" in caplog.messages
 
 
 def test_a_run_that_never_began_says_nothing(tmp_path, caplog):

@@ -193,6 +193,14 @@ def test_clusters_that_say_nothing_about_the_labels_have_no_mutual_information()
     assert evaluator.evaluate()["frozen"]["nmi"] == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.parametrize(("samples", "counts"), [(SAMPLES[:62], "2 and 0"), (SAMPLES[2:], "0 and 4")])
+def test_an_evaluation_that_has_not_seen_all_parts_says_which_key_to_raise(samples, counts):
+    evaluator = FrozenFeatureEvaluator()
+    process(evaluator, samples)
+    with pytest.raises(ValueError, match=f"to evaluate, got {counts}; raise TEST.MAX_BATCHES"):
+        evaluator.evaluate()
+
+
 def test_the_nearest_neighbours_vote_by_their_cosines():
     features = torch.tensor([[1.0, 0.0]] * 2 + [[1.0, 0.3]] * 3 + [[0.0, 1.0]] * 15)
     labels = torch.tensor([0] * 2 + [1] * 3 + [2] * 15)

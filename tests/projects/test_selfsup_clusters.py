@@ -9,6 +9,7 @@ import torch
 from projects.digits import load_split
 from projects.selfsup import DeepCluster, DeepClusterHook, Memory, kmeans, normalized_mutual_info, pool
 from projects.selfsup.features import extract_features, loss_weights, whiten
+from projects.selfsup.odc import ODCHook
 from tests.two_ranks import on_two_ranks
 from tools.chaos import differences
 from trainkit.config import ConfigError, get_cfg
@@ -410,6 +411,26 @@ def test_with_the_periods_of_the_hook_beyond_the_run_the_clusters_stay_where_the
 def test_what_a_hook_cannot_do_is_refused_when_it_is_made(tmp_path, name, options, message):
     with pytest.raises(ConfigError, match=message):
         start(name, tmp_path, *options)
+
+
+@pytest.mark.parametrize(("make", "name"), [(DeepClusterHook, "deepcluster.yaml"), (ODCHook, "odc.yaml")])
+def test_a_hook_refuses_a_model_that_is_divided(tmp_path, make, name):
+    cfg = config(name, tmp_path)
+    model = build_model(cfg)
+    arguments = {key.lower(): value for key, value in cfg.HOOKS[0].items() if key != "NAME"}
+    make(cfg, model, **arguments)  # the control
+
+    model.set_requires_gradient_sync = None  # what fully_shard adds
+    with pytest.raises(ConfigError, match=f'MODEL.PARALLEL is "fsdp", but {make.__name__} .* make it "ddp"'):
+        make(cfg, model, **arguments)
+
+
+def test_what_is_trained_in_bfloat16_is_remembered_in_float32(remembered, tmp_path):
+    recorder = record_memory(tmp_path, "SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", "bfloat16")
+
+    assert [features.dtype for features in recorder.features] == [torch.float32] * 8
+    torch.testing.assert_close(recorder.features[0], remembered.features[0], atol=0.1, rtol=0)
+    assert not torch.equal(recorder.features[0], remembered.features[0])  # the control
 
 
 def test_an_odc_model_has_a_memory_as_long_as_the_dataset_and_trains_all_parameters(tmp_path):

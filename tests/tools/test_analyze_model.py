@@ -217,6 +217,11 @@ def test_mistakes_are_one_line(call):
     assert "got both" in mistake("--input-shape", "4", "--input-shape", "x=4")
     for shape in ("a", "x=", "0", "x=-1", "3,"):
         assert f"need such as 3,224,224 or image=3,224,224, got '{shape}'" in mistake("--input-shape", shape)
+    for name in ("", "x="):
+        twice = mistake("--input-shape", f"{name}4", "--input-shape", f"{name}5")
+        assert twice == f"--input-shape: the name {name[:-1]!r} is given twice; give each name one shape"
+    for depth in ("-1", "x"):
+        assert f"need an integer >= 0, got '{depth}'" in mistake(f"--depth={depth}")
     assert "no 'X' in the MODEL registry" in mistake("MODEL.NAME", "X")
     assert "SOLVER.X" in mistake("SOLVER.X", "1")
 

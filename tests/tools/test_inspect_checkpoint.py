@@ -153,6 +153,17 @@ def test_a_file_that_cannot_be_read_is_one_line_and_code_2(small, inspect):
         assert text in err
 
 
+def test_a_file_of_a_run_that_is_no_checkpoint_is_called_so(run, inspect):
+    for name in ("metrics.json", "finished", "last_checkpoint"):
+        expected = (
+            2,
+            "",
+            f"error: '{run}/{name}' is no checkpoint; name a file that torch.save wrote, such as *.pth\n",
+        )
+        assert inspect(run / name) == expected
+        assert inspect(run / "model_final.pth", run / name) == expected
+
+
 # ---------------------------------------------------------------------------- a folder
 
 
@@ -259,6 +270,13 @@ def test_two_files_differ_in_keys_shapes_types_and_values(tmp_path, inspect):
         "trainer: only in the second",
         "different in 6 places",
     ]
+
+
+def test_a_folder_is_not_compared(small, inspect):
+    expected = (2, "", f"error: '{small}' is a folder; name two files to compare\n")
+    file = small / "model_0000009.pth"
+    for paths in ((small, small), (small, file), (file, small)):
+        assert inspect(*paths) == expected
 
 
 def test_many_differences_of_an_entry_are_cut_unless_all_are_asked_for(tmp_path, inspect):

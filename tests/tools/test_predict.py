@@ -69,7 +69,7 @@ def call(capsys):
         except SystemExit as end:
             code = end.code
         out, err = capsys.readouterr()
-        return [json.loads(line) for line in out.splitlines()], err, code
+        return [json.loads(line, parse_constant=pytest.fail) for line in out.splitlines()], err, code
 
     return call
 
@@ -270,6 +270,11 @@ def test_other_predictions_are_told_by_their_values_or_their_range():
     }
 
 
+def test_complex_predictions_are_told_as_text():
+    for tensor in (torch.tensor([1 + 2j]), torch.zeros(9, 9, dtype=torch.complex64)):
+        assert predict.describe({"x": tensor}, ABC, None) == {"x": str(tensor)}
+
+
 # ---------------------------------------------------------------------------- files of predictions
 
 
@@ -295,6 +300,21 @@ def answers(tmp_path, monkeypatch):
         return tmp_path
 
     return answers
+
+
+def test_numbers_that_are_not_finite_are_null(answers, call):
+    nan, inf = float("nan"), float("inf")
+    folder = answers(
+        lambda x: {
+            "scores": torch.full((len(x), 2), nan),
+            "few": torch.tensor([[1.0, inf, -inf]] * len(x)),
+            "many": torch.full((len(x), 20), -inf),
+        }
+    )
+    rows, err, _ = call(folder, "--dataset", "tiny_test", "--num", 1)
+    assert rows[0]["prediction"]["few"] == [1.0, None, None], err
+    assert rows[0]["prediction"]["many"] == {"shape": [20], "min": None, "max": None, "mean": None}
+    assert [entry["prob"] for entry in rows[0]["prediction"]["scores"]] == [None, None]
 
 
 def test_nested_predictions_keep_their_form(answers, call, tmp_path):
@@ -354,6 +374,31 @@ def test_mistakes_in_files_of_samples_are_one_line(run, call, tmp_path):
     }
     for name, text in expected.items():
         assert text in mistake(call, run, "--input", tmp_path / name, "--key", "x")
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".jsonl"])
+def test_an_output_that_cannot_be_written_is_one_line_before_anything_is_predicted(run, call, tmp_path, suffix):
+    folder = tmp_path / f"folder{suffix}"
+    folder.mkdir()
+    text = f"--output '{folder}' cannot be written: Is a directory; name another file"
+    assert mistake(call, run, "--dataset", "absent", "--output", folder) == text
+
+    assert "did you mean" in mistake(call, run, "--dataset", "tiny_tset", "--output", tmp_path / f"new{suffix}")
+    assert not (tmp_path / f"new{suffix}").exists()
+    (tmp_path / f"old{suffix}").write_text("kept")
+    assert "did you mean" in mistake(call, run, "--dataset", "tiny_tset", "--output", tmp_path / f"old{suffix}")
+    assert (tmp_path / f"old{suffix}").read_text() == "kept"
+
+
+def test_a_file_without_samples_is_one_line(run, call, tmp_path):
+    np.save(tmp_path / "a.npy", np.ones((0, 4), np.float32))
+    np.savez(tmp_path / "a.npz")
+    torch.save([], tmp_path / "a.pt")
+    (tmp_path / "a.jsonl").write_text("\n")
+    for suffix in (".npy", ".npz", ".pt", ".jsonl"):
+        file = tmp_path / f"a{suffix}"
+        text = f"--input '{file}' holds no samples; name a file that has some"
+        assert mistake(call, run, "--input", file, "--key", "x") == text
 
 
 def test_a_model_that_fails_for_a_dataset_keeps_its_traceback(answers):

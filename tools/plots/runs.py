@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from trainkit.config import CfgNode, ConfigError
 
@@ -119,10 +119,11 @@ def _parse(line: str) -> dict[str, Any] | None:
         row = json.loads(line)
     except ValueError:  # such as the last line of a run that was killed
         return None
-    return row if isinstance(row, dict) and _is_number(row.get("iteration")) else None
+    iteration = row.get("iteration") if isinstance(row, dict) else None
+    return row if _is_number(iteration) and math.isfinite(iteration) else None
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from trainkit.checkpoint import CheckpointError
 from trainkit.engine.train_loop import HookBase, TrainerBase
 from trainkit.utils.progress import is_notebook
 
@@ -32,7 +33,7 @@ def summarize(trainer: TrainerBase, hooks: Iterable[HookBase], checkpointer: Any
     files = sorted(path.name + "/" * path.is_dir() for path in Path(output_dir).glob("*"))
     lines.append(f"files in {output_dir}: {', '.join(files)}")
     if trainer.status != "finished":
-        lines.append(f"to go on: {_how_to_go_on()}" if checkpointer.has_checkpoint() else "there is no checkpoint")
+        lines.append(f"to go on: {_how_to_go_on()}" if _has_checkpoint(checkpointer) else "there is no checkpoint")
     return "\n  ".join(lines)
 
 
@@ -40,8 +41,15 @@ def _summary_of(hook: HookBase) -> str:
     try:
         return hook.summary()
     except Exception:  # it must not hide how the run has ended
-        logger.exception("%s has no summary:", type(hook).__name__)
+        logger.exception("%s.summary() has failed, so its line is left out:", type(hook).__name__)
         return ""
+
+
+def _has_checkpoint(checkpointer: Any) -> bool:
+    try:
+        return checkpointer.has_checkpoint()
+    except (CheckpointError, OSError):  # why the run has failed, maybe
+        return False
 
 
 def _how_to_go_on() -> str:

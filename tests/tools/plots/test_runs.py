@@ -46,6 +46,14 @@ def test_a_line_that_a_killed_run_did_not_finish_is_left_out_with_a_warning(runs
     assert "line 2" in caplog.text
 
 
+def test_a_line_whose_iteration_is_not_finite_is_left_out_with_a_warning(read, caplog):
+    rows = [{"iteration": value, "x": 2} for value in (float("nan"), float("inf"), -float("inf"))]
+    (run,) = read([{"iteration": 19, "x": 1}, *rows, {"iteration": 39, "x": 3}])
+
+    assert run.series == {"x": [(19, 1), (39, 3)]}
+    assert "3 lines, the first is line 2" in caplog.text
+
+
 def test_a_run_without_metrics_is_left_out_with_a_warning(runs_module, write_run, tmp_path, caplog):
     full, empty = write_run(tmp_path / "full", [{"iteration": 1, "x": 1}]), write_run(tmp_path / "empty", [])
 

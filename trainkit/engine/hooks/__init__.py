@@ -26,7 +26,7 @@ from trainkit.engine.hooks.timer import IterationTimer
 from trainkit.engine.hooks.unused_parameters import UnusedParameters
 from trainkit.engine.hooks.visualization import VISUALIZER_REGISTRY, VisualizationHook
 from trainkit.engine.hooks.writer import PeriodicWriter
-from trainkit.engine.periods import is_due, is_due_epoch, is_last, is_nth
+from trainkit.engine.periods import check_period, is_due, is_due_epoch, is_last, is_nth
 
 __all__ = [
     "BestCheckpointer",
@@ -59,6 +59,7 @@ __all__ = [
     "UnusedParameters",
     "VISUALIZER_REGISTRY",
     "VisualizationHook",
+    "check_period",
     "is_due",
     "is_due_epoch",
     "is_last",

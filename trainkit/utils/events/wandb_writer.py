@@ -26,7 +26,7 @@ _SETTINGS = {
 
 
 class WandbWriter(EventWriter):
-    """Scalars, smoothed, images and histograms for Weights & Biases; nothing is begun before the first write.
+    """Scalars, smoothed, images and histograms for Weights & Biases.
 
     Everything is in ``<output_dir>/wandb``; ``WANDB_MODE=offline`` keeps it there, for ``wandb sync`` to send later.
     The step of a row is its iteration, or the next free one where that is taken: steps only grow, wandb drops what
@@ -37,8 +37,9 @@ class WandbWriter(EventWriter):
     Online, W&B keeps those that it has. Offline, each start has a folder of its own, named by time and run id, where
     nothing is cut off: one that was killed and the next have these steps both. Rows written at a stop stay.
 
-    The first write starts the process of wandb, which takes seconds; without an answer of the server, as many as
-    ``init_timeout`` in ``settings`` says. An error of wandb is logged, and this training writes nothing more to it.
+    The begin of training, else the first write, starts the process of wandb, which takes seconds; without an answer of
+    the server, as many as ``init_timeout`` in ``settings`` says. An error of wandb is logged, and this training writes
+    nothing more to it.
 
     Args:
         kwargs: for ``wandb.init``, ahead of what is set here; ``settings`` as a dict.
@@ -58,6 +59,15 @@ class WandbWriter(EventWriter):
         self._run_id: str = kwargs.get("id") or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8]
         self._next_step = 0
 
+    def begin(self, trainer: Any) -> None:
+        # in the loop: workers that a loader forks while another thread imports wandb may wait for that import for ever
+        try:
+            self._run = self._run or self._open()
+        except OSError:
+            pass  # the first write says so
+        except Exception as error:  # there is no base class of all that wandb raises
+            self._give_up(error)
+
     def write(self) -> None:
         storage = get_event_storage()
         scalars = [scalar for news in self._news.take(storage) for scalar in news]
@@ -68,12 +78,15 @@ class WandbWriter(EventWriter):
                 self._show(scalars, storage)
             except OSError:
                 raise
-            except Exception as error:  # there is no base class of all that wandb raises
-                self._has_failed = True
-                logger.error("Nothing more is written for Weights & Biases, training goes on: %s", error)
+            except Exception as error:
+                self._give_up(error)
         self._news.confirm()
         storage.clear_images()
         storage.clear_histograms()
+
+    def _give_up(self, error: Exception) -> None:
+        self._has_failed = True
+        logger.error("Nothing more is written for Weights & Biases, training goes on: %s", error)
 
     def close(self) -> None:
         self._news.forget()
