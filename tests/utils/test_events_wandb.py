@@ -269,7 +269,7 @@ from trainkit.engine import SimpleTrainer, hooks
 from trainkit.utils.events import WandbWriter
 
 model = Weight()
-loader = torch.utils.data.DataLoader(torch.zeros(99), batch_size=None, num_workers=1, multiprocessing_context="fork")
+loader = torch.utils.data.DataLoader(torch.zeros(99), batch_size=None)
 trainer = SimpleTrainer(model, loader, sgd(model), async_write_metrics=True)
 writer = hooks.PeriodicWriter([WandbWriter("out", window_size=1)], period=2)
 
