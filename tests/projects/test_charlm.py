@@ -22,11 +22,12 @@ from projects.charlm import (
     sample,
     split_of,
 )
+from tests.projects.kill import Killed, Killer
 from tests.two_ranks import on_two_ranks
 from tools.chaos import differences
 from trainkit.config import ConfigError, get_cfg
 from trainkit.data import DatasetCatalog
-from trainkit.engine import DefaultPredictor, DefaultTrainer, HookBase
+from trainkit.engine import DefaultPredictor, DefaultTrainer
 from trainkit.modeling import build_model
 from trainkit.solver import build_optimizer
 from trainkit.utils import comm
@@ -214,19 +215,6 @@ def test_norms_and_the_embedding_have_no_weight_decay():
 
 
 # ---------------------------------------------------------------------- short runs
-
-
-class Killed(Exception):
-    pass
-
-
-class Killer(HookBase):
-    def __init__(self, iter):
-        self.iter = iter
-
-    def after_step(self):
-        if self.trainer.iter == self.iter:
-            raise Killed
 
 
 OPTIONS = ["DATASETS.TRAIN", ["few_windows"], "DATASETS.VAL", ["few_windows"], "DATASETS.TEST", ["few_windows"]]

@@ -6,11 +6,12 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from projects.segmentation import CLASS_NAMES, FCN, PALETTE, DigitCanvases, UNet, ViTSegmenter, data, draw_segmentation
+from tests.projects.kill import Killed, Killer
 from tests.utils.png import decode_png
 from tools.chaos import differences
 from trainkit.config import get_cfg
 from trainkit.data import DatasetCatalog, MetadataCatalog
-from trainkit.engine import DefaultTrainer, HookBase
+from trainkit.engine import DefaultTrainer
 from trainkit.modeling import build_model
 from trainkit.solver import build_lr_scheduler, build_optimizer
 from trainkit.utils.env import seed_all_rng
@@ -163,19 +164,6 @@ def test_image_truth_and_prediction_stand_side_by_side_in_the_colours_of_the_pal
 
 
 # ---------------------------------------------------------------------- short runs of the configs
-
-
-class Killed(Exception):
-    pass
-
-
-class Killer(HookBase):
-    def __init__(self, iter):
-        self.iter = iter
-
-    def after_step(self):
-        if self.trainer.iter == self.iter:
-            raise Killed
 
 
 OPTIONS = ["DATASETS.TRAIN", ["few_canvases"], "DATASETS.VAL", ["few_canvases"], "DATASETS.TEST", ["few_canvases"]]

@@ -15,6 +15,7 @@ from projects.selfsup.evaluation import linear_probe, nearest_neighbours
 from projects.selfsup.queues import new_queue, push
 from projects.selfsup.simsiam import SimSiam, negative_cosine
 from projects.selfsup.swav import SwAV, SwAVHook, sinkhorn
+from tests.projects.kill import Killed, Killer
 from tests.two_ranks import on_two_ranks
 from tools.chaos import differences, differing
 from trainkit.config import get_cfg
@@ -66,19 +67,6 @@ def config(name, *options):
     cfg.merge_from_file(str(FOLDER / f"{name}.yaml"))
     cfg.merge_from_list([*OPTIONS, *SMALL[name], *options])
     return cfg
-
-
-class Killed(Exception):
-    pass
-
-
-class Killer(HookBase):
-    def __init__(self, iter):
-        self.iter = iter
-
-    def after_step(self):
-        if self.trainer.iter == self.iter:
-            raise Killed
 
 
 def run(name, folder, *options, kill_at=-1, spies=()):

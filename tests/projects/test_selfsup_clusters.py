@@ -10,6 +10,7 @@ from projects.digits import load_split
 from projects.selfsup import DeepCluster, DeepClusterHook, Memory, kmeans, normalized_mutual_info, pool
 from projects.selfsup.features import extract_features, loss_weights, whiten
 from projects.selfsup.odc import ODCHook
+from tests.projects.kill import Killed, Killer
 from tests.two_ranks import on_two_ranks
 from tools.chaos import differences
 from trainkit.config import ConfigError, get_cfg
@@ -449,19 +450,6 @@ def test_an_odc_model_has_a_memory_as_long_as_the_dataset_and_trains_all_paramet
 
 
 # ---------------------------------------------------------------------- killed and resumed
-
-
-class Killed(Exception):
-    pass
-
-
-class Killer(HookBase):
-    def __init__(self, iter):
-        self.iter = iter
-
-    def after_step(self):
-        if self.trainer.iter == self.iter:
-            raise Killed
 
 
 class Forgetful(HookBase):
