@@ -45,6 +45,7 @@ LATE_IMPORTS = {
     "trainkit.utils.events.wandb_writer": "wandb, an optional package",
     "trainkit.utils.registry": "locate() finds an object by its dotted name",
     "trainkit.utils.sharding": "torch.distributed.tensor takes as long to import as torch",
+    "trainkit.utils.tables": "tabulate takes a third as long to import as the rest of trainkit",
 }
 
 PURE = {"compile", "copy", "frozenset", "getLogger", "int", "list", "local", "object", "split", "tuple", "type"}

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import Tensor, nn
+
+from trainkit.utils.tables import format_table
 
 _PREFIX = "module."  # DistributedDataParallel and DataParallel put it before every key
 _MAX_ROWS = 60
@@ -29,7 +30,7 @@ class Differences:
             for kind in ("missing", "unexpected", "mismatched")
             for key in getattr(self, kind)
         ]
-        text = tabulate(rows[:_MAX_ROWS], headers=("", "key", "shape in the file", "shape in the model"))
+        text = format_table(rows[:_MAX_ROWS], headers=("", "key", "shape in the file", "shape in the model"))
         left_out = len(rows) - _MAX_ROWS
         return text + (f"\n... and {left_out} more" if left_out > 0 else "")
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from tabulate import tabulate
 from torch import Tensor
 
 from trainkit.config.config import CfgNode
@@ -15,6 +14,7 @@ from trainkit.data.catalog import MetadataCatalog
 from trainkit.evaluation.evaluator import DatasetEvaluator
 from trainkit.evaluation.labelled import check_class_names, labels_of, scores_of
 from trainkit.utils import comm
+from trainkit.utils.tables import format_table
 
 logger = logging.getLogger(__name__)
 
@@ -161,5 +161,5 @@ class SemSegEvaluator(DatasetEvaluator):
         ]
         rows = list(zip(names, labelled.long().tolist(), *columns, strict=True))
         headers, align = ["class", "pixels", "IoU", "accuracy"], ["left", "right", "right", "right"]
-        table = tabulate(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True)
+        table = format_table(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True)
         logger.info("Each class in percent (%s):\n%s", self._task, table)

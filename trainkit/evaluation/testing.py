@@ -6,10 +6,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tabulate import tabulate
-
 from trainkit.config.checks import check_expected_results
 from trainkit.config.config import CfgNode
+from trainkit.utils.tables import format_table
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ def print_csv_format(results: Mapping[str, Any], *, outermost: str = "") -> None
         rows.append([*path[:first], *(["/".join(datasets)] if with_dataset else []), task, metric, _format(value)])
     headers = [*([outermost] if outermost else []), *(["dataset"] if with_dataset else []), "task", "metric", "value"]
     align = ["left"] * (len(headers) - 1) + ["right"]
-    table = tabulate(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True) if rows else "none"
+    table = format_table(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True) if rows else "none"
     logger.info("Evaluation results:\n%s", table)
 
 

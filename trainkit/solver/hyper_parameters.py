@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import Tensor
 
 from trainkit.config.errors import ConfigError
+from trainkit.utils.tables import format_table
 
 _MAX_ROWS = 20
 
@@ -59,5 +59,5 @@ def describe_changes(before: Sequence[Mapping[str, Any]], after: Sequence[Mappin
     if not rows:
         return ""
     left_out = len(rows) - _MAX_ROWS
-    text = tabulate(rows[:_MAX_ROWS], headers=("group", "setting", "of this run", "in the checkpoint"))
+    text = format_table(rows[:_MAX_ROWS], headers=("group", "setting", "of this run", "in the checkpoint"))
     return text + (f"\n... and {left_out} more" if left_out > 0 else "")

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
-from tabulate import tabulate
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.utils.numbers import is_number
+from trainkit.utils.tables import format_table
 
 _logger = logging.getLogger(__name__)
 
@@ -237,7 +237,7 @@ def describe_param_groups(groups: Optimizer | Iterable[Mapping[str, Any]], model
             ]
         )
     headers = ["group", "lr", "weight decay", "options", "parameters", "values", "names"]
-    return tabulate(rows, headers, tablefmt="pipe", disable_numparse=True)
+    return format_table(rows, headers, tablefmt="pipe", disable_numparse=True)
 
 
 class _NamedParam(NamedTuple):

@@ -7,9 +7,9 @@ import sys
 
 import numpy as np
 import torch
-from tabulate import tabulate
 
 import trainkit
+from trainkit.utils.tables import format_table
 
 
 def collect_env_info() -> str:
@@ -28,7 +28,7 @@ def collect_env_info() -> str:
     if torch.cuda.is_available():
         rows += [(f"GPU {i}", _describe_gpu(i)) for i in range(torch.cuda.device_count())]
         rows.append(("cuDNN", str(torch.backends.cudnn.version())))
-    return tabulate(rows)
+    return format_table(rows)
 
 
 def _version(distribution: str) -> str:

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tabulate import tabulate
-
 from trainkit.utils.progress import above_bars
+from trainkit.utils.tables import format_table
 
 _GREEN, _YELLOW, _RED, _RESET = "\x1b[32m", "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
@@ -141,7 +140,7 @@ def log_every_n_seconds(lvl: int, msg: str, n: float = 1, *, name: str | None = 
 
 def create_small_table(small_dict: Mapping[str, Any]) -> str:
     """A table of one row under the keys, for a handful of values."""
-    return tabulate(
+    return format_table(
         [list(small_dict.values())],
         headers=list(small_dict),
         tablefmt="pipe",
