@@ -149,7 +149,14 @@ def test_seed_minus_one_draws_a_seed_and_logs_it(tmp_path):
 def test_a_new_run_moves_the_files_of_older_ones_aside(tmp_path):
     for content in ("first", "second"):
         default_setup(cfg_for(tmp_path), NEW)
-        for name in ("metrics.json", "model_final.pth", "last_checkpoint", "finished", "events.out.tfevents.1"):
+        for name in (
+            "metrics.json",
+            "model_final.pth",
+            "last_checkpoint",
+            "finished",
+            "events.out.tfevents.1",
+            "events.cut_1",
+        ):
             (tmp_path / name).write_text(content)
         (tmp_path / "model_final.shards-0a1b2c3d").mkdir()
         (tmp_path / "my_notes.txt").write_text("mine")

@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -269,7 +270,7 @@ from trainkit.engine import SimpleTrainer, hooks
 from trainkit.utils.events import WandbWriter
 
 model = Weight()
-loader = torch.utils.data.DataLoader(torch.zeros(99), batch_size=None)
+loader = torch.utils.data.DataLoader(torch.zeros(99), batch_size=None, num_workers=1, multiprocessing_context="fork")
 trainer = SimpleTrainer(model, loader, sgd(model), async_write_metrics=True)
 writer = hooks.PeriodicWriter([WandbWriter("out", window_size=1)], period=2)
 
@@ -295,13 +296,21 @@ else:
 """
 
 
+@pytest.fixture
+def short_folder():
+    """The path of a socket takes 107 characters; in a longer TMPDIR workers cannot send what they have loaded."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
 @needs_wandb
-def test_a_run_that_is_killed_goes_on_in_its_run_and_touches_nothing_but_its_folder(tmp_path):
-    places = {name: tmp_path / name.lower() for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")}
+def test_a_run_that_is_killed_goes_on_in_its_run_and_touches_nothing_but_its_folder(tmp_path, short_folder):
+    places = {name: tmp_path / name.lower() for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")}
     for place in places.values():
         place.mkdir()
+    places["TMPDIR"] = short_folder
     environment = {**os.environ, **{name: str(place) for name, place in places.items()}, "PYTHONPATH": str(ROOT)}
-    environment |= {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "tmpdir"), "PYTHONWARNINGS": "error"}
+    environment |= {"TORCHINDUCTOR_CACHE_DIR": str(short_folder), "PYTHONWARNINGS": "error"}
 
     def run():
         """Exit code and output; not over a pipe, which what a kill leaves behind may hold open for minutes."""
@@ -318,6 +327,46 @@ def test_a_run_that_is_killed_goes_on_in_its_run_and_touches_nothing_but_its_fol
     assert [[row["_step"] for row in part["rows"]] for part in (killed, *later)] == [[1, 3, 5, 7], [7, 9], [11]]
     assert killed["exit"] is None
     assert [part["exit"] for part in later] == [0, 0]
-    left = [path for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME") for path in places[name].rglob("*")]
-    assert left == []
+    del places["TMPDIR"]
+    assert [path for place in places.values() for path in place.rglob("*")] == []
     assert {path.name for path in tmp_path.iterdir()} == {"out", "state.pth", *(p.name for p in places.values())}
+
+
+WRITE_IN_A_THREAD = """
+import sys, threading
+import torch
+from trainkit.utils.events import EventStorage, WandbWriter
+
+writer = WandbWriter("out")
+if sys.argv[1] == "begin":
+    writer.begin(None)
+
+
+def write():
+    with EventStorage() as storage:
+        storage.put_scalar("loss", 1.0)
+        storage.put_image("image", torch.zeros(3, 2, 2))
+        storage.put_histogram("weights", torch.arange(4.0))
+        writer.write()
+        writer.close()
+
+
+before = set(sys.modules)
+thread = threading.Thread(target=write)
+thread.start()
+thread.join()
+print(*sorted(set(sys.modules) - before))
+"""
+
+
+@needs_wandb
+def test_after_the_begin_of_training_a_write_imports_nothing(tmp_path):
+    def imported(*arguments):
+        command = [sys.executable, "-c", WRITE_IN_A_THREAD, *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout.split()
+
+    assert imported("begin") == []
+    assert {"wandb", "PIL.Image"} < {*imported("without")}

@@ -95,9 +95,12 @@ class RunFile:
             logger.warning("%s is not the file to which this run has written; it is begun anew", self._path)
             length = 0
         if size > length:
-            self._move_aside(length)
+            aside = copy_tail(self._path, length, self._path.name)
             file.truncate(length)
             os.fsync(file.fileno())
+            logger.info(
+                "%s goes on behind byte %d; the lines that stood there are in %s", self._path, length, aside.name
+            )
         return length
 
     def _byte(self, position: int) -> bytes:
@@ -105,18 +108,23 @@ class RunFile:
             file.seek(position)
             return file.read(1)
 
-    def _move_aside(self, length: int) -> None:
-        """Whatever is behind ``length`` is on the disk, in a file of its own, before it is cut off."""
-        n = 1
-        while (aside := self._path.with_name(f"{self._path.name}.cut_{n}")).exists():
-            n += 1
-        try:
-            with self._path.open("rb") as source, aside.open("xb") as target:
-                source.seek(length)
-                shutil.copyfileobj(source, target)
-                target.flush()
-                os.fsync(target.fileno())
-        except OSError:
-            aside.unlink(missing_ok=True)
-            raise
-        logger.info("%s goes on behind byte %d; the lines that stood there are in %s", self._path, length, aside.name)
+
+def copy_tail(path: Path, length: int, name: str) -> Path:
+    """Bring what is behind ``length`` bytes onto the disk, in a new file ``name.cut_<n>`` beside this one.
+
+    Raises:
+        OSError: there is no such file then.
+    """
+    n = 1
+    while (aside := path.with_name(f"{name}.cut_{n}")).exists():
+        n += 1
+    try:
+        with path.open("rb") as source, aside.open("xb") as target:
+            source.seek(length)
+            shutil.copyfileobj(source, target)
+            target.flush()
+            os.fsync(target.fileno())
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+    return aside

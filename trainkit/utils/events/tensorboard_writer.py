@@ -1,14 +1,18 @@
 """Scalars, images, histograms and the settings of a run for TensorBoard."""
 
+import contextlib
+import glob
 import importlib
 import importlib.util
 import logging
+import os
 import tempfile
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainkit.utils.events.run_file import copy_tail
 from trainkit.utils.events.storage import EventStorage, get_event_storage
 from trainkit.utils.events.writers import EventWriter, Scalar, Unwritten
 
@@ -21,10 +25,10 @@ class TensorboardXWriter(EventWriter):
     """Scalars, images and histograms for TensorBoard, smoothed; no file is made before there is something to write.
 
     The first file also says what the run was made of, in the tabs HPARAMS and TEXT. ``kwargs`` go to
-    ``torch.utils.tensorboard.SummaryWriter``. A resumed run hides what stands behind the checkpoint by ``purge_step``;
-    points over epochs, whose steps are lower, are there twice then, with the same values. While the disk is full,
-    scalars are kept like those of `JSONWriter`; images are lost, and so are the events that stand in TensorBoard's own
-    queue by then (10, as a rule).
+    ``torch.utils.tensorboard.SummaryWriter``. A resumed run moves the events after its checkpoint into files that
+    TensorBoard does not read, ``events.cut_1`` and so on; where it is open already, ``purge_step`` hides them. While
+    the disk is full, scalars are kept like those of `JSONWriter`; images are lost, and so are the events that stand in
+    TensorBoard's own queue by then (10, as a rule).
 
     Args:
         settings: name -> value of the hyper-parameters by which runs are compared. What is no number is shown as text.
@@ -45,13 +49,22 @@ class TensorboardXWriter(EventWriter):
     ) -> None:
         if importlib.util.find_spec("tensorboard") is None:
             raise ImportError("TensorboardXWriter needs the package tensorboard: pip install 'trainkit[tensorboard]'")
-        self._log_dir, self._kwargs = str(log_dir), kwargs
+        # the suffix tells its files from those of somebody else, which are not cut
+        self._log_dir, self._kwargs = str(log_dir), {"filename_suffix": ".trainkit", **kwargs}
         self._settings, self._config = settings or {}, config
         self._described = False  # settings and config are written
         self._news = Unwritten(window_size)
         self._writer: Any = None
         self._last_step = -1  # the highest one written
         self._purge_step: int | None = None  # for the next file, where it goes on behind others
+        self._sizes: dict[str, int] | None = None  # of the files that belong to the run; None: all that is there
+
+    def begin(self, trainer: Any) -> None:
+        # in the loop: workers that a loader forks while another thread imports may wait for that import for ever
+        importlib.import_module("torch.utils.tensorboard")
+        importlib.import_module("tensorboard.plugins.hparams.metadata")
+        with contextlib.suppress(ImportError):  # only images need it
+            importlib.import_module("PIL.Image").preinit()
 
     def write(self) -> None:
         storage = get_event_storage()
@@ -70,7 +83,7 @@ class TensorboardXWriter(EventWriter):
 
     def close(self) -> None:
         self._news.forget()
-        self._last_step, self._purge_step = -1, None
+        self._last_step, self._purge_step, self._sizes = -1, None, None
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
@@ -83,13 +96,17 @@ class TensorboardXWriter(EventWriter):
             except OSError as error:
                 logger.error("TensorBoard has lost the newest events in %s: %s", self._log_dir, error)
                 self._let_go()
-        return {"last_step": self._last_step, "described": self._described, **self._news.state_dict()}
+        sizes = self._sizes  # still those, as long as nothing is cut
+        if sizes is None:
+            sizes = {path.name: path.stat().st_size for path in self._files()}
+        return {"last_step": self._last_step, "described": self._described, "sizes": sizes, **self._news.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.close()
         self._last_step = state["last_step"]
         self._described = state.get("described", False)
         self._purge_step = self._last_step + 1
+        self._sizes = state.get("sizes")
         self._news.load_state_dict(state)
 
     def _show(self, scalars: list[Scalar], storage: EventStorage) -> list[int]:
@@ -128,9 +145,26 @@ class TensorboardXWriter(EventWriter):
         Path(self._log_dir).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=self._log_dir) as probe:
             probe.write(bytes(_PROBE_BYTES))  # on a full disk every trial would leave an empty file of events
+        if self._sizes is not None:
+            for path in self._files():
+                _cut(path, self._sizes.get(path.name, 0))
+            self._sizes = None
         purge = {} if self._purge_step is None else {"purge_step": self._purge_step}
         return tensorboard.SummaryWriter(self._log_dir, **{**purge, **self._kwargs})
+
+    def _files(self) -> list[Path]:
+        return sorted(Path(self._log_dir).glob(f"*tfevents*{glob.escape(self._kwargs['filename_suffix'])}"))
 
     def _let_go(self) -> None:
         """The thread of a `SummaryWriter` that could not write has ended; another file goes on."""
         self._writer, self._purge_step = None, self._last_step + 1
+
+
+def _cut(path: Path, length: int) -> None:
+    """Move what is behind ``length`` bytes aside; a file of which nothing is left goes as well."""
+    if path.stat().st_size > length:
+        aside = copy_tail(path, length, "events")
+        os.truncate(path, length)
+        logger.info("%s ends at byte %d now; the events that stood there are in %s", path, length, aside.name)
+    if length == 0:
+        path.unlink()

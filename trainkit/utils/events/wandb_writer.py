@@ -1,12 +1,12 @@
 """Scalars, images, histograms and the config of a run for Weights & Biases."""
 
+import contextlib
 import importlib
 import importlib.util
 import logging
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,9 @@ class WandbWriter(EventWriter):
         self._next_step = 0
 
     def begin(self, trainer: Any) -> None:
-        # in the loop: workers that a loader forks while another thread imports wandb may wait for that import for ever
+        # in the loop: workers that a loader forks while another thread imports may wait for that import for ever
+        with contextlib.suppress(ImportError):  # only images need it
+            importlib.import_module("PIL.Image").preinit()
         try:
             self._run = self._run or self._open()
         except OSError:
@@ -153,7 +155,7 @@ class WandbWriter(EventWriter):
         return run
 
 
-@contextmanager
+@contextlib.contextmanager
 def _environment(defaults: Mapping[str, str]) -> Iterator[None]:
     """Variables that are not set have these values."""
     added = [name for name in defaults if name not in os.environ]

@@ -1,0 +1,84 @@
+"""The wheel holds all of the package and nothing else, and works where the source tree is not."""
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+import trainkit
+
+ROOT = Path(__file__).parents[1]
+
+USE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import importlib, importlib.metadata, json
+for name in sys.argv[2:]:
+    importlib.import_module(name)
+import trainkit
+places = {str(module.__file__) for name, module in sys.modules.items() if name.split(".")[0] == "trainkit"}
+print(json.dumps([trainkit.__version__, importlib.metadata.version("trainkit"), sorted(places)]))
+"""
+
+
+def pip(*arguments):
+    done = subprocess.run([sys.executable, "-m", "pip", *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def files_below(folder):
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A copy of all that could get into a wheel, of another version."""
+    source = tmp_path / "source"
+    unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in ("trainkit", "tests", "tools", "projects"):
+        shutil.copytree(ROOT / name, source / name, ignore=unwanted)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    init = source / "trainkit/__init__.py"
+    init.write_text(re.sub(r'(__version__ = )".+"', r'\1"9.8.7"', init.read_text()))
+    return source
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="needs pip")
+def test_the_wheel_is_the_package_and_works_without_the_source(source, tmp_path):
+    expected = files_below(source / "trainkit")
+    pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", tmp_path, source)
+    [wheel] = tmp_path.glob("*.whl")
+    shutil.rmtree(source)
+    pip("install", "--no-deps", "--no-index", "--no-compile", "--target", tmp_path / "site", wheel)
+
+    assert wheel.name == "trainkit-9.8.7-py3-none-any.whl"
+    paths = [PurePosixPath(name) for name in zipfile.ZipFile(wheel).namelist()]
+    assert {path.parts[0] for path in paths} == {"trainkit", "trainkit-9.8.7.dist-info"}
+    assert {"py.typed", "engine/train_loop.py"} < expected
+    assert files_below(tmp_path / "site/trainkit") == expected
+
+    modules = ["trainkit", "trainkit.engine"]
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", USE, tmp_path / "site", *modules], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    version, version_of_metadata, places = json.loads(done.stdout)
+    assert version == version_of_metadata == "9.8.7"
+    assert {place[: len(str(tmp_path / "site"))] for place in places} == {str(tmp_path / "site")}
+
+
+def test_the_version_stands_in_one_place():
+    files = [path for folder in ("docs", "tools", "trainkit") for path in (ROOT / folder).rglob("*.py")]
+    files += [path for path in ROOT.iterdir() if path.suffix in (".py", ".toml", ".cfg", ".md")]
+    literal = re.compile(rf"""["']{re.escape(trainkit.__version__)}["']""")
+
+    assert [path.relative_to(ROOT).as_posix() for path in files if literal.search(path.read_text())] == [
+        "trainkit/__init__.py"
+    ]
