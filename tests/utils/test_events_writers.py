@@ -90,6 +90,18 @@ def test_json_is_valid_where_a_value_is_not_finite(tmp_path, value):
     assert read_strictly(tmp_path / "metrics.json") == [{"bad": None, "good": 1.0, "iteration": 0}]
 
 
+def test_json_has_every_number_to_the_last_bit_under_any_name_in_the_order_of_names(tmp_path):
+    row = {'say "hi"\\\n': 0.1 + 0.2, "größe": 5e-324, "iteration/1": -0.0, "a": 1e22, "A": 123456789.0}
+    writer = JSONWriter(tmp_path / "metrics.json")
+    with EventStorage() as storage:
+        storage.put_row(row)
+        writer.write()
+        writer.close()
+
+    text = (tmp_path / "metrics.json").read_text()
+    assert text == json.dumps({"iteration": 0, **row}, sort_keys=True) + "\n"
+
+
 def test_json_has_nothing_twice_and_is_complete_after_each_write(tmp_path):
     path = tmp_path / "metrics.json"
     writer = JSONWriter(path)
@@ -334,7 +346,7 @@ def test_console_line_is_the_same_for_scalars_with_an_epoch(lines):
 
 
 def test_console_line_has_the_peak_memory_of_cuda(lines, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: 3 * 2**20)
     with EventStorage():
         CommonMetricPrinter().write()

@@ -112,7 +112,7 @@ def _pinned_rows(width: int) -> list[Tensor]:
 
 
 STORED_BESIDE_LOSSES = ("data_time", "rank_data_time", "skipped_updates")
-_AS_THEY_ARE = ("skipped_updates", "[metric]grad_scaler")  # the median of a count tells nobody anything
+_AS_THEY_ARE = frozenset({"skipped_updates", "[metric]grad_scaler"})  # the median of a count tells nobody anything
 
 
 def put_metrics(
@@ -120,12 +120,13 @@ def put_metrics(
 ) -> None:
     """Put what `reduce_over_ranks` gave, and the rank's own ``data_time``, into the open storage."""
     storage = get_event_storage()
-    row = {"rank_data_time": data_time, "data_time": max_data_time}
-    row |= {prefix + name: value for name, value in means.items()} if prefix else means
-    for name in _AS_THEY_ARE:
-        if prefix + name in row:
-            storage.put_scalar(prefix + name, row.pop(prefix + name), smoothing_hint=False, cur_iter=iter)
-    storage.put_row(row, cur_iter=iter)
+    if not _AS_THEY_ARE.isdisjoint(means):
+        counts = {prefix + name: means[name] for name in means if name in _AS_THEY_ARE}
+        storage.put_row(counts, smoothing_hint=False, cur_iter=iter)
+        means = {name: mean for name, mean in means.items() if name not in _AS_THEY_ARE}
+    if prefix:
+        means = {prefix + name: mean for name, mean in means.items()}
+    storage.put_row({"rank_data_time": data_time, "data_time": max_data_time, **means}, cur_iter=iter)
 
 
 # ---------------------------------------------------------------------- over ranks

@@ -34,8 +34,10 @@ class HistoryBuffer:
         self._iterations.extend(iterations)
         self._values.extend(values)
         self._count += len(values)
+        total = self._sum
         for value in values:  # one by one: the sum is the same to the last bit, in whatever pieces they come
-            self._sum += value
+            total += value
+        self._sum = total
         if len(self._values) >= self._length_to_drop:
             del self._values[: -self._max_length], self._iterations[: -self._max_length]
 

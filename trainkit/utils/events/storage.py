@@ -3,6 +3,7 @@
 import logging
 import operator
 import threading
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -230,11 +231,13 @@ class EventStorage:
         self._waiting_rows.clear()
         self._names_of_rows.clear()
         for names, rows in waiting:
-            iters, values, epochs = zip(*rows, strict=True)
+            row_iters, values, epochs = zip(*rows, strict=True)
+            iters = array("q", row_iters)  # once for all names
             for name, column in zip(names, zip(*values, strict=True), strict=True):
-                if name not in self._history:
-                    self._history[name] = HistoryBuffer(self._history_length)
-                self._history[name].extend(column, iters)
+                history = self._history.get(name)
+                if history is None:
+                    history = self._history[name] = HistoryBuffer(self._history_length)
+                history.extend(column, iters)
                 if epochs[-1] is not None:
                     self._epochs[name] = epochs[-1]
                 else:

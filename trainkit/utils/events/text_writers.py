@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +57,17 @@ class JSONWriter(_LinesWriter):
     def _lines(self, scalars: list[Scalar]) -> str:
         lines = []
         for iter, epoch, row in rows_by_iteration(scalars):
-            line: dict[str, float | None] = {"iteration": iter}
-            if epoch is not None:
-                line["epoch"] = epoch
-            line.update((name, value if math.isfinite(value) else None) for name, value in row.items())
-            lines.append(_encode(line) + "\n")
+            line = {"iteration": iter, **row} if epoch is None else {"iteration": iter, "epoch": epoch, **row}
+            # an encoder for whatever there is takes three times as long
+            items = [
+                f"{_quoted(name)}: {value!r}" if math.isfinite(value) else f"{_quoted(name)}: null"
+                for name, value in sorted(line.items())
+            ]
+            lines.append("{" + ", ".join(items) + "}\n")
         return "".join(lines)
 
 
-_encode = json.JSONEncoder(sort_keys=True, allow_nan=False).encode  # json.dumps would make an encoder for each line
+_quoted = lru_cache(1000)(json.dumps)
 
 
 class CSVWriter(_LinesWriter):

@@ -171,7 +171,7 @@ class CommonMetricPrinter(EventWriter):
                 fields.append(f"last_{name}: {storage.history(name).latest():.4f} ")
         if "lr" in latest:
             fields.append(f"lr: {latest['lr'][0]:.5g} ")
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
             fields.append(f"max_mem: {torch.cuda.max_memory_allocated() / 2**20:.0f}M")
         return fields
 
