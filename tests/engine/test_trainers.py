@@ -266,12 +266,14 @@ def test_batch_and_losses_are_readable_around_the_update_and_let_go_before_the_n
         loss = trainer.losses["total_loss"]
         seen.append((len(batch), isinstance(batch[-1], Batch), loss.item(), loss.requires_grad))
 
-    def keep_reference(trainer):
-        references.append(weakref.ref(trainer.losses["total_loss"]))
+    def loss_of(weight, batch):
+        loss = weight * 2.0
+        references.append(weakref.ref(loss))
+        return loss
 
-    model = Weight(lambda weight, batch: weight * 2.0)
+    model = Weight(loss_of)
     trainer = SimpleTrainer(model, Loader(), sgd(model, lr=0.0), accumulation_steps=accumulation_steps)
-    trainer.register_hooks([CallbackHook(after_backward=look, after_step=look), AfterStep(keep_reference)])
+    trainer.register_hooks([CallbackHook(after_backward=look, after_step=look)])
     trainer.train(0, 3)
     assert seen == [(accumulation_steps, True, 2.0, False)] * 6
     assert alive == list(range(accumulation_steps)) * 3  # at a fetch: only this iteration's own batches
@@ -578,7 +580,7 @@ def test_a_second_run_stores_its_metrics_as_well(asynchronous):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_graph_of_a_loss_is_not_kept_alive(asynchronous):
+def test_the_graph_of_a_loss_lives_no_longer_than_its_iteration(asynchronous):
     class Payload:
         pass
 
@@ -593,12 +595,15 @@ def test_the_graph_of_a_loss_is_not_kept_alive(asynchronous):
         def backward(ctx, gradient):
             return gradient
 
+    def losses_of(weight, batch):
+        alive.append([reference() is not None for reference in references])
+        return {"loss_a": Identity.apply(weight), "loss_b": weight}
+
     references, alive = [], []
-    model = Weight(lambda weight, batch: {"loss_a": Identity.apply(weight), "loss_b": weight})
+    model = Weight(losses_of)
     trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model), async_write_metrics=asynchronous)
-    trainer.register_hooks([AfterStep(lambda trainer: alive.append(references[-1]() is not None))])
     trainer.train(0, 3)
-    assert alive == [False, False, False]
+    assert alive == [[], [False], [False, False]]
 
 
 def test_metrics_are_stored_once_per_gather_period():

@@ -262,7 +262,7 @@ class GraphTrainer(SimpleTrainer):
         batches = copy.deepcopy([*batches], {id(tensor): static for tensor, static in inputs})
 
         def gradients() -> None:
-            losses = super(GraphTrainer, self).compute_gradients(batches)
+            losses = super(GraphTrainer, self).compute_gradients(batches).detach()
             values = {name: value.clone() for name, value in losses.values.items()}
             recording.losses = Losses(values, losses.trained, losses.total.clone())
 

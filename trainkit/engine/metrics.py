@@ -44,7 +44,6 @@ class StepRecord:
     ) -> None:
         """
         Args:
-            losses: detached.
             data_time: in seconds.
             extra: name -> what else is stored, shape ``[]``, detached; no loss, so it may be anything.
             flag: shape ``[]``, not 0 if the update is not finite.
@@ -69,7 +68,8 @@ class StepRecord:
             return
         device = losses.total.device  # an entry that is only logged may lie elsewhere
         scalars = [*tensors.values(), *([] if flag is None else [flag])]
-        packed = torch.stack([tensor.to(device, torch.float64, non_blocking=True) for tensor in scalars])
+        with torch.no_grad():
+            packed = torch.stack([tensor.to(device, torch.float64, non_blocking=True) for tensor in scalars])
         self._names = list(tensors)
         self._host = _pinned_rows(len(scalars)).pop()
         self._host.copy_(packed, non_blocking=True)

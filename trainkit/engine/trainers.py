@@ -128,6 +128,7 @@ class SimpleTrainer(TrainerBase):
         self._sample: tuple[nn.Module | None, Tensor | None] = (None, None)  # the model and a tensor of it
         self._losses_described = False
         self._has_stepped = False
+        self._is_alone = comm.get_world_size() == 1  # to ask in each step costs as much as a hook
         if non_finite == "skip":
             device = device_of(model)
             prepare_to_skip(optimizer, "cpu" if device is None else device.type)
@@ -156,7 +157,7 @@ class SimpleTrainer(TrainerBase):
     @property
     def losses(self) -> Mapping[str, Tensor]:
         """What the model returned in this iteration: name -> detached scalar tensor on the device."""
-        return {} if self._losses is None else self._losses.values
+        return {} if self._losses is None else self._losses.detach().values
 
     @property
     def trained_losses(self) -> Sequence[str]:
@@ -187,7 +188,8 @@ class SimpleTrainer(TrainerBase):
         if first and not self.zero_grad_before_forward:
             unprofiled.zero_grad(self.optimizer)
         self.backward(losses.total if num_batches == 1 else losses.total / num_batches)
-        return losses.detach()
+        # few look at what is detached; with the graph they are let go at the next fetch, as in a plain loop
+        return losses if num_batches == 1 else losses.detach()
 
     def compute_losses(self, batch: Any) -> Losses:
         """The forward pass."""
@@ -279,6 +281,7 @@ class SimpleTrainer(TrainerBase):
 
     def begin_run(self) -> None:
         self._flags = {}  # a run that failed has left them set
+        self._is_alone = comm.get_world_size() == 1
 
     # ------------------------------------------------------------------ data
 
@@ -382,16 +385,16 @@ class SimpleTrainer(TrainerBase):
 
     def _write_metrics(self, losses: Losses, data_time: float, extra: dict[str, Tensor]) -> None:
         record = StepRecord(losses, data_time, self.iter, extra, self._flag)
-        storage, alone = get_event_storage(), comm.get_world_size() == 1
+        storage = get_event_storage()
         # what is on the host already costs less to store than to hand over
-        if not self.async_write_metrics or (alone and not record.is_under_way()):
+        if not self.async_write_metrics or (self._is_alone and not record.is_under_way()):
             storage.put_later(self._store_metrics, record)
-            if not (alone and record.is_unremarkable()):
+            if not (self._is_alone and record.is_unremarkable()):
                 storage.flush()
             return
         storage.start_deferring()
         storage.put_later(self._store_metrics, record)
-        if not alone:
+        if not self._is_alone:
             # now, not once per log period: a rank that reads the storage waits for the others' records of this step
             metrics_group()
             storage.hand_over()
@@ -408,10 +411,12 @@ class SimpleTrainer(TrainerBase):
         if self._judge.skips:
             values["skipped_updates"] = self._judge.skipped
         gather = (record.iter + 1) % self.gather_metric_period == 0
-        if not gather and comm.get_world_size() > 1:
+        if not gather and not self._is_alone:
             return
+        means, max_data_time, failure = values, record.data_time, self._judge.take_failure()
         try:
-            means, max_data_time = reduce_over_ranks(values, record.data_time, self._judge.take_failure())
+            if failure is not None or not self._is_alone:
+                means, max_data_time = reduce_over_ranks(values, record.data_time, failure)
         except FloatingPointError:
             self._flags = {}  # they stay set, and a loop that is not `train` may go on
             if self.async_write_metrics:  # the loops may have got differently far: none of them exchanges the rest
@@ -420,7 +425,7 @@ class SimpleTrainer(TrainerBase):
         if not gather:
             return
         if self.non_finite != "ignore" and not math.isfinite(means["total_loss"]):  # it would spoil every average
-            for name in itertools.islice(values, record.num_losses):
+            for name in [*itertools.islice(values, record.num_losses)]:
                 del means[name]
         put_metrics(means, record.data_time, max_data_time, record.iter)
 
@@ -441,7 +446,7 @@ class SimpleTrainer(TrainerBase):
             raise ValueError("loss_dict is empty; there is nothing to write")
         tensors = {name: torch.as_tensor(value) for name, value in loss_dict.items()}
         trained = [name for name, value in tensors.items() if value.requires_grad] or list(tensors)
-        values, _ = StepRecord(Losses.of(tensors, trained).detach(), data_time, cur_iter).read()
+        values, _ = StepRecord(Losses.of(tensors, trained), data_time, cur_iter).read()
         means, max_data_time = reduce_over_ranks(values, data_time)
         if not math.isfinite(means["total_loss"]):
             raise FloatingPointError(describe_failure("loss is", cur_iter, means))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from fvcore.common.param_scheduler import ParamScheduler
 from torch import Tensor
@@ -111,8 +111,9 @@ class ScheduledLR(LRScheduler):
         raise NotImplementedError(f"{type(self).__name__} must define compute(iter, base_lrs)")
 
     def get_lr(self) -> list[float | Tensor]:
-        base_lrs = [float(base_lr) for base_lr in self.base_lrs]
-        self.base_lrs = [*base_lrs]  # a tensor is read from its device once, not at each step
+        if {*map(type, self.base_lrs)} != {float}:  # a tensor is read from its device once, not at each step
+            self.base_lrs = [float(base_lr) for base_lr in self.base_lrs]
+        base_lrs = cast(list[float], self.base_lrs)
         lrs = self.compute(self.last_epoch, base_lrs)
         for factor in self.factors:
             lrs = [lr * factor for lr in lrs]

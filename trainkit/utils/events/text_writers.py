@@ -67,7 +67,9 @@ class JSONWriter(_LinesWriter):
         return "".join(lines)
 
 
-_quoted = lru_cache(1000)(json.dumps)
+@lru_cache(1000)
+def _quoted(name: str) -> str:
+    return json.dumps(name)
 
 
 class CSVWriter(_LinesWriter):
