@@ -1,5 +1,6 @@
 import itertools
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -241,6 +242,14 @@ def test_a_batch_size_or_seed_that_does_not_fit_is_refused(as_rank, total, optio
         build_batch_data_loader([0], InferenceSampler(1), total, **options)
 
 
+def test_a_batch_that_ranks_cannot_share_is_a_mistake_in_the_config(as_rank):
+    cfg = get_cfg()
+    cfg.SOLVER.IMS_PER_BATCH, cfg.SEED = 63, 0
+    as_rank(0, 2)
+    with pytest.raises(ConfigError, match="SOLVER.IMS_PER_BATCH .* multiple of the world size 2, got 63"):
+        build_train_loader(cfg, [0])
+
+
 @pytest.mark.parametrize(("dataset", "sampler"), [([0], None), (Stream([0]), SequentialSampler([0]))])
 def test_a_sampler_that_does_not_fit_the_dataset_is_refused(dataset, sampler):
     with pytest.raises(ValueError, match="an iterable dataset takes no sampler and a map-style one needs one"):
@@ -451,6 +460,21 @@ def test_a_training_config_that_makes_no_loader_says_why(cfg, key, value, messag
     with pytest.raises(ValueError, match=message) as error:
         build_train_loader(cfg)
     assert key in ("SOLVER.IMS_PER_BATCH", "DATALOADER.RANDOM_SUBSET_RATIO") or isinstance(error.value, ConfigError)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+def test_an_error_of_the_function_of_a_dataset_names_the_dataset(cfg):
+    def find_files():
+        raise FileNotFoundError(2, "no such folder")
+
+    DatasetCatalog.register("unfound", find_files)
+    cfg.DATASETS.TRAIN = ("unfound",)
+    try:
+        with pytest.raises(FileNotFoundError) as caught:
+            build_train_loader(cfg)
+    finally:
+        DatasetCatalog.remove("unfound")
+    assert caught.value.__notes__ == ["while making the dataset 'unfound' (DATASETS.TRAIN)"]
 
 
 def test_a_sampler_that_a_stream_would_ignore_is_refused(cfg):

@@ -1,9 +1,14 @@
+import functools
+import gc
 import io
 import itertools
 import logging
+import multiprocessing.util
 import pickle
 import random
 import re
+import sys
+import traceback
 
 import numpy as np
 import pytest
@@ -335,6 +340,60 @@ def test_behind_a_sample_that_fails_the_place_is_still_right():
         assert loader.state_dict()["position"] == 12
 
 
+class Unreadable(Drawing):
+    def __getitem__(self, index):
+        if index == 2:
+            raise FileNotFoundError(2, "no such image")
+        return super().__getitem__(index)
+
+
+class UnreadableTogether(Unreadable):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+def not_together(batch):
+    raise ValueError("these do not fit together")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        ({}, "while loading sample 2 of Unreadable"),
+        ({"num_workers": 1}, "while loading sample 2 of Unreadable"),
+        ({"dataset": MapDataset(Unreadable(), str)}, "while loading sample 2 of Unreadable"),
+        ({"dataset": ConcatDataset([[0], [0], Unreadable()]), "sampler": [4]}, "while loading sample 2 of Unreadable"),
+        ({"dataset": Subset(Unreadable(), [5, 2])}, "while loading sample 2 of Unreadable"),
+        ({"dataset": ConcatDataset([[0], [0]]), "sampler": [2]}, "while loading sample 2 of ConcatDataset"),
+        ({"sampler": InferenceSampler(SIZE)}, "while loading sample 2 of Unreadable"),
+        (
+            {"dataset": UnreadableTogether(), "sampler": [1, 2]},
+            "while loading sample 1 of UnreadableTogether, sample 2 of UnreadableTogether",
+        ),
+        (
+            {"dataset": Drawing(), "sampler": [3, 1], "collate_fn": not_together},
+            "while making a batch of sample 3 of Drawing, sample 1 of Drawing",
+        ),
+    ],
+)
+def test_an_error_of_a_sample_names_the_sample_and_keeps_its_type(options, note):
+    options = {"dataset": Unreadable(), "sampler": TrainingSampler(SIZE, shuffle=False), "collate_fn": list} | options
+    with pytest.raises((FileNotFoundError, IndexError, ValueError)) as caught:
+        next(iter(ResumableLoader(**options, batch_size=4)))
+    caught.value.__traceback__ = None  # as above
+    assert "".join(traceback.format_exception(caught.value)).rstrip().endswith(f"\n{note}")
+
+
+def test_a_loader_that_cannot_be_resumed_loads_what_a_plain_one_does():
+    found = []
+    for loader_class in (ResumableLoader, DataLoader, DataLoader):
+        torch.manual_seed(6 if len(found) < 2 else 7)
+        batches = loader_class(Drawing(), batch_size=4, shuffle=True, collate_fn=list)
+        found.append([[(index, drawn) for batch in batches for index, _, _, drawn in batch], torch.rand(()).item()])
+    assert found[0] == found[1] != found[2]
+
+
 def test_an_older_iterator_does_not_move_the_place_of_the_newer():
     loader = make()
     older, newer = iter(loader), iter(loader)
@@ -611,3 +670,25 @@ def test_a_worker_init_function_of_the_user_configures_the_dataset_also_in_a_spa
 def test_a_loader_can_be_pickled_before_it_is_iterated():
     loader = ResumableLoader(Opened(), sampler=TrainingSampler(8, seed=0), batch_size=2)
     assert pickle.loads(pickle.dumps(loader)).state_dict() == loader.state_dict()
+
+
+def _tell_at_the_end(folder, worker_id):
+    multiprocessing.util.Finalize(None, (folder / str(worker_id)).touch, exitpriority=0)
+
+
+def test_the_workers_of_a_loader_in_a_cycle_are_told_to_end(tmp_path):
+    loader = build_batch_data_loader(
+        list(range(8)),
+        TrainingSampler(8, seed=0),
+        2,
+        num_workers=2,
+        worker_init_fn=functools.partial(_tell_at_the_end, tmp_path),
+    )
+    cycle = {"deliveries": iter(loader)}
+    cycle["itself"] = cycle
+    next(cycle["deliveries"])
+
+    del loader, cycle
+    gc.collect()
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]

@@ -16,7 +16,7 @@ from torch.utils.data import (
 
 from trainkit.config.config import CfgNode, ConfigError
 from trainkit.data.catalog import DatasetCatalog
-from trainkit.data.common import DatasetFromList, MapDataset, ToIterableDataset
+from trainkit.data.common import DatasetFromList, MapDataset, ToIterableDataset, add_note
 from trainkit.data.loader import ResumableLoader, trivial_batch_collator
 from trainkit.data.samplers.inference import InferenceSampler
 from trainkit.data.samplers.infinite import InfiniteSampler, check_seed, new_generator
@@ -104,7 +104,7 @@ def _batch_size_per_rank(total_batch_size: int | None, single_gpu_batch_size: in
     if total_batch_size is not None and single_gpu_batch_size is None:
         world_size = comm.get_world_size()
         if total_batch_size < 1 or total_batch_size % world_size:
-            raise ValueError(
+            raise ConfigError(  # the one that a command for more processes runs into
                 f"total_batch_size (SOLVER.IMS_PER_BATCH in a config) must be a positive multiple of the world size "
                 f"{world_size}, got {total_batch_size}"
             )
@@ -149,9 +149,9 @@ def build_train_loader(cfg: CfgNode, dataset: Any = None) -> ResumableLoader:
             its own order, length, and division between ranks and workers.
 
     Raises:
-        ConfigError: a name is unknown, a dataset is empty or does not fit the others or the sampler, or the samples
-            lack the categories that ``RepeatFactorTrainingSampler`` reads.
-        ValueError: the batch size is no multiple of the world size.
+        ConfigError: a name is unknown, a dataset is empty or does not fit the others or the sampler, the samples lack
+            the categories that ``RepeatFactorTrainingSampler`` reads, or the batch size is no multiple of the world
+            size.
     """
     if dataset is None:
         if not cfg.DATASETS.TRAIN:
@@ -217,7 +217,12 @@ def _choose(key: str, name: str, choices: Mapping[str, Any]) -> Any:
 def _load_dataset(name: str, key: str) -> Any:
     if name not in DatasetCatalog:
         raise ConfigError(f"{key}: {DatasetCatalog.explain_unknown(name)}")
-    return _as_dataset(DatasetCatalog.get(name), f"{key}: {name!r}")
+    try:
+        dataset = DatasetCatalog.get(name)
+    except Exception as error:
+        add_note(error, f"while making the dataset {name!r} ({key})")
+        raise
+    return _as_dataset(dataset, f"{key}: {name!r}")
 
 
 def _as_dataset(dataset: Any, origin: str) -> Any:

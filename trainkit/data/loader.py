@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -20,7 +21,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from trainkit.data.common import DatasetFromList, ToIterableDataset
+from trainkit.data.common import DatasetFromList, ToIterableDataset, add_note, name_sample
 from trainkit.data.samplers.grouped import GroupedBatchSampler
 from trainkit.data.samplers.infinite import InfiniteSampler, check_seed
 from trainkit.data.seeding import seed_globals, splitmix64, undisturbed_globals
@@ -67,6 +68,8 @@ class ResumableLoader(DataLoader[Any]):
 
     A `ToIterableDataset` is read by its indices: its batches are consecutive parts of the stream, whoever loads them.
 
+    What a map-style dataset or ``collate_fn`` raises has a note of the samples (a line of the log on Python 3.10).
+
     Args:
         seed: of augmentation if the sampler is no `InfiniteSampler`, which has one; None: ``torch.initial_seed()``.
         worker_init_fn: is called after `worker_init_reset_seed`.
@@ -101,8 +104,8 @@ class ResumableLoader(DataLoader[Any]):
         base = getattr(self._batches, "sampler", None)
         self._endless = base if isinstance(base, InfiniteSampler) else None
         self._own_seed = torch.initial_seed() if seed is None else check_seed(seed)
-        self._tasks = self._new_tasks(position=0)
         self.resume_obstacle = self._find_obstacle()
+        self._tasks = self._new_tasks(position=0)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iterator made last stands behind the batches it has delivered, as plain values.
@@ -139,7 +142,7 @@ class ResumableLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         with signals_held_back():
-            if self.resume_obstacle or self._is_stream:
+            if self._is_stream or self._batches is None:
                 return super().__iter__()
             if self._inside is None or not self.persistent_workers:
                 # tasks of their own: an older iterator that is still in use keeps its own count
@@ -159,11 +162,12 @@ class ResumableLoader(DataLoader[Any]):
         return self._endless.rank, self._endless.world_size
 
     def _new_tasks(self, position: int) -> "_Tasks":
-        return _Tasks(self._batches, self._order, position, self._ranks()[1])
+        return _Tasks(self._batches, None if self.resume_obstacle else self._order, position, self._ranks()[1])
 
     def _fetch(self) -> "_Fetch":
         draws = self.collate_fn not in (default_collate, trivial_batch_collator) or _may_draw(self._source)
-        return _Fetch(self._source, self.collate_fn, splitmix64(self._seed, 0) if draws else None, *self._ranks())
+        key = splitmix64(self._seed, 0) if draws and not self.resume_obstacle else None
+        return _Fetch(self._source, self.collate_fn, key, *self._ranks())
 
     def _find_obstacle(self) -> str:
         order = type(self._order).__name__
@@ -198,6 +202,9 @@ class _Tasks(Sampler[tuple[int, Any]]):
     """Tells the loader inside what to fetch, and remembers what was delivered.
 
     A task is the position of a batch in the stream of all ranks, and its indices.
+
+    Args:
+        order: what decides which samples come; None: nobody will ask for its state.
 
     Attributes:
         position: samples of that stream in the batches delivered.
@@ -241,12 +248,16 @@ class _Tasks(Sampler[tuple[int, Any]]):
 
     def _order_state(self) -> Any:
         # that of an endless sampler is a function of the position
-        return None if isinstance(self._order, InfiniteSampler) else copy.deepcopy(self._order.state_dict())
+        is_needless = self._order is None or isinstance(self._order, InfiniteSampler)
+        return None if is_needless else copy.deepcopy(self._order.state_dict())
 
 
 class _Deliveries(Iterator[Any]):
     def __init__(self, fetched: Iterator[tuple[int, Any]], tasks: _Tasks) -> None:
         self._fetched, self._tasks = fetched, tasks
+        # The collector of cycles, such as a trainer with a checkpointer, closes the queues of the workers before torch
+        # can send them their end, and each of them is waited for, 5 s. Held here, `fetched` is no part of a cycle.
+        weakref.finalize(self, id, fetched).atexit = False
 
     def __next__(self) -> Any:
         # the position comes with the batch, so that it is right behind a fetch that has failed as well
@@ -283,19 +294,33 @@ class _Fetch(Dataset[Any]):
         position, indices = task
         alone = self._key is None or get_worker_info() is not None
         with nullcontext() if alone else undisturbed_globals():
-            batch = self._collate_fn(self._samples(position + self._rank, indices))
+            samples = self._samples(position + self._rank, indices)
+            try:
+                batch = self._collate_fn(samples)
+            except Exception as error:
+                add_note(error, f"while making a batch of {self._name(indices)}")
+                raise
         return position + len(indices) * self._world_size, batch
 
     def _samples(self, position: int, indices: Any) -> list[Any]:
-        if self._key is None:
-            read_many = getattr(self._dataset, "__getitems__", None)
-            return read_many(indices) if read_many else [self._dataset[index] for index in indices]
-        samples = []
-        for index in indices:
-            seed_globals(splitmix64(self._key, position))
-            samples.append(self._dataset[index])
-            position += self._world_size
+        read_many = getattr(self._dataset, "__getitems__", None) if self._key is None else None
+        samples, now = [], indices
+        try:
+            if read_many is not None:
+                return read_many(indices)
+            for index in indices:
+                now = [index]
+                if self._key is not None:
+                    seed_globals(splitmix64(self._key, position))
+                samples.append(self._dataset[index])
+                position += self._world_size
+        except Exception as error:
+            add_note(error, f"while loading {self._name(now)}")
+            raise
         return samples
+
+    def _name(self, indices: Any) -> str:
+        return ", ".join(name_sample(self._dataset, index) for index in indices)
 
 
 def _as_it_is(batch: Any) -> Any:
