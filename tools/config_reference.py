@@ -32,7 +32,7 @@ python tools/train_net.py --config-file projects/digits/config.yaml SOLVER.BASE_
 - Keys marked with * take iterations (`500`) or epochs (`3ep`, `0.5ep`).
 - `_BASE_: other.yaml` begins with another file; in a node, `_DELETE_: True` replaces what the base has there.
 - A key that does not exist, or a value of a wrong type, is an error that names what is accepted. `MODEL`, `INPUT` and
-  `SOLVER.OPTIMIZER` take keys of your own as well.
+  `SOLVER.OPTIMIZER` take keys of your own as well; one that looks like another key there draws a warning.
 """
 
 _SECTION = r"# -{5,} (?P<section>.+)"

@@ -19,8 +19,8 @@ def build_model(cfg: CfgNode) -> nn.Module:
     Weights are those of its constructor; ``cfg.MODEL.WEIGHTS`` is the checkpointer's.
 
     Raises:
-        ConfigError: ``cfg.MODEL.NAME`` is empty, or nothing is registered under it; the machine lacks the device.
-        TypeError: the registered entry gave something that is no ``nn.Module``.
+        ConfigError: ``cfg.MODEL.NAME`` is empty, or nothing is registered under it; the machine lacks the device; the
+            registered entry cannot be called with ``cfg`` alone, or gives something that is no ``nn.Module``.
     """
     name = cfg.MODEL.NAME
     if not name:
@@ -37,9 +37,13 @@ def build_model(cfg: CfgNode) -> nn.Module:
         device = resolve_device(cfg.MODEL.DEVICE)
     except ValueError as error:
         raise ConfigError(f"MODEL.DEVICE: {error}") from error
-    model = entry(cfg)
+    maker = f"{entry.__module__}.{entry.__qualname__}, registered as MODEL.NAME {name!r}"
+    try:
+        model = entry(cfg)
+    except TypeError as error:
+        if error.__traceback__ and error.__traceback__.tb_next:  # from the code of the model
+            raise
+        raise ConfigError(f"{maker}, must take the config as its one argument: {error}") from error
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"MODEL.NAME {name!r} built a {type(model).__name__}; a registered model must give an nn.Module"
-        )
+        raise ConfigError(f"{maker}, must return an nn.Module, got {type(model).__name__}")
     return model.to(device)

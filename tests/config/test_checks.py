@@ -84,3 +84,21 @@ def test_lengths_in_epochs_are_in_order():
     cfg = get_cfg()
     cfg.merge_from_list(["SOLVER.MAX_ITER", "3ep", "LOG.PERIOD", "0.1ep"])
     check_values(cfg)
+
+
+@pytest.mark.parametrize(
+    ("keys", "meant"),
+    [
+        (["MODEL.NAM"], "MODEL.NAME"),
+        (["MODEL.weights"], "MODEL.WEIGHTS"),
+        (["INPUT.TRAIN_TRANFORM"], "INPUT.TRAIN_TRANSFORM"),
+        (["MODEL.WIDTH", "MODEL.WIDHT"], "MODEL.WIDTH"),
+        (["MODEL.WIDTH", "MODEL.DEPTH", "INPUT.CROP", "MODEL.CONV1", "MODEL.CONV12"], None),
+    ],
+)
+def test_a_new_key_that_looks_like_another_one_draws_a_warning(caplog, keys, meant):
+    cfg = get_cfg()
+    cfg.merge_from_list([text for key in keys for text in (key, "x")])
+    check_values(cfg)
+    warning = f"{keys[-1]} is taken for a new key, beside {meant}; correct it if you meant that one"
+    assert caplog.messages == ([] if meant is None else [warning])

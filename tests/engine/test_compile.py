@@ -36,6 +36,13 @@ class Telling(nn.Module):
         return {"loss_cls": nn.functional.cross_entropy(logits, batch["label"]), "compiled": compiled}
 
 
+@MODEL_REGISTRY.register()
+class OfTwoGraphs(Telling):
+    def forward(self, batch):
+        torch._dynamo.graph_break()
+        return super().forward(batch)
+
+
 class WithDropout(Regression):
     def forward(self, batch):
         x, y = batch
@@ -167,6 +174,16 @@ def test_settings_that_cannot_be_are_refused(tmp_path, options, message):
 def test_a_backend_that_torch_does_not_know_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="torch refuses MODEL.COMPILE.*'gcc'"):
         DefaultTrainer(tiny_cfg(tmp_path, *COMPILED, "MODEL.COMPILE.BACKEND", "gcc"))
+
+
+def test_a_model_that_is_not_one_graph_is_refused_with_the_line_only_where_it_has_to_be_one(tmp_path):
+    options = [*COMPILED, "MODEL.NAME", "OfTwoGraphs"]
+    whole = DefaultTrainer(tiny_cfg(tmp_path / "whole", *options, "MODEL.COMPILE.FULLGRAPH", True))
+    with pytest.raises(ConfigError, match=r"not one graph: .*graph_break.*test_compile.py:\d+\); .*set FULLGRAPH to"):
+        whole.train()
+    parts = DefaultTrainer(tiny_cfg(tmp_path / "parts", *options))
+    parts.train()
+    assert (whole.status, parts.status) == ("failed", "finished")
 
 
 @pytest.mark.parametrize("key", ["SOLVER.GRAPH.ENABLED", "MODEL.COMPILE.ENABLED"])

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainkit.engine import create_ddp_model, launch
+from trainkit.config import ConfigError
+from trainkit.engine import create_ddp_model, launch, user_errors_exit
 from trainkit.engine.launch import _TORCHRUN
 from trainkit.engine.stopping import StopRequests
 from trainkit.utils import comm
@@ -120,6 +121,13 @@ def _interrupt_the_launcher_twice(folder):
         signal.pause()
 
 
+def _make_a_mistake(ranks):
+    with user_errors_exit():
+        if comm.get_rank() in ranks:
+            raise ConfigError("MAX_ITER is wrong; correct it")
+        comm.synchronize()
+
+
 def _identity(value):
     return value
 
@@ -161,6 +169,14 @@ def test_a_process_that_exits_ends_the_run_with_its_code():
     with pytest.raises(SystemExit) as caught:
         launch(_exit, 2, args=(2,))
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (0,), (1,)])
+def test_a_mistake_is_told_once_whichever_rank_finds_it(capfd, ranks):
+    with pytest.raises(SystemExit) as caught:
+        launch(_make_a_mistake, 2, args=(ranks,))
+    assert caught.value.code == 2
+    assert capfd.readouterr().err.count("MAX_ITER is wrong") == 1
 
 
 def test_processes_that_exit_without_an_error_have_no_result():

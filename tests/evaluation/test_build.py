@@ -109,5 +109,5 @@ def test_an_unknown_model_is_an_error_that_names_the_key():
 
 
 def test_a_registered_model_that_is_no_module_is_an_error():
-    with pytest.raises(TypeError, match=r"'no_model' built a dict"):
+    with pytest.raises(ConfigError, match=r"no_model, registered as .* must return an nn.Module, got dict"):
         build_model(model_config("no_model"))

@@ -12,19 +12,19 @@ from trainkit.config.lengths import LENGTH_KEYS, Epochs, parse_length, resolve_l
 from trainkit.config.scaling import scale_lr_to_batch, scale_workers
 
 __all__ = [
+    "get_cfg",
     "CfgNode",
     "ConfigError",
-    "LazyCall",
-    "LazyConfig",
-    "check_values",
     "configurable",
-    "get_cfg",
     "import_modules",
-    "instantiate",
+    "check_values",
     "Epochs",
-    "LENGTH_KEYS",
     "parse_length",
     "resolve_lengths",
+    "LENGTH_KEYS",
     "scale_lr_to_batch",
     "scale_workers",
+    "LazyConfig",
+    "LazyCall",
+    "instantiate",
 ]

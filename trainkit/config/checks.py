@@ -1,13 +1,20 @@
 """What every config has to fulfil, whatever is built from it."""
 
+import difflib
+import logging
+import re
 from typing import Any
 
 from fvcore.common.config import CfgNode
 
 from trainkit.config.check_groups import check_param_groups
+from trainkit.config.defaults import get_cfg
 from trainkit.config.errors import ConfigError
 from trainkit.utils.numbers import is_number, is_whole
 
+logger = logging.getLogger(__name__)
+
+_DIGITS = re.compile(r"\d+")
 _MINIMA = {
     "CHECKPOINT.START": 0,
     "DATALOADER.NUM_WORKERS": 0,
@@ -50,6 +57,8 @@ _CHOICES = {
 def check_values(cfg: CfgNode) -> None:
     """Find numbers out of range, unknown choices and settings that contradict each other, before anything is built.
 
+    In a node that takes any key, a new one that looks like another draws a warning.
+
     Raises:
         ConfigError: names the key, the value and what is accepted.
     """
@@ -67,6 +76,7 @@ def check_values(cfg: CfgNode) -> None:
         raise ConfigError(
             "EARLY_STOPPING.METRIC is set but TEST.EVAL_PERIOD is 0, so nothing is evaluated before the end; set it"
         )
+    _warn_of_similar_keys(cfg, get_cfg())
     check_param_groups(cfg.SOLVER)
     if cfg.SOLVER.REFERENCE_BATCH_SIZE and cfg.SOLVER.REFERENCE_WORLD_SIZE:
         raise ConfigError(
@@ -91,6 +101,22 @@ def check_values(cfg: CfgNode) -> None:
             "MODEL.DDP.STATIC_GRAPH and MODEL.DDP.FIND_UNUSED_PARAMETERS are both True; leave one of them False: a "
             "static graph finds unused parameters itself"
         )
+
+
+def _warn_of_similar_keys(node: CfgNode, default: CfgNode, prefix: str = "") -> None:
+    """Those that were there first are the default ones, then those of files."""
+    names = [*node]
+    for place, name in enumerate(names):
+        if name in default:
+            if isinstance(node[name], CfgNode):
+                _warn_of_similar_keys(node[name], default[name], f"{prefix}{name}.")
+            continue
+        for known in difflib.get_close_matches(name.upper(), names[:place], n=1, cutoff=0.8):
+            if _DIGITS.sub("", known) != _DIGITS.sub("", name):
+                logger.warning(
+                    "%s is taken for a new key, beside %s; correct it if you meant that one",
+                    *(prefix + name, prefix + known),
+                )
 
 
 def check_expected_results(cfg: CfgNode) -> None:

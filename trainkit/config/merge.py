@@ -20,8 +20,6 @@ _ACCEPTED = {
     int: "an int",
     float: "a float or an int",
     str: "text",
-    list: 'a list or a tuple, such as "[1, 2]"',
-    tuple: 'a list or a tuple, such as "[1, 2]"',
 }
 
 
@@ -110,6 +108,8 @@ def _coerce(full_key: str, value: object, old: object) -> object:
         raise _wrong_type(full_key, value, "a node, that is keys with values")
     if isinstance(old, list | tuple) and isinstance(value, list | tuple):
         return type(old)(plain_value(full_key, item) for item in value)
+    if isinstance(old, list | tuple):
+        raise _wrong_type(full_key, value, f'a list or a tuple, such as "{[value]}"')
     kind = next(kind for kind in _ACCEPTED if isinstance(old, kind))  # bool stands before int
     accepted = (int, float) if kind is float else kind
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):

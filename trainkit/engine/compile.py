@@ -1,6 +1,7 @@
 """The model through ``torch.compile``."""
 
 import os
+import re
 import shutil
 import sys
 
@@ -26,6 +27,23 @@ def compile_model(cfg: CfgNode, model: nn.Module) -> None:
         model.compile(backend=options.BACKEND, mode=options.MODE, fullgraph=options.FULLGRAPH, dynamic=options.DYNAMIC)
     except RuntimeError as error:
         raise ConfigError(f"torch refuses MODEL.COMPILE ({options.BACKEND!r}, {options.MODE!r}): {error}") from error
+
+
+def explain_graph_break(cfg: CfgNode, error: RuntimeError) -> None:
+    """Say it in one line if the error is that of MODEL.COMPILE.FULLGRAPH.
+
+    Raises:
+        ConfigError: it is.
+    """
+    options = cfg.MODEL.COMPILE
+    if not options.ENABLED or not options.FULLGRAPH or not isinstance(error, torch._dynamo.exc.Unsupported):
+        return
+    reason, *_ = str(error).splitlines()
+    lines = [":".join(line) for line in re.findall(r'File "(.+)", line (\d+)', str(error))]
+    raise ConfigError(
+        f"MODEL.COMPILE.FULLGRAPH is True, but the model is not one graph: {reason} "
+        f"(in {lines[-1] if lines else 'its code'}); change the model there, or set FULLGRAPH to False"
+    ) from error
 
 
 def require_cpp_compiler(device: torch.device | None) -> None:

@@ -26,7 +26,7 @@ from trainkit.config import (
 from trainkit.data.build import build_test_loader, build_train_loader
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.engine import hooks
-from trainkit.engine.compile import compile_model, describe_inexact_compilation
+from trainkit.engine.compile import compile_model, describe_inexact_compilation, explain_graph_break
 from trainkit.engine.elastic import is_restarted, note_begin
 from trainkit.engine.evaluation_run import averaging_hook, evaluate_models
 from trainkit.engine.finite import raise_failure
@@ -97,9 +97,10 @@ class DefaultTrainer(TrainerBase):
         cfg = scale_lr_to_batch(cfg)
 
         # in this order: users' build methods count on the model being there for the optimizer, both for the loader
-        model = build_sharded(cfg, self.build_model) if is_fsdp(cfg) else self.build_model(cfg)
-        optimizer = self.build_optimizer(cfg, model)
-        data_loader = self.build_train_loader(cfg)
+        build_model = partial(self._build, "build_model")
+        model = build_sharded(cfg, build_model) if is_fsdp(cfg) else build_model(cfg)
+        optimizer = self._build("build_optimizer", cfg, model)
+        data_loader = self._build("build_train_loader", cfg)
         compile_model(cfg, model)
         if not is_fsdp(cfg):
             model = create_ddp_model(model, **ddp_options(cfg))
@@ -184,6 +185,9 @@ class DefaultTrainer(TrainerBase):
             if marks and self.status == "finished":
                 results = _plain_results(self._results)
                 self.checkpointer.mark_finished({"iterations": self.iter, "max_iter": max_iter, "results": results})
+        except RuntimeError as error:
+            explain_graph_break(self.cfg, error)
+            raise
         finally:
             if comm.is_main_process() and self.status in ENDS:
                 logger.info("%s", summarize(self, self._hooks, self.checkpointer, self.cfg.OUTPUT_DIR))
@@ -427,6 +431,12 @@ class DefaultTrainer(TrainerBase):
     def auto_scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
         """See `trainkit.config.scale_workers`."""
         return scale_workers(cfg, num_workers)
+
+    def _build(self, method: str, *args: Any) -> Any:
+        built = getattr(self, method)(*args)
+        if built is None:  # a forgotten return, which would be an error of somebody else's code
+            raise TypeError(f"{type(self).__name__}.{method}() gave None; return what it builds")
+        return built
 
     # ------------------------------------------------------------------ the trainer of one step
 

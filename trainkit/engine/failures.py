@@ -16,6 +16,26 @@ GRACE_SEC = 10.0  # for the others to end by themselves
 _FIRST = "trainkit/first_failure"
 _FOREVER = timedelta(days=20)  # a longer one overflows in torch
 
+# of `failing_together`: the store, the rank, and whether another one has failed
+_entered: tuple[dist.Store, int, threading.Event] | None = None
+
+
+def is_first_failure() -> bool:
+    """Whether this rank, which has failed, is the first of all: what all would say is said by that one.
+
+    True outside of `failing_together`.
+    """
+    if _entered is None:
+        return True
+    store, rank, another_failed = _entered
+    with contextlib.suppress(dist.DistError):  # the store may be lost with rank 0
+        return not another_failed.is_set() and _is_first(store, rank)
+    return True
+
+
+def _is_first(store: dist.Store, rank: int) -> bool:
+    return int(store.compare_set(_FIRST, "", str(rank))) == rank
+
 
 @contextlib.contextmanager
 def failing_together(store: dist.Store, rank: int, world_size: int) -> Iterator[None]:
@@ -28,17 +48,23 @@ def failing_together(store: dist.Store, rank: int, world_size: int) -> Iterator[
     Args:
         store: of all ranks.
     """
-    heard = threading.Event()
+    global _entered
+    heard, another_failed = threading.Event(), threading.Event()
     waiting = store.clone()  # type: ignore[attr-defined]  # a store serves one thread at a time
-    threading.Thread(target=_end_with_others, args=(waiting, rank, heard), name="failures", daemon=True).start()
+    arguments = waiting, rank, heard, another_failed
+    threading.Thread(target=_end_with_others, args=arguments, name="failures", daemon=True).start()
+    _entered = store, rank, another_failed
     try:
         yield
     except BaseException as error:
-        _fail(store, error, rank, world_size)
+        if not another_failed.is_set():  # else all know, and the store may be lost, of which torch writes a page
+            _fail(store, rank, world_size)
+        _tell_torchrun(error)
         raise
     else:
         _leave(store, rank, world_size, heard)
     finally:
+        _entered = None
         heard.wait(GRACE_SEC)  # a thread that is in the store when the interpreter ends aborts the process
 
 
@@ -49,22 +75,26 @@ def _leave(store: dist.Store, rank: int, world_size: int, heard: threading.Event
                 store.set(_news_for(other), "end")
 
 
-def _fail(store: dist.Store, error: BaseException, rank: int, world_size: int) -> None:
-    with contextlib.suppress(dist.DistError):  # the store may be lost with rank 0
-        is_first = int(store.compare_set(_FIRST, "", str(rank))) == rank
-        for other in range(world_size) if is_first else []:
+def _fail(store: dist.Store, rank: int, world_size: int) -> None:
+    with contextlib.suppress(dist.DistError):  # as above
+        for other in range(world_size) if _is_first(store, rank) else []:
             store.set(_news_for(other), "failure")
         store.get(_FIRST)  # behind it, the store has passed on all of them
+
+
+def _tell_torchrun(error: BaseException) -> None:
     if isinstance(error, Exception) and "TORCHELASTIC_ERROR_FILE" in os.environ:
         get_error_handler().record_exception(error)
         time.sleep(1.1)  # torchrun tells the first failure by the second: no other rank fails of this one within it
 
 
-def _end_with_others(store: dist.Store, rank: int, heard: threading.Event) -> None:
+def _end_with_others(store: dist.Store, rank: int, heard: threading.Event, another_failed: threading.Event) -> None:
     news = b""
     with contextlib.suppress(dist.DistError):  # rank 0 was killed; whoever launched it ends the others
         store.set_timeout(_FOREVER)
         news = store.get(_news_for(rank))
+    if news == b"failure":
+        another_failed.set()  # or this rank, for which it makes no difference any more
     heard.set()
     if news == b"failure":
         time.sleep(GRACE_SEC)

@@ -20,6 +20,7 @@ from trainkit.checkpoint.shards import FOLDER as SHARD_FOLDER
 from trainkit.config import CfgNode, ConfigError, get_cfg, import_modules
 from trainkit.config.yaml_files import load_yaml
 from trainkit.engine.elastic import is_restarted, note_begin
+from trainkit.engine.failures import is_first_failure
 from trainkit.engine.summary import note_command
 from trainkit.utils import comm
 from trainkit.utils.collect_env import collect_env_info
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 # what a run writes into its output folder
 _RUN_FILES = re.compile(
     r"log\.txt(\.rank\d+)?|config\.yaml|batch\.json|metrics\.(json|csv)(\.cut_\d+)?"
-    r"|last_checkpoint|finished|.+\.pth|events\.out\.tfevents\..+"
+    r"|last_checkpoint|finished|.+\.pth|events\.out\.tfevents\..+|events\.cut_\d+"
 )
 
 
@@ -112,10 +113,10 @@ def user_errors_exit() -> Iterator[None]:
     try:
         yield
     except (ConfigError, CheckpointError) as error:
-        if comm.is_main_process():
+        if is_first_failure():
             print(f"error: {error}", file=sys.stderr)
-        else:  # the same one, as a rule
-            logger.error("%s", error)
+        elif not comm.is_main_process():  # the same one, as a rule; no error, which shows up even before there is a log
+            logger.info("error: %s", error)
         sys.exit(2)
     except KeyboardInterrupt:
         if comm.is_main_process():

@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 # what a constructor may ask for by these names without the config giving it
 _FROM_TRAINER = ("cfg", "model", "optimizer", "checkpointer", "data_loader")
 _PLACES = ("PRIORITY", "BEFORE", "AFTER")
+_SWITCHES = {"PreciseBN": "TEST.PRECISE_BN.ENABLED"}  # hooks that need more than values of a config
 
 
 class _Entry(NamedTuple):
@@ -151,6 +152,8 @@ def _parse(entry: Any) -> _Entry:
     if not is_entry or not isinstance(entry.get("NAME"), str):
         raise ConfigError(f"HOOKS is a list of entries such as {{NAME: EMAHook, DECAY: 0.999}}; got {entry!r}")
     name, enabled = entry["NAME"], entry.get("ENABLED", True)
+    if name in _SWITCHES and name not in HOOK_REGISTRY:
+        raise ConfigError(f"HOOKS: {name} is no entry of the list; set {_SWITCHES[name]} to {enabled} in its place")
     try:
         HOOK_REGISTRY.get(name)
     except KeyError as error:
