@@ -37,6 +37,9 @@ toc_object_entries_show_parents = "hide"
 # The catalogs are the only objects of their classes, which nobody needs to know.
 for catalog in ("DatasetCatalog", "MetadataCatalog"):
     kind = type(getattr(trainkit.data, catalog))
+    source = ModuleAnalyzer.for_module(kind.__module__)
+    source.analyze()
+    source.tagorder |= {name.replace(kind.__name__, catalog): place for name, place in source.tagorder.items()}
     kind.__name__ = catalog
     setattr(trainkit.data, catalog, kind)
 

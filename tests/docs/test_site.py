@@ -63,6 +63,33 @@ def test_every_public_name_is_described_once(site):
     ]
 
 
+def described_on(page):
+    return re.findall(r'<dt class="sig sig-object py" id="trainkit\.([\w.]+)"', page.read_text())
+
+
+def test_a_page_begins_with_what_most_readers_look_for(site):
+    found = {page.stem: described_on(page) for page in (site / "api").glob("*.html")}
+    firsts = {stem: names[0] for stem, names in found.items()}
+
+    assert firsts == {
+        "checkpoint": "checkpoint.Checkpointer",
+        "config": "config.get_cfg",
+        "data": "data.DatasetCatalog",
+        "engine": "engine.DefaultTrainer",
+        "engine.hooks": "engine.hooks.HookBase",
+        "evaluation": "evaluation.DatasetEvaluator",
+        "modeling": "modeling.MODEL_REGISTRY",
+        "solver": "solver.build_optimizer",
+        "utils": "utils.logger.setup_logger",
+        "utils.comm": "utils.comm.get_world_size",
+        "utils.events": "utils.events.EventStorage",
+    }
+    assert found["data"][1] == "data.DatasetCatalog.register"  # methods as in the source
+    assert found["engine.hooks"].index("engine.hooks.EvalHook") < found["engine.hooks"].index(
+        "engine.hooks.CheckFiniteLoss"
+    )
+
+
 def broken_links(site):
     """Links of the site to files or places that it does not have, and what it would load from elsewhere."""
     pages = {path: path.read_text() for path in site.rglob("*.html")}

@@ -1,5 +1,6 @@
 """What is in the state of a checkpoint, part by part, and where two states differ, bit by bit."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -7,6 +8,19 @@ import torch
 from torch import Tensor
 
 CONTAINERS = ("trainer", "trainer/hooks", "trainer/_trainer")  # the parts of which have owners of their own
+CLOCK_READINGS = frozenset(
+    ["time", "data_time", "rank_data_time", "eta_seconds", "epoch_time", "samples_per_sec", "tokens_per_sec", "mfu_pct"]
+)
+_SIZE = re.compile(r"hooks/PeriodicWriter/writers/\d+/state/(length|sizes)")
+
+
+def is_of_the_clock(path: str) -> bool:
+    """Whether an entry of a checkpoint has readings of a clock, or the size of files that are full of them.
+
+    Two runs that do the same differ in these.
+    """
+    owner, _, rest = path.partition("/")
+    return owner == "trainer" and (rest.rpartition("/")[2] in CLOCK_READINGS or _SIZE.fullmatch(rest) is not None)
 
 
 def parts_of(state: Mapping[str, Any], path: str = "") -> list[str]:

@@ -9,16 +9,16 @@ from trainkit.utils.events.wandb_writer import WandbWriter
 from trainkit.utils.events.writers import CommonMetricPrinter, EventWriter, estimate_eta_sec
 
 __all__ = [
-    "CSVWriter",
-    "CommonMetricPrinter",
     "EventStorage",
-    "EventWriter",
+    "get_event_storage",
+    "has_event_storage",
     "HistoryBuffer",
-    "JSONWriter",
+    "EventWriter",
+    "CommonMetricPrinter",
     "ProgressBar",
+    "JSONWriter",
+    "CSVWriter",
     "TensorboardXWriter",
     "WandbWriter",
     "estimate_eta_sec",
-    "get_event_storage",
-    "has_event_storage",
 ]

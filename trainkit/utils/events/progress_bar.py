@@ -12,7 +12,7 @@ from trainkit.utils.progress import Bar
 
 
 class ProgressBar(CommonMetricPrinter):
-    """A bar with epoch, total loss, learning rate, samples per second and ETA; the log line goes to files only.
+    """A bar with epoch, ETA, total loss, learning rate and samples per second; the log line goes to files only.
 
     It is for a process in which bars are shown, see `trainkit.utils.progress`. The bar grows with every iteration, the
     numbers change with every ``write()``.
@@ -50,15 +50,15 @@ class ProgressBar(CommonMetricPrinter):
     def _show(self, storage: EventStorage, latest: Any, eta_sec: float | None) -> None:
         if self._bar is None:
             return
-        details = [
+        # what matters least comes last, where a narrow terminal cuts the line
+        details = [] if eta_sec is None else [f"eta {datetime.timedelta(seconds=int(eta_sec))}"]
+        details += [
             f"{name} {latest[key][0]:.4g}" for name, key in (("loss", "total_loss"), ("lr", "lr")) if key in latest
         ]
         if "samples_per_sec" in latest:
             details.append(f"{latest['samples_per_sec'][0]:.0f} samples/s")
         elif "time" in latest and self._samples_per_iter:
             details.append(f"{self._samples_per_iter / latest['time'][0]:.0f} samples/s")
-        if eta_sec is not None:
-            details.append(f"eta {datetime.timedelta(seconds=int(eta_sec))}")
         self._bar.describe(self._describe(storage.iter), "  ".join(details))
 
     def _describe(self, iter: int) -> str:
