@@ -16,7 +16,6 @@ import itertools
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -34,19 +33,15 @@ from tabulate import tabulate
 from torch import nn
 
 from trainkit.checkpoint import Checkpointer, contents
-from trainkit.checkpoint.contents import parts_of
+from trainkit.checkpoint.contents import CLOCK_READINGS, is_of_the_clock, parts_of
 from trainkit.checkpoint.file import read_file
 
 JOB = Path(__file__).with_name("chaos_job.py")
 SURE_OF_CHECKPOINT = 14  # the iteration whose save waits for the first one
 
-# What a clock has said differs between any two runs. Entries of these names are not compared, wherever they are, nor is
-# the length of metrics.json in bytes, as it is full of digits of them, nor a line of it that says nothing else.
-CLOCK_READINGS = frozenset({"time", "data_time", "rank_data_time", "eta_seconds", "epoch_time"})
-CLOCK_READINGS |= {"samples_per_sec", "tokens_per_sec", "mfu_pct"}
-LENGTH_OF_METRICS = re.compile(r"hooks/PeriodicWriter/writers/\d+/state/length$")
-# Nor are these files, which tell of the starts of a run, or hold what a start has found and put aside.
-UNCOMPARED_FILES = ("log.txt*", "previous_*", "config.yaml", "metrics.json.*", "events.out.tfevents.*")
+# They tell of the starts of a run, or hold what a start has found and put aside. Readings of a clock are not compared
+# either, nor is a line of metrics.json that says nothing else.
+UNCOMPARED_FILES = ("log.txt*", "previous_*", "config.yaml", "metrics.json.*", "events.*")
 
 # where a run can be killed -> what that is part of
 POINTS = {
@@ -255,7 +250,8 @@ def differing(left: Any, right: Any) -> Iterator[str]:
 
 
 def _is_of_the_clock(key: Any, path: str) -> bool:
-    return key in CLOCK_READINGS or LENGTH_OF_METRICS.search(path) is not None
+    _, _, inside = path.partition("/")  # of a file
+    return key in CLOCK_READINGS or is_of_the_clock(inside)
 
 
 # ---------------------------------------------------------------------------- the two experiments
@@ -275,7 +271,7 @@ def kill_and_compare(args: argparse.Namespace) -> list[str]:
             runs.append(args.output_dir / f"killed_{len(runs) + 1}")
         kill = planner.next(_num_iters_done(runs[-1])) if planner.num_left else None
         starts.append(job.start(runs[-1], kill))
-        print(f"{len(starts):3}  {_row(starts[-1])}", flush=True)
+        print(f"{len(starts):3}  {_describe(starts[-1])}", flush=True)
         planner.num_left -= starts[-1].is_hit
         found += starts[-1].defects
     _print_table(starts)
@@ -339,6 +335,12 @@ def _row(start: Start) -> tuple[Any, ...]:
     kill = start.kill
     where = (str(kill), kill.iter, start.killed_at if start.is_hit else "MISSED") if kill else ("none", "", "")
     return *where, start.by, start.checkpoint or "-", start.start_iter, start.code
+
+
+def _describe(start: Start) -> str:
+    """What is said before the table, while the next one runs."""
+    end = f"killed in iteration {start.killed_at}: {start.kill}" if start.is_hit else f"ended with code {start.code}"
+    return f"resumed from {start.checkpoint}, {end}" if start.checkpoint else f"begun, {end}"
 
 
 def _print_table(starts: list[Start]) -> None:

@@ -25,7 +25,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from trainkit.checkpoint import Checkpointer, CheckpointError
-from trainkit.checkpoint.contents import differing, parts_of, tensors_in
+from trainkit.checkpoint.contents import differing, is_of_the_clock, parts_of, tensors_in
 from trainkit.checkpoint.file import has_trailer, read_file
 from trainkit.checkpoint.folder import checkpoint_files, choose_and_read, tagged_file
 from trainkit.checkpoint.shards import KEY as SHARDS
@@ -238,8 +238,11 @@ def _check_are_files(*paths: str) -> None:
         raise CheckpointError(f"'{folders[0]}' is a folder; name two files to compare")
 
 
-def compare_files(left: str, right: str, max_differences: int | None = MAX_DIFFERENCES) -> tuple[str, bool]:
-    """Where they differ, at most so many times in each part of the state, and whether they do.
+def compare_files(left: str, right: str, show_all: bool = False) -> tuple[str, bool]:
+    """Where they differ, and whether they do.
+
+    Args:
+        show_all: readings of a clock as well, and more than `MAX_DIFFERENCES` of a part of the state.
 
     Raises:
         CheckpointError: one is missing, broken or refused.
@@ -247,17 +250,19 @@ def compare_files(left: str, right: str, max_differences: int | None = MAX_DIFFE
     states = _normalized(_read_whole(left)), _normalized(_read_whole(right))
     parts = dict.fromkeys(itertools.chain.from_iterable(map(parts_of, states)))
     by_part: dict[str, list[str]] = {}
-    for line in differing(*states):
+    for line in differing(*states, skip=lambda key, path: not show_all and is_of_the_clock(path)):
         path = line.partition(": ")[0]
         part = next((part for part in parts if f"{path}/".startswith(f"{part}/")), path)
         by_part.setdefault(part, []).append(line)
     lines = []
     for part, found in by_part.items():
-        lines += found[:max_differences]
-        if hidden := len(found) - len(found[:max_differences]):
+        shown = found if show_all else found[:MAX_DIFFERENCES]
+        lines += shown
+        if hidden := len(found) - len(shown):
             lines.append(f"{part}: {hidden} more differences, which --all shows")
     total = sum(map(len, by_part.values()))
-    lines.append(f"different in {total} places" if total else f"identical: {len(parts)} entries, bit by bit")
+    same = f"identical: {len(parts)} entries, bit by bit" + ("" if show_all else ", but for readings of a clock")
+    lines.append(f"different in {total} places" if total else same)
     return "\n".join(lines), total > 0
 
 
@@ -275,7 +280,7 @@ def main(args: argparse.Namespace) -> int:
     with user_errors_exit():
         if args.other:
             _check_are_files(args.path, args.other)
-            text, is_bad = compare_files(args.path, args.other, None if args.all else MAX_DIFFERENCES)
+            text, is_bad = compare_files(args.path, args.other, args.all)
         elif os.path.isdir(args.path):
             text, is_bad = describe_folder(args.path)
         else:
@@ -291,7 +296,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("path", metavar="FILE", help="a checkpoint, or a folder of checkpoints")
     parser.add_argument("other", nargs="?", metavar="OTHER", help="a second checkpoint, to be compared with the first")
-    parser.add_argument("--all", action="store_true", help="every difference, also of entries that have many")
+    parser.add_argument(
+        "--all", action="store_true", help="every difference, also of entries that have many, and of clocks"
+    )
     return parser.parse_args(arguments)
 
 

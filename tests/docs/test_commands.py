@@ -49,8 +49,6 @@ NOT_RUN = {
     "mypy": "CI runs it",
     "pytest": "this is it",
     "sphinx-build": "tests/docs/test_site.py builds the pages",
-    "sleep": "the shell's own",
-    "kill": "the shell's own",
     "head=$(scontrol": "SLURM",
     "head": "the shell's own",
     "tools/render_examples.py": "trains three runs and needs a browser; what it calls is tested in tests/tools/plots",
@@ -117,7 +115,7 @@ def understand(words):
         AssertionError, SystemExit, or what a config raises: it does not understand them.
     """
     match words:
-        case ["srun", *command]:
+        case ["srun", *command] | ["timeout", "-s", "KILL", _, *command]:
             return understand(command)
         case ["torchrun", *args]:
             read = get_args_parser().parse_args(args)
@@ -125,6 +123,9 @@ def understand(words):
         case ["pip", "install", "-e", target]:
             assert re.fullmatch(rf"\.(\[({'|'.join(extras())})\])?", target)
             return "pip"
+        case ["python", "-c", code]:
+            compile(code, "page", "exec")
+            return "tools/predict.py"  # which reads what it makes
         case ["python", "-m", module, *_]:
             importlib.import_module(module)
             return module

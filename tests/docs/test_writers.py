@@ -19,19 +19,19 @@ WITH_PANDAS, WITH_TENSORBOARD, OWN = blocks(PAGE, "python")
 @pytest.fixture
 def trained(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    cfg = tiny_cfg("output", "LOG.WRITERS", ["json", "csv", "tensorboard"])
+    cfg = tiny_cfg("output/digits", "LOG.WRITERS", ["json", "csv", "tensorboard"])
     trainer = run(OWN, PAGE)["Trainer"](cfg)
     trainer.train()
     return trainer
 
 
 def test_a_writer_of_ones_own_writes_with_the_others(trained, tmp_path):
-    lines = (tmp_path / "output/newest.txt").read_text().splitlines()
+    lines = (tmp_path / "output/digits/newest.txt").read_text().splitlines()
     latest = trained.storage.latest_with_smoothing_hint(20)
 
     assert len(lines) == len(latest) > 5
     assert f"total_loss {latest['total_loss'][0]:.4g} (9)" in lines
-    assert {"metrics.json", "metrics.csv"} < {path.name for path in (tmp_path / "output").iterdir()}
+    assert {"metrics.json", "metrics.csv"} < {path.name for path in (tmp_path / "output/digits").iterdir()}
 
 
 def test_the_files_are_read(trained):

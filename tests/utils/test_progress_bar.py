@@ -30,7 +30,7 @@ def bar_after(writer, num_iters, trainer=trainer_at, **scalars):
 def test_the_bar_shows_epoch_loss_rate_samples_per_second_and_eta():
     writer = ProgressBar(max_iter=10, iters_per_epoch=3)
     shown = bar_after(writer, 4, total_loss=0.25, lr=0.1, time=2.0, data_time=1.0)
-    assert shown == ("[Epoch 2/4]  40%", "4/10, loss 0.25  lr 0.1  4 samples/s  eta 0:00:12")
+    assert shown == ("[Epoch 2/4]  40%", "4/10, eta 0:00:12  loss 0.25  lr 0.1  4 samples/s")
 
 
 def test_what_is_not_known_is_left_out():
@@ -39,7 +39,7 @@ def test_what_is_not_known_is_left_out():
 
 def test_measured_samples_per_second_win():
     _, details = bar_after(ProgressBar(max_iter=10), 4, time=2.0, samples_per_sec=77.0)
-    assert details == "4/10, 77 samples/s  eta 0:00:12"
+    assert details == "4/10, eta 0:00:12  77 samples/s"
 
 
 def test_micro_batches_count_together():
@@ -47,7 +47,7 @@ def test_micro_batches_count_together():
         return SimpleNamespace(iter=iter, batch=[{"x": torch.zeros(8, 3)}] * 3, accumulation_steps=3)
 
     _, details = bar_after(ProgressBar(max_iter=10), 4, accumulating, time=2.0)
-    assert details == "4/10, 12 samples/s  eta 0:00:12"
+    assert details == "4/10, eta 0:00:12  12 samples/s"
 
 
 def test_a_resumed_run_begins_where_it_was_maybe_without_a_batch():
@@ -58,7 +58,7 @@ def test_a_resumed_run_begins_where_it_was_maybe_without_a_batch():
         storage.put_scalar("time", 2.0)
         writer.write()
         writer.close()
-    assert "| 8/10, 4 samples/s  eta " in terminal.lines()[-2]
+    assert "| 8/10, eta 0:00:06  4 samples/s" in terminal.lines()[-2]
 
 
 def test_the_end_is_that_of_the_run():
