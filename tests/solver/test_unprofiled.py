@@ -1,6 +1,7 @@
-"""Without a profiler the calls of an optimizer do the same in less time; whatever is its own is called."""
+"""In the ordinary case calls of torch do the same in less time; whatever is not as torch makes it is called."""
 
 import functools
+import logging
 from types import MethodType
 
 import pytest
@@ -153,3 +154,87 @@ def test_a_profiler_sees_the_ranges():
     names = {event.key for event in profile.key_averages()}
     assert {"Optimizer.step#SGD.step", "Optimizer.zero_grad#SGD.zero_grad"} <= names
     assert model.weight.grad is None
+
+
+# ---------------------------------------------------------------------- backward
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_gradients_are_those_of_backward_and_the_graph_is_let_go(dtype):
+    gradients = []
+    for backward in (unprofiled.backward, torch.Tensor.backward):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.GELU(), torch.nn.Linear(5, 3)).to(dtype)
+        for _ in range(2):  # the second ones are added
+            loss = model(torch.randn(4, 7, dtype=dtype)).square().mean()
+            backward(loss)
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            backward(loss)
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+    assert all(gradient.any() for gradient in gradients[0])
+
+
+def test_a_function_that_changes_its_gradient_in_place_changes_that_of_no_other_step():
+    class Tripled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient.mul_(3.0)
+
+    model = Weight()
+    for _ in range(2):
+        unprofiled.backward(Tripled.apply(model.weight))
+    assert model.weight.grad.item() == 6.0
+
+
+def test_a_tensor_of_another_class_finds_its_own_backward():
+    class Noting(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            met.append(getattr(function, "__name__", ""))
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    met = []
+    weight = torch.ones(()).as_subclass(Noting).requires_grad_()
+    unprofiled.backward(weight * 2.0)
+    assert "backward" in met
+    assert weight.grad.item() == 2.0
+
+
+def test_a_mode_sees_backward():
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(getattr(function, "__name__", ""))
+            return function(*args, **(kwargs or {}))
+
+    seen, loss = [], Weight()(torch.tensor(2.0))
+    with Mode():
+        unprofiled.backward(loss)
+    assert "backward" in seen
+
+
+@pytest.mark.parametrize("owner", [torch.Tensor, torch.autograd], ids=["Tensor", "torch.autograd"])
+def test_a_backward_that_somebody_has_put_in_its_place_is_called(monkeypatch, owner):
+    calls, former = [], owner.backward
+    monkeypatch.setattr(owner, "backward", lambda *args, **kwargs: (calls.append(owner), former(*args, **kwargs)))
+    model = Weight()
+    unprofiled.backward(model(torch.tensor(2.0)))
+    assert calls == [owner]
+    assert model.weight.grad.item() == 2.0
+
+
+def test_torch_logs_the_graph_where_it_is_asked_to(caplog):
+    loss = Weight()(torch.tensor(2.0))
+    with caplog.at_level(logging.DEBUG, torch.autograd.graph.log.name):
+        unprofiled.backward(loss)
+    assert "Executing" in caplog.text
+
+
+def test_a_complex_loss_is_refused_as_ever():
+    weight = torch.ones((), dtype=torch.complex64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="only for real scalar outputs"):
+        unprofiled.backward(weight * 2.0)

@@ -206,7 +206,7 @@ class SimpleTrainer(TrainerBase):
         return self.model(batch)
 
     def backward(self, loss: Tensor) -> None:
-        loss.backward()
+        unprofiled.backward(loss)
 
     def prepare_gradients(self) -> None:
         """Make the gradients true ones before anybody looks at them."""

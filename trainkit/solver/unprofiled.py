@@ -1,12 +1,17 @@
-"""Calls of an optimizer without the ranges that it opens for profilers, while no profiler runs.
+"""Calls of torch without what stands around them for cases other than the ordinary one, such as ranges for profilers.
 
 Measured with torch 2.13 on a CPU, a bare step of a small model taking 250 us: the range of ``zero_grad`` takes 20 us of
-them, that of ``step`` with what surrounds it 35 us. Whatever is not as torch makes it is called as it is.
+them, that of ``step`` with what surrounds it 35 us, and what ``backward`` does before the engine begins 25 us. Whatever
+is not as torch makes it is called as it is.
 """
 
+import logging
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd import graph
+from torch.autograd.variable import Variable
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
@@ -20,6 +25,31 @@ def zero_grad(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
+
+
+_BACKWARDS = Tensor.backward, torch.autograd.backward
+
+
+def backward(loss: Tensor) -> None:
+    """``loss.backward()`` of a scalar."""
+    if not _is_plain(loss):
+        loss.backward()
+        return
+    Variable._execution_engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def _is_plain(loss: Tensor) -> bool:
+    """Whether ``backward`` does nothing with it but to ask the engine, which goes on in this thread on a CPU."""
+    return (
+        type(loss) is Tensor
+        and loss.device.type == "cpu"
+        and loss.is_floating_point()
+        and (Tensor.backward, torch.autograd.backward) == _BACKWARDS
+        and not torch._C._len_torch_function_stack()
+        and not graph.log.isEnabledFor(logging.DEBUG)
+    )
 
 
 def step(optimizer: Optimizer) -> None:
