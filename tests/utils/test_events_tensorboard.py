@@ -203,8 +203,10 @@ def test_events_after_the_checkpoint_are_kept_where_tensorboard_does_not_look_an
     write(first, 0, loss=1.0)
     state = first.state_dict()
     write(first, 1, loss=2.0)
+    state_later = first.state_dict()
     first.close()
     later = TensorboardXWriter(tmp_path)
+    later.load_state_dict(state_later)
     write(later, 2, loss=3.0)
     later.close()
     own.add_scalar("mine", 5.0, 9)
@@ -228,6 +230,25 @@ def test_events_after_the_checkpoint_are_kept_where_tensorboard_does_not_look_an
         f"{cut} ends at byte {length} now; the events that stood there are in events.cut_1",
         f"{removed} ends at byte 0 now; the events that stood there are in events.cut_2",
     ]
+
+
+@pytest.mark.parametrize("suffix", ["", ".x"])
+def test_files_of_another_run_in_the_same_folder_are_left_alone(tmp_path, suffix):
+    first, other = (TensorboardXWriter(tmp_path, filename_suffix=suffix) for _ in range(2))
+    write(first, 0, loss=1.0)
+    state = first.state_dict()
+    first.close()
+    write(other, 1, loss=2.0)
+    other.close()
+    before = {path: path.read_bytes() for path in event_files(tmp_path)}
+
+    resumed = TensorboardXWriter(tmp_path, filename_suffix=suffix)
+    resumed.load_state_dict(state)
+    write(resumed, 1, loss=3.0)
+    resumed.close()
+    after = {path: path.read_bytes() for path in event_files(tmp_path)}
+    assert after.items() > before.items()
+    assert all(path.name.endswith(suffix) for path in after)
 
 
 def test_a_checkpoint_before_the_first_write_of_a_resumed_run_stands_where_the_first_one_did(tmp_path):

@@ -3,6 +3,7 @@ import logging
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -100,6 +101,17 @@ def test_json_has_every_number_to_the_last_bit_under_any_name_in_the_order_of_na
 
     text = (tmp_path / "metrics.json").read_text()
     assert text == json.dumps({"iteration": 0, **row}, sort_keys=True) + "\n"
+
+
+@pytest.mark.parametrize("epoch", [np.int64(3), torch.tensor(3), 3])
+def test_json_has_an_epoch_of_any_whole_type_as_a_number(tmp_path, epoch):
+    writer = JSONWriter(tmp_path / "metrics.json")
+    with EventStorage() as storage:
+        storage.put_scalar("a", 1.0, epoch=epoch)
+        writer.write()
+        writer.close()
+
+    assert read_strictly(tmp_path / "metrics.json") == [{"a": 1.0, "epoch": 3, "iteration": 0}]
 
 
 def test_json_has_nothing_twice_and_is_complete_after_each_write(tmp_path):

@@ -139,7 +139,7 @@ class EventStorage:
         iter = place.iter if cur_iter is None else operator.index(cur_iter)
         if not -_MAX_ITER <= iter <= _MAX_ITER:
             raise OverflowError(f"an iteration must fit into 64 bits, got {iter}")
-        row = iter, [*map(float, values.values())], epoch
+        row = iter, [*map(float, values.values())], None if epoch is None else operator.index(epoch)
         rows = self._rows.get((*values, place.prefix, smoothing_hint))
         if rows is None:  # behind the conversions: what is refused leaves nothing behind
             rows = self._make_rows(values, place.prefix, smoothing_hint)
@@ -262,7 +262,7 @@ class EventStorage:
     def latest(self) -> dict[str, tuple[float, int]]:
         """name -> (newest value, its iteration)."""
         self.flush()
-        return {name: history.latest_with_iter() for name, history in self._history.items()}
+        return {name: history.latest_with_iter() for name, history in [*self._history.items()]}
 
     def latest_with_smoothing_hint(self, window_size: int = 20) -> dict[str, tuple[float, int]]:
         """Like ``latest``; a smoothed scalar gives its median over the last ``window_size`` iterations."""
@@ -270,7 +270,7 @@ class EventStorage:
         smoothed = self._smoothed.get(window_size)
         if smoothed is None:  # else another writer has asked before
             smoothed = self._smoothed[window_size] = {}
-            for name, history in self._history.items():
+            for name, history in [*self._history.items()]:  # another thread may add to it
                 value, iter = history.latest_with_iter()
                 if self._smoothing_hints[name]:
                     value = history.median(history.count_within(window_size))

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import secrets
 import tempfile
 import textwrap
 from collections.abc import Mapping
@@ -49,8 +50,8 @@ class TensorboardXWriter(EventWriter):
     ) -> None:
         if importlib.util.find_spec("tensorboard") is None:
             raise ImportError("TensorboardXWriter needs the package tensorboard: pip install 'trainkit[tensorboard]'")
-        # the suffix tells its files from those of somebody else, which are not cut
-        self._log_dir, self._kwargs = str(log_dir), {"filename_suffix": ".trainkit", **kwargs}
+        self._log_dir, self._kwargs = str(log_dir), kwargs
+        self._id = secrets.token_hex(4)  # in the names of its files: those of others in the folder are not cut
         self._settings, self._config = settings or {}, config
         self._described = False  # settings and config are written
         self._news = Unwritten(window_size)
@@ -99,14 +100,16 @@ class TensorboardXWriter(EventWriter):
         sizes = self._sizes  # still those, as long as nothing is cut
         if sizes is None:
             sizes = {path.name: path.stat().st_size for path in self._files()}
-        return {"last_step": self._last_step, "described": self._described, "sizes": sizes, **self._news.state_dict()}
+        files = {"id": self._id, "sizes": sizes}
+        return {"last_step": self._last_step, "described": self._described, **files, **self._news.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.close()
         self._last_step = state["last_step"]
         self._described = state.get("described", False)
         self._purge_step = self._last_step + 1
-        self._sizes = state.get("sizes")
+        if "id" in state:
+            self._id, self._sizes = state["id"], state["sizes"]
         self._news.load_state_dict(state)
 
     def _show(self, scalars: list[Scalar], storage: EventStorage) -> list[int]:
@@ -150,10 +153,14 @@ class TensorboardXWriter(EventWriter):
                 _cut(path, self._sizes.get(path.name, 0))
             self._sizes = None
         purge = {} if self._purge_step is None else {"purge_step": self._purge_step}
-        return tensorboard.SummaryWriter(self._log_dir, **{**purge, **self._kwargs})
+        return tensorboard.SummaryWriter(self._log_dir, **{**purge, **self._kwargs, "filename_suffix": self._suffix})
+
+    @property
+    def _suffix(self) -> str:
+        return f".{self._id}{self._kwargs.get('filename_suffix', '')}"
 
     def _files(self) -> list[Path]:
-        return sorted(Path(self._log_dir).glob(f"*tfevents*{glob.escape(self._kwargs['filename_suffix'])}"))
+        return sorted(Path(self._log_dir).glob(f"*tfevents*{glob.escape(self._suffix)}"))
 
     def _let_go(self) -> None:
         """The thread of a `SummaryWriter` that could not write has ended; another file goes on."""
