@@ -9,6 +9,7 @@ import random
 import re
 import sys
 import traceback
+import weakref
 
 import numpy as np
 import pytest
@@ -363,24 +364,24 @@ def not_together(batch):
         ({}, "while loading sample 2 of Unreadable"),
         ({"num_workers": 1}, "while loading sample 2 of Unreadable"),
         ({"dataset": MapDataset(Unreadable(), str)}, "while loading sample 2 of Unreadable"),
-        ({"dataset": ConcatDataset([[0], [0], Unreadable()]), "sampler": [4]}, "while loading sample 2 of Unreadable"),
+        ({"dataset": ConcatDataset([[0], Unreadable()])}, "while loading sample 2 of Unreadable"),
         ({"dataset": Subset(Unreadable(), [5, 2])}, "while loading sample 2 of Unreadable"),
-        ({"dataset": ConcatDataset([[0], [0]]), "sampler": [2]}, "while loading sample 2 of ConcatDataset"),
+        ({"dataset": ConcatDataset([[0], [0]])}, "while loading sample 2 of ConcatDataset"),
         ({"sampler": InferenceSampler(SIZE)}, "while loading sample 2 of Unreadable"),
         (
-            {"dataset": UnreadableTogether(), "sampler": [1, 2]},
-            "while loading sample 1 of UnreadableTogether, sample 2 of UnreadableTogether",
+            {"dataset": UnreadableTogether(), "sampler": InferenceSampler(SIZE), "batch_size": 3},
+            "while loading " + ", ".join(f"sample {index} of UnreadableTogether" for index in range(3)),
         ),
         (
-            {"dataset": Drawing(), "sampler": [3, 1], "collate_fn": not_together},
-            "while making a batch of sample 3 of Drawing, sample 1 of Drawing",
+            {"dataset": Drawing(), "collate_fn": not_together, "batch_size": 7},
+            "while making a batch of " + ", ".join(f"sample {index} of Drawing" for index in range(5)) + " and 2 more",
         ),
     ],
 )
 def test_an_error_of_a_sample_names_the_sample_and_keeps_its_type(options, note):
-    options = {"dataset": Unreadable(), "sampler": TrainingSampler(SIZE, shuffle=False), "collate_fn": list} | options
+    order = {"sampler": TrainingSampler(SIZE, shuffle=False), "batch_size": 4, "collate_fn": list}
     with pytest.raises((FileNotFoundError, IndexError, ValueError)) as caught:
-        next(iter(ResumableLoader(**options, batch_size=4)))
+        next(iter(ResumableLoader(**{"dataset": Unreadable(), **order, **options})))
     caught.value.__traceback__ = None  # as above
     assert "".join(traceback.format_exception(caught.value)).rstrip().endswith(f"\n{note}")
 
@@ -392,6 +393,43 @@ def test_a_loader_that_cannot_be_resumed_loads_what_a_plain_one_does():
         batches = loader_class(Drawing(), batch_size=4, shuffle=True, collate_fn=list)
         found.append([[(index, drawn) for batch in batches for index, _, _, drawn in batch], torch.rand(()).item()])
     assert found[0] == found[1] != found[2]
+
+
+class OwnBatches:
+    def __iter__(self):
+        yield from ((index for index in part) for part in ([3, 1], [0]))
+
+
+def look_at_dataset(worker_id):
+    dataset = get_worker_info().dataset
+    dataset.seen = [type(dataset).__name__, dataset[0]]
+
+
+class Looked(list):
+    def __getitem__(self, index):
+        return [*self.seen, index] if hasattr(self, "seen") else list.__getitem__(self, index)
+
+
+def test_a_loader_that_cannot_be_resumed_is_a_plain_one_for_its_batches_and_its_workers():
+    assert [*ResumableLoader([5, 6, 7, 8], batch_sampler=OwnBatches(), collate_fn=list)] == [[8, 6], [5]]
+
+    loader = ResumableLoader(Looked([5, 6]), num_workers=1, collate_fn=list, worker_init_fn=look_at_dataset)
+    assert [*loader] == [[["Looked", 5, 0]], [["Looked", 5, 1]]]
+
+
+def test_a_dataset_that_leads_to_what_holds_the_iterator_is_let_go():
+    class Owner:
+        def collate(self, samples):
+            return samples
+
+    owner = Owner()
+    owner.iterator = iter(ResumableLoader([1, 2], sampler=TrainingSampler(2), collate_fn=owner.collate))
+    next(owner.iterator)
+    reference = weakref.ref(owner)
+
+    del owner
+    gc.collect()
+    assert reference() is None
 
 
 def test_an_older_iterator_does_not_move_the_place_of_the_newer():

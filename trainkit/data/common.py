@@ -9,7 +9,7 @@ import math
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
@@ -34,16 +34,20 @@ def add_note(error: Exception, text: str) -> None:
         logger.error("%s: %s, %s", type(error).__name__, error, text)
 
 
-def name_sample(dataset: Any, index: int) -> str:
+def name_sample(dataset: Any, index: Any) -> str:
     """Which sample that is for the one who wrote the dataset inside, such as "sample 17 of Scans"."""
     if type(dataset) is MapDataset:
         return name_sample(dataset._dataset, index)
-    if type(dataset) is data.ConcatDataset and index in range(len(dataset)):
+    if type(dataset) is data.ConcatDataset and _is_index(index, dataset):
         part = bisect.bisect_right(dataset.cumulative_sizes, index)
         return name_sample(dataset.datasets[part], index - (dataset.cumulative_sizes[part - 1] if part else 0))
-    if type(dataset) is data.Subset and index in range(len(dataset)):
+    if type(dataset) is data.Subset and _is_index(index, dataset):
         return name_sample(dataset.dataset, dataset.indices[index])
     return f"sample {index} of {type(dataset).__name__}"
+
+
+def _is_index(index: Any, dataset: Sized) -> bool:
+    return isinstance(index, int) and 0 <= index < len(dataset)
 
 
 class MapDataset(data.Dataset[Any]):

@@ -3,9 +3,9 @@
 import copy
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import (
@@ -23,12 +23,15 @@ from torch.utils.data import (
 
 from trainkit.data.common import DatasetFromList, ToIterableDataset, add_note, name_sample
 from trainkit.data.samplers.grouped import GroupedBatchSampler
+from trainkit.data.samplers.inference import InferenceSampler
 from trainkit.data.samplers.infinite import InfiniteSampler, check_seed
 from trainkit.data.seeding import seed_globals, splitmix64, undisturbed_globals
-from trainkit.data.workers import WorkerInit, signals_held_back
+from trainkit.data.workers import WorkerInit, check_socket_path, signals_held_back
 from trainkit.utils import comm
 
 logger = logging.getLogger(__name__)
+
+_MAX_NAMED = 5  # samples of a batch that is not made
 
 
 def trivial_batch_collator(batch: list[Any]) -> list[Any]:
@@ -74,6 +77,9 @@ class ResumableLoader(DataLoader[Any]):
         seed: of augmentation if the sampler is no `InfiniteSampler`, which has one; None: ``torch.initial_seed()``.
         worker_init_fn: is called after `worker_init_reset_seed`.
         kwargs: as for ``DataLoader``.
+
+    Raises:
+        ConfigError: there are workers, and the path of the folder for temporary files is too long for them.
     """
 
     def __init__(
@@ -86,6 +92,8 @@ class ResumableLoader(DataLoader[Any]):
     ) -> None:
         kwargs["worker_init_fn"] = WorkerInit(worker_init_fn)
         super().__init__(dataset, **kwargs)
+        if self.num_workers > 0:
+            check_socket_path()
         # the loader inside loads whole batches, so that these are no business of its own
         done_by_fetch = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn"}
         self._options = {name: value for name, value in kwargs.items() if name not in done_by_fetch}
@@ -103,6 +111,7 @@ class ResumableLoader(DataLoader[Any]):
             self._order = self._order.sampler
         base = getattr(self._batches, "sampler", None)
         self._endless = base if isinstance(base, InfiniteSampler) else None
+        self._is_inference = isinstance(base, InferenceSampler)
         self._own_seed = torch.initial_seed() if seed is None else check_seed(seed)
         self.resume_obstacle = self._find_obstacle()
         self._tasks = self._new_tasks(position=0)
@@ -142,7 +151,7 @@ class ResumableLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         with signals_held_back():
-            if self._is_stream or self._batches is None:
+            if self._is_stream or (self.resume_obstacle and not self._is_inference):
                 return super().__iter__()
             if self._inside is None or not self.persistent_workers:
                 # tasks of their own: an older iterator that is still in use keeps its own count
@@ -198,10 +207,15 @@ class ResumableLoader(DataLoader[Any]):
             raise TypeError(f"this loader's place in its data cannot be saved or loaded: {self.resume_obstacle}")
 
 
-class _Tasks(Sampler[tuple[int, Any]]):
-    """Tells the loader inside what to fetch, and remembers what was delivered.
+class _Task(NamedTuple):
+    """A batch: its position in the stream of all ranks, and its indices."""
 
-    A task is the position of a batch in the stream of all ranks, and its indices.
+    position: int
+    indices: Any
+
+
+class _Tasks(Sampler[_Task]):
+    """Tells the loader inside what to fetch, and remembers what was delivered.
 
     Args:
         order: what decides which samples come; None: nobody will ask for its state.
@@ -227,7 +241,7 @@ class _Tasks(Sampler[tuple[int, Any]]):
     def delivered(self, position: int) -> None:
         self.position, self._state = position, self._states_ahead.pop(position, None)
 
-    def __iter__(self) -> Iterator[tuple[int, Any]]:
+    def __iter__(self) -> Iterator[_Task]:
         self._begin()
         self._begun = True
         return self._draw(self.position)
@@ -238,13 +252,13 @@ class _Tasks(Sampler[tuple[int, Any]]):
         self._states_ahead.clear()
         self._state = self._order_state()
 
-    def _draw(self, position: int) -> Iterator[tuple[int, Any]]:
+    def _draw(self, position: int) -> Iterator[_Task]:
         for indices in self._batches:
             here, position = position, position + len(indices) * self._world_size
             state = self._order_state()
             if state is not None:
                 self._states_ahead[position] = state
-            yield here, indices
+            yield _Task(here, indices)
 
     def _order_state(self) -> Any:
         # that of an endless sampler is a function of the position
@@ -256,8 +270,9 @@ class _Deliveries(Iterator[Any]):
     def __init__(self, fetched: Iterator[tuple[int, Any]], tasks: _Tasks) -> None:
         self._fetched, self._tasks = fetched, tasks
         # The collector of cycles, such as a trainer with a checkpointer, closes the queues of the workers before torch
-        # can send them their end, and each of them is waited for, 5 s. Held here, `fetched` is no part of a cycle.
-        weakref.finalize(self, id, fetched).atexit = False
+        # can send them their end, and each of them is waited for, 5 s. Held here, the queues are no part of a cycle.
+        queues = [getattr(fetched, name, None) for name in ("_index_queues", "_worker_result_queue")]
+        weakref.finalize(self, id, queues).atexit = False
 
     def __next__(self) -> Any:
         # the position comes with the batch, so that it is right behind a fetch that has failed as well
@@ -287,10 +302,16 @@ class _Fetch(Dataset[Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._dataset, name, value)
 
+    def __delattr__(self, name: str) -> None:
+        delattr(self._dataset, name)
+
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, task: tuple[int, Any]) -> tuple[int, Any]:
+    def __getitem__(self, task: Any) -> Any:
+        """The position behind the batch, and the batch; or a sample, for who takes this for the dataset."""
+        if type(task) is not _Task:
+            return self._dataset[task]
         position, indices = task
         alone = self._key is None or get_worker_info() is not None
         with nullcontext() if alone else undisturbed_globals():
@@ -319,8 +340,9 @@ class _Fetch(Dataset[Any]):
             raise
         return samples
 
-    def _name(self, indices: Any) -> str:
-        return ", ".join(name_sample(self._dataset, index) for index in indices)
+    def _name(self, indices: Sequence[Any]) -> str:
+        names = [name_sample(self._dataset, index) for index in indices[:_MAX_NAMED]]
+        return ", ".join(names) + (f" and {len(indices) - _MAX_NAMED} more" if len(indices) > _MAX_NAMED else "")
 
 
 def _as_it_is(batch: Any) -> Any:

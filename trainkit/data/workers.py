@@ -1,8 +1,11 @@
 """What happens in a loader worker before it loads anything."""
 
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
+import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +14,10 @@ from multiprocessing.process import BaseProcess
 import torch
 from torch.utils.data import get_worker_info
 
+from trainkit.config.errors import ConfigError
 from trainkit.utils.env import seed_all_rng
+
+_MAX_SOCKET_PATH = 107  # bytes, of Linux
 
 
 def worker_init_reset_seed(worker_id: int) -> None:
@@ -38,6 +44,25 @@ class WorkerInit:
         worker_init_reset_seed(worker_id)
         if self._user_function is not None:
             self._user_function(worker_id)
+
+
+def check_socket_path() -> None:
+    """
+    Raises:
+        ConfigError: the path of the socket over which a worker hands tensors to its loader would be too long: the
+            thread of the worker that makes it would fail, and the loader would wait for ever.
+    """
+    by_socket = sys.platform == "linux" and torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
+    if not by_socket or hasattr(multiprocessing.util, "_SUN_PATH_MAX"):  # a newer Python finds a shorter folder
+        return
+    folder = tempfile.gettempdir()
+    length, longest = len(os.fsencode(folder)), _MAX_SOCKET_PATH - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
+    if length > longest:
+        raise ConfigError(
+            f"the folder for temporary files, {folder}, has {length} characters, with which loader workers cannot hand "
+            f"over what they load: {longest} at most; set TMPDIR to a shorter path, or DATALOADER.NUM_WORKERS "
+            "(num_workers of a loader) to 0"
+        )
 
 
 @contextmanager
