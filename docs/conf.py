@@ -26,6 +26,8 @@ smartquotes = False  # --resume stays --resume
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 3
+highlight_language = "none"  # a block of a page that does not name its language is what a program prints
+rst_prolog = ".. highlight:: python\n"  # and one of the reference is of a docstring
 
 add_module_names = False  # the title of a page has the name of the package
 autodoc_default_options = {"member-order": "bysource", "no-value": True}

@@ -228,15 +228,18 @@ def test_differences_are_one_table_and_the_rest_is_loaded(tmp_path, caplog):
 ----------  -----  -------------------  --------------------
 missing     steps  -                    [4, 5]
 unexpected  extra  [1]                  -
-mismatched  bias   [3]                  [2]"""
+mismatched  bias   [3]                  [2]
+What is missing or mismatched stays as it was; to load all, build the model of the file"""
     )
 
 
 def test_file_of_which_nothing_fits_is_an_error(tmp_path):
     torch.save({"model": {"weight": torch.ones(7, 7), "head": torch.ones(1)}}, tmp_path / "other.pth")
 
-    with pytest.raises(CheckpointError, match=r"another model(.|\n)*mismatched +weight +\[7, 7\] +\[2, 2\]"):
+    with pytest.raises(CheckpointError, match=r"another model(.|\n)*mismatched +weight +\[7, 7\] +\[2, 2\]") as caught:
         Checkpointer(linear(0)).load(tmp_path / "other.pth")
+    remedy = "build the model of the file (MODEL in a config), or name another file"
+    assert str(caught.value).splitlines()[-1] == remedy
 
 
 def test_keys_that_are_no_names_fit_no_model(tmp_path):

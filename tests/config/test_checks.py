@@ -1,5 +1,7 @@
 """Values that no run can use are found before anything is built."""
 
+import contextlib
+
 import pytest
 
 from trainkit.config import ConfigError, check_values, get_cfg
@@ -94,6 +96,7 @@ def test_lengths_in_epochs_are_in_order():
         (["INPUT.TRAIN_TRANFORM"], "INPUT.TRAIN_TRANSFORM"),
         (["MODEL.WIDTH", "MODEL.WIDHT"], "MODEL.WIDTH"),
         (["MODEL.WIDTH", "MODEL.DEPTH", "INPUT.CROP", "MODEL.CONV1", "MODEL.CONV12"], None),
+        (["INPUT.MIN_SIZE_TRAIN", "INPUT.MAX_SIZE_TRAIN", "MODEL.KERNEL_H", "MODEL.KERNEL_W"], None),
     ],
 )
 def test_a_new_key_that_looks_like_another_one_draws_a_warning(caplog, keys, meant):
@@ -102,3 +105,11 @@ def test_a_new_key_that_looks_like_another_one_draws_a_warning(caplog, keys, mea
     check_values(cfg)
     warning = f"{keys[-1]} is taken for a new key, beside {meant}; correct it if you meant that one"
     assert caplog.messages == ([] if meant is None else [warning])
+
+
+@pytest.mark.parametrize("key", ["CHECKPOINT.MAX_TO_KEEP", "MODEL.COMPILE.DYNAMIC", "EARLY_STOPPING.THRESHOLD"])
+def test_a_node_where_a_value_belongs_is_no_surprise_for_the_look_at_keys(key):
+    cfg = get_cfg()
+    cfg.merge_from_list([key, "{A: 1}"])
+    with contextlib.suppress(ConfigError):
+        check_values(cfg)

@@ -397,5 +397,5 @@ def test_without_omegaconf_the_error_says_how_to_install_it(write, monkeypatch):
     monkeypatch.setitem(sys.modules, "omegaconf", None)
     path = write(a="x = {}")
     for use in (lambda: LazyConfig.load(path), lambda: LazyCall(dict)(), lambda: instantiate({})):
-        with pytest.raises(ImportError, match=r"pip install 'trainkit\[lazy\]'"):
+        with pytest.raises(ConfigError, match=r"pip install 'trainkit\[lazy\]'"):
             use()

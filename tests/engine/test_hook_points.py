@@ -1,5 +1,6 @@
 """Every point of a hook, with its arguments, in the whole life of a run: trained, evaluated, saved, loaded, tested."""
 
+import functools
 import itertools
 
 import numpy as np
@@ -292,7 +293,9 @@ def test_a_hook_is_not_called_where_it_overrides_nothing(tmp_path, monkeypatch):
     # a call of the base class would now be seen
     base_calls = []
     for point in HOOK_POINTS:
-        monkeypatch.setattr(HookBase, point, lambda self, *_, point=point: base_calls.append((type(self), point)))
+        noting = functools.wraps(getattr(HookBase, point))
+        call = noting(lambda self, *_, point=point: base_calls.append((type(self), point)))
+        monkeypatch.setattr(HookBase, point, call)
     trainer, _ = default_trainer(tmp_path)
     after = After()
     trainer.register_hooks([HookBase(), after])

@@ -1,6 +1,7 @@
 """Processes, and one model on many of them."""
 
 import atexit
+import json
 import os
 import signal
 import sys
@@ -128,6 +129,16 @@ def _make_a_mistake(ranks):
         comm.synchronize()
 
 
+def _exit_with_2(ranks):
+    sys.exit(2)
+
+
+def _end_under_torchrun(end, folder):
+    """It tells each process of its own where it reads the error."""
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"{comm.get_rank()}.json")
+    end((0, 1))
+
+
 def _identity(value):
     return value
 
@@ -177,6 +188,16 @@ def test_a_mistake_is_told_once_whichever_rank_finds_it(capfd, ranks):
         launch(_make_a_mistake, 2, args=(ranks,))
     assert caught.value.code == 2
     assert capfd.readouterr().err.count("MAX_ITER is wrong") == 1
+
+
+@pytest.mark.parametrize(
+    ("end", "told"), [(_make_a_mistake, "ConfigError: MAX_ITER is wrong; correct it"), (_exit_with_2, None)]
+)
+def test_torchrun_gets_to_know_the_mistake_behind_an_exit(tmp_path, end, told):
+    with pytest.raises(SystemExit):
+        launch(_end_under_torchrun, 2, args=(end, tmp_path))
+    errors = [json.loads(file.read_text())["message"]["message"] for file in tmp_path.iterdir()]
+    assert errors == ([told, told] if told else [])
 
 
 def test_processes_that_exit_without_an_error_have_no_result():

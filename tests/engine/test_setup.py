@@ -222,6 +222,28 @@ def test_modules_of_imports_are_imported_and_a_wrong_one_is_named(tmp_path):
         default_setup(cfg_for(tmp_path, "IMPORTS", ["no_such_module_of_mine"]), NEW)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["IMPORTS", ["no_such_module_of_mine"]],
+        ["SOLVER.MAX_ITER", 0],
+        ["SEED", 2**32],
+        ["FLOAT32_PRECISION", "low"],
+        ["DETERMINISTIC", True, "CUDNN_BENCHMARK", True],
+    ],
+)
+def test_a_config_that_cannot_be_run_leaves_the_files_of_an_older_run_where_they_are(tmp_path, options):
+    for name in ("model_0000004.pth", "last_checkpoint", "config.yaml"):
+        (tmp_path / name).write_text("old")
+    cfg = cfg_for(tmp_path, *options)
+    with pytest.raises(ConfigError):
+        default_setup(cfg, NEW)
+    assert names_in(tmp_path) == ["config.yaml", "last_checkpoint", "model_0000004.pth"]
+    assert (tmp_path / "config.yaml").read_text() == "old"
+    default_setup(cfg_for(tmp_path), NEW)
+    assert names_in(tmp_path) == ["config.yaml", "log.txt", "previous_1"]
+
+
 def test_a_seed_is_of_32_bits(tmp_path):
     default_setup(cfg_for(tmp_path, "SEED", 2**32 - 1), NEW)
     with pytest.raises(ConfigError, match="SEED is 4294967296; accepted: 0 to 4294967295, or -1 to have one drawn"):

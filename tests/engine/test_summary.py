@@ -36,6 +36,20 @@ def test_a_finished_run_says_what_was_best_where_the_time_went_and_what_there_is
     assert files == f"files in {tmp_path}: {', '.join(present)}"
 
 
+@pytest.mark.parametrize(
+    ("period", "shown"),
+    [
+        (3, ["model_0000002.pth", "model_0000005.pth", "model_0000008.pth"]),
+        (2, ["model_0000001.pth", "...", "model_0000007.pth"]),
+        (20, []),
+    ],
+)
+def test_of_many_periodic_checkpoints_the_first_and_the_last_are_named(tmp_path, caplog, period, shown):
+    lines, _ = summary(tmp_path, caplog, "SOLVER.CHECKPOINT_PERIOD", period)
+    names = lines[-1].split(": ", 1)[1].split(", ")
+    assert names == ["batch.json", "finished", "last_checkpoint", "metrics.json", *shown, "model_final.pth"]
+
+
 def test_a_stopped_run_says_how_it_goes_on(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["tools/train_net.py", "OUTPUT_DIR", "my run"])
     monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python3", "-u", *sys.argv])

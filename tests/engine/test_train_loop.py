@@ -1,3 +1,4 @@
+import functools
 import gc
 import json
 import logging
@@ -188,12 +189,13 @@ def test_a_hook_is_not_called_where_it_overrides_nothing(monkeypatch):
     class Inheriting(Stepping):
         pass
 
+    hooks = [Idle(), Stepping(), Inheriting()]
+    trainer = Trainer(hooks)
     # a call of the base class would now be seen
     base_calls = []
     for point in POINTS:
         monkeypatch.setattr(HookBase, point, lambda self, point=point: base_calls.append((type(self).__name__, point)))
-    hooks = [Idle(), Stepping(), Inheriting()]
-    Trainer(hooks).train(0, 3)
+    trainer.train(0, 3)
 
     assert base_calls == []
     assert [hook.steps for hook in hooks[1:]] == [3, 3]
@@ -698,6 +700,62 @@ def test_what_is_no_hook_is_refused_and_nothing_is_registered(hooks, message):
     with pytest.raises(TypeError, match=message):
         trainer.register_hooks([B(), *hooks] if isinstance(hooks, list) else hooks)
     assert order(trainer) == []
+
+
+class OfAnotherLibrary(HookBase):
+    def after_step(self, trainer):
+        pass
+
+
+class TooFew(HookBase):
+    def before_eval(self):
+        pass
+
+
+class OnlyByName(HookBase):
+    def after_train(self, *, trainer):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        (OfAnotherLibrary(), r"OfAnotherLibrary.after_step takes \(trainer\), but is called with \(\): .*'trainer'"),
+        (TooFew(), r"TooFew.before_eval takes \(\), but is called with \(phase, name\): too many positional arguments"),
+        (OnlyByName(), r"OnlyByName.after_train takes \(\*, trainer\), but is called with \(\): .*'trainer'"),
+    ],
+)
+def test_a_method_that_cannot_be_called_is_refused_when_its_hook_is_registered(hook, message):
+    trainer = Trainer()
+    with pytest.raises(TypeError, match=message + "; a hook finds the trainer in self.trainer"):
+        trainer.register_hooks([hook])
+    assert order(trainer) == []
+
+
+def test_methods_with_defaults_with_any_arguments_with_other_names_and_without_self_are_accepted():
+    class Lenient(HookBase):
+        def before_train(self, trainer=None):
+            pass
+
+        def before_step(self, *arguments, **options):
+            pass
+
+        def before_eval(self, part, dataset, extra=0):
+            pass
+
+        @staticmethod
+        def after_step():
+            pass
+
+        @functools.wraps(OfAnotherLibrary.after_step)
+        def after_train(self):
+            pass
+
+    hook = Lenient()
+    hook.after_backward = dict  # on the object, as by hand
+    trainer = Trainer([hook])
+    trainer.train(0, 1)
+    assert trainer.status == "finished"
 
 
 def test_the_same_hook_twice_is_refused():

@@ -251,6 +251,23 @@ def test_progress_is_logged_every_five_seconds_with_an_eta_and_a_total_at_the_en
     ]
 
 
+@pytest.mark.parametrize(
+    ("loader", "name", "start", "end"),
+    [
+        ([1], "digits_val", "1 batch of digits_val", "1 batch)"),
+        ([1, 2], "digits_val", "2 batches of digits_val", "2 batches)"),
+        (iter([1]), "digits_val", "an unknown number of batches of digits_val", "1 batch)"),
+        (iter([1]), "", "an unknown number of batches", "1 batch)"),
+    ],
+)
+def test_the_log_says_of_which_dataset_how_many_batches_are_evaluated(caplog, loader, name, start, end):
+    with caplog.at_level(logging.INFO, logger="trainkit.evaluation"):
+        inference_on_dataset(lambda batch: None, loader, None, name=name)
+    first, last = caplog.messages
+    assert first == f"Start inference on {start}"
+    assert last.endswith(f" s waiting for data; {end}")
+
+
 def test_where_bars_are_shown_the_dataset_has_one_until_it_is_evaluated():
     seen = []
     with showing_bars() as terminal:

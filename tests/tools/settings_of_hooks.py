@@ -120,7 +120,7 @@ EVALUATION = [
     Setting("evaluation at the start", ["TEST.EVAL_AT_START", True], metric_among(LOSS, 0)),
     Setting("evaluation over epochs", ["LOG.EVAL_AXIS", "epoch"], results_are_over_epochs),
     Setting("batches that are evaluated", ["TEST.MAX_BATCHES", 1], first_batch_is_evaluated),
-    Setting("samples that are evaluated at once", ["TEST.IMS_PER_BATCH", 200], logs("Start inference on 1 batches")),
+    Setting("samples that are evaluated at once", ["TEST.IMS_PER_BATCH", 200], logs("on 1 batch of digits_val")),
     Setting(
         "evaluators",
         ["TEST.EVALUATORS", ["ClassificationEvaluator"]],

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,10 @@ def test_resuming_beyond_the_end_is_a_mistake(tmp_path, capsys):
     broken_off(tmp_path, 6)
     error = error_of(capsys, tmp_path, "--resume", "train.max_iter=2")
     assert "train.max_iter is 2, but the checkpoint has done 3 iterations" in error
+
+
+def test_without_omegaconf_it_ends_with_one_line_that_says_what_to_install(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "omegaconf", None)  # so an import of it fails as that of a missing package
+    error = error_of(capsys, tmp_path / "run")
+    assert error == "error: LazyConfig needs the package omegaconf: pip install 'trainkit[lazy]'\n"
+    assert not (tmp_path / "run").exists()

@@ -469,7 +469,8 @@ class Checkpointer:
         nothing_fits = len(differences.unexpected) + len(differences.mismatched) == len(weights)
         if differences and (strict or nothing_fits):
             raise CheckpointError(
-                f"'{path}' holds another model than this one; build that, or name another file:\n{differences.table()}"
+                f"'{path}' holds another model than this one:\n{differences.table()}\n"
+                "build the model of the file (MODEL in a config), or name another file"
             )
         fitting = {
             key: shard_like(value, own[key]) if is_sharded(own.get(key)) else value
@@ -478,7 +479,11 @@ class Checkpointer:
         }
         self.model.load_state_dict(fitting, strict=False)
         if differences:
-            _logger.warning("Some weights in '%s' do not fit the model:\n%s", path, differences.table())
+            _logger.warning(
+                "Some weights in '%s' do not fit the model:\n%s\n"
+                "What is missing or mismatched stays as it was; to load all, build the model of the file",
+                *(path, differences.table()),
+            )
 
 
 def _not_resumable(path: str, absent: list[str], state: dict[str, Any]) -> str:

@@ -11,7 +11,8 @@ CONTAINERS = ("trainer", "trainer/hooks", "trainer/_trainer")  # the parts of wh
 CLOCK_READINGS = frozenset(
     ["time", "data_time", "rank_data_time", "eta_seconds", "epoch_time", "samples_per_sec", "tokens_per_sec", "mfu_pct"]
 )
-_SIZE = re.compile(r"hooks/PeriodicWriter/writers/\d+/state/(length|sizes)")
+_SCALAR = re.compile(r"(storage/\w+|hooks/PeriodicWriter(#\d+)?/writers/\d+/state/taken)/(?P<name>\w+)")
+_OF_FILES = re.compile(r"hooks/PeriodicWriter(#\d+)?/writers/\d+/state/(length|sizes|id)")
 
 
 def is_of_the_clock(path: str) -> bool:
@@ -20,7 +21,9 @@ def is_of_the_clock(path: str) -> bool:
     Two runs that do the same differ in these.
     """
     owner, _, rest = path.partition("/")
-    return owner == "trainer" and (rest.rpartition("/")[2] in CLOCK_READINGS or _SIZE.fullmatch(rest) is not None)
+    scalar = _SCALAR.fullmatch(rest)
+    is_of_clock = scalar is not None and scalar["name"] in CLOCK_READINGS
+    return owner == "trainer" and (is_of_clock or _OF_FILES.fullmatch(rest) is not None)
 
 
 def parts_of(state: Mapping[str, Any], path: str = "") -> list[str]:

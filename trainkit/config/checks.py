@@ -54,10 +54,10 @@ _CHOICES = {
 }
 
 
-def check_values(cfg: CfgNode) -> None:
+def check_values(cfg: CfgNode, *, warn: bool = True) -> None:
     """Find numbers out of range, unknown choices and settings that contradict each other, before anything is built.
 
-    In a node that takes any key, a new one that looks like another draws a warning.
+    In a node that takes any key, a new one that looks like another draws a warning, if ``warn``.
 
     Raises:
         ConfigError: names the key, the value and what is accepted.
@@ -76,7 +76,8 @@ def check_values(cfg: CfgNode) -> None:
         raise ConfigError(
             "EARLY_STOPPING.METRIC is set but TEST.EVAL_PERIOD is 0, so nothing is evaluated before the end; set it"
         )
-    _warn_of_similar_keys(cfg, get_cfg())
+    if warn:
+        _warn_of_similar_keys(cfg, get_cfg())
     check_param_groups(cfg.SOLVER)
     if cfg.SOLVER.REFERENCE_BATCH_SIZE and cfg.SOLVER.REFERENCE_WORLD_SIZE:
         raise ConfigError(
@@ -108,15 +109,21 @@ def _warn_of_similar_keys(node: CfgNode, default: CfgNode, prefix: str = "") -> 
     names = [*node]
     for place, name in enumerate(names):
         if name in default:
-            if isinstance(node[name], CfgNode):
+            if isinstance(node[name], CfgNode) and isinstance(default[name], CfgNode):
                 _warn_of_similar_keys(node[name], default[name], f"{prefix}{name}.")
             continue
         for known in difflib.get_close_matches(name.upper(), names[:place], n=1, cutoff=0.8):
-            if _DIGITS.sub("", known) != _DIGITS.sub("", name):
+            if _is_mistyped(name, known):
                 logger.warning(
                     "%s is taken for a new key, beside %s; correct it if you meant that one",
                     *(prefix + name, prefix + known),
                 )
+
+
+def _is_mistyped(name: str, known: str) -> bool:
+    """Whether a letter is missing, too many, or in the wrong place; other letters and digits have a meaning."""
+    is_likely = abs(len(name) - len(known)) == 1 or sorted(name.upper()) == sorted(known)
+    return is_likely and _DIGITS.sub("", name) != _DIGITS.sub("", known)
 
 
 def check_expected_results(cfg: CfgNode) -> None:

@@ -107,7 +107,11 @@ def _path_of(target: Any) -> Any:
 
 
 def _omegaconf() -> Any:
+    """
+    Raises:
+        ConfigError: it is not installed.
+    """
     try:
         return importlib.import_module("omegaconf")
     except ModuleNotFoundError as error:
-        raise ImportError("LazyConfig needs the package omegaconf: pip install 'trainkit[lazy]'") from error
+        raise ConfigError("LazyConfig needs the package omegaconf: pip install 'trainkit[lazy]'") from error

@@ -14,27 +14,26 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 GRACE_SEC = 10.0  # for the others to end by themselves
 
 _FIRST = "trainkit/first_failure"
+_SPEAKER = "trainkit/first_to_say_it"
 _FOREVER = timedelta(days=20)  # a longer one overflows in torch
 
-# of `failing_together`: the store, the rank, and whether another one has failed
-_entered: tuple[dist.Store, int, threading.Event] | None = None
+_entered: tuple[dist.Store, int] | None = None  # of `failing_together`: the store, the rank
 
 
-def is_first_failure() -> bool:
-    """Whether this rank, which has failed, is the first of all: what all would say is said by that one.
+def says_it_for_all() -> bool:
+    """Whether this rank, which has failed, is the first to ask: what several would say is said by that one.
 
     True outside of `failing_together`.
     """
     if _entered is None:
         return True
-    store, rank, another_failed = _entered
     with contextlib.suppress(dist.DistError):  # the store may be lost with rank 0
-        return not another_failed.is_set() and _is_first(store, rank)
+        return _is_first(_SPEAKER, *_entered)
     return True
 
 
-def _is_first(store: dist.Store, rank: int) -> bool:
-    return int(store.compare_set(_FIRST, "", str(rank))) == rank
+def _is_first(key: str, store: dist.Store, rank: int) -> bool:
+    return int(store.compare_set(key, "", str(rank))) == rank
 
 
 @contextlib.contextmanager
@@ -53,7 +52,7 @@ def failing_together(store: dist.Store, rank: int, world_size: int) -> Iterator[
     waiting = store.clone()  # type: ignore[attr-defined]  # a store serves one thread at a time
     arguments = waiting, rank, heard, another_failed
     threading.Thread(target=_end_with_others, args=arguments, name="failures", daemon=True).start()
-    _entered = store, rank, another_failed
+    _entered = store, rank
     try:
         yield
     except BaseException as error:
@@ -77,12 +76,14 @@ def _leave(store: dist.Store, rank: int, world_size: int, heard: threading.Event
 
 def _fail(store: dist.Store, rank: int, world_size: int) -> None:
     with contextlib.suppress(dist.DistError):  # as above
-        for other in range(world_size) if _is_first(store, rank) else []:
+        for other in range(world_size) if _is_first(_FIRST, store, rank) else []:
             store.set(_news_for(other), "failure")
         store.get(_FIRST)  # behind it, the store has passed on all of them
 
 
-def _tell_torchrun(error: BaseException) -> None:
+def _tell_torchrun(error: BaseException | None) -> None:
+    if isinstance(error, SystemExit):  # of one that was told in a line, see `user_errors_exit`
+        error = error.__cause__ or error.__context__
     if isinstance(error, Exception) and "TORCHELASTIC_ERROR_FILE" in os.environ:
         get_error_handler().record_exception(error)
         time.sleep(1.1)  # torchrun tells the first failure by the second: no other rank fails of this one within it

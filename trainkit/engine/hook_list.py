@@ -157,6 +157,24 @@ def _check_hook(hook: object, registered: list[HookBase]) -> None:
         )
     if any(hook is other for other in registered):
         raise ValueError(f"this {type(hook).__name__} is registered already; make a second object of the class")
+    for point in HOOK_POINTS:
+        if _overrides(hook, point):
+            _check_arguments(hook, point)
+
+
+def _check_arguments(hook: HookBase, point: str) -> None:
+    given = [*inspect.signature(getattr(HookBase, point)).parameters][1:]
+    try:
+        takes = inspect.signature(getattr(hook, point), follow_wrapped=False)
+    except (TypeError, ValueError):  # some that are written in C have none
+        return
+    try:
+        takes.bind(*given)
+    except TypeError as error:
+        raise TypeError(
+            f"{type(hook).__name__}.{point} takes {takes}, but is called with ({', '.join(given)}): {error}; a hook "
+            "finds the trainer in self.trainer"
+        ) from error
 
 
 def _overrides(hook: HookBase, point: str) -> bool:

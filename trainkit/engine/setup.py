@@ -17,10 +17,10 @@ import torch
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.folder import choose, find_checkpoint
 from trainkit.checkpoint.shards import FOLDER as SHARD_FOLDER
-from trainkit.config import CfgNode, ConfigError, get_cfg, import_modules
+from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, import_modules
 from trainkit.config.yaml_files import load_yaml
 from trainkit.engine.elastic import is_restarted, note_begin
-from trainkit.engine.failures import is_first_failure
+from trainkit.engine.failures import says_it_for_all
 from trainkit.engine.summary import note_command
 from trainkit.utils import comm
 from trainkit.utils.collect_env import collect_env_info
@@ -113,7 +113,7 @@ def user_errors_exit() -> Iterator[None]:
     try:
         yield
     except (ConfigError, CheckpointError) as error:
-        if is_first_failure():
+        if says_it_for_all():
             print(f"error: {error}", file=sys.stderr)
         elif not comm.is_main_process():  # the same one, as a rule; no error, which shows up even before there is a log
             logger.info("error: %s", error)
@@ -136,6 +136,7 @@ def default_setup(cfg: CfgNode, args: Any) -> None:
     Raises:
         ConfigError: the folder cannot be written, or a setting is not accepted.
     """
+    _check_settings(cfg)  # before anything is moved: a run that cannot begin leaves the old one to --resume
     output_dir, checkpoints = Path(cfg.OUTPUT_DIR), Path(checkpoint_dir(cfg))
     resume, eval_only = getattr(args, "resume", False) or is_restarted(), getattr(args, "eval_only", False)
     moved: list[Path] = []
@@ -164,21 +165,12 @@ def default_setup(cfg: CfgNode, args: Any) -> None:
     logger.info("Configuration, as far as it differs from the defaults:\n%s", changes or "  nowhere")
     for aside in moved:
         logger.info("The files of an earlier run in %s are now in %s", aside.parent, aside)
-    import_modules(cfg.IMPORTS)
-    if (largest := 2**32 - comm.get_world_size()) < cfg.SEED:  # NumPy takes 32 bits, and each rank has its own
-        raise ConfigError(f"SEED is {cfg.SEED}; accepted: 0 to {largest}, or -1 to have one drawn")
     seed_all_rng(None if cfg.SEED < 0 else cfg.SEED + comm.get_rank())
     torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK and not eval_only
     if cfg.DETERMINISTIC:
-        if cfg.CUDNN_BENCHMARK:
-            raise ConfigError("DETERMINISTIC and CUDNN_BENCHMARK, which chooses kernels by their speed: switch one off")
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
         torch.use_deterministic_algorithms(True)
     if cfg.FLOAT32_PRECISION:
-        if cfg.FLOAT32_PRECISION not in ("highest", "high", "medium"):
-            raise ConfigError(
-                f'FLOAT32_PRECISION must be "", "highest", "high" or "medium", got {cfg.FLOAT32_PRECISION!r}'
-            )
         torch.set_float32_matmul_precision(cfg.FLOAT32_PRECISION)
 
 
@@ -243,6 +235,17 @@ def fast_dev_config(cfg: CfgNode) -> CfgNode:
     ]
     cfg.freeze()
     return cfg
+
+
+def _check_settings(cfg: CfgNode) -> None:
+    import_modules(cfg.IMPORTS)
+    check_values(cfg, warn=False)  # whoever builds from it does so, into the log
+    if (largest := 2**32 - comm.get_world_size()) < cfg.SEED:  # NumPy takes 32 bits, and each rank has its own
+        raise ConfigError(f"SEED is {cfg.SEED}; accepted: 0 to {largest}, or -1 to have one drawn")
+    if cfg.DETERMINISTIC and cfg.CUDNN_BENCHMARK:
+        raise ConfigError("DETERMINISTIC and CUDNN_BENCHMARK, which chooses kernels by their speed: switch one off")
+    if cfg.FLOAT32_PRECISION not in ("", "highest", "high", "medium"):
+        raise ConfigError(f'FLOAT32_PRECISION must be "", "highest", "high" or "medium", got {cfg.FLOAT32_PRECISION!r}')
 
 
 def _has_checkpoint(folder: Path) -> bool:

@@ -3,6 +3,7 @@
 import logging
 import multiprocessing
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterable
@@ -16,6 +17,8 @@ from trainkit.utils.progress import is_notebook
 logger = logging.getLogger(__name__)
 
 ENDS = {"finished": "has finished", "stopped": "was stopped", "failed": "has failed"}  # by the status of the trainer
+
+_PERIODIC = re.compile(r"model_\d+\..+")  # checkpoints, of which there may be hundreds
 
 _resumes: bool | None = None  # whether the command does so as it stands; None: it has not said
 
@@ -31,7 +34,7 @@ def summarize(trainer: TrainerBase, hooks: Iterable[HookBase], checkpointer: Any
     lines = [f"The run {ENDS[trainer.status]} after {trainer.iter} of {trainer.max_iter} iterations"]
     lines += filter(None, map(_summary_of, hooks))
     files = sorted(path.name + "/" * path.is_dir() for path in Path(output_dir).glob("*"))
-    lines.append(f"files in {output_dir}: {', '.join(files)}")
+    lines.append(f"files in {output_dir}: {', '.join(_shortened(files))}")
     if trainer.status != "finished":
         lines.append(f"to go on: {_how_to_go_on()}" if _has_checkpoint(checkpointer) else "there is no checkpoint")
     return "\n  ".join(lines)
@@ -43,6 +46,14 @@ def _summary_of(hook: HookBase) -> str:
     except Exception:  # it must not hide how the run has ended
         logger.exception("%s.summary() has failed, so its line is left out:", type(hook).__name__)
         return ""
+
+
+def _shortened(files: list[str]) -> list[str]:
+    """Without the periodic checkpoints between the first and the last."""
+    between = [name for name in files if _PERIODIC.fullmatch(name)][1:-1]
+    if len(between) < 2:
+        return files
+    return ["..." if name == between[0] else name for name in files if name not in between[1:]]
 
 
 def _has_checkpoint(checkpointer: Any) -> bool:

@@ -411,7 +411,7 @@ class TrainerBase(InferenceObserver):
             before, after: a registered hook, its class, or the name of its class: the new ones go next to it.
 
         Raises:
-            TypeError: an entry is no `HookBase` object.
+            TypeError: an entry is no `HookBase` object, or a method of it does not take the arguments of its point.
             ValueError: a hook is already registered; the priority is out of range; priority and an anchor, or two
                 anchors, are given; the anchor is absent or stands for several hooks.
         """

@@ -157,7 +157,10 @@ class SimpleTrainer(TrainerBase):
     @property
     def losses(self) -> Mapping[str, Tensor]:
         """What the model returned in this iteration: name -> detached scalar tensor on the device."""
-        return {} if self._losses is None else self._losses.detach().values
+        if self._losses is None:
+            return {}
+        self._losses = self._losses.detach()
+        return self._losses.values
 
     @property
     def trained_losses(self) -> Sequence[str]:

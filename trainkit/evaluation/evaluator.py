@@ -283,7 +283,8 @@ def _with_progress(data_loader: Iterable[Any], device: torch.device | None, name
         total: int | None = len(data_loader)  # type: ignore[arg-type]
     except TypeError:
         total = None
-    logger.info("Start inference on %s batches", "an unknown number of" if total is None else total)
+    length = "an unknown number of batches" if total is None else _batches(total)
+    logger.info("Start inference on %s", f"{length} of {name}" if name else length)
     num_done, data_sec = 0, 0.0
     with closing(Bar(total, f"Evaluating {name}".rstrip(), stays=False)) as bar:
         start = last_line = before_fetch = time.perf_counter()
@@ -301,12 +302,16 @@ def _with_progress(data_loader: Iterable[Any], device: torch.device | None, name
     _wait_for(device)
     total_sec = time.perf_counter() - start
     logger.info(
-        "Total inference time: %s (%.6f s / batch on this rank, of which %.6f s waiting for data; %d batches)",
+        "Total inference time: %s (%.6f s / batch on this rank, of which %.6f s waiting for data; %s)",
         timedelta(seconds=round(total_sec)),
         total_sec / num_done,
         data_sec / num_done,
-        num_done,
+        _batches(num_done),
     )
+
+
+def _batches(num: int) -> str:
+    return f"{num} {'batch' if num == 1 else 'batches'}"
 
 
 def _wait_for(device: torch.device | None) -> None:
