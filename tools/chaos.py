@@ -250,8 +250,8 @@ def differing(left: Any, right: Any) -> Iterator[str]:
 
 
 def _is_of_the_clock(key: Any, path: str) -> bool:
-    _, _, inside = path.partition("/")  # of a file
-    return key in CLOCK_READINGS or is_of_the_clock(inside)
+    file, _, inside = path.partition("/")
+    return is_of_the_clock(inside) if file.endswith(".pth") else key in CLOCK_READINGS
 
 
 # ---------------------------------------------------------------------------- the two experiments
