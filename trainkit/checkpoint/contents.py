@@ -11,8 +11,9 @@ CONTAINERS = ("trainer", "trainer/hooks", "trainer/_trainer")  # the parts of wh
 CLOCK_READINGS = frozenset(
     ["time", "data_time", "rank_data_time", "eta_seconds", "epoch_time", "samples_per_sec", "tokens_per_sec", "mfu_pct"]
 )
-_SCALAR = re.compile(r"(storage/\w+|hooks/PeriodicWriter(#\d+)?/writers/\d+/state/taken)/(?P<name>\w+)")
-_OF_FILES = re.compile(r"hooks/PeriodicWriter(#\d+)?/writers/\d+/state/(length|sizes|id)")
+_TRAINER, _WRITER = r"(ranks/\d+/)?trainer", r"hooks/PeriodicWriter(#\d+)?/writers/\d+/state"
+_SCALAR = re.compile(rf"{_TRAINER}/(storage/\w+|{_WRITER}/taken)/(?P<name>\w+)")
+_OF_FILES = re.compile(rf"{_TRAINER}/{_WRITER}/(length|sizes|id)")
 
 
 def is_of_the_clock(path: str) -> bool:
@@ -20,10 +21,9 @@ def is_of_the_clock(path: str) -> bool:
 
     Two runs that do the same differ in these.
     """
-    owner, _, rest = path.partition("/")
-    scalar = _SCALAR.fullmatch(rest)
+    scalar = _SCALAR.fullmatch(path)
     is_of_clock = scalar is not None and scalar["name"] in CLOCK_READINGS
-    return owner == "trainer" and (is_of_clock or _OF_FILES.fullmatch(rest) is not None)
+    return is_of_clock or _OF_FILES.fullmatch(path) is not None
 
 
 def parts_of(state: Mapping[str, Any], path: str = "") -> list[str]:

@@ -63,6 +63,8 @@ class WandbWriter(EventWriter):
         # in the loop: workers that a loader forks while another thread imports may wait for that import for ever
         with contextlib.suppress(ImportError):  # only images need it
             importlib.import_module("PIL.Image").preinit()
+        with contextlib.suppress(ImportError):  # wandb looks whether a value is one of its tables
+            importlib.import_module("pandas")
         try:
             self._run = self._run or self._open()
         except OSError:
