@@ -12,7 +12,6 @@ TENSORBOARD = ["tensorboard"]
 LAZY = ["omegaconf>=2.3"]
 TEST = ["pytest", "pytest-xdist"]  # the latter: half of the tests' time is that of processes they start
 TEST += ["ipykernel"]  # for the test in a notebook
-TEST += ["setuptools>=70.1"]  # for the test of the wheel; the first that makes one on its own
 
 setup(
     name="trainkit",
