@@ -1,21 +1,19 @@
 """Writers of a run that was killed and goes on."""
 
 import io
-import itertools
 import math
 import resource
 import tempfile
-import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.summary.writer import event_file_writer
 from torch.utils.tensorboard import SummaryWriter
 
 from trainkit.checkpoint.state import plain_state
 from trainkit.utils.events import CommonMetricPrinter, EventStorage, EventWriter, JSONWriter, TensorboardXWriter
+
+pytestmark = pytest.mark.usefixtures("seconds")
 
 
 def through_a_file(state):
@@ -337,13 +335,6 @@ def test_tensorboard_that_cannot_leave_its_events_with_the_system_says_so_and_go
 
 
 # ---------------------------------------------------------------------- TensorBoard
-
-
-@pytest.fixture(autouse=True)
-def seconds(monkeypatch):
-    """Each file of events begins in a second of its own, as with processes: its name has to tell the order."""
-    clock = itertools.count(1_700_000_000)
-    monkeypatch.setattr(event_file_writer, "time", SimpleNamespace(time=lambda: next(clock), sleep=time.sleep))
 
 
 def shown(folder):

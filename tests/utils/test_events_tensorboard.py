@@ -1,12 +1,6 @@
 """What a run was made of, in TensorBoard's tabs HPARAMS and TEXT, and what a resumed one shows there."""
 
 import io
-import itertools
-import os
-import subprocess
-import sys
-import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,19 +9,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PluginEventAccumulator
 from tensorboard.plugins.hparams import metadata
 from tensorboard.plugins.hparams.backend_context import Context
-from tensorboard.summary.writer import event_file_writer
 from torch.utils.tensorboard import SummaryWriter
 
+from tests.utils.imports import imported_by_writing
 from trainkit.utils.events import EventStorage, TensorboardXWriter
 
 SETTINGS = {"SOLVER.BASE_LR": 0.5, "SEED": 3, "MODEL.NAME": "Net", "FLAG": True, "DATASETS.VAL": ["a"], "NONE": None}
 
 
-@pytest.fixture(autouse=True)
-def seconds(monkeypatch):
-    """Each file of events begins in a second of its own, as with processes: its name has to tell the order."""
-    clock = itertools.count(1_700_000_000)
-    monkeypatch.setattr(event_file_writer, "time", SimpleNamespace(time=lambda: next(clock), sleep=time.sleep))
+pytestmark = pytest.mark.usefixtures("seconds")
 
 
 def events_in(folder):
@@ -319,46 +309,11 @@ def test_images_and_histograms_of_a_resumed_run_do_not_overlap(tmp_path, load):
 
 # ---------------------------------------------------------------------- imports
 
-WRITE_IN_A_THREAD = """
-import sys, threading
-import torch
-from trainkit.utils.events import EventStorage, TensorboardXWriter
-
-writer = TensorboardXWriter("out", settings={"SEED": 3, "MODEL.NAME": "Net"}, config="A: 1")
-if sys.argv[1] == "begin":
-    writer.begin(None)
-
-
-def write():
-    with EventStorage() as storage:
-        storage.put_scalar("loss", 1.0)
-        storage.put_image("image", torch.zeros(3, 2, 2))
-        storage.put_histogram("weights", torch.arange(4.0))
-        writer.write()
-        writer.state_dict()
-        writer.close()
-
-
-from pathlib import Path
-before = set(sys.modules)
-assert not Path("out").exists()
-thread = threading.Thread(target=write)
-thread.start()
-thread.join()
-assert [*Path("out").iterdir()]
-print(*sorted(set(sys.modules) - before))
-"""
-
 
 def test_after_the_begin_of_training_a_write_imports_nothing(tmp_path):
-    def imported(*arguments):
-        command = [sys.executable, "-c", WRITE_IN_A_THREAD, *arguments]
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-        done = subprocess.run(command, cwd=tmp_path / arguments[0], env=environment, capture_output=True, text=True)
-        assert (done.returncode, done.stderr) == (0, "")
-        return done.stdout.split()
+    writer = 'TensorboardXWriter({!r}, settings={{"SEED": 3, "MODEL.NAME": "Net"}}, config="A: 1")'
 
-    for name in ("begin", "without"):
-        (tmp_path / name).mkdir()
-    assert imported("begin") == []
-    assert "torch.utils.tensorboard" in imported("without")
+    assert imported_by_writing(writer.format("begun"), tmp_path, begun=True) == []
+    assert "torch.utils.tensorboard" in imported_by_writing(writer.format("other"), tmp_path, begun=False)
+    for folder in ("begun", "other"):
+        assert [*(tmp_path / folder).iterdir()]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.utils.imports import imported_by_writing
 from tests.utils.wandb_file import finished_runs, read_runs
 from trainkit.utils.events import EventStorage, WandbWriter
 
@@ -332,41 +333,7 @@ def test_a_run_that_is_killed_goes_on_in_its_run_and_touches_nothing_but_its_fol
     assert {path.name for path in tmp_path.iterdir()} == {"out", "state.pth", *(p.name for p in places.values())}
 
 
-WRITE_IN_A_THREAD = """
-import sys, threading
-import torch
-from trainkit.utils.events import EventStorage, WandbWriter
-
-writer = WandbWriter("out")
-if sys.argv[1] == "begin":
-    writer.begin(None)
-
-
-def write():
-    with EventStorage() as storage:
-        storage.put_scalar("loss", 1.0)
-        storage.put_image("image", torch.zeros(3, 2, 2))
-        storage.put_histogram("weights", torch.arange(4.0))
-        writer.write()
-        writer.close()
-
-
-before = set(sys.modules)
-thread = threading.Thread(target=write)
-thread.start()
-thread.join()
-print(*sorted(set(sys.modules) - before))
-"""
-
-
 @needs_wandb
 def test_after_the_begin_of_training_a_write_imports_nothing(tmp_path):
-    def imported(*arguments):
-        command = [sys.executable, "-c", WRITE_IN_A_THREAD, *arguments]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert (done.returncode, done.stderr) == (0, "")
-        return done.stdout.split()
-
-    assert imported("begin") == []
-    assert {"wandb", "PIL.Image"} < {*imported("without")}
+    assert imported_by_writing("WandbWriter('begun')", tmp_path, begun=True) == []
+    assert {"wandb", "PIL.Image"} < {*imported_by_writing("WandbWriter('other')", tmp_path, begun=False)}

@@ -71,7 +71,8 @@ class ResumableLoader(DataLoader[Any]):
 
     A `ToIterableDataset` is read by its indices: its batches are consecutive parts of the stream, whoever loads them.
 
-    What a map-style dataset or ``collate_fn`` raises has a note of the samples (a line of the log on Python 3.10).
+    What a map-style dataset or ``collate_fn`` raises has a note of the samples (a line of the log on Python 3.10), but
+    not from a loader with an obstacle, unless its sampler is an `InferenceSampler`.
 
     Args:
         seed: of augmentation if the sampler is no `InfiniteSampler`, which has one; None: ``torch.initial_seed()``.

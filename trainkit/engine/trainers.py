@@ -128,7 +128,6 @@ class SimpleTrainer(TrainerBase):
         self._sample: tuple[nn.Module | None, Tensor | None] = (None, None)  # the model and a tensor of it
         self._losses_described = False
         self._has_stepped = False
-        self._is_alone = comm.get_world_size() == 1  # to ask in each step costs as much as a hook
         if non_finite == "skip":
             device = device_of(model)
             prepare_to_skip(optimizer, "cpu" if device is None else device.type)
@@ -284,7 +283,6 @@ class SimpleTrainer(TrainerBase):
 
     def begin_run(self) -> None:
         self._flags = {}  # a run that failed has left them set
-        self._is_alone = comm.get_world_size() == 1
 
     # ------------------------------------------------------------------ data
 
@@ -388,16 +386,16 @@ class SimpleTrainer(TrainerBase):
 
     def _write_metrics(self, losses: Losses, data_time: float, extra: dict[str, Tensor]) -> None:
         record = StepRecord(losses, data_time, self.iter, extra, self._flag)
-        storage = get_event_storage()
+        storage, alone = get_event_storage(), comm.get_world_size() == 1
         # what is on the host already costs less to store than to hand over
-        if not self.async_write_metrics or (self._is_alone and not record.is_under_way()):
+        if not self.async_write_metrics or (alone and not record.is_under_way()):
             storage.put_later(self._store_metrics, record)
-            if not (self._is_alone and record.is_unremarkable()):
+            if not (alone and record.is_unremarkable()):
                 storage.flush()
             return
         storage.start_deferring()
         storage.put_later(self._store_metrics, record)
-        if not self._is_alone:
+        if not alone:
             # now, not once per log period: a rank that reads the storage waits for the others' records of this step
             metrics_group()
             storage.hand_over()
@@ -414,12 +412,10 @@ class SimpleTrainer(TrainerBase):
         if self._judge.skips:
             values["skipped_updates"] = self._judge.skipped
         gather = (record.iter + 1) % self.gather_metric_period == 0
-        if not gather and not self._is_alone:
+        if not gather and comm.get_world_size() > 1:
             return
-        means, max_data_time, failure = values, record.data_time, self._judge.take_failure()
         try:
-            if failure is not None or not self._is_alone:
-                means, max_data_time = reduce_over_ranks(values, record.data_time, failure)
+            means, max_data_time = reduce_over_ranks(values, record.data_time, self._judge.take_failure())
         except FloatingPointError:
             self._flags = {}  # they stay set, and a loop that is not `train` may go on
             if self.async_write_metrics:  # the loops may have got differently far: none of them exchanges the rest
@@ -428,7 +424,7 @@ class SimpleTrainer(TrainerBase):
         if not gather:
             return
         if self.non_finite != "ignore" and not math.isfinite(means["total_loss"]):  # it would spoil every average
-            for name in [*itertools.islice(values, record.num_losses)]:
+            for name in itertools.islice(values, record.num_losses):
                 del means[name]
         put_metrics(means, record.data_time, max_data_time, record.iter)
 

@@ -15,6 +15,8 @@ from torch.autograd.variable import Variable
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
+_BACKWARDS = Tensor.backward, torch.autograd.backward
+
 
 def zero_grad(optimizer: Optimizer) -> None:
     """``optimizer.zero_grad()``."""
@@ -25,9 +27,6 @@ def zero_grad(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
-
-
-_BACKWARDS = Tensor.backward, torch.autograd.backward
 
 
 def backward(loss: Tensor) -> None:

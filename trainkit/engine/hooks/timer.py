@@ -5,7 +5,7 @@ import logging
 import time
 
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
-from trainkit.engine.train_loop import HookBase, Priority, check_period
+from trainkit.engine.train_loop import HookBase, Priority, check_period, is_due
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class IterationTimer(HookBase):
 
     def after_step(self) -> None:
         now = time.perf_counter()
-        if self._epoch_begin is not None and (self.trainer.iter + 1) % self._iters_per_epoch == 0:
+        if self._epoch_begin is not None and is_due(self.trainer, self._iters_per_epoch):
             self.trainer.storage.put_scalar("epoch_time", now - self._epoch_begin, smoothing_hint=False)
         if self._started_iters <= self._warmup_iter:
             return

@@ -59,8 +59,7 @@ class PeriodicWriter(HookBase):
     def after_step(self) -> None:
         for writer in self._advancing:
             writer.advance(self.trainer)
-        evaluated = self._eval_hooks and self._was_evaluated(self.trainer.iter + 1)
-        if evaluated or is_due(self.trainer, self._period, or_last=True):
+        if is_due(self.trainer, self._period, or_last=True) or self._was_evaluated(self.trainer.iter + 1):
             self.trainer.storage.publish(self._write_on_the_way)
 
     def _was_evaluated(self, done_iters: int) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainkit.utils.events.imports import import_image_formats, import_installed
 from trainkit.utils.events.storage import EventStorage, Histogram, get_event_storage
 from trainkit.utils.events.writers import EventWriter, Scalar, Unwritten, rows_by_iteration
 
@@ -60,11 +61,8 @@ class WandbWriter(EventWriter):
         self._next_step = 0
 
     def begin(self, trainer: Any) -> None:
-        # in the loop: workers that a loader forks while another thread imports may wait for that import for ever
-        with contextlib.suppress(ImportError):  # only images need it
-            importlib.import_module("PIL.Image").preinit()
-        with contextlib.suppress(ImportError):  # wandb looks whether a value is one of its tables
-            importlib.import_module("pandas")
+        import_image_formats()
+        import_installed("pandas")  # wandb looks whether a value is one of its tables
         try:
             self._run = self._run or self._open()
         except OSError:

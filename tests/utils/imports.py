@@ -1,0 +1,48 @@
+"""What a writer imports while it writes, in a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+WRITE_IN_A_THREAD = """
+import sys, threading
+import torch
+from trainkit.utils.events import *
+
+writer = {writer}
+if {begun}:
+    writer.begin(None)
+
+
+def write():
+    with EventStorage() as storage:
+        storage.put_scalar("loss", 1.0)
+        storage.put_image("image", torch.zeros(3, 2, 2))
+        storage.put_histogram("weights", torch.arange(4.0))
+        writer.write()
+        writer.state_dict()
+        writer.close()
+
+
+before = set(sys.modules)
+thread = threading.Thread(target=write)
+thread.start()
+thread.join()
+print(*sorted(set(sys.modules) - before))
+"""
+
+
+def imported_by_writing(writer, folder, *, begun):
+    """Names of modules.
+
+    Args:
+        writer: what makes it, an expression.
+        folder: the working directory.
+        begun: whether the writer's ``begin`` was called before.
+    """
+    command = [sys.executable, "-c", WRITE_IN_A_THREAD.format(writer=writer, begun=begun)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.split()
