@@ -4,6 +4,8 @@ import logging
 import math
 import os
 import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,11 +15,14 @@ from torch import nn
 from tests.engine.tiny import Regression, Weight, batches, scalars, sgd
 from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer
+from trainkit.engine import metrics
 from trainkit.engine.hooks import BestCheckpointer, CallbackHook, EarlyStopping, EvalHook, PeriodicWriter, PreciseBN
 from trainkit.engine.metrics import mean_losses, reduce_over_ranks
 from trainkit.engine.parallel import create_ddp_model
 from trainkit.engine.trainers import SimpleTrainer
+from trainkit.utils import shared_rows
 from trainkit.utils.losses import parse_losses
+from trainkit.utils.shared_rows import SharedRows
 
 
 def test_one_process_keeps_its_own_values():
@@ -68,6 +73,28 @@ def exchange(rank, folder):
         "many on one rank": reduce_over_ranks(many if rank else {"loss_7": 0.0}, 0.5)[0]["loss_7"],
         "again": reduce_over_ranks(names, 0.25),
     }
+
+
+def exchange_through_memory(rank, folder):
+    memory = Path(folder, "memory")
+    memory.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_rows, "FOLDER", memory)
+        metrics.prepare_exchange()
+    for late in range(2):  # long enough for the other to ask whether this one is still there
+        time.sleep(0.3 * (rank == late))
+        reduce_over_ranks({"total_loss": 1.0}, 0.0)
+    found = exchange(rank, folder)
+    through_memory = [rows is not None for rows in metrics._shared_rows.values()]  # of this group alone
+    return {"found": found, "through memory": through_memory, "left": os.listdir(memory)}
+
+
+def exchange_over_gloo(rank, folder):
+    """One rank finds no file, as on another machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(SharedRows, "__init__", lambda *arguments: os.stat(folder + "/of another machine"))
+        return exchange_through_memory(rank, folder)
 
 
 def losses(rank, folder):
@@ -218,7 +245,8 @@ def precise_bn_of_nothing(rank, folder):
 
 
 CHECKS = (
-    exchange,
+    exchange_through_memory,
+    exchange_over_gloo,
     losses,
     nan_on_one_rank,
     nan_on_one_rank_asynchronously,
@@ -238,7 +266,7 @@ def ranks(tmp_path_factory):
 
 
 def test_ranks_share_means_and_the_longest_data_time_whatever_names_they_have(ranks):
-    expected = {
+    means = {
         "means": ({"total_loss": 0.5, "a": 1.5}, 1.25),
         "other names": ({"total_loss": 2.0, "a": 2.0, "b": 5.0}, 0.5),
         "other order": ({"total_loss": 0.5, "a": 1.5}, 0.5),
@@ -247,7 +275,9 @@ def test_ranks_share_means_and_the_longest_data_time_whatever_names_they_have(ra
         "many on one rank": 4.0,
         "again": ({"total_loss": 0.5, "a": 1.5}, 0.25),
     }
-    assert ranks["exchange"] == [expected, expected]
+    for how in ("through_memory", "over_gloo"):
+        expected = {"found": means, "through memory": [how == "through_memory"], "left": []}
+        assert ranks[f"exchange_{how}"] == [expected, expected]
 
 
 def test_a_rank_that_fails_has_its_metrics_without_waiting_for_others(ranks):

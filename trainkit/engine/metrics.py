@@ -1,6 +1,7 @@
 """The way of a step's losses from the device to the storage, and from every rank to all."""
 
 import math
+import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -14,6 +15,7 @@ from trainkit.engine.finite import raise_failure
 from trainkit.utils import comm
 from trainkit.utils.events import get_event_storage
 from trainkit.utils.losses import Losses
+from trainkit.utils.shared_rows import SharedRows
 
 
 def mean_losses(losses: Sequence[Losses]) -> Losses:
@@ -132,6 +134,10 @@ def put_metrics(
 # ---------------------------------------------------------------------- over ranks
 
 _CAPACITY = 64  # losses that fit into one exchange
+_WIDTH = 3 + _CAPACITY
+
+# by the group of the metrics; None: over Gloo
+_shared_rows: "weakref.WeakKeyDictionary[dist.ProcessGroup, SharedRows | None]" = weakref.WeakKeyDictionary()
 
 
 def reduce_over_ranks(
@@ -148,18 +154,16 @@ def reduce_over_ranks(
         if failure is not None:
             raise_failure([failure])
         return dict(values), data_time
-    group = metrics_group()
+    group = prepare_exchange()
+    assert group is not None
     names = zlib.crc32("\n".join(values).encode())
     # in numpy: on so few numbers an operation of torch takes ten times as long
-    mine = np.zeros(_CAPACITY + 3)
+    mine = np.zeros(_WIDTH)  # the same on every rank: Gloo would mix up garbage otherwise
     mine[:3] = names, data_time, failure is not None
     fits = len(values) <= _CAPACITY
     if fits:
         mine[3 : len(values) + 3] = list(values.values())
-    every = torch.empty(comm.get_world_size(), len(mine), dtype=torch.float64)
-    # the same length on every rank: gloo would add up garbage otherwise
-    dist.all_gather(list(every.unbind()), torch.from_numpy(mine), group=group)
-    table = every.numpy()
+    table = _all_gather(mine, group)
     max_data_time = float(table[:, 1].max())
     if table[:, 2].any():
         raise_failure(comm.all_gather(failure, group=group))
@@ -170,6 +174,21 @@ def reduce_over_ranks(
     return {name: sum(found) / len(found) for name, found in together.items()}, max_data_time
 
 
-def metrics_group() -> "dist.ProcessGroup | None":
-    """A group of our own: a worker thread may use it while the loop uses the others; see `comm.side_group`."""
-    return comm.side_group("metrics")
+def prepare_exchange() -> "dist.ProcessGroup | None":
+    """A group of our own, so that a worker thread may use it while the loop uses the others; None with one process.
+
+    The first call makes it, as in `comm.side_group`, and memory that the processes of one machine share.
+    """
+    group = comm.side_group("metrics")
+    if group is not None and group not in _shared_rows:
+        _shared_rows[group] = SharedRows.among_all(_WIDTH)
+    return group
+
+
+def _all_gather(row: np.ndarray, group: "dist.ProcessGroup") -> np.ndarray:
+    shared = _shared_rows[group]
+    if shared is not None:
+        return shared.all_gather(row)
+    every = torch.empty(comm.get_world_size(), len(row), dtype=torch.float64)
+    dist.all_gather(list(every.unbind()), torch.from_numpy(row), group=group)
+    return every.numpy()

@@ -32,7 +32,7 @@ from trainkit.engine.metrics import (
     STORED_BESIDE_LOSSES,
     StepRecord,
     mean_losses,
-    metrics_group,
+    prepare_exchange,
     put_metrics,
     reduce_over_ranks,
 )
@@ -397,7 +397,7 @@ class SimpleTrainer(TrainerBase):
         storage.put_later(self._store_metrics, record)
         if not alone:
             # now, not once per log period: a rank that reads the storage waits for the others' records of this step
-            metrics_group()
+            prepare_exchange()
             storage.hand_over()
 
     def _store_metrics(self, record: StepRecord) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from trainkit.config import ConfigError
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
-from trainkit.engine.metrics import metrics_group, reduce_over_ranks
+from trainkit.engine.metrics import prepare_exchange, reduce_over_ranks
 from trainkit.engine.train_loop import HookBase, check_period, is_due
 from trainkit.utils import comm
 from trainkit.utils.batches import num_samples
@@ -55,7 +55,7 @@ class Throughput(HookBase):
         self._forget()
         self._flops_per_sample = self._ask_for_flops()
         self._tokens_per_sample = _number(unwrap_model(self.trainer.model), "tokens_per_sample")
-        metrics_group()  # made here, in the thread of the loop
+        prepare_exchange()  # made here, in the thread of the loop
 
     def before_step(self) -> None:
         self._step_begin = time.perf_counter()
