@@ -88,9 +88,12 @@ class SharedRows:
             if row[0] == self._count and row[1] == zlib.crc32(row[2:].data, self._count):
                 return
             if has_ended:
-                raise RuntimeError(f"rank {rank} has ended; rank {self._rank} waits for its metrics in vain")
+                raise RuntimeError(f"rank {rank} has ended while rank {self._rank} waits for its metrics; see its log")
             if waited > dist.default_pg_timeout.total_seconds():
-                raise RuntimeError(f"rank {self._rank} has waited {waited:.0f} s for the metrics of rank {rank}")
+                raise RuntimeError(
+                    f"rank {self._rank} has waited {waited:.0f} s for the metrics of rank {rank}; all ranks must "
+                    "exchange them in the same iterations (py-spy dump shows where a process is)"
+                )
             pause = 0.0 if look < _LOOKS_AT_ONCE else min(1e-3, 5e-5 * (look - _LOOKS_AT_ONCE))
             time.sleep(pause)  # also 0, for other threads
             waited += pause
