@@ -15,6 +15,11 @@ def pytest_configure(config):
         config.option.loadscopereorder = False
 
 
+def pytest_collection_modifyitems(items):
+    """The longest files first: at the end one of them would keep one worker while the others have nothing left."""
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/tools/"))
+
+
 _is_under_way = StepRecord.is_under_way
 
 
