@@ -23,7 +23,7 @@ _Found = dict[str, dict[str, list[float]]]
 _EVERY_STEP, _NEVER = "gathered every step", "never gathered"
 
 
-def ranks(rounds: int = 15, *, scratch: Path, steps: int = 400, width: int = 1024) -> list[Row]:
+def ranks(rounds: int = 45, *, scratch: Path, steps: int = 130, width: int = 1024) -> list[Row]:
     """`SimpleTrainer` on two processes over Gloo, under DDP: metrics averaged in every step, over never.
 
     The model is that of the step rows, whose step is little more than one exchange, and one with some layers of

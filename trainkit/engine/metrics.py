@@ -154,7 +154,8 @@ def reduce_over_ranks(
         if failure is not None:
             raise_failure([failure])
         return dict(values), data_time
-    group = prepare_exchange()
+    prepare_exchange()
+    group = comm.side_group("metrics")
     assert group is not None
     names = zlib.crc32("\n".join(values).encode())
     # in numpy: on so few numbers an operation of torch takes ten times as long
@@ -174,15 +175,18 @@ def reduce_over_ranks(
     return {name: sum(found) / len(found) for name, found in together.items()}, max_data_time
 
 
-def prepare_exchange() -> "dist.ProcessGroup | None":
-    """A group of our own, so that a worker thread may use it while the loop uses the others; None with one process.
+def prepare_exchange() -> bool:
+    """Whether metrics go over a network, and not through memory that the processes of one machine share.
 
-    The first call makes it, as in `comm.side_group`, and memory that the processes of one machine share.
+    The first call makes what that takes, a process group of our own included, so that a worker thread may exchange them
+    while the loop uses the others: on all ranks in the thread of the loop, see `comm.side_group`.
     """
     group = comm.side_group("metrics")
-    if group is not None and group not in _shared_rows:
+    if group is None:
+        return False
+    if group not in _shared_rows:
         _shared_rows[group] = SharedRows.among_all(_WIDTH)
-    return group
+    return _shared_rows[group] is None
 
 
 def _all_gather(row: np.ndarray, group: "dist.ProcessGroup") -> np.ndarray:

@@ -86,7 +86,7 @@ class SimpleTrainer(TrainerBase):
                 less memory where a model's forward is large.
             async_write_metrics: read the losses from the device, and exchange them with the other ranks, in a worker
                 thread. An error there, a loss that is not finite included, ends the run one log period later at most.
-                One process on a CPU has nothing to wait for, and no worker.
+                On the CPUs of one machine there is nothing to wait for, and no worker.
             accumulation_steps: micro-batches per iteration; equals one batch of so many times the size for losses
                 that are means over the batch.
             clip_gradients: called with the parameters between ``after_backward`` and the update, such as
@@ -387,8 +387,9 @@ class SimpleTrainer(TrainerBase):
     def _write_metrics(self, losses: Losses, data_time: float, extra: dict[str, Tensor]) -> None:
         record = StepRecord(losses, data_time, self.iter, extra, self._flag)
         storage, alone = get_event_storage(), comm.get_world_size() == 1
-        # what is on the host already costs less to store than to hand over
-        if not self.async_write_metrics or (alone and not record.is_under_way()):
+        goes_over_network = prepare_exchange()
+        # what is on the host already, and stays there, costs less to store than to hand over
+        if not self.async_write_metrics or not (goes_over_network or record.is_under_way()):
             storage.put_later(self._store_metrics, record)
             if not (alone and record.is_unremarkable()):
                 storage.flush()
@@ -397,7 +398,6 @@ class SimpleTrainer(TrainerBase):
         storage.put_later(self._store_metrics, record)
         if not alone:
             # now, not once per log period: a rank that reads the storage waits for the others' records of this step
-            prepare_exchange()
             storage.hand_over()
 
     def _store_metrics(self, record: StepRecord) -> None:
