@@ -40,7 +40,7 @@ class Past(HookBase):
 
 
 def history(
-    rounds: int = 150, *, scratch: Path, steps: int = 200, old_steps: int = _OLD_STEPS, pairs: int = 2
+    rounds: int = 150, *, scratch: Path, steps: int = 200, old_steps: int = _OLD_STEPS, pairs: int = 4
 ) -> list[Row]:
     """Each trainer of the step rows with a storage that holds ``old_steps`` steps, over one that holds 1,000.
 
