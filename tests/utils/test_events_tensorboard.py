@@ -1,6 +1,7 @@
 """What a run was made of, in TensorBoard's tabs HPARAMS and TEXT, and what a resumed one shows there."""
 
 import io
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -317,3 +318,10 @@ def test_after_the_begin_of_training_a_write_imports_nothing(tmp_path):
     assert "torch.utils.tensorboard" in imported_by_writing(writer.format("other"), tmp_path, begun=False)
     for folder in ("begun", "other"):
         assert [*(tmp_path / folder).iterdir()]
+
+
+def test_a_package_that_cannot_be_imported_is_found_before_training(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+
+    with pytest.raises(ImportError, match=r"torch\.utils\.tensorboard"):
+        TensorboardXWriter(tmp_path).begin(None)

@@ -95,7 +95,7 @@ def test_a_process_that_was_killed_is_named(path, start):
     start(join, path, opened, lambda theirs: os.kill(os.getpid(), signal.SIGKILL))
     opened.wait()
 
-    with pytest.raises(RuntimeError, match="rank 1 has ended while rank 0 waits for its metrics"):
+    with pytest.raises(RuntimeError, match="rank 1 has ended, or failed, while rank 0 waits for its metrics"):
         rows.all_gather(row(0, 1))
 
 
@@ -118,6 +118,31 @@ def test_a_process_is_waited_for_while_it_is_there_but_not_for_ever(path, start,
 
     with pytest.raises(RuntimeError, match="rank 0 has waited 1 s for the metrics of rank 1"):
         rows.all_gather(row(0, 1))
+    ending.set()
+
+
+def give_up(theirs, given_up, ending):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "default_pg_timeout", timedelta(0))
+        with pytest.raises(RuntimeError, match="rank 1 has waited"):
+            theirs.all_gather(row(1, 1))
+    with pytest.raises(RuntimeError, match="rank 1 cannot exchange metrics: another exchange has failed"):
+        theirs.all_gather(row(1, 2))
+    given_up.set()
+    ending.wait()
+
+
+def test_behind_an_exchange_that_failed_there_is_none_and_nobody_waits_for_it(path, start):
+    """Its row of the exchange that failed would be taken for that of a later one."""
+    opened, given_up, ending = forked.Barrier(2), forked.Event(), forked.Event()
+    start(join, path, opened, lambda theirs: give_up(theirs, given_up, ending))
+    opened.wait()
+    assert given_up.wait(timeout=20)
+    rows = pair(path)
+
+    rows.all_gather(row(0, 1))
+    with pytest.raises(RuntimeError, match="rank 1 has ended, or failed"):
+        rows.all_gather(row(0, 2))
     ending.set()
 
 

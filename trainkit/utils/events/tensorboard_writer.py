@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainkit.utils.events.imports import import_image_formats, import_installed
+from trainkit.utils.events.imports import import_image_formats
 from trainkit.utils.events.run_file import copy_tail
 from trainkit.utils.events.storage import EventStorage, get_event_storage
 from trainkit.utils.events.writers import EventWriter, Scalar, Unwritten
@@ -61,7 +61,8 @@ class TensorboardXWriter(EventWriter):
         self._sizes: dict[str, int] | None = None  # of the files that belong to the run; None: all that is there
 
     def begin(self, trainer: Any) -> None:
-        import_installed("torch.utils.tensorboard", "tensorboard.plugins.hparams.metadata")
+        importlib.import_module("torch.utils.tensorboard")
+        importlib.import_module("tensorboard.plugins.hparams.metadata")
         import_image_formats()
 
     def write(self) -> None:
