@@ -15,6 +15,7 @@ from trainkit.utils.numbers import is_number, is_whole
 logger = logging.getLogger(__name__)
 
 _DIGITS = re.compile(r"\d+")
+_URL = re.compile(r"[A-Za-z][\w+.-]*://")
 _MINIMA = {
     "CHECKPOINT.START": 0,
     "DATALOADER.NUM_WORKERS": 0,
@@ -70,6 +71,7 @@ def check_values(cfg: CfgNode, *, warn: bool = True) -> None:
         if _get(cfg, key) not in choices:
             accepted = ", ".join(choice or '""' for choice in choices)
             raise ConfigError(f"{key} is {_get(cfg, key)!r}; accepted: {accepted}")
+    _check_folders(cfg)
     _check_amp(cfg.SOLVER.AMP)
     check_expected_results(cfg)
     if cfg.EARLY_STOPPING.METRIC and cfg.TEST.EVAL_PERIOD == 0:
@@ -149,6 +151,14 @@ def _check_threshold(options: CfgNode) -> None:
             f"EARLY_STOPPING.THRESHOLD is {threshold}, but EARLY_STOPPING.METRIC is empty; set it to the name of the "
             "evaluation result that is compared"
         )
+
+
+def _check_folders(cfg: CfgNode) -> None:
+    if not cfg.OUTPUT_DIR:
+        raise ConfigError("OUTPUT_DIR is empty, so nothing could be saved; set it to a folder")
+    for key in ("OUTPUT_DIR", "CHECKPOINT.DIR"):
+        if _URL.match(folder := _get(cfg, key)):
+            raise ConfigError(f"{key} is {folder!r}, a URL; accepted: a folder of this machine, or one that is mounted")
 
 
 def _check_checkpoints(cfg: CfgNode) -> None:
