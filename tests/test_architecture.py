@@ -14,7 +14,7 @@ LAYERS = [
     ["trainkit.config"],
     ["trainkit.checkpoint", "trainkit.data", "trainkit.modeling", "trainkit.solver"],
     ["trainkit.evaluation"],
-    ["trainkit.engine.global_batch", "trainkit.engine.elastic", "trainkit.engine.failures"],
+    ["trainkit.engine.command", "trainkit.engine.elastic", "trainkit.engine.failures", "trainkit.engine.global_batch"],
     ["trainkit.engine.hook_base", "trainkit.engine.periods", "trainkit.engine.stopping"],
     ["trainkit.engine.finite", "trainkit.engine.hook_list"],
     ["trainkit.engine.train_loop"],
@@ -28,6 +28,7 @@ LAYERS = [
     ["trainkit.engine.predictor", "trainkit.engine.setup", "trainkit.engine.launch"],
     ["trainkit.engine.evaluation_run"],
     ["trainkit.engine.defaults"],
+    ["trainkit.engine.entry"],
     ["trainkit.engine"],
     ["projects", "tools"],
 ]

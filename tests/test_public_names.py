@@ -82,6 +82,7 @@ PUBLIC = {
         "hooks",
         "is_restarted",
         "launch",
+        "run",
         "user_errors_exit",
     },
     "trainkit.engine.hooks": {

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trainkit.checkpoint import Checkpointer, PeriodicCheckpointer
-from trainkit.config import CfgNode, get_cfg, import_modules, resolve_lengths
+from trainkit.config import CfgNode, ConfigError, get_cfg, import_modules, resolve_lengths
 from trainkit.data import build_test_loader, build_train_loader, iters_per_epoch
 from trainkit.engine import default_argument_parser, default_setup, default_writers, fast_dev_config, user_errors_exit
 from trainkit.evaluation import build_evaluator, inference_on_dataset, print_csv_format
@@ -87,12 +87,18 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         cfg = get_cfg()
         cfg.merge_from_file(args.config_file or str(ROOT / "projects/digits/config.yaml"))
         cfg.merge_from_list(args.opts)
+        if args.resume:
+            raise ConfigError("--resume is given, but the plain loop cannot resume; use tools/train_net.py")
         if args.fast_dev_run:
             cfg = fast_dev_config(cfg)
         default_setup(cfg, args)
         import_modules(cfg.IMPORTS)
         model = build_model(cfg)
-        Checkpointer(model, cfg.OUTPUT_DIR).load(cfg.MODEL.WEIGHTS)
+        checkpointer = Checkpointer(model, cfg.OUTPUT_DIR)
+        weights = cfg.MODEL.WEIGHTS or (checkpointer.get_checkpoint_file() if args.eval_only else "")
+        if args.eval_only and not weights:
+            raise ConfigError(f"there is nothing to evaluate: no checkpoint in {cfg.OUTPUT_DIR}; set MODEL.WEIGHTS")
+        checkpointer.load(weights)
     return evaluate(cfg, model) if args.eval_only else train(cfg, model)
 
 

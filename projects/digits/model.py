@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainkit.config import CfgNode, configurable
+from trainkit.config import CfgNode, ConfigError, configurable
 from trainkit.modeling import MODEL_REGISTRY
 
 
@@ -31,6 +31,8 @@ class DigitsCNN(nn.Module):
     @configurable
     def __init__(self, width: int, dropout: float = 0.2, label_smoothing: float = 0.1) -> None:
         super().__init__()
+        if not isinstance(width, int) or width < 1:
+            raise ConfigError(f"MODEL.WIDTH is {width!r}; accepted: a number of at least 1")
         self.layers = nn.Sequential(
             *_conv(1, width),
             *_conv(width, width),

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from projects.segmentation.data import CANVAS_SIZE, CLASS_NAMES
-from trainkit.config import CfgNode, configurable
+from trainkit.config import CfgNode, ConfigError, configurable
 from trainkit.modeling import MODEL_REGISTRY
 
 PATCH_SIZE = 4
@@ -60,6 +60,8 @@ class Pyramid(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
+        if not isinstance(width, int) or width < 1:
+            raise ConfigError(f"MODEL.WIDTH is {width!r}; accepted: a number of at least 1")
         self.widths = [width, 2 * width, 4 * width, 4 * width]
         self.stages = nn.ModuleList(map(_convs, [1, *self.widths[:-1]], self.widths))
 

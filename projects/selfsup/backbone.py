@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainkit.config import CfgNode, configurable
+from trainkit.config import CfgNode, ConfigError, configurable
 
 
 def _conv(channels_in: int, channels_out: int) -> list[nn.Module]:
@@ -26,6 +26,8 @@ class Backbone(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
+        if not isinstance(width, int) or width < 1:
+            raise ConfigError(f"MODEL.WIDTH is {width!r}; accepted: a number of at least 1")
         self.out_channels = 4 * width
         self.layers = nn.Sequential(
             *_conv(1, width),

@@ -36,6 +36,11 @@ def run(source, where, **names):
     return names
 
 
+def contents(folder):
+    """The files of a finished run, but its log, which an evaluation goes on with."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name != "log.txt"}
+
+
 def shell_lines(text):
     """Lines of shell blocks, continued ones as one, and indented commands."""
     for language, code in fences(text):

@@ -5,10 +5,11 @@ import os
 import shlex
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
-from tests.docs.pages import ROOT, blocks, page, run
+from tests.docs.pages import ROOT, blocks, contents, page, run
 from trainkit.data import DatasetCatalog
 from trainkit.engine import default_argument_parser
 from trainkit.utils.logger import close_logger
@@ -16,7 +17,7 @@ from trainkit.utils.logger import close_logger
 PAGE = "docs/getting_started.md"
 SCRIPT, HOOK, REGISTER = blocks(PAGE, "python")
 COMMANDS = [shlex.split(line) for block in blocks(PAGE, "sh") for line in block.splitlines()]
-_, TRAIN, CHANGED, PLOT, RESUME, TWO = COMMANDS
+_, TRAIN, CHANGED, PLOT, TRIAL, EVALUATE, RESUME, TWO = COMMANDS
 TABLE_LINE = "| classification | top1                | 100.0000 |"
 END = "The run has finished after 600 of 600 iterations\n"
 
@@ -49,6 +50,8 @@ def test_these_are_the_commands():
         "python train.py",
         "python train.py OUTPUT_DIR",
         "python tools/plot_metrics.py output/spirals",
+        "python train.py --fast-dev-run",
+        "python train.py --eval-only",
         "python train.py --resume",
         "python train.py --num-gpus",
     ]
@@ -60,7 +63,13 @@ def test_the_job_learns_the_spirals_and_two_runs_are_compared_in_a_picture(train
         assert line in printed
         assert line in page(PAGE)
     assert "\n  files in output/spirals: " in printed
+    run_folder = folder / "output/spirals"
+    before = contents(run_folder)
+    assert TABLE_LINE in train(EVALUATE)
+    assert "The trial run was trained, evaluated, saved and loaded without an error" in train(TRIAL)
     assert "nothing is done" in train(RESUME)
+    assert contents(run_folder) == before
+    assert (run_folder / "fast_dev_run/model_final.pth").exists()
 
     pytest.importorskip("matplotlib")
     train(CHANGED)
@@ -70,9 +79,18 @@ def test_the_job_learns_the_spirals_and_two_runs_are_compared_in_a_picture(train
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("width", ["0", "a"])
+def test_a_width_that_makes_no_sense_is_one_message(train, capsys, width):
+    with pytest.raises(SystemExit):
+        train([*TRAIN, "OUTPUT_DIR", "output/wrong", "MODEL.WIDTH", width])
+    DatasetCatalog.remove("spirals_test")
+    width = repr(0 if width == "0" else width)
+    assert capsys.readouterr().err == f"error: MODEL.WIDTH is {width}; accepted: a number of at least 1\n"
+
+
 def test_the_hook_logs(train):
     script = SCRIPT.replace("class Trainer(", f"{HOOK}\n\nclass Trainer(")
-    script = script.replace("        trainer.resume_or_load(", f"        {REGISTER}        trainer.resume_or_load(")
+    script = script.replace("(DefaultTrainer):\n", f"(DefaultTrainer):\n{textwrap.indent(REGISTER, '    ')}\n")
     script = script.replace("from trainkit.engine import ", "from trainkit.engine import HookBase, ", 1)
     short = ["OUTPUT_DIR", "output/hook", "SOLVER.MAX_ITER", "20", "SOLVER.WARMUP_ITERS", "2"]
     assert " gradient_norm: " in train([*TRAIN, *short], script)

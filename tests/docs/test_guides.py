@@ -5,13 +5,14 @@ import logging
 import re
 import shlex
 from argparse import Namespace
+from contextlib import nullcontext
 
 import pytest
 import torch
 
-from tests.docs.pages import blocks, page, run
+from tests.docs.pages import blocks, contents, page, run
 from tests.engine.job import tiny_cfg
-from trainkit.config import CfgNode, get_cfg
+from trainkit.config import CfgNode, ConfigError, get_cfg
 from trainkit.data import MetadataCatalog, build_train_loader
 from trainkit.engine import DefaultTrainer, HookBase, TrainerBase, default_argument_parser, default_setup
 from trainkit.engine.hook_base import HOOK_POINTS
@@ -156,12 +157,17 @@ def test_a_script_for_detectron2_runs_by_its_imports_and_so_does_what_is_left_of
     if block == 0:
         source = source.replace("detectron2", "trainkit").replace("DetectionCheckpointer", "Checkpointer")
     main = run(source, "migrate_from_detectron2.md")["main"]
-    args = default_argument_parser().parse_args([*OPTIONS, "OUTPUT_DIR", str(tmp_path)])
-    assert main(args)["line"]["error"] < 0.2
+    command = [*OPTIONS, "OUTPUT_DIR", str(tmp_path)]
+    assert main(default_argument_parser().parse_args(command))["line"]["error"] < 0.2
     assert {"model_best.pth", "model_final.pth", "metrics.json"} <= {path.name for path in tmp_path.iterdir()}
-    if block == 0:
-        args.eval_only = args.resume = True
-        assert main(args)["line"]["error"] < 0.2
+    before = contents(tmp_path)
+    evaluate = ["--eval-only", "--resume"] if block == 0 else ["--eval-only"]  # in detectron2, of the last checkpoint
+    assert main(default_argument_parser().parse_args([*evaluate, *command]))["line"]["error"] < 0.2
+    trial = default_argument_parser().parse_args(["--fast-dev-run", *command])
+    with pytest.raises(ConfigError, match="--fast-dev-run") if block == 0 else nullcontext():
+        main(trial)
+    assert (tmp_path / "fast_dev_run").exists() is (block == 1)
+    assert contents(tmp_path) == before
 
 
 def test_the_plain_loop_and_the_trainer_have_the_same_losses(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """What a training script does before it trains: arguments, output folder, log, seed, writers."""
 
 import logging
+import os
 from argparse import Namespace
 
 import numpy as np
@@ -11,6 +12,7 @@ from tests.utils.terminal import showing_bars
 from trainkit.checkpoint import CheckpointError
 from trainkit.config import ConfigError, get_cfg
 from trainkit.engine import (
+    DefaultTrainer,
     default_argument_parser,
     default_setup,
     default_writers,
@@ -215,6 +217,59 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"OUTPUT_DIR '.*file/run' cannot be written: .*; choose another"):
         default_setup(cfg_for(tmp_path / "file/run"), NEW)
+
+
+@pytest.mark.parametrize("folder", ["file/checkpoints", "/proc/self"])
+def test_a_folder_for_checkpoints_that_cannot_be_written_is_named_and_nothing_is_moved(tmp_path, folder):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "metrics.json").write_text("old")
+    folder = tmp_path / folder  # the second one is absolute; it is there, but even root writes nothing into it
+    with pytest.raises(ConfigError, match=f"CHECKPOINT.DIR '{folder}' cannot be written: .*; choose another"):
+        default_setup(cfg_for(tmp_path, "CHECKPOINT.DIR", str(folder)), NEW)
+    assert names_in(tmp_path) == ["file", "metrics.json"]
+
+
+def test_the_folders_are_made_and_what_was_written_to_try_them_is_removed(tmp_path):
+    default_setup(cfg_for(tmp_path / "run", "CHECKPOINT.DIR", str(tmp_path / "a/b")), NEW)
+    assert names_in(tmp_path / "run") == ["config.yaml", "log.txt"]
+    assert names_in(tmp_path / "a/b") == []
+
+
+@pytest.mark.parametrize(
+    "options", [["OUTPUT_DIR", ""], ["OUTPUT_DIR", "s3://b/run"], ["CHECKPOINT.DIR", "s3://b/run"]]
+)
+@pytest.mark.parametrize("begin", [lambda cfg: default_setup(cfg, NEW), DefaultTrainer])
+def test_what_is_no_folder_is_refused_before_anything_is_made(tmp_path, monkeypatch, options, begin):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"^{options[0]} is "):
+        begin(cfg_for("run", *options))
+    assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"fast_dev_run": True}, "--fast-dev-run is given, but the config is that of the whole run; call .*engine.run"),
+        ({"num_gpus": 2}, "--num-gpus is 2, but the number of processes is 1; start them by trainkit.engine.launch"),
+    ],
+)
+def test_an_option_that_the_script_ignores_is_an_error_before_anything_is_made(tmp_path, option, message):
+    with pytest.raises(ConfigError, match=message):
+        default_setup(cfg_for(tmp_path / "run"), Namespace(**option))
+    assert names_in(tmp_path) == []
+    default_setup(fast_dev_config(cfg_for(tmp_path / "run")).clone(), Namespace(fast_dev_run=True))
+    assert names_in(tmp_path / "run/fast_dev_run") == ["config.yaml", "log.txt"]
+
+
+@pytest.mark.parametrize(("load", "threads", "said"), [(1.5, 2, True), (1.0, 2, False), (1.5, 1, False)])
+def test_a_busy_machine_is_named_in_one_line_with_what_helps(tmp_path, monkeypatch, load, threads, said):
+    cores = os.cpu_count()
+    monkeypatch.setattr(os, "getloadavg", lambda: (load * cores, 0.0, 0.0))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    default_setup(cfg_for(tmp_path), NEW)
+    lines = [line for line in (tmp_path / "log.txt").read_text().splitlines() if "OMP_NUM_THREADS" in line]
+    assert len(lines) == said
+    assert all(f"its load is {load * cores:.1f} on {cores} cores" in line for line in lines)
 
 
 def test_modules_of_imports_are_imported_and_a_wrong_one_is_named(tmp_path):

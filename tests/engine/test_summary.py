@@ -10,13 +10,14 @@ import pytest
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import AfterStep
 from trainkit.engine import DefaultTrainer, HookBase
-from trainkit.engine.summary import note_command
+from trainkit.engine.command import note_command
 
 
 def summary(tmp_path, caplog, *options, hooks=(), resume=False):
     """Its lines, and the trainer."""
-    note_command(Namespace(resume=resume))
-    trainer = DefaultTrainer(tiny_cfg(tmp_path, *options))
+    cfg = tiny_cfg(tmp_path, *options)
+    note_command(cfg, Namespace(resume=resume))
+    trainer = DefaultTrainer(cfg)
     trainer.register_hooks(list(hooks))
     with caplog.at_level(logging.INFO), contextlib.suppress(RuntimeError):
         trainer.train()

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from tools import train_net
-from trainkit.engine import default_argument_parser
+from trainkit.config import get_cfg
+from trainkit.engine import default_argument_parser, default_setup
 from trainkit.utils.logger import close_logger
 
 MAX_ITER = 12  # four epochs of three iterations
@@ -66,7 +67,11 @@ def in_one_piece(folder: Path, *options: Any) -> Run:
 
 def in_pieces(folder: Path, *options: Any) -> Run:
     """Two ``train()`` calls of one trainer, then one of a second trainer that resumes."""
-    trainer = train_net.Trainer(train_net.setup(_arguments(folder, options)))
+    args, cfg = _arguments(folder, options), get_cfg()
+    cfg.merge_from_file(train_net.DEFAULT_CONFIG)
+    cfg.merge_from_list(args.opts)
+    default_setup(cfg, args)
+    trainer = train_net.Trainer(cfg)
     trainer.train(max_iter=4)
     trainer.train(max_iter=8)
     close_logger()

@@ -3,6 +3,7 @@
 from trainkit.engine import hooks
 from trainkit.engine.defaults import DefaultTrainer
 from trainkit.engine.elastic import is_restarted
+from trainkit.engine.entry import run
 from trainkit.engine.evaluation_run import EvaluationRun
 from trainkit.engine.graph import GraphAMPTrainer, GraphTrainer
 from trainkit.engine.launch import DEFAULT_TIMEOUT, launch
@@ -36,6 +37,7 @@ __all__ = [
     "user_errors_exit",
     "default_writers",
     "launch",
+    "run",
     "DEFAULT_TIMEOUT",
     "create_ddp_model",
     "is_restarted",

@@ -26,6 +26,7 @@ from trainkit.config import (
 from trainkit.data.build import build_test_loader, build_train_loader
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.engine import hooks
+from trainkit.engine.command import RUN_DOES_IT, command_of
 from trainkit.engine.compile import compile_model, describe_inexact_compilation, explain_graph_break
 from trainkit.engine.elastic import is_restarted, note_begin
 from trainkit.engine.evaluation_run import averaging_hook, evaluate_models
@@ -86,6 +87,7 @@ class DefaultTrainer(TrainerBase):
     """
 
     own_keys = (*TrainerBase.own_keys, "data", "results")
+    _is_resumed = False
 
     def __init__(self, cfg: CfgNode) -> None:
         super().__init__()
@@ -162,8 +164,10 @@ class DefaultTrainer(TrainerBase):
             The results of the last evaluation, on rank 0.
 
         Raises:
+            ConfigError: the command of `default_setup` asks for an evaluation, or to resume what was not loaded.
             SystemExit: with code 1 if they differ from TEST.EXPECTED_RESULTS.
         """
+        self._check_command()
         if start_iter is None:
             start_iter = self.start_iter if self.status == "not started" else self._last_done_iter + 1
             if self.status == "finished" and max_iter is None:
@@ -190,10 +194,24 @@ class DefaultTrainer(TrainerBase):
             raise
         finally:
             if comm.is_main_process() and self.status in ENDS:
-                logger.info("%s", summarize(self, self._hooks, self.checkpointer, self.cfg.OUTPUT_DIR))
+                logger.info("%s", summarize(self, self._hooks, self.checkpointer, self.cfg))
         if comm.is_main_process() and self.cfg.TEST.EXPECTED_RESULTS and self.status == "finished":
             verify_results(self.cfg, self._results)
         return self._results
+
+    def _check_command(self) -> None:
+        """What the command asks for must not end in training over the files of a run."""
+        command = command_of(self.cfg)
+        if command.eval_only:
+            raise ConfigError(
+                f"--eval-only is given, but the script trains; {RUN_DOES_IT}, or evaluate and return if args.eval_only"
+            )
+        starts_over = self.status == "not started" and not self._is_resumed
+        if command.resume and starts_over and self.checkpointer.has_checkpoint():
+            raise ConfigError(
+                "--resume is given, but the script starts from the beginning; "
+                f"{RUN_DOES_IT}, or call trainer.resume_or_load(resume=args.resume) before train()"
+            )
 
     def run_step(self) -> None:
         trainer = self._step_trainer
@@ -223,6 +241,7 @@ class DefaultTrainer(TrainerBase):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        self._is_resumed = True
         self._results = state_dict.get("results", {})
         self._trainer.load_data_state_dict(state_dict.get("data", {}))
         self._trainer.load_step_state_dict(state_dict["_trainer"])

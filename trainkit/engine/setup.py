@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,11 +20,11 @@ from trainkit.checkpoint.folder import choose, find_checkpoint
 from trainkit.checkpoint.shards import FOLDER as SHARD_FOLDER
 from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, import_modules
 from trainkit.config.yaml_files import load_yaml
+from trainkit.engine.command import check_command, note_command, note_trial
 from trainkit.engine.elastic import is_restarted, note_begin
 from trainkit.engine.failures import says_it_for_all
-from trainkit.engine.summary import note_command
 from trainkit.utils import comm
-from trainkit.utils.collect_env import collect_env_info
+from trainkit.utils.collect_env import collect_env_info, describe_load
 from trainkit.utils.env import seed_all_rng
 from trainkit.utils.events import (
     CommonMetricPrinter,
@@ -134,15 +135,18 @@ def default_setup(cfg: CfgNode, args: Any) -> None:
         args: has ``resume`` and ``eval_only`` if they are set, see `default_argument_parser`.
 
     Raises:
-        ConfigError: the folder cannot be written, or a setting is not accepted.
+        ConfigError: a folder cannot be written, a setting is not accepted, or the script ignores an option.
     """
+    check_command(cfg, args)
     _check_settings(cfg)  # before anything is moved: a run that cannot begin leaves the old one to --resume
     output_dir, checkpoints = Path(cfg.OUTPUT_DIR), Path(checkpoint_dir(cfg))
     resume, eval_only = getattr(args, "resume", False) or is_restarted(), getattr(args, "eval_only", False)
     moved: list[Path] = []
     if comm.is_main_process():
+        _make_folder("OUTPUT_DIR", output_dir)
+        if not eval_only:
+            _make_folder("CHECKPOINT.DIR", checkpoints)
         try:
-            output_dir.mkdir(parents=True, exist_ok=True)
             if not eval_only and not (resume and _has_checkpoint(checkpoints)):
                 folders = dict.fromkeys([output_dir, checkpoints])
                 moved = [aside for folder in folders if (aside := _move_aside(folder, cfg.MODEL.WEIGHTS))]
@@ -154,11 +158,13 @@ def default_setup(cfg: CfgNode, args: Any) -> None:
         note_begin()
     comm.synchronize()
 
-    note_command(args)
+    note_command(cfg, args)
     show_bars(cfg.LOG.PROGRESS and comm.is_main_process())
     setup_logger(output_dir, distributed_rank=comm.get_rank())
     logger.info("Rank %d of %d\n%s", comm.get_rank(), comm.get_world_size(), collect_env_info())
     logger.info("Command: %s", " ".join(sys.argv))
+    if comm.is_main_process() and (text := describe_load()):
+        logger.warning("%s", text)
     if is_restarted() and not eval_only:
         logger.info("torchrun has started the run again; it goes on from its last checkpoint, if there is one")
     changes = "\n".join(f"  {key}: {value!r}" for key, value in _changes(cfg, get_cfg()))
@@ -226,6 +232,7 @@ def fast_dev_config(cfg: CfgNode) -> CfgNode:
     cfg.TEST.EVAL_AT_START, cfg.TEST.MAX_BATCHES, cfg.TEST.EXPECTED_RESULTS = True, 2, []
     cfg.TEST.PRECISE_BN.NUM_ITER = 2
     cfg.LOG.PERIOD = 1
+    note_trial(cfg)
     # with the periods and begins of a long run most hooks would do nothing, and schedules do not fit into six steps
     early = {"PERIOD": 1, "INTERVAL": 1, "BEGIN": 0}
     cfg.HOOKS = [
@@ -246,6 +253,16 @@ def _check_settings(cfg: CfgNode) -> None:
         raise ConfigError("DETERMINISTIC and CUDNN_BENCHMARK, which chooses kernels by their speed: switch one off")
     if cfg.FLOAT32_PRECISION not in ("", "highest", "high", "medium"):
         raise ConfigError(f'FLOAT32_PRECISION must be "", "highest", "high" or "medium", got {cfg.FLOAT32_PRECISION!r}')
+
+
+def _make_folder(key: str, folder: Path) -> None:
+    """Make the folder of a key, and write a file into it, since only that shows whether it can be done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".try_") as file:
+            file.write(b"x")
+    except OSError as error:
+        raise ConfigError(f"{key} {str(folder)!r} cannot be written: {error}; choose another") from error
 
 
 def _has_checkpoint(folder: Path) -> bool:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.checkpoint import CheckpointError
+from trainkit.config import CfgNode
+from trainkit.engine.command import command_of
 from trainkit.engine.train_loop import HookBase, TrainerBase
 from trainkit.utils.progress import is_notebook
 
@@ -20,23 +22,16 @@ ENDS = {"finished": "has finished", "stopped": "was stopped", "failed": "has fai
 
 _PERIODIC = re.compile(r"model_\d+\..+")  # checkpoints, of which there may be hundreds
 
-_resumes: bool | None = None  # whether the command does so as it stands; None: it has not said
 
-
-def note_command(args: Any) -> None:
-    """Remember of the arguments of a script whether it resumes."""
-    global _resumes
-    _resumes = getattr(args, "resume", None)
-
-
-def summarize(trainer: TrainerBase, hooks: Iterable[HookBase], checkpointer: Any, output_dir: str) -> str:
+def summarize(trainer: TrainerBase, hooks: Iterable[HookBase], checkpointer: Any, cfg: CfgNode) -> str:
     """Some lines: how far it came, what hooks have to say (their ``summary()``), what there is now, how it goes on."""
     lines = [f"The run {ENDS[trainer.status]} after {trainer.iter} of {trainer.max_iter} iterations"]
     lines += filter(None, map(_summary_of, hooks))
-    files = sorted(path.name + "/" * path.is_dir() for path in Path(output_dir).glob("*"))
-    lines.append(f"files in {output_dir}: {', '.join(_shortened(files))}")
+    files = sorted(path.name + "/" * path.is_dir() for path in Path(cfg.OUTPUT_DIR).glob("*"))
+    lines.append(f"files in {cfg.OUTPUT_DIR}: {', '.join(_shortened(files))}")
     if trainer.status != "finished":
-        lines.append(f"to go on: {_how_to_go_on()}" if _has_checkpoint(checkpointer) else "there is no checkpoint")
+        how = _how_to_go_on(command_of(cfg).resume)
+        lines.append(f"to go on: {how}" if _has_checkpoint(checkpointer) else "there is no checkpoint")
     return "\n  ".join(lines)
 
 
@@ -63,17 +58,18 @@ def _has_checkpoint(checkpointer: Any) -> bool:
         return False
 
 
-def _how_to_go_on() -> str:
+def _how_to_go_on(resumes: bool | None) -> str:
+    """By the command, if ``resumes`` says whether it does so as it stands."""
     if is_notebook():
         return "trainer.train()"
-    if _resumes is None:
+    if resumes is None:
         return "build the trainer again, resume_or_load(resume=True), train()"
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        return "the same torchrun command" + ("" if _resumes else ", with --resume behind the script")
+        return "the same torchrun command" + ("" if resumes else ", with --resume behind the script")
     arguments = sys.argv[1:]
     if multiprocessing.parent_process() is None:
         head = ["python", *sys.orig_argv[1 : len(sys.orig_argv) - len(arguments)]]  # -m and the module, or a script
     else:  # of a process that was spawned they are others
         head = ["python", *sys.argv[:1]]
     # in front, since settings may take the rest of a command line
-    return shlex.join([*head, *([] if _resumes else ["--resume"]), *arguments])
+    return shlex.join([*head, *([] if resumes else ["--resume"]), *arguments])

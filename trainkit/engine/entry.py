@@ -1,0 +1,46 @@
+"""A training script in one call."""
+
+import argparse
+import logging
+from typing import Any
+
+from trainkit.config import CfgNode, get_cfg
+from trainkit.engine.defaults import DefaultTrainer
+from trainkit.engine.evaluation_run import EvaluationRun
+from trainkit.engine.setup import default_setup, fast_dev_config, user_errors_exit
+
+logger = logging.getLogger(__name__)
+
+
+def run(args: argparse.Namespace, trainer_class: type[DefaultTrainer], cfg: CfgNode | None = None) -> dict[str, Any]:
+    """Train, resume, evaluate or try a job, as the options of `default_argument_parser` say; every process calls it.
+
+    Args:
+        cfg: the settings of the job, None for the defaults. ``--config-file`` and the ``KEY VALUE`` pairs are merged
+            into a copy; a frozen config is complete, and nothing is merged into it.
+
+    Returns:
+        The results of the last evaluation, on rank 0.
+
+    Raises:
+        SystemExit: see `user_errors_exit`; with code 1 if the results differ from TEST.EXPECTED_RESULTS.
+    """
+    with user_errors_exit():
+        cfg = get_cfg() if cfg is None else cfg.clone()
+        if not cfg.is_frozen():
+            if args.config_file:
+                cfg.merge_from_file(args.config_file)
+            cfg.merge_from_list(args.opts)
+        if args.fast_dev_run:
+            cfg = fast_dev_config(cfg)
+        cfg.freeze()
+        default_setup(cfg, args)
+        if args.eval_only:
+            return EvaluationRun(cfg, trainer_class).run()
+        trainer = trainer_class(cfg)
+        trainer.resume_or_load(resume=args.resume)
+        results = trainer.train()
+        if args.fast_dev_run:
+            trainer_class(cfg).resume_or_load(resume=True)
+            logger.info("The trial run was trained, evaluated, saved and loaded without an error")
+    return results
