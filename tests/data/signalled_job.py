@@ -41,7 +41,7 @@ def make_loader(kind):
 def main():
     torch.set_num_threads(1)
     batches = iter(make_loader(sys.argv[1]))
-    for number in (signal.SIGTERM, signal.SIGINT):  # now, so that the workers do not inherit it
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # now, so that the workers do not inherit it
         signal.signal(number, lambda *_: None)  # as a run that finishes its step first
     for line in sys.stdin:
         match line.strip():

@@ -62,7 +62,7 @@ def test_workers_go_on_when_the_whole_process_group_is_signalled(start, kind):
     assert [job.ask("batch"), job.ask("batch")] == ["0", "1"]  # one of each worker: both have begun
     pids = job.ask("pids")
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
         os.killpg(job.process.pid, number)
 
     assert [job.ask("batch") for _ in range(5)] == ["2", "3", "4", "5", "6"]

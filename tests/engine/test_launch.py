@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+from datetime import timedelta
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.config import ConfigError
 from trainkit.engine import create_ddp_model, launch, user_errors_exit
-from trainkit.engine.launch import _TORCHRUN
+from trainkit.engine.launch import _TORCHRUN, _free_port, _process_group
 from trainkit.engine.stopping import StopRequests
 from trainkit.utils import comm
 
@@ -210,6 +211,7 @@ def test_processes_that_exit_without_an_error_have_no_result():
         (signal.SIGTERM, True, "SIGTERM", 143),
         (signal.SIGINT, True, "SIGTERM", 130),  # Ctrl-C reaches the ranks too, and a second one would not be a request
         (signal.SIGINT, False, "SIGINT", 130),
+        (signal.SIGHUP, False, "SIGHUP", 129),
     ],
 )
 def test_a_signal_stops_all_ranks_after_the_same_step(tmp_path, interruptible, signum, to_launcher, reason, code):
@@ -262,6 +264,16 @@ def test_under_torchrun_its_process_is_one_of_the_run(monkeypatch):
         monkeypatch.setenv(name, str(values[name]))
     assert launch(lambda: (dist.is_initialized(), dist.get_backend(), os.environ["RANK"]), 1) == (True, "gloo", "0")
     assert not dist.is_initialized()
+
+
+def test_a_rank_that_waits_for_the_others_says_where_and_for_how_many(monkeypatch, caplog):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(sys.modules[launch.__module__], "_PATIENCE_SEC", 0.1)  # the package shows the function
+    url = f"tcp://127.0.0.1:{_free_port()}"
+    with pytest.raises(dist.DistError), _process_group(url, rank=1, world_size=3, timeout=timedelta(seconds=1)):
+        pass
+    (waits, _) = caplog.messages
+    assert waits.startswith(f"Rank 1 waits at {url} for the other processes; 3 have to start")
 
 
 @pytest.mark.parametrize(

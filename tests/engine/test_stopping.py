@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.two_ranks import on_two_ranks
 from trainkit.engine.stopping import Stop, StopRequests
 
-SIGTERM, SIGINT = signal.SIGTERM, signal.SIGINT
+SIGTERM, SIGINT, SIGHUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def received():
     """What reaches the handlers from before `listening`."""
     found = []
     former = [
-        (SIGTERM, signal.signal(SIGTERM, lambda signum, frame: found.append(signum))),
+        *((signum, signal.signal(signum, lambda signum, frame: found.append(signum))) for signum in (SIGTERM, SIGHUP)),
         (SIGINT, signal.signal(SIGINT, signal.default_int_handler)),  # a process in the background ignores it
     ]
     yield found
@@ -71,7 +71,7 @@ def test_a_new_run_has_forgotten_the_requests_of_the_last_one():
 
 
 def test_the_exit_code_is_that_of_a_shell():
-    assert [Stop("", signum).exit_code for signum in (None, SIGTERM, SIGINT)] == [0, 143, 130]
+    assert [Stop("", signum).exit_code for signum in (None, SIGTERM, SIGINT, SIGHUP)] == [0, 143, 130, 129]
 
 
 def test_a_period_of_no_step_is_refused():
@@ -91,7 +91,7 @@ def test_the_log_says_once_who_was_asked_by_what(caplog):
 # ---------------------------------------------------------------------- signals
 
 
-@pytest.mark.parametrize("signum", [SIGTERM, SIGINT])
+@pytest.mark.parametrize("signum", [SIGTERM, SIGINT, SIGHUP])
 def test_a_signal_is_a_request_inside_and_what_it_was_before_outside(signum, received):
     stops = StopRequests()
     handlers = [signal.getsignal(signum)]
@@ -141,7 +141,7 @@ def test_a_second_sigterm_is_a_request_again(received, capfd):
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("signum", [SIGTERM, SIGINT])
+@pytest.mark.parametrize("signum", [SIGTERM, SIGINT, SIGHUP])
 def test_a_signal_that_is_ignored_stays_ignored(signum):
     signal.signal(signum, signal.SIG_IGN)
     stops = StopRequests()

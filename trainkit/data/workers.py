@@ -71,7 +71,7 @@ def signals_held_back() -> Iterator[None]:
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
     try:
         yield
     finally:
@@ -80,12 +80,14 @@ def signals_held_back() -> Iterator[None]:
 
 def _ignore_signals_to_the_group() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "SIGHUP"):  # Windows has none
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if not hasattr(signal, "sigwaitinfo"):  # macOS, Windows: without a way to see who has sent it
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return
     # torch's handler looks at the sender as well, but dies of a foreign signal; blocked, it never runs
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGHUP})
     threading.Thread(target=_exit_on_sigterm_of_parent, args=(os.getppid(),), daemon=True).start()
     creator = multiprocessing.parent_process()
     if creator is not None and creator.pid != os.getppid():

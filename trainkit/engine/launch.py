@@ -7,6 +7,7 @@ import pickle
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """How long a process waits for the others before it gives up."""
 
+_STOPPED = (143, 129, 130)  # exit codes of a run that SIGTERM, SIGHUP or SIGINT has stopped
+_PATIENCE_SEC = 30.0  # after which a rank says what it waits for
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -45,8 +48,8 @@ def launch(
     machine gets ``num_gpus_per_machine`` processes, spawned if there are several in all. CUDA takes NCCL and one
     device per process; without CUDA the processes are CPU processes and talk over Gloo.
 
-    SIGTERM and SIGINT to this process reach the spawned ones as one SIGTERM, and it waits for them; a second SIGINT
-    kills them.
+    SIGTERM, SIGHUP and SIGINT to this process reach the spawned ones as one SIGTERM, and it waits for them; a second
+    SIGINT kills them.
 
     Args:
         main_func: a function of a module, so that a new process can import it.
@@ -58,7 +61,7 @@ def launch(
         ValueError: the counts make no sense, the machine has too few devices, or several machines have no ``dist_url``.
         torch.multiprocessing.ProcessRaisedException: a process failed; its number and its traceback are in the text.
         torch.multiprocessing.ProcessExitedException: a process was killed; its number and the signal are in the text.
-        SystemExit: a process ended so, with its code; 143 or 130 if the run was stopped by SIGTERM or SIGINT.
+        SystemExit: a process ended so, with its code; 143, 129 or 130 if SIGTERM, SIGHUP or SIGINT stopped the run.
     """
     if all(name in os.environ for name in _TORCHRUN):
         with _process_group("env://", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout):
@@ -177,7 +180,7 @@ def _result_or_stop(main_func: Callable[..., Any], args: tuple[Any, ...]) -> tup
     except KeyboardInterrupt:
         return None, 128 + signal.SIGINT
     except SystemExit as error:
-        if error.code not in (None, 0, 128 + signal.SIGTERM, 128 + signal.SIGINT):
+        if error.code not in (None, 0, *_STOPPED):
             raise
         return None, error.code or 0
 
@@ -188,11 +191,15 @@ def _process_group(url: str, rank: int, world_size: int, timeout: timedelta) -> 
     has_cuda = torch.cuda.is_available()
     if has_cuda:
         torch.cuda.set_device(local_rank)
+    waiting = threading.Timer(_PATIENCE_SEC, _say_what_is_awaited, (url, rank, world_size, timeout))
+    waiting.daemon = True
+    waiting.start()
     try:
         store = make_store(url, rank, world_size, timeout)
         dist.init_process_group(
             "nccl" if has_cuda else "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
         )
+        comm.synchronize()  # the slowest start should not count against the timeout of the first real collective
     except Exception:
         logger.error(
             "No process group for rank %d of %d: is %s to be reached from here, and have the others started?",
@@ -201,7 +208,8 @@ def _process_group(url: str, rank: int, world_size: int, timeout: timedelta) -> 
             url,
         )
         raise
-    comm.synchronize()  # the slowest start should not count against the timeout of the first real collective
+    finally:
+        waiting.cancel()
     agree_on_restarts()
     with failing_together(store, rank, world_size):
         yield
@@ -211,6 +219,17 @@ def _process_group(url: str, rank: int, world_size: int, timeout: timedelta) -> 
     # Gloo's threads stay, and one may still be letting go of the last tensors, for which it needs the interpreter: it
     # aborts the process if that has ended meanwhile (seen in 1 of some 50 runs on a loaded machine)
     time.sleep(0.05)
+
+
+def _say_what_is_awaited(url: str, rank: int, world_size: int, timeout: timedelta) -> None:
+    address = url if url != "env://" else f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    logger.warning(
+        "Rank %d waits at %s for the other processes; %d have to start and to reach it. It gives up after %s",
+        rank,
+        address,
+        world_size,
+        timeout,
+    )
 
 
 def _free_port() -> int:

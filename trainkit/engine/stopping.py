@@ -17,7 +17,7 @@ from trainkit.utils import comm
 
 logger = logging.getLogger(__name__)
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")  # Windows has no SIGHUP
 _HINT = b"\nStopping behind this step; once more ends at once\n"
 
 
@@ -99,13 +99,15 @@ class StopRequests:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, SIGTERM and SIGINT are requests, if this is the main thread; a second SIGINT is what it was before.
+        """Inside, SIGTERM, SIGINT and SIGHUP (a closed terminal) are requests, if this is the main thread.
 
-        A signal that is ignored stays ignored. Leaving it without an error waits for the last exchange of the ranks.
+        A second SIGINT is what it was before. A signal that is ignored, as under nohup, stays ignored.
+        Leaving it without an error waits for the last exchange of the ranks.
         """
         former: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
-            former = {signum: signal.getsignal(signum) for signum in _SIGNALS}
+            signums = [signal.Signals[name] for name in _SIGNALS if hasattr(signal, name)]
+            former = {signum: signal.getsignal(signum) for signum in signums}
 
         def ask(signum: int, frame: FrameType | None) -> None:
             self.request(signal.Signals(signum).name, signum)

@@ -68,11 +68,11 @@ class TrainerBase(InferenceObserver):
         """Run the iterations ``start_iter`` (included) to ``max_iter`` (excluded); can be called again.
 
         Behind a loaded checkpoint, or in a run that was stopped, it first does what is left of the iteration before
-        ``start_iter``. SIGTERM and SIGINT stop the run as ``request_stop`` does.
+        ``start_iter``. SIGTERM, SIGHUP and SIGINT stop the run as ``request_stop`` does.
 
         Raises:
             ValueError: ``start_iter`` is negative or larger than ``max_iter``.
-            SystemExit: with code 143, behind a run that was stopped by SIGTERM.
+            SystemExit: after a run that was stopped by SIGTERM (code 143) or SIGHUP (129).
             KeyboardInterrupt: behind a run that was stopped by SIGINT.
         """
         if not 0 <= start_iter <= max_iter:
