@@ -45,6 +45,7 @@ LATE_IMPORTS = {
     "trainkit.utils.events.imports": "optional packages, which writers need before training",
     "trainkit.utils.events.tensorboard_writer": "tensorboard, an optional package",
     "trainkit.utils.events.wandb_writer": "wandb, an optional package",
+    "trainkit.utils.run_folder": "fcntl, which Windows lacks",
     "trainkit.utils.registry": "locate() finds an object by its dotted name",
     "trainkit.utils.sharding": "torch.distributed.tensor takes as long to import as torch",
     "trainkit.utils.tables": "tabulate takes a third as long to import as the rest of trainkit",

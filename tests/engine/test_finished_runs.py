@@ -2,13 +2,23 @@
 
 import json
 import logging
+import shutil
+import subprocess
+import sys
+from argparse import Namespace
 
 import pytest
 import torch
+import yaml
 
 from tests.engine.job import tiny_cfg
-from trainkit.engine import DefaultTrainer
+from tests.utils.test_run_folder import OWNER
+from trainkit.checkpoint import CheckpointError
+from trainkit.config import ConfigError
+from trainkit.engine import DefaultTrainer, default_setup
 from trainkit.engine.hooks import HookBase
+from trainkit.utils import run_folder
+from trainkit.utils.logger import close_logger
 
 
 def resumed(folder, *options):
@@ -18,7 +28,7 @@ def resumed(folder, *options):
 
 
 def files(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 def test_a_finished_run_that_is_resumed_says_so_and_does_nothing(tmp_path, caplog):
@@ -104,3 +114,78 @@ def test_a_resumed_run_removes_the_checkpoint_that_a_killed_one_had_yet_to_remov
     trainer = resumed(tmp_path, "CHECKPOINT.MAX_TO_KEEP", 1, *keep_one, "SOLVER.MAX_ITER", 9)
     trainer.train()
     assert {path.stem for path in tmp_path.glob("*.pth")} == {"model_final"}
+
+
+# ---------------------------------------------------------------------- somebody else in the folder
+
+
+class DeleteFolder(HookBase):
+    """Delete OUTPUT_DIR, once."""
+
+    def __init__(self, folder, iter):
+        self.folder, self.iter = folder, iter
+
+    def after_step(self):
+        if self.trainer.iter == self.iter:
+            shutil.rmtree(self.folder)
+
+    def after_train(self):
+        if self.iter is None:
+            shutil.rmtree(self.folder)
+
+
+def train_in(folder, *options, delete_at=-1):
+    """As a script does; the trainer."""
+    cfg = tiny_cfg(folder, *options)
+    try:
+        default_setup(cfg, Namespace())
+        trainer = DefaultTrainer(cfg)
+        trainer.register_hooks([DeleteFolder(folder, delete_at)], before="PeriodicWriter")
+        trainer.train()
+    finally:
+        close_logger()
+    return trainer
+
+
+@pytest.mark.parametrize("delete_at", [0, 6, 9, None])
+def test_a_run_whose_folder_is_deleted_writes_everything_again_that_it_still_has(tmp_path, delete_at):
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    train_in(whole)
+    assert train_in(folder, delete_at=delete_at).status == "finished"
+
+    assert files(folder).keys() | {"model_0000004.pth"} == files(whole).keys() | {"model_0000004.pth"}
+    assert yaml.safe_load((folder / "config.yaml").read_text())["OUTPUT_DIR"] == str(folder)
+    rows = [[json.loads(line) for line in (path / "metrics.json").read_text().splitlines()] for path in (folder, whole)]
+    assert [row.get("total_loss") for row in rows[0]] == [row.get("total_loss") for row in rows[1]]
+    log = (folder / "log.txt").read_text()
+    assert "trainkit.engine.setup]: Rank 0 of 1" in log
+    assert f"The folder {folder} was deleted while the run goes on" in log
+    assert resumed(folder).iter == 10
+
+
+def test_a_run_whose_best_checkpoint_is_deleted_for_good_has_failed(tmp_path):
+    best = ("CHECKPOINT.BEST_METRIC", "classification/top1")
+    with pytest.raises(CheckpointError, match="model_best was deleted"):
+        train_in(tmp_path / "run", *best, delete_at=None)
+    assert {"model_final.pth", "metrics.json", "config.yaml", "log.txt"} < files(tmp_path / "run").keys()
+    assert "The run has failed after 10 of 10 iterations" in (tmp_path / "run" / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("key", ["OUTPUT_DIR", "CHECKPOINT.DIR"])
+def test_a_folder_of_another_run_is_refused_before_anything_is_touched(tmp_path, monkeypatch, key):
+    monkeypatch.setattr(run_folder, "_PATIENCE_SEC", 0.0)
+    (tmp_path / "metrics.json").write_text("of the other run")
+    cfg = tiny_cfg(tmp_path / "own", key, str(tmp_path))
+    command = [sys.executable, "-c", OWNER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        owner.stdout.readline()
+        for start in (lambda: default_setup(cfg, Namespace()), DefaultTrainer(cfg).train):
+            with pytest.raises(ConfigError, match=f"{key} is in use, choose another: .* process {owner.pid} on"):
+                start()
+        owner.kill()
+    run_folder.release_folder(tmp_path / "own")
+    assert sorted(files(tmp_path)) == ["metrics.json", "run.lock"]
+    default_setup(cfg, Namespace(resume=True))
+    DefaultTrainer(cfg).train()
+    close_logger()
+    assert "run.lock" not in files(tmp_path)

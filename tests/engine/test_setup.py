@@ -29,14 +29,18 @@ from trainkit.utils.events import (
 )
 from trainkit.utils.logger import close_logger
 from trainkit.utils.progress import are_bars_shown, show_bars
+from trainkit.utils.run_file import RunFile
+from trainkit.utils.run_folder import LOCK_FILE, release_folder
 
 NEW, RESUME, EVAL = Namespace(resume=False, eval_only=False), Namespace(resume=True), Namespace(eval_only=True)
 
 
 @pytest.fixture(autouse=True)
-def closed_logger():
+def closed_logger(tmp_path):
     yield
     close_logger()
+    for folder in (tmp_path, tmp_path / "run"):
+        release_folder(folder)
 
 
 def cfg_for(output_dir, *options):
@@ -46,7 +50,7 @@ def cfg_for(output_dir, *options):
 
 
 def names_in(folder):
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != LOCK_FILE)
 
 
 # ---------------------------------------------------------------------- arguments
@@ -167,6 +171,32 @@ def test_a_new_run_moves_the_files_of_older_ones_aside(tmp_path):
     assert (tmp_path / "previous_1/metrics.json").read_text() == "first"
     assert (tmp_path / "previous_2/metrics.json").read_text() == "second"
     assert {"model_final.pth", "model_final.shards-0a1b2c3d"} <= set(names_in(tmp_path / "previous_2"))
+
+
+@pytest.mark.parametrize("args", [NEW, RESUME, EVAL])
+def test_nothing_is_written_through_a_link_out_of_the_folder(tmp_path, args):
+    folder, outside = tmp_path / "run", tmp_path / "outside"
+    folder.mkdir()
+    outside.mkdir()
+    (outside / "log.txt").write_text("of somebody else")
+    (folder / "model_0000004.pth").write_text("old")
+    links = ["config.yaml", "log.txt", "metrics.json", "previous_1"]
+    for name in links:
+        (folder / name).symlink_to(outside / name)
+    default_setup(cfg_for(folder), args)
+    metrics = RunFile(folder / "metrics.json")
+    metrics.append("{}\n")
+    metrics.close()
+    assert (names_in(outside), (outside / "log.txt").read_text()) == (["log.txt"], "of somebody else")
+    assert sorted(path.name for path in (folder / "previous_2").iterdir() if path.is_symlink()) == links[:3]
+    assert (folder / "model_0000004.pth").exists() == (args is not NEW)
+
+
+def test_the_log_names_a_run_that_was_killed_in_the_folder(tmp_path):
+    (tmp_path / LOCK_FILE).write_text('{"pid": 5, "host": "here", "since": "yesterday"}')
+    default_setup(cfg_for(tmp_path), NEW)
+    assert "has not ended properly in" in (tmp_path / "log.txt").read_text()
+    assert "process 5 on here, since yesterday" in (tmp_path / "log.txt").read_text()
 
 
 @pytest.mark.parametrize("args", [RESUME, EVAL])

@@ -3,6 +3,7 @@
 import io
 import math
 import resource
+import shutil
 import tempfile
 
 import pytest
@@ -11,7 +12,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 
 from trainkit.checkpoint.state import plain_state
-from trainkit.utils.events import CommonMetricPrinter, EventStorage, EventWriter, JSONWriter, TensorboardXWriter
+from trainkit.utils.events import (
+    CommonMetricPrinter,
+    CSVWriter,
+    EventStorage,
+    EventWriter,
+    JSONWriter,
+    TensorboardXWriter,
+)
 
 pytestmark = pytest.mark.usefixtures("seconds")
 
@@ -190,6 +198,52 @@ def test_json_that_was_closed_and_gets_its_state_back_goes_on_in_the_same_proces
     writer.close()
 
     assert path.read_bytes() == expected
+
+
+# ---------------------------------------------------------------------- files that somebody deletes
+
+
+@pytest.mark.parametrize("kind", [JSONWriter, CSVWriter])
+def test_a_text_file_that_is_deleted_is_written_again_as_a_whole(tmp_path, caplog, kind):
+    paths = tmp_path / "whole" / "metrics", tmp_path / "deleted" / "metrics"
+    for path in paths:
+        writer, storage = kind(path), EventStorage()
+        train(storage, writer, range(10))
+        if path.parent.name == "deleted":
+            shutil.rmtree(path.parent)
+        train(storage, writer, range(10, 20))
+        writer.close()
+
+    assert paths[1].read_bytes() == paths[0].read_bytes()
+    assert caplog.messages == [f"{paths[1]} was deleted while the run goes on; all of it is written again"]
+
+
+def test_json_goes_on_in_the_file_that_somebody_has_put_in_the_place_of_its_own(tmp_path, expected, caplog):
+    path = tmp_path / "metrics.json"
+    writer, storage = JSONWriter(path), EventStorage()
+    train(storage, writer, range(10))
+    path.unlink()
+    path.write_text("")
+    train(storage, writer, range(10, 20))
+    writer.close()
+
+    assert path.read_bytes() == b"".join(expected.splitlines(keepends=True)[-path.read_bytes().count(b"\n") :])
+    assert caplog.messages == [f"{path} is another file now; the lines that follow are in it"]
+
+
+@pytest.mark.parametrize("by_state", [False, True])
+def test_tensorboards_events_that_are_deleted_come_back(tmp_path, caplog, by_state):
+    folder = tmp_path / "run"
+    writer, storage = TensorboardXWriter(folder), EventStorage()
+    train(storage, writer, range(10))
+    shutil.rmtree(folder)
+    if by_state:
+        writer.state_dict()
+    train(storage, writer, range(10, 20))
+    writer.close()
+
+    assert [event.step for event in shown(folder).Scalars("lr")] == [2, 5, 8, 11, 14, 17]
+    assert caplog.messages == [f"TensorBoard's events in {folder} were deleted while the run goes on; they are back"]
 
 
 # ---------------------------------------------------------------------- a disk without room

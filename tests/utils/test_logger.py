@@ -2,6 +2,8 @@
 
 import io
 import logging
+import os
+import shutil
 import sys
 
 import pytest
@@ -130,6 +132,66 @@ def test_a_folder_that_cannot_be_written_is_named_and_the_old_log_stays(tmp_path
         setup_logger(tmp_path / "file" / "below", name=NAME)
     logger.info("still here")
     assert messages((tmp_path / "good" / "log.txt").read_text()) == ["still here"]
+
+
+def test_a_log_that_is_deleted_is_written_again_as_a_whole(tmp_path):
+    logger = setup_logger(tmp_path / "run", configure_stdout=False)
+    logger.info("one")
+    shutil.rmtree(tmp_path / "run")
+    logger.info("two")
+    path = tmp_path / "run" / "log.txt"
+    assert messages(path.read_text()) == [
+        "one",
+        "two",
+        f"{path} was deleted while the run goes on; all of it is written again",
+    ]
+
+
+def test_on_a_full_disk_stderr_says_so_once_and_the_lines_wait(tmp_path, capsys, monkeypatch):
+    class Disk(io.FileIO):
+        full = False
+
+        def write(self, data):
+            if Disk.full:
+                super().write(data[:3])
+                raise OSError(28, "No space left on device")
+            return super().write(data)
+
+    monkeypatch.setattr("trainkit.utils.run_file.FileIO", Disk)
+    logger = setup_logger(tmp_path, name=NAME, configure_stdout=False)
+    for Disk.full, text in ((False, "one"), (True, "two"), (True, "three"), (False, "four"), (True, "five")):
+        logger.info(text)
+    assert messages((tmp_path / "log.txt").read_text()) == ["one", "two", "three", "four"]
+    full = "the log cannot be written, the run goes on: [Errno 28] No space left on device\n"
+    assert capsys.readouterr().err == 2 * full
+    Disk.full = False
+    close_logger(NAME)
+    assert messages((tmp_path / "log.txt").read_text())[-1] == "five"
+
+
+def test_a_line_that_is_no_unicode_is_logged(tmp_path, capsys):
+    setup_logger(tmp_path, name=NAME, configure_stdout=False).info("lone \ud800")
+    assert messages((tmp_path / "log.txt").read_text()) == ["lone \\ud800"]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_stdout_that_nobody_reads_is_one_line_in_the_log(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("trainkit.utils.progress._stdout_is_lost", False)
+    reads, writes = os.pipe()
+    os.close(reads)
+    logger = setup_logger(tmp_path)
+    with open(writes, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        for text in ("one", "two", "three"):
+            logger.info(text)
+            print(text, flush=text != "one")
+    assert capsys.readouterr().err == ""
+    assert messages((tmp_path / "log.txt").read_text()) == [
+        "one",
+        "stdout cannot be written, the run goes on without it: [Errno 32] Broken pipe",
+        "two",
+        "three",
+    ]
 
 
 def test_the_first_n_of_a_line_or_of_a_message_are_logged(caplog):

@@ -40,6 +40,7 @@ from trainkit.checkpoint.shards import (
 from trainkit.checkpoint.staging import HostCopy
 from trainkit.utils import comm
 from trainkit.utils.model import unwrap_model
+from trainkit.utils.run_folder import is_owned_by_another, renew_folders
 from trainkit.utils.sharding import first_shard, is_sharded, shard_like
 
 _logger = logging.getLogger(__name__)
@@ -97,6 +98,9 @@ class Checkpointer:
         self._group_name = f"checkpointer {next(_numbers)}"  # two may write at the same time
         self._writing: futures.Future[None] | None = None
         self._memory: list[UntypedStorage] = []  # of the last copy, for the next one
+        # what has to be on the disk at the end: the last tagged file, and all untagged ones
+        self._tagged, self._untagged = "", set[str]()
+        self._last_entries: dict[str, Any] = {}  # of the tagged one, on every rank
         self.checkpointables: dict[str, Stateful] = {}
         for key, obj in checkpointables.items():
             self.add_checkpointable(key, obj)
@@ -157,6 +161,8 @@ class Checkpointer:
                 if not shards:
                     raise
                 problem = str(failure)
+        if tag_last:
+            self._last_entries = kwargs
         write = partial(self._write, path, tag_last=tag_last, on_commit=on_commit)
         if shards:
             # in a folder that no other save has had: until this one is committed, the former one is needed
@@ -218,13 +224,24 @@ class Checkpointer:
             state[RANKS] = gather_rank_states(state, self.model, keys)
         return state, shards
 
+    def _deleted(self) -> list[str]:
+        """Those that this process has written last, and that somebody else has deleted."""
+        names = {self._tagged, *self._untagged} - {""}
+        return sorted(name for name in names if not os.path.lexists(os.path.join(self.save_dir, name + SUFFIX)))
+
     def _prepare_save_dir(self) -> None:
         try:
+            renew_folders()
             os.makedirs(self.save_dir, exist_ok=True)
         except OSError as error:
             raise CheckpointError(
                 f"cannot make the checkpoint folder '{self.save_dir}': {error.strerror}. Choose another one"
             ) from error
+        if deleted := self._deleted():
+            _logger.error(
+                "%s deleted from '%s' while the run goes on; checkpoints from before cannot be written again",
+                *(f"{', '.join(deleted)} {'were' if deleted[1:] else 'was'}", self.save_dir),
+            )
         remove_leftovers(self.save_dir)
         remove_stray_shards(self.save_dir)
 
@@ -232,8 +249,12 @@ class Checkpointer:
         write_file(state, path)
         with contextlib.suppress(OSError):  # the next save tries again
             remove_shards(path, but=state.get(SHARDS, {}).get("folder", ""))
+        name = os.path.basename(path)
         if tag_last:
-            self.tag_last_checkpoint(os.path.basename(path))
+            self.tag_last_checkpoint(name)
+            self._tagged = name.removesuffix(SUFFIX)
+        else:
+            self._untagged.add(name.removesuffix(SUFFIX))
         if on_commit is not None:
             on_commit()
 
@@ -280,13 +301,25 @@ class Checkpointer:
     def mark_finished(self, info: dict[str, Any]) -> None:
         """Note beside the checkpoints that the run has finished; every rank calls it.
 
+        If somebody has deleted the last checkpoint, it is written again.
+
         Args:
             info: what JSON can hold.
 
         Raises:
-            CheckpointError: it cannot be written, or an asynchronous save has failed.
+            CheckpointError: it cannot be written, an asynchronous save has failed, or a best file was deleted.
         """
         self.wait()
+        deleted = [(name, name == self._tagged) for name in self._deleted()]
+        deleted = [entry for entries in comm.all_gather(deleted) for entry in entries]
+        for name in [name for name, is_tagged in deleted if is_tagged]:
+            self.save(name, **self._last_entries)
+            self.wait()
+        if lost := [name for name, is_tagged in deleted if not is_tagged]:
+            raise CheckpointError(
+                f"the run has finished, but {', '.join(lost)} was deleted from '{self.save_dir}' meanwhile, and cannot "
+                "be written again; take another checkpoint, or train again"
+            )
         if self.save_dir and self.save_to_disk:
             self._prepare_save_dir()
             write_text(json.dumps(info), os.path.join(self.save_dir, FINISHED_FILE))
@@ -419,7 +452,7 @@ class Checkpointer:
         path, state, error = "", None, ""
         if comm.is_main_process():
             try:
-                if self.save_to_disk and os.path.isdir(self.save_dir):
+                if self.save_to_disk and os.path.isdir(self.save_dir) and not is_owned_by_another(self.save_dir):
                     remove_leftovers(self.save_dir)
                 path, state = choose_and_read(self.save_dir, broken)
             except OSError as failure:  # a CheckpointError is one; the folder may be unreadable

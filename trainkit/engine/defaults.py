@@ -38,7 +38,14 @@ from trainkit.engine.hooks.checkpoint import best_file_prefixes
 from trainkit.engine.hooks.monitor import check_monitored_metrics
 from trainkit.engine.parallel import create_ddp_model, ddp_options
 from trainkit.engine.predictor import DefaultPredictor
-from trainkit.engine.setup import checkpoint_dir, default_argument_parser, default_setup, default_writers
+from trainkit.engine.setup import (
+    checkpoint_dir,
+    default_argument_parser,
+    default_setup,
+    default_writers,
+    own_folders,
+    release_folders,
+)
 from trainkit.engine.summary import ENDS, summarize
 from trainkit.engine.train_loop import HookBase, TrainerBase
 from trainkit.engine.trainers import AMPTrainer, SimpleTrainer
@@ -54,6 +61,7 @@ from trainkit.solver import build_gradient_clipper, build_lr_scheduler, build_op
 from trainkit.utils import comm
 from trainkit.utils.device import device_of
 from trainkit.utils.events import EventWriter
+from trainkit.utils.run_folder import own_folder, renew_folders
 
 logger = logging.getLogger(__name__)
 
@@ -166,6 +174,8 @@ class DefaultTrainer(TrainerBase):
         Raises:
             ConfigError: the command of `default_setup` asks for an evaluation, or to resume what was not loaded.
             SystemExit: with code 1 if they differ from TEST.EXPECTED_RESULTS.
+            ConfigError: another run writes to OUTPUT_DIR or CHECKPOINT.DIR.
+            OSError: the run has come to its end, but not all of its results are on the disk.
         """
         self._check_command()
         if start_iter is None:
@@ -177,18 +187,31 @@ class DefaultTrainer(TrainerBase):
                     self.iter,
                 )
                 return self._results
+        for note in own_folders(self.cfg):
+            logger.info(note)
+        try:
+            return self._train(start_iter, self.max_iter if max_iter is None else max_iter)
+        finally:
+            release_folders(self.cfg)
+
+    def _train(self, start_iter: int, max_iter: int) -> dict[str, Any]:
         self.warn_unclaimed_states()
         self._check_monitored_metrics()
-        max_iter = self.max_iter if max_iter is None else max_iter
         marks = isinstance(self.checkpointer, Checkpointer)  # and none of fvcore's
         if marks:
             self.checkpointer.forget_finished()
         self._global_batch.save()
+        if comm.is_main_process():
+            own_folder(checkpoint_dir(self.cfg)).restore["batch.json"] = self._global_batch.save
         try:
             super().train(start_iter, max_iter)
+            renew_folders()
             if marks and self.status == "finished":
                 results = _plain_results(self._results)
                 self.checkpointer.mark_finished({"iterations": self.iter, "max_iter": max_iter, "results": results})
+        except OSError:
+            self.status = "failed"
+            raise
         except RuntimeError as error:
             explain_graph_break(self.cfg, error)
             raise

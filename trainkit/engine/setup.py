@@ -7,15 +7,16 @@ import os
 import re
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainkit.checkpoint import CheckpointError
+from trainkit.checkpoint.atomic import write_text
 from trainkit.checkpoint.folder import choose, find_checkpoint
 from trainkit.checkpoint.shards import FOLDER as SHARD_FOLDER
 from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, import_modules
@@ -37,6 +38,7 @@ from trainkit.utils.events import (
 )
 from trainkit.utils.logger import setup_logger
 from trainkit.utils.progress import are_bars_shown, show_bars
+from trainkit.utils.run_folder import FolderInUseError, own_folder, release_folder
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +127,35 @@ def user_errors_exit() -> Iterator[None]:
         sys.exit(128 + signal.SIGINT)
 
 
+def own_folders(cfg: CfgNode) -> list[str]:
+    """Lock OUTPUT_DIR and CHECKPOINT.DIR for this run, on rank 0, until `release_folders` or the end of the process.
+
+    Returns:
+        What the log has to say of runs that were killed there.
+
+    Raises:
+        ConfigError: another run writes there, or a folder cannot be written.
+    """
+    notes = []
+    folders = {"OUTPUT_DIR": cfg.OUTPUT_DIR, "CHECKPOINT.DIR": checkpoint_dir(cfg)} if comm.is_main_process() else {}
+    for key, folder in folders.items():
+        try:
+            owned = own_folder(folder)
+        except FolderInUseError as error:
+            raise ConfigError(f"{key} is in use, choose another: {error}") from error
+        except OSError as error:
+            raise ConfigError(f"{key} {folder!r} cannot be written: {error}; choose another") from error
+        if owned.former:
+            notes.append(f"A run has not ended properly in {folder}, which it leaves to this one: {owned.former}")
+            owned.former = ""
+    return notes
+
+
+def release_folders(cfg: CfgNode) -> None:
+    for folder in (cfg.OUTPUT_DIR, checkpoint_dir(cfg)):
+        release_folder(folder)
+
+
 def default_setup(cfg: CfgNode, args: Any) -> None:
     """Make the output folder, set up the log, log what is run on what, write ``config.yaml``, seed everything.
 
@@ -142,16 +173,17 @@ def default_setup(cfg: CfgNode, args: Any) -> None:
     output_dir, checkpoints = Path(cfg.OUTPUT_DIR), Path(checkpoint_dir(cfg))
     resume, eval_only = getattr(args, "resume", False) or is_restarted(), getattr(args, "eval_only", False)
     moved: list[Path] = []
+    notes = [] if eval_only else own_folders(cfg)
     if comm.is_main_process():
-        _make_folder("OUTPUT_DIR", output_dir)
-        if not eval_only:
-            _make_folder("CHECKPOINT.DIR", checkpoints)
         try:
-            if not eval_only and not (resume and _has_checkpoint(checkpoints)):
-                folders = dict.fromkeys([output_dir, checkpoints])
-                moved = [aside for folder in folders if (aside := _move_aside(folder, cfg.MODEL.WEIGHTS))]
+            output_dir.mkdir(parents=True, exist_ok=True)
+            is_new = not eval_only and not (resume and _has_checkpoint(checkpoints))
+            folders = dict.fromkeys([output_dir, checkpoints])
+            moved = [aside for folder in folders if (aside := _move_aside(folder, cfg.MODEL.WEIGHTS, is_new))]
             if not eval_only:
-                (output_dir / "config.yaml").write_text(cfg.dump())
+                save_config = partial(write_text, cfg.dump(), output_dir.absolute() / "config.yaml")
+                own_folder(output_dir).restore["config.yaml"] = save_config
+                save_config()
         except OSError as error:
             raise ConfigError(f"OUTPUT_DIR {cfg.OUTPUT_DIR!r} cannot be written: {error}; choose another") from error
     if not eval_only:
@@ -169,6 +201,8 @@ def default_setup(cfg: CfgNode, args: Any) -> None:
         logger.info("torchrun has started the run again; it goes on from its last checkpoint, if there is one")
     changes = "\n".join(f"  {key}: {value!r}" for key, value in _changes(cfg, get_cfg()))
     logger.info("Configuration, as far as it differs from the defaults:\n%s", changes or "  nowhere")
+    for note in notes:
+        logger.info(note)
     for aside in moved:
         logger.info("The files of an earlier run in %s are now in %s", aside.parent, aside)
     seed_all_rng(None if cfg.SEED < 0 else cfg.SEED + comm.get_rank())
@@ -255,16 +289,6 @@ def _check_settings(cfg: CfgNode) -> None:
         raise ConfigError(f'FLOAT32_PRECISION must be "", "highest", "high" or "medium", got {cfg.FLOAT32_PRECISION!r}')
 
 
-def _make_folder(key: str, folder: Path) -> None:
-    """Make the folder of a key, and write a file into it, since only that shows whether it can be done."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".try_") as file:
-            file.write(b"x")
-    except OSError as error:
-        raise ConfigError(f"{key} {str(folder)!r} cannot be written: {error}; choose another") from error
-
-
 def _has_checkpoint(folder: Path) -> bool:
     try:
         return bool(find_checkpoint(str(folder)) or choose(str(folder)))  # the latter reads the files
@@ -272,14 +296,19 @@ def _has_checkpoint(folder: Path) -> bool:
         return True
 
 
-def _move_aside(output_dir: Path, weights: str) -> Path | None:
-    """Move what a run has left into a new folder ``previous_<n>``; the folder, or None if there was nothing."""
+def _move_aside(output_dir: Path, weights: str, is_new: bool) -> Path | None:
+    """Move what a run has left into a new folder ``previous_<n>``; the folder, or None if there was nothing.
+
+    Of a run that goes on these are only the links out of the folder through which it would write.
+    """
     if not output_dir.is_dir():
         return None
     found = [*output_dir.iterdir()]
     # shards before the files that name them
     old = [path for path in found if path.is_dir() and SHARD_FOLDER.fullmatch(path.name)]
-    old += [path for path in found if path.is_file() and _RUN_FILES.fullmatch(path.name)]
+    old += [path for path in found if (path.is_file() or path.is_symlink()) and _RUN_FILES.fullmatch(path.name)]
+    if not is_new:
+        old = [path for path in old if path.suffix != ".pth" and path.is_symlink() and _leads_out(path)]
     if not old:
         return None
     if weights and Path(weights).resolve() in [path.resolve() for path in old]:
@@ -288,12 +317,16 @@ def _move_aside(output_dir: Path, weights: str) -> Path | None:
             "OUTPUT_DIR, or go on with the old one by --resume"
         )
     n = 1
-    while (aside := output_dir / f"previous_{n}").exists():
+    while os.path.lexists(aside := output_dir / f"previous_{n}"):
         n += 1
     aside.mkdir()
     for path in old:
         path.rename(aside / path.name)
     return aside
+
+
+def _leads_out(link: Path) -> bool:
+    return link.parent.resolve() not in link.resolve().parents
 
 
 def _changes(cfg: CfgNode, default: CfgNode, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -15,6 +15,7 @@ from trainkit.config import CfgNode
 from trainkit.engine.command import command_of
 from trainkit.engine.train_loop import HookBase, TrainerBase
 from trainkit.utils.progress import is_notebook
+from trainkit.utils.run_folder import LOCK_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ def summarize(trainer: TrainerBase, hooks: Iterable[HookBase], checkpointer: Any
     """Some lines: how far it came, what hooks have to say (their ``summary()``), what there is now, how it goes on."""
     lines = [f"The run {ENDS[trainer.status]} after {trainer.iter} of {trainer.max_iter} iterations"]
     lines += filter(None, map(_summary_of, hooks))
-    files = sorted(path.name + "/" * path.is_dir() for path in Path(cfg.OUTPUT_DIR).glob("*"))
+    files = sorted(path.name + "/" * path.is_dir() for path in Path(cfg.OUTPUT_DIR).glob("*") if path.name != LOCK_FILE)
     lines.append(f"files in {cfg.OUTPUT_DIR}: {', '.join(_shortened(files))}")
     if trainer.status != "finished":
         how = _how_to_go_on(command_of(cfg).resume)

@@ -4,15 +4,17 @@ import logging
 import os
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trainkit.utils.progress import above_bars
+from trainkit.utils.progress import above_bars, let_stdout_go
+from trainkit.utils.run_file import RunFile
 from trainkit.utils.tables import format_table
 
+_MAX_PENDING = 1000  # lines that a full disk can hold up before the oldest ones are lost
 _GREEN, _YELLOW, _RED, _RESET = "\x1b[32m", "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
 
@@ -48,7 +50,8 @@ def setup_logger(
 
     Args:
         output: a file, if it ends in ``.txt`` or ``.log``, else a folder, which gets ``log.txt``; other ranks append
-            ``.rankN``. Files are appended to and flushed after each line. None: no file.
+            ``.rankN``. Files are appended to, line by line; one that is deleted is written again. On a full disk lines
+            wait, and stderr says so once. None: no file.
         color: colours, if stdout is a terminal.
         name: root of the logger names; ``""`` is the root of all.
         abbrev_name: what stands for ``name`` in the lines.
@@ -160,8 +163,50 @@ class _StdoutHandler(logging.StreamHandler):
         if sys.stdout is None or hasattr(record, "not_on_terminal"):
             return
         self.stream = sys.stdout
-        with above_bars():
-            super().emit(record)
+        try:
+            with above_bars():
+                super().emit(record)
+        except OSError as error:
+            let_stdout_go(error)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            let_stdout_go(error)
+        else:
+            super().handleError(record)
+
+
+class _FileHandler(logging.Handler):
+    """Appends to a file; lines wait while that is impossible."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._file = RunFile(path)
+        self._file.append("")
+        self._waiting: deque[str] = deque(maxlen=_MAX_PENDING)
+        self._is_failing = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._waiting.append(f"{self.format(record)}\n")
+            lines = [self._waiting.popleft() for _ in range(len(self._waiting))]  # the file may log as well
+            try:
+                self._file.append("".join(lines))
+                self._is_failing = False
+            except OSError as error:
+                self._waiting.extendleft(reversed(lines))
+                if not self._is_failing:
+                    self._is_failing = True
+                    print(f"the log cannot be written, the run goes on: {error}", file=sys.stderr)
+        except Exception:
+            self.handleError(record)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._file.append("".join(self._waiting))
+        self._file.close()
+        super().close()
 
 
 class _Formatter(logging.Formatter):
@@ -189,14 +234,14 @@ class _Formatter(logging.Formatter):
         return f"{head}{level}: {record.message}"
 
 
-def _open_log_file(output: str, rank: int) -> logging.FileHandler:
+def _open_log_file(output: str, rank: int) -> _FileHandler:
     path = output if output.endswith((".txt", ".log")) else os.path.join(output, "log.txt")
     if rank > 0:
         path = f"{path}.rank{rank}"
     folder = os.path.dirname(os.path.abspath(path))
     try:
         os.makedirs(folder, exist_ok=True)
-        return logging.FileHandler(path, encoding="utf-8")
+        return _FileHandler(path)
     except OSError as error:
         raise OSError(
             error.errno,

@@ -1,12 +1,17 @@
 """Bars at the foot of a terminal, below what is logged."""
 
+import errno
+import logging
 import os
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from tqdm import tqdm
 
+logger = logging.getLogger(__name__)
+
+_stdout_is_lost = False
 _shown_in: int | None = None  # the process that shows bars; a fork of it shows none
 _num_open = 0
 
@@ -28,6 +33,20 @@ def above_bars() -> AbstractContextManager[Any]:
     return tqdm.external_write_mode(file=sys.stdout) if _num_open and are_bars_shown() else nullcontext()
 
 
+def let_stdout_go(error: OSError) -> None:
+    """Go on without stdout, which could not be written; the log says so once.
+
+    If nobody reads it any more (a closed pipe or terminal), what follows goes nowhere.
+    """
+    global _stdout_is_lost
+    was_lost, _stdout_is_lost = _stdout_is_lost, True
+    if error.errno in (errno.EPIPE, errno.EIO):
+        with suppress(OSError), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    if not was_lost:
+        logger.warning("stdout cannot be written, the run goes on without it: %s", error)
+
+
 class Bar:
     """A line ``description 42%|####    | 336/800 details``; nothing where no bars are shown.
 
@@ -43,21 +62,27 @@ class Bar:
         global _num_open
         self._bar: tqdm[Any] | None = None
         if are_bars_shown() and not (_num_open and is_notebook()):
-            self._bar = _Tqdm(
-                desc=description,
-                total=total,
-                initial=initial,
-                leave=stays,
-                file=sys.stdout,
-                dynamic_ncols=True,
-                bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}" if total else None,
-            )
-            _num_open += 1
+            try:
+                self._bar = _Tqdm(
+                    desc=description,
+                    total=total,
+                    initial=initial,
+                    leave=stays,
+                    file=sys.stdout,
+                    dynamic_ncols=True,
+                    bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}" if total else None,
+                )
+                _num_open += 1
+            except OSError as error:
+                let_stdout_go(error)
 
     def go_to(self, done: int) -> None:
         """Costs less than a microsecond, as it is drawn ten times a second at most."""
         if self._bar is not None:
-            self._bar.update(done - self._bar.n)
+            try:
+                self._bar.update(done - self._bar.n)
+            except OSError as error:
+                let_stdout_go(error)
 
     def describe(self, description: str, details: str) -> None:
         """What stands before and behind the bar when it is drawn the next time; from any thread."""
@@ -69,8 +94,11 @@ class Bar:
         global _num_open
         if self._bar is not None:
             bar, self._bar = self._bar, None
-            bar.close()
             _num_open -= 1
+            try:
+                bar.close()
+            except OSError as error:
+                let_stdout_go(error)
 
 
 class _Tqdm(tqdm):

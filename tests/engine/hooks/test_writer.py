@@ -316,12 +316,13 @@ def test_a_writer_without_room_is_named_once_until_it_has_written_and_the_run_go
     assert (disk.count, log.calls) == (9, ["write"] * 9 + ["close"])
 
 
-def test_a_writer_without_room_at_the_end_is_an_error_in_the_log_and_no_failure(caplog):
+def test_a_run_whose_writers_have_no_room_at_the_end_has_failed(caplog):
     trainer = Steps([PeriodicWriter([Disk({1}), Log(fails=OSError)])])
-    trainer.train(0, 3)
+    with pytest.raises(OSError, match="not all of its values are on the disk: Disk cannot write its last lines: no sp"):
+        trainer.train(0, 3)
 
-    assert trainer.status == "finished"
-    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
+    assert trainer.status == "failed"
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"][:2] == [
         "Disk cannot write its last lines: no space left",
         "Log cannot be closed: no space left",
     ]

@@ -21,7 +21,8 @@ class PeriodicWriter(HookBase):
     where they were if the trainer trains again. What a run writes at its end because it was stopped or failed is only
     there until it goes on: then its files become those of a run that was not interrupted.
 
-    A writer that raises an OSError (a full disk) is named in the log once and called again the next time. Images and
+    A writer that raises an OSError (a full disk) is named in the log once and called again the next time; at the end of
+    a run that has finished, the run has failed. Images and
     histograms that were put before a write are let go behind it, unless there is a second `PeriodicWriter`.
 
     Raises:
@@ -41,6 +42,7 @@ class PeriodicWriter(HookBase):
         self._waiting: list[dict[str, Any]] | None = None  # what the writers get when training goes on
         self._ended: list[dict[str, Any]] | None = None  # where they stood at the end of a finished run
         self._failing: set[int] = set()  # places in the list; a writer may be unhashable
+        self._lost: list[str] = []  # what went wrong at the end
         self._alone = True
         self._eval_hooks: list[EvalHook] = []
 
@@ -67,11 +69,23 @@ class PeriodicWriter(HookBase):
         return any(hook.evaluated_iters == done_iters for hook in self._eval_hooks)
 
     def after_train(self) -> None:
+        """
+        Raises:
+            OSError: the run has finished, and its last values are not on the disk; on every rank.
+        """
+        self._lost.clear()
         with ExitStack() as closing:
             for writer in reversed(self._writers):
                 closing.callback(self._close, writer)  # each of them, whatever fails
             self.trainer.storage.publish(self._write_at_the_end)
             self.trainer.storage.flush()
+        if self.trainer.status == "finished":
+            lost = [text for by_rank in self.trainer.gather(self._lost) for text in by_rank]
+            if lost:
+                raise OSError(
+                    f"the run is at its end, but not all of its values are on the disk: {'; '.join(lost)}. Make "
+                    "the folder writable and go on with --resume, which writes them"
+                )
 
     # ------------------------------------------------------------------ writing, in the worker of a deferring storage
 
@@ -90,7 +104,7 @@ class PeriodicWriter(HookBase):
         if interrupted:
             self._waiting = self._writer_states()
         for i, error in self._write(keep_images=interrupted).items():
-            logger.error("%s cannot write its last lines: %s", type(self._writers[i]).__name__, error)
+            self._note_loss(f"{type(self._writers[i]).__name__} cannot write its last lines: {error}")
         if not interrupted:
             self._ended = self._writer_states()
 
@@ -113,7 +127,11 @@ class PeriodicWriter(HookBase):
         try:
             writer.close()
         except OSError as error:
-            logger.error("%s cannot be closed: %s", type(writer).__name__, error)
+            self._note_loss(f"{type(writer).__name__} cannot be closed: {error}")
+
+    def _note_loss(self, text: str) -> None:
+        logger.error("%s", text)
+        self._lost.append(text)
 
     # ------------------------------------------------------------------ state
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.utils.events.imports import import_image_formats
-from trainkit.utils.events.run_file import copy_tail
 from trainkit.utils.events.storage import EventStorage, get_event_storage
 from trainkit.utils.events.writers import EventWriter, Scalar, Unwritten
+from trainkit.utils.run_file import RunFile, copy_tail
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ class TensorboardXWriter(EventWriter):
         self._described = False  # settings and config are written
         self._news = Unwritten(window_size)
         self._writer: Any = None
+        self._on_disk: list[RunFile] = []  # its files, which come back if they are deleted
         self._last_step = -1  # the highest one written
         self._purge_step: int | None = None  # for the next file, where it goes on behind others
         self._sizes: dict[str, int] | None = None  # of the files that belong to the run; None: all that is there
@@ -67,6 +68,7 @@ class TensorboardXWriter(EventWriter):
 
     def write(self) -> None:
         storage = get_event_storage()
+        self._restore_deleted()
         scalars = [scalar for news in self._news.take(storage) for scalar in news]
         if not (scalars or storage.images() or storage.histograms()):
             return
@@ -84,6 +86,7 @@ class TensorboardXWriter(EventWriter):
         self._news.forget()
         self._last_step, self._purge_step, self._sizes = -1, None, None
         writer, self._writer = self._writer, None
+        self._close_files()
         if writer is not None:
             writer.close()
 
@@ -91,7 +94,9 @@ class TensorboardXWriter(EventWriter):
         """What was written is with the operating system then."""
         if self._writer is not None:
             try:
-                self._writer.flush()
+                self._restore_deleted()
+                if self._writer is not None:
+                    self._writer.flush()
             except OSError as error:
                 logger.error("TensorBoard has lost the newest events in %s: %s", self._log_dir, error)
                 self._let_go()
@@ -151,7 +156,13 @@ class TensorboardXWriter(EventWriter):
                 _cut(path, self._sizes.get(path.name, 0))
             self._sizes = None
         purge = {} if self._purge_step is None else {"purge_step": self._purge_step}
-        return tensorboard.SummaryWriter(self._log_dir, **{**purge, **self._kwargs, "filename_suffix": self._suffix})
+        kwargs = {**purge, **self._kwargs, "filename_suffix": self._suffix}
+        writer = tensorboard.SummaryWriter(self._log_dir, **kwargs)
+        self._close_files()
+        self._on_disk = [RunFile(path) for path in self._files()]
+        for file in self._on_disk:
+            file.append("")
+        return writer
 
     @property
     def _suffix(self) -> str:
@@ -159,6 +170,19 @@ class TensorboardXWriter(EventWriter):
 
     def _files(self) -> list[Path]:
         return sorted(Path(self._log_dir).glob(f"*tfevents*{glob.escape(self._suffix)}"))
+
+    def _restore_deleted(self) -> None:
+        restored = [file.restore() for file in self._on_disk]
+        if any(restored) and self._writer is not None:
+            logger.error("TensorBoard's events in %s were deleted while the run goes on; they are back", self._log_dir)
+            writer = self._writer
+            self._let_go()
+            writer.close()
+
+    def _close_files(self) -> None:
+        for file in self._on_disk:
+            file.close()
+        self._on_disk = []
 
     def _let_go(self) -> None:
         """The thread of a `SummaryWriter` that could not write has ended; another file goes on."""

@@ -8,9 +8,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from trainkit.utils.events.run_file import RunFile
 from trainkit.utils.events.storage import get_event_storage
 from trainkit.utils.events.writers import EventWriter, Scalar, Unwritten, rows_by_iteration
+from trainkit.utils.run_file import RunFile
 
 
 class _LinesWriter(EventWriter):

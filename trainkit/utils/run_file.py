@@ -7,19 +7,24 @@ import shutil
 from io import FileIO
 from pathlib import Path
 
+from trainkit.utils.run_folder import renew_folders
+
 logger = logging.getLogger(__name__)
+
+_CHUNK = 1 << 20
 
 
 class RunFile:
     """It only grows, by whole lines; a run that is resumed cuts off what it is going to write again.
 
-    Nothing is touched before the first ``append``.
+    Nothing is touched before the first ``append``. A file that is deleted afterwards is written again as a whole.
     """
 
     def __init__(self, path: str | Path, header: str = "") -> None:
         """``header`` is the first line, in front of those that are appended."""
         self._path, self._header = Path(path), header
         self._file: FileIO | None = None
+        self._pid = 0  # of the process that has opened it
         self._length: int | None = None  # of what belongs to the run; None: all that is there when it is opened
 
     def append(self, lines: str) -> None:
@@ -29,8 +34,11 @@ class RunFile:
             OSError: none of them has been written, and a later call may succeed.
         """
         try:
+            was_deleted = self.restore()
             file = self._open()
-            rest = memoryview((lines if self._length else self._header + lines).encode())
+            # another process may have written; the errors: a name can hold what is no character
+            self._length = file.seek(0, os.SEEK_END)
+            rest = memoryview((lines if self._length else self._header + lines).encode(errors="backslashreplace"))
             while rest:
                 rest = rest[file.write(rest) :]
             self._length = file.seek(0, os.SEEK_END)
@@ -38,6 +46,40 @@ class RunFile:
             with contextlib.suppress(OSError):  # the next one who opens the file tries again
                 self._take_back()
             raise
+        if was_deleted:  # last: it may go into this very file
+            logger.error("%s was deleted while the run goes on; all of it is written again", self._path)
+
+    def restore(self) -> bool:
+        """If the file was deleted, write it again from what is still open; whether it was.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if self._file is None:
+            return False
+        file = self._file
+        try:
+            if not os.path.samestat(os.fstat(file.fileno()), os.stat(self._path)):
+                self.close()
+                logger.warning("%s is another file now; the lines that follow are in it", self._path)
+            return False
+        except FileNotFoundError:
+            if self._pid != os.getpid():  # a fork: the process that has opened the file writes it, with these lines too
+                return False
+        renew_folders()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with self._path.open("xb") as copy:
+                while block := os.pread(file.fileno(), _CHUNK, copy.tell()):
+                    copy.write(block)
+        except FileExistsError:  # written again by what renewing the folder has logged
+            return False
+        except OSError:
+            self._path.unlink(missing_ok=True)
+            raise
+        self._file = FileIO(self._path, "ab+")
+        file.close()
+        return True
 
     def sync(self) -> int:
         """Bring the lines onto the disk; returns the length in bytes, for ``go_on_at``."""
@@ -65,21 +107,25 @@ class RunFile:
     def _open(self) -> FileIO:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            file = FileIO(self._path, "ab")
+            file = FileIO(self._path, "ab+")  # it is also read, if it is deleted
             try:
                 size = os.fstat(file.fileno()).st_size
                 self._length = size if self._length is None else self._cut(file, self._length, size)
             except BaseException:
                 file.close()
                 raise
-            self._file = file
+            self._file, self._pid = file, os.getpid()
         return self._file
 
     def _take_back(self) -> None:
         if self._file is not None:
             file, self._file = self._file, None  # its disk may be gone
-            with file:
+            try:
                 file.truncate(self._length)
+            except OSError:
+                file.close()
+                raise
+            self._file = file
 
     def _cut(self, file: FileIO, length: int, size: int) -> int:
         content = self._path.read_bytes() if size < length else b""
@@ -116,7 +162,7 @@ def copy_tail(path: Path, length: int, name: str) -> Path:
         OSError: there is no such file then.
     """
     n = 1
-    while (aside := path.with_name(f"{name}.cut_{n}")).exists():
+    while os.path.lexists(aside := path.with_name(f"{name}.cut_{n}")):
         n += 1
     try:
         with path.open("rb") as source, aside.open("xb") as target:

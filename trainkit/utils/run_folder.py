@@ -1,0 +1,203 @@
+"""The folders that a run writes to: no other run may use them meanwhile, and one that is deleted is made again."""
+
+import atexit
+import contextlib
+import importlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+LOCK_FILE = "run.lock"
+_PATIENCE_SEC = 2.0  # a process that was killed lets go of its files last
+_PAUSE_SEC = 0.05
+
+_owned: dict[str, "OwnedFolder"] = {}  # by real path
+_renewing = threading.Lock()
+
+
+class FolderInUseError(OSError):
+    """Another run owns the folder; the message says which one."""
+
+
+class OwnedFolder:
+    """A folder with the file ``run.lock``, which names the host, the process and the start of the run that owns it.
+
+    The file is locked by the operating system (POSIX locks, over NFS too), which drops the lock with the process. On
+    a file system without locks it counts as long as its process is alive; on another host, until it is deleted.
+
+    Attributes:
+        former: says which run has left its file behind; "" as a rule.
+        restore: name -> writes that small file again.
+    """
+
+    def __init__(self, folder: str) -> None:
+        """
+        Raises:
+            FolderInUseError: another run owns it.
+            OSError: the folder cannot be written.
+        """
+        self._folder, self._path = folder, os.path.join(folder, LOCK_FILE)
+        self.pid = os.getpid()
+        self.former = ""
+        self.restore: dict[str, Callable[[], None]] = {}
+        self._descriptor = self._take(_PATIENCE_SEC)
+
+    def renew(self) -> bool:
+        """Take the folder again if it was deleted; whether it was."""
+        if self._is_there(self._descriptor):
+            return False
+        deleted, self._descriptor = self._descriptor, self._take(0)
+        os.close(deleted)
+        return True
+
+    def release(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._is_there(self._descriptor):
+                os.remove(self._path)
+        os.close(self._descriptor)
+
+    def _take(self, patience_sec: float) -> int:
+        deadline = time.monotonic() + patience_sec
+        os.makedirs(self._folder, exist_ok=True)
+        while True:
+            with contextlib.suppress(FileNotFoundError):  # its owner has just removed it
+                descriptor, is_new = self._open()
+                owner, is_locked = _read(descriptor), _lock(descriptor)
+                if (is_new if is_locked is None else is_locked) and self._is_there(descriptor):
+                    if owner:
+                        self.former = _describe(owner)
+                    _write(descriptor)
+                    return descriptor
+                os.close(descriptor)  # no other descriptor of this file may be open here: any close drops the lock
+                if is_locked is None and not is_new and not _is_alive(owner):
+                    self.former = _describe(owner)
+                    os.remove(self._path)
+                elif not (is_locked or is_new) and time.monotonic() > deadline:
+                    raise FolderInUseError(
+                        f"the folder {self._folder!r} belongs to another run, {_describe(owner)}. Wait for that run or "
+                        f"stop it. If it has ended for sure, delete {self._path!r}"
+                    )
+            time.sleep(_PAUSE_SEC)
+
+    def _open(self) -> tuple[int, bool]:
+        """The descriptor, and whether the file is new."""
+        if os.path.islink(self._path):  # it could lead anywhere
+            os.remove(self._path)
+        with contextlib.suppress(FileExistsError):
+            return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), True
+        return os.open(self._path, os.O_RDWR), False
+
+    def _is_there(self, descriptor: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.stat(self._path))
+        except FileNotFoundError:
+            return False
+
+
+def own_folder(folder: str | os.PathLike[str]) -> OwnedFolder:
+    """Make a folder that of this process, until `release_folder` or its end; again and again, if it likes.
+
+    Raises:
+        FolderInUseError: a run of another process owns it.
+        OSError: the folder cannot be written.
+    """
+    path = os.path.realpath(folder)
+    if not _is_owned(path):
+        _owned[path] = OwnedFolder(path)
+        atexit.register(release_folder, path)
+    return _owned[path]
+
+
+def release_folder(folder: str | os.PathLike[str]) -> None:
+    """Let other runs have it; nothing if it is not that of this process."""
+    path = os.path.realpath(folder)
+    if _is_owned(path):
+        _owned.pop(path).release()
+
+
+def renew_folders() -> None:
+    """Take those that were deleted again, and write their small files again.
+
+    Raises:
+        OSError: it is impossible, or another run has taken one.
+    """
+    with _renewing:
+        renewed = [(path, folder) for path, folder in [*_owned.items()] if _is_owned(path) and folder.renew()]
+    for path, folder in renewed:  # not under the lock: a line of the log may come here again
+        logger.error("The folder %s was deleted while the run goes on; what the run still has is written again", path)
+        for restore in folder.restore.values():
+            restore()
+
+
+def is_owned_by_another(folder: str | os.PathLike[str]) -> bool:
+    """Whether a run of another process owns it."""
+    path = os.path.realpath(folder)
+    if _is_owned(path):
+        return False
+    try:
+        descriptor = os.open(os.path.join(path, LOCK_FILE), os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        is_locked = _lock(descriptor)
+        return _is_alive(_read(descriptor)) if is_locked is None else not is_locked
+    finally:
+        os.close(descriptor)
+
+
+def _is_owned(path: str) -> bool:
+    """By this process: a fork, such as a loader worker, has no share in the locks."""
+    return path in _owned and _owned[path].pid == os.getpid()
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Whether this process has the lock now; None where there are no locks."""
+    try:
+        fcntl = importlib.import_module("fcntl")
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except (ImportError, OSError):  # Windows; some network file systems
+        return None
+    return True
+
+
+def _write(descriptor: int) -> None:
+    owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}
+    os.ftruncate(descriptor, 0)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    os.write(descriptor, json.dumps(owner).encode())
+
+
+def _read(descriptor: int) -> dict[str, Any]:
+    """What the owner has written; empty while it has not, or if that is damaged."""
+    try:
+        owner = json.loads(os.read(descriptor, 4096))
+    except (ValueError, RecursionError):
+        return {}
+    return owner if isinstance(owner, dict) else {}
+
+
+def _describe(owner: dict[str, Any]) -> str:
+    return "process {} on {}, since {}".format(*(owner.get(key, "?") for key in ("pid", "host", "since")))
+
+
+def _is_alive(owner: dict[str, Any]) -> bool:
+    """Whether it may still be; the process of this run does not count."""
+    if owner.get("host") != socket.gethostname() or not isinstance(owner.get("pid"), int):
+        return True
+    try:
+        os.kill(owner["pid"], 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return bool(owner["pid"] != os.getpid())
