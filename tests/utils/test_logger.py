@@ -188,7 +188,7 @@ def test_a_stdout_that_nobody_reads_is_one_line_in_the_log(tmp_path, monkeypatch
     assert capsys.readouterr().err == ""
     assert messages((tmp_path / "log.txt").read_text()) == [
         "one",
-        "stdout cannot be written, the run goes on without it: [Errno 32] Broken pipe",
+        "sys.stdout cannot be written, the run goes on without it: [Errno 32] Broken pipe",
         "two",
         "three",
     ]

@@ -82,7 +82,7 @@ class OwnedFolder:
                     os.remove(self._path)
                 elif not (is_locked or is_new) and time.monotonic() > deadline:
                     raise FolderInUseError(
-                        f"the folder {self._folder!r} belongs to another run, {_describe(owner)}. Wait for that run or "
+                        f"the folder {self._folder!r} belongs to another run, {_describe(owner)}; wait for it or "
                         f"stop it. If it has ended for sure, delete {self._path!r}"
                     )
             time.sleep(_PAUSE_SEC)
