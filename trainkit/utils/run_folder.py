@@ -68,7 +68,7 @@ class OwnedFolder:
         deadline = time.monotonic() + patience_sec
         os.makedirs(self._folder, exist_ok=True)
         while True:
-            with contextlib.suppress(FileNotFoundError):  # its owner has just removed it
+            try:
                 descriptor, is_new = self._open()
                 owner, is_locked = _read(descriptor), _lock(descriptor)
                 if (is_new if is_locked is None else is_locked) and self._is_there(descriptor):
@@ -85,6 +85,9 @@ class OwnedFolder:
                         f"the folder {self._folder!r} belongs to another run, {_describe(owner)}; wait for it or "
                         f"stop it. If it has ended for sure, delete {self._path!r}"
                     )
+            except FileNotFoundError:  # its owner has just removed it, or nothing can be made here
+                if time.monotonic() > deadline:
+                    raise
             time.sleep(_PAUSE_SEC)
 
     def _open(self) -> tuple[int, bool]:
