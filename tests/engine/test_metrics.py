@@ -38,6 +38,18 @@ def test_the_total_is_added_up_in_the_order_of_the_entries():
     assert parse_losses({"b": big, "c": -big, "a": small}).total.item() == 1.0
 
 
+def test_a_loss_whose_name_is_no_text_is_named():
+    with pytest.raises(TypeError, match="names of the model's losses must be text, got 1;"):
+        parse_losses({1: torch.tensor(1.0, requires_grad=True)})
+
+
+@pytest.mark.parametrize("name", ["iteration", "epoch", "time", "lr", "eta_seconds", "data_time"])
+def test_a_loss_with_a_name_that_hooks_and_writers_use_is_refused_in_the_first_step(name):
+    model = Weight(lambda weight, batch: {"loss": weight * batch, name: torch.ones(())})
+    with pytest.raises(ValueError, match=rf"stores \['{name}'\] itself; give the model's entry another name"):
+        SimpleTrainer(model, [torch.tensor(2.0)], sgd(model)).train(0, 1)
+
+
 def test_one_micro_batch_is_its_own_mean():
     losses = parse_losses(torch.tensor(1.0, requires_grad=True))
     assert mean_losses([losses]) is losses

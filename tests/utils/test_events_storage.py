@@ -1,4 +1,5 @@
 import io
+import json
 import math
 import sys
 import threading
@@ -7,7 +8,15 @@ import pytest
 import torch
 
 from trainkit.checkpoint.state import plain_state
-from trainkit.utils.events import EventStorage, get_event_storage, has_event_storage
+from trainkit.utils.events import (
+    CommonMetricPrinter,
+    CSVWriter,
+    EventStorage,
+    JSONWriter,
+    TensorboardXWriter,
+    get_event_storage,
+    has_event_storage,
+)
 
 # ---------------------------------------------------------------------- finding the storage
 
@@ -667,6 +676,54 @@ def test_what_is_refused_leaves_nothing_behind():
         storage.put_row({"e": 1.0, "d": 2.0}, smoothing_hint=False)
     assert storage.latest() == {"d": (1.0, 0)}
     assert storage.smoothing_hints() == {"d": True}
+
+
+@pytest.mark.parametrize("value", ["high", None, torch.ones(2), [1.0]])
+def test_a_value_that_is_no_number_is_refused_by_the_name_of_its_scalar(value):
+    with pytest.raises(ValueError, match=f"scalar 'acc' must be one number .*, got {type(value).__name__}"):
+        EventStorage().put_row({"loss": 1.0, "acc": value})
+
+
+def test_a_name_that_is_no_text_is_refused():
+    with pytest.raises(TypeError, match="must be text, got 1; use str"):
+        EventStorage().put_scalar(1, 0.5)
+
+
+def test_names_that_writers_use_themselves_are_refused_and_those_of_hooks_are_taken():
+    storage = EventStorage()
+    with pytest.raises(ValueError, match="'iteration' is the name under which writers show"):
+        storage.put_scalar("iteration", 5.0)
+    with pytest.raises(ValueError, match="'epoch' cannot have an epoch itself"):
+        storage.put_scalar("epoch", 5.0, epoch=3)
+    for name in ("epoch", "time", "eta_seconds", "lr"):
+        storage.put_scalar(name, 1.0)
+    with storage.name_scope("val"):
+        storage.put_scalar("iteration", 2.0)
+        storage.put_scalar("epoch", 3.0, epoch=1)
+    assert list(storage.latest()) == ["epoch", "time", "eta_seconds", "lr", "val/iteration", "val/epoch"]
+
+
+def test_a_lone_surrogate_in_a_name_ends_no_run_and_every_writer_shows_it_escaped(tmp_path, caplog):
+    writers = [
+        CommonMetricPrinter(),
+        JSONWriter(tmp_path / "metrics.json"),
+        CSVWriter(tmp_path / "metrics.csv"),
+        TensorboardXWriter(tmp_path),
+    ]
+    with EventStorage() as storage, caplog.at_level("INFO"):
+        storage.put_scalar("bad\ud800", 1.0)
+        storage.put_scalar("bad\ud801", 2.0)
+        storage.put_image("drawn\udfff", torch.zeros(3, 2, 2))
+        for writer in writers:
+            writer.write()
+            writer.close()
+    assert storage.history("bad\ud800").latest() == 1.0
+    assert r"bad\ud800: 1  bad\ud801: 2" in caplog.text
+    (line,) = (tmp_path / "metrics.json").read_text().splitlines()
+    assert json.loads(line) == {"iteration": 0, r"bad\ud800": 1.0, r"bad\ud801": 2.0}
+    assert (tmp_path / "metrics.csv").read_text().splitlines()[1:] == [r"0,,bad\ud800,1.0", r"0,,bad\ud801,2.0"]
+    (events,) = tmp_path.glob("events.out.tfevents.*")
+    assert all(name in events.read_bytes() for name in (rb"bad\ud800", rb"drawn\udfff"))
 
 
 def test_a_storage_that_is_loaded_forgets_what_was_put_before():

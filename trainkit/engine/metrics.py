@@ -113,7 +113,11 @@ def _pinned_rows(width: int) -> list[Tensor]:
     return rows
 
 
-STORED_BESIDE_LOSSES = ("data_time", "rank_data_time", "skipped_updates")
+# by the trainer, or by default hooks and writers
+STORED_BESIDE_LOSSES = frozenset(
+    {"data_time", "rank_data_time", "skipped_updates"}
+    | {"iteration", "epoch", "lr", "time", "eta_seconds", "epoch_time"}
+)
 _AS_THEY_ARE = frozenset({"skipped_updates", "[metric]grad_scaler"})  # the median of a count tells nobody anything
 
 
@@ -157,7 +161,7 @@ def reduce_over_ranks(
     prepare_exchange()
     group = comm.side_group("metrics")
     assert group is not None
-    names = zlib.crc32("\n".join(values).encode())
+    names = zlib.crc32("\n".join(values).encode("utf-8", "backslashreplace"))
     # in numpy: on so few numbers an operation of torch takes ten times as long
     mine = np.zeros(_WIDTH)  # the same on every rank: Gloo would mix up garbage otherwise
     mine[:3] = names, data_time, failure is not None

@@ -231,7 +231,8 @@ class _Formatter(logging.Formatter):
         if self._color and sys.stdout.isatty():
             head = f"{_GREEN}{head}{_RESET}"
             level = level and f"{_RED if record.levelno >= logging.ERROR else _YELLOW}{level}{_RESET}"
-        return f"{head}{level}: {record.message}"
+        # a lone surrogate cannot be written
+        return f"{head}{level}: {record.message}".encode("utf-8", "backslashreplace").decode()
 
 
 def _open_log_file(output: str, rank: int) -> _FileHandler:

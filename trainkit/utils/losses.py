@@ -31,7 +31,7 @@ def parse_losses(output: object) -> Losses:
     Entries that require grad are trained on; the others are only logged.
 
     Raises:
-        TypeError: it is neither, or an entry is no tensor.
+        TypeError: it is neither, an entry is no tensor, or its name is no text.
         ValueError: an entry is no scalar, none requires grad, or one is called ``total_loss``.
     """
     if isinstance(output, Tensor):
@@ -46,6 +46,8 @@ def parse_losses(output: object) -> Losses:
     values = dict(output)
     trained = []
     for name, value in output.items():
+        if not isinstance(name, str):
+            raise TypeError(f"the names of the model's losses must be text, got {name!r}; use a name such as 'loss_a'")
         if not isinstance(value, Tensor):
             raise TypeError(
                 f"the model's loss {name!r} must be a scalar tensor, got {type(value).__name__} ({value!r})"

@@ -117,7 +117,9 @@ class EventStorage:
             epoch: where writers show it, if they are to show it over epochs.
 
         Raises:
-            ValueError: the name was used before with the other hint.
+            ValueError: the name was used before with the other hint, or is one that writers use themselves:
+                ``iteration``, and ``epoch`` together with the argument ``epoch``. The value is not one number.
+            TypeError: the name is no text.
         """
         self.put_row({name: value}, smoothing_hint, cur_iter, epoch=epoch)
 
@@ -139,7 +141,13 @@ class EventStorage:
         iter = place.iter if cur_iter is None else operator.index(cur_iter)
         if not -_MAX_ITER <= iter <= _MAX_ITER:
             raise OverflowError(f"an iteration must fit into 64 bits, got {iter}")
-        row = iter, [*map(float, values.values())], None if epoch is None else operator.index(epoch)
+        if epoch is not None and not place.prefix and "epoch" in values:
+            raise ValueError("a scalar called 'epoch' cannot have an epoch itself; give it another name")
+        try:
+            row = iter, [*map(float, values.values())], None if epoch is None else operator.index(epoch)
+        except (TypeError, ValueError):
+            _name_what_is_no_number(values)
+            raise
         rows = self._rows.get((*values, place.prefix, smoothing_hint))
         if rows is None:  # behind the conversions: what is refused leaves nothing behind
             rows = self._make_rows(values, place.prefix, smoothing_hint)
@@ -154,7 +162,7 @@ class EventStorage:
         A writer that shows images lets them go; the newest 100 are kept until then.
         """
         place = self._present_place()
-        self._put(self._images.append, Image(place.prefix + img_name, img_tensor, place.iter))
+        self._put(self._images.append, Image(_writable(place.prefix, img_name), img_tensor, place.iter))
 
     def put_histogram(self, hist_name: str, hist_tensor: torch.Tensor, bins: int = 1000) -> None:
         """Keep the histogram of a tensor of any shape, kept like an image. Synchronizes its device."""
@@ -170,7 +178,7 @@ class EventStorage:
             "bucket_counts": torch.histc(values, bins=bins).tolist(),
         }
         place = self._present_place()
-        self._put(self._histograms.append, Histogram(place.prefix + hist_name, place.iter, raw))
+        self._put(self._histograms.append, Histogram(_writable(place.prefix, hist_name), place.iter, raw))
 
     @contextmanager
     def name_scope(self, name: str) -> Iterator[None]:
@@ -198,8 +206,10 @@ class EventStorage:
             self._place = place
 
     def _make_rows(self, values: Iterable[str], prefix: str, smoothing_hint: bool) -> "_Rows":
-        names = [prefix + name for name in values]
+        names = [_writable(prefix, name) for name in values]
         for name in names:
+            if name == "iteration":
+                raise ValueError("'iteration' is the name under which writers show the iteration; use another name")
             if self._smoothing_hints.get(name, smoothing_hint) is not smoothing_hint:
                 raise ValueError(
                     f"scalar {name!r} was put with smoothing_hint={not smoothing_hint} before and now with "
@@ -251,6 +261,7 @@ class EventStorage:
             KeyError: nothing was put under this name.
         """
         self.flush()
+        name = _writable("", name)
         if name not in self._history:
             raise KeyError(f"no scalar is called {name!r}; there are {sorted(self._history)}")
         return self._history[name]
@@ -436,6 +447,23 @@ class EventStorage:
             logger.exception("Storing or writing metrics failed as well:")
         finally:
             self._backlog.close()
+
+
+def _writable(prefix: str, name: str) -> str:
+    """The whole name; a lone surrogate, which no file takes, becomes its escape: ``"\\ud800"``."""
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a scalar or an image must be text, got {name!r}; use str(name)")
+    return (prefix + name).encode("utf-8", "backslashreplace").decode()
+
+
+def _name_what_is_no_number(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        try:
+            float(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"scalar {name!r} must be one number or a tensor of one element, got {type(value).__name__}: {error}"
+            ) from error
 
 
 def _plain(image: Any) -> torch.Tensor:
