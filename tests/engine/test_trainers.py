@@ -997,3 +997,60 @@ def test_a_loss_that_some_micro_batches_lack_counts_as_in_what_is_minimized():
 def test_write_metrics_refuses_to_write_nothing():
     with EventStorage(), pytest.raises(ValueError, match="loss_dict is empty"):
         SimpleTrainer.write_metrics({}, 0.0, 0)
+
+
+# ---------------------------------------------------------------------- other objects during a run
+
+
+def _set_in_iteration_1(name, value):
+    return AfterStep(lambda trainer: setattr(trainer, name, value) if trainer.iter == 1 else None)
+
+
+def test_a_hook_that_sets_another_model_or_optimizer_is_refused():
+    model = Regression()
+    for name, value, remedy in [
+        ("model", Regression(), r"load_state_dict\), or build the other one before training \(build_model"),
+        ("optimizer", sgd(model), r"param_groups, load_state_dict\), or build .* before training \(build_optimizer"),
+    ]:
+        trainer = SimpleTrainer(model, batches(3), sgd(model))
+        trainer.register_hooks([_set_in_iteration_1(name, value)])
+        with pytest.raises(RuntimeError, match=f"trainer.{name} cannot become another .* during a run: .*{remedy}"):
+            trainer.train(0, 3)
+        assert getattr(trainer, name) is not value
+
+
+def test_a_hook_may_wrap_the_model_and_the_optimizer_of_a_run():
+    class Wrapper(nn.Module):
+        def __init__(self, inside):
+            super().__init__()
+            self.inside = inside
+
+        def forward(self, batch):
+            return self.inside(batch)
+
+    model = Regression()
+    wrapped, optimizer = Wrapper(model), sgd(model)
+    calls = []
+    trainer = SimpleTrainer(model, batches(3), optimizer)
+    trainer.register_hooks(
+        [_set_in_iteration_1("model", wrapped), _set_in_iteration_1("optimizer", PlainOptimizer(optimizer, calls))]
+    )
+    trainer.train(0, 3)
+    assert trainer.model is wrapped
+    assert "update" in calls
+
+
+def test_a_loader_that_a_hook_sets_gives_the_next_batch_and_no_batch_of_the_old_one_comes_any_more():
+    seen = []
+    model = Weight(lambda weight, batch: seen.append(batch.item()) or weight * batch)
+    trainer = SimpleTrainer(model, [torch.tensor(1.0)] * 10, sgd(model))
+    trainer.register_hooks([_set_in_iteration_1("data_loader", [torch.tensor(2.0)] * 10)])
+    trainer.train(0, 4)
+    assert seen == [1.0, 1.0, 2.0, 2.0]
+
+
+def test_an_optimizer_that_is_exchanged_between_runs_can_skip_its_first_update_too():
+    model = Weight(lambda weight, batch: weight * batch)
+    trainer = SimpleTrainer(model, [torch.tensor(float("nan"))], sgd(model), non_finite="skip")
+    trainer.optimizer = sgd(model, momentum=0.9, fused=True)
+    assert [state["momentum_buffer"].item() for state in trainer.optimizer.state.values()] == [0.0]

@@ -48,7 +48,7 @@ from trainkit.engine.setup import (
 )
 from trainkit.engine.summary import ENDS, summarize
 from trainkit.engine.train_loop import HookBase, TrainerBase
-from trainkit.engine.trainers import AMPTrainer, SimpleTrainer
+from trainkit.engine.trainers import AMPTrainer, SimpleTrainer, check_exchange
 from trainkit.evaluation import (
     DatasetEvaluator,
     build_evaluator,
@@ -62,6 +62,7 @@ from trainkit.utils import comm
 from trainkit.utils.device import device_of
 from trainkit.utils.events import EventWriter
 from trainkit.utils.run_folder import own_folder, renew_folders
+from trainkit.utils.model import is_part_of
 
 logger = logging.getLogger(__name__)
 
@@ -173,11 +174,17 @@ class DefaultTrainer(TrainerBase):
 
         Raises:
             ConfigError: the command of `default_setup` asks for an evaluation, or to resume what was not loaded.
+            ValueError: ``model`` has become another one than the checkpointer has.
             SystemExit: with code 1 if they differ from TEST.EXPECTED_RESULTS.
             ConfigError: another run writes to OUTPUT_DIR or CHECKPOINT.DIR.
             OSError: the run has come to its end, but not all of its results are on the disk.
         """
         self._check_command()
+        if not is_part_of(self.model, getattr(self.checkpointer, "model", self.model)):
+            raise ValueError(
+                "the model that is trained is not the one that the checkpointer saves and loads: trainer.model, or the "
+                "trainer of its steps, was exchanged. Return the model in build_model, so that all parts have it"
+            )
         if start_iter is None:
             start_iter = self.start_iter if self.status == "not started" else self._last_done_iter + 1
             if self.status == "finished" and max_iter is None:
@@ -557,6 +564,7 @@ class DefaultTrainer(TrainerBase):
     @_trainer.setter
     def _trainer(self, trainer: SimpleTrainer) -> None:
         """Its ``after_backward`` is ours: there is one list of hooks, and ours may be overridden."""
+        check_exchange(self, model=trainer.model, optimizer=trainer.optimizer)
         self._step_trainer = trainer
         outer = weakref.proxy(self)
         if isinstance(trainer, GraphTrainer):
@@ -569,6 +577,7 @@ class DefaultTrainer(TrainerBase):
 
     @model.setter
     def model(self, model: nn.Module) -> None:
+        check_exchange(self, model=model)
         self._trainer.model = model
 
     @property
@@ -585,6 +594,7 @@ class DefaultTrainer(TrainerBase):
 
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        check_exchange(self, optimizer=optimizer)
         self._trainer.optimizer = optimizer
 
     @property

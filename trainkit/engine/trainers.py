@@ -43,10 +43,34 @@ from trainkit.utils import comm
 from trainkit.utils.device import Prefetcher, device_of, first_tensor
 from trainkit.utils.events import EventStorage, get_event_storage, has_event_storage
 from trainkit.utils.losses import Losses, parse_losses
+from trainkit.utils.model import is_part_of
 from trainkit.utils.rng import preserve_rng_state
 from trainkit.utils.sharding import is_sharded_model, shard_optimizer_state, without_reduction
 
 logger = logging.getLogger(__name__)
+
+
+def check_exchange(
+    trainer: Any, *, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """
+    Raises:
+        RuntimeError: the trainer runs, and this is another model or optimizer than its own.
+    """
+    if trainer.status != "running":
+        return
+    if model is not None and not is_part_of(model, trainer.model):
+        raise RuntimeError(
+            "trainer.model cannot become another model during a run: the optimizer, hooks and the checkpointer would "
+            "go on with the old one. Change that one in place (load_state_dict), or build the other one before "
+            "training (build_model of DefaultTrainer)"
+        )
+    if optimizer is not None and optimizer.param_groups is not trainer.optimizer.param_groups:
+        raise RuntimeError(
+            "trainer.optimizer cannot become another optimizer during a run: the schedule and hooks would go on with "
+            "the old one. Change that one in place (param_groups, load_state_dict), or build the other one before "
+            "training (build_optimizer of DefaultTrainer)"
+        )
 
 
 class SimpleTrainer(TrainerBase):
@@ -103,15 +127,15 @@ class SimpleTrainer(TrainerBase):
         """
         super().__init__()
         model.train()
+        self.non_finite = non_finite
         self.model = model
         self.data_loader = data_loader
-        self.optimizer = optimizer
+        self._optimizer = optimizer
         self.gather_metric_period = check_period("gather_metric_period", gather_metric_period, minimum=1)
         self.zero_grad_before_forward = zero_grad_before_forward
         self.async_write_metrics = async_write_metrics
         self.accumulation_steps = check_period("accumulation_steps", accumulation_steps, minimum=1)
         self.clip_gradients = clip_gradients
-        self.non_finite = non_finite
         check_period("max_non_finite_in_row", max_non_finite_in_row, minimum=1)
         self._judge = FiniteJudge(non_finite, max_non_finite_in_row)
         self._gradient_check = GradientCheck()
@@ -119,11 +143,8 @@ class SimpleTrainer(TrainerBase):
         self._flag: Tensor | None = None  # on the device, 1 in the iterations whose gradients are not finite
         self._former_buffers: dict[str, Tensor] = {}  # what a step that is skipped puts back
         self._failed_storage: EventStorage | None = None  # that of a run that ends
-        # masks of -inf and the like; finding them waits for the device, once
-        self._never_finite = set() if non_finite == "ignore" else {*non_finite_names(model)}
         self.batch: Any = None
         self._losses: Losses | None = None  # of this iteration
-        self._iterator: Iterator[Any] | None = None
         self._prefetcher = Prefetcher()
         self._sample: tuple[nn.Module | None, Tensor | None] = (None, None)  # the model and a tensor of it
         self._losses_described = False
@@ -165,6 +186,42 @@ class SimpleTrainer(TrainerBase):
     def trained_losses(self) -> Sequence[str]:
         """The names of those among ``losses`` that are minimized; the others are only logged."""
         return () if self._losses is None else self._losses.trained
+
+    # ------------------------------------------------------------------ what may be another object later
+
+    @property
+    def model(self) -> nn.Module:
+        """Set to another one between two runs only; to a wrapper of the same at any time."""
+        return self._model
+
+    @model.setter
+    def model(self, model: nn.Module) -> None:
+        check_exchange(self, model=model)
+        self._model = model
+        # masks of -inf and the like; finding them waits for the device, once
+        self._never_finite = set() if self.non_finite == "ignore" else {*non_finite_names(model)}
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Set to another one between two runs only."""
+        return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        check_exchange(self, optimizer=optimizer)
+        self._optimizer = optimizer
+        if self.non_finite == "skip" or self._judge.scaled:
+            prepare_to_skip(optimizer, str(self._device() or "cpu").partition(":")[0])
+
+    @property
+    def data_loader(self) -> Iterable[Any]:
+        """Set to another one at any time: the next iteration draws from it."""
+        return self._data_loader
+
+    @data_loader.setter
+    def data_loader(self, data_loader: Iterable[Any]) -> None:
+        self._data_loader = data_loader
+        self._iterator: Iterator[Any] | None = None  # batches of the old one that it has drawn ahead go with it
 
     # ------------------------------------------------------------------ parts of a step, for variants to override
 
@@ -314,7 +371,6 @@ class SimpleTrainer(TrainerBase):
         Batches drawn ahead are dropped. The new loader begins where it says: to keep the place in the data, give it the
         ``state_dict`` of the old one.
         """
-        self._iterator = None
         self.data_loader = ()
         self.data_loader = data_loader_builder()
 

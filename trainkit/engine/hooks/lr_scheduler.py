@@ -43,6 +43,10 @@ class LRScheduler(HookBase):
         self._waiting_state: dict[str, Any] = {}
 
     def before_train(self) -> None:
+        """
+        Raises:
+            ValueError: the schedule is of another optimizer.
+        """
         self._optimizer = self._given_optimizer or self.trainer.optimizer
         iter = self.trainer.next_iter_of(self)
         scheduler = self._given_scheduler or self.trainer.scheduler
@@ -56,6 +60,12 @@ class LRScheduler(HookBase):
         elif self._waiting_state:
             scheduler.load_state_dict(self._waiting_state)
         self._waiting_state = {}
+        # not the optimizer itself, which may be wrapped
+        if getattr(scheduler, "optimizer", self._optimizer).param_groups is not self._optimizer.param_groups:
+            raise ValueError(
+                "the schedule changes the learning rates of another optimizer than the one that is trained with; "
+                "build it from that one (build_optimizer and build_lr_scheduler of DefaultTrainer do)"
+            )
         if isinstance(scheduler, ScheduledLR) and scheduler.last_epoch != iter:
             scheduler.seek(iter)  # in a second run
         self._scheduler, self._has_stepped = scheduler, False
