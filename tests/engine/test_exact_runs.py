@@ -2,14 +2,27 @@
 
 import json
 import shutil
+from contextlib import suppress
 
 import pytest
 import torch
 
-from tests.engine.job import tiny_cfg
+from tests.engine.job import TinyClassifier, tiny_cfg
 from tests.engine.tiny import CLOCK_READINGS
 from trainkit.engine import DefaultTrainer, HookBase
+from trainkit.modeling import MODEL_REGISTRY
 from trainkit.utils.env import seed_all_rng
+
+
+@MODEL_REGISTRY.register()
+class LazyClassifier(TinyClassifier):
+    """Makes a buffer in its first forward pass, of which everything later depends."""
+
+    def forward(self, batch):
+        if not hasattr(self, "shift"):
+            self.register_buffer("shift", torch.rand(4) + batch["x"].mean(0))
+        return super().forward({**batch, "x": batch["x"] + self.shift})
+
 
 HOOKS = [
     {"NAME": "EMAHook", "DECAY": 0.9, "EVALUATE": "both"},
@@ -106,6 +119,15 @@ def test_a_run_that_is_broken_off_in_every_iteration_ends_as_the_whole_one(whole
             continue
     run(tmp_path, 99)
     assert content(tmp_path) == whole[0]
+
+
+def test_a_buffer_of_the_first_forward_pass_is_resumed_exactly(tmp_path):
+    options = ("MODEL.NAME", "LazyClassifier")
+    run(tmp_path / "whole", 1, None, *options)
+    with suppress(Killed):
+        run(tmp_path / "broken", 1, Killer("after_step", 5), *options)
+    run(tmp_path / "broken", 2, None, *options)
+    assert content(tmp_path / "broken") == content(tmp_path / "whole")
 
 
 def test_a_run_of_another_seed_is_another_one(whole, tmp_path):

@@ -11,8 +11,9 @@ from concurrent import futures
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
-from torch import UntypedStorage, nn
+from torch import Tensor, UntypedStorage, nn
 
 from trainkit.checkpoint.atomic import CheckpointError, remove_leftovers, sync_folder, write_text
 from trainkit.checkpoint.file import read_file, write_file
@@ -39,12 +40,14 @@ from trainkit.checkpoint.shards import (
 )
 from trainkit.checkpoint.staging import HostCopy
 from trainkit.utils import comm
-from trainkit.utils.model import unwrap_model
+from trainkit.utils.device import device_of
+from trainkit.utils.model import can_take_buffer, put_buffer, unwrap_model
 from trainkit.utils.run_folder import is_owned_by_another, renew_folders
 from trainkit.utils.sharding import first_shard, is_sharded, shard_like
 
 _logger = logging.getLogger(__name__)
 _numbers = itertools.count()
+_NEW_BUFFERS = "new_buffers"  # names of those that the model has made since its checkpointer was built
 
 
 class Stateful(Protocol):
@@ -71,6 +74,9 @@ class Checkpointer:
     save is under way at a time: the next one, and whatever reads the folder, waits for it. The memory of the copy is
     kept for the next save, because fresh memory costs several times the copying.
 
+    A persistent buffer that the model makes after this was built, as in its first forward pass, is made again when the
+    file is loaded. What else is new in the model by then is named in a warning.
+
     Args:
         model: data-parallel wrappers are removed.
         save_dir: made when first needed; with ``""`` there is no saving and no resuming.
@@ -91,6 +97,9 @@ class Checkpointer:
         **checkpointables: Stateful,
     ) -> None:
         self.model = unwrap_model(model)
+        self._modules = {name for name, _ in self.model.named_modules()}
+        self._tensors = {*dict(self.model.named_parameters(remove_duplicate=False))}
+        self._tensors |= {*dict(self.model.named_buffers(remove_duplicate=False))}
         self.save_dir = os.fspath(save_dir)
         self.save_to_disk = comm.is_main_process() if save_to_disk is None else save_to_disk
         self.async_save = async_save
@@ -213,6 +222,8 @@ class Checkpointer:
         if taken := sorted(state.keys() & entries):
             raise ValueError(f"save() got entries {taken}, which the checkpoint has already; give them other names")
         state |= entries
+        if new := self._find_new_buffers(state["model"]):
+            state[_NEW_BUFFERS] = new
         for obj in self.checkpointables.values():
             if hasattr(obj, "before_save"):
                 obj.before_save(state)
@@ -228,6 +239,25 @@ class Checkpointer:
         """Those that this process has written last, and that somebody else has deleted."""
         names = {self._tagged, *self._untagged} - {""}
         return sorted(name for name in names if not os.path.lexists(os.path.join(self.save_dir, name + SUFFIX)))
+
+    def _find_new_buffers(self, weights: Mapping[str, Any]) -> list[str]:
+        """Those that loading can make; what it cannot make is warned about once."""
+        buffers = dict(self.model.named_buffers(remove_duplicate=False))
+        new = [name for name in weights if name in buffers and name not in self._tensors]
+        if first_shard(self.model) is None:
+            new = [name for name in new if name.rpartition(".")[0] in self._modules]
+        else:
+            new = []
+        known = {*self._tensors, *new}
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        if lost := [name for name in weights if name not in known and (name in buffers or name in parameters)]:
+            self._tensors.update(lost)
+            _logger.warning(
+                "The model has made %s since the trainer was built. A run can be resumed from this checkpoint only if "
+                "the model has them before it is loaded: make them in the constructor of the model, not in its forward",
+                ", ".join(lost),
+            )
+        return new
 
     def _prepare_save_dir(self) -> None:
         try:
@@ -486,7 +516,7 @@ class Checkpointer:
         absent = [key for key in keys if key not in state]
         if absent and strict:
             raise CheckpointError(_not_resumable(path, absent, state))
-        self._load_model(weights, path, strict)
+        self._load_model(weights, path, strict, state.pop(_NEW_BUFFERS, None))
         if absent:
             _logger.warning("'%s' holds no state for %s, which stay as they are", path, absent)
         for key in keys:
@@ -495,9 +525,13 @@ class Checkpointer:
         _logger.info("Loaded %s", path)
         return state
 
-    def _load_model(self, weights: Mapping[str, Any], path: str, strict: bool) -> None:
+    def _load_model(self, weights: Mapping[str, Any], path: str, strict: bool, new_buffers: Any) -> None:
         weights = strip_wrapper_prefix(weights, self.model)
         own = self.model.state_dict()
+        named = [name for name in new_buffers if isinstance(name, str)] if isinstance(new_buffers, list) else []
+        fit = [name for name in named if isinstance(weights.get(name), Tensor) and name not in own]
+        new = [name for name in fit if can_take_buffer(self.model, name)]
+        own.update((name, weights[name]) for name in new)
         differences = Differences(weights, own)
         nothing_fits = len(differences.unexpected) + len(differences.mismatched) == len(weights)
         if differences and (strict or nothing_fits):
@@ -505,6 +539,8 @@ class Checkpointer:
                 f"'{path}' holds another model than this one:\n{differences.table()}\n"
                 "build the model of the file (MODEL in a config), or name another file"
             )
+        for name in new:
+            put_buffer(self.model, name, torch.empty_like(weights[name], device=device_of(self.model)))
         fitting = {
             key: shard_like(value, own[key]) if is_sharded(own.get(key)) else value
             for key, value in weights.items()

@@ -61,8 +61,8 @@ from trainkit.solver import build_gradient_clipper, build_lr_scheduler, build_op
 from trainkit.utils import comm
 from trainkit.utils.device import device_of
 from trainkit.utils.events import EventWriter
-from trainkit.utils.run_folder import own_folder, renew_folders
 from trainkit.utils.model import is_part_of
+from trainkit.utils.run_folder import own_folder, renew_folders
 
 logger = logging.getLogger(__name__)
 

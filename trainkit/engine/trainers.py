@@ -429,12 +429,13 @@ class SimpleTrainer(TrainerBase):
         passes = 2 if self.model.static_graph else 1
         if passes == 1 and comm.get_world_size() < 3:
             return
-        buffers = [buffer.clone() for buffer in self.model.buffers()]
+        former = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         with preserve_rng_state(), EventStorage():
             for _ in range(passes):
                 self.compute_losses(copy.deepcopy(batch)).total.backward()
-        for buffer, before in zip(self.model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
+        for name, buffer in self.model.named_buffers():
+            if name in former:  # and not made by these passes
+                buffer.copy_(former[name])
         for parameter in self.model.parameters():
             parameter.grad = None
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from trainkit.utils.model import put_buffer
 from trainkit.utils.numbers import is_number, is_whole
 from trainkit.utils.sharding import first_shard, local_part, reshard, shard_like
 
@@ -113,28 +114,13 @@ class ModelAverage:
             averages = self._shards = {name: once[id(tensor)] for name, tensor in own.items()}
         self.stands_in = False
         self.steps = 0
-        self._rule = rule
+        self._model, self._rule, self._average_buffers = model, rule, average_buffers
         # (averages, sources), each pair of one device and dtype, for which one foreach call suffices
-        groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
-
-        def add(average: Tensor, source: Tensor, averaged: bool) -> list[Tensor]:
-            averaged = averaged and (average.is_floating_point() or average.is_complex())
-            averages, sources = groups.setdefault((averaged, average.device, average.dtype), ([], []))
-            averages.append(local_part(average))
-            sources.append(local_part(source))
-            return sources
-
+        self._groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         for name, source in model.named_parameters():
-            add(averages[name], source.detach(), True)
-        self._buffers: list[tuple[list[Tensor], int, dict[str, Any], str]] = []
-        for path, buffer in model.named_buffers():
-            owner_path, _, name = path.rpartition(".")
-            owner = model.get_submodule(owner_path)
-            if name not in owner._non_persistent_buffers_set:
-                sources = add(averages[path], buffer, average_buffers)
-                self._buffers.append((sources, len(sources) - 1, owner._buffers, name))
-        self._averaged = [group for (averaged, _, _), group in groups.items() if averaged]
-        self._copied = [group for (averaged, _, _), group in groups.items() if not averaged]
+            self._add(averages[name], source.detach(), True)
+        self._buffers: dict[str, tuple[list[Tensor], int, dict[str, Any], str]] = {}
+        self._follow_buffers(averages)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -151,7 +137,11 @@ class ModelAverage:
 
     @torch.no_grad()
     def copy(self) -> None:
-        """Take what is copied and not averaged as the model has it now, which may be later than its last update."""
+        """Take what is copied and not averaged as the model has it now, which may be later than its last update.
+
+        With the buffers that the model has made since.
+        """
+        self._follow_buffers()
         self._find_buffers()
         _copy_all(self._copied)
 
@@ -196,9 +186,33 @@ class ModelAverage:
                 _copy_all([(own, former)])
                 self.stands_in = False
 
+    def _add(self, average: Tensor, source: Tensor, averaged: bool) -> list[Tensor]:
+        averaged = averaged and (average.is_floating_point() or average.is_complex())
+        averages, sources = self._groups.setdefault((averaged, average.device, average.dtype), ([], []))
+        averages.append(local_part(average))
+        sources.append(local_part(source))
+        return sources
+
+    def _follow_buffers(self, averages: Mapping[str, Tensor] | None = None) -> None:
+        """Of all buffers of the model that are not followed yet; ``averages``: by name, else they are made."""
+        for path, buffer in self._model.named_buffers():
+            owner_path, _, name = path.rpartition(".")
+            owner = self._model.get_submodule(owner_path)
+            if path in self._buffers or name in owner._non_persistent_buffers_set:
+                continue
+            if averages is None:
+                if self._shards or owner_path not in dict(self.module.named_modules()):
+                    continue
+                put_buffer(self.module, path, buffer.clone())
+            average = self.module.get_buffer(path) if averages is None else averages[path]
+            sources = self._add(average, buffer, self._average_buffers)
+            self._buffers[path] = sources, len(sources) - 1, owner._buffers, name
+        self._averaged = [group for (averaged, _, _), group in self._groups.items() if averaged]
+        self._copied = [group for (averaged, _, _), group in self._groups.items() if not averaged]
+
     def _find_buffers(self) -> None:
         # parameters stay the same tensors, but a model may well put a new tensor in the place of a buffer
-        for sources, i, buffers, name in self._buffers:
+        for sources, i, buffers, name in self._buffers.values():
             sources[i] = buffers[name]
 
 
