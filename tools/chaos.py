@@ -71,6 +71,7 @@ FILES = ("model_final.pth", "model_best.pth", "last_checkpoint", "finished", "me
 NOT_MISSED = {
     "iteration": "a copy of trainer/iteration, for other readers of the file",
     "trainer/world_size": "is the same in the run that goes on",
+    "trainer/settings": "are the same in the run that goes on",
     "trainer/hooks/FinalEvalHook": "has done nothing yet",
     "trainer/_trainer/non_finite": "there was none",
     "trainer/_trainer/grad_scaler": "bfloat16 needs none",

@@ -1,7 +1,9 @@
 """DefaultTrainer and DefaultPredictor: what is assembled, in which order, and what can be overridden."""
 
+import ast
 import copy
 import json
+import re
 import weakref
 
 import pytest
@@ -513,6 +515,45 @@ def test_resuming_beyond_the_end_is_an_error_that_names_both_numbers(tmp_path):
     trainer = DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.MAX_ITER", 4, "SOLVER.STEPS", ()))
     with pytest.raises(ConfigError, match="SOLVER.MAX_ITER is 4, but the checkpoint to resume from has done 10 iter"):
         trainer.resume_or_load()
+
+
+def test_every_setting_that_changes_what_a_resumed_run_computes_is_shown_with_what_is_used(tmp_path, caplog):
+    DefaultTrainer(tiny_cfg(tmp_path)).train()
+    others = {
+        "SEED": ("1", "2", "checkpoint"),
+        "SOLVER.BASE_LR": ("0.1", "0.2", "checkpoint"),
+        "SOLVER.MAX_ITER": ("10", "20", "this run"),
+        "SOLVER.IMS_PER_BATCH": ("8", "4", "this run"),
+        "SOLVER.ACCUMULATION_STEPS": ("1", "2", "this run"),
+        "SOLVER.AMP.ENABLED": ("False", "True", "this run"),
+        "SOLVER.AMP.PRECISION": ("'float16'", "'bfloat16'", "this run"),
+        "SOLVER.CLIP_GRADIENTS.ENABLED": ("False", "True", "this run"),
+        "SOLVER.NON_FINITE.POLICY": ("'raise'", "'skip'", "this run"),
+        "DATASETS.TRAIN": ("('tiny_train',)", "('tiny_val',)", "this run"),
+        "MODEL.WIDTH": ("-", "7", "this run"),
+    }
+    options = [item for key, (_, new, _) in others.items() for item in (key, ast.literal_eval(new))]
+    no_matter = ("DATALOADER.NUM_WORKERS", 1, "LOG.PERIOD", 3, "MODEL.WEIGHTS", "other.pth")
+    cfg = tiny_cfg(tmp_path, *no_matter, *options)
+    caplog.clear()
+    DefaultTrainer(cfg).resume_or_load()
+    (message,) = [text for text in caplog.messages if text.startswith("The checkpoint was written with other settings")]
+    _, headers, _, *lines = message.splitlines()
+    assert re.split(r" {2,}", headers) == ["setting", "of this run", "in the checkpoint", "what is used"]
+    rows = {key: (old, new, used) for key, new, old, used in (re.split(r" {2,}", line) for line in lines)}
+    assert rows == others
+
+    caplog.clear()
+    DefaultTrainer(tiny_cfg(tmp_path)).resume_or_load()
+    assert "other settings" not in caplog.text
+
+
+def test_a_checkpoint_without_settings_is_resumed(tmp_path, caplog):
+    trainer = DefaultTrainer(tiny_cfg(tmp_path))
+    state = trainer.state_dict()
+    del state["settings"]
+    DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.IMS_PER_BATCH", 4)).load_state_dict(state)
+    assert "other settings" not in caplog.text
 
 
 def test_a_plain_fvcore_checkpointer_saves_and_resumes_the_trainer(tmp_path):

@@ -38,6 +38,7 @@ from trainkit.engine.hooks.checkpoint import best_file_prefixes
 from trainkit.engine.hooks.monitor import check_monitored_metrics
 from trainkit.engine.parallel import create_ddp_model, ddp_options
 from trainkit.engine.predictor import DefaultPredictor
+from trainkit.engine.settings import describe_other_settings, settings_of
 from trainkit.engine.setup import (
     checkpoint_dir,
     default_argument_parser,
@@ -266,12 +267,16 @@ class DefaultTrainer(TrainerBase):
             **super().state_dict(),
             "data": self._trainer.data_state_dict(),
             "results": _plain_results(self._results),
+            "settings": settings_of(self.cfg),
             "_trainer": self._trainer.step_state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._is_resumed = True
+        saved = state_dict.get("settings")  # older states have none
+        if saved and (table := describe_other_settings(saved, self.cfg)):
+            logger.warning("The checkpoint was written with other settings:\n%s", table)
         self._results = state_dict.get("results", {})
         self._trainer.load_data_state_dict(state_dict.get("data", {}))
         self._trainer.load_step_state_dict(state_dict["_trainer"])

@@ -24,6 +24,7 @@ from trainkit.config.yaml_files import load_yaml
 from trainkit.engine.command import check_command, note_command, note_trial
 from trainkit.engine.elastic import is_restarted, note_begin
 from trainkit.engine.failures import says_it_for_all
+from trainkit.engine.settings import changed_settings
 from trainkit.utils import comm
 from trainkit.utils.collect_env import collect_env_info, describe_load
 from trainkit.utils.env import seed_all_rng
@@ -199,7 +200,7 @@ def default_setup(cfg: CfgNode, args: Any) -> None:
         logger.warning("%s", text)
     if is_restarted() and not eval_only:
         logger.info("torchrun has started the run again; it goes on from its last checkpoint, if there is one")
-    changes = "\n".join(f"  {key}: {value!r}" for key, value in _changes(cfg, get_cfg()))
+    changes = "\n".join(f"  {key}: {value!r}" for key, value in changed_settings(cfg, get_cfg()))
     logger.info("Configuration, as far as it differs from the defaults:\n%s", changes or "  nowhere")
     for note in notes:
         logger.info(note)
@@ -233,7 +234,7 @@ def default_writers(
     Raises:
         ConfigError: another name, or the package ``wandb`` is missing.
     """
-    settings = dict(_changes(cfg, get_cfg())) if cfg is not None else {}
+    settings = dict(changed_settings(cfg, get_cfg())) if cfg is not None else {}
     config = cfg.dump() if cfg is not None else ""
     console = ProgressBar if are_bars_shown() else CommonMetricPrinter
     makers: dict[str, Callable[[], EventWriter]] = {
@@ -327,11 +328,3 @@ def _move_aside(output_dir: Path, weights: str, is_new: bool) -> Path | None:
 
 def _leads_out(link: Path) -> bool:
     return link.parent.resolve() not in link.resolve().parents
-
-
-def _changes(cfg: CfgNode, default: CfgNode, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in cfg.items():
-        if isinstance(value, CfgNode):
-            yield from _changes(value, default.get(key, CfgNode()), f"{prefix}{key}.")
-        elif key not in default or value != default[key]:
-            yield prefix + key, value
