@@ -37,7 +37,6 @@ from trainkit.engine.metrics import (
     reduce_over_ranks,
 )
 from trainkit.engine.train_loop import TrainerBase, check_period
-from trainkit.solver import unprofiled
 from trainkit.solver.hyper_parameters import check_saved_groups, describe_changes, hyper_parameters
 from trainkit.utils import comm
 from trainkit.utils.device import Prefetcher, device_of, first_tensor
@@ -233,7 +232,7 @@ class SimpleTrainer(TrainerBase):
         if self.non_finite == "skip":
             self._former_buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         if self.zero_grad_before_forward:
-            unprofiled.zero_grad(self.optimizer)
+            self.optimizer.zero_grad()
         found: list[Losses] = []
         for batch in batches[:-1]:
             with self._without_gradient_sync():
@@ -245,7 +244,7 @@ class SimpleTrainer(TrainerBase):
     def _add_gradients(self, batch: Any, num_batches: int, *, first: bool) -> Losses:
         losses = self.compute_losses(batch)
         if first and not self.zero_grad_before_forward:
-            unprofiled.zero_grad(self.optimizer)
+            self.optimizer.zero_grad()
         self.backward(losses.total if num_batches == 1 else losses.total / num_batches)
         # few look at what is detached; with the graph they are let go at the next fetch, as in a plain loop
         return losses if num_batches == 1 else losses.detach()
@@ -265,7 +264,7 @@ class SimpleTrainer(TrainerBase):
         return self.model(batch)
 
     def backward(self, loss: Tensor) -> None:
-        unprofiled.backward(loss)
+        loss.backward()
 
     def prepare_gradients(self) -> None:
         """Make the gradients true ones before anybody looks at them."""
@@ -290,7 +289,7 @@ class SimpleTrainer(TrainerBase):
         if self.non_finite == "skip" and self._flag is not None:
             step_unless(self._flag, self.optimizer)
         else:
-            unprofiled.step(self.optimizer)
+            self.optimizer.step()
 
     # ------------------------------------------------------------------ values that are not finite
 
