@@ -25,7 +25,7 @@ LAYERS = [
     ["trainkit.engine.finite", "trainkit.engine.hook_list"],
     ["trainkit.engine.train_loop"],
     ["trainkit.engine.metrics"],
-    ["trainkit.engine.trainers"],
+    ["trainkit.engine.step"],
     ["trainkit.engine.hooks"],
     ["trainkit.engine.compile"],
     ["trainkit.engine.graph"],

@@ -10,7 +10,7 @@ from tests.engine.tiny import Steps
 from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer
 from trainkit.engine import hooks
-from trainkit.engine.train_loop import HookBase
+from trainkit.engine.hook_base import HookBase
 
 
 class Part:

@@ -17,7 +17,7 @@ from trainkit.config import ConfigError, check_values, get_cfg
 from trainkit.engine.defaults import DefaultTrainer
 from trainkit.engine.hooks import CallbackHook, EMAHook, PreciseBN, UnusedParameters
 from trainkit.engine.parallel import create_ddp_model, ddp_options
-from trainkit.engine.trainers import AMPTrainer, SimpleTrainer
+from trainkit.engine.step import AMPTrainer, SimpleTrainer
 from trainkit.evaluation import inference_on_dataset
 from trainkit.solver import GradientClipper
 from trainkit.utils import comm

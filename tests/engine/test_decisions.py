@@ -9,7 +9,7 @@ from tests.engine.tiny import AfterStep, Weight, sgd
 from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer
 from trainkit.engine.hooks import BestCheckpointer, EarlyStopping, EvalHook, LRScheduler, ReduceOnPlateau
-from trainkit.engine.trainers import SimpleTrainer
+from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import LRFunction
 
 BY_RANK = [  # rank 0 alone would stop after iteration 4, rank 1 never

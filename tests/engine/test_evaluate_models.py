@@ -8,7 +8,7 @@ import torch
 from tests.engine.tiny import Weight, sgd
 from trainkit.engine.evaluation_run import evaluate_models
 from trainkit.engine.hooks import CallbackHook, EMAHook
-from trainkit.engine.trainers import SimpleTrainer
+from trainkit.engine.step import SimpleTrainer
 
 
 def results_of(hooks, test=lambda cfg, model: {"task": {"weight": model.weight.item()}}):

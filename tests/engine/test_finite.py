@@ -13,7 +13,7 @@ from trainkit.config import ConfigError
 from trainkit.engine import DefaultTrainer
 from trainkit.engine.finite import GradientCheck, join_flags, non_finite_names
 from trainkit.engine.hooks import CallbackHook, PeriodicWriter
-from trainkit.engine.trainers import AMPTrainer, SimpleTrainer
+from trainkit.engine.step import AMPTrainer, SimpleTrainer
 from trainkit.solver import GradientClipper
 from trainkit.utils.events import EventStorage
 

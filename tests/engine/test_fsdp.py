@@ -24,7 +24,7 @@ from trainkit.engine import DefaultPredictor, DefaultTrainer
 from trainkit.engine.evaluation_run import EvaluationRun
 from trainkit.engine.fsdp import build_sharded, shard_model
 from trainkit.engine.hooks import EMAHook
-from trainkit.engine.trainers import SimpleTrainer
+from trainkit.engine.step import SimpleTrainer
 from trainkit.modeling import MODEL_REGISTRY
 from trainkit.solver import build_optimizer
 from trainkit.utils import comm

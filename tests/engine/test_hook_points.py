@@ -235,7 +235,7 @@ def test_a_run_that_fails_has_its_after_train_and_no_evaluation_behind_it(tmp_pa
         raise OSError("today")
 
     trainer, recorder = default_trainer(tmp_path)
-    trainer.register_hooks([CallbackHook(after_epoch=fail)])
+    trainer.register_hooks([CallbackHook(after_epoch=fail)], priority="LOW")
     with pytest.raises(OSError, match="today"):
         trainer.train()
 

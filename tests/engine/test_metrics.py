@@ -19,7 +19,7 @@ from trainkit.engine import metrics
 from trainkit.engine.hooks import BestCheckpointer, CallbackHook, EarlyStopping, EvalHook, PeriodicWriter, PreciseBN
 from trainkit.engine.metrics import mean_losses, reduce_over_ranks
 from trainkit.engine.parallel import create_ddp_model
-from trainkit.engine.trainers import SimpleTrainer
+from trainkit.engine.step import SimpleTrainer
 from trainkit.utils import shared_rows
 from trainkit.utils.losses import parse_losses
 from trainkit.utils.shared_rows import SharedRows
@@ -173,13 +173,13 @@ def hooks_of_one_rank(rank, folder):
             texts.append(record.getMessage().splitlines()[0])
 
     texts, handler = [], Handler(level=logging.WARNING)
-    logging.getLogger("trainkit.engine.train_loop").addHandler(handler)
+    logging.getLogger("trainkit.engine.loop").addHandler(handler)
     model = Weight()
     trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model))
     trainer.train(0, 1)
     trainer.register_hooks([CallbackHook(after_step=lambda t: None) if rank == 0 else None])
     trainer.train(0, 1)
-    logging.getLogger("trainkit.engine.train_loop").removeHandler(handler)
+    logging.getLogger("trainkit.engine.loop").removeHandler(handler)
     return texts
 
 

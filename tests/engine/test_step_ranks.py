@@ -14,7 +14,7 @@ from tests.engine.tiny import AfterStep, Regression, Weight, batches, scalars, s
 from tests.two_ranks import on_two_ranks
 from trainkit.engine.hooks import CallbackHook, CheckFiniteLoss, UnusedParameters
 from trainkit.engine.parallel import create_ddp_model
-from trainkit.engine.trainers import AMPTrainer, SimpleTrainer
+from trainkit.engine.step import AMPTrainer, SimpleTrainer
 from trainkit.solver import GradientClipper
 
 

@@ -10,7 +10,7 @@ from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer
 from trainkit.engine import hooks
 from trainkit.engine.parallel import create_ddp_model
-from trainkit.engine.trainers import SimpleTrainer
+from trainkit.engine.step import SimpleTrainer
 
 
 class Net(nn.Module):

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.engine.tiny import AfterStep
+from trainkit.engine.hook_base import HookBase, Priority
 from trainkit.engine.hooks import CallbackHook, IterationTimer, PeriodicWriter
-from trainkit.engine.train_loop import HookBase, Priority, TrainerBase, check_period, is_due
+from trainkit.engine.loop import TrainerBase
+from trainkit.engine.periods import check_period, is_due
 from trainkit.utils.events import JSONWriter, get_event_storage, has_event_storage
 
 POINTS = ["before_train", "before_step", "after_backward", "after_step", "after_train"]
@@ -553,8 +555,8 @@ class Timer(IterationTimer):
 
 def order(trainer):
     """The classes of the hooks in the order in which they run after a step."""
-    by_point = dict(line.split(maxsplit=1) for line in trainer.describe_hooks().splitlines())
-    names = by_point.get("after_step", "").replace(",", " ").split()
+    lines = [line.split(maxsplit=1) for line in trainer.describe_hooks().splitlines()]
+    names = [name for point, names in lines if point == "after_step" for name in names.split(", ")]
     return [name.partition("#")[0] for name in names]
 
 
@@ -777,12 +779,14 @@ def test_hooks_are_described_by_point_in_order_and_the_description_is_logged(cap
         def before_train(self):
             pass
 
-    trainer = Trainer([Both(), Early(), CallbackHook(after_backward=print)])
+    trainer = Trainer([Late(), Both(), Early(), CallbackHook(after_backward=print)])
 
     assert trainer.describe_hooks() == (
         "  before_train      Both\n"  # a point that nobody overrides has no line
         "  after_backward    CallbackHook\n"
-        "  after_step        Early, Both"
+        "  after_step        Early, Both\n"
+        "  -- save point --  checkpoints are written; batch and losses are let go\n"
+        "  after_step        Late"
     )
     trainer.train(2, 2)
     assert f"Training from iteration 2 to 2; hooks in order:\n{trainer.describe_hooks()}" in caplog.messages
@@ -853,7 +857,7 @@ def test_hooks_registered_behind_the_loading_get_their_state(caplog):
 
     trainer.load_state_dict(state)
     trainer.register_hooks([late])
-    trainer.warn_unclaimed_states()
+    trainer.train(0, 0)
 
     assert (early.count, late.count) == (10, 20)
     assert caplog.messages == []
@@ -871,11 +875,9 @@ def test_loading_leaves_the_given_state_as_it_was():
 def test_states_that_no_hook_takes_are_warned_about_by_name(caplog):
     trainer = Trainer([Counting()])
     trainer.load_state_dict({"iteration": 3, "hooks": {"Gone": {"a": 1}, "Counting": {"count": 1}, "Lost": {"b": 2}}})
-    trainer.warn_unclaimed_states()
+    trainer.train(4, 4)
 
-    assert caplog.messages == [
-        "The checkpoint has states of hooks that are not registered, which are left out: ['Gone', 'Lost']"
-    ]
+    assert "The checkpoint has states of hooks that are not registered: ['Gone', 'Lost']" in caplog.messages
 
 
 def test_a_hook_that_saves_a_state_and_cannot_load_it_is_named():

@@ -23,7 +23,7 @@ from trainkit.config import ConfigError
 from trainkit.data.build import build_batch_data_loader
 from trainkit.data.samplers import TrainingSampler
 from trainkit.engine.hooks import CallbackHook, EvalHook, PeriodicWriter
-from trainkit.engine.trainers import AMPTrainer, SimpleTrainer
+from trainkit.engine.step import AMPTrainer, SimpleTrainer
 from trainkit.solver import GradientClipper
 from trainkit.utils.events import EventStorage, EventWriter, JSONWriter
 
@@ -136,9 +136,9 @@ def test_entries_that_require_grad_are_summed_and_the_others_only_logged(compute
 def test_the_first_step_says_what_is_minimized(caplog):
     model = Weight(lambda w, x: {"loss_a": w * x, "accuracy": torch.tensor(90.0), "loss_b": w})
     trainer = SimpleTrainer(model, [torch.tensor(3.0)], sgd(model))
-    with caplog.at_level(logging.INFO, "trainkit.engine.trainers"):
+    with caplog.at_level(logging.INFO, "trainkit.engine.step"):
         trainer.train(0, 3)
-    messages = [record.message for record in caplog.records if record.name == "trainkit.engine.trainers"]
+    messages = [record.message for record in caplog.records if record.name == "trainkit.engine.step"]
     assert messages == ["Minimizing loss_a + loss_b; only logging ['accuracy']"]
 
 

@@ -10,7 +10,7 @@ from tests.engine.tiny import scalars, sgd
 from tests.two_ranks import on_two_ranks
 from trainkit.engine.fsdp import shard_model
 from trainkit.engine.parallel import create_ddp_model
-from trainkit.engine.trainers import SimpleTrainer
+from trainkit.engine.step import SimpleTrainer
 from trainkit.utils import comm
 
 NUM_ITER = 50

@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from trainkit.engine.train_loop import HookBase, TrainerBase
+from trainkit.engine.hook_base import HookBase
+from trainkit.engine.loop import TrainerBase
 
 CLOCK_READINGS = {"time", "data_time", "rank_data_time", "eta_seconds", "epoch_time"}
 

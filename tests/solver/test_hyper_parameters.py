@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from trainkit.config import ConfigError
-from trainkit.engine.trainers import SimpleTrainer
+from trainkit.engine.step import SimpleTrainer
 
 
 def trainer_of(make):

@@ -6,7 +6,9 @@ from trainkit.engine.elastic import is_restarted
 from trainkit.engine.entry import run
 from trainkit.engine.evaluation_run import EvaluationRun
 from trainkit.engine.graph import GraphAMPTrainer, GraphTrainer
+from trainkit.engine.hook_base import HookBase, Priority
 from trainkit.engine.launch import DEFAULT_TIMEOUT, launch
+from trainkit.engine.loop import TrainerBase
 from trainkit.engine.parallel import create_ddp_model
 from trainkit.engine.predictor import DefaultPredictor
 from trainkit.engine.setup import (
@@ -16,8 +18,7 @@ from trainkit.engine.setup import (
     fast_dev_config,
     user_errors_exit,
 )
-from trainkit.engine.train_loop import HookBase, Priority, TrainerBase
-from trainkit.engine.trainers import AMPTrainer, SimpleTrainer
+from trainkit.engine.step import AMPTrainer, SimpleTrainer
 
 __all__ = [
     "DefaultTrainer",

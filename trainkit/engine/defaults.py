@@ -34,8 +34,10 @@ from trainkit.engine.finite import raise_failure
 from trainkit.engine.fsdp import build_sharded, is_fsdp
 from trainkit.engine.global_batch import GlobalBatch
 from trainkit.engine.graph import GraphAMPTrainer, GraphTrainer
+from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
 from trainkit.engine.hooks.monitor import check_monitored_metrics
+from trainkit.engine.loop import TrainerBase
 from trainkit.engine.parallel import create_ddp_model, ddp_options
 from trainkit.engine.predictor import DefaultPredictor
 from trainkit.engine.settings import describe_other_settings, settings_of
@@ -47,9 +49,8 @@ from trainkit.engine.setup import (
     own_folders,
     release_folders,
 )
+from trainkit.engine.step import AMPTrainer, SimpleTrainer, check_exchange
 from trainkit.engine.summary import ENDS, summarize
-from trainkit.engine.train_loop import HookBase, TrainerBase
-from trainkit.engine.trainers import AMPTrainer, SimpleTrainer, check_exchange
 from trainkit.evaluation import (
     DatasetEvaluator,
     build_evaluator,
@@ -130,7 +131,7 @@ class DefaultTrainer(TrainerBase):
         self._configured = hooks.ConfiguredHooks(cfg.HOOKS, weakref.proxy(self))
         self.register_hooks(self.build_hooks())
         self._configured.register_at_anchors(self)
-        if not any(isinstance(hook, hooks.LRScheduler) for hook in self._hooks):
+        if not any(isinstance(hook, hooks.LRScheduler) for hook in self.hooks):
             logger.warning(
                 "There is no LRScheduler hook, so the learning rate stays at that of iteration 0 (%g), unless you step "
                 "trainer.scheduler",
@@ -187,7 +188,7 @@ class DefaultTrainer(TrainerBase):
                 "trainer of its steps, was exchanged. Return the model in build_model, so that all parts have it"
             )
         if start_iter is None:
-            start_iter = self.start_iter if self.status == "not started" else self._last_done_iter + 1
+            start_iter = self.start_iter if self.status == "not started" else self.last_done_iter + 1
             if self.status == "finished" and max_iter is None:
                 logger.warning(
                     "This run has finished after %d iterations, so nothing is done; to train on, raise max_iter "
@@ -203,7 +204,6 @@ class DefaultTrainer(TrainerBase):
             release_folders(self.cfg)
 
     def _train(self, start_iter: int, max_iter: int) -> dict[str, Any]:
-        self.warn_unclaimed_states()
         self._check_monitored_metrics()
         marks = isinstance(self.checkpointer, Checkpointer)  # and none of fvcore's
         if marks:
@@ -225,7 +225,7 @@ class DefaultTrainer(TrainerBase):
             raise
         finally:
             if comm.is_main_process() and self.status in ENDS:
-                logger.info("%s", summarize(self, self._hooks, self.checkpointer, self.cfg))
+                logger.info("%s", summarize(self, self.hooks, self.checkpointer, self.cfg))
         if comm.is_main_process() and self.cfg.TEST.EXPECTED_RESULTS and self.status == "finished":
             verify_results(self.cfg, self._results)
         return self._results
@@ -251,6 +251,9 @@ class DefaultTrainer(TrainerBase):
 
     def begin_run(self) -> None:
         self._trainer.begin_run()
+
+    def end_step(self) -> None:
+        self._trainer.end_step()
 
     def make_iterators(self) -> None:
         self._trainer.make_iterators()
@@ -392,11 +395,11 @@ class DefaultTrainer(TrainerBase):
         return cfg
 
     def _validate(self) -> dict[str, Any]:
-        self._results = evaluate_models(self.test, self._validation_cfg(), self.model, self._hooks)
+        self._results = evaluate_models(self.test, self._validation_cfg(), self.model, self.hooks)
         return self._results
 
     def _test(self) -> dict[str, Any]:
-        self._results = evaluate_models(self.test, self.cfg, self.model, self._hooks)
+        self._results = evaluate_models(self.test, self.cfg, self.model, self.hooks)
         return {"test": self._results}  # beside the results of the validation data, which have no prefix
 
     # ------------------------------------------------------------------ parts to override
@@ -543,15 +546,15 @@ class DefaultTrainer(TrainerBase):
     def _check_monitored_metrics(self) -> None:
         """Find a metric that no evaluation gives now, by one batch of each dataset, rather than after hours."""
         if self._is_default("test"):
-            check_monitored_metrics(self._hooks, self._evaluate_one_batch)
+            check_monitored_metrics(self.hooks, self._evaluate_one_batch)
 
     def _evaluate_one_batch(self) -> dict[str, Any]:
-        if not any(isinstance(hook, hooks.EvalHook) and hook.phase == "val" for hook in self._hooks):
+        if not any(isinstance(hook, hooks.EvalHook) and hook.phase == "val" for hook in self.hooks):
             return {}
         cfg = self._validation_cfg()
         cfg.DATALOADER.NUM_WORKERS, cfg.TEST.MAX_BATCHES = 0, 1
         results = self.test(cfg, self.model)
-        averaging = averaging_hook(self._hooks)
+        averaging = averaging_hook(self.hooks)
         both = averaging is not None and averaging.evaluate == "both"
         return {**results, "raw": results} if both else results
 

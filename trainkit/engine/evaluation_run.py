@@ -11,8 +11,8 @@ from trainkit.checkpoint import Checkpointer
 from trainkit.config import CfgNode, ConfigError, check_values, import_modules, resolve_lengths
 from trainkit.engine.fsdp import build_sharded, is_fsdp
 from trainkit.engine.hooks import ConfiguredHooks, EMAHook, HookBase
+from trainkit.engine.loop import TrainerBase
 from trainkit.engine.setup import checkpoint_dir, default_writers
-from trainkit.engine.train_loop import TrainerBase
 from trainkit.evaluation import observe_inference, print_csv_format, verify_results
 from trainkit.utils import comm
 from trainkit.utils.events import EventStorage
@@ -96,9 +96,9 @@ class EvaluationRun(TrainerBase):
             SystemExit: with code 1 if the results differ from TEST.EXPECTED_RESULTS.
         """
         self._load()
-        self.iter = self._last_done_iter + 1  # as behind the last iteration of the training
+        self.iter = self.last_done_iter + 1  # as behind the last iteration of the training
         with EventStorage(self.iter) as self.storage, observe_inference(self, "test"):
-            results = evaluate_models(self._test, self.cfg, self.model, self._hooks)
+            results = evaluate_models(self._test, self.cfg, self.model, self.hooks)
             self._write_images()
         if comm.is_main_process() and self.cfg.TEST.EXPECTED_RESULTS:
             verify_results(self.cfg, results)
@@ -112,7 +112,7 @@ class EvaluationRun(TrainerBase):
 
     def _load(self) -> None:
         if self.cfg.MODEL.WEIGHTS:
-            self.checkpointer.load(self.cfg.MODEL.WEIGHTS, ["trainer"] if self._hooks else [])
+            self.checkpointer.load(self.cfg.MODEL.WEIGHTS, ["trainer"] if self.hooks else [])
         elif self.checkpointer.has_checkpoint():
             self.checkpointer.resume_or_load(None, resume=True)
         else:

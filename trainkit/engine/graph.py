@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from trainkit.config import ConfigError
 from trainkit.engine.compile import require_cpp_compiler
-from trainkit.engine.train_loop import TrainerBase
-from trainkit.engine.trainers import AMPTrainer, SimpleTrainer
+from trainkit.engine.loop import TrainerBase
+from trainkit.engine.step import AMPTrainer, SimpleTrainer
 from trainkit.utils import comm
 from trainkit.utils.events import EventStorage
 from trainkit.utils.losses import Losses

@@ -22,6 +22,9 @@ class Priority(IntEnum):
     LOWEST = 100
 
 
+SAVE_POINT = 55
+"""The priority at which checkpoints are written: hooks with a higher number run below the save point."""
+
 HOOK_POINTS = (
     "before_train",
     "before_epoch",
@@ -37,7 +40,6 @@ HOOK_POINTS = (
     "before_save",
     "after_load",
 )
-ITERATION_POINTS = ("before_epoch", "before_step", "after_step", "after_epoch")  # those around a step, in their order
 EPOCH_POINTS = ("before_epoch", "after_epoch")
 EVALUATION_POINTS = ("before_eval", "before_eval_step", "after_eval_step", "after_eval", "after_load")  # of --eval-only
 
@@ -114,8 +116,9 @@ class HookBase:
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs of this hook: tensors and plain Python values only.
 
-        Every rank asks for it at each save, which may come before, in or behind this hook's turn in ``after_step``. A
-        resumed run begins with the hooks that had yet to run there.
+        Every rank asks for it at each save, at the save point or at the end of an iteration. A hook below the save
+        point must do nothing if it is called again for the iteration that it has handled last: a run that is stopped
+        in an evaluation repeats what comes after the save point.
         """
         return {}
 

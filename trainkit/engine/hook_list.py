@@ -5,10 +5,13 @@ import itertools
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
-from trainkit.engine.hook_base import HOOK_POINTS, ITERATION_POINTS, HookBase, Priority
+from trainkit.config import ConfigError
+from trainkit.engine.hook_base import EPOCH_POINTS, HOOK_POINTS, SAVE_POINT, HookBase, Priority
 from trainkit.utils.numbers import is_whole
 
 Anchor: TypeAlias = type[HookBase] | HookBase | str
+
+_SAVE_POINT_LINE = "  -- save point --  checkpoints are written; batch and losses are let go"
 
 
 class HookList:
@@ -23,11 +26,32 @@ class HookList:
         self._keys: dict[int, int] = {}  # id of a hook -> its sort key
         self._names: dict[str, HookBase] = {}
         self._at: dict[str, list[HookBase]] = {point: [] for point in HOOK_POINTS}
+        self._below: list[HookBase] = []  # with after_step below the save point
         self._unclaimed_states: dict[str, dict[str, Any]] = {}
 
     def at(self, point: str) -> list[HookBase]:
-        """Those that override ``point``; the others are not called there."""
+        """Those that override ``point``, in their order; the others are not called there.
+
+        At ``after_step`` these are the hooks above the save point. ``after_train`` starts with those below it, since
+        others may look at the final evaluation; writers come last.
+        """
         return self._at[point]
+
+    def call(self, point: str, *args: Any, below: bool = False) -> None:
+        """Call ``point`` of each hook; of ``after_step`` the hooks above the save point, or those ``below`` it."""
+        for hook in self._below if below else self._at[point]:
+            getattr(hook, point)(*args)
+
+    def refuse_epochs(self) -> None:
+        """
+        Raises:
+            ConfigError: a hook has something to do at epochs, and there are none.
+        """
+        if asking := [type(hook).__name__ for point in EPOCH_POINTS for hook in self._at[point]]:
+            raise ConfigError(
+                f"{', '.join(dict.fromkeys(asking))}: there is work to do at epochs, but the training data has no "
+                "length, so there are none; use a period in iterations"
+            )
 
     def add(
         self,
@@ -53,7 +77,10 @@ class HookList:
             anchor = self._find(before if before is not None else after)
             position = self.hooks.index(anchor) + (after is not None)
             self.hooks[position:position] = new
-            self._keys.update((id(hook), self._key(anchor)) for hook in new)
+            key = self._key(anchor)
+            if after is not None and key == SAVE_POINT:
+                key += 1  # after the checkpointer is below the save point
+            self._keys.update((id(hook), key) for hook in new)
         else:
             for hook, key in zip(new, keys, strict=True):
                 followers = (i for i, other in enumerate(self.hooks) if self._key(other) > key)
@@ -65,39 +92,34 @@ class HookList:
     def update(self) -> None:
         """Follow ``hooks``: find out who overrides what, give names to new ones, forget those that have gone."""
         self._at = {point: [hook for hook in self.hooks if _overrides(hook, point)] for point in HOOK_POINTS}
+        self._below = [hook for hook in self._at["after_step"] if self.is_below(hook)]
+        self._at["after_step"] = [hook for hook in self._at["after_step"] if not self.is_below(hook)]
+        self._at["after_train"].sort(key=self._key_at_end)
         self._names = {name: hook for name, hook in self._names.items() if any(hook is other for other in self.hooks)}
         for hook in self.hooks:
             if all(hook is not named for named in self._names.values()):
                 self._name(hook)
 
-    def names_from(self, point: str, turn: HookBase | None, *, including: bool) -> list[str]:
-        """Names of the hooks behind ``turn`` at this point, or from it on if ``including``; all of them for None."""
-        hooks = self._at.get(point, [])
-        places = [place for place, hook in enumerate(hooks) if hook is turn]
-        names = self._names_by_id()
-        return [names[id(hook)] for hook in hooks[places[0] + (not including) if places else 0 :]]
+    def is_below(self, hook: HookBase) -> bool:
+        """Whether it runs below the save point."""
+        return self._key(hook) > SAVE_POINT
 
-    def has_turn_left(self, hook: HookBase, cursor: dict[str, Any]) -> bool:
-        """Whether a cursor lies before the turn of ``hook`` in ``after_step``."""
-        return cursor["point"] == "after_step" and any(self._names.get(name) is hook for name in cursor["pending"])
-
-    def leave_out(self, point: str, pending: Iterable[str]) -> None:
-        """Call only the named hooks at this point, and none at the points before it, until the next ``update``."""
-        if point in ITERATION_POINTS:
-            for earlier in ITERATION_POINTS[: ITERATION_POINTS.index(point)]:
-                self._at[earlier] = []
-        left = [self._names[name] for name in pending if name in self._names]
-        self._at[point] = [hook for hook in self._at[point] if any(hook is other for other in left)]
+    def _key_at_end(self, hook: HookBase) -> int:
+        key = self._key(hook)
+        return 1 if key < SAVE_POINT else 0 if key <= Priority.LOWEST else 2
 
     def describe(self) -> str:
         """One line per point that somebody overrides, with the names under which the hooks are saved."""
-        names = self._names_by_id()
+        names = {id(hook): name for name, hook in self._names.items()}
         width = max(map(len, HOOK_POINTS))
-        return "\n".join(
-            f"  {point:<{width}}  {', '.join(names[id(hook)] for hook in hooks)}"
-            for point, hooks in self._at.items()
-            if hooks
-        )
+        lines = []
+        for point, hooks in self._at.items():
+            stages = [hooks, self._below] if point == "after_step" else [hooks]
+            found = [f"  {point:<{width}}  {', '.join(names[id(hook)] for hook in stage)}" for stage in stages if stage]
+            if point == "after_step":
+                found.insert(bool(hooks), _SAVE_POINT_LINE)
+            lines += found
+        return "\n".join(lines)
 
     # ------------------------------------------------------------------ state
 
@@ -120,9 +142,6 @@ class HookList:
         return [*self._unclaimed_states]
 
     # ------------------------------------------------------------------
-
-    def _names_by_id(self) -> dict[int, str]:
-        return {id(hook): name for name, hook in self._names.items()}
 
     def _name(self, hook: HookBase) -> None:
         """The class name; ``Name#2``, ``Name#3`` in the order of registration where a class has several hooks."""

@@ -32,6 +32,18 @@ class Stop(NamedTuple):
         """Of the process, as a shell gives it."""
         return 0 if self.signum is None else 128 + self.signum
 
+    def pass_on(self) -> None:
+        """End the process as the signal would have done; nothing happens if it was no signal.
+
+        Raises:
+            KeyboardInterrupt: it was SIGINT.
+            SystemExit: it was another one.
+        """
+        if self.signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.signum is not None:
+            raise SystemExit(self.exit_code)
+
 
 class StopRequests:
     """What asks this rank to stop, and the agreement of all ranks on it.

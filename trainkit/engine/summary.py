@@ -13,7 +13,8 @@ from typing import Any
 from trainkit.checkpoint import CheckpointError
 from trainkit.config import CfgNode
 from trainkit.engine.command import command_of
-from trainkit.engine.train_loop import HookBase, TrainerBase
+from trainkit.engine.hook_base import HookBase
+from trainkit.engine.loop import TrainerBase
 from trainkit.utils.progress import is_notebook
 from trainkit.utils.run_folder import LOCK_FILE
 

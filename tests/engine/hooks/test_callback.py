@@ -2,7 +2,7 @@ import pytest
 
 from tests.engine.tiny import Regression, Steps, batches, sgd
 from trainkit.engine.hooks import CallbackHook
-from trainkit.engine.trainers import SimpleTrainer
+from trainkit.engine.step import SimpleTrainer
 
 
 def test_every_point_calls_its_function_with_the_trainer_in_each_run():
@@ -33,8 +33,8 @@ def test_every_point_calls_its_function_with_the_trainer_in_each_run():
 
 def test_where_no_function_is_given_nothing_is_called():
     trainer = Steps([CallbackHook(after_step=lambda trainer: None, before_step=None)])
-    points = {line.split()[0]: line.split()[1] for line in trainer.describe_hooks().splitlines()}
-    assert points == {"after_step": "CallbackHook"}
+    points = [line.split()[:2] for line in trainer.describe_hooks().splitlines()]
+    assert points == [["after_step", "CallbackHook"], ["--", "save"]]
 
 
 def test_an_unknown_point_and_what_is_no_function_are_errors():

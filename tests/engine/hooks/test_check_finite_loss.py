@@ -5,7 +5,7 @@ import torch
 
 from tests.engine.tiny import Steps, Weight, sgd
 from trainkit.engine.hooks import CallbackHook, CheckFiniteLoss
-from trainkit.engine.trainers import AMPTrainer, SimpleTrainer
+from trainkit.engine.step import AMPTrainer, SimpleTrainer
 
 
 def trainer_of(values, interval, compute=lambda weight, batch: weight * batch, trainer_class=SimpleTrainer, **kwargs):

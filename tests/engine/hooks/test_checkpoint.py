@@ -10,7 +10,7 @@ from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.config import ConfigError, get_cfg, resolve_lengths
 from trainkit.engine.hooks import BestCheckpointer, CallbackHook, EvalHook, PeriodicCheckpointer
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
-from trainkit.engine.trainers import SimpleTrainer
+from trainkit.engine.step import SimpleTrainer
 from trainkit.evaluation.observer import EvaluationAbandoned
 
 ASYNC = pytest.mark.parametrize("async_save", [False, True])
@@ -214,22 +214,13 @@ def test_a_run_that_is_stopped_is_saved_where_it_stands_and_counts_in_the_rotati
     assert (trainer.status, trainer.start_iter) == ("finished", 5)
 
 
-@pytest.mark.parametrize(
-    ("order", "saves"),
-    [
-        ("stop, save", 1),
-        ("stop, save, else", 2),  # the file says that something is left to do, which is done by now
-        ("save, stop", 2),
-    ],
-)
-def test_a_stop_right_behind_a_save_writes_again_only_if_something_was_left_to_do(order, saves):
+def test_a_stop_after_a_save_writes_again_since_stage_2_of_the_iteration_is_done():
     recorder = Recorder()
-    hooks = {"save": PeriodicCheckpointer(recorder, 4), "stop": stop_at(3), "else": AfterStep(lambda trainer: None)}
-    trainer = Steps([hooks[name] for name in order.split(", ")])
+    trainer = Steps([PeriodicCheckpointer(recorder, 4), stop_at(3)])
     trainer.train(0, 9)
 
     assert trainer.status == "stopped"
-    assert recorder.saved == saves * [("model_0000003", 3)]
+    assert recorder.saved == 2 * [("model_0000003", 3)]
 
 
 @pytest.mark.parametrize(
@@ -294,7 +285,8 @@ def test_an_asynchronous_save_that_fails_is_logged_at_the_next_step_and_the_run_
     checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path, async_save=True)
     errors = []
     count = AfterStep(lambda trainer: errors.append(sum("is not saved" in text for text in caplog.messages)))
-    trainer = Steps([settled(checkpointer), PeriodicCheckpointer(checkpointer, 2), settled(checkpointer), count])
+    trainer = Steps([settled(checkpointer), PeriodicCheckpointer(checkpointer, 2)])
+    trainer.register_hooks([settled(checkpointer), count], priority="LOW")
     trainer.train(0, 6)
 
     assert trainer.status == "finished"
@@ -363,16 +355,16 @@ def best_run(folder, values, fails_at, async_save, checkpoints=()):
 
     def unblock(trainer):
         checkpointer.has_checkpoint()
-        if trainer.iter == fails_at and trainer.iter + 1 < trainer.max_iter:
+        if trainer.iter - 1 == fails_at < trainer.max_iter - 1:
             best.rmdir()
             (folder / "aside").rename(best)
 
     trainer.register_hooks(
         [
-            CallbackHook(before_step=block),
             EvalHook(1, lambda: {"top1": next(results)}),
             BestCheckpointer(1, checkpointer, "top1"),
-            CallbackHook(after_step=unblock),
+            CallbackHook(before_step=unblock, after_train=unblock),
+            CallbackHook(before_step=block),
             *(PeriodicCheckpointer(checkpointer, period) for period in checkpoints),
         ]
     )
@@ -383,13 +375,14 @@ def best_run(folder, values, fails_at, async_save, checkpoints=()):
 def test_a_best_value_counts_only_if_its_file_is_there(tmp_path, async_save):
     trainer = best_run(tmp_path, [50.0, 80.0, 70.0, 60.0], 1, async_save, checkpoints=[2])
     best = []
-    trainer.register_hooks([AfterStep(lambda t: best.append(t.state_dict()["hooks"]["BestCheckpointer"]["best"]))])
+    note = CallbackHook(before_step=lambda t: best.append(t.state_dict()["hooks"]["BestCheckpointer"]["best"]))
+    trainer.register_hooks([note])
     trainer.train(0, 4)
 
     assert trainer.status == "finished"
-    assert best == [50.0, 50.0, 70.0, 70.0]  # of 80 there is no file
+    assert best == [None, 50.0, 50.0, 70.0]  # of 80 there is no file
     assert load(tmp_path / "model_best.pth")["iteration"] == 2
-    assert load(tmp_path / "model_0000001.pth")["trainer"]["hooks"]["BestCheckpointer"]["best"] == 50.0
+    assert load(tmp_path / "model_0000001.pth")["trainer"]["hooks"]["BestCheckpointer"]["best"] == 50.0  # before it
     assert load(tmp_path / "model_best.pth")["trainer"]["hooks"]["BestCheckpointer"]["best"] == 70.0
 
 

@@ -10,7 +10,6 @@ from tests.engine.tiny import AfterStep, Steps
 from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.engine.hooks import (
     BestCheckpointer,
-    CallbackHook,
     EarlyStopping,
     EvalHook,
     PeriodicCheckpointer,
@@ -76,12 +75,13 @@ def _main(rank, folder):
 
         def make_room(trainer, checkpointer=checkpointer, folder=folder):
             checkpointer.has_checkpoint()  # waits
-            if rank == 0:
+            if rank == 0 and trainer.iter == 1:
                 (folder / "model_0000001.pth").rmdir()
 
         trainer.stop_check_period = 1
         stop = AfterStep(lambda trainer: trainer.iter == 1 and trainer.request_stop("enough"))
-        trainer.register_hooks([stop, CallbackHook(after_train=make_room), PeriodicCheckpointer(checkpointer, 2)])
+        trainer.register_hooks([stop, PeriodicCheckpointer(checkpointer, 2)])
+        trainer.register_hooks([AfterStep(make_room)], priority="LOW")
         trainer.train(0, 9)
         assert trainer.status == "stopped"
         assert (folder / "model_0000001.pth").is_file() == (rank == 0)

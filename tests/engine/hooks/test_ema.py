@@ -9,7 +9,7 @@ from tests.engine.tiny import AfterStep, Weight, sgd
 from trainkit.checkpoint import Checkpointer, averaged, file
 from trainkit.config import CfgNode
 from trainkit.engine.hooks import CallbackHook, EMAHook
-from trainkit.engine.trainers import AMPTrainer, SimpleTrainer
+from trainkit.engine.step import AMPTrainer, SimpleTrainer
 
 ITERS = 8
 

@@ -5,7 +5,7 @@ import torch
 
 from tests.engine.tiny import Regression, batches, sgd
 from trainkit.engine.hooks import CallbackHook, EmptyCache, EvalHook
-from trainkit.engine.trainers import SimpleTrainer
+from trainkit.engine.step import SimpleTrainer
 from trainkit.evaluation import inference_on_dataset
 
 

@@ -3,7 +3,7 @@ import torch
 
 from tests.engine.tiny import AfterStep, Steps, Weight, fail_at, sgd
 from trainkit.engine.hooks import EvalHook
-from trainkit.engine.trainers import SimpleTrainer
+from trainkit.engine.step import SimpleTrainer
 
 
 def evaluations(period, max_iter, start_iter=0, step=lambda iter: None, **kwargs):

@@ -11,7 +11,7 @@ from tests.engine.tiny import sgd
 from trainkit.checkpoint import Checkpointer
 from trainkit.engine import hooks
 from trainkit.engine.hooks import EvalHook, HookBase
-from trainkit.engine.trainers import SimpleTrainer
+from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import LRMultiplier
 from trainkit.utils.events import JSONWriter
 

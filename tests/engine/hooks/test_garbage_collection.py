@@ -24,7 +24,9 @@ def knots(*hooks, iters=7):
     """For each iteration the earlier ones whose garbage is still there behind it; each makes a little."""
     made, found = [], []
     note = CallbackHook(after_step=lambda trainer: found.append([i for i, knot in enumerate(made) if knot()]))
-    Steps([*hooks, note], step=lambda iter: made.append(weakref.ref(Knot()))).train(0, iters)
+    trainer = Steps(hooks, step=lambda iter: made.append(weakref.ref(Knot())))
+    trainer.register_hooks([note], priority="LOW")
+    trainer.train(0, iters)
     return found
 
 

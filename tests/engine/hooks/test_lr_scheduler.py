@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 
 from tests.engine.tiny import Weight, sgd
 from trainkit.engine.hooks import CallbackHook, LRScheduler
-from trainkit.engine.trainers import AMPTrainer, SimpleTrainer
+from trainkit.engine.step import AMPTrainer, SimpleTrainer
 from trainkit.solver import LRFunction, LRMultiplier
 
 # older versions of torch step the parts of a SequentialLR in a way that they deprecate

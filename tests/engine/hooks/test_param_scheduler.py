@@ -5,7 +5,7 @@ from torch import nn
 from tests.engine.tiny import Regression, Weight, batches, sgd
 from trainkit.config import ConfigError
 from trainkit.engine.hooks import CallbackHook, LRScheduler, ParamScheduler
-from trainkit.engine.trainers import AMPTrainer, SimpleTrainer
+from trainkit.engine.step import AMPTrainer, SimpleTrainer
 from trainkit.solver import LRFunction
 from trainkit.solver.schedules import Linear
 

@@ -9,7 +9,7 @@ from torch.optim import lr_scheduler
 
 from tests.engine.tiny import Steps, Weight, sgd
 from trainkit.engine.hooks import CallbackHook, EvalHook, LRScheduler, ReduceOnPlateau
-from trainkit.engine.trainers import AMPTrainer
+from trainkit.engine.step import AMPTrainer
 from trainkit.solver import LRFunction, LRMultiplier, schedules
 
 SCHEDULERS = {
@@ -130,13 +130,13 @@ def test_a_resumed_run_goes_on_and_a_new_run_begins_anew(stop, scheduler, tmp_pa
     values = [3.0, 4.0, 4.0, 3.0, 3.0, 3.0, 3.0, 3.0, 1.0]
     options = {"patience": 1, "cooldown": 1, "factor": 0.5}
     whole, used = make(values, scheduler, **options)
-    save = CallbackHook(after_step=lambda trainer: trainer.iter == stop - 1 and keep(trainer))
+    save = CallbackHook(after_step=lambda trainer: trainer.iter == stop - 1 and trainer.request_save("state", keep))
 
-    def keep(trainer):
-        state = {"trainer": trainer.state_dict(), "optimizer": trainer.optimizer.state_dict()}
+    def keep():
+        state = {"trainer": whole.state_dict(), "optimizer": whole.optimizer.state_dict()}
         torch.save(state, tmp_path / "state.pth")
 
-    whole.register_hooks([save])
+    whole.register_hooks([save], priority="LOW")  # at the end of the iteration
     whole.train(0, 9)
     assert used == [0.7] * 3 + [0.35] * 3 + [0.175] * 3
 

@@ -4,7 +4,7 @@ from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Regression, Steps, batches, sgd
 from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import RuntimeInfo
-from trainkit.engine.trainers import SimpleTrainer
+from trainkit.engine.step import SimpleTrainer
 
 
 def described(caplog):

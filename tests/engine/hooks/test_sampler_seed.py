@@ -4,7 +4,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from tests.engine.tiny import Steps, Weight, sgd
 from trainkit.engine.hooks import CallbackHook, SamplerSeed
-from trainkit.engine.trainers import SimpleTrainer
+from trainkit.engine.step import SimpleTrainer
 
 
 def orders(loader, start_iter, max_iter, hooks):

@@ -4,7 +4,7 @@ from torch import nn
 
 from trainkit.engine import launch
 from trainkit.engine.hooks import CallbackHook, EMAHook, EvalHook, SyncBuffers
-from trainkit.engine.trainers import SimpleTrainer
+from trainkit.engine.step import SimpleTrainer
 from trainkit.evaluation import inference_on_dataset
 from trainkit.utils import comm
 
@@ -32,7 +32,8 @@ def means(hooks, iters, loader, start_iter=0):
     trainer = SimpleTrainer(model, loader, torch.optim.SGD(model.parameters(), lr=0.0))
     found = []
     note = CallbackHook(after_step=lambda _: found.append(model.mean[0].item()))
-    trainer.register_hooks([*hooks(model), note])
+    trainer.register_hooks(hooks(model))
+    trainer.register_hooks([note], priority="LOW")
     trainer.train(start_iter, iters)
     assert torch.equal(model.mean, model.mean[:1].expand(2, 1))
     assert model.wide.item() == model.mean[0].item()

@@ -8,8 +8,8 @@ from tests.engine.tiny import AfterStep, sgd
 from trainkit.config import ConfigError
 from trainkit.engine import launch
 from trainkit.engine.hooks import Throughput
-from trainkit.engine.train_loop import TrainerBase
-from trainkit.engine.trainers import SimpleTrainer
+from trainkit.engine.loop import TrainerBase
+from trainkit.engine.step import SimpleTrainer
 from trainkit.utils import comm
 
 

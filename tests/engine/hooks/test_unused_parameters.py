@@ -6,7 +6,7 @@ from torch import nn
 
 from tests.engine.tiny import Weight, sgd
 from trainkit.engine.hooks import UnusedParameters
-from trainkit.engine.trainers import AMPTrainer, SimpleTrainer
+from trainkit.engine.step import AMPTrainer, SimpleTrainer
 
 
 class Two(nn.Module):

@@ -11,7 +11,7 @@ from tests.utils.png import decode_png
 from trainkit.config import ConfigError
 from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import VISUALIZER_REGISTRY, CallbackHook, VisualizationHook
-from trainkit.engine.train_loop import TrainerBase
+from trainkit.engine.loop import TrainerBase
 from trainkit.evaluation import inference_on_dataset, observe_inference
 from trainkit.utils.events import EventStorage
 

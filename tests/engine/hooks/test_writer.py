@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.engine.tiny import AfterStep, Regression, Steps, batches, fail_at, sgd
 from trainkit.checkpoint.state import plain_state
 from trainkit.engine.hooks import CallbackHook, EvalHook, PeriodicWriter
-from trainkit.engine.trainers import SimpleTrainer
+from trainkit.engine.step import SimpleTrainer
 from trainkit.utils.events import CommonMetricPrinter, EventWriter, JSONWriter, TensorboardXWriter, get_event_storage
 
 

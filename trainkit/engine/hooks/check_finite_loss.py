@@ -2,8 +2,9 @@
 
 import math
 
+from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
-from trainkit.engine.train_loop import HookBase, check_period, is_due
+from trainkit.engine.periods import check_period, is_due
 from trainkit.utils import comm
 
 

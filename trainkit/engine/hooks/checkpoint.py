@@ -11,7 +11,7 @@ from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.checkpoint import PeriodicCheckpointer as _PeriodicCheckpointer
 from trainkit.checkpoint.periodic import check_file_prefix
 from trainkit.config import ConfigError
-from trainkit.engine.hook_base import HookBase
+from trainkit.engine.hook_base import SAVE_POINT, HookBase, Priority
 from trainkit.engine.hooks.monitor import MetricMonitor, Mode
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.periods import check_period, is_due, is_last
@@ -30,13 +30,15 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
     a run fails, the run has failed, on every rank.
     """
 
+    priority = SAVE_POINT
+
     _final_iter = -1  # how many iterations the run had when its final file was written
 
     def before_train(self) -> None:
         self.max_iter = self.trainer.max_iter
         # else it is of another run
         self._final_iter = self._final_iter if self._final_iter <= self.trainer.start_iter else -1
-        self._saved: tuple[int, Any] | None = None  # where the run stood at its last save: iteration and cursor
+        self._saved: tuple[int, int] | None = None  # the position of the run at its last save
         self._writing: Future[None] | None = None
         self._failure = ""
         if self.trainer.start_iter > 0:
@@ -46,36 +48,35 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
         if getattr(self.checkpointer, "async_save", False):
             _log_failed_save(self.checkpointer)
         iteration = self.trainer.iter
-        if self.name_at(iteration) is None:
-            return
-        if is_last(self.trainer):
-            self._final_iter = iteration + 1
-        self._try_to_save(partial(self.step, iteration), iteration)
+        name = self.name_at(iteration)
+        if name is not None:
+            if is_last(self.trainer):
+                self._final_iter = iteration + 1
+            self._request(name, partial(self.step, iteration), iteration)
 
     def after_train(self) -> None:
         self._finish_saving()
+        iteration = self.trainer.iter - 1
         if self.trainer.status == "finished" and self._final_iter != self.trainer.iter and self.save_last:
             self._final_iter = self.trainer.iter
-            name, iteration = f"{self.file_prefix}_final", self.trainer.iter - 1
-            self._try_to_save(partial(self.save, name, iteration=iteration), iteration)
-        elif self.trainer.status == "stopped":
-            self._save_stopped()
+            name = f"{self.file_prefix}_final"
+            self._request(name, partial(self.save, name, iteration=iteration), iteration)
+        elif self.trainer.status == "stopped" and iteration >= 0 and not self._is_saved():
+            name = f"{self.file_prefix}_{iteration:07d}"
+            self._request(name, partial(self._save_and_rotate, name, iteration), iteration)
         self._finish_saving()
         if self.trainer.status != "failed":
             _raise_first(self.trainer.gather(self._failure))
 
-    def _save_stopped(self) -> None:
-        iteration = self.trainer.iter - 1
-        # a save that has failed is known to the rank that writes
-        is_saved = all(self.trainer.gather(not self._failure and self._saved == (iteration, self.trainer.cursor)))
-        if iteration >= 0 and not is_saved:
-            name = f"{self.file_prefix}_{iteration:07d}"
-            self._try_to_save(partial(self._save_and_rotate, name, iteration), iteration)
+    def _is_saved(self) -> bool:
+        """Whether there is a checkpoint of where the run stands; only the rank that writes knows of a failure."""
+        return all(self.trainer.gather(not self._failure and self._saved == self.trainer.position))
+
+    def _request(self, name: str, save: Callable[[], Future[None] | None], iteration: int) -> None:
+        self.trainer.request_save(name, partial(self._try_to_save, save, iteration))
 
     def _try_to_save(self, save: Callable[[], Future[None] | None], iteration: int) -> None:
-        self.trainer.storage.flush()
-        self.trainer.check_finite()
-        self._saved, self._failure = (iteration, self.trainer.cursor), ""
+        self._saved, self._failure = self.trainer.position, ""
         try:
             self._writing = save()
         except CheckpointError as error:
@@ -110,6 +111,8 @@ class BestCheckpointer(HookBase):
         mode: whether "max" or "min" is better; "auto": see `trainkit.engine.hooks.monitor.infer_mode`.
     """
 
+    priority = Priority.BELOW_NORMAL  # below the save point
+
     def __init__(
         self,
         eval_period: int,
@@ -127,6 +130,7 @@ class BestCheckpointer(HookBase):
         check_file_prefix(file_prefix)
         self.file_prefix = file_prefix
         self._unwritten: tuple[Future[None], dict[str, Any]] | None = None  # and the best value before
+        self._failure = ""
 
     @property
     def monitored_metric(self) -> str:
@@ -138,7 +142,7 @@ class BestCheckpointer(HookBase):
         Raises:
             ValueError: another hook writes the same file.
         """
-        for hook in self.trainer._hooks:
+        for hook in self.trainer.hooks:
             if isinstance(hook, BestCheckpointer) and hook is not self and hook.file_prefix == self.file_prefix:
                 raise ConfigError(
                     f"BestCheckpointer of {hook.monitored_metric} and of {self.monitored_metric} both write "
@@ -149,21 +153,16 @@ class BestCheckpointer(HookBase):
     def after_step(self) -> None:
         _log_failed_save(self.checkpointer)
         if is_due(self.trainer, self._period, offset=self._offset) and not is_last(self.trainer):
-            try:
-                self._save_if_best(self.trainer.iter)
-            except CheckpointError as error:
-                logger.error("The best checkpoint so far is not saved, training goes on: %s", error)
+            self._save_if_best(self.trainer.iter)
 
     def after_train(self) -> None:
-        failure = ""
+        self._finish_saving()
+        self._failure = ""
         if self.trainer.status == "finished":
-            try:
-                self._save_if_best(self.trainer.iter - 1)
-            except CheckpointError as error:
-                failure = str(error)
-        failure = self._finish_saving() or failure
+            self._save_if_best(self.trainer.iter - 1)
+        self._finish_saving()
         if self.trainer.status == "finished":
-            _raise_first(self.trainer.gather(failure))
+            _raise_first(self.trainer.gather(self._failure))
 
     def summary(self) -> str:
         """The best value and where it was; "" before there is one."""
@@ -181,23 +180,29 @@ class BestCheckpointer(HookBase):
             return
         if comm.is_main_process():
             logger.info("%s is %.5g, the best so far", self._monitor.metric, self._monitor.best)
+        self.trainer.request_save(self.file_prefix, partial(self._try_to_save, iteration, before))
+
+    def _try_to_save(self, iteration: int, before: dict[str, Any]) -> None:
         try:
             writing = self._save(iteration)
-        except CheckpointError:
-            self._monitor.load_state_dict(before)  # the best file is still the one before
-            raise
-        if writing is not None:
-            self._unwritten = writing, before
+        except CheckpointError as error:
+            self._fail(str(error), before)
+        else:
+            self._unwritten = None if writing is None else (writing, before)
 
-    def _finish_saving(self) -> str:
-        """Wait for the best file that this rank writes; why it has failed: then the best is the one before."""
-        failure = ""
+    def _fail(self, failure: str, before: dict[str, Any]) -> None:
+        """The best file is still the one before."""
+        self._monitor.load_state_dict(before)
+        self._failure = failure
+        logger.error("The best checkpoint so far is not saved, training goes on: %s", failure)
+
+    def _finish_saving(self) -> None:
+        """Wait for the best file that this rank writes."""
         if self._unwritten is not None:
             (writing, before), self._unwritten = self._unwritten, None
             if failure := _failure_of(writing):
-                self._monitor.load_state_dict(before)
+                self._fail(failure, before)
         _log_failed_save(self.checkpointer)
-        return failure
 
     def _save(self, iteration: int) -> Future[None] | None:
         if isinstance(self.checkpointer, Checkpointer):

@@ -10,7 +10,7 @@ from trainkit.config import ConfigError
 from trainkit.engine.hook_base import EVALUATION_POINTS, HookBase
 from trainkit.engine.hook_list import sort_key
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
-from trainkit.engine.train_loop import TrainerBase
+from trainkit.engine.loop import TrainerBase
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from trainkit.engine.hook_base import HookBase
+from trainkit.engine.hook_base import HookBase, Priority
 from trainkit.engine.hooks.monitor import MetricMonitor, Mode
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.periods import check_period, is_due, is_last
@@ -24,6 +24,8 @@ class EarlyStopping(HookBase):
         threshold: finish also when a value is better than this one.
         check_finite: finish also when a value is not finite; otherwise it counts as one that is not better.
     """
+
+    priority = Priority.BELOW_NORMAL  # below the save point
 
     def __init__(
         self,

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
+from trainkit.engine.hook_base import HookBase, Priority
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
-from trainkit.engine.train_loop import HookBase
 
 
 @HOOK_REGISTRY.register()
@@ -15,6 +15,8 @@ class EmptyCache(HookBase):
     That waits for the device, and the next allocations are slow: for jobs whose training and evaluation do not fit
     side by side. An evaluation counts as an epoch, each of its batches as a step.
     """
+
+    priority = Priority.BELOW_NORMAL  # below the save point
 
     def __init__(self, before_epoch: bool = False, after_step: bool = False, after_epoch: bool = True) -> None:
         chosen = {

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainkit.config import ConfigError
-from trainkit.engine.hook_base import HookBase
+from trainkit.engine.hook_base import HookBase, Priority
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.periods import check_period, is_due, is_last
 from trainkit.evaluation.observer import Phase, observe_inference
@@ -37,6 +37,8 @@ class EvalHook(HookBase):
     Raises:
         TypeError, ValueError: an argument is not accepted; before training: ``by_epoch``, and there are no epochs.
     """
+
+    priority = Priority.BELOW_NORMAL  # below the save point
 
     def __init__(
         self,
@@ -70,14 +72,14 @@ class EvalHook(HookBase):
             )
         if self.evaluated_iters > self.trainer.start_iter:  # those of another run
             self.evaluated_iters = -1
-        if self._at_start and self.trainer.iter == 0:
+        if self._at_start and self.trainer.start_iter == 0:
             self._evaluate(0)
 
     def after_step(self) -> None:
         done = self.trainer.iter + 1
-        if is_due(self.trainer, self._period, offset=self._offset) and not (
-            self._after_train and is_last(self.trainer)
-        ):
+        left_to_the_end = self._after_train and is_last(self.trainer)
+        is_new = self.evaluated_iters != done  # else a run that was stopped in this iteration repeats its stage 2
+        if is_due(self.trainer, self._period, offset=self._offset) and is_new and not left_to_the_end:
             self._evaluate(done)
 
     def after_train(self) -> None:

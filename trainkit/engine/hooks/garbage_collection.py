@@ -2,8 +2,9 @@
 
 import gc
 
+from trainkit.engine.hook_base import HookBase, Priority
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
-from trainkit.engine.train_loop import HookBase, check_period, is_due
+from trainkit.engine.periods import check_period, is_due
 
 
 @HOOK_REGISTRY.register()
@@ -19,6 +20,8 @@ class GarbageCollection(HookBase):
     Raises:
         ValueError: ``period`` is less than 1 iteration, or there is no such generation.
     """
+
+    priority = Priority.BELOW_NORMAL  # below the save point
 
     def __init__(self, period: int = 1000, generation: int = 1) -> None:
         if generation not in (0, 1, 2):

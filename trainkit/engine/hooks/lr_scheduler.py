@@ -9,8 +9,8 @@ from fvcore.common.param_scheduler import ParamScheduler
 from torch.optim.lr_scheduler import LRScheduler as TorchLRScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
-from trainkit.engine.train_loop import HookBase
 from trainkit.solver.lr_scheduler import KeepLastValue, LRMultiplier, ScheduledLR
 from trainkit.utils.events import get_event_storage
 

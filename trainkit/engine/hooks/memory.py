@@ -4,8 +4,9 @@ import logging
 
 import torch
 
+from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
-from trainkit.engine.train_loop import HookBase, check_period, is_due
+from trainkit.engine.periods import check_period, is_due
 from trainkit.utils.numbers import is_whole
 
 logger = logging.getLogger(__name__)

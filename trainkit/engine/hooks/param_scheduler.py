@@ -91,7 +91,7 @@ class ParamScheduler(HookBase):
                 group[key] = (*group[key][:index], value, *group[key][index + 1 :])
 
     def _check_alone(self) -> None:
-        for hook in self.trainer._hooks:
+        for hook in self.trainer.hooks:
             if self.param == "lr" and isinstance(hook, LRScheduler):
                 raise ConfigError(
                     "ParamScheduler of lr and the LRScheduler hook both set the learning rate; put the schedule into "

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainkit.data.loader import resume_obstacle
-from trainkit.engine.train_loop import HookBase, check_period, is_due
+from trainkit.engine.hook_base import HookBase
+from trainkit.engine.periods import check_period, is_due
 from trainkit.utils import comm
 from trainkit.utils.device import move_to_device
 from trainkit.utils.events import EventStorage

@@ -8,8 +8,8 @@ from typing import Any
 from torch import profiler
 
 from trainkit.config import ConfigError
+from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
-from trainkit.engine.train_loop import HookBase
 from trainkit.utils import comm
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.publish import publish_weights
 from trainkit.config import ConfigError
-from trainkit.engine.hook_base import HookBase
+from trainkit.engine.hook_base import HookBase, Priority
 from trainkit.engine.hooks.checkpoint import BestCheckpointer, PeriodicCheckpointer
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.utils import comm
@@ -27,6 +27,8 @@ class PublishWeights(HookBase):
         weights: "model", or "ema" for the averaged ones of an `EMAHook`.
     """
 
+    priority = Priority.BELOW_NORMAL  # below the save point
+
     def __init__(self, weights: Literal["model", "ema"] = "model") -> None:
         if weights not in ("model", "ema"):
             raise ValueError(f'weights must be "model" or "ema", got {weights!r}')
@@ -42,7 +44,7 @@ class PublishWeights(HookBase):
                 "PublishWeights finds no hook whose checkpoint it could publish; register a PeriodicCheckpointer with "
                 "save_last, or a BestCheckpointer"
             )
-        if self._weights == "ema" and all(type(hook).__name__ != "EMAHook" for hook in self.trainer._hooks):
+        if self._weights == "ema" and all(type(hook).__name__ != "EMAHook" for hook in self.trainer.hooks):
             raise ConfigError('weights is "ema", but no EMAHook is registered; add one, or publish "model"')
 
     def after_train(self) -> None:
@@ -69,7 +71,7 @@ class PublishWeights(HookBase):
 
     def _checkpoints(self) -> Iterator[tuple[Any, str]]:
         """(checkpointer, file name) of what is worth publishing."""
-        for hook in self.trainer._hooks:
+        for hook in self.trainer.hooks:
             if isinstance(hook, PeriodicCheckpointer) and hook.save_last:
                 yield hook.checkpointer, f"{hook.file_prefix}_final"
             elif isinstance(hook, BestCheckpointer):

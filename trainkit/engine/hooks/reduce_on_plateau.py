@@ -5,7 +5,7 @@ import math
 from typing import Any, Literal
 
 from trainkit.config import ConfigError
-from trainkit.engine.hook_base import HookBase
+from trainkit.engine.hook_base import HookBase, Priority
 from trainkit.engine.hooks.lr_scheduler import LRScheduler
 from trainkit.engine.hooks.monitor import MetricMonitor, Mode
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
@@ -37,6 +37,8 @@ class ReduceOnPlateau(HookBase):
         ConfigError: when the training begins, if ``trainer.scheduler`` cannot be reduced, or no `LRScheduler`
             hook steps and saves it.
     """
+
+    priority = Priority.BELOW_NORMAL  # below the save point
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class ReduceOnPlateau(HookBase):
                 "ReduceOnPlateau needs trainer.scheduler to be a trainkit.solver.LRMultiplier or LRFunction, such as "
                 f"build_lr_scheduler gives, got {scheduler!r}"
             )
-        if not any(isinstance(hook, LRScheduler) for hook in self.trainer._hooks):
+        if not any(isinstance(hook, LRScheduler) for hook in self.trainer.hooks):
             raise ConfigError(
                 "ReduceOnPlateau needs an LRScheduler hook, which steps and saves the scheduler; register one"
             )

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
-from trainkit.engine.train_loop import HookBase, check_period, is_due
+from trainkit.engine.periods import check_period, is_due
 from trainkit.utils import comm
 
 logger = logging.getLogger(__name__)

@@ -3,8 +3,8 @@
 import logging
 from typing import Any
 
+from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
-from trainkit.engine.train_loop import HookBase
 
 logger = logging.getLogger(__name__)
 

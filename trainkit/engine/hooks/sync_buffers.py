@@ -5,9 +5,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hooks.ema import EMAHook
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
-from trainkit.engine.train_loop import HookBase, check_period, is_due
+from trainkit.engine.periods import check_period, is_due
 from trainkit.evaluation.observer import Phase
 from trainkit.utils import comm
 from trainkit.utils.model import unwrap_model
@@ -59,7 +60,7 @@ class SyncBuffers(HookBase):
             flat /= comm.get_world_size()
             for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
                 buffer.copy_(mean.view_as(buffer))
-        for hook in self.trainer._hooks:
+        for hook in self.trainer.hooks:
             if isinstance(hook, EMAHook):
                 hook.copy_buffers()
 

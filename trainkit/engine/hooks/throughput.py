@@ -7,9 +7,10 @@ from typing import Any
 from torch import nn
 
 from trainkit.config import ConfigError
+from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.metrics import prepare_exchange, reduce_over_ranks
-from trainkit.engine.train_loop import HookBase, check_period, is_due
+from trainkit.engine.periods import check_period, is_due
 from trainkit.utils import comm
 from trainkit.utils.batches import num_samples
 from trainkit.utils.model import unwrap_model

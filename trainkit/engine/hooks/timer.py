@@ -4,8 +4,9 @@ import datetime
 import logging
 import time
 
+from trainkit.engine.hook_base import HookBase, Priority
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
-from trainkit.engine.train_loop import HookBase, Priority, check_period, is_due
+from trainkit.engine.periods import check_period, is_due
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
-from trainkit.engine.train_loop import HookBase, check_period, is_due
+from trainkit.engine.periods import check_period, is_due
 from trainkit.utils.model import unwrap_model
 
 logger = logging.getLogger(__name__)

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
+from trainkit.engine.hook_base import HookBase, Priority
 from trainkit.engine.hooks.evaluation import EvalHook
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
-from trainkit.engine.train_loop import HookBase, Priority, check_period, is_due
+from trainkit.engine.periods import check_period, is_due
 from trainkit.utils.events import EventWriter, estimate_eta_sec, get_event_storage
 
 logger = logging.getLogger(__name__)
@@ -51,8 +52,8 @@ class PeriodicWriter(HookBase):
             self._hand_out(self._waiting)
         self._waiting = self._ended = None
         self._failing.clear()
-        self._alone = sum(isinstance(hook, PeriodicWriter) for hook in self.trainer._hooks) == 1
-        self._eval_hooks = [hook for hook in self.trainer._hooks if isinstance(hook, EvalHook)]
+        self._alone = sum(isinstance(hook, PeriodicWriter) for hook in self.trainer.hooks) == 1
+        self._eval_hooks = [hook for hook in self.trainer.hooks if isinstance(hook, EvalHook)]
         for writer in self._writers:
             writer.begin(self.trainer)
         if self.trainer.start_iter == 0 and self._was_evaluated(0):

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from trainkit.engine.finite import (
     raise_failure,
     step_unless,
 )
+from trainkit.engine.loop import TrainerBase
 from trainkit.engine.metrics import (
     STORED_BESIDE_LOSSES,
     StepRecord,
@@ -36,7 +37,7 @@ from trainkit.engine.metrics import (
     put_metrics,
     reduce_over_ranks,
 )
-from trainkit.engine.train_loop import TrainerBase, check_period
+from trainkit.engine.periods import check_period
 from trainkit.solver.hyper_parameters import check_saved_groups, describe_changes, hyper_parameters
 from trainkit.utils import comm
 from trainkit.utils.device import Prefetcher, device_of, first_tensor
@@ -47,6 +48,8 @@ from trainkit.utils.rng import preserve_rng_state
 from trainkit.utils.sharding import is_sharded_model, shard_optimizer_state, without_reduction
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 
 def check_exchange(
@@ -77,9 +80,7 @@ class SimpleTrainer(TrainerBase):
 
     Whoever needs more (two optimizers, a GAN) subclasses `TrainerBase` with its own ``run_step``.
 
-    Attributes:
-        batch: what the loader gave in this iteration, on the model's device; a list of micro-batches if
-            ``accumulation_steps`` > 1. Like ``losses`` readable in ``after_backward`` and ``after_step``.
+    ``batch`` and ``losses`` can be read in ``after_backward``, and in ``after_step`` above the save point.
     """
 
     own_keys = (*TrainerBase.own_keys, "data")
@@ -142,8 +143,9 @@ class SimpleTrainer(TrainerBase):
         self._flag: Tensor | None = None  # on the device, 1 in the iterations whose gradients are not finite
         self._former_buffers: dict[str, Tensor] = {}  # what a step that is skipped puts back
         self._failed_storage: EventStorage | None = None  # that of a run that ends
-        self.batch: Any = None
-        self._losses: Losses | None = None  # of this iteration
+        # of this iteration, until the save point
+        self._batch: Any = None
+        self._losses: Losses | None = None
         self._prefetcher = Prefetcher()
         self._sample: tuple[nn.Module | None, Tensor | None] = (None, None)  # the model and a tensor of it
         self._losses_described = False
@@ -174,17 +176,36 @@ class SimpleTrainer(TrainerBase):
         self.update()
 
     @property
+    def batch(self) -> Any:
+        """What the loader gave in this iteration, on the model's device; a list if ``accumulation_steps`` > 1.
+
+        Raises:
+            RuntimeError: there is none now, see the class.
+        """
+        return self._of_step("batch", self._batch)
+
+    @property
     def losses(self) -> Mapping[str, Tensor]:
-        """What the model returned in this iteration: name -> detached scalar tensor on the device."""
-        if self._losses is None:
-            return {}
-        self._losses = self._losses.detach()
+        """What the model returned in this iteration: name -> detached scalar tensor on the device; as ``batch``."""
+        self._losses = self._of_step("losses", self._losses).detach()
         return self._losses.values
 
     @property
     def trained_losses(self) -> Sequence[str]:
-        """The names of those among ``losses`` that are minimized; the others are only logged."""
-        return () if self._losses is None else self._losses.trained
+        """The names of those among ``losses`` that are minimized, the others are only logged; as ``batch``."""
+        return self._of_step("trained_losses", self._losses).trained
+
+    def _of_step(self, name: str, value: _T | None) -> _T:
+        if value is None:
+            raise RuntimeError(
+                f"trainer.{name} is there in after_backward, and in after_step of hooks above the save point, which a "
+                "resumed run does not call again below it; register the hook with a priority of at most NORMAL, or "
+                "with before=PeriodicCheckpointer"
+            )
+        return value
+
+    def end_step(self) -> None:
+        self._batch = self._losses = None
 
     # ------------------------------------------------------------------ what may be another object later
 
@@ -338,7 +359,7 @@ class SimpleTrainer(TrainerBase):
         return failure
 
     def begin_run(self) -> None:
-        self._flags = {}  # a run that failed has left them set
+        self._flags, self._failed_storage = {}, None  # what a run that failed has left
 
     # ------------------------------------------------------------------ data
 
@@ -379,7 +400,7 @@ class SimpleTrainer(TrainerBase):
         An epoch that ends inside an iteration makes its window shorter: the rest belongs to the next iteration.
         """
         start = time.perf_counter()
-        self.batch = self._losses = None  # let go before the next ones are made
+        self.end_step()  # where nobody has, in a loop of one's own: let go before the next batch is made
         batch = next(self._data_loader_iter, _END)
         batches = [self._begin_data_anew() if batch is _END else batch]
         while len(batches) < self.accumulation_steps and (batch := next(self._data_loader_iter, _END)) is not _END:
@@ -387,7 +408,7 @@ class SimpleTrainer(TrainerBase):
         device = self._device()
         if device is not None and device.type != "cpu":
             batches = self._prefetcher.move(batches, device)
-        self.batch = batches[0] if self.accumulation_steps == 1 else batches
+        self._batch = batches[0] if self.accumulation_steps == 1 else batches
         return batches, time.perf_counter() - start
 
     def _device(self) -> torch.device | None:

@@ -1,0 +1,499 @@
+"""The loop and its hooks. It knows nothing of models, data or optimizers."""
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+
+from trainkit.config import ConfigError
+from trainkit.engine.hook_base import HookBase
+from trainkit.engine.hook_list import Anchor, HookList
+from trainkit.engine.periods import check_period
+from trainkit.engine.stopping import Stop, StopRequests
+from trainkit.evaluation.observer import EvaluationAbandoned, InferenceObserver, Phase
+from trainkit.utils import comm
+from trainkit.utils.events import EventStorage
+from trainkit.utils.rng import derive_rng_state, get_rng_state, set_rng_state
+
+__all__ = ["Position", "TrainerBase"]
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+Status: TypeAlias = Literal["not started", "running", "finished", "stopped", "failed"]
+
+
+class Position(NamedTuple):
+    """Where a run stands: in stage 1 of an iteration (its update is not done) or in stage 2 (it is)."""
+
+    iteration: int
+    stage: Literal[1, 2]
+
+
+class TrainerBase(InferenceObserver):
+    """The loop: ``run_step()`` once per iteration, with hooks around it. A subclass defines ``run_step``.
+
+    An iteration has two stages. Stage 1 is ``before_step``, ``run_step``, and ``after_step`` of the hooks above the
+    save point. Then comes the save point, where the checkpoints that hooks have asked for are written. Stage 2 is
+    ``after_step`` of the hooks below it, then ``after_epoch``. A resumed run starts with stage 2 of the iteration
+    that was saved, or with the next iteration.
+
+    Attributes:
+        iter: the current iteration, counted from 0. During ``after_step`` the one just done; after a run that
+            finished, ``max_iter``.
+        start_iter: the first iteration of this ``train()``.
+        max_iter: the iteration with which it ends, not included.
+        storage: the `EventStorage` that is open during ``train()``.
+        status: "not started", "running", "finished", "stopped" (by ``request_stop``) or "failed".
+        position: where the run stands, as a checkpoint has it.
+        own_keys: the entries of the state that each rank has for itself.
+    """
+
+    own_keys: tuple[str, ...] = ("hooks", "storage", "rng")
+
+    def __init__(self) -> None:
+        self._hook_list = HookList()
+        self._stops = StopRequests()
+        self._stop: Stop | None = None
+        self._finished_early: dict[str, Any] | None = None  # the reason, and the end that the run had then
+        self._inside: Literal["", "stage 1", "stage 2"] = ""  # of an iteration
+        self._saves: dict[str, Callable[[], object]] = {}  # by name; written at the next chance
+        self._is_saving = self._has_warned_of_save = False
+        self._rng_state: dict[str, Any] | None = None  # of a checkpoint, until all iterators exist
+        self._per_epoch = 0  # iterations; 0: there are no epochs
+        self._ranks_agree = True
+        self.position = Position(0, 1)
+        self.iter = self.start_iter = self.max_iter = 0
+        self.storage = EventStorage()
+        self.status: Status = "not started"
+
+    # ------------------------------------------------------------------ the loop
+
+    def train(self, start_iter: int, max_iter: int) -> None:
+        """Run the iterations ``start_iter`` (included) to ``max_iter`` (excluded); can be called again.
+
+        After a loaded checkpoint, or in a run that was stopped, stage 2 of the iteration before ``start_iter`` comes
+        first, if it is left to do. SIGTERM, SIGHUP and SIGINT stop the run as ``request_stop`` does.
+
+        Raises:
+            ValueError: ``start_iter`` is negative or larger than ``max_iter``.
+            SystemExit: after a run that was stopped by SIGTERM (code 143) or SIGHUP (129).
+            KeyboardInterrupt: after a run that was stopped by SIGINT.
+        """
+        self._start(start_iter, max_iter)
+        with self._stops.listening(), self.storage:
+            try:
+                self.before_train()
+                self._go_to_position()
+                while not self._is_over():
+                    self._run_iteration()
+                self._finish()
+            except EvaluationAbandoned:
+                self._abandon()
+            except BaseException as error:
+                self._fail(error)
+                raise
+            finally:
+                self.after_train()
+        if self.status == "stopped" and self._stop is not None:
+            self._stop.pass_on()
+
+    def _run_iteration(self) -> None:
+        """One iteration, or its stage 2 alone after a resume."""
+        self.storage.begin_iter(self.iter)  # raises what a worker has found wrong in earlier ones
+        if self.position.stage == 1:
+            self._inside = "stage 1"
+            if self._per_epoch and self.iter % self._per_epoch == 0:
+                self.before_epoch()
+            self.before_step()
+            self.run_step()
+            self.position = Position(self.iter, 2)
+            self.after_step()
+            self.end_step()
+            self._write_saves()  # the save point
+        self._inside = "stage 2"
+        self._hook_list.call("after_step", below=True)
+        if self._per_epoch and (self.iter + 1) % self._per_epoch == 0:
+            self.after_epoch()
+        self._inside = ""
+        self.iter += 1
+        self.position = Position(self.iter, 1)
+        self._write_saves()  # those that stage 2 has asked for
+
+    def _write_saves(self) -> None:
+        saves, self._saves = self._saves, {}
+        if saves:
+            self.storage.flush()
+            self.check_finite()
+            self._is_saving = True
+            for save in saves.values():
+                save()
+            self._is_saving = False
+
+    def _is_over(self) -> bool:
+        if self.position.stage == 2:  # an iteration is completed first
+            return False
+        if self._stop is None:
+            self._stop = self._stops.agreed(self.iter - 1)
+        return self._stop is not None or self.iter >= self.max_iter
+
+    def run_step(self) -> None:
+        """One iteration: one update of whatever is trained."""
+        raise NotImplementedError(f"{type(self).__name__} must define run_step()")
+
+    def end_step(self) -> None:
+        """Let go of what only stage 1 may read; called at the save point."""
+
+    def request_save(self, name: str, save: Callable[[], object] | None = None) -> None:
+        """Have a checkpoint written at the save point, or at the end of the iteration if that has passed.
+
+        Every rank asks for it. Outside of iterations it is written at once.
+
+        Args:
+            name: of the file, without folder and suffix; if two hooks ask for the same one it is written once.
+            save: writes it; default is ``self.checkpointer.save``.
+
+        Raises:
+            ValueError: there is neither.
+        """
+        if save is None:
+            if not hasattr(self, "checkpointer"):
+                raise ValueError(
+                    f"{type(self).__name__} has no checkpointer; give request_save() a function that saves"
+                )
+            save = partial(self.checkpointer.save, name, iteration=self.last_done_iter)
+        self._saves[name] = save
+        if not self._inside:
+            self._write_saves()
+
+    def request_stop(self, reason: str, *, finished: bool = False) -> None:
+        """End the run at the end of an iteration, as "stopped", or as "finished" if it has reached its goal.
+
+        Any rank can stop a run; it ends at most ``stop_check_period`` iterations later, and at once if there is only
+        one rank. With ``finished`` every rank must call this in the same iteration.
+        """
+        if not finished:
+            self._stops.request(reason)
+        elif self._stop is None:
+            self._stop = Stop(reason)
+            self._finished_early = {"reason": reason, "max_iter": self.max_iter}
+
+    @property
+    def stop_check_period(self) -> int:
+        """After how many iterations at most all ranks stop when one has been asked to."""
+        return self._stops.check_period
+
+    @stop_check_period.setter
+    def stop_check_period(self, period: int) -> None:
+        self._stops.check_period = check_period("stop_check_period", period, minimum=1)
+
+    def is_stopping(self) -> bool:
+        """Whether this rank has been asked to stop: an evaluation below the save point is then abandoned."""
+        return self._stops.pending and self._inside != "stage 1"
+
+    def next_iter_of(self, hook: HookBase) -> int:
+        """In ``before_train``: the iteration whose ``after_step`` reaches this hook next.
+
+        That is ``start_iter``, or the one before for a hook below the save point, if stage 2 of that is left to do.
+        """
+        return self.position.iteration if self._hook_list.is_below(hook) else self.start_iter
+
+    @property
+    def last_done_iter(self) -> int:
+        """The last iteration whose update is done; -1 if there is none."""
+        return self.position.iteration - (self.position.stage == 1)
+
+    def check_finite(self) -> None:
+        """Raise on every rank if what is trained has become not finite; called before it is saved or evaluated."""
+
+    def gather(self, value: _T) -> list[_T]:
+        """The ``value`` of every rank; this one's alone if ranks have different hooks: not all may call it."""
+        return comm.all_gather(value) if self._ranks_agree else [value]
+
+    # ------------------------------------------------------------------ start and end
+
+    def _start(self, start_iter: int, max_iter: int) -> None:
+        if not 0 <= start_iter <= max_iter:
+            raise ValueError(f"need 0 <= start_iter <= max_iter, got start_iter={start_iter} and max_iter={max_iter}")
+        if start_iter != self.last_done_iter + 1:  # not where a checkpoint or the last train() has left the run
+            self.position, self._rng_state, self._finished_early = Position(start_iter, 1), None, None
+            self.storage = EventStorage()
+        elif self.status in ("finished", "failed"):
+            self._finished_early, self.storage = None, EventStorage()
+        elif self._finished_early and max_iter > self._finished_early["max_iter"]:
+            self._finished_early = None
+        self.iter, self.start_iter, self.max_iter, self.storage.iter = start_iter, start_iter, max_iter, start_iter
+        self._hook_list.update()  # the list may have been rearranged by hand
+        self._per_epoch = self.iters_per_epoch if self.has_epochs else 0
+        if not self._per_epoch:
+            self._hook_list.refuse_epochs()
+        self._ranks_agree = _compare(self.describe_hooks())
+        self.status, self._inside, self._saves, self._is_saving = "running", "", {}, False
+        self._stop = Stop(self._finished_early["reason"]) if self._finished_early else None
+        self._stops.reset()
+        self.begin_run()
+        logger.info(
+            "Training from iteration %d to %d; hooks in order:\n%s", start_iter, max_iter, self._hook_list.describe()
+        )
+        if unclaimed := self._hook_list.unclaimed():
+            logger.warning("The checkpoint has states of hooks that are not registered: %s", unclaimed)
+        if any(hasattr(hook, "checkpointer") for hook in self.hooks) and (lost := self.describe_inexact()):
+            logger.warning("A resumed run may differ from one that is never stopped: %s", "; ".join(lost))
+
+    def begin_run(self) -> None:
+        """Forget what the steps of an earlier run have left; called when a run starts."""
+
+    def describe_inexact(self) -> list[str]:
+        """What a resumed run of this trainer does not get back; empty if it goes on bit for bit."""
+        return []
+
+    def make_iterators(self) -> None:
+        """Start to draw data; called before random state is restored, since a loader may draw from it."""
+
+    def _go_to_position(self) -> None:
+        self.iter = self.position.iteration
+        if self._rng_state is not None:
+            self.make_iterators()
+            set_rng_state(self._rng_state)  # last: everything before may have drawn from it
+            self._rng_state = None
+
+    def _finish(self) -> None:
+        self.storage.flush()  # what a worker found wrong still counts
+        self.check_finite()
+        self.status = "finished"
+        if self._stop is not None:
+            logger.info("Stopped after %d of %d iterations: %s", self.iter, self.max_iter, self._stop.reason)
+            if self._finished_early:
+                self.max_iter = self.iter
+            elif self.iter < self.max_iter:
+                self.status = "stopped"
+
+    def _abandon(self) -> None:
+        """The run stops in an evaluation or while it waits for data; that is done again when it goes on."""
+        self._stop, self._inside = self._stops.agree_now(), ""
+        self.status, self.iter = "stopped", self.last_done_iter + 1
+        reason = "" if self._stop is None else self._stop.reason
+        logger.info("Stopped in an evaluation, after %d of %d iterations: %s", self.iter, self.max_iter, reason)
+
+    def _fail(self, error: BaseException) -> None:
+        self.status, self._inside = "failed", ""
+        traced = isinstance(error, Exception) and not isinstance(error, ConfigError)  # not Ctrl-C either
+        logger.error("Training failed in iteration %d: %s: %s", self.iter, type(error).__name__, error, exc_info=traced)
+        try:
+            self.storage.flush()
+        except Exception as later:
+            if later is not error:
+                logger.error("Storing or writing metrics failed as well: %s: %s", type(later).__name__, later)
+
+    # ------------------------------------------------------------------ hook points; a subclass may override them
+
+    def before_train(self) -> None:
+        self._hook_list.call("before_train")
+
+    def before_epoch(self) -> None:
+        self._hook_list.call("before_epoch")
+
+    def before_step(self) -> None:
+        self._hook_list.call("before_step")
+
+    def after_backward(self) -> None:
+        """``run_step`` must call it between the gradients and the update."""
+        self._hook_list.call("after_backward")
+
+    def acts_after_backward(self) -> bool:
+        """Whether anything happens there: in a hook, or in a subclass that overrides it."""
+        overridden = type(self).after_backward is not TrainerBase.after_backward
+        return overridden or bool(self._hook_list.at("after_backward"))
+
+    def after_step(self) -> None:
+        """The hooks above the save point."""
+        self._hook_list.call("after_step")
+
+    def after_epoch(self) -> None:
+        self._hook_list.call("after_epoch")
+
+    def after_train(self) -> None:
+        """Every hook gets its ``after_train``, whatever happened; the first failure here is raised at the end."""
+        self.storage.iter = self.iter
+        first_error: BaseException | None = None
+        for hook in self._hook_list.at("after_train"):
+            first_error = self._call_at_end(type(hook).__name__, hook.after_train) or first_error
+        first_error = self._call_at_end("Storing or writing metrics", self.storage.flush) or first_error
+        if first_error is not None:
+            raise first_error
+
+    def _call_at_end(self, name: str, call: Callable[[], None]) -> BaseException | None:
+        """The failure to raise, if this is the first one."""
+        try:
+            call()
+        except EvaluationAbandoned:
+            self._abandon()
+        except BaseException as error:
+            traced = isinstance(error, Exception)  # not Ctrl-C
+            logger.error("%s failed in after_train: %s: %s", name, type(error).__name__, error, exc_info=traced)
+            if self.status != "failed":  # a failure before this one is the one to raise
+                self.status = "failed"
+                return error
+        return None
+
+    def before_eval(self, phase: Phase, name: str) -> None:
+        """This and the next three: called by ``inference_on_dataset`` under `observe_inference`."""
+        self._hook_list.call("before_eval", phase, name)
+
+    def before_eval_step(self, phase: Phase, index: int, inputs: Any) -> None:
+        self._hook_list.call("before_eval_step", phase, index, inputs)
+
+    def after_eval_step(self, phase: Phase, index: int, inputs: Any, outputs: Any) -> None:
+        self._hook_list.call("after_eval_step", phase, index, inputs, outputs)
+
+    def after_eval(self, phase: Phase, name: str, results: Mapping[str, Any]) -> None:
+        self._hook_list.call("after_eval", phase, name, results)
+
+    def before_save(self, state: dict[str, Any]) -> None:
+        """This and the next: called by the `Checkpointer` that saves this trainer."""
+        if self.status == "running" and not self._is_saving and not self._has_warned_of_save:
+            self._has_warned_of_save = True
+            logger.warning(
+                "A hook saves a checkpoint itself, in iteration %d; such a file does not resume exactly. Use "
+                "trainer.request_save(name): the trainer then saves at the save point",
+                self.iter,
+            )
+        self._hook_list.call("before_save", state)
+
+    def after_load(self, state: dict[str, Any]) -> None:
+        self._hook_list.call("after_load", state)
+
+    # ------------------------------------------------------------------ epochs
+
+    @property
+    def iters_per_epoch(self) -> int:
+        """Iterations per pass over the training data; a subclass that knows its data overrides this.
+
+        Raises:
+            ValueError: there are no epochs.
+        """
+        raise ValueError(f"{type(self).__name__} does not define iters_per_epoch, so it has no epochs; use iterations")
+
+    @property
+    def has_epochs(self) -> bool:
+        try:
+            return self.iters_per_epoch > 0
+        except ValueError:
+            return False
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch, counted from 0."""
+        return self.iter // self.iters_per_epoch
+
+    # ------------------------------------------------------------------ hooks and state
+
+    def register_hooks(
+        self,
+        hooks: Iterable[HookBase | None],
+        *,
+        priority: int | str | None = None,
+        before: Anchor | None = None,
+        after: Anchor | None = None,
+    ) -> None:
+        """Add hooks after those of the same or a lower ``priority`` number; None entries are left out.
+
+        Args:
+            priority: 0 (first) to 100 (last), or a name of `Priority`; default is each hook's own. Hooks with a number
+                above that of `SAVE_POINT` run below the save point.
+            before, after: a registered hook, its class, or the name of its class: the new ones go next to it.
+
+        Raises:
+            TypeError: an entry is no `HookBase` object, or a method of it does not take the arguments of its point.
+            ValueError: a hook is already registered; the priority is out of range; priority and an anchor, or two
+                anchors, are given; the anchor is absent or stands for several hooks.
+        """
+        for hook in self._hook_list.add(hooks, priority, before, after):
+            hook.trainer = weakref.proxy(self)
+        self._hook_list.hand_out_states()
+
+    @property
+    def hooks(self) -> Sequence[HookBase]:
+        """The registered hooks, in their order."""
+        return tuple(self._hook_list.hooks)
+
+    @property
+    def _hooks(self) -> list[HookBase]:
+        """The list itself, which many people who come from detectron2 rearrange by hand."""
+        return self._hook_list.hooks
+
+    @_hooks.setter
+    def _hooks(self, hooks: list[HookBase]) -> None:
+        self._hook_list.hooks = hooks
+        self._hook_list.update()
+
+    def describe_hooks(self) -> str:
+        """Who runs at which hook point, in which order: one line per point, and one for the save point."""
+        self._hook_list.update()
+        return self._hook_list.describe()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands, and what its hooks, its storage and the random number generators of this process hold.
+
+        ``iteration`` is the last one whose update is done; ``stage`` 2 says that its stage 2 is left to do. Hooks are
+        under a unique name each.
+        """
+        return {
+            "iteration": self.last_done_iter,
+            "stage": self.position.stage,
+            "finished_early": self._finished_early,
+            "world_size": comm.get_world_size(),
+            "hooks": self._hook_list.state_dict(),
+            "storage": self.storage.state_dict(),
+            "rng": self._rng_state or get_rng_state(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the position and give each registered hook its state; the rest waits for hooks that come later.
+
+        The next ``train()`` goes on where the state was taken. Entries that are missing, as in files of detectron2,
+        stay as they are.
+        """
+        self._hook_list.load_state_dict(state_dict.get("hooks", {}))
+        if self.status == "running":  # a hook sets the model back, and the run goes on from where it is
+            return
+        iteration, stage = state_dict["iteration"], state_dict.get("stage", 1)
+        self.position = Position(iteration + (stage == 1), stage)
+        self.iter, self.start_iter, self.status = iteration, iteration + 1, "not started"
+        self._finished_early = state_dict.get("finished_early")
+        if "stage" not in state_dict and "hooks" in state_dict:
+            logger.warning(
+                "The checkpoint was written by an earlier version of trainkit: what hooks had yet to do in iteration "
+                "%d (an evaluation, a line of metrics) is not done",
+                iteration,
+            )
+        self.storage = EventStorage()
+        if state_dict.get("storage"):
+            self.storage.load_state_dict(state_dict["storage"])
+        self._rng_state = rng_state = state_dict.get("rng")
+        world_size = state_dict.get("world_size", 1)
+        if rng_state is not None and world_size != comm.get_world_size():
+            self._rng_state = derive_rng_state(rng_state, comm.get_rank(), iteration)
+            logger.warning(
+                "The checkpoint was written by %d processes, now there are %d: their random state is derived anew, "
+                "from the checkpoint, the rank and the iteration",
+                world_size,
+                comm.get_world_size(),
+            )
+
+    @property
+    def rank_keys(self) -> tuple[str, ...]:
+        """``own_keys``, which are gathered over the ranks; none if not all ranks save."""
+        return self.own_keys if self._ranks_agree else ()
+
+
+def _compare(description: str) -> bool:
+    """Whether all ranks have the same hooks: one that only some have waits for ever if it takes part in an exchange."""
+    by_rank = comm.all_gather(description)
+    for rank, hooks in enumerate(by_rank):
+        if hooks != by_rank[0]:
+            logger.warning(
+                "Rank %d has other hooks than rank 0; register them on all ranks:\n%s\n%s", rank, hooks, by_rank[0]
+            )
+    return all(hooks == by_rank[0] for hooks in by_rank)
