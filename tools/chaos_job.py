@@ -37,7 +37,7 @@ from torch.nn import functional as F
 
 from trainkit.config import CfgNode, get_cfg
 from trainkit.data import TRANSFORM_REGISTRY, DatasetCatalog
-from trainkit.engine import DefaultTrainer, HookBase, default_setup, launch, user_errors_exit
+from trainkit.engine import DefaultTrainer, HookBase, Priority, default_setup, launch, user_errors_exit
 from trainkit.engine.hooks import HOOK_REGISTRY
 from trainkit.modeling import MODEL_REGISTRY
 from trainkit.utils import comm, run_file
@@ -230,6 +230,45 @@ class KillPoint(HookBase):
             replace_part(state, fresh, _killer.without)
 
 
+class Smoothed(HookBase):
+    """Reads the batch and the losses in ``after_step``, with a state of its own; it is registered last."""
+
+    def __init__(self) -> None:
+        self._value = 0.0
+
+    def after_step(self) -> None:
+        total = sum(self.trainer.losses.values()).item() + len(self.trainer.batch)
+        self._value = 0.9 * self._value + 0.1 * total
+        self.trainer.storage.put_scalar("smoothed", self._value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self._value}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._value = state_dict["value"]
+
+
+class CountEvaluated(HookBase):
+    """Below the save point, with a state: counts the iterations in which a result is new."""
+
+    priority = Priority.LOW
+
+    def __init__(self) -> None:
+        self._count, self._last = 0, -1
+
+    def after_step(self) -> None:
+        seen = self.trainer.storage.latest().get("loss/total_loss", (0.0, -1))[1]
+        if comm.is_main_process() and seen > self._last:
+            self._count, self._last = self._count + 1, seen
+            self.trainer.storage.put_scalar("num_evaluated", self._count, smoothing_hint=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self._count, "last": self._last}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._count, self._last = state_dict["count"], state_dict["last"]
+
+
 def replace_part(state: Any, fresh: Any, part: str) -> None:
     """Let a part of ``state`` be that of ``fresh``, or absent if there is none."""
     *parents, key = part.split("/")
@@ -284,6 +323,7 @@ def train(args: argparse.Namespace, plan: Mapping[str, Any]) -> None:
         default_setup(cfg, args)
         trainer = DefaultTrainer(cfg)
         trainer.resume_or_load(resume=args.resume)
+        trainer.register_hooks([Smoothed(), CountEvaluated()])  # as scripts for detectron2 do
         trainer.train()
 
 

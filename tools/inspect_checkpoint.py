@@ -86,12 +86,12 @@ def _facts(path: str, state: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     trainer: Any = state.get("trainer")
     trainer = trainer if isinstance(trainer, Mapping) else {}
-    cursor, iteration = trainer.get("cursor"), state.get("iteration")
+    position, iteration = trainer.get("position"), state.get("iteration")
     if isinstance(iteration, int):
-        end = f"; {iteration + 1} of {cursor['max_iter']} are done" if cursor else ""
+        end = f"; {iteration + 1} of {position['max_iter']} are done" if position else ""
         facts.append(("iteration", f"{iteration}, counted from 0{end}"))
-    if cursor:
-        facts.append(("goes on", _describe_cursor(cursor, trainer["iteration"])))
+    if position:
+        facts.append(("goes on", _describe_position(position, trainer["iteration"])))
     if "world_size" in trainer:
         facts.append(("processes", str(trainer["world_size"])))
     if SHARDS in state:
@@ -102,12 +102,11 @@ def _facts(path: str, state: Mapping[str, Any]) -> list[tuple[str, str]]:
     return facts
 
 
-def _describe_cursor(cursor: Mapping[str, Any], iteration: int) -> str:
-    pending = ", ".join(cursor["pending"] or [])
-    steps = [f"with {pending} ({cursor['point']})"] if pending else []
-    if cursor.get("finished_early"):
-        steps.append(f"no further, finished early: {cursor['finished_early']}")
-    elif iteration + 1 >= cursor["max_iter"]:
+def _describe_position(position: Mapping[str, Any], iteration: int) -> str:
+    steps = [f"with stage 2 of iteration {iteration} (evaluation, writers)"] if position["stage"] == 2 else []
+    if position["finished_early"]:
+        steps.append(f"no further, finished early: {position['finished_early']}")
+    elif iteration + 1 >= position["max_iter"]:
         steps.append("with the end of the run")
     else:
         steps.append(f"with iteration {iteration + 1}")

@@ -79,8 +79,7 @@ def flat(value, path=""):
         kept = {name: item for name, item in value.items() if name not in LEFT_OUT}
         return {k: v for name, item in kept.items() for k, v in flat(item, f"{path}/{name}").items()}
     if isinstance(value, list | tuple):
-        kept = [item for item in value if not isinstance(item, str) or item != "Killer"]  # in a cursor
-        return {k: v for i, item in enumerate(kept) for k, v in flat(item, f"{path}/{i}").items()}
+        return {k: v for i, item in enumerate(value) for k, v in flat(item, f"{path}/{i}").items()}
     if isinstance(value, torch.Tensor):
         return {path: (value.dtype, tuple(value.shape), value.numpy().tobytes())}
     return {path: repr(value)}

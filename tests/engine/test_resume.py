@@ -81,7 +81,7 @@ def test_a_resumed_run_makes_the_calls_that_were_left_and_no_other(point, iter, 
     seed(1)
     whole, save = [], SaveAt(point, iter, priority)
     job(whole, save).train(0, 4)
-    assert save.state["stage"] == (2 if priority == 50 and iter < 4 and point != "after_epoch" else 1)
+    assert save.state["position"]["stage"] == (2 if priority == 50 and iter < 4 and point != "after_epoch" else 1)
 
     seed(2)
     resumed = []
@@ -108,8 +108,8 @@ def test_a_save_is_written_where_its_stage_ends():
         ("above", "after_epoch", 1),
     ]
     assert calls[below.calls_before][1] == "after_train"
-    assert (above.state["iteration"], above.state["stage"]) == (1, 2)
-    assert (below.state["iteration"], below.state["stage"]) == (1, 1)
+    assert (above.state["iteration"], above.state["position"]["stage"]) == (1, 2)
+    assert (below.state["iteration"], below.state["position"]["stage"]) == (1, 1)
 
 
 def test_two_hooks_that_ask_for_one_file_get_it_once_and_outside_of_iterations_it_is_written_at_once():
@@ -140,7 +140,7 @@ def test_a_checkpointer_of_the_trainer_saves_what_is_asked_for_by_name(tmp_path)
     trainer.register_hooks([AfterStep(lambda trainer: trainer.iter == 1 and trainer.request_save("mine"))])
     trainer.train(0, 3)
     saved = torch.load(tmp_path / "mine.pth", weights_only=True)
-    assert (saved["iteration"], saved["trainer"]["iteration"], saved["trainer"]["stage"]) == (1, 1, 2)
+    assert (saved["iteration"], saved["trainer"]["iteration"], saved["trainer"]["position"]["stage"]) == (1, 1, 2)
 
 
 def test_a_hook_that_saves_itself_is_warned_about_once_and_its_file_goes_on_with_the_next_iteration(tmp_path, caplog):
@@ -202,14 +202,14 @@ def test_a_state_that_nothing_was_done_with_is_given_back_as_it_was():
     trainer = job([])
     trainer.load_state_dict(save.state)
     state = trainer.state_dict()
-    assert (state["iteration"], state["stage"], state["finished_early"]) == (2, 2, None)
+    assert (state["iteration"], state["position"]) == (2, {"stage": 2, "max_iter": 4, "finished_early": None})
     assert state["rng"] is save.state["rng"]
 
 
 def test_a_checkpoint_of_an_earlier_version_goes_on_with_the_next_iteration_and_says_what_is_left_out(caplog):
     save = SaveAt("after_step", 2)
     job([], save).train(0, 4)
-    state = {key: value for key, value in save.state.items() if key not in ("stage", "finished_early")}
+    state = {key: value for key, value in save.state.items() if key != "position"}
     state["cursor"] = {"point": "after_step", "pending": ["Recorder#2"], "max_iter": 4, "finished_early": None}
     calls = []
     resume(job(calls), state, 4)

@@ -55,7 +55,7 @@ def test_nothing_differs_if_nothing_is_left_out(control):
 
 def test_each_part_of_a_checkpoint_is_missed_if_it_is_left_out(control):
     assert {part for part, found in control.items() if not found} == {"", *chaos.NOT_MISSED}
-    assert {"model", "trainer/rng", "trainer/data", "trainer/storage", "trainer/cursor"} <= control.keys()
+    assert {"model", "trainer/rng", "trainer/data", "trainer/storage", "trainer/position"} <= control.keys()
     assert {"trainer/hooks/EMAHook", "trainer/_trainer/optimizer"} <= control.keys()
 
 

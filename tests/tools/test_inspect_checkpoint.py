@@ -76,12 +76,11 @@ def test_a_file_of_a_run_is_described(run, inspect):
     assert " ".join(found["intact"]) == "intact yes, its content matches its digest"
     assert " ".join(found["iteration"]) == "iteration 4"  # the later one, of the entries
     assert "iteration   4, counted from 0; 5 of 10 are done\n" in out
-    pending = "EvalHook, BestCheckpointer, PeriodicWriter"
-    assert f"goes on     with {pending} (after_step), then with iteration 5\n" in out
+    assert "goes on     with stage 2 of iteration 4 (evaluation, writers), then with iteration 5\n" in out
     assert found["layers.0.weight"] == ["layers.0.weight", "[8,", "4]", "float32", "128", "B"]
     assert found["layers.1.num_batches_tracked"] == ["layers.1.num_batches_tracked", "[]", "int64", "8", "B"]
     assert " ".join(found["9"]) == "9 tensors 91 values 368 B"
-    assert {"trainer/cursor", "trainer/rng", "trainer/storage", "trainer/hooks/LRScheduler"} <= found.keys()
+    assert {"trainer/position", "trainer/rng", "trainer/storage", "trainer/hooks/LRScheduler"} <= found.keys()
     assert " ".join(found["trainer/hooks/EvalHook"]) == "trainer/hooks/EvalHook evaluated_iters -1"
     assert " ".join(found["trainer/data"]).startswith("trainer/data kind TrainingSampler, seed 1, position 40, ")
 

@@ -2,12 +2,16 @@
 
 import inspect
 import itertools
+import logging
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import EPOCH_POINTS, HOOK_POINTS, SAVE_POINT, HookBase, Priority
+from trainkit.utils import comm
 from trainkit.utils.numbers import is_whole
+
+logger = logging.getLogger(__name__)
 
 Anchor: TypeAlias = type[HookBase] | HookBase | str
 
@@ -42,16 +46,32 @@ class HookList:
         for hook in self._below if below else self._at[point]:
             getattr(hook, point)(*args)
 
-    def refuse_epochs(self) -> None:
-        """
+    def check(self, *, has_epochs: bool) -> bool:
+        """Look at the hooks before a run starts, and log their order; every rank calls it.
+
+        Returns:
+            Whether all ranks have the same hooks; one that only some have could wait for ever in an exchange.
+
         Raises:
             ConfigError: a hook has something to do at epochs, and there are none.
         """
-        if asking := [type(hook).__name__ for point in EPOCH_POINTS for hook in self._at[point]]:
+        self.update()  # the list may have been rearranged by hand
+        asking = [type(hook).__name__ for point in EPOCH_POINTS for hook in self._at[point]]
+        if asking and not has_epochs:
             raise ConfigError(
                 f"{', '.join(dict.fromkeys(asking))}: there is work to do at epochs, but the training data has no "
                 "length, so there are none; use a period in iterations"
             )
+        mine, *others = comm.all_gather(self.describe())
+        logger.info("Hooks in order:\n%s", self.describe())
+        for rank, hooks in enumerate(others, 1):
+            if hooks != mine:
+                logger.warning(
+                    "Rank %d has other hooks than rank 0; register them on all ranks:\n%s\n%s", rank, hooks, mine
+                )
+        if self._unclaimed_states:
+            logger.warning("The checkpoint has states of hooks that are not registered: %s", [*self._unclaimed_states])
+        return all(hooks == mine for hooks in others)
 
     def add(
         self,
@@ -136,10 +156,6 @@ class HookList:
     def hand_out_states(self) -> None:
         for name in [name for name in self._unclaimed_states if name in self._names]:
             self._names[name].load_state_dict(self._unclaimed_states.pop(name))
-
-    def unclaimed(self) -> list[str]:
-        """Names of the states that nobody has taken."""
-        return [*self._unclaimed_states]
 
     # ------------------------------------------------------------------
 

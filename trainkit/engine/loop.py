@@ -1,17 +1,16 @@
 """The loop and its hooks. It knows nothing of models, data or optimizers."""
 
 import logging
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HookBase
-from trainkit.engine.hook_list import Anchor, HookList
+from trainkit.engine.hook_points import HookPoints
 from trainkit.engine.periods import check_period
 from trainkit.engine.stopping import Stop, StopRequests
-from trainkit.evaluation.observer import EvaluationAbandoned, InferenceObserver, Phase
+from trainkit.evaluation.observer import EvaluationAbandoned
 from trainkit.utils import comm
 from trainkit.utils.events import EventStorage
 from trainkit.utils.rng import derive_rng_state, get_rng_state, set_rng_state
@@ -31,7 +30,7 @@ class Position(NamedTuple):
     stage: Literal[1, 2]
 
 
-class TrainerBase(InferenceObserver):
+class TrainerBase(HookPoints):
     """The loop: ``run_step()`` once per iteration, with hooks around it. A subclass defines ``run_step``.
 
     An iteration has two stages. Stage 1 is ``before_step``, ``run_step``, and ``after_step`` of the hooks above the
@@ -53,7 +52,7 @@ class TrainerBase(InferenceObserver):
     own_keys: tuple[str, ...] = ("hooks", "storage", "rng")
 
     def __init__(self) -> None:
-        self._hook_list = HookList()
+        super().__init__()
         self._stops = StopRequests()
         self._stop: Stop | None = None
         self._finished_early: dict[str, Any] | None = None  # the reason, and the end that the run had then
@@ -85,7 +84,8 @@ class TrainerBase(InferenceObserver):
         with self._stops.listening(), self.storage:
             try:
                 self.before_train()
-                self._go_to_position()
+                self._restore_rng()
+                self.iter = self.position.iteration
                 while not self._is_over():
                     self._run_iteration()
                 self._finish()
@@ -216,28 +216,19 @@ class TrainerBase(InferenceObserver):
     def _start(self, start_iter: int, max_iter: int) -> None:
         if not 0 <= start_iter <= max_iter:
             raise ValueError(f"need 0 <= start_iter <= max_iter, got start_iter={start_iter} and max_iter={max_iter}")
-        if start_iter != self.last_done_iter + 1:  # not where a checkpoint or the last train() has left the run
-            self.position, self._rng_state, self._finished_early = Position(start_iter, 1), None, None
-            self.storage = EventStorage()
-        elif self.status in ("finished", "failed"):
-            self._finished_early, self.storage = None, EventStorage()
-        elif self._finished_early and max_iter > self._finished_early["max_iter"]:
+        goes_on = start_iter == self.last_done_iter + 1 and self.status in ("not started", "stopped")
+        if not goes_on:  # elsewhere than where a checkpoint or a stop has left the run
+            self.position, self._rng_state, self.storage = Position(start_iter, 1), None, EventStorage()
+        if not goes_on or (self._finished_early and max_iter > self._finished_early["max_iter"]):
             self._finished_early = None
         self.iter, self.start_iter, self.max_iter, self.storage.iter = start_iter, start_iter, max_iter, start_iter
-        self._hook_list.update()  # the list may have been rearranged by hand
         self._per_epoch = self.iters_per_epoch if self.has_epochs else 0
-        if not self._per_epoch:
-            self._hook_list.refuse_epochs()
-        self._ranks_agree = _compare(self.describe_hooks())
+        self._ranks_agree = self._hook_list.check(has_epochs=self._per_epoch > 0)
         self.status, self._inside, self._saves, self._is_saving = "running", "", {}, False
         self._stop = Stop(self._finished_early["reason"]) if self._finished_early else None
         self._stops.reset()
         self.begin_run()
-        logger.info(
-            "Training from iteration %d to %d; hooks in order:\n%s", start_iter, max_iter, self._hook_list.describe()
-        )
-        if unclaimed := self._hook_list.unclaimed():
-            logger.warning("The checkpoint has states of hooks that are not registered: %s", unclaimed)
+        logger.info("Training from iteration %d to %d", start_iter, max_iter)
         if any(hasattr(hook, "checkpointer") for hook in self.hooks) and (lost := self.describe_inexact()):
             logger.warning("A resumed run may differ from one that is never stopped: %s", "; ".join(lost))
 
@@ -251,8 +242,7 @@ class TrainerBase(InferenceObserver):
     def make_iterators(self) -> None:
         """Start to draw data; called before random state is restored, since a loader may draw from it."""
 
-    def _go_to_position(self) -> None:
-        self.iter = self.position.iteration
+    def _restore_rng(self) -> None:
         if self._rng_state is not None:
             self.make_iterators()
             set_rng_state(self._rng_state)  # last: everything before may have drawn from it
@@ -286,33 +276,6 @@ class TrainerBase(InferenceObserver):
             if later is not error:
                 logger.error("Storing or writing metrics failed as well: %s: %s", type(later).__name__, later)
 
-    # ------------------------------------------------------------------ hook points; a subclass may override them
-
-    def before_train(self) -> None:
-        self._hook_list.call("before_train")
-
-    def before_epoch(self) -> None:
-        self._hook_list.call("before_epoch")
-
-    def before_step(self) -> None:
-        self._hook_list.call("before_step")
-
-    def after_backward(self) -> None:
-        """``run_step`` must call it between the gradients and the update."""
-        self._hook_list.call("after_backward")
-
-    def acts_after_backward(self) -> bool:
-        """Whether anything happens there: in a hook, or in a subclass that overrides it."""
-        overridden = type(self).after_backward is not TrainerBase.after_backward
-        return overridden or bool(self._hook_list.at("after_backward"))
-
-    def after_step(self) -> None:
-        """The hooks above the save point."""
-        self._hook_list.call("after_step")
-
-    def after_epoch(self) -> None:
-        self._hook_list.call("after_epoch")
-
     def after_train(self) -> None:
         """Every hook gets its ``after_train``, whatever happened; the first failure here is raised at the end."""
         self.storage.iter = self.iter
@@ -337,21 +300,7 @@ class TrainerBase(InferenceObserver):
                 return error
         return None
 
-    def before_eval(self, phase: Phase, name: str) -> None:
-        """This and the next three: called by ``inference_on_dataset`` under `observe_inference`."""
-        self._hook_list.call("before_eval", phase, name)
-
-    def before_eval_step(self, phase: Phase, index: int, inputs: Any) -> None:
-        self._hook_list.call("before_eval_step", phase, index, inputs)
-
-    def after_eval_step(self, phase: Phase, index: int, inputs: Any, outputs: Any) -> None:
-        self._hook_list.call("after_eval_step", phase, index, inputs, outputs)
-
-    def after_eval(self, phase: Phase, name: str, results: Mapping[str, Any]) -> None:
-        self._hook_list.call("after_eval", phase, name, results)
-
     def before_save(self, state: dict[str, Any]) -> None:
-        """This and the next: called by the `Checkpointer` that saves this trainer."""
         if self.status == "running" and not self._is_saving and not self._has_warned_of_save:
             self._has_warned_of_save = True
             logger.warning(
@@ -359,10 +308,7 @@ class TrainerBase(InferenceObserver):
                 "trainer.request_save(name): the trainer then saves at the save point",
                 self.iter,
             )
-        self._hook_list.call("before_save", state)
-
-    def after_load(self, state: dict[str, Any]) -> None:
-        self._hook_list.call("after_load", state)
+        super().before_save(state)
 
     # ------------------------------------------------------------------ epochs
 
@@ -389,60 +335,20 @@ class TrainerBase(InferenceObserver):
 
     # ------------------------------------------------------------------ hooks and state
 
-    def register_hooks(
-        self,
-        hooks: Iterable[HookBase | None],
-        *,
-        priority: int | str | None = None,
-        before: Anchor | None = None,
-        after: Anchor | None = None,
-    ) -> None:
-        """Add hooks after those of the same or a lower ``priority`` number; None entries are left out.
-
-        Args:
-            priority: 0 (first) to 100 (last), or a name of `Priority`; default is each hook's own. Hooks with a number
-                above that of `SAVE_POINT` run below the save point.
-            before, after: a registered hook, its class, or the name of its class: the new ones go next to it.
-
-        Raises:
-            TypeError: an entry is no `HookBase` object, or a method of it does not take the arguments of its point.
-            ValueError: a hook is already registered; the priority is out of range; priority and an anchor, or two
-                anchors, are given; the anchor is absent or stands for several hooks.
-        """
-        for hook in self._hook_list.add(hooks, priority, before, after):
-            hook.trainer = weakref.proxy(self)
-        self._hook_list.hand_out_states()
-
-    @property
-    def hooks(self) -> Sequence[HookBase]:
-        """The registered hooks, in their order."""
-        return tuple(self._hook_list.hooks)
-
-    @property
-    def _hooks(self) -> list[HookBase]:
-        """The list itself, which many people who come from detectron2 rearrange by hand."""
-        return self._hook_list.hooks
-
-    @_hooks.setter
-    def _hooks(self, hooks: list[HookBase]) -> None:
-        self._hook_list.hooks = hooks
-        self._hook_list.update()
-
-    def describe_hooks(self) -> str:
-        """Who runs at which hook point, in which order: one line per point, and one for the save point."""
-        self._hook_list.update()
-        return self._hook_list.describe()
-
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands, and what its hooks, its storage and the random number generators of this process hold.
 
-        ``iteration`` is the last one whose update is done; ``stage`` 2 says that its stage 2 is left to do. Hooks are
-        under a unique name each.
+        ``iteration`` is the last one whose update is done; the ``stage`` of ``position`` is 2 if its stage 2 is left to
+        do. Hooks are under a unique name each.
         """
+        early = self._finished_early or {"reason": None, "max_iter": self.max_iter}
         return {
             "iteration": self.last_done_iter,
-            "stage": self.position.stage,
-            "finished_early": self._finished_early,
+            "position": {
+                "stage": self.position.stage,
+                "max_iter": early["max_iter"],
+                "finished_early": early["reason"],
+            },
             "world_size": comm.get_world_size(),
             "hooks": self._hook_list.state_dict(),
             "storage": self.storage.state_dict(),
@@ -458,11 +364,13 @@ class TrainerBase(InferenceObserver):
         self._hook_list.load_state_dict(state_dict.get("hooks", {}))
         if self.status == "running":  # a hook sets the model back, and the run goes on from where it is
             return
-        iteration, stage = state_dict["iteration"], state_dict.get("stage", 1)
-        self.position = Position(iteration + (stage == 1), stage)
+        iteration, saved = state_dict["iteration"], state_dict.get("position", {"stage": 1, "finished_early": None})
+        self.position = Position(iteration + (saved["stage"] == 1), saved["stage"])
         self.iter, self.start_iter, self.status = iteration, iteration + 1, "not started"
-        self._finished_early = state_dict.get("finished_early")
-        if "stage" not in state_dict and "hooks" in state_dict:
+        early = saved["finished_early"]
+        self._finished_early = None if early is None else {"reason": early, "max_iter": saved["max_iter"]}
+        self.max_iter = self.max_iter or saved.get("max_iter", 0)  # a config knows better
+        if "position" not in state_dict and "hooks" in state_dict:
             logger.warning(
                 "The checkpoint was written by an earlier version of trainkit: what hooks had yet to do in iteration "
                 "%d (an evaluation, a line of metrics) is not done",
@@ -486,14 +394,3 @@ class TrainerBase(InferenceObserver):
     def rank_keys(self) -> tuple[str, ...]:
         """``own_keys``, which are gathered over the ranks; none if not all ranks save."""
         return self.own_keys if self._ranks_agree else ()
-
-
-def _compare(description: str) -> bool:
-    """Whether all ranks have the same hooks: one that only some have waits for ever if it takes part in an exchange."""
-    by_rank = comm.all_gather(description)
-    for rank, hooks in enumerate(by_rank):
-        if hooks != by_rank[0]:
-            logger.warning(
-                "Rank %d has other hooks than rank 0; register them on all ranks:\n%s\n%s", rank, hooks, by_rank[0]
-            )
-    return all(hooks == by_rank[0] for hooks in by_rank)

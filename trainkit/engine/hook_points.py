@@ -1,0 +1,107 @@
+"""The hook points of a trainer: what is called at each of them."""
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from trainkit.engine.hook_base import HookBase
+from trainkit.engine.hook_list import Anchor, HookList
+from trainkit.evaluation.observer import InferenceObserver, Phase
+
+
+class HookPoints(InferenceObserver):
+    """The hooks of a trainer, and a method for each point that calls them; a trainer class may override the methods."""
+
+    def __init__(self) -> None:
+        self._hook_list = HookList()
+
+    def register_hooks(
+        self,
+        hooks: Iterable[HookBase | None],
+        *,
+        priority: int | str | None = None,
+        before: Anchor | None = None,
+        after: Anchor | None = None,
+    ) -> None:
+        """Add hooks after those of the same or a lower ``priority`` number; None entries are left out.
+
+        Args:
+            priority: 0 (first) to 100 (last), or a name of `Priority`; default is each hook's own. Hooks with a number
+                above that of `SAVE_POINT` run below the save point.
+            before, after: a registered hook, its class, or the name of its class: the new ones go next to it.
+
+        Raises:
+            TypeError: an entry is no `HookBase` object, or a method of it does not take the arguments of its point.
+            ValueError: a hook is already registered; the priority is out of range; priority and an anchor, or two
+                anchors, are given; the anchor is absent or stands for several hooks.
+        """
+        for hook in self._hook_list.add(hooks, priority, before, after):
+            hook.trainer = weakref.proxy(self)
+        self._hook_list.hand_out_states()
+
+    @property
+    def hooks(self) -> Sequence[HookBase]:
+        """The registered hooks, in their order."""
+        return tuple(self._hook_list.hooks)
+
+    @property
+    def _hooks(self) -> list[HookBase]:
+        """The list itself, which many people who come from detectron2 rearrange by hand."""
+        return self._hook_list.hooks
+
+    @_hooks.setter
+    def _hooks(self, hooks: list[HookBase]) -> None:
+        self._hook_list.hooks = hooks
+        self._hook_list.update()
+
+    def describe_hooks(self) -> str:
+        """Who runs at which hook point, in which order: one line per point, and one for the save point."""
+        self._hook_list.update()
+        return self._hook_list.describe()
+
+    # ------------------------------------------------------------------ the points
+
+    def before_train(self) -> None:
+        self._hook_list.call("before_train")
+
+    def before_epoch(self) -> None:
+        self._hook_list.call("before_epoch")
+
+    def before_step(self) -> None:
+        self._hook_list.call("before_step")
+
+    def after_backward(self) -> None:
+        """``run_step`` must call it between the gradients and the update."""
+        self._hook_list.call("after_backward")
+
+    def acts_after_backward(self) -> bool:
+        """Whether anything happens there: in a hook, or in a subclass that overrides it."""
+        overridden = type(self).after_backward is not HookPoints.after_backward
+        return overridden or bool(self._hook_list.at("after_backward"))
+
+    def after_step(self) -> None:
+        """The hooks above the save point."""
+        self._hook_list.call("after_step")
+
+    def after_epoch(self) -> None:
+        self._hook_list.call("after_epoch")
+
+    def before_eval(self, phase: Phase, name: str) -> None:
+        """This and the next three: called by ``inference_on_dataset`` under `observe_inference`."""
+        self._hook_list.call("before_eval", phase, name)
+
+    def before_eval_step(self, phase: Phase, index: int, inputs: Any) -> None:
+        self._hook_list.call("before_eval_step", phase, index, inputs)
+
+    def after_eval_step(self, phase: Phase, index: int, inputs: Any, outputs: Any) -> None:
+        self._hook_list.call("after_eval_step", phase, index, inputs, outputs)
+
+    def after_eval(self, phase: Phase, name: str, results: Mapping[str, Any]) -> None:
+        self._hook_list.call("after_eval", phase, name, results)
+
+    def before_save(self, state: dict[str, Any]) -> None:
+        """This and the next: called by the `Checkpointer` that saves this trainer."""
+        self._hook_list.call("before_save", state)
+
+    def after_load(self, state: dict[str, Any]) -> None:
+        self._hook_list.call("after_load", state)
