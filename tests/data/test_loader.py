@@ -730,3 +730,54 @@ def test_the_workers_of_a_loader_in_a_cycle_are_told_to_end(tmp_path):
     gc.collect()
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+# ---------------------------------------------------------------------------- a sample that seems to end the data
+
+
+class Ending(Dataset):
+    """Reading one sample raises what would end a loop over the data, or the process that reads them."""
+
+    def __init__(self, error=StopIteration, bad=2):
+        self.error, self.bad = error, bad
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        if index == self.bad:
+            raise self.error
+        return index
+
+
+def collate_badly(samples):
+    return next(iter(()))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dataset": Ending()}, r"StopIteration while loading sample 2 of Ending"),
+        ({"dataset": Ending(SystemExit(3))}, r"SystemExit\(3,\) while loading sample 2 of Ending"),
+        ({"dataset": MapDataset(Ending(), str)}, r"StopIteration while loading sample 2 of Ending"),
+        (
+            {"dataset": Drawing(), "collate_fn": collate_badly, "batch_size": 2},
+            r"StopIteration while making a batch of sample 0 of Drawing, sample 1 of Drawing",
+        ),
+        (
+            {"dataset": ToIterableDataset(Ending(), InferenceSampler(SIZE)), "sampler": None},
+            r"StopIteration while loading sample 2 of Ending",
+        ),
+    ],
+)
+def test_a_sample_that_seems_to_end_the_data_or_its_worker_is_an_error_that_names_it(num_workers, options, message):
+    order = {"sampler": TrainingSampler(SIZE, shuffle=False), "batch_size": 4, "collate_fn": list}
+    with pytest.raises(RuntimeError, match=message) as caught:
+        [*itertools.islice(ResumableLoader(**{**order, **options}, num_workers=num_workers), 4)]
+    caught.value.__traceback__ = None  # as above
+
+
+def test_a_mapped_stream_does_not_end_where_its_function_raises_stop_iteration():
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        [*MapDataset(Stream(), collate_badly)]

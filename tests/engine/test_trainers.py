@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from tests.engine.tiny import (
     CLOCK_READINGS,
@@ -20,6 +21,7 @@ from tests.engine.tiny import (
     sgd,
 )
 from trainkit.config import ConfigError
+from trainkit.data import ResumableLoader
 from trainkit.data.build import build_batch_data_loader
 from trainkit.data.samplers import TrainingSampler
 from trainkit.engine.hooks import CallbackHook, EvalHook, PeriodicWriter
@@ -241,6 +243,36 @@ def test_an_empty_loader_and_an_ended_iterator_are_errors(loader, message):
     with pytest.raises(ValueError, match=message):
         trainer.train(0, 5)
     assert trainer.status == "failed"
+
+
+class Ending(Dataset):
+    """What its sample 5 raises says to a loop that the data have ended."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return next(iter(())) if index == 5 else batches(1)[0]
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+@pytest.mark.parametrize(
+    ("make_loader", "message"),
+    [
+        (lambda: DataLoader(Ending()), "sample 5 of Ending raised StopIteration"),
+        (lambda: ResumableLoader(Ending(), shuffle=True), "sample 5 of Ending raised StopIteration"),
+        (
+            lambda: build_batch_data_loader(Ending(), TrainingSampler(8), 1, num_workers=2),
+            "StopIteration while loading sample 5 of Ending",
+        ),
+    ],
+)
+def test_a_sample_that_raises_stop_iteration_is_no_end_of_an_epoch(make_loader, message, accumulation_steps):
+    model = Weight(lambda weight, batch: weight)
+    trainer = SimpleTrainer(model, make_loader(), sgd(model), accumulation_steps=accumulation_steps)
+    with pytest.raises(RuntimeError, match=message):
+        trainer.train(0, 20)
+    assert trainer.iter < 8
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 2])

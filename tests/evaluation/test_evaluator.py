@@ -1,13 +1,16 @@
 import logging
 import random
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from tests.utils.terminal import showing_bars
+from trainkit.data import InferenceSampler, build_batch_data_loader
 from trainkit.evaluation import (
     DatasetEvaluator,
     DatasetEvaluators,
@@ -326,3 +329,19 @@ def test_an_abandoned_evaluation_leaves_modes_and_the_random_state_as_found():
     with pytest.raises(EvaluationAbandoned), observe_inference(StopsBefore(1), "val"):
         inference_on_dataset(model, [torch.ones(3, 2)] * 2, Recorder(on_process=draw))
     assert (modes(model), rng_states()) == before
+
+
+class Ending(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return next(iter(())) if index == 5 else index
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("make_loader", [DataLoader, partial(build_batch_data_loader, sampler=InferenceSampler(8))])
+def test_a_sample_that_raises_stop_iteration_is_no_end_of_the_data_set(make_loader, num_workers):
+    own = {} if make_loader is DataLoader else {"total_batch_size": 1}
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        inference_on_dataset(lambda batch: batch, make_loader(Ending(), num_workers=num_workers, **own), Recorder())

@@ -20,6 +20,7 @@ __all__ = ["DatasetFromList", "MapDataset", "ToIterableDataset"]
 
 logger = logging.getLogger(__name__)
 
+ENDS = StopIteration, SystemExit  # what reads a sample must not raise them
 _WARN_AT_RETRY = 3
 
 
@@ -32,6 +33,14 @@ def add_note(error: Exception, text: str) -> None:
         error.add_note(text)
     else:
         logger.error("%s: %s, %s", type(error).__name__, error, text)
+
+
+def no_end(error: BaseException, doing: str) -> RuntimeError:
+    """The error in the place of one of `ENDS`, which a loader would pass on as if its data had ended."""
+    return RuntimeError(
+        f"{type(error).__name__}{error.args or ''} while {doing}: it would end the data or their worker; "
+        "raise another error, or catch it in the dataset"
+    )
 
 
 def name_sample(dataset: Any, index: Any) -> str:
@@ -126,7 +135,10 @@ class _MapIterableDataset(IterableDataset[Any]):
         return len(self._dataset)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        return (sample for sample in map(self._map_func, self._dataset) if sample is not None)
+        for sample in self._dataset:  # not by map(), which would end where the function raises StopIteration
+            mapped = self._map_func(sample)
+            if mapped is not None:
+                yield mapped
 
 
 class DatasetFromList(data.Dataset[Any]):
@@ -226,7 +238,12 @@ class ToIterableDataset(IterableDataset[Any]):
         worker = data.get_worker_info()
         if self.shard_sampler and worker is not None:
             indices = _every_nth_chunk(indices, worker.id, worker.num_workers, self._chunk_size)
-        return (self.dataset[index] for index in indices)
+        for index in indices:
+            try:
+                sample = self.dataset[index]
+            except ENDS as error:
+                raise no_end(error, f"loading {name_sample(self.dataset, index)}") from error
+            yield sample
 
 
 def _every_nth_chunk(indices: Iterator[int], first: int, step: int, chunk_size: int) -> Iterator[int]:

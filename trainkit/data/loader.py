@@ -21,7 +21,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from trainkit.data.common import DatasetFromList, ToIterableDataset, add_note, name_sample
+from trainkit.data.common import ENDS, DatasetFromList, ToIterableDataset, add_note, name_sample, no_end
 from trainkit.data.samplers.grouped import GroupedBatchSampler
 from trainkit.data.samplers.inference import InferenceSampler
 from trainkit.data.samplers.infinite import InfiniteSampler, check_seed
@@ -319,6 +319,8 @@ class _Fetch(Dataset[Any]):
             samples = self._samples(position + self._rank, indices)
             try:
                 batch = self._collate_fn(samples)
+            except ENDS as error:
+                raise no_end(error, f"making a batch of {self._name(indices)}") from error
             except Exception as error:
                 add_note(error, f"while making a batch of {self._name(indices)}")
                 raise
@@ -336,6 +338,8 @@ class _Fetch(Dataset[Any]):
                     seed_globals(splitmix64(self._key, position))
                 samples.append(self._dataset[index])
                 position += self._world_size
+        except ENDS as error:
+            raise no_end(error, f"loading {self._name(now)}") from error
         except Exception as error:
             add_note(error, f"while loading {self._name(now)}")
             raise

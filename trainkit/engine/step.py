@@ -44,6 +44,7 @@ from trainkit.utils.device import Prefetcher, device_of, first_tensor
 from trainkit.utils.events import EventStorage, get_event_storage, has_event_storage
 from trainkit.utils.losses import Losses, parse_losses
 from trainkit.utils.model import is_part_of
+from trainkit.utils.next_batch import next_batch
 from trainkit.utils.rng import preserve_rng_state
 from trainkit.utils.sharding import is_sharded_model, shard_optimizer_state, without_reduction
 
@@ -401,9 +402,11 @@ class SimpleTrainer(TrainerBase):
         """
         start = time.perf_counter()
         self.end_step()  # where nobody has, in a loop of one's own: let go before the next batch is made
-        batch = next(self._data_loader_iter, _END)
+        batch = next_batch(self._data_loader_iter, _END)
         batches = [self._begin_data_anew() if batch is _END else batch]
-        while len(batches) < self.accumulation_steps and (batch := next(self._data_loader_iter, _END)) is not _END:
+        while len(batches) < self.accumulation_steps:
+            if (batch := next_batch(self._data_loader_iter, _END)) is _END:
+                break
             batches.append(batch)
         device = self._device()
         if device is not None and device.type != "cpu":
@@ -420,7 +423,7 @@ class SimpleTrainer(TrainerBase):
 
     def _begin_data_anew(self) -> Any:
         ended, self._iterator = self._iterator, None
-        batch = next(self._data_loader_iter, _END)
+        batch = next_batch(self._data_loader_iter, _END)
         if batch is _END:
             raise ValueError(
                 f"the data loader ({type(self.data_loader).__name__}) "

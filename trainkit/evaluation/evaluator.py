@@ -15,6 +15,7 @@ from trainkit.utils import comm
 from trainkit.utils.device import device_of, move_to_device
 from trainkit.utils.logger import NOT_ON_TERMINAL
 from trainkit.utils.model import unwrap_model
+from trainkit.utils.next_batch import next_batch
 from trainkit.utils.progress import Bar, are_bars_shown
 from trainkit.utils.rng import preserve_rng_state
 from trainkit.utils.sharding import is_sharded_model, reshard
@@ -288,7 +289,8 @@ def _with_progress(data_loader: Iterable[Any], device: torch.device | None, name
     num_done, data_sec = 0, 0.0
     with closing(Bar(total, f"Evaluating {name}".rstrip(), stays=False)) as bar:
         start = last_line = before_fetch = time.perf_counter()
-        for inputs in data_loader:
+        batches = iter(data_loader)
+        while (inputs := next_batch(batches, _END)) is not _END:
             data_sec += time.perf_counter() - before_fetch
             yield inputs
             num_done += 1
