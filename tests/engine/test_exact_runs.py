@@ -6,10 +6,15 @@ from contextlib import suppress
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import IterableDataset, Sampler
 
 from tests.engine.job import TinyClassifier, tiny_cfg
 from tests.engine.tiny import CLOCK_READINGS
-from trainkit.engine import DefaultTrainer, HookBase
+from trainkit.checkpoint import Checkpointer
+from trainkit.data import ResumableLoader
+from trainkit.engine import DefaultTrainer, HookBase, SimpleTrainer
+from trainkit.engine.hooks import CallbackHook, PeriodicCheckpointer
 from trainkit.modeling import MODEL_REGISTRY
 from trainkit.utils.env import seed_all_rng
 
@@ -132,3 +137,135 @@ def test_a_buffer_of_the_first_forward_pass_is_resumed_exactly(tmp_path):
 def test_a_run_of_another_seed_is_another_one(whole, tmp_path):
     run(tmp_path, 1, None, "SEED", 7)
     assert content(tmp_path)[1] != whole[0][1]
+
+
+# ---------------------------------------------------------------------------- a finite sampler, a partial batch
+
+
+class Shuffling(Sampler):
+    """A finite sampler of a user's. ``draw`` gives the seed of an epoch; behind its end stands the next one."""
+
+    def __init__(self, draw):
+        self.draw, self.seed, self.count, self.epoch = draw, None, 0, 0
+
+    def __iter__(self):
+        if self.count == 0:
+            self.seed = self.draw(self.epoch)
+        order = torch.randperm(18, generator=torch.Generator().manual_seed(self.seed)).tolist()
+        while self.count < 18:
+            self.count += 1
+            yield order[self.count - 1]
+        self.count, self.epoch = 0, self.epoch + 1
+
+    def __len__(self):
+        return 18
+
+    def state_dict(self):
+        return {"seed": self.seed, "count": self.count, "epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.seed, self.count, self.epoch = state["seed"], state["count"], state["epoch"]
+
+
+class Lazy(Shuffling):
+    """The state stays at the end of an epoch until the next one begins."""
+
+    def __iter__(self):
+        if self.count == 18 and not self.is_loaded:
+            self.count, self.epoch = 0, self.epoch + 1
+        self.is_loaded = False
+        if self.count == 0:
+            self.seed = self.draw(self.epoch)
+        order = torch.randperm(18, generator=torch.Generator().manual_seed(self.seed)).tolist()
+        while self.count < 18:
+            self.count += 1
+            yield order[self.count - 1]
+
+    is_loaded = False
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.is_loaded = True
+
+
+class ShufflingStream(IterableDataset):
+    def __init__(self, sampler):
+        self.sampler = sampler
+        self.state_dict, self.load_state_dict = sampler.state_dict, sampler.load_state_dict
+
+    def __iter__(self):
+        return map(SAMPLES.__getitem__, self.sampler)
+
+
+SAMPLES = torch.randn(18, 4, generator=torch.Generator().manual_seed(0))
+SAMPLERS = {
+    "by epoch": lambda: Shuffling(lambda epoch: epoch),
+    "of the global generator": lambda: Shuffling(lambda epoch: torch.randint(1000, ()).item()),
+    "lazy": lambda: Lazy(lambda epoch: torch.randint(1000, ()).item()),
+}
+
+
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+    def forward(self, batch):
+        return (self.layers(batch) - batch.sum(1, keepdim=True)).square().mean()
+
+
+def train_on_finite_data(folder, make_sampler, *, change=None, **options):
+    """12 iterations of 4 of 18 samples, each fifth has 2; saved behind that one. The losses, and the weights."""
+    torch.manual_seed(2 if folder.exists() else 1)
+    model, sampler = Dropping(), make_sampler()
+    source = (SAMPLES, {"sampler": sampler}) if isinstance(sampler, Sampler) else (sampler, {})
+    loader = ResumableLoader(source[0], batch_size=4, seed=1, **source[1], **options)
+    trainer = SimpleTrainer(model, loader, torch.optim.SGD(model.parameters(), 0.05))
+    checkpointer = Checkpointer(model, folder, trainer=trainer)
+    losses = []
+    keep = CallbackHook(after_step=lambda trainer: losses.append(trainer.losses["total_loss"].item()))
+    trainer.register_hooks([keep, PeriodicCheckpointer(checkpointer, 5)])
+    checkpointer.resume_or_load("")
+    if change is not None:
+        change(loader)
+    trainer.train(trainer.iter + 1 if checkpointer.has_checkpoint() else 0, 12)
+    return losses, [weight.tolist() for weight in model.parameters()]
+
+
+def begin_part(whole, part):
+    """A folder whose last checkpoint is that of iteration 4."""
+    part.mkdir()
+    shutil.copy(whole / "model_0000004.pth", part)
+    (part / "last_checkpoint").write_text("model_0000004.pth")
+    return part
+
+
+WORKERS = {
+    "0": {},
+    "2": {"num_workers": 2},
+    "2 persistent": {"num_workers": 2, "persistent_workers": True},
+}
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_a_run_saved_with_the_partial_batch_of_a_finite_sampler_ends_as_the_whole_one(tmp_path, kind, workers):
+    def begin_anew(loader):
+        loader.load_state_dict({**loader.state_dict(), "order": {"seed": 1, "count": 4, "epoch": 0}})
+
+    def train(folder, **more):
+        return train_on_finite_data(folder, SAMPLERS[kind], **WORKERS[workers], **more)
+
+    losses, weights = train(tmp_path / "whole")
+    part, control = (begin_part(tmp_path / "whole", tmp_path / name) for name in ("part", "control"))
+
+    assert train(part) == (losses[5:], weights)
+    assert train(control, change=begin_anew) != (losses[5:], weights)
+
+
+def test_a_run_saved_with_the_partial_batch_of_a_stream_ends_as_the_whole_one(tmp_path):
+    def train(folder):
+        return train_on_finite_data(folder, lambda: ShufflingStream(SAMPLERS["by epoch"]()))
+
+    losses, weights = train(tmp_path / "whole")
+    assert train(begin_part(tmp_path / "whole", tmp_path / "part")) == (losses[5:], weights)

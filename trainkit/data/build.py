@@ -17,7 +17,7 @@ from torch.utils.data import (
 from trainkit.config.config import CfgNode, ConfigError
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.data.common import DatasetFromList, MapDataset, ToIterableDataset, add_note
-from trainkit.data.loader import ResumableLoader, trivial_batch_collator
+from trainkit.data.loader import LOADER_KEY, ResumableLoader, trivial_batch_collator
 from trainkit.data.samplers.inference import InferenceSampler
 from trainkit.data.samplers.infinite import InfiniteSampler, check_seed, new_generator
 from trainkit.data.samplers.repeat_factor import RepeatFactorTrainingSampler
@@ -35,8 +35,6 @@ __all__ = [
     "trivial_batch_collator",
     "worker_init_reset_seed",
 ]
-
-_LOADER_KEY = 2  # beside the samplers' keys: workers' seeds are independent of the orders
 
 
 def build_batch_data_loader(
@@ -84,7 +82,7 @@ def build_batch_data_loader(
         )
     generator_seed = torch.initial_seed() if seed is None else check_seed(seed)
     has_workers = num_workers > 0
-    kwargs.setdefault("generator", new_generator(generator_seed, _LOADER_KEY, comm.get_rank()))
+    kwargs.setdefault("generator", new_generator(generator_seed, LOADER_KEY, comm.get_rank()))
     return ResumableLoader(
         dataset,
         seed=generator_seed,

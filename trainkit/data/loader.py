@@ -5,7 +5,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch.utils.data import (
@@ -24,13 +24,14 @@ from torch.utils.data import (
 from trainkit.data.common import ENDS, DatasetFromList, ToIterableDataset, add_note, name_sample, no_end
 from trainkit.data.samplers.grouped import GroupedBatchSampler
 from trainkit.data.samplers.inference import InferenceSampler
-from trainkit.data.samplers.infinite import InfiniteSampler, check_seed
+from trainkit.data.samplers.infinite import InfiniteSampler, check_seed, new_generator
 from trainkit.data.seeding import seed_globals, splitmix64, undisturbed_globals
 from trainkit.data.workers import WorkerInit, check_socket_path, signals_held_back
 from trainkit.utils import comm
 
 logger = logging.getLogger(__name__)
 
+LOADER_KEY = 2  # beside the samplers' keys: workers' seeds are independent of the orders
 _MAX_NAMED = 5  # samples of a batch that is not made
 
 
@@ -116,6 +117,9 @@ class ResumableLoader(DataLoader[Any]):
         self._own_seed = torch.initial_seed() if seed is None else check_seed(seed)
         self.resume_obstacle = self._find_obstacle()
         self._tasks = self._new_tasks(position=0)
+        if not self.resume_obstacle and self._options.get("generator") is None:
+            # else each pass draws from the global one, and a resumed run may make a pass more or less
+            self._options["generator"] = self.generator = new_generator(self._own_seed, LOADER_KEY, comm.get_rank())
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iterator made last stands behind the batches it has delivered, as plain values.
@@ -125,7 +129,14 @@ class ResumableLoader(DataLoader[Any]):
         """
         self._refuse_obstacle()
         position, order = self._tasks.state()
-        return {"kind": type(self._order).__name__, "seed": self._seed, "position": position, "order": order}
+        kind, over = type(self._order).__name__, self._tasks.over
+        return {
+            "kind": kind,
+            "seed": self._seed,
+            "position": position,
+            "order": order,
+            **({"over": True} if over else {}),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next ``iter()`` go on there; iterators made before are to be let go.
@@ -148,7 +159,7 @@ class ResumableLoader(DataLoader[Any]):
         self._order.load_state_dict(copy.deepcopy(state["order"]))
         self._own_seed = state["seed"]
         self._inside = None  # with its persistent workers, and what they have loaded ahead
-        self._tasks = self._new_tasks(state["position"])
+        self._tasks = self._new_tasks(state["position"], "over" if state.get("over") else "here")
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         with signals_held_back():
@@ -156,7 +167,7 @@ class ResumableLoader(DataLoader[Any]):
                 return super().__iter__()
             if self._inside is None or not self.persistent_workers:
                 # tasks of their own: an older iterator that is still in use keeps its own count
-                self._tasks = self._new_tasks(self._tasks.position)
+                self._tasks = self._new_tasks(self._tasks.position, self._tasks.stage)
                 self._inside = DataLoader(
                     self._fetch(), batch_size=None, sampler=self._tasks, collate_fn=_as_it_is, **self._options
                 )
@@ -171,8 +182,8 @@ class ResumableLoader(DataLoader[Any]):
             return comm.get_rank(), comm.get_world_size()
         return self._endless.rank, self._endless.world_size
 
-    def _new_tasks(self, position: int) -> "_Tasks":
-        return _Tasks(self._batches, None if self.resume_obstacle else self._order, position, self._ranks()[1])
+    def _new_tasks(self, position: int, stage: "_Stage" = "here") -> "_Tasks":
+        return _Tasks(self._batches, None if self.resume_obstacle else self._order, position, self._ranks()[1], stage)
 
     def _fetch(self) -> "_Fetch":
         draws = self.collate_fn not in (default_collate, trivial_batch_collator) or _may_draw(self._source)
@@ -215,6 +226,9 @@ class _Task(NamedTuple):
     indices: Any
 
 
+_Stage: TypeAlias = Literal["here", "over", "skipped"]
+
+
 class _Tasks(Sampler[_Task]):
     """Tells the loader inside what to fetch, and remembers what was delivered.
 
@@ -223,14 +237,18 @@ class _Tasks(Sampler[_Task]):
 
     Attributes:
         position: samples of that stream in the batches delivered.
+        over: whether the batch delivered last was not full, so that nothing is left of this pass. A `BatchSampler` has
+            exhausted its sampler then, whose state is no longer one of this pass.
+        stage: "over" if that is so in a state that was loaded: the next pass is empty, as the rest of the pass is in a
+            run that goes on. Then it is "skipped": some samplers make an empty pass themselves, which is left out.
     """
 
-    def __init__(self, batches: Any, order: Any, position: int, world_size: int) -> None:
+    def __init__(self, batches: Any, order: Any, position: int, world_size: int, stage: "_Stage") -> None:
         self._batches, self._order, self._world_size = batches, order, world_size
-        self.position = position
+        self.position, self.stage, self.over = position, stage, stage != "here"
         self._begun = False
         self._state: Any = None  # of the order, behind the batches delivered
-        self._states_ahead: dict[int, Any] = {}  # by the position there
+        self._ahead: dict[int, tuple[Any, bool]] = {}  # the same, and `over`, by the position behind a batch
 
     def state(self) -> tuple[int, Any]:
         """The position, and the state of the order there."""
@@ -240,26 +258,34 @@ class _Tasks(Sampler[_Task]):
         return self.position, self._order.state_dict(self.position) if endless else self._state
 
     def delivered(self, position: int) -> None:
-        self.position, self._state = position, self._states_ahead.pop(position, None)
+        self.position = position
+        self._state, self.over = self._ahead.pop(position, (None, False))
 
     def __iter__(self) -> Iterator[_Task]:
         self._begin()
         self._begun = True
-        return self._draw(self.position)
+        return self._draw()
 
     def _begin(self) -> None:
         if isinstance(self._order, InfiniteSampler | GroupedBatchSampler):
             self.position = self._order.start
-        self._states_ahead.clear()
+        self._ahead.clear()
         self._state = self._order_state()
 
-    def _draw(self, position: int) -> Iterator[_Task]:
-        for indices in self._batches:
-            here, position = position, position + len(indices) * self._world_size
-            state = self._order_state()
-            if state is not None:
-                self._states_ahead[position] = state
-            yield _Task(here, indices)
+    def _draw(self) -> Iterator[_Task]:
+        stage, start = self.stage, self.position
+        self.stage, self.over = ("skipped", True) if stage == "over" else ("here", False)
+        position = start
+        full = self._batches.batch_size if type(self._batches) is BatchSampler else 0
+        for _ in range({"over": 0, "here": 1, "skipped": 2}[stage]):
+            for indices in self._batches:
+                here, position = position, position + len(indices) * self._world_size
+                state = self._order_state()
+                if state is not None:
+                    self._ahead[position] = state, len(indices) < full
+                yield _Task(here, indices)
+            if position > start:
+                return
 
     def _order_state(self) -> Any:
         # that of an endless sampler is a function of the position
