@@ -19,6 +19,7 @@ _URL = re.compile(r"[A-Za-z][\w+.-]*://")
 _MINIMA = {
     "CHECKPOINT.START": 0,
     "DATALOADER.NUM_WORKERS": 0,
+    "DATALOADER.TIMEOUT": 0,
     "EARLY_STOPPING.PATIENCE": 1,
     "LOG.GATHER_PERIOD": 1,
     "LOG.PERIOD": 1,

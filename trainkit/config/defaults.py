@@ -54,6 +54,7 @@ _C.DATASETS.TEST = ()  # evaluated at the end and by --eval-only
 
 _C.DATALOADER = CN()
 _C.DATALOADER.NUM_WORKERS = 4  # processes per rank that load samples; 0: the process of the rank does
+_C.DATALOADER.TIMEOUT = 600.0  # seconds that a worker may take for the batch that is waited for; 0: for ever
 _C.DATALOADER.PREFETCH_FACTOR = 2  # batches that each worker loads ahead
 _C.DATALOADER.PERSISTENT_WORKERS = False  # keep workers from one pass over the data to the next
 _C.DATALOADER.COLLATE = "default"  # "default": torch's default_collate; "list": a batch is the list of its samples

@@ -194,6 +194,7 @@ def _build_loader(
         collate_fn=_choose("DATALOADER.COLLATE", cfg.DATALOADER.COLLATE, collate_fns),
         prefetch_factor=cfg.DATALOADER.PREFETCH_FACTOR,
         persistent_workers=cfg.DATALOADER.PERSISTENT_WORKERS,
+        timeout=cfg.DATALOADER.TIMEOUT,
         pin_memory=resolve_device(cfg.MODEL.DEVICE).type == "cuda",
         seed=_seed(cfg),
         **kwargs,

@@ -26,8 +26,9 @@ from trainkit.data.samplers.grouped import GroupedBatchSampler
 from trainkit.data.samplers.inference import InferenceSampler
 from trainkit.data.samplers.infinite import InfiniteSampler, check_seed, new_generator
 from trainkit.data.seeding import seed_globals, splitmix64, undisturbed_globals
+from trainkit.data.watch import Owed, Watch, WorkerNotes, is_of_lost_worker, is_timeout
 from trainkit.data.workers import WorkerInit, check_socket_path, signals_held_back
-from trainkit.utils import comm
+from trainkit.utils import comm, waiting
 
 logger = logging.getLogger(__name__)
 
@@ -76,12 +77,15 @@ class ResumableLoader(DataLoader[Any]):
     not from a loader with an obstacle, unless its sampler is an `InferenceSampler`.
 
     Args:
+        timeout: in seconds: so long a worker may take for the batch that is waited for; 0: for ever. Then an error says
+            what the worker does, and for which samples; a warning does after 60 s.
         seed: of augmentation if the sampler is no `InfiniteSampler`, which has one; None: ``torch.initial_seed()``.
         worker_init_fn: is called after `worker_init_reset_seed`.
         kwargs: as for ``DataLoader``.
 
     Raises:
         ConfigError: there are workers, and the path of the folder for temporary files is too long for them.
+        ValueError: ``timeout`` is negative.
     """
 
     def __init__(
@@ -89,17 +93,22 @@ class ResumableLoader(DataLoader[Any]):
         dataset: Any,
         *,
         seed: int | None = None,
+        timeout: float = 600,
         worker_init_fn: Callable[[int], None] | None = None,
         **kwargs: Any,
     ) -> None:
         kwargs["worker_init_fn"] = WorkerInit(worker_init_fn)
         super().__init__(dataset, **kwargs)
+        if timeout < 0:
+            raise ValueError(f"timeout must be >= 0 s, got {timeout}; 0 waits for ever")
+        self.timeout = timeout  # that of torch is how often we look
         if self.num_workers > 0:
             check_socket_path()
         # the loader inside loads whole batches, so that these are no business of its own
         done_by_fetch = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn"}
         self._options = {name: value for name, value in kwargs.items() if name not in done_by_fetch}
         self._inside: DataLoader[Any] | None = None
+        self._watch: Watch
         self._source: Any = dataset
         self._batches: Any = self.batch_sampler
         one_sampler = type(dataset) is ToIterableDataset and (dataset.shard_sampler or self.num_workers <= 1)
@@ -161,17 +170,51 @@ class ResumableLoader(DataLoader[Any]):
         self._inside = None  # with its persistent workers, and what they have loaded ahead
         self._tasks = self._new_tasks(state["position"], "over" if state.get("over") else "here")
 
+    def explain(self, error: RuntimeError) -> None:
+        """
+        Raises:
+            RuntimeError: ``error`` says that a worker has ended, which torch raises anywhere; this says what it did.
+        """
+        if self._inside is not None:
+            self._watch.explain(error, self._tasks.owed)
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        is_kept = self._inside is not None and self.persistent_workers
+        if not is_kept:
+            self._begin_inside()
         with signals_held_back():
-            if self._is_stream or (self.resume_obstacle and not self._is_inference):
-                return super().__iter__()
-            if self._inside is None or not self.persistent_workers:
-                # tasks of their own: an older iterator that is still in use keeps its own count
-                self._tasks = self._new_tasks(self._tasks.position, self._tasks.stage)
-                self._inside = DataLoader(
-                    self._fetch(), batch_size=None, sampler=self._tasks, collate_fn=_as_it_is, **self._options
-                )
-            return _Deliveries(iter(self._inside), self._tasks)
+            try:
+                fetched = self._watch.iterate(self._inside)
+            except RuntimeError as error:
+                if not is_kept or not (is_timeout(error) or is_of_lost_worker(error)):
+                    raise
+                logger.warning("The workers of the last pass over the data are replaced: %s", error)
+                self._begin_inside()
+                fetched = self._watch.iterate(self._inside)
+        return _Deliveries(fetched, None if self._loads_plainly() else self._tasks, self._watch)
+
+    def _loads_plainly(self) -> bool:
+        return self._is_stream or bool(self.resume_obstacle and not self._is_inference)
+
+    def _begin_inside(self) -> None:
+        notes, name = None, self._fetch().name
+        if self._loads_plainly():
+            source: Any = self.dataset
+            what: dict[str, Any] = {"collate_fn": self.collate_fn}
+            if self._is_stream or self.batch_sampler is None:
+                what |= {"batch_size": self.batch_size, "drop_last": self.drop_last}
+                what["sampler"] = None if self._is_stream else self.sampler
+            else:
+                what["batch_sampler"] = self.batch_sampler
+        else:
+            # tasks of their own: an older iterator that is still in use keeps its own count
+            self._tasks = self._new_tasks(self._tasks.position, self._tasks.stage)
+            notes = WorkerNotes(self.num_workers) if self.num_workers else None
+            source = self._fetch(notes)
+            what = {"batch_size": None, "sampler": self._tasks, "collate_fn": _as_it_is}
+        poll = min(waiting.POLL_SEC, self.timeout or waiting.POLL_SEC) if self.num_workers else 0
+        self._watch = Watch(notes, self.timeout, name)
+        self._inside = DataLoader(source, timeout=poll, **what, **self._options)
 
     @property
     def _seed(self) -> int:
@@ -185,10 +228,10 @@ class ResumableLoader(DataLoader[Any]):
     def _new_tasks(self, position: int, stage: "_Stage" = "here") -> "_Tasks":
         return _Tasks(self._batches, None if self.resume_obstacle else self._order, position, self._ranks()[1], stage)
 
-    def _fetch(self) -> "_Fetch":
+    def _fetch(self, notes: WorkerNotes | None = None) -> "_Fetch":
         draws = self.collate_fn not in (default_collate, trivial_batch_collator) or _may_draw(self._source)
         key = splitmix64(self._seed, 0) if draws and not self.resume_obstacle else None
-        return _Fetch(self._source, self.collate_fn, key, *self._ranks())
+        return _Fetch(self._source, self.collate_fn, key, *self._ranks(), notes)
 
     def _find_obstacle(self) -> str:
         order = type(self._order).__name__
@@ -249,6 +292,7 @@ class _Tasks(Sampler[_Task]):
         self._begun = False
         self._state: Any = None  # of the order, behind the batches delivered
         self._ahead: dict[int, tuple[Any, bool]] = {}  # the same, and `over`, by the position behind a batch
+        self.owed: Owed = {}  # what was asked for and not delivered
 
     def state(self) -> tuple[int, Any]:
         """The position, and the state of the order there."""
@@ -259,6 +303,10 @@ class _Tasks(Sampler[_Task]):
 
     def delivered(self, position: int) -> None:
         self.position = position
+        for behind in [*self.owed]:  # batches that failed among them
+            if behind > position:
+                break
+            del self.owed[behind]
         self._state, self.over = self._ahead.pop(position, (None, False))
 
     def __iter__(self) -> Iterator[_Task]:
@@ -270,6 +318,7 @@ class _Tasks(Sampler[_Task]):
         if isinstance(self._order, InfiniteSampler | GroupedBatchSampler):
             self.position = self._order.start
         self._ahead.clear()
+        self.owed.clear()
         self._state = self._order_state()
 
     def _draw(self) -> Iterator[_Task]:
@@ -280,6 +329,7 @@ class _Tasks(Sampler[_Task]):
         for _ in range({"over": 0, "here": 1, "skipped": 2}[stage]):
             for indices in self._batches:
                 here, position = position, position + len(indices) * self._world_size
+                self.owed[position] = indices
                 state = self._order_state()
                 if state is not None:
                     self._ahead[position] = state, len(indices) < full
@@ -294,16 +344,30 @@ class _Tasks(Sampler[_Task]):
 
 
 class _Deliveries(Iterator[Any]):
-    def __init__(self, fetched: Iterator[tuple[int, Any]], tasks: _Tasks) -> None:
-        self._fetched, self._tasks = fetched, tasks
+    """What a loader delivers.
+
+    Args:
+        fetched: positions and batches; batches alone without ``tasks``.
+    """
+
+    def __init__(self, fetched: Iterator[Any], tasks: _Tasks | None, watch: Watch) -> None:
+        self._fetched, self._tasks, self._watch = fetched, tasks, watch
         # The collector of cycles, such as a trainer with a checkpointer, closes the queues of the workers before torch
         # can send them their end, and each of them is waited for, 5 s. Held here, the queues are no part of a cycle.
         queues = [getattr(fetched, name, None) for name in ("_index_queues", "_worker_result_queue")]
         weakref.finalize(self, id, queues).atexit = False
 
     def __next__(self) -> Any:
+        try:
+            fetched = self._watch.next(self._fetched, {} if self._tasks is None else self._tasks.owed)
+        except waiting.Abandoned:
+            self._watch.end_workers()
+            raise
+        if self._tasks is None:
+            return fetched
+        waiting.waiter.get().since = None  # a batch that counts as delivered is not abandoned
         # the position comes with the batch, so that it is right behind a fetch that has failed as well
-        position, batch = next(self._fetched)
+        position, batch = fetched
         self._tasks.delivered(position)
         return batch
 
@@ -313,13 +377,20 @@ class _Fetch(Dataset[Any]):
 
     Args:
         key: of the samples' seeds; None: neither dataset nor ``collate_fn`` draws random numbers.
+        notes: of what workers do; None without workers.
     """
 
     def __init__(
-        self, dataset: Any, collate_fn: Callable[[list[Any]], Any], key: int | None, rank: int, world_size: int
+        self,
+        dataset: Any,
+        collate_fn: Callable[[list[Any]], Any],
+        key: int | None,
+        rank: int,
+        world_size: int,
+        notes: WorkerNotes | None,
     ) -> None:
         own = {"_dataset": dataset, "_collate_fn": collate_fn, "_key": key, "_rank": rank, "_world_size": world_size}
-        self.__dict__.update(own)
+        self.__dict__.update(own, _notes=notes)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # pickle asks for some before there is a dataset
@@ -340,38 +411,45 @@ class _Fetch(Dataset[Any]):
         if type(task) is not _Task:
             return self._dataset[task]
         position, indices = task
+        behind = position + len(indices) * self._world_size
+        place = None if self._notes is None else self._notes.begin(behind)
         alone = self._key is None or get_worker_info() is not None
         with nullcontext() if alone else undisturbed_globals():
-            samples = self._samples(position + self._rank, indices)
+            samples = self._samples(position + self._rank, indices, place)
+            if place is not None:
+                self._notes.count(place, len(indices))
             try:
                 batch = self._collate_fn(samples)
             except ENDS as error:
-                raise no_end(error, f"making a batch of {self._name(indices)}") from error
+                raise no_end(error, f"making a batch of {self.name(indices)}") from error
             except Exception as error:
-                add_note(error, f"while making a batch of {self._name(indices)}")
+                add_note(error, f"while making a batch of {self.name(indices)}")
                 raise
-        return position + len(indices) * self._world_size, batch
+        return behind, batch
 
-    def _samples(self, position: int, indices: Any) -> list[Any]:
+    def _samples(self, position: int, indices: Any, place: int | None) -> list[Any]:
         read_many = getattr(self._dataset, "__getitems__", None) if self._key is None else None
-        samples, now = [], indices
+        samples: list[Any] = []
+        now = indices
         try:
             if read_many is not None:
                 return read_many(indices)
             for index in indices:
                 now = [index]
+                if place is not None:
+                    self._notes.count(place, len(samples))
                 if self._key is not None:
                     seed_globals(splitmix64(self._key, position))
                 samples.append(self._dataset[index])
                 position += self._world_size
         except ENDS as error:
-            raise no_end(error, f"loading {self._name(now)}") from error
+            raise no_end(error, f"loading {self.name(now)}") from error
         except Exception as error:
-            add_note(error, f"while loading {self._name(now)}")
+            add_note(error, f"while loading {self.name(now)}")
             raise
         return samples
 
-    def _name(self, indices: Sequence[Any]) -> str:
+    def name(self, indices: Sequence[Any]) -> str:
         names = [name_sample(self._dataset, index) for index in indices[:_MAX_NAMED]]
         return ", ".join(names) + (f" and {len(indices) - _MAX_NAMED} more" if len(indices) > _MAX_NAMED else "")
 

@@ -10,10 +10,10 @@ from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_points import HookPoints
 from trainkit.engine.periods import check_period
 from trainkit.engine.stopping import Stop, StopRequests
-from trainkit.evaluation.observer import EvaluationAbandoned
 from trainkit.utils import comm
 from trainkit.utils.events import EventStorage
 from trainkit.utils.rng import derive_rng_state, get_rng_state, set_rng_state
+from trainkit.utils.waiting import Abandoned
 
 __all__ = ["Position", "TrainerBase"]
 
@@ -59,6 +59,7 @@ class TrainerBase(HookPoints):
         self._inside: Literal["", "stage 1", "stage 2"] = ""  # of an iteration
         self._saves: dict[str, Callable[[], object]] = {}  # by name; written at the next chance
         self._is_saving = self._has_warned_of_save = False
+        self._is_before_step_done = False  # in a run that was stopped while it waited for the batch of this iteration
         self._rng_state: dict[str, Any] | None = None  # of a checkpoint, until all iterators exist
         self._per_epoch = 0  # iterations; 0: there are no epochs
         self._ranks_agree = True
@@ -81,7 +82,7 @@ class TrainerBase(HookPoints):
             KeyboardInterrupt: after a run that was stopped by SIGINT.
         """
         self._start(start_iter, max_iter)
-        with self._stops.listening(), self.storage:
+        with self._stops.listening(self._may_abandon), self.storage:
             try:
                 self.before_train()
                 self._restore_rng()
@@ -89,8 +90,8 @@ class TrainerBase(HookPoints):
                 while not self._is_over():
                     self._run_iteration()
                 self._finish()
-            except EvaluationAbandoned:
-                self._abandon()
+            except Abandoned as stop:
+                self._abandon(stop)
             except BaseException as error:
                 self._fail(error)
                 raise
@@ -104,9 +105,11 @@ class TrainerBase(HookPoints):
         self.storage.begin_iter(self.iter)  # raises what a worker has found wrong in earlier ones
         if self.position.stage == 1:
             self._inside = "stage 1"
-            if self._per_epoch and self.iter % self._per_epoch == 0:
-                self.before_epoch()
-            self.before_step()
+            if not self._is_before_step_done:
+                if self._per_epoch and self.iter % self._per_epoch == 0:
+                    self.before_epoch()
+                self.before_step()
+            self._is_before_step_done = False
             self.run_step()
             self.position = Position(self.iter, 2)
             self.after_step()
@@ -190,7 +193,11 @@ class TrainerBase(HookPoints):
 
     def is_stopping(self) -> bool:
         """Whether this rank has been asked to stop: an evaluation below the save point is then abandoned."""
-        return self._stops.pending and self._inside != "stage 1"
+        return self._stops.pending and self._may_abandon()
+
+    def _may_abandon(self) -> bool:
+        """Not between an update and the save point: a run cannot go on from there."""
+        return self._inside != "stage 1" or self.position.stage == 1
 
     def next_iter_of(self, hook: HookBase) -> int:
         """In ``before_train``: the iteration whose ``after_step`` reaches this hook next.
@@ -219,6 +226,7 @@ class TrainerBase(HookPoints):
         goes_on = start_iter == self.last_done_iter + 1 and self.status in ("not started", "stopped")
         if not goes_on:  # elsewhere than where a checkpoint or a stop has left the run
             self.position, self._rng_state, self.storage = Position(start_iter, 1), None, EventStorage()
+            self._is_before_step_done = False
         if not goes_on or (self._finished_early and max_iter > self._finished_early["max_iter"]):
             self._finished_early = None
         self.iter, self.start_iter, self.max_iter, self.storage.iter = start_iter, start_iter, max_iter, start_iter
@@ -259,12 +267,16 @@ class TrainerBase(HookPoints):
             elif self.iter < self.max_iter:
                 self.status = "stopped"
 
-    def _abandon(self) -> None:
+    def _abandon(self, stop: Abandoned) -> None:
         """The run stops in an evaluation or while it waits for data; that is done again when it goes on."""
+        where = "a step, waiting for data" if self._inside == "stage 1" else "an evaluation"
+        self._is_before_step_done = stop.nothing_done
+        if self._inside == "stage 1" and not stop.nothing_done:
+            logger.warning("A part of the data of iteration %d is lost: the run cannot be resumed exactly", self.iter)
         self._stop, self._inside = self._stops.agree_now(), ""
         self.status, self.iter = "stopped", self.last_done_iter + 1
         reason = "" if self._stop is None else self._stop.reason
-        logger.info("Stopped in an evaluation, after %d of %d iterations: %s", self.iter, self.max_iter, reason)
+        logger.info("Stopped in %s, after %d of %d iterations: %s", where, self.iter, self.max_iter, reason)
 
     def _fail(self, error: BaseException) -> None:
         self.status, self._inside = "failed", ""
@@ -290,8 +302,8 @@ class TrainerBase(HookPoints):
         """The failure to raise, if this is the first one."""
         try:
             call()
-        except EvaluationAbandoned:
-            self._abandon()
+        except Abandoned as stop:
+            self._abandon(stop)
         except BaseException as error:
             traced = isinstance(error, Exception)  # not Ctrl-C
             logger.error("%s failed in after_train: %s: %s", name, type(error).__name__, error, exc_info=traced)
@@ -348,6 +360,7 @@ class TrainerBase(HookPoints):
                 "stage": self.position.stage,
                 "max_iter": early["max_iter"],
                 "finished_early": early["reason"],
+                "before_step_done": self._is_before_step_done,
             },
             "world_size": comm.get_world_size(),
             "hooks": self._hook_list.state_dict(),
@@ -369,6 +382,7 @@ class TrainerBase(HookPoints):
         self.iter, self.start_iter, self.status = iteration, iteration + 1, "not started"
         early = saved["finished_early"]
         self._finished_early = None if early is None else {"reason": early, "max_iter": saved["max_iter"]}
+        self._is_before_step_done = saved.get("before_step_done", False)
         self.max_iter = self.max_iter or saved.get("max_iter", 0)  # a config knows better
         if "position" not in state_dict and "hooks" in state_dict:
             logger.warning(

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.data.build import iters_per_epoch
-from trainkit.data.loader import resume_obstacle
+from trainkit.data.loader import ResumableLoader, resume_obstacle
 from trainkit.engine.finite import (
     FiniteJudge,
     GradientCheck,
@@ -44,9 +44,9 @@ from trainkit.utils.device import Prefetcher, device_of, first_tensor
 from trainkit.utils.events import EventStorage, get_event_storage, has_event_storage
 from trainkit.utils.losses import Losses, parse_losses
 from trainkit.utils.model import is_part_of
-from trainkit.utils.next_batch import next_batch
 from trainkit.utils.rng import preserve_rng_state
 from trainkit.utils.sharding import is_sharded_model, shard_optimizer_state, without_reduction
+from trainkit.utils.waiting import Abandoned, next_batch
 
 logger = logging.getLogger(__name__)
 
@@ -168,13 +168,18 @@ class SimpleTrainer(TrainerBase):
             raise RuntimeError(
                 "the model is in eval mode; whoever called model.eval() must call model.train() afterwards"
             )
-        batches, data_time = self._fetch()
-        self._losses = losses = self.compute_gradients(batches)
-        self.after_backward()
-        extra = self.judge_gradients(losses)
-        # before the update: what is not finite must not reach the weights
-        self._write_metrics(losses, data_time, extra)
-        self.update()
+        try:
+            batches, data_time = self._fetch()
+            self._losses = losses = self.compute_gradients(batches)
+            self.after_backward()
+            extra = self.judge_gradients(losses)
+            # before the update: what is not finite must not reach the weights
+            self._write_metrics(losses, data_time, extra)
+            self.update()
+        except RuntimeError as error:
+            if isinstance(self.data_loader, ResumableLoader):
+                self.data_loader.explain(error)
+            raise
 
     @property
     def batch(self) -> Any:
@@ -402,17 +407,30 @@ class SimpleTrainer(TrainerBase):
         """
         start = time.perf_counter()
         self.end_step()  # where nobody has, in a loop of one's own: let go before the next batch is made
-        batch = next_batch(self._data_loader_iter, _END)
-        batches = [self._begin_data_anew() if batch is _END else batch]
-        while len(batches) < self.accumulation_steps:
-            if (batch := next_batch(self._data_loader_iter, _END)) is _END:
-                break
-            batches.append(batch)
+        batches = self._draw()
         device = self._device()
         if device is not None and device.type != "cpu":
             batches = self._prefetcher.move(batches, device)
         self._batch = batches[0] if self.accumulation_steps == 1 else batches
         return batches, time.perf_counter() - start
+
+    def _draw(self) -> list[Any]:
+        """The micro-batches of an iteration; if the run stops here, the data stand as if none had been drawn."""
+        batches: list[Any] = []
+        can_go_back = self.accumulation_steps > 1 and isinstance(self.data_loader, ResumableLoader)
+        before = self.data_state_dict() if can_go_back else None  # costs too much with loaders of others
+        try:
+            batch = next_batch(self._data_loader_iter, _END)
+            batches.append(self._begin_data_anew() if batch is _END else batch)
+            while len(batches) < self.accumulation_steps:
+                if (batch := next_batch(self._data_loader_iter, _END)) is _END:
+                    break
+                batches.append(batch)
+        except Abandoned as stop:
+            stop.nothing_done = before is not None or not batches
+            self.load_data_state_dict(self.data_state_dict() if before is None else before)
+            raise
+        return batches
 
     def _device(self) -> torch.device | None:
         """That of the model; looked for once per model, which may be large."""

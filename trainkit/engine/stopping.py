@@ -6,18 +6,21 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from trainkit.utils import comm
+from trainkit.utils import comm, waiting
+from trainkit.utils.waiting import Abandoned, Waiter
 
 logger = logging.getLogger(__name__)
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")  # Windows has no SIGHUP
+_RANKS_WAIT_SEC = 20.0  # torchrun kills after 30 s
 _HINT = b"\nStopping behind this step; once more ends at once\n"
 
 
@@ -45,7 +48,11 @@ class Stop(NamedTuple):
             raise SystemExit(self.exit_code)
 
 
-class StopRequests:
+def _never() -> bool:
+    return False
+
+
+class StopRequests(Waiter):
     """What asks this rank to stop, and the agreement of all ranks on it.
 
     The ranks exchange a flag beside the steps, started at every ``check_period // 2``-th of them and read at the next
@@ -65,13 +72,36 @@ class StopRequests:
             raise ValueError(f"check_period must be >= 1 step, got {check_period}")
         self.check_period = check_period
         self._requests: list[Stop] = []
+        self._asked_at = 0.0
+        self._may_abandon = _never
         self._agreed: Stop | None = None
         self._group: dist.ProcessGroup | None = None
         self._exchange: tuple[dist.Work, torch.Tensor] | None = None
 
     def request(self, reason: str, signum: int | None = None) -> None:
         """Ask for a stop; from any thread, and from a signal handler. The first one counts, a signal before others."""
+        if not self._requests:
+            self._asked_at = time.monotonic()
         self._requests.append(Stop(reason, signum))  # one operation: nothing can come in between
+
+    def look_up(self) -> None:
+        """Called while the thread of the run waits for data, and when a signal comes.
+
+        Raises:
+            Abandoned: this one process was asked to stop, and has waited for `waiting.POLL_SEC`.
+            RuntimeError: so has one of several, for `_RANKS_WAIT_SEC`; the others wait for it, so none can save.
+        """
+        if not self._requests or self.since is None:
+            return
+        now, reason = time.monotonic(), self._requests[0].reason
+        if self._group is None:
+            if now - self.since >= waiting.POLL_SEC and self._may_abandon():
+                raise Abandoned(reason)
+        elif now - max(self._asked_at, self.since) >= _RANKS_WAIT_SEC:
+            raise RuntimeError(
+                f"asked to stop ({reason}), and no data came for {now - self.since:.0f} s, while the other ranks wait "
+                "for this one: the run ends without a checkpoint of where it stands; --resume goes on from the last one"
+            )
 
     @property
     def pending(self) -> bool:
@@ -110,11 +140,11 @@ class StopRequests:
         return self._agreed
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
+    def listening(self, may_abandon: Callable[[], bool] = _never) -> Iterator[None]:
         """Inside, SIGTERM, SIGINT and SIGHUP (a closed terminal) are requests, if this is the main thread.
 
-        A second SIGINT is what it was before. A signal that is ignored, as under nohup, stays ignored.
-        Leaving it without an error waits for the last exchange of the ranks.
+        A second SIGINT is what it was before. A signal that is ignored, as under nohup, stays ignored. Waiting for data
+        is abandoned if ``may_abandon()``. Leaving it without an error waits for the last exchange of the ranks.
         """
         former: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
@@ -128,9 +158,12 @@ class StopRequests:
                 if multiprocessing.parent_process() is None:  # else that one says it
                     with contextlib.suppress(OSError):
                         os.write(2, _HINT)  # a handler may interrupt a print or a log call, so neither may be used
+            self.look_up()
 
         # None is a handler that Python does not know and could not put back
         taken = [signum for signum in former if former[signum] not in (None, signal.SIG_IGN)]
+        self._may_abandon = may_abandon
+        token = waiting.waiter.set(self)
         try:
             for signum in taken:
                 signal.signal(signum, ask)
@@ -139,6 +172,8 @@ class StopRequests:
         finally:
             for signum in taken:
                 signal.signal(signum, former[signum])
+            waiting.waiter.reset(token)
+            self._may_abandon = _never
             self._exchange = None
 
     def _start_exchange(self) -> None:

@@ -15,10 +15,10 @@ from trainkit.utils import comm
 from trainkit.utils.device import device_of, move_to_device
 from trainkit.utils.logger import NOT_ON_TERMINAL
 from trainkit.utils.model import unwrap_model
-from trainkit.utils.next_batch import next_batch
 from trainkit.utils.progress import Bar, are_bars_shown
 from trainkit.utils.rng import preserve_rng_state
 from trainkit.utils.sharding import is_sharded_model, reshard
+from trainkit.utils.waiting import next_batch
 
 _LOG_PERIOD_SEC = 5.0
 _END: Any = object()

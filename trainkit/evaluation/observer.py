@@ -4,10 +4,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
+from trainkit.utils.waiting import Abandoned
+
 Phase: TypeAlias = Literal["val", "test"]  # the periodic evaluation, and that of the test data
 
 
-class EvaluationAbandoned(Exception):
+class EvaluationAbandoned(Abandoned):
     """The observer is stopping, on some rank: the evaluation has no results, on any of them."""
 
 

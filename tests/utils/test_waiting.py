@@ -1,7 +1,7 @@
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from trainkit.utils.next_batch import next_batch
+from trainkit.utils.waiting import next_batch
 
 END = object()
 

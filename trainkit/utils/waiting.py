@@ -1,21 +1,61 @@
-"""The next batch of any loader, and data that seem to end because a sample raised StopIteration."""
+"""Waiting for the next batch: runs that are to stop meanwhile, and data that only seem to end."""
 
+import time
 import traceback
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
+
+POLL_SEC = 5.0  # how long one waits before anything is looked up
+
+
+class Abandoned(BaseException):
+    """The run is to stop, and leaves what it is doing. No Exception, as it may be raised while a dataset reads.
+
+    Attributes:
+        nothing_done: whether all of its step is left to do.
+    """
+
+    nothing_done = False
+
+
+class Waiter:
+    """Who waits for data here; this one cannot be asked to stop.
+
+    Attributes:
+        since: the reading of ``time.monotonic()`` when it began to wait; None: it does not.
+    """
+
+    since: float | None = None
+
+    def look_up(self) -> None:
+        """Called every `POLL_SEC` of a wait.
+
+        Raises:
+            Abandoned: it was asked to stop.
+        """
+
+
+_NOBODY = Waiter()
+waiter: ContextVar[Waiter] = ContextVar("waiter", default=_NOBODY)  # of this thread
 
 
 def next_batch(batches: Iterator[Any], end: Any) -> Any:
     """The next of ``batches``, or ``end`` if there is none.
 
     Raises:
+        Abandoned: the run was asked to stop while it waited.
         RuntimeError: what reads a sample raised StopIteration, which a loader passes on as if it had ended.
     """
+    waiting = waiter.get()
+    waiting.since = time.monotonic()
     try:
         return next(batches)
     except StopIteration as error:
         refuse_end_by_sample(error)
         return end
+    finally:
+        waiting.since = None
 
 
 def refuse_end_by_sample(error: StopIteration) -> None:

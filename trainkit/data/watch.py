@@ -1,0 +1,149 @@
+"""What the workers of a loader do, for whoever waits for their batches in vain."""
+
+import logging
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from ctypes import Array, c_int64
+from multiprocessing.process import BaseProcess
+from multiprocessing.sharedctypes import RawArray
+from typing import Any, TypeAlias
+
+from torch.utils.data import get_worker_info
+
+from trainkit.utils import waiting
+
+logger = logging.getLogger(__name__)
+
+WARN_SEC = 60.0
+Owed: TypeAlias = dict[int, Sequence[Any]]  # the indices of batches asked for, by the position behind them
+
+
+class WorkerNotes:
+    """Where each worker notes which batch it makes: its pid, the position behind the batch, and the samples it has.
+
+    Writing takes a tenth of a microsecond per sample, and no lock.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self._rows: Array[c_int64] = RawArray("q", 3 * num_workers)
+
+    def begin(self, position: int) -> int | None:
+        """In a worker: its place for `count`; None elsewhere."""
+        worker = get_worker_info()
+        if worker is None:
+            return None
+        self._rows[3 * worker.id : 3 * worker.id + 3] = [os.getpid(), position, 0]
+        return 3 * worker.id + 2
+
+    def count(self, place: int, num_samples: int) -> None:
+        self._rows[place] = num_samples
+
+    def read(self) -> list[tuple[int, int, int]]:
+        rows = iter(self._rows)
+        return [*zip(rows, rows, rows, strict=True)]
+
+
+class Watch:
+    """Waits for what workers load, and says what they do if nothing comes.
+
+    Args:
+        timeout: in seconds; 0: for ever.
+        name: of samples, by their indices.
+    """
+
+    def __init__(self, notes: WorkerNotes | None, timeout: float, name: Callable[[Sequence[Any]], str]) -> None:
+        self._notes, self._timeout, self._name = notes, timeout, name
+        self._processes: list[BaseProcess] = []
+
+    def iterate(self, loader: Any) -> Iterator[Any]:
+        """``iter(loader)``, whose workers are watched from here on."""
+        before = multiprocessing.active_children()
+        batches = iter(loader)
+        self._processes = [p for p in multiprocessing.active_children() if p not in before] or self._processes
+        return batches
+
+    def next(self, batches: Iterator[Any], owed: Owed) -> Any:
+        """The next of ``batches``.
+
+        Raises:
+            RuntimeError: a worker has ended, or nothing came in time.
+            trainkit.utils.waiting.Abandoned: the run is to stop.
+        """
+        start, has_warned = time.monotonic(), False
+        while True:
+            try:
+                return next(batches)
+            except StopIteration as error:
+                waiting.refuse_end_by_sample(error)
+                raise
+            except RuntimeError as error:
+                self.explain(error, owed)
+                if not is_timeout(error):
+                    raise
+            waiting.waiter.get().look_up()
+            waited = time.monotonic() - start
+            if self._timeout and waited >= self._timeout:
+                facts = self.describe(owed)
+                self.end_workers()
+                raise RuntimeError(
+                    f"no batch for {waited:.0f} s (DATALOADER.TIMEOUT, timeout of a loader): {facts}. "
+                    "Mend what reads the sample, or set a longer timeout (0: none)"
+                )
+            if waited >= WARN_SEC and not has_warned:
+                has_warned = True
+                logger.warning("No batch for %.0f s: %s", waited, self.describe(owed))
+
+    def end_workers(self) -> None:
+        """Torch would wait 5 s for each that hangs, before a run that is to stop can be saved."""
+        for process in self._processes:
+            process.terminate()
+
+    def explain(self, error: RuntimeError, owed: Owed) -> None:
+        """
+        Raises:
+            RuntimeError: ``error`` says that a worker has ended, and this what it did.
+        """
+        if is_of_lost_worker(error):
+            raise RuntimeError(
+                f"a loader worker has ended: {self.describe(owed)}. Look whether what reads the "
+                "sample ends the process, crashes in a library, or takes so much memory that the system kills it; set "
+                "DATALOADER.NUM_WORKERS (num_workers of a loader) to 0 to see more"
+            ) from error
+
+    def describe(self, owed: Owed) -> str:
+        """The workers that have ended, or else the one that owes the next batch."""
+        rows = [(0, -1, 0)] * len(self._processes) if self._notes is None else self._notes.read()
+        by_pid = {process.pid: process for process in self._processes}
+        ended = [process for process in self._processes if not process.is_alive()]
+        known = [(number, row) for number, row in enumerate(rows) if row[0] in by_pid]
+        next_owed = min(owed, default=None)
+        said = [(n, row) for n, row in known if by_pid[row[0]] in ended] or [e for e in known if e[1][1] == next_owed]
+        parts = [self._describe_worker(number, by_pid[row[0]], row, owed) for number, row in said]
+        if not parts:  # a stream, or all of them are idle
+            parts = [f"worker {_state(process)}" for process in ended or self._processes]
+            if next_owed is not None:
+                parts.append(f"no worker has begun the next batch, of {self._name(owed[next_owed])}")
+        return "; ".join(parts)
+
+    def _describe_worker(self, number: int, process: BaseProcess, row: tuple[int, int, int], owed: Owed) -> str:
+        text = f"worker {number} {_state(process)}"
+        indices = owed.get(row[1])
+        if indices is None:
+            return f"{text} had nothing to do"
+        now = f"was at {self._name(indices[row[2] : row[2] + 1])}" if row[2] < len(indices) else "had all samples"
+        return f"{text} {now}, for the batch of {self._name(indices)}"
+
+
+def is_timeout(error: RuntimeError) -> bool:
+    return str(error).startswith("DataLoader timed out")
+
+
+def is_of_lost_worker(error: RuntimeError) -> bool:
+    return str(error).startswith("DataLoader worker (pid")
+
+
+def _state(process: BaseProcess) -> str:
+    state = "alive" if process.is_alive() else f"ended with exit code {process.exitcode}"
+    return f"(pid {process.pid}, {state})"
