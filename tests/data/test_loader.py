@@ -781,3 +781,19 @@ def test_a_sample_that_seems_to_end_the_data_or_its_worker_is_an_error_that_name
 def test_a_mapped_stream_does_not_end_where_its_function_raises_stop_iteration():
     with pytest.raises(RuntimeError, match="StopIteration"):
         [*MapDataset(Stream(), collate_badly)]
+
+
+# ---------------------------------------------------------------------------- passes of kept workers
+
+
+def test_each_pass_of_an_evaluation_draws_the_same_whether_workers_are_kept_or_not():
+    def make(**options):
+        return ResumableLoader(
+            Drawing(), sampler=InferenceSampler(SIZE), batch_size=4, num_workers=2, collate_fn=list, seed=3, **options
+        )
+
+    kept = make(persistent_workers=True)
+    passes = [[*kept], [*itertools.islice(kept, 1)], [*kept], [*make()]]
+    assert passes[0] == passes[2] == passes[3]
+    assert passes[1] == passes[0][:1]
+    assert len({sample[1] for batch in passes[0] for sample in batch}) == SIZE

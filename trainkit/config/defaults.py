@@ -145,6 +145,7 @@ _C.HOOKS = []  # {NAME: EMAHook, DECAY: 0.999} and so on, see trainkit.engine.ho
 _C.TEST = CN()
 _C.TEST.EVALUATORS = []  # names in EVALUATOR_REGISTRY, used by DefaultTrainer.build_evaluator
 _C.TEST.IMS_PER_BATCH = 64  # samples per rank
+_C.TEST.PERSISTENT_WORKERS = True  # keep workers from one evaluation by EVAL_PERIOD to the next; False: data change
 _C.TEST.MAX_BATCHES = 0  # evaluate at most so many batches per rank; 0: all
 _C.TEST.EVAL_PERIOD = 0  # 0: only at the end
 _C.TEST.EVAL_START = 0  # the first of these evaluations, if not 0

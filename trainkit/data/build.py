@@ -159,7 +159,8 @@ def build_train_loader(cfg: CfgNode, dataset: Any = None) -> ResumableLoader:
     else:
         dataset = _as_dataset(dataset, "dataset")
     sampler = _build_train_sampler(cfg, dataset)
-    return _build_loader(cfg, dataset, sampler, is_train=True, total_batch_size=cfg.SOLVER.IMS_PER_BATCH)
+    options = {"persistent_workers": cfg.DATALOADER.PERSISTENT_WORKERS, "total_batch_size": cfg.SOLVER.IMS_PER_BATCH}
+    return _build_loader(cfg, dataset, sampler, is_train=True, **options)
 
 
 def build_test_loader(cfg: CfgNode, dataset_name: str) -> ResumableLoader:
@@ -171,7 +172,13 @@ def build_test_loader(cfg: CfgNode, dataset_name: str) -> ResumableLoader:
     dataset = _load_dataset(dataset_name, "DATASETS")
     sampler = None if isinstance(dataset, IterableDataset) else InferenceSampler(len(dataset))
     return _build_loader(
-        cfg, dataset, sampler, is_train=False, single_gpu_batch_size=cfg.TEST.IMS_PER_BATCH, drop_last=False
+        cfg,
+        dataset,
+        sampler,
+        is_train=False,
+        persistent_workers=cfg.TEST.PERSISTENT_WORKERS and bool(cfg.TEST.EVAL_PERIOD),
+        single_gpu_batch_size=cfg.TEST.IMS_PER_BATCH,
+        drop_last=False,
     )
 
 
@@ -193,7 +200,6 @@ def _build_loader(
         num_workers=cfg.DATALOADER.NUM_WORKERS,
         collate_fn=_choose("DATALOADER.COLLATE", cfg.DATALOADER.COLLATE, collate_fns),
         prefetch_factor=cfg.DATALOADER.PREFETCH_FACTOR,
-        persistent_workers=cfg.DATALOADER.PERSISTENT_WORKERS,
         timeout=cfg.DATALOADER.TIMEOUT,
         pin_memory=resolve_device(cfg.MODEL.DEVICE).type == "cuda",
         seed=_seed(cfg),

@@ -182,6 +182,8 @@ class ResumableLoader(DataLoader[Any]):
         is_kept = self._inside is not None and self.persistent_workers
         if not is_kept:
             self._begin_inside()
+        elif self._is_inference:
+            self._tasks.position = 0  # each pass is the same, also for what it draws
         with signals_held_back():
             try:
                 fetched = self._watch.iterate(self._inside)
@@ -208,7 +210,7 @@ class ResumableLoader(DataLoader[Any]):
                 what["batch_sampler"] = self.batch_sampler
         else:
             # tasks of their own: an older iterator that is still in use keeps its own count
-            self._tasks = self._new_tasks(self._tasks.position, self._tasks.stage)
+            self._tasks = self._new_tasks(0 if self._is_inference else self._tasks.position, self._tasks.stage)
             notes = WorkerNotes(self.num_workers) if self.num_workers else None
             source = self._fetch(notes)
             what = {"batch_size": None, "sampler": self._tasks, "collate_fn": _as_it_is}
@@ -230,8 +232,12 @@ class ResumableLoader(DataLoader[Any]):
 
     def _fetch(self, notes: WorkerNotes | None = None) -> "_Fetch":
         draws = self.collate_fn not in (default_collate, trivial_batch_collator) or _may_draw(self._source)
-        key = splitmix64(self._seed, 0) if draws and not self.resume_obstacle else None
-        return _Fetch(self._source, self.collate_fn, key, *self._ranks(), notes)
+        key = splitmix64(self._seed, 0) if draws else None
+        # workers that are kept go on drawing where they were; without workers an evaluation is the loop's own business
+        batch_key = key if self._is_inference and self.num_workers else None
+        return _Fetch(
+            self._source, self.collate_fn, None if self.resume_obstacle else key, *self._ranks(), notes, batch_key
+        )
 
     def _find_obstacle(self) -> str:
         order = type(self._order).__name__
@@ -378,6 +384,7 @@ class _Fetch(Dataset[Any]):
     Args:
         key: of the samples' seeds; None: neither dataset nor ``collate_fn`` draws random numbers.
         notes: of what workers do; None without workers.
+        batch_key: of the seeds of whole batches, in workers.
     """
 
     def __init__(
@@ -388,9 +395,10 @@ class _Fetch(Dataset[Any]):
         rank: int,
         world_size: int,
         notes: WorkerNotes | None,
+        batch_key: int | None,
     ) -> None:
         own = {"_dataset": dataset, "_collate_fn": collate_fn, "_key": key, "_rank": rank, "_world_size": world_size}
-        self.__dict__.update(own, _notes=notes)
+        self.__dict__.update(own, _notes=notes, _batch_key=batch_key)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # pickle asks for some before there is a dataset
@@ -413,6 +421,8 @@ class _Fetch(Dataset[Any]):
         position, indices = task
         behind = position + len(indices) * self._world_size
         place = None if self._notes is None else self._notes.begin(behind)
+        if self._batch_key is not None and place is not None:
+            seed_globals(splitmix64(self._batch_key, position + self._rank))
         alone = self._key is None or get_worker_info() is not None
         with nullcontext() if alone else undisturbed_globals():
             samples = self._samples(position + self._rank, indices, place)

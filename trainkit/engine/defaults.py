@@ -6,8 +6,9 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -79,6 +80,10 @@ __all__ = [
 ]
 
 
+_Loaders: TypeAlias = dict[str, tuple[CfgNode, Iterable[Any]]]
+_kept_loaders: ContextVar[_Loaders | None] = ContextVar("kept_loaders", default=None)  # of the run that evaluates
+
+
 class DefaultTrainer(TrainerBase):
     """A standard job from a config: model, optimizer, schedule, data, checkpoints, evaluation, logs.
 
@@ -128,6 +133,7 @@ class DefaultTrainer(TrainerBase):
         self.start_iter = 0
         self.max_iter = cfg.SOLVER.MAX_ITER
         self._results: dict[str, Any] = {}
+        self._test_loaders: _Loaders = {}
         self._configured = hooks.ConfiguredHooks(cfg.HOOKS, weakref.proxy(self))
         self.register_hooks(self.build_hooks())
         self._configured.register_at_anchors(self)
@@ -224,6 +230,7 @@ class DefaultTrainer(TrainerBase):
             explain_graph_break(self.cfg, error)
             raise
         finally:
+            self._test_loaders.clear()  # and with them their workers
             if comm.is_main_process() and self.status in ENDS:
                 logger.info("%s", summarize(self, self.hooks, self.checkpointer, self.cfg))
         if comm.is_main_process() and self.cfg.TEST.EXPECTED_RESULTS and self.status == "finished":
@@ -395,7 +402,11 @@ class DefaultTrainer(TrainerBase):
         return cfg
 
     def _validate(self) -> dict[str, Any]:
-        self._results = evaluate_models(self.test, self._validation_cfg(), self.model, self.hooks)
+        token = _kept_loaders.set(self._test_loaders)
+        try:
+            self._results = evaluate_models(self.test, self._validation_cfg(), self.model, self.hooks)
+        finally:
+            _kept_loaders.reset(token)
         return self._results
 
     def _test(self) -> dict[str, Any]:
@@ -475,7 +486,7 @@ class DefaultTrainer(TrainerBase):
                     logger.warning("%s is not evaluated: %s", name, error)
                     results[name] = {}
                     continue
-            loader = cls.build_test_loader(cfg, name)
+            loader = _test_loader(cls.build_test_loader, cfg, name)
             if cfg.TEST.MAX_BATCHES:
                 loader = itertools.islice(loader, cfg.TEST.MAX_BATCHES)
             results[name] = inference_on_dataset(model, loader, evaluator, name=name)
@@ -643,6 +654,17 @@ class _PassOn(HookBase):
 
     def after_backward(self) -> None:
         self._outer.after_backward()
+
+
+def _test_loader(build: Callable[[CfgNode, str], Iterable[Any]], cfg: CfgNode, name: str) -> Iterable[Any]:
+    """A new loader, or that of the last evaluation of this run if it keeps its workers."""
+    kept = _kept_loaders.get()
+    if kept is not None and name in kept and kept[name][0] == cfg:
+        return kept[name][1]
+    loader = build(cfg, name)
+    if kept is not None and getattr(loader, "persistent_workers", False):
+        kept[name] = cfg, loader
+    return loader
 
 
 def _plain_results(results: Mapping[str, Any]) -> dict[str, Any]:
