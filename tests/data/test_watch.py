@@ -59,7 +59,11 @@ def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(watch_module, "time", clock)
     monkeypatch.setattr(waiting, "POLL_SEC", 0.05)
+    others.update(process.pid for process in multiprocessing.active_children())
     return clock
+
+
+others = set()  # workers of other tests, which are still ending
 
 
 def make(dataset, **options):
@@ -77,7 +81,8 @@ def fail(batches):
 
 
 def pids():
-    return sorted(process.pid for process in multiprocessing.active_children())
+    """Of the workers of this test."""
+    return sorted(process.pid for process in multiprocessing.active_children() if process.pid not in others)
 
 
 def test_a_batch_that_does_not_come_is_warned_about_once_and_then_an_error_that_names_worker_and_samples(clock, caplog):
