@@ -133,14 +133,17 @@ def test_without_a_checkpointer_a_save_needs_a_function():
         trainer.train(0, 1)
 
 
-def test_a_checkpointer_of_the_trainer_saves_what_is_asked_for_by_name(tmp_path):
+def test_a_checkpointer_of_the_trainer_saves_what_is_asked_for_by_name(tmp_path, caplog):
     model = Regression()
     trainer = SimpleTrainer(model, batches(2), sgd(model))
     trainer.checkpointer = Checkpointer(model, tmp_path, trainer=trainer)
-    trainer.register_hooks([AfterStep(lambda trainer: trainer.iter == 1 and trainer.request_save("mine"))])
+    asks = hooks.CallbackHook(before_step=lambda trainer: trainer.iter == 1 and trainer.request_save("mine"))
+    (tmp_path / "full.pth").mkdir()  # nothing can be renamed to that
+    trainer.register_hooks([asks, AfterStep(lambda trainer: trainer.request_save("full"))])
     trainer.train(0, 3)
     saved = torch.load(tmp_path / "mine.pth", weights_only=True)
     assert (saved["iteration"], saved["trainer"]["iteration"], saved["trainer"]["position"]["stage"]) == (1, 1, 2)
+    assert caplog.text.count("The checkpoint 'full' is not saved, training goes on: cannot write") == 3
 
 
 def test_a_hook_that_saves_itself_is_warned_about_once_and_its_file_goes_on_with_the_next_iteration(tmp_path, caplog):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
+from trainkit.checkpoint import CheckpointError
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_points import HookPoints
@@ -130,9 +131,15 @@ class TrainerBase(HookPoints):
             self.storage.flush()
             self.check_finite()
             self._is_saving = True
-            for save in saves.values():
-                save()
+            for name, save in saves.items():
+                try:
+                    save()
+                except CheckpointError as error:
+                    logger.error("The checkpoint %r is not saved, training goes on: %s", name, error)
             self._is_saving = False
+
+    def _save(self, name: str) -> None:
+        self.checkpointer.save(name, iteration=self.last_done_iter)  # type: ignore[attr-defined]
 
     def _is_over(self) -> bool:
         if self.position.stage == 2:  # an iteration is completed first
@@ -165,7 +172,7 @@ class TrainerBase(HookPoints):
                 raise ValueError(
                     f"{type(self).__name__} has no checkpointer; give request_save() a function that saves"
                 )
-            save = partial(self.checkpointer.save, name, iteration=self.last_done_iter)
+            save = partial(self._save, name)
         self._saves[name] = save
         if not self._inside:
             self._write_saves()
@@ -269,10 +276,11 @@ class TrainerBase(HookPoints):
 
     def _abandon(self, stop: Abandoned) -> None:
         """The run stops in an evaluation or while it waits for data; that is done again when it goes on."""
-        where = "a step, waiting for data" if self._inside == "stage 1" else "an evaluation"
-        self._is_before_step_done = stop.nothing_done
-        if self._inside == "stage 1" and not stop.nothing_done:
-            logger.warning("A part of the data of iteration %d is lost: the run cannot be resumed exactly", self.iter)
+        where = "an evaluation"
+        if self._inside == "stage 1":
+            where, self._is_before_step_done = "a step, waiting for data", stop.nothing_done
+            if not stop.nothing_done:
+                logger.warning("Data of iteration %d are lost: the run cannot be resumed exactly", self.iter)
         self._stop, self._inside = self._stops.agree_now(), ""
         self.status, self.iter = "stopped", self.last_done_iter + 1
         reason = "" if self._stop is None else self._stop.reason
