@@ -92,6 +92,12 @@ def has_trailer(path: str | os.PathLike[str]) -> bool:
         return False
 
 
+def is_file_of(folder: str, name: str) -> bool:
+    """Whether this is the bare name of a file in the folder, and no link out of it; the file need not exist."""
+    is_name = name.isprintable() and name not in (os.curdir, os.pardir) and os.path.basename(name) == name
+    return is_name and os.path.dirname(os.path.realpath(os.path.join(folder, name))) == os.path.realpath(folder)
+
+
 def sha256_of(path: str | os.PathLike[str]) -> str:
     """That of a whole file of any kind, in hexadecimal digits."""
     sha256 = hashlib.sha256()

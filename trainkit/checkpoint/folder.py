@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from trainkit.checkpoint.atomic import CheckpointError
-from trainkit.checkpoint.file import SUFFIX, has_trailer, read_file, verify
+from trainkit.checkpoint.file import SUFFIX, has_trailer, is_file_of, read_file, verify
 from trainkit.checkpoint.shards import remove_shards, verify_shards
 
 _logger = logging.getLogger(__name__)
@@ -67,14 +67,12 @@ def tagged_file(folder: str) -> str:
         raise CheckpointError(f"cannot read '{tag_file}': {error.strerror}") from error
     if not name:
         return ""
-    path = os.path.join(folder, name)
-    is_name = name.isprintable() and name not in (os.curdir, os.pardir) and os.path.basename(name) == name
-    if not is_name or os.path.dirname(os.path.realpath(path)) != os.path.realpath(folder):
+    if not is_file_of(folder, name):
         raise CheckpointError(
             f"'{tag_file}' names {name!r}; it has to hold the bare name of a file in its folder, no link out of it. "
             "Write that name into it, or delete it to resume from the newest checkpoint"
         )
-    return path
+    return os.path.join(folder, name)
 
 
 def find_checkpoint(folder: str) -> str:

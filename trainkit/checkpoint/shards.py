@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.checkpoint.atomic import CheckpointError, sync_folder
-from trainkit.checkpoint.file import SUFFIX, read_file, sha256_of
+from trainkit.checkpoint.file import SUFFIX, is_file_of, read_file, sha256_of
 from trainkit.checkpoint.state import plain_state
 from trainkit.utils import comm
 from trainkit.utils.sharding import empty_like_shard, is_sharded, local_part
@@ -138,10 +138,11 @@ def fill_shards(
     manifest = state.pop(KEY, None)
     if manifest is None:
         return state
+    folder, files = _checked(manifest, path)
     dcp, prefixes = _import_dcp(), tuple(wanted)
-    reader = dcp.FileSystemReader(os.path.join(os.path.dirname(path), manifest["folder"]))
     found: dict[str, Tensor] = {}
     try:
+        reader = importlib.import_module("trainkit.checkpoint.shard_reader").ShardReader(folder, files)
         known = reader.read_metadata().state_dict_metadata
 
         def make(tensor: Tensor, place: str) -> Tensor:
@@ -157,8 +158,11 @@ def fill_shards(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank reads by itself, as is meant
             dcp.load(found, storage_reader=reader, no_dist=True)
-    except (OSError, RuntimeError, ValueError, dcp.CheckpointException) as error:
-        raise CheckpointError(f"cannot read the shards of '{path}' in '{reader.path}': {error}") from error
+    except dcp.CheckpointException as failure:
+        reason, _ = next(iter(failure.failures.values()))
+        raise CheckpointError(f"cannot read the shards of '{path}' in '{folder}': {reason}") from failure
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"cannot read the shards of '{path}' in '{folder}': {error}") from error
     return filled
 
 
@@ -174,13 +178,13 @@ def verify_shards(state: Mapping[str, Any], path: str, *, part: int = 0, num_par
     manifest = state.get(KEY)
     if manifest is None:
         return
-    folder = os.path.join(os.path.dirname(path), manifest["folder"])
+    folder, files = _checked(manifest, path)
     if not os.path.isdir(folder):
         raise CheckpointError(
-            f"'{path}' is one part of a checkpoint, whose shards '{manifest['folder']}' are not beside it; copy that "
-            "folder too, or use the file that publish_weights writes"
+            f"'{path}' is one part of a checkpoint, whose shards '{os.path.basename(folder)}' are not beside it; copy "
+            "that folder too, or use the file that publish_weights writes"
         )
-    for i, (name, (size, digest)) in enumerate(sorted(manifest["files"].items())):
+    for i, (name, (size, digest)) in enumerate(sorted(files.items())):
         file = os.path.join(folder, name)
         try:
             found = os.stat(file).st_size
@@ -224,7 +228,33 @@ def remove_stray_shards(folder: str) -> None:
 
 
 def _folder_of(path: str) -> str:
-    return str(read_file(path).get(KEY, {}).get("folder", ""))
+    manifest = read_file(path).get(KEY)
+    return "" if manifest is None else os.path.basename(_checked(manifest, path)[0])
+
+
+def _checked(manifest: Any, path: str) -> tuple[str, dict[str, tuple[int, str]]]:
+    """Path of the folder, and name -> (size, digest) of its files, as the entry ``shards`` of the file ``path`` says.
+
+    Raises:
+        CheckpointError: it says something else, or leads out of the folder of the file.
+    """
+    try:
+        name = str(manifest["folder"])
+        files = {str(file): (int(size), str(digest)) for file, (size, digest) in manifest["files"].items()}
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        raise CheckpointError(
+            f"'{path}' is damaged: its entry '{KEY}' has to name a folder and its files, got a "
+            f"{type(manifest).__name__} that does not. Use another checkpoint"
+        ) from None
+    parent = os.path.dirname(path)
+    folder = os.path.join(parent, name)
+    is_beside = FOLDER.fullmatch(name) is not None and is_file_of(parent, name)
+    if not is_beside or not all(is_file_of(folder, file) for file in files):
+        raise CheckpointError(
+            f"'{path}' is refused: its shards {name!r:.80} have to be a folder beside it, and files in that folder, no "
+            "links out of it. Copy that folder to where the file is, or use another checkpoint"
+        )
+    return folder, files
 
 
 def _shard_folders(folder: str) -> list[tuple[str, str]]:

@@ -1,0 +1,105 @@
+"""Reads a folder of shards without running anything that is in it; imported on demand, with what it needs of torch.
+
+torch unpickles the file ``.metadata`` without limits. Here nothing that it names is looked up, but types of numbers: an
+empty record stands for every object and keeps what the file says about it. From the records the metadata is built anew.
+"""
+
+import pickle
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+_MODULES = ("torch", "torch.serialization", "torch.distributed.checkpoint.", "pathlib")  # of the classes that it names
+
+
+class ShardReader(FileSystemReader):
+    """Reads tensors only; what stands for other objects would be unpickled without limits.
+
+    Args:
+        files: the names of those that may be read.
+    """
+
+    def __init__(self, folder: str, files: Collection[str]) -> None:
+        super().__init__(folder)
+        self._metadata = _read_metadata(f"{folder}/.metadata", files)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+
+class _Place(NamedTuple):
+    """Where the part of a tensor is; the reader asks for attributes of these names."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: None = None
+
+
+class _Record:
+    """Stands for an object: ``state`` is what the file says of it."""
+
+    state: Any = None
+
+    def __init__(self, *args: object) -> None:
+        """Called in place of a function or a class of the file."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if not f"{module}.".startswith(_MODULES):
+            raise pickle.UnpicklingError(f"it needs {module}.{name}, and only tensors are accepted")
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        return torch.Size if (module, name) == ("torch", "Size") else _Record
+
+
+def _read_metadata(path: str, files: Collection[str]) -> Metadata:
+    """
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no such file, or names a file that may not be read.
+    """
+    with open(path, "rb") as file:
+        try:
+            found = _Unpickler(file).load().state
+            tensors = {str(name): _tensor(entry.state) for name, entry in found["state_dict_metadata"].items()}
+            places = {_index(index.state): _place(place.state) for index, place in found["storage_data"].items()}
+        except pickle.UnpicklingError as error:
+            raise ValueError(f"'{path}' is refused: {error}") from None
+        except Exception as error:  # of many types, where something else stands in it
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"'{path}' describes no tensors ({reason}); use another checkpoint") from error
+    if unknown := {place.relative_path for place in places.values()}.difference(files):
+        raise ValueError(f"'{path}' is refused: it names {min(unknown)!r}; accepted are {sorted(files)}")
+    return Metadata(state_dict_metadata=tensors, storage_data=places)
+
+
+def _tensor(state: dict[str, Any]) -> TensorStorageMetadata | BytesStorageMetadata:
+    chunks = [ChunkStorageMetadata(_size(x.state["offsets"]), _size(x.state["sizes"])) for x in state["chunks"]]
+    return TensorStorageMetadata(TensorProperties(state["properties"].state[0]), _size(state["size"]), chunks)
+
+
+def _index(state: dict[str, Any]) -> MetadataIndex:
+    return MetadataIndex(str(state["fqn"]), _size(state["offset"]))
+
+
+def _place(state: dict[str, Any]) -> _Place:
+    return _Place(str(state["relative_path"]), int(state["offset"]), int(state["length"]))
+
+
+def _size(numbers: Any) -> torch.Size:
+    return torch.Size(numbers)
