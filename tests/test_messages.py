@@ -237,7 +237,6 @@ RULES = [
 
 # (rule, how the message begins) -> why it need not keep the rule
 EXCEPTIONS = {
-    (says_nothing_of_its_own, "«None»"): "an error of the YAML parser, of which load_yaml shows file, line and problem",
     (says_nothing_of_its_own, "«text»"): "the text of an error whose state must not be kept in memory",
     (says_nothing_of_its_own, "«message»"): "GraphTrainer says each once; the text stands where it is called",
     (names_nothing, "holds a single number"): "behind --input FILE",

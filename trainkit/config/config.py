@@ -59,7 +59,12 @@ class CfgNode(_FvcoreCfgNode):
         """
         _refuse_unsafe(allow_unsafe)
         content: dict[str, Any] = {}
-        for path, layer in read_layers(cfg_filename):
+        layers = read_layers(cfg_filename)
+        for path, layer in layers:
+            is_inherited = layer is not layers[-1][1]
+            if is_inherited and layer and not self.is_new_allowed() and not self.keys() & layer.keys():
+                # its keys are not shown: a config from elsewhere can name any file of this machine
+                raise ConfigError(f"{path}, named by _BASE_, is no config of this program; none of its keys is known")
             try:
                 self._check_merge(overlay({}, layer))  # alone, so that an error names its own file
             except ConfigError as error:

@@ -33,7 +33,9 @@ def parse_literal(text: str) -> Any:
     if text.lower() in _YAML_WORDS:
         return _YAML_WORDS[text.lower()]
     try:
-        return ast.literal_eval(text.strip())
+        value = ast.literal_eval(text.strip())
+        str(value)  # of an int with thousands of digits, such as 0xfff..., that Python does not write
+        return value
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return parse_flow(text)
 
@@ -109,7 +111,7 @@ def _coerce(full_key: str, value: object, old: object) -> object:
     if isinstance(old, list | tuple) and isinstance(value, list | tuple):
         return type(old)(plain_value(full_key, item) for item in value)
     if isinstance(old, list | tuple):
-        raise _wrong_type(full_key, value, f'a list or a tuple, such as "{[value]}"')
+        raise _wrong_type(full_key, value, f'a list or a tuple, such as "{[value]!s:.80}"')
     kind = next(kind for kind in _ACCEPTED if isinstance(old, kind))  # bool stands before int
     accepted = (int, float) if kind is float else kind
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
@@ -154,4 +156,4 @@ def plain_value(full_key: str, value: object) -> Any:
 
 
 def _wrong_type(full_key: str, value: object, accepted: str) -> ConfigError:
-    return ConfigError(f"{full_key}: got {value!r} ({type(value).__name__}); accepted: {accepted}")
+    return ConfigError(f"{full_key}: got {value!r:.200} ({type(value).__name__}); accepted: {accepted}")

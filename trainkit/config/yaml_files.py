@@ -11,12 +11,39 @@ from trainkit.config.errors import ConfigError
 BASE_KEY = "_BASE_"  # at the top of a file: the file or files it inherits from
 DELETE_KEY = "_DELETE_"  # in a node of a file: forget what the inherited files said about this node
 
+# Limits that no sane config meets: a few lines with aliases can stand for billions of values.
+_MAX_VALUES = 50_000  # of a file, with its aliases written out
+_MAX_DEPTH = 100
+_MAX_DIGITS = 100
+_MAX_FILES = 100  # that a file inherits from, each as often as it is named
+
 _EXPONENT = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+\Z")
 _EXPONENT_START = list("-+.0123456789")
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain values only, and refuses a key that stands twice in a node, which PyYAML lets win silently."""
+    """Reads plain values only, within limits, and refuses a key that stands twice in a node.
+
+    PyYAML lets the last of two such keys win silently.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._depth = 0  # of the node that is being read
+        self._sizes: dict[yaml.Node, tuple[int, int]] = {}  # number of values and depth, with aliases written out
+
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node:
+        is_alias, mark = self.check_event(yaml.AliasEvent), self.peek_event().start_mark
+        if self._depth >= _MAX_DEPTH:
+            raise _too_deep(mark)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if not is_alias:
+            self._sizes[node] = self._size(node)
+        elif node not in self._sizes:
+            raise _error("a node contains itself by an alias; write its content instead", mark)
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         # Here, because a merge ("<<") repeats keys rightfully and is resolved only later.
@@ -25,10 +52,36 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             if isinstance(key_node, yaml.ScalarNode) and key_node.value != "<<":
                 if key_node.value in seen:
-                    problem = f"the key {key_node.value!r} stands twice in one node"
-                    raise yaml.composer.ComposerError(None, None, problem, key_node.start_mark)
+                    raise _error(f"the key {key_node.value!r} stands twice in one node", key_node.start_mark)
                 seen.add(key_node.value)
         return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        if node.tag.endswith((":int", ":float")) and len(node.value) > _MAX_DIGITS:
+            raise _error(f"a number has at most {_MAX_DIGITS} digits, got {len(node.value)}", node.start_mark)
+        try:
+            return super().construct_object(node, deep)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            kind = node.tag.rpartition(":")[2]
+            raise _error(f"this cannot be read as {kind!r}; write text in quotes", node.start_mark) from error
+
+    def _size(self, node: yaml.Node) -> tuple[int, int]:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else [node.value]
+        items = [] if isinstance(node, yaml.ScalarNode) else [self._sizes[item] for pair in pairs for item in pair]
+        size, depth = 1 + sum(size for size, _ in items), 1 + max((depth for _, depth in items), default=0)
+        if depth > _MAX_DEPTH:
+            raise _too_deep(node.start_mark)
+        if size > _MAX_VALUES:
+            raise _error(f"this stands for more than {_MAX_VALUES:,} values; write fewer aliases", node.start_mark)
+        return size, depth
+
+
+def _too_deep(mark: Any) -> yaml.MarkedYAMLError:
+    return _error(f"nodes and lists are more than {_MAX_DEPTH} deep; write them less deep", mark)
+
+
+def _error(problem: str, mark: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -79,7 +132,7 @@ def load_yaml(stream: str | IO[str], name: str) -> dict[str, Any]:
         raise ConfigError(
             f"{name}: a config is a mapping of keys to values, got {type(content).__name__}; write KEY: VALUE"
         )
-    _check_tree(content, name, "", [])
+    _check_marks(content, name, "")
     return content
 
 
@@ -97,7 +150,9 @@ def read_layers(filename: str | os.PathLike[str]) -> list[tuple[str, dict[str, A
     Raises:
         ConfigError: a file is missing, cannot be read as YAML, or inherits from itself.
     """
-    return _read_layers(os.path.expanduser(filename), [])
+    layers: list[tuple[str, dict[str, Any]]] = []
+    _read_layers(os.path.expanduser(filename), [], layers)
+    return layers
 
 
 def overlay(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
@@ -112,37 +167,37 @@ def overlay(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _read_layers(path: str, chain: list[str]) -> list[tuple[str, dict[str, Any]]]:
+def _read_layers(path: str, chain: list[str], layers: list[tuple[str, dict[str, Any]]]) -> None:
+    """Add a file to ``layers``, behind those that it inherits from; ``chain``: those that inherit from it."""
     real = os.path.realpath(path)
     if real in map(os.path.realpath, chain):
         raise ConfigError(f"{BASE_KEY} goes in a circle; leave out one of these: {' -> '.join([*chain, path])}")
+    if len(chain) + len(layers) > _MAX_FILES:
+        raise ConfigError(f"{chain[0]} inherits from more than {_MAX_FILES} files by {BASE_KEY}; name each once")
     try:
         with open(path, encoding="utf-8") as file:
             content = load_yaml(file, path)
     except OSError as error:
         wanted_by = f" ({BASE_KEY} of {chain[-1]})" if chain else ""
         raise ConfigError(f"cannot read the config file {path!r}{wanted_by}: {error.strerror}") from error
-    layers = []
     for base in _bases(content.pop(BASE_KEY, []), path):
-        layers += _read_layers(os.path.join(os.path.dirname(path), os.path.expanduser(base)), [*chain, path])
-    return [*layers, (path, content)]
+        _read_layers(os.path.join(os.path.dirname(path), os.path.expanduser(base)), [*chain, path], layers)
+    layers.append((path, content))
 
 
 def _bases(value: object, path: str) -> list[str]:
     bases = value if isinstance(value, list) else [value]
-    paths = [base for base in bases if isinstance(base, str) and base]
+    paths = [base for base in bases if isinstance(base, str) and base and base.isprintable()]
     if len(paths) < len(bases):
-        raise ConfigError(f"{path}: {BASE_KEY} must be a path or a list of paths, got {value!r}")
+        raise ConfigError(f"{path}: {BASE_KEY} must be a path or a list of paths, got {value!r:.80}")
     return paths
 
 
-def _check_tree(value: Any, name: str, prefix: str, ancestors: list[int]) -> None:
-    """Refuse a tree that is endless, and a mark that means nothing."""
+def _check_marks(value: Any, name: str, prefix: str) -> None:
+    """Refuse a mark that means nothing."""
     if not isinstance(value, dict | list):
         return
-    if id(value) in ancestors:
-        raise ConfigError(f"{name}: {prefix.rstrip('.')} contains itself by an alias; write its content instead")
     for key, item in value.items() if isinstance(value, dict) else enumerate(value):
         if key == DELETE_KEY and not isinstance(item, bool):
-            raise ConfigError(f"{name}: {prefix}{key} must be True or False, got {item!r}")
-        _check_tree(item, name, f"{prefix}{key}.", [*ancestors, id(value)])
+            raise ConfigError(f"{name}: {prefix}{key} must be True or False, got {item!r:.80}")
+        _check_marks(item, name, f"{prefix}{key}.")
