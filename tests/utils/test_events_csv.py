@@ -152,3 +152,17 @@ def test_the_state_is_loaded_with_weights_only(tmp_path):
         "taken": {"loss": 5, "top1": 3},
         "pending": [],
     }
+
+
+def test_a_name_that_a_spreadsheet_would_compute_is_text_and_numbers_stay_numbers(tmp_path):
+    names = ["=HYPERLINK(A1)", "+1", "-1", "@SUM", "\tx", "\n=x", " =x"]
+    writer = CSVWriter(tmp_path / "metrics.csv")
+    with EventStorage() as storage:
+        for name in [*names, "\r=x", "a=b", "c\r=d"]:
+            storage.put_scalar(name, -1.5)
+        writer.write()
+        writer.close()
+    with open(tmp_path / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["name"] for row in rows} == {*(f"'{name}" for name in names), "a=b", "c =d"}
+    assert {row["value"] for row in rows} == {"-1.5"}

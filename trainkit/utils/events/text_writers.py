@@ -76,7 +76,8 @@ class CSVWriter(_LinesWriter):
     """One line ``iteration,epoch,name,value`` per new scalar, smoothed, below a line with these names.
 
     ``epoch`` is empty for a scalar that was put without one; a value that is not finite is ``nan``, ``inf`` or
-    ``-inf``. The file grows and is cut like that of `JSONWriter`. For a column per scalar, with pandas:
+    ``-inf``; a name that a spreadsheet would take for a formula has an apostrophe in front. The file grows and is cut
+    like that of `JSONWriter`. For a column per scalar, with pandas:
     ``pandas.read_csv(path).pivot_table(index="iteration", columns="name", values="value")``.
     """
 
@@ -86,8 +87,14 @@ class CSVWriter(_LinesWriter):
     def _lines(self, scalars: list[Scalar]) -> str:
         lines = io.StringIO()
         csv.writer(lines, lineterminator="\n").writerows(
-            (iter, epoch, name, repr(value))
+            (iter, epoch, _text_cell(name), repr(value))
             for iter, epoch, row in rows_by_iteration(scalars)
             for name, value in row.items()
         )
         return lines.getvalue()
+
+
+def _text_cell(name: str) -> str:
+    """The name as text: a spreadsheet would compute a formula, and ``csv`` leaves a carriage return without quotes."""
+    name = name.replace("\r", " ")
+    return f"'{name}" if name[:1].isspace() or name.startswith(("=", "+", "-", "@")) else name
