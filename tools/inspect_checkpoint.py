@@ -58,7 +58,10 @@ def describe_file(path: str) -> str:
 
 def _read_shapes(path: str) -> dict[str, Any]:
     """The verified state, its tensors without their content, which may be larger than the memory."""
-    state = _read(path, map_location="meta")
+    try:
+        state = _read(path, map_location="meta")
+    except CheckpointError:  # there are no quantized tensors on that device; what else is wrong is found again
+        state = _read(path)
     verify_shards(state, path)
     return _normalized(state)
 
@@ -87,11 +90,13 @@ def _facts(path: str, state: Mapping[str, Any]) -> list[tuple[str, str]]:
     trainer: Any = state.get("trainer")
     trainer = trainer if isinstance(trainer, Mapping) else {}
     position, iteration = trainer.get("position"), state.get("iteration")
+    position = position if isinstance(position, Mapping) else {}
     if isinstance(iteration, int):
-        end = f"; {iteration + 1} of {position['max_iter']} are done" if position else ""
+        end = f"; {iteration + 1} of {position.get('max_iter')} are done" if position else ""
         facts.append(("iteration", f"{iteration}, counted from 0{end}"))
     if position:
-        facts.append(("goes on", _describe_position(position, trainer["iteration"])))
+        with contextlib.suppress(LookupError, TypeError):  # of another program, or damaged on purpose
+            facts.append(("goes on", _describe_position(position, trainer["iteration"])))
     if "world_size" in trainer:
         facts.append(("processes", str(trainer["world_size"])))
     if SHARDS in state:
@@ -115,7 +120,7 @@ def _describe_position(position: Mapping[str, Any], iteration: int) -> str:
 
 def _table_of_tensors(name: str, tensors: Mapping[str, Any]) -> str:
     rows = [
-        (key, str(list(value.shape)), str(value.dtype).removeprefix("torch."), _bytes(value.nbytes))
+        (key, str(list(value.shape)), str(value.dtype).removeprefix("torch."), _bytes(_num_bytes(value)))
         if isinstance(value, Tensor)
         else (key, "", type(value).__name__, _summary(value))
         for key, value in tensors.items()
@@ -155,8 +160,12 @@ def _short(value: Any) -> str:
 
 
 def _size(value: Any) -> str:
-    num_bytes = sum(tensor.nbytes for tensor in tensors_in(value))
+    num_bytes = sum(map(_num_bytes, tensors_in(value)))
     return _bytes(num_bytes) if num_bytes else ""
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()  # also of a sparse one, which has no nbytes
 
 
 def _bytes(number: float) -> str:
@@ -249,7 +258,11 @@ def compare_files(left: str, right: str, show_all: bool = False) -> tuple[str, b
     states = _normalized(_read_whole(left)), _normalized(_read_whole(right))
     parts = dict.fromkeys(itertools.chain.from_iterable(map(parts_of, states)))
     by_part: dict[str, list[str]] = {}
-    for line in differing(*states, skip=lambda key, path: not show_all and is_of_the_clock(path)):
+    try:
+        found = list(differing(*states, skip=lambda key, path: not show_all and is_of_the_clock(path)))
+    except RuntimeError as error:  # such as a tensor that is larger than the memory
+        raise CheckpointError(f"'{left}' and '{right}' cannot be compared: {error}") from error
+    for line in found:
         path = line.partition(": ")[0]
         part = next((part for part in parts if f"{path}/".startswith(f"{part}/")), path)
         by_part.setdefault(part, []).append(line)

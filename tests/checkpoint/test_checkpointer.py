@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.checkpoint.conftest import Counter, linear, weight_of
 from trainkit.checkpoint import Checkpointer, CheckpointError
+from trainkit.checkpoint.publish import publish_weights
 
 
 def damage(path):
@@ -386,3 +387,15 @@ def test_fvcore_folder_can_be_resumed(tmp_path):
     fvcore.common.checkpoint.Checkpointer(linear(5), str(tmp_path), trainer=Counter(5)).save("model", iteration=5)
 
     assert resume(tmp_path, trainer=Counter()) == (5, {"iteration": 5})
+
+
+def test_a_tensor_of_another_sort_is_an_error(tmp_path):
+    torch.save({"model": {"weight": torch.ones(2, 2).to_sparse(), "bias": torch.zeros(2)}}, tmp_path / "model.pth")
+    with pytest.raises(CheckpointError, match=r"model\.pth' does not fit the model; name another file: "):
+        Checkpointer(linear(0)).load(tmp_path / "model.pth")
+
+
+def test_weights_with_keys_of_another_sort_are_not_published(tmp_path):
+    torch.save({"model": {(1, 2): torch.ones(2)}}, tmp_path / "model.pth")
+    with pytest.raises(CheckpointError, match=r"the weights of '\S+model\.pth' cannot be published: "):
+        publish_weights(tmp_path / "model.pth")

@@ -150,6 +150,17 @@ def test_a_tag_that_leads_out_of_the_folder_or_is_no_name_is_refused(outside, na
     assert (weight_of(model), trainer.value) == (0, 0)
 
 
+def test_a_tag_that_is_a_link_to_another_file_is_refused_and_not_shown(outside, tmp_path):
+    (tmp_path / "secret").write_text("hunter2")
+    (outside / "last_checkpoint").unlink()
+    (outside / "last_checkpoint").symlink_to(tmp_path / "secret")
+    checkpointer = Checkpointer(linear(0), outside, trainer=Counter())
+    for find in (checkpointer.has_checkpoint, lambda: checkpointer.resume_or_load("")):
+        with pytest.raises(CheckpointError, match=r"last_checkpoint' is a link out of its folder") as caught:
+            find()
+        assert "hunter" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["model.pth", " model.pth\n", "inner.pth"])
 def test_a_tag_that_stays_in_the_folder_is_followed_also_if_the_folder_is_a_link(outside, tmp_path, name):
     (outside / "last_checkpoint").write_text(name)

@@ -234,8 +234,21 @@ def test_a_note_without_a_checkpoint_to_go_on_from_is_another_runs(tmp_path):
     assert batch_of(DefaultTrainer(tiny_cfg(tmp_path))) == (2, 4, 0.1, 10)
 
 
-def test_a_damaged_note_of_the_batch_counts_as_none_with_a_warning(tmp_path, caplog):
-    (tmp_path / "batch.json").write_text('{"world_size":')
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"world_size":',
+        '{"world_size": 0, "asked": [8, 1, 0]}',
+        '{"world_size": -4, "asked": [8, 1, 0]}',
+        '{"world_size": 1e999, "asked": [8, 1, 0]}',
+        '{"world_size": 4, "asked": 3}',
+        "[" * 100_000,
+        "[4]",
+        "3",
+    ],
+)
+def test_a_damaged_note_of_the_batch_counts_as_none_with_a_warning(tmp_path, caplog, content):
+    (tmp_path / "batch.json").write_text(content)
     (tmp_path / "model_0000004.pth").touch()
     assert batch_of(DefaultTrainer(tiny_cfg(tmp_path))) == (8, 1, 0.1, 10)
     assert "batch.json' is damaged and does not count" in caplog.text

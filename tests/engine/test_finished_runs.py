@@ -42,6 +42,14 @@ def test_a_finished_run_that_is_resumed_says_so_and_does_nothing(tmp_path, caplo
     assert files(tmp_path) == before
 
 
+@pytest.mark.parametrize("content", ['{"max_iter": 10}', '{"iterations": 10, "max_iter": 1e999, "results": {}}', "{}"])
+def test_a_note_with_other_keys_does_not_count(tmp_path, caplog, content):
+    DefaultTrainer(tiny_cfg(tmp_path)).train()
+    (tmp_path / "finished").write_text(content)
+    assert resumed(tmp_path).status == "not started"
+    assert "The file 'finished' of this run is damaged and does not count" in caplog.text
+
+
 def test_a_larger_max_iter_trains_on(tmp_path):
     DefaultTrainer(tiny_cfg(tmp_path)).train()
     trainer = resumed(tmp_path, "SOLVER.MAX_ITER", 12)

@@ -138,7 +138,9 @@ def test_a_file_that_cannot_be_read_is_one_line_and_code_2(small, inspect):
     (small / "half.pth").write_bytes((small / "model_0000019.pth").read_bytes()[:500])
     torch.save({"a": np.ones(2)}, small / "numpy.pth")
     torch.save(torch.ones(2), small / "tensor.pth")
+    (small / "empty.pth").touch()
     expected = {
+        "empty.pth": "is damaged or not a file of torch.save: it is empty, or ends too early",
         "model_0000029.pth": "is damaged: its content does not match its digest",
         "half.pth": "is damaged or not a file of torch.save: ",
         "numpy.pth": "is refused: it needs numpy.",
@@ -150,6 +152,38 @@ def test_a_file_that_cannot_be_read_is_one_line_and_code_2(small, inspect):
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert err.startswith("error: ")
         assert text in err
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, about sparse and quantized tensors
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: {"weight": torch.eye(3).to_sparse()},
+        lambda: {"weight": torch.eye(3).to_sparse_csr()},
+        lambda: {"weight": torch.quantize_per_tensor(torch.eye(3), 0.1, 0, torch.quint8)},
+        lambda: {(1, 2): torch.eye(3)},
+        lambda: 3,
+    ],
+)
+@pytest.mark.parametrize("trainer", [3, {"cursor": 3}, {"cursor": {"max_iter": "q"}, "world_size": None}])
+def test_tensors_and_entries_of_any_sort_are_described_and_compared(tmp_path, inspect, make, trainer):
+    model = make()
+    torch.save({"model": model, "trainer": trainer, "iteration": 2}, tmp_path / "a.pth")
+    code, out, err = inspect(tmp_path / "a.pth")
+    assert (code, err) == (0, "")
+    assert "iteration" in out
+    code, out, err = inspect(tmp_path / "a.pth", tmp_path / "a.pth")
+    assert (code, err) == (0, "")
+    assert out.startswith("identical: ")
+
+
+def test_a_tensor_that_is_larger_than_the_memory_is_not_compared(tmp_path, inspect):
+    tensor = torch.sparse_coo_tensor(torch.tensor([[0], [0]]), torch.ones(1), (2**40, 2**20), check_invariants=True)
+    torch.save({"model": {"weight": tensor}}, tmp_path / "a.pth")
+    code, _, err = inspect(tmp_path / "a.pth", tmp_path / "a.pth")
+    assert code == 2
+    assert "cannot be compared: " in err
+    assert err.count("\n") == 1
 
 
 def test_a_file_of_a_run_that_is_no_checkpoint_is_called_so(run, inspect):

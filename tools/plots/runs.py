@@ -117,14 +117,14 @@ def _read_series(file: Path) -> dict[str, Series]:
 def _parse(line: str) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:  # such as the last line of a run that was killed
+    except (ValueError, RecursionError):  # such as the last line of a run that was killed
         return None
     iteration = row.get("iteration") if isinstance(row, dict) else None
     return row if _is_number(iteration) and math.isfinite(iteration) else None
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, float) or (type(value) is int and abs(value) < 1 << 63)
 
 
 def _name_lines(numbers: list[int]) -> str:

@@ -546,7 +546,10 @@ class Checkpointer:
             for key, value in weights.items()
             if key not in differences.mismatched
         }
-        self.model.load_state_dict(fitting, strict=False)
+        try:
+            self.model.load_state_dict(fitting, strict=False)
+        except RuntimeError as error:  # such as of a sparse tensor
+            raise CheckpointError(f"'{path}' does not fit the model; name another file: {error}") from error
         if differences:
             _logger.warning(
                 "Some weights in '%s' do not fit the model:\n%s\n"

@@ -54,7 +54,7 @@ def differing(
         skip: called with the key and the path of each entry of a mapping; what it says yes to is not compared.
     """
     if isinstance(left, Tensor) and isinstance(right, Tensor):
-        if difference := _difference_of_tensors(left.detach().to_dense(), right.detach().to_dense()):
+        if difference := _difference_of_tensors(_dense(left), _dense(right)):
             yield f"{path}: {difference}"
     elif isinstance(left, Mapping) and isinstance(right, Mapping):  # of any classes: programs differ in that
         for key in [*left, *(key for key in right if key not in left)]:
@@ -74,6 +74,10 @@ def differing(
             yield from differing(*pair, f"{path}/{index}", skip)
     elif repr(left) != repr(right):  # of floats as well, which it tells apart bit by bit, but equals NaN with NaN
         yield f"{path}: {left!r:.60} and {right!r:.60}"
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor.detach().dequantize() if tensor.is_quantized else tensor.detach().to_dense()
 
 
 def _difference_of_tensors(left: Tensor, right: Tensor) -> str:

@@ -181,5 +181,5 @@ def _unpickle(file: io.BufferedReader, path: str, map_location: Any) -> Any:
             "else runs code from the file"
         ) from None
     except Exception as error:  # torch raises many types on damaged archives
-        reason = str(error).partition(". ")[0]
+        reason = str(error).partition(". ")[0] or "it is empty, or ends too early"
         raise CheckpointError(f"'{path}' is damaged or not a file of torch.save: {reason}") from error

@@ -58,6 +58,10 @@ def tagged_file(folder: str) -> str:
     if not folder:
         return ""
     tag_file = os.path.join(folder, TAG_FILE)
+    if not is_file_of(folder, TAG_FILE):  # and is not read: what stands there would be shown
+        raise CheckpointError(
+            f"'{tag_file}' is a link out of its folder; delete it to resume from the newest checkpoint"
+        )
     try:
         with open(tag_file, encoding="utf-8", errors="replace") as file:
             name = file.read().strip()
@@ -69,8 +73,8 @@ def tagged_file(folder: str) -> str:
         return ""
     if not is_file_of(folder, name):
         raise CheckpointError(
-            f"'{tag_file}' names {name!r}; it has to hold the bare name of a file in its folder, no link out of it. "
-            "Write that name into it, or delete it to resume from the newest checkpoint"
+            f"'{tag_file}' names {name!r:.200}; it has to hold the bare name of a file in its folder, no link out of "
+            "it. Write that name into it, or delete it to resume from the newest checkpoint"
         )
     return os.path.join(folder, name)
 

@@ -36,7 +36,10 @@ def publish_weights(path: str | os.PathLike[str], weights: Literal["model", "ema
     state = read_file(path)
     verify_shards(state, path)
     state = fill_shards(state, path, wanted=("model.", AVERAGED_PATH))
-    write_file({"model": _choose(state, weights, path)}, unnamed)
+    try:
+        write_file({"model": _choose(state, weights, path)}, unnamed)
+    except TypeError as error:  # it was written by another program
+        raise CheckpointError(f"the weights of '{path}' cannot be published: {error}") from error
     published = os.path.join(folder, published_name(name, sha256_of(unnamed)))
     os.replace(unnamed, published)
     sync_folder(folder)

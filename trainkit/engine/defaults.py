@@ -166,8 +166,12 @@ class DefaultTrainer(TrainerBase):
                     "iterations; raise it, or leave out --resume"
                 )
             finished = self.checkpointer.finished() if isinstance(self.checkpointer, Checkpointer) else None
-            if finished is not None and self.max_iter <= finished["max_iter"]:
-                self.status, self.iter, self._results = "finished", finished["iterations"], finished["results"]
+            match finished:
+                case {"iterations": int(done), "max_iter": int(end), "results": dict(results)}:
+                    if self.max_iter <= end:
+                        self.status, self.iter, self._results = "finished", done, results
+                case dict():
+                    logger.warning("The file 'finished' of this run is damaged and does not count: %.200r", finished)
 
     def train(  # type: ignore[override]  # the arguments have defaults here, and evaluation has results
         self, start_iter: int | None = None, max_iter: int | None = None

@@ -55,9 +55,12 @@ class GlobalBatch:
             return None  # nothing to go on from: it may be of another job
         try:
             record = json.loads(self._path.read_text())
-            return {"world_size": int(record["world_size"]), "asked": list(record["asked"])}
+            record = {"world_size": int(record["world_size"]), "asked": list(record["asked"])}
+            if record["world_size"] < 1:
+                raise ValueError(f"world_size must be 1 or more, got {record['world_size']}")
+            return record
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             logger.warning("'%s' is damaged and does not count: %s", self._path, error)
             return None

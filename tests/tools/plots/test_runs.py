@@ -46,6 +46,16 @@ def test_a_line_that_a_killed_run_did_not_finish_is_left_out_with_a_warning(runs
     assert "line 2" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "line", ["[" * 100_000, '{"a":' * 100_000, '{"iteration": ' + "9" * 5000 + "}", '{"iteration": ' + "9" * 400 + "}"]
+)
+def test_a_line_that_cannot_be_parsed_is_left_out_with_a_warning(runs_module, tmp_path, caplog, line):
+    (tmp_path / "metrics.json").write_text(line + '\n{"iteration": 1, "loss": 2.0, "large": ' + "9" * 400 + "}\n")
+    (run,) = runs_module.read_runs([str(tmp_path)])
+    assert run.series == {"loss": [(1, 2.0)]}
+    assert "what is no line of metrics is left out (line 1)" in caplog.text
+
+
 def test_a_line_whose_iteration_is_not_finite_is_left_out_with_a_warning(read, caplog):
     rows = [{"iteration": value, "x": 2} for value in (float("nan"), float("inf"), -float("inf"))]
     (run,) = read([{"iteration": 19, "x": 1}, *rows, {"iteration": 39, "x": 3}])
