@@ -116,8 +116,10 @@ class LARS(Optimizer):
 def _rates(params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
     """The learning rate of each parameter, shape ``[]``."""
     dtype = torch.promote_types(params[0].dtype, torch.float32)  # the norm of many small values overflows in float16
-    param_norms = torch.stack(torch._foreach_norm(params, 2, dtype))
-    grad_norms = torch.stack(torch._foreach_norm(grads, 2, dtype))
+    # not by the argument dtype of the norm: torch 2.15 takes it for a dimension if the parameters are sharded
+    param_norms, grad_norms = (
+        torch.stack(torch._foreach_norm([tensor.to(dtype) for tensor in tensors])) for tensors in (params, grads)
+    )
     local = group["eta"] * param_norms / (grad_norms + group["weight_decay"] * param_norms + group["eps"])
     local = local.where((param_norms > 0) & (grad_norms > 0), 1.0)
     return list((local * group["lr"]).unbind())
