@@ -6,25 +6,24 @@
     python tools/analyze_model.py --config-file projects/digits/config.yaml
     python tools/analyze_model.py --config-file cfg.yaml --depth 2 --input-shape image=3,224,224 MODEL.WIDTH 32
 
-They are counted in eval mode for one sample: the first one of the test data, or zeros of --input-shape. A
-multiply-add is one FLOP; activations are the values that convolutions and linear layers give. Averaged weights are no
-part of the model and are not counted. Nothing is written.
+They are counted in eval mode for one sample: the first one of the test data, or zeros of --input-shape. FLOPs are
+the multiply-adds of convolutions, matrix products and attention, activations the values that these give. Averaged
+weights are no part of the model and are not counted. Nothing is written.
 """
 
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from fvcore.nn import ActivationCountAnalysis, FlopCountAnalysis
-from fvcore.nn.jit_handles import get_shape
 from tabulate import tabulate
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from trainkit.checkpoint.contents import tensors_in
 from trainkit.config import CfgNode, ConfigError, get_cfg, import_modules
 from trainkit.data import build_test_loader
 from trainkit.engine import user_errors_exit
@@ -75,55 +74,16 @@ def batch_of_shapes(cfg: CfgNode, shapes: Iterable[tuple[str, list[int]]]) -> An
 # ---------------------------------------------------------------------------- counting
 
 
-class _Traced(nn.Module):
-    """A model between flat tuples of tensors, which is what can be traced of any batch and any output.
-
-    It gives what each module gives, because what leads to no output is left out of a trace, and an output may be an
-    object of any class.
-    """
-
-    def __init__(self, model: nn.Module, batch: Any) -> None:
-        super().__init__()
-        self.model = model
-        self._batch = batch
-
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        outputs: list[Tensor] = []
-        hooks = [
-            module.register_forward_hook(lambda module, inputs, output: outputs.extend(tensors_in(output)))
-            for module in self.model.modules()
-        ]
-        try:
-            self.model(_replace_tensors(self._batch, iter(tensors)))
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return tuple(outputs)
-
-
-def _replace_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return next(tensors)
-    if isinstance(value, Mapping):
-        return {name: _replace_tensors(item, tensors) for name, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_replace_tensors(item, tensors) for item in value)
-    return value
-
-
-def _flops_of_attention(inputs: Sequence[Any], outputs: Sequence[Any]) -> Counter[str]:
-    """Of both matrix products: queries with keys, and their scores with values."""
-    (*batch, length, dim), (*_, num_keys, _), (*_, value_dim) = map(get_shape, inputs[:3])
-    return Counter({"attention": torch.Size(batch).numel() * length * num_keys * (dim + value_dim)})
-
-
 class Counts:
     """What one forward pass of a model takes.
 
+    The counts of a module are those of all modules in it, whoever calls them.
+
     Attributes:
-        flops, activations: module name -> number; "" is the model.
-        uncounted: operator -> how often it was called without being counted.
-        not_called: names of the modules that took no part.
+        flops, activations: module name -> number; "" is the model. Modules without any are left out.
+        uncounted: class -> how many modules of it were called in which nothing is counted; those with modules of their
+            own are left out.
+        not_called: names of the modules that took no part, nor any module in them.
 
     Raises:
         ConfigError: the model does not take the batch.
@@ -132,33 +92,77 @@ class Counts:
     def __init__(self, model: nn.Module, batch: Any) -> None:
         model.eval()
         device = device_of(model)
-        batch = batch if device is None else move_to_device(batch, device)
-        traced, tensors = _Traced(model, batch), tuple(tensors_in(batch))
-        flops, activations = FlopCountAnalysis(traced, tensors), ActivationCountAnalysis(traced, tensors)
-        flops.set_op_handle("aten::scaled_dot_product_attention", _flops_of_attention)
-        for analysis in (flops, activations):
-            analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False)
-        fast_path = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)  # one operator for all of an encoder layer
-        try:
-            with torch.no_grad():
-                self.flops, self.activations = _unwrap(flops.by_module()), _unwrap(activations.by_module())
-        except Exception as error:  # whatever a model raises
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise ConfigError(f"the model does not take the input {_describe(batch)}: {reason}") from error
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast_path)
-        self.uncounted = flops.unsupported_ops()
-        self.not_called = sorted(_unwrap(dict.fromkeys(flops.uncalled_modules(), 0)))
+        own = _count(model, batch if device is None else move_to_device(batch, device))
+        called, names = [*own[0]], [name for name, _ in model.named_modules()]
+        self.flops, self.activations = (
+            {name: number for name in names if (number := sum(n for inner, n in counts.items() if _is_in(inner, name)))}
+            for counts in own
+        )
+        self.not_called = sorted(name for name in names if not any(_is_in(inner, name) for inner in called))
+        self.uncounted = Counter(
+            type(module).__name__
+            for name, module in model.named_modules()
+            if name in called and name not in self.flops and not any(module.children())
+        )
 
 
-def _unwrap(by_module: Mapping[str, int]) -> dict[str, int]:
-    """Without the wrapper, whose only child is the model."""
-    return {
-        name.removeprefix("model").removeprefix("."): number
-        for name, number in by_module.items()
-        if name.partition(".")[0] == "model"
-    }
+def _count(model: nn.Module, batch: Any) -> tuple[Counter[str], Counter[str]]:
+    """FLOPs and activations of each module that is called, without those of the modules that it calls.
+
+    Raises:
+        ConfigError: the model does not take the batch.
+    """
+    flops = FlopCounterMode(display=False)
+    activations = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(flops.flop_registry, _num_values))
+    own: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+    running: list[str] = []  # the innermost module is the last one
+
+    def settle() -> None:
+        """What was counted since the last call belongs to the innermost module."""
+        totals = flops.get_total_flops() // 2, activations.get_total_flops()  # torch counts a multiply-add as two
+        for counts, total in zip(own, totals, strict=True):
+            counts[running[-1]] += total - counts.total()
+
+    def enter(name: str) -> None:
+        if running:
+            settle()
+        running.append(name)
+
+    def leave() -> None:
+        settle()
+        running.pop()
+
+    hooks = [
+        hook
+        for name, module in model.named_modules()
+        for hook in (
+            module.register_forward_pre_hook(lambda module, inputs, name=name: enter(name)),
+            module.register_forward_hook(lambda module, inputs, output: leave()),
+        )
+    ]
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # one operator for all of an encoder layer, which is not counted
+    try:
+        # attention as two matrix products: its other kernels are not counted in all versions of torch
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), flops, activations:
+            model(batch)
+    except Exception as error:  # whatever a model raises
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ConfigError(f"the model does not take the input {_describe(batch)}: {reason}") from error
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+        for hook in hooks:
+            hook.remove()
+    return own
+
+
+def _num_values(*args: Any, out_shape: Any, **kwargs: Any) -> int:
+    """Of what an operator gives first; attention also gives what its backward pass needs."""
+    return (out_shape if isinstance(out_shape, torch.Size) else out_shape[0]).numel()
+
+
+def _is_in(inner: str, name: str) -> bool:
+    return not name or inner == name or inner.startswith(f"{name}.")
 
 
 def _describe(value: Any) -> Any:
@@ -194,8 +198,8 @@ def report(model: nn.Module, batch: Any, depth: int = DEPTH) -> str:
     lines = [tabulate(rows, headers, disable_numparse=True, colalign=["left"] * 2 + ["right"] * 5)]
     lines.append(f"For the input {_describe(batch)}, in eval mode.")
     if counts.uncounted:
-        found = ", ".join(f"{name.removeprefix('aten::')} {number}" for name, number in counts.uncounted.most_common())
-        lines.append(f"No FLOPs are counted for these operators, called so many times: {found}.")
+        found = ", ".join(f"{number} {name}" for name, number in counts.uncounted.most_common())
+        lines.append(f"Nothing is counted in {found}.")
     if counts.not_called:
         lines.append(f"Not called, or not as modules: {', '.join(counts.not_called)}.")
     return "\n".join(lines)
