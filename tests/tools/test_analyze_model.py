@@ -254,8 +254,9 @@ def test_mistakes_are_one_line(call):
 
     assert "--input-shape" in mistake(options=("DATASETS.TEST", ()))
     assert "(did you mean 'tiny_test'?)" in mistake(options=("DATASETS.TEST", ("tiny_tset",)))
-    text = "the model does not take the input {'x': [1, 5]}: RuntimeError: mat1 and mat2 shapes cannot be multiplied"
-    assert mistake("--input-shape", "x=5").startswith(text)
+    text = mistake("--input-shape", "x=5")
+    assert text.startswith("the model does not take the input {'x': [1, 5]}: RuntimeError: ")
+    assert "mat1 and mat2 shapes cannot be multiplied" in text  # newer versions of torch name the operator first
     assert mistake("--input-shape", "y=4").endswith("the input {'y': [1, 4]}: KeyError: 'x'")
     assert "got both" in mistake("--input-shape", "4", "--input-shape", "x=4")
     for shape in ("a", "x=", "0", "x=-1", "3,"):

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from trainkit.config.config import CfgNode
 from trainkit.config.errors import ConfigError
+from trainkit.utils.sharding import whole
 
 _OptimizerT = TypeVar("_OptimizerT", bound=Optimizer)
 
@@ -72,7 +73,7 @@ class GradientClipper:
         """
         parameters = list(parameters)
         if self.clip_type is GradientClipType.FULL_MODEL:
-            return _whole(clip_grad_norm_(parameters, self.clip_value, self.norm_type, error_if_nonfinite=False))
+            return whole(clip_grad_norm_(parameters, self.clip_value, self.norm_type, error_if_nonfinite=False))
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         total_norm = get_total_norm(grads, self.norm_type)
         if self.clip_type is GradientClipType.NORM:
@@ -82,12 +83,7 @@ class GradientClipper:
                 grad.mul_((self.clip_value / (norm + 1e-6)).clamp_(max=1.0))
         elif grads:  # torch fails without any gradient
             clip_grad_value_(parameters, self.clip_value)
-        return _whole(total_norm)
-
-
-def _whole(norm: Tensor) -> Tensor:
-    """The norm itself where it comes as a part per rank, as that of sharded gradients does."""
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return whole(total_norm)
 
 
 def build_gradient_clipper(cfg: CfgNode) -> GradientClipper | None:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainkit.utils.sharding import whole
+
 
 class LARS(Optimizer):
     """SGD whose rate is scaled by the norms of each parameter and its gradient; You et al., "Large Batch Training of
@@ -116,9 +118,10 @@ class LARS(Optimizer):
 def _rates(params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
     """The learning rate of each parameter, shape ``[]``."""
     dtype = torch.promote_types(params[0].dtype, torch.float32)  # the norm of many small values overflows in float16
-    # not by the argument dtype of the norm: torch 2.15 takes it for a dimension if the parameters are sharded
+    # cast before the norm: its argument dtype is taken for a dimension by torch 2.15 if the parameters are sharded;
+    # whole: torch 2.9 cannot unbind what is sharded
     param_norms, grad_norms = (
-        torch.stack(torch._foreach_norm([tensor.to(dtype) for tensor in tensors])) for tensors in (params, grads)
+        whole(torch.stack(torch._foreach_norm([tensor.to(dtype) for tensor in tensors]))) for tensors in (params, grads)
     )
     local = group["eta"] * param_norms / (grad_norms + group["weight_decay"] * param_norms + group["eps"])
     local = local.where((param_norms > 0) & (grad_norms > 0), 1.0)

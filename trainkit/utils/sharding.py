@@ -28,6 +28,11 @@ def local_part(tensor: Tensor) -> Tensor:
     return cast(Any, tensor).to_local() if is_sharded(tensor) else tensor
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """All of it, on every rank; itself if it is not sharded. Every rank calls it."""
+    return cast(Any, tensor).full_tensor() if is_sharded(tensor) else tensor
+
+
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     """A whole tensor, which every rank has, as ``like`` is sharded; no exchange. Itself if ``like`` is not."""
     if not is_sharded(like) or is_sharded(tensor):
