@@ -165,7 +165,7 @@ def test_a_file_that_cannot_be_read_is_one_line_and_code_2(small, inspect):
         lambda: 3,
     ],
 )
-@pytest.mark.parametrize("trainer", [3, {"cursor": 3}, {"cursor": {"max_iter": "q"}, "world_size": None}])
+@pytest.mark.parametrize("trainer", [3, {"position": 3}, {"position": {"max_iter": "q"}, "world_size": None}])
 def test_tensors_and_entries_of_any_sort_are_described_and_compared(tmp_path, inspect, make, trainer):
     model = make()
     torch.save({"model": model, "trainer": trainer, "iteration": 2}, tmp_path / "a.pth")
