@@ -20,13 +20,14 @@ import sys
 import time
 from collections.abc import Mapping
 from typing import Any
+from zipfile import is_zipfile
 
 from tabulate import tabulate
 from torch import Tensor, nn
 
 from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.checkpoint.contents import differing, is_of_the_clock, parts_of, tensors_in
-from trainkit.checkpoint.file import has_trailer, read_file
+from trainkit.checkpoint.file import is_ours, read_file
 from trainkit.checkpoint.folder import checkpoint_files, choose_and_read, tagged_file
 from trainkit.checkpoint.shards import KEY as SHARDS
 from trainkit.checkpoint.shards import fill_shards, verify_shards
@@ -70,7 +71,7 @@ def _read(path: str, map_location: str = "cpu") -> dict[str, Any]:
     begin = b""
     with contextlib.suppress(OSError), open(path, "rb") as file:  # read_file says what fails
         begin = file.read(2)
-    if begin and not begin.startswith(_MAGIC) and not has_trailer(path):
+    if begin and not begin.startswith(_MAGIC):
         raise CheckpointError(f"'{path}' is no checkpoint; name a file that torch.save wrote, such as *.pth")
     return read_file(path, map_location)
 
@@ -81,11 +82,10 @@ def _normalized(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _facts(path: str, state: Mapping[str, Any]) -> list[tuple[str, str]]:
-    is_ours = has_trailer(path)
     facts = [
         ("file", f"{path}, {_bytes(os.path.getsize(path))}"),
-        ("written by", "trainkit" if is_ours else "another program"),
-        ("intact", "yes, its content matches its digest" if is_ours else "it loads; it has no digest to compare with"),
+        ("written by", "trainkit" if is_ours(path) else "another program"),
+        ("intact", "yes, its content matches its checksums" if is_zipfile(path) else "it loads; it has no checksums"),
     ]
     trainer: Any = state.get("trainer")
     trainer = trainer if isinstance(trainer, Mapping) else {}
@@ -198,9 +198,9 @@ def describe_folder(folder: str) -> tuple[str, bool]:
             row[2] = _bytes(os.stat(path).st_size)
             row[3] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(os.stat(path).st_mtime))
             state = _read_shapes(path)
-            row[1], row[4] = str(state.get("iteration", "")), "intact" if has_trailer(path) else "loads, no digest"
+            row[1], row[4] = str(state.get("iteration", "")), "intact" if is_zipfile(path) else "loads, no checksums"
         except OSError as error:  # a CheckpointError is one
-            broken[path], row[4] = str(error), "BROKEN" if has_trailer(path) else "UNREADABLE"
+            broken[path], row[4] = str(error), "BROKEN" if is_ours(path) else "UNREADABLE"
         rows.append(row)
     lines = [tabulate(rows, ["checkpoint", "iteration", "size", "written", "state", "is"], disable_numparse=True)]
     lines += [*broken.values(), problem or _describe_resume(folder, broken)]

@@ -37,21 +37,29 @@ def truncations(intact, rng):
     return (intact[:length] for length in rng.sample(range(len(intact)), 200))
 
 
-@pytest.mark.parametrize("damages", [flips, truncations])
+@pytest.mark.parametrize(("damages", "most_harmless"), [(flips, 100), (truncations, 0)])
 @pytest.mark.parametrize("tagged", [True, False])
-def test_behind_each_of_200_damages_the_run_goes_on_from_the_checkpoint_before(run_folder, caplog, damages, tagged):
+def test_after_each_of_200_damages_the_run_goes_on_from_the_checkpoint_before(
+    run_folder, caplog, damages, most_harmless, tagged
+):
+    """Or from the damaged one, if what it holds is the same: an archive has padding."""
     path = run_folder / NEWEST
     intact = path.read_bytes()
     if not tagged:
         (run_folder / "last_checkpoint").unlink()
     assert (resume(run_folder), warnings_of(caplog)) == (29, [])
 
+    num_harmless = 0
     for damaged in damages(intact, random.Random(4)):
         path.write_bytes(damaged)
-        assert resume(run_folder) == 19
+        if resume(run_folder) == 29:
+            num_harmless += 1
+            assert warnings_of(caplog) == []
+            continue
         (warning,) = warnings_of(caplog)
         assert str(path) in warning
         assert f"Resuming from '{run_folder / 'model_0000019.pth'}' instead" in warning
+    assert num_harmless <= most_harmless
 
 
 def test_a_resume_reads_each_file_that_it_tries_once(run_folder, monkeypatch):
@@ -72,7 +80,7 @@ def test_a_resume_reads_each_file_that_it_tries_once(run_folder, monkeypatch):
     before = "model_0000019.pth"
     assert files_of_a_resume() == ["last_checkpoint", NEWEST]
     (run_folder / NEWEST).write_bytes(b"damaged")
-    assert files_of_a_resume() == ["last_checkpoint", NEWEST, before, before]  # at last for its trailer alone
+    assert files_of_a_resume() == ["last_checkpoint", NEWEST, before]
 
 
 def directory(path):

@@ -58,7 +58,7 @@ def test_wherever_a_disk_is_full_all_earlier_files_are_intact(run_folder, monkey
 
     assert [name for name in os.listdir(run_folder) if name.startswith(".")] == []
     assert {name: (run_folder / name).read_bytes() for name in before} == before
-    tagged = 39 if (kind, n) == ("fsync", 5) else 29  # there everything but the tag's place in the folder is durable
+    tagged = 39 if (kind, n) == ("fsync", 4) else 29  # there everything but the tag's place in the folder is durable
     assert (run_folder / "last_checkpoint").read_text() == f"model_{tagged:07d}.pth"
     assert resumed_weight(run_folder) == tagged
 
@@ -196,13 +196,13 @@ def test_wherever_a_save_is_killed_the_old_or_the_new_checkpoint_is_intact(tmp_p
     assert [tuple(death["at"]) for death in deaths] == 2 * EACH_CALL
     assert {death["signal"] for death in deaths} == {9}
     # the new one counts from the second rename on, behind which only the tag's place in the folder is made durable
-    assert [death["at"] for death in deaths if death["resumed"] == [2, 2]] == 2 * [["fsync", 5]]
+    assert [death["at"] for death in deaths if death["resumed"] == [2, 2]] == 2 * [["fsync", 4]]
     assert [death["at"] for death in deaths if death["resumed"] == [1, 1]] == [
-        death["at"] for death in deaths if death["at"] != ["fsync", 5]
+        death["at"] for death in deaths if death["at"] != ["fsync", 4]
     ]
     # between a rename and the next file nothing is left; else one file, which the resume removes
-    assert {tuple(death["at"]) for death in deaths if death["left"] == 0} == {("fsync", 3), ("fsync", 5)}
+    assert {tuple(death["at"]) for death in deaths if death["left"] == 0} == {("fsync", 2), ("fsync", 4)}
     new = ["model_0000002.pth"]
     for death in deaths:
-        has_new = tuple(death["at"]) in [("write", 3), ("fsync", 3), ("fsync", 4), ("fsync", 5), ("rename", 2)]
+        has_new = tuple(death["at"]) in [("write", 2), ("fsync", 2), ("fsync", 3), ("fsync", 4), ("rename", 2)]
         assert death["files"] == ["last_checkpoint", "model_0000001.pth", *(new if has_new else [])]

@@ -2,17 +2,13 @@
 
 import contextlib
 import errno
-import hashlib
 import os
-import queue
 import re
 import secrets
 import shutil
-import threading
 from collections.abc import Iterator
 
-_CHUNK = 1 << 20  # smaller ones leave the digest waiting for the interpreter lock
-_MAX_BLOCKS = 16  # in memory between writing and digest
+_CHUNK = 1 << 20
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.trainkit-tmp")
 _being_written: list[str] = []  # names of this process's temporary files, which no thread of it may remove
 
@@ -50,14 +46,10 @@ def replacing(path: str) -> "Iterator[Output]":
 
 
 class Output:
-    """The file object that ``torch.save`` writes to; a second thread computes the digest meanwhile.
+    """The file object that ``torch.save`` writes to, in blocks that go to the disk at once.
 
-    What torch hands to ``write`` is gone when that returns, so it is copied into a few blocks that go round between
-    the two threads. A failed write is kept for :meth:`commit`, and what follows is only counted: raised at once, it
-    would come out of torch's writer as an error about positions in the file, and the size needed would stay unknown.
-
-    The thread is no executor, which takes nothing more once the interpreter has begun to end: a save that is under way
-    in another thread is still completed then.
+    A failed write is kept for :meth:`commit`, and what follows is only counted: raised at once, it would come out of
+    torch's writer as an error about positions in the file, and the size needed would stay unknown.
 
     Attributes:
         size: bytes handed to ``write``; ``written``: those that the file has taken.
@@ -66,20 +58,13 @@ class Output:
     def __init__(self, path: str) -> None:
         self.size = self.written = 0
         self._error: BaseException | None = None
-        self._sha256 = hashlib.sha256()
-        self._free_blocks: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-        self._num_blocks = 1
         self._block, self._filled = memoryview(bytearray(_CHUNK)), 0
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115
-        self._filled_blocks: queue.SimpleQueue[tuple[memoryview, int] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._hash_blocks, name="digest")
-        self._thread.start()
 
     def __enter__(self) -> "Output":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end_thread()
         self._file.close()
 
     def write(self, data: bytes | memoryview) -> int:
@@ -107,43 +92,20 @@ class Output:
         self._write_block()
         os.fsync(self._file.fileno())
 
-    def digest(self) -> bytes:
-        """The SHA-256 of what has been committed; nothing that is written behind it counts."""
-        self._end_thread()
-        return self._sha256.digest()
-
     def _write_block(self) -> None:
-        block, count = self._block, self._filled
-        self._filled_blocks.put((block, count))
-        rest = block[:count]
+        rest = self._block[: self._filled]
         while rest:
             num_taken = self._file.write(rest)
             self.written += num_taken
             rest = rest[num_taken:]
-        self._start_writeback(count)
-        self._block, self._filled = self._next_block(), 0
+        self._start_writeback(self._filled)
+        self._filled = 0
 
     def _start_writeback(self, count: int) -> None:
         """Have the system bring the last ``count`` bytes onto the disk now, so that the fsync finds little to do."""
         if hasattr(os, "posix_fadvise"):  # Linux; elsewhere the fsync does it all
             with contextlib.suppress(OSError):  # a file system need not follow an advice
                 os.posix_fadvise(self._file.fileno(), self.written - count, count, os.POSIX_FADV_DONTNEED)
-
-    def _next_block(self) -> memoryview:
-        if self._num_blocks < _MAX_BLOCKS and self._free_blocks.empty():
-            self._num_blocks += 1
-            return memoryview(bytearray(_CHUNK))
-        return self._free_blocks.get()
-
-    def _hash_blocks(self) -> None:
-        while (filled := self._filled_blocks.get()) is not None:
-            block, count = filled
-            self._sha256.update(block[:count])
-            self._free_blocks.put(block)
-
-    def _end_thread(self) -> None:
-        self._filled_blocks.put(None)
-        self._thread.join()
 
 
 def write_text(text: str, path: str | os.PathLike[str]) -> None:

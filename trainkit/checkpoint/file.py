@@ -1,16 +1,8 @@
 """One checkpoint file: written whole or not at all, and verified before it is read.
 
-Format: what ``torch.save`` writes, followed by a trailer of 52 bytes at the very end of the file::
-
-    8 bytes   magic, b"TRAINKIT"
-    4 bytes   version of the format, 1
-    8 bytes   length of what comes before the trailer, in bytes
-    32 bytes  SHA-256 of what comes before the trailer
-
-(integers are unsigned and little-endian). The saved dict carries one more key, ``MARKER``, so that a file of
-ours whose trailer is damaged or cut off does not pass for a plain file of ``torch.save``. ``torch.load`` and
-fvcore's ``Checkpointer`` read the file as it is; readers here remove the marker. A file with neither trailer nor marker
-comes from somewhere else and is read unverified.
+It is what ``torch.save`` writes: a zip archive, which has a CRC of each of its records. ``torch.load`` does not look at
+these, so readers here do. The saved dict has one more key, ``MARKER``, which tells our files from those of others;
+readers here remove it. Older files of ours have a digest behind the archive, which is left alone.
 """
 
 import contextlib
@@ -20,7 +12,7 @@ import io
 import os
 import pickle
 import re
-import struct
+import zipfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -32,10 +24,8 @@ from trainkit.checkpoint.state import plain_state
 SUFFIX = ".pth"
 MARKER = "__trainkit_format__"
 
-_VERSION = 1
-_MAGIC = b"TRAINKIT"
-_TRAILER = struct.Struct("<8sIQ32s")
 _CHUNK = 1 << 20
+_FOLDER = 0x10  # among the attributes of a record
 
 
 def write_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
@@ -45,11 +35,9 @@ def write_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         TypeError: ``state`` holds something else than tensors and plain Python values.
         CheckpointError: it cannot be written; nothing is left behind.
     """
-    payload = {MARKER: _VERSION, **plain_state(dict(state))}
+    payload = {MARKER: 2, **plain_state(dict(state))}
     with replacing(os.fspath(path)) as output:
         torch.save(payload, output)  # type: ignore[arg-type]  # it only needs write() and flush()
-        output.commit()  # before the digest is asked for: the disk works while it is computed
-        output.write(_TRAILER.pack(_MAGIC, _VERSION, output.size, output.digest()))
 
 
 def read_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
@@ -60,35 +48,34 @@ def read_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[s
     """
     path = os.fspath(path)
     with _opened(path) as file:
-        verified = _check_digest(file, path)
+        _check_records(file, path)
         file.seek(0)
         state = _unpickle(file, path, map_location)
     if not isinstance(state, dict):
         raise CheckpointError(f"'{path}' holds a {type(state).__name__}; a checkpoint is a dict")
-    if state.pop(MARKER, None) is not None and not verified:
-        raise CheckpointError(f"'{path}' is damaged: its trailer with the digest is missing or cut off")
+    state.pop(MARKER, None)
     return state
 
 
 def verify(path: str | os.PathLike[str]) -> None:
-    """Check that a file is complete and unchanged since it was written; a plain ``torch.save`` file only has to load.
+    """Check that a file is complete and unchanged since it was written; one that is no archive only has to load.
 
     Raises:
         CheckpointError: it is missing or damaged.
     """
     path = os.fspath(path)
     with _opened(path) as file:
-        verified = _check_digest(file, path)
-    if not verified:
+        is_archive = _check_records(file, path)
+    if not is_archive:
         read_file(path)
 
 
-def has_trailer(path: str | os.PathLike[str]) -> bool:
+def is_ours(path: str | os.PathLike[str]) -> bool:
     """Whether a file says that it was written by :func:`write_file`; it is not verified."""
     try:
-        with open(path, "rb") as file:
-            return _read_trailer(file) is not None
-    except OSError:
+        with zipfile.ZipFile(path) as archive, archive.open("archive/data.pkl") as pickled:
+            return MARKER.encode() in pickled.read(200)
+    except Exception:  # zipfile raises many types
         return False
 
 
@@ -128,45 +115,23 @@ def _read_failure(error: OSError, path: str) -> str:
     return "no such file" + (f"; the nearest name there is '{nearest[0]}'" if nearest else "")
 
 
-def _read_trailer(file: io.BufferedReader) -> tuple[int, int, bytes] | None:
-    """Return (version, payload length, digest), or None for a file that does not end in a trailer."""
-    size = file.seek(0, os.SEEK_END)
-    if size < _TRAILER.size:
-        return None
-    file.seek(size - _TRAILER.size)
-    magic, version, length, digest = _TRAILER.unpack(file.read(_TRAILER.size))
-    return (version, length, digest) if magic == _MAGIC else None
-
-
-def _check_digest(file: io.BufferedReader, path: str) -> bool:
-    """Return whether the file has a trailer; raise if it has one that does not fit the rest."""
-    trailer = _read_trailer(file)
-    if trailer is None:
+def _check_records(file: io.BufferedReader, path: str) -> bool:
+    """Compare the records of a zip archive with their CRCs; False for a file of another sort, which has none."""
+    if file.read(2) != b"PK":
         return False
-    version, length, digest = trailer
-    if version != _VERSION:
-        raise CheckpointError(
-            f"'{path}' has format version {version}, read here is {_VERSION}; it is damaged, or use a newer trainkit"
-        )
-    payload = file.tell() - _TRAILER.size
-    if length != payload:
-        raise CheckpointError(f"'{path}' is damaged: it holds {payload:,} bytes, {length:,} were written")
-    file.seek(0)
-    sha256 = hashlib.sha256()
-    _update(sha256, file, length)
-    if sha256.digest() != digest:
-        raise CheckpointError(f"'{path}' is damaged: its content does not match its digest")
+    try:
+        with zipfile.ZipFile(file) as archive:
+            records = archive.infolist()
+            if any(record.external_attr & _FOLDER for record in records):
+                raise zipfile.BadZipFile("a record is marked as a folder, which torch.load leaves out without a word")
+            size = sum(record.file_size for record in records)
+            if size > os.fstat(file.fileno()).st_size:  # torch.save compresses nothing
+                raise zipfile.BadZipFile(f"its records hold {size:,} bytes, more than the file")
+            if damaged := archive.testzip():
+                raise zipfile.BadZipFile(f"the content of its record '{damaged}' does not match its checksum")
+    except Exception as error:  # zipfile raises many types
+        raise CheckpointError(f"'{path}' is damaged: {error}") from error
     return True
-
-
-def _update(sha256: "hashlib._Hash", file: io.BufferedReader, length: int) -> None:
-    """Feed the next ``length`` bytes of ``file`` to ``sha256``."""
-    while length:
-        data = file.read(min(length, _CHUNK))
-        if not data:
-            return  # the file shrinks while it is read: the digest will tell
-        sha256.update(data)
-        length -= len(data)
 
 
 def _unpickle(file: io.BufferedReader, path: str, map_location: Any) -> Any:

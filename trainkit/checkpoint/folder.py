@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from trainkit.checkpoint.atomic import CheckpointError
-from trainkit.checkpoint.file import SUFFIX, has_trailer, is_file_of, read_file, verify
+from trainkit.checkpoint.file import SUFFIX, is_file_of, is_ours, read_file, verify
 from trainkit.checkpoint.shards import remove_shards, verify_shards
 
 _logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def find_checkpoint(folder: str) -> str:
     Raises:
         CheckpointError: as `tagged_file`.
     """
-    return tagged_file(folder) or next(filter(has_trailer, newest_first(folder)), "")
+    return tagged_file(folder) or next(filter(is_ours, newest_first(folder)), "")
 
 
 def choose(folder: str) -> str:
@@ -137,7 +137,7 @@ def _first_intact(folder: str, read: Callable[[str], _T]) -> tuple[str, _T | Non
             broken.append(str(error))
             continue
         # A file from elsewhere counts if it is tagged; else it may be some weights that were put into the folder.
-        if path == tagged or has_trailer(path):
+        if path == tagged or is_ours(path):
             if broken:
                 _logger.warning("%s. Resuming from '%s' instead", "; ".join(broken), path)
             return path, content
