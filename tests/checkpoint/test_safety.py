@@ -20,6 +20,7 @@ from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.checkpoint.file import sha256_of, verify, write_file
 from trainkit.checkpoint.publish import publish_weights
 from trainkit.config import import_modules
+from trainkit.engine import TrainerBase
 
 pytestmark = [  # of torch.distributed.checkpoint; the second one of torch 2.9
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -360,3 +361,13 @@ def test_an_entry_shards_that_names_no_folder_is_an_error(tmp_path, shards):
     for read in READERS.values():
         with pytest.raises(CheckpointError, match=r"model\.pth' is damaged: its entry 'shards' has to name a folder"):
             read(tmp_path / "model.pth")
+
+
+@pytest.mark.parametrize("trainer", [3, {}, {"iteration": "x"}, {"iteration": -5}, {"iteration": 1, "position": 3}])
+def test_a_trainer_of_other_contents_is_one_message(tmp_path, trainer):
+    write_file({"model": linear(1.0).state_dict(), "trainer": trainer}, tmp_path / "model.pth")
+    checkpointer = Checkpointer(linear(1.0), trainer=TrainerBase())
+    with pytest.raises(
+        CheckpointError, match="its entry .trainer. has other contents than"
+    ):
+        checkpointer.load(str(tmp_path / "model.pth"))

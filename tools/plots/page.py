@@ -22,7 +22,7 @@ def write_page(path: Path, runs: Sequence[Run], panels: Sequence[Panel]) -> None
         RunError: the file cannot be written.
     """
     try:
-        path.write_text(make_page(runs, panels), encoding="utf-8")
+        path.write_text(make_page(runs, panels), encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise RunError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
 

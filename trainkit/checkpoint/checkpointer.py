@@ -521,7 +521,14 @@ class Checkpointer:
             _logger.warning("'%s' holds no state for %s, which stay as they are", path, absent)
         for key in keys:
             if key in state:
-                self.checkpointables[key].load_state_dict(state.pop(key))
+                try:
+                    self.checkpointables[key].load_state_dict(state.pop(key))
+                except (LookupError, TypeError, AttributeError) as error:  # of a damaged or a made-up state
+                    _logger.debug("Loading %r of '%s' has failed:", key, path, exc_info=True)
+                    raise CheckpointError(
+                        f"'{path}': its entry {key!r} has other contents than what it is to be loaded into "
+                        f"({type(error).__name__}: {error}); use another checkpoint"
+                    ) from error
         _logger.info("Loaded %s", path)
         return state
 

@@ -385,6 +385,10 @@ class TrainerBase(HookPoints):
         self._hook_list.load_state_dict(state_dict.get("hooks", {}))
         if self.status == "running":  # a hook sets the model back, and the run goes on from where it is
             return
+        if not isinstance(state_dict["iteration"], int) or state_dict["iteration"] < -1:
+            raise TypeError(
+                f"the iteration of a saved run must be a whole number >= -1, got {state_dict['iteration']!r}"
+            )
         iteration, saved = state_dict["iteration"], state_dict.get("position", {"stage": 1, "finished_early": None})
         self.position = Position(iteration + (saved["stage"] == 1), saved["stage"])
         self.iter, self.start_iter, self.status = iteration, iteration + 1, "not started"
@@ -406,7 +410,7 @@ class TrainerBase(HookPoints):
         if rng_state is not None and world_size != comm.get_world_size():
             self._rng_state = derive_rng_state(rng_state, comm.get_rank(), iteration)
             logger.warning(
-                "The checkpoint was written by %d processes, now there are %d: their random state is derived anew, "
+                "The checkpoint was written by %s processes, now there are %d: their random state is derived anew, "
                 "from the checkpoint, the rank and the iteration",
                 world_size,
                 comm.get_world_size(),
