@@ -363,11 +363,19 @@ def test_an_entry_shards_that_names_no_folder_is_an_error(tmp_path, shards):
             read(tmp_path / "model.pth")
 
 
-@pytest.mark.parametrize("trainer", [3, {}, {"iteration": "x"}, {"iteration": -5}, {"iteration": 1, "position": 3}])
+@pytest.mark.parametrize(
+    "trainer",
+    [3, {}, {"iteration": "x"}, {"iteration": -5}, {"iteration": 1, "position": 3}, {"iteration": 1, "rng": {}}],
+)
 def test_a_trainer_of_other_contents_is_one_message(tmp_path, trainer):
     write_file({"model": linear(1.0).state_dict(), "trainer": trainer}, tmp_path / "model.pth")
     checkpointer = Checkpointer(linear(1.0), trainer=TrainerBase())
-    with pytest.raises(
-        CheckpointError, match="its entry .trainer. has other contents than"
-    ):
+    with pytest.raises(CheckpointError, match="its entry .trainer. has other contents than"):
+        checkpointer.load(str(tmp_path / "model.pth"))
+
+
+def test_states_of_ranks_that_are_no_list_are_one_message(tmp_path):
+    write_file({"model": linear(1.0).state_dict(), "trainer": {"iteration": 1}, "ranks": 3}, tmp_path / "model.pth")
+    checkpointer = Checkpointer(linear(1.0), trainer=TrainerBase())
+    with pytest.raises(CheckpointError, match="its entry 'ranks' has to be a list with the states of each rank"):
         checkpointer.load(str(tmp_path / "model.pth"))

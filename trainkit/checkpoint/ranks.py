@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainkit.checkpoint.atomic import CheckpointError
 from trainkit.utils import comm
 
 _logger = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ def gather_rank_states(state: Mapping[str, Any], model: nn.Module, keys: Mapping
 def take_rank_state(state: dict[str, Any], path: str) -> None:
     """Put this rank's own part into ``state``, which is that of rank 0, and remove the others' from it."""
     parts = state.pop(KEY, None)
+    if parts is not None and not (isinstance(parts, list) and all(isinstance(part, dict) for part in parts)):
+        raise CheckpointError(f"'{path}' is damaged: its entry {KEY!r} has to be a list with the states of each rank")
     if parts is None or len(parts) != comm.get_world_size():
         if (parts and len(parts)) != comm.get_world_size() > 1:
             _logger.warning("'%s' holds no states of %d ranks; each takes those of rank 0", path, comm.get_world_size())
