@@ -593,42 +593,21 @@ def test_images_stay_inside_hold_images_whoever_clears_them():
             assert (storage.images(), storage.histograms()) == ([], [])
 
 
-# ---------------------------------------------------------------------- storing later, without a worker
+# ---------------------------------------------------------------------- storing at once
 
 
-def test_what_is_put_later_is_called_in_its_turn_at_its_place_when_somebody_reads():
-    called = []
-    with EventStorage() as storage:
-        storage.iter = 3
-        with storage.name_scope("early"):
-            storage.put_later(lambda: (called.append(storage.iter), get_event_storage().put_scalar("loss", 1.0)))
-        storage.iter = 4
+def test_without_a_worker_what_is_put_later_is_stored_at_once_and_in_this_storage():
+    with EventStorage(3) as storage:
+        with EventStorage() as other, storage.name_scope("early"):  # of an evaluation, say
+            storage.put_later(lambda: get_event_storage().put_scalar("loss", 1.0))
+            assert get_event_storage() is other
         storage.put_scalar("early/loss", 2.0)
-        assert called == []
-
-        with EventStorage():  # of an evaluation, say: what comes late does not go there
-            assert storage.history("early/loss").values() == [(1.0, 3), (2.0, 4)]
-            assert get_event_storage().latest() == {}
-        assert called == [3]
-        assert storage.iter == 4
-
-
-def test_an_error_of_a_late_call_is_raised_to_the_reader_once_and_what_follows_it_is_still_stored():
-    with EventStorage() as storage:
-        storage.put_later(fail)
-        storage.put_scalar("loss", 1.0)
+        assert storage.history("early/loss").values() == [(1.0, 3), (2.0, 3)]
+        assert other.latest() == {}
         with pytest.raises(OSError, match="no space left"):
-            storage.latest()
-        assert storage.latest() == {"loss": (1.0, 0)}
-
-
-def test_without_a_reader_late_calls_are_made_now_and_then():
-    called = []
-    with EventStorage() as storage:
-        for i in range(1500):
-            storage.put_later(called.append, i)
-        assert called == list(range(1000))
-    assert called == list(range(1500))  # and when the storage is closed
+            storage.put_later(fail)
+        assert get_event_storage() is storage
+        assert workers() == []
 
 
 def test_a_row_is_stored_like_its_scalars_whatever_their_names_are():
@@ -669,8 +648,8 @@ def test_what_is_refused_leaves_nothing_behind():
     storage = EventStorage()
     with pytest.raises(ValueError, match="could not convert"):
         storage.put_row({"a": 1.0, "b": "text"})
-    with pytest.raises(OverflowError, match="must fit into 64 bits"):
-        storage.put_scalar("c", 1.0, cur_iter=2**63)
+    with pytest.raises(TypeError, match="interpreted as an integer"):
+        storage.put_scalar("c", 1.0, epoch=0.5)
     storage.put_scalar("d", 1.0)
     with pytest.raises(ValueError, match="'d' was put with"):
         storage.put_row({"e": 1.0, "d": 2.0}, smoothing_hint=False)
@@ -774,16 +753,3 @@ def test_a_storage_that_is_opened_inside_a_late_call_is_the_innermost_one():
         storage.publish(evaluate)
         assert found == [{"inner": (1.0, 0)}]
         assert storage.latest() == {"outer": (2.0, 0)}
-
-
-def test_ctrl_c_while_values_are_stored_loses_none_of_those_behind_it():
-    def interrupt():
-        raise KeyboardInterrupt
-
-    with EventStorage() as storage:
-        storage.put_scalar("x", 0.0)
-        storage.put_later(interrupt)
-        storage.put_scalar("x", 1.0)
-        with pytest.raises(KeyboardInterrupt):
-            storage.flush()
-        assert [value for value, _ in storage.history("x").values()] == [0.0, 1.0]

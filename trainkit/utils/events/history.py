@@ -2,7 +2,6 @@
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -27,17 +26,10 @@ class HistoryBuffer:
 
     def update(self, value: float, iteration: int | None = None) -> None:
         """Append a value; ``iteration`` defaults to the number of values so far."""
-        self.extend((value,), (self._count if iteration is None else iteration,))
-
-    def extend(self, values: Sequence[float], iterations: Iterable[int]) -> None:
-        """Append values with their iterations, of which there are as many."""
-        self._iterations.extend(iterations)
-        self._values.extend(values)
-        self._count += len(values)
-        total = self._sum
-        for value in values:  # one by one: the sum is the same to the last bit, in whatever pieces they come
-            total += value
-        self._sum = total
+        self._iterations.append(self._count if iteration is None else iteration)
+        self._values.append(value)
+        self._count += 1
+        self._sum += value
         if len(self._values) >= self._length_to_drop:
             del self._values[: -self._max_length], self._iterations[: -self._max_length]
 

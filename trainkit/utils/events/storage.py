@@ -3,25 +3,23 @@
 import logging
 import operator
 import threading
-from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 
-from trainkit.utils.events.backlog import Backlog
 from trainkit.utils.events.history import HistoryBuffer
 
 logger = logging.getLogger(__name__)
 
 _stack: list["EventStorage"] = []
-_thread = threading.local()  # .stack: as _stack, while this thread stores what was put before
+_thread = threading.local()  # .stack: as _stack, in the worker thread of a storage
 
-_MAX_ITER = 2**63 - 1
-_MAX_KINDS_OF_ROWS = 1000  # a model may put other names in each iteration
+_MAX_CALLS = 1000  # if nobody reads or publishes, memory must not grow and an error must not wait for the end
 _MAX_IMAGES = 100  # a rank without a writer never empties the list
 
 
@@ -61,44 +59,31 @@ class Histogram(NamedTuple):
     raw: dict[str, Any]  # the keyword arguments of SummaryWriter.add_histogram_raw
 
 
-class _Place(NamedTuple):
-    """What is put belongs to it. What is stored later has a place of its own, that at which it was put."""
-
-    iter: int
-    prefix: str = ""
-
-
-class _Rows(NamedTuple):
-    """Scalars that are put together, iteration by iteration: stored column by column, they cost a fraction."""
-
-    names: list[str]
-    rows: list[tuple[int, list[float], int | None]]  # each iteration, values, epoch
-
-
 class EventStorage:
     """Scalars with their history, and the newest images and histograms.
 
     Writers read it; ``get_event_storage()`` finds it inside ``with storage:``. Histories are bounded by
-    ``history_length`` values each (see `HistoryBuffer`). What is put waits for the next ``publish`` or read and is
-    stored then, in the same order; by a worker thread in a storage that defers (`start_deferring`). What a read returns
-    is of that moment: ask again instead of keeping it.
+    ``history_length`` values each (see `HistoryBuffer`). What is put is stored at once. After ``start_deferring`` it
+    waits in one list, which ``publish`` hands over to one worker thread; the worker stores it in the same order, and
+    whoever reads waits for the worker. What a read returns is of that moment: ask again instead of keeping it.
     """
 
     def __init__(self, start_iter: int = 0, history_length: int = 10_000) -> None:
-        self._place = self._later_place = _Place(start_iter)
+        self._place = start_iter, ""  # iteration and name scope of what is put now
         self._history_length = history_length
         self._history: dict[str, HistoryBuffer] = {}
         self._smoothing_hints: dict[str, bool] = {}
-        self._smoothed: dict[int, dict[str, tuple[float, int]]] = {}  # window -> what was asked for since the last row
         self._epochs: dict[str, int] = {}
         self._images: deque[Image] = deque(maxlen=_MAX_IMAGES)
         self._histograms: deque[Histogram] = deque(maxlen=_MAX_IMAGES)
         self._holds_images = False
-        self._backlog = Backlog(self._storing)
-        # names, prefix and hint -> rows of these scalars; those that wait to be stored, and which names these have
-        self._rows: dict[tuple[str | bool, ...], _Rows] = {}
-        self._waiting_rows: list[_Rows] = []
-        self._names_of_rows: set[str] = set()
+        # of a storage that defers
+        self._pool: ThreadPoolExecutor | None = None
+        self._worker: int | None = None  # its thread
+        self._late_place = self._place  # of the call that the worker makes: where that was put
+        self._calls: deque[tuple[tuple[int, str], Callable[..., None], tuple[Any, ...]]] = deque()
+        self._lock = threading.Lock()  # another thread may read; appending needs none
+        self._jobs: list[Future[None]] = []
 
     # ------------------------------------------------------------------ put
 
@@ -136,33 +121,52 @@ class EventStorage:
         epoch: int | None = None,
     ) -> None:
         """``put_scalar`` for each item, whatever its name is."""
-        storing = self._backlog.working_thread is not None and self._backlog.is_working()
-        place = self._later_place if storing else self._place
-        iter = place.iter if cur_iter is None else operator.index(cur_iter)
-        if not -_MAX_ITER <= iter <= _MAX_ITER:
-            raise OverflowError(f"an iteration must fit into 64 bits, got {iter}")
-        if epoch is not None and not place.prefix and "epoch" in values:
+        iter, prefix = self._present_place()
+        if cur_iter is not None:
+            iter = operator.index(cur_iter)
+        if epoch is not None:
+            epoch = operator.index(epoch)
+        if epoch is not None and not prefix and "epoch" in values:
             raise ValueError("a scalar called 'epoch' cannot have an epoch itself; give it another name")
         try:
-            row = iter, [*map(float, values.values())], None if epoch is None else operator.index(epoch)
+            row = {_writable(prefix, name): float(value) for name, value in values.items()}
         except (TypeError, ValueError):
             _name_what_is_no_number(values)
             raise
-        rows = self._rows.get((*values, place.prefix, smoothing_hint))
-        if rows is None:  # behind the conversions: what is refused leaves nothing behind
-            rows = self._make_rows(values, place.prefix, smoothing_hint)
-        if storing:
-            self._add(rows, row)
-        else:
-            self._backlog.append(self._add, rows, row)
+        if "iteration" in row:
+            raise ValueError("'iteration' is the name under which writers show the iteration; use another name")
+        hints = self._smoothing_hints
+        for name in row:
+            if hints.get(name, smoothing_hint) is not smoothing_hint:
+                raise ValueError(
+                    f"scalar {name!r} was put with smoothing_hint={not smoothing_hint} before and now with "
+                    f"smoothing_hint={smoothing_hint}; use one hint per name"
+                )
+        for name in row:  # what is refused leaves nothing behind
+            hints[name] = smoothing_hint
+        self._put(self._store_row, row, iter, epoch)
+
+    def _store_row(self, row: Mapping[str, float], iter: int, epoch: int | None) -> None:
+        for name, value in row.items():
+            history = self._history.get(name)
+            if history is not None:
+                history.update(value, iter)
+            else:
+                history = HistoryBuffer(self._history_length)
+                history.update(value, iter)
+                self._history[name] = history  # never empty: another thread may read
+            if epoch is not None:
+                self._epochs[name] = epoch
+            elif self._epochs:
+                self._epochs.pop(name, None)
 
     def put_image(self, img_name: str, img_tensor: torch.Tensor) -> None:
         """Keep an image for the writers: shape ``[channel, height, width]``, RGB, float in [0, 1] or uint8.
 
         A writer that shows images lets them go; the newest 100 are kept until then.
         """
-        place = self._present_place()
-        self._put(self._images.append, Image(_writable(place.prefix, img_name), img_tensor, place.iter))
+        iter, prefix = self._present_place()
+        self._put(self._images.append, Image(_writable(prefix, img_name), img_tensor, iter))
 
     def put_histogram(self, hist_name: str, hist_tensor: torch.Tensor, bins: int = 1000) -> None:
         """Keep the histogram of a tensor of any shape, kept like an image. Synchronizes its device."""
@@ -177,81 +181,39 @@ class EventStorage:
             "bucket_limits": torch.linspace(low, high, bins + 1)[1:].tolist(),
             "bucket_counts": torch.histc(values, bins=bins).tolist(),
         }
-        place = self._present_place()
-        self._put(self._histograms.append, Histogram(_writable(place.prefix, hist_name), place.iter, raw))
+        iter, prefix = self._present_place()
+        self._put(self._histograms.append, Histogram(_writable(prefix, hist_name), iter, raw))
 
     @contextmanager
     def name_scope(self, name: str) -> Iterator[None]:
         """Everything put inside has ``name/`` before its name."""
-        before = self._present_place()
-        self._go_to(before._replace(prefix=name.rstrip("/") + "/"))
+        iter, before = self._present_place()
+        self._go_to(iter, name.rstrip("/") + "/")
         try:
             yield
         finally:
-            self._go_to(self._present_place()._replace(prefix=before.prefix))
+            self._go_to(self.iter, before)
 
     def _put(self, store: Callable[..., None], *args: Any) -> None:
-        if self._backlog.has_worker and not self._backlog.is_working():
-            self._backlog.append(store, *args)
-        else:
+        """Store it now, or let the worker do it in its turn."""
+        if self._pool is None or self._is_worker():
             store(*args)
-
-    def _present_place(self) -> _Place:
-        return self._later_place if self._backlog.is_working() else self._place
-
-    def _go_to(self, place: _Place) -> None:
-        if self._backlog.is_working():
-            self._later_place = place
-        else:
-            self._place = place
-
-    def _make_rows(self, values: Iterable[str], prefix: str, smoothing_hint: bool) -> "_Rows":
-        names = [_writable(prefix, name) for name in values]
-        for name in names:
-            if name == "iteration":
-                raise ValueError("'iteration' is the name under which writers show the iteration; use another name")
-            if self._smoothing_hints.get(name, smoothing_hint) is not smoothing_hint:
-                raise ValueError(
-                    f"scalar {name!r} was put with smoothing_hint={not smoothing_hint} before and now with "
-                    f"smoothing_hint={smoothing_hint}; use one hint per name"
-                )
-        self._smoothing_hints.update(dict.fromkeys(names, smoothing_hint))
-        if len(self._rows) >= _MAX_KINDS_OF_ROWS:
-            self._rows.clear()  # they are made again
-        rows = _Rows(names, [])
-        self._rows.update({(*values, prefix, smoothing_hint): rows})
-        return rows
-
-    def _add(self, rows: "_Rows", row: tuple[int, list[float], int | None]) -> None:
-        """Wait for more rows of the same names, as long as there is no other row with one of these names."""
-        if not rows.rows:
-            if not self._names_of_rows.isdisjoint(rows.names):
-                self._store_rows()
-            self._names_of_rows.update(rows.names)
-            self._waiting_rows.append(rows)
-        rows.rows.append(row)
-
-    def _store_rows(self) -> None:
-        if not self._waiting_rows:
             return
-        self._smoothed.clear()
-        waiting = [(names, rows[:]) for names, rows in self._waiting_rows]
-        for _, rows in self._waiting_rows:
-            rows.clear()
-        self._waiting_rows.clear()
-        self._names_of_rows.clear()
-        for names, rows in waiting:
-            row_iters, values, epochs = zip(*rows, strict=True)
-            iters = array("q", row_iters)  # once for all names
-            for name, column in zip(names, zip(*values, strict=True), strict=True):
-                history = self._history.get(name)
-                if history is None:
-                    history = self._history[name] = HistoryBuffer(self._history_length)
-                history.extend(column, iters)
-                if epochs[-1] is not None:
-                    self._epochs[name] = epochs[-1]
-                else:
-                    self._epochs.pop(name, None)
+        self._calls.append((self._place, store, args))
+        if len(self._calls) >= _MAX_CALLS:
+            self.hand_over()
+
+    def _is_worker(self) -> bool:
+        return threading.get_ident() == self._worker
+
+    def _present_place(self) -> tuple[int, str]:
+        return self._late_place if self._pool is not None and self._is_worker() else self._place
+
+    def _go_to(self, iter: int, prefix: str) -> None:
+        if self._is_worker():
+            self._late_place = iter, prefix
+        else:
+            self._place = iter, prefix
 
     # ------------------------------------------------------------------ read
 
@@ -278,15 +240,13 @@ class EventStorage:
     def latest_with_smoothing_hint(self, window_size: int = 20) -> dict[str, tuple[float, int]]:
         """Like ``latest``; a smoothed scalar gives its median over the last ``window_size`` iterations."""
         self.flush()
-        smoothed = self._smoothed.get(window_size)
-        if smoothed is None:  # else another writer has asked before
-            smoothed = self._smoothed[window_size] = {}
-            for name, history in [*self._history.items()]:  # another thread may add to it
-                value, iter = history.latest_with_iter()
-                if self._smoothing_hints[name]:
-                    value = history.median(history.count_within(window_size))
-                smoothed[name] = value, iter
-        return dict(smoothed)
+        smoothed = {}
+        for name, history in [*self._history.items()]:  # another thread may add to it
+            value, iter = history.latest_with_iter()
+            if self._smoothing_hints[name]:
+                value = history.median(history.count_within(window_size))
+            smoothed[name] = value, iter
+        return smoothed
 
     def count_samples(self, name: str, window_size: int = 20) -> int:
         """How many values the last ``window_size`` iterations have, counted back from the newest value."""
@@ -333,11 +293,11 @@ class EventStorage:
     @property
     def iter(self) -> int:
         """The iteration that what is put now belongs to, counted from 0."""
-        return self._present_place().iter
+        return self._present_place()[0]
 
     @iter.setter
     def iter(self, value: int) -> None:
-        self._go_to(_Place(int(value), self._present_place().prefix))
+        self._go_to(int(value), self._present_place()[1])
 
     @property
     def iteration(self) -> int:
@@ -349,8 +309,8 @@ class EventStorage:
 
     def begin_iter(self, iter: int) -> None:
         """What the loop puts from now on belongs to ``iter``; raises as ``raise_error``."""
-        self._place = _Place(iter, self._place.prefix)
-        self._backlog.raise_error()
+        self._place = iter, self._place[1]
+        self.raise_error()
 
     # ------------------------------------------------------------------ state
 
@@ -372,8 +332,6 @@ class EventStorage:
         for name, saved in state["histories"].items():
             self._history[name] = HistoryBuffer(self._history_length)
             self._history[name].load_state_dict(saved)
-        self._smoothed.clear()
-        self._rows.clear()
         self._smoothing_hints, self._epochs = dict(state["smoothing_hints"]), dict(state["epochs"])
         self._images = deque((Image(**image) for image in state["images"]), _MAX_IMAGES)
         self._histograms = deque((Histogram(**histogram) for histogram in state["histograms"]), _MAX_IMAGES)
@@ -382,52 +340,65 @@ class EventStorage:
 
     def start_deferring(self) -> None:
         """From now on a worker thread stores what is put; until the ``with`` block ends."""
-        self._backlog.start_worker()
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "trainkit-metrics", initializer=self._start_worker)
+
+    def _start_worker(self) -> None:
+        self._worker, _thread.stack = threading.get_ident(), [self]
 
     def put_later(self, store: Callable[..., None], *args: Any) -> None:
-        """Call ``store(*args)`` in its turn, when somebody reads: in the worker, if there is one, where it may wait.
+        """Call ``store(*args)`` in its turn: at once, or in the worker, where it may wait for a device.
 
         What it puts belongs to the iteration and the name scope of now.
         """
-        if self._backlog.is_working():
+        self._put(self._call, store, args)
+
+    def _call(self, store: Callable[..., None], args: tuple[Any, ...]) -> None:
+        stack = _open_storages()
+        stack.append(self)  # another one may be open now, for an evaluation
+        try:
             store(*args)
-        else:
-            self._backlog.append(self._call_at, self._place, store, args)
+        finally:
+            stack.pop()
 
     def publish(self, write: Callable[[], None]) -> None:
-        """Call ``write()`` behind everything put so far: at once, or in the worker without being waited for."""
+        """Call ``write()`` after everything put so far: at once, or in the worker without being waited for."""
         self.put_later(write)
         self.hand_over()
 
     def hand_over(self) -> None:
-        """Store everything put so far, or let the worker begin with that; never waits for it."""
-        if not self._backlog.is_working():
-            self._backlog.hand_over()
+        """Let the worker start with everything put so far; never waits for it."""
+        if self._pool is None or self._is_worker():
+            return
+        with self._lock:
+            calls = [self._calls.popleft() for _ in range(len(self._calls))]
+            if calls:
+                self._jobs.append(self._pool.submit(self._make, calls))
+
+    def _make(self, calls: list[tuple[tuple[int, str], Callable[..., None], tuple[Any, ...]]]) -> None:
+        """In the worker. An exception does not keep later calls from being made; the first one is raised."""
+        error: Exception | None = None
+        for self._late_place, call, args in calls:
+            try:
+                call(*args)
+            except Exception as e:
+                error = error or e
+        if error is not None:
+            raise error
 
     def raise_error(self) -> None:
         """Raise what has gone wrong in the worker since the last call. Never waits."""
-        self._backlog.raise_error()
+        while self._jobs and self._jobs[0].done():
+            self._jobs.pop(0).result()
 
     def flush(self) -> None:
-        """Store everything put so far, or wait until that is done; raise what has gone wrong."""
-        if self._backlog.is_working():
-            self._store_rows()
-        else:
-            self._backlog.wait()
-
-    @contextmanager
-    def _storing(self) -> Iterator[None]:
-        stack = _thread.__dict__.setdefault("stack", [])
-        stack.append(self)
-        try:
-            yield
-            self._store_rows()
-        finally:
-            stack.pop()
-
-    def _call_at(self, place: _Place, store: Callable[..., None], args: tuple[Any, ...]) -> None:
-        self._later_place = place
-        store(*args)
+        """Wait until everything put so far is stored; raise what has gone wrong."""
+        if self._is_worker():
+            return
+        self.hand_over()
+        if self._jobs:
+            wait(self._jobs)  # all of them, before one of them raises: a writer may be closed next
+            self.raise_error()
 
     # ------------------------------------------------------------------ context
 
@@ -446,14 +417,17 @@ class EventStorage:
                 raise
             logger.exception("Storing or writing metrics failed as well:")
         finally:
-            self._backlog.close()
+            if self._pool is not None:
+                self._pool.shutdown()
+            self._pool = self._worker = None
 
 
 def _writable(prefix: str, name: str) -> str:
     """The whole name; a lone surrogate, which no file takes, becomes its escape: ``"\\ud800"``."""
     if not isinstance(name, str):
         raise TypeError(f"the name of a scalar or an image must be text, got {name!r}; use str(name)")
-    return (prefix + name).encode("utf-8", "backslashreplace").decode()
+    whole = prefix + name
+    return whole if whole.isascii() else whole.encode("utf-8", "backslashreplace").decode()
 
 
 def _name_what_is_no_number(values: Mapping[str, Any]) -> None:
