@@ -286,6 +286,14 @@ def test_amp_of_the_config_makes_an_amp_trainer_that_keeps_every_setting(tmp_pat
     assert inner.zero_grad_before_forward
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"), [([], 20), (["LOG.PERIOD", "2ep"], 10), (["LOG.GATHER_PERIOD", 2], 1)]
+)
+def test_ranks_exchange_metrics_once_per_log_period(tmp_path, options, expected):
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, "LOG.PERIOD", 20, *options))
+    assert trainer._trainer.metrics.exchange_period == expected
+
+
 def test_an_unknown_precision_is_an_error_of_the_config(tmp_path):
     with pytest.raises(ConfigError, match=r"SOLVER.AMP.PRECISION is 'float8'; accepted: float16, bfloat16"):
         DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", "float8"))

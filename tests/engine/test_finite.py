@@ -122,6 +122,7 @@ def test_gradients_that_are_not_finite_end_the_run_before_the_update():
     assert all(torch.equal(a, b) for a, b in zip(state_of(trainer), state_of(expected), strict=True))
 
 
+@pytest.mark.usefixtures("worker")
 def test_asynchronously_gradients_that_are_not_finite_end_the_run_before_the_next_checkpoint():
     trainer = poisoned([3], async_write_metrics=True)
     reached = []
@@ -164,7 +165,6 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_a_skipped_update_leaves_weights_and_optimizer_as_they_were(make, asynchronous):
     data = batches(10)
@@ -227,7 +227,6 @@ def test_a_skipped_step_leaves_the_buffers_as_they_were(fused):
     assert not model.norm.running_mean.isfinite().all()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_loss_that_is_not_finite_is_left_out_of_the_averages(asynchronous, caplog):
     model = Weight(lambda weight, batch: {"loss_a": weight * batch, "loss_b": weight})
     data = [torch.tensor(value) for value in (1.0, math.nan, 1.0)]
@@ -253,7 +252,6 @@ def test_a_finite_gradient_of_a_loss_that_is_not_finite_is_skipped_too():
     assert model.weight.item() == 0.5
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
 def test_so_many_skipped_updates_in_a_row_end_the_run(asynchronous):
     kwargs = {"non_finite": "skip", "max_non_finite_in_row": 3, "async_write_metrics": asynchronous}
     poisoned([1, 2, 4, 5, 7, 8], **kwargs).train(0, 10)
@@ -266,6 +264,7 @@ def test_so_many_skipped_updates_in_a_row_end_the_run(asynchronous):
     assert not any(value.isnan().any() for value in state_of(trainer))
 
 
+@pytest.mark.usefixtures("worker")
 def test_the_counts_are_part_of_the_state():
     kwargs = {"non_finite": "skip", "max_non_finite_in_row": 4, "async_write_metrics": True}
     first = poisoned([1, 4, 5], **kwargs)
@@ -316,7 +315,6 @@ def test_an_optimizer_that_makes_skipping_wait_for_the_device_is_named_once(capl
 # ---------------------------------------------------------------------- ignore, mixed precision
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
 def test_ignoring_looks_at_nothing(asynchronous):
     model = Weight()
     data = [torch.tensor(1.0), torch.tensor(math.nan)]
@@ -376,6 +374,7 @@ def test_statistics_that_are_not_finite_are_found_though_losses_and_gradients_ar
         trainer.train(0, 1)
 
 
+@pytest.mark.usefixtures("worker")
 def test_an_update_that_overflows_is_found_before_the_weights_are_saved():
     model = Weight()
     trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model, lr=3.4e38), async_write_metrics=True)
@@ -445,7 +444,6 @@ def test_on_cuda_a_step_waits_for_nothing(trainer_class, non_finite, make):
     assert trainer.status == "finished"
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_failure_is_not_found_again_in_a_run_that_follows(asynchronous):
     model = Weight(lambda weight, batch: weight * batch)
     data = [torch.tensor(value) for value in (1.0, math.nan, math.nan, 1.0)]

@@ -4,32 +4,40 @@ import logging
 import math
 import os
 import threading
-import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.engine.tiny import Regression, Weight, batches, scalars, sgd
+from tests.engine.tiny import AfterStep, Regression, Weight, batches, metrics_by_worker, scalars, sgd
 from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer
-from trainkit.engine import metrics
 from trainkit.engine.hooks import BestCheckpointer, CallbackHook, EarlyStopping, EvalHook, PeriodicWriter, PreciseBN
-from trainkit.engine.metrics import mean_losses, reduce_over_ranks
+from trainkit.engine.metrics import Row, StepRecord, exchange_rows, mean_losses
 from trainkit.engine.parallel import create_ddp_model
 from trainkit.engine.step import SimpleTrainer
-from trainkit.utils import shared_rows
 from trainkit.utils.losses import parse_losses
-from trainkit.utils.shared_rows import SharedRows
 
 
 def test_one_process_keeps_its_own_values():
-    values = {"total_loss": 1.0, "b": math.inf}
-    reduced = reduce_over_ranks(values, 0.5)
-    assert reduced == (values, 0.5)
-    assert reduced[0] is not values
+    row = Row(3, 0.5, {"total_loss": 1.0, "b": math.inf})
+    [mean], failures = exchange_rows([row], 1, "it is not finite")
+    assert mean == row
+    assert mean.values is not row.values
+    assert failures == ["it is not finite"]
+
+
+def test_the_host_waits_for_the_step_before_the_last_one(monkeypatch):
+    waits = []
+    monkeypatch.setattr(StepRecord, "is_under_way", lambda record: True)
+    monkeypatch.setattr(StepRecord, "wait", lambda record: waits.append(record.iter))
+    seen = []
+    model = Weight()
+    trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model), async_write_metrics=True)
+    trainer.register_hooks([AfterStep(lambda trainer: seen.append((trainer.iter, list(waits))))])
+    trainer.train(0, 5)
+    assert seen == [(0, []), (1, []), (2, [0]), (3, [0, 1]), (4, [0, 1, 2])]
 
 
 def test_the_total_is_added_up_in_the_order_of_the_entries():
@@ -72,40 +80,31 @@ def test_entries_on_another_device_than_the_loss_are_stored_too(asynchronous):
 # ---------------------------------------------------------------------- two ranks; one spawn for all
 
 
+def means(*values, sec=0.5, most=3):
+    rows = [Row(iter, sec, by_name) for iter, by_name in enumerate(values)]
+    found, failures = exchange_rows(rows, most)
+    assert not any(failures)
+    assert [row.iter for row in found] == [row.iter for row in rows]
+    return [(row.values, row.data_time) for row in found]
+
+
 def exchange(rank, folder):
     many = {f"loss_{i}": float(i + rank) for i in range(100)}
     names = {"total_loss": float(rank), "a": 1.0 + rank}
     backwards = dict(reversed(names.items())) if rank else names
     return {
-        "means": reduce_over_ranks(names, 0.25 + rank),
-        "other names": reduce_over_ranks({"total_loss": 1.0 + 2 * rank, "ab"[rank]: 2.0 + 3 * rank}, 0.5),
-        "other order": reduce_over_ranks(backwards, 0.5),
-        "other count": reduce_over_ranks(names if rank else {"total_loss": 2.0}, 0.5),
-        "many": reduce_over_ranks(many, 0.5) == ({f"loss_{i}": i + 0.5 for i in range(100)}, 0.5),
-        "many on one rank": reduce_over_ranks(many if rank else {"loss_7": 0.0}, 0.5)[0]["loss_7"],
-        "again": reduce_over_ranks(names, 0.25),
+        "means": means(names, sec=0.25 + rank),
+        "several rows": means(names, {"total_loss": 4.0 * rank}, names),
+        "no row": means(),
+        "other names": means({"total_loss": 1.0 + 2 * rank, "ab"[rank]: 2.0 + 3 * rank}),
+        "other names in the last row": means(names, {"total_loss": 1.0 + 2 * rank, "ab"[rank]: 2.0 + 3 * rank}),
+        "other order": means(backwards),
+        "other count": means(names if rank else {"total_loss": 2.0}),
+        "many": means(many) == [({f"loss_{i}": i + 0.5 for i in range(100)}, 0.5)],
+        "many on one rank": means(many if rank else {"loss_7": 0.0})[0][0]["loss_7"],
+        "failures": exchange_rows([Row(7, 0.5, names)], 1, "not finite" if rank else None),
+        "again": means(names, sec=0.25),
     }
-
-
-def exchange_through_memory(rank, folder):
-    memory = Path(folder, "memory")
-    memory.mkdir(exist_ok=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_rows, "FOLDER", memory)
-        goes_over_network = metrics.prepare_exchange()
-    for late in range(2):  # long enough for the other to ask whether this one is still there
-        time.sleep(0.3 * (rank == late))
-        reduce_over_ranks({"total_loss": 1.0}, 0.0)
-    found = exchange(rank, folder)
-    return {"found": found, "over network": goes_over_network, "left": os.listdir(memory)}
-
-
-def exchange_over_gloo(rank, folder):
-    """One rank finds no file, as on another machine."""
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(SharedRows, "__init__", lambda *arguments: os.stat(folder + "/of another machine"))
-        return exchange_through_memory(rank, folder)
 
 
 def losses(rank, folder):
@@ -119,6 +118,46 @@ def losses(rank, folder):
     return {"scalars": scalars(trainer), "slowest": slowest, "own": own}
 
 
+def seen_by_one_rank(rank, folder, asynchronous=False):
+    """In iteration 6 both ranks look for failures; rank 0 alone reads the storage after each iteration."""
+
+    def compute(weight, batch):
+        return {"loss": weight * batch, "small" if batch < 8 else "large": batch}
+
+    model = Weight(compute)
+    data = [torch.tensor(float(10 * rank + i)) for i in range(10)]
+    kwargs = {"exchange_period": 4, "async_write_metrics": asynchronous}
+    trainer = SimpleTrainer(model, data, sgd(model, lr=0.0), **kwargs)
+    seen = []
+
+    def look(trainer):
+        if trainer.iter == 6:
+            trainer.check_finite()
+        if rank == 0:
+            seen.append(trainer.storage.latest().get("total_loss", (0, None))[1])
+
+    trainer.register_hooks([AfterStep(look)])
+    trainer.train(0, 10)
+    return {"seen": seen, "scalars": scalars(trainer)}
+
+
+def seen_by_one_rank_asynchronously(rank, folder):
+    with metrics_by_worker():
+        return seen_by_one_rank(rank, folder, asynchronous=True)
+
+
+def nan_before_the_exchange(rank, folder):
+    """Rank 1 alone has it, in iteration 2 of 4 that are exchanged together."""
+    model = Weight()
+    data = [torch.tensor(math.nan if rank and i == 2 else 1.0) for i in range(8)]
+    trainer = SimpleTrainer(model, data, sgd(model, lr=0.0), exchange_period=4)
+    try:
+        trainer.train(0, 8)
+    except FloatingPointError as error:
+        stored = [iter for _, iter in trainer.storage.history("total_loss").values()]
+        return {"error": str(error)[:37], "iter": trainer.iter, "stored": stored}
+
+
 def nan_on_one_rank(rank, folder, asynchronous=False):
     model = Weight()
     data = [torch.tensor(1.0), torch.tensor(math.nan if rank else 1.0), torch.tensor(1.0)]
@@ -130,7 +169,8 @@ def nan_on_one_rank(rank, folder, asynchronous=False):
 
 
 def nan_on_one_rank_asynchronously(rank, folder):
-    return {"error": nan_on_one_rank(rank, folder, asynchronous=True)["error"]}
+    with metrics_by_worker():
+        return {"error": nan_on_one_rank(rank, folder, asynchronous=True)["error"]}
 
 
 def failure_on_each_rank(rank, folder):
@@ -151,7 +191,8 @@ def failure_on_each_rank(rank, folder):
         ]
     )
     try:
-        trainer.train(0, 30)
+        with metrics_by_worker():
+            trainer.train(0, 30)
     except RuntimeError as error:
         return {"error": str(error), "status": trainer.status, "last stored": seen}
 
@@ -163,7 +204,8 @@ def read_on_one_rank(rank, folder):
     seen = []
     read = CallbackHook(after_step=lambda t: seen.append(t.storage.latest()["total_loss"][1]))
     trainer.register_hooks([read if rank == 0 else None, PeriodicWriter([], period=20)])
-    trainer.train(0, 3)
+    with metrics_by_worker():
+        trainer.train(0, 3)
     return seen
 
 
@@ -192,7 +234,7 @@ class SavesNoted(Checkpointer):
 
 
 def decisions(rank, folder):
-    """Rank 0 alone has results, and with asynchronous metrics reading them needs the other rank."""
+    """Rank 0 alone has results."""
     made_in = []
     new_group = dist.new_group
 
@@ -213,7 +255,8 @@ def decisions(rank, folder):
             PeriodicWriter([], period=4),
         ]
     )
-    trainer.train(0, 30)
+    with metrics_by_worker():
+        trainer.train(0, 30)
     dist.new_group = new_group
     return {
         "run": (trainer.iter, trainer.status),
@@ -256,9 +299,11 @@ def precise_bn_of_nothing(rank, folder):
 
 
 CHECKS = (
-    exchange_through_memory,
-    exchange_over_gloo,
+    exchange,
     losses,
+    seen_by_one_rank,
+    seen_by_one_rank_asynchronously,
+    nan_before_the_exchange,
     nan_on_one_rank,
     nan_on_one_rank_asynchronously,
     failure_on_each_rank,
@@ -277,18 +322,47 @@ def ranks(tmp_path_factory):
 
 
 def test_ranks_share_means_and_the_longest_data_time_whatever_names_they_have(ranks):
-    means = {
-        "means": ({"total_loss": 0.5, "a": 1.5}, 1.25),
-        "other names": ({"total_loss": 2.0, "a": 2.0, "b": 5.0}, 0.5),
-        "other order": ({"total_loss": 0.5, "a": 1.5}, 0.5),
-        "other count": ({"total_loss": 1.5, "a": 2.0}, 0.5),
-        "many": True,
-        "many on one rank": 4.0,
-        "again": ({"total_loss": 0.5, "a": 1.5}, 0.25),
+    both = {"total_loss": 0.5, "a": 1.5}
+    union = {"total_loss": 2.0, "a": 2.0, "b": 5.0}
+    first, second = ranks["exchange"]
+    assert first.pop("failures") == ([(7, 0.5, both)], [None, "not finite"])
+    assert second.pop("failures") == ([(7, 0.5, both)], [None, "not finite"])
+    assert (
+        first
+        == second
+        == {
+            "means": [(both, 1.25)],
+            "several rows": [(both, 0.5), ({"total_loss": 2.0}, 0.5), (both, 0.5)],
+            "no row": [],
+            "other names": [(union, 0.5)],
+            "other names in the last row": [(both, 0.5), (union, 0.5)],
+            "other order": [(both, 0.5)],
+            "other count": [({"total_loss": 1.5, "a": 2.0}, 0.5)],
+            "many": True,
+            "many on one rank": 4.0,
+            "again": [(both, 0.25)],
+        }
+    )
+
+
+def test_metrics_are_exchanged_in_the_same_iterations_on_every_rank_and_reading_exchanges_nothing(ranks):
+    stored = {
+        "total_loss": [(i + 5.0, i) for i in range(10)],
+        "loss": [(i + 5.0, i) for i in range(10)],
+        "small": [(float(i), i) for i in range(8)],  # of rank 0 alone
+        "large": [(i + 10.0, i) for i in range(8)] + [(i + 5.0, i) for i in (8, 9)],
     }
-    for how in ("through_memory", "over_gloo"):
-        expected = {"found": means, "over network": how == "over_gloo", "left": []}
-        assert ranks[f"exchange_{how}"] == [expected, expected]
+    for how in ("seen_by_one_rank", "seen_by_one_rank_asynchronously"):
+        first, second = ranks[how]
+        # after the exchanges of iteration 3, of the check in iteration 6, of iteration 7 and of the last one
+        assert first["seen"] == [None, None, None, 3, 3, 3, 6, 7, 7, 9]
+        assert second["seen"] == []
+        assert first["scalars"] == second["scalars"] == stored
+
+
+def test_a_failure_of_one_rank_is_raised_on_all_in_the_iteration_of_the_exchange_after_the_rest_is_stored(ranks):
+    expected = {"error": "the loss is not finite in iteration 2", "iter": 3, "stored": [0, 1]}
+    assert ranks["nan_before_the_exchange"] == [expected, expected]
 
 
 def test_a_rank_that_fails_has_its_metrics_without_waiting_for_others(ranks):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import fully_shard
 
-from tests.engine.tiny import AfterStep, Regression, Weight, batches, scalars, sgd
+from tests.engine.tiny import AfterStep, Regression, Weight, batches, metrics_by_worker, scalars, sgd
 from tests.two_ranks import on_two_ranks
 from trainkit.engine.hooks import CallbackHook, CheckFiniteLoss, UnusedParameters
 from trainkit.engine.parallel import create_ddp_model
@@ -122,7 +122,7 @@ def two_heads_that_ddp_finds(rank, folder):
 def nan_on_one_rank(rank, folder):
     model = Weight(lambda weight, batch: {"loss_a": weight * batch, "loss_b": weight})
     data = [torch.tensor(1.0), torch.tensor(math.nan if rank else 2.0)]
-    trainer = SimpleTrainer(model, data, sgd(model, lr=0.25), async_write_metrics=True)
+    trainer = SimpleTrainer(model, data, sgd(model, lr=0.25), exchange_period=20)
     trainer.register_hooks([CheckFiniteLoss(2)])
     try:
         trainer.train(0, 9)
@@ -154,7 +154,9 @@ def nan_between_exchanges(rank, folder):
 
 
 def nan_between_exchanges_before_a_check(rank, folder):
-    return rank_1_alone(rank, [1.0, math.nan, 1.0, 1.0, 1.0], at=[2], gather_metric_period=4, async_write_metrics=True)
+    kwargs = {"gather_metric_period": 4, "async_write_metrics": True}
+    with metrics_by_worker():
+        return rank_1_alone(rank, [1.0, math.nan, 1.0, 1.0, 1.0], at=[2], **kwargs)
 
 
 def skipped_on_one_rank(rank, folder):

@@ -59,12 +59,11 @@ def bare_loop(data, iters, momentum=0.9):
 
 
 @pytest.mark.parametrize("zero_grad_before_forward", [False, True])
-@pytest.mark.parametrize("async_write_metrics", [False, True])
-def test_twenty_steps_equal_a_bare_loop_bit_for_bit(zero_grad_before_forward, async_write_metrics):
+def test_twenty_steps_equal_a_bare_loop_bit_for_bit(zero_grad_before_forward, asynchronous):
     data = batches(7)
     expected, losses = bare_loop(data, 20)
     found, trainer = trained(
-        data, 20, zero_grad_before_forward=zero_grad_before_forward, async_write_metrics=async_write_metrics
+        data, 20, zero_grad_before_forward=zero_grad_before_forward, async_write_metrics=asynchronous
     )
     assert torch.equal(found, expected)
     assert trainer.storage.history("total_loss").values() == losses
@@ -464,7 +463,6 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(gather_metric_
     assert torch.equal(weights(model), expected)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("clip_type", ["value", "norm", "full_model"])
 def test_the_norm_before_clipping_is_stored_and_is_no_loss(clip_type, asynchronous):
     model = Weight(lambda weight, batch: {"loss_a": weight * batch, "loss_b": weight})
@@ -530,6 +528,7 @@ class Listener(EventWriter):
         self.called.set()
 
 
+@pytest.mark.usefixtures("worker")
 def test_asynchronously_a_loss_that_is_not_finite_ends_the_run_within_one_log_period():
     listener = Listener()
     model = Regression()
@@ -546,6 +545,7 @@ def test_asynchronously_a_loss_that_is_not_finite_ends_the_run_within_one_log_pe
     assert 9 < trainer.iter < 20
 
 
+@pytest.mark.usefixtures("worker")
 @pytest.mark.parametrize("with_hooks", [False, True])
 def test_asynchronously_a_last_loss_that_is_not_finite_fails_the_run(with_hooks):
     evaluations = []
@@ -563,6 +563,7 @@ def amp_bf16(*args, **kwargs):
     return AMPTrainer(*args, precision=torch.bfloat16, **kwargs)
 
 
+@pytest.mark.usefixtures("worker")
 @pytest.mark.parametrize("trainer_class", [SimpleTrainer, amp_bf16])
 def test_asynchronous_metrics_are_the_same_and_come_from_another_thread(trainer_class, tmp_path):
     histories, files, threads = [], [], []
@@ -590,7 +591,7 @@ def test_asynchronous_metrics_are_the_same_and_come_from_another_thread(trainer_
     assert threads == [{True}, {False}]
 
 
-def test_one_process_on_a_cpu_has_nothing_to_wait_for_and_no_worker(as_it_is):
+def test_one_process_on_a_cpu_has_nothing_to_wait_for_and_no_worker():
     model = Weight(lambda weight, batch: weight * batch)
     data = [torch.tensor(value) for value in (1.0, math.nan, 1.0)]
     trainer = SimpleTrainer(model, data, sgd(model), async_write_metrics=True)
@@ -602,7 +603,6 @@ def test_one_process_on_a_cpu_has_nothing_to_wait_for_and_no_worker(as_it_is):
     assert [thread.name for thread in threads if thread.name.startswith("trainkit")] == []
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_second_run_stores_its_metrics_as_well(asynchronous):
     model = Regression()
     trainer = SimpleTrainer(model, batches(3), sgd(model), async_write_metrics=asynchronous)
@@ -611,7 +611,6 @@ def test_a_second_run_stores_its_metrics_as_well(asynchronous):
         assert [iter for _, iter in trainer.storage.history("total_loss").values()] == list(range(start, end))
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
 def test_the_graph_of_a_loss_lives_no_longer_than_its_iteration(asynchronous):
     class Payload:
         pass
@@ -735,7 +734,6 @@ def amp_trainer_with_overflows(values, **kwargs):
     return AMPTrainer(model, data, sgd(model, lr=2.0**-10), grad_scaler=scaler, **kwargs)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
 def test_float16_overflows_now_and_then_are_skipped_updates(asynchronous):
     trainer = amp_trainer_with_overflows(([math.inf] * 24 + [1.0]) * 2, async_write_metrics=asynchronous)
     trainer.register_hooks([PeriodicWriter([], period=20)])
@@ -747,7 +745,6 @@ def test_float16_overflows_now_and_then_are_skipped_updates(asynchronous):
     assert skipped == [*range(1, 25), 24, *range(25, 49), 48]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
 def test_many_float16_overflows_in_a_row_are_a_failure(asynchronous):
     trainer = amp_trainer_with_overflows([1.0] + [math.inf] * 49, async_write_metrics=asynchronous)
     with pytest.raises(FloatingPointError, match=r"in iteration 25: {'total_loss': inf}; this is update 25 in a row"):
@@ -808,7 +805,6 @@ def dynamic_scaler():
     return torch.amp.GradScaler("cpu", init_scale=2.0**15, growth_interval=3)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_overflow_skips_its_update_and_halves_the_dynamic_scale(fused, asynchronous):
     gradients, updates, stored = scripted_overflow(

@@ -1,10 +1,14 @@
 """Small things that the tests of the engine train."""
 
+from contextlib import contextmanager
+
+import pytest
 import torch
 from torch import nn
 
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.loop import TrainerBase
+from trainkit.engine.metrics import StepRecord
 
 CLOCK_READINGS = {"time", "data_time", "rank_data_time", "eta_seconds", "epoch_time"}
 
@@ -104,3 +108,11 @@ def scalars(trainer):
     """name -> [(value, iteration), ...] of everything stored, clock readings aside."""
     histories = trainer.storage.histories()
     return {name: history.values() for name, history in histories.items() if name not in CLOCK_READINGS}
+
+
+@contextmanager
+def metrics_by_worker():
+    """Inside, asynchronous metrics are stored by the worker, as on CUDA."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepRecord, "is_under_way", lambda record: True)
+        yield

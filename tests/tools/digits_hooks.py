@@ -1,7 +1,6 @@
 """What the settings of hooks name that trainkit does not have: a hook, a drawing, data and models of a user's own."""
 
 import gc
-import threading
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ class Probe(HookBase):
             square=self._factor * self.trainer.iter**2,
             collects_by_itself=gc.isenabled(),
             collections=gc.get_stats()[1]["collections"],
-            metrics_threads=sum(thread.name.startswith("trainkit-metrics") for thread in threading.enumerate()),
         )
 
 

@@ -185,7 +185,6 @@ LOGS = [
         has_file_like("events.out.tfevents."),
     ),
     Setting("gather period", ["LOG.GATHER_PERIOD", 4], metric_at("total_loss", [3, 7, 11])),
-    Setting("asynchronous metrics", ["LOG.ASYNC", True], metric_is("metrics_threads", {1: 1, 6: 1, 11: 1}), PROBE),
     Setting("PeriodicWriter in HOOKS", hook("PeriodicWriter", PERIOD=4), metric_at("lr", [3, 7, 11])),
     Setting("PeriodicWriter switched off", hook("PeriodicWriter", ENABLED=False), has_no_files("metrics.json")),
     Setting("LRScheduler switched off", hook("LRScheduler", ENABLED=False), no_metric("lr")),

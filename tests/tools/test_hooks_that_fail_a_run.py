@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.engine.tiny import metrics_by_worker
 from tests.tools.digits_run import Run, in_one_piece, in_pieces
 from tests.tools.settings import hook
 from trainkit.utils.logger import close_logger
@@ -16,12 +17,13 @@ WITH_SPARE = [
 
 @pytest.mark.parametrize("run", [in_one_piece, in_pieces])
 def test_check_finite_loss_ends_the_run_before_the_update_with_the_bad_loss(tmp_path, run):
-    with pytest.raises(FloatingPointError, match="in iteration 1 loss_cls is nan on rank 0"):
-        run(tmp_path / "with", *DIVERGING, "TEST.EVAL_PERIOD", 0, *hook("CheckFiniteLoss", INTERVAL=1))
-    close_logger()
-    with pytest.raises(FloatingPointError, match="the loss is not finite in iteration 1"):
-        run(tmp_path / "without", *DIVERGING, "TEST.EVAL_PERIOD", 0)
-    close_logger()
+    with metrics_by_worker():
+        with pytest.raises(FloatingPointError, match="in iteration 1 loss_cls is nan on rank 0"):
+            run(tmp_path / "with", *DIVERGING, "TEST.EVAL_PERIOD", 0, *hook("CheckFiniteLoss", INTERVAL=1))
+        close_logger()
+        with pytest.raises(FloatingPointError, match="the loss is not finite in iteration 1"):
+            run(tmp_path / "without", *DIVERGING, "TEST.EVAL_PERIOD", 0)
+        close_logger()
 
     assert "Training failed in iteration 1: FloatingPointError" in Run(tmp_path / "with").log
     assert "Training failed in iteration 1: FloatingPointError" not in Run(tmp_path / "without").log

@@ -125,6 +125,8 @@ class DefaultTrainer(TrainerBase):
         self._trainer = self._build_step_trainer(cfg, model, data_loader, optimizer)
 
         self.cfg = cfg = self._resolve_lengths(cfg)
+        if cfg.LOG.GATHER_PERIOD == 1:
+            self._trainer.metrics.exchange_period = cfg.LOG.PERIOD
         self.scheduler = self.build_lr_scheduler(cfg, optimizer)
         self.checkpointer = Checkpointer(
             model, checkpoint_dir(cfg), async_save=cfg.CHECKPOINT.ASYNC, trainer=weakref.proxy(self)
@@ -270,7 +272,7 @@ class DefaultTrainer(TrainerBase):
         self._trainer.make_iterators()
 
     def check_finite(self) -> None:
-        raise_failure(self.gather(self._trainer.find_failure()))
+        raise_failure(self.gather(self._trainer.find_failure(self._ranks_agree)))
 
     def describe_inexact(self) -> list[str]:
         compilation = describe_inexact_compilation(self.cfg)

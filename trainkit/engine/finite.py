@@ -166,6 +166,7 @@ class FiniteJudge:
     """What the iterations' losses and flags mean, in the order of the iterations; part of the trainer's state.
 
     Attributes:
+        policy: what to do if an iteration is not finite.
         skips: whether an update that is flagged is left out, by the policy or by a gradient scaler.
         in_row: how many the last updates have been left out.
         skipped: how many updates have been left out.
@@ -178,14 +179,14 @@ class FiniteJudge:
         """
         if policy not in (policies := get_args(NonFinitePolicy)):
             raise ValueError(f"non_finite must be one of {', '.join(policies)}, got {policy!r}")
-        self._policy, self._max_in_row = policy, max_in_row
+        self.policy, self._max_in_row = policy, max_in_row
         self._failure: str | None = None
         self.scaled = False
         self.in_row = self.skipped = 0
 
     @property
     def skips(self) -> bool:
-        return self.scaled or self._policy == "skip"
+        return self.scaled or self.policy == "skip"
 
     def look(self, iter: int, losses: Mapping[str, float], flagged: bool) -> None:
         """Count, and remember the first failure until `take_failure`: a rank must not raise alone.
@@ -201,7 +202,7 @@ class FiniteJudge:
         skipped = flagged and self.skips
         self.skipped += skipped
         self.in_row = self.in_row + 1 if skipped else 0
-        if self._policy == "ignore":
+        if self.policy == "ignore":
             return
         what = "loss is" if bad_loss else "gradients are"
         if not skipped:

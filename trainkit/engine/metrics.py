@@ -1,21 +1,22 @@
 """The way of a step's losses from the device to the storage, and from every rank to all."""
 
 import math
-import weakref
 import zlib
+from collections import deque
 from collections.abc import Mapping, Sequence
-from functools import cache
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.engine.finite import raise_failure
+from trainkit.engine.finite import FiniteJudge, raise_failure
+from trainkit.engine.periods import check_period
 from trainkit.utils import comm
-from trainkit.utils.events import get_event_storage
+from trainkit.utils.events import get_event_storage, has_event_storage
 from trainkit.utils.losses import Losses
-from trainkit.utils.shared_rows import SharedRows
 
 
 def mean_losses(losses: Sequence[Losses]) -> Losses:
@@ -73,8 +74,7 @@ class StepRecord:
         with torch.no_grad():
             packed = torch.stack([tensor.to(device, torch.float64, non_blocking=True) for tensor in scalars])
         self._names = list(tensors)
-        self._host = _pinned_rows(len(scalars)).pop()
-        self._host.copy_(packed, non_blocking=True)
+        self._host = packed.to("cpu", non_blocking=True)  # pinned
         self._arrived = torch.cuda.Event()
         self._arrived.record(torch.cuda.current_stream(device))  # not that of the current device
 
@@ -82,35 +82,20 @@ class StepRecord:
         """Whether reading it may take waiting."""
         return self._arrived is not None
 
-    def is_unremarkable(self) -> bool:
-        """Whether the total is finite and the flag 0; False if that takes waiting."""
-        return self._arrived is None and not self._flagged and math.isfinite(self._values["total_loss"])
+    def wait(self) -> None:
+        """Until its values are on the host."""
+        arrived = self._arrived
+        if arrived is not None:
+            arrived.synchronize()
 
     def read(self) -> tuple[dict[str, float], bool]:
         """(``num_losses`` losses by name, the total first, and ``extra``; the flag); waits until they have arrived."""
         if self._arrived is not None:
-            self._arrived.synchronize()
+            self.wait()
             values = self._host.tolist()
-            _rows_by_width()[len(values)].append(self._host)
             self._values, flag = dict(zip(self._names, values)), values[len(self._names) :]  # noqa: B905
             self._flagged, self._arrived = any(flag), None
         return self._values, self._flagged
-
-
-@cache
-def _rows_by_width() -> dict[int, list[Tensor]]:
-    return {}
-
-
-def _pinned_rows(width: int) -> list[Tensor]:
-    """Pinned memory for records, at least one of them: float64, shape ``[width]`` each.
-
-    It is taken many rows at a time, since that may wait for the device. The worker gives back what it has read.
-    """
-    rows = _rows_by_width().setdefault(width, [])
-    if not rows:
-        rows.extend(torch.empty((1024, width), dtype=torch.float64, pin_memory=True).unbind())
-    return rows
 
 
 # by the trainer, or by default hooks and writers
@@ -121,82 +106,169 @@ STORED_BESIDE_LOSSES = frozenset(
 _AS_THEY_ARE = frozenset({"skipped_updates", "[metric]grad_scaler"})  # the median of a count tells nobody anything
 
 
-def put_metrics(
-    means: Mapping[str, float], data_time: float, max_data_time: float, iter: int, prefix: str = ""
-) -> None:
-    """Put what `reduce_over_ranks` gave, and the rank's own ``data_time``, into the open storage."""
-    storage = get_event_storage()
-    if not _AS_THEY_ARE.isdisjoint(means):
-        counts = {prefix + name: means[name] for name in means if name in _AS_THEY_ARE}
-        storage.put_row(counts, smoothing_hint=False, cur_iter=iter)
-        means = {name: mean for name, mean in means.items() if name not in _AS_THEY_ARE}
+class Row(NamedTuple):
+    """What is stored of one iteration; ``data_time`` in seconds."""
+
+    iter: int
+    data_time: float
+    values: dict[str, float]
+
+
+def put_row(mean: Row, rank_data_time: float, prefix: str = "") -> None:
+    """Put what `exchange_rows` gave, and the rank's own ``data_time``, into the open storage."""
+    storage, values = get_event_storage(), mean.values
+    if not _AS_THEY_ARE.isdisjoint(values):
+        counts = {prefix + name: values[name] for name in values if name in _AS_THEY_ARE}
+        storage.put_row(counts, smoothing_hint=False, cur_iter=mean.iter)
+        values = {name: value for name, value in values.items() if name not in _AS_THEY_ARE}
     if prefix:
-        means = {prefix + name: mean for name, mean in means.items()}
-    storage.put_row({"rank_data_time": data_time, "data_time": max_data_time, **means}, cur_iter=iter)
+        values = {prefix + name: value for name, value in values.items()}
+    storage.put_row({"rank_data_time": rank_data_time, "data_time": mean.data_time, **values}, cur_iter=mean.iter)
+
+
+class MetricPath:
+    """Takes the record of each step, has it judged, averages it over ranks, and stores it.
+
+    One rank stores a record at once. Several ranks keep records and exchange those of ``exchange_period`` iterations
+    in one block, in the same iterations on every rank. If ``asynchronous`` and on CUDA, reading, exchanging and storing
+    are done by the worker of the storage.
+
+    Attributes:
+        exchange_period: in iterations.
+        has_failed: in this run.
+    """
+
+    def __init__(self, judge: FiniteJudge, gather_period: int, exchange_period: int, asynchronous: bool) -> None:
+        self._judge, self._gather_period, self._asynchronous = judge, gather_period, asynchronous
+        self.exchange_period = check_period("exchange_period", exchange_period, minimum=1)
+        self._recent: deque[StepRecord] = deque(maxlen=3)
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Forget what a run that failed has left."""
+        self._records: list[StepRecord] = []  # since the last exchange
+        self._num_rows = 0  # of those the ones that are to be stored
+        self._recent.clear()
+        self._judge.take_failure()
+        self.has_failed = False
+
+    def add(self, record: StepRecord, *, is_last: bool = False) -> None:
+        """Store the record, or keep it until the next exchange. With ``is_last`` nothing is kept.
+
+        Raises:
+            FloatingPointError: an iteration was not finite; on all ranks in the same exchange. In the worker it is
+                raised if the storage defers.
+        """
+        self._records.append(record)
+        self._num_rows += self._is_stored(record)
+        if record.is_under_way():
+            self._recent.append(record)
+            if len(self._recent) == 3:
+                self._recent[0].wait()  # the host must not run away from the device, whose memory it holds
+        alone = comm.side_group("metrics") is None  # made here, in the thread of the loop
+        due = is_last or (record.iter + 1) % self.exchange_period == 0 or self._num_rows >= self.exchange_period
+        if alone or (due and self._num_rows):
+            self._pass_on(alone)
+
+    def finish(self) -> None:
+        """Exchange and store what is left over, and wait for that; every rank calls it in the same place.
+
+        Raises:
+            FloatingPointError: on every rank, if an iteration was not finite on one of them.
+        """
+        if has_event_storage():
+            if self._records:
+                self._pass_on(alone=False)
+            get_event_storage().flush()
+
+    def _pass_on(self, alone: bool) -> None:
+        records, self._records, self._num_rows = self._records, [], 0
+        if not (self._asynchronous and records[-1].is_under_way()):
+            self._store(records)
+            return
+        storage = get_event_storage()
+        storage.start_deferring()
+        storage.put_later(self._store, records)
+        if not alone:
+            storage.hand_over()  # now: the other ranks wait for this one
+
+    def _store(self, records: Sequence[StepRecord]) -> None:
+        """In the order of the iterations. A failure comes with the exchange, so that no rank raises alone."""
+        if self.has_failed and self._asynchronous:
+            return  # the loops may have got differently far: none of them exchanges the rest
+        rows: list[Row] = []
+        num_losses: list[int] = []
+        for record in records:
+            values, flagged = record.read()
+            self._judge.look(record.iter, values, flagged)
+            if self._is_stored(record):
+                if self._judge.skips:
+                    values["skipped_updates"] = self._judge.skipped
+                rows.append(Row(record.iter, record.data_time, values))
+                num_losses.append(record.num_losses)
+        means, failures = exchange_rows(rows, self.exchange_period, self._judge.take_failure())
+        for row, mean, num in zip(rows, means, num_losses, strict=True):
+            if not math.isfinite(mean.values["total_loss"]) and self._judge.policy != "ignore":
+                for name in islice(row.values, num):  # it would spoil every average
+                    del mean.values[name]
+            put_row(mean, row.data_time)
+        if any(failures):
+            self.has_failed = True
+            raise_failure(failures)
+
+    def _is_stored(self, record: StepRecord) -> bool:
+        return (record.iter + 1) % self._gather_period == 0
 
 
 # ---------------------------------------------------------------------- over ranks
 
-_CAPACITY = 64  # losses that fit into one exchange
-_WIDTH = 3 + _CAPACITY
-
-# by the group of the metrics; None: over Gloo
-_shared_rows: "weakref.WeakKeyDictionary[dist.ProcessGroup, SharedRows | None]" = weakref.WeakKeyDictionary()
+_MOST_VALUES = 64  # of a row that fits into the block
 
 
-def reduce_over_ranks(
-    values: Mapping[str, float], data_time: float, failure: str | None = None
-) -> tuple[dict[str, float], float]:
-    """(name -> mean over the ranks that have it, longest ``data_time``), on every rank; one small exchange.
+def exchange_rows(
+    rows: Sequence[Row], most: int, failure: str | None = None, *, purpose: str = "metrics"
+) -> tuple[list[Row], list[str | None]]:
+    """(The rows with means over the ranks and the longest ``data_time``; the failures by rank), on every rank.
 
-    Ranks may pass different names: all of them notice it in the first exchange and make a second one.
+    One exchange of a block whose size depends on ``most`` alone. Ranks may pass different names: all of them notice it
+    in that exchange and make a second one.
 
-    Raises:
-        FloatingPointError: on every rank, if one of them passes a ``failure``.
+    Args:
+        most: how many rows there may be, the same on every rank.
+        purpose: of the group of ranks, see `comm.side_group`; calls of two threads need two.
     """
-    if comm.get_world_size() == 1:
-        if failure is not None:
-            raise_failure([failure])
-        return dict(values), data_time
-    prepare_exchange()
-    group = comm.side_group("metrics")
-    assert group is not None
-    names = zlib.crc32("\n".join(values).encode("utf-8", "backslashreplace"))
-    # in numpy: on so few numbers an operation of torch takes ten times as long
-    mine = np.zeros(_WIDTH)  # the same on every rank: Gloo would mix up garbage otherwise
-    mine[:3] = names, data_time, failure is not None
-    fits = len(values) <= _CAPACITY
-    if fits:
-        mine[3 : len(values) + 3] = list(values.values())
-    table = _all_gather(mine, group)
-    max_data_time = float(table[:, 1].max())
-    if table[:, 2].any():
-        raise_failure(comm.all_gather(failure, group=group))
-    if fits and (table[:, 0] == names).all():
-        return dict(zip(values, table[:, 3 : len(values) + 3].mean(0).tolist(), strict=True)), max_data_time
-    by_rank = comm.all_gather(dict(values), group=group)
-    together = {name: [d[name] for d in by_rank if name in d] for d in by_rank for name in d}
-    return {name: sum(found) / len(found) for name, found in together.items()}, max_data_time
-
-
-def prepare_exchange() -> bool:
-    """Whether metrics go over a network, and not through memory that the processes of one machine share.
-
-    The first call makes what that takes, a process group of our own included, so that a worker thread may exchange them
-    while the loop uses the others: on all ranks in the thread of the loop, see `comm.side_group`.
-    """
-    group = comm.side_group("metrics")
+    group = comm.side_group(purpose)
     if group is None:
-        return False
-    if group not in _shared_rows:
-        _shared_rows[group] = SharedRows.among_all(_WIDTH)
-    return _shared_rows[group] is None
+        return [row._replace(values=dict(row.values)) for row in rows], [failure]
+    block = np.zeros((1 + most, 1 + _MOST_VALUES))  # the same on every rank: Gloo would mix up garbage otherwise
+    names = "\n".join(name for row in rows for name in ("", *row.values))
+    block[0, :3] = len(rows), zlib.crc32(names.encode("utf-8", "backslashreplace")), failure is not None
+    fits = all(len(row.values) <= _MOST_VALUES for row in rows)
+    for line, row in zip(block[1:], rows, strict=False):
+        line[0] = row.data_time
+        if fits:
+            line[1 : 1 + len(row.values)] = [*row.values.values()]
+    every = torch.empty(comm.get_world_size(), *block.shape, dtype=torch.float64)
+    dist.all_gather([*every.unbind()], torch.from_numpy(block), group=group)
+    blocks = every.numpy()
+    failures: list[str | None] = [None]
+    if blocks[:, 0, 2].any():
+        failures = comm.all_gather(failure, group=group)
+    if fits and (blocks[:, 0, :2] == block[0, :2]).all():
+        means, longest = blocks[:, 1:, 1:].mean(0).tolist(), blocks[:, 1:, 0].max(0).tolist()
+        exchanged = [
+            Row(row.iter, sec, dict(zip(row.values, values, strict=False)))
+            for row, sec, values in zip(rows, longest, means, strict=False)
+        ]
+    else:
+        by_rank = comm.all_gather([*rows], group=group)
+        exchanged = [_mean(i, by_rank)._replace(iter=row.iter) for i, row in enumerate(rows)]
+    return exchanged, failures
 
 
-def _all_gather(row: np.ndarray, group: "dist.ProcessGroup") -> np.ndarray:
-    shared = _shared_rows[group]
-    if shared is not None:
-        return shared.all_gather(row)
-    every = torch.empty(comm.get_world_size(), len(row), dtype=torch.float64)
-    dist.all_gather(list(every.unbind()), torch.from_numpy(row), group=group)
-    return every.numpy()
+def _mean(i: int, by_rank: Sequence[Sequence[Row]]) -> Row:
+    """Of the rows ``i`` of all ranks; an entry counts on the ranks that have it."""
+    rows = [theirs[i] for theirs in by_rank if i < len(theirs)]
+    found = {name: [row.values[name] for row in rows if name in row.values] for row in rows for name in row.values}
+    means = {name: sum(values) / len(values) for name, values in found.items()}
+    return Row(rows[0].iter, max(row.data_time for row in rows), means)

@@ -1,7 +1,6 @@
 """Trainers whose iteration is one update of one model by one optimizer."""
 
 import copy
-import itertools
 import logging
 import math
 import time
@@ -31,11 +30,12 @@ from trainkit.engine.finite import (
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.metrics import (
     STORED_BESIDE_LOSSES,
+    MetricPath,
+    Row,
     StepRecord,
+    exchange_rows,
     mean_losses,
-    prepare_exchange,
-    put_metrics,
-    reduce_over_ranks,
+    put_row,
 )
 from trainkit.engine.periods import check_period
 from trainkit.solver.hyper_parameters import check_saved_groups, describe_changes, hyper_parameters
@@ -82,6 +82,9 @@ class SimpleTrainer(TrainerBase):
     Whoever needs more (two optimizers, a GAN) subclasses `TrainerBase` with its own ``run_step``.
 
     ``batch`` and ``losses`` can be read in ``after_backward``, and in ``after_step`` above the save point.
+
+    Attributes:
+        metrics: the way of the losses into the storage.
     """
 
     own_keys = (*TrainerBase.own_keys, "data")
@@ -99,6 +102,7 @@ class SimpleTrainer(TrainerBase):
         clip_gradients: Callable[[Iterable[Tensor]], Tensor | None] | None = None,
         non_finite: NonFinitePolicy = "raise",
         max_non_finite_in_row: int = 25,
+        exchange_period: int = 1,
     ) -> None:
         """The model is set to train mode here, once; whoever changes the mode later puts it back.
 
@@ -109,9 +113,9 @@ class SimpleTrainer(TrainerBase):
             gather_metric_period: average the metrics over ranks, and store them, every so many iterations.
             zero_grad_before_forward: zero the gradients before the forward pass instead of behind it, which needs
                 less memory where a model's forward is large.
-            async_write_metrics: read the losses from the device, and exchange them with the other ranks, in a worker
-                thread. An error there, a loss that is not finite included, ends the run one log period later at most.
-                On the CPUs of one machine there is nothing to wait for, and no worker.
+            async_write_metrics: read the losses from CUDA, and exchange them with the other ranks, in a worker thread.
+                An error there, a loss that is not finite included, ends the run one log period later at most. On a CPU
+                there is nothing to wait for, and no worker.
             accumulation_steps: micro-batches per iteration; equals one batch of so many times the size for losses
                 that are means over the batch.
             clip_gradients: called with the parameters between ``after_backward`` and the update, such as
@@ -121,6 +125,8 @@ class SimpleTrainer(TrainerBase):
                 model's buffers; ``skipped_updates`` in the storage is their number so far. "ignore" looks at nothing.
             max_non_finite_in_row: so many skipped updates in a row end the run, also those that a gradient scaler
                 skips under "raise". At 25, a scale of 2**16 is down to 2**-9.
+            exchange_period: with several ranks, exchange metrics once per so many iterations. Until then they are in
+                no storage, and a failure of one rank is raised on none.
 
         Raises:
             ConfigError: fused SGD with dampening, which cannot skip its first update, under "skip".
@@ -139,11 +145,11 @@ class SimpleTrainer(TrainerBase):
         self.clip_gradients = clip_gradients
         check_period("max_non_finite_in_row", max_non_finite_in_row, minimum=1)
         self._judge = FiniteJudge(non_finite, max_non_finite_in_row)
+        self.metrics = MetricPath(self._judge, gather_metric_period, exchange_period, async_write_metrics)
         self._gradient_check = GradientCheck()
         self._flags: dict[torch.device, Tensor] = {}
         self._flag: Tensor | None = None  # on the device, 1 in the iterations whose gradients are not finite
         self._former_buffers: dict[str, Tensor] = {}  # what a step that is skipped puts back
-        self._failed_storage: EventStorage | None = None  # that of a run that ends
         # of this iteration, until the save point
         self._batch: Any = None
         self._losses: Losses | None = None
@@ -174,7 +180,8 @@ class SimpleTrainer(TrainerBase):
             self.after_backward()
             extra = self.judge_gradients(losses)
             # before the update: what is not finite must not reach the weights
-            self._write_metrics(losses, data_time, extra)
+            record = StepRecord(losses, data_time, self.iter, extra, self._flag)
+            self.metrics.add(record, is_last=self.iter + 1 == self.max_iter)
             self.update()
         except RuntimeError as error:
             if isinstance(self.data_loader, ResumableLoader):
@@ -322,7 +329,7 @@ class SimpleTrainer(TrainerBase):
 
     def update_flags(self) -> dict[torch.device, Tensor]:
         """By device: 1 where the update is to be left out. A gradient scaler has its own."""
-        if self.non_finite == "skip":  # else the first failure ends the run
+        if self.non_finite == "skip" or self.metrics.has_failed:  # else it stays 0 until a failure ends the run
             self._flags = {}
         return self._flags
 
@@ -347,25 +354,32 @@ class SimpleTrainer(TrainerBase):
         Raises:
             FloatingPointError: a loss, a gradient, a parameter or a buffer is not finite on some rank.
         """
-        raise_failure(self.gather(self.find_failure()))
+        raise_failure(self.gather(self.find_failure(self._ranks_agree)))
 
-    def find_failure(self) -> str | None:
-        """What `check_finite` finds on this rank; each failure of an iteration once."""
+    def find_failure(self, everywhere: bool = True) -> str | None:
+        """What is wrong in the model on this rank.
+
+        Args:
+            everywhere: every rank calls this now, so metrics that are left over are exchanged.
+
+        Raises:
+            FloatingPointError: on every rank, if an iteration was not finite on one of them.
+        """
+        if everywhere:
+            self.metrics.finish()
         if self.non_finite == "ignore":
             return None
-        if has_event_storage():
-            get_event_storage().flush()
-        failure = self._judge.take_failure()
         names = [name for name in non_finite_names(self.model) if name not in self._never_finite]
-        if names and failure is None:
-            failure = (
-                f"the model is not finite in iteration {self.iter}, though its losses and gradients were: "
-                f"{', '.join(names[:5])} ({len(names)} in all). Lower the learning rate, or look at what goes into them"
-            )
-        return failure
+        if not names:
+            return None
+        return (
+            f"the model is not finite in iteration {self.iter}, though its losses and gradients were: "
+            f"{', '.join(names[:5])} ({len(names)} in all). Lower the learning rate, or look at what goes into them"
+        )
 
     def begin_run(self) -> None:
-        self._flags, self._failed_storage = {}, None  # what a run that failed has left
+        self._flags = {}  # what a run that failed has left
+        self.metrics.begin_run()
 
     # ------------------------------------------------------------------ data
 
@@ -482,50 +496,6 @@ class SimpleTrainer(TrainerBase):
 
     # ------------------------------------------------------------------ metrics
 
-    def _write_metrics(self, losses: Losses, data_time: float, extra: dict[str, Tensor]) -> None:
-        record = StepRecord(losses, data_time, self.iter, extra, self._flag)
-        storage, alone = get_event_storage(), comm.get_world_size() == 1
-        goes_over_network = prepare_exchange()
-        # what is on the host already, and stays there, costs less to store than to hand over
-        if not self.async_write_metrics or not (goes_over_network or record.is_under_way()):
-            storage.put_later(self._store_metrics, record)
-            if not (alone and record.is_unremarkable()):
-                storage.flush()
-            return
-        storage.start_deferring()
-        storage.put_later(self._store_metrics, record)
-        if not alone:
-            # now, not once per log period: a rank that reads the storage waits for the others' records of this step
-            storage.hand_over()
-
-    def _store_metrics(self, record: StepRecord) -> None:
-        """In the order of the iterations, by the loop or by the worker.
-
-        A failure of one rank waits for the next exchange, so that no rank raises alone and leaves the others waiting.
-        """
-        if self._failed_storage is not None and self._failed_storage is get_event_storage():
-            return
-        values, flagged = record.read()
-        self._judge.look(record.iter, values, flagged)
-        if self._judge.skips:
-            values["skipped_updates"] = self._judge.skipped
-        gather = (record.iter + 1) % self.gather_metric_period == 0
-        if not gather and comm.get_world_size() > 1:
-            return
-        try:
-            means, max_data_time = reduce_over_ranks(values, record.data_time, self._judge.take_failure())
-        except FloatingPointError:
-            self._flags = {}  # they stay set, and a loop that is not `train` may go on
-            if self.async_write_metrics:  # the loops may have got differently far: none of them exchanges the rest
-                self._failed_storage = get_event_storage()
-            raise
-        if not gather:
-            return
-        if self.non_finite != "ignore" and not math.isfinite(means["total_loss"]):  # it would spoil every average
-            for name in itertools.islice(values, record.num_losses):
-                del means[name]
-        put_metrics(means, record.data_time, max_data_time, record.iter)
-
     @staticmethod
     def write_metrics(
         loss_dict: Mapping[str, Tensor | float], data_time: float, cur_iter: int, prefix: str = ""
@@ -544,10 +514,10 @@ class SimpleTrainer(TrainerBase):
         tensors = {name: torch.as_tensor(value) for name, value in loss_dict.items()}
         trained = [name for name, value in tensors.items() if value.requires_grad] or list(tensors)
         values, _ = StepRecord(Losses.of(tensors, trained), data_time, cur_iter).read()
-        means, max_data_time = reduce_over_ranks(values, data_time)
-        if not math.isfinite(means["total_loss"]):
-            raise FloatingPointError(describe_failure("loss is", cur_iter, means))
-        put_metrics(means, data_time, max_data_time, cur_iter, prefix)
+        [mean], _ = exchange_rows([Row(cur_iter, data_time, values)], 1, purpose="write_metrics")
+        if not math.isfinite(mean.values["total_loss"]):
+            raise FloatingPointError(describe_failure("loss is", cur_iter, mean.values))
+        put_row(mean, data_time, prefix)
 
     # ------------------------------------------------------------------ state
 

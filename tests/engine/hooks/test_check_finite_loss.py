@@ -7,6 +7,8 @@ from tests.engine.tiny import Steps, Weight, sgd
 from trainkit.engine.hooks import CallbackHook, CheckFiniteLoss
 from trainkit.engine.step import AMPTrainer, SimpleTrainer
 
+pytestmark = pytest.mark.usefixtures("worker")
+
 
 def trainer_of(values, interval, compute=lambda weight, batch: weight * batch, trainer_class=SimpleTrainer, **kwargs):
     model = Weight(compute)

@@ -173,6 +173,7 @@ def test_a_second_run_has_a_length_of_its_own():
     assert recorder.saved == [("model_0000001", 1), ("model_final", 2), ("model_0000003", 3), ("model_final", 4)]
 
 
+@pytest.mark.usefixtures("worker")
 def test_a_loss_that_is_not_finite_is_found_before_the_checkpoint_also_asynchronously():
     recorder = Recorder()
     model = Weight()

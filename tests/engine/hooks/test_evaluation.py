@@ -121,6 +121,7 @@ def test_bad_arguments_are_errors_of_the_constructor():
         EvalHook(-1, dict)
 
 
+@pytest.mark.usefixtures("worker")
 def test_a_loss_that_is_not_finite_is_found_before_the_evaluation_also_asynchronously():
     evaluated = []
     model = Weight()

@@ -213,7 +213,6 @@ def test_a_schedule_that_steps_by_a_metric_is_refused():
         LRScheduler(scheduler=plateau)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_rate_that_is_a_tensor_is_stored_as_it_was_in_each_iteration(asynchronous):
     model = Weight()
     optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5))

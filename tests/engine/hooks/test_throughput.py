@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.tiny import AfterStep, sgd
+from tests.engine.tiny import AfterStep, metrics_by_worker, sgd
 from trainkit.config import ConfigError
 from trainkit.engine import launch
 from trainkit.engine.hooks import Throughput
@@ -57,9 +57,8 @@ def samples(*sizes):
     return [torch.ones(size, 3) for size in sizes]
 
 
-@pytest.mark.parametrize("later", [False, True])
-def test_samples_of_the_last_period_are_divided_by_the_seconds_of_its_steps(clock, later):
-    trainer = run(Slow(clock, 2.0), samples(4, 6, 1, 5, 10), Throughput(2), 5, async_write_metrics=later)
+def test_samples_of_the_last_period_are_divided_by_the_seconds_of_its_steps(clock, asynchronous):
+    trainer = run(Slow(clock, 2.0), samples(4, 6, 1, 5, 10), Throughput(2), 5, async_write_metrics=asynchronous)
     assert rates(trainer) == [(2.5, 1), (1.5, 3), (5.0, 4)]
     assert trainer.storage.smoothing_hints()["samples_per_sec"] is True
     assert "mfu_pct" not in trainer.storage.latest()
@@ -185,7 +184,8 @@ def _rates_in_two_processes(later):
 
 
 def _in_two_processes():
-    return [_rates_in_two_processes(later) for later in (False, True)]
+    with metrics_by_worker():
+        return [_rates_in_two_processes(later) for later in (False, True)]
 
 
 def test_samples_of_all_ranks_are_counted_against_the_slowest():

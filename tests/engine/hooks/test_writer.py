@@ -31,7 +31,6 @@ def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
 def test_metrics_json_has_the_iterations_of_the_period_the_last_one_and_the_final_evaluation(tmp_path, asynchronous):
     path = tmp_path / "metrics.json"
     model = Regression()
@@ -148,7 +147,6 @@ def stop_at(iter):
     return AfterStep(lambda trainer: trainer.request_stop("enough") if trainer.iter == iter else None)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("stop", [1, 2, 4, 6])
 def test_a_run_that_was_stopped_goes_on_in_the_same_process_as_if_it_had_not(tmp_path, expected, stop, asynchronous):
     path = tmp_path / "metrics.json"
@@ -160,7 +158,6 @@ def test_a_run_that_was_stopped_goes_on_in_the_same_process_as_if_it_had_not(tmp
     assert path.read_text() == expected
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("stop", [1, 2, 4, 6])
 def test_a_run_that_was_stopped_goes_on_in_another_process_as_if_it_had_not(tmp_path, expected, stop, asynchronous):
     path = tmp_path / "metrics.json"
@@ -174,7 +171,6 @@ def test_a_run_that_was_stopped_goes_on_in_another_process_as_if_it_had_not(tmp_
     assert path.read_text() == expected
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("saved", [0, 1, 2, 5, 7])
 def test_a_run_that_was_killed_goes_on_as_if_it_had_not(tmp_path, expected, saved, asynchronous):
     path = tmp_path / "metrics.json"
@@ -301,7 +297,6 @@ class Disk(EventWriter):
             raise self.error("no space left")
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_writer_without_room_is_named_once_until_it_has_written_and_the_run_goes_on(caplog, asynchronous):
     disk, log = Disk({1, 2, 3, 5}), Log()
     trainer = Steps([PeriodicWriter([disk, log], period=1)])
@@ -358,7 +353,6 @@ def put_picture(trainer):
         trainer.storage.put_histogram("histogram", torch.ones(1))
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
 def test_every_writer_sees_the_images_and_then_they_are_let_go(asynchronous):
     galleries = [Gallery(), Gallery()]
     trainer = Steps([AfterStep(put_picture), PeriodicWriter(galleries, period=2)])

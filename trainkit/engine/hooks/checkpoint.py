@@ -173,7 +173,6 @@ class BestCheckpointer(HookBase):
 
     def _save_if_best(self, iteration: int) -> None:
         self._finish_saving()
-        self.trainer.storage.flush()  # on every rank: what rank 0 reads may need the metrics of the others
         before = self._monitor.state_dict()
         better = comm.is_main_process() and self._monitor.update(self.trainer.storage)
         if not comm.broadcast(bool(better)):

@@ -61,7 +61,6 @@ class EarlyStopping(HookBase):
     def after_step(self) -> None:
         if not is_due(self.trainer, self._period, offset=self._offset) or is_last(self.trainer):
             return
-        self.trainer.storage.flush()  # on every rank: what rank 0 reads may need the metrics of the others
         reason = comm.broadcast(self._reason_to_stop() if comm.is_main_process() else None)
         if reason is not None:
             self.trainer.request_stop(reason, finished=True)

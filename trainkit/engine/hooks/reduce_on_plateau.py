@@ -102,7 +102,6 @@ class ReduceOnPlateau(HookBase):
     def after_step(self) -> None:
         if not is_due(self.trainer, self._period, offset=self._offset) or is_last(self.trainer):
             return
-        self.trainer.storage.flush()  # on every rank: what rank 0 reads may need the metrics of the others
         reduce = False
         if comm.is_main_process() and self._monitor.update(self.trainer.storage) is not None:
             reduce = self._count(self._monitor.value)

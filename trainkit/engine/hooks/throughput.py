@@ -9,7 +9,7 @@ from torch import nn
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
-from trainkit.engine.metrics import prepare_exchange, reduce_over_ranks
+from trainkit.engine.metrics import Row, exchange_rows
 from trainkit.engine.periods import check_period, is_due
 from trainkit.utils import comm
 from trainkit.utils.batches import num_samples
@@ -56,7 +56,7 @@ class Throughput(HookBase):
         self._forget()
         self._flops_per_sample = self._ask_for_flops()
         self._tokens_per_sample = _number(unwrap_model(self.trainer.model), "tokens_per_sample")
-        prepare_exchange()  # made here, in the thread of the loop
+        comm.side_group("metrics")  # made here, in the thread of the loop
 
     def before_step(self) -> None:
         self._step_begin = time.perf_counter()
@@ -106,8 +106,8 @@ class Throughput(HookBase):
         return flops
 
     def _store(self, samples: int, sec: float) -> None:
-        mean_samples, max_sec = reduce_over_ranks({"samples": float(samples)}, sec)
-        per_sec_and_rank = mean_samples["samples"] / max_sec
+        [mean], _ = exchange_rows([Row(self.trainer.iter, sec, {"samples": float(samples)})], 1)
+        per_sec_and_rank = mean.values["samples"] / mean.data_time
         storage = self.trainer.storage
         samples_per_sec = per_sec_and_rank * comm.get_world_size()
         storage.put_scalar("samples_per_sec", samples_per_sec)
