@@ -238,12 +238,10 @@ def test_the_rows_of_two_ranks(tool, tmp_path):
     rows = tool.ranks.ranks(1, scratch=tmp_path, steps=2, width=4)
 
     assert described(rows) == [
-        ("metric reduction on two ranks, synchronous writing", 1.15, "x", False),
-        ("metric reduction on two ranks, asynchronous writing", 1.15, "x", False),
-        ("metric reduction on two ranks of a larger model, synchronous writing", 1.15, "x", False),
-        ("metric reduction on two ranks of a larger model, asynchronous writing", 1.15, "x", False),
+        ("metric exchange on two ranks", 1.05, "x", False),
+        ("metric exchange on two ranks of a larger model", 1.05, "x", False),
     ]
-    assert all(row.sides.keys() == {"gathered every step", "never gathered"} for row in rows)
+    assert all(row.sides.keys() == {"exchanged once per log period", "never stored"} for row in rows)
 
 
 def test_without_a_gpu_its_rows_say_so(tool, tmp_path, monkeypatch):

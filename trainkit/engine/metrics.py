@@ -106,6 +106,9 @@ STORED_BESIDE_LOSSES = frozenset(
 _AS_THEY_ARE = frozenset({"skipped_updates", "[metric]grad_scaler"})  # the median of a count tells nobody anything
 
 
+_MOST_RECORDS = 1000  # that are kept where few are stored: a failure must not wait for ever
+
+
 class Row(NamedTuple):
     """What is stored of one iteration; ``data_time`` in seconds."""
 
@@ -167,7 +170,7 @@ class MetricPath:
                 self._recent[0].wait()  # the host must not run away from the device, whose memory it holds
         alone = comm.side_group("metrics") is None  # made here, in the thread of the loop
         due = is_last or (record.iter + 1) % self.exchange_period == 0 or self._num_rows >= self.exchange_period
-        if alone or (due and self._num_rows):
+        if alone or (due and self._num_rows) or len(self._records) >= _MOST_RECORDS:
             self._pass_on(alone)
 
     def finish(self) -> None:
