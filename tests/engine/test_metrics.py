@@ -215,13 +215,13 @@ def hooks_of_one_rank(rank, folder):
             texts.append(record.getMessage().splitlines()[0])
 
     texts, handler = [], Handler(level=logging.WARNING)
-    logging.getLogger("trainkit.engine.loop").addHandler(handler)
+    logging.getLogger("trainkit.engine.hook_list").addHandler(handler)
     model = Weight()
     trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model))
     trainer.train(0, 1)
     trainer.register_hooks([CallbackHook(after_step=lambda t: None) if rank == 0 else None])
     trainer.train(0, 1)
-    logging.getLogger("trainkit.engine.loop").removeHandler(handler)
+    logging.getLogger("trainkit.engine.hook_list").removeHandler(handler)
     return texts
 
 
