@@ -281,7 +281,8 @@ def test_complex_predictions_are_told_as_text():
 def test_a_file_of_tensors_has_the_predictions_themselves(run, call, tmp_path):
     rows, err, _ = call(run, "--dataset", "tiny_test", "--output", tmp_path / "out.pt")
     assert (rows, err) == ([], f"10 predictions with {run}/model_final.pth\n")
-    assert torch.equal(torch.stack(torch.load(tmp_path / "out.pt")), torch.as_tensor(outputs(run)))
+    # kernels may add in another order where batches have another size
+    torch.testing.assert_close(torch.stack(torch.load(tmp_path / "out.pt")), torch.as_tensor(outputs(run)))
 
 
 def test_a_file_of_lines_has_what_is_printed(run, call, tmp_path):
