@@ -23,7 +23,8 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["trainkit", "trainkit.*"]),
     package_data={"trainkit": ["py.typed"]},
-    install_requires=["torch>=2.9", "numpy", "fvcore", "tabulate"],  # fvcore brings tqdm, for the progress bar
+    # torch: from the oldest version on which the tests pass, see CHANGELOG.md; fvcore brings tqdm, for the progress bar
+    install_requires=["torch>=2.12", "numpy", "fvcore", "tabulate"],
     extras_require={
         "tensorboard": TENSORBOARD,
         "lazy": LAZY,

@@ -1,19 +1,29 @@
 """What the guides show does what they say."""
 
+import ast
+import inspect
 import logging
 import re
 import shlex
+import textwrap
 from argparse import Namespace
 from contextlib import nullcontext
 
 import pytest
 import torch
 
-from tests.docs.pages import blocks, contents, page, run
+from tests.docs.pages import ROOT, blocks, contents, page, run
 from tests.engine.job import tiny_cfg
 from trainkit.config import CfgNode, ConfigError, get_cfg
 from trainkit.data import MetadataCatalog, build_train_loader
-from trainkit.engine import DefaultTrainer, HookBase, default_argument_parser, default_setup
+from trainkit.engine import (
+    DefaultTrainer,
+    HookBase,
+    SimpleTrainer,
+    TrainerBase,
+    default_argument_parser,
+    default_setup,
+)
 from trainkit.engine.hook_base import HOOK_POINTS
 from trainkit.utils.logger import close_logger
 
@@ -36,7 +46,7 @@ def merged(text, cfg=None):
 NORM, CHECK, COUNT = blocks("docs/hooks.md", "python")
 (ENTRIES,) = blocks("docs/hooks.md", "yaml")
 (COMMAND,) = blocks("docs/hooks.md", "sh")
-_, _, WITHOUT_CONFIG, COUNTER = blocks("docs/training_loop.md", "python")
+TRAIN, ITERATION, WITHOUT_CONFIG, COUNTER = blocks("docs/training_loop.md", "python")
 DATASET, LOADER = blocks("docs/data.md", "python")
 (NUMBERS,) = blocks("docs/data.md", "yaml")
 FULL, SHORTENED = blocks("docs/migrate_from_detectron2.md", "python")
@@ -58,7 +68,7 @@ def test_the_hook_of_a_config_ends_a_run_whose_loss_is_not_finite(tmp_path, monk
     default_setup(cfg, Namespace())
     trainer = DefaultTrainer(cfg)
     assert "BestCheckpointer" not in names(trainer)
-    assert names(trainer)[-2:] == ["CheckInvalidLoss", "PeriodicWriter"]  # moved behind the evaluation by its priority
+    assert names(trainer)[:2] == ["IterationTimer", "CheckInvalidLoss"]  # moved by its priority
 
     class Spoil(HookBase):
         def after_step(self):
@@ -70,7 +80,7 @@ def test_the_hook_of_a_config_ends_a_run_whose_loss_is_not_finite(tmp_path, monk
 
 
 def names(trainer):
-    return [type(hook).__name__ for hook in trainer._hooks]
+    return [type(hook).__name__ for hook in trainer.hooks]
 
 
 def test_the_command_gives_the_same_entries_as_the_file():
@@ -100,6 +110,34 @@ def test_the_state_of_a_hook_survives_and_the_summary_tells_it(tmp_path, caplog)
 
 
 # ---------------------------------------------------------------------- the loop
+
+
+def code_of(function):
+    """The lines of a function without its docstring."""
+    lines = textwrap.dedent(inspect.getsource(function)).splitlines()
+    first = ast.parse("\n".join(lines)).body[0].body[0]
+    has_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    return lines[: first.lineno - 1] + lines[first.end_lineno :] if has_docstring else lines
+
+
+def test_the_loop_is_that_of_the_source():
+    assert TRAIN.splitlines() == code_of(TrainerBase.train)
+    assert ITERATION.splitlines() == code_of(TrainerBase._run_iteration)
+
+
+def test_as_many_lines_are_read_as_the_guide_says():
+    text = (ROOT / "docs/training_loop.md").read_text()
+    run, step = map(
+        int, re.search(r"To follow a run one reads\s+(\d+) lines .* another (\d+)", text, re.DOTALL).groups()
+    )
+
+    def count(cls, *names):
+        lines = [line.strip() for name in names for line in code_of(getattr(cls, name))]
+        return sum(bool(line) and not line.startswith("#") for line in lines)
+
+    of_run = ("train", "_start", "_is_over", "_run_iteration", "_write_saves", "_restore_rng", "_finish")
+    of_step = ("run_step", "compute_gradients", "_add_gradients", "compute_losses", "judge_gradients", "update")
+    assert (count(TrainerBase, *of_run), count(SimpleTrainer, *of_step)) == (run, step)
 
 
 def test_the_trainer_without_a_config_learns_and_writes(tmp_path, capsys):

@@ -207,6 +207,7 @@ class DefaultTrainer(TrainerBase):
                     "(SOLVER.MAX_ITER)",
                     self.iter,
                 )
+                release_folders(self.cfg)  # which default_setup has locked
                 return self._results
         for note in own_folders(self.cfg):
             logger.info(note)

@@ -118,8 +118,7 @@ class LARS(Optimizer):
 def _rates(params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
     """The learning rate of each parameter, shape ``[]``."""
     dtype = torch.promote_types(params[0].dtype, torch.float32)  # the norm of many small values overflows in float16
-    # cast before the norm: its argument dtype is taken for a dimension by torch 2.15 if the parameters are sharded;
-    # whole: torch 2.9 cannot unbind what is sharded
+    # cast before the norm: torch 2.15 takes the argument dtype of the norm of sharded tensors for a dimension
     param_norms, grad_norms = (
         whole(torch.stack(torch._foreach_norm([tensor.to(dtype) for tensor in tensors]))) for tensors in (params, grads)
     )
