@@ -133,6 +133,32 @@ def test_a_worker_that_ends_inside_the_dataset_is_one_error_that_names_it_and_it
     assert ", ended with exit code 0) was at sample 1 of Bad, for the batch of sample 0 of Bad, sample 1" in message
 
 
+def test_a_worker_that_ends_while_it_hands_over_a_batch_is_named(clock):
+    class Lost:
+        """As torch, if the process is still there when it looks why it has no connection to it."""
+
+        def __next__(self):
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise ConnectionResetError(104, "Connection reset by peer")
+
+    watch = watch_module.Watch(None, 600, str)
+    batches = watch.iterate(make(Bad(print), num_workers=1))
+    pid = pids()[0]
+    with pytest.raises(RuntimeError, match=rf"a loader worker has ended: worker \(pid {pid}, ended with exit code 0\)"):
+        watch.next(Lost(), {})
+    del batches
+
+
+def test_a_connection_that_a_dataset_loses_is_its_own_error(clock, monkeypatch):
+    def lose():
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    monkeypatch.setattr(watch_module, "ENDING_SEC", 0)
+    with pytest.raises(ConnectionResetError, match="Connection reset by peer"):
+        next(iter(make(Bad(lose, bad=1))))
+
+
 def test_a_kept_worker_that_has_ended_is_replaced(clock, caplog):
     loader = make(Bad(print), sampler=InferenceSampler(8), persistent_workers=True)
     first, before = [*loader], pids()

@@ -1,6 +1,8 @@
 """A run that is asked to stop while it waits for data."""
 
+import multiprocessing
 import random
+import re
 import signal
 import threading
 
@@ -10,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from tests.engine.tiny import AfterStep
-from trainkit.data import InferenceSampler, ResumableLoader, TrainingSampler
+from trainkit.data import InferenceSampler, ResumableLoader, TrainingSampler, watch
 from trainkit.engine import SimpleTrainer, hooks
 from trainkit.evaluation import inference_on_dataset
 from trainkit.utils import waiting
@@ -173,14 +175,24 @@ def test_only_a_step_and_an_evaluation_are_left_for_a_stop():
     assert (trainer.iter, len(read)) == (1, 1)
 
 
-def test_a_worker_that_is_lost_during_a_step_is_named_with_its_samples():
+@pytest.mark.parametrize("of_training", [True, False])
+def test_a_worker_that_is_lost_during_a_step_is_named_with_its_samples_if_it_had_some(of_training, monkeypatch):
+    monkeypatch.setattr(watch, "ENDING_SEC", 1 if of_training else 0)
+    torchs_message = "DataLoader worker (pid 7) is killed by signal: Killed."
+
     class Losing(Net):
         def forward(self, batch):
-            raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")  # as torch's handler does
+            for process in multiprocessing.active_children() if of_training else []:
+                process.terminate()  # with another code than 0, torch's handler raises anywhere
+            raise RuntimeError(torchs_message)  # else it is a worker of an evaluation
 
     model = Losing()
     loader = ResumableLoader(Numbers(), sampler=TrainingSampler(40, shuffle=False), batch_size=2, num_workers=1)
     trainer = SimpleTrainer(model, loader, torch.optim.SGD(model.parameters(), 0.1))
-    with pytest.raises(RuntimeError, match=r"a loader worker has ended: .*\(pid \d+, alive\)") as caught:
+    with pytest.raises(RuntimeError) as caught:
         trainer.train(0, 1)
-    caught.value.__traceback__ = caught.value.__cause__.__traceback__ = None
+    named = re.search(r"a loader worker has ended: .*\(pid \d+, ended with exit code 0\)", str(caught.value))
+    assert named if of_training else str(caught.value) == torchs_message
+    for error in (caught.value, caught.value.__cause__):
+        if error is not None:
+            error.__traceback__ = None  # it holds the workers

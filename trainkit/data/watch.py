@@ -2,6 +2,7 @@
 
 import logging
 import multiprocessing
+import multiprocessing.connection
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,8 @@ from trainkit.utils import waiting
 logger = logging.getLogger(__name__)
 
 WARN_SEC = 60.0
+ENDING_SEC = 1.0  # the connections of a process are closed before it has ended
+_CUT_OFF = ConnectionError, EOFError  # also where a worker ends while it hands over a batch
 Owed: TypeAlias = dict[int, Sequence[Any]]  # the indices of batches asked for, by the position behind them
 
 
@@ -78,7 +81,7 @@ class Watch:
             except StopIteration as error:
                 waiting.refuse_end_by_sample(error)
                 raise
-            except RuntimeError as error:
+            except (RuntimeError, *_CUT_OFF) as error:
                 self.explain(error, owed)
                 if not is_timeout(error):
                     raise
@@ -100,17 +103,25 @@ class Watch:
         for process in self._processes:
             process.terminate()
 
-    def explain(self, error: RuntimeError, owed: Owed) -> None:
+    def explain(self, error: Exception, owed: Owed) -> None:
         """
         Raises:
-            RuntimeError: ``error`` says that a worker has ended, and this what it did.
+            RuntimeError: ``error`` says that a worker has ended, it was one of these, and this is what it did.
         """
-        if is_of_lost_worker(error):
+        if (is_of_lost_worker(error) or isinstance(error, _CUT_OFF)) and self._has_lost_one():
             raise RuntimeError(
                 f"a loader worker has ended: {self.describe(owed)}. Look whether what reads the "
                 "sample ends the process, crashes in a library, or takes so much memory that the system kills it; set "
                 "DATALOADER.NUM_WORKERS (num_workers of a loader) to 0 to see more"
             ) from error
+
+    def _has_lost_one(self) -> bool:
+        sentinels = [process.sentinel for process in self._processes]
+        ended = multiprocessing.connection.wait(sentinels, ENDING_SEC) if sentinels else []
+        for process in self._processes:
+            if process.sentinel in ended:
+                process.join(ENDING_SEC)  # now it has an exit code
+        return bool(ended)
 
     def describe(self, owed: Owed) -> str:
         """The workers that have ended, or else the one that owes the next batch."""
@@ -136,11 +147,11 @@ class Watch:
         return f"{text} {now}, for the batch of {self._name(indices)}"
 
 
-def is_timeout(error: RuntimeError) -> bool:
+def is_timeout(error: Exception) -> bool:
     return str(error).startswith("DataLoader timed out")
 
 
-def is_of_lost_worker(error: RuntimeError) -> bool:
+def is_of_lost_worker(error: Exception) -> bool:
     return str(error).startswith("DataLoader worker (pid")
 
 
