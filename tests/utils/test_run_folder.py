@@ -7,10 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
+from torch import nn
 
+from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.utils import run_folder
+from trainkit.utils.run_file import RunFile
 from trainkit.utils.run_folder import (
     LOCK_FILE,
     FolderInUseError,
@@ -35,8 +39,14 @@ def no_patience(monkeypatch, tmp_path):
 
 @pytest.fixture
 def owner(tmp_path):
-    """A process that owns ``tmp_path``."""
-    command = [sys.executable, "-c", OWNER, str(tmp_path)]
+    with owning(tmp_path) as process:
+        yield process
+
+
+@contextmanager
+def owning(folder):
+    """A process that owns ``folder``."""
+    command = [sys.executable, "-c", OWNER, str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline().strip() == str(process.pid)
         yield process
@@ -94,6 +104,28 @@ def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
     (tmp_path / LOCK_FILE).symlink_to(tmp_path / "elsewhere")
     own_folder(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [LOCK_FILE]
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_run_whose_folder_another_one_has_made_anew_writes_nothing_there(tmp_path, is_open):
+    folder = tmp_path / "run"
+    own_folder(folder)
+    file = RunFile(folder / "metrics.json")
+    file.append("mine\n")
+    if not is_open:
+        file.close()
+    shutil.rmtree(folder)
+
+    with owning(folder) as process:
+        (folder / "metrics.json").write_text("theirs\n")
+        for _ in range(2):
+            with pytest.raises(FolderInUseError, match=f"belongs to another run, process {process.pid} on"):
+                file.append("mine\n")
+        with pytest.raises(CheckpointError, match=f"belongs to another run, process {process.pid} on"):
+            Checkpointer(nn.Identity(), folder).save("model")
+        assert (folder / "metrics.json").read_text() == "theirs\n"
+    file.close()
+    release_folder(folder)
 
 
 def test_without_locks_a_live_process_and_another_host_own_their_folder(tmp_path, no_locks):

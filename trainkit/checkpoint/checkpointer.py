@@ -265,7 +265,7 @@ class Checkpointer:
             os.makedirs(self.save_dir, exist_ok=True)
         except OSError as error:
             raise CheckpointError(
-                f"cannot make the checkpoint folder '{self.save_dir}': {error.strerror}. Choose another one"
+                f"cannot make the checkpoint folder '{self.save_dir}': {error.strerror or error}. Choose another one"
             ) from error
         if deleted := self._deleted():
             _logger.error(

@@ -60,6 +60,7 @@ class RunFile:
         file = self._file
         try:
             if not os.path.samestat(os.fstat(file.fileno()), os.stat(self._path)):
+                renew_folders()
                 self.close()
                 logger.warning("%s is another file now; the lines that follow are in it", self._path)
             return False
@@ -106,6 +107,8 @@ class RunFile:
 
     def _open(self) -> FileIO:
         if self._file is None:
+            renew_folders()  # or refuse, if another run has the folder now
+        if self._file is None:  # else opened by a line of the log
             self._path.parent.mkdir(parents=True, exist_ok=True)
             file = FileIO(self._path, "ab+")  # it is also read, if it is deleted
             try:
