@@ -145,9 +145,8 @@ def test_a_save_that_does_not_fit_leaves_the_one_before_and_training_goes_on(
         folder[trainer.iter] = (sorted(os.listdir(tmp_path)), (tmp_path / "last_checkpoint").read_text())
 
     trainer = Steps(step=lambda iter: setattr(state, "value", iter))
-    trainer.register_hooks(
-        [PeriodicCheckpointer(checkpointer, 2, max_to_keep=1), AfterStep(lambda t: t.iter and look(t))]
-    )
+    trainer.register_hooks([PeriodicCheckpointer(checkpointer, 2, max_to_keep=1)])
+    trainer.register_hooks([AfterStep(lambda t: t.iter and look(t))], priority="LOW")
     trainer.train(0, 6)
 
     assert trainer.status == "finished"

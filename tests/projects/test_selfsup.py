@@ -74,7 +74,8 @@ def run(name, folder, *options, kill_at=-1, spies=()):
     seed_all_rng(cfg.SEED)
     trainer = DefaultTrainer(cfg)
     trainer.resume_or_load()
-    trainer.register_hooks([*spies, Killer(kill_at)], priority="LOWEST")
+    trainer.register_hooks(spies)
+    trainer.register_hooks([Killer(kill_at)], priority="LOWEST")
     return trainer.train()
 
 

@@ -48,7 +48,7 @@ class Run:
     def hooks_at(self, point: str) -> list[str]:
         """The hooks of a point in the order in which the log gives them."""
         lines = (line.removeprefix(f"  {point} ") for line in self.log.splitlines() if line.startswith(f"  {point} "))
-        return next(lines, "").replace(" ", "").split(",")
+        return ",".join(lines).replace(" ", "").split(",")  # after_step has a line above the save point and one below
 
 
 def _arguments(folder: Path, options: tuple[Any, ...], *flags: str) -> Any:

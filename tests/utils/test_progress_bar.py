@@ -1,16 +1,18 @@
 import logging
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import torch
 
+from tests.engine.tiny import Regression, sgd
 from tests.utils.terminal import showing_bars
+from trainkit.engine import SimpleTrainer
 from trainkit.utils.events import EventStorage, ProgressBar
 from trainkit.utils.logger import close_logger, setup_logger
 
 
 def trainer_at(iter, **attributes):
-    return SimpleNamespace(iter=iter, batch=torch.zeros(8, 3), **attributes)
+    return SimpleNamespace(iter=iter, data_loader=SimpleNamespace(batch_size=8), **attributes)
 
 
 def bar_after(writer, num_iters, trainer=trainer_at, **scalars):
@@ -43,17 +45,14 @@ def test_measured_samples_per_second_win():
 
 
 def test_micro_batches_count_together():
-    def accumulating(iter):
-        return SimpleNamespace(iter=iter, batch=[{"x": torch.zeros(8, 3)}] * 3, accumulation_steps=3)
-
-    _, details = bar_after(ProgressBar(max_iter=10), 4, accumulating, time=2.0)
+    _, details = bar_after(ProgressBar(max_iter=10), 4, partial(trainer_at, accumulation_steps=3), time=2.0)
     assert details == "4/10, eta 0:00:12  12 samples/s"
 
 
-def test_a_resumed_run_begins_where_it_was_maybe_without_a_batch():
+def test_a_resumed_run_starts_where_it_was():
     with showing_bars() as terminal, EventStorage(start_iter=6) as storage:
         writer = ProgressBar(max_iter=10)
-        writer.advance(SimpleNamespace(iter=6, batch=None))
+        writer.advance(trainer_at(6))
         writer.advance(trainer_at(7))
         storage.put_scalar("time", 2.0)
         writer.write()
@@ -96,3 +95,12 @@ def test_each_run_has_a_bar_of_its_own(num_runs):
                 writer.advance(trainer_at(1))
                 writer.close()
     assert [line.partition("|")[0] for line in terminal.lines()] == ["Training 100%"] * num_runs + [""]
+
+
+def test_a_trainer_whose_batch_is_gone_and_a_loader_without_a_size_are_shown_without_samples():
+    def endless(iter):
+        trainer = SimpleTrainer(Regression(), [], sgd(Regression()))
+        trainer.iter = iter
+        return trainer
+
+    assert bar_after(ProgressBar(max_iter=10), 4, endless, time=2.0) == ("Training  40%", "4/10, eta 0:00:12")

@@ -407,7 +407,7 @@ class TrainerBase(HookPoints):
             self.storage.load_state_dict(state_dict["storage"])
         self._rng_state = rng_state = state_dict.get("rng")
         if rng_state is not None and not {"python", "numpy", "torch"} <= rng_state.keys():
-            raise KeyError(f"the random state of a run has python, numpy and torch, got {[*rng_state]}")
+            raise KeyError(f"the random state of a run must have python, numpy and torch, got {[*rng_state]}")
         world_size = state_dict.get("world_size", 1)
         if rng_state is not None and world_size != comm.get_world_size():
             self._rng_state = derive_rng_state(rng_state, comm.get_rank(), iteration)

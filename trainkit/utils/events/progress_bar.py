@@ -4,7 +4,6 @@ import datetime
 from typing import Any
 
 from trainkit.utils import comm
-from trainkit.utils.batches import num_samples
 from trainkit.utils.events.storage import EventStorage
 from trainkit.utils.events.writers import CommonMetricPrinter, name_epoch
 from trainkit.utils.logger import NOT_ON_TERMINAL
@@ -30,7 +29,6 @@ class ProgressBar(CommonMetricPrinter):
     def advance(self, trainer: Any) -> None:
         if self._bar is None:
             self._bar = Bar(self._max_iter, self._describe(trainer.iter), initial=trainer.iter)
-        if not self._samples_per_iter:  # a resumed run may begin without a batch
             self._samples_per_iter = self._count_samples(trainer)
         self._bar.go_to(trainer.iter + 1)
 
@@ -42,10 +40,9 @@ class ProgressBar(CommonMetricPrinter):
 
     @staticmethod
     def _count_samples(trainer: Any) -> int:
-        """Of the whole iteration, if all batches are like this one; 0 if that cannot be told."""
-        batch: Any = getattr(trainer, "batch", None)
-        micro_batches: list[Any] = batch if getattr(trainer, "accumulation_steps", 1) > 1 else [batch]
-        return sum(num_samples(part) or 0 for part in micro_batches) * comm.get_world_size()
+        """In an iteration over all ranks, by the batch size of the loader; 0 if it does not say."""
+        batch_size = getattr(getattr(trainer, "data_loader", None), "batch_size", None) or 0
+        return int(batch_size) * getattr(trainer, "accumulation_steps", 1) * comm.get_world_size()
 
     def _show(self, storage: EventStorage, latest: Any, eta_sec: float | None) -> None:
         if self._bar is None:
