@@ -1,5 +1,6 @@
 """A short digits job by ``tools/train_net.py``, and what it leaves behind."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,10 @@ class Run:
 
     def hooks_at(self, point: str) -> list[str]:
         """The hooks of a point in the order in which the log gives them."""
-        lines = (line.removeprefix(f"  {point} ") for line in self.log.splitlines() if line.startswith(f"  {point} "))
-        return ",".join(lines).replace(" ", "").split(",")  # after_step has a line above the save point and one below
+        _, _, described = self.log.partition("Hooks in order:\n")
+        lines = itertools.takewhile(lambda line: line.startswith("  "), described.splitlines())
+        found = (line.removeprefix(f"  {point} ") for line in lines if line.startswith(f"  {point} "))
+        return ",".join(found).replace(" ", "").split(",")  # after_step has a line above the save point and one below
 
 
 def _arguments(folder: Path, options: tuple[Any, ...], *flags: str) -> Any:

@@ -11,7 +11,7 @@ from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.checkpoint import PeriodicCheckpointer as _PeriodicCheckpointer
 from trainkit.checkpoint.periodic import check_file_prefix
 from trainkit.config import ConfigError
-from trainkit.engine.hook_base import SAVE_POINT, HookBase, Priority
+from trainkit.engine.hook_base import SAVE_POINT, HookBase
 from trainkit.engine.hooks.monitor import MetricMonitor, Mode
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.periods import check_period, is_due, is_last
@@ -111,7 +111,7 @@ class BestCheckpointer(HookBase):
         mode: whether "max" or "min" is better; "auto": see `trainkit.engine.hooks.monitor.infer_mode`.
     """
 
-    priority = Priority.BELOW_NORMAL  # below the save point
+    priority = SAVE_POINT + 1
 
     def __init__(
         self,

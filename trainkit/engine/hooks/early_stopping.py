@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from trainkit.engine.hook_base import HookBase, Priority
+from trainkit.engine.hook_base import SAVE_POINT, HookBase
 from trainkit.engine.hooks.monitor import MetricMonitor, Mode
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.periods import check_period, is_due, is_last
@@ -25,7 +25,7 @@ class EarlyStopping(HookBase):
         check_finite: finish also when a value is not finite; otherwise it counts as one that is not better.
     """
 
-    priority = Priority.BELOW_NORMAL  # below the save point
+    priority = SAVE_POINT + 1
 
     def __init__(
         self,

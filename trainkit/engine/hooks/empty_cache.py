@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from trainkit.engine.hook_base import HookBase, Priority
+from trainkit.engine.hook_base import SAVE_POINT, HookBase
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
 
 
@@ -16,7 +16,7 @@ class EmptyCache(HookBase):
     side by side. An evaluation counts as an epoch, each of its batches as a step.
     """
 
-    priority = Priority.BELOW_NORMAL  # below the save point
+    priority = SAVE_POINT + 1
 
     def __init__(self, before_epoch: bool = False, after_step: bool = False, after_epoch: bool = True) -> None:
         chosen = {

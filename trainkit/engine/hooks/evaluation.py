@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainkit.config import ConfigError
-from trainkit.engine.hook_base import HookBase, Priority
+from trainkit.engine.hook_base import SAVE_POINT, HookBase
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.periods import check_period, is_due, is_last
 from trainkit.evaluation.observer import Phase, observe_inference
@@ -38,7 +38,7 @@ class EvalHook(HookBase):
         TypeError, ValueError: an argument is not accepted; before training: ``by_epoch``, and there are no epochs.
     """
 
-    priority = Priority.BELOW_NORMAL  # below the save point
+    priority = SAVE_POINT + 1
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 import gc
 
-from trainkit.engine.hook_base import HookBase, Priority
+from trainkit.engine.hook_base import SAVE_POINT, HookBase
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.periods import check_period, is_due
 
@@ -21,7 +21,7 @@ class GarbageCollection(HookBase):
         ValueError: ``period`` is less than 1 iteration, or there is no such generation.
     """
 
-    priority = Priority.BELOW_NORMAL  # below the save point
+    priority = SAVE_POINT + 1
 
     def __init__(self, period: int = 1000, generation: int = 1) -> None:
         if generation not in (0, 1, 2):

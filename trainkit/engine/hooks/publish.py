@@ -8,7 +8,7 @@ from typing import Any, Literal
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.publish import publish_weights
 from trainkit.config import ConfigError
-from trainkit.engine.hook_base import HookBase, Priority
+from trainkit.engine.hook_base import SAVE_POINT, HookBase
 from trainkit.engine.hooks.checkpoint import BestCheckpointer, PeriodicCheckpointer
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.utils import comm
@@ -27,7 +27,7 @@ class PublishWeights(HookBase):
         weights: "model", or "ema" for the averaged ones of an `EMAHook`.
     """
 
-    priority = Priority.BELOW_NORMAL  # below the save point
+    priority = SAVE_POINT + 1
 
     def __init__(self, weights: Literal["model", "ema"] = "model") -> None:
         if weights not in ("model", "ema"):

@@ -5,7 +5,7 @@ import math
 from typing import Any, Literal
 
 from trainkit.config import ConfigError
-from trainkit.engine.hook_base import HookBase, Priority
+from trainkit.engine.hook_base import SAVE_POINT, HookBase
 from trainkit.engine.hooks.lr_scheduler import LRScheduler
 from trainkit.engine.hooks.monitor import MetricMonitor, Mode
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
@@ -38,7 +38,7 @@ class ReduceOnPlateau(HookBase):
             hook steps and saves it.
     """
 
-    priority = Priority.BELOW_NORMAL  # below the save point
+    priority = SAVE_POINT + 1
 
     def __init__(
         self,
