@@ -236,6 +236,7 @@ def test_tensorboards_events_that_are_deleted_come_back(tmp_path, caplog, by_sta
     folder = tmp_path / "run"
     writer, storage = TensorboardXWriter(folder), EventStorage()
     train(storage, writer, range(10))
+    writer.state_dict()  # else TensorBoard's thread may still hold events, which then are lost
     shutil.rmtree(folder)
     if by_state:
         writer.state_dict()
