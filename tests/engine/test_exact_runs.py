@@ -149,13 +149,16 @@ class Shuffling(Sampler):
         self.draw, self.seed, self.count, self.epoch = draw, None, 0, 0
 
     def __iter__(self):
+        yield from self.rest_of_epoch()
+        self.count, self.epoch = 0, self.epoch + 1
+
+    def rest_of_epoch(self):
         if self.count == 0:
             self.seed = self.draw(self.epoch)
         order = torch.randperm(18, generator=torch.Generator().manual_seed(self.seed)).tolist()
         while self.count < 18:
             self.count += 1
             yield order[self.count - 1]
-        self.count, self.epoch = 0, self.epoch + 1
 
     def __len__(self):
         return 18
@@ -174,12 +177,7 @@ class Lazy(Shuffling):
         if self.count == 18 and not self.is_loaded:
             self.count, self.epoch = 0, self.epoch + 1
         self.is_loaded = False
-        if self.count == 0:
-            self.seed = self.draw(self.epoch)
-        order = torch.randperm(18, generator=torch.Generator().manual_seed(self.seed)).tolist()
-        while self.count < 18:
-            self.count += 1
-            yield order[self.count - 1]
+        yield from self.rest_of_epoch()
 
     is_loaded = False
 

@@ -62,16 +62,17 @@ class HookList:
                 f"{', '.join(dict.fromkeys(asking))}: there is work to do at epochs, but the training data has no "
                 "length, so there are none; use a period in iterations"
             )
-        mine, *others = comm.all_gather(self.describe())
-        logger.info("Hooks in order:\n%s", self.describe())
+        description = self.describe()
+        logger.info("Hooks in order:\n%s", description)
+        first, *others = comm.all_gather(description)
         for rank, hooks in enumerate(others, 1):
-            if hooks != mine:
+            if hooks != first:
                 logger.warning(
-                    "Rank %d has other hooks than rank 0; register them on all ranks:\n%s\n%s", rank, hooks, mine
+                    "Rank %d has other hooks than rank 0; register them on all ranks:\n%s\n%s", rank, hooks, first
                 )
         if self._unclaimed_states:
             logger.warning("The checkpoint has states of hooks that are not registered: %s", [*self._unclaimed_states])
-        return all(hooks == mine for hooks in others)
+        return all(hooks == first for hooks in others)
 
     def add(
         self,

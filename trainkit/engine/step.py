@@ -137,7 +137,6 @@ class SimpleTrainer(TrainerBase):
         self.non_finite = non_finite
         self.model = model
         self.data_loader = data_loader
-        self._optimizer = optimizer
         self.gather_metric_period = check_period("gather_metric_period", gather_metric_period, minimum=1)
         self.zero_grad_before_forward = zero_grad_before_forward
         self.async_write_metrics = async_write_metrics
@@ -157,9 +156,7 @@ class SimpleTrainer(TrainerBase):
         self._sample: tuple[nn.Module | None, Tensor | None] = (None, None)  # the model and a tensor of it
         self._losses_described = False
         self._has_stepped = False
-        if non_finite == "skip":
-            device = device_of(model)
-            prepare_to_skip(optimizer, "cpu" if device is None else device.type)
+        self.optimizer = optimizer
         if accumulation_steps > 1 and any(isinstance(module, _BatchNorm) for module in model.modules()):
             logger.warning(
                 "The model has batch norm, which normalizes each micro-batch by itself, so %d of them do not equal one "

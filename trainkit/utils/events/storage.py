@@ -126,8 +126,8 @@ class EventStorage:
             iter = operator.index(cur_iter)
         if epoch is not None:
             epoch = operator.index(epoch)
-        if epoch is not None and not prefix and "epoch" in values:
-            raise ValueError("a scalar called 'epoch' cannot have an epoch itself; give it another name")
+            if not prefix and "epoch" in values:
+                raise ValueError("a scalar called 'epoch' cannot have an epoch itself; give it another name")
         try:
             row = {_writable(prefix, name): float(value) for name, value in values.items()}
         except (TypeError, ValueError):
