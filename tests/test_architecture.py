@@ -18,20 +18,23 @@ LAYERS = [
         "trainkit.engine.command",
         "trainkit.engine.elastic",
         "trainkit.engine.failures",
+        "trainkit.engine.forwarding",
         "trainkit.engine.global_batch",
+        "trainkit.engine.parallel",
         "trainkit.engine.settings",
     ],
-    ["trainkit.engine.hook_base", "trainkit.engine.periods", "trainkit.engine.stopping"],
-    ["trainkit.engine.finite", "trainkit.engine.hook_list"],
+    ["trainkit.engine.hook_base", "trainkit.engine.periods"],
+    ["trainkit.engine.finite", "trainkit.engine.hook_list", "trainkit.engine.stopping"],
     ["trainkit.engine.hook_points"],
     ["trainkit.engine.loop"],
-    ["trainkit.engine.metrics"],
+    ["trainkit.engine.feed", "trainkit.engine.metrics"],
     ["trainkit.engine.step"],
+    ["trainkit.engine.amp"],
     ["trainkit.engine.train_loop"],
     ["trainkit.engine.hooks"],
     ["trainkit.engine.compile"],
     ["trainkit.engine.graph"],
-    ["trainkit.engine.fsdp", "trainkit.engine.parallel"],
+    ["trainkit.engine.fsdp"],
     ["trainkit.engine.summary"],
     ["trainkit.engine.predictor", "trainkit.engine.setup", "trainkit.engine.launch"],
     ["trainkit.engine.evaluation_run"],
@@ -60,7 +63,7 @@ LATE_IMPORTS = {
 }
 
 PURE = {"compile", "copy", "frozenset", "getLogger", "int", "list", "local", "object", "split", "tuple", "type"}
-PURE |= {"count", "field", "timedelta"}
+PURE |= {"_of_step", "count", "field", "forwarded", "staticmethod", "timedelta"}
 
 
 class Sources:

@@ -14,10 +14,11 @@ from tests.engine.test_world_sizes import Net, part
 from tests.engine.tiny import Weight, scalars, sgd
 from tests.two_ranks import on_two_ranks
 from trainkit.config import ConfigError, check_values, get_cfg
+from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.defaults import DefaultTrainer
 from trainkit.engine.hooks import CallbackHook, EMAHook, PreciseBN, UnusedParameters
 from trainkit.engine.parallel import create_ddp_model, ddp_options
-from trainkit.engine.step import AMPTrainer, SimpleTrainer
+from trainkit.engine.step import SimpleTrainer
 from trainkit.evaluation import inference_on_dataset
 from trainkit.solver import GradientClipper
 from trainkit.utils import comm

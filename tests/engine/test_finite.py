@@ -11,9 +11,10 @@ from tests.engine.job import tiny_cfg
 from tests.engine.tiny import AfterStep, PlainOptimizer, Regression, Weight, batches, scalars, sgd
 from trainkit.config import ConfigError
 from trainkit.engine import DefaultTrainer
-from trainkit.engine.finite import GradientCheck, join_flags, non_finite_names
+from trainkit.engine.amp import AMPTrainer
+from trainkit.engine.finite import FiniteCheck, non_finite_names
 from trainkit.engine.hooks import CallbackHook, PeriodicWriter
-from trainkit.engine.step import AMPTrainer, SimpleTrainer
+from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import GradientClipper
 from trainkit.utils.events import EventStorage
 
@@ -34,12 +35,10 @@ def optimizer_of(*gradients):
 
 
 def is_marked(*gradients):
-    flags = {}
-    GradientCheck().mark_non_finite(optimizer_of(*gradients), flags)
-    flag = join_flags(flags, torch.device("cpu"))
-    assert list(flags) == [torch.device("cpu")]
-    assert (flag.dtype, flag.shape) == (torch.float32, ())
-    return bool(flag)
+    check = FiniteCheck("raise", 1)
+    check.flag_update(nn.Identity(), optimizer_of(*gradients), torch.zeros(()))
+    assert (check.flag.dtype, check.flag.shape) == (torch.float32, ())
+    return bool(check.flag)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -236,7 +235,7 @@ def test_a_loss_that_is_not_finite_is_left_out_of_the_averages(asynchronous, cap
     assert scalars(trainer) == {
         "total_loss": [(2.0, 0), (2.0, 2)],
         "loss_a": [(1.0, 0), (1.0, 2)],
-        "loss_b": [(1.0, 0), (1.0, 2)],
+        "loss_b": [(1.0, 0), (1.0, 1), (1.0, 2)],
         "skipped_updates": [(0.0, 0), (1.0, 1), (1.0, 2)],
     }
     messages = [record.message for record in caplog.records if record.name == "trainkit.engine.finite"]

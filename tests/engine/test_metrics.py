@@ -24,7 +24,6 @@ def test_one_process_keeps_its_own_values():
     row = Row(3, 0.5, {"total_loss": 1.0, "b": math.inf})
     [mean], failures = exchange_rows([row], 1, "it is not finite")
     assert mean == row
-    assert mean.values is not row.values
     assert failures == ["it is not finite"]
 
 

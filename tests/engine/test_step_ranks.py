@@ -12,9 +12,10 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.engine.tiny import AfterStep, Regression, Weight, batches, metrics_by_worker, scalars, sgd
 from tests.two_ranks import on_two_ranks
+from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.hooks import CallbackHook, CheckFiniteLoss, UnusedParameters
 from trainkit.engine.parallel import create_ddp_model
-from trainkit.engine.step import AMPTrainer, SimpleTrainer
+from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import GradientClipper
 
 

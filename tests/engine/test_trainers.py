@@ -24,8 +24,9 @@ from trainkit.config import ConfigError
 from trainkit.data import ResumableLoader
 from trainkit.data.build import build_batch_data_loader
 from trainkit.data.samplers import TrainingSampler
+from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.hooks import CallbackHook, EvalHook, PeriodicWriter
-from trainkit.engine.step import AMPTrainer, SimpleTrainer
+from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import GradientClipper
 from trainkit.utils.events import EventStorage, EventWriter, JSONWriter
 
@@ -150,7 +151,7 @@ def test_the_first_step_says_what_is_minimized(caplog):
         (lambda w, x: [w], TypeError, "this one gave list"),
         (lambda w, x: {"a": w, "b": 1.0}, TypeError, r"'b' must be a scalar tensor, got float \(1.0\)"),
         (lambda w, x: {"a": w, "b": w * torch.ones(2, 3)}, ValueError, r"'b' must be a scalar, got shape \[2, 3\]"),
-        (lambda w, x: {"total_loss": w}, ValueError, "total_loss is kept for the sum"),
+        (lambda w, x: {"total_loss": w}, ValueError, "total_loss is the name of the sum"),
         (lambda w, x: {}, ValueError, "no loss that requires grad; got an empty dict"),
         (lambda w, x: {"b": x, "a": w.detach()}, ValueError, r"no loss that requires grad; got \['a', 'b'\]"),
     ],
@@ -231,9 +232,9 @@ def test_no_iterator_is_made_before_the_first_step():
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        ([], r"the data loader \(list\) yields no batch in iteration 0 of 5"),
-        (iter([]), r"\(list_iterator\) is an iterator that has ended in iteration 0 of 5"),
-        (iter(batches(2)), r"\(list_iterator\) is an iterator that has ended in iteration 2 of 5"),
+        ([], r"the data loader \(list\) yields no batch"),
+        (iter([]), r"\(list_iterator\) is an iterator that has ended"),
+        (iter(batches(2)), r"\(list_iterator\) is an iterator that has ended"),
     ],
 )
 def test_an_empty_loader_and_an_ended_iterator_are_errors(loader, message):
@@ -1027,6 +1028,28 @@ def test_write_metrics_refuses_to_write_nothing():
         SimpleTrainer.write_metrics({}, 0.0, 0)
 
 
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_outputs_of_the_model_are_for_hooks_until_the_save_point_and_no_metric(accumulation_steps):
+    seen = []
+    model = Weight(lambda weight, batch: {"loss": weight * batch, "outputs": {"doubled": 2 * batch}})
+    data = [torch.tensor(1.0), torch.tensor(3.0)]
+    trainer = SimpleTrainer(model, data, sgd(model), accumulation_steps=accumulation_steps)
+
+    def read(trainer):
+        outputs = [trainer.outputs] if accumulation_steps == 1 else trainer.outputs
+        seen.append([output["doubled"].item() for output in outputs])
+
+    trainer.register_hooks([CallbackHook(after_backward=read, after_step=read)])
+    trainer.train(0, 1)
+    assert seen == 2 * [[2.0] if accumulation_steps == 1 else [2.0, 6.0]]
+    assert {"total_loss", "loss"} >= {*scalars(trainer)} - {"data_time"}
+
+    below = CallbackHook(after_step=read)
+    trainer.register_hooks([below], priority=100)
+    with pytest.raises(RuntimeError, match=r"trainer\.outputs is there in after_backward"):
+        trainer.train(0, 1)
+
+
 # ---------------------------------------------------------------------- other objects during a run
 
 
@@ -1038,7 +1061,7 @@ def test_a_hook_that_sets_another_model_or_optimizer_is_refused():
     model = Regression()
     for name, value, remedy in [
         ("model", Regression(), r"load_state_dict\), or build the other one before training \(build_model"),
-        ("optimizer", sgd(model), r"param_groups, load_state_dict\), or build .* before training \(build_optimizer"),
+        ("optimizer", sgd(model), r"load_state_dict\), or build .* before training \(build_optimizer"),
     ]:
         trainer = SimpleTrainer(model, batches(3), sgd(model))
         trainer.register_hooks([_set_in_iteration_1(name, value)])

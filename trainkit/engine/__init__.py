@@ -1,6 +1,7 @@
 """The loop, the trainers, their hooks, and what assembles them."""
 
 from trainkit.engine import hooks
+from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.defaults import DefaultTrainer
 from trainkit.engine.elastic import is_restarted
 from trainkit.engine.entry import run
@@ -18,7 +19,7 @@ from trainkit.engine.setup import (
     fast_dev_config,
     user_errors_exit,
 )
-from trainkit.engine.step import AMPTrainer, SimpleTrainer
+from trainkit.engine.step import SimpleTrainer
 
 __all__ = [
     "DefaultTrainer",

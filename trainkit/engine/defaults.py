@@ -5,7 +5,7 @@ import inspect
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeAlias
@@ -27,11 +27,12 @@ from trainkit.config import (
 from trainkit.data.build import build_test_loader, build_train_loader
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.engine import hooks
+from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.command import RUN_DOES_IT, command_of
 from trainkit.engine.compile import compile_model, describe_inexact_compilation, explain_graph_break
 from trainkit.engine.elastic import is_restarted, note_begin
 from trainkit.engine.evaluation_run import averaging_hook, evaluate_models
-from trainkit.engine.finite import raise_failure
+from trainkit.engine.forwarding import check_exchange, forwarded
 from trainkit.engine.fsdp import build_sharded, is_fsdp
 from trainkit.engine.global_batch import GlobalBatch
 from trainkit.engine.graph import GraphAMPTrainer, GraphTrainer
@@ -50,7 +51,7 @@ from trainkit.engine.setup import (
     own_folders,
     release_folders,
 )
-from trainkit.engine.step import AMPTrainer, SimpleTrainer, check_exchange
+from trainkit.engine.step import SimpleTrainer
 from trainkit.engine.summary import ENDS, summarize
 from trainkit.evaluation import (
     DatasetEvaluator,
@@ -104,6 +105,21 @@ class DefaultTrainer(TrainerBase):
 
     own_keys = (*TrainerBase.own_keys, "data", "results")
     _is_resumed = False
+
+    model = forwarded("_trainer.model")
+    optimizer = forwarded("_trainer.optimizer")
+    data_loader = forwarded("_trainer.data_loader")
+    batch = forwarded("_trainer.batch")
+    losses = forwarded("_trainer.losses")
+    trained_losses = forwarded("_trainer.trained_losses")
+    outputs = forwarded("_trainer.outputs")
+    accumulation_steps = forwarded("_trainer.accumulation_steps")
+    iters_per_epoch = forwarded("_trainer.iters_per_epoch")
+    reset_data_loader = forwarded("_trainer.reset_data_loader")
+    begin_run = forwarded("_trainer.begin_run")
+    end_step = forwarded("_trainer.end_step")
+    make_iterators = forwarded("_trainer.make_iterators")
+    find_failure = forwarded("_trainer.find_failure")
 
     def __init__(self, cfg: CfgNode) -> None:
         super().__init__()
@@ -263,18 +279,6 @@ class DefaultTrainer(TrainerBase):
         trainer.iter, trainer.max_iter = self.iter, self.max_iter
         trainer.run_step()
 
-    def begin_run(self) -> None:
-        self._trainer.begin_run()
-
-    def end_step(self) -> None:
-        self._trainer.end_step()
-
-    def make_iterators(self) -> None:
-        self._trainer.make_iterators()
-
-    def check_finite(self) -> None:
-        raise_failure(self.gather(self._trainer.find_failure(self._ranks_agree)))
-
     def describe_inexact(self) -> list[str]:
         compilation = describe_inexact_compilation(self.cfg)
         return [*super().describe_inexact(), *self._trainer.describe_inexact(), *compilation]
@@ -282,7 +286,7 @@ class DefaultTrainer(TrainerBase):
     def state_dict(self) -> dict[str, Any]:
         return {
             **super().state_dict(),
-            "data": self._trainer.data_state_dict(),
+            "data": self._trainer.feed.state_dict(),
             "results": _plain_results(self._results),
             "settings": settings_of(self.cfg),
             "_trainer": self._trainer.step_state_dict(),
@@ -295,7 +299,7 @@ class DefaultTrainer(TrainerBase):
         if saved and (table := describe_other_settings(saved, self.cfg)):
             logger.warning("The checkpoint was written with other settings:\n%s", table)
         self._results = state_dict.get("results", {})
-        self._trainer.load_data_state_dict(state_dict.get("data", {}))
+        self._trainer.feed.load_state_dict(state_dict.get("data", {}))
         self._trainer.load_step_state_dict(state_dict["_trainer"])
 
     # ------------------------------------------------------------------ hooks
@@ -590,67 +594,13 @@ class DefaultTrainer(TrainerBase):
     @_trainer.setter
     def _trainer(self, trainer: SimpleTrainer) -> None:
         """Its ``after_backward`` is ours: there is one list of hooks, and ours may be overridden."""
-        check_exchange(self, model=trainer.model, optimizer=trainer.optimizer)
+        for name in ("model", "optimizer"):
+            check_exchange(self, name, getattr(trainer, name))
         self._step_trainer = trainer
         outer = weakref.proxy(self)
         if isinstance(trainer, GraphTrainer):
             trainer.outer = outer
         trainer.register_hooks([_PassOn(outer)])
-
-    @property
-    def model(self) -> nn.Module:
-        return self._trainer.model
-
-    @model.setter
-    def model(self, model: nn.Module) -> None:
-        check_exchange(self, model=model)
-        self._trainer.model = model
-
-    @property
-    def data_loader(self) -> Iterable[Any]:
-        return self._trainer.data_loader
-
-    @data_loader.setter
-    def data_loader(self, data_loader: Iterable[Any]) -> None:
-        self._trainer.data_loader = data_loader
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self._trainer.optimizer
-
-    @optimizer.setter
-    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        check_exchange(self, optimizer=optimizer)
-        self._trainer.optimizer = optimizer
-
-    @property
-    def batch(self) -> Any:
-        """As `SimpleTrainer.batch`."""
-        return self._trainer.batch
-
-    @property
-    def losses(self) -> Mapping[str, torch.Tensor]:
-        """As `SimpleTrainer.losses`."""
-        return self._trainer.losses
-
-    @property
-    def trained_losses(self) -> Sequence[str]:
-        """As `SimpleTrainer.trained_losses`."""
-        return self._trainer.trained_losses
-
-    @property
-    def accumulation_steps(self) -> int:
-        """Micro-batches per iteration."""
-        return self._trainer.accumulation_steps
-
-    @property
-    def iters_per_epoch(self) -> int:
-        """As `SimpleTrainer.iters_per_epoch`."""
-        return self._trainer.iters_per_epoch
-
-    def reset_data_loader(self, data_loader_builder: Callable[[], Iterable[Any]]) -> None:
-        """As `SimpleTrainer.reset_data_loader`."""
-        self._trainer.reset_data_loader(data_loader_builder)
 
 
 class _PassOn(HookBase):

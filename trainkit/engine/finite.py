@@ -8,49 +8,177 @@ from functools import cache
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainkit.config import ConfigError
+from trainkit.engine.periods import check_period
+from trainkit.utils import comm
 
 logger = logging.getLogger(__name__)
 
 NonFinitePolicy: TypeAlias = Literal["raise", "skip", "ignore"]
 
 
-# ---------------------------------------------------------------------- on the device
+class FiniteCheck:
+    """Finds updates that are not finite, and does with them what ``policy`` says; part of the trainer's state.
 
+    On the device a flag of each iteration is set by `flag_update`. On the host `look` gets it together with the losses,
+    in the order of the iterations, maybe later and in another thread.
 
-class GradientCheck:
-    """Looks at all gradients of an optimizer, in one call per device and dtype."""
+    Attributes:
+        flag: float32, shape ``[]``, on the device: 1 if the update of this iteration is not finite. None under
+            "ignore".
+        flags: the same by device. A gradient scaler puts its own here, which decide whether it updates.
+        scaled: whether there is such a scaler.
+        skipped: how many updates have been left out.
+        in_row: how many of the last updates have been.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, policy: NonFinitePolicy, max_in_row: int) -> None:
+        """
+        Args:
+            max_in_row: so many updates in a row that are left out are a failure.
+
+        Raises:
+            ValueError: the policy is unknown, or ``max_in_row`` less than 1.
+        """
+        if policy not in (policies := get_args(NonFinitePolicy)):
+            raise ValueError(f"non_finite must be one of {', '.join(policies)}, got {policy!r}")
+        self.policy = policy
+        self._max_in_row = check_period("max_non_finite_in_row", max_in_row, minimum=1)
+        self.scaled = False
+        self.skipped = self.in_row = 0
+        self._failure: str | None = None
         self._parameters: list[Tensor] = []
         self._groups: list[tuple[torch.device, list[Tensor]]] = []  # the same, by device, dtype and kind
+        self._former_buffers: dict[str, Tensor] = {}  # what a step that is skipped puts back
+        self._never_finite: set[str] = set()  # in the model: masks of -inf and the like
+        self.reset()
 
-    def mark_non_finite(self, optimizer: torch.optim.Optimizer, flags: dict[torch.device, Tensor]) -> None:
-        """Set a flag to 1 where a gradient on its device is not finite; flags that are missing are made.
+    @property
+    def skips(self) -> bool:
+        """Whether an update that is flagged is left out, by the policy or by a gradient scaler."""
+        return self.scaled or self.policy == "skip"
 
-        Args:
-            flags: each float32, shape ``[]``. Those of sharded gradients are the same on all ranks.
-        """
+    def reset(self) -> None:
+        """Forget what a run that failed has left."""
+        self.flag: Tensor | None = None
+        self.flags: dict[torch.device, Tensor] = {}
+        self._failure = None
+
+    def watch(self, model: nn.Module) -> None:
+        """Take what is not finite in the model now as meant to be so; waits for the device."""
+        self._never_finite = set() if self.policy == "ignore" else {*non_finite_names(model)}
+
+    # ------------------------------------------------------------------ on the device
+
+    def keep_buffers(self, model: nn.Module) -> None:
+        """Before a forward pass, which may change them though its update is skipped."""
+        if self.policy == "skip":
+            self._former_buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            self.flags = {}
+
+    def flag_update(self, model: nn.Module, optimizer: torch.optim.Optimizer, total: Tensor) -> None:
+        """Look at all gradients; under "skip" also at the loss, and on all ranks. Does not wait for the device."""
+        if self.policy != "ignore":
+            self._mark_gradients(optimizer)
+        skips = self.policy == "skip"
+        self.flag = _join(self.flags, total.device) if self.flags or skips else None
+        if not skips or self.flag is None:
+            return
+        self.flag.masked_fill_(~total.isfinite(), 1.0)
+        if comm.get_world_size() > 1:
+            dist.all_reduce(self.flag, dist.ReduceOp.MAX)
+        skipped = self.flag.bool()
+        for name, buffer in model.named_buffers():
+            if name in self._former_buffers:  # and not made by this forward pass
+                torch.where(skipped.to(buffer.device), self._former_buffers[name], buffer, out=buffer)
+        self._former_buffers = {}
+
+    def _mark_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Set the flag of each device where a gradient is not finite; those of shards are the same on all ranks."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         # to look at the device of each takes longer than to see that they are the same as in the last step
         if len(parameters) != len(self._parameters) or not all(map(operator.is_, parameters, self._parameters)):
             self._parameters, self._groups = parameters, _by_kind(parameters)
+        # the kernel of GradScaler.unscale_; with a scale of 1 the values stay as they are
+        mark = torch._amp_foreach_non_finite_check_and_unscale_
         for device, group in self._groups:
-            grads = [grad for parameter in group if (grad := parameter.grad) is not None]
-            if grads:
-                flag = flags.get(device)
+            if grads := [grad for parameter in group if (grad := parameter.grad) is not None]:
+                flag = self.flags.get(device)
                 if flag is None:
-                    flag = flags[device] = torch.zeros((), device=device)
-                # the kernel of GradScaler.unscale_; with a scale of 1 the values stay as they are
-                mark = torch._amp_foreach_non_finite_check_and_unscale_
+                    flag = self.flags[device] = torch.zeros((), device=device)
                 try:
                     mark(grads, flag, _one(device))
                 except RuntimeError:  # not all of them are plain tensors
                     for grad in grads:
                         mark([_as_plain(grad)], flag, _one(device))
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer.step()``, under "skip" unless the flag is 1; only optimizers that are not fused wait for that."""
+        if self.policy != "skip" or self.flag is None:
+            optimizer.step()
+        elif not _skips_on_device(optimizer):
+            if not self.flag.item():
+                optimizer.step()
+        else:
+            optimizer.grad_scale, optimizer.found_inf = None, self.flag  # type: ignore[attr-defined]  # as GradScaler
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+    # ------------------------------------------------------------------ on the host
+
+    def look(self, iter: int, losses: Mapping[str, float], flagged: bool) -> None:
+        """Count, and remember the first failure until `take_failure`: a rank must not raise alone.
+
+        Args:
+            losses: those of this rank by name, the total among them, and what else is stored of the iteration.
+        """
+        bad_loss = not math.isfinite(losses["total_loss"])
+        if not (flagged or bad_loss):
+            self.in_row = 0
+            return
+        skipped = flagged and self.skips
+        self.skipped += skipped
+        self.in_row = self.in_row + 1 if skipped else 0
+        if self.policy == "ignore":
+            return
+        what = "loss is" if bad_loss else "gradients are"
+        if not skipped:
+            self.flags = {}  # they would stay 1
+            self._failure = self._failure or describe_failure(what, iter, losses)
+        elif self.in_row >= self._max_in_row:
+            more = f"; this is update {self.in_row} in a row that is skipped"
+            self._failure = self._failure or describe_failure(what, iter, losses, more)
+        elif bad_loss or not self.scaled:  # a scaler tries now and then how far it can go
+            logger.warning("The update of iteration %d is skipped: the %s not finite", iter, what)
+
+    def take_failure(self) -> str | None:
+        """The first failure since the last call."""
+        failure, self._failure = self._failure, None
+        return failure
+
+    def describe_model(self, model: nn.Module, iter: int) -> str | None:
+        """What is not finite in the model on this rank, though no iteration was; None if nothing is. Waits."""
+        if self.policy == "ignore":
+            return None
+        names = [name for name in non_finite_names(model) if name not in self._never_finite]
+        if not names:
+            return None
+        return (
+            f"the model is not finite in iteration {iter}, though its losses and gradients were: "
+            f"{', '.join(names[:5])} ({len(names)} in all). Lower the learning rate, or look at what goes into them"
+        )
+
+    def state_dict(self) -> dict[str, int]:
+        return {"skipped": self.skipped, "in_row": self.in_row}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        self.skipped, self.in_row = state_dict.get("skipped", 0), state_dict.get("in_row", 0)
 
 
 def _by_kind(parameters: Iterable[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
@@ -72,7 +200,7 @@ def _one(device: torch.device) -> Tensor:
     return torch.ones((), device=device)
 
 
-def join_flags(flags: dict[torch.device, Tensor], device: torch.device) -> Tensor:
+def _join(flags: dict[torch.device, Tensor], device: torch.device) -> Tensor:
     """Leave one flag, on ``device``: a GradScaler adds them up, and fused optimizers skip at exactly 1."""
     joined = flags.get(device)
     if joined is None or len(flags) != 1:
@@ -80,19 +208,6 @@ def join_flags(flags: dict[torch.device, Tensor], device: torch.device) -> Tenso
         flags.clear()
         joined = flags[device] = torch.stack(on_one).amax() if on_one else torch.zeros((), device=device)
     return joined
-
-
-def step_unless(flag: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """``optimizer.step()`` unless ``flag`` is 1; only optimizers that are not fused wait for the device."""
-    if not _skips_on_device(optimizer):
-        if not flag.item():
-            optimizer.step()
-        return
-    optimizer.grad_scale, optimizer.found_inf = None, flag  # type: ignore[attr-defined]  # as GradScaler.step does
-    try:
-        optimizer.step()
-    finally:
-        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
 
 def prepare_to_skip(optimizer: torch.optim.Optimizer, device_type: str) -> None:
@@ -140,9 +255,6 @@ def non_finite_names(model: nn.Module) -> list[str]:
     return [name for name, finite in found if not finite.item()]
 
 
-# ---------------------------------------------------------------------- on the host
-
-
 def describe_failure(what: str, iter: int, losses: Mapping[str, float], more: str = "") -> str:
     return (
         f"the {what} not finite in iteration {iter}: {losses}{more}. Lower the learning rate, clip gradients, or look "
@@ -160,66 +272,3 @@ def raise_failure(by_rank: Sequence[str | None]) -> None:
     for rank, failure in enumerate(by_rank):
         if failure is not None:
             raise FloatingPointError(failure if len(by_rank) == 1 else f"{failure} (on rank {rank})")
-
-
-class FiniteJudge:
-    """What the iterations' losses and flags mean, in the order of the iterations; part of the trainer's state.
-
-    Attributes:
-        policy: what to do if an iteration is not finite.
-        skips: whether an update that is flagged is left out, by the policy or by a gradient scaler.
-        in_row: how many the last updates have been left out.
-        skipped: how many updates have been left out.
-    """
-
-    def __init__(self, policy: NonFinitePolicy, max_in_row: int) -> None:
-        """
-        Raises:
-            ValueError: the policy is unknown.
-        """
-        if policy not in (policies := get_args(NonFinitePolicy)):
-            raise ValueError(f"non_finite must be one of {', '.join(policies)}, got {policy!r}")
-        self.policy, self._max_in_row = policy, max_in_row
-        self._failure: str | None = None
-        self.scaled = False
-        self.in_row = self.skipped = 0
-
-    @property
-    def skips(self) -> bool:
-        return self.scaled or self.policy == "skip"
-
-    def look(self, iter: int, losses: Mapping[str, float], flagged: bool) -> None:
-        """Count, and remember the first failure until `take_failure`: a rank must not raise alone.
-
-        Args:
-            losses: those of this rank by name, the total among them, and what else is stored of the iteration.
-            flagged: whether the gradients are not finite, or what else has the update left out.
-        """
-        bad_loss = not math.isfinite(losses["total_loss"])
-        if not (flagged or bad_loss):
-            self.in_row = 0
-            return
-        skipped = flagged and self.skips
-        self.skipped += skipped
-        self.in_row = self.in_row + 1 if skipped else 0
-        if self.policy == "ignore":
-            return
-        what = "loss is" if bad_loss else "gradients are"
-        if not skipped:
-            self._failure = self._failure or describe_failure(what, iter, losses)
-        elif self.in_row >= self._max_in_row:
-            more = f"; this is update {self.in_row} in a row that is skipped"
-            self._failure = self._failure or describe_failure(what, iter, losses, more)
-        elif bad_loss or not self.scaled:  # a scaler tries now and then how far it can go
-            logger.warning("The update of iteration %d is skipped: the %s not finite", iter, what)
-
-    def take_failure(self) -> str | None:
-        """The first failure since the last call."""
-        failure, self._failure = self._failure, None
-        return failure
-
-    def state_dict(self) -> dict[str, int]:
-        return {"skipped": self.skipped, "in_row": self.in_row}
-
-    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        self.skipped, self.in_row = state_dict.get("skipped", 0), state_dict.get("in_row", 0)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.config import ConfigError
+from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.compile import require_cpp_compiler
 from trainkit.engine.loop import TrainerBase
-from trainkit.engine.step import AMPTrainer, SimpleTrainer
+from trainkit.engine.step import SimpleTrainer
 from trainkit.utils import comm
 from trainkit.utils.events import EventStorage
 from trainkit.utils.losses import Losses
@@ -137,14 +138,18 @@ class GraphTrainer(SimpleTrainer):
         self._in_step = False  # still, behind one that has failed
         self._has_warned_of = {"batches": False, "changes": False}
         if self._recorder is None:
-            require_cpp_compiler(self._device())
+            require_cpp_compiler(self._device)
         else:
-            _check_recordable(self.optimizer, skips=self._judge.skips)
+            _check_recordable(self.optimizer, skips=self.finite.skips)
             self._forget()
+
+    @property
+    def _device(self) -> torch.device | None:
+        return None if self._sample is None else self._sample.device
 
     def make_recorder(self) -> Recorder | None:
         """What records the step; None where the model is compiled instead."""
-        device = self._device()
+        device = self._device
         return CudaRecorder(device) if device is not None and device.type == "cuda" else None
 
     def compile_model(self) -> Callable[[Any], Any]:
@@ -162,9 +167,9 @@ class GraphTrainer(SimpleTrainer):
 
     # ------------------------------------------------------------------ the parts of a step
 
-    def _fetch(self) -> tuple[list[Any], float]:
+    def fetch(self) -> list[Any]:
         with self._beside():  # the stream whose use of a batch keeps its memory from being given to the next one
-            return super()._fetch()
+            return super().fetch()
 
     def compute_gradients(self, batches: Sequence[Any]) -> Losses:
         self._recording = None if self._recorder is None else self._find_recording(batches)
@@ -184,7 +189,7 @@ class GraphTrainer(SimpleTrainer):
         if "judgement" in self._recording.replays:
             self._take_gradients(self._recording)
         self._replay(self._recording, "judgement")
-        self._flag = self._recording.flag
+        self.finite.flag = self._recording.flag
         return {**self._recording.extra}
 
     def update(self) -> None:
@@ -227,7 +232,7 @@ class GraphTrainer(SimpleTrainer):
         self._in_step = True
         tensors: list[Tensor] = []
         signature = _describe(batches, tensors)
-        if any(tensor.device != self._device() for tensor in tensors):
+        if any(tensor.device != self._device for tensor in tensors):
             signature = None  # the host may read it
         recording = None if signature is None else self._recordings.get(signature)
         if recording is not None:
@@ -269,7 +274,7 @@ class GraphTrainer(SimpleTrainer):
         def judgement() -> None:
             extra = super(GraphTrainer, self).judge_gradients(recording.losses)
             recording.extra = {name: value.clone() for name, value in extra.items()}
-            recording.flag = self._flag
+            recording.flag = self.finite.flag
 
         stages: list[dict[str, Callable[[], None]]] = [{"gradients": gradients}]
         for is_cut, part in (
@@ -334,7 +339,8 @@ class GraphTrainer(SimpleTrainer):
     def _constants(self) -> tuple[list[object], list[object]]:
         """(what must be the same objects, what must be equal)."""
         state = getattr(self.optimizer, "state", None)  # another one when it is loaded
-        flags = self._flags if self.non_finite == "raise" else None  # other ones behind a failure
+        keeps_flags = self.non_finite == "raise" and not self.finite.scaled
+        flags = self.finite.flags if keeps_flags else None  # other ones after a failure
         parameters = self._parameters()
         values: list[object] = [self.outer.acts_after_backward(), self._may_raise_before_update()]
         values += [parameter.requires_grad for parameter in parameters]
@@ -353,7 +359,7 @@ class GraphTrainer(SimpleTrainer):
         self._recordings, self._seen, self._in_step = {}, {}, False
         self._modules = [*self.model.modules()]
         self._objects, self._values = self._constants()
-        self._rates = [torch.zeros((), device=self._device()) for _ in self.optimizer.param_groups]
+        self._rates = [torch.zeros((), device=self._device) for _ in self.optimizer.param_groups]
         self._filled = [None for _ in self._rates]
         for parameter, state in getattr(self.optimizer, "state", {}).items():
             for name, value in state.items():

@@ -2,14 +2,14 @@
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.config import ConfigError
+from trainkit.engine.finite import raise_failure
+from trainkit.engine.forwarding import forwarded
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_points import HookPoints
-from trainkit.engine.periods import check_period
 from trainkit.engine.stopping import Stop, StopRequests
 from trainkit.utils import comm
 from trainkit.utils.events import EventStorage
@@ -48,22 +48,26 @@ class TrainerBase(HookPoints):
         status: "not started", "running", "finished", "stopped" (by ``request_stop``) or "failed".
         position: where the run stands, as a checkpoint has it.
         own_keys: the entries of the state that each rank has for itself.
+        rank_keys: those of them that are gathered over the ranks; none if not all ranks save.
+        stop_check_period: after how many iterations at most all ranks stop when one has been asked to.
     """
 
     own_keys: tuple[str, ...] = ("hooks", "storage", "rng")
+    stop_check_period = forwarded("_stops.check_period")
 
     def __init__(self) -> None:
         super().__init__()
         self._stops = StopRequests()
         self._stop: Stop | None = None
         self._finished_early: dict[str, Any] | None = None  # the reason, and the end that the run had then
-        self._inside: Literal["", "stage 1", "stage 2"] = ""  # of an iteration
+        self._inside: Literal["", "stage 1", "save point", "stage 2"] = ""  # of an iteration
         self._saves: dict[str, Callable[[], object]] = {}  # by name; written at the next chance
-        self._is_saving = self._has_warned_of_save = False
+        self._has_warned_of_save = False
         self._is_before_step_done = False  # in a run that was stopped while it waited for the batch of this iteration
         self._rng_state: dict[str, Any] | None = None  # of a checkpoint, until all iterators exist
         self._per_epoch = 0  # iterations; 0: there are no epochs
         self._ranks_agree = True
+        self.rank_keys = self.own_keys
         self.position = Position(0, 1)
         self.iter = self.start_iter = self.max_iter = 0
         self.storage = EventStorage()
@@ -86,7 +90,10 @@ class TrainerBase(HookPoints):
         with self._stops.listening(self._may_abandon), self.storage:
             try:
                 self.before_train()
-                self._restore_rng()
+                if self._rng_state is not None:
+                    self.make_iterators()
+                    set_rng_state(self._rng_state)  # last: everything before may have drawn from it
+                    self._rng_state = None
                 self.iter = self.position.iteration
                 while not self._is_over():
                     self._run_iteration()
@@ -115,7 +122,8 @@ class TrainerBase(HookPoints):
             self.position = Position(self.iter, 2)
             self.after_step()
             self.end_step()
-            self._write_saves()  # the save point
+            self._inside = "save point"
+            self._write_saves()
         self._inside = "stage 2"
         self._hook_list.call("after_step", below=True)
         if self._per_epoch and (self.iter + 1) % self._per_epoch == 0:
@@ -130,16 +138,11 @@ class TrainerBase(HookPoints):
         if saves:
             self.storage.flush()
             self.check_finite()
-            self._is_saving = True
-            for name, save in saves.items():
-                try:
-                    save()
-                except CheckpointError as error:
-                    logger.error("The checkpoint %r is not saved, training goes on: %s", name, error)
-            self._is_saving = False
-
-    def _save(self, name: str) -> None:
-        self.checkpointer.save(name, iteration=self.last_done_iter)  # type: ignore[attr-defined]
+        for name, save in saves.items():
+            try:
+                save()
+            except CheckpointError as error:
+                logger.error("The checkpoint %r is not saved, training goes on: %s", name, error)
 
     def _is_over(self) -> bool:
         if self.position.stage == 2:  # an iteration is completed first
@@ -167,13 +170,9 @@ class TrainerBase(HookPoints):
         Raises:
             ValueError: there is neither.
         """
-        if save is None:
-            if not hasattr(self, "checkpointer"):
-                raise ValueError(
-                    f"{type(self).__name__} has no checkpointer; give request_save() a function that saves"
-                )
-            save = partial(self._save, name)
-        self._saves[name] = save
+        if save is None and not hasattr(self, "checkpointer"):
+            raise ValueError(f"{type(self).__name__} has no checkpointer; give request_save() a function that saves")
+        self._saves[name] = save or (lambda: self.checkpointer.save(name, iteration=self.last_done_iter))  # type: ignore
         if not self._inside:
             self._write_saves()
 
@@ -188,15 +187,6 @@ class TrainerBase(HookPoints):
         elif self._stop is None:
             self._stop = Stop(reason)
             self._finished_early = {"reason": reason, "max_iter": self.max_iter}
-
-    @property
-    def stop_check_period(self) -> int:
-        """After how many iterations at most all ranks stop when one has been asked to."""
-        return self._stops.check_period
-
-    @stop_check_period.setter
-    def stop_check_period(self, period: int) -> None:
-        self._stops.check_period = check_period("stop_check_period", period, minimum=1)
 
     def is_stopping(self) -> bool:
         """Whether this rank has been asked to stop: an evaluation below the save point is then abandoned."""
@@ -219,7 +209,16 @@ class TrainerBase(HookPoints):
         return self.position.iteration - (self.position.stage == 1)
 
     def check_finite(self) -> None:
-        """Raise on every rank if what is trained has become not finite; called before it is saved or evaluated."""
+        """Called before what is trained is saved or evaluated, by every rank; waits for the device.
+
+        Raises:
+            FloatingPointError: it, or an update so far, is not finite on some rank.
+        """
+        raise_failure(self.gather(self.find_failure(self._ranks_agree)))
+
+    def find_failure(self, everywhere: bool = True) -> str | None:
+        """What is not finite on this rank; ``everywhere``: every rank calls it now, so it may exchange."""
+        return None
 
     def gather(self, value: _T) -> list[_T]:
         """The ``value`` of every rank; this one's alone if ranks have different hooks: not all may call it."""
@@ -230,17 +229,18 @@ class TrainerBase(HookPoints):
     def _start(self, start_iter: int, max_iter: int) -> None:
         if not 0 <= start_iter <= max_iter:
             raise ValueError(f"need 0 <= start_iter <= max_iter, got start_iter={start_iter} and max_iter={max_iter}")
-        goes_on = start_iter == self.last_done_iter + 1 and self.status in ("not started", "stopped")
-        if not goes_on:  # elsewhere than where a checkpoint or a stop has left the run
-            self.position, self._rng_state, self.storage = Position(start_iter, 1), None, EventStorage()
+        early = self._finished_early
+        if start_iter != self.last_done_iter + 1 or self.status not in ("not started", "stopped"):
+            # elsewhere than where a checkpoint or a stop has left the run
+            self.position, self._rng_state, self.storage, early = Position(start_iter, 1), None, EventStorage(), None
             self._is_before_step_done = False
-        if not goes_on or (self._finished_early and max_iter > self._finished_early["max_iter"]):
-            self._finished_early = None
+        self._finished_early = early if early and max_iter <= early["max_iter"] else None
+        self._stop = Stop(self._finished_early["reason"]) if self._finished_early else None
         self.iter, self.start_iter, self.max_iter, self.storage.iter = start_iter, start_iter, max_iter, start_iter
         self._per_epoch = self.iters_per_epoch if self.has_epochs else 0
         self._ranks_agree = self._hook_list.check(has_epochs=self._per_epoch > 0)
-        self.status, self._inside, self._saves, self._is_saving = "running", "", {}, False
-        self._stop = Stop(self._finished_early["reason"]) if self._finished_early else None
+        self.rank_keys = self.own_keys if self._ranks_agree else ()
+        self.status, self._inside, self._saves = "running", "", {}
         self._stops.reset()
         self.begin_run()
         logger.info("Training from iteration %d to %d", start_iter, max_iter)
@@ -256,12 +256,6 @@ class TrainerBase(HookPoints):
 
     def make_iterators(self) -> None:
         """Start to draw data; called before random state is restored, since a loader may draw from it."""
-
-    def _restore_rng(self) -> None:
-        if self._rng_state is not None:
-            self.make_iterators()
-            set_rng_state(self._rng_state)  # last: everything before may have drawn from it
-            self._rng_state = None
 
     def _finish(self) -> None:
         self.storage.flush()  # what a worker found wrong still counts
@@ -299,29 +293,23 @@ class TrainerBase(HookPoints):
     def after_train(self) -> None:
         """Every hook gets its ``after_train``, whatever happened; the first failure here is raised at the end."""
         self.storage.iter = self.iter
+        calls = [(type(hook).__name__, hook.after_train) for hook in self._hook_list.at("after_train")]
         first_error: BaseException | None = None
-        for hook in self._hook_list.at("after_train"):
-            first_error = self._call_at_end(type(hook).__name__, hook.after_train) or first_error
-        first_error = self._call_at_end("Storing or writing metrics", self.storage.flush) or first_error
+        for name, call in [*calls, ("Storing or writing metrics", self.storage.flush)]:
+            try:
+                call()
+            except Abandoned as stop:
+                self._abandon(stop)
+            except BaseException as error:
+                traced = isinstance(error, Exception)  # not Ctrl-C
+                logger.error("%s failed in after_train: %s: %s", name, type(error).__name__, error, exc_info=traced)
+                if self.status != "failed":  # a failure before this one is the one to raise
+                    self.status, first_error = "failed", error
         if first_error is not None:
             raise first_error
 
-    def _call_at_end(self, name: str, call: Callable[[], None]) -> BaseException | None:
-        """The failure to raise, if this is the first one."""
-        try:
-            call()
-        except Abandoned as stop:
-            self._abandon(stop)
-        except BaseException as error:
-            traced = isinstance(error, Exception)  # not Ctrl-C
-            logger.error("%s failed in after_train: %s: %s", name, type(error).__name__, error, exc_info=traced)
-            if self.status != "failed":  # a failure before this one is the one to raise
-                self.status = "failed"
-                return error
-        return None
-
     def before_save(self, state: dict[str, Any]) -> None:
-        if self.status == "running" and not self._is_saving and not self._has_warned_of_save:
+        if self._inside.startswith("stage") and not self._has_warned_of_save:
             self._has_warned_of_save = True
             logger.warning(
                 "A hook saves a checkpoint itself, in iteration %d; such a file does not resume exactly. Use "
@@ -417,8 +405,3 @@ class TrainerBase(HookPoints):
                 world_size,
                 comm.get_world_size(),
             )
-
-    @property
-    def rank_keys(self) -> tuple[str, ...]:
-        """``own_keys``, which are gathered over the ranks; none if not all ranks save."""
-        return self.own_keys if self._ranks_agree else ()

@@ -4,7 +4,6 @@ import math
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -12,15 +11,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.engine.finite import FiniteJudge, raise_failure
+from trainkit.engine.finite import FiniteCheck, describe_failure, raise_failure
 from trainkit.engine.periods import check_period
 from trainkit.utils import comm
 from trainkit.utils.events import get_event_storage, has_event_storage
 from trainkit.utils.losses import Losses
 
+# by the trainer, or by default hooks and writers
+STORED_BESIDE_LOSSES = frozenset(
+    {"data_time", "rank_data_time", "skipped_updates"}
+    | {"iteration", "epoch", "lr", "time", "eta_seconds", "epoch_time"}
+)
+_AS_THEY_ARE = frozenset({"skipped_updates", "[metric]grad_scaler"})  # the median of a count tells nobody anything
+_MOST_RECORDS = 1000  # that are kept where few are stored: a failure must not wait for ever
+
 
 def mean_losses(losses: Sequence[Losses]) -> Losses:
-    """The mean of each entry over micro-batches.
+    """The mean of each entry over micro-batches, and the list of their outputs.
 
     Where one has no such entry, a loss counts as 0, as in what is minimized, and what is only logged does not count.
     """
@@ -31,7 +38,7 @@ def mean_losses(losses: Sequence[Losses]) -> Losses:
     for name in dict.fromkeys(name for part in losses for name in part.values):
         values = torch.stack([part.values[name] for part in losses if name in part.values])
         means[name] = values.sum() / (len(losses) if name in trained else len(values))
-    return Losses.of(means, trained)
+    return Losses.of(means, trained, [part.outputs for part in losses])
 
 
 class StepRecord:
@@ -58,12 +65,10 @@ class StepRecord:
         tensors = {"total_loss": losses.total}
         if len(losses.values) > 1:  # a single loss is the total
             tensors |= losses.values
-        self.num_losses = len(tensors)
         if extra:
-            tensors |= extra
-            if len(tensors) < self.num_losses + len(extra):
-                taken = sorted(losses.values.keys() & extra.keys())
+            if taken := sorted(losses.values.keys() & extra.keys()):
                 raise ValueError(f"the trainer stores {taken} itself; give the model's entry another name")
+            tensors |= extra
         self._arrived: torch.cuda.Event | None = None
         if not losses.total.is_cuda:
             self._flagged = flag is not None and flag.item() != 0
@@ -89,24 +94,13 @@ class StepRecord:
             arrived.synchronize()
 
     def read(self) -> tuple[dict[str, float], bool]:
-        """(``num_losses`` losses by name, the total first, and ``extra``; the flag); waits until they have arrived."""
+        """(the losses by name, the total first, and ``extra``; the flag); waits until they have arrived."""
         if self._arrived is not None:
             self.wait()
             values = self._host.tolist()
             self._values, flag = dict(zip(self._names, values)), values[len(self._names) :]  # noqa: B905
             self._flagged, self._arrived = any(flag), None
         return self._values, self._flagged
-
-
-# by the trainer, or by default hooks and writers
-STORED_BESIDE_LOSSES = frozenset(
-    {"data_time", "rank_data_time", "skipped_updates"}
-    | {"iteration", "epoch", "lr", "time", "eta_seconds", "epoch_time"}
-)
-_AS_THEY_ARE = frozenset({"skipped_updates", "[metric]grad_scaler"})  # the median of a count tells nobody anything
-
-
-_MOST_RECORDS = 1000  # that are kept where few are stored: a failure must not wait for ever
 
 
 class Row(NamedTuple):
@@ -129,6 +123,27 @@ def put_row(mean: Row, rank_data_time: float, prefix: str = "") -> None:
     storage.put_row({"rank_data_time": rank_data_time, "data_time": mean.data_time, **values}, cur_iter=mean.iter)
 
 
+def write_metrics(loss_dict: Mapping[str, Tensor | float], data_time: float, cur_iter: int, prefix: str = "") -> None:
+    """Average losses over ranks and put them into the open storage; for loops with a ``run_step`` of their own.
+
+    Every rank calls it, with any names. Entries that require grad make up ``total_loss``; all of them do if none
+    requires grad. ``data_time`` is in seconds.
+
+    Raises:
+        FloatingPointError: the total is not finite on some rank.
+        ValueError: there is no entry.
+    """
+    if not loss_dict:
+        raise ValueError("loss_dict is empty; there is nothing to write")
+    tensors = {name: torch.as_tensor(value) for name, value in loss_dict.items()}
+    trained = [name for name, value in tensors.items() if value.requires_grad] or list(tensors)
+    values, _ = StepRecord(Losses.of(tensors, trained), data_time, cur_iter).read()
+    [mean], _ = exchange_rows([Row(cur_iter, data_time, values)], 1, purpose="write_metrics")
+    if not math.isfinite(mean.values["total_loss"]):
+        raise FloatingPointError(describe_failure("loss is", cur_iter, mean.values))
+    put_row(mean, data_time, prefix)
+
+
 class MetricPath:
     """Takes the record of each step, has it judged, averages it over ranks, and stores it.
 
@@ -138,22 +153,21 @@ class MetricPath:
 
     Attributes:
         exchange_period: in iterations.
-        has_failed: in this run.
     """
 
-    def __init__(self, judge: FiniteJudge, gather_period: int, exchange_period: int, asynchronous: bool) -> None:
-        self._judge, self._gather_period, self._asynchronous = judge, gather_period, asynchronous
+    def __init__(self, finite: FiniteCheck, gather_period: int, exchange_period: int, asynchronous: bool) -> None:
+        self._finite, self._asynchronous = finite, asynchronous
+        self.gather_period = check_period("gather_metric_period", gather_period, minimum=1)
         self.exchange_period = check_period("exchange_period", exchange_period, minimum=1)
         self._recent: deque[StepRecord] = deque(maxlen=3)
-        self.begin_run()
+        self.reset()
 
-    def begin_run(self) -> None:
+    def reset(self) -> None:
         """Forget what a run that failed has left."""
         self._records: list[StepRecord] = []  # since the last exchange
         self._num_rows = 0  # of those the ones that are to be stored
         self._recent.clear()
-        self._judge.take_failure()
-        self.has_failed = False
+        self._has_failed = False
 
     def add(self, record: StepRecord, *, is_last: bool = False) -> None:
         """Store the record, or keep it until the next exchange. With ``is_last`` nothing is kept.
@@ -163,15 +177,17 @@ class MetricPath:
                 raised if the storage defers.
         """
         self._records.append(record)
-        self._num_rows += self._is_stored(record)
         if record.is_under_way():
             self._recent.append(record)
             if len(self._recent) == 3:
                 self._recent[0].wait()  # the host must not run away from the device, whose memory it holds
-        alone = comm.side_group("metrics") is None  # made here, in the thread of the loop
+        if comm.side_group("metrics") is None:  # made here, in the thread of the loop
+            self._pass_on(alone=True)
+            return
+        self._num_rows += self._is_stored(record)
         due = is_last or (record.iter + 1) % self.exchange_period == 0 or self._num_rows >= self.exchange_period
-        if alone or (due and self._num_rows) or len(self._records) >= _MOST_RECORDS:
-            self._pass_on(alone)
+        if (due and self._num_rows) or len(self._records) >= _MOST_RECORDS:
+            self._pass_on()
 
     def finish(self) -> None:
         """Exchange and store what is left over, and wait for that; every rank calls it in the same place.
@@ -181,10 +197,10 @@ class MetricPath:
         """
         if has_event_storage():
             if self._records:
-                self._pass_on(alone=False)
+                self._pass_on()
             get_event_storage().flush()
 
-    def _pass_on(self, alone: bool) -> None:
+    def _pass_on(self, *, alone: bool = False) -> None:
         records, self._records, self._num_rows = self._records, [], 0
         if not (self._asynchronous and records[-1].is_under_way()):
             self._store(records)
@@ -197,30 +213,29 @@ class MetricPath:
 
     def _store(self, records: Sequence[StepRecord]) -> None:
         """In the order of the iterations. A failure comes with the exchange, so that no rank raises alone."""
-        if self.has_failed and self._asynchronous:
+        if self._has_failed and self._asynchronous:
             return  # the loops may have got differently far: none of them exchanges the rest
-        rows: list[Row] = []
-        num_losses: list[int] = []
+        rows = []
         for record in records:
             values, flagged = record.read()
-            self._judge.look(record.iter, values, flagged)
+            self._finite.look(record.iter, values, flagged)
             if self._is_stored(record):
-                if self._judge.skips:
-                    values["skipped_updates"] = self._judge.skipped
+                if self._finite.skips:
+                    values["skipped_updates"] = self._finite.skipped
                 rows.append(Row(record.iter, record.data_time, values))
-                num_losses.append(record.num_losses)
-        means, failures = exchange_rows(rows, self.exchange_period, self._judge.take_failure())
-        for row, mean, num in zip(rows, means, num_losses, strict=True):
-            if not math.isfinite(mean.values["total_loss"]) and self._judge.policy != "ignore":
-                for name in islice(row.values, num):  # it would spoil every average
-                    del mean.values[name]
+        means, failures = exchange_rows(rows, self.exchange_period, self._finite.take_failure())
+        for row, mean in zip(rows, means, strict=True):
+            if not math.isfinite(mean.values["total_loss"]) and self._finite.policy != "ignore":
+                # it would spoil every average
+                finite = {name: value for name, value in mean.values.items() if math.isfinite(value)}
+                mean = mean._replace(values=finite)
             put_row(mean, row.data_time)
         if any(failures):
-            self.has_failed = True
+            self._has_failed = True
             raise_failure(failures)
 
     def _is_stored(self, record: StepRecord) -> bool:
-        return (record.iter + 1) % self._gather_period == 0
+        return (record.iter + 1) % self.gather_period == 0
 
 
 # ---------------------------------------------------------------------- over ranks
@@ -242,7 +257,7 @@ def exchange_rows(
     """
     group = comm.side_group(purpose)
     if group is None:
-        return [row._replace(values=dict(row.values)) for row in rows], [failure]
+        return [*rows], [failure]
     block = np.zeros((1 + most, 1 + _MOST_VALUES))  # the same on every rank: Gloo would mix up garbage otherwise
     names = "\n".join(name for row in rows for name in ("", *row.values))
     block[0, :3] = len(rows), zlib.crc32(names.encode("utf-8", "backslashreplace")), failure is not None

@@ -1,15 +1,21 @@
 """One model on many ranks."""
 
+import copy
 import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.config import CfgNode, ConfigError
 from trainkit.utils import comm
 from trainkit.utils.device import device_of
+from trainkit.utils.events import EventStorage
+from trainkit.utils.rng import preserve_rng_state
+from trainkit.utils.sharding import is_sharded_model, without_reduction
 
 
 def create_ddp_model(
@@ -59,3 +65,34 @@ def ddp_options(cfg: CfgNode) -> dict[str, Any]:
         "fp16_compression": options.COMPRESSION == "fp16",
         "bf16_compression": options.COMPRESSION == "bf16",
     }
+
+
+def without_gradient_sync(model: nn.Module) -> AbstractContextManager[Any]:
+    """Inside, backward passes add up gradients on each rank; the next one outside averages them over ranks."""
+    if is_sharded_model(model):
+        return without_reduction(model)
+    no_sync = getattr(model, "no_sync", None)
+    return nullcontext() if no_sync is None else no_sync()
+
+
+def settle_buckets(model: nn.Module, batch: Any, loss_of: Callable[[Any], Tensor]) -> None:
+    """Backward passes that leave no trace, before the first step: one, or two for a static graph.
+
+    After its first backward pass DDP reorders its buckets, so gradients are added over three or more ranks in a
+    different order; a resumed run would have the first order where the other has the second. A static graph is recorded
+    in the first pass, which fails under ``no_sync``, and has its order after the second.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return
+    passes = 2 if model.static_graph else 1
+    if passes == 1 and comm.get_world_size() < 3:
+        return
+    former = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with preserve_rng_state(), EventStorage():
+        for _ in range(passes):
+            loss_of(copy.deepcopy(batch)).backward()
+    for name, buffer in model.named_buffers():
+        if name in former:  # and not made by these passes
+            buffer.copy_(former[name])
+    for parameter in model.parameters():
+        parameter.grad = None

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from trainkit.engine.periods import check_period
 from trainkit.utils import comm, waiting
 from trainkit.utils.waiting import Abandoned, Waiter
 
@@ -68,8 +69,6 @@ class StopRequests(Waiter):
         Raises:
             ValueError: ``check_period`` is less than 1 step.
         """
-        if check_period < 1:
-            raise ValueError(f"check_period must be >= 1 step, got {check_period}")
         self.check_period = check_period
         self._requests: list[Stop] = []
         self._asked_at = 0.0
@@ -77,6 +76,14 @@ class StopRequests(Waiter):
         self._agreed: Stop | None = None
         self._group: dist.ProcessGroup | None = None
         self._exchange: tuple[dist.Work, torch.Tensor] | None = None
+
+    @property
+    def check_period(self) -> int:
+        return self._check_period
+
+    @check_period.setter
+    def check_period(self, period: int) -> None:
+        self._check_period = check_period("stop_check_period", period, minimum=1)
 
     def request(self, reason: str, signum: int | None = None) -> None:
         """Ask for a stop; from any thread, and from a signal handler. The first one counts, a signal before others."""

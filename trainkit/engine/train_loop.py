@@ -1,7 +1,8 @@
 """detectron2's import path of the loop, the hooks and the trainers."""
 
+from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.loop import TrainerBase
-from trainkit.engine.step import AMPTrainer, SimpleTrainer
+from trainkit.engine.step import SimpleTrainer
 
 __all__ = ["AMPTrainer", "HookBase", "SimpleTrainer", "TrainerBase"]

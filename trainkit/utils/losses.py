@@ -1,51 +1,61 @@
 """What a model returns in training: one loss or several by name. Training and evaluation read it by one rule."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+OUTPUTS = "outputs"
+
 
 class Losses(NamedTuple):
-    """What a model returned, by name, which entries are summed into ``total_loss``, and the sum."""
+    """What a model returned: its losses by name, which of them are summed into ``total``, and what came with them."""
 
     values: dict[str, Tensor]  # each of shape []
     trained: list[str]  # those that require grad
     total: Tensor  # their sum
+    outputs: Any = None
 
     @classmethod
-    def of(cls, values: dict[str, Tensor], trained: list[str]) -> "Losses":
+    def of(cls, values: dict[str, Tensor], trained: list[str], outputs: Any = None) -> "Losses":
         total = values[trained[0]]
         for name in trained[1:]:
             total = total + values[name]
-        return cls(values, trained, total)
+        return cls(values, trained, total, outputs)
+
+    @property
+    def detached(self) -> dict[str, Tensor]:
+        """The values without their graph."""
+        return {name: value.detach() for name, value in self.values.items()}
 
     def detach(self) -> "Losses":
-        values = {name: value.detach() for name, value in self.values.items()}
-        return Losses(values, self.trained, self.total.detach())
+        return Losses(self.detached, self.trained, self.total.detach(), self.outputs)
 
 
-def parse_losses(output: object) -> Losses:
-    """Take what a model returned in training: a tensor, or a dict of scalar tensors by name.
+def parse_losses(returned: object) -> Losses:
+    """Take what a model returned in training: a scalar tensor, or a dict of scalar tensors by name.
 
-    Entries that require grad are trained on; the others are only logged.
+    Entries that require grad are trained on; the others are only logged. The entry ``outputs`` may be anything and is
+    passed on as it is.
 
     Raises:
         TypeError: it is neither, an entry is no tensor, or its name is no text.
         ValueError: an entry is no scalar, none requires grad, or one is called ``total_loss``.
     """
-    if isinstance(output, Tensor):
-        output = {"total_loss": output}
-    elif type(output) is not dict and not isinstance(output, Mapping):
+    if isinstance(returned, Tensor):
+        values = {"total_loss": returned}
+    elif isinstance(returned, Mapping):
+        values = dict(returned)
+        if "total_loss" in values:
+            raise ValueError("total_loss is the name of the sum of the losses; give the model's entry another name")
+    else:
         raise TypeError(
             "a model must give its training loss as a tensor or as a dict of tensors by name; "
-            f"this one gave {type(output).__name__}"
+            f"this one gave {type(returned).__name__}"
         )
-    elif "total_loss" in output:
-        raise ValueError("the name total_loss is kept for the sum of the losses; give the model's entry another name")
-    values = dict(output)
+    outputs = values.pop(OUTPUTS, None)
     trained = []
-    for name, value in output.items():
+    for name, value in values.items():
         if not isinstance(name, str):
             raise TypeError(f"the names of the model's losses must be text, got {name!r}; use a name such as 'loss_a'")
         if not isinstance(value, Tensor):
@@ -65,4 +75,4 @@ def parse_losses(output: object) -> Losses:
             f"the model returned no loss that requires grad; got {sorted(values) or 'an empty dict'}. "
             "Is a parameter frozen that should be trained, or the loss computed under no_grad or detached?"
         )
-    return Losses.of(values, trained)
+    return Losses.of(values, trained, outputs)

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tests.engine.tiny import Steps, Weight, sgd
+from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.hooks import CallbackHook, CheckFiniteLoss
-from trainkit.engine.step import AMPTrainer, SimpleTrainer
+from trainkit.engine.step import SimpleTrainer
 
 pytestmark = pytest.mark.usefixtures("worker")
 

@@ -8,8 +8,9 @@ from torch import distributed, multiprocessing, nn
 from tests.engine.tiny import AfterStep, Weight, sgd
 from trainkit.checkpoint import Checkpointer, averaged, file
 from trainkit.config import CfgNode
+from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.hooks import CallbackHook, EMAHook
-from trainkit.engine.step import AMPTrainer, SimpleTrainer
+from trainkit.engine.step import SimpleTrainer
 
 ITERS = 8
 

@@ -15,8 +15,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from tests.engine.tiny import Weight, sgd
+from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.hooks import CallbackHook, LRScheduler
-from trainkit.engine.step import AMPTrainer, SimpleTrainer
+from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import LRFunction, LRMultiplier
 
 # older versions of torch step the parts of a SequentialLR in a way that they deprecate

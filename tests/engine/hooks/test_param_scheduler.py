@@ -4,8 +4,9 @@ from torch import nn
 
 from tests.engine.tiny import Regression, Weight, batches, sgd
 from trainkit.config import ConfigError
+from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.hooks import CallbackHook, LRScheduler, ParamScheduler
-from trainkit.engine.step import AMPTrainer, SimpleTrainer
+from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import LRFunction
 from trainkit.solver.schedules import Linear
 

@@ -8,8 +8,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from tests.engine.tiny import Steps, Weight, sgd
+from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.hooks import CallbackHook, EvalHook, LRScheduler, ReduceOnPlateau
-from trainkit.engine.step import AMPTrainer
 from trainkit.solver import LRFunction, LRMultiplier, schedules
 
 SCHEDULERS = {

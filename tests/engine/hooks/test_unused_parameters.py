@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from tests.engine.tiny import Weight, sgd
+from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.hooks import UnusedParameters
-from trainkit.engine.step import AMPTrainer, SimpleTrainer
+from trainkit.engine.step import SimpleTrainer
 
 
 class Two(nn.Module):

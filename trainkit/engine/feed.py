@@ -1,0 +1,139 @@
+"""The batches of a trainer: the iterator, micro-batches, their way to the device, and where the data stand."""
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from trainkit.data.build import iters_per_epoch
+from trainkit.data.loader import ResumableLoader, resume_obstacle
+from trainkit.engine.periods import check_period
+from trainkit.utils.device import Prefetcher
+from trainkit.utils.waiting import Abandoned, next_batch
+
+logger = logging.getLogger(__name__)
+
+_END = object()
+
+
+class Feed:
+    """Gives the micro-batches of one iteration after another; a loader that ends is iterated again.
+
+    Attributes:
+        accumulation_steps: micro-batches per iteration.
+    """
+
+    def __init__(self, loader: Iterable[Any], accumulation_steps: int = 1) -> None:
+        self.accumulation_steps = check_period("accumulation_steps", accumulation_steps, minimum=1)
+        self.loader = loader
+        self._prefetcher = Prefetcher()
+
+    @property
+    def loader(self) -> Iterable[Any]:
+        """Another one can be set at any time; batches that the old one has loaded ahead are dropped."""
+        return self._loader
+
+    @loader.setter
+    def loader(self, loader: Iterable[Any]) -> None:
+        self._loader = loader
+        self._iterator: Iterator[Any] | None = None
+
+    @property
+    def iterator(self) -> Iterator[Any]:
+        """Of the loader, made at the first use: a trainer that only evaluates starts no workers."""
+        if self._iterator is None:
+            self._iterator = iter(self._loader)
+        return self._iterator
+
+    def next(self, device: torch.device | None) -> list[Any]:
+        """The micro-batches of the next iteration, on ``device``.
+
+        There are fewer if the loader ends among them: the rest belongs to the next iteration.
+
+        Raises:
+            Abandoned: the run stops while it waits; the data then stand as if nothing had been drawn, if they can.
+            ValueError: the loader yields no batch.
+        """
+        if self.accumulation_steps == 1:
+            batches = [self._first()]
+        else:
+            batches = self._draw_several()
+        if device is not None and device.type != "cpu":
+            batches = self._prefetcher.move(batches, device)
+        return batches
+
+    def _first(self) -> Any:
+        try:
+            batch = next_batch(self.iterator, _END)
+            if batch is _END:
+                ended, self._iterator = self._iterator, None
+                batch = next_batch(self.iterator, _END)
+        except Abandoned as stop:
+            stop.nothing_done = True
+            self.load_state_dict(self.state_dict())
+            raise
+        if batch is _END:
+            raise ValueError(
+                f"the data loader ({type(self._loader).__name__}) "
+                + ("is an iterator that has ended" if ended is self._loader else "yields no batch")
+                + "; give a loader that can be iterated again and has at least one batch (is the dataset smaller than "
+                "a batch, with drop_last?)"
+            )
+        return batch
+
+    def _draw_several(self) -> list[Any]:
+        # of other loaders it costs too much to ask for it in each iteration
+        before = self.state_dict() if isinstance(self._loader, ResumableLoader) else None
+        batches = [self._first()]
+        try:
+            while len(batches) < self.accumulation_steps:
+                if (batch := next_batch(self.iterator, _END)) is _END:
+                    break
+                batches.append(batch)
+        except Abandoned as stop:
+            stop.nothing_done = before is not None
+            self.load_state_dict(self.state_dict() if before is None else before)
+            raise
+        return batches
+
+    @property
+    def iters_per_epoch(self) -> int:
+        """Iterations per pass over the data, from the length of the loader or of its dataset.
+
+        Raises:
+            ValueError: the data has no length.
+        """
+        batches = iters_per_epoch(self._loader)
+        if batches is None:
+            raise ValueError(
+                f"the training data ({type(self._loader).__name__}) is a stream without a length, so there are no "
+                "epochs; use iterations"
+            )
+        return max(1, -(-batches // self.accumulation_steps))
+
+    @property
+    def obstacle(self) -> str:
+        """Why a resumed run does not get its place in the data back; empty if it does."""
+        return resume_obstacle(self._loader)
+
+    def explain(self, error: RuntimeError) -> None:
+        """
+        Raises:
+            RuntimeError: ``error`` says that a loader worker has ended, which torch raises anywhere; this names it.
+        """
+        if isinstance(self._loader, ResumableLoader):
+            self._loader.explain(error)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the data stand, after the batches that were given; empty if the loader does not say."""
+        return {} if self.obstacle else self._loader.state_dict()  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the loader go on there; batches that it has loaded ahead are dropped."""
+        self._iterator = None
+        obstacle = self.obstacle
+        if state_dict and not obstacle:
+            self._loader.load_state_dict(state_dict)  # type: ignore[attr-defined]
+        elif state_dict or not obstacle:
+            logger.warning("The data start anew: %s", obstacle or "the checkpoint does not say where they stood")

@@ -1,0 +1,35 @@
+"""Attributes of a trainer that are those of one of its parts."""
+
+from operator import attrgetter
+from typing import Any
+
+from trainkit.utils.model import is_part_of
+
+
+def forwarded(path: str, doc: str = "") -> Any:
+    """A property that reads and sets an attribute of a part: ``forwarded("_trainer.model")``."""
+    owner, _, name = path.rpartition(".")
+    owner_of = attrgetter(owner)
+
+    def set_value(trainer: Any, value: Any) -> None:
+        check_exchange(trainer, name, value)
+        setattr(owner_of(trainer), name, value)
+
+    return property(attrgetter(path), set_value, doc=doc)
+
+
+def check_exchange(trainer: Any, name: str, new: Any) -> None:
+    """
+    Raises:
+        RuntimeError: the trainer runs, and ``new`` is another model or optimizer than its own.
+    """
+    if trainer.status != "running" or name not in ("model", "optimizer"):
+        return
+    own = getattr(trainer, name)
+    if is_part_of(new, own) if name == "model" else new.param_groups is own.param_groups:
+        return
+    raise RuntimeError(
+        f"trainer.{name} cannot become another {name} during a run: hooks, the schedule and the checkpointer would go "
+        f"on with the old one. Change that one in place (load_state_dict), or build the other one before training "
+        f"(build_{name} of DefaultTrainer)"
+    )
