@@ -26,6 +26,7 @@ LAYERS = [
     ["trainkit.engine.hook_base", "trainkit.engine.periods"],
     ["trainkit.engine.finite", "trainkit.engine.hook_list", "trainkit.engine.stopping"],
     ["trainkit.engine.hook_points"],
+    ["trainkit.engine.run_state"],
     ["trainkit.engine.loop"],
     ["trainkit.engine.feed", "trainkit.engine.metrics"],
     ["trainkit.engine.step"],

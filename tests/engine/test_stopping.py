@@ -76,7 +76,7 @@ def test_the_exit_code_is_that_of_a_shell():
 
 
 def test_a_period_of_no_step_is_refused():
-    with pytest.raises(ValueError, match="check_period must be >= 1 step, got 0"):
+    with pytest.raises(ValueError, match="stop_check_period must be a whole number of iterations >= 1, got 0"):
         StopRequests(0)
 
 

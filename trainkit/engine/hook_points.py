@@ -12,6 +12,8 @@ from trainkit.evaluation.observer import InferenceObserver, Phase
 class HookPoints(InferenceObserver):
     """The hooks of a trainer, and a method for each point that calls them; a trainer class may override the methods."""
 
+    iter: int
+
     def __init__(self) -> None:
         self._hook_list = HookList()
 
@@ -58,6 +60,29 @@ class HookPoints(InferenceObserver):
         """Who runs at which hook point, in which order: one line per point, and one for the save point."""
         self._hook_list.update()
         return self._hook_list.describe()
+
+    # ------------------------------------------------------------------ epochs
+
+    @property
+    def iters_per_epoch(self) -> int:
+        """Iterations per pass over the training data; a subclass that knows its data overrides this.
+
+        Raises:
+            ValueError: there are no epochs.
+        """
+        raise ValueError(f"{type(self).__name__} does not define iters_per_epoch, so it has no epochs; use iterations")
+
+    @property
+    def has_epochs(self) -> bool:
+        try:
+            return self.iters_per_epoch > 0
+        except ValueError:
+            return False
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch, counted from 0."""
+        return self.iter // self.iters_per_epoch
 
     # ------------------------------------------------------------------ the points
 

@@ -2,18 +2,18 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.config import ConfigError
 from trainkit.engine.finite import raise_failure
 from trainkit.engine.forwarding import forwarded
-from trainkit.engine.hook_base import HookBase
-from trainkit.engine.hook_points import HookPoints
+from trainkit.engine.run_state import Position, RunState
 from trainkit.engine.stopping import Stop, StopRequests
 from trainkit.utils import comm
 from trainkit.utils.events import EventStorage
-from trainkit.utils.rng import derive_rng_state, get_rng_state, set_rng_state
+from trainkit.utils.rng import set_rng_state
 from trainkit.utils.waiting import Abandoned
 
 __all__ = ["Position", "TrainerBase"]
@@ -21,57 +21,29 @@ __all__ = ["Position", "TrainerBase"]
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-Status: TypeAlias = Literal["not started", "running", "finished", "stopped", "failed"]
 
 
-class Position(NamedTuple):
-    """Where a run stands: in stage 1 of an iteration (its update is not done) or in stage 2 (it is)."""
-
-    iteration: int
-    stage: Literal[1, 2]
-
-
-class TrainerBase(HookPoints):
+class TrainerBase(RunState):
     """The loop: ``run_step()`` once per iteration, with hooks around it. A subclass defines ``run_step``.
 
-    An iteration has two stages. Stage 1 is ``before_step``, ``run_step``, and ``after_step`` of the hooks above the
-    save point. Then comes the save point, where the checkpoints that hooks have asked for are written. Stage 2 is
-    ``after_step`` of the hooks below it, then ``after_epoch``. A resumed run starts with stage 2 of the iteration
-    that was saved, or with the next iteration.
+    Stage 1 of an iteration is ``before_step``, ``run_step``, and ``after_step`` of the hooks above the save point. At
+    the save point the checkpoints that hooks have asked for are written. Stage 2 is ``after_step`` of the hooks below
+    it, then ``after_epoch``. A resumed run starts with stage 2 of the iteration that was saved, or with the next one.
 
     Attributes:
-        iter: the current iteration, counted from 0. During ``after_step`` the one just done; after a run that
-            finished, ``max_iter``.
-        start_iter: the first iteration of this ``train()``.
-        max_iter: the iteration with which it ends, not included.
-        storage: the `EventStorage` that is open during ``train()``.
-        status: "not started", "running", "finished", "stopped" (by ``request_stop``) or "failed".
-        position: where the run stands, as a checkpoint has it.
-        own_keys: the entries of the state that each rank has for itself.
-        rank_keys: those of them that are gathered over the ranks; none if not all ranks save.
         stop_check_period: after how many iterations at most all ranks stop when one has been asked to.
     """
 
-    own_keys: tuple[str, ...] = ("hooks", "storage", "rng")
     stop_check_period = forwarded("_stops.check_period")
 
     def __init__(self) -> None:
         super().__init__()
         self._stops = StopRequests()
         self._stop: Stop | None = None
-        self._finished_early: dict[str, Any] | None = None  # the reason, and the end that the run had then
         self._inside: Literal["", "stage 1", "save point", "stage 2"] = ""  # of an iteration
         self._saves: dict[str, Callable[[], object]] = {}  # by name; written at the next chance
         self._has_warned_of_save = False
-        self._is_before_step_done = False  # in a run that was stopped while it waited for the batch of this iteration
-        self._rng_state: dict[str, Any] | None = None  # of a checkpoint, until all iterators exist
         self._per_epoch = 0  # iterations; 0: there are no epochs
-        self._ranks_agree = True
-        self.rank_keys = self.own_keys
-        self.position = Position(0, 1)
-        self.iter = self.start_iter = self.max_iter = 0
-        self.storage = EventStorage()
-        self.status: Status = "not started"
 
     # ------------------------------------------------------------------ the loop
 
@@ -144,6 +116,9 @@ class TrainerBase(HookPoints):
             except CheckpointError as error:
                 logger.error("The checkpoint %r is not saved, training goes on: %s", name, error)
 
+    def _save(self, name: str) -> None:
+        self.checkpointer.save(name, iteration=self.last_done_iter)  # type: ignore[attr-defined]
+
     def _is_over(self) -> bool:
         if self.position.stage == 2:  # an iteration is completed first
             return False
@@ -164,7 +139,7 @@ class TrainerBase(HookPoints):
         Every rank asks for it. Outside of iterations it is written at once.
 
         Args:
-            name: of the file, without folder and suffix; if two hooks ask for the same one it is written once.
+            name: of the file, without suffix; if two hooks ask for the same one it is written once.
             save: writes it; default is ``self.checkpointer.save``.
 
         Raises:
@@ -172,7 +147,7 @@ class TrainerBase(HookPoints):
         """
         if save is None and not hasattr(self, "checkpointer"):
             raise ValueError(f"{type(self).__name__} has no checkpointer; give request_save() a function that saves")
-        self._saves[name] = save or (lambda: self.checkpointer.save(name, iteration=self.last_done_iter))  # type: ignore
+        self._saves[name] = save or partial(self._save, name)
         if not self._inside:
             self._write_saves()
 
@@ -186,7 +161,7 @@ class TrainerBase(HookPoints):
             self._stops.request(reason)
         elif self._stop is None:
             self._stop = Stop(reason)
-            self._finished_early = {"reason": reason, "max_iter": self.max_iter}
+            self._early = reason, self.max_iter
 
     def is_stopping(self) -> bool:
         """Whether this rank has been asked to stop: an evaluation below the save point is then abandoned."""
@@ -195,18 +170,6 @@ class TrainerBase(HookPoints):
     def _may_abandon(self) -> bool:
         """Not between an update and the save point: a run cannot go on from there."""
         return self._inside != "stage 1" or self.position.stage == 1
-
-    def next_iter_of(self, hook: HookBase) -> int:
-        """In ``before_train``: the iteration whose ``after_step`` reaches this hook next.
-
-        That is ``start_iter``, or the one before for a hook below the save point, if stage 2 of that is left to do.
-        """
-        return self.position.iteration if self._hook_list.is_below(hook) else self.start_iter
-
-    @property
-    def last_done_iter(self) -> int:
-        """The last iteration whose update is done; -1 if there is none."""
-        return self.position.iteration - (self.position.stage == 1)
 
     def check_finite(self) -> None:
         """Called before what is trained is saved or evaluated, by every rank; waits for the device.
@@ -229,13 +192,13 @@ class TrainerBase(HookPoints):
     def _start(self, start_iter: int, max_iter: int) -> None:
         if not 0 <= start_iter <= max_iter:
             raise ValueError(f"need 0 <= start_iter <= max_iter, got start_iter={start_iter} and max_iter={max_iter}")
-        early = self._finished_early
         if start_iter != self.last_done_iter + 1 or self.status not in ("not started", "stopped"):
             # elsewhere than where a checkpoint or a stop has left the run
-            self.position, self._rng_state, self.storage, early = Position(start_iter, 1), None, EventStorage(), None
-            self._is_before_step_done = False
-        self._finished_early = early if early and max_iter <= early["max_iter"] else None
-        self._stop = Stop(self._finished_early["reason"]) if self._finished_early else None
+            self.position, self.storage = Position(start_iter, 1), EventStorage()
+            self._early, self._rng_state, self._is_before_step_done = None, None, False
+        if self._early and max_iter > self._early[1]:
+            self._early = None
+        self._stop = Stop(self._early[0]) if self._early else None
         self.iter, self.start_iter, self.max_iter, self.storage.iter = start_iter, start_iter, max_iter, start_iter
         self._per_epoch = self.iters_per_epoch if self.has_epochs else 0
         self._ranks_agree = self._hook_list.check(has_epochs=self._per_epoch > 0)
@@ -263,7 +226,7 @@ class TrainerBase(HookPoints):
         self.status = "finished"
         if self._stop is not None:
             logger.info("Stopped after %d of %d iterations: %s", self.iter, self.max_iter, self._stop.reason)
-            if self._finished_early:
+            if self._early:
                 self.max_iter = self.iter
             elif self.iter < self.max_iter:
                 self.status = "stopped"
@@ -317,91 +280,3 @@ class TrainerBase(HookPoints):
                 self.iter,
             )
         super().before_save(state)
-
-    # ------------------------------------------------------------------ epochs
-
-    @property
-    def iters_per_epoch(self) -> int:
-        """Iterations per pass over the training data; a subclass that knows its data overrides this.
-
-        Raises:
-            ValueError: there are no epochs.
-        """
-        raise ValueError(f"{type(self).__name__} does not define iters_per_epoch, so it has no epochs; use iterations")
-
-    @property
-    def has_epochs(self) -> bool:
-        try:
-            return self.iters_per_epoch > 0
-        except ValueError:
-            return False
-
-    @property
-    def epoch(self) -> int:
-        """The current epoch, counted from 0."""
-        return self.iter // self.iters_per_epoch
-
-    # ------------------------------------------------------------------ hooks and state
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the run stands, and what its hooks, its storage and the random number generators of this process hold.
-
-        ``iteration`` is the last one whose update is done; the ``stage`` of ``position`` is 2 if its stage 2 is left to
-        do. Hooks are under a unique name each.
-        """
-        early = self._finished_early or {"reason": None, "max_iter": self.max_iter}
-        return {
-            "iteration": self.last_done_iter,
-            "position": {
-                "stage": self.position.stage,
-                "max_iter": early["max_iter"],
-                "finished_early": early["reason"],
-                "before_step_done": self._is_before_step_done,
-            },
-            "world_size": comm.get_world_size(),
-            "hooks": self._hook_list.state_dict(),
-            "storage": self.storage.state_dict(),
-            "rng": self._rng_state or get_rng_state(),
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the position and give each registered hook its state; the rest waits for hooks that come later.
-
-        The next ``train()`` goes on where the state was taken. Entries that are missing, as in files of detectron2,
-        stay as they are.
-        """
-        self._hook_list.load_state_dict(state_dict.get("hooks", {}))
-        if self.status == "running":  # a hook sets the model back, and the run goes on from where it is
-            return
-        if not isinstance(state_dict["iteration"], int) or state_dict["iteration"] < -1:
-            raise TypeError(
-                f"the iteration of a saved run must be a whole number >= -1, got {state_dict['iteration']!r}"
-            )
-        iteration, saved = state_dict["iteration"], state_dict.get("position", {"stage": 1, "finished_early": None})
-        self.position = Position(iteration + (saved["stage"] == 1), saved["stage"])
-        self.iter, self.start_iter, self.status = iteration, iteration + 1, "not started"
-        early = saved["finished_early"]
-        self._finished_early = None if early is None else {"reason": early, "max_iter": saved["max_iter"]}
-        self._is_before_step_done = saved.get("before_step_done", False)
-        self.max_iter = self.max_iter or saved.get("max_iter", 0)  # a config knows better
-        if "position" not in state_dict and "hooks" in state_dict:
-            logger.warning(
-                "The checkpoint was written by an earlier version of trainkit: what hooks had yet to do in iteration "
-                "%d (an evaluation, a line of metrics) is not done",
-                iteration,
-            )
-        self.storage = EventStorage()
-        if state_dict.get("storage"):
-            self.storage.load_state_dict(state_dict["storage"])
-        self._rng_state = rng_state = state_dict.get("rng")
-        if rng_state is not None and not {"python", "numpy", "torch"} <= rng_state.keys():
-            raise KeyError(f"the random state of a run must have python, numpy and torch, got {[*rng_state]}")
-        world_size = state_dict.get("world_size", 1)
-        if rng_state is not None and world_size != comm.get_world_size():
-            self._rng_state = derive_rng_state(rng_state, comm.get_rank(), iteration)
-            logger.warning(
-                "The checkpoint was written by %s processes, now there are %d: their random state is derived anew, "
-                "from the checkpoint, the rank and the iteration",
-                world_size,
-                comm.get_world_size(),
-            )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainkit.utils import comm
 from trainkit.utils.env import seed_all_rng
 
 _logger = logging.getLogger(__name__)
@@ -55,6 +56,27 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.mps.set_rng_state(state["mps"])
     elif "mps" in state:
         _logger.warning("The random state is that of an MPS device, here is none; it is left out")
+
+
+def rng_state_for_rank(state: dict[str, Any] | None, world_size: int, iteration: int) -> dict[str, Any] | None:
+    """The saved ``state`` of this rank, derived anew if it was saved by another number of processes.
+
+    Raises:
+        KeyError: it lacks a generator.
+    """
+    if state is None:
+        return None
+    if not {"python", "numpy", "torch"} <= state.keys():
+        raise KeyError(f"the random state of a run must have python, numpy and torch, got {[*state]}")
+    if world_size == comm.get_world_size():
+        return state
+    _logger.warning(
+        "The checkpoint was written by %s processes, now there are %d: their random state is derived anew, from the "
+        "checkpoint, the rank and the iteration",
+        world_size,
+        comm.get_world_size(),
+    )
+    return derive_rng_state(state, comm.get_rank(), iteration)
 
 
 def derive_rng_state(state: dict[str, Any], *key: int) -> dict[str, Any]:

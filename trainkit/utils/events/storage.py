@@ -128,23 +128,30 @@ class EventStorage:
             epoch = operator.index(epoch)
             if not prefix and "epoch" in values:
                 raise ValueError("a scalar called 'epoch' cannot have an epoch itself; give it another name")
+        row, hints = {}, self._smoothing_hints
         try:
-            row = {_writable(prefix, name): float(value) for name, value in values.items()}
+            for name, value in values.items():
+                if prefix or hints.get(name) is not smoothing_hint:  # else it was accepted before
+                    name = self._accepted(prefix, name, smoothing_hint)
+                row[name] = float(value)
         except (TypeError, ValueError):
             _name_what_is_no_number(values)
             raise
-        if "iteration" in row:
-            raise ValueError("'iteration' is the name under which writers show the iteration; use another name")
-        hints = self._smoothing_hints
-        for name in row:
-            if hints.get(name, smoothing_hint) is not smoothing_hint:
-                raise ValueError(
-                    f"scalar {name!r} was put with smoothing_hint={not smoothing_hint} before and now with "
-                    f"smoothing_hint={smoothing_hint}; use one hint per name"
-                )
-        for name in row:  # what is refused leaves nothing behind
-            hints[name] = smoothing_hint
+        if not row.keys() <= hints.keys():  # what is refused leaves nothing behind
+            hints.update(dict.fromkeys(row, smoothing_hint))
         self._put(self._store_row, row, iter, epoch)
+
+    def _accepted(self, prefix: str, name: str, smoothing_hint: bool) -> str:
+        """The whole name of a scalar."""
+        name = _writable(prefix, name)
+        if name == "iteration":
+            raise ValueError("'iteration' is the name under which writers show the iteration; use another name")
+        if self._smoothing_hints.get(name, smoothing_hint) is not smoothing_hint:
+            raise ValueError(
+                f"scalar {name!r} was put with smoothing_hint={not smoothing_hint} before and now with "
+                f"smoothing_hint={smoothing_hint}; use one hint per name"
+            )
+        return name
 
     def _store_row(self, row: Mapping[str, float], iter: int, epoch: int | None) -> None:
         for name, value in row.items():

@@ -1,0 +1,109 @@
+"""Where a run stands, and what a checkpoint holds of it."""
+
+import logging
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from trainkit.engine.hook_base import HookBase
+from trainkit.engine.hook_points import HookPoints
+from trainkit.utils import comm
+from trainkit.utils.events import EventStorage
+from trainkit.utils.rng import get_rng_state, rng_state_for_rank
+
+logger = logging.getLogger(__name__)
+
+Status: TypeAlias = Literal["not started", "running", "finished", "stopped", "failed"]
+
+
+class Position(NamedTuple):
+    """Where a run stands: in stage 1 of an iteration (its update is not done) or in stage 2 (it is)."""
+
+    iteration: int
+    stage: Literal[1, 2]
+
+
+class RunState(HookPoints):
+    """Hooks, storage, random state, and the position in the run.
+
+    Attributes:
+        iter: the current iteration, from 0; during ``after_step`` the one just done, after a finished run ``max_iter``.
+        start_iter, max_iter: the first iteration of this ``train()``, and the one with which it ends, not included.
+        storage: the `EventStorage` that is open during ``train()``.
+        status: "not started", "running", "finished", "stopped" (by ``request_stop``) or "failed".
+        position: where the run stands, as a checkpoint has it.
+        own_keys: the entries of the state that each rank has for itself.
+        rank_keys: those of them that are gathered over the ranks; none if not all ranks save.
+    """
+
+    own_keys: tuple[str, ...] = ("hooks", "storage", "rng")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._early: tuple[str, int] | None = None  # why the run has finished early, and the end that it had then
+        self._is_before_step_done = False  # in a run that was stopped while it waited for the batch of this iteration
+        self._rng_state: dict[str, Any] | None = None  # of a checkpoint, until all iterators exist
+        self._ranks_agree = True
+        self.rank_keys = self.own_keys
+        self.position = Position(0, 1)
+        self.iter = self.start_iter = self.max_iter = 0
+        self.storage = EventStorage()
+        self.status: Status = "not started"
+
+    def next_iter_of(self, hook: HookBase) -> int:
+        """In ``before_train``: the iteration whose ``after_step`` reaches this hook next.
+
+        That is ``start_iter``, or the one before for a hook below the save point, if stage 2 of that is left to do.
+        """
+        return self.position.iteration if self._hook_list.is_below(hook) else self.start_iter
+
+    @property
+    def last_done_iter(self) -> int:
+        """The last iteration whose update is done; -1 if there is none."""
+        return self.position.iteration - (self.position.stage == 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands, and what its hooks (by unique names), storage and random generators hold.
+
+        ``iteration`` is the last one whose update is done; ``stage`` is 2 if its stage 2 is left to do.
+        """
+        reason, max_iter = self._early or (None, self.max_iter)
+        return {
+            "iteration": self.last_done_iter,
+            "position": {
+                "stage": self.position.stage,
+                "max_iter": max_iter,
+                "finished_early": reason,
+                "before_step_done": self._is_before_step_done,
+            },
+            "world_size": comm.get_world_size(),
+            "hooks": self._hook_list.state_dict(),
+            "storage": self.storage.state_dict(),
+            "rng": self._rng_state or get_rng_state(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The next ``train()`` goes on where the state was taken; states of hooks that come later wait for them.
+
+        Entries that are missing, as in files of detectron2, stay as they are.
+        """
+        self._hook_list.load_state_dict(state_dict.get("hooks", {}))
+        if self.status == "running":  # a hook sets the model back, and the run goes on from where it is
+            return
+        iteration, saved = state_dict["iteration"], state_dict.get("position", {"stage": 1, "finished_early": None})
+        if not isinstance(iteration, int) or iteration < -1:
+            raise TypeError(f"the iteration of a saved run must be a whole number >= -1, got {iteration!r}")
+        self.position = Position(iteration + (saved["stage"] == 1), saved["stage"])
+        self.iter, self.start_iter, self.status = iteration, iteration + 1, "not started"
+        reason = saved["finished_early"]
+        self._early = None if reason is None else (reason, saved["max_iter"])
+        self._is_before_step_done = saved.get("before_step_done", False)
+        self.max_iter = self.max_iter or saved.get("max_iter", 0)  # a config knows better
+        if "position" not in state_dict and "hooks" in state_dict:
+            logger.warning(
+                "The checkpoint was written by an earlier version of trainkit: what hooks had yet to do in iteration "
+                "%d (an evaluation, a line of metrics) is not done",
+                iteration,
+            )
+        self.storage = EventStorage()
+        if state_dict.get("storage"):
+            self.storage.load_state_dict(state_dict["storage"])
+        self._rng_state = rng_state_for_rank(state_dict.get("rng"), state_dict.get("world_size", 1), iteration)
