@@ -141,9 +141,13 @@ def test_the_step_rows_have_the_goal_of_the_table_and_peers_have_none(tool, tmp_
         ("step: SimpleTrainer", 1.1, "x", False),
         ("step: SimpleTrainer, asynchronous writing", 1.1, "x", False),
         ("step: DefaultTrainer", 1.1, "x", False),
+        ("step: SimpleTrainer, skip", 1.12, "x", False),
         ("step: other", None, "x", False),
+        ("step: SimpleTrainer, 100 tensors", 1.02, "x", False),
+        ("step: DefaultTrainer, 100 tensors", 1.02, "x", False),
     ]
-    assert all(row.sides.keys() == {row.name.removeprefix("step: "), "bare loop"} for row in rows)
+    bare = {True: "bare loop, 100 tensors", False: "bare loop"}
+    assert all(row.sides.keys() == {row.name[6:], bare["100 tensors" in row.name]} for row in rows)
 
 
 # ---------------------------------------------------------------------- histories

@@ -45,9 +45,17 @@ class TinyModel(nn.Module):
         }
 
 
-def make_model() -> TinyModel:
+class DeepModel(TinyModel):
+    """The same with 50 layers: 100 parameter tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Sequential(*(nn.Linear(16, 16) for _ in range(50)))
+
+
+def make_model(model_class: type[TinyModel] = TinyModel) -> TinyModel:
     torch.manual_seed(0)
-    return TinyModel()
+    return model_class()
 
 
 def make_batches(count: int = 100) -> list[Batch]:
@@ -116,8 +124,8 @@ class BareLoop:
         return (time.perf_counter() - begin) / steps
 
 
-def bare_loop() -> BareLoop:
-    model = make_model()
+def bare_loop(model_class: type[TinyModel] = TinyModel) -> BareLoop:
+    model = make_model(model_class)
     return BareLoop(model, make_optimizer(model), itertools.cycle(make_batches()))
 
 
@@ -208,9 +216,11 @@ def register_hooks(trainer: SimpleTrainer, output_dir: Path, more_hooks: Iterabl
 class TinyTrainer(DefaultTrainer):
     """The job from a config, with all default hooks."""
 
+    model_class: type[TinyModel] = TinyModel
+
     @classmethod
     def build_model(cls, cfg: CfgNode) -> nn.Module:
-        return make_model()
+        return make_model(cls.model_class)
 
     @classmethod
     def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
@@ -221,7 +231,13 @@ class TinyTrainer(DefaultTrainer):
         return make_batches()
 
 
-def default_trainer(output_dir: Path, *, more_hooks: Iterable[HookBase] = ()) -> TinyTrainer:
+class DeepTrainer(TinyTrainer):
+    model_class = DeepModel
+
+
+def default_trainer(
+    output_dir: Path, *, more_hooks: Iterable[HookBase] = (), trainer_class: type[TinyTrainer] = TinyTrainer
+) -> TinyTrainer:
     """No step of it saves; each stop between two chunks does, which is not timed."""
     cfg = get_cfg()
     cfg.OUTPUT_DIR, cfg.MODEL.DEVICE = str(output_dir), "cpu"
@@ -230,7 +246,7 @@ def default_trainer(output_dir: Path, *, more_hooks: Iterable[HookBase] = ()) ->
     cfg.SOLVER.WARMUP_ITERS, cfg.SOLVER.WARMUP_FACTOR = WARMUP_ITERS, WARMUP_FACTOR
     cfg.CHECKPOINT.MAX_TO_KEEP = 1
     cfg.LOG.PERIOD, cfg.LOG.WRITERS = LOG_PERIOD, ["console", "json"]
-    trainer = TinyTrainer(cfg)
+    trainer = trainer_class(cfg)
     trainer.register_hooks(more_hooks)
     return trainer
 

@@ -6,9 +6,16 @@ from pathlib import Path
 
 from benchmarks import job
 from benchmarks.measure import Row, alternate, compare
+from trainkit.engine import TrainerBase
 
 StepRunner = Callable[[int], float]
 """Does so many steps; returns the seconds of one."""
+
+SKIP = "SimpleTrainer, skip"
+DEEP: dict[str, Callable[..., TrainerBase]] = {
+    "SimpleTrainer, 100 tensors": lambda folder: job.simple_trainer(folder, model=job.make_model(job.DeepModel)),
+    "DefaultTrainer, 100 tensors": partial(job.default_trainer, trainer_class=job.DeepTrainer),
+}
 
 
 def step(
@@ -18,12 +25,19 @@ def step(
     steps: int = 400,
     peers: Mapping[str, Callable[[Path], StepRunner]] | None = None,
 ) -> list[Row]:
-    """Each trainer over the bare loop; peers, by name, have no goal."""
-    goals = dict.fromkeys(job.TRAINERS, 1.10)
+    """Each trainer over the bare loop, for a tiny model and for one of 100 tensors; peers, by name, have no goal."""
+    tiny: dict[str, Callable[..., TrainerBase]] = {**job.TRAINERS, SKIP: partial(job.simple_trainer, non_finite="skip")}
+    goals = {**dict.fromkeys(job.TRAINERS, 1.10), SKIP: 1.12, **dict.fromkeys(DEEP, 1.02)}
     with job.one_thread(), job.logging_to(scratch):
-        runners: dict[str, StepRunner] = {"bare loop": job.bare_loop()}
-        runners |= {name: job.Chunks(make(scratch / name)) for name, make in job.TRAINERS.items()}
+        runners: dict[str, StepRunner] = {name: job.Chunks(make(scratch / name)) for name, make in tiny.items()}
         runners |= {name: make(scratch) for name, make in (peers or {}).items()}
-        found = alternate({name: partial(run, steps) for name, run in runners.items()}, rounds)
-    del runners["bare loop"]
-    return [compare(f"step: {name}", found, name, "bare loop", goals.get(name)) for name in runners]
+        found = _compare({"bare loop": job.bare_loop(), **runners}, steps, rounds, goals)
+        deep: dict[str, StepRunner] = {name: job.Chunks(make(scratch / name)) for name, make in DEEP.items()}
+        return found + _compare({"bare loop, 100 tensors": job.bare_loop(job.DeepModel), **deep}, steps, rounds, goals)
+
+
+def _compare(runners: Mapping[str, StepRunner], steps: int, rounds: int, goals: Mapping[str, float]) -> list[Row]:
+    """All of them over the first."""
+    base, *others = runners
+    found = alternate({name: partial(run, steps) for name, run in runners.items()}, rounds)
+    return [compare(f"step: {name}", found, name, base, goals.get(name)) for name in others]
