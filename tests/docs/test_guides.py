@@ -136,7 +136,7 @@ def test_as_many_lines_are_read_as_the_guide_says():
         return sum(bool(line) and not line.startswith("#") for line in lines)
 
     of_run = ("train", "_start", "_is_over", "_run_iteration", "_write_saves", "_finish")
-    of_step = ("run_step", "compute_gradients", "compute_losses", "judge_gradients", "update")
+    of_step = ("run_step", "compute_gradients", "_add_gradients", "compute_losses", "judge_gradients", "update")
     assert (count(TrainerBase, *of_run), count(SimpleTrainer, *of_step)) == (run, step)
 
 

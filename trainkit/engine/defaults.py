@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -587,12 +588,7 @@ class DefaultTrainer(TrainerBase):
             iters_per_epoch = None
         return resolve_lengths(cfg, iters_per_epoch)
 
-    @property
-    def _trainer(self) -> SimpleTrainer:
-        return self._step_trainer
-
-    @_trainer.setter
-    def _trainer(self, trainer: SimpleTrainer) -> None:
+    def _set_trainer(self, trainer: SimpleTrainer) -> None:
         """Its ``after_backward`` is ours: there is one list of hooks, and ours may be overridden."""
         for name in ("model", "optimizer"):
             check_exchange(self, name, getattr(trainer, name))
@@ -601,6 +597,8 @@ class DefaultTrainer(TrainerBase):
         if isinstance(trainer, GraphTrainer):
             trainer.outer = outer
         trainer.register_hooks([_PassOn(outer)])
+
+    _trainer: Any = property(attrgetter("_step_trainer"), _set_trainer, doc="Does the steps; may be replaced.")
 
 
 class _PassOn(HookBase):

@@ -12,7 +12,6 @@ from trainkit.engine.forwarding import forwarded
 from trainkit.engine.run_state import Position, RunState
 from trainkit.engine.stopping import Stop, StopRequests
 from trainkit.utils import comm
-from trainkit.utils.events import EventStorage
 from trainkit.utils.rng import set_rng_state
 from trainkit.utils.waiting import Abandoned
 
@@ -62,10 +61,7 @@ class TrainerBase(RunState):
         with self._stops.listening(self._may_abandon), self.storage:
             try:
                 self.before_train()
-                if self._rng_state is not None:
-                    self.make_iterators()
-                    set_rng_state(self._rng_state)  # last: everything before may have drawn from it
-                    self._rng_state = None
+                self._restore_rng()
                 self.iter = self.position.iteration
                 while not self._is_over():
                     self._run_iteration()
@@ -95,7 +91,8 @@ class TrainerBase(RunState):
             self.after_step()
             self.end_step()
             self._inside = "save point"
-            self._write_saves()
+            if self._saves:
+                self._write_saves()
         self._inside = "stage 2"
         self._hook_list.call("after_step", below=True)
         if self._per_epoch and (self.iter + 1) % self._per_epoch == 0:
@@ -103,13 +100,13 @@ class TrainerBase(RunState):
         self._inside = ""
         self.iter += 1
         self.position = Position(self.iter, 1)
-        self._write_saves()  # those that stage 2 has asked for
+        if self._saves:  # stage 2 has asked for them
+            self._write_saves()
 
     def _write_saves(self) -> None:
         saves, self._saves = self._saves, {}
-        if saves:
-            self.storage.flush()
-            self.check_finite()
+        self.storage.flush()
+        self.check_finite()
         for name, save in saves.items():
             try:
                 save()
@@ -193,9 +190,7 @@ class TrainerBase(RunState):
         if not 0 <= start_iter <= max_iter:
             raise ValueError(f"need 0 <= start_iter <= max_iter, got start_iter={start_iter} and max_iter={max_iter}")
         if start_iter != self.last_done_iter + 1 or self.status not in ("not started", "stopped"):
-            # elsewhere than where a checkpoint or a stop has left the run
-            self.position, self.storage = Position(start_iter, 1), EventStorage()
-            self._early, self._rng_state, self._is_before_step_done = None, None, False
+            self._begin_anew(start_iter)  # elsewhere than where a checkpoint or a stop has left the run
         if self._early and max_iter > self._early[1]:
             self._early = None
         self._stop = Stop(self._early[0]) if self._early else None
@@ -207,8 +202,17 @@ class TrainerBase(RunState):
         self._stops.reset()
         self.begin_run()
         logger.info("Training from iteration %d to %d", start_iter, max_iter)
+        self._warn_of_inexact()
+
+    def _warn_of_inexact(self) -> None:
         if any(hasattr(hook, "checkpointer") for hook in self.hooks) and (lost := self.describe_inexact()):
             logger.warning("A resumed run may differ from one that is never stopped: %s", "; ".join(lost))
+
+    def _restore_rng(self) -> None:
+        if self._rng_state is not None:
+            self.make_iterators()
+            set_rng_state(self._rng_state)  # last: everything before may have drawn from it
+            self._rng_state = None
 
     def begin_run(self) -> None:
         """Forget what the steps of an earlier run have left; called when a run starts."""

@@ -164,6 +164,7 @@ class MetricPath:
 
     def reset(self) -> None:
         """Forget what a run that failed has left."""
+        self._group: dist.ProcessGroup | str | None = "unknown"
         self._records: list[StepRecord] = []  # since the last exchange
         self._num_rows = 0  # of those the ones that are to be stored
         self._recent.clear()
@@ -181,8 +182,10 @@ class MetricPath:
             self._recent.append(record)
             if len(self._recent) == 3:
                 self._recent[0].wait()  # the host must not run away from the device, whose memory it holds
-        if comm.side_group("metrics") is None:  # made here, in the thread of the loop
-            self._pass_on(alone=True)
+        if self._group == "unknown":
+            self._group = comm.side_group("metrics")  # made here, in the thread of the loop
+        if self._group is None:
+            self._pass_on()
             return
         self._num_rows += self._is_stored(record)
         due = is_last or (record.iter + 1) % self.exchange_period == 0 or self._num_rows >= self.exchange_period
@@ -200,7 +203,7 @@ class MetricPath:
                 self._pass_on()
             get_event_storage().flush()
 
-    def _pass_on(self, *, alone: bool = False) -> None:
+    def _pass_on(self) -> None:
         records, self._records, self._num_rows = self._records, [], 0
         if not (self._asynchronous and records[-1].is_under_way()):
             self._store(records)
@@ -208,7 +211,7 @@ class MetricPath:
         storage = get_event_storage()
         storage.start_deferring()
         storage.put_later(self._store, records)
-        if not alone:
+        if self._group is not None:
             storage.hand_over()  # now: the other ranks wait for this one
 
     def _store(self, records: Sequence[StepRecord]) -> None:
@@ -223,7 +226,9 @@ class MetricPath:
                 if self._finite.skips:
                     values["skipped_updates"] = self._finite.skipped
                 rows.append(Row(record.iter, record.data_time, values))
-        means, failures = exchange_rows(rows, self.exchange_period, self._finite.take_failure())
+        means, failures = rows, [self._finite.take_failure()]
+        if self._group is not None:
+            means, failures = exchange_rows(rows, self.exchange_period, *failures)
         for row, mean in zip(rows, means, strict=True):
             if not math.isfinite(mean.values["total_loss"]) and self._finite.policy != "ignore":
                 # it would spoil every average

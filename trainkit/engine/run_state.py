@@ -48,6 +48,10 @@ class RunState(HookPoints):
         self.storage = EventStorage()
         self.status: Status = "not started"
 
+    def _begin_anew(self, start_iter: int) -> None:
+        self.position, self.storage = Position(start_iter, 1), EventStorage()
+        self._early, self._rng_state, self._is_before_step_done = None, None, False
+
     def next_iter_of(self, hook: HookBase) -> int:
         """In ``before_train``: the iteration whose ``after_step`` reaches this hook next.
 

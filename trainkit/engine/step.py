@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -139,7 +138,7 @@ class SimpleTrainer(TrainerBase):
             )
         try:
             start = time.perf_counter()
-            self.end_step()  # where nobody has, in a loop of one's own: let go before the next batch is made
+            self._batch = self._losses = None  # in a loop of one's own nobody has: let go before the next batch is made
             batches = self.fetch()
             data_time = time.perf_counter() - start
             self._losses = losses = self.compute_gradients(batches)
@@ -172,17 +171,20 @@ class SimpleTrainer(TrainerBase):
         if self.zero_grad_before_forward:
             self.optimizer.zero_grad()
         found: list[Losses] = []
-        for i, batch in enumerate(batches, 1):
-            # gradients are averaged over ranks once, with the last micro-batch
-            with nullcontext() if i == len(batches) else without_gradient_sync(self.model):
-                losses = self.compute_losses(batch)
-                if i == 1 and not self.zero_grad_before_forward:
-                    self.optimizer.zero_grad()
-                self.backward(losses.total if len(batches) == 1 else losses.total / len(batches))
-            # one alone is let go with its graph at the next fetch, as in a plain loop
-            found.append(losses if len(batches) == 1 else losses.detach())
+        for batch in batches[:-1]:  # gradients are averaged over ranks once, with the last micro-batch
+            with without_gradient_sync(self.model):
+                found.append(self._add_gradients(batch, len(batches), is_first=not found))
+        found.append(self._add_gradients(batches[-1], len(batches), is_first=not found))
         self.prepare_gradients()
         return mean_losses(found)
+
+    def _add_gradients(self, batch: Any, num_batches: int, *, is_first: bool) -> Losses:
+        losses = self.compute_losses(batch)
+        if is_first and not self.zero_grad_before_forward:
+            self.optimizer.zero_grad()
+        self.backward(losses.total if num_batches == 1 else losses.total / num_batches)
+        # one alone is let go with its graph at the next fetch, as in a plain loop
+        return losses if num_batches == 1 else losses.detach()
 
     def compute_losses(self, batch: Any) -> Losses:
         """The forward pass."""
@@ -215,28 +217,24 @@ class SimpleTrainer(TrainerBase):
 
     # ------------------------------------------------------------------ parts that may be replaced between runs
 
-    @property
-    def model(self) -> nn.Module:
-        """Set to another one between two runs only; to a wrapper of the same at any time."""
-        return self._model
-
-    @model.setter
-    def model(self, model: nn.Module) -> None:
+    def _set_model(self, model: nn.Module) -> None:
         check_exchange(self, "model", model)
         self._model, self._sample = model, first_tensor(model)  # the device is that of the sample
         self.finite.watch(model)
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Set to another one between two runs only."""
-        return self._optimizer
+    model: Any = property(
+        attrgetter("_model"),
+        _set_model,
+        doc="Set to another one between two runs only; to a wrapper of it at any time.",
+    )
 
-    @optimizer.setter
-    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def _set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         check_exchange(self, "optimizer", optimizer)
         self._optimizer = optimizer
         if self.finite.skips:
             prepare_to_skip(optimizer, "cpu" if self._sample is None else self._sample.device.type)
+
+    optimizer: Any = property(attrgetter("_optimizer"), _set_optimizer, doc="Set to another one between two runs only.")
 
     def reset_data_loader(self, data_loader_builder: Callable[[], Iterable[Any]]) -> None:
         """Go on with another loader; the old one and its workers are let go before the new one is built.

@@ -121,7 +121,7 @@ class EventStorage:
         epoch: int | None = None,
     ) -> None:
         """``put_scalar`` for each item, whatever its name is."""
-        iter, prefix = self._present_place()
+        iter, prefix = self._place if self._pool is None else self._present_place()
         if cur_iter is not None:
             iter = operator.index(cur_iter)
         if epoch is not None:
@@ -139,7 +139,10 @@ class EventStorage:
             raise
         if not row.keys() <= hints.keys():  # what is refused leaves nothing behind
             hints.update(dict.fromkeys(row, smoothing_hint))
-        self._put(self._store_row, row, iter, epoch)
+        if self._pool is None:
+            self._store_row(row, iter, epoch)
+        else:
+            self._put(self._store_row, row, iter, epoch)
 
     def _accepted(self, prefix: str, name: str, smoothing_hint: bool) -> str:
         """The whole name of a scalar."""
@@ -317,7 +320,8 @@ class EventStorage:
     def begin_iter(self, iter: int) -> None:
         """What the loop puts from now on belongs to ``iter``; raises as ``raise_error``."""
         self._place = iter, self._place[1]
-        self.raise_error()
+        if self._jobs:
+            self.raise_error()
 
     # ------------------------------------------------------------------ state
 
