@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -106,6 +106,9 @@ class DefaultTrainer(TrainerBase):
 
     own_keys = (*TrainerBase.own_keys, "data", "results")
     _is_resumed = False
+    _global_batch: GlobalBatch | None = (
+        None  # None: a subclass has built itself
+    )
 
     model = forwarded("_trainer.model")
     optimizer = forwarded("_trainer.optimizer")
@@ -127,8 +130,8 @@ class DefaultTrainer(TrainerBase):
         import_modules(cfg.IMPORTS)
         check_values(cfg)
         self._check_names(cfg)
-        self._global_batch = GlobalBatch(cfg, checkpoint_dir(cfg))
-        cfg = self._global_batch.split(self.auto_scale_workers(cfg, self._global_batch.world_size))
+        self._global_batch = batch = GlobalBatch(cfg, checkpoint_dir(cfg))
+        cfg = batch.split(self.auto_scale_workers(cfg, batch.world_size))
         cfg = scale_lr_to_batch(cfg)
 
         # in this order: users' build methods count on the model being there for the optimizer, both for the loader
@@ -151,9 +154,6 @@ class DefaultTrainer(TrainerBase):
         self.stop_check_period = cfg.STOP_CHECK_PERIOD
         self.start_iter = 0
         self.max_iter = cfg.SOLVER.MAX_ITER
-        self._results: dict[str, Any] = {}
-        self._test_loaders: _Loaders = {}
-        self._configured = hooks.ConfiguredHooks(cfg.HOOKS, weakref.proxy(self))
         self.register_hooks(self.build_hooks())
         self._configured.register_at_anchors(self)
         if not any(isinstance(hook, hooks.LRScheduler) for hook in self.hooks):
@@ -188,7 +188,7 @@ class DefaultTrainer(TrainerBase):
             match finished:
                 case {"iterations": int(done), "max_iter": int(end), "results": dict(results)}:
                     if self.max_iter <= end:
-                        self.status, self.iter, self._results = "finished", done, results
+                        self.status, self.iter, self._last_eval_results = "finished", done, results
                 case dict():
                     logger.warning("The file 'finished' of this run is damaged and does not count: %.200r", finished)
 
@@ -238,9 +238,10 @@ class DefaultTrainer(TrainerBase):
         marks = isinstance(self.checkpointer, Checkpointer)  # and none of fvcore's
         if marks:
             self.checkpointer.forget_finished()
-        self._global_batch.save()
-        if comm.is_main_process():
-            own_folder(checkpoint_dir(self.cfg)).restore["batch.json"] = self._global_batch.save
+        if self._global_batch is not None:
+            self._global_batch.save()
+            if comm.is_main_process():
+                own_folder(checkpoint_dir(self.cfg)).restore["batch.json"] = self._global_batch.save
         try:
             super().train(start_iter, max_iter)
             renew_folders()
@@ -299,7 +300,8 @@ class DefaultTrainer(TrainerBase):
         saved = state_dict.get("settings")  # older states have none
         if saved and (table := describe_other_settings(saved, self.cfg)):
             logger.warning("The checkpoint was written with other settings:\n%s", table)
-        self._results = state_dict.get("results", {})
+        if results := state_dict.get("results"):
+            self._last_eval_results = results
         self._trainer.feed.load_state_dict(state_dict.get("data", {}))
         self._trainer.load_step_state_dict(state_dict["_trainer"])
 
@@ -406,6 +408,19 @@ class DefaultTrainer(TrainerBase):
         loader = self.build_train_loader(cfg)  # its own, so that the order of the training data stays as it is
         return [hooks.PreciseBN(self.cfg.TEST.EVAL_PERIOD, self.model, loader, options.NUM_ITER)]
 
+    @cached_property
+    def _configured(self) -> hooks.ConfiguredHooks:
+        return hooks.ConfiguredHooks(self.cfg.HOOKS, weakref.proxy(self))
+
+    @cached_property
+    def _test_loaders(self) -> _Loaders:
+        return {}
+
+    @property
+    def _results(self) -> dict[str, Any]:
+        """Of the last evaluation; those who come from detectron2 ask whether there is ``_last_eval_results``."""
+        return getattr(self, "_last_eval_results", {})
+
     def _validation_cfg(self) -> CfgNode:
         """A copy whose test data are those of the periodic evaluation."""
         cfg = self.cfg.clone()
@@ -416,13 +431,13 @@ class DefaultTrainer(TrainerBase):
     def _validate(self) -> dict[str, Any]:
         token = _kept_loaders.set(self._test_loaders)
         try:
-            self._results = evaluate_models(self.test, self._validation_cfg(), self.model, self.hooks)
+            self._last_eval_results = evaluate_models(self.test, self._validation_cfg(), self.model, self.hooks)
         finally:
             _kept_loaders.reset(token)
         return self._results
 
     def _test(self) -> dict[str, Any]:
-        self._results = evaluate_models(self.test, self.cfg, self.model, self.hooks)
+        self._last_eval_results = evaluate_models(self.test, self.cfg, self.model, self.hooks)
         return {"test": self._results}  # beside the results of the validation data, which have no prefix
 
     # ------------------------------------------------------------------ parts to override

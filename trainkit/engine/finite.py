@@ -83,7 +83,7 @@ class FiniteCheck:
     def flag_update(self, model: nn.Module, optimizer: torch.optim.Optimizer, total: Tensor) -> None:
         """Look at all gradients; under "skip" also at the loss, and on all ranks. Does not wait for the device."""
         if self.policy != "ignore":
-            self._mark_gradients(optimizer)
+            self._mark_gradients(model, optimizer)
         skips = self.policy == "skip"
         self.flag = _join(self.flags, total.device) if self.flags or skips else None
         if not skips or self.flag is None:
@@ -97,9 +97,12 @@ class FiniteCheck:
                 torch.where(skipped.to(buffer.device), self._former_buffers[name], buffer, out=buffer)
         self._former_buffers = {}
 
-    def _mark_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+    def _mark_gradients(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Set the flag of each device where a gradient is not finite; those of shards are the same on all ranks."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        groups = getattr(optimizer, "param_groups", None)
+        if groups is None:  # of a wrapper, maybe
+            groups = [{"params": model.parameters()}]
+        parameters = [parameter for group in groups for parameter in group["params"]]
         # to look at the device of each takes longer than to see that they are the same as in the last step
         if len(parameters) != len(self._parameters) or not all(map(operator.is_, parameters, self._parameters)):
             self._parameters, self._groups = parameters, _by_kind(parameters)

@@ -1,6 +1,7 @@
 """The loop and its hooks. It knows nothing of models, data or optimizers."""
 
 import logging
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -89,18 +90,24 @@ class TrainerBase(RunState):
             self.run_step()
             self.position = Position(self.iter, 2)
             self.after_step()
-            self.end_step()
-            self._inside = "save point"
-            if self._saves:
-                self._write_saves()
+            self._reach_save_point()
+        self._run_stage_2()
+        self.iter += 1
+
+    def _reach_save_point(self) -> None:
+        self.end_step()
+        self._inside = "save point"
+        if self._saves:
+            self._write_saves()
+
+    def _run_stage_2(self) -> None:
         self._inside = "stage 2"
         self._hook_list.call("after_step", below=True)
         if self._per_epoch and (self.iter + 1) % self._per_epoch == 0:
             self.after_epoch()
         self._inside = ""
-        self.iter += 1
-        self.position = Position(self.iter, 1)
-        if self._saves:  # stage 2 has asked for them
+        self.position = Position(self.iter + 1, 1)
+        if self._saves:  # those that stage 2 has asked for
             self._write_saves()
 
     def _write_saves(self) -> None:
@@ -259,6 +266,9 @@ class TrainerBase(RunState):
 
     def after_train(self) -> None:
         """Every hook gets its ``after_train``, whatever happened; the first failure here is raised at the end."""
+        if self.status == "running":  # in a loop of one's own
+            done = self.last_done_iter + 1 >= self.max_iter
+            self.status, self._inside = "failed" if sys.exc_info()[0] else "finished" if done else "stopped", ""
         self.storage.iter = self.iter
         calls = [(type(hook).__name__, hook.after_train) for hook in self._hook_list.at("after_train")]
         first_error: BaseException | None = None
@@ -274,6 +284,31 @@ class TrainerBase(RunState):
                     self.status, first_error = "failed", error
         if first_error is not None:
             raise first_error
+
+    # ------------------------------------------------------------------ a loop of one's own calls these four itself
+
+    def before_train(self) -> None:
+        own_loop = self.status != "running"
+        if own_loop:
+            self._start(self.start_iter, self.max_iter)
+        super().before_train()
+        if own_loop:
+            self._restore_rng()
+
+    def before_step(self) -> None:
+        if not self._inside:
+            self.storage.iter, self.position = self.iter, Position(self.iter, 1)
+        super().before_step()
+
+    def after_step(self) -> None:
+        """The hooks above the save point; in a loop of one's own, the rest of the iteration as well."""
+        own_loop = not self._inside
+        if own_loop:
+            self._inside, self.position = "stage 1", Position(self.iter, 2)
+        super().after_step()
+        if own_loop:
+            self._reach_save_point()
+            self._run_stage_2()
 
     def before_save(self, state: dict[str, Any]) -> None:
         if self._inside.startswith("stage") and not self._has_warned_of_save:

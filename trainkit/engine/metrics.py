@@ -3,8 +3,9 @@
 import math
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -142,6 +143,18 @@ def write_metrics(loss_dict: Mapping[str, Tensor | float], data_time: float, cur
     if not math.isfinite(mean.values["total_loss"]):
         raise FloatingPointError(describe_failure("loss is", cur_iter, mean.values))
     put_row(mean, data_time, prefix)
+
+
+class LaterCalls:
+    """detectron2's ``concurrent_executor``: calls are made in their order, by the worker of the open storage."""
+
+    def submit(self, call: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Have ``call(*args, **kwargs)`` made; if it raises, the run ends in one of the next iterations."""
+        comm.side_group("write_metrics")  # made here, in the thread of the loop
+        storage = get_event_storage()
+        storage.start_deferring()
+        storage.put_later(partial(call, *args, **kwargs))
+        storage.hand_over()
 
 
 class MetricPath:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -14,7 +14,7 @@ from trainkit.engine.feed import Feed
 from trainkit.engine.finite import FiniteCheck, NonFinitePolicy, prepare_to_skip
 from trainkit.engine.forwarding import check_exchange, forwarded
 from trainkit.engine.loop import TrainerBase
-from trainkit.engine.metrics import STORED_BESIDE_LOSSES, MetricPath, StepRecord, mean_losses, write_metrics
+from trainkit.engine.metrics import STORED_BESIDE_LOSSES, LaterCalls, MetricPath, StepRecord, mean_losses, write_metrics
 from trainkit.engine.parallel import settle_buckets, without_gradient_sync
 from trainkit.solver.hyper_parameters import check_saved_groups, describe_changes, hyper_parameters
 from trainkit.utils.device import device_of, first_tensor
@@ -65,6 +65,7 @@ class SimpleTrainer(TrainerBase):
     gather_metric_period = forwarded("metrics.gather_period")
     non_finite = forwarded("finite.policy")
     _data_loader_iter = forwarded("feed.iterator")
+    _data_loader_iter_obj = forwarded("feed._iterator", "None: the next iteration iterates over the loader anew.")
     write_metrics = staticmethod(write_metrics)
 
     def __init__(
@@ -116,6 +117,7 @@ class SimpleTrainer(TrainerBase):
         self.metrics = MetricPath(self.finite, gather_metric_period, exchange_period, async_write_metrics)
         self.zero_grad_before_forward = zero_grad_before_forward
         self.async_write_metrics = async_write_metrics
+        self.concurrent_executor = LaterCalls() if async_write_metrics else None  # detectron2's name
         self.clip_gradients = clip_gradients
         self._batch: Any = None  # this and the next: of this iteration, until the save point
         self._losses: Losses | None = None
@@ -154,6 +156,14 @@ class SimpleTrainer(TrainerBase):
 
     def end_step(self) -> None:
         self._batch = self._losses = None
+
+    def _write_metrics(
+        self, loss_dict: Mapping[str, Tensor | float], data_time: float, prefix: str = "", iter: int | None = None
+    ) -> None:
+        """`write_metrics` in the iterations that are gathered; for a ``run_step`` written for detectron2."""
+        iter = self.iter if iter is None else iter
+        if (iter + 1) % self.gather_metric_period == 0:
+            self.write_metrics(loss_dict, data_time, iter, prefix)
 
     # ------------------------------------------------------------------ parts of a step, for variants to override
 

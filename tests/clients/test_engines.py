@@ -1,0 +1,244 @@
+"""Trainers in the manner of detrex, AdelaiDet and unbiased-teacher: each runs, is saved, resumed and compared."""
+
+import itertools
+import time
+import weakref
+
+import pytest
+import torch
+
+from tests.engine.job import tiny_cfg
+from tests.engine.tiny import Regression, batches, scalars, sgd
+from trainkit.checkpoint import Checkpointer
+from trainkit.engine import DefaultTrainer, SimpleTrainer, TrainerBase, hooks
+from trainkit.utils.events import EventStorage, JSONWriter
+
+
+def weights(model):
+    return [parameter.clone() for parameter in model.parameters()]
+
+
+def equal(ours, theirs):
+    return all(map(torch.equal, ours, theirs))
+
+
+# ---------------------------------------------------------------------- a run_step of one's own
+
+
+class DetrexLike(SimpleTrainer):
+    """Calls the parts of detectron2's engine itself."""
+
+    def run_step(self):
+        assert self.model.training
+        start = time.perf_counter()
+        data = next(self._data_loader_iter)
+        data_time = time.perf_counter() - start
+        loss_dict = self.model(data)
+        losses = sum(loss_dict.values()) if isinstance(loss_dict, dict) else loss_dict
+        loss_dict = loss_dict if isinstance(loss_dict, dict) else {"total": losses}
+        self.optimizer.zero_grad()
+        losses.backward()
+        if self.async_write_metrics:
+            self.concurrent_executor.submit(self._write_metrics, loss_dict, data_time, iter=self.iter)
+        else:
+            self._write_metrics(loss_dict, data_time)
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_run_step_that_writes_metrics_itself_stores_what_ours_stores(asynchronous):
+    def trained(trainer_class):
+        model = Regression()
+        trainer = trainer_class(model, itertools.cycle(batches(4)), sgd(model), 2, async_write_metrics=asynchronous)
+        trainer.train(0, 6)
+        return weights(model), scalars(trainer)["total_loss"]
+
+    ours, theirs = trained(SimpleTrainer), trained(DetrexLike)
+    assert equal(ours[0], theirs[0])
+    assert ours[1] == theirs[1]
+    assert [iter for _, iter in theirs[1]] == [1, 3, 5]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_such_a_step_writes_in_the_worker_ends_the_run_if_it_fails(asynchronous):
+    model = Regression()
+    with torch.no_grad():
+        model.linear.weight.fill_(torch.inf)
+    trainer = DetrexLike(
+        model, itertools.cycle(batches(4)), sgd(model), async_write_metrics=asynchronous, non_finite="ignore"
+    )
+    with pytest.raises(FloatingPointError, match="the loss is not finite in iteration 0"):
+        trainer.train(0, 50)
+    assert trainer.status == "failed"
+
+
+def test_an_iterator_that_is_let_go_by_hand_is_made_anew():
+    drawn = []
+
+    class Loader:
+        def __iter__(self):
+            for i in itertools.count():
+                drawn.append(i)
+                yield batches(1)[0]
+
+    model = Regression()
+    trainer = SimpleTrainer(model, Loader(), sgd(model))
+    trainer.train(0, 2)
+    assert trainer._data_loader_iter_obj is trainer._data_loader_iter
+    trainer._data_loader_iter_obj = None
+    trainer.train(0, 1)
+    assert drawn == [0, 1, 0]
+
+
+def test_an_optimizer_that_has_only_zero_grad_and_step_trains():
+    class Wrapped:
+        def __init__(self, optimizer):
+            self._optimizer = optimizer
+
+        def zero_grad(self):
+            self._optimizer.zero_grad()
+
+        def step(self):
+            self._optimizer.step()
+
+    def trained(wrap):
+        model = Regression()
+        trainer = SimpleTrainer(model, batches(4), wrap(sgd(model)))
+        trainer.train(0, 4)
+        return weights(model)
+
+    assert equal(trained(lambda optimizer: optimizer), trained(Wrapped))
+
+
+# ---------------------------------------------------------------------- trainers that build themselves
+
+
+class SelfBuilt(DefaultTrainer):
+    """Two models, as student and teacher; only the constructor of TrainerBase is called."""
+
+    def __init__(self, cfg):
+        super(DefaultTrainer, self).__init__()
+        model = self.build_model(cfg)
+        optimizer = self.build_optimizer(cfg, model)
+        self.teacher = self.build_model(cfg)
+        self._trainer = SimpleTrainer(model, self.build_train_loader(cfg), optimizer)
+        self.scheduler = self.build_lr_scheduler(cfg, optimizer)
+        self.checkpointer = Checkpointer(model, cfg.OUTPUT_DIR, teacher=self.teacher, trainer=weakref.proxy(self))
+        self.start_iter = 0
+        self.max_iter = cfg.SOLVER.MAX_ITER
+        self.cfg = cfg
+        self.register_hooks(self.build_hooks())
+
+    def run_step(self):
+        super().run_step()
+        with torch.no_grad():
+            for theirs, ours in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
+                theirs.mul_(0.9).add_(ours, alpha=0.1)
+
+
+class OwnLoop(SelfBuilt):
+    """Its train() is a loop of its own, as in unbiased-teacher."""
+
+    def train(self):
+        self.iter = self.start_iter
+        with EventStorage(self.start_iter) as self.storage:
+            try:
+                self.before_train()
+                for self.iter in range(self.start_iter, self.max_iter):  # noqa: B020
+                    self.before_step()
+                    self.run_step()
+                    self.after_step()
+            finally:
+                self.after_train()
+
+
+@pytest.mark.parametrize("trainer_class", [SelfBuilt, OwnLoop])
+def test_a_trainer_that_builds_itself_trains_evaluates_saves_and_goes_on(tmp_path, trainer_class):
+    def run(folder, max_iter, resume=False):
+        trainer = trainer_class(tiny_cfg(folder, "SOLVER.MAX_ITER", max_iter))
+        trainer.resume_or_load(resume=resume)
+        trainer.train()
+        assert trainer.status == "finished"
+        return trainer
+
+    torch.manual_seed(3)
+    whole = run(tmp_path / "whole", 10)
+    assert {"model_0000004.pth", "model_final.pth", "metrics.json"} <= {f.name for f in (tmp_path / "whole").iterdir()}
+    assert [iter for _, iter in whole.storage.history("classification/top1").values()] == [
+        4,
+        9 if trainer_class is OwnLoop else 10,
+    ]
+    assert whole._last_eval_results.keys() == whole.test(whole.cfg, whole.model).keys()
+
+    torch.manual_seed(3)
+    run(tmp_path / "parts", 5)
+    torch.manual_seed(4)
+    resumed = run(tmp_path / "parts", 10, resume=True)
+    assert resumed.start_iter == 5
+    for name in ("model", "teacher"):
+        assert equal(weights(getattr(whole, name)), weights(getattr(resumed, name)))
+
+
+def test_a_loop_of_ones_own_runs_hooks_on_both_sides_of_the_save_point(tmp_path):
+    class Own(TrainerBase):
+        def run_step(self):
+            self.storage.put_scalar("square", self.iter**2)
+
+    calls = []
+    trainer = Own()
+    trainer.register_hooks(
+        [
+            hooks.CallbackHook(after_step=lambda trainer: calls.append(("above", trainer.iter))),
+            hooks.PeriodicWriter([JSONWriter(str(tmp_path / "metrics.json"))], period=2),
+        ]
+    )
+    trainer.register_hooks(
+        [hooks.CallbackHook(after_step=lambda trainer: calls.append(("below", trainer.iter)))], priority=60
+    )
+    trainer.max_iter = 4
+    with EventStorage() as trainer.storage:
+        trainer.before_train()
+        for trainer.iter in range(4):
+            trainer.before_step()
+            trainer.run_step()
+            trainer.after_step()
+        trainer.after_train()
+    assert calls == [(side, iter) for iter in range(4) for side in ("above", "below")]
+    assert trainer.status == "finished"
+    assert len((tmp_path / "metrics.json").read_text().splitlines()) == 2
+
+
+def test_a_failure_in_a_loop_of_ones_own_is_one_for_the_hooks(tmp_path):
+    seen = []
+    trainer = TrainerBase()
+    trainer.register_hooks([hooks.CallbackHook(after_train=lambda trainer: seen.append(trainer.status))])
+
+    def loop():
+        with EventStorage() as trainer.storage:
+            try:
+                trainer.before_train()
+                trainer.before_step()
+                trainer.run_step()
+            finally:
+                trainer.after_train()
+
+    with pytest.raises(NotImplementedError):
+        loop()
+    assert seen == ["failed"]
+
+
+# ---------------------------------------------------------------------- results
+
+
+class AdelaiLike(DefaultTrainer):
+    def train(self):
+        assert not hasattr(self, "_last_eval_results")
+        super().train()
+        assert hasattr(self, "_last_eval_results"), "No evaluation results obtained during training!"
+        return self._last_eval_results
+
+
+def test_results_of_the_last_evaluation_are_where_detectron2_has_them(tmp_path):
+    trainer = AdelaiLike(tiny_cfg(tmp_path))
+    results = trainer.train()
+    assert results["classification"]["top1"] == trainer.storage.history("classification/top1").latest()
