@@ -106,9 +106,7 @@ class DefaultTrainer(TrainerBase):
 
     own_keys = (*TrainerBase.own_keys, "data", "results")
     _is_resumed = False
-    _global_batch: GlobalBatch | None = (
-        None  # None: a subclass has built itself
-    )
+    _global_batch: GlobalBatch | None = None  # None: a subclass has built itself
 
     model = forwarded("_trainer.model")
     optimizer = forwarded("_trainer.optimizer")

@@ -1,7 +1,7 @@
 """The batches of a trainer: the iterator, micro-batches, their way to the device, and where the data stand."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -38,6 +38,14 @@ class Feed:
     def loader(self, loader: Iterable[Any]) -> None:
         self._loader = loader
         self._iterator: Iterator[Any] | None = None
+
+    def reset(self, data_loader_builder: Callable[[], Iterable[Any]]) -> None:
+        """Go on with another loader; the old one and its workers are let go before the new one is built.
+
+        The new loader starts where it says: to keep the place in the data, give it the ``state_dict`` of the old one.
+        """
+        self.loader = ()
+        self.loader = data_loader_builder()
 
     @property
     def iterator(self) -> Iterator[Any]:

@@ -4,23 +4,19 @@ import logging
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.config import ConfigError
-from trainkit.engine.finite import raise_failure
 from trainkit.engine.forwarding import forwarded
 from trainkit.engine.run_state import Position, RunState
 from trainkit.engine.stopping import Stop, StopRequests
-from trainkit.utils import comm
 from trainkit.utils.rng import set_rng_state
 from trainkit.utils.waiting import Abandoned
 
 __all__ = ["Position", "TrainerBase"]
 
 logger = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
 
 
 class TrainerBase(RunState):
@@ -175,22 +171,6 @@ class TrainerBase(RunState):
         """Not between an update and the save point: a run cannot go on from there."""
         return self._inside != "stage 1" or self.position.stage == 1
 
-    def check_finite(self) -> None:
-        """Called before what is trained is saved or evaluated, by every rank; waits for the device.
-
-        Raises:
-            FloatingPointError: it, or an update so far, is not finite on some rank.
-        """
-        raise_failure(self.gather(self.find_failure(self._ranks_agree)))
-
-    def find_failure(self, everywhere: bool = True) -> str | None:
-        """What is not finite on this rank; ``everywhere``: every rank calls it now, so it may exchange."""
-        return None
-
-    def gather(self, value: _T) -> list[_T]:
-        """The ``value`` of every rank; this one's alone if ranks have different hooks: not all may call it."""
-        return comm.all_gather(value) if self._ranks_agree else [value]
-
     # ------------------------------------------------------------------ start and end
 
     def _start(self, start_iter: int, max_iter: int) -> None:
@@ -223,10 +203,6 @@ class TrainerBase(RunState):
 
     def begin_run(self) -> None:
         """Forget what the steps of an earlier run have left; called when a run starts."""
-
-    def describe_inexact(self) -> list[str]:
-        """What a resumed run of this trainer does not get back; empty if it goes on bit for bit."""
-        return []
 
     def make_iterators(self) -> None:
         """Start to draw data; called before random state is restored, since a loader may draw from it."""

@@ -1,8 +1,9 @@
 """Where a run stands, and what a checkpoint holds of it."""
 
 import logging
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
+from trainkit.engine.finite import raise_failure
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_points import HookPoints
 from trainkit.utils import comm
@@ -11,6 +12,7 @@ from trainkit.utils.rng import get_rng_state, rng_state_for_rank
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 Status: TypeAlias = Literal["not started", "running", "finished", "stopped", "failed"]
 
 
@@ -63,6 +65,26 @@ class RunState(HookPoints):
     def last_done_iter(self) -> int:
         """The last iteration whose update is done; -1 if there is none."""
         return self.position.iteration - (self.position.stage == 1)
+
+    def check_finite(self) -> None:
+        """Called before what is trained is saved or evaluated, by every rank; waits for the device.
+
+        Raises:
+            FloatingPointError: it, or an update so far, is not finite on some rank.
+        """
+        raise_failure(self.gather(self.find_failure(self._ranks_agree)))
+
+    def find_failure(self, everywhere: bool = True) -> str | None:
+        """What is not finite on this rank; ``everywhere``: every rank calls it now, so it may exchange."""
+        return None
+
+    def gather(self, value: _T) -> list[_T]:
+        """The ``value`` of every rank; this one's alone if ranks have different hooks: not all may call it."""
+        return comm.all_gather(value) if self._ranks_agree else [value]
+
+    def describe_inexact(self) -> list[str]:
+        """What a resumed run of this trainer does not get back; empty if it goes on bit for bit."""
+        return []
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands, and what its hooks (by unique names), storage and random generators hold.

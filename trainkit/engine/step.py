@@ -60,6 +60,7 @@ class SimpleTrainer(TrainerBase):
     trained_losses = _of_step("trained_losses", "_losses.trained", "Those that are minimized.")
     outputs = _of_step("outputs", "_losses.outputs", "What the model gave as ``outputs``.")
     data_loader = forwarded("feed.loader", "Another one can be set at any time: the next iteration draws from it.")
+    reset_data_loader = forwarded("feed.reset")
     accumulation_steps = forwarded("feed.accumulation_steps", "Micro-batches per iteration.")
     iters_per_epoch = forwarded("feed.iters_per_epoch", "Iterations per pass over the data; ValueError if endless.")
     gather_metric_period = forwarded("metrics.gather_period")
@@ -245,14 +246,6 @@ class SimpleTrainer(TrainerBase):
             prepare_to_skip(optimizer, "cpu" if self._sample is None else self._sample.device.type)
 
     optimizer: Any = property(attrgetter("_optimizer"), _set_optimizer, doc="Set to another one between two runs only.")
-
-    def reset_data_loader(self, data_loader_builder: Callable[[], Iterable[Any]]) -> None:
-        """Go on with another loader; the old one and its workers are let go before the new one is built.
-
-        The new loader starts where it says: to keep the place in the data, give it the ``state_dict`` of the old one.
-        """
-        self.data_loader = ()
-        self.data_loader = data_loader_builder()
 
     # ------------------------------------------------------------------ runs and state
 
