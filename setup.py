@@ -24,7 +24,7 @@ setup(
     packages=find_packages(include=["trainkit", "trainkit.*"]),
     package_data={"trainkit": ["py.typed"]},
     # torch: from the oldest version on which the tests pass, see CHANGELOG.md; fvcore brings tqdm, for the progress bar
-    install_requires=["torch>=2.12", "numpy", "fvcore", "tabulate"],
+    install_requires=["torch>=2.13", "numpy", "fvcore", "tabulate"],
     extras_require={
         "tensorboard": TENSORBOARD,
         "lazy": LAZY,
