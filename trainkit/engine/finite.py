@@ -88,14 +88,15 @@ class FiniteCheck:
         self.flag = _join(self.flags, total.device) if self.flags or skips else None
         if not skips or self.flag is None:
             return
-        self.flag.masked_fill_(~total.isfinite(), 1.0)
+        _mark([_as_plain(total)], self.flag)
         if comm.get_world_size() > 1:
             dist.all_reduce(self.flag, dist.ReduceOp.MAX)
-        skipped = self.flag.bool()
-        for name, buffer in model.named_buffers():
-            if name in self._former_buffers:  # and not made by this forward pass
-                torch.where(skipped.to(buffer.device), self._former_buffers[name], buffer, out=buffer)
-        self._former_buffers = {}
+        if self._former_buffers:
+            skipped = self.flag.bool()
+            for name, buffer in model.named_buffers():
+                if name in self._former_buffers:  # and not made by this forward pass
+                    torch.where(skipped.to(buffer.device), self._former_buffers[name], buffer, out=buffer)
+            self._former_buffers = {}
 
     def _mark_gradients(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Set the flag of each device where a gradient is not finite; those of shards are the same on all ranks."""
@@ -106,18 +107,16 @@ class FiniteCheck:
         # to look at the device of each takes longer than to see that they are the same as in the last step
         if len(parameters) != len(self._parameters) or not all(map(operator.is_, parameters, self._parameters)):
             self._parameters, self._groups = parameters, _by_kind(parameters)
-        # the kernel of GradScaler.unscale_; with a scale of 1 the values stay as they are
-        mark = torch._amp_foreach_non_finite_check_and_unscale_
         for device, group in self._groups:
             if grads := [grad for parameter in group if (grad := parameter.grad) is not None]:
                 flag = self.flags.get(device)
                 if flag is None:
                     flag = self.flags[device] = torch.zeros((), device=device)
                 try:
-                    mark(grads, flag, _one(device))
+                    _mark(grads, flag)
                 except RuntimeError:  # not all of them are plain tensors
                     for grad in grads:
-                        mark([_as_plain(grad)], flag, _one(device))
+                        _mark([_as_plain(grad)], flag)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer.step()``, under "skip" unless the flag is 1; only optimizers that are not fused wait for that."""
@@ -189,6 +188,12 @@ def _by_kind(parameters: Iterable[Tensor]) -> list[tuple[torch.device, list[Tens
     for parameter in parameters:
         groups.setdefault((parameter.device, parameter.dtype, type(parameter)), []).append(parameter)
     return [(device, group) for (device, *_), group in groups.items()]
+
+
+def _mark(tensors: list[Tensor], flag: Tensor) -> None:
+    """Set the flag to 1 if a value is not finite."""
+    # the kernel of GradScaler.unscale_; with a scale of 1 the values stay as they are
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, _one(flag.device))
 
 
 def _as_plain(grad: Tensor) -> Tensor:
