@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks import averaging, checkpoint, cuda, graph, history, imports, job, peers, ranks, resume, step
+from benchmarks import averaging, checkpoint, cuda, graph, history, imports, job, loader, peers, ranks, resume, step
 from benchmarks.measure import Row
 from tabulate import tabulate
 
@@ -40,6 +40,7 @@ ROWS: dict[str, Callable[..., list[Row]]] = {
     "import": imports.imports,
     "resume": resume.resume,
     "ranks": ranks.ranks,
+    "loader": loader.loader,
     "cuda": cuda.cuda,
     "graph": graph.graph,
 }
@@ -114,7 +115,7 @@ def describe_machine() -> dict[str, str]:
         "GPU": f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}" if has_gpu else "none",
         "system": platform.platform(),
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
-        "threads": f"1 in step, history, ema, resume and ranks; else {torch.get_num_threads()}",
+        "threads": f"1 in step, history, ema, resume, ranks and loader; else {torch.get_num_threads()}",
     }
 
 

@@ -246,6 +246,16 @@ def test_the_rows_of_two_ranks(tool, tmp_path):
     assert all(row.sides.keys() == {"exchanged once per log period", "never stored"} for row in rows)
 
 
+def test_the_rows_of_loaders_draw_the_same_number_of_batches(tool, tmp_path):
+    rows = tool.loader.loader(1, scratch=tmp_path, batches=2, workers=[0])
+
+    assert described(rows) == [
+        ("loader, trivial samples, 0 workers", 2.0, "x", False),
+        ("loader, crops, 0 workers", 1.15, "x", False),
+    ]
+    assert all(row.sides.keys() == {"trainkit", "DataLoader"} for row in rows)
+
+
 def test_without_a_gpu_its_rows_say_so(tool, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     rows = [*tool.cuda.cuda(scratch=tmp_path), tool.graph.graph(scratch=tmp_path)[0]]
@@ -312,7 +322,19 @@ def test_all_rows_are_measured_with_their_own_rounds_by_default(tool, monkeypatc
         monkeypatch.setitem(tool.ROWS, name, lambda name=name, **options: asked.update({name: options}) or [])
     list(tool.measure(tool.parse_args(["--scratch", str(tmp_path)])))
 
-    assert list(asked) == ["step", "history", "memory", "ema", "save", "import", "resume", "ranks", "cuda", "graph"]
+    assert list(asked) == [
+        "step",
+        "history",
+        "memory",
+        "ema",
+        "save",
+        "import",
+        "resume",
+        "ranks",
+        "loader",
+        "cuda",
+        "graph",
+    ]
     assert {options.pop("scratch").parent for options in asked.values()} == {tmp_path}
     assert {name: options for name, options in asked.items() if options} == {
         "step": {"peers": {}},
