@@ -17,7 +17,6 @@ LAYERS = [
     [
         "trainkit.engine.command",
         "trainkit.engine.elastic",
-        "trainkit.engine.failures",
         "trainkit.engine.forwarding",
         "trainkit.engine.global_batch",
         "trainkit.engine.parallel",
@@ -37,7 +36,8 @@ LAYERS = [
     ["trainkit.engine.graph"],
     ["trainkit.engine.fsdp"],
     ["trainkit.engine.summary"],
-    ["trainkit.engine.predictor", "trainkit.engine.setup", "trainkit.engine.launch"],
+    ["trainkit.engine.predictor", "trainkit.engine.launch"],
+    ["trainkit.engine.setup"],
     ["trainkit.engine.evaluation_run"],
     ["trainkit.engine.defaults"],
     ["trainkit.engine.entry"],

@@ -70,21 +70,18 @@ class KillFirstStart(HookBase):
 
 @HOOK_REGISTRY.register()
 class FailOnRank1(HookBase):
-    """An error in iteration 3, or in the evaluation; with ``deaf`` the others wait for no rank, and hear no signal."""
+    """An error in iteration 3, or in the evaluation."""
 
-    def __init__(self, place: str, deaf: bool = False) -> None:
-        self._place, self._deaf = place, deaf
+    def __init__(self, place: str) -> None:
+        self._place = place
 
     def before_step(self):
         if self._place == "forward" and self.trainer.iter == 3 and comm.get_rank() == 1:
             self.trainer.model.register_forward_pre_hook(lambda module, inputs: self._fail())
 
     def after_step(self):
-        if self._place == "hook" and self.trainer.iter == 3:
-            if comm.get_rank() == 1:
-                self._fail()
-            while self._deaf:
-                signal.pause()
+        if self._place == "hook" and self.trainer.iter == 3 and comm.get_rank() == 1:
+            self._fail()
 
     def before_eval_step(self, phase, index, inputs):
         if self._place == "evaluation" and comm.get_rank() == 1:

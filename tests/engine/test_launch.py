@@ -272,15 +272,15 @@ def test_a_rank_that_waits_for_the_others_says_where_and_for_how_many(monkeypatc
     url = f"tcp://127.0.0.1:{_free_port()}"
     with pytest.raises(dist.DistError), _process_group(url, rank=1, world_size=3, timeout=timedelta(seconds=1)):
         pass
-    (waits, _) = caplog.messages
+    (waits,) = caplog.messages
     assert waits.startswith(f"Rank 1 waits at {url} for the other processes; 3 have to start")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0,), "need num_gpus_per_machine >= 1"),
-        ((1, 0), "need num_gpus_per_machine >= 1, num_machines >= 1"),
+        ((0,), "need at least 1 process per machine"),
+        ((1, 0), "got 1, 0 and 0"),
         ((1, 2, 2), "0 <= machine_rank < num_machines, got 1, 2 and 2"),
         ((1, 2, 0), "several machines need a dist_url"),
     ],

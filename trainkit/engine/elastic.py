@@ -1,9 +1,10 @@
-"""Runs that torchrun starts again: where their ranks meet, and how they know."""
+"""Starts and restarts by torchrun: where the ranks of a start meet, and whether the run goes on."""
 
-import contextlib
 import os
-import socket
 import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -11,74 +12,70 @@ from torch.distributed.rendezvous import rendezvous
 
 from trainkit.utils import comm
 
-_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-_IS_RESTARTED = "TRAINKIT_IS_RESTARTED"
-_PORT, _WORLD_SIZE, _HAS_BEGUN = "trainkit/port", "trainkit/world_size", "trainkit/has_begun"
+_RESTARTED = "TRAINKIT_RESTARTED"
+_STARTS, _OWNS_FOLDER = "trainkit/starts", "trainkit/owns_folder"
+
+_agent_store: dist.Store | None = None  # that of torchrun, which outlives a start
+_store: dist.Store | None = None  # of the ranks of this start
 
 
 def is_restarted() -> bool:
-    """Whether torchrun has started the processes of this run again; below `launch` the same on all ranks.
+    """Whether torchrun has started the processes of this run again; the same on all ranks under `launch`.
 
-    The run is then to go on from its last checkpoint, whatever the command says. A start that has failed before its
-    `note_begin` does not count: what lies in the output folder may be another run's.
+    The run then goes on from its last checkpoint. It does not if no earlier start has come to `note_begin`: the output
+    folder may hold another run.
     """
-    return bool(int(os.environ.get(_IS_RESTARTED) or os.environ.get(_RESTARTS, "0")))
+    return bool(int(os.environ.get(_RESTARTED) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
 
 
 def note_begin() -> None:
-    """The output folder is that of this run now, so that a later start of it goes on; every rank may call it."""
-    if _has_agent_store() and comm.is_main_process():
-        _agent_store(timedelta(minutes=1)).set(_HAS_BEGUN, "1")
+    """The output folder belongs to this run now, so a later start goes on; every rank may call it."""
+    if _agent_store is not None and comm.is_main_process():
+        _agent_store.set(_OWNS_FOLDER, "1")
 
 
-def make_store(url: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Where the ranks of this start meet; every rank calls it.
+def is_first_to_fail() -> bool:
+    """Whether no other rank has asked before: the first one speaks for all. True outside of `launch`."""
+    try:
+        return _store is None or _store.add("trainkit/failures", 1) == 1
+    except dist.DistError:  # the store has ended with rank 0
+        return True
 
-    The store of torchrun's agent is not used for that: it keeps what the processes of an earlier start have put there,
-    such as their addresses, for which those of the next one then wait. It tells the port of a store of rank 0.
+
+@contextmanager
+def meeting(url: str, rank: int, world_size: int, timeout: timedelta) -> Iterator[dist.Store]:
+    """The store in which the ranks of this start meet; every rank enters it."""
+    global _agent_store, _store
+    store, _, _ = next(rendezvous(url, rank, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    if url == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        os.environ[_RESTARTED] = str(int(store.check([_OWNS_FOLDER])))
+        # it keeps the addresses of an earlier start, for which this one would wait
+        _agent_store, number = store, _number_of_start(store, rank, world_size, timeout)
+        store = dist.PrefixStore(f"trainkit/start_{number}", store)
+    _store = store
+    try:
+        yield store
+    finally:
+        _agent_store = _store = None
+
+
+def _number_of_start(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> int:
+    """The same on all ranks. torchrun's own count differs between nodes, and leaves out restarts because of new ones.
+
+    Rank 0 counts, and confirms the number to those ranks that have told it a name: the number that another rank
+    finds may be that of an earlier start.
     """
-    if url != "env://" or not _has_agent_store():
-        store, _, _ = next(rendezvous(url, rank, world_size, timeout=timeout))
-        store.set_timeout(timeout)
-        return store
-    agent_store, host = _agent_store(timeout), os.environ["MASTER_ADDR"]
-    if rank > 0:
-        return _join(agent_store, host, rank, world_size, timeout)
-    # not by torchrun's count, which leaves out restarts because of new nodes
-    os.environ[_IS_RESTARTED] = str(int(agent_store.check([_HAS_BEGUN])))
-    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-    store.set(_WORLD_SIZE, str(world_size))
-    agent_store.set(_PORT, str(store.port))
-    return store
-
-
-def _join(agent_store: dist.Store, host: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """The store of rank 0, as soon as the port is that of this start."""
-    deadline = time.monotonic() + timeout.total_seconds()
+    if rank == 0:
+        number = store.add(_STARTS, 1)
+        names = [store.get(f"{_STARTS}/{number}/{other}").decode() for other in range(1, world_size)]
+        store.set(f"{_STARTS}/{number}/all", " ".join(names))
+        return number
+    name, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
-        port = int(agent_store.get(_PORT))
-        with contextlib.suppress(ConnectionError, dist.DistNetworkError):  # rank 0 of an earlier start has ended
-            socket.create_connection((host, port), timeout.total_seconds()).close()  # torch tries for seconds
-            store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
-            is_of_this_size = store.get(_WORLD_SIZE) == str(world_size).encode()
-            if is_of_this_size and store.add(f"trainkit/joined_{rank}", 1) == 1:  # else it is there still
-                return store
+        key = f"{_STARTS}/{(number := store.add(_STARTS, 0))}"
+        store.set(f"{key}/{rank}", name)
+        if store.check([f"{key}/all"]) and name.encode() in store.get(f"{key}/all"):
+            return number
         time.sleep(0.05)
-    raise TimeoutError(
-        f"rank 0 has not opened a store on {host} within {timeout}; look at its log, and whether its port is reached"
-    )
-
-
-def agree_on_restarts() -> None:
-    """Let all ranks know what rank 0 knows; every rank calls it."""
-    if is_restarted := comm.broadcast(os.environ.get(_IS_RESTARTED)):
-        os.environ[_IS_RESTARTED] = is_restarted
-
-
-def _has_agent_store() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _agent_store(timeout: timedelta) -> dist.Store:
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    raise TimeoutError(f"rank {rank} has waited {timeout} for rank 0, which has not started; look at its log")

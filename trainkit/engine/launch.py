@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from trainkit.engine.elastic import agree_on_restarts, make_store
-from trainkit.engine.failures import GRACE_SEC, failing_together
+from trainkit.engine.elastic import meeting
 from trainkit.engine.stopping import StopRequests
 from trainkit.utils import comm
 
@@ -30,6 +30,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 _STOPPED = (143, 129, 130)  # exit codes of a run that SIGTERM, SIGHUP or SIGINT has stopped
 _PATIENCE_SEC = 30.0  # after which a rank says what it waits for
+_GRACE_SEC = 10.0  # between the SIGTERM and the SIGKILL to processes that have lost another one
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -42,14 +43,13 @@ def launch(
     args: tuple[Any, ...] = (),
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> Any:
-    """Call ``main_func(*args)`` in every process of the run and return what it returned here, on the lowest rank.
+    """Call ``main_func(*args)`` in every process of the run; returns the result of this one, or of the first spawned.
 
-    Under torchrun the process is one of the run's already and the other arguments are not needed. Otherwise this
-    machine gets ``num_gpus_per_machine`` processes, spawned if there are several in all. CUDA takes NCCL and one
-    device per process; without CUDA the processes are CPU processes and talk over Gloo.
+    Under torchrun this process is already one of the run, and the other arguments are not needed. Otherwise this
+    machine gets ``num_gpus_per_machine`` processes, spawned if there are several in all. With CUDA each has a device
+    and they talk over NCCL, else over Gloo.
 
-    SIGTERM, SIGHUP and SIGINT to this process reach the spawned ones as one SIGTERM, and it waits for them; a second
-    SIGINT kills them.
+    SIGTERM, SIGHUP and SIGINT are passed on to the spawned processes as one SIGTERM; a second SIGINT kills them.
 
     Args:
         main_func: a function of a module, so that a new process can import it.
@@ -69,24 +69,29 @@ def launch(
         if exit_code:
             sys.exit(exit_code)
         return result
+    check_processes(num_gpus_per_machine, num_machines, machine_rank, dist_url)
     world_size = num_machines * num_gpus_per_machine
-    if num_gpus_per_machine < 1 or num_machines < 1 or not 0 <= machine_rank < num_machines:
-        raise ValueError(
-            "need num_gpus_per_machine >= 1, num_machines >= 1 and 0 <= machine_rank < num_machines, got "
-            f"{num_gpus_per_machine}, {num_machines} and {machine_rank}"
-        )
     if world_size == 1:
         return main_func(*args)
     if dist_url in (None, "auto"):
-        if num_machines > 1:
-            raise ValueError("several machines need a dist_url that all of them reach, such as tcp://host:port")
         dist_url = f"tcp://127.0.0.1:{_free_port()}"
-    if torch.cuda.is_available() and num_gpus_per_machine > torch.cuda.device_count():
-        raise ValueError(
-            f"{num_gpus_per_machine} processes were asked for, but this machine has {torch.cuda.device_count()} GPUs; "
-            "lower num_gpus_per_machine"
-        )
     return _spawn(num_gpus_per_machine, (main_func, world_size, machine_rank, dist_url, args, timeout))
+
+
+def check_processes(num_gpus: int, num_machines: int, machine_rank: int, dist_url: str | None) -> None:
+    """
+    Raises:
+        ValueError: `launch` cannot use these numbers.
+    """
+    if num_gpus < 1 or not 0 <= machine_rank < num_machines:
+        raise ValueError(
+            "need at least 1 process per machine (num_gpus) and 0 <= machine_rank < num_machines, got "
+            f"{num_gpus}, {machine_rank} and {num_machines}"
+        )
+    if num_machines > 1 and dist_url in (None, "auto"):
+        raise ValueError("several machines need a dist_url that all of them reach, such as tcp://HOST:PORT")
+    if 0 < torch.cuda.device_count() < num_gpus:
+        raise ValueError(f"num_gpus is {num_gpus}, but this machine has {torch.cuda.device_count()} GPUs; lower it")
 
 
 def _spawn(num_local: int, arguments: tuple[Any, ...]) -> Any:
@@ -129,7 +134,7 @@ def _join(context: Any, results: Any, stops: StopRequests) -> list[tuple[Any, in
     answers: list[tuple[Any, int]] = []
     has_ended, passed_on = False, False
     while not has_ended:
-        has_ended = context.join(timeout=0.5, grace_period=GRACE_SEC)  # and again, from SIGTERM to SIGKILL
+        has_ended = context.join(timeout=0.5, grace_period=_GRACE_SEC)
         while not results.empty():  # a process cannot end before a large result is taken from it
             answers.append(results.get())
         if stops.pending and not passed_on:
@@ -187,32 +192,26 @@ def _result_or_stop(main_func: Callable[..., Any], args: tuple[Any, ...]) -> tup
 
 @contextmanager
 def _process_group(url: str, rank: int, world_size: int, timeout: timedelta) -> Iterator[None]:
-    local_rank = int(os.environ["LOCAL_RANK"])
     has_cuda = torch.cuda.is_available()
     if has_cuda:
-        torch.cuda.set_device(local_rank)
-    waiting = threading.Timer(_PATIENCE_SEC, _say_what_is_awaited, (url, rank, world_size, timeout))
-    waiting.daemon = True
-    waiting.start()
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    address = url if url != "env://" else f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    text = "Rank %d waits at %s for the other processes; %d have to start and to reach it. It gives up after %s"
+    reminder = threading.Timer(_PATIENCE_SEC, logger.warning, (text, rank, address, world_size, timeout))
+    reminder.daemon = True
+    reminder.start()
     try:
-        store = make_store(url, rank, world_size, timeout)
-        dist.init_process_group(
-            "nccl" if has_cuda else "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
-        )
-        comm.synchronize()  # the slowest start should not count against the timeout of the first real collective
-    except Exception:
-        logger.error(
-            "No process group for rank %d of %d: is %s to be reached from here, and have the others started?",
-            rank,
-            world_size,
-            url,
-        )
+        with meeting(url, rank, world_size, timeout) as store:
+            backend = "nccl" if has_cuda else "gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+            comm.synchronize()  # the slowest start should not count against the timeout of the first real collective
+            reminder.cancel()
+            yield
+    except BaseException as error:
+        _tell_torchrun(error)
         raise
     finally:
-        waiting.cancel()
-    agree_on_restarts()
-    with failing_together(store, rank, world_size):
-        yield
+        reminder.cancel()
     # Not after a failure: the process ends anyway, and the others should not fail of its leaving before it says why.
     gc.collect()  # DDP is a cycle that keeps the group; a thread of the group that outlives the interpreter aborts it
     dist.destroy_process_group()
@@ -221,15 +220,13 @@ def _process_group(url: str, rank: int, world_size: int, timeout: timedelta) -> 
     time.sleep(0.05)
 
 
-def _say_what_is_awaited(url: str, rank: int, world_size: int, timeout: timedelta) -> None:
-    address = url if url != "env://" else f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    logger.warning(
-        "Rank %d waits at %s for the other processes; %d have to start and to reach it. It gives up after %s",
-        rank,
-        address,
-        world_size,
-        timeout,
-    )
+def _tell_torchrun(error: BaseException) -> None:
+    """Write its error file, as ``record`` of torch does; for an exit of `user_errors_exit` too."""
+    if isinstance(error, SystemExit):
+        error = error.__context__ or error
+    if isinstance(error, Exception) and "TORCHELASTIC_ERROR_FILE" in os.environ:
+        get_error_handler().record_exception(error)
+        time.sleep(1.1)  # torchrun compares whole seconds to find the first failure: the others fail of this one later
 
 
 def _free_port() -> int:

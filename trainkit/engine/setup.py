@@ -22,8 +22,8 @@ from trainkit.checkpoint.shards import FOLDER as SHARD_FOLDER
 from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, import_modules
 from trainkit.config.yaml_files import load_yaml
 from trainkit.engine.command import check_command, note_command, note_trial
-from trainkit.engine.elastic import is_restarted, note_begin
-from trainkit.engine.failures import says_it_for_all
+from trainkit.engine.elastic import is_first_to_fail, is_restarted, note_begin
+from trainkit.engine.launch import check_processes
 from trainkit.engine.settings import changed_settings
 from trainkit.utils import comm
 from trainkit.utils.collect_env import collect_env_info, describe_load
@@ -51,21 +51,14 @@ _RUN_FILES = re.compile(
 
 
 class _Parser(argparse.ArgumentParser):
-    """Options may also stand behind the ``KEY VALUE`` pairs; numbers that `launch` cannot use are found here."""
+    """Options may also stand after the ``KEY VALUE`` pairs."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found = self.parse_intermixed_args(args, namespace)
-        if found.num_gpus < 1 or not 0 <= found.machine_rank < found.num_machines:
-            self.error(
-                "need --num-gpus >= 1 and 0 <= --machine-rank < --num-machines, got "
-                f"{found.num_gpus}, {found.machine_rank} and {found.num_machines}"
-            )
-        if found.num_machines > 1 and found.dist_url == "auto":
-            self.error("several machines need a --dist-url that all of them reach, such as tcp://HOST:PORT")
-        if 0 < torch.cuda.device_count() < found.num_gpus:
-            self.error(
-                f"--num-gpus is {found.num_gpus}, but this machine has {torch.cuda.device_count()} GPUs; lower it"
-            )
+        try:
+            check_processes(found.num_gpus, found.num_machines, found.machine_rank, found.dist_url)
+        except ValueError as error:
+            self.error(str(error))
         return found
 
 
@@ -117,7 +110,7 @@ def user_errors_exit() -> Iterator[None]:
     try:
         yield
     except (ConfigError, CheckpointError) as error:
-        if says_it_for_all():
+        if is_first_to_fail():
             print(f"error: {error}", file=sys.stderr)
         elif not comm.is_main_process():  # the same one, as a rule; no error, which shows up even before there is a log
             logger.info("error: %s", error)
