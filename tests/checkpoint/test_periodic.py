@@ -104,7 +104,7 @@ def test_wrong_numbers_are_refused_by_the_constructor(arguments):
 
 @pytest.mark.parametrize("file_prefix", ["", "runs/model", 5, None])
 def test_a_prefix_that_is_no_file_name_is_refused_by_the_constructor(file_prefix):
-    with pytest.raises(ValueError, match="file_prefix must be the begin of a file name, without a folder, got"):
+    with pytest.raises(ValueError, match="file_prefix must be the start of a file name, without a folder, got"):
         PeriodicCheckpointer(Checkpointer(linear(0)), period=1, file_prefix=file_prefix)
 
 

@@ -4,7 +4,8 @@ import logging
 import os
 import re
 from concurrent.futures import Future
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from trainkit.checkpoint.checkpointer import Checkpointer
 from trainkit.checkpoint.folder import remove_checkpoint
@@ -12,15 +13,6 @@ from trainkit.utils.numbers import is_whole
 from trainkit.utils.periods import is_nth
 
 _logger = logging.getLogger(__name__)
-
-
-class _Saver(Protocol):
-    """What is needed of a checkpointer; fvcore's has it too."""
-
-    save_dir: str
-    save_to_disk: bool
-
-    def save(self, name: str, **kwargs: Any) -> Any: ...
 
 
 class PeriodicCheckpointer:
@@ -46,7 +38,7 @@ class PeriodicCheckpointer:
 
     def __init__(
         self,
-        checkpointer: _Saver,
+        checkpointer: Any,
         period: int,
         max_iter: int | None = None,
         max_to_keep: int | None = None,
@@ -62,32 +54,21 @@ class PeriodicCheckpointer:
         if not is_whole(start, 0):
             raise ValueError(f"start must be >= 0 iterations, got {start!r}")
         check_file_prefix(file_prefix)
-        self.checkpointer = checkpointer
-        self.period = period
-        self.max_iter = max_iter
-        self.max_to_keep = max_to_keep
-        self.file_prefix = file_prefix
-        self.start = start
-        self.save_last = save_last
+        self.checkpointer, self.period, self.max_iter, self.max_to_keep = checkpointer, period, max_iter, max_to_keep
+        self.file_prefix, self.start, self.save_last = file_prefix, start, save_last
 
     def step(self, iteration: int, **kwargs: Any) -> Future[None] | None:
-        """Save if it is time; call it after each iteration.
+        """Save if it is time; call it after each iteration. Returns and raises what :meth:`Checkpointer.save` does.
 
         Args:
             iteration: the one just done, from 0; stands in the file as ``iteration``.
             kwargs: further entries of the file.
-
-        Returns:
-            As :meth:`Checkpointer.save`.
-
-        Raises:
-            CheckpointError: as :meth:`Checkpointer.save`.
         """
         name = self.name_at(iteration)
         if name is None:
             return None
         if is_nth(iteration + 1, self.period, self.start):
-            return self._save_and_rotate(name, iteration, **kwargs)
+            return self.save_and_rotate(name, iteration, **kwargs)
         return self.save(name, iteration=iteration, **kwargs)
 
     def name_at(self, iteration: int) -> str | None:
@@ -100,18 +81,17 @@ class PeriodicCheckpointer:
         """Save now, under a name of your own."""
         return self.checkpointer.save(name, **kwargs)
 
-    def _save_and_rotate(self, name: str, iteration: int, **kwargs: Any) -> Future[None] | None:
+    def save_and_rotate(self, name: str, iteration: int, **kwargs: Any) -> Future[None] | None:
+        """Save now; remove the oldest numbered files once the new one is on the disk."""
         if isinstance(self.checkpointer, Checkpointer):
-            return self.save(name, on_commit=lambda: self._remove_old(iteration), iteration=iteration, **kwargs)
-        path = os.path.join(self.checkpointer.save_dir, f"{name}.pth")
-        before = _stamp(path)
+            kwargs["on_commit"] = partial(self._remove_old, iteration)
+            return self.save(name, iteration=iteration, **kwargs)
         self.save(name, iteration=iteration, **kwargs)
-        if _stamp(path) != before:  # until then the old ones are needed
-            self._remove_old(iteration)
+        self._remove_old(iteration)
         return None
 
     def rotate(self, iteration: int) -> None:
-        """Remove what a run that was killed behind its save of this iteration had yet to remove."""
+        """Remove what a run that was killed after its save of this iteration had yet to remove."""
         if os.path.isdir(self.checkpointer.save_dir) and (
             is_nth(iteration + 1, self.period, self.start) or iteration in self._numbered_files()
         ):
@@ -135,7 +115,7 @@ class PeriodicCheckpointer:
                 _logger.warning("Cannot remove the old checkpoint '%s': %s", path, error.strerror)
 
     def _numbered_files(self) -> dict[int, str]:
-        """Return iteration -> file name."""
+        """iteration -> file name"""
         pattern = re.compile(re.escape(self.file_prefix) + r"_(\d{7,})\.pth")
         matches = map(pattern.fullmatch, os.listdir(self.checkpointer.save_dir))
         return {int(match[1]): match[0] for match in matches if match}
@@ -148,15 +128,6 @@ def check_file_prefix(file_prefix: object) -> None:
     """
     if not isinstance(file_prefix, str) or not file_prefix or os.path.basename(file_prefix) != file_prefix:
         raise ValueError(
-            f"file_prefix must be the begin of a file name, without a folder, got {file_prefix!r}; the folder is that "
+            f"file_prefix must be the start of a file name, without a folder, got {file_prefix!r}; the folder is that "
             "of the checkpointer (CHECKPOINT.DIR)"
         )
-
-
-def _stamp(path: str) -> tuple[int, int] | None:
-    """Changes when the file is written; None if there is none."""
-    try:
-        status = os.stat(path)
-    except FileNotFoundError:
-        return None
-    return status.st_ino, status.st_mtime_ns

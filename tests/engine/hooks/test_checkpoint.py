@@ -140,7 +140,7 @@ def test_a_periodic_save_that_fails_is_logged_and_the_run_goes_on(caplog):
     trainer.train(0, 7)
     assert trainer.status == "finished"
     assert recorder.saved == [("model_0000001", 1), ("model_0000005", 5), ("model_final", 6)]
-    assert "The checkpoint of iteration 3 is not saved, training goes on: no space left" in caplog.messages
+    assert "The checkpoint 'model_0000003' is not saved, training goes on: no space left" in caplog.messages
 
 
 def test_a_final_save_that_fails_fails_the_run():
@@ -435,7 +435,7 @@ def test_the_final_evaluation_counts_once():
 
 def test_a_best_save_that_fails_is_logged_and_the_next_better_value_is_saved(caplog):
     assert best_saves([50.0, 80.0, 70.0, 60.0], full=[3]) == [1, 5]
-    assert "The best checkpoint so far is not saved, training goes on: no space left" in caplog.messages
+    assert "The checkpoint 'model_best' is not saved, training goes on: no space left" in caplog.messages
     with pytest.raises(CheckpointError):
         best_saves([50.0, 80.0], full=[3])  # the final one
 
@@ -608,5 +608,5 @@ def test_two_metrics_for_one_file_are_an_error(metrics):
 
 @pytest.mark.parametrize("file_prefix", ["", "runs/best", 5])
 def test_a_prefix_that_is_no_file_name_is_refused_by_the_constructor(file_prefix):
-    with pytest.raises(ValueError, match="file_prefix must be the begin of a file name, without a folder, got"):
+    with pytest.raises(ValueError, match="file_prefix must be the start of a file name, without a folder, got"):
         BestCheckpointer(1, Recorder(), "top1", file_prefix=file_prefix)

@@ -146,7 +146,7 @@ def test_its_state_counts_on_in_a_resumed_run_and_a_new_run_begins_anew():
     assert state["hooks"] == {
         "EarlyStopping": {
             **{"metric": "top1", "mode": "max"},
-            **{"value": 4.0, "best": 5.0, "best_iter": 1, "not_better": 1, "seen_iter": 3},
+            **{"best": 5.0, "best_iter": 1, "not_better": 1, "seen_iter": 3},
         },
         "EvalHook": {"evaluated_iters": 6},
     }

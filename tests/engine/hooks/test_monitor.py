@@ -1,10 +1,8 @@
-import math
-
 import pytest
 
 from tests.two_ranks import on_two_ranks
 from trainkit.engine.hooks import BestCheckpointer
-from trainkit.engine.hooks.monitor import MetricMonitor, check_monitored_metrics, infer_mode
+from trainkit.engine.hooks.monitor import MetricHook, check_monitored_metrics, infer_mode
 from trainkit.utils import comm
 
 
@@ -25,7 +23,7 @@ from trainkit.utils import comm
 )
 def test_the_mode_is_inferred_from_the_last_part_of_the_name(metric, mode):
     assert infer_mode(metric) == mode
-    assert MetricMonitor(metric, "auto").mode == mode
+    assert MetricHook(1, metric, "auto").mode == mode
 
 
 @pytest.mark.parametrize("metric", ["error", "acc/error", "loss/", "psnr"])
@@ -34,23 +32,11 @@ def test_a_name_that_tells_nothing_is_an_error_that_names_the_remedy(metric):
         r'does not tell whether more or less is better; set its mode to "max" or "min" \(in the config: CHECKPOINT'
     )
     with pytest.raises(ValueError, match=message):
-        MetricMonitor(metric, "auto")
+        MetricHook(1, metric, "auto")
 
 
 def test_a_given_mode_wins_over_the_name():
-    assert (MetricMonitor("loss", "max").mode, MetricMonitor("error", "min").mode) == ("max", "min")
-
-
-def test_a_state_without_the_newest_value_as_it_once_was_is_taken():
-    old = {"metric": "top1", "mode": "max", "best": 5.0, "best_iter": 1, "not_better": 2, "seen_iter": 3}
-    monitor = MetricMonitor("top1")
-
-    monitor.load_state_dict(old)
-
-    taken = monitor.state_dict()
-    assert math.isnan(taken.pop("value"))
-    assert taken == old
-    assert not monitor.has_passed(-1.0)
+    assert (MetricHook(1, "loss", "max").mode, MetricHook(1, "error", "min").mode) == ("max", "min")
 
 
 def _results_of_rank_0_alone(rank, folder):

@@ -1,7 +1,7 @@
 """When the model is saved."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -12,16 +12,57 @@ from trainkit.checkpoint import PeriodicCheckpointer as _PeriodicCheckpointer
 from trainkit.checkpoint.periodic import check_file_prefix
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import SAVE_POINT, HookBase
-from trainkit.engine.hooks.monitor import MetricMonitor, Mode
+from trainkit.engine.hooks.monitor import MetricHook, Mode
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
-from trainkit.engine.periods import check_period, is_due, is_last
-from trainkit.utils import comm
+from trainkit.engine.periods import is_last
 
 logger = logging.getLogger(__name__)
 
 
+class _Saves(HookBase):
+    """A hook that saves, and knows whether its last save has failed; one in a thread, once it was waited for."""
+
+    checkpointer: Any
+    _writing: Future[None] | None = None
+    _failure = ""
+
+    def _request(self, name: str, save: Callable[[], Future[None] | None]) -> None:
+        self.trainer.request_save(name, partial(self._save, save))
+
+    def _save(self, save: Callable[[], Future[None] | None]) -> None:
+        self._failure = ""
+        try:
+            self._writing = save()
+        except CheckpointError as error:
+            self._failure = str(error)
+            raise  # the trainer logs it
+
+    def _wait(self) -> None:
+        """Wait for what this rank writes, never for others."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            try:
+                writing.result()
+            except CheckpointError as error:
+                self._failure = str(error)
+        self._log_failure(wait=True)
+
+    def _log_failure(self, *, wait: bool = False) -> None:
+        """Log the error of an asynchronous save, which is raised once for all hooks that share the checkpointer."""
+        if isinstance(self.checkpointer, Checkpointer):
+            try:
+                self.checkpointer.wait() if wait else self.checkpointer.raise_error()
+            except CheckpointError as error:
+                logger.error("A checkpoint is not saved, training goes on: %s", error)
+
+    def _raise_failure(self) -> None:
+        """On every rank if one has failed: none is left waiting for a rank that has raised."""
+        if failures := list(filter(None, self.trainer.gather(self._failure))):
+            raise CheckpointError("; ".join(failures))
+
+
 @HOOK_REGISTRY.register()
-class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
+class PeriodicCheckpointer(_PeriodicCheckpointer, _Saves):
     """`trainkit.checkpoint.PeriodicCheckpointer` as a hook; the run's length is the trainer's.
 
     A run that is stopped is saved as ``<file_prefix>_<iteration>`` where it stands, whatever the period.
@@ -39,56 +80,39 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
         # else it is of another run
         self._final_iter = self._final_iter if self._final_iter <= self.trainer.start_iter else -1
         self._saved: tuple[int, int] | None = None  # the position of the run at its last save
-        self._writing: Future[None] | None = None
-        self._failure = ""
+        self._writing, self._failure = None, ""
         if self.trainer.start_iter > 0:
             self.rotate(self.trainer.start_iter - 1)
 
     def after_step(self) -> None:
-        if getattr(self.checkpointer, "async_save", False):
-            _log_failed_save(self.checkpointer)
+        self._log_failure()
         iteration = self.trainer.iter
-        name = self.name_at(iteration)
-        if name is not None:
+        if name := self.name_at(iteration):
             if is_last(self.trainer):
                 self._final_iter = iteration + 1
-            self._request(name, partial(self.step, iteration), iteration)
+            self._request(name, partial(self.step, iteration))
 
     def after_train(self) -> None:
-        self._finish_saving()
-        iteration = self.trainer.iter - 1
-        if self.trainer.status == "finished" and self._final_iter != self.trainer.iter and self.save_last:
+        self._wait()
+        status, iteration = self.trainer.status, self.trainer.iter - 1
+        if status == "finished" and self.save_last and self._final_iter != self.trainer.iter:
             self._final_iter = self.trainer.iter
             name = f"{self.file_prefix}_final"
-            self._request(name, partial(self.save, name, iteration=iteration), iteration)
-        elif self.trainer.status == "stopped" and iteration >= 0 and not self._is_saved():
+            self._request(name, partial(self.save, name, iteration=iteration))
+        elif status == "stopped" and iteration >= 0 and not self._is_saved():
             name = f"{self.file_prefix}_{iteration:07d}"
-            self._request(name, partial(self._save_and_rotate, name, iteration), iteration)
-        self._finish_saving()
-        if self.trainer.status != "failed":
-            _raise_first(self.trainer.gather(self._failure))
+            self._request(name, partial(self.save_and_rotate, name, iteration))
+        self._wait()
+        if status != "failed":
+            self._raise_failure()
+
+    def _save(self, save: Callable[[], Future[None] | None]) -> None:
+        self._saved = self.trainer.position
+        super()._save(save)
 
     def _is_saved(self) -> bool:
         """Whether there is a checkpoint of where the run stands; only the rank that writes knows of a failure."""
         return all(self.trainer.gather(not self._failure and self._saved == self.trainer.position))
-
-    def _request(self, name: str, save: Callable[[], Future[None] | None], iteration: int) -> None:
-        self.trainer.request_save(name, partial(self._try_to_save, save, iteration))
-
-    def _try_to_save(self, save: Callable[[], Future[None] | None], iteration: int) -> None:
-        self._saved, self._failure = self.trainer.position, ""
-        try:
-            self._writing = save()
-        except CheckpointError as error:
-            self._failure = str(error)
-            logger.error("The checkpoint of iteration %d is not saved, training goes on: %s", iteration, error)
-
-    def _finish_saving(self) -> None:
-        """Wait for what this rank writes, never for others."""
-        if self._writing is not None:
-            self._failure = _failure_of(self._writing)
-            self._writing = None
-        _log_failed_save(self.checkpointer, wait=True)
 
     def state_dict(self) -> dict[str, Any]:
         """``final_iter``: how many iterations the run had when its final file was written."""
@@ -99,19 +123,18 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
 
 
 @HOOK_REGISTRY.register()
-class BestCheckpointer(HookBase):
+class BestCheckpointer(MetricHook, _Saves):
     """Save ``<file_prefix>`` whenever an evaluation gave the best value of ``val_metric`` so far.
 
-    It stands behind the `EvalHook` and has its ``eval_period`` and ``offset``. ``--resume`` goes on from the newest
-    checkpoint, not from the best one: this save does not move ``last_checkpoint``. All ranks follow rank 0, which has
-    the metrics.
+    ``--resume`` goes on from the newest checkpoint, not from the best one: this save does not move
+    ``last_checkpoint``. A value counts as the best only if its file was written.
 
     Args:
+        eval_period, offset, val_metric, mode: see `trainkit.engine.hooks.monitor.MetricHook`.
         checkpointer: ours or fvcore's.
-        mode: whether "max" or "min" is better; "auto": see `trainkit.engine.hooks.monitor.infer_mode`.
     """
 
-    priority = SAVE_POINT + 1
+    min_period = 0
 
     def __init__(
         self,
@@ -123,19 +146,11 @@ class BestCheckpointer(HookBase):
         *,
         offset: int = 0,
     ) -> None:
-        self._period = check_period("eval_period", eval_period)
-        self._offset = check_period("offset", offset)
-        self.checkpointer = checkpointer
-        self._monitor = MetricMonitor(val_metric, mode)
+        super().__init__(eval_period, val_metric, mode, offset=offset)
         check_file_prefix(file_prefix)
-        self.file_prefix = file_prefix
-        self._unwritten: tuple[Future[None], dict[str, Any]] | None = None  # and the best value before
-        self._failure = ""
-
-    @property
-    def monitored_metric(self) -> str:
-        """The evaluation result that it needs."""
-        return self._monitor.metric
+        self.checkpointer, self.file_prefix = checkpointer, file_prefix
+        self._writing, self._failure = None, ""
+        self._before: dict[str, Any] | None = None  # the state before a save that may still fail
 
     def before_train(self) -> None:
         """
@@ -148,66 +163,35 @@ class BestCheckpointer(HookBase):
                     f"BestCheckpointer of {hook.monitored_metric} and of {self.monitored_metric} both write "
                     f"{self.file_prefix!r}; give them different file_prefix (or name both in CHECKPOINT.BEST_METRIC)"
                 )
-        self._monitor.begin(self.trainer.start_iter)
+        super().before_train()
 
     def after_step(self) -> None:
-        _log_failed_save(self.checkpointer)
-        if is_due(self.trainer, self._period, offset=self._offset) and not is_last(self.trainer):
-            self._save_if_best(self.trainer.iter)
+        self._log_failure()
+        super().after_step()
 
     def after_train(self) -> None:
-        self._finish_saving()
-        self._failure = ""
+        self._settle()
         if self.trainer.status == "finished":
-            self._save_if_best(self.trainer.iter - 1)
-        self._finish_saving()
-        if self.trainer.status == "finished":
-            _raise_first(self.trainer.gather(self._failure))
+            self.look()
+            self._settle()
+            self._raise_failure()
 
-    def summary(self) -> str:
-        """The best value and where it was; "" before there is one."""
-        if self._monitor.best is None:
-            return ""
-        where = f"in iteration {self._monitor.best_iter}: {self.file_prefix}.pth"
-        return f"best {self._monitor.metric} {self._monitor.best:.5g} {where}"
+    def look(self) -> None:
+        self._settle()
+        self._failure, self._before = "", super().state_dict()
+        super().look()
 
-    def _save_if_best(self, iteration: int) -> None:
-        self._finish_saving()
-        before = self._monitor.state_dict()
-        better = comm.is_main_process() and self._monitor.update(self.trainer.storage)
-        if not comm.broadcast(bool(better)):
-            return
-        if comm.is_main_process():
-            logger.info("%s is %.5g, the best so far", self._monitor.metric, self._monitor.best)
-        self.trainer.request_save(self.file_prefix, partial(self._try_to_save, iteration, before))
+    def judge(self, value: float) -> bool:
+        return self.not_better == 0
 
-    def _try_to_save(self, iteration: int, before: dict[str, Any]) -> None:
-        try:
-            writing = self._save(iteration)
-        except CheckpointError as error:
-            self._fail(str(error), before)
-        else:
-            self._unwritten = None if writing is None else (writing, before)
-
-    def _fail(self, failure: str, before: dict[str, Any]) -> None:
-        """The best file is still the one before."""
-        self._monitor.load_state_dict(before)
-        self._failure = failure
-        logger.error("The best checkpoint so far is not saved, training goes on: %s", failure)
-
-    def _finish_saving(self) -> None:
-        """Wait for the best file that this rank writes."""
-        if self._unwritten is not None:
-            (writing, before), self._unwritten = self._unwritten, None
-            if failure := _failure_of(writing):
-                self._fail(failure, before)
-        _log_failed_save(self.checkpointer)
-
-    def _save(self, iteration: int) -> Future[None] | None:
+    def act(self, decision: bool) -> None:
+        if self.best is not None:  # on rank 0
+            logger.info("%s is %.5g, the best so far", self.monitored_metric, self.best)
+        iteration = self.trainer.last_done_iter
+        save: Callable[[], Any] = partial(self._save_and_restore_tag, iteration)
         if isinstance(self.checkpointer, Checkpointer):
-            return self.checkpointer.save(self.file_prefix, tag_last=False, iteration=iteration)
-        self._save_and_restore_tag(iteration)
-        return None
+            save = partial(self.checkpointer.save, self.file_prefix, tag_last=False, iteration=iteration)
+        self._request(self.file_prefix, save)
 
     def _save_and_restore_tag(self, iteration: int) -> None:
         """A checkpointer that cannot save without tagging gets its tag back."""
@@ -215,41 +199,25 @@ class BestCheckpointer(HookBase):
         before = tag.read_text() if tag.exists() else None
         self.checkpointer.save(self.file_prefix, iteration=iteration)
         if self.checkpointer.save_to_disk:
-            if before is None:
-                tag.unlink(missing_ok=True)
-            else:
-                self.checkpointer.tag_last_checkpoint(before)
+            tag.unlink(missing_ok=True) if before is None else self.checkpointer.tag_last_checkpoint(before)
+
+    def _settle(self) -> None:
+        """Wait for the best file; if it was not written, the one before is still the best."""
+        if self._writing is not None:
+            self._wait()
+        if self._failure and self._before is not None:
+            before, self._before = self._before, None
+            super().load_state_dict(before)
+
+    def summary(self) -> str:
+        """The best value and where it was; "" before there is one."""
+        if self.best is None:
+            return ""
+        return f"best {self.monitored_metric} {self.best:.5g} in iteration {self.best_iter}: {self.file_prefix}.pth"
 
     def state_dict(self) -> dict[str, Any]:
-        self._finish_saving()
-        return self._monitor.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._monitor.load_state_dict(state_dict)
-
-
-def _log_failed_save(checkpointer: Any, *, wait: bool = False) -> None:
-    """Log the error of an asynchronous save, which is raised once for all hooks that share the checkpointer."""
-    if isinstance(checkpointer, Checkpointer):
-        try:
-            checkpointer.wait() if wait else checkpointer.raise_error()
-        except CheckpointError as error:
-            logger.error("A checkpoint is not saved, training goes on: %s", error)
-
-
-def _failure_of(writing: Future[None]) -> str:
-    """Wait for a save; why it has failed, or nothing."""
-    try:
-        writing.result()
-    except CheckpointError as error:
-        return str(error)
-    return ""
-
-
-def _raise_first(failures: Iterable[str]) -> None:
-    """Raise a CheckpointError on every rank if one has a failure: none is left waiting for a rank that has raised."""
-    if failed := list(filter(None, failures)):
-        raise CheckpointError("; ".join(failed))
+        self._settle()
+        return super().state_dict()
 
 
 def best_file_prefixes(metrics: str | Sequence[str] | None) -> dict[str, str]:

@@ -1,15 +1,16 @@
-"""Is the newest value of a metric the best one so far?"""
+"""Hooks that look at a metric after each evaluation."""
 
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from trainkit.config import ConfigError
+from trainkit.engine.hook_base import SAVE_POINT, HookBase
+from trainkit.engine.periods import check_period, is_due, is_last
 from trainkit.evaluation.testing import flatten_results_dict
 from trainkit.utils import comm
-from trainkit.utils.events import EventStorage
 from trainkit.utils.logger import logging_from
 from trainkit.utils.numbers import is_number
 
@@ -25,9 +26,8 @@ _MIN_KEYS = ("loss",)
 def infer_mode(metric: str) -> Literal["max", "min"]:
     """Whether "max" or "min" is better, by the name of a metric.
 
-    Only the part behind its last ``/`` counts, because what stands before it names data. It is "max" if that part
-    contains one of OpenMMLab's ``greater_keys``, else "min" if it contains one of the ``less_keys``. (An exact match
-    comes first there, which with these keys makes no difference.)
+    Only the part after its last ``/`` counts, since what stands before it names data. It is "max" if that part
+    contains one of OpenMMLab's ``greater_keys``, else "min" if it contains one of the ``less_keys``.
 
     Raises:
         ValueError: the name tells neither.
@@ -43,106 +43,139 @@ def infer_mode(metric: str) -> Literal["max", "min"]:
     )
 
 
-class MetricMonitor:
-    """The best value of one metric, of which a hook asks after each evaluation.
+class MetricHook(HookBase):
+    """Base of the hooks that act on the newest value of a metric. Rank 0, which has the metrics, decides for all.
+
+    A subclass defines ``judge`` and ``act``.
 
     Args:
-        metric: its name in the storage, such as ``classification/top1``.
+        eval_period, offset: those of the `EvalHook`, after which it stands.
+        val_metric: its name in the storage, such as ``classification/top1``.
         mode: whether "max" or "min" is better; "auto": see `infer_mode`.
-        min_delta: by how much a value must be better than the best to count.
+        min_delta: by how much a value must be better than the best to count; a share of the best if ``is_relative``.
 
     Attributes:
-        mode: "max" or "min".
-        value: the newest value; ``best`` and ``best_iter``: the best one and its iteration.
+        best, best_iter: the best value and its iteration; a value that is not finite is never better.
         not_better: how many values in a row were not better than the best.
-
-    Raises:
-        ValueError: another mode, one that cannot be inferred, or a negative ``min_delta``.
     """
 
-    def __init__(self, metric: str, mode: Mode = "max", min_delta: float = 0.0) -> None:
-        if not isinstance(metric, str) or not metric:
-            raise ValueError(f"a metric is the name of an evaluation result, such as 'task/top1'; got {metric!r}")
+    priority = SAVE_POINT + 1
+    min_period: ClassVar[int] = 1  # 0: an ``eval_period`` of 0 makes sense
+
+    def __init__(
+        self,
+        eval_period: int,
+        val_metric: str,
+        mode: Mode,
+        min_delta: float = 0.0,
+        *,
+        offset: int = 0,
+        is_relative: bool = False,
+    ) -> None:
+        self._period = check_period("eval_period", eval_period, minimum=self.min_period)
+        self._offset = check_period("offset", offset)
+        if not isinstance(val_metric, str) or not val_metric:
+            raise ValueError(f"a metric is the name of an evaluation result, such as 'task/top1'; got {val_metric!r}")
         if mode not in ("max", "min", "auto"):
             raise ValueError(f'mode must be "max", "min" or "auto", got {mode!r}')
         if not is_number(min_delta) or not min_delta >= 0:
             raise ValueError(f"min_delta must be >= 0, got {min_delta!r}")
-        self.metric = metric
-        self.mode = infer_mode(metric) if mode == "auto" else mode
+        self.monitored_metric = val_metric
+        self.mode = infer_mode(val_metric) if mode == "auto" else mode
         self._sign = 1 if self.mode == "max" else -1
-        self._min_delta = min_delta
-        self.forget()
+        self._min_delta, self._is_relative = min_delta, is_relative
+        self._forget()
 
-    def forget(self) -> None:
-        """Start anew."""
-        self.value = math.nan
+    def _forget(self) -> None:
         self.best: float | None = None
         self.best_iter: int | None = None
         self.not_better = 0
         self._seen_iter: int | None = None
 
-    def begin(self, start_iter: int) -> None:
-        """Call it before training: a run from iteration 0 starts anew, another one goes on."""
-        if start_iter == 0:
-            self.forget()
-        elif self._seen_iter is not None and self._seen_iter >= start_iter:
-            self._seen_iter = None  # after training, values are stored at the iteration that comes next now
+    def judge(self, value: float) -> Any:
+        """On rank 0, after each new value: what ``act`` gets on every rank; something false: nothing is to do."""
+        raise NotImplementedError
 
-    def update(self, storage: EventStorage) -> bool | None:
-        """True if there is a new best value, False if a new value is not better, None if there is no new value.
+    def act(self, decision: Any) -> None:
+        raise NotImplementedError
 
-        A value that is not finite is never better.
+    def before_train(self) -> None:
+        if self.trainer.start_iter == 0:
+            self._forget()
+        elif self._seen_iter is not None and self._seen_iter >= self.trainer.start_iter:
+            self._seen_iter = None  # the evaluation after training was stored at the iteration that comes next now
+
+    def after_step(self) -> None:
+        if is_due(self.trainer, self._period, offset=self._offset) and not is_last(self.trainer):
+            self.look()
+
+    def look(self) -> None:
+        """Judge the newest value if it is new; every rank calls it.
 
         Raises:
             ValueError: the storage has no such metric.
         """
-        latest = storage.latest()
-        if self.metric not in latest:
-            near = get_close_matches(self.metric, latest, n=1)
+        decision = None
+        if comm.is_main_process() and (value := self._take()) is not None:
+            decision = self.judge(value)
+        if decision := comm.broadcast(decision):
+            self.act(decision)
+
+    def _take(self) -> float | None:
+        """The newest value, counted; None if it was counted before."""
+        latest = self.trainer.storage.latest()
+        if self.monitored_metric not in latest:
+            near = get_close_matches(self.monitored_metric, latest, n=1)
             raise ValueError(
-                f"no evaluation has given the metric {self.metric!r}"
+                f"no evaluation has given the metric {self.monitored_metric!r}"
                 + (f" (did you mean {near[0]!r}?)" if near else "")
                 + f"; known are: {', '.join(sorted(latest)) or 'none'}"
             )
-        value, iter = latest[self.metric]
+        value, iter = latest[self.monitored_metric]
         if iter == self._seen_iter:
             return None
-        self._seen_iter, self.value = iter, value
+        self._seen_iter = iter
         if not math.isfinite(value):
-            logger.warning("%s is %s in iteration %d, which cannot be the best", self.metric, value, iter)
-        elif self.best is None or self._sign * (value - self.best) > self._min_delta:
+            logger.warning("%s is %s in iteration %d, which cannot be the best", self.monitored_metric, value, iter)
+        if self._is_best(value):
             self.best, self.best_iter, self.not_better = value, iter, 0
-            return True
-        self.not_better += 1
-        return False
+        else:
+            self.not_better += 1
+        return float(value)
 
-    def has_passed(self, threshold: float) -> bool:
-        """Whether the newest value is finite and better than ``threshold``."""
-        return math.isfinite(self.value) and self._sign * (self.value - threshold) > 0
+    def _is_best(self, value: float) -> bool:
+        if self.best is None or not math.isfinite(value):
+            return math.isfinite(value)
+        if self._is_relative:
+            bound = self.best * (1.0 + self._sign * self._min_delta)
+        else:
+            bound = self.best + self._sign * self._min_delta
+        return self.is_better(value, bound)
+
+    def is_better(self, value: float, than: float) -> bool:
+        return self._sign * value > self._sign * than
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "metric": self.metric,
+            "metric": self.monitored_metric,
             "mode": self.mode,
-            "value": self.value,
             "best": self.best,
             "best_iter": self.best_iter,
             "not_better": self.not_better,
             "seen_iter": self._seen_iter,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state; one of another metric or mode is left, with a warning."""
-        saved, own = (state["metric"], state["mode"]), (self.metric, self.mode)
+        saved, own = (state_dict["metric"], state_dict["mode"]), (self.monitored_metric, self.mode)
         if saved != own:
             logger.warning(
                 "The best value in the checkpoint is of %s (%s), not of %s (%s); the best is sought anew", *saved, *own
             )
-            self.forget()
+            self._forget()
             return
-        self.value = state.get("value", math.nan)  # not in checkpoints that were written before there was exact resume
-        self.best, self.best_iter = state["best"], state["best_iter"]
-        self.not_better, self._seen_iter = state["not_better"], state["seen_iter"]
+        self.best, self.best_iter = state_dict["best"], state_dict["best_iter"]
+        self.not_better, self._seen_iter = state_dict["not_better"], state_dict["seen_iter"]
 
 
 def check_monitored_metrics(hooks: Iterable[Any], evaluate: Callable[[], Mapping[str, Any]]) -> None:
@@ -158,17 +191,15 @@ def check_monitored_metrics(hooks: Iterable[Any], evaluate: Callable[[], Mapping
     monitored = {hook.monitored_metric: hook for hook in hooks if getattr(hook, "monitored_metric", None)}
     if not monitored:
         return
-    logger.info("Evaluating one batch, to see whether the evaluation gives %s", ", ".join(monitored))
+    names = ", ".join(monitored)
+    logger.info("Evaluating one batch, to see whether the evaluation gives %s", names)
     results, failed = None, False
     try:
         with logging_from(logging.WARNING):  # what one batch gives is of no interest
             results = evaluate()
     except Exception:  # an evaluator may need the whole dataset
-        logger.warning(
-            "One batch does not show whether the evaluation gives %s, so the first evaluation will:",
-            ", ".join(monitored),
-            exc_info=True,
-        )
+        text = "One batch does not show whether the evaluation gives %s, so the first evaluation will:"
+        logger.warning(text, names, exc_info=True)
         failed = True
     if any(comm.all_gather(failed)):  # rank 0, which has the results, may have failed alone
         return
