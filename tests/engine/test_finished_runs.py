@@ -188,7 +188,9 @@ def test_a_folder_of_another_run_is_refused_before_anything_is_touched(tmp_path,
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         owner.stdout.readline()
         for start in (lambda: default_setup(cfg, Namespace()), DefaultTrainer(cfg).train):
-            with pytest.raises(ConfigError, match=f"{key} is in use, choose another: .* process {owner.pid} on"):
+            with pytest.raises(
+                ConfigError, match=f"{key} .* cannot be written, choose another: .* process {owner.pid} on"
+            ):
                 start()
         owner.kill()
     run_folder.release_folder(tmp_path / "own")

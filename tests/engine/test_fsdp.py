@@ -558,7 +558,7 @@ def test_a_parameter_of_two_blocks_is_named(two):
 
 def test_without_a_folder_for_checkpoints_no_rank_starts(two):
     first, other = two["without_a_folder"]
-    assert re.search(r"CHECKPOINT.DIR '\S+/file' cannot be written: .* choose another", first)
+    assert re.search(r"CHECKPOINT.DIR '\S+/file' cannot be written, choose another", first)
     assert other
 
 

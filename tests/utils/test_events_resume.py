@@ -114,7 +114,7 @@ def test_json_keeps_what_it_cuts_off_in_a_new_file_each_time_and_says_where(tmp_
     assert (tmp_path / "metrics.json.cut_2").read_text() == '{"iteration": 1, "lr": 1.0}\n'
     assert path.read_text() == before[0] + '{"iteration": 2, "lr": 1.0}\n'
     assert caplog.messages == [
-        f"{path} goes on behind byte {len(before[0])}; the lines that stood there are in metrics.json.cut_{n}"
+        f"{path} goes on after byte {len(before[0])}; the lines that stood there are in metrics.json.cut_{n}"
         for n in (1, 2)
     ]
 
@@ -168,7 +168,7 @@ def test_json_of_another_run_is_moved_aside_whole(tmp_path, caplog):
     kill_and_resume(lambda: JSONWriter(path), 7, 7, 20, meanwhile=lambda: path.write_text(other))
     assert (tmp_path / "metrics.json.cut_1").read_text() == other
     assert "other" not in path.read_text()
-    assert "metrics.json is not the file to which this run has written; it is begun anew" in caplog.text
+    assert "bytes that this run has written, or others; the lines that are missing are lost" in caplog.text
 
 
 def test_json_makes_and_cuts_no_file_by_loading(tmp_path):

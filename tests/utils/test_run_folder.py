@@ -1,6 +1,7 @@
 """Who owns the folder of a run."""
 
-import json
+import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -56,11 +57,15 @@ def owning(folder):
 @pytest.fixture
 def no_locks(monkeypatch):
     """A file system without locks."""
-    monkeypatch.setattr(run_folder, "_lock", lambda descriptor: None)
+
+    def fail(descriptor, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", fail)
 
 
-def leave(folder, **owner):
-    (folder / LOCK_FILE).write_text(json.dumps({"host": socket.gethostname(), "since": "yesterday", **owner}))
+def leave(folder, pid, host=None):
+    (folder / LOCK_FILE).write_text(f"process {pid} on {host or socket.gethostname()}, since yesterday")
 
 
 def dead_pid():
@@ -83,7 +88,7 @@ def test_a_second_process_hears_who_owns_the_folder_until_that_one_is_killed(tmp
 
 def test_a_process_takes_its_folder_as_often_as_it_likes_and_leaves_no_file(tmp_path):
     assert own_folder(tmp_path) is own_folder(f"{tmp_path}/../{tmp_path.name}")
-    assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
+    assert (tmp_path / LOCK_FILE).read_text().startswith(f"process {os.getpid()} on ")
     for _ in range(2):
         release_folder(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -43,6 +43,7 @@ _CHOICES = {
     "CHECKPOINT.BEST_MODE": ("auto", "max", "min"),
     "CHECKPOINT.PUBLISH": ("", "model", "ema"),
     "EARLY_STOPPING.MODE": ("auto", "max", "min"),
+    "FLOAT32_PRECISION": ("", "highest", "high", "medium"),
     "LOG.EVAL_AXIS": ("iter", "epoch"),
     "MODEL.COMPILE.MODE": ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     "MODEL.DDP.COMPRESSION": ("", "fp16", "bf16"),

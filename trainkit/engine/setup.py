@@ -17,11 +17,12 @@ import torch
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.atomic import write_text
+from trainkit.checkpoint.file import is_file_of
 from trainkit.checkpoint.folder import choose, find_checkpoint
 from trainkit.checkpoint.shards import FOLDER as SHARD_FOLDER
 from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, import_modules
 from trainkit.config.yaml_files import load_yaml
-from trainkit.engine.command import check_command, note_command, note_trial
+from trainkit.engine.command import RUN_DOES_IT, note_command
 from trainkit.engine.elastic import is_first_to_fail, is_restarted, note_begin
 from trainkit.engine.launch import check_processes
 from trainkit.engine.settings import changed_settings
@@ -39,10 +40,11 @@ from trainkit.utils.events import (
 )
 from trainkit.utils.logger import setup_logger
 from trainkit.utils.progress import are_bars_shown, show_bars
-from trainkit.utils.run_folder import FolderInUseError, own_folder, release_folder
+from trainkit.utils.run_folder import own_folder, release_folder
 
 logger = logging.getLogger(__name__)
 
+_TRIAL_FOLDER = "fast_dev_run"
 # what a run writes into its output folder
 _RUN_FILES = re.compile(
     r"log\.txt(\.rank\d+)?|config\.yaml|batch\.json|metrics\.(json|csv)(\.cut_\d+)?"
@@ -112,8 +114,6 @@ def user_errors_exit() -> Iterator[None]:
     except (ConfigError, CheckpointError) as error:
         if is_first_to_fail():
             print(f"error: {error}", file=sys.stderr)
-        elif not comm.is_main_process():  # the same one, as a rule; no error, which shows up even before there is a log
-            logger.info("error: %s", error)
         sys.exit(2)
     except KeyboardInterrupt:
         if comm.is_main_process():
@@ -135,10 +135,8 @@ def own_folders(cfg: CfgNode) -> list[str]:
     for key, folder in folders.items():
         try:
             owned = own_folder(folder)
-        except FolderInUseError as error:
-            raise ConfigError(f"{key} is in use, choose another: {error}") from error
         except OSError as error:
-            raise ConfigError(f"{key} {folder!r} cannot be written: {error}; choose another") from error
+            raise ConfigError(f"{key} {folder!r} cannot be written, choose another: {error}") from error
         if owned.former:
             notes.append(f"A run has not ended properly in {folder}, which it leaves to this one: {owned.former}")
             owned.former = ""
@@ -153,8 +151,8 @@ def release_folders(cfg: CfgNode) -> None:
 def default_setup(cfg: CfgNode, args: Any) -> None:
     """Make the output folder, set up the log, log what is run on what, write ``config.yaml``, seed everything.
 
-    Every rank calls it. A new run moves the files that an earlier one left in the folder into ``previous_<n>`` below;
-    one that torchrun has started again counts as resumed.
+    Every rank calls it. A new run moves the files of an earlier one into ``previous_<n>`` in the folder; a run that
+    torchrun has started again counts as resumed.
 
     Args:
         args: has ``resume`` and ``eval_only`` if they are set, see `default_argument_parser`.
@@ -162,8 +160,8 @@ def default_setup(cfg: CfgNode, args: Any) -> None:
     Raises:
         ConfigError: a folder cannot be written, a setting is not accepted, or the script ignores an option.
     """
-    check_command(cfg, args)
-    _check_settings(cfg)  # before anything is moved: a run that cannot begin leaves the old one to --resume
+    _check_command(cfg, args)
+    _check_settings(cfg)  # before anything is moved: a run that cannot start leaves the old one to --resume
     output_dir, checkpoints = Path(cfg.OUTPUT_DIR), Path(checkpoint_dir(cfg))
     resume, eval_only = getattr(args, "resume", False) or is_restarted(), getattr(args, "eval_only", False)
     moved: list[Path] = []
@@ -179,7 +177,7 @@ def default_setup(cfg: CfgNode, args: Any) -> None:
                 own_folder(output_dir).restore["config.yaml"] = save_config
                 save_config()
         except OSError as error:
-            raise ConfigError(f"OUTPUT_DIR {cfg.OUTPUT_DIR!r} cannot be written: {error}; choose another") from error
+            raise ConfigError(f"OUTPUT_DIR {cfg.OUTPUT_DIR!r} cannot be written, choose another: {error}") from error
     if not eval_only:
         note_begin()
     comm.synchronize()
@@ -195,10 +193,8 @@ def default_setup(cfg: CfgNode, args: Any) -> None:
         logger.info("torchrun has started the run again; it goes on from its last checkpoint, if there is one")
     changes = "\n".join(f"  {key}: {value!r}" for key, value in changed_settings(cfg, get_cfg()))
     logger.info("Configuration, as far as it differs from the defaults:\n%s", changes or "  nowhere")
-    for note in notes:
+    for note in [*notes, *(f"The files of an earlier run in {aside.parent} are now in {aside}" for aside in moved)]:
         logger.info(note)
-    for aside in moved:
-        logger.info("The files of an earlier run in %s are now in %s", aside.parent, aside)
     seed_all_rng(None if cfg.SEED < 0 else cfg.SEED + comm.get_rank())
     torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK and not eval_only
     if cfg.DETERMINISTIC:
@@ -253,15 +249,14 @@ def fast_dev_config(cfg: CfgNode) -> CfgNode:
     """A copy for a trial of every part of the run in seconds, in a folder of its own: ``OUTPUT_DIR/fast_dev_run``."""
     cfg = cfg.clone()
     cfg.defrost()
-    cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR = os.path.join(cfg.OUTPUT_DIR, "fast_dev_run"), ""
+    cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR = os.path.join(cfg.OUTPUT_DIR, _TRIAL_FOLDER), ""
     cfg.SOLVER.MAX_ITER, cfg.SOLVER.STEPS, cfg.SOLVER.WARMUP_ITERS = 6, (), 1
     cfg.SOLVER.SCHEDULES, cfg.SOLVER.CHECKPOINT_PERIOD, cfg.CHECKPOINT.START = [], 3, 0
     cfg.TEST.EVAL_PERIOD, cfg.TEST.EVAL_START = 3, 0
     cfg.TEST.EVAL_AT_START, cfg.TEST.MAX_BATCHES, cfg.TEST.EXPECTED_RESULTS = True, 2, []
     cfg.TEST.PRECISE_BN.NUM_ITER = 2
     cfg.LOG.PERIOD = 1
-    note_trial(cfg)
-    # with the periods and begins of a long run most hooks would do nothing, and schedules do not fit into six steps
+    # with the periods and starts of a long run most hooks would do nothing, and schedules do not fit into six steps
     early = {"PERIOD": 1, "INTERVAL": 1, "BEGIN": 0}
     cfg.HOOKS = [
         {key: early.get(key, value) for key, value in entry.items()} if isinstance(entry, Mapping) else entry
@@ -272,6 +267,20 @@ def fast_dev_config(cfg: CfgNode) -> CfgNode:
     return cfg
 
 
+def _check_command(cfg: CfgNode, args: Any) -> None:
+    """The script has done what ``--fast-dev-run`` and ``--num-gpus`` ask for."""
+    if getattr(args, "fast_dev_run", False) and Path(cfg.OUTPUT_DIR).name != _TRIAL_FOLDER:
+        raise ConfigError(
+            "--fast-dev-run is given, but the config is that of the whole run; "
+            f"{RUN_DOES_IT}, or call default_setup with fast_dev_config(cfg)"
+        )
+    if (num_gpus := getattr(args, "num_gpus", 1)) > comm.get_world_size():
+        raise ConfigError(
+            f"--num-gpus is {num_gpus}, but the number of processes is {comm.get_world_size()}; "
+            "start them by trainkit.engine.launch, or leave --num-gpus out"
+        )
+
+
 def _check_settings(cfg: CfgNode) -> None:
     import_modules(cfg.IMPORTS)
     check_values(cfg, warn=False)  # whoever builds from it does so, into the log
@@ -279,8 +288,6 @@ def _check_settings(cfg: CfgNode) -> None:
         raise ConfigError(f"SEED is {cfg.SEED}; accepted: 0 to {largest}, or -1 to have one drawn")
     if cfg.DETERMINISTIC and cfg.CUDNN_BENCHMARK:
         raise ConfigError("DETERMINISTIC and CUDNN_BENCHMARK, which chooses kernels by their speed: switch one off")
-    if cfg.FLOAT32_PRECISION not in ("", "highest", "high", "medium"):
-        raise ConfigError(f'FLOAT32_PRECISION must be "", "highest", "high" or "medium", got {cfg.FLOAT32_PRECISION!r}')
 
 
 def _has_checkpoint(folder: Path) -> bool:
@@ -293,22 +300,20 @@ def _has_checkpoint(folder: Path) -> bool:
 def _move_aside(output_dir: Path, weights: str, is_new: bool) -> Path | None:
     """Move what a run has left into a new folder ``previous_<n>``; the folder, or None if there was nothing.
 
-    Of a run that goes on these are only the links out of the folder through which it would write.
+    If the run goes on, only the links out of the folder are moved through which it would write.
     """
-    if not output_dir.is_dir():
-        return None
-    found = [*output_dir.iterdir()]
+    found = [*output_dir.iterdir()] if output_dir.is_dir() else []
     # shards before the files that name them
     old = [path for path in found if path.is_dir() and SHARD_FOLDER.fullmatch(path.name)]
     old += [path for path in found if (path.is_file() or path.is_symlink()) and _RUN_FILES.fullmatch(path.name)]
     if not is_new:
-        old = [path for path in old if path.suffix != ".pth" and path.is_symlink() and _leads_out(path)]
+        old = [path for path in old if path.suffix != ".pth" and not is_file_of(str(output_dir), path.name)]
     if not old:
         return None
     if weights and Path(weights).resolve() in [path.resolve() for path in old]:
         raise ConfigError(
-            f"MODEL.WEIGHTS {weights!r} lies in OUTPUT_DIR, which a new run begins by emptying; give it another "
-            "OUTPUT_DIR, or go on with the old one by --resume"
+            f"MODEL.WEIGHTS {weights!r} lies in OUTPUT_DIR, which a new run empties first; give it another OUTPUT_DIR, "
+            "or go on with the old one by --resume"
         )
     n = 1
     while os.path.lexists(aside := output_dir / f"previous_{n}"):
@@ -317,7 +322,3 @@ def _move_aside(output_dir: Path, weights: str, is_new: bool) -> Path | None:
     for path in old:
         path.rename(aside / path.name)
     return aside
-
-
-def _leads_out(link: Path) -> bool:
-    return link.parent.resolve() not in link.resolve().parents

@@ -39,13 +39,12 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
         ConfigError: the name is unknown, or a value that the schedule uses is not accepted.
     """
     solver = cfg.SOLVER
+    max_iter = _iters("SOLVER.MAX_ITER", solver.MAX_ITER, at_least=1)
     if solver.SCHEDULES:
         _logger.info("SOLVER.SCHEDULES is used; SOLVER.LR_SCHEDULER_NAME and SOLVER.WARMUP_* have no effect")
-        max_iter = _iters("SOLVER.MAX_ITER", solver.MAX_ITER, at_least=1)
         return LRFunction(optimizer, build_schedule(solver.SCHEDULES, max_iter, "SOLVER.SCHEDULES"))
     if solver.LR_SCHEDULER_NAME not in _SCHEDULES:
         raise unknown_name("SOLVER.LR_SCHEDULER_NAME", solver.LR_SCHEDULER_NAME, "accepted", _SCHEDULES)
-    max_iter = _iters("SOLVER.MAX_ITER", solver.MAX_ITER, at_least=1)
     warmup_iters = _iters("SOLVER.WARMUP_ITERS", solver.WARMUP_ITERS, at_least=0)
     if warmup_iters > max_iter:
         raise ConfigError(

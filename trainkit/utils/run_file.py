@@ -94,7 +94,7 @@ class RunFile:
         return self._length
 
     def go_on_at(self, length: int) -> None:
-        """With the next ``append``, cut off what is behind ``length`` and keep it in a file beside this one."""
+        """With the next ``append``, cut off what comes after ``length`` and keep it in a file beside this one."""
         self.close()
         self._length = length
 
@@ -131,24 +131,16 @@ class RunFile:
             self._file = file
 
     def _cut(self, file: FileIO, length: int, size: int) -> int:
-        content = self._path.read_bytes() if size < length else b""
-        if size < length:
-            logger.warning(
-                "%s has %d of the %d bytes that this run has written; the lines that are missing are lost",
-                self._path,
-                size,
-                length,
-            )
-            length = content.rfind(b"\n") + 1
-        elif length > 0 and self._byte(length - 1) != b"\n":
-            logger.warning("%s is not the file to which this run has written; it is begun anew", self._path)
-            length = 0
+        if size < length or (length > 0 and self._byte(length - 1) != b"\n"):
+            text = "%s has %d of the %d bytes that this run has written, or others; the lines that are missing are lost"
+            logger.warning(text, self._path, size, length)
+            length = self._path.read_bytes().rfind(b"\n") + 1 if size < length else 0
         if size > length:
             aside = copy_tail(self._path, length, self._path.name)
             file.truncate(length)
             os.fsync(file.fileno())
             logger.info(
-                "%s goes on behind byte %d; the lines that stood there are in %s", self._path, length, aside.name
+                "%s goes on after byte %d; the lines that stood there are in %s", self._path, length, aside.name
             )
         return length
 
@@ -159,7 +151,7 @@ class RunFile:
 
 
 def copy_tail(path: Path, length: int, name: str) -> Path:
-    """Bring what is behind ``length`` bytes onto the disk, in a new file ``name.cut_<n>`` beside this one.
+    """Bring what comes after ``length`` bytes onto the disk, in a new file ``name.cut_<n>`` beside this one.
 
     Raises:
         OSError: there is no such file then.

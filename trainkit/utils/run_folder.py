@@ -3,15 +3,14 @@
 import atexit
 import contextlib
 import importlib
-import json
 import logging
 import os
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable
 from datetime import datetime
-from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -28,22 +27,21 @@ class FolderInUseError(OSError):
 
 
 class OwnedFolder:
-    """A folder with the file ``run.lock``, which names the host, the process and the start of the run that owns it.
+    """A folder with the file ``run.lock``, which names the process, the host and the start of the run that owns it.
 
     The file is locked by the operating system (POSIX locks, over NFS too), which drops the lock with the process. On
     a file system without locks it counts as long as its process is alive; on another host, until it is deleted.
 
     Attributes:
-        former: says which run has left its file behind; "" as a rule.
+        former: the run that has left its file here without ending properly; "" as a rule.
         restore: name -> writes that small file again.
+
+    Raises:
+        FolderInUseError: another run owns it.
+        OSError: the folder cannot be written.
     """
 
     def __init__(self, folder: str) -> None:
-        """
-        Raises:
-            FolderInUseError: another run owns it.
-            OSError: the folder cannot be written.
-        """
         self._folder, self._path = folder, os.path.join(folder, LOCK_FILE)
         self.pid = os.getpid()
         self.former = ""
@@ -68,35 +66,23 @@ class OwnedFolder:
         deadline = time.monotonic() + patience_sec
         os.makedirs(self._folder, exist_ok=True)
         while True:
-            try:
-                descriptor, is_new = self._open()
-                owner, is_locked = _read(descriptor), _lock(descriptor)
-                if (is_new if is_locked is None else is_locked) and self._is_there(descriptor):
-                    if owner:
-                        self.former = _describe(owner)
-                    _write(descriptor)
-                    return descriptor
-                os.close(descriptor)  # no other descriptor of this file may be open here: any close drops the lock
-                if is_locked is None and not is_new and not _is_alive(owner):
-                    self.former = _describe(owner)
-                    os.remove(self._path)
-                elif not (is_locked or is_new) and time.monotonic() > deadline:
-                    raise FolderInUseError(
-                        f"the folder {self._folder!r} belongs to another run, {_describe(owner)}; wait for it or "
-                        f"stop it. If it has ended for sure, delete {self._path!r}"
-                    )
-            except FileNotFoundError:  # its owner has just removed it, or nothing can be made here
-                if time.monotonic() > deadline:
-                    raise
+            if os.path.islink(self._path):  # it could lead anywhere
+                os.remove(self._path)
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+            owner = os.read(descriptor, 4096).decode(errors="replace")
+            if _lock(descriptor, owner) and self._is_there(descriptor):
+                self.former = owner
+                os.ftruncate(descriptor, 0)
+                text = f"process {self.pid} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}"
+                os.pwrite(descriptor, text.encode(), 0)
+                return descriptor
+            os.close(descriptor)  # no other descriptor of this file may be open here: any close drops the lock
+            if time.monotonic() > deadline:
+                raise FolderInUseError(
+                    f"the folder {self._folder!r} belongs to another run, {owner}; wait for it or stop it. If it has "
+                    f"ended for sure, delete {self._path!r}"
+                )
             time.sleep(_PAUSE_SEC)
-
-    def _open(self) -> tuple[int, bool]:
-        """The descriptor, and whether the file is new."""
-        if os.path.islink(self._path):  # it could lead anywhere
-            os.remove(self._path)
-        with contextlib.suppress(FileExistsError):
-            return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), True
-        return os.open(self._path, os.O_RDWR), False
 
     def _is_there(self, descriptor: int) -> bool:
         try:
@@ -150,8 +136,7 @@ def is_owned_by_another(folder: str | os.PathLike[str]) -> bool:
     except OSError:
         return False
     try:
-        is_locked = _lock(descriptor)
-        return _is_alive(_read(descriptor)) if is_locked is None else not is_locked
+        return not _lock(descriptor, os.read(descriptor, 4096).decode(errors="replace"))
     finally:
         os.close(descriptor)
 
@@ -161,46 +146,27 @@ def _is_owned(path: str) -> bool:
     return path in _owned and _owned[path].pid == os.getpid()
 
 
-def _lock(descriptor: int) -> bool | None:
-    """Whether this process has the lock now; None where there are no locks."""
+def _lock(descriptor: int, owner: str) -> bool:
+    """Whether this process has the file now; ``owner`` is what stands in it."""
     try:
         fcntl = importlib.import_module("fcntl")
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return False
-    except (ImportError, OSError):  # Windows; some network file systems
-        return None
+    except (ImportError, OSError):  # no locks: Windows; some network file systems
+        return not owner or _has_ended(owner)
     return True
 
 
-def _write(descriptor: int) -> None:
-    owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}
-    os.ftruncate(descriptor, 0)
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    os.write(descriptor, json.dumps(owner).encode())
-
-
-def _read(descriptor: int) -> dict[str, Any]:
-    """What the owner has written; empty while it has not, or if that is damaged."""
-    try:
-        owner = json.loads(os.read(descriptor, 4096))
-    except (ValueError, RecursionError):
-        return {}
-    return owner if isinstance(owner, dict) else {}
-
-
-def _describe(owner: dict[str, Any]) -> str:
-    return "process {} on {}, since {}".format(*(owner.get(key, "?") for key in ("pid", "host", "since")))
-
-
-def _is_alive(owner: dict[str, Any]) -> bool:
-    """Whether it may still be; the process of this run does not count."""
-    if owner.get("host") != socket.gethostname() or not isinstance(owner.get("pid"), int):
-        return True
-    try:
-        os.kill(owner["pid"], 0)
-    except ProcessLookupError:
+def _has_ended(owner: str) -> bool:
+    """Whether its process has, for sure."""
+    found = re.match(r"process (\d+) on (.+), since ", owner)
+    if found is None or found[2] != socket.gethostname():
         return False
-    except OSError:
+    try:
+        os.kill(int(found[1]), 0)
+    except ProcessLookupError:
         return True
-    return bool(owner["pid"] != os.getpid())
+    except (OSError, OverflowError):
+        return False
+    return int(found[1]) == os.getpid()  # another process of this number, before the machine was started again
