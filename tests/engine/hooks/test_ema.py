@@ -148,7 +148,7 @@ def test_a_checkpoint_without_an_average_begins_one_with_one_warning(begin, warn
     Job(tmp_path).train(ITERS, 0, stop_after=3)
     job = Job(tmp_path, EMAHook(0.5, begin=begin)).resume().train()
     messages = [record.getMessage() for record in caplog.records if record.name == "trainkit.engine.hooks.ema"]
-    warning = "EMAHook has no averaged weights of the first 3 iterations; the average begins with the model"
+    warning = "EMAHook has no averaged weights of the first 3 iterations; the average starts with the model"
     assert messages == ([warning] if warned else [])
     assert job.hook.state_dict()["steps"] == 5
 

@@ -12,11 +12,9 @@ from trainkit.utils import comm
 class CheckFiniteLoss(HookBase):
     """Look at the losses of every ``interval``-th iteration, before its update, and raise if one is not finite.
 
-    The trainers look themselves, at the total and the gradients of each iteration; see ``non_finite`` of
-    `SimpleTrainer`. With asynchronous metrics they raise at the latest one log period behind the update, and what a
-    float16 scaler skips is a failure only many in a row. This hook is the early warning for both, and names the losses.
-    It waits for the device and the other ranks in the iterations in which it looks. Entries that are only logged may be
-    anything.
+    The trainers look themselves at each iteration (``non_finite`` of `SimpleTrainer`), but with asynchronous metrics
+    up to one log period later. This hook is the early warning, and names the losses. It waits for the device and the
+    other ranks in the iterations in which it looks. Entries that are only logged may be anything.
 
     Raises:
         FloatingPointError: in ``after_backward``, on every rank, if a loss of any rank is not finite.

@@ -17,7 +17,6 @@ logger = logging.getLogger(__name__)
 # what a constructor may ask for by these names without the config giving it
 _FROM_TRAINER = ("cfg", "model", "optimizer", "checkpointer", "data_loader")
 _PLACES = ("PRIORITY", "BEFORE", "AFTER")
-_SWITCHES = {"PreciseBN": "TEST.PRECISE_BN.ENABLED"}  # hooks that need more than values of a config
 
 
 class _Entry(NamedTuple):
@@ -36,7 +35,8 @@ class ConfiguredHooks:
     the trainer's.
 
     Raises:
-        ConfigError: an entry is malformed, or its name is unknown.
+        ConfigError: an entry is malformed, or its name or an argument is unknown, missing or refused; here, or when
+            the hook is made.
     """
 
     def __init__(self, entries: Iterable[Any], trainer: Any) -> None:
@@ -50,9 +50,6 @@ class ConfiguredHooks:
 
         Args:
             default: whether there is one, made of ``arguments``, if no entry names the class.
-
-        Raises:
-            ConfigError: an argument is unknown, missing or refused.
         """
         mine = [entry for entry in self._entries if entry.name == hook_class.__name__]
         self._entries = [entry for entry in self._entries if entry not in mine]
@@ -61,14 +58,14 @@ class ConfiguredHooks:
         return self._make(mine, arguments)
 
     def rest(self) -> list[HookBase]:
-        """All hooks that have not been taken, in the order of their entries; raises as ``take``."""
+        """All hooks that have not been taken, in the order of their entries."""
         mine, self._entries = self._entries, []
         return self._make(mine, {})
 
     def for_evaluation(self) -> list[HookBase]:
-        """Those that have something to do when nothing is trained, in the order of the entries; raises as ``take``.
+        """Those that have something to do when nothing is trained, in the order of the entries.
 
-        One that asks for what there is in a training only, such as the optimizer, is left out.
+        A hook that needs something of a training, such as the optimizer, is left out.
         """
         hooks: list[HookBase] = []
         for entry in [entry for entry in self._entries if entry.enabled]:
@@ -100,13 +97,10 @@ class ConfiguredHooks:
 
     def _make(self, entries: list[_Entry], arguments: dict[str, Any]) -> list[HookBase]:
         hooks = []
-        for entry in entries:
-            if not entry.enabled:
-                continue
+        for entry in [entry for entry in entries if entry.enabled]:
             hook = self._make_one(entry, arguments)
-            if "priority" in entry.place:
-                hook.priority = entry.place["priority"]
-            if "before" in entry.place or "after" in entry.place:
+            hook.priority = entry.place.get("priority", hook.priority)
+            if entry.place.keys() & {"before", "after"}:
                 self._anchored.append((hook, entry.place))
             else:
                 hooks.append(hook)
@@ -116,27 +110,18 @@ class ConfiguredHooks:
         hook_class = HOOK_REGISTRY.get(entry.name)
         accepted = inspect.signature(hook_class).parameters
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
-        for name in entry.arguments:
+        for name, value in entry.arguments.items():
             if name not in accepted and not takes_any:
                 raise ConfigError(_unknown_argument(entry.name, name, accepted))
-            if (
-                name in accepted
-                and isinstance(accepted[name].default, bool)
-                and not isinstance(entry.arguments[name], bool)
-            ):
-                raise ConfigError(
-                    f"HOOKS: {entry.name}: {name.upper()} must be True or False, got {entry.arguments[name]!r}"
-                )
+            if name in accepted and isinstance(accepted[name].default, bool) and not isinstance(value, bool):
+                raise ConfigError(f"HOOKS: {entry.name}: {name.upper()} must be True or False, got {value!r}")
         arguments = {**arguments, **entry.arguments}
         for name in _required(hook_class):
             if name not in arguments and name in _FROM_TRAINER:
                 arguments[name] = getattr(self._trainer, name)
         hook = _construct(hook_class, arguments, "HOOKS: ")
         if not isinstance(hook, HookBase):
-            raise ConfigError(
-                f"HOOKS: {entry.name} gives {hook!r}, which is no HookBase object; derive its class from HookBase, or "
-                "let it return one"
-            )
+            raise ConfigError(f"HOOKS: {entry.name} gives {hook!r}, which is no HookBase object; let it return one")
         return hook
 
 
@@ -152,8 +137,8 @@ def _parse(entry: Any) -> _Entry:
     if not is_entry or not isinstance(entry.get("NAME"), str):
         raise ConfigError(f"HOOKS is a list of entries such as {{NAME: EMAHook, DECAY: 0.999}}; got {entry!r}")
     name, enabled = entry["NAME"], entry.get("ENABLED", True)
-    if name in _SWITCHES and name not in HOOK_REGISTRY:
-        raise ConfigError(f"HOOKS: {name} is no entry of the list; set {_SWITCHES[name]} to {enabled} in its place")
+    if name == "PreciseBN" and name not in HOOK_REGISTRY:  # it needs more than values of a config
+        raise ConfigError(f"HOOKS: PreciseBN is no entry of the list; set TEST.PRECISE_BN.ENABLED to {enabled} instead")
     try:
         HOOK_REGISTRY.get(name)
     except KeyError as error:

@@ -21,16 +21,15 @@ logger = logging.getLogger(__name__)
 class EMAHook(HookBase):
     """Average the weights over the iterations, and evaluate the average.
 
-    It stands behind the timer, before whatever evaluates or saves. The average is a module of its own: the trained
-    model never holds averaged weights, so a save cannot write them in its place; a sharded one does while they are
-    evaluated, and a save is refused then. Every rank averages its own model; the ranks' parameters are equal, their
-    buffers may differ. An iteration whose update a gradient scaler skips counts too: the unchanged weights are taken in
-    once more.
+    The average is a module of its own, so a checkpoint never has averaged weights in place of the model's. The average
+    of a sharded model stands in the model while it is evaluated, and a save is refused then. Every rank averages its
+    own model; their parameters are equal, their buffers may differ. An iteration whose update a gradient scaler skips
+    counts too.
 
     Args:
         decay: how much the old average counts in an update, default 0.999; ``1 - momentum`` of OpenMMLab. For this,
             ``kind``, ``gamma`` and ``interval`` see `AveragingRule`.
-        begin: the average begins with the weights after so many iterations (at least 1) and equals the model before.
+        begin: the average starts with the weights after so many iterations (at least 1) and equals the model before.
         buffers: "copy" takes the model's as they are, "average" averages those of floating-point numbers.
         evaluate: what an evaluation runs: the averaged weights ("ema"), those of the model ("raw"), or "both", with
             the model's results under "raw".
@@ -78,7 +77,7 @@ class EMAHook(HookBase):
         state = {} if done == 0 else self.state_dict()
         if not state and done >= max(self._begin, 1):
             logger.warning(
-                "EMAHook has no averaged weights of the first %d iterations; the average begins with the model", done
+                "EMAHook has no averaged weights of the first %d iterations; the average starts with the model", done
             )
         self._make_average(self.trainer.model, state)
 
@@ -90,7 +89,7 @@ class EMAHook(HookBase):
             self._average.update()
 
     def copy_buffers(self) -> None:
-        """Copy the model's buffers, if they are copied at all: hooks behind this one may have changed them."""
+        """Copy the model's buffers, if they are copied at all: hooks after this one may have changed them."""
         if self._average is not None:
             self._average.copy()
 
@@ -111,10 +110,7 @@ class EMAHook(HookBase):
         return {"ema": self._average.module, **({"raw": model} if self.evaluate == "both" else {})}
 
     def standing_in(self, weights: str) -> AbstractContextManager[None]:
-        """Inside, the model that ``models_to_evaluate`` gave under this name holds these weights; every rank enters it.
-
-        The average of a sharded model stands in the model itself meanwhile.
-        """
+        """Inside, the model of ``models_to_evaluate`` under this name holds these weights; every rank enters it."""
         return self._average.standing_in() if weights == "ema" and self._average is not None else nullcontext()
 
     def before_save(self, state: dict[str, Any]) -> None:
@@ -124,8 +120,8 @@ class EMAHook(HookBase):
         """
         if self._average is not None and self._average.stands_in:
             raise RuntimeError(
-                "a checkpoint was to be saved inside an evaluation of the averaged weights of a sharded model; its own "
-                "are put back behind it, so save in after_step"
+                "a checkpoint was to be saved in an evaluation of the averaged weights of a sharded model; save in "
+                "after_step, where the model has its own again"
             )
 
     def _make_average(self, model: nn.Module, state: dict[str, Any]) -> None:

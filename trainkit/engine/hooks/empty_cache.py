@@ -12,7 +12,7 @@ from trainkit.engine.hooks.registry import HOOK_REGISTRY
 class EmptyCache(HookBase):
     """Let torch give the accelerator's memory that it holds but does not use back; without one nothing happens.
 
-    That waits for the device, and the next allocations are slow: for jobs whose training and evaluation do not fit
+    It waits for the device, and the next allocations are slow: for jobs whose training and evaluation do not fit
     side by side. An evaluation counts as an epoch, each of its batches as a step.
     """
 

@@ -24,8 +24,7 @@ class EvalHook(HookBase):
 
     Args:
         eval_period: in iterations; 0 evaluates only after training.
-        eval_after_train: whether to evaluate at the end of a run that finished. The last iteration is not evaluated
-            by its period as well.
+        eval_after_train: whether to evaluate at the end of a run that finished, instead of its last iteration.
         eval_at_start: whether to evaluate before iteration 0, to find a broken evaluator early.
         offset: the first evaluation by the period is after so many iterations, if it is not 0.
         phase: what the points of the evaluation are told, see `HookBase.before_eval`.
@@ -53,15 +52,11 @@ class EvalHook(HookBase):
     ) -> None:
         if not callable(eval_function):
             raise TypeError(f"eval_function must be a function without arguments, got {eval_function!r}")
-        self._period = check_period("eval_period", eval_period)
-        self._offset = check_period("offset", offset)
-        self._function = eval_function
-        self._after_train = eval_after_train
-        self._at_start = eval_at_start
         if phase not in ("val", "test"):
             raise ValueError(f'phase must be "val" or "test", got {phase!r}')
-        self.phase = phase
-        self._by_epoch = by_epoch
+        self._period, self._offset = check_period("eval_period", eval_period), check_period("offset", offset)
+        self._function, self._after_train, self._at_start = eval_function, eval_after_train, eval_at_start
+        self.phase, self._by_epoch = phase, by_epoch
         self.evaluated_iters = -1
 
     def before_train(self) -> None:
@@ -84,7 +79,7 @@ class EvalHook(HookBase):
 
     def after_train(self) -> None:
         done = self.trainer.iter
-        # early stopping may end a run right behind an evaluation
+        # early stopping may end a run right after an evaluation
         if self._after_train and self.trainer.status == "finished" and self.evaluated_iters != done:
             self._evaluate(done)
 
@@ -117,10 +112,7 @@ class EvalHook(HookBase):
 
 @HOOK_REGISTRY.register()
 class FinalEvalHook(EvalHook):
-    """Evaluate the test data, once, after a run that finished; nothing is chosen by its results.
-
-    A class of its own, so that each evaluation has a name that an anchor can mean.
-    """
+    """Evaluate the test data, once, after a run that finished; nothing is chosen by its results."""
 
     def __init__(self, eval_function: Callable[[], Mapping[str, Any] | None], *, by_epoch: bool = False) -> None:
         super().__init__(0, eval_function, by_epoch=by_epoch, phase="test")

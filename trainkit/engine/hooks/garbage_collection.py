@@ -11,8 +11,8 @@ from trainkit.engine.periods import check_period, is_due
 class GarbageCollection(HookBase):
     """Collect cyclic garbage every ``period`` iterations and at no other time, on all ranks in the same step.
 
-    Otherwise each rank pauses when it likes, and all the others wait for it. What Python does by itself is switched off
-    during training and put back behind it.
+    Otherwise each rank pauses when it likes, and all the others wait for it. Python's own collection is off during
+    training.
 
     Args:
         generation: 0 to 2, see ``gc.collect``; 2 looks at every object and takes seconds in a large program.
@@ -42,4 +42,4 @@ class GarbageCollection(HookBase):
     def after_train(self) -> None:
         if self._was_enabled:
             gc.enable()
-            self._was_enabled = False  # a run that fails before it begins has nothing to put back
+            self._was_enabled = False  # a run that fails before it starts has nothing to put back

@@ -26,15 +26,13 @@ class TorchMemoryStats(HookBase):
         if not is_whole(max_runs, 0):
             raise ValueError(f"max_runs must be a whole number >= 0, got {max_runs!r}")
         self._max_runs = max_runs
-        self._runs = 0
 
     def before_train(self) -> None:
         self._runs = 0
 
     def after_step(self) -> None:
-        if self._runs >= self._max_runs or not is_due(self.trainer, self._period, or_last=True):
-            return
-        if not torch.cuda.is_available():
+        wants = self._runs < self._max_runs and is_due(self.trainer, self._period, or_last=True)
+        if not wants or not torch.cuda.is_available():
             return
         self._runs += 1
         logger.info(

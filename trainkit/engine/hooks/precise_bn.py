@@ -29,10 +29,8 @@ class PreciseBN(HookBase):
     They become those over ``num_iter`` batches of ``data_loader`` (and over all ranks) in train mode, each batch with
     the same weight: the mean of the means, and the mean of the variances plus the variance of the means, see
     Wu and Johnson, "Rethinking 'Batch' in BatchNorm", section 3. The loader is iterated anew each time, so the result
-    is a function of the weights. Random state, gradients and everything else stay as they are. It stands before the
-    checkpointer and the evaluation, so that both have these statistics.
-
-    A model without batch norm in train mode draws a warning, and nothing is done.
+    is a function of the weights. Random state and everything else stay as they are. A model without batch norm in
+    train mode draws a warning, and nothing is done.
 
     Args:
         period: in iterations; 0: only after the last one.
@@ -57,7 +55,7 @@ class PreciseBN(HookBase):
             self.update_stats()
 
     def state_dict(self) -> dict[str, Any]:
-        """``data``: where the loader begins each time."""
+        """``data``: where the loader starts each time."""
         return {"data": self._data_state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -19,13 +19,13 @@ logger = logging.getLogger(__name__)
 class TorchProfiler(HookBase):
     """Profile the iterations that ``enable_predicate`` picks, each into a trace of its own.
 
-    Shapes, memory, stacks and FLOPs are recorded, which slows these steps down. The traces lie in ``output_dir``, for
-    TensorBoard's profiler plugin if ``save_tensorboard``, else as ``trace_iter<N>.json`` for ``chrome://tracing``.
+    Shapes, memory, stacks and FLOPs are recorded, which slows these steps down.
 
     Args:
         enable_predicate: a function of the trainer, or ``[begin, end]``, where ``end`` is not included.
-        output_dir: None: the folder ``profile`` of the config's OUTPUT_DIR.
+        output_dir: default is the folder ``profile`` in the config's OUTPUT_DIR.
         activities: default is all that the machine has, see ``torch.profiler.profile``.
+        save_tensorboard: for TensorBoard's profiler plugin; False: ``trace_iter<N>.json`` for ``chrome://tracing``.
 
     Raises:
         ValueError: ``enable_predicate`` is neither; before training: there is no ``output_dir``, and no config.
@@ -58,12 +58,11 @@ class TorchProfiler(HookBase):
         assert folder is not None  # since before_train
         folder.mkdir(parents=True, exist_ok=True)
         name = f"trace_iter{self.trainer.iter:07d}" + (f"_rank{comm.get_rank()}" if comm.get_rank() else "")
-        if self._save_tensorboard:
-            save = profiler.tensorboard_trace_handler(str(folder), worker_name=name)
-        else:
+        save = profiler.tensorboard_trace_handler(str(folder), worker_name=name)
+        if not self._save_tensorboard:
 
             def save(profile: profiler.profile) -> None:
-                profile.export_chrome_trace(str(folder / f"{name}.json"))
+                profile.export_chrome_trace(f"{folder}/{name}.json")
 
         self._profile = profiler.profile(
             activities=self._activities,
@@ -76,16 +75,13 @@ class TorchProfiler(HookBase):
         self._profile.__enter__()
 
     def after_step(self) -> None:
-        self._stop()
-
-    def after_train(self) -> None:
-        self._stop()  # a step that failed
-
-    def _stop(self) -> None:
         if self._profile is not None:
             profile, self._profile = self._profile, None
             profile.__exit__(None, None, None)
             logger.info("Profile of iteration %d saved in %s", self.trainer.iter, self._output_dir)
+
+    def after_train(self) -> None:
+        self.after_step()  # that of a step that failed
 
 
 def _within(limits: Any) -> Callable[[Any], bool]:

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 class PublishWeights(HookBase):
     """After a run that finished, publish the weights of its final checkpoint and of every best one.
 
-    It stands behind the hooks that write these; see `trainkit.checkpoint.publish.publish_weights` for the files. What
-    cannot be published fails the run on every rank, and leaves its checkpoints as they are.
+    See `trainkit.checkpoint.publish.publish_weights` for the files. If it fails, the run has failed on every rank; its
+    checkpoints stay as they are.
 
     Args:
         weights: "model", or "ema" for the averaged ones of an `EMAHook`.
@@ -52,22 +52,19 @@ class PublishWeights(HookBase):
             return
         error = ""
         try:
-            self._publish()
+            for checkpointer, name in self._checkpoints():
+                if checkpointer.save_to_disk and checkpointer.save_dir:
+                    self._publish(os.path.join(checkpointer.save_dir, f"{name}.pth"))
         except OSError as failure:  # a CheckpointError is one
             error = str(failure)
-        errors = list(filter(None, comm.all_gather(error)))
-        if errors:
+        if errors := list(filter(None, comm.all_gather(error))):
             raise CheckpointError(f"weights could not be published: {'; '.join(errors)}")
 
-    def _publish(self) -> None:
-        for checkpointer, name in self._checkpoints():
-            if not checkpointer.save_to_disk or not checkpointer.save_dir:
-                continue
-            path = os.path.join(checkpointer.save_dir, f"{name}.pth")
-            if os.path.exists(path):
-                logger.info("Weights published as %s", publish_weights(path, self._weights))
-            else:
-                logger.warning("There is no '%s' to publish: no value of its metric was finite", path)
+    def _publish(self, path: str) -> None:
+        if os.path.exists(path):
+            logger.info("Weights published as %s", publish_weights(path, self._weights))
+        else:
+            logger.warning("There is no '%s' to publish: no value of its metric was finite", path)
 
     def _checkpoints(self) -> Iterator[tuple[Any, str]]:
         """(checkpointer, file name) of what is worth publishing."""

@@ -23,7 +23,6 @@ class RuntimeInfo(HookBase):
 
     def __init__(self, period: int = 1) -> None:
         self._period = check_period("period", period, minimum=1)
-        self._has_epochs = False
 
     def before_train(self) -> None:
         self._has_epochs = self.trainer.has_epochs

@@ -11,36 +11,27 @@ logger = logging.getLogger(__name__)
 
 @HOOK_REGISTRY.register()
 class SamplerSeed(HookBase):
-    """Tell the epoch to what shuffles by it, such as ``torch.utils.data.DistributedSampler``.
+    """Tell the epoch to a sampler that shuffles by it, such as ``torch.utils.data.DistributedSampler``.
 
     ``set_epoch(epoch)`` of the loader, its dataset, sampler and batch sampler, whichever have it, is called before each
-    epoch, and before a run that begins inside one. The samplers of `trainkit.data` do not need it.
+    epoch, and before a run that starts inside one. The samplers of `trainkit.data` do not need it.
     """
 
     def before_train(self) -> None:
-        if not self._set_epoch():
+        self.before_epoch()
+        if not _listeners(self.trainer.data_loader):
             logger.warning(
                 "SamplerSeed has no effect: nothing of the data loader (%s) has a set_epoch() method; leave it out",
                 type(self.trainer.data_loader).__name__,
             )
 
     def before_epoch(self) -> None:
-        self._set_epoch()
-
-    def _set_epoch(self) -> bool:
-        listeners = _find_listeners(self.trainer.data_loader)
-        for listener in listeners:
+        for listener in _listeners(self.trainer.data_loader):
             listener.set_epoch(self.trainer.epoch)
-        return bool(listeners)
 
 
-def _find_listeners(loader: Any) -> list[Any]:
+def _listeners(loader: Any) -> list[Any]:
     batch_sampler = getattr(loader, "batch_sampler", None)
-    candidates = [
-        loader,
-        getattr(loader, "dataset", None),
-        getattr(loader, "sampler", None),
-        batch_sampler,
-        getattr(batch_sampler, "sampler", None),
-    ]
-    return list({id(each): each for each in candidates if hasattr(each, "set_epoch")}.values())
+    parts = [loader, *(getattr(loader, name, None) for name in ("dataset", "sampler"))]
+    parts += [batch_sampler, getattr(batch_sampler, "sampler", None)]
+    return list({id(part): part for part in parts if hasattr(part, "set_epoch")}.values())

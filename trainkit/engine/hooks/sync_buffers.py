@@ -19,8 +19,7 @@ class SyncBuffers(HookBase):
     """Average the model's buffers over ranks, such as the running statistics of batch norm.
 
     It does so every ``period`` iterations, after the last one, and before an evaluation if there was a step since.
-    Buffers of whole numbers stay as they are. An `EMAHook` that copies buffers copies these. It stands before the
-    checkpointer. Nothing to do with one process.
+    Buffers of whole numbers stay as they are. An `EMAHook` that copies buffers copies these.
 
     Args:
         period: in iterations; 0: at the end of each epoch, if the trainer has epochs.

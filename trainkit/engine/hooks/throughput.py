@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 class Throughput(HookBase):
     """Store ``samples_per_sec``, over all ranks and the last ``period`` iterations.
 
-    The time is that of the steps, fetching included, without what lies between them (evaluation, checkpoints). It is
-    the host's: nobody waits for an accelerator, whose pace the host takes on over a period.
+    The time is that of the steps on the host, fetching included, without the hooks between them; nobody waits for an
+    accelerator.
 
     A model that has ``flops_per_sample`` (a number, or a method without arguments: the operations of forward and
     backward pass together) gives ``mfu_pct`` too: the part of ``peak_tflops`` that these are, see Chowdhery et al.,
@@ -34,9 +34,8 @@ class Throughput(HookBase):
         peak_tflops: of one device in the precision of the job, in 10^12 operations per second.
 
     Raises:
-        ValueError: ``period`` is less than 1 iteration, or ``peak_tflops`` not positive; before training: there is
-            ``peak_tflops``, but the model gives no ``flops_per_sample``;
-            in the first step: the trainer sets no ``batch``.
+        ValueError: an argument is not accepted; before training: there is ``peak_tflops``, but the model gives no
+            ``flops_per_sample``; in the first step: the trainer sets no ``batch``.
     """
 
     def __init__(self, period: int = 20, peak_tflops: float | None = None) -> None:
@@ -44,8 +43,6 @@ class Throughput(HookBase):
         if peak_tflops is not None and not (isinstance(peak_tflops, int | float) and peak_tflops > 0):
             raise ValueError(f"peak_tflops must be a number > 0, or None, got {peak_tflops!r}")
         self._peak_tflops = peak_tflops
-        self._flops_per_sample: float | None = None
-        self._tokens_per_sample: float | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -54,8 +51,16 @@ class Throughput(HookBase):
 
     def before_train(self) -> None:
         self._forget()
-        self._flops_per_sample = self._ask_for_flops()
-        self._tokens_per_sample = _number(unwrap_model(self.trainer.model), "tokens_per_sample")
+        model = unwrap_model(self.trainer.model)
+        flops, self._tokens_per_sample = (_number(model, f"{name}_per_sample") for name in ("flops", "tokens"))
+        if self._peak_tflops is None and flops is not None:
+            logger.warning("Throughput stores no mfu_pct, as nobody has given it the peak_tflops of the device")
+        if self._peak_tflops is not None and flops is None:
+            raise ConfigError(
+                f"Throughput has peak_tflops={self._peak_tflops}, but {type(model).__name__} has no flops_per_sample "
+                "(operations of forward and backward pass); define it, or leave peak_tflops out"
+            )
+        self._mfu_pct_per_sample = 100 * flops / 1e12 / self._peak_tflops if flops and self._peak_tflops else None
         comm.side_group("metrics")  # made here, in the thread of the loop
 
     def before_step(self) -> None:
@@ -72,7 +77,7 @@ class Throughput(HookBase):
         micro_batches = batch if getattr(self.trainer, "accumulation_steps", 1) > 1 else [batch]
         self._samples += sum(map(self.count_samples, micro_batches))
         if is_due(self.trainer, self._period, or_last=True):
-            # behind the metrics of this step, which use the same group of ranks
+            # after the metrics of this step, which use the same group of ranks
             self.trainer.storage.put_later(self._store, self._samples, self._sec)
             self.trainer.storage.hand_over()
             self._forget()
@@ -91,31 +96,16 @@ class Throughput(HookBase):
             )
         return size
 
-    def _ask_for_flops(self) -> float | None:
-        model = unwrap_model(self.trainer.model)
-        flops = _number(model, "flops_per_sample")
-        if self._peak_tflops is None:
-            if flops is not None:
-                logger.warning("Throughput stores no mfu_pct, as nobody has given it the peak_tflops of the device")
-            return None
-        if flops is None:
-            raise ConfigError(
-                f"Throughput has peak_tflops={self._peak_tflops}, but {type(model).__name__} has no flops_per_sample "
-                "(operations of forward and backward pass); define it, or leave peak_tflops out"
-            )
-        return flops
-
     def _store(self, samples: int, sec: float) -> None:
         [mean], _ = exchange_rows([Row(self.trainer.iter, sec, {"samples": float(samples)})], 1)
         per_sec_and_rank = mean.values["samples"] / mean.data_time
-        storage = self.trainer.storage
         samples_per_sec = per_sec_and_rank * comm.get_world_size()
+        storage = self.trainer.storage
         storage.put_scalar("samples_per_sec", samples_per_sec)
         if self._tokens_per_sample is not None:
             storage.put_scalar("tokens_per_sec", samples_per_sec * self._tokens_per_sample)
-        if self._flops_per_sample is not None and self._peak_tflops is not None:
-            used_tflops = per_sec_and_rank * self._flops_per_sample / 1e12
-            storage.put_scalar("mfu_pct", 100 * used_tflops / self._peak_tflops)
+        if self._mfu_pct_per_sample is not None:
+            storage.put_scalar("mfu_pct", per_sec_and_rank * self._mfu_pct_per_sample)
 
 
 def _number(model: nn.Module, name: str) -> float | None:

@@ -13,14 +13,11 @@ logger = logging.getLogger(__name__)
 
 @HOOK_REGISTRY.register()
 class IterationTimer(HookBase):
-    """Store ``time``, the seconds of each step without the hooks behind it; say at the end how fast it was.
+    """Store ``time``, the seconds of each step without hooks, and say at the end how fast it was.
 
-    It runs before every other hook, so that the time of a step ends before theirs begins. The first
-    ``warmup_iter`` iterations of a run (allocations, autotuning) are left out of both.
-
-    If the trainer has epochs, ``epoch_time`` is stored as well: the seconds from the begin of an epoch's first step to
-    the end of its last one, the hooks between them and all iterations included. An epoch of which the run has not done
-    the whole, such as that in which it was resumed, has none.
+    It runs before every other hook. The first ``warmup_iter`` iterations of a run (allocations, autotuning) are left
+    out. If the trainer has epochs, ``epoch_time`` is stored as well: the seconds from the start of an epoch's first
+    step to the end of its last one, hooks included. An epoch of which the run has not done the whole has none.
     """
 
     priority = Priority.HIGHEST - 1
@@ -32,15 +29,12 @@ class IterationTimer(HookBase):
     def _forget(self) -> None:
         self._begin = self._step_begin = time.perf_counter()
         self._steps_sec = self._total_sec = 0.0
-        self._timed_iters = 0
-        self._started_iters = 0
-        self._iters_per_epoch = 0  # 0: there are no epochs
+        self._timed_iters = self._started_iters = 0
         self._epoch_begin: float | None = None
 
     def before_train(self) -> None:
         self._forget()
-        if self.trainer.has_epochs:
-            self._iters_per_epoch = self.trainer.iters_per_epoch
+        self._iters_per_epoch = self.trainer.iters_per_epoch if self.trainer.has_epochs else 0
 
     def before_step(self) -> None:
         self._step_begin = time.perf_counter()
@@ -74,20 +68,18 @@ class IterationTimer(HookBase):
             )
 
     def summary(self) -> str:
-        """Time per step, and the shares of waiting for data in it and of hooks in the whole; "" without a timed step.
-
-        The share of data is that of the iterations whose times are still in the storage.
-        """
+        """Time per step, the share of waiting for data in it (of the iterations that are still in the storage), and the
+        share of hooks in the whole; "" without a timed step."""
         if not self._timed_iters:
             return ""
         text = f"{self._steps_sec / self._timed_iters:.4g} s per step"
         histories = self.trainer.storage.histories()
-        if "data_time" in histories:
-            step_secs = {iter: sec for sec, iter in histories["time"].values()}
-            both = [(sec, step_secs[iter]) for sec, iter in histories["data_time"].values() if iter in step_secs]
-            if both:
-                data_pct = 100 * sum(sec for sec, _ in both) / sum(sec for _, sec in both)
-                text += f", {data_pct:.0f} % of it waiting for data"
+        step_secs = {iter: sec for sec, iter in histories["time"].values()}
+        waits = histories["data_time"].values() if "data_time" in histories else []
+        both = [(sec, step_secs[iter]) for sec, iter in waits if iter in step_secs]
+        if both:
+            data_pct = 100 * sum(sec for sec, _ in both) / sum(sec for _, sec in both)
+            text += f", {data_pct:.0f} % of it waiting for data"
         hooks_pct = 100 * (1 - self._steps_sec / self._total_sec)
         return f"{text}; {hooks_pct:.0f} % of {_hms(self._total_sec)} in hooks, evaluation and checkpoints among them"
 

@@ -20,13 +20,11 @@ logger = logging.getLogger(__name__)
 class UnusedParameters(HookBase):
     """Name the trainable parameters without a gradient: what forward never used, and what it used and the loss did not.
 
-    DistributedDataParallel would fail at them, in the next forward pass; this is before it. With accumulation, one
-    micro-batch of the iteration that reaches a parameter is enough. A finding that stays the same is logged once. Each
-    rank looks at its own gradients and waits for nobody: where one rank lacks a gradient, the others may be waiting.
+    DistributedDataParallel would fail at them in the next forward pass. A finding that stays the same is logged once.
+    Each rank looks at its own gradients and waits for nobody.
 
     It slows down the forward pass of the iterations in which it looks. The optimizer has to set gradients to None,
-    as it does by default. In a model sharded by ``fully_shard`` the forward pass uses other tensors than the
-    parameters, so whatever has no gradient there counts as never used.
+    as it does by default. In a model sharded by ``fully_shard``, all parameters without a gradient count as never used.
 
     Args:
         period: look in the first iteration of a run and in every ``period``-th; 0: only in the first.
@@ -90,7 +88,7 @@ class UnusedParameters(HookBase):
 class _Uses(TorchFunctionMode):
     """Between ``begin`` and ``end``, note each tensor that a torch function makes another one of.
 
-    Modules are not asked: some, as out_proj in nn.MultiheadAttention, are never called, and their parameters used.
+    Modules are not asked: some, such as out_proj in nn.MultiheadAttention, are never called, and their parameters used.
     """
 
     def __init__(self) -> None:

@@ -34,9 +34,9 @@ class VisualizationHook(HookBase):
     """Draw every ``period``-th batch of each evaluation, into PNG files and into the storage for TensorBoard.
 
     The files are ``<output_dir>/<phase>/<dataset>_iter0000099_batch0003.png``, with ``_rank1`` and so on from other
-    ranks, each of which draws batches of its own, and with ``_0``, ``_1``, ... if several images are drawn of a batch.
-    If data are evaluated twice in an iteration, as by an `EMAHook` that evaluates "both", the second time they are
-    called ``<dataset>_2``. A file that cannot be written is an error in the log, and the evaluation goes on.
+    ranks, which draw batches of their own, and with ``_0``, ``_1``, ... if several images are drawn of a batch. The
+    second evaluation of the same data in an iteration is called ``<dataset>_2``. A file that cannot be written is an
+    error in the log, and the evaluation goes on.
 
     Args:
         draw: a function, or its name in `VISUALIZER_REGISTRY`. It gets a batch and what the model returned for it,
@@ -61,7 +61,7 @@ class VisualizationHook(HookBase):
             raise TypeError(
                 f"draw must be a function of (inputs, outputs), or the name of a registered one; got {draw!r}"
             )
-        self._draw: Draw = draw
+        self._draw = draw
         self._period = check_period("period", period, minimum=1)
         if output_dir is not None and not isinstance(output_dir, str | Path):
             raise TypeError(f"output_dir must be a path or None, got {output_dir!r}")
@@ -88,12 +88,11 @@ class VisualizationHook(HookBase):
         images = [_as_array(image) for image in (drawn if isinstance(drawn, list | tuple) else [drawn])]
         rank = f"_rank{comm.get_rank()}" if comm.get_rank() else ""
         for i, image in enumerate(images):
-            number = f"_{i}" if len(images) > 1 else ""
-            file_name = f"{self._dataset}_iter{self.trainer.iter:07d}_batch{index:04d}{number}{rank}.png"
-            _write(self._folder() / phase / file_name, image)
+            batch = f"batch{index:04d}" + (f"_{i}" if len(images) > 1 else "")
+            _write(self._folder() / phase / f"{self._dataset}_iter{self.trainer.iter:07d}_{batch}{rank}.png", image)
             if has_event_storage():
                 tensor = torch.from_numpy(image).permute(2, 0, 1)
-                get_event_storage().put_image(f"{phase}/{self._dataset}_batch{index:04d}{number}", tensor)
+                get_event_storage().put_image(f"{phase}/{self._dataset}_{batch}", tensor)
 
     def _folder(self) -> Path:
         if self._output_dir is not None:
@@ -108,15 +107,13 @@ class VisualizationHook(HookBase):
 
 def _as_array(image: object) -> np.ndarray:
     """A copy in host memory: the function may use its array again before a writer shows the image."""
-    if not isinstance(image, np.ndarray | torch.Tensor):
-        raise TypeError(f"{_WANTED}; got {type(image).__name__}")
-    dtype = str(image.dtype).removeprefix("torch.")
-    if dtype != "uint8" or image.ndim != 3 or image.shape[-1] != 3 or 0 in image.shape:
-        raise TypeError(f"{_WANTED}; got shape {list(image.shape)}, {dtype}")
+    shape, dtype = list(getattr(image, "shape", [])), str(getattr(image, "dtype", "")).removeprefix("torch.")
+    if not isinstance(image, np.ndarray | torch.Tensor) or dtype != "uint8" or shape[2:] != [3] or 0 in shape:
+        raise TypeError(
+            "the function of VisualizationHook must return an RGB image of shape [H, W, 3], uint8, or a list of them; "
+            f"got {f'shape {shape}, {dtype}' if dtype else type(image).__name__}"
+        )
     return np.array(image.numpy(force=True) if isinstance(image, torch.Tensor) else image)
-
-
-_WANTED = "the function of VisualizationHook must return an RGB image of shape [H, W, 3], uint8, or a list of them"
 
 
 def _write(path: Path, image: np.ndarray) -> None:

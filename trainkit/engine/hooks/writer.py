@@ -18,13 +18,12 @@ logger = logging.getLogger(__name__)
 class PeriodicWriter(HookBase):
     """Let the writers write every ``period`` iterations, after an evaluation and the last one, and at the end.
 
-    It runs behind every other hook, so that what they put is written too. The writers are closed at the end and go on
-    where they were if the trainer trains again. What a run writes at its end because it was stopped or failed is only
-    there until it goes on: then its files become those of a run that was not interrupted.
+    It runs after every other hook. The writers are closed at the end, and go on where they were if the trainer trains
+    again. If a run was stopped or has failed, what it wrote at its end is written again when it goes on.
 
     A writer that raises an OSError (a full disk) is named in the log once and called again the next time; at the end of
-    a run that has finished, the run has failed. Images and
-    histograms that were put before a write are let go behind it, unless there is a second `PeriodicWriter`.
+    a run that has finished, the run has failed. Images and histograms are let go after each write, unless there is a
+    second `PeriodicWriter`.
 
     Raises:
         TypeError: an entry is no `EventWriter`.
@@ -45,7 +44,6 @@ class PeriodicWriter(HookBase):
         self._failing: set[int] = set()  # places in the list; a writer may be unhashable
         self._lost: list[str] = []  # what went wrong at the end
         self._alone = True
-        self._eval_hooks: list[EvalHook] = []
 
     def before_train(self) -> None:
         if self._waiting is not None and self.trainer.start_iter > 0:
@@ -95,10 +93,11 @@ class PeriodicWriter(HookBase):
         eta_sec = estimate_eta_sec(storage, self.trainer.max_iter)
         if eta_sec is not None:
             storage.put_scalar("eta_seconds", eta_sec, smoothing_hint=False)
-        for i, error in self._write().items():
+        failed = self._write()
+        for i, error in failed.items():
             if i not in self._failing:
                 logger.error("%s cannot write, training goes on: %s", type(self._writers[i]).__name__, error)
-                self._failing.add(i)
+        self._failing = set(failed)
 
     def _write_at_the_end(self) -> None:
         interrupted = self.trainer.status != "finished"
@@ -116,7 +115,6 @@ class PeriodicWriter(HookBase):
             for i, writer in enumerate(self._writers):
                 try:
                     writer.write()
-                    self._failing.discard(i)
                 except OSError as error:
                     errors[i] = error
         if self._alone and not keep_images:
@@ -137,14 +135,14 @@ class PeriodicWriter(HookBase):
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the writers stand behind their last regular write, also when they are closed already."""
+        """Where the writers stand after their last regular write, also when they are closed already."""
         storage = getattr(self.trainer, "storage", None)  # there is none before the first run
         if storage is not None:
             storage.flush()
         return {"writers": self._waiting or self._ended or self._writer_states()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The writers get it when training begins, and nothing is cut off before; a run under way stays as it is."""
+        """The writers get it when training starts, and nothing is cut off before; a run under way stays as it is."""
         if self.trainer is None or self.trainer.status != "running":
             self._waiting = state_dict["writers"]
 
@@ -157,5 +155,5 @@ class PeriodicWriter(HookBase):
         for writer in self._writers:
             found = next((entry for entry in left if entry["class"] == type(writer).__name__), None)
             if found is not None:
-                left = [entry for entry in left if entry is not found]
+                left.remove(found)
                 writer.load_state_dict(found["state"])
