@@ -125,7 +125,7 @@ def test_a_second_ctrl_c_interrupts_and_the_first_says_so(capfd):
     stops = StopRequests()
     with stops.listening():
         signal.raise_signal(SIGINT)
-        assert capfd.readouterr().err == "\nStopping behind this step; once more ends at once\n"
+        assert capfd.readouterr().err == "\nStopping after this step; once more ends at once\n"
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(SIGINT)
     assert stops.agreed(0) == Stop("SIGINT", SIGINT)

@@ -20,17 +20,14 @@ logger = logging.getLogger(__name__)
 WARN_SEC = 60.0
 ENDING_SEC = 1.0  # the connections of a process are closed before it has ended
 _CUT_OFF = ConnectionError, EOFError  # also where a worker ends while it hands over a batch
-Owed: TypeAlias = dict[int, Sequence[Any]]  # the indices of batches asked for, by the position behind them
+Owed: TypeAlias = dict[int, Sequence[Any]]  # the indices of batches asked for, by the position after them
 
 
 class WorkerNotes:
-    """Where each worker notes which batch it makes: its pid, the position behind the batch, and the samples it has.
-
-    Writing takes a tenth of a microsecond per sample, and no lock.
-    """
+    """Where each worker notes which batch it makes: its pid, the position after the batch, and the samples it has."""
 
     def __init__(self, num_workers: int) -> None:
-        self._rows: Array[c_int64] = RawArray("q", 3 * num_workers)
+        self._rows: Array[c_int64] = RawArray("q", 3 * num_workers)  # without a lock
 
     def begin(self, position: int) -> int | None:
         """In a worker: its place for `count`; None elsewhere."""
@@ -125,17 +122,17 @@ class Watch:
 
     def describe(self, owed: Owed) -> str:
         """The workers that have ended, or else the one that owes the next batch."""
-        rows = [(0, -1, 0)] * len(self._processes) if self._notes is None else self._notes.read()
         by_pid = {process.pid: process for process in self._processes}
-        ended = [process for process in self._processes if not process.is_alive()]
-        known = [(number, row) for number, row in enumerate(rows) if row[0] in by_pid]
+        ended = {process.pid for process in self._processes if not process.is_alive()}
+        rows = [] if self._notes is None else [row for row in enumerate(self._notes.read()) if row[1][0] in by_pid]
         next_owed = min(owed, default=None)
-        said = [(n, row) for n, row in known if by_pid[row[0]] in ended] or [e for e in known if e[1][1] == next_owed]
-        parts = [self._describe_worker(number, by_pid[row[0]], row, owed) for number, row in said]
-        if not parts:  # a stream, or all of them are idle
-            parts = [f"worker {_state(process)}" for process in ended or self._processes]
-            if next_owed is not None:
-                parts.append(f"no worker has begun the next batch, of {self._name(owed[next_owed])}")
+        said = [row for row in rows if row[1][0] in ended] or [row for row in rows if row[1][1] == next_owed]
+        if said:
+            return "; ".join(self._describe_worker(n, by_pid[row[0]], row, owed) for n, row in said)
+        # a stream, or all of them are idle
+        parts = [f"worker {_state(process)}" for pid, process in by_pid.items() if pid in ended or not ended]
+        if next_owed is not None:
+            parts.append(f"no worker has started the next batch, of {self._name(owed[next_owed])}")
         return "; ".join(parts)
 
     def _describe_worker(self, number: int, process: BaseProcess, row: tuple[int, int, int], owed: Owed) -> str:

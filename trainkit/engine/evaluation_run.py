@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -49,16 +49,6 @@ def evaluate_models(
     return {**results["ema"], "raw": results["raw"]}
 
 
-class _Trainer(Protocol):
-    """What is needed of a `DefaultTrainer` class."""
-
-    @classmethod
-    def build_model(cls, cfg: CfgNode) -> nn.Module: ...
-
-    @classmethod
-    def test(cls, cfg: CfgNode, model: nn.Module) -> dict[str, Any]: ...
-
-
 class EvaluationRun(TrainerBase):
     """Load MODEL.WEIGHTS, or else the last checkpoint of the run, and evaluate it on DATASETS.TEST.
 
@@ -66,13 +56,13 @@ class EvaluationRun(TrainerBase):
     when a checkpoint is loaded do it here too; those that a trainer class builds or registers itself do not.
 
     Args:
-        trainer_class: whose ``build_model`` and ``test`` are used, a subclass of `DefaultTrainer`.
+        trainer_class: a subclass of `DefaultTrainer`, whose ``build_model`` and ``test`` are used.
 
     Raises:
         ConfigError: a setting is not accepted.
     """
 
-    def __init__(self, cfg: CfgNode, trainer_class: type[_Trainer]) -> None:
+    def __init__(self, cfg: CfgNode, trainer_class: Any) -> None:
         super().__init__()
         import_modules(cfg.IMPORTS)
         check_values(cfg)
@@ -96,19 +86,16 @@ class EvaluationRun(TrainerBase):
             SystemExit: with code 1 if the results differ from TEST.EXPECTED_RESULTS.
         """
         self._load()
-        self.iter = self.last_done_iter + 1  # as behind the last iteration of the training
+        self.iter = self.last_done_iter + 1  # as after the last iteration of the training
         with EventStorage(self.iter) as self.storage, observe_inference(self, "test"):
             results = evaluate_models(self._test, self.cfg, self.model, self.hooks)
-            self._write_images()
+            if self.storage.images() and "tensorboard" in self.cfg.LOG.WRITERS and comm.is_main_process():
+                for writer in default_writers(self.cfg.OUTPUT_DIR, names=["tensorboard"]):
+                    writer.write()
+                    writer.close()
         if comm.is_main_process() and self.cfg.TEST.EXPECTED_RESULTS:
             verify_results(self.cfg, results)
         return results
-
-    def _write_images(self) -> None:
-        if self.storage.images() and "tensorboard" in self.cfg.LOG.WRITERS and comm.is_main_process():
-            for writer in default_writers(self.cfg.OUTPUT_DIR, names=["tensorboard"]):
-                writer.write()
-                writer.close()
 
     def _load(self) -> None:
         if self.cfg.MODEL.WEIGHTS:

@@ -43,24 +43,22 @@ class GlobalBatch:
 
     def save(self) -> None:
         """On rank 0, for the next start."""
-        if comm.is_main_process():
-            try:
+        try:
+            if comm.is_main_process():
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 write_text(json.dumps(self._record), self._path)
-            except OSError as error:  # a CheckpointError is one
-                logger.warning("Starts with another number of processes will not know the batch of this one: %s", error)
+        except OSError as error:  # a CheckpointError is one
+            logger.warning("Starts with another number of processes will not know the batch of this one: %s", error)
 
     def _read(self) -> dict[str, Any] | None:
-        if not any(self._path.parent.glob("*.pth")):
-            return None  # nothing to go on from: it may be of another job
+        if not self._path.exists() or not any(self._path.parent.glob("*.pth")):
+            return None  # without a checkpoint to go on from it may be of another job
         try:
             record = json.loads(self._path.read_text())
             record = {"world_size": int(record["world_size"]), "asked": list(record["asked"])}
             if record["world_size"] < 1:
                 raise ValueError(f"world_size must be 1 or more, got {record['world_size']}")
             return record
-        except FileNotFoundError:
-            return None
         except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             logger.warning("'%s' is damaged and does not count: %s", self._path, error)
             return None

@@ -42,11 +42,10 @@ def create_ddp_model(
     if "broadcast_buffers" in kwargs and "forward_sync_buffers" in known:  # its name in newer versions of torch
         kwargs["forward_sync_buffers"] = kwargs.pop("broadcast_buffers")
     ddp = DistributedDataParallel(model, **kwargs)
-    if fp16_compression:
-        ddp.register_comm_hook(state=None, hook=default_hooks.fp16_compress_hook)
-    if bf16_compression:
+    if fp16_compression or bf16_compression:
+        hook = default_hooks.fp16_compress_hook if fp16_compression else default_hooks.bf16_compress_hook
         try:
-            ddp.register_comm_hook(state=None, hook=default_hooks.bf16_compress_hook)
+            ddp.register_comm_hook(state=None, hook=hook)
         except TypeError as error:
             raise ConfigError(
                 "torch refuses bf16_compression (MODEL.DDP.COMPRESSION bf16) here; use fp16, or none: " + str(error)

@@ -1,4 +1,4 @@
-"""When something that happens every so often happens: the one rule of all hooks."""
+"""The one rule of all hooks that do something every so often."""
 
 from typing import Any
 
@@ -12,8 +12,7 @@ def is_due(trainer: Any, period: int, *, offset: int = 0, or_last: bool = False)
     True after the iterations ``period - 1, 2 * period - 1, ...`` (with an offset, see `is_nth`, which counts them from
     1), with ``or_last`` also after the last one.
     """
-    done = trainer.iter + 1
-    return is_nth(done, period, offset) or (or_last and done >= trainer.max_iter)
+    return is_nth(trainer.iter + 1, period, offset) or (or_last and is_last(trainer))
 
 
 def is_due_epoch(trainer: Any, period: int, *, offset: int = 0, or_last: bool = False) -> bool:

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 class DefaultPredictor:
     """The model of a config with the weights MODEL.WEIGHTS, for one sample or a list of samples.
 
-    It gives what evaluation gives for the same sample: the test transform, the collate function, eval mode and no
-    gradients are the same. Where the config evaluates the averaged weights of an `EMAHook`, those of the file are used.
+    It gives what evaluation gives for the same sample. Where the config evaluates the averaged weights of an `EMAHook`,
+    those of the file are used.
 
     Raises:
         ConfigError: MODEL.WEIGHTS is empty.

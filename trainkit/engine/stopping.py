@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")  # Windows has no SIGHUP
 _RANKS_WAIT_SEC = 20.0  # torchrun kills after 30 s
-_HINT = b"\nStopping behind this step; once more ends at once\n"
+_HINT = b"\nStopping after this step; once more ends at once\n"
 
 
 class Stop(NamedTuple):
@@ -37,12 +37,7 @@ class Stop(NamedTuple):
         return 0 if self.signum is None else 128 + self.signum
 
     def pass_on(self) -> None:
-        """End the process as the signal would have done; nothing happens if it was no signal.
-
-        Raises:
-            KeyboardInterrupt: it was SIGINT.
-            SystemExit: it was another one.
-        """
+        """Raise KeyboardInterrupt or SystemExit, as the signal would have done; nothing if it was no signal."""
         if self.signum == signal.SIGINT:
             raise KeyboardInterrupt
         if self.signum is not None:
@@ -58,17 +53,16 @@ class StopRequests(Waiter):
 
     The ranks exchange a flag beside the steps, started at every ``check_period // 2``-th of them and read at the next
     such step, so that none waits for another.
+
+    Args:
+        check_period: in steps, the same on all ranks: the run stops at most so many after the first request. With 1
+            the ranks wait for each other at each step. One process stops at once.
+
+    Raises:
+        ValueError: ``check_period`` is less than 1 step.
     """
 
     def __init__(self, check_period: int = 20) -> None:
-        """
-        Args:
-            check_period: in steps, the same on all ranks: how far behind the first request the run stops at most. With
-                1 the ranks wait for each other at each step. One process stops at once.
-
-        Raises:
-            ValueError: ``check_period`` is less than 1 step.
-        """
         self.check_period = check_period
         self._requests: list[Stop] = []
         self._asked_at = 0.0
@@ -116,29 +110,27 @@ class StopRequests(Waiter):
         return bool(self._requests)
 
     def reset(self) -> None:
-        """Forget what was asked for; every rank calls it in the thread of the loop when a run begins."""
+        """Forget what was asked for; every rank calls it in the thread of the loop when a run starts."""
         self._requests, self._agreed, self._exchange = [], None, None
         self._group = comm.side_group("stopping")
 
     def agreed(self, iter: int) -> Stop | None:
-        """What ends the run here, the same on every rank; every rank calls it behind each step, with its number."""
+        """What ends the run here, the same on every rank; every rank calls it after each step, with its number."""
         if self._group is None:
             return self.agree_now() if self._requests else None
-        at_once = self.check_period == 1
-        if self._agreed is None and (at_once or iter % (self.check_period // 2) == 0):
-            if at_once:
+        if self._agreed is None and iter % max(self.check_period // 2, 1) == 0:
+            if self.check_period == 1:
                 self._start_exchange()
             if self._read_exchange():
                 return self.agree_now()
-            if not at_once:
+            if self.check_period > 1:
                 self._start_exchange()
         return self._agreed
 
     def agree_now(self) -> Stop | None:
         """As `agreed`, and waits for all ranks."""
         if self._agreed is None:
-            mine = next((stop for stop in self._requests if stop.signum is not None), None)
-            mine = mine or (self._requests[0] if self._requests else None)
+            mine = min(self._requests, key=lambda stop: stop.signum is None, default=None)
             by_rank = [mine] if self._group is None else comm.all_gather(mine, group=self._group)
             asked = [(stop.signum is None, rank, stop) for rank, stop in enumerate(by_rank) if stop is not None]
             if asked:
@@ -157,6 +149,8 @@ class StopRequests(Waiter):
         if threading.current_thread() is threading.main_thread():
             signums = [signal.Signals[name] for name in _SIGNALS if hasattr(signal, name)]
             former = {signum: signal.getsignal(signum) for signum in signums}
+            # None is a handler that Python does not know and could not put back
+            former = {signum: handler for signum, handler in former.items() if handler not in (None, signal.SIG_IGN)}
 
         def ask(signum: int, frame: FrameType | None) -> None:
             self.request(signal.Signals(signum).name, signum)
@@ -167,28 +161,25 @@ class StopRequests(Waiter):
                         os.write(2, _HINT)  # a handler may interrupt a print or a log call, so neither may be used
             self.look_up()
 
-        # None is a handler that Python does not know and could not put back
-        taken = [signum for signum in former if former[signum] not in (None, signal.SIG_IGN)]
         self._may_abandon = may_abandon
         token = waiting.waiter.set(self)
         try:
-            for signum in taken:
+            for signum in former:
                 signal.signal(signum, ask)
             yield
             self._read_exchange()  # every rank has started it
         finally:
-            for signum in taken:
-                signal.signal(signum, former[signum])
+            for signum, handler in former.items():
+                signal.signal(signum, handler)
             waiting.waiter.reset(token)
-            self._may_abandon = _never
-            self._exchange = None
+            self._may_abandon, self._exchange = _never, None
 
     def _start_exchange(self) -> None:
         flag = torch.tensor([self.pending], dtype=torch.int32)
         self._exchange = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True), flag
 
     def _read_exchange(self) -> bool:
-        """Whether any rank was asked to stop when the exchange under way began; waits for that one."""
+        """Whether any rank was asked to stop when the exchange under way started; waits for that one."""
         if self._exchange is None:
             return False
         (work, flag), self._exchange = self._exchange, None

@@ -23,7 +23,7 @@ class Waiter:
     """Who waits for data here; this one cannot be asked to stop.
 
     Attributes:
-        since: the reading of ``time.monotonic()`` when it began to wait; None: it does not.
+        since: the reading of ``time.monotonic()`` when it started to wait; None: it does not.
     """
 
     since: float | None = None
