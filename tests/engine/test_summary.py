@@ -90,7 +90,7 @@ def test_without_a_script_that_has_said_how_it_resumes_the_calls_are_named(tmp_p
 def test_under_torchrun_it_is_its_command(tmp_path, caplog, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     lines, _ = summary(tmp_path, caplog, hooks=[AfterStep(fail)])
-    assert lines[-1] == "to go on: the same torchrun command, with --resume behind the script"
+    assert lines[-1] == "to go on: the same torchrun command, with --resume after the script"
 
 
 def test_before_the_first_checkpoint_there_is_nothing_to_go_on_from(tmp_path, caplog):

@@ -30,10 +30,9 @@ def compile_model(cfg: CfgNode, model: nn.Module) -> None:
 
 
 def explain_graph_break(cfg: CfgNode, error: RuntimeError) -> None:
-    """Say it in one line if the error is that of MODEL.COMPILE.FULLGRAPH.
-
+    """
     Raises:
-        ConfigError: it is.
+        ConfigError: the error is that of MODEL.COMPILE.FULLGRAPH; it is said in one line.
     """
     options = cfg.MODEL.COMPILE
     if not options.ENABLED or not options.FULLGRAPH or not isinstance(error, torch._dynamo.exc.Unsupported):
@@ -47,10 +46,9 @@ def explain_graph_break(cfg: CfgNode, error: RuntimeError) -> None:
 
 
 def require_cpp_compiler(device: torch.device | None) -> None:
-    """Look for what the default backend compiles by for models on a CPU, before it does so in the first step.
-
+    """
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no compiler for models on a CPU; the default backend needs it in the first step.
     """
     if sys.platform != "linux" or (device is not None and device.type != "cpu"):
         return
@@ -64,9 +62,9 @@ def require_cpp_compiler(device: torch.device | None) -> None:
 
 def describe_inexact_compilation(cfg: CfgNode) -> list[str]:
     """What of MODEL.COMPILE a resumed run does not get back."""
-    options, inexact = cfg.MODEL.COMPILE, []
-    if options.ENABLED and options.DYNAMIC is None:
-        inexact.append("kernels depend on the shapes that have come before (MODEL.COMPILE.DYNAMIC None)")
-    if options.ENABLED and options.MODE.startswith("max-autotune"):
-        inexact.append("torch.compile chooses its kernels anew by their speed (MODEL.COMPILE.MODE)")
-    return inexact
+    options = cfg.MODEL.COMPILE
+    reasons = {
+        "kernels depend on the shapes that have come before (MODEL.COMPILE.DYNAMIC None)": options.DYNAMIC is None,
+        "torch.compile chooses its kernels anew by their speed (MODEL.COMPILE.MODE)": "autotune" in options.MODE,
+    }
+    return [reason for reason, is_so in reasons.items() if is_so and options.ENABLED]

@@ -63,8 +63,8 @@ def meeting(url: str, rank: int, world_size: int, timeout: timedelta) -> Iterato
 def _number_of_start(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> int:
     """The same on all ranks. torchrun's own count differs between nodes, and leaves out restarts because of new ones.
 
-    Rank 0 counts, and confirms the number to those ranks that have told it a name: the number that another rank
-    finds may be that of an earlier start.
+    Rank 0 counts, and confirms the number to the ranks that have told it a name: the number that another rank finds
+    at first may be that of an earlier start.
     """
     if rank == 0:
         number = store.add(_STARTS, 1)

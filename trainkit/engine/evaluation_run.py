@@ -31,8 +31,7 @@ def evaluate_models(
     """Call ``test(cfg, model)`` for the weights that the first `EMAHook` of ``hooks`` asks for; every rank calls it.
 
     Returns:
-        The results of the averaged weights, if they are asked for, and else of the model. Of both, those of the
-        model are under "raw", and a table has them all.
+        The results; if both are asked for, those of the averaged weights, and those of the model under "raw".
     """
     averaging = averaging_hook(hooks)
     if averaging is None:
@@ -76,16 +75,21 @@ class EvaluationRun(TrainerBase):
         self.register_hooks(ConfiguredHooks(self.cfg.HOOKS, weakref.proxy(self)).for_evaluation())
 
     def run(self) -> dict[str, Any]:
-        """
-        Returns:
-            The results, on rank 0.
+        """The results, on rank 0.
 
         Raises:
             ConfigError: there is nothing to evaluate.
             trainkit.checkpoint.CheckpointError: the file is missing, broken, or of another model.
             SystemExit: with code 1 if the results differ from TEST.EXPECTED_RESULTS.
         """
-        self._load()
+        if self.cfg.MODEL.WEIGHTS:
+            self.checkpointer.load(self.cfg.MODEL.WEIGHTS, ["trainer"] if self.hooks else [])
+        elif self.checkpointer.has_checkpoint():
+            self.checkpointer.resume_or_load(None, resume=True)
+        else:
+            raise ConfigError(
+                f"there is nothing to evaluate: no checkpoint in {self.checkpointer.save_dir}; set MODEL.WEIGHTS"
+            )
         self.iter = self.last_done_iter + 1  # as after the last iteration of the training
         with EventStorage(self.iter) as self.storage, observe_inference(self, "test"):
             results = evaluate_models(self._test, self.cfg, self.model, self.hooks)
@@ -96,13 +100,3 @@ class EvaluationRun(TrainerBase):
         if comm.is_main_process() and self.cfg.TEST.EXPECTED_RESULTS:
             verify_results(self.cfg, results)
         return results
-
-    def _load(self) -> None:
-        if self.cfg.MODEL.WEIGHTS:
-            self.checkpointer.load(self.cfg.MODEL.WEIGHTS, ["trainer"] if self.hooks else [])
-        elif self.checkpointer.has_checkpoint():
-            self.checkpointer.resume_or_load(None, resume=True)
-        else:
-            raise ConfigError(
-                f"there is nothing to evaluate: no checkpoint in {self.checkpointer.save_dir}; set MODEL.WEIGHTS"
-            )

@@ -25,12 +25,6 @@ def is_fsdp(cfg: CfgNode) -> bool:
     return cfg.MODEL.PARALLEL == "fsdp" and comm.get_world_size() > 1
 
 
-def ddp_keys_set(cfg: CfgNode) -> list[str]:
-    """The keys of MODEL.DDP that differ from their defaults."""
-    defaults = get_cfg().MODEL.DDP
-    return [f"MODEL.DDP.{key}" for key, value in cfg.MODEL.DDP.items() if value != defaults.get(key)]
-
-
 def build_sharded(cfg: CfgNode, build_model: Callable[[CfgNode], nn.Module]) -> nn.Module:
     """``build_model(cfg)``, sharded as ``MODEL.FSDP`` says; every rank calls it. The weights are those of rank 0.
 
@@ -39,19 +33,15 @@ def build_sharded(cfg: CfgNode, build_model: Callable[[CfgNode], nn.Module]) -> 
     Raises:
         ConfigError: a name in BLOCKS fits no module; META_INIT with a parameter that several modules share.
     """
-    if ignored := ddp_keys_set(cfg):
+    defaults, options = get_cfg().MODEL.DDP, cfg.MODEL.FSDP
+    ignored = [f"MODEL.DDP.{key}" for key, value in cfg.MODEL.DDP.items() if value != defaults.get(key)]
+    if ignored:
         logger.warning("%s: no effect under MODEL.PARALLEL fsdp; leave it out", ", ".join(ignored))
-    options = cfg.MODEL.FSDP
-    device = resolve_device(cfg.MODEL.DEVICE)
-    weights: dict[str, Tensor] | None = None
-    if options.META_INIT:
-        model, weights = _build_on_meta(cfg, build_model)
-    else:
-        model = build_model(cfg)
+    model, weights = _build_on_meta(cfg, build_model) if options.META_INIT else (build_model(cfg), None)
     shard_model(
         model,
         find_blocks(model, options.BLOCKS),
-        device_type=device.type,
+        device_type=resolve_device(cfg.MODEL.DEVICE).type,
         param_dtype=_DTYPES[options.PARAM_DTYPE],
         reduce_dtype=_DTYPES[options.REDUCE_DTYPE],
         reshard_after_forward=options.RESHARD_AFTER_FORWARD,
@@ -88,10 +78,10 @@ def shard_model(
 ) -> None:
     """``fully_shard`` for each block and the whole, in place; every rank calls it, before there is an optimizer.
 
-    Parameters and buffers are those that rank 0 has, whatever the others have.
+    Parameters and buffers are those of rank 0, whatever the others have.
 
     Args:
-        blocks: modules of the model; those inside come before those that they are in.
+        blocks: modules of the model; inner ones are sharded before those that they are in.
         param_dtype: in which forward and backward compute; None: that of the parameters.
         reduce_dtype: in which gradients are averaged; None: that of the computation.
         reshard_after_forward: let go of what a block has gathered until the backward pass gathers it again, which
@@ -102,17 +92,15 @@ def shard_model(
     mesh = dist.init_device_mesh(device_type, (comm.get_world_size(),))
     policy = fsdp.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     own = _named_tensors(model)
-    is_meta = any(tensor.is_meta for tensor in own.values())
-    weights = own if weights is None else weights
     order = {module: i for i, module in enumerate(model.modules())}
     blocks = sorted({*blocks} - {model}, key=order.__getitem__, reverse=True)  # inner ones first
     _refuse_parameters_of_two_blocks(model, blocks)
     for block in blocks:
         fsdp.fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     fsdp.fully_shard(model, mesh=mesh, mp_policy=policy)
-    if is_meta:
+    if any(tensor.is_meta for tensor in own.values()):
         model.to_empty(device=torch.cuda.current_device() if device_type == "cuda" else device_type)
-    _take_from_rank_0(model, weights)
+    _take_from_rank_0(model, own if weights is None else weights)
 
 
 @torch.no_grad()
@@ -138,7 +126,11 @@ def _build_on_meta(cfg: CfgNode, build_model: Callable[[CfgNode], nn.Module]) ->
     cfg.freeze()
     with nullcontext() if comm.is_main_process() else torch.device("meta"):
         model = build_model(cfg)
-    _refuse_shared_parameters(model)
+    if shared := [" = ".join(same) for same in _shared_parameters(model)]:
+        raise ConfigError(
+            f"MODEL.FSDP.META_INIT is True, but modules share parameters ({'; '.join(shared)}), which torch makes two "
+            "of when it gives them memory; set META_INIT to False"
+        )
     weights = _named_tensors(model) if comm.is_main_process() else {}
     return model.to("meta"), weights
 
@@ -164,11 +156,3 @@ def _shared_parameters(model: nn.Module) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     return [same for same in names.values() if len(same) > 1]
-
-
-def _refuse_shared_parameters(model: nn.Module) -> None:
-    if shared := [" = ".join(same) for same in _shared_parameters(model)]:
-        raise ConfigError(
-            f"MODEL.FSDP.META_INIT is True, but modules share parameters ({'; '.join(shared)}), which torch makes two "
-            "of when it gives them memory; set META_INIT to False"
-        )

@@ -35,7 +35,8 @@ class DefaultPredictor:
         self.cfg = cfg.clone()
         self.model = build_model(self.cfg).eval()
         checkpointer = Checkpointer(self.model)
-        if _evaluates_average(self.cfg):
+        averaging = [entry for entry in self.cfg.HOOKS if entry["NAME"] == "EMAHook" and entry.get("ENABLED", True)]
+        if averaging and averaging[0].get("EVALUATE", "ema") != "raw":
             checkpointer.add_checkpointable("averaged", _TakeAverage())
         checkpointer.load(self.cfg.MODEL.WEIGHTS, checkpointables=[])
         self._transform = build_transform(self.cfg, is_train=False)
@@ -81,11 +82,6 @@ class _TakeAverage:
 
     def load_state_dict(self, state_dict: Any) -> None:
         pass
-
-
-def _evaluates_average(cfg: CfgNode) -> bool:
-    entries = [entry for entry in cfg.HOOKS if entry["NAME"] == "EMAHook" and entry.get("ENABLED", True)]
-    return bool(entries) and entries[0].get("EVALUATE", "ema") != "raw"
 
 
 def _take(outputs: Any, i: int) -> Any:

@@ -53,13 +53,6 @@ class StopRequests(Waiter):
 
     The ranks exchange a flag beside the steps, started at every ``check_period // 2``-th of them and read at the next
     such step, so that none waits for another.
-
-    Args:
-        check_period: in steps, the same on all ranks: the run stops at most so many after the first request. With 1
-            the ranks wait for each other at each step. One process stops at once.
-
-    Raises:
-        ValueError: ``check_period`` is less than 1 step.
     """
 
     def __init__(self, check_period: int = 20) -> None:

@@ -1,5 +1,6 @@
 """What a run says at its end."""
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -32,8 +33,11 @@ def summarize(trainer: TrainerBase, hooks: Iterable[HookBase], checkpointer: Any
     files = sorted(path.name + "/" * path.is_dir() for path in Path(cfg.OUTPUT_DIR).glob("*") if path.name != LOCK_FILE)
     lines.append(f"files in {cfg.OUTPUT_DIR}: {', '.join(_shortened(files))}")
     if trainer.status != "finished":
+        has_checkpoint = False
+        with contextlib.suppress(CheckpointError, OSError):  # why the run has failed, maybe
+            has_checkpoint = checkpointer.has_checkpoint()
         how = _how_to_go_on(command_of(cfg).resume)
-        lines.append(f"to go on: {how}" if _has_checkpoint(checkpointer) else "there is no checkpoint")
+        lines.append(f"to go on: {how}" if has_checkpoint else "there is no checkpoint")
     return "\n  ".join(lines)
 
 
@@ -48,16 +52,9 @@ def _summary_of(hook: HookBase) -> str:
 def _shortened(files: list[str]) -> list[str]:
     """Without the periodic checkpoints between the first and the last."""
     between = [name for name in files if _PERIODIC.fullmatch(name)][1:-1]
-    if len(between) < 2:
-        return files
-    return ["..." if name == between[0] else name for name in files if name not in between[1:]]
-
-
-def _has_checkpoint(checkpointer: Any) -> bool:
-    try:
-        return checkpointer.has_checkpoint()
-    except (CheckpointError, OSError):  # why the run has failed, maybe
-        return False
+    if len(between) > 1:
+        files = ["..." if name == between[0] else name for name in files if name not in between[1:]]
+    return files
 
 
 def _how_to_go_on(resumes: bool | None) -> str:
@@ -67,7 +64,7 @@ def _how_to_go_on(resumes: bool | None) -> str:
     if resumes is None:
         return "build the trainer again, resume_or_load(resume=True), train()"
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        return "the same torchrun command" + ("" if resumes else ", with --resume behind the script")
+        return "the same torchrun command" + ("" if resumes else ", with --resume after the script")
     arguments = sys.argv[1:]
     if multiprocessing.parent_process() is None:
         head = ["python", *sys.orig_argv[1 : len(sys.orig_argv) - len(arguments)]]  # -m and the module, or a script

@@ -10,23 +10,15 @@ POLL_SEC = 5.0  # how long one waits before anything is looked up
 
 
 class Abandoned(BaseException):
-    """The run is to stop, and leaves what it is doing. No Exception, as it may be raised while a dataset reads.
+    """The run is to stop, and leaves what it is doing. No Exception, as it may be raised while a dataset reads."""
 
-    Attributes:
-        nothing_done: whether all of its step is left to do.
-    """
-
-    nothing_done = False
+    nothing_done = False  # whether all of its step is left to do
 
 
 class Waiter:
-    """Who waits for data here; this one cannot be asked to stop.
+    """Who waits for data here; this one cannot be asked to stop."""
 
-    Attributes:
-        since: the reading of ``time.monotonic()`` when it started to wait; None: it does not.
-    """
-
-    since: float | None = None
+    since: float | None = None  # ``time.monotonic()`` when it started to wait; None: it does not wait
 
     def look_up(self) -> None:
         """Called every `POLL_SEC` of a wait.

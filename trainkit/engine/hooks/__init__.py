@@ -7,11 +7,9 @@ from trainkit.engine.hooks.checkpoint import BestCheckpointer, PeriodicCheckpoin
 from trainkit.engine.hooks.configured import ConfiguredHooks
 from trainkit.engine.hooks.early_stopping import EarlyStopping
 from trainkit.engine.hooks.ema import EMAHook
-from trainkit.engine.hooks.empty_cache import EmptyCache
 from trainkit.engine.hooks.evaluation import EvalHook, FinalEvalHook
-from trainkit.engine.hooks.garbage_collection import GarbageCollection
 from trainkit.engine.hooks.lr_scheduler import LRScheduler
-from trainkit.engine.hooks.memory import TorchMemoryStats
+from trainkit.engine.hooks.memory import EmptyCache, GarbageCollection, TorchMemoryStats
 from trainkit.engine.hooks.param_scheduler import ParamScheduler
 from trainkit.engine.hooks.precise_bn import PreciseBN
 from trainkit.engine.hooks.profiler import TorchProfiler

@@ -1,10 +1,12 @@
-"""How much device memory training takes."""
+"""What a process holds in memory: how much it is, and when it is given back."""
 
+import gc
 import logging
+from typing import Any
 
 import torch
 
-from trainkit.engine.hook_base import HookBase
+from trainkit.engine.hook_base import SAVE_POINT, HookBase
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.periods import check_period, is_due
 from trainkit.utils.numbers import is_whole
@@ -45,3 +47,68 @@ class TorchMemoryStats(HookBase):
         )
         if self._runs == self._max_runs:
             logger.info("\n%s", torch.cuda.memory_summary())
+
+
+@HOOK_REGISTRY.register()
+class EmptyCache(HookBase):
+    """Let torch give the accelerator's memory that it holds but does not use back; without one nothing happens.
+
+    It waits for the device, and the next allocations are slow: for jobs whose training and evaluation do not fit
+    side by side. An evaluation counts as an epoch, each of its batches as a step.
+    """
+
+    priority = SAVE_POINT + 1
+
+    def __init__(self, before_epoch: bool = False, after_step: bool = False, after_epoch: bool = True) -> None:
+        chosen = {
+            ("before_epoch", "before_eval"): before_epoch,
+            ("after_step", "after_eval_step"): after_step,
+            ("after_epoch", "after_eval"): after_epoch,
+        }
+        for points, is_on in chosen.items():
+            for point in points if is_on else ():
+                # on the object, not in the class: the points of epochs need a trainer that has epochs
+                setattr(self, point, _empty_cache)
+
+
+def _empty_cache(*_: Any) -> None:
+    if torch.accelerator.is_available():
+        torch.get_device_module().empty_cache()
+
+
+@HOOK_REGISTRY.register()
+class GarbageCollection(HookBase):
+    """Collect cyclic garbage every ``period`` iterations and at no other time, on all ranks in the same step.
+
+    Otherwise each rank pauses when it likes, and all the others wait for it. Python's own collection is off during
+    training.
+
+    Args:
+        generation: 0 to 2, see ``gc.collect``; 2 looks at every object and takes seconds in a large program.
+
+    Raises:
+        ValueError: ``period`` is less than 1 iteration, or there is no such generation.
+    """
+
+    priority = SAVE_POINT + 1
+
+    def __init__(self, period: int = 1000, generation: int = 1) -> None:
+        if generation not in (0, 1, 2):
+            raise ValueError(f"generation must be 0, 1 or 2, got {generation!r}")
+        self._period = check_period("period", period, minimum=1)
+        self._generation = generation
+        self._was_enabled = False
+
+    def before_train(self) -> None:
+        self._was_enabled = gc.isenabled()
+        gc.disable()
+        gc.collect()  # what building the job has left
+
+    def after_step(self) -> None:
+        if is_due(self.trainer, self._period):
+            gc.collect(self._generation)
+
+    def after_train(self) -> None:
+        if self._was_enabled:
+            gc.enable()
+            self._was_enabled = False  # a run that fails before it starts has nothing to put back

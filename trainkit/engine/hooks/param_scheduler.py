@@ -23,7 +23,7 @@ class ParamScheduler(HookBase):
     """Set a field of the optimizer's parameter groups to a function of the iteration; store the value that was used.
 
     The first values stay in the groups as ``initial_<param>``, and so in the optimizer's state. Groups without the
-    field are left alone. It is stored under the name ``param``, as that of the group with the most values.
+    field are left alone. The value that is stored is that of the group with the most values.
 
     Args:
         param: the key of a number in the groups, such as ``weight_decay``; ``betas.0`` and ``betas.1`` are items, and
@@ -33,9 +33,8 @@ class ParamScheduler(HookBase):
         max_iter: the END of entries that have none; default is that of each ``train()`` call.
 
     Raises:
-        ConfigError: an entry of the list is wrong.
-        TypeError: ``param`` is no text, or ``schedules`` neither.
-        ValueError: ``max_iter`` is less than 1 iteration.
+        ConfigError, TypeError, ValueError: an argument is not accepted; before training: no group has the field, or
+            another hook sets it.
     """
 
     def __init__(
