@@ -215,7 +215,9 @@ def test_a_field_that_no_group_has_is_an_error_before_the_first_step(param, mess
 @pytest.mark.parametrize("param", ["betas.2", "betas.x", "betas"])
 def test_an_item_that_no_group_has_is_an_error_that_lists_them(param):
     trainer, _ = make(ParamScheduler(param, HALVE), adam(), lambda group: None)
-    with pytest.raises(ValueError, match=f"param is '{param}', but .* It has: betas.0, betas.1, eps, lr, weight_decay"):
+    with pytest.raises(
+        ValueError, match=f"param is '{param}', but .* It has: betas.0, betas.1, eps, lr, momentum, weight_decay"
+    ):
         trainer.train(0, 1)
 
 

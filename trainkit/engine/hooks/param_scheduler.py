@@ -57,14 +57,19 @@ class ParamScheduler(HookBase):
         given, max_iter = self._given, self._max_iter or self.trainer.max_iter
         self._schedule = given if callable(given) else build_schedule(given, max_iter, self._where)
         groups = self.trainer.optimizer.param_groups
+        fields = [(group, _fields(group)) for group in groups]
         self._targets = [
-            (group, key, index)
-            for group in groups
-            if not (self.param == "lr" and group.get("fixed_lr"))
-            for key, index in _places(group, self.param)
+            (group, *found[self.param])
+            for group, found in fields
+            if self.param in found and not (self.param == "lr" and group.get("fixed_lr"))
         ]
         if not self._targets:
-            raise ConfigError(self._explain_absence(groups))
+            accepted = sorted({name for _, found in fields for name in found})
+            nearest = get_close_matches(self.param, accepted, n=1)
+            raise ConfigError(
+                f"param is {self.param!r}, but no parameter group of {type(self.trainer.optimizer).__name__} has such "
+                f"a number; {f'did you mean {nearest[0]!r}? ' if nearest else ''}It has: {', '.join(accepted)}"
+            )
         # read from their device once, not at each step
         self._bases = [
             float(group.setdefault(f"initial_{self.param}", float(_get(group, key, index))))
@@ -99,33 +104,19 @@ class ParamScheduler(HookBase):
             if isinstance(hook, ParamScheduler) and hook is not self and hook.param == self.param:
                 raise ConfigError(f"two ParamScheduler hooks set {self.param}; list their schedules in one of them")
 
-    def _explain_absence(self, groups: list[dict[str, Any]]) -> str:
-        accepted = {key for group in groups for key in group if any(_places(group, key))}
-        accepted |= {f"betas.{index}" for group in groups for index in range(len(group.get("betas", ())))}
-        nearest = get_close_matches(self.param, accepted, n=1)
-        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-        return (
-            f"param is {self.param!r}, but no parameter group of {type(self.trainer.optimizer).__name__} has such a "
-            f"number; {hint}It has: {', '.join(sorted(accepted))}"
-        )
 
-
-def _places(group: dict[str, Any], param: str) -> list[tuple[str, int | None]]:
-    """Where a group has the field: its key, and the index in a tuple; empty if it has not."""
-    name, _, index = param.partition(".")
-    if name == "momentum" and name not in group and not index:
-        name, index = "betas", "0"
-    if not index and _is_scheduled(group.get(name)):
-        return [(name, None)]
-    values = group.get(name)
-    if index.isdecimal() and isinstance(values, tuple | list) and int(index) < len(values):
-        return [(name, int(index))]
-    return []
+def _fields(group: dict[str, Any]) -> dict[str, tuple[str, int | None]]:
+    """name -> key, and index if the value is a tuple, of each number in a parameter group."""
+    found: dict[str, tuple[str, int | None]] = {}
+    for key, value in group.items():
+        if isinstance(value, Tensor) or is_number(value):
+            found[key] = key, None
+        elif isinstance(value, tuple | list):
+            found |= {f"{key}.{i}": (key, i) for i, item in enumerate(value) if is_number(item) or key == "betas"}
+    if "betas" in group:
+        found.setdefault("momentum", ("betas", 0))
+    return found
 
 
 def _get(group: dict[str, Any], key: str, index: int | None) -> Any:
     return group[key] if index is None else group[key][index]
-
-
-def _is_scheduled(value: Any) -> bool:
-    return isinstance(value, Tensor) or is_number(value)
