@@ -10,7 +10,7 @@ Callback = Callable[..., None]
 class CallbackHook(HookBase):
     """Call functions at hook points, each with the trainer: ``CallbackHook(after_step=lambda trainer: ...)``.
 
-    What the point has of arguments comes behind the trainer.
+    Arguments of the point follow the trainer.
 
     Raises:
         TypeError: a point is unknown, or what is given for it cannot be called.
