@@ -193,7 +193,7 @@ def test_old_file_that_cannot_be_removed_is_a_warning(tmp_path, caplog):
     run(tmp_path, [1], period=1, max_to_keep=1)
 
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "Cannot remove the old checkpoint" in warning
+    assert "Old checkpoints are not removed" in warning
     assert "model_0000000.pth" in warning
 
 
@@ -209,7 +209,7 @@ def test_a_folder_that_cannot_be_listed_gets_its_checkpoint_and_a_warning(tmp_pa
         checkpointer.wait()
 
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert warning == f"Cannot look for old checkpoints in '{tmp_path}': Stale file handle"
+    assert warning.endswith("Stale file handle")
     assert files(tmp_path) == ["model_0000000"]
 
 

@@ -30,10 +30,6 @@ class PeriodicCheckpointer:
         file_prefix: of the file names.
         start: iterations before the first periodic save, from which the others are counted; 0: the first is ``period``.
         save_last: whether there is a final file.
-
-    Raises:
-        ValueError: ``period`` or ``start`` is negative, or ``max_to_keep`` less than 1, or one is no whole number;
-            ``file_prefix`` is no file name.
     """
 
     def __init__(
@@ -102,17 +98,12 @@ class PeriodicCheckpointer:
             return
         try:
             numbered = self._numbered_files()
+            # Files of later iterations belong to an earlier run in this folder; they are neither counted nor removed.
+            newest_first = sorted((number for number in numbered if number < iteration), reverse=True)
+            for number in newest_first[self.max_to_keep - 1 :]:
+                remove_checkpoint(os.path.join(self.checkpointer.save_dir, numbered[number]))
         except OSError as error:
-            _logger.warning("Cannot look for old checkpoints in '%s': %s", self.checkpointer.save_dir, error.strerror)
-            return
-        # Files of later iterations belong to an earlier run in this folder; they are neither counted nor removed.
-        newest_first = sorted((number for number in numbered if number < iteration), reverse=True)
-        for number in newest_first[self.max_to_keep - 1 :]:
-            path = os.path.join(self.checkpointer.save_dir, numbered[number])
-            try:
-                remove_checkpoint(path)
-            except OSError as error:
-                _logger.warning("Cannot remove the old checkpoint '%s': %s", path, error.strerror)
+            _logger.warning("Old checkpoints are not removed, the next save tries again: %s", error)
 
     def _numbered_files(self) -> dict[int, str]:
         """iteration -> file name"""

@@ -60,7 +60,7 @@ def launch(
     Raises:
         ValueError: the counts make no sense, the machine has too few devices, or several machines have no ``dist_url``.
         torch.multiprocessing.ProcessRaisedException: a process failed; its number and its traceback are in the text.
-        torch.multiprocessing.ProcessExitedException: a process was killed; its number and the signal are in the text.
+        torch.multiprocessing.ProcessExitedException: a process was killed, by the signal in the text.
         SystemExit: a process ended so, with its code; 143, 129 or 130 if SIGTERM, SIGHUP or SIGINT stopped the run.
     """
     if all(name in os.environ for name in _TORCHRUN):
@@ -224,9 +224,11 @@ def _tell_torchrun(error: BaseException) -> None:
     """Write its error file, as ``record`` of torch does; for an exit of `user_errors_exit` too."""
     if isinstance(error, SystemExit):
         error = error.__context__ or error
-    if isinstance(error, Exception) and "TORCHELASTIC_ERROR_FILE" in os.environ:
+    if isinstance(error, Exception):
         get_error_handler().record_exception(error)
-        time.sleep(1.1)  # torchrun compares whole seconds to find the first failure: the others fail of this one later
+        # torchrun compares whole seconds to find the first failure, so the others, which fail of this one, do it later;
+        # and until then they find the store of rank 0
+        time.sleep(1.1)
 
 
 def _free_port() -> int:

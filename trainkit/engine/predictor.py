@@ -44,13 +44,9 @@ class DefaultPredictor:
 
     @torch.no_grad()
     def __call__(self, inputs: Any) -> Any:
-        """Predict for one sample, or for a list of samples as one batch.
+        """The model's output for one sample, or a list of outputs for a list of samples, which is one batch.
 
-        Args:
-            inputs: as in the test dataset, before its transform; what only losses need may be missing.
-
-        Returns:
-            The model's output for the sample; a list of them for a list.
+        Samples are as in the test dataset, before its transform; what only losses need may be missing.
         """
         single = not isinstance(inputs, list)
         samples = [inputs] if single else inputs

@@ -122,10 +122,7 @@ def user_errors_exit() -> Iterator[None]:
 
 
 def own_folders(cfg: CfgNode) -> list[str]:
-    """Lock OUTPUT_DIR and CHECKPOINT.DIR for this run, on rank 0, until `release_folders` or the end of the process.
-
-    Returns:
-        What the log has to say of runs that were killed there.
+    """Lock OUTPUT_DIR and CHECKPOINT.DIR for this run, on rank 0; returns lines for the log.
 
     Raises:
         ConfigError: another run writes there, or a folder cannot be written.

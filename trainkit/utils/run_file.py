@@ -43,8 +43,7 @@ class RunFile:
                 rest = rest[file.write(rest) :]
             self._length = file.seek(0, os.SEEK_END)
         except OSError:
-            with contextlib.suppress(OSError):  # the next one who opens the file tries again
-                self._take_back()
+            self._take_back()
             raise
         if was_deleted:  # last: it may go into this very file
             logger.error("%s was deleted while the run goes on; all of it is written again", self._path)
@@ -122,13 +121,12 @@ class RunFile:
 
     def _take_back(self) -> None:
         if self._file is not None:
-            file, self._file = self._file, None  # its disk may be gone
             try:
-                file.truncate(self._length)
-            except OSError:
-                file.close()
-                raise
-            self._file = file
+                self._file.truncate(self._length)
+            except OSError:  # its disk may be gone; the next append opens the file again
+                file, self._file = self._file, None
+                with contextlib.suppress(OSError):
+                    file.close()
 
     def _cut(self, file: FileIO, length: int, size: int) -> int:
         if size < length or (length > 0 and self._byte(length - 1) != b"\n"):

@@ -92,12 +92,7 @@ class OwnedFolder:
 
 
 def own_folder(folder: str | os.PathLike[str]) -> OwnedFolder:
-    """Make a folder that of this process, until `release_folder` or its end; again and again, if it likes.
-
-    Raises:
-        FolderInUseError: a run of another process owns it.
-        OSError: the folder cannot be written.
-    """
+    """Make a folder that of this process, until `release_folder` or its end; raises as `OwnedFolder`."""
     path = os.path.realpath(folder)
     if not _is_owned(path):
         _owned[path] = OwnedFolder(path)

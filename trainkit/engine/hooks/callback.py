@@ -8,12 +8,9 @@ Callback = Callable[..., None]
 
 
 class CallbackHook(HookBase):
-    """Call functions at hook points, each with the trainer: ``CallbackHook(after_step=lambda trainer: ...)``.
+    """Call functions at hook points: ``CallbackHook(after_step=lambda trainer: ...)``.
 
     Arguments of the point follow the trainer.
-
-    Raises:
-        TypeError: a point is unknown, or what is given for it cannot be called.
     """
 
     def __init__(self, **callbacks: Callback | None) -> None:

@@ -18,7 +18,6 @@ class CheckFiniteLoss(HookBase):
 
     Raises:
         FloatingPointError: in ``after_backward``, on every rank, if a loss of any rank is not finite.
-        ValueError: ``interval`` is less than 1 iteration.
     """
 
     def __init__(self, interval: int = 50) -> None:

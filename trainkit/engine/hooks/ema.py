@@ -33,9 +33,6 @@ class EMAHook(HookBase):
         buffers: "copy" takes the model's as they are, "average" averages those of floating-point numbers.
         evaluate: what an evaluation runs: the averaged weights ("ema"), those of the model ("raw"), or "both", with
             the model's results under "raw".
-
-    Raises:
-        ValueError, TypeError: an argument is not accepted.
     """
 
     def __init__(

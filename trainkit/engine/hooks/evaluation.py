@@ -32,9 +32,6 @@ class EvalHook(HookBase):
 
     Attributes:
         evaluated_iters: how many iterations the model had when it was evaluated last; -1: it was not yet.
-
-    Raises:
-        TypeError, ValueError: an argument is not accepted; before training: ``by_epoch``, and there are no epochs.
     """
 
     priority = SAVE_POINT + 1

@@ -25,9 +25,6 @@ class LRScheduler(HookBase):
         scheduler: a torch scheduler, stepped once per iteration, or an fvcore ``ParamScheduler``, which gives a factor
             of the base learning rate over the whole run and keeps its last value at the end. Default is
             ``trainer.scheduler``.
-
-    Raises:
-        TypeError: ``scheduler`` is neither, or steps by a metric.
     """
 
     def __init__(

@@ -85,9 +85,6 @@ class GarbageCollection(HookBase):
 
     Args:
         generation: 0 to 2, see ``gc.collect``; 2 looks at every object and takes seconds in a large program.
-
-    Raises:
-        ValueError: ``period`` is less than 1 iteration, or there is no such generation.
     """
 
     priority = SAVE_POINT + 1

@@ -33,8 +33,7 @@ class ParamScheduler(HookBase):
         max_iter: the END of entries that have none; default is that of each ``train()`` call.
 
     Raises:
-        ConfigError, TypeError, ValueError: an argument is not accepted; before training: no group has the field, or
-            another hook sets it.
+        ConfigError: before training, if no group has the field or another hook sets it.
     """
 
     def __init__(

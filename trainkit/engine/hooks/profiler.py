@@ -26,9 +26,6 @@ class TorchProfiler(HookBase):
         output_dir: default is the folder ``profile`` in the config's OUTPUT_DIR.
         activities: default is all that the machine has, see ``torch.profiler.profile``.
         save_tensorboard: for TensorBoard's profiler plugin; False: ``trace_iter<N>.json`` for ``chrome://tracing``.
-
-    Raises:
-        ValueError: ``enable_predicate`` is neither; before training: there is no ``output_dir``, and no config.
     """
 
     def __init__(

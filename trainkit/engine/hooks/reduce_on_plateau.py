@@ -28,9 +28,7 @@ class ReduceOnPlateau(MetricHook):
         min_factor: all reductions together do not go below it.
 
     Raises:
-        ValueError: an argument is not accepted.
-        ConfigError: before training, if ``trainer.scheduler`` cannot be reduced, or no `LRScheduler` hook steps and
-            saves it.
+        ConfigError: before training, if ``trainer.scheduler`` cannot be reduced, or no `LRScheduler` hook steps it.
     """
 
     def __init__(

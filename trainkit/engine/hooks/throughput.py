@@ -32,10 +32,6 @@ class Throughput(HookBase):
     Args:
         period: in iterations.
         peak_tflops: of one device in the precision of the job, in 10^12 operations per second.
-
-    Raises:
-        ValueError: an argument is not accepted; before training: there is ``peak_tflops``, but the model gives no
-            ``flops_per_sample``; in the first step: the trainer sets no ``batch``.
     """
 
     def __init__(self, period: int = 20, peak_tflops: float | None = None) -> None:

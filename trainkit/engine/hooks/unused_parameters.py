@@ -32,7 +32,6 @@ class UnusedParameters(HookBase):
 
     Raises:
         RuntimeError: in ``after_backward``, if ``raise_error`` and there are such parameters.
-        ValueError: ``period`` is negative.
     """
 
     def __init__(self, period: int = 1, raise_error: bool = False) -> None:

@@ -44,11 +44,6 @@ class VisualizationHook(HookBase):
             ``[H, W, 3]``, uint8. Random numbers that it draws change nothing outside.
         period: in batches of an evaluation.
         output_dir: default is ``visualization`` in the OUTPUT_DIR of the trainer's config.
-
-    Raises:
-        ValueError: nothing is registered under the name, or the period is less than 1. Before training or the first
-            evaluation: there is no ``output_dir``, nor a config to take it from.
-        TypeError: ``draw`` is no function. During an evaluation: it returned something else.
     """
 
     def __init__(self, draw: Draw | str, period: int = 50, output_dir: str | Path | None = None) -> None:

@@ -24,10 +24,6 @@ class PeriodicWriter(HookBase):
     A writer that raises an OSError (a full disk) is named in the log once and called again the next time; at the end of
     a run that has finished, the run has failed. Images and histograms are let go after each write, unless there is a
     second `PeriodicWriter`.
-
-    Raises:
-        TypeError: an entry is no `EventWriter`.
-        ValueError: ``period`` is less than 1 iteration.
     """
 
     priority = Priority.LOWEST + 1
