@@ -14,7 +14,9 @@ def calls(monkeypatch):
     """What happens; torch's functions for the device of this machine are replaced."""
     calls = []
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)  # the evaluation asks for it as well
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda **_: None
+    )  # the evaluation asks for it as well
     monkeypatch.setattr(torch, "get_device_module", lambda: SimpleNamespace(empty_cache=lambda: calls.append("empty")))
     return calls
 

@@ -111,7 +111,7 @@ def test_a_second_evaluation_of_the_same_data_in_an_iteration_leaves_the_picture
         "val/cats_iter0000007_batch0000.png": 10,
         "val/cats_iter0000008_batch0000.png": 40,
     }
-    trainer.before_train()  # of another run over the same iterations
+    trainer.hooks[0].before_train()  # of another run over the same iterations
     evaluate(trainer, 1, model=lambda inputs: 50)
     assert files(tmp_path) == [*values]
     assert decode_png((tmp_path / "val/cats_iter0000008_batch0000.png").read_bytes())[0, 0, 0] == 50
