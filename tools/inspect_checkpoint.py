@@ -22,11 +22,11 @@ from collections.abc import Mapping
 from typing import Any
 from zipfile import is_zipfile
 
+from checkpoint_contents import differing, is_of_the_clock, parts_of, tensors_in
 from tabulate import tabulate
 from torch import Tensor, nn
 
 from trainkit.checkpoint import Checkpointer, CheckpointError
-from trainkit.checkpoint.contents import differing, is_of_the_clock, parts_of, tensors_in
 from trainkit.checkpoint.file import is_ours, read_file
 from trainkit.checkpoint.folder import checkpoint_files, choose_and_read, tagged_file
 from trainkit.checkpoint.shards import KEY as SHARDS

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from checkpoint_contents import differing, parts_of
 
 from tests.checkpoint.conftest import Counter, linear
 from tests.engine.job import tiny_cfg
 from tools import inspect_checkpoint
 from trainkit.checkpoint import Checkpointer
-from trainkit.checkpoint.contents import differing, parts_of
 from trainkit.checkpoint.file import read_file, sha256_of, write_file
 from trainkit.checkpoint.publish import publish_weights
 from trainkit.engine import DefaultTrainer

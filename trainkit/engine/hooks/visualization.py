@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from PIL import Image as PILImage
 
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HookBase
@@ -16,7 +17,6 @@ from trainkit.engine.periods import check_period, is_nth
 from trainkit.evaluation.observer import Phase
 from trainkit.utils import comm
 from trainkit.utils.events import get_event_storage, has_event_storage
-from trainkit.utils.png import encode_png
 from trainkit.utils.registry import Registry
 from trainkit.utils.rng import preserve_rng_state
 
@@ -114,6 +114,6 @@ def _as_array(image: object) -> np.ndarray:
 def _write(path: Path, image: np.ndarray) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encode_png(image))
+        PILImage.fromarray(image).save(path, format="png")
     except OSError as error:
         logger.error("Cannot write the picture '%s': %s", path, error.strerror or error)
