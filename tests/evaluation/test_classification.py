@@ -145,7 +145,7 @@ def test_labels_outside_the_classes_are_an_error_at_the_end(label):
 
 
 def test_nothing_processed_is_an_error():
-    with pytest.raises(ValueError, match=r"no sample was processed"):
+    with pytest.raises(ValueError, match=r"no batch was processed"):
         ClassificationEvaluator().evaluate()
 
 

@@ -79,4 +79,4 @@ def test_ranks_together_give_the_results_of_one_process_on_rank_0(tmp_path):
     assert [results["abandoned by rank 1", rank] for rank in range(2)] == [3, 1]
     assert [results["afterwards", rank] for rank in range(2)] == [alone, {}]
     for rank in range(2):  # no rank is left waiting for one that failed
-        assert results["nothing at all", rank] == "the data loader list gave no batch; there is nothing to evaluate"
+        assert results["nothing at all", rank] == "the loader list gave no batch; there is nothing to evaluate"

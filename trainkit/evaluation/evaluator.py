@@ -70,7 +70,7 @@ class DatasetEvaluators(DatasetEvaluator):
 
     def bind(self, model: Any) -> None:
         for evaluator in self._evaluators:
-            if hasattr(evaluator, "bind"):  # an evaluator of detectron2's kind has none
+            if hasattr(evaluator, "bind"):  # an evaluator of detectron2's kind has neither this nor keep_up
                 evaluator.bind(model)
 
     def reset(self) -> None:
@@ -136,7 +136,9 @@ def inference_on_dataset(
         EvaluationAbandoned: on every rank, if the observer of some rank is stopping.
     """
     evaluator = _as_one_evaluator(evaluator)
-    calls = _check_callbacks(callbacks)
+    callbacks = callbacks or {}
+    if unknown := sorted(set(callbacks) - set(_CALLBACKS)):
+        raise ValueError(f"callbacks has unknown names {unknown}; accepted are {', '.join(_CALLBACKS)}")
     observer, phase = current_observer()
     with ExitStack() as stack:
         stack.enter_context(preserve_rng_state())
@@ -147,15 +149,14 @@ def inference_on_dataset(
             # a wrapper's forward broadcasts buffers, which hangs when ranks have different numbers of batches
             model = unwrap_model(model)
             device = device_of(model)
-        calls("on_start")
-        DatasetEvaluators([evaluator]).bind(model)
+        callbacks.get("on_start", _do_nothing)()
+        evaluator.bind(model)
         evaluator.reset()
-        calls("before_inference")
+        callbacks.get("before_inference", _do_nothing)()
         observer.before_eval(phase, name)
         num_batches, is_stopping = 0, False
-        batches, is_sharded = _with_progress(data_loader, device, name), False
+        batches, is_sharded = _with_progress(data_loader, device, name), is_sharded_model(model)
         if is_sharded_model(model):
-            is_sharded = True
             batches = _in_step_with_all_ranks(batches, model, evaluator, observer.is_stopping, name)
         for inputs in batches:
             is_stopping = not is_sharded and observer.is_stopping()  # there all ranks have just agreed on it
@@ -171,13 +172,13 @@ def inference_on_dataset(
         by_rank = comm.all_gather((num_batches, is_stopping))
         if any(stopping for _, stopping in by_rank):
             raise _abandoned(name)
-        calls("after_inference")
+        callbacks.get("after_inference", _do_nothing)()
         # A rank's own part may be empty when there are more ranks than samples.
         if not any(num for num, _ in by_rank):
-            raise ValueError(f"{_describe(data_loader)} gave no batch; there is nothing to evaluate")
-        results = _evaluate(evaluator)
+            raise ValueError(f"the loader {type(data_loader).__name__} gave no batch; there is nothing to evaluate")
+        results = evaluator.evaluate()
         observer.after_eval(phase, name, results)
-        calls("on_end")
+        callbacks.get("on_end", _do_nothing)()
     return results
 
 
@@ -224,37 +225,21 @@ def _in_step_with_all_ranks(
         else:
             kept = inputs if device is None else move_to_device(inputs, device)
             model(kept)
-            if hasattr(evaluator, "keep_up"):
-                evaluator.keep_up(kept)
+            evaluator.keep_up(kept)
 
 
 def _abandoned(name: str) -> EvaluationAbandoned:
     return EvaluationAbandoned(f"the evaluation of {name or 'a data set'} was abandoned: the run is to stop")
 
 
-def _as_one_evaluator(evaluator: DatasetEvaluator | Sequence[DatasetEvaluator] | None) -> DatasetEvaluator:
-    if evaluator is None:
-        return DatasetEvaluators([])
-    if isinstance(evaluator, Sequence):
-        return DatasetEvaluators(evaluator)
+def _as_one_evaluator(evaluator: DatasetEvaluator | Sequence[DatasetEvaluator] | None) -> "DatasetEvaluators":
+    if evaluator is None or isinstance(evaluator, Sequence):
+        return DatasetEvaluators(evaluator or [])
     if not all(callable(getattr(evaluator, method, None)) for method in ("reset", "process", "evaluate")):
         raise TypeError(
             f"evaluator must be a DatasetEvaluator, a sequence of them or None, got {type(evaluator).__name__}"
         )
-    return evaluator
-
-
-def _check_callbacks(callbacks: Mapping[str, Callable[[], None]] | None) -> Callable[[str], None]:
-    known = dict(callbacks or {})
-    unknown = sorted(set(known) - set(_CALLBACKS))
-    if unknown:
-        raise ValueError(f"callbacks has unknown names {unknown}; accepted are {', '.join(_CALLBACKS)}")
-
-    def call(name: str) -> None:
-        if name in known:
-            known[name]()
-
-    return call
+    return DatasetEvaluators([evaluator])
 
 
 def _evaluate(evaluator: DatasetEvaluator) -> dict[str, Any]:
@@ -284,8 +269,8 @@ def _with_progress(data_loader: Iterable[Any], device: torch.device | None, name
         total: int | None = len(data_loader)  # type: ignore[arg-type]
     except TypeError:
         total = None
-    length = "an unknown number of batches" if total is None else _batches(total)
-    logger.info("Start inference on %s", f"{length} of {name}" if name else length)
+    length = "an unknown number of" if total is None else str(total)
+    logger.info("Start inference on %s batches%s", length, f" of {name}" if name else "")
     num_done, data_sec = 0, 0.0
     with closing(Bar(total, f"Evaluating {name}".rstrip(), stays=False)) as bar:
         start = last_line = before_fetch = time.perf_counter()
@@ -298,55 +283,35 @@ def _with_progress(data_loader: Iterable[Any], device: torch.device | None, name
             before_fetch = time.perf_counter()
             if before_fetch - last_line >= _LOG_PERIOD_SEC:
                 last_line = before_fetch
-                _log_progress(num_done, total, before_fetch - start, data_sec)
+                per_batch = (before_fetch - start) / num_done
+                eta = "" if total is None else f", ETA {_duration(per_batch * max(total - num_done, 0))}"
+                logger.info(
+                    "Inference done %d%s: %.4f s / batch (data %.4f s)%s",
+                    num_done,
+                    "" if total is None else f"/{total}",
+                    per_batch,
+                    data_sec / num_done,
+                    eta,
+                    extra=NOT_ON_TERMINAL if are_bars_shown() else None,
+                )
     if not num_done:
         return
-    _wait_for(device)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None and accelerator is not None and device.type == accelerator.type:
+        torch.accelerator.synchronize(device)
     total_sec = time.perf_counter() - start
     logger.info(
-        "Total inference time: %s (%.6f s / batch on this rank, of which %.6f s waiting for data; %s)",
-        timedelta(seconds=round(total_sec)),
+        "Total inference time: %s (%.6f s / batch on this rank, of which %.6f s waiting for data; %d batches)",
+        _duration(total_sec),
         total_sec / num_done,
         data_sec / num_done,
-        _batches(num_done),
-    )
-
-
-def _batches(num: int) -> str:
-    return f"{num} {'batch' if num == 1 else 'batches'}"
-
-
-def _wait_for(device: torch.device | None) -> None:
-    if device is None or not torch.accelerator.is_available():
-        return
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and device.type == accelerator.type:
-        torch.accelerator.synchronize(device)
-
-
-def _log_progress(num_done: int, total: int | None, elapsed_sec: float, data_sec: float) -> None:
-    of_total, eta = "", ""
-    if total is not None:
-        eta_sec = elapsed_sec / num_done * max(total - num_done, 0)
-        of_total, eta = f"/{total}", f", ETA {timedelta(seconds=round(eta_sec))}"
-    logger.info(
-        "Inference done %d%s: %.4f s / batch (data %.4f s)%s",
         num_done,
-        of_total,
-        elapsed_sec / num_done,
-        data_sec / num_done,
-        eta,
-        extra=NOT_ON_TERMINAL if are_bars_shown() else None,
     )
 
 
-def _describe(data_loader: Iterable[Any]) -> str:
-    dataset = getattr(data_loader, "dataset", None)
-    name = f"the data loader {type(data_loader).__name__}"
-    if dataset is None:
-        return name
-    name += f" over {type(dataset).__name__}"
-    try:
-        return f"{name} of {len(dataset)} samples"
-    except TypeError:
-        return name
+def _duration(seconds: float) -> timedelta:
+    return timedelta(seconds=round(seconds))
+
+
+def _do_nothing() -> None:
+    pass

@@ -1,17 +1,121 @@
-"""Where evaluators find scores and labels, and whether these have as many classes as names."""
+"""What evaluators of scores against labels have in common."""
 
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainkit.evaluation.evaluator import DatasetEvaluator
+from trainkit.utils import comm
+
+
+class LabelledEvaluator(DatasetEvaluator):
+    """Counts how often each class was predicted for each label; a subclass turns that into metrics.
+
+    The counts stay on the device of the scores, and ``process`` does not wait for it: a label out of range is counted
+    as such, and reported at the end.
+
+    Args:
+        dims: a letter per dimension of the scores, such as ``NC``; labels have the same without C.
+        ignore_label: what has this label does not count; None: everything counts.
+        largest_k: how many of the highest scores are compared with the label.
+    """
+
+    def __init__(
+        self,
+        dims: str,
+        class_names: Sequence[str] | None,
+        label_key: str,
+        task: str,
+        *,
+        ignore_label: int | None = None,
+        largest_k: int = 1,
+    ) -> None:
+        self._class_names = None if class_names is None else list(class_names)
+        self._dims, self._label_key, self._task = dims, label_key, task
+        self._ignore_label, self._largest_k = ignore_label, largest_k
+        self.reset()
+
+    def reset(self) -> None:
+        # int64: [C, C] label and prediction; [largest k] how often the label has the j-th highest score; [] bad labels
+        self._counts: list[Tensor] = []
+
+    def process(self, inputs: Any, outputs: Any) -> None:
+        """Count one batch.
+
+        Raises:
+            TypeError: inputs or outputs are none of the forms above.
+            KeyError: the labels are missing.
+            ValueError: shapes do not fit, or C does not fit the arguments or differs from the batches before.
+        """
+        scores = scores_of(outputs, self._dims)
+        labels = labels_of(inputs, self._label_key, scores.device)
+        num_classes, shape = scores.shape[1], [len(scores), *scores.shape[2:]]
+        if list(labels.shape) != shape or labels.is_floating_point():
+            raise ValueError(
+                f"labels must be integers of shape {shape} for scores {list(scores.shape)}, got "
+                f"{labels.dtype} of shape {list(labels.shape)}"
+            )
+        if not self._counts:
+            self._check_classes(num_classes)
+            shapes: tuple[tuple[int, ...], ...] = ((num_classes, num_classes), (self._largest_k,), ())
+            self._counts = [torch.zeros(shape, dtype=torch.int64, device=scores.device) for shape in shapes]
+        confusion, hits_at, num_bad_labels = self._counts
+        if len(confusion) != num_classes:
+            raise ValueError(
+                f"scores have {num_classes} classes, those of the batches before had {len(confusion)}; "
+                "a model must score the same classes for each batch"
+            )
+        labels = labels.long()
+        ranked = scores.topk(self._largest_k, dim=1).indices if self._largest_k > 1 else scores.argmax(1, keepdim=True)
+        in_range = (labels >= 0) & (labels < num_classes)
+        counted = labels != self._ignore_label if self._ignore_label is not None else torch.ones_like(in_range)
+        valid = in_range & counted
+        num_bad_labels += (counted & ~in_range).sum()
+        hits = ((ranked == labels.unsqueeze(1)) & valid.unsqueeze(1)).transpose(0, 1).flatten(1)
+        hits_at += hits.sum(dim=1)
+        entries = torch.where(valid, labels * num_classes + ranked[:, 0], 0)
+        confusion.view(-1).index_add_(0, entries.flatten(), valid.flatten().to(torch.int64))
+
+    def sum_over_ranks(self) -> tuple[Tensor, Tensor]:
+        """The matrix ``[C, C]`` of labels and predictions, and the hits ``[largest k]``, on the CPU of every rank.
+
+        Raises:
+            ValueError: nothing was counted, or a label was out of range; on every rank.
+        """
+        mine = [count.cpu() for count in self._counts]
+        parts = [part for part in comm.all_gather(mine) if part]
+        if not parts:
+            raise ValueError(
+                "no batch was processed on any rank, so there is nothing to evaluate; call process() first"
+            )
+        confusion, hits_at, num_bad_labels = (sum(column[1:], column[0]) for column in zip(*parts, strict=True))
+        if num_bad_labels:
+            ignored = "" if self._ignore_label is None else f" (ignore_label is {self._ignore_label})"
+            raise ValueError(
+                f"{int(num_bad_labels)} labels are outside [0, {len(confusion)}), the classes that the model "
+                f"scores{ignored}; correct them, or give the model more classes"
+            )
+        return confusion, hits_at
+
+    def _check_classes(self, num_classes: int) -> None:
+        names = self._class_names
+        if names is not None and len(names) != num_classes:
+            raise ValueError(
+                f"class_names has {len(names)} names, but the model scores {num_classes} classes; give each class one"
+            )
+        if self._largest_k > num_classes:
+            raise ValueError(
+                f"topk has k = {self._largest_k}, but the model scores only {num_classes} classes; leave that k out"
+            )
+
+    def _names(self, confusion: Tensor) -> list[str]:
+        return self._class_names or [str(label) for label in range(len(confusion))]
+
 
 def scores_of(outputs: Any, dims: str) -> Tensor:
     """What a model has returned, bare or under "logits" or "scores".
-
-    Args:
-        dims: a letter per dimension that scores must have, such as ``NC``.
 
     Raises:
         KeyError: a mapping has neither key.
@@ -56,14 +160,3 @@ def labels_of(inputs: Any, key: str, device: torch.device) -> Tensor:
     if isinstance(inputs, Mapping):
         return torch.as_tensor(inputs[key], device=device)
     return torch.stack([torch.as_tensor(sample[key]) for sample in samples]).to(device, non_blocking=True)
-
-
-def check_class_names(names: Sized | None, num_classes: int) -> None:
-    """
-    Raises:
-        ValueError: there are names, but not one for each class.
-    """
-    if names is not None and len(names) != num_classes:
-        raise ValueError(
-            f"class_names has {len(names)} names, but the model scores {num_classes} classes; give each class one"
-        )

@@ -1,6 +1,6 @@
 """The losses of a model on data that it is not trained on."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from trainkit.config.config import CfgNode
 from trainkit.config.configurable import configurable
 from trainkit.evaluation.evaluator import DatasetEvaluator, inference_context
 from trainkit.utils import comm
+from trainkit.utils.batches import num_samples
 from trainkit.utils.losses import parse_losses
 from trainkit.utils.model import unwrap_model
 
@@ -22,28 +23,18 @@ _FROZEN_TYPES = (_NormBase, _DropoutNd, nn.RNNBase, nn.MultiheadAttention, nn.RR
 
 
 def count_samples(inputs: Any) -> int:
-    """Number of samples of a batch: the length of a list of samples, else the first tensor's first dimension.
-
-    A list that begins with a tensor is a batch of fields, as torch's ``default_collate`` makes of tuples.
+    """As `num_samples` of `trainkit.utils.batches`.
 
     Raises:
-        TypeError: there is neither.
+        TypeError: the batch is no list of samples, and holds no tensor.
     """
-    if isinstance(inputs, list | tuple) and inputs and not isinstance(inputs[0], Tensor):
-        return len(inputs)
-    pending = [inputs]
-    while pending:
-        item = pending.pop(0)
-        if isinstance(item, Tensor) and item.ndim:
-            return len(item)
-        if isinstance(item, Mapping):
-            pending = [*item.values(), *pending]
-        elif isinstance(item, list | tuple):
-            pending = [*item, *pending]
-    raise TypeError(
-        f"cannot count the samples of a batch of type {type(inputs).__name__}: it is no list of samples and holds "
-        "no tensor; pass num_samples"
-    )
+    count = num_samples(inputs)
+    if count is None:
+        raise TypeError(
+            f"cannot count the samples of a batch of type {type(inputs).__name__}: it is no list of samples and holds "
+            "no tensor; pass num_samples"
+        )
+    return count
 
 
 class LossEvaluator(DatasetEvaluator):

@@ -1,5 +1,6 @@
 """Pictures of what the model returns."""
 
+import importlib
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -8,7 +9,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from PIL import Image as PILImage
 
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HookBase
@@ -114,6 +114,6 @@ def _as_array(image: object) -> np.ndarray:
 def _write(path: Path, image: np.ndarray) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        PILImage.fromarray(image).save(path, format="png")
+        importlib.import_module("PIL.Image").fromarray(image).save(path, format="png")
     except OSError as error:
         logger.error("Cannot write the picture '%s': %s", path, error.strerror or error)
