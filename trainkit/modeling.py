@@ -3,7 +3,7 @@
 from torch import nn
 
 from trainkit.config.config import CfgNode
-from trainkit.config.errors import ConfigError
+from trainkit.config.errors import ConfigError, look_up
 from trainkit.utils.device import resolve_device
 from trainkit.utils.registry import Registry
 
@@ -29,10 +29,7 @@ def build_model(cfg: CfgNode) -> nn.Module:
             f"MODEL.NAME is empty; set it to a model in MODEL_REGISTRY (registered: {registered}). "
             "A module that registers models is named in IMPORTS"
         )
-    try:
-        entry = MODEL_REGISTRY.get(name)
-    except KeyError as error:
-        raise ConfigError(f"MODEL.NAME: {error.args[0]}") from error
+    entry = look_up(MODEL_REGISTRY, name, "MODEL.NAME")
     try:
         device = resolve_device(cfg.MODEL.DEVICE)
     except ValueError as error:

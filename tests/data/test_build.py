@@ -439,13 +439,13 @@ def test_rare_categories_are_repeated_whatever_holds_them(cfg, key):
     ("key", "value", "message"),
     [
         ("DATASETS.TRAIN", (), "DATASETS.TRAIN is empty; .*data_ten"),
-        ("DATASETS.TRAIN", ("data_tne",), r"DATASETS.TRAIN: no dataset is called 'data_tne' \(did you mean 'data_ten'"),
+        ("DATASETS.TRAIN", ("data_tne",), r"DATASETS.TRAIN: DatasetCatalog has no 'data_tne'; did you mean 'data_ten'"),
         ("DATASETS.TRAIN", ("data_empty",), "DATASETS.TRAIN: 'data_empty' has no samples"),
         ("DATASETS.TRAIN", ("data_number",), "DATASETS.TRAIN: 'data_number' is a int; a dataset is a list"),
         ("DATASETS.TRAIN", ("data_ten", "data_stream"), "names 1 iterable datasets among 2"),
-        ("DATALOADER.SAMPLER_TRAIN", "TrainSampler", "is 'TrainSampler' .did you mean 'TrainingSampler'"),
+        ("DATALOADER.SAMPLER_TRAIN", "TrainSampler", "unknown 'TrainSampler'; did you mean 'TrainingSampler'"),
         ("DATALOADER.SAMPLER_TRAIN", "RepeatFactorTrainingSampler", "a sample has the keys .'index', 'square'."),
-        ("DATALOADER.COLLATE", "defualt", "DATALOADER.COLLATE is 'defualt' .* accepted: default, list"),
+        ("DATALOADER.COLLATE", "defualt", "DATALOADER.COLLATE: unknown 'defualt'; .*accepted: default, list"),
         ("DATALOADER.RANDOM_SUBSET_RATIO", 2.0, "must be in .0, 1., got 2.0"),
         ("INPUT.TRAIN_TRANSFORM", "data_test_ad", "INPUT.TRAIN_TRANSFORM: .*data_test_add"),
         ("SOLVER.IMS_PER_BATCH", 0, "SOLVER.IMS_PER_BATCH .* got 0"),
@@ -522,7 +522,7 @@ def test_testing_uses_the_test_transform_and_lets_it_leave_nothing_out(cfg):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("data_tne", "DATASETS: no dataset is called 'data_tne'"), ("data_empty", "'data_empty' has no samples")],
+    [("data_tne", "DATASETS: DatasetCatalog has no 'data_tne'"), ("data_empty", "'data_empty' has no samples")],
 )
 def test_a_dataset_that_cannot_be_tested_says_why(cfg, name, message):
     with pytest.raises(ConfigError, match=message):

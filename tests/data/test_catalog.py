@@ -38,7 +38,7 @@ def test_an_unknown_dataset_names_the_registered_ones_the_nearest_and_the_remedy
         DatasetCatalog.get("cat_trian")
 
     text = error.value.args[0]
-    assert "no dataset is called 'cat_trian' (did you mean 'cat_train'?)" in text
+    assert "DatasetCatalog has no 'cat_trian'; did you mean 'cat_train'?" in text
     assert "cat_train, " in text
     assert "dog_train" in text
     assert "Put the module that registers it into IMPORTS" in text
@@ -62,7 +62,7 @@ def test_a_name_is_registered_once_and_free_after_removal(register):
 
     assert "cat_twice" not in DatasetCatalog
     for forget in (DatasetCatalog.pop, DatasetCatalog.remove):
-        with pytest.raises(KeyError, match="no dataset is called 'cat_twice'"):
+        with pytest.raises(KeyError, match="DatasetCatalog has no 'cat_twice'"):
             forget("cat_twice")
 
 
@@ -107,7 +107,7 @@ def test_the_metadata_catalog_gives_one_object_per_name_until_it_is_removed():
     assert "one_object" not in MetadataCatalog
     assert MetadataCatalog.get("one_object") is not first
     MetadataCatalog.pop("one_object")
-    with pytest.raises(KeyError, match="no metadata is called 'one_object'"):
+    with pytest.raises(KeyError, match="MetadataCatalog has no 'one_object'"):
         MetadataCatalog.remove("one_object")
     with pytest.raises(ValueError, match="not empty"):
         MetadataCatalog.get("")

@@ -127,7 +127,7 @@ def test_steps_that_are_never_reached_are_dropped_with_one_warning(caplog):
 @pytest.mark.parametrize(
     ("solver", "message"),
     [
-        ({"name": "WarmupCosinLR"}, r"LR_SCHEDULER_NAME: unknown 'WarmupCosinLR'; did you mean WarmupCosineLR\? "),
+        ({"name": "WarmupCosinLR"}, r"LR_SCHEDULER_NAME: unknown 'WarmupCosinLR'; did you mean 'WarmupCosineLR'\? "),
         ({"name": "cosine"}, "accepted: WarmupCosineLR, WarmupMultiStepLR, WarmupStepWithFixedGammaLR"),
         ({"WARMUP_ITERS": 11}, "SOLVER.WARMUP_ITERS=11 is longer than SOLVER.MAX_ITER=10; shorten the warm-up"),
         ({"WARMUP_ITERS": -1}, "SOLVER.WARMUP_ITERS must be in iterations, an int >= 0, got -1"),

@@ -102,7 +102,7 @@ def test_a_registered_class_is_built_with_its_arguments():
     optimizer = build_optimizer(make_cfg(NAME="SolverTestSGD", TAPS=[3, 4]), make_model())
     assert type(optimizer) is SolverTestSGD
     assert optimizer.taps == (3, 4)
-    with pytest.raises(ConfigError, match=r"unknown 'TAP'; did you mean TAPS\? SolverTestSGD takes: LR, TAPS, W"):
+    with pytest.raises(ConfigError, match=r"unknown 'TAP'; did you mean 'TAPS'\? SolverTestSGD takes: LR, TAPS, W"):
         build_optimizer(make_cfg(NAME="SolverTestSGD", TAP=[3, 4]), make_model())
 
 
@@ -115,10 +115,10 @@ def test_a_registered_function_may_take_any_argument():
 @pytest.mark.parametrize(
     ("node", "message"),
     [
-        ({"NAME": "Adm"}, r"SOLVER.OPTIMIZER.NAME: unknown 'Adm'; did you mean Adam\? .*AdamW.*SGD"),
-        ({"NAME": "sgd"}, r"unknown 'sgd'; did you mean SGD\?"),
+        ({"NAME": "Adm"}, r"SOLVER.OPTIMIZER.NAME: unknown 'Adm'; did you mean 'Adam'\? .*AdamW.*SGD"),
+        ({"NAME": "sgd"}, r"unknown 'sgd'; did you mean 'SGD'\?"),
         ({"NAME": "LBFGS"}, "LBFGS evaluates the loss several times per step through a closure"),
-        ({"NAME": "Adam", "BETA": [0.9, 0.9]}, r"unknown 'BETA'; did you mean BETAS\? Adam takes: AMSGRAD, BETAS, "),
+        ({"NAME": "Adam", "BETA": [0.9, 0.9]}, r"unknown 'BETA'; did you mean 'BETAS'\? Adam takes: AMSGRAD, BETAS, "),
         ({"NAME": "Adam", "PARAMS": []}, "unknown 'PARAMS'"),
         ({"NAME": "Adam", "MOMENTUM": 0.9}, "unknown 'MOMENTUM'"),
         ({"NAME": "Adam", "BETAS": [2, 0.9]}, r"SOLVER.OPTIMIZER.BETAS=\(2, 0.9\): Invalid beta parameter at index 0"),

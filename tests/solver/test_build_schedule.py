@@ -95,11 +95,11 @@ def test_an_entry_that_never_begins_has_no_effect_and_a_warning_says_so(caplog):
         ({"BEGIN": 3}, r"SCHEDULES\[1\] must be an entry such as .*; got \{'BEGIN': 3\}"),
         (
             {"NAME": "CosineAnneal"},
-            r"SCHEDULES\[1\] .*: unknown 'CosineAnneal'; did you mean Cosine\? accepted .*IMPORTS",
+            r"SCHEDULES\[1\] .*: unknown 'CosineAnneal'; did you mean 'Cosine'\? accepted .*IMPORTS",
         ),
         (
             {"NAME": "Step", "STEPSIZE": 3},
-            r"\[1\] \(Step\): unknown 'STEPSIZE'; did you mean STEP_SIZE\? it takes: BEGIN, ",
+            r"\[1\] \(Step\): unknown 'STEPSIZE'; did you mean 'STEP_SIZE'\? it takes: BEGIN, ",
         ),
         ({"NAME": "Step"}, r"\[1\] \(Step\) refuses no arguments: .*missing .*'step_size'"),
         ({"NAME": "Step", "STEP_SIZE": 0}, r"\[1\] \(Step\) refuses STEP_SIZE=0: step_size must be .* >= 1, got 0"),

@@ -55,7 +55,7 @@ HOOKS = [
     (hooks({**MOMENTUM, "PARAM": "lr"}), "put the schedule into SOLVER.SCHEDULES, or switch the other off"),
     (hooks({**MOMENTUM, "PARAM": "momentun"}), "did you mean 'momentum'?"),
     (hooks(MOMENTUM, MOMENTUM), "two ParamScheduler hooks set momentum; list their schedules in one of them"),
-    (hooks({**MOMENTUM, "SCHEDULES": [{"NAME": "Stap"}]}), "did you mean Step?"),
+    (hooks({**MOMENTUM, "SCHEDULES": [{"NAME": "Stap"}]}), "did you mean 'Step'?"),
     (hooks(BEST, BEST), "give them different file_prefix"),
     (["CHECKPOINT.BEST_METRIC", "classification/top1", *hooks(BEST)], "or name both in CHECKPOINT.BEST_METRIC"),
     (
@@ -148,9 +148,9 @@ PARAM_GROUPS = [
 ]
 
 OPTIMIZERS = [
-    (["SOLVER.OPTIMIZER.NAME", "Adan"], "did you mean Adam?"),
+    (["SOLVER.OPTIMIZER.NAME", "Adan"], "did you mean 'Adam'?"),
     (["SOLVER.OPTIMIZER.NAME", "LBFGS"], "choose another optimizer"),
-    (["SOLVER.OPTIMIZER.DAMPNING", 0.5], "did you mean DAMPENING?"),
+    (["SOLVER.OPTIMIZER.DAMPNING", 0.5], "did you mean 'DAMPENING'?"),
     (["SOLVER.OPTIMIZER.LR", "fast"], "SOLVER.OPTIMIZER.LR must be a number, got 'fast'"),
     (["SOLVER.OPTIMIZER.NAME", "AdamW", "SOLVER.OPTIMIZER.BETAS", [2, 0.9]], "SOLVER.OPTIMIZER.BETAS=(2, 0.9)"),
     (["SOLVER.MOMENTUM", 0.0], "Nesterov momentum requires a momentum and zero dampening"),
@@ -159,19 +159,19 @@ OPTIMIZERS = [
 ]
 
 SCHEDULES = [
-    (schedules({"NAME": "Cosin"}), "did you mean Cosine?"),
+    (schedules({"NAME": "Cosin"}), "did you mean 'Cosine'?"),
     (
         ["SOLVER.SCHEDULES", ["Cosine"]],
         "must be an entry such as {NAME: Linear, END: 500} or {NAME: Cosine, BEGIN: 500",
     ),
-    (schedules({"NAME": "Cosine", "ENDVALUE": 1}), "did you mean END_VALUE?"),
+    (schedules({"NAME": "Cosine", "ENDVALUE": 1}), "did you mean 'END_VALUE'?"),
     (schedules({"NAME": "Cosine", "END_VALUE": -1}), "end_value must be a number >= 0, got -1"),
     (schedules({"NAME": "Cosine", "END_VALUE": 0.1, "END_RATIO": 0.1}), "give one of them, got 0.1 and 0.1"),
     (schedules({"NAME": "Cosine", "BEGIN": 5, "END": 3}), "END must be in iterations, an int >= 6, got 3"),
     (schedules({"NAME": "Cosine", "END": "3eps"}), "END must be in iterations, an int >= 1, got '3eps'"),
     (schedules({"NAME": "Step"}), "missing 1 required positional argument: 'step_size'"),
     (schedules({"NAME": "WarmupStableDecay", "WARMUP": 8, "DECAY": 4}), "must be shorter than length 12 together"),
-    (["SOLVER.LR_SCHEDULER_NAME", "Cosine"], "did you mean WarmupCosineLR?"),
+    (["SOLVER.LR_SCHEDULER_NAME", "Cosine"], "did you mean 'WarmupCosineLR'?"),
     (["SOLVER.WARMUP_METHOD", "slow"], "must be linear, constant or exponential, got 'slow'"),
     (["SOLVER.WARMUP_ITERS", 13], "shorten the warm-up (0: none)"),
     (["SOLVER.WARMUP_ITERS", 12, "SOLVER.RESCALE_INTERVAL", True], "needs a warm-up that is shorter than the training"),

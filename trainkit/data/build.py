@@ -1,6 +1,5 @@
 """Loaders, from datasets and samplers or from a config."""
 
-import difflib
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Any
@@ -14,7 +13,8 @@ from torch.utils.data import (
     default_collate,
 )
 
-from trainkit.config.config import CfgNode, ConfigError
+from trainkit.config.config import CfgNode
+from trainkit.config.errors import ConfigError, unknown_name
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.data.common import DatasetFromList, MapDataset, ToIterableDataset, add_note
 from trainkit.data.loader import LOADER_KEY, ResumableLoader, trivial_batch_collator
@@ -26,6 +26,8 @@ from trainkit.data.transforms import build_transform
 from trainkit.data.workers import worker_init_reset_seed
 from trainkit.utils import comm
 from trainkit.utils.device import resolve_device
+
+_SAMPLERS = ("TrainingSampler", "RandomSubsetTrainingSampler", "RepeatFactorTrainingSampler")
 
 __all__ = [
     "build_batch_data_loader",
@@ -99,32 +101,32 @@ def build_batch_data_loader(
 
 
 def _batch_size_per_rank(total_batch_size: int | None, single_gpu_batch_size: int | None) -> int:
-    if total_batch_size is not None and single_gpu_batch_size is None:
-        world_size = comm.get_world_size()
-        if total_batch_size < 1 or total_batch_size % world_size:
-            raise ConfigError(  # the one that a command for more processes runs into
-                f"total_batch_size (SOLVER.IMS_PER_BATCH in a config) must be a positive multiple of the world size "
-                f"{world_size}, got {total_batch_size}"
-            )
-        return total_batch_size // world_size
-    if single_gpu_batch_size is not None and total_batch_size is None:
+    if (total_batch_size is None) == (single_gpu_batch_size is None):
+        raise ValueError(
+            "give either total_batch_size (over all ranks) or single_gpu_batch_size, "
+            f"got {total_batch_size} and {single_gpu_batch_size}"
+        )
+    if total_batch_size is None:
+        assert single_gpu_batch_size is not None
         if single_gpu_batch_size < 1:
             raise ValueError(
                 "single_gpu_batch_size (TEST.IMS_PER_BATCH in a config) must be >= 1 sample, "
                 f"got {single_gpu_batch_size}"
             )
         return single_gpu_batch_size
-    raise ValueError(
-        "give either total_batch_size (over all ranks) or single_gpu_batch_size, "
-        f"got {total_batch_size} and {single_gpu_batch_size}"
-    )
+    world_size = comm.get_world_size()
+    if total_batch_size < 1 or total_batch_size % world_size:
+        raise ConfigError(  # the one that a command for more processes runs into
+            f"total_batch_size (SOLVER.IMS_PER_BATCH in a config) must be a positive multiple of the world size "
+            f"{world_size}, got {total_batch_size}"
+        )
+    return total_batch_size // world_size
 
 
 def iters_per_epoch(loader: Iterable[Any]) -> int | None:
     """Batches in which a loader shows its data once; None for a stream without a length. Starts no worker.
 
-    A finite loader's own length; for an endless sampler of this package, ``samples_per_epoch`` over the global batch
-    size, rounded up.
+    For an endless sampler of this package: ``samples_per_epoch`` over the global batch size, rounded up.
     """
     try:
         return len(loader)  # type: ignore[arg-type]
@@ -158,9 +160,14 @@ def build_train_loader(cfg: CfgNode, dataset: Any = None) -> ResumableLoader:
         dataset = _concatenate([_load_dataset(name, "DATASETS.TRAIN") for name in cfg.DATASETS.TRAIN])
     else:
         dataset = _as_dataset(dataset, "dataset")
-    sampler = _build_train_sampler(cfg, dataset)
-    options = {"persistent_workers": cfg.DATALOADER.PERSISTENT_WORKERS, "total_batch_size": cfg.SOLVER.IMS_PER_BATCH}
-    return _build_loader(cfg, dataset, sampler, is_train=True, **options)
+    return _build_loader(
+        cfg,
+        dataset,
+        _build_train_sampler(cfg, dataset),
+        build_transform(cfg, is_train=True),
+        cfg.SOLVER.IMS_PER_BATCH,
+        persistent_workers=cfg.DATALOADER.PERSISTENT_WORKERS,
+    )
 
 
 def build_test_loader(cfg: CfgNode, dataset_name: str) -> ResumableLoader:
@@ -170,12 +177,12 @@ def build_test_loader(cfg: CfgNode, dataset_name: str) -> ResumableLoader:
         ConfigError: a name is unknown, or the dataset is empty.
     """
     dataset = _load_dataset(dataset_name, "DATASETS")
-    sampler = None if isinstance(dataset, IterableDataset) else InferenceSampler(len(dataset))
     return _build_loader(
         cfg,
         dataset,
-        sampler,
-        is_train=False,
+        None if isinstance(dataset, IterableDataset) else InferenceSampler(len(dataset)),
+        build_transform(cfg, is_train=False),
+        None,
         persistent_workers=cfg.TEST.PERSISTENT_WORKERS and bool(cfg.TEST.EVAL_PERIOD),
         single_gpu_batch_size=cfg.TEST.IMS_PER_BATCH,
         drop_last=False,
@@ -186,19 +193,19 @@ def _build_loader(
     cfg: CfgNode,
     dataset: Any,
     sampler: Sampler[int] | None,
-    *,
-    is_train: bool,
-    total_batch_size: int | None = None,
+    transform: Callable[[Any], Any] | None,
+    total_batch_size: int | None,
     **kwargs: Any,
 ) -> ResumableLoader:
-    collate_fns: dict[str, Callable[[list[Any]], Any]] = {"default": default_collate, "list": trivial_batch_collator}
-    transform = build_transform(cfg, is_train)
+    collate_fns = {"default": default_collate, "list": trivial_batch_collator}
+    if cfg.DATALOADER.COLLATE not in collate_fns:
+        raise unknown_name("DATALOADER.COLLATE", cfg.DATALOADER.COLLATE, "accepted", collate_fns)
     return build_batch_data_loader(
         dataset if transform is None else MapDataset(dataset, transform),
         sampler,
         total_batch_size,
         num_workers=cfg.DATALOADER.NUM_WORKERS,
-        collate_fn=_choose("DATALOADER.COLLATE", cfg.DATALOADER.COLLATE, collate_fns),
+        collate_fn=collate_fns[cfg.DATALOADER.COLLATE],
         prefetch_factor=cfg.DATALOADER.PREFETCH_FACTOR,
         timeout=cfg.DATALOADER.TIMEOUT,
         pin_memory=resolve_device(cfg.MODEL.DEVICE).type == "cuda",
@@ -209,14 +216,6 @@ def _build_loader(
 
 def _seed(cfg: CfgNode) -> int | None:
     return None if cfg.SEED < 0 else cfg.SEED
-
-
-def _choose(key: str, name: str, choices: Mapping[str, Any]) -> Any:
-    if name not in choices:
-        nearest = difflib.get_close_matches(str(name), choices, n=1)
-        hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
-        raise ConfigError(f"{key} is {name!r}{hint}; accepted: {', '.join(choices)}")
-    return choices[name]
 
 
 def _load_dataset(name: str, key: str) -> Any:
@@ -256,31 +255,25 @@ def _concatenate(datasets: list[Any]) -> Any:
 
 
 def _build_train_sampler(cfg: CfgNode, dataset: Any) -> InfiniteSampler | None:
-    options, seed = cfg.DATALOADER, _seed(cfg)
-    builders: dict[str, Callable[[], InfiniteSampler]] = {
-        "TrainingSampler": lambda: TrainingSampler(len(dataset), seed=seed),
-        "RandomSubsetTrainingSampler": lambda: RandomSubsetTrainingSampler(
-            len(dataset), options.RANDOM_SUBSET_RATIO, seed_shuffle=seed, seed_subset=seed
-        ),
-        "RepeatFactorTrainingSampler": lambda: RepeatFactorTrainingSampler(
-            _repeat_factors(dataset, options.REPEAT_THRESHOLD, options.REPEAT_SQRT), seed=seed
-        ),
-    }
-    build = _choose("DATALOADER.SAMPLER_TRAIN", options.SAMPLER_TRAIN, builders)
-    if not isinstance(dataset, IterableDataset):
-        return build()
-    if options.SAMPLER_TRAIN != "TrainingSampler":
-        raise ConfigError(
-            f"DATALOADER.SAMPLER_TRAIN is {options.SAMPLER_TRAIN!r}, but an iterable dataset has its own order; "
-            "leave the default, which it ignores"
-        )
-    return None
-
-
-def _repeat_factors(dataset: Any, threshold: float, sqrt: bool) -> torch.Tensor:
-    """Reads every sample once."""
-    categories = [_categories(dataset[index]) for index in range(len(dataset))]
-    return RepeatFactorTrainingSampler.repeat_factors_from_category_frequency(categories, threshold, sqrt)
+    options, name, seed = cfg.DATALOADER, cfg.DATALOADER.SAMPLER_TRAIN, _seed(cfg)
+    if name not in _SAMPLERS:
+        raise unknown_name("DATALOADER.SAMPLER_TRAIN", name, "accepted", _SAMPLERS)
+    if isinstance(dataset, IterableDataset):
+        if name != "TrainingSampler":
+            raise ConfigError(
+                f"DATALOADER.SAMPLER_TRAIN is {name!r}, but an iterable dataset has its own order; "
+                "leave the default, which it ignores"
+            )
+        return None
+    if name == "TrainingSampler":
+        return TrainingSampler(len(dataset), seed=seed)
+    if name == "RandomSubsetTrainingSampler":
+        ratio = options.RANDOM_SUBSET_RATIO
+        return RandomSubsetTrainingSampler(len(dataset), ratio, seed_shuffle=seed, seed_subset=seed)
+    categories = [_categories(dataset[index]) for index in range(len(dataset))]  # reads every sample once
+    factors_of = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency
+    factors = factors_of(categories, options.REPEAT_THRESHOLD, options.REPEAT_SQRT)
+    return RepeatFactorTrainingSampler(factors, seed=seed)
 
 
 def _categories(sample: Any) -> Collection[Hashable]:

@@ -1,21 +1,62 @@
 """Datasets and facts about them, by name."""
 
-import difflib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+from trainkit.utils.registry import did_you_mean
 
 __all__ = ["DatasetCatalog", "Metadata", "MetadataCatalog"]
 
+_T = TypeVar("_T")
 
-class _DatasetCatalog:
+
+class _Catalog(Generic[_T]):
+    def __init__(self) -> None:
+        self._entries: dict[str, _T] = {}
+
+    def list(self) -> list[str]:
+        """The names, in the order in which they were added."""
+        return [*self._entries]
+
+    def remove(self, name: str) -> None:
+        """Forget an entry.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        self.pop(name)
+
+    def pop(self, name: str) -> _T:
+        """Forget an entry and give it.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        if name not in self._entries:
+            raise KeyError(self.explain_unknown(name))
+        return self._entries.pop(name)
+
+    def explain_unknown(self, name: str) -> str:
+        """The text of the error for an unknown name: what there is, and what to do."""
+        known = ", ".join(sorted(self._entries)) or "none"
+        return (
+            f"{type(self).__name__[1:]} has no {name!r}; {did_you_mean(name, self._entries)}registered: {known}. "
+            "Put the module that registers it into IMPORTS"
+        )
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__[1:]}({', '.join(self._entries)})"
+
+
+class _DatasetCatalog(_Catalog[Callable[[], Any]]):
     """Names of datasets, each with the function that makes the dataset.
 
     A function takes no argument and gives a list of samples, a map-style dataset or an ``IterableDataset``. It must
     give the same samples in the same order whenever it is called: the order of training is made of their indices.
     """
-
-    def __init__(self) -> None:
-        self._functions: dict[str, Callable[[], Any]] = {}
 
     def register(self, name: str, func: Callable[[], Any]) -> None:
         """Make ``func`` the maker of the dataset ``name``; it is not called before the dataset is asked for.
@@ -29,9 +70,9 @@ class _DatasetCatalog:
                 f"dataset {name!r} must be registered with a function without arguments that makes it, "
                 f"got {type(func).__name__}; wrap it in a function or a lambda"
             )
-        if name in self._functions:
+        if name in self._entries:
             raise ValueError(f"a dataset {name!r} is registered already; remove({name!r}) it first")
-        self._functions[name] = func
+        self._entries[name] = func
 
     def get(self, name: str) -> Any:
         """Call the function registered under ``name`` and give what it gives.
@@ -39,46 +80,9 @@ class _DatasetCatalog:
         Raises:
             KeyError: no dataset has that name.
         """
-        if name not in self._functions:
+        if name not in self._entries:
             raise KeyError(self.explain_unknown(name))
-        return self._functions[name]()
-
-    def list(self) -> list[str]:
-        """The registered names, in the order of their registration."""
-        return [*self._functions]
-
-    def remove(self, name: str) -> None:
-        """Forget a dataset.
-
-        Raises:
-            KeyError: no dataset has that name.
-        """
-        self.pop(name)
-
-    def pop(self, name: str) -> Callable[[], Any]:
-        """Forget a dataset and give its function.
-
-        Raises:
-            KeyError: no dataset has that name.
-        """
-        if name not in self._functions:
-            raise KeyError(self.explain_unknown(name))
-        return self._functions.pop(name)
-
-    def explain_unknown(self, name: str) -> str:
-        """The text of the error for a name that is not registered: what is, and what to do."""
-        nearest = difflib.get_close_matches(str(name), self._functions, n=1)
-        hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
-        return (
-            f"no dataset is called {name!r}{hint}; registered: {', '.join(sorted(self._functions)) or 'none'}. "
-            "Put the module that registers it into IMPORTS"
-        )
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._functions
-
-    def __repr__(self) -> str:
-        return f"DatasetCatalog({', '.join(self._functions)})"
+        return self._entries[name]()
 
 
 class Metadata:
@@ -129,11 +133,8 @@ class Metadata:
         return f"Metadata({', '.join(f'{key}={value!r}' for key, value in self.__dict__.items())})"
 
 
-class _MetadataCatalog:
+class _MetadataCatalog(_Catalog[Metadata]):
     """One ``Metadata`` per name, made when it is first asked for; the dataset need not be registered."""
-
-    def __init__(self) -> None:
-        self._metadata: dict[str, Metadata] = {}
 
     def get(self, name: str) -> Metadata:
         """The metadata of that name: the same object each time.
@@ -143,35 +144,7 @@ class _MetadataCatalog:
         """
         if not name:
             raise ValueError(f"metadata needs a name that is not empty, got {name!r}; give that of its dataset")
-        return self._metadata.setdefault(name, Metadata(name))
-
-    def list(self) -> list[str]:
-        """The names that were asked for, in that order."""
-        return [*self._metadata]
-
-    def remove(self, name: str) -> None:
-        """Forget what is known under a name.
-
-        Raises:
-            KeyError: nothing is known under it.
-        """
-        self.pop(name)
-
-    def pop(self, name: str) -> Metadata:
-        """Forget what is known under a name and give it.
-
-        Raises:
-            KeyError: nothing is known under it.
-        """
-        if name not in self._metadata:
-            raise KeyError(f"no metadata is called {name!r}; there is: {', '.join(sorted(self._metadata)) or 'none'}")
-        return self._metadata.pop(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._metadata
-
-    def __repr__(self) -> str:
-        return f"MetadataCatalog({', '.join(self._metadata)})"
+        return self._entries.setdefault(name, Metadata(name))
 
 
 DatasetCatalog = _DatasetCatalog()

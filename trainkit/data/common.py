@@ -10,6 +10,7 @@ import pickle
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from itertools import chain
 from typing import Any
 
 import torch
@@ -90,16 +91,9 @@ class MapDataset(data.Dataset[Any]):
         Raises:
             RuntimeError: ``map_func`` gave None for every sample of the dataset.
         """
-        sample = self._map_func(self._dataset[index])
-        if sample is not None:
-            return sample
-        for retry, other in enumerate(_others(int(index), len(self)), start=1):
+        for retry, other in enumerate(chain([index], _others(int(index), len(self)))):
             if retry == _WARN_AT_RETRY:
-                logger.warning(
-                    "map_func gave None for sample %d and for %d others tried in its place; trying on",
-                    index,
-                    retry - 1,
-                )
+                logger.warning("map_func gave None for sample %d and %d others; trying more", index, retry - 1)
             sample = self._map_func(self._dataset[other])
             if sample is not None:
                 return sample
@@ -111,16 +105,14 @@ class MapDataset(data.Dataset[Any]):
 
 def _others(index: int, size: int) -> Iterator[int]:
     """Every index but one, each once, in an order that depends on that one: steps of a length prime to the size."""
-    rng = random.Random(index)
-    step = rng.randrange(1, size) if size > 1 else 1
-    while math.gcd(step, size) != 1:
+    rng, step = random.Random(index), size
+    while size > 1 and math.gcd(step, size) != 1:
         step = rng.randrange(1, size)
-    return ((index + k * step) % size for k in range(1, size))
+    for k in range(1, size):
+        yield (index + k * step) % size
 
 
 class _MapIterableDataset(IterableDataset[Any]):
-    """The stream of another dataset with a function applied, without the samples for which it gives None."""
-
     def __init__(self, dataset: IterableDataset[Any], map_func: Callable[[Any], Any]) -> None:
         self._dataset = dataset
         self._map_func = map_func
@@ -237,14 +229,12 @@ class ToIterableDataset(IterableDataset[Any]):
         indices: Iterator[int] = iter(self.sampler)
         worker = data.get_worker_info()
         if self.shard_sampler and worker is not None:
-            indices = _every_nth_chunk(indices, worker.id, worker.num_workers, self._chunk_size)
+            chunks = enumerate(indices)
+            num, size = worker.num_workers, self._chunk_size
+            indices = (index for position, index in chunks if position // size % num == worker.id)
         for index in indices:
             try:
                 sample = self.dataset[index]
             except ENDS as error:
                 raise no_end(error, f"loading {name_sample(self.dataset, index)}") from error
             yield sample
-
-
-def _every_nth_chunk(indices: Iterator[int], first: int, step: int, chunk_size: int) -> Iterator[int]:
-    return (index for position, index in enumerate(indices) if position // chunk_size % step == first)

@@ -1,9 +1,11 @@
 """Transforms of samples by name."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from trainkit.config.config import CfgNode, ConfigError
+from trainkit.config.config import CfgNode
+from trainkit.config.errors import look_up
 from trainkit.utils.registry import Registry
 
 __all__ = ["TRANSFORM_REGISTRY", "build_transform"]
@@ -26,30 +28,18 @@ def build_transform(cfg: CfgNode, is_train: bool) -> Callable[[Any], Any] | None
     name = cfg.INPUT[key]
     if not name:
         return None
-    try:
-        entry = TRANSFORM_REGISTRY.get(name)
-    except KeyError as error:
-        raise ConfigError(f"INPUT.{key}: {error.args[0]}") from error
-    transform = entry(cfg)
+    transform = look_up(TRANSFORM_REGISTRY, name, f"INPUT.{key}")(cfg)
     if not callable(transform):
         raise TypeError(
             f"INPUT.{key} {name!r} built a {type(transform).__name__}; "
             "a registered transform is called with cfg and must give a function sample -> sample"
         )
-    return transform if is_train else _RejectsNone(transform, name)
+    return transform if is_train else partial(_keep_all, transform, name)
 
 
-class _RejectsNone:
-    """A test transform: a sample that it left out would change what is measured."""
-
-    def __init__(self, transform: Callable[[Any], Any], name: str) -> None:
-        self._transform = transform
-        self._name = name
-
-    def __call__(self, sample: Any) -> Any:
-        sample = self._transform(sample)
-        if sample is None:
-            raise ValueError(
-                f"INPUT.TEST_TRANSFORM {self._name!r} gave None; only a training transform may leave a sample out"
-            )
-        return sample
+def _keep_all(transform: Callable[[Any], Any], name: str, sample: Any) -> Any:
+    """A test transform must not leave samples out: that would change what is measured."""
+    sample = transform(sample)
+    if sample is None:
+        raise ValueError(f"INPUT.TEST_TRANSFORM {name!r} gave None; only a training transform may leave a sample out")
+    return sample

@@ -1,7 +1,7 @@
 """Evaluators by name."""
 
 from trainkit.config.config import CfgNode
-from trainkit.config.errors import ConfigError
+from trainkit.config.errors import ConfigError, look_up
 from trainkit.evaluation.classification import ClassificationEvaluator
 from trainkit.evaluation.evaluator import DatasetEvaluator, DatasetEvaluators
 from trainkit.evaluation.loss import LossEvaluator
@@ -28,9 +28,6 @@ def build_evaluator(cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
         raise ConfigError(
             f"TEST.EVALUATORS is empty, so nothing evaluates {dataset_name!r}; name one or more of: {registered}"
         )
-    try:
-        entries = [EVALUATOR_REGISTRY.get(name) for name in names]
-    except KeyError as error:
-        raise ConfigError(f"TEST.EVALUATORS: {error.args[0]}") from error
+    entries = [look_up(EVALUATOR_REGISTRY, name, "TEST.EVALUATORS") for name in names]
     evaluators = [entry(cfg, dataset_name) for entry in entries]
     return evaluators[0] if len(evaluators) == 1 else DatasetEvaluators(evaluators)

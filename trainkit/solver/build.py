@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.config.config import CfgNode
-from trainkit.config.errors import ConfigError
-from trainkit.solver.arguments import unknown_name
+from trainkit.config.errors import ConfigError, unknown_name
 from trainkit.solver.build_schedule import build_lr_scheduler
 from trainkit.solver.clipping import (
     GradientClipper,

@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainkit.config.config import CfgNode
-from trainkit.config.errors import ConfigError
-from trainkit.solver.arguments import unknown_name
+from trainkit.config.errors import ConfigError, unknown_name
 from trainkit.solver.lr_scheduler import KeepLastValue, LRFunction, LRMultiplier, WarmupParamScheduler
 from trainkit.solver.schedules import SCHEDULE_REGISTRY, Chain, Segment
 from trainkit.utils.numbers import is_whole

@@ -3,7 +3,7 @@
 import difflib
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any, TypeVar, overload
 
@@ -58,9 +58,7 @@ class Registry:
             KeyError: there is none.
         """
         if name not in self._objects:
-            nearest = difflib.get_close_matches(name, self._objects, n=1)
-            hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-            registered = ", ".join(sorted(self._objects)) or "nothing"
+            hint, registered = did_you_mean(name, self._objects), ", ".join(sorted(self._objects)) or "nothing"
             raise KeyError(
                 f"no {name!r} in the {self._name} registry; {hint}registered: {registered}. "
                 "The module that registers it must have been imported: name it in IMPORTS of the config"
@@ -75,6 +73,13 @@ class Registry:
 
     def __repr__(self) -> str:
         return f"Registry({self._name}: {', '.join(self._objects)})"
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """The start of a sentence about an unknown name; empty if no known one is similar. Case does not count."""
+    by_upper = {candidate.upper(): candidate for candidate in known}
+    nearest = difflib.get_close_matches(str(name).upper(), by_upper, n=1)
+    return f"did you mean {by_upper[nearest[0]]!r}? " if nearest else ""
 
 
 def locate(name: str) -> Any:
@@ -113,8 +118,8 @@ def _import(module_name: str, context: str) -> ModuleType:
 
 
 def _hint(name: str, owner: object) -> str:
-    nearest = difflib.get_close_matches(name, dir(owner), n=1)
-    return f"; did you mean {nearest[0]!r}?" if nearest else "; correct the path"
+    nearest = did_you_mean(name, dir(owner)).rstrip()
+    return f"; {nearest}" if nearest else "; correct the path"
 
 
 def _describe(obj: Any) -> str:

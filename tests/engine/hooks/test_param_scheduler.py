@@ -184,7 +184,7 @@ def test_updates_that_the_scaler_skips_delay_no_schedule():
         (
             ("lr", [{"NAME": "Cosin"}]),
             ConfigError,
-            r"ParamScheduler of lr\[0\] .*: unknown 'Cosin'; did you mean Cosine",
+            r"ParamScheduler of lr\[0\] .*: unknown 'Cosin'; did you mean 'Cosine'",
         ),
         (("lr", [{"NAME": "Step", "STEP_SIZE": -1}]), ConfigError, r"lr\[0\] \(Step\) refuses STEP_SIZE=-1"),
     ],
