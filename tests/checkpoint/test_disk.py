@@ -69,9 +69,9 @@ def test_wherever_a_disk_is_full_all_earlier_files_are_intact(run_folder, monkey
 @pytest.mark.parametrize(
     ("number", "reason"),
     [
-        (errno.ENOSPC, "the file needs 5,000 bytes, 3,000 are free, so 2,000 are missing. Make room"),
-        (errno.EDQUOT, "the file needs 5,000 bytes, your quota leaves 3,000, so 2,000 are missing. Remove files"),
-        (errno.EFBIG, "the file needs 5,000 bytes, a file here may have 3,000, so 2,000 are missing. Have the limit"),
+        (errno.ENOSPC, "the file needs 5,000 bytes, there is room for 3,000, so 2,000 are missing. Make room"),
+        (errno.EDQUOT, "the file needs 5,000 bytes, there is room for 3,000, so 2,000 are missing. Remove files"),
+        (errno.EFBIG, "the file needs 5,000 bytes, there is room for 3,000, so 2,000 are missing. Have the limit"),
     ],
 )
 def test_what_is_missing_is_said_in_bytes(tmp_path, monkeypatch, number, reason):
@@ -158,7 +158,7 @@ def test_a_save_that_does_not_fit_leaves_the_one_before_and_training_goes_on(
     (error,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert "is not saved, training goes on: cannot write" in error
     assert "model_0000003.pth" in error
-    missing = re.search(r"needs ([\d,]+) bytes, a file here may have 100,000, so ([\d,]+) are missing", error)
+    missing = re.search(r"needs ([\d,]+) bytes, there is room for 100,000, so ([\d,]+) are missing", error)
     needed, lacking = (int(number.replace(",", "")) for number in missing.groups())
     assert (needed > 200_000, needed - lacking) == (True, 100_000)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import os
 import re
 import secrets
@@ -32,7 +33,7 @@ def replacing(path: str) -> "Iterator[Output]":
                     yield output
                     output.commit()
                 finally:
-                    size, written = output.size, output.written
+                    size, written = output.size, os.path.getsize(temporary)
             os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -46,40 +47,35 @@ def replacing(path: str) -> "Iterator[Output]":
 
 
 class Output:
-    """The file object that ``torch.save`` writes to, in blocks that go to the disk at once.
+    """The file object that ``torch.save`` writes to.
 
     A failed write is kept for :meth:`commit`, and what follows is only counted: raised at once, it would come out of
     torch's writer as an error about positions in the file, and the size needed would stay unknown.
 
     Attributes:
-        size: bytes handed to ``write``; ``written``: those that the file has taken.
+        size: bytes handed to ``write``.
     """
 
     def __init__(self, path: str) -> None:
-        self.size = self.written = 0
+        self.size = 0
         self._error: BaseException | None = None
-        self._block, self._filled = memoryview(bytearray(_CHUNK)), 0
-        self._file = open(path, "xb", buffering=0)  # noqa: SIM115
+        self._raw = open(path, "xb", buffering=0)  # noqa: SIM115
+        self._file = io.BufferedWriter(self._raw, _CHUNK)
 
     def __enter__(self) -> "Output":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what a failed write has left in the buffer
+            self._file.close()
 
     def write(self, data: bytes | memoryview) -> int:
-        view = memoryview(data)
-        self.size += len(view)
-        try:
-            while self._error is None and view:
-                count = min(len(view), _CHUNK - self._filled)
-                self._block[self._filled : self._filled + count] = view[:count]
-                self._filled += count
-                view = view[count:]
-                if self._filled == _CHUNK:
-                    self._write_block()
-        except BaseException as error:
-            self._error = error
+        self.size += len(data)
+        if self._error is None:
+            try:
+                self._file.write(data)
+            except BaseException as error:
+                self._error = error
         return len(data)
 
     def flush(self) -> None:
@@ -89,23 +85,8 @@ class Output:
         """Bring everything onto the disk, or raise what went wrong."""
         if self._error is not None:
             raise self._error
-        self._write_block()
-        os.fsync(self._file.fileno())
-
-    def _write_block(self) -> None:
-        rest = self._block[: self._filled]
-        while rest:
-            num_taken = self._file.write(rest)
-            self.written += num_taken
-            rest = rest[num_taken:]
-        self._start_writeback(self._filled)
-        self._filled = 0
-
-    def _start_writeback(self, count: int) -> None:
-        """Have the system bring the last ``count`` bytes onto the disk now, so that the fsync finds little to do."""
-        if hasattr(os, "posix_fadvise"):  # Linux; elsewhere the fsync does it all
-            with contextlib.suppress(OSError):  # a file system need not follow an advice
-                os.posix_fadvise(self._file.fileno(), self.written - count, count, os.POSIX_FADV_DONTNEED)
+        self._file.flush()
+        os.fsync(self._raw.fileno())
 
 
 def write_text(text: str, path: str | os.PathLike[str]) -> None:
@@ -123,8 +104,7 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> None:
     with contextlib.suppress(OSError):  # they cost space, no more
         for name in os.listdir(folder):
             if _TEMPORARY.fullmatch(name) and name not in _being_written:
-                with contextlib.suppress(OSError):
-                    os.remove(os.path.join(folder, name))
+                os.remove(os.path.join(folder, name))
 
 
 def sync_folder(folder: str) -> None:
@@ -141,20 +121,19 @@ def sync_folder(folder: str) -> None:
         os.close(descriptor)
 
 
-_NO_ROOM = {  # what there is room for, and the remedy
-    errno.ENOSPC: ("{:,} are free", "Make room, or keep fewer checkpoints (max_to_keep)"),
-    errno.EDQUOT: ("your quota leaves {:,}", "Remove files, or have the quota raised"),
-    errno.EFBIG: ("a file here may have {:,}", "Have the limit on the size of a file raised (ulimit -f)"),
+_REMEDIES = {
+    errno.ENOSPC: "Make room, or keep fewer checkpoints (max_to_keep)",
+    errno.EDQUOT: "Remove files, or have your quota raised",
+    errno.EFBIG: "Have the limit on the size of a file raised (ulimit -f)",
 }
 
 
 def _write_failure(error: OSError, path: str, folder: str, size: int, written: int) -> str:
     text = f"cannot write '{path}' in folder '{folder}': {error.strerror or error}"
-    if error.errno in _NO_ROOM:
-        room = written if written < size else shutil.disk_usage(folder).free  # fsync and rename fail behind the writing
-        there_is, remedy = _NO_ROOM[error.errno]
-        text += f"; the file needs {size:,} bytes, {there_is.format(room)}"
-        text += f", so {size - room:,} are missing. {remedy}" if room < size else f". {remedy}"
+    if error.errno in _REMEDIES:
+        room = written if written < size else shutil.disk_usage(folder).free  # fsync and rename fail after the writing
+        missing = f", so {size - room:,} are missing" if room < size else ""
+        text += f"; the file needs {size:,} bytes, there is room for {room:,}{missing}. {_REMEDIES[error.errno]}"
     elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         text += ". Make the folder writable, or choose another one"
     return f"{text}. Checkpoints written before are unchanged"

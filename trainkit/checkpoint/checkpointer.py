@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,7 @@ from trainkit.utils.run_folder import is_owned_by_another, renew_folders
 from trainkit.utils.sharding import first_shard, is_sharded, shard_like
 
 _logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 _numbers = itertools.count()
 _NEW_BUFFERS = "new_buffers"  # names of those that the model has made since its checkpointer was built
 
@@ -98,8 +99,7 @@ class Checkpointer:
     ) -> None:
         self.model = unwrap_model(model)
         self._modules = {name for name, _ in self.model.named_modules()}
-        self._tensors = {*dict(self.model.named_parameters(remove_duplicate=False))}
-        self._tensors |= {*dict(self.model.named_buffers(remove_duplicate=False))}
+        self._tensors = {*_tensors_of(self.model)}
         self.save_dir = os.fspath(save_dir)
         self.save_to_disk = comm.is_main_process() if save_to_disk is None else save_to_disk
         self.async_save = async_save
@@ -123,12 +123,11 @@ class Checkpointer:
         """
         if key == "model" or key in self.checkpointables:
             raise ValueError(f"the checkpoint has an entry {key!r} already; choose another key")
-        for method in ("state_dict", "load_state_dict"):
-            if not hasattr(checkpointable, method):
-                raise TypeError(
-                    f"checkpointable {key!r} of type {type(checkpointable).__name__} has no method {method}(); "
-                    "an object needs state_dict() and load_state_dict()"
-                )
+        if missing := [name for name in ("state_dict", "load_state_dict") if not hasattr(checkpointable, name)]:
+            raise TypeError(
+                f"checkpointable {key!r} of type {type(checkpointable).__name__} has no method {missing[0]}(); "
+                "an object needs state_dict() and load_state_dict()"
+            )
         self.checkpointables[key] = checkpointable
 
     # ---------------------------------------------------------------------------------------- saving
@@ -161,28 +160,23 @@ class Checkpointer:
         except CheckpointError as error:
             _logger.error("An earlier checkpoint is not saved: %s", error)
         state, shards = self._collect(kwargs)
-        path, problem = os.path.join(self.save_dir, name + SUFFIX), ""
+        path = os.path.join(self.save_dir, name + SUFFIX)
         if self.save_to_disk:
             _logger.info("Saving checkpoint to %s", path)
-            try:
-                self._prepare_save_dir()
-            except CheckpointError as failure:
-                if not shards:
-                    raise
-                problem = str(failure)
         if tag_last:
             self._last_entries = kwargs
         write = partial(self._write, path, tag_last=tag_last, on_commit=on_commit)
         if shards:
+            _together(self._prepare_save_dir)
             # in a folder that no other save has had: until this one is committed, the former one is needed
-            token, problem = comm.broadcast((secrets.token_hex(4) if self.save_to_disk else "", problem))
-            if problem:
-                raise CheckpointError(problem)
+            token = comm.broadcast(secrets.token_hex(4) if self.save_to_disk else "")
             if not token:
                 return None
             folder = f"{path.removesuffix(SUFFIX)}.shards-{token}"
             write = partial(self._write_sharded, shards, folder, comm.side_group(self._group_name), write)
-        elif not self.save_to_disk:
+        elif self.save_to_disk:
+            self._prepare_save_dir()
+        else:
             return None
         if self.async_save:
             copy = HostCopy({**(state if self.save_to_disk else {}), SHARDS: shards.local}, self._memory)
@@ -242,24 +236,25 @@ class Checkpointer:
 
     def _find_new_buffers(self, weights: Mapping[str, Any]) -> list[str]:
         """Those that loading can make; what it cannot make is warned about once."""
-        buffers = dict(self.model.named_buffers(remove_duplicate=False))
-        new = [name for name in weights if name in buffers and name not in self._tensors]
-        if first_shard(self.model) is None:
-            new = [name for name in new if name.rpartition(".")[0] in self._modules]
-        else:
-            new = []
-        known = {*self._tensors, *new}
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        if lost := [name for name in weights if name not in known and (name in buffers or name in parameters)]:
+        own = _tensors_of(self.model)
+        new = [name for name in weights if name in own and name not in self._tensors]
+        can_make = [
+            name for name in new if not isinstance(own[name], nn.Parameter) and name.rpartition(".")[0] in self._modules
+        ]
+        if first_shard(self.model) is not None:
+            can_make = []
+        if lost := [name for name in new if name not in can_make]:
             self._tensors.update(lost)
             _logger.warning(
                 "The model has made %s since the trainer was built. A run can be resumed from this checkpoint only if "
                 "the model has them before it is loaded: make them in the constructor of the model, not in its forward",
                 ", ".join(lost),
             )
-        return new
+        return can_make
 
     def _prepare_save_dir(self) -> None:
+        if not self.save_to_disk:
+            return
         try:
             renew_folders()
             os.makedirs(self.save_dir, exist_ok=True)
@@ -297,16 +292,9 @@ class Checkpointer:
         state: dict[str, Any],
     ) -> None:
         """Write the parts of all ranks, then the file that names them; a failure is raised on every rank."""
-        error = ""
         with being_written(folder):
             manifest = shards.write(folder, group)
-            if self.save_to_disk:
-                try:
-                    write({**state, SHARDS: manifest})
-                except CheckpointError as failure:
-                    error = str(failure)
-        if errors := [text for text in comm.all_gather(error, group=group) if text]:
-            raise CheckpointError(errors[0])
+            _together(lambda: write({**state, SHARDS: manifest}) if self.save_to_disk else None, group)
 
     def _write_copy(self, write: Callable[[dict[str, Any]], None], copy: HostCopy, shards: Shards) -> None:
         state = dict(copy.state())
@@ -381,14 +369,10 @@ class Checkpointer:
             return None
         try:
             with open(path, encoding="utf-8") as file:
-                info = json.load(file)
-        except (OSError, ValueError, RecursionError) as error:
+                return dict(json.load(file))
+        except (OSError, TypeError, ValueError, RecursionError) as error:
             _logger.warning("'%s' is damaged and does not count: %s", path, error)
             return None
-        if not isinstance(info, dict):
-            _logger.warning("'%s' is damaged and does not count: it holds no JSON object", path)
-            return None
-        return info
 
     # ---------------------------------------------------------------------------------------- finding
     def has_checkpoint(self) -> bool:
@@ -434,7 +418,7 @@ class Checkpointer:
             return {}
         path = os.fspath(path)
         self._finish_writing()
-        state = _read(path)
+        state = read_file(path)
         verify_shards(state, path)
         return self._apply(state, path, keys, strict)
 
@@ -459,38 +443,28 @@ class Checkpointer:
         if not path:
             return self.load(path, checkpointables=[])
         path = os.fspath(path)
-        state = _read_on_all_ranks(path)
-        if damage := _find_damaged_shards(state, path):
-            raise CheckpointError(damage)
-        return self._apply(state, path, [], strict=False)
+        return self._apply(_read_on_all_ranks(path), path, [], strict=False)
 
     def _choose_and_read(self) -> tuple[str, dict[str, Any]]:
         """The path and what is in the file, on every rank."""
         broken: dict[str, str] = {}
+
+        def choose() -> tuple[str, Any]:
+            if not comm.is_main_process():
+                return "", None
+            if self.save_to_disk and os.path.isdir(self.save_dir) and not is_owned_by_another(self.save_dir):
+                remove_leftovers(self.save_dir)
+            return choose_and_read(self.save_dir, broken)
+
         while True:
-            path, state = self._choose_for_all_ranks(broken)
+            path, state = _together(choose, is_of_one=True)
+            path = comm.broadcast(path)
             if not path:
                 return "", {}
-            state = _read_on_all_ranks(path, state)
-            damage = _find_damaged_shards(state, path)
-            if not damage:
-                return path, state
-            broken[path] = damage
-
-    def _choose_for_all_ranks(self, broken: Mapping[str, str]) -> tuple[str, dict[str, Any] | None]:
-        """The path, and on rank 0 what is in the file."""
-        path, state, error = "", None, ""
-        if comm.is_main_process():
             try:
-                if self.save_to_disk and os.path.isdir(self.save_dir) and not is_owned_by_another(self.save_dir):
-                    remove_leftovers(self.save_dir)
-                path, state = choose_and_read(self.save_dir, broken)
-            except OSError as failure:  # a CheckpointError is one; the folder may be unreadable
-                error = str(failure)
-        path, error = comm.broadcast((path, error))
-        if error:
-            raise CheckpointError(error)
-        return path, state
+                return path, _read_on_all_ranks(path, state)
+            except _DamagedShards as error:
+                broken[path] = str(error)
 
     def _checked_keys(self, checkpointables: Iterable[str] | None) -> list[str]:
         keys = list(self.checkpointables if checkpointables is None else checkpointables)
@@ -565,44 +539,54 @@ class Checkpointer:
             )
 
 
+class _DamagedShards(CheckpointError):
+    pass
+
+
+def _together(call: Callable[[], _T], group: "dist.ProcessGroup | None" = None, *, is_of_one: bool = False) -> _T:
+    """Every rank makes a call; if it fails on one, all of them raise, so that none is left waiting.
+
+    Args:
+        is_of_one: only one rank does anything in it, so that no error has to say which.
+    """
+    error, result = "", None
+    try:
+        result = call()
+    except OSError as failure:  # a CheckpointError is one
+        error = str(failure)
+        if comm.get_world_size() > 1 and not is_of_one:
+            error = f"rank {comm.get_rank()}: {error}"
+    if errors := [text for text in comm.all_gather(error, group=group) if text]:
+        raise CheckpointError("; ".join(errors))
+    return cast(_T, result)
+
+
+def _read_on_all_ranks(path: str, state: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Read and verify the same file on every rank; one that has its ``state`` already does not read it again.
+
+    Raises:
+        CheckpointError: on every rank, if one of them cannot read it.
+        _DamagedShards: on every rank; each looks at a part of the files.
+    """
+    found = _together(lambda: read_file(path) if state is None else state)
+    error = ""
+    try:
+        verify_shards(found, path, part=comm.get_rank(), num_parts=comm.get_world_size())
+    except CheckpointError as failure:
+        error = str(failure)
+    if errors := [text for text in comm.all_gather(error) if text]:
+        raise _DamagedShards(errors[0])
+    return found
+
+
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, under each of their names."""
+    return {**dict(model.named_buffers(remove_duplicate=False)), **dict(model.named_parameters(remove_duplicate=False))}
+
+
 def _not_resumable(path: str, absent: list[str], state: dict[str, Any]) -> str:
     held = f"only weights and {sorted(map(str, state))}" if state else "weights only"
     return (
         f"'{path}' cannot be resumed: it holds {held}, no state for {absent}. To start a new run from its weights, "
         "set MODEL.WEIGHTS to this file and leave out --resume"
     )
-
-
-def _read(path: str) -> dict[str, Any]:
-    try:
-        return read_file(path)
-    except CheckpointError as error:
-        if comm.get_world_size() == 1:
-            raise
-        raise CheckpointError(f"rank {comm.get_rank()}: {error}") from error
-
-
-def _read_on_all_ranks(path: str, state: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Read the same file on every rank that does not have its ``state`` yet.
-
-    If one cannot, all of them raise, so that none is left waiting.
-    """
-    error = ""
-    try:
-        state = _read(path) if state is None else state
-    except CheckpointError as failure:
-        error = str(failure)
-    errors = [text for text in comm.all_gather(error) if text]
-    if state is None or errors:
-        raise CheckpointError("; ".join(errors))
-    return state
-
-
-def _find_damaged_shards(state: dict[str, Any], path: str) -> str:
-    """What is wrong with them, or nothing; every rank looks at a part of the files, and hears of all."""
-    error = ""
-    try:
-        verify_shards(state, path, part=comm.get_rank(), num_parts=comm.get_world_size())
-    except CheckpointError as failure:
-        error = str(failure)
-    return next(filter(None, comm.all_gather(error)), "")

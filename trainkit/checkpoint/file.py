@@ -6,7 +6,6 @@ readers here remove it. Older files of ours have a digest behind the archive, wh
 """
 
 import contextlib
-import difflib
 import hashlib
 import io
 import os
@@ -20,11 +19,11 @@ import torch
 
 from trainkit.checkpoint.atomic import CheckpointError, replacing
 from trainkit.checkpoint.state import plain_state
+from trainkit.utils.registry import did_you_mean
 
 SUFFIX = ".pth"
 MARKER = "__trainkit_format__"
 
-_CHUNK = 1 << 20
 _FOLDER = 0x10  # among the attributes of a record
 
 
@@ -89,7 +88,7 @@ def sha256_of(path: str | os.PathLike[str]) -> str:
     """That of a whole file of any kind, in hexadecimal digits."""
     sha256 = hashlib.sha256()
     with open(path, "rb") as file:
-        while data := file.read(_CHUNK):
+        while data := file.read(1 << 20):
             sha256.update(data)
     return sha256.hexdigest()
 
@@ -106,13 +105,10 @@ def _opened(path: str) -> Iterator[io.BufferedReader]:
 
 
 def _read_failure(error: OSError, path: str) -> str:
-    if not isinstance(error, FileNotFoundError):
-        return str(error.strerror)
     folder, name = os.path.split(os.path.abspath(path))
-    if not os.path.isdir(folder):
-        return f"its folder '{folder}' does not exist"
-    nearest = difflib.get_close_matches(name, os.listdir(folder), n=1, cutoff=0.4)
-    return "no such file" + (f"; the nearest name there is '{nearest[0]}'" if nearest else "")
+    if not isinstance(error, FileNotFoundError) or not os.path.isdir(folder):
+        return str(error.strerror)
+    return f"no such file; {did_you_mean(name, os.listdir(folder))}".rstrip("; ")
 
 
 def _check_records(file: io.BufferedReader, path: str) -> bool:

@@ -5,14 +5,13 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from trainkit.checkpoint.atomic import CheckpointError
 from trainkit.checkpoint.file import SUFFIX, is_file_of, is_ours, read_file, verify
 from trainkit.checkpoint.shards import remove_shards, verify_shards
 
 _logger = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 TAG_FILE = "last_checkpoint"
 FINISHED_FILE = "finished"
@@ -94,45 +93,28 @@ def choose(folder: str) -> str:
     Raises:
         CheckpointError: there are checkpoints, and none is intact.
     """
-    return _first_intact(folder, verify)[0]
+    return choose_and_read(folder, read=verify)[0]
 
 
-def choose_and_read(folder: str, known_as_broken: Mapping[str, str] | None = None) -> tuple[str, dict[str, Any] | None]:
+def choose_and_read(
+    folder: str, known_as_broken: Mapping[str, str] | None = None, read: Callable[[str], Any] | None = None
+) -> tuple[str, Any]:
     """The same, and what is in it: one reading verifies and loads the file, but not what is in the files of its shards.
 
     Args:
         known_as_broken: path -> what is wrong with it.
+        read: instead of loading the file.
 
     Raises:
         CheckpointError: as `choose`.
     """
-
-    def read(path: str) -> dict[str, Any]:
-        if known_as_broken and path in known_as_broken:
-            raise CheckpointError(known_as_broken[path])
-        state = read_file(path)
-        verify_shards(state, path, num_parts=0)
-        return state
-
-    return _first_intact(folder, read)
-
-
-def remove_checkpoint(path: str) -> None:
-    """Remove a file, and then its shards.
-
-    Raises:
-        OSError: something cannot be removed.
-    """
-    os.remove(path)
-    remove_shards(path)
-
-
-def _first_intact(folder: str, read: Callable[[str], _T]) -> tuple[str, _T | None]:
     tagged = tagged_file(folder)
     broken: list[str] = []
-    for path in dict.fromkeys([tagged, *newest_first(folder)] if tagged else newest_first(folder)):
+    for path in dict.fromkeys([*filter(None, [tagged]), *newest_first(folder)]):
         try:
-            content = read(path)
+            if known_as_broken and path in known_as_broken:
+                raise CheckpointError(known_as_broken[path])
+            content = (read or _read_with_shards)(path)
         except CheckpointError as error:
             broken.append(str(error))
             continue
@@ -147,3 +129,19 @@ def _first_intact(folder: str, read: Callable[[str], _T]) -> tuple[str, _T | Non
             "leave out --resume"
         )
     return "", None
+
+
+def remove_checkpoint(path: str) -> None:
+    """Remove a file, and then its shards.
+
+    Raises:
+        OSError: something cannot be removed.
+    """
+    os.remove(path)
+    remove_shards(path)
+
+
+def _read_with_shards(path: str) -> dict[str, Any]:
+    state = read_file(path)
+    verify_shards(state, path, num_parts=0)
+    return state
