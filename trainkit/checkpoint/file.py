@@ -106,8 +106,10 @@ def _opened(path: str) -> Iterator[io.BufferedReader]:
 
 def _read_failure(error: OSError, path: str) -> str:
     folder, name = os.path.split(os.path.abspath(path))
-    if not isinstance(error, FileNotFoundError) or not os.path.isdir(folder):
+    if not isinstance(error, FileNotFoundError):
         return str(error.strerror)
+    if not os.path.isdir(folder):
+        return f"its folder '{folder}' does not exist"
     return f"no such file; {did_you_mean(name, os.listdir(folder))}".rstrip("; ")
 
 
