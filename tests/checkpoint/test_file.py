@@ -241,9 +241,7 @@ def test_full_disk_is_named_with_the_bytes_needed_and_free(path, tmp_path, monke
     write_file(OLD, path)
     monkeypatch.setattr(os, "fsync", _failing(OSError(errno.ENOSPC, "No space left on device")))
 
-    with pytest.raises(
-        CheckpointError, match=r"No space left on device; the file needs [\d,]+ bytes, there is room"
-    ):
+    with pytest.raises(CheckpointError, match=r"No space left on device; the file needs [\d,]+ bytes, there is room"):
         write_file(NEW, path)
     assert torch.equal(read_file(path)["weight"], OLD["weight"])
 

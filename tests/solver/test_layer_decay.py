@@ -235,7 +235,7 @@ def test_shared_and_frozen_parameters_do_not_disturb():
         ({"scheme": "vit", "num_layers": 2, "depths": (1,)}, r"'vit' does not take depths \(DEPTHS\), got \(1,\)"),
         ({"scheme": "convnext_stage", "num_layers": 6}, "'convnext_stage' does not take num_layers"),
         ({"scheme": "model", "prefix": "backbone."}, "'model' does not take prefix"),
-        ({"scheme": "model"}, r"Named has no get_layer_depth\(name\)"),
+        ({"scheme": "model"}, r"needs a method get_layer_depth\(name\) of Named"),
         ({"scheme": "solver_test_bad_depth"}, r"the depth of patch_embed.weight must be between .* got \(2, 2\)"),
         ({"scheme": "swin", "depths": (1, 1)}, "the deepest layer of this model is .* depth 0, .* last one at 2"),
         (

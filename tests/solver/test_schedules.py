@@ -300,7 +300,7 @@ def test_values_of_equal_bases_are_computed_once():
         (lambda: MultiStep(5), "milestones must be a list of numbers of iterations, got 5"),
         (lambda: MultiStep([5, 0]), "milestones must be a whole number of iterations >= 1, got 0"),
         (lambda: Exponential(-1), "gamma must be a number >= 0, got -1"),
-        (lambda: Cosine(5, end_value=0.1, end_ratio=0.2), "both say where it ends; give one of them, got 0.1 and 0.2"),
+        (lambda: Cosine(5, end_value=0.1, end_ratio=0.2), "end_value 0.1 and end_ratio 0.2 both say where it ends"),
         (lambda: Cosine(5, end_ratio=False), "end_ratio must be a number >= 0, got False"),
         (lambda: CosineRestarts([]), "periods must have at least one number of iterations, got \\[\\]"),
         (
@@ -314,7 +314,7 @@ def test_values_of_equal_bases_are_computed_once():
         (lambda: OneCycle(10, pct_start=0.6, three_phase=True), "pct_start must leave room .* got 0.6"),
         (lambda: InverseSquareRoot(0), "timescale must be a whole number of iterations >= 1, got 0"),
         (lambda: WarmupStableDecay(8, 4, 4), "warmup 4 and decay 4 must be shorter than length 8 together"),
-        (lambda: Segment(Step(2), 5, 5), "end must be behind begin 5, got 5"),
+        (lambda: Segment(Step(2), 5, 5), "end must be after begin 5, got 5"),
         (lambda: Segment(Step(2), -1, 5), "begin must be a whole number of iterations >= 0, got -1"),
     ],
 )

@@ -15,12 +15,7 @@ from trainkit.config.yaml_files import BASE_KEY, DELETE_KEY, parse_flow
 _logger = logging.getLogger(__name__)
 _UNTYPED = "__untyped__"  # in a node's __dict__, as yacs keeps its own marks
 _YAML_WORDS = {"true": True, "false": False, "null": None}
-_ACCEPTED = {
-    bool: "True or False",
-    int: "an int",
-    float: "a float or an int",
-    str: "text",
-}
+_ACCEPTED = {bool: "True or False", int: "an int", float: "a float or an int", str: "text"}
 
 
 def untyped_keys(node: _FvcoreCfgNode) -> set[str]:

@@ -5,13 +5,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    ChainDataset,
-    ConcatDataset,
-    IterableDataset,
-    Sampler,
-    default_collate,
-)
+from torch.utils.data import ChainDataset, ConcatDataset, IterableDataset, Sampler, default_collate
 
 from trainkit.config.config import CfgNode
 from trainkit.config.errors import ConfigError, unknown_name

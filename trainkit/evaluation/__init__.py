@@ -2,12 +2,7 @@
 
 from trainkit.evaluation.build import EVALUATOR_REGISTRY, build_evaluator
 from trainkit.evaluation.classification import ClassificationEvaluator
-from trainkit.evaluation.evaluator import (
-    DatasetEvaluator,
-    DatasetEvaluators,
-    inference_context,
-    inference_on_dataset,
-)
+from trainkit.evaluation.evaluator import DatasetEvaluator, DatasetEvaluators, inference_context, inference_on_dataset
 from trainkit.evaluation.loss import LossEvaluator
 from trainkit.evaluation.observer import observe_inference
 from trainkit.evaluation.segmentation import SemSegEvaluator

@@ -196,11 +196,7 @@ def inference_context(model: nn.Module) -> Iterator[None]:
 
 
 def _in_step_with_all_ranks(
-    batches: Iterable[Any],
-    model: nn.Module,
-    evaluator: DatasetEvaluator,
-    is_stopping: Callable[[], bool],
-    name: str,
+    batches: Iterable[Any], model: nn.Module, evaluator: DatasetEvaluator, is_stopping: Callable[[], bool], name: str
 ) -> Iterator[Any]:
     """The batches of this rank. It goes on with the others when it has none left: each forward pass is one of all.
 

@@ -1,8 +1,9 @@
 """A learning rate that falls from the last layer of a model to the first one."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
@@ -11,21 +12,21 @@ from trainkit.utils.registry import Registry
 LAYER_DEPTH_REGISTRY = Registry("LAYER_DEPTH")
 """Functions from a parameter's full name to ``(depth, num_layers)``: depth 0 is first, ``num_layers - 1`` last."""
 
-_STEM = re.compile(r"(?:cls_token|mask_token|pos_embed)$|patch_embed\.")
-_VIT_BLOCK = re.compile(r"(?:layers|blocks)\.(\d+)\.")
-_SWIN_STEM = re.compile(r"mask_token$|patch_embed\.")
-_MIXMIM_STEM = re.compile(r"(?:absolute_)?pos_embed$|patch_embed\.")
-_STAGE_BLOCK = re.compile(r"(?:stages|layers)\.(\d+)\.blocks\.(\d+)\.")
-_STAGE_DOWNSAMPLE = re.compile(r"(?:stages|layers)\.(\d+)\.downsample\.")
-_CONVNEXT_BLOCK = re.compile(r"stages\.([0-3])\.(\d+)\.")
-_CONVNEXT_DOWNSAMPLE = re.compile(r"downsample_layers\.([0-3])\.")
+_STEM = r"(?:cls_token|mask_token|pos_embed)$|patch_embed\."
+_STEM_OF_SWIN = r"mask_token$|patch_embed\."
+_STEM_OF_MIXMIM = r"(?:absolute_)?pos_embed$|patch_embed\."
+_BLOCK_OF_VIT = re.compile(r"(?:layers|blocks)\.(\d+)\.")
+_BLOCK_OF_STAGE = re.compile(r"(?:stages|layers)\.(\d+)\.blocks\.(\d+)\.")
+_DOWNSAMPLE_OF_STAGE = re.compile(r"(?:stages|layers)\.(\d+)\.downsample\.")
+_BLOCK_OF_CONVNEXT = re.compile(r"stages\.([0-3])\.(\d+)\.")
+_DOWNSAMPLE_OF_CONVNEXT = re.compile(r"downsample_layers\.([0-3])\.")
 
 
-@dataclass(frozen=True)
-class _Layers:
+class _Layers(NamedTuple):
     """How deep the parameters of a backbone are, by their name without prefix."""
 
-    depth_of: Callable[[str], int | None]  # None: behind the blocks, as all heads are
+    stem: str  # names at depth 0
+    depth_of: Callable[[str], int | None]  # of the others; None: after the blocks, as all heads are
     last_block: int
     rest: int
     num_layers: int
@@ -76,14 +77,17 @@ def build_layer_decay(
     if not 0 < rate <= 1:
         raise ValueError(f"rate must be in (0, 1], got {rate}")
     names = [name for name, _ in model.named_parameters()]
-    if scheme in _SCHEMES:
-        needed, layers_of = _SCHEMES[scheme]
-        _check_arguments(scheme, needed, {"num_layers": num_layers, "depths": depths})
-        layers = layers_of(*(value for value in (num_layers, depths) if value))
-        found = _named_depths(layers, scheme, names, prefix)
-    else:
-        _check_arguments(scheme, None, {"num_layers": num_layers, "depths": depths, "prefix": prefix})
+    needed, layers_of = _SCHEMES.get(scheme, (None, None))
+    given = {"num_layers": num_layers, "depths": depths} | ({} if layers_of else {"prefix": prefix})
+    if needed is not None and not given[needed]:
+        raise ValueError(f"scheme {scheme!r} needs {needed} ({needed.upper()}); see build_layer_decay")
+    for name, value in given.items():
+        if value and name != needed:
+            raise ValueError(f"scheme {scheme!r} does not take {name} ({name.upper()}), got {value!r}; leave it out")
+    if layers_of is None:
         found = _users_depths(_users_function(model, scheme), scheme, names)
+    else:
+        found = _named_depths(layers_of(given[needed] if needed else None), scheme, names, prefix)
     factors = {name: rate ** (count - 1 - depth) for name, (depth, count) in found.items()}
     return factors.__getitem__
 
@@ -91,7 +95,11 @@ def build_layer_decay(
 def _named_depths(layers: _Layers, scheme: str, names: Sequence[str], prefix: str | None) -> dict[str, tuple[int, int]]:
     if prefix is None:
         prefix = "backbone." if any(name.startswith("backbone.") for name in names) else ""
-    depths = {name: layers.depth_of(name.removeprefix(prefix)) for name in names if name.startswith(prefix)}
+    depths = {}
+    for name in names:
+        if name.startswith(prefix):
+            own_name = name.removeprefix(prefix)
+            depths[name] = 0 if re.match(layers.stem, own_name) else layers.depth_of(own_name)
     known = {depth: name for name, depth in depths.items() if depth is not None}
     if not known:
         raise ValueError(
@@ -109,21 +117,15 @@ def _named_depths(layers: _Layers, scheme: str, names: Sequence[str], prefix: st
 
 
 def _users_function(model: nn.Module, scheme: str) -> Callable[[str], tuple[int, int]]:
-    if scheme in LAYER_DEPTH_REGISTRY:
-        return LAYER_DEPTH_REGISTRY.get(scheme)
-    if scheme != "model":
+    if scheme != "model" and scheme not in LAYER_DEPTH_REGISTRY:
         registered = sorted(name for name, _ in LAYER_DEPTH_REGISTRY)
         raise ValueError(
             f"unknown scheme {scheme!r}; accepted: {', '.join([*_SCHEMES, 'model', *registered])}. The module that "
             "registers one must have been imported: name it in IMPORTS of the config"
         )
-    function = getattr(model, "get_layer_depth", None)
-    if function is None:
-        raise ValueError(
-            f"scheme 'model': {type(model).__name__} has no get_layer_depth(name), which gives (depth, num_layers); "
-            "write one"
-        )
-    return function
+    if scheme == "model" and not hasattr(model, "get_layer_depth"):
+        raise ValueError(f"scheme 'model' needs a method get_layer_depth(name) of {type(model).__name__}; write one")
+    return cast(Any, model).get_layer_depth if scheme == "model" else LAYER_DEPTH_REGISTRY.get(scheme)
 
 
 def _users_depths(
@@ -139,85 +141,65 @@ def _users_depths(
     return found
 
 
-def _check_arguments(scheme: str, needed: str | None, arguments: Mapping[str, object]) -> None:
-    if needed is not None and not arguments[needed]:
-        raise ValueError(f"scheme {scheme!r} needs {needed} ({needed.upper()}); see build_layer_decay")
-    for name, value in arguments.items():
-        if value and name != needed:
-            raise ValueError(f"scheme {scheme!r} does not take {name} ({name.upper()}), got {value!r}; leave it out")
-
-
-def _vit(num_layers: int) -> _Layers:
-    def depth_of(name: str) -> int | None:
-        if _STEM.match(name):
-            return 0
-        block = _VIT_BLOCK.match(name)
-        return int(block[1]) + 1 if block else None
-
-    return _Layers(depth_of, last_block=num_layers, rest=num_layers + 1, num_layers=num_layers + 2)
-
-
-def _hierarchical(depths: Sequence[int], stem: re.Pattern[str]) -> Callable[[str], int | None]:
-    def depth_of(name: str) -> int | None:
-        if stem.match(name):
-            return 0
-        if downsample := _STAGE_DOWNSAMPLE.match(name):
-            return sum(depths[: int(downsample[1]) + 1])
-        block = _STAGE_BLOCK.match(name)
-        if not block:
-            return None
-        stage, index = int(block[1]), int(block[2])
-        if stage >= len(depths) or index >= depths[stage]:
-            raise ValueError(f"depths={list(depths)} has no place for {name}; give the number of blocks of each stage")
-        return sum(depths[:stage]) + index + 1
-
-    return depth_of
-
-
-def _swin(depths: Sequence[int]) -> _Layers:
-    blocks = sum(depths)
-    return _Layers(_hierarchical(depths, _SWIN_STEM), last_block=blocks, rest=blocks + 1, num_layers=blocks + 2)
-
-
-def _mixmim(depths: Sequence[int]) -> _Layers:
-    blocks = sum(depths)
-    return _Layers(_hierarchical(depths, _MIXMIM_STEM), last_block=blocks, rest=blocks, num_layers=blocks + 1)
-
-
-def _mixmim_mmselfsup(depths: Sequence[int]) -> _Layers:
-    blocks = sum(depths)
-    return _Layers(_hierarchical(depths, _MIXMIM_STEM), last_block=blocks, rest=blocks, num_layers=blocks + 2)
-
-
-def _convnext(num_layers: int) -> _Layers:
-    def depth_of(name: str) -> int | None:
-        if _STEM.match(name):
-            return 0
-        if downsample := _CONVNEXT_DOWNSAMPLE.match(name):
-            return (0, 2, 3, num_layers)[int(downsample[1])]
-        block = _CONVNEXT_BLOCK.match(name)
-        return (1, 2, 3 + int(block[2]) // 3, num_layers)[int(block[1])] if block else None
-
-    return _Layers(depth_of, last_block=num_layers, rest=num_layers + 1, num_layers=num_layers + 2)
-
-
-def _convnext_stage_depth(name: str) -> int | None:
-    if _STEM.match(name) or _CONVNEXT_DOWNSAMPLE.match(name):
-        return 0
-    block = _CONVNEXT_BLOCK.match(name)
+def _vit_depth(name: str) -> int | None:
+    block = _BLOCK_OF_VIT.match(name)
     return int(block[1]) + 1 if block else None
 
 
-def _convnext_stage() -> _Layers:
-    return _Layers(_convnext_stage_depth, last_block=4, rest=5, num_layers=6)
+def _depth_in_stages(depths: Sequence[int], name: str) -> int | None:
+    if downsample := _DOWNSAMPLE_OF_STAGE.match(name):
+        return sum(depths[: int(downsample[1]) + 1])
+    block = _BLOCK_OF_STAGE.match(name)
+    if not block:
+        return None
+    stage, index = int(block[1]), int(block[2])
+    if stage >= len(depths) or index >= depths[stage]:
+        raise ValueError(f"depths={list(depths)} has no place for {name}; give the number of blocks of each stage")
+    return sum(depths[:stage]) + index + 1
 
 
-def _convnext_stage_mmseg(num_layers: int) -> _Layers:
-    return _Layers(_convnext_stage_depth, last_block=4, rest=num_layers + 1, num_layers=num_layers + 2)
+def _convnext_depth(num_layers: int, name: str) -> int | None:
+    if downsample := _DOWNSAMPLE_OF_CONVNEXT.match(name):
+        return (0, 2, 3, num_layers)[int(downsample[1])]
+    block = _BLOCK_OF_CONVNEXT.match(name)
+    return (1, 2, 3 + int(block[2]) // 3, num_layers)[int(block[1])] if block else None
+
+
+def _convnext_stage_depth(name: str) -> int | None:
+    if _DOWNSAMPLE_OF_CONVNEXT.match(name):
+        return 0
+    block = _BLOCK_OF_CONVNEXT.match(name)
+    return int(block[1]) + 1 if block else None
+
+
+def _vit(n: int) -> _Layers:
+    return _Layers(_STEM, _vit_depth, last_block=n, rest=n + 1, num_layers=n + 2)
+
+
+def _swin(depths: Sequence[int]) -> _Layers:
+    return _in_stages(_STEM_OF_SWIN, depths, rest=1, num_layers=2)
+
+
+def _mixmim(depths: Sequence[int]) -> _Layers:
+    return _in_stages(_STEM_OF_MIXMIM, depths, rest=0, num_layers=1)
+
+
+def _mixmim_mmselfsup(depths: Sequence[int]) -> _Layers:
+    return _in_stages(_STEM_OF_MIXMIM, depths, rest=0, num_layers=2)
+
+
+def _convnext(n: int) -> _Layers:
+    return _Layers(_STEM, partial(_convnext_depth, n), last_block=n, rest=n + 1, num_layers=n + 2)
+
+
+def _in_stages(stem: str, depths: Sequence[int], rest: int, num_layers: int) -> _Layers:
+    """``rest`` and ``num_layers`` beyond the number of blocks."""
+    n = sum(depths)
+    return _Layers(stem, partial(_depth_in_stages, depths), last_block=n, rest=n + rest, num_layers=n + num_layers)
 
 
 # name -> the argument that it needs, and how it counts
-_SCHEMES: dict[str, tuple[str | None, Callable[..., _Layers]]] = {
+_SCHEMES: dict[str, tuple[str | None, Callable[[Any], _Layers]]] = {
     "vit": ("num_layers", _vit),
     "beit": ("num_layers", _vit),
     "mae": ("num_layers", _vit),
@@ -225,6 +207,6 @@ _SCHEMES: dict[str, tuple[str | None, Callable[..., _Layers]]] = {
     "mixmim": ("depths", _mixmim),
     "mixmim_mmselfsup": ("depths", _mixmim_mmselfsup),
     "convnext": ("num_layers", _convnext),
-    "convnext_stage": (None, _convnext_stage),
-    "convnext_stage_mmseg": ("num_layers", _convnext_stage_mmseg),
+    "convnext_stage": (None, lambda _: _Layers(_STEM, _convnext_stage_depth, 4, 5, 6)),
+    "convnext_stage_mmseg": ("num_layers", lambda n: _Layers(_STEM, _convnext_stage_depth, 4, n + 1, n + 2)),
 }

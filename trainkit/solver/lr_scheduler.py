@@ -182,13 +182,7 @@ class LRMultiplier(ScheduledLR):
         ValueError: ``max_iter`` is less than 1.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        multiplier: ParamScheduler,
-        max_iter: int,
-        last_iter: int = -1,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, multiplier: ParamScheduler, max_iter: int, last_iter: int = -1) -> None:
         if not isinstance(multiplier, ParamScheduler):
             raise TypeError(f"multiplier must be a fvcore ParamScheduler, got {multiplier!r}")
         if max_iter < 1:

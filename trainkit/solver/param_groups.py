@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from trainkit.utils.numbers import is_number
@@ -18,31 +19,12 @@ _logger = logging.getLogger(__name__)
 ParamKind = Literal["norm", "bias", "dwconv", "embedding", "flat"]
 """What a parameter is; see ``ParamRules``."""
 
-_NORM_LAYERS = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.GroupNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-    nn.LayerNorm,
-    nn.LocalResponseNorm,
-    nn.RMSNorm,
-)
+# _NormBase: all batch and instance norms
+_NORM_LAYERS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm, nn.RMSNorm)
 
 _KEY_MATCHES = ("longest", "shortest", "exact")
 # what other libraries and slips of the pen call a factor, none of which an optimizer would read from a group
-_NO_OPTIONS = {
-    "lr": "lr_factor",
-    "lr_mult": "lr_factor",
-    "lr_factors": "lr_factor",
-    "weight_decay": "decay_factor",
-    "weight_decay_factor": "decay_factor",
-    "decay_mult": "decay_factor",
-    "decay_factors": "decay_factor",
-}
+_NO_OPTIONS = ("lr", "lr_mult", "lr_factors", "weight_decay", "weight_decay_factor", "decay_mult", "decay_factors")
 
 
 @dataclass(frozen=True)
@@ -134,15 +116,14 @@ def build_param_groups(
     """
     if weight_decay is None and rules.changes_decay():
         raise ValueError("the rules change the weight decay, which is None; give weight_decay, or leave them out")
-    groups = []
-    unused = set(rules.custom_keys)
-    for named in _named_params(model):
-        unused.discard(rules.key_of(named.full_name) or "")
-        if named.param.requires_grad:
-            groups.append({"params": [named.param], **_hyperparams(named, base_lr, weight_decay, rules)})
-    if unused:
+    named_params = list(_named_params(model))
+    if unused := {*rules.custom_keys} - {rules.key_of(named.full_name) for named in named_params}:
         _logger.warning("Custom keys that count for no parameter, so have no effect: %s", ", ".join(sorted(unused)))
-    return reduce_param_groups(groups)
+    return reduce_param_groups(
+        {"params": [named.param], **_hyperparams(named, base_lr, weight_decay, rules)}
+        for named in named_params
+        if named.param.requires_grad
+    )
 
 
 def get_default_optimizer_params(
@@ -176,17 +157,19 @@ def get_default_optimizer_params(
         raise ValueError("weight_decay_bias and overrides['bias']['weight_decay'] are the same; give one of them")
 
     rules = ParamRules(weight_decay_norm, weight_decay_bias, bias_lr_factor, lr_factor_func=lr_factor_func)
-    groups = []
-    unmatched = set(overrides)
-    for named in _named_params(model):
-        unmatched -= {named.leaf_name, named.full_name}
-        if named.param.requires_grad:
-            hyperparams = _hyperparams(named, base_lr, weight_decay, rules)
-            hyperparams |= {**overrides.get(named.leaf_name, {}), **overrides.get(named.full_name, {})}
-            groups.append({"params": [named.param], **hyperparams})
-    if unmatched:
+    named_params = list(_named_params(model))
+    if unmatched := {*overrides} - {name for named in named_params for name in (named.leaf_name, named.full_name)}:
         _logger.warning("No parameter is called %s; these overrides have no effect", ", ".join(sorted(unmatched)))
-    return reduce_param_groups(groups)
+    return reduce_param_groups(
+        {
+            "params": [named.param],
+            **_hyperparams(named, base_lr, weight_decay, rules),
+            **overrides.get(named.leaf_name, {}),
+            **overrides.get(named.full_name, {}),
+        }
+        for named in named_params
+        if named.param.requires_grad
+    )
 
 
 def reduce_param_groups(params: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -216,26 +199,17 @@ def describe_param_groups(groups: Optimizer | Iterable[Mapping[str, Any]], model
     """
     groups = list(groups.param_groups if isinstance(groups, Optimizer) else groups)
     names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
-    shown = {"params", "lr", "weight_decay", "initial_lr"}
-    options = [
-        option
-        for option in dict.fromkeys(option for group in groups for option in group)
-        if option not in shown and any(group.get(option) != groups[0].get(option) for group in groups)
-    ]
+    options = dict.fromkeys(option for group in groups for option in group)
+    shown = ("params", "lr", "weight_decay", "initial_lr")
+    differing = [o for o in options if o not in shown and any(group.get(o) != groups[0].get(o) for group in groups)]
     rows = []
     for index, group in enumerate(groups):
         members = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
-        examples = [names.get(param, "(not of this model)") for param in members[:2]]
-        rows.append(
-            [
-                index,
-                *(f"{float(group[key]):g}" if key in group else "" for key in ("lr", "weight_decay")),
-                ", ".join(f"{option}={group[option]}" for option in options if option in group),
-                len(members),
-                f"{sum(param.numel() for param in members):,}",
-                ", ".join([*examples, "..."] if len(members) > len(examples) else examples),
-            ]
-        )
+        rates = [f"{float(group[key]):g}" if key in group else "" for key in ("lr", "weight_decay")]
+        others = ", ".join(f"{option}={group[option]}" for option in differing if option in group)
+        examples = [names.get(param, "(not of this model)") for param in members[:2]] + ["..."] * (len(members) > 2)
+        size = f"{sum(param.numel() for param in members):,}"
+        rows.append([index, *rates, others, len(members), size, ", ".join(examples)])
     headers = ["group", "lr", "weight decay", "options", "parameters", "values", "names"]
     return format_table(rows, headers, tablefmt="pipe", disable_numparse=True)
 
@@ -296,12 +270,10 @@ def _kinds(named: _NamedParam) -> Iterator[ParamKind]:
 
 def _check_option(where: str, name: str, value: Any) -> None:
     if name in ("lr_factor", "decay_factor"):
-        return _check_factor(f"{where}[{name!r}]", value)
-    meant = difflib.get_close_matches(name, ("lr_factor", "decay_factor", *_NO_OPTIONS), n=1, cutoff=0.9)
-    if name == "params" or meant:
-        factor = _NO_OPTIONS.get(meant[0], meant[0]) if meant else "lr_factor or decay_factor"
-        raise ValueError(f"{where}: {name!r} is no option of a group here; did you mean {factor}?")
-    return None
+        _check_factor(f"{where}[{name!r}]", value)
+    elif name == "params" or difflib.get_close_matches(name, ("lr_factor", "decay_factor", *_NO_OPTIONS), 1, 0.9):
+        meant = "lr_factor" if "lr" in name else "lr_factor or decay_factor" if name == "params" else "decay_factor"
+        raise ValueError(f"{where}: {name!r} is no option of a group here; did you mean {meant}?")
 
 
 def _check_factor(where: str, factor: Any) -> None:

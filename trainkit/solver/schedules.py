@@ -6,6 +6,7 @@ last iteration, ``length - 1``, as in OpenMMLab, and stays there; torch's ``tota
 Where torch has the same rule, the values are those of its closed form, bit by bit.
 """
 
+import dataclasses
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -23,17 +24,45 @@ SCHEDULE_REGISTRY = Registry("SCHEDULE")
 """Classes and functions that give a `Schedule`. A ``length`` that a config does not give is that of the entry."""
 
 
+_SHORTEST = {"warmup": 0, "begin": 0, "end": 0, "decay": 1, "step_size": 1, "timescale": 1}  # in iterations
+_LISTS_OF_LENGTHS = ("milestones", "periods")
+_NUMBERS = ("factor", "start_factor", "end_factor", "gamma", "pct_start", "end_value", "end_ratio")  # 0 or more
+_ABOVE_0 = ("power", "div_factor", "final_div_factor")
+
+
+class _Checked:
+    """Fields are checked by their names.
+
+    Raises:
+        ValueError: one is not accepted.
+    """
+
+    _shortest = 2  # iterations of a ``length``
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # a subclass is a dataclass
+            name, value = field.name, getattr(self, field.name)
+            if name == "length" or name in _SHORTEST:
+                _check_length(name, value, _SHORTEST.get(name, self._shortest))
+            elif name in _LISTS_OF_LENGTHS:
+                if not isinstance(value, list | tuple):
+                    raise ValueError(f"{name} must be a list of numbers of iterations, got {value!r}")
+                for item in value:
+                    _check_length(name, item, 1)
+            elif name == "anneal":
+                if value not in _ANNEAL:
+                    raise ValueError(f"anneal must be one of {', '.join(_ANNEAL)}, got {value!r}")
+            elif name in _ABOVE_0 or (name in _NUMBERS and value is not None):
+                _check_number(name, value, is_0_accepted=name not in _ABOVE_0)
+
+
 @SCHEDULE_REGISTRY.register()
 @dataclass
-class Constant:
+class Constant(_Checked):
     """``factor`` times the base; in the last iteration the base itself, so that what follows begins with it."""
 
     length: int
     factor: float = 1 / 3
-
-    def __post_init__(self) -> None:
-        _check_length("length", self.length, 2)
-        _check_number("factor", self.factor)
 
     def __call__(self, t: int, base: float) -> float:
         return base * (self.factor + (t >= self.length - 1) * (1 - self.factor))
@@ -41,17 +70,12 @@ class Constant:
 
 @SCHEDULE_REGISTRY.register()
 @dataclass
-class Linear:
+class Linear(_Checked):
     """In a line from ``start_factor`` times the base to ``end_factor`` times the base; the usual warm-up."""
 
     length: int
     start_factor: float = 1 / 3
     end_factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check_length("length", self.length, 2)
-        _check_number("start_factor", self.start_factor)
-        _check_number("end_factor", self.end_factor)
 
     def __call__(self, t: int, base: float) -> float:
         last = self.length - 1
@@ -60,15 +84,15 @@ class Linear:
 
 @SCHEDULE_REGISTRY.register()
 @dataclass
-class ExponentialWarmup:
+class ExponentialWarmup(_Checked):
     """From ``factor`` times the base to the base, by the same factor in each iteration."""
 
     length: int
     factor: float = 1 / 3
 
     def __post_init__(self) -> None:
-        _check_length("length", self.length, 2)
-        _check_number("factor", self.factor, above=0)
+        super().__post_init__()
+        _check_number("factor", self.factor, is_0_accepted=False)
 
     def __call__(self, t: int, base: float) -> float:
         last = self.length - 1
@@ -77,15 +101,11 @@ class ExponentialWarmup:
 
 @SCHEDULE_REGISTRY.register()
 @dataclass
-class Step:
+class Step(_Checked):
     """Times ``gamma`` every ``step_size`` iterations."""
 
     step_size: int
     gamma: float = 0.1
-
-    def __post_init__(self) -> None:
-        _check_length("step_size", self.step_size, 1)
-        _check_number("gamma", self.gamma)
 
     def __call__(self, t: int, base: float) -> float:
         return base * self.gamma ** (t // self.step_size)
@@ -93,15 +113,11 @@ class Step:
 
 @SCHEDULE_REGISTRY.register()
 @dataclass
-class MultiStep:
+class MultiStep(_Checked):
     """Times ``gamma`` from each of ``milestones`` on, counted from the begin; one that stands twice counts twice."""
 
     milestones: Sequence[int]
     gamma: float = 0.1
-
-    def __post_init__(self) -> None:
-        _check_lengths("milestones", self.milestones)
-        _check_number("gamma", self.gamma)
 
     def __call__(self, t: int, base: float) -> float:
         return base * self.gamma ** sum(milestone <= t for milestone in self.milestones)
@@ -109,20 +125,17 @@ class MultiStep:
 
 @SCHEDULE_REGISTRY.register()
 @dataclass
-class Exponential:
+class Exponential(_Checked):
     """Times ``gamma`` in each iteration."""
 
     gamma: float
-
-    def __post_init__(self) -> None:
-        _check_number("gamma", self.gamma)
 
     def __call__(self, t: int, base: float) -> float:
         return base * self.gamma**t
 
 
 @dataclass(kw_only=True)
-class _HasEnd:
+class _HasEnd(_Checked):
     """An end as a value, or as a ratio of the base, which suits groups with different bases; by default 0."""
 
     end_value: float | None = None
@@ -131,12 +144,9 @@ class _HasEnd:
     def __post_init__(self) -> None:
         if self.end_value is not None and self.end_ratio is not None:
             raise ValueError(
-                "end_value and end_ratio both say where it ends; give one of them, "
-                f"got {self.end_value!r} and {self.end_ratio!r}"
+                f"end_value {self.end_value!r} and end_ratio {self.end_ratio!r} both say where it ends; give one"
             )
-        for name, value in (("end_value", self.end_value), ("end_ratio", self.end_ratio)):
-            if value is not None:
-                _check_number(name, value)
+        super().__post_init__()
 
     def end(self, base: float) -> float:
         return (self.end_value or 0.0) if self.end_ratio is None else base * self.end_ratio
@@ -152,10 +162,7 @@ class Cosine(_HasEnd):
     """
 
     length: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_length("length", self.length, 1)
+    _shortest = 1
 
     def __call__(self, t: int, base: float) -> float:
         end = self.end(base)
@@ -176,7 +183,6 @@ class CosineRestarts(_HasEnd):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_lengths("periods", self.periods)
         if not self.periods:
             raise ValueError(f"periods must have at least one number of iterations, got {self.periods!r}")
         if not isinstance(self.weights, list | tuple) or len(self.weights) not in (0, len(self.periods)):
@@ -201,11 +207,6 @@ class Polynomial(_HasEnd):
     length: int
     power: float = 1.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_length("length", self.length, 2)
-        _check_number("power", self.power, above=0)
-
     def __call__(self, t: int, base: float) -> float:
         last, end = self.length - 1, self.end(base)
         return (base - end) * (1.0 - min(last, t) / last) ** self.power + end
@@ -213,7 +214,7 @@ class Polynomial(_HasEnd):
 
 @SCHEDULE_REGISTRY.register()
 @dataclass
-class OneCycle:
+class OneCycle(_Checked):
     """Up from ``base / div_factor`` to the base, and down to ``base / div_factor / final_div_factor``.
 
     The base is torch's ``max_lr``, so each group keeps its own. Smith and Topin, "Super-Convergence".
@@ -231,11 +232,7 @@ class OneCycle:
     three_phase: bool = False
 
     def __post_init__(self) -> None:
-        _check_length("length", self.length, 2)
-        _check_number("pct_start", self.pct_start)
-        _check_choice("anneal", self.anneal, _ANNEAL)
-        _check_number("div_factor", self.div_factor, above=0)
-        _check_number("final_div_factor", self.final_div_factor, above=0)
+        super().__post_init__()
         peak = self.pct_start * self.length - 1
         most = (self.length - 1) / 2 if self.three_phase else self.length - 1
         if peak == 0 or peak >= most:
@@ -260,16 +257,13 @@ class OneCycle:
 
 @SCHEDULE_REGISTRY.register()
 @dataclass
-class InverseSquareRoot:
+class InverseSquareRoot(_Checked):
     """``base * sqrt(timescale / (t + timescale))``.
 
     Behind a warm-up of ``timescale`` iterations it is the rule of Vaswani et al., "Attention Is All You Need".
     """
 
     timescale: int
-
-    def __post_init__(self) -> None:
-        _check_length("timescale", self.timescale, 1)
 
     def __call__(self, t: int, base: float) -> float:
         return base * math.sqrt(self.timescale / (t + self.timescale))
@@ -291,11 +285,6 @@ class WarmupStableDecay(_HasEnd):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_length("length", self.length, 2)
-        _check_length("warmup", self.warmup, 0)
-        _check_length("decay", self.decay, 1)
-        _check_number("start_factor", self.start_factor)
-        _check_choice("anneal", self.anneal, _ANNEAL)
         if self.warmup + self.decay >= self.length:
             raise ValueError(
                 f"warmup {self.warmup} and decay {self.decay} must be shorter than length {self.length} together"
@@ -309,7 +298,7 @@ class WarmupStableDecay(_HasEnd):
 
 
 @dataclass
-class Segment:
+class Segment(_Checked):
     """A schedule from iteration ``begin`` (included) to ``end`` (excluded)."""
 
     schedule: Schedule
@@ -317,10 +306,9 @@ class Segment:
     end: int
 
     def __post_init__(self) -> None:
-        _check_length("begin", self.begin, 0)
-        _check_length("end", self.end, 0)
+        super().__post_init__()
         if self.end <= self.begin:
-            raise ValueError(f"end must be behind begin {self.begin}, got {self.end}")
+            raise ValueError(f"end must be after begin {self.begin}, got {self.end}")
 
 
 @dataclass
@@ -363,18 +351,6 @@ def _check_length(name: str, value: Any, minimum: int) -> None:
         raise ValueError(f"{name} must be a whole number of iterations >= {minimum}, got {value!r}")
 
 
-def _check_lengths(name: str, values: Any) -> None:
-    if not isinstance(values, list | tuple):
-        raise ValueError(f"{name} must be a list of numbers of iterations, got {values!r}")
-    for value in values:
-        _check_length(name, value, 1)
-
-
-def _check_number(name: str, value: Any, above: float | None = None) -> None:
-    if not is_number(value) or not math.isfinite(value) or value < 0 or (above is not None and value <= above):
-        raise ValueError(f"{name} must be a number {'>= 0' if above is None else f'> {above}'}, got {value!r}")
-
-
-def _check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+def _check_number(name: str, value: Any, is_0_accepted: bool = True) -> None:
+    if not is_number(value) or not math.isfinite(value) or value < 0 or (value == 0 and not is_0_accepted):
+        raise ValueError(f"{name} must be a number {'>=' if is_0_accepted else '>'} 0, got {value!r}")
