@@ -41,7 +41,7 @@ def test_the_defaults_are_in_order():
         (["SOLVER.AMP.INIT_SCALE", -1], "SOLVER.AMP.INIT_SCALE is -1.0; accepted: a number greater than 0"),
         (["SOLVER.AMP.LOSS_SCALE", 512, "SOLVER.AMP.PRECISION", "bfloat16"], "bfloat16, which has no scale; leave"),
         (["SOLVER.AMP.LOSS_SCALE", 512, "SOLVER.AMP.INIT_SCALE", 64], "is float16 and LOSS_SCALE is 512; leave INIT"),
-        (["SOLVER.AMP.INIT_SCALE", 64, "SOLVER.AMP.PRECISION", "bfloat16"], "but no dynamic scale begins with it"),
+        (["SOLVER.AMP.INIT_SCALE", 64, "SOLVER.AMP.PRECISION", "bfloat16"], "but no dynamic scale starts with it"),
         (["SOLVER.NON_FINITE.POLICY", "warn"], "SOLVER.NON_FINITE.POLICY is 'warn'; accepted: raise, skip, ignore"),
         (["SOLVER.NON_FINITE.MAX_IN_ROW", 0], "SOLVER.NON_FINITE.MAX_IN_ROW is 0; it must be at least 1"),
         (["SOLVER.CLIP_GRADIENTS.CLIP_TYPE", "all"], "CLIP_TYPE is 'all'; accepted: value, norm, full_model"),

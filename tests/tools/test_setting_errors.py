@@ -143,7 +143,7 @@ PARAM_GROUPS = [
     ),
     (layer_decay("vit", NUM_LAYERS=2), "put the last one at 2; correct them"),
     (layer_decay("vit", NUM_LAYERS=2, PREFIX="encoder."), "give another prefix or scheme"),
-    (layer_decay("model"), "DigitsCNN has no get_layer_depth(name), which gives (depth, num_layers); write one"),
+    (layer_decay("model"), "needs a method get_layer_depth(name) of DigitsCNN; write one"),
     ([*EVERY_KIND, "MODEL.FROZEN", EVERY_PARAMETER], "at least one needs requires_grad=True to be optimized"),
 ]
 
@@ -166,7 +166,10 @@ SCHEDULES = [
     ),
     (schedules({"NAME": "Cosine", "ENDVALUE": 1}), "did you mean 'END_VALUE'?"),
     (schedules({"NAME": "Cosine", "END_VALUE": -1}), "end_value must be a number >= 0, got -1"),
-    (schedules({"NAME": "Cosine", "END_VALUE": 0.1, "END_RATIO": 0.1}), "give one of them, got 0.1 and 0.1"),
+    (
+        schedules({"NAME": "Cosine", "END_VALUE": 0.1, "END_RATIO": 0.1}),
+        "end_value 0.1 and end_ratio 0.1 both say where it ends; give one",
+    ),
     (schedules({"NAME": "Cosine", "BEGIN": 5, "END": 3}), "END must be in iterations, an int >= 6, got 3"),
     (schedules({"NAME": "Cosine", "END": "3eps"}), "END must be in iterations, an int >= 1, got '3eps'"),
     (schedules({"NAME": "Step"}), "missing 1 required positional argument: 'step_size'"),

@@ -7,7 +7,6 @@ from typing import Any
 
 from fvcore.common.config import CfgNode
 
-from trainkit.config.check_groups import check_param_groups
 from trainkit.config.defaults import get_cfg
 from trainkit.config.errors import ConfigError
 from trainkit.utils.numbers import is_number, is_whole
@@ -39,12 +38,13 @@ _MINIMA = {
     "TEST.MAX_BATCHES": 0,
     "TEST.PRECISE_BN.NUM_ITER": 1,
 }
-_CHOICES = {
+_CHOICES: dict[str, tuple[Any, ...]] = {
     "CHECKPOINT.BEST_MODE": ("auto", "max", "min"),
     "CHECKPOINT.PUBLISH": ("", "model", "ema"),
     "EARLY_STOPPING.MODE": ("auto", "max", "min"),
     "FLOAT32_PRECISION": ("", "highest", "high", "medium"),
     "LOG.EVAL_AXIS": ("iter", "epoch"),
+    "MODEL.COMPILE.DYNAMIC": (False, True, None),
     "MODEL.COMPILE.MODE": ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     "MODEL.DDP.COMPRESSION": ("", "fp16", "bf16"),
     "MODEL.FSDP.PARAM_DTYPE": ("", "float32", "float16", "bfloat16"),
@@ -55,6 +55,14 @@ _CHOICES = {
     "SOLVER.PARAM_GROUPS.KEY_MATCH": ("longest", "shortest", "exact"),
     "SOLVER.CLIP_GRADIENTS.CLIP_TYPE": ("value", "norm", "full_model"),
 }
+# settings that exclude each other, and why; a key alone means that it is on
+_CONFLICTS: tuple[tuple[str, str, str], ...] = (
+    ("MODEL.COMPILE.ENABLED", "SOLVER.GRAPH.ENABLED", "take the graph where the device waits for the host"),
+    ("MODEL.PARALLEL=fsdp", "SOLVER.GRAPH.ENABLED", "a graph cannot gather parameters"),
+    ("MODEL.DDP.STATIC_GRAPH", "MODEL.DDP.FIND_UNUSED_PARAMETERS", "a static graph finds unused parameters itself"),
+    ("SOLVER.REFERENCE_BATCH_SIZE", "SOLVER.REFERENCE_WORLD_SIZE", "both scale SOLVER.BASE_LR"),
+)
+_GROUPS = "SOLVER.PARAM_GROUPS"
 
 
 def check_values(cfg: CfgNode, *, warn: bool = True) -> None:
@@ -71,63 +79,23 @@ def check_values(cfg: CfgNode, *, warn: bool = True) -> None:
             raise ConfigError(f"{key} is {value}; it must be at least {minimum}")
     for key, choices in _CHOICES.items():
         if _get(cfg, key) not in choices:
-            accepted = ", ".join(choice or '""' for choice in choices)
+            accepted = ", ".join('""' if choice == "" else str(choice) for choice in choices)
             raise ConfigError(f"{key} is {_get(cfg, key)!r}; accepted: {accepted}")
-    _check_folders(cfg)
+    for one, other, reason in _CONFLICTS:
+        if _is_on(cfg, one) and _is_on(cfg, other):
+            raise ConfigError(f"{one} and {other} exclude each other: {reason}; set one of them")
+    if not cfg.OUTPUT_DIR:
+        raise ConfigError("OUTPUT_DIR is empty, so nothing could be saved; set it to a folder")
+    for key in ("OUTPUT_DIR", "CHECKPOINT.DIR"):
+        if _URL.match(folder := _get(cfg, key)):
+            raise ConfigError(f"{key} is {folder!r}, a URL; accepted: a folder of this machine, or one that is mounted")
     _check_amp(cfg.SOLVER.AMP)
     check_expected_results(cfg)
-    if cfg.EARLY_STOPPING.METRIC and cfg.TEST.EVAL_PERIOD == 0:
-        raise ConfigError(
-            "EARLY_STOPPING.METRIC is set but TEST.EVAL_PERIOD is 0, so nothing is evaluated before the end; set it"
-        )
     if warn:
         _warn_of_similar_keys(cfg, get_cfg())
-    check_param_groups(cfg.SOLVER)
-    if cfg.SOLVER.REFERENCE_BATCH_SIZE and cfg.SOLVER.REFERENCE_WORLD_SIZE:
-        raise ConfigError(
-            f"SOLVER.REFERENCE_BATCH_SIZE ({cfg.SOLVER.REFERENCE_BATCH_SIZE}) and SOLVER.REFERENCE_WORLD_SIZE "
-            f"({cfg.SOLVER.REFERENCE_WORLD_SIZE}) both scale SOLVER.BASE_LR; set one of them"
-        )
-    _check_threshold(cfg.EARLY_STOPPING)
+    _check_param_groups(cfg.SOLVER)
+    _check_early_stopping(cfg)
     _check_checkpoints(cfg)
-    if cfg.MODEL.COMPILE.DYNAMIC not in (False, True, None):
-        raise ConfigError(f"MODEL.COMPILE.DYNAMIC is {cfg.MODEL.COMPILE.DYNAMIC!r}; accepted: False, True, None")
-    if cfg.MODEL.COMPILE.ENABLED and cfg.SOLVER.GRAPH.ENABLED:
-        raise ConfigError(
-            "MODEL.COMPILE.ENABLED and SOLVER.GRAPH.ENABLED are both True; set one of them: the graph where the device "
-            "waits for the host"
-        )
-    if cfg.MODEL.PARALLEL == "fsdp" and cfg.SOLVER.GRAPH.ENABLED:
-        raise ConfigError(
-            'MODEL.PARALLEL is "fsdp" and SOLVER.GRAPH.ENABLED True; a graph cannot gather parameters: set one of them'
-        )
-    if cfg.MODEL.DDP.STATIC_GRAPH and cfg.MODEL.DDP.FIND_UNUSED_PARAMETERS:
-        raise ConfigError(
-            "MODEL.DDP.STATIC_GRAPH and MODEL.DDP.FIND_UNUSED_PARAMETERS are both True; leave one of them False: a "
-            "static graph finds unused parameters itself"
-        )
-
-
-def _warn_of_similar_keys(node: CfgNode, default: CfgNode, prefix: str = "") -> None:
-    """Those that were there first are the default ones, then those of files."""
-    names = [*node]
-    for place, name in enumerate(names):
-        if name in default:
-            if isinstance(node[name], CfgNode) and isinstance(default[name], CfgNode):
-                _warn_of_similar_keys(node[name], default[name], f"{prefix}{name}.")
-            continue
-        for known in difflib.get_close_matches(name.upper(), names[:place], n=1, cutoff=0.8):
-            if _is_mistyped(name, known):
-                logger.warning(
-                    "%s is taken for a new key, beside %s; correct it if you meant that one",
-                    *(prefix + name, prefix + known),
-                )
-
-
-def _is_mistyped(name: str, known: str) -> bool:
-    """Whether a letter is missing, too many, or in the wrong place; other letters and digits have a meaning."""
-    is_likely = abs(len(name) - len(known)) == 1 or sorted(name.upper()) == sorted(known)
-    return is_likely and _DIGITS.sub("", name) != _DIGITS.sub("", known)
 
 
 def check_expected_results(cfg: CfgNode) -> None:
@@ -142,25 +110,34 @@ def check_expected_results(cfg: CfgNode) -> None:
             )
 
 
-def _check_threshold(options: CfgNode) -> None:
-    threshold = options.THRESHOLD
-    if threshold is None:
-        return
-    if not is_number(threshold):
-        raise ConfigError(f"EARLY_STOPPING.THRESHOLD is {threshold!r}; accepted: a number, None")
-    if not options.METRIC:
+def _warn_of_similar_keys(node: CfgNode, default: CfgNode, prefix: str = "") -> None:
+    """Keys that were there first are the default ones, then those of files."""
+    names = [*node]
+    for place, name in enumerate(names):
+        if name in default:
+            if isinstance(node[name], CfgNode) and isinstance(default[name], CfgNode):
+                _warn_of_similar_keys(node[name], default[name], f"{prefix}{name}.")
+            continue
+        for known in difflib.get_close_matches(name.upper(), names[:place], n=1, cutoff=0.8):
+            # mistyped: a letter is missing, too many, or in the wrong place; other letters and digits have a meaning
+            is_likely = abs(len(name) - len(known)) == 1 or sorted(name.upper()) == sorted(known)
+            if is_likely and _DIGITS.sub("", name) != _DIGITS.sub("", known):
+                logger.warning(
+                    "%s is taken for a new key, beside %s; correct it if you meant that one",
+                    *(prefix + name, prefix + known),
+                )
+
+
+def _check_early_stopping(cfg: CfgNode) -> None:
+    metric, threshold = cfg.EARLY_STOPPING.METRIC, cfg.EARLY_STOPPING.THRESHOLD
+    if metric and cfg.TEST.EVAL_PERIOD == 0:
         raise ConfigError(
-            f"EARLY_STOPPING.THRESHOLD is {threshold}, but EARLY_STOPPING.METRIC is empty; set it to the name of the "
-            "evaluation result that is compared"
+            "EARLY_STOPPING.METRIC is set but TEST.EVAL_PERIOD is 0, so nothing is evaluated before the end; set it"
         )
-
-
-def _check_folders(cfg: CfgNode) -> None:
-    if not cfg.OUTPUT_DIR:
-        raise ConfigError("OUTPUT_DIR is empty, so nothing could be saved; set it to a folder")
-    for key in ("OUTPUT_DIR", "CHECKPOINT.DIR"):
-        if _URL.match(folder := _get(cfg, key)):
-            raise ConfigError(f"{key} is {folder!r}, a URL; accepted: a folder of this machine, or one that is mounted")
+    if threshold is not None and not is_number(threshold):
+        raise ConfigError(f"EARLY_STOPPING.THRESHOLD is {threshold!r}; accepted: a number, None")
+    if threshold is not None and not metric:
+        raise ConfigError(f"EARLY_STOPPING.THRESHOLD is {threshold}, but EARLY_STOPPING.METRIC is empty; set it")
 
 
 def _check_checkpoints(cfg: CfgNode) -> None:
@@ -173,13 +150,13 @@ def _check_checkpoints(cfg: CfgNode) -> None:
         raise ConfigError(f'CHECKPOINT.BEST_METRIC is {best!r}; accepted: None, a name such as "task/top1", or a list')
     if options.START and cfg.SOLVER.CHECKPOINT_PERIOD == 0:
         raise ConfigError(
-            f"CHECKPOINT.START is {options.START}, but SOLVER.CHECKPOINT_PERIOD is 0, so nothing is saved before the "
-            "end; set it, or leave out START"
+            f"CHECKPOINT.START is {options.START}, but SOLVER.CHECKPOINT_PERIOD is 0: nothing is saved before the end; "
+            "set it, or leave out START"
         )
     if options.PUBLISH and not options.SAVE_LAST and not best:
         raise ConfigError(
-            f"CHECKPOINT.PUBLISH is {options.PUBLISH!r}, but CHECKPOINT.SAVE_LAST is False and CHECKPOINT.BEST_METRIC "
-            "is empty, so there is nothing to publish; set one of them"
+            f"CHECKPOINT.PUBLISH is {options.PUBLISH!r}, but without CHECKPOINT.SAVE_LAST and CHECKPOINT.BEST_METRIC "
+            "there is nothing to publish; set one of them"
         )
 
 
@@ -197,8 +174,43 @@ def _check_amp(amp: CfgNode) -> None:
         )
     if amp.INIT_SCALE != 65536 and (fixed or amp.PRECISION == "bfloat16"):
         raise ConfigError(
-            f"SOLVER.AMP.INIT_SCALE is {amp.INIT_SCALE}, but no dynamic scale begins with it: PRECISION is "
+            f"SOLVER.AMP.INIT_SCALE is {amp.INIT_SCALE}, but no dynamic scale starts with it: PRECISION is "
             f"{amp.PRECISION} and LOSS_SCALE is {amp.LOSS_SCALE}; leave INIT_SCALE at 65536"
+        )
+
+
+def _check_param_groups(solver: CfgNode) -> None:
+    options, layer_decay = solver.PARAM_GROUPS, solver.PARAM_GROUPS.LAYER_DECAY
+    given = {key: value for key, value in options.items() if key.endswith("_FACTOR") and value is not None}
+    seen = set()
+    for entry in options.CUSTOM_KEYS:
+        key = entry.get("KEY") if isinstance(entry, dict) else None
+        if not isinstance(key, str) or not key or key in seen:
+            raise ConfigError(
+                f"{_GROUPS}.CUSTOM_KEYS has the entry {entry!r}; each one is a node with a KEY that no other has, a "
+                "part of the names of parameters, such as {KEY: backbone.stem, LR_FACTOR: 0.1}"
+            )
+        seen.add(key)
+        factors = [name for name in ("LR_FACTOR", "DECAY_FACTOR") if name in entry]
+        given |= {f"CUSTOM_KEYS, {key}, {name}": entry[name] for name in factors}
+    for key, factor in given.items():
+        if not is_number(factor) or not factor >= 0:
+            raise ConfigError(f"{_GROUPS}.{key} is {factor!r}; accepted: a number of at least 0")
+    if not 0 < layer_decay.RATE <= 1:
+        raise ConfigError(f"{_GROUPS}.LAYER_DECAY.RATE is {layer_decay.RATE}; it must be above 0, and at most 1 (off)")
+    if layer_decay.RATE != 1 and not layer_decay.SCHEME:
+        raise ConfigError(
+            f"{_GROUPS}.LAYER_DECAY.RATE is {layer_decay.RATE}, but SCHEME is empty; set it to the kind of the model, "
+            "such as vit"
+        )
+    others = [*given, *["LAYER_DECAY.RATE"] * (layer_decay.RATE != 1), *["CUSTOM_KEYS"] * bool(seen)]
+    if options.BUILDER and others:
+        named = ", ".join(f"{_GROUPS}.{key}" for key in others)
+        raise ConfigError(f"{_GROUPS}.BUILDER {options.BUILDER!r} makes the groups alone; leave it out, or {named}")
+    if options.NORM_DECAY_FACTOR and solver.WEIGHT_DECAY and not solver.WEIGHT_DECAY_NORM:
+        raise ConfigError(
+            f"{_GROUPS}.NORM_DECAY_FACTOR is {options.NORM_DECAY_FACTOR}, but it multiplies SOLVER.WEIGHT_DECAY_NORM, "
+            f"which is 0; set that to {solver.WEIGHT_DECAY}, SOLVER.WEIGHT_DECAY, or leave the factor out"
         )
 
 
@@ -207,3 +219,8 @@ def _get(cfg: CfgNode, key: str) -> Any:
     for part in key.split("."):
         node = node[part]
     return node
+
+
+def _is_on(cfg: CfgNode, setting: str) -> bool:
+    key, _, value = setting.partition("=")
+    return _get(cfg, key) == value if value else bool(_get(cfg, key))

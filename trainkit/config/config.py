@@ -66,11 +66,11 @@ class CfgNode(_FvcoreCfgNode):
                 # its keys are not shown: a config from elsewhere can name any file of this machine
                 raise ConfigError(f"{path}, named by _BASE_, is no config of this program; none of its keys is known")
             try:
-                self._check_merge(overlay({}, layer))  # alone, so that an error names its own file
+                merged = self._merged(overlay({}, layer))  # alone, so that an error names its own file
             except ConfigError as error:
                 raise ConfigError(f"{path}: {error}") from None
             content = overlay(content, layer)
-        self._merge(content)
+        self._take_over(merged if len(layers) == 1 else self._merged(content))
 
     def merge_from_other_cfg(self, cfg_other: Mapping[str, Any]) -> None:
         """Merge another config, or a nested dict.
@@ -78,7 +78,7 @@ class CfgNode(_FvcoreCfgNode):
         Raises:
             ConfigError: a key or value does not fit.
         """
-        self._merge(cfg_other)
+        self._take_over(self._merged(cfg_other))
 
     def merge_from_list(self, cfg_list: Sequence[Any]) -> None:
         """Merge ``[KEY, VALUE, KEY, VALUE, ...]``, such as the trailing options of a command line.
@@ -94,23 +94,30 @@ class CfgNode(_FvcoreCfgNode):
             for name in reversed(full_key.split(".")):
                 layer = {name: layer}
             layers.append(layer)
-        self._merge(*layers)
+        self._take_over(self._merged(*layers))
 
     def dump(self, **kwargs: Any) -> str:
         """The config as YAML that ``merge_from_file`` reads back; ``kwargs`` are those of ``yaml.dump``."""
         return dump_yaml({name: plain_value(name, value) for name, value in self.items()}, **kwargs)
 
-    def _merge(self, *others: Mapping[str, Any]) -> None:
-        self._check_merge(*others)
-        for other in others:
-            merge_node(self, other, self, "")
-
-    def _check_merge(self, *others: Mapping[str, Any]) -> None:
+    def _merged(self, *others: Mapping[str, Any]) -> "CfgNode":
+        """A copy with all of these merged into it, so that an error changes nothing."""
         if self.is_frozen():
             raise ConfigError("the config is frozen; call defrost() before merging")
         copy = self.clone()
         for other in others:
             merge_node(copy, other, copy, "")
+        return copy
+
+    def _take_over(self, merged: "CfgNode") -> None:
+        """Take the values of a changed copy of this node, into the nodes that somebody may hold already."""
+        for name, value in merged.items():
+            own = self.get(name)
+            if isinstance(own, CfgNode) and isinstance(value, CfgNode):
+                own._take_over(value)
+            else:
+                self[name] = value
+        untyped_keys(self).update(untyped_keys(merged))
 
     def _parse(self, full_key: str, text: str) -> Any:
         """What ``text`` means for a key."""

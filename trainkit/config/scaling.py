@@ -1,6 +1,8 @@
 """A config for another number of workers, or another batch size, than the one it was made for."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from trainkit.config.config import CfgNode
@@ -9,6 +11,12 @@ from trainkit.config.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _SCHEDULE_LENGTHS = {"BEGIN", "END", "LENGTH", "STEP_SIZE", "MILESTONES", "PERIODS", "TIMESCALE", "WARMUP", "DECAY"}
+
+
+def base_lr(solver: CfgNode) -> tuple[str, float]:
+    """The key that gives the learning rate, and its value: SOLVER.OPTIMIZER.LR wins over SOLVER.BASE_LR."""
+    own = solver.OPTIMIZER.get("LR")
+    return ("SOLVER.BASE_LR", solver.BASE_LR) if own is None else ("SOLVER.OPTIMIZER.LR", own)
 
 
 def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
@@ -26,14 +34,10 @@ def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
     if reference in (0, num_workers):
         return cfg
     scale = num_workers / reference
-    frozen = cfg.is_frozen()
-    cfg = cfg.clone()
-    cfg.defrost()
-    solver = cfg.SOLVER
-    batch_size = solver.IMS_PER_BATCH * num_workers
+    batch_size = cfg.SOLVER.IMS_PER_BATCH * num_workers
     if batch_size % reference:
         raise ConfigError(
-            f"SOLVER.IMS_PER_BATCH {solver.IMS_PER_BATCH} for {reference} workers does not scale to {num_workers}: "
+            f"SOLVER.IMS_PER_BATCH {cfg.SOLVER.IMS_PER_BATCH} for {reference} workers does not scale to {num_workers}: "
             "make it a multiple of SOLVER.REFERENCE_WORLD_SIZE"
         )
 
@@ -42,28 +46,24 @@ def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
             return type(length)(shorter(item) for item in length)
         return length if isinstance(length, str) else round(length / scale)
 
-    solver.IMS_PER_BATCH = batch_size // reference
-    _scale_lr(solver, scale)
-    for key in ("MAX_ITER", "WARMUP_ITERS", "STEPS", "CHECKPOINT_PERIOD"):
-        solver[key] = shorter(solver[key])
-    for entry in solver.SCHEDULES:
-        for key, value in entry.items():
-            if key in _SCHEDULE_LENGTHS:
-                entry[key] = shorter(value)
-            elif key == "GAMMA" and entry["NAME"] == "Exponential":  # that of one iteration
-                entry[key] = value**scale
-    cfg.TEST.EVAL_PERIOD = shorter(cfg.TEST.EVAL_PERIOD)
-    solver.REFERENCE_WORLD_SIZE = num_workers
+    with _changed(cfg) as cfg:
+        solver = cfg.SOLVER
+        solver.IMS_PER_BATCH = batch_size // reference
+        _scale_lr(solver, scale)
+        for key in ("MAX_ITER", "WARMUP_ITERS", "STEPS", "CHECKPOINT_PERIOD"):
+            solver[key] = shorter(solver[key])
+        for entry in solver.SCHEDULES:
+            for key, value in entry.items():
+                if key in _SCHEDULE_LENGTHS:
+                    entry[key] = shorter(value)
+                elif key == "GAMMA" and entry["NAME"] == "Exponential":  # that of one iteration
+                    entry[key] = value**scale
+        cfg.TEST.EVAL_PERIOD = shorter(cfg.TEST.EVAL_PERIOD)
+        solver.REFERENCE_WORLD_SIZE = num_workers
     logger.info(
         "Config scaled from %d to %d workers: batch size %d, learning rate %g, %s iterations",
-        reference,
-        num_workers,
-        solver.IMS_PER_BATCH,
-        solver.BASE_LR,
-        solver.MAX_ITER,
+        *(reference, num_workers, solver.IMS_PER_BATCH, solver.BASE_LR, solver.MAX_ITER),
     )
-    if frozen:
-        cfg.freeze()
     return cfg
 
 
@@ -79,19 +79,13 @@ def scale_lr_to_batch(cfg: CfgNode) -> CfgNode:
     reference, batch_size = cfg.SOLVER.REFERENCE_BATCH_SIZE, cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATION_STEPS
     if reference in (0, batch_size):
         return cfg
-    frozen = cfg.is_frozen()
-    cfg = cfg.clone()
-    cfg.defrost()
-    _scale_lr(cfg.SOLVER, batch_size / reference)
-    cfg.SOLVER.REFERENCE_BATCH_SIZE = batch_size
+    with _changed(cfg) as cfg:
+        _scale_lr(cfg.SOLVER, batch_size / reference)
+        cfg.SOLVER.REFERENCE_BATCH_SIZE = batch_size
     logger.info(
         "Learning rate scaled from %d to %d samples per iteration: SOLVER.BASE_LR is %g",
-        reference,
-        batch_size,
-        cfg.SOLVER.BASE_LR,
+        *(reference, batch_size, cfg.SOLVER.BASE_LR),
     )
-    if frozen:
-        cfg.freeze()
     return cfg
 
 
@@ -126,28 +120,29 @@ def split_batch(cfg: CfgNode, num_workers: int, present: int) -> CfgNode:
     logger.warning(
         "This run began with %d processes, now there are %d: SOLVER.IMS_PER_BATCH is %d and ACCUMULATION_STEPS %d "
         "instead of %d and %d, which keeps the %d samples per iteration",
-        num_workers,
-        present,
-        batch_size,
-        samples // batch_size,
-        solver.IMS_PER_BATCH,
-        solver.ACCUMULATION_STEPS,
-        samples,
+        *(num_workers, present, batch_size, samples // batch_size),
+        *(solver.IMS_PER_BATCH, solver.ACCUMULATION_STEPS, samples),
     )
     if batch_size == solver.IMS_PER_BATCH:
         return cfg
-    frozen = cfg.is_frozen()
-    cfg = cfg.clone()
-    cfg.defrost()
-    cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.ACCUMULATION_STEPS = batch_size, samples // batch_size
-    if frozen:
-        cfg.freeze()
+    with _changed(cfg) as cfg:
+        cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.ACCUMULATION_STEPS = batch_size, samples // batch_size
     return cfg
+
+
+@contextmanager
+def _changed(cfg: CfgNode) -> Iterator[CfgNode]:
+    """A copy that can be changed inside, and is frozen afterwards if ``cfg`` is."""
+    copy = cfg.clone()
+    copy.defrost()
+    yield copy
+    if cfg.is_frozen():
+        copy.freeze()
 
 
 def _scale_lr(solver: CfgNode, scale: float) -> None:
     solver.BASE_LR, solver.BASE_LR_END = solver.BASE_LR * scale, solver.BASE_LR_END * scale
-    if solver.OPTIMIZER.get("LR") is not None:  # it wins over BASE_LR
+    if base_lr(solver)[0] == "SOLVER.OPTIMIZER.LR":
         solver.OPTIMIZER.LR = solver.OPTIMIZER.LR * scale
     for entry in solver.SCHEDULES:
         if entry.get("END_VALUE") is not None:

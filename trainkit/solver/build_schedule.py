@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainkit.config.config import CfgNode
 from trainkit.config.errors import ConfigError, unknown_name
+from trainkit.config.scaling import base_lr
 from trainkit.solver.lr_scheduler import KeepLastValue, LRFunction, LRMultiplier, WarmupParamScheduler
 from trainkit.solver.schedules import SCHEDULE_REGISTRY, Chain, Segment
 from trainkit.utils.numbers import is_whole
@@ -82,14 +83,12 @@ def _multi_step(cfg: CfgNode) -> ParamScheduler:
 
 
 def _cosine(cfg: CfgNode) -> ParamScheduler:
-    key, base_lr = "SOLVER.BASE_LR", cfg.SOLVER.BASE_LR
-    if cfg.SOLVER.OPTIMIZER.get("LR") is not None:
-        key, base_lr = "SOLVER.OPTIMIZER.LR", cfg.SOLVER.OPTIMIZER.LR
-    if not 0.0 <= cfg.SOLVER.BASE_LR_END <= base_lr or base_lr == 0:
+    key, lr = base_lr(cfg.SOLVER)
+    if not 0.0 <= cfg.SOLVER.BASE_LR_END <= lr or lr == 0:
         raise ConfigError(
-            f"SOLVER.BASE_LR_END={cfg.SOLVER.BASE_LR_END} must be between 0 and {key}={base_lr}, which must not be 0"
+            f"SOLVER.BASE_LR_END={cfg.SOLVER.BASE_LR_END} must be between 0 and {key}={lr}, which must not be 0"
         )
-    return CosineParamScheduler(1.0, cfg.SOLVER.BASE_LR_END / base_lr)
+    return CosineParamScheduler(1.0, cfg.SOLVER.BASE_LR_END / lr)
 
 
 def _fixed_gamma(cfg: CfgNode) -> ParamScheduler:

@@ -43,7 +43,7 @@ def test_settings_that_fit_together_pass(groups):
         ({"LAYER_DECAY": {"NUM_LAYERS": -1}}, "LAYER_DECAY.NUM_LAYERS is -1; it must be at least 0"),
         (
             {"BUILDER": "mine", "BIAS_LR_FACTOR": 2.0},
-            "BUILDER is 'mine', which .*; leave it out, or SOLVER.PARAM_GROUPS.BIAS_LR_FACTOR$",
+            "BUILDER 'mine' makes the groups alone; leave it out, or SOLVER.PARAM_GROUPS.BIAS_LR_FACTOR$",
         ),
         (
             {"BUILDER": "mine", "CUSTOM_KEYS": [{"KEY": "a"}]},
@@ -66,5 +66,5 @@ def test_what_no_run_can_use_is_named_with_the_remedy(groups, message):
 
 
 def test_two_references_for_the_learning_rate_contradict_each_other():
-    with pytest.raises(ConfigError, match=r"SOLVER.REFERENCE_BATCH_SIZE \(256\) and SOLVER.REFERENCE_WORLD_SIZE \(8\)"):
+    with pytest.raises(ConfigError, match=r"REFERENCE_BATCH_SIZE and SOLVER.REFERENCE_WORLD_SIZE exclude"):
         check({}, REFERENCE_BATCH_SIZE=256, REFERENCE_WORLD_SIZE=8)
