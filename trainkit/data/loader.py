@@ -58,23 +58,19 @@ def resume_obstacle(loader: Iterable[Any]) -> str:
 class ResumableLoader(DataLoader[Any]):
     """A ``DataLoader`` whose place in its data can be saved, and whose samples do not depend on who loads them.
 
-    Place: ``state_dict`` tells which batches were delivered (not those loaded ahead), and the next ``iter()`` behind
+    Place: ``state_dict`` tells which batches were delivered (not those loaded ahead), and the next ``iter()`` after
     ``load_state_dict`` goes on there, at the same cost everywhere, with any number of workers and, if the sampler is
     an `InfiniteSampler`, of ranks. Another sampler or batch sampler, or without workers an ``IterableDataset``, takes
-    part by a ``state_dict`` and a ``load_state_dict`` of its own, behind which its next ``iter()`` goes on there; it is
-    asked behind each batch, so it must count a sample before it yields it. ``resume_obstacle`` says why a loader cannot
-    do this, or is empty.
+    part by a ``state_dict`` and a ``load_state_dict`` of its own; it is asked after each batch, so it must count a
+    sample before it yields it. ``resume_obstacle`` says why a loader cannot do this, or is empty.
 
     Samples: before ``dataset[index]`` the global generators of Python, NumPy and torch are seeded from the seed and
     the sample's position in the stream of all ranks, so that random augmentation depends on these two alone. Without
-    workers, the random state of the process is put back behind each batch. So samples are fetched one by one, also from
-    a dataset with ``__getitems__``. Nothing is seeded where nothing can be drawn (lists and tensors, collated by a
-    function of torch or of this package), nor by a loader with an obstacle, which loads as a plain one does.
+    workers, the random state of the process is put back after each batch. Nothing is seeded where nothing can be drawn
+    (lists and tensors, collated by a function of torch or of this package), nor by a loader with an obstacle.
 
     A `ToIterableDataset` is read by its indices: its batches are consecutive parts of the stream, whoever loads them.
-
-    What a map-style dataset or ``collate_fn`` raises has a note of the samples (a line of the log on Python 3.10), but
-    not from a loader with an obstacle, unless its sampler is an `InferenceSampler`.
+    What a dataset or ``collate_fn`` raises has a note of the samples (a line of the log on Python 3.10).
 
     Args:
         timeout: in seconds: so long a worker may take for the batch that is waited for; 0: for ever. Then an error says
@@ -138,14 +134,8 @@ class ResumableLoader(DataLoader[Any]):
         """
         self._refuse_obstacle()
         position, order = self._tasks.state()
-        kind, over = type(self._order).__name__, self._tasks.over
-        return {
-            "kind": kind,
-            "seed": self._seed,
-            "position": position,
-            "order": order,
-            **({"over": True} if over else {}),
-        }
+        state = {"kind": type(self._order).__name__, "seed": self._seed, "position": position, "order": order}
+        return {**state, "over": True} if self._tasks.over else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next ``iter()`` go on there; iterators made before are to be let go.
@@ -181,7 +171,7 @@ class ResumableLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         is_kept = self._inside is not None and self.persistent_workers
         if not is_kept:
-            self._begin_inside()
+            self._start_inside()
         elif self._is_inference:
             self._tasks.position = 0  # each pass is the same, also for what it draws
         with signals_held_back():
@@ -191,32 +181,31 @@ class ResumableLoader(DataLoader[Any]):
                 if not is_kept or not (is_timeout(error) or is_of_lost_worker(error)):
                     raise
                 logger.warning("The workers of the last pass over the data are replaced: %s", error)
-                self._begin_inside()
+                self._start_inside()
                 fetched = self._watch.iterate(self._inside)
         return _Deliveries(fetched, None if self._loads_plainly() else self._tasks, self._watch)
 
     def _loads_plainly(self) -> bool:
         return self._is_stream or bool(self.resume_obstacle and not self._is_inference)
 
-    def _begin_inside(self) -> None:
-        notes, name = None, self._fetch().name
-        if self._loads_plainly():
-            source: Any = self.dataset
-            what: dict[str, Any] = {"collate_fn": self.collate_fn}
-            if self._is_stream or self.batch_sampler is None:
-                what |= {"batch_size": self.batch_size, "drop_last": self.drop_last}
-                what["sampler"] = None if self._is_stream else self.sampler
-            else:
-                what["batch_sampler"] = self.batch_sampler
-        else:
+    def _start_inside(self) -> None:
+        notes = None
+        source: Any = self.dataset
+        if self._is_stream:
+            what: dict[str, Any] = {"batch_size": self.batch_size, "drop_last": self.drop_last}
+        elif not self._loads_plainly():
             # tasks of their own: an older iterator that is still in use keeps its own count
             self._tasks = self._new_tasks(0 if self._is_inference else self._tasks.position, self._tasks.stage)
             notes = WorkerNotes(self.num_workers) if self.num_workers else None
-            source = self._fetch(notes)
-            what = {"batch_size": None, "sampler": self._tasks, "collate_fn": _as_it_is}
+            source, what = self._fetch(notes), {"batch_size": None, "sampler": self._tasks}
+        elif self.batch_sampler is None:
+            what = {"batch_size": None, "sampler": self.sampler}
+        else:
+            what = {"batch_sampler": self.batch_sampler}
+        collate_fn = _as_it_is if source is not self.dataset else self.collate_fn
         poll = min(waiting.POLL_SEC, self.timeout or waiting.POLL_SEC) if self.num_workers else 0
-        self._watch = Watch(notes, self.timeout, name)
-        self._inside = DataLoader(source, timeout=poll, **what, **self._options)
+        self._watch = Watch(notes, self.timeout, self._fetch().name)
+        self._inside = DataLoader(source, timeout=poll, collate_fn=collate_fn, **what, **self._options)
 
     @property
     def _seed(self) -> int:
@@ -235,32 +224,36 @@ class ResumableLoader(DataLoader[Any]):
         key = splitmix64(self._seed, 0) if draws else None
         # workers that are kept go on drawing where they were; without workers an evaluation is the loop's own business
         batch_key = key if self._is_inference and self.num_workers else None
+        rank, world_size = self._ranks()
         return _Fetch(
-            self._source, self.collate_fn, None if self.resume_obstacle else key, *self._ranks(), notes, batch_key
+            dataset=self._source,
+            collate_fn=self.collate_fn,
+            key=None if self.resume_obstacle else key,
+            rank=rank,
+            world_size=world_size,
+            notes=notes,
+            batch_key=batch_key,
         )
 
     def _find_obstacle(self) -> str:
-        order = type(self._order).__name__
+        order, remedy = type(self._order).__name__, "a sampler of trainkit.data for training"
         if not self.in_order:
             return "in_order=False delivers the batches in an order that nobody can tell; leave it out"
         if self.batch_size is None and self.batch_sampler is None:
             return "with batch_size=None nobody follows which samples are delivered; give a batch size"
         if self._is_stream and self.num_workers > 0:
             return (
-                f"each of the {self.num_workers} workers reads a copy of the iterable dataset ({order}), and nobody "
-                "here can tell where it stands; set num_workers to 0, or give a map-style dataset"
+                f"each of the {self.num_workers} workers reads a copy of the iterable dataset ({order}) on its own; "
+                "set num_workers to 0, or give a map-style dataset"
             )
         if not _is_stateful(self._order):
+            remedy = "a map-style dataset" if self._is_stream else remedy
             return (
-                f"{order} has no state_dict() and load_state_dict(), so a resumed run begins its data anew; "
-                "add them, or use "
-                + ("a map-style dataset" if self._is_stream else "a sampler of trainkit.data for training")
+                f"{order} has no state_dict() and load_state_dict(), so a resumed run starts its data again; "
+                f"add them, or use {remedy}"
             )
         if isinstance(self._order, GroupedBatchSampler) and self._endless is None:
-            return (
-                f"GroupedBatchSampler cannot tell where a {type(self._order.sampler).__name__} stands; "
-                "give it a sampler of trainkit.data for training"
-            )
+            return f"GroupedBatchSampler has no place in a {type(self._order.sampler).__name__}; give it {remedy}"
         return ""
 
     def _refuse_obstacle(self) -> None:
@@ -387,18 +380,8 @@ class _Fetch(Dataset[Any]):
         batch_key: of the seeds of whole batches, in workers.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        collate_fn: Callable[[list[Any]], Any],
-        key: int | None,
-        rank: int,
-        world_size: int,
-        notes: WorkerNotes | None,
-        batch_key: int | None,
-    ) -> None:
-        own = {"_dataset": dataset, "_collate_fn": collate_fn, "_key": key, "_rank": rank, "_world_size": world_size}
-        self.__dict__.update(own, _notes=notes, _batch_key=batch_key)
+    def __init__(self, **own: Any) -> None:
+        self.__dict__.update({f"_{name}": value for name, value in own.items()})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # pickle asks for some before there is a dataset
@@ -415,49 +398,40 @@ class _Fetch(Dataset[Any]):
         return len(self._dataset)
 
     def __getitem__(self, task: Any) -> Any:
-        """The position behind the batch, and the batch; or a sample, for who takes this for the dataset."""
+        """The position after the batch, and the batch; or a sample, for who takes this for the dataset."""
         if type(task) is not _Task:
             return self._dataset[task]
         position, indices = task
-        behind = position + len(indices) * self._world_size
-        place = None if self._notes is None else self._notes.begin(behind)
+        after = position + len(indices) * self._world_size
+        place = None if self._notes is None else self._notes.begin(after)
+        position += self._rank
         if self._batch_key is not None and place is not None:
-            seed_globals(splitmix64(self._batch_key, position + self._rank))
+            seed_globals(splitmix64(self._batch_key, position))
         alone = self._key is None or get_worker_info() is not None
-        with nullcontext() if alone else undisturbed_globals():
-            samples = self._samples(position + self._rank, indices, place)
-            if place is not None:
-                self._notes.count(place, len(indices))
-            try:
-                batch = self._collate_fn(samples)
-            except ENDS as error:
-                raise no_end(error, f"making a batch of {self.name(indices)}") from error
-            except Exception as error:
-                add_note(error, f"while making a batch of {self.name(indices)}")
-                raise
-        return behind, batch
-
-    def _samples(self, position: int, indices: Any, place: int | None) -> list[Any]:
-        read_many = getattr(self._dataset, "__getitems__", None) if self._key is None else None
-        samples: list[Any] = []
-        now = indices
+        doing, now = "loading", indices
         try:
-            if read_many is not None:
-                return read_many(indices)
-            for index in indices:
-                now = [index]
+            with nullcontext() if alone else undisturbed_globals():
+                if self._key is None and hasattr(self._dataset, "__getitems__"):
+                    samples = self._dataset.__getitems__(indices)
+                else:
+                    samples = []
+                    for index in indices:
+                        now = [index]
+                        if place is not None:
+                            self._notes.count(place, len(samples))
+                        if self._key is not None:
+                            seed_globals(splitmix64(self._key, position))
+                        samples.append(self._dataset[index])
+                        position += self._world_size
                 if place is not None:
-                    self._notes.count(place, len(samples))
-                if self._key is not None:
-                    seed_globals(splitmix64(self._key, position))
-                samples.append(self._dataset[index])
-                position += self._world_size
+                    self._notes.count(place, len(indices))
+                doing, now = "making a batch of", indices
+                return after, self._collate_fn(samples)
         except ENDS as error:
-            raise no_end(error, f"loading {self.name(now)}") from error
+            raise no_end(error, f"{doing} {self.name(now)}") from error
         except Exception as error:
-            add_note(error, f"while loading {self.name(now)}")
+            add_note(error, f"while {doing} {self.name(now)}")
             raise
-        return samples
 
     def name(self, indices: Sequence[Any]) -> str:
         names = [name_sample(self._dataset, index) for index in indices[:_MAX_NAMED]]

@@ -35,7 +35,7 @@ def worker_init_reset_seed(worker_id: int) -> None:
 
 
 class WorkerInit:
-    """`worker_init_reset_seed`, and then a function of the user's."""
+    """`worker_init_reset_seed`, and then a function of the user's; a class, so that it can be pickled."""
 
     def __init__(self, user_function: Callable[[int], None] | None) -> None:
         self._user_function = user_function
@@ -55,13 +55,11 @@ def check_socket_path() -> None:
     by_socket = sys.platform == "linux" and torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
     if not by_socket or hasattr(multiprocessing.util, "_SUN_PATH_MAX"):  # a newer Python finds a shorter folder
         return
-    folder = tempfile.gettempdir()
-    length, longest = len(os.fsencode(folder)), _MAX_SOCKET_PATH - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
-    if length > longest:
+    folder, longest = tempfile.gettempdir(), _MAX_SOCKET_PATH - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
+    if (length := len(os.fsencode(folder))) > longest:
         raise ConfigError(
-            f"the folder for temporary files, {folder}, has {length} characters, with which loader workers cannot hand "
-            f"over what they load: {longest} at most; set TMPDIR to a shorter path, or DATALOADER.NUM_WORKERS "
-            "(num_workers of a loader) to 0"
+            f"loader workers cannot hand over what they load: the folder for temporary files, {folder}, has {length} "
+            f"characters, {longest} at most; set TMPDIR to a shorter path, or DATALOADER.NUM_WORKERS to 0"
         )
 
 

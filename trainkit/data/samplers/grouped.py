@@ -40,14 +40,14 @@ class GroupedBatchSampler(Sampler[list[int]]):
             raise ValueError(f"group_ids must be a vector with the group of each sample, got shape {groups.shape}")
         self.sampler = sampler
         self.batch_size = batch_size
-        self._begin_with: dict[int, list[int]] = {}  # open batches of a loaded state
+        self._start_with: dict[int, list[int]] = {}  # open batches of a loaded state
         self._open: dict[int, list[int]] = {}
         self._num_drawn = 0
         self._group_ids: list[int] = groups.tolist()
 
     def __iter__(self) -> Iterator[list[int]]:
         self._num_drawn = 0
-        self._open = open_batches = {group: [*indices] for group, indices in self._begin_with.items()}
+        self._open = open_batches = _copy(self._start_with)
         for index in self.sampler:
             self._num_drawn += 1
             group = self._group_ids[index]
@@ -63,7 +63,7 @@ class GroupedBatchSampler(Sampler[list[int]]):
     def start(self) -> int:
         """Samples of the global stream in the batches before the first of an ``iter()``; over an `InfiniteSampler`."""
         sampler = self._endless()
-        return sampler.start - sampler.world_size * sum(map(len, self._begin_with.values()))
+        return sampler.start - sampler.world_size * sum(map(len, self._start_with.values()))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the sampler stands behind the batches drawn last, and the samples that wait for their batch to fill.
@@ -72,11 +72,8 @@ class GroupedBatchSampler(Sampler[list[int]]):
             TypeError: the sampler is no `InfiniteSampler`.
         """
         sampler = self._endless()
-        return {
-            "sampler": sampler.state_dict(sampler.start + self._num_drawn * sampler.world_size),
-            "open": {group: [*indices] for group, indices in self._open.items()},
-            "world_size": sampler.world_size,
-        }
+        drawn = sampler.state_dict(sampler.start + self._num_drawn * sampler.world_size)
+        return {"sampler": drawn, "open": _copy(self._open), "world_size": sampler.world_size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next ``iter()`` go on there; at another world size without the waiting samples, with a warning.
@@ -87,15 +84,15 @@ class GroupedBatchSampler(Sampler[list[int]]):
         sampler = self._endless()
         sampler.load_state_dict(state["sampler"])
         self._num_drawn = 0
-        self._begin_with = {group: [*indices] for group, indices in state["open"].items()}
+        self._start_with = _copy(state["open"])
         if state["world_size"] != sampler.world_size:
             logger.warning(
                 "The samples that wait for their batch to fill cannot go from %d ranks to %d; they are left out",
                 state["world_size"],
                 sampler.world_size,
             )
-            self._begin_with = {}
-        self._open = self._begin_with
+            self._start_with = {}
+        self._open = self._start_with
 
     def _endless(self) -> InfiniteSampler:
         if not isinstance(self.sampler, InfiniteSampler):
@@ -104,3 +101,7 @@ class GroupedBatchSampler(Sampler[list[int]]):
                 f"got {type(self.sampler).__name__}"
             )
         return self.sampler
+
+
+def _copy(batches: Mapping[int, list[int]]) -> dict[int, list[int]]:
+    return {group: [*indices] for group, indices in batches.items()}
