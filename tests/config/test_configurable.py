@@ -84,10 +84,10 @@ def test_a_class_without_from_config_says_what_to_add():
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        (lambda: configurable(lambda a: a), "decorates the __init__ of a class"),
-        (lambda: configurable(), "needs from_config="),
+        (lambda: configurable(lambda a: a), "above the __init__ of a class"),
+        (lambda: configurable(), "above the __init__ of a class"),
         (lambda: configurable(from_config=lambda cfg: {})(Net), "decorates a function"),
-        (lambda: configurable(build, from_config=lambda cfg: {}), "above the function"),
+        (lambda: configurable(build, from_config=lambda cfg: {}), "above a function"),
         (lambda: configurable(from_config=lambda c: {})(lambda a: a)(CfgNode()), "must be called cfg"),
         (lambda: configurable(from_config=lambda cfg: [1])(lambda a: a)(CfgNode()), "as a dict, got list"),
     ],

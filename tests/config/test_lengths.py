@@ -76,7 +76,7 @@ def test_epochs_of_data_without_a_length_are_an_error_that_names_the_key():
     cfg = get_cfg()
     assert resolve_lengths(cfg, None) == cfg
     cfg.merge_from_list(["SOLVER.STEPS", "(5, '1ep')"])
-    with pytest.raises(ConfigError, match=r"SOLVER\.STEPS is '1ep', but the training data has no length"):
+    with pytest.raises(ConfigError, match=r"SOLVER\.STEPS\[1\] is '1ep', but the training data has no length"):
         resolve_lengths(cfg, None)
 
 

@@ -509,7 +509,7 @@ def keep_even(sample):
         ),
         (
             lambda: ResumableLoader([1], batch_sampler=GroupedBatchSampler(RandomSampler([1]), [0], 1)),
-            "GroupedBatchSampler cannot tell where a RandomSampler stands",
+            "GroupedBatchSampler has no place in a RandomSampler",
         ),
         (
             lambda: build_batch_data_loader(MapDataset(ToIterableDataset([1], TrainingSampler(1)), str), None, 1),

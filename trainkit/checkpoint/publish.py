@@ -55,12 +55,8 @@ def publish_weights(path: str | os.PathLike[str], weights: Literal["model", "ema
 def _choose(state: dict[str, Any], weights: str, path: str) -> dict[str, Any]:
     model = state.get("model")
     if not isinstance(model, Mapping):
-        raise CheckpointError(
-            f"'{path}' is no checkpoint whose weights could be published: it has no entry 'model'; name one that has"
-        )
-    if weights == "model":
-        return dict(model)
-    averaged = averaged_weights(state)
+        raise CheckpointError(f"'{path}' has no entry 'model', so there is nothing to publish; name another checkpoint")
+    averaged = averaged_weights(state) if weights == "ema" else {}
     if averaged is None:
         raise CheckpointError(f"'{path}' holds no averaged weights; train with an EMAHook, or publish \"model\"")
     return {**model, **averaged}

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,18 +28,18 @@ def gather_rank_states(state: Mapping[str, Any], model: nn.Module, keys: Mapping
     entries that ``keys`` names for each key of ``state``. Tensors that equal those of rank 0 are not sent, and are the
     same objects there, so that a file holds them once.
     """
-    mine = _own_part(state, model, keys)
-    digests: dict[str, str] = {}
-    if comm.is_main_process():
-        _map_tensors(mine, lambda path, tensor: digests.setdefault(path, _digest(tensor)))
-    known = comm.broadcast(digests)
-    if not comm.is_main_process():
-        mine = _map_tensors(mine, lambda path, tensor: _Same() if known.get(path) == _digest(tensor) else tensor.cpu())
-    parts = comm.gather(mine if not comm.is_main_process() else None)
-    own: dict[str, Tensor] = {}
+    buffers = {name: state["model"][name] for name, _ in model.named_buffers() if name in state["model"]}
+    entries = {key: {name: state[key][name] for name in names if name in state[key]} for key, names in keys.items()}
+    mine = {"model": buffers, **entries}
+    own: dict[str, Tensor] = {}  # of rank 0, by path
     if comm.is_main_process():
         _map_tensors(mine, own.setdefault)
-    return [mine if part is None else _fill_in(part, own) for part in parts]
+    known = comm.broadcast({path: _digest(tensor) for path, tensor in own.items()})
+    if not comm.is_main_process():
+        mine = _map_tensors(mine, lambda path, tensor: _Same() if known.get(path) == _digest(tensor) else tensor.cpu())
+    parts = comm.gather(None if comm.is_main_process() else mine)
+    take = partial(_map_tensors, change=lambda path, value: own[path] if isinstance(value, _Same) else value)
+    return [mine if part is None else take(part) for part in parts]
 
 
 def take_rank_state(state: dict[str, Any], path: str) -> None:
@@ -55,12 +56,6 @@ def take_rank_state(state: dict[str, Any], path: str) -> None:
             state[key].update(part)
 
 
-def _own_part(state: Mapping[str, Any], model: nn.Module, keys: Mapping[str, Iterable[str]]) -> dict[str, Any]:
-    buffers = {name: state["model"][name] for name, _ in model.named_buffers() if name in state["model"]}
-    entries = {key: {name: state[key][name] for name in names if name in state[key]} for key, names in keys.items()}
-    return {"model": buffers, **entries}
-
-
 def _map_tensors(value: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
     """A copy of nested dicts, lists and tuples with ``change(path, leaf)`` for each tensor, or what stands for one."""
     if isinstance(value, Tensor | _Same):
@@ -70,10 +65,6 @@ def _map_tensors(value: Any, change: Callable[[str, Any], Any], path: str = "") 
     if type(value) in (list, tuple):
         return type(value)(_map_tensors(item, change, f"{path}.{i}") for i, item in enumerate(value))
     return value
-
-
-def _fill_in(part: Any, own: Mapping[str, Tensor]) -> Any:
-    return _map_tensors(part, lambda path, value: own[path] if isinstance(value, _Same) else value)
 
 
 def _digest(tensor: Tensor) -> str:

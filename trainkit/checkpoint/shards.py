@@ -14,7 +14,7 @@ import shutil
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,15 +31,6 @@ FOLDER = re.compile(r"(.+)\.shards-[0-9a-f]{8}")
 _being_written: list[str] = []  # names of folders
 
 
-class _Layout(NamedTuple):
-    """How a tensor is sharded."""
-
-    mesh: Any
-    placements: Any
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-
 class Shards:
     """The sharded tensors of a state on their way to the disk.
 
@@ -49,8 +40,8 @@ class Shards:
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         self.local: dict[str, Tensor] = {path: local_part(tensor) for path, tensor in tensors.items()}
-        self._layouts = {
-            path: _Layout(tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+        self._layouts = {  # mesh, placements, global shape and stride
+            path: (tensor.device_mesh.mesh, tensor.placements, tensor.shape, tensor.stride())
             for path, tensor in tensors.items()
         }
 
@@ -69,11 +60,11 @@ class Shards:
         dcp, sharding = _import_dcp(), importlib.import_module("torch.distributed.tensor")
         tensors = {}
         for path, part in self.local.items():
-            layout = self._layouts[path]
+            ranks, placements, shape, stride = self._layouts[path]
             # on the CPU, where the parts may be copies already; nothing is exchanged over this mesh
-            mesh = sharding.DeviceMesh("cpu", layout.mesh.mesh, _init_backend=False)
+            mesh = sharding.DeviceMesh("cpu", ranks, _init_backend=False)
             tensors[path] = sharding.DTensor.from_local(
-                part.cpu(), mesh, layout.placements, run_check=False, shape=layout.shape, stride=layout.stride
+                part.cpu(), mesh, placements, run_check=False, shape=shape, stride=stride
             )
         files, error = {}, ""
         try:
@@ -158,11 +149,9 @@ def fill_shards(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank reads by itself, as is meant
             dcp.load(found, storage_reader=reader, no_dist=True)
-    except dcp.CheckpointException as failure:
-        reason, _ = next(iter(failure.failures.values()))
-        raise CheckpointError(f"cannot read the shards of '{path}' in '{folder}': {reason}") from failure
-    except (OSError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"cannot read the shards of '{path}' in '{folder}': {error}") from error
+    except (OSError, RuntimeError, TypeError, ValueError, dcp.CheckpointException) as error:
+        reason = next(iter(error.failures.values()))[0] if isinstance(error, dcp.CheckpointException) else error
+        raise CheckpointError(f"cannot read the shards of '{path}' in '{folder}': {reason}") from error
     return filled
 
 
@@ -188,16 +177,13 @@ def verify_shards(state: Mapping[str, Any], path: str, *, part: int = 0, num_par
         file = os.path.join(folder, name)
         try:
             found = os.stat(file).st_size
-            if found != size:
-                raise CheckpointError(f"'{path}' is damaged: its part '{file}' holds {found:,} bytes of {size:,}")
-            if num_parts and i % num_parts == part and sha256_of(file) != digest:
-                raise CheckpointError(
-                    f"'{path}' is damaged: the content of its part '{file}' does not match its digest"
-                )
-        except CheckpointError:
-            raise
+            is_intact = not num_parts or i % num_parts != part or sha256_of(file) == digest
         except OSError as error:
             raise CheckpointError(f"'{path}' is damaged: its part '{file}' cannot be read: {error.strerror}") from error
+        if found != size:
+            raise CheckpointError(f"'{path}' is damaged: its part '{file}' holds {found:,} bytes of {size:,}")
+        if not is_intact:
+            raise CheckpointError(f"'{path}' is damaged: the content of its part '{file}' does not match its digest")
 
 
 def remove_shards(path: str, *, but: str = "") -> None:

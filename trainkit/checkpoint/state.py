@@ -4,6 +4,7 @@ import collections
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,11 +38,8 @@ def plain_state(
     """
     # Types are compared exactly: numpy.float64 is a subclass of float, and loads only by running code.
     kind = type(value)
-    if kind in _PLAIN_TYPES:
-        return value
-    if kind is int and value.bit_length() <= _MAX_INT_BITS:
-        return value
-    if kind is bytes and value:  # empty bytes are stored as a call, which torch's reader refuses
+    is_short = kind is int and value.bit_length() <= _MAX_INT_BITS
+    if kind in _PLAIN_TYPES or is_short or (kind is bytes and value):  # torch's reader refuses empty bytes
         return value
     if take_shard is not None and isinstance(value, Tensor) and (value.is_meta or is_sharded(value)):
         return take_shard(value.detach(), path)
@@ -49,60 +47,43 @@ def plain_state(
         return take_tensor(_compact(value.detach()))
     if kind in (list, tuple):
         return kind(plain_state(item, f"{path}[{i}]", take_tensor, take_shard) for i, item in enumerate(value))
-    if kind in (dict, collections.OrderedDict, collections.Counter):  # a Counter: torch's MultiStepLR
-        return _plain_dict(value, path, take_tensor, take_shard)
-    raise TypeError(_refusal(value, path))
-
-
-def _plain_dict(value: dict[Any, Any], path: str, take_tensor: Any, take_shard: Any) -> dict[Any, Any]:
-    copy = type(value)()
+    if kind not in (dict, collections.OrderedDict, collections.Counter):  # a Counter: torch's MultiStepLR
+        raise TypeError(_refusal(value, path))
+    copy: Any = kind()
     for key, item in value.items():
         if type(key) not in _KEY_TYPES:
             raise TypeError(
                 f"the dict at '{path or '(top)'}' has the key {key!r} of type {_type_name(key)}; a checkpoint "
                 "takes keys of type str, int, float and bool"
             )
-        copy[key] = plain_state(item, _join(path, key), take_tensor, take_shard)
+        here = f"{path}[{key!r}]" if not isinstance(key, str) else f"{path}.{key}" if path else key
+        copy[key] = plain_state(item, here, take_tensor, take_shard)
     metadata = getattr(value, "_metadata", None)  # of a module's state dict: the version of each submodule
     if metadata is not None:
-        copy._metadata = plain_state(metadata, _join(path, "_metadata"))  # type: ignore[attr-defined]
+        copy._metadata = plain_state(metadata, f"{path}._metadata")
     return copy
 
 
 def _compact(tensor: Tensor) -> Tensor:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return tensor
-    if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
-        return tensor.clone()
-    return tensor
-
-
-def _join(path: str, key: object) -> str:
-    if not isinstance(key, str):
-        return f"{path}[{key!r}]"
-    return f"{path}.{key}" if path else key
+    is_part = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+    return tensor.clone() if is_part else tensor
 
 
 def _refusal(value: object, path: str) -> str:
-    kind = type(value)
-    if kind is int:
-        what, remedy = f"an int of more than {_MAX_INT_BITS} bits", "Save it as a str"
-    elif kind is bytes:
-        what, remedy = "an empty bytes object", "Save None, or leave it out"
-    else:
-        what = f"{_short(value)} of type {_type_name(value)}"
-        if kind.__module__.partition(".")[0] == "numpy":
-            remedy = "Save value.item() of a NumPy scalar and torch.as_tensor(value) of an array"
-        elif isinstance(value, Tensor):
-            remedy = "Save value.as_subclass(torch.Tensor)"
-        else:
-            remedy = "Save its state_dict(), or the numbers, strings, lists and dicts it can be rebuilt from"
-    return f"the state at '{path or '(top)'}' is {what}; a checkpoint takes tensors and plain Python values. {remedy}"
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    what, remedy = f"{value!r:.80} of type {_type_name(value)}", "its state_dict(), or what it can be rebuilt from"
+    if isinstance(value, int):
+        what, remedy = f"an int of more than {_MAX_INT_BITS} bits", "it as a str"
+    elif isinstance(value, bytes):
+        what, remedy = "an empty bytes object", "None, or leave it out"
+    elif isinstance(value, np.generic | np.ndarray):
+        remedy = "value.item() of a NumPy scalar and torch.as_tensor(value) of an array"
+    elif isinstance(value, Tensor):
+        remedy = "value.as_subclass(torch.Tensor)"
+    return (
+        f"the state at '{path or '(top)'}' is {what}; a checkpoint takes tensors and plain Python values. Save {remedy}"
+    )
 
 
 def _type_name(value: object) -> str:

@@ -42,23 +42,14 @@ def configurable(
     Raises:
         TypeError: it decorates something else, or ``from_config`` is missing or returns no dict.
     """
-    if init_func is None:
-        if from_config is None:
-            raise TypeError(
-                "configurable() needs from_config=; to decorate the __init__ of a class write @configurable without ()"
-            )
+    if init_func is None and from_config is not None:
         return functools.partial(_configurable_function, from_config=from_config)
-    if from_config is not None:
-        raise TypeError("write @configurable(from_config=...) above the function, not configurable(f, from_config=...)")
-    if not inspect.isfunction(init_func) or init_func.__name__ != "__init__":
+    if not inspect.isfunction(init_func) or init_func.__name__ != "__init__" or from_config is not None:
         raise TypeError(
-            f"@configurable without arguments decorates the __init__ of a class, got {init_func!r}; "
-            "for a function write @configurable(from_config=...)"
+            f"write @configurable above the __init__ of a class, or @configurable(from_config=...) above a function, "
+            f"got {init_func!r}"
         )
-    return _configurable_init(init_func)
 
-
-def _configurable_init(init_func: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init_func)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
         if not _has_config(args, kwargs):

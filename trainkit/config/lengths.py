@@ -68,51 +68,34 @@ def resolve_lengths(cfg: _Cfg, iters_per_epoch: int | None) -> _Cfg:
     if iters_per_epoch is not None and iters_per_epoch < 1:
         raise ValueError(f"iters_per_epoch must be None or >= 1 iteration, got {iters_per_epoch}")
     resolved = cfg.clone()
-    for full_key in sorted(LENGTH_KEYS):
-        node, name = _find(resolved, full_key)
-        if name not in node:
-            continue
-        value = node[name]
-        # An item can be assigned in a frozen node as well, so the copy need not be thawed.
-        if isinstance(value, list | tuple):
-            node[name] = type(value)(_to_iters(full_key, item, iters_per_epoch) for item in value)
-        else:
-            node[name] = _to_iters(full_key, value, iters_per_epoch)
-    for full_key in ENTRY_KEYS:
-        node, name = _find(resolved, full_key)
-        if name in node:
-            node[name] = _resolve_entries(full_key, node[name], iters_per_epoch)
+    for full_key in [*sorted(LENGTH_KEYS), *ENTRY_KEYS]:
+        *parents, name = full_key.split(".")
+        node: Any = resolved
+        for parent in parents:
+            node = node.get(parent, {})
+        if name in node:  # an item can be assigned in a frozen node as well, so the copy need not be thawed
+            node[name] = _resolve(full_key, node[name], iters_per_epoch, only_lengths=full_key in LENGTH_KEYS)
     return resolved
 
 
-def _find(cfg: CfgNode, full_key: str) -> tuple[Any, str]:
-    """The node that would hold a key, and the key's name in it."""
-    *parents, name = full_key.split(".")
-    node: Any = cfg
-    for parent in parents:
-        node = node.get(parent, {})
-    return node, name
-
-
-def _resolve_entries(where: str, value: Any, iters_per_epoch: int | None) -> Any:
+def _resolve(where: str, value: Any, iters_per_epoch: int | None, *, only_lengths: bool) -> Any:
+    """Replace each length in a value; other values are errors if ``only_lengths``, else they stay."""
+    options: Any = {"iters_per_epoch": iters_per_epoch, "only_lengths": only_lengths}
     if isinstance(value, Mapping):
-        return {key: _resolve_entries(f"{where}.{key}", item, iters_per_epoch) for key, item in value.items()}
+        return {key: _resolve(f"{where}.{key}", item, **options) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_resolve_entries(f"{where}[{i}]", item, iters_per_epoch) for i, item in enumerate(value))
-    is_length = isinstance(value, str) and _EPOCHS.fullmatch(value)
-    return _to_iters(where, value, iters_per_epoch) if is_length else value
-
-
-def _to_iters(full_key: str, value: object, iters_per_epoch: int | None) -> int:
+        return type(value)(_resolve(f"{where}[{i}]", item, **options) for i, item in enumerate(value))
+    if not only_lengths and not (isinstance(value, str) and _EPOCHS.fullmatch(value)):
+        return value
     try:
         length = parse_length(value)
     except ConfigError as error:
-        raise ConfigError(f"{full_key}: {error}") from None
+        raise ConfigError(f"{where}: {error}") from None
     if isinstance(length, int):
         return length
     if iters_per_epoch is None:
         raise ConfigError(
-            f"{full_key} is {value!r}, but the training data has no length, so there are no epochs; "
+            f"{where} is {value!r}, but the training data has no length, so there are no epochs; "
             "give it in iterations (an int)"
         )
     return length.to_iters(iters_per_epoch)

@@ -96,35 +96,30 @@ def _full_keys(node: _FvcoreCfgNode, prefix: str = "") -> Iterator[tuple[str, bo
 
 def _coerce(full_key: str, value: object, old: object) -> object:
     """``value`` as the type of ``old``."""
-    if isinstance(old, list | tuple) and isinstance(value, str):
+    is_list = isinstance(old, list | tuple)
+    if is_list and isinstance(value, str):
         literal = parse_literal(value)  # YAML has no tuples, so (1, 2) in a file is text; configs of detectron2 use it
         value = literal if isinstance(literal, list | tuple) else value
     if full_key in LENGTH_KEYS:
-        return _coerce_length(full_key, value, old)
+        if is_list != isinstance(value, list | tuple):
+            raise _wrong_type(full_key, value, f"a list, each item {LENGTH_FORMS}" if is_list else LENGTH_FORMS)
+        for item in value if isinstance(value, list | tuple) else [value]:
+            try:
+                parse_length(item)
+            except ConfigError as error:
+                raise ConfigError(f"{full_key}: {error}") from None
+        return value if not isinstance(value, list | tuple) else type(old)(value)  # type: ignore[call-arg]
     if isinstance(old, _FvcoreCfgNode):
         raise _wrong_type(full_key, value, "a node, that is keys with values")
-    if isinstance(old, list | tuple) and isinstance(value, list | tuple):
-        return type(old)(plain_value(full_key, item) for item in value)
     if isinstance(old, list | tuple):
-        raise _wrong_type(full_key, value, f'a list or a tuple, such as "{[value]!s:.80}"')
+        if not isinstance(value, list | tuple):
+            raise _wrong_type(full_key, value, f'a list or a tuple, such as "{[value]!s:.80}"')
+        return type(old)(plain_value(full_key, item) for item in value)
     kind = next(kind for kind in _ACCEPTED if isinstance(old, kind))  # bool stands before int
     accepted = (int, float) if kind is float else kind
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise _wrong_type(full_key, value, _ACCEPTED[kind])
     return kind(value)
-
-
-def _coerce_length(full_key: str, value: object, old: object) -> object:
-    if isinstance(old, list | tuple) != isinstance(value, list | tuple):
-        is_list = isinstance(old, list | tuple)
-        raise _wrong_type(full_key, value, f"a list, each item {LENGTH_FORMS}" if is_list else LENGTH_FORMS)
-    items = value if isinstance(value, list | tuple) else [value]
-    for item in items:
-        try:
-            parse_length(item)
-        except ConfigError as error:
-            raise ConfigError(f"{full_key}: {error}") from None
-    return type(old)(items) if isinstance(old, list | tuple) else value
 
 
 def _new_value(full_key: str, value: object, root: _FvcoreCfgNode) -> object:

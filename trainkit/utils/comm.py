@@ -6,7 +6,6 @@ process group is kept with that group, so that a group can be destroyed and anot
 
 import os
 import weakref
-from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -171,30 +170,24 @@ def reduce_dict(input_dict: dict[str, Tensor], average: bool = True) -> dict[str
     Raises:
         ValueError: on every rank, if the names or shapes differ.
     """
-    names = sorted(input_dict)
     if get_world_size() == 1:
-        return {name: input_dict[name] for name in names}
+        return dict(sorted(input_dict.items()))
     # One exchange of names and values together: nobody waits in a collective that another rank does not enter.
-    by_rank = all_gather({name: input_dict[name].detach().cpu() for name in names})
+    by_rank = all_gather({name: input_dict[name].detach().cpu() for name in sorted(input_dict)})
     shapes = [{name: list(value.shape) for name, value in values.items()} for values in by_rank]
-    for rank, theirs in enumerate(shapes):
-        if theirs != shapes[0]:
-            raise ValueError(
-                "reduce_dict needs the same names and shapes on all ranks; "
-                f"rank 0 has {shapes[0]} and rank {rank} has {theirs}"
-            )
-    sums = {name: torch.stack([values[name] for values in by_rank]).sum(dim=0) for name in names}
-    count = len(by_rank) if average else 1
-    return {name: (value / count if average else value).to(input_dict[name].device) for name, value in sums.items()}
+    if differing := [rank for rank, theirs in enumerate(shapes) if theirs != shapes[0]]:
+        raise ValueError(
+            "reduce_dict needs the same names and shapes on all ranks; "
+            f"rank 0 has {shapes[0]} and rank {differing[0]} has {shapes[differing[0]]}"
+        )
+    sums = {name: torch.stack([values[name] for values in by_rank]).sum(dim=0) for name in by_rank[0]}
+    return {
+        name: (value / len(by_rank) if average else value).to(input_dict[name].device) for name, value in sums.items()
+    }
 
 
 def _is_initialized() -> bool:
-    return _is_available() and dist.is_initialized()
-
-
-@cache
-def _is_available() -> bool:
-    return dist.is_available()
+    return dist.is_available() and dist.is_initialized()
 
 
 def _default_group() -> dist.ProcessGroup:
@@ -208,11 +201,9 @@ def _find_local_group() -> dist.ProcessGroup | None:
 
 
 def _from_torchrun(variable: str, alone: int) -> int:
-    if not _is_initialized():
-        return alone
-    if variable in os.environ:
+    if _is_initialized() and variable in os.environ:
         return int(os.environ[variable])
-    if dist.get_world_size() == 1:
+    if get_world_size() == 1:
         return alone
     raise RuntimeError(
         f"{variable} is not set, so nothing says which processes share a machine; start with torchrun, or call "

@@ -1,13 +1,13 @@
 """Setting up the log of a process, and log lines that do not repeat themselves too often."""
 
 import logging
+import math
 import os
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from trainkit.utils.progress import above_bars, let_stdout_go
@@ -18,18 +18,10 @@ _MAX_PENDING = 1000  # lines that a full disk can hold up before the oldest ones
 _GREEN, _YELLOW, _RED, _RESET = "\x1b[32m", "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
 
-@dataclass
-class _Setup:
-    """What ``setup_logger`` added to a logger, and what it found there."""
-
-    handlers: list[logging.Handler]
-    level: int
-    propagate: bool
-
-
 NOT_ON_TERMINAL = {"not_on_terminal": True}  # the ``extra`` of a line that a progress bar shows in its way
 
-_setups: dict[str, _Setup] = {}
+# logger -> what `setup_logger` has added to it, and the level and propagation that it had before
+_setups: dict[str, tuple[list[logging.Handler], int, bool]] = {}
 _counts: Counter[Hashable] = Counter()
 _last_times: dict[Hashable, float] = {}
 
@@ -71,7 +63,7 @@ def setup_logger(
 
     close_logger(name)
     logger = logging.getLogger(name)
-    _setups[name] = _Setup(handlers, logger.level, logger.propagate)
+    _setups[name] = handlers, logger.level, logger.propagate
     logger.setLevel(logging.DEBUG)
     logger.propagate = enable_propagation
     for handler in handlers:
@@ -81,13 +73,12 @@ def setup_logger(
 
 def close_logger(name: str = "trainkit") -> None:
     """Take back what ``setup_logger`` did to a logger, and close its file; nothing if it did nothing."""
-    setup = _setups.pop(name, None)
-    if setup is None:
+    if name not in _setups:
         return
     logger = logging.getLogger(name)
-    logger.setLevel(setup.level)
-    logger.propagate = setup.propagate
-    for handler in setup.handlers:
+    handlers, level, logger.propagate = _setups.pop(name)
+    logger.setLevel(level)
+    for handler in handlers:
         logger.removeHandler(handler)
         handler.close()
 
@@ -110,9 +101,7 @@ def log_first_n(
     if not parts or not set(parts) <= {"caller", "message"}:
         raise ValueError(f"key must be 'caller', 'message' or both in a tuple, got {key!r}")
     module, line = _caller()
-    counted = ("first", *(line if part == "caller" else msg for part in sorted(parts)))
-    _counts[counted] += 1
-    if _counts[counted] <= n:
+    if _count("first", *(line if part == "caller" else msg for part in sorted(parts))) <= n:
         logging.getLogger(name or module).log(lvl, msg, stacklevel=2)
 
 
@@ -125,9 +114,7 @@ def log_every_n(lvl: int, msg: str, n: int = 1, *, name: str | None = None) -> N
     if n < 1:
         raise ValueError(f"n must be >= 1 call, got {n}")
     module, line = _caller()
-    counted = ("every", line)
-    _counts[counted] += 1
-    if (_counts[counted] - 1) % n == 0:
+    if (_count("every", line) - 1) % n == 0:
         logging.getLogger(name or module).log(lvl, msg, stacklevel=2)
 
 
@@ -135,46 +122,31 @@ def log_every_n_seconds(lvl: int, msg: str, n: float = 1, *, name: str | None = 
     """Log unless the same line did so less than ``n`` seconds ago."""
     module, line = _caller()
     now = time.monotonic()
-    last = _last_times.get(line)
-    if last is None or now - last >= n:
+    if now - _last_times.get(line, -math.inf) >= n:
         _last_times[line] = now
         logging.getLogger(name or module).log(lvl, msg, stacklevel=2)
 
 
 def create_small_table(small_dict: Mapping[str, Any]) -> str:
     """A table of one row under the keys, for a handful of values."""
-    return format_table(
-        [list(small_dict.values())],
-        headers=list(small_dict),
-        tablefmt="pipe",
-        floatfmt=".3f",
-        stralign="center",
-        numalign="center",
-    )
+    center = {"stralign": "center", "numalign": "center"}
+    return format_table([list(small_dict.values())], list(small_dict), tablefmt="pipe", floatfmt=".3f", **center)
 
 
-class _StdoutHandler(logging.StreamHandler):
+class _StdoutHandler(logging.Handler):
     """Writes to what ``sys.stdout`` is at the time, also after it was redirected."""
-
-    def __init__(self) -> None:
-        super().__init__(sys.stdout)
 
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stdout is None or hasattr(record, "not_on_terminal"):
             return
-        self.stream = sys.stdout
         try:
             with above_bars():
-                super().emit(record)
+                sys.stdout.write(f"{self.format(record)}\n")
+                sys.stdout.flush()
         except OSError as error:
             let_stdout_go(error)
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        error = sys.exc_info()[1]
-        if isinstance(error, OSError):
-            let_stdout_go(error)
-        else:
-            super().handleError(record)
+        except Exception:
+            self.handleError(record)
 
 
 class _FileHandler(logging.Handler):
@@ -248,6 +220,11 @@ def _open_log_file(output: str, rank: int) -> _FileHandler:
             error.errno,
             f"cannot write {os.path.basename(path)} in the folder {folder!r}: {error.strerror}; choose another",
         ) from error
+
+
+def _count(*key: Hashable) -> int:
+    _counts[key] += 1
+    return _counts[key]
 
 
 def _caller() -> tuple[str, tuple[str, int]]:

@@ -4,7 +4,8 @@ import errno
 import logging
 import os
 import sys
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 from tqdm import tqdm
@@ -47,6 +48,14 @@ def let_stdout_go(error: OSError) -> None:
         logger.warning("sys.stdout cannot be written, the run goes on without it: %s", error)
 
 
+@contextmanager
+def _may_lose_stdout() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        let_stdout_go(error)
+
+
 class Bar:
     """A line ``description 42%|####    | 336/800 details``; nothing where no bars are shown.
 
@@ -62,7 +71,7 @@ class Bar:
         global _num_open
         self._bar: tqdm[Any] | None = None
         if are_bars_shown() and not (_num_open and is_notebook()):
-            try:
+            with _may_lose_stdout():
                 self._bar = _Tqdm(
                     desc=description,
                     total=total,
@@ -73,8 +82,6 @@ class Bar:
                     bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}" if total else None,
                 )
                 _num_open += 1
-            except OSError as error:
-                let_stdout_go(error)
 
     def go_to(self, done: int) -> None:
         """Costs less than a microsecond, as it is drawn ten times a second at most."""
@@ -95,10 +102,8 @@ class Bar:
         if self._bar is not None:
             bar, self._bar = self._bar, None
             _num_open -= 1
-            try:
+            with _may_lose_stdout():
                 bar.close()
-            except OSError as error:
-                let_stdout_go(error)
 
 
 class _Tqdm(tqdm):

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.utils.events.imports import import_image_formats
-from trainkit.utils.events.storage import EventStorage, get_event_storage
-from trainkit.utils.events.writers import EventWriter, Scalar, Unwritten
+from trainkit.utils.events.storage import EventStorage
+from trainkit.utils.events.writers import PictureWriter, Scalar
 from trainkit.utils.run_file import RunFile, copy_tail
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _PROBE_BYTES = 1 << 16
 
 
-class TensorboardXWriter(EventWriter):
+class TensorboardXWriter(PictureWriter):
     """Scalars, images and histograms for TensorBoard, smoothed; no file is made before there is something to write.
 
     The first file also says what the run was made of, in the tabs HPARAMS and TEXT. ``kwargs`` go to
@@ -50,11 +50,11 @@ class TensorboardXWriter(EventWriter):
     ) -> None:
         if importlib.util.find_spec("tensorboard") is None:
             raise ImportError("TensorboardXWriter needs the package tensorboard: pip install 'trainkit[tensorboard]'")
+        super().__init__(window_size)
         self._log_dir, self._kwargs = str(log_dir), kwargs
         self._id = secrets.token_hex(4)  # in the names of its files: those of others in the folder are not cut
         self._settings, self._config = settings or {}, config
         self._described = False  # settings and config are written
-        self._news = Unwritten(window_size)
         self._writer: Any = None
         self._on_disk: list[RunFile] = []  # its files, which come back if they are deleted
         self._last_step = -1  # the highest one written
@@ -67,23 +67,11 @@ class TensorboardXWriter(EventWriter):
         import_image_formats()
 
     def write(self) -> None:
-        storage = get_event_storage()
         self._restore_deleted()
-        scalars = [scalar for news in self._news.take(storage) for scalar in news]
-        if not (scalars or storage.images() or storage.histograms()):
-            return
-        try:
-            self._last_step = max(self._last_step, *self._show(scalars, storage))
-        except OSError:
-            self._let_go()
-            raise
-        self._described = True
-        self._news.confirm()
-        storage.clear_images()
-        storage.clear_histograms()
+        super().write()
 
     def close(self) -> None:
-        self._news.forget()
+        super().close()
         self._last_step, self._purge_step, self._sizes = -1, None, None
         writer, self._writer = self._writer, None
         self._close_files()
@@ -115,22 +103,25 @@ class TensorboardXWriter(EventWriter):
             self._id, self._sizes = state["id"], state["sizes"]
         self._news.load_state_dict(state)
 
-    def _show(self, scalars: list[Scalar], storage: EventStorage) -> list[int]:
-        """The steps at which there is something."""
-        writer = self._writer = self._writer or self._open()
-        if not self._described:
-            self._describe(writer)
-        steps = []
-        for name, value, iter, epoch in scalars:
-            steps.append(iter if epoch is None else epoch)
-            writer.add_scalar(name, value, steps[-1])
-        for image in storage.images():
-            steps.append(image.iter)
-            writer.add_image(image.name, image.tensor, image.iter)
-        for histogram in storage.histograms():
-            steps.append(histogram.iter)
-            writer.add_histogram_raw(histogram.name, **histogram.raw, global_step=histogram.iter)
-        return steps
+    def _show(self, scalars: list[Scalar], storage: EventStorage) -> None:
+        steps = [self._last_step]
+        try:
+            writer = self._writer = self._writer or self._open()
+            if not self._described:
+                self._describe(writer)
+            for name, value, iter, epoch in scalars:
+                steps.append(iter if epoch is None else epoch)
+                writer.add_scalar(name, value, steps[-1])
+            for image in storage.images():
+                steps.append(image.iter)
+                writer.add_image(image.name, image.tensor, image.iter)
+            for histogram in storage.histograms():
+                steps.append(histogram.iter)
+                writer.add_histogram_raw(histogram.name, **histogram.raw, global_step=histogram.iter)
+        except OSError:
+            self._let_go()
+            raise
+        self._last_step, self._described = max(steps), True
 
     def _describe(self, writer: Any) -> None:
         if self._settings:

@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from trainkit.utils.events.imports import import_image_formats, import_installed
-from trainkit.utils.events.storage import EventStorage, Histogram, get_event_storage
-from trainkit.utils.events.writers import EventWriter, Scalar, Unwritten, rows_by_iteration
+from trainkit.utils.events.storage import EventStorage, Histogram
+from trainkit.utils.events.writers import PictureWriter, Scalar, rows_by_iteration
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _SETTINGS = {
 }
 
 
-class WandbWriter(EventWriter):
+class WandbWriter(PictureWriter):
     """Scalars, smoothed, images and histograms for Weights & Biases.
 
     Everything is in ``<output_dir>/wandb``; ``WANDB_MODE=offline`` keeps it there, for ``wandb sync`` to send later.
@@ -52,8 +52,8 @@ class WandbWriter(EventWriter):
     def __init__(self, output_dir: str | os.PathLike[str], window_size: int = 20, **kwargs: Any) -> None:
         if importlib.util.find_spec("wandb") is None:
             raise ImportError("WandbWriter needs the package wandb: pip install 'trainkit[wandb]'")
+        super().__init__(window_size)
         self._dir, self._kwargs = Path(output_dir).absolute(), kwargs
-        self._news = Unwritten(window_size)
         self._run: Any = None
         self._has_failed = False
         # from the beginning, so that every checkpoint has it; a sweep gives the variable
@@ -70,28 +70,12 @@ class WandbWriter(EventWriter):
         except Exception as error:  # there is no base class of all that wandb raises
             self._give_up(error)
 
-    def write(self) -> None:
-        storage = get_event_storage()
-        scalars = [scalar for news in self._news.take(storage) for scalar in news]
-        if not (scalars or storage.images() or storage.histograms()):
-            return
-        if not self._has_failed:
-            try:
-                self._show(scalars, storage)
-            except OSError:
-                raise
-            except Exception as error:
-                self._give_up(error)
-        self._news.confirm()
-        storage.clear_images()
-        storage.clear_histograms()
-
     def _give_up(self, error: Exception) -> None:
         self._has_failed = True
         logger.error("Nothing more is written for Weights & Biases, training goes on: %s", error)
 
     def close(self) -> None:
-        self._news.forget()
+        super().close()
         self._has_failed = False
         run, self._run = self._run, None
         if run is not None:
@@ -111,12 +95,22 @@ class WandbWriter(EventWriter):
         self._run_id, self._next_step = state["run_id"], state["next_step"]
         self._news.load_state_dict(state)
 
-    def _show(self, scalars: Iterable[Scalar], storage: EventStorage) -> None:
-        run = self._run = self._run or self._open()
+    def _show(self, scalars: list[Scalar], storage: EventStorage) -> None:
+        if self._has_failed:
+            return
+        try:
+            self._log_all(scalars, storage)
+        except OSError:
+            raise
+        except Exception as error:
+            self._give_up(error)
+
+    def _log_all(self, scalars: list[Scalar], storage: EventStorage) -> None:
+        self._run = self._run or self._open()
         for iter, epoch, row in rows_by_iteration(scalars):
             if epoch is not None:
                 for name in row:
-                    run.define_metric(name, step_metric="epoch")
+                    self._run.define_metric(name, step_metric="epoch")
             self._log(iter, {**row, "iteration": iter} | ({} if epoch is None else {"epoch": epoch}))
         pictures: dict[int, dict[str, Any]] = {}
         wandb = importlib.import_module("wandb")

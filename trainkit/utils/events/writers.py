@@ -108,6 +108,30 @@ def rows_by_iteration(scalars: Iterable[Scalar]) -> list[tuple[int, int | None, 
     return [(iter, None if epoch == -1 else epoch, row) for (iter, epoch), row in sorted(rows.items())]
 
 
+class PictureWriter(EventWriter):
+    """Base of the writers that show images and histograms as well, which then go from the storage."""
+
+    def __init__(self, window_size: int) -> None:
+        self._news = Unwritten(window_size)
+
+    def write(self) -> None:
+        storage = get_event_storage()
+        scalars = [scalar for news in self._news.take(storage) for scalar in news]
+        if not (scalars or storage.images() or storage.histograms()):
+            return
+        self._show(scalars, storage)
+        self._news.confirm()
+        storage.clear_images()
+        storage.clear_histograms()
+
+    def close(self) -> None:
+        self._news.forget()
+
+    def _show(self, scalars: list[Scalar], storage: EventStorage) -> None:
+        """Write these scalars, and the images and histograms of the storage."""
+        raise NotImplementedError
+
+
 _Latest: TypeAlias = Mapping[str, tuple[float, int]]  # name of a scalar -> its smoothed value, its iteration
 
 
