@@ -125,13 +125,13 @@ def test_between_intervals_the_average_stays():
     [
         ({"kind": "swa"}, ValueError, "kind must be one of exponential, annealing, warmup, mean, mmcv; got 'swa'"),
         ({"kind": "mean", "decay": 0.9}, ValueError, 'decay is 0.9, but kind is "mean", which has none; leave out'),
-        ({"gamma": 100}, ValueError, 'gamma is 100, but kind "exponential" has none; .* use "annealing" or "warmup"'),
+        ({"gamma": 100}, ValueError, 'gamma is 100, but kind "exponential" has none; leave it out'),
         ({"kind": "mean", "gamma": 5.0}, ValueError, 'gamma is 5.0, but kind "mean" has none'),
         ({"kind": "warmup", "gamma": 0}, ValueError, "gamma must be a number of updates > 0, got 0"),
-        ({"decay": 1.0}, ValueError, "decay must be from 0 to below 1, got 1.0; .* 1 - momentum"),
-        ({"decay": -0.1}, ValueError, "decay must be from 0 to below 1, got -0.1"),
-        ({"decay": float("nan")}, ValueError, "decay must be from 0 to below 1, got nan"),
-        ({"decay": "1e-3"}, TypeError, "decay must be a number, got '1e-3'"),
+        ({"decay": 1.0}, ValueError, "decay \\(1 - momentum\\) must be a number from 0 to below 1, got 1.0"),
+        ({"decay": -0.1}, ValueError, "must be a number from 0 to below 1, got -0.1"),
+        ({"decay": float("nan")}, ValueError, "must be a number from 0 to below 1, got nan"),
+        ({"decay": "1e-3"}, ValueError, "must be a number from 0 to below 1, got '1e-3'"),
         ({"interval": 0}, ValueError, "interval must be a whole number of updates >= 1, got 0"),
         ({"interval": 1.5}, ValueError, "interval must be a whole number of updates >= 1, got 1.5"),
     ],
@@ -286,7 +286,7 @@ def test_a_model_that_cannot_be_copied_is_an_error_with_a_remedy():
     model = nn.Linear(1, 1)
     model.lock = threading.Lock()
     with pytest.raises(
-        TypeError, match=r"Linear cannot be copied \(TypeError: cannot pickle.* or give it a __deepcopy__"
+        TypeError, match=r"Linear cannot be copied, .*\(TypeError: cannot pickle.* or give it a __deepcopy__"
     ):
         ModelAverage(model, AveragingRule())
 

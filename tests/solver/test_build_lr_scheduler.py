@@ -120,7 +120,7 @@ def test_steps_that_are_never_reached_are_dropped_with_one_warning(caplog):
         lrs = lrs_of(make_cfg(STEPS=(5, 10, 30)))
     assert lrs == [1.0] * 5 + [0.1] * 6
     assert [record.getMessage() for record in caplog.records] == [
-        "SOLVER.STEPS (10, 30) are dropped: the training ends at SOLVER.MAX_ITER=10, before them"
+        "SOLVER.STEPS (10, 30) are dropped: the training ends before them, at 10"
     ]
 
 

@@ -85,7 +85,7 @@ def test_a_warmup_of_no_length_changes_nothing():
         ({"warmup_length": 1.0, "rescale_interval": True}, "warm-up that is shorter than the training"),
         (
             {"warmup_method": "exponential", "warmup_factor": 0.0},
-            r"begin and end above 0, got .*WARMUP_FACTOR\) 0.0 and a schedule that is 0.5 .*use linear",
+            r"start and end above 0, got WARMUP_FACTOR 0.0 and a schedule that is 0.5 .*use linear",
         ),
         ({"warmup_method": "exponential", "warmup_length": 1.0}, "a schedule that is 0.0 when it ends"),
     ],

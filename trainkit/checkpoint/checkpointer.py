@@ -196,11 +196,7 @@ class Checkpointer:
         self.raise_error()
 
     def raise_error(self) -> None:
-        """Raise the error of an asynchronous save that has failed, once; does not wait.
-
-        Raises:
-            CheckpointError: it has failed.
-        """
+        """Raise the error of an asynchronous save that has failed, once; does not wait."""
         if self._writing is not None and self._writing.done():
             writing, self._writing = self._writing, None
             writing.result()
@@ -301,9 +297,10 @@ class Checkpointer:
         shards.local = state.pop(SHARDS)
         try:
             write(state)
-            return
         except CheckpointError as error:
             text = str(error)
+        else:
+            return
         del copy, state, shards, write  # an error that waits to be asked for must not keep a copy of the model
         raise CheckpointError(text)
 
@@ -328,12 +325,12 @@ class Checkpointer:
             CheckpointError: it cannot be written, an asynchronous save has failed, or a best file was deleted.
         """
         self.wait()
-        deleted = [(name, name == self._tagged) for name in self._deleted()]
-        deleted = [entry for entries in comm.all_gather(deleted) for entry in entries]
-        for name in [name for name, is_tagged in deleted if is_tagged]:
-            self.save(name, **self._last_entries)
+        deleted = comm.all_gather((self._tagged, self._deleted()))
+        lost = [name for tagged, names in deleted for name in names if name != tagged]
+        for tagged in {tagged for tagged, names in deleted if tagged in names}:
+            self.save(tagged, **self._last_entries)
             self.wait()
-        if lost := [name for name, is_tagged in deleted if not is_tagged]:
+        if lost:
             raise CheckpointError(
                 f"the run has finished, but {', '.join(lost)} was deleted from '{self.save_dir}' meanwhile, and cannot "
                 "be written again; take another checkpoint, or train again"
@@ -359,9 +356,7 @@ class Checkpointer:
             os.remove(path)
             sync_folder(self.save_dir)
         except OSError as error:
-            raise CheckpointError(
-                f"cannot remove '{path}': {error.strerror}; the run cannot go on before it is removed"
-            ) from error
+            raise CheckpointError(f"cannot remove '{path}': {error.strerror}; remove it by hand") from error
 
     def _read_finished(self) -> dict[str, Any] | None:
         path = os.path.join(self.save_dir, FINISHED_FILE)

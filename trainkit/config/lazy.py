@@ -1,6 +1,5 @@
 """Configs written in Python: calls that are described in a file and made later."""
 
-import difflib
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from trainkit.config.merge import parse_literal
 from trainkit.config.nodes import TARGET, is_node, leaves, name_of, to_node, to_plain, update
 from trainkit.config.python_files import run_file
 from trainkit.config.yaml_files import dump_yaml, load_yaml
+from trainkit.utils.registry import did_you_mean
 
 _WRITABLE = (str, int, float, bool, bytes, type(None))
 
@@ -135,27 +135,24 @@ def _read_yaml(path: str) -> dict[str, Any]:
 
 
 def _check_key(cfg: Any, names: Sequence[str], *, may_be_new: bool) -> None:
-    node = cfg
+    node, key = cfg, ".".join(names)
     for i, name in enumerate(names):
-        if isinstance(node, Mapping) and name in node:
-            node = node[name]
-        elif isinstance(node, Sequence) and not isinstance(node, str) and name.isdigit() and int(name) < len(node):
+        if isinstance(node, Sequence) and not isinstance(node, str) and name.isdigit() and int(name) < len(node):
             node = node[int(name)]
         elif not isinstance(node, Mapping):
-            raise ConfigError(f"{'.'.join(names)}: {'.'.join(names[:i])} is {node!r}, which has no {name!r}; set that")
+            raise ConfigError(f"{key}: {'.'.join(names[:i])} is {node!r}, which has no {name!r}; set that")
+        elif name in node:
+            node = node[name]
         elif may_be_new:
             return
         else:
-            key = ".".join(names)
-            raise ConfigError(
-                f"there is no {'.'.join(names[: i + 1])!r}; {_nearest(name, node)} (new keys: +{key}=...)"
-            )
+            wrong = ".".join(names[: i + 1])
+            raise ConfigError(f"there is no {wrong!r}; {_nearest(name, node)} (new keys: +{key}=...)")
 
 
 def _nearest(name: str, known: Mapping[Any, Any]) -> str:
     public = [str(key) for key in known if not str(key).startswith("_")]
-    nearest = difflib.get_close_matches(name, public, n=1)
-    return f"did you mean {nearest[0]!r}?" if nearest else f"there are: {', '.join(public)}"
+    return did_you_mean(name, public).rstrip() or f"there are: {', '.join(public)}"
 
 
 def _assignments(node: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

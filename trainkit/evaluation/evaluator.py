@@ -99,7 +99,7 @@ class DatasetEvaluators(DatasetEvaluator):
                 if key in merged:
                     raise ValueError(
                         f"{type(reported_by[key]).__name__} and {type(evaluator).__name__} both report the key "
-                        f"{key!r}; keys must differ, so give one of the two evaluators another task name"
+                        f"{key!r}; give one of the two another task name"
                     )
                 merged[key], reported_by[key] = value, evaluator
         return merged

@@ -1,5 +1,6 @@
 """The losses of a model on data that it is not trained on."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -111,17 +112,15 @@ class LossEvaluator(DatasetEvaluator):
             ValueError: no sample was processed.
         """
         sums = torch.stack(list(self._sums.values())).tolist() if self._sums else []  # one transfer
-        mine = {name: (total, self._counts[name]) for name, total in zip(self._sums, sums, strict=True)}
-        totals: dict[str, tuple[float, int]] = {}
-        for part in comm.all_gather(mine):
-            for name, (total, count) in part.items():
-                before, count_before = totals.get(name, (0.0, 0))
-                totals[name] = (before + total, count_before + count)
-        if not totals:
+        totals: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
+        for theirs, their_counts in comm.all_gather((dict(zip(self._sums, sums, strict=True)), self._counts)):
+            totals.update(theirs)
+            counts.update(their_counts)
+        if not counts:
             raise ValueError("no sample was processed on any rank, so there is no loss; call process() first")
-        if not comm.is_main_process():
-            return {}
-        return {self._task: {name: total / count for name, (total, count) in totals.items()}}
+        means = {name: total / counts[name] for name, total in totals.items()}
+        return {self._task: means} if comm.is_main_process() else {}
 
     def _losses(self, inputs: Any) -> dict[str, Tensor]:
         """``total_loss`` first, then the single ones; detached, on the device."""

@@ -38,7 +38,7 @@ class AveragingRule:
             "mmcv". The others have none.
 
     Raises:
-        ValueError, TypeError: an argument is not accepted.
+        ValueError: an argument is not accepted.
     """
 
     def __init__(
@@ -53,17 +53,17 @@ class AveragingRule:
         if decay is not None and kind == "mean":
             raise ValueError(f'decay is {decay!r}, but kind is "mean", which has none; leave out one of the two')
         if gamma is not None and kind not in _GAMMA:
-            raise ValueError(f'gamma is {gamma!r}, but kind "{kind}" has none; leave it out, or use {_or(_GAMMA)}')
+            raise ValueError(
+                f'gamma is {gamma!r}, but kind "{kind}" has none; leave it out, or use {", ".join(_GAMMA)}'
+            )
         if not is_whole(interval, 1):
             raise ValueError(f"interval must be a whole number of updates >= 1, got {interval!r}")
-        decay = 0.999 if decay is None else _number("decay", decay)
-        if not 0 <= decay < 1:
-            raise ValueError(
-                f"decay must be from 0 to below 1, got {decay}; it is how much the old average counts, 1 - momentum"
-            )
-        gamma = _GAMMA.get(kind, 1.0) if gamma is None else _number("gamma", gamma)
-        if not 0 < gamma < math.inf:
-            raise ValueError(f"gamma must be a number of updates > 0, got {gamma}")
+        decay = 0.999 if decay is None else decay
+        if not is_number(decay) or not 0 <= decay < 1:
+            raise ValueError(f"decay (1 - momentum) must be a number from 0 to below 1, got {decay!r}")
+        gamma = _GAMMA.get(kind, 1.0) if gamma is None else gamma
+        if not is_number(gamma) or not 0 < gamma < math.inf:
+            raise ValueError(f"gamma must be a number of updates > 0, got {gamma!r}")
         self._kind, self._least, self._gamma, self._interval = kind, 1 - decay, gamma, interval
 
     def weight(self, steps: int) -> float:
@@ -226,17 +226,6 @@ def _copy_of(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model)
     except Exception as error:
         raise TypeError(
-            f"the average is kept in a copy of the model, but {type(model).__name__} cannot be copied "
-            f"({type(error).__name__}: {error}). Keep open files, locks and tensors with a gradient history out of its "
-            "attributes, or give it a __deepcopy__"
+            f"{type(model).__name__} cannot be copied, which its average needs ({type(error).__name__}: {error}). Keep "
+            "open files, locks and tensors with a gradient history out of its attributes, or give it a __deepcopy__"
         ) from error
-
-
-def _number(name: str, value: object) -> float:
-    if not is_number(value):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    return value
-
-
-def _or(names: Any) -> str:
-    return " or ".join(f'"{name}"' for name in names)

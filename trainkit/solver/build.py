@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.config.config import CfgNode
-from trainkit.config.errors import ConfigError, unknown_name
+from trainkit.config.errors import ConfigError, look_up, unknown_name
 from trainkit.solver.build_schedule import build_lr_scheduler
 from trainkit.solver.clipping import (
     GradientClipper,
@@ -112,18 +112,11 @@ def _build_groups(cfg: CfgNode, model: nn.Module, lr: float, weight_decay: float
     options = cfg.SOLVER.PARAM_GROUPS
     if options.BUILDER:
         return _build_users_groups(cfg, model)
-    layer_decay = options.LAYER_DECAY
     lr_factor_func = None
     try:
-        if layer_decay.RATE != 1.0:
-            lr_factor_func = build_layer_decay(
-                model,
-                layer_decay.RATE,
-                layer_decay.SCHEME,
-                num_layers=layer_decay.NUM_LAYERS,
-                depths=layer_decay.DEPTHS,
-                prefix=layer_decay.PREFIX,
-            )
+        if options.LAYER_DECAY.RATE != 1.0:
+            arguments = {name.lower(): value for name, value in options.LAYER_DECAY.items()}
+            lr_factor_func = build_layer_decay(model, **arguments)
     except ValueError as error:
         raise ConfigError(f"{_GROUPS}.LAYER_DECAY: {error}") from error
     try:
@@ -153,11 +146,7 @@ def _factors(options: CfgNode, what: str) -> dict[ParamKind, float]:
 
 def _build_users_groups(cfg: CfgNode, model: nn.Module) -> list[dict[str, Any]]:
     name = cfg.SOLVER.PARAM_GROUPS.BUILDER
-    try:
-        builder = PARAM_GROUP_REGISTRY.get(name)
-    except KeyError as error:
-        raise ConfigError(f"{_GROUPS}.BUILDER: {error.args[0]}") from error
-    groups = builder(cfg, model)
+    groups = look_up(PARAM_GROUP_REGISTRY, name, f"{_GROUPS}.BUILDER")(cfg, model)
     try:
         return [{**group, "params": list(group["params"])} for group in groups]
     except (TypeError, KeyError) as error:

@@ -65,21 +65,16 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
 
 
 def _multi_step(cfg: CfgNode) -> ParamScheduler:
-    steps = [_iters("SOLVER.STEPS", step, at_least=1) for step in cfg.SOLVER.STEPS]
+    steps, max_iter = [_iters("SOLVER.STEPS", step, at_least=1) for step in cfg.SOLVER.STEPS], cfg.SOLVER.MAX_ITER
     if steps != sorted(set(steps)):
         raise ConfigError(f"SOLVER.STEPS must grow from one to the next, got {tuple(steps)}")
-    max_iter = cfg.SOLVER.MAX_ITER
-    reached = [step for step in steps if step < max_iter]
-    if reached != steps:
-        _logger.warning(
-            "SOLVER.STEPS %s are dropped: the training ends at SOLVER.MAX_ITER=%d, before them",
-            tuple(steps[len(reached) :]),
-            max_iter,
-        )
-    if not reached:
+    if late := tuple(step for step in steps if step >= max_iter):
+        _logger.warning("SOLVER.STEPS %s are dropped: the training ends before them, at %d", late, max_iter)
+        steps = steps[: -len(late)]
+    if not steps:
         return ConstantParamScheduler(1.0)
-    values = [cfg.SOLVER.GAMMA**decays for decays in range(len(reached) + 1)]
-    return MultiStepParamScheduler(values, milestones=reached, num_updates=max_iter)
+    values = [cfg.SOLVER.GAMMA**decays for decays in range(len(steps) + 1)]
+    return MultiStepParamScheduler(values, milestones=steps, num_updates=max_iter)
 
 
 def _cosine(cfg: CfgNode) -> ParamScheduler:
@@ -92,11 +87,10 @@ def _cosine(cfg: CfgNode) -> ParamScheduler:
 
 
 def _fixed_gamma(cfg: CfgNode) -> ParamScheduler:
-    if cfg.SOLVER.NUM_DECAYS < 1:
-        raise ConfigError(f"SOLVER.NUM_DECAYS must be >= 1, got {cfg.SOLVER.NUM_DECAYS}")
-    return StepWithFixedGammaParamScheduler(
-        base_value=1.0, num_decays=cfg.SOLVER.NUM_DECAYS, gamma=cfg.SOLVER.GAMMA, num_updates=cfg.SOLVER.MAX_ITER
-    )
+    solver = cfg.SOLVER
+    if solver.NUM_DECAYS < 1:
+        raise ConfigError(f"SOLVER.NUM_DECAYS must be >= 1, got {solver.NUM_DECAYS}")
+    return StepWithFixedGammaParamScheduler(1.0, solver.NUM_DECAYS, solver.GAMMA, solver.MAX_ITER)
 
 
 _SCHEDULES: dict[str, Callable[[CfgNode], ParamScheduler]] = {

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from trainkit.config.config import CfgNode
 from trainkit.config.errors import ConfigError
+from trainkit.utils.numbers import is_number
 from trainkit.utils.sharding import whole
 
 _OptimizerT = TypeVar("_OptimizerT", bound=Optimizer)
@@ -44,25 +45,19 @@ class GradientClipper:
     norm_type: float = 2.0
 
     def __post_init__(self) -> None:
-        accepted = [kind.value for kind in GradientClipType]
-        kind = self.clip_type
-        if not isinstance(kind, GradientClipType):
-            if kind not in accepted:
-                raise ValueError(
-                    f"clip_type (SOLVER.CLIP_GRADIENTS.CLIP_TYPE) must be one of {', '.join(accepted)}, got {kind!r}"
-                )
-            object.__setattr__(self, "clip_type", GradientClipType(kind))
+        accepted = {kind.value: kind for kind in GradientClipType} | {kind: kind for kind in GradientClipType}
+        if self.clip_type not in accepted:
+            raise ValueError(
+                "clip_type (SOLVER.CLIP_GRADIENTS.CLIP_TYPE) must be one of "
+                f"{', '.join(kind.value for kind in GradientClipType)}, got {self.clip_type!r}"
+            )
+        object.__setattr__(self, "clip_type", accepted[self.clip_type])
         for name in ("clip_value", "norm_type"):
             value = getattr(self, name)
-            try:
-                number = float(value)
-            except (TypeError, ValueError):
-                number = float("nan")
-            if not number > 0:
+            if not is_number(value) or not value > 0:
                 raise ValueError(
                     f"{name} (SOLVER.CLIP_GRADIENTS.{name.upper()}) must be a number greater than 0, got {value!r}"
                 )
-            object.__setattr__(self, name, number)
 
     @torch.no_grad()
     def __call__(self, parameters: Iterable[Tensor]) -> Tensor:
@@ -142,7 +137,6 @@ def _clipping_subclass(optimizer_class: type[Optimizer], clipper: GradientClippe
             _clip_before_step(self, clipper)
 
     Clipping.__name__ = Clipping.__qualname__ = f"{optimizer_class.__name__}WithGradientClip"
-    Clipping.__doc__ = optimizer_class.__doc__
     return Clipping
 
 

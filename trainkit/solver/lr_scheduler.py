@@ -22,13 +22,11 @@ class KeepLastValue(ParamScheduler):
     """
 
     def __init__(self, scheduler: ParamScheduler) -> None:
-        self._scheduler = scheduler
+        self._scheduler, self._last_where = scheduler, 1.0
         try:
             scheduler(1.0)
         except Exception:  # which one is up to the schedule: fvcore's raise RuntimeError and IndexError
             self._last_where = _JUST_BEFORE_END
-        else:
-            self._last_where = 1.0
 
     def __call__(self, where: float) -> float:
         return self._scheduler(min(where, self._last_where))
@@ -76,8 +74,8 @@ class WarmupParamScheduler(ParamScheduler):
         self._exponential = warmup_method == "exponential"
         if self._exponential and not (self._start > 0 and self._end > 0):
             raise ValueError(
-                "an exponential warm-up (SOLVER.WARMUP_METHOD) must begin and end above 0, got warmup_factor "
-                f"(SOLVER.WARMUP_FACTOR) {warmup_factor} and a schedule that is {self._end} when it ends; use linear"
+                "an exponential warm-up must start and end above 0, got WARMUP_FACTOR "
+                f"{warmup_factor} and a schedule that is {self._end} when it ends; use linear (SOLVER.WARMUP_METHOD)"
             )
 
     def __call__(self, where: float) -> float:

@@ -243,7 +243,7 @@ def test_an_update_that_the_scaler_skips_takes_the_unchanged_weights_in_once_mor
     [
         ({"kind": "swa"}, ValueError, "kind must be one of"),
         ({"gamma": 5}, ValueError, 'gamma is 5, but kind "exponential" has none'),
-        ({"decay": "0.9"}, TypeError, "decay must be a number, got '0.9'"),
+        ({"decay": "0.9"}, ValueError, "must be a number from 0 to below 1, got '0.9'"),
         ({"interval": 0}, ValueError, "interval must be a whole number of updates >= 1, got 0"),
         ({"begin": -1}, ValueError, "begin must be a whole number of iterations >= 0, got -1"),
         ({"buffers": "avg"}, ValueError, 'buffers must be "copy" or "average", got \'avg\''),
