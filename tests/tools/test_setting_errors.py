@@ -34,7 +34,7 @@ HOOKS = [
     (["HOOKS", ["EMAHook"]], "HOOKS is a list of entries such as {NAME: EMAHook, DECAY: 0.999}; got 'EMAHook'"),
     (hook("PreciseBN", PERIOD=4), "PreciseBN is no entry of the list; set TEST.PRECISE_BN.ENABLED to True"),
     (hook("EMAHook", DECAI=0.9), "EMAHook has no argument DECAI; did you mean DECAY?"),
-    (hook("EMAHook", DECAY=2), "decay must be from 0 to below 1, got 2"),
+    (hook("EMAHook", DECAY=2), "must be a number from 0 to below 1, got 2"),
     (hook("EMAHook", EVALUATE="best"), 'evaluate must be "ema", "raw" or "both", got \'best\''),
     (hook("ParamScheduler", PARAM="momentum"), "missing 1 required positional argument: 'schedules'"),
     (hook("ReduceOnPlateau", VAL_METRIC="loss/total_loss", FACTOR=2), "factor must be between 0 and 1"),
@@ -180,7 +180,7 @@ SCHEDULES = [
     (["SOLVER.WARMUP_ITERS", 12, "SOLVER.RESCALE_INTERVAL", True], "needs a warm-up that is shorter than the training"),
     (
         ["SOLVER.WARMUP_ITERS", 4, "SOLVER.WARMUP_METHOD", "exponential", "SOLVER.WARMUP_FACTOR", 0.0],
-        "an exponential warm-up (SOLVER.WARMUP_METHOD) must begin and end above 0",
+        "an exponential warm-up must start and end above 0",
     ),
     (["SOLVER.STEPS", [6, 3]], "SOLVER.STEPS must grow from one to the next, got (6, 3)"),
     (

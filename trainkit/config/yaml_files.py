@@ -27,23 +27,24 @@ class _Loader(yaml.SafeLoader):
     PyYAML lets the last of two such keys win silently.
     """
 
-    def __init__(self, stream: Any) -> None:
-        super().__init__(stream)
-        self._depth = 0  # of the node that is being read
-        self._sizes: dict[yaml.Node, tuple[int, int]] = {}  # number of values and depth, with aliases written out
-
-    def compose_node(self, parent: Any, index: Any) -> yaml.Node:
-        is_alias, mark = self.check_event(yaml.AliasEvent), self.peek_event().start_mark
-        if self._depth >= _MAX_DEPTH:
-            raise _too_deep(mark)
-        self._depth += 1
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        if not is_alias:
-            self._sizes[node] = self._size(node)
-        elif node not in self._sizes:
-            raise _error("a node contains itself by an alias; write its content instead", mark)
-        return node
+    def get_single_data(self) -> Any:
+        try:
+            root = self.get_single_node()
+        except RecursionError:
+            raise _too_deep(self.get_mark()) from None
+        num_values, pending = 0, [(root, 1)] if root is not None else []
+        while pending:  # with aliases written out
+            node, depth = pending.pop()
+            num_values += 1
+            if depth > _MAX_DEPTH:
+                raise _too_deep(node.start_mark)
+            if num_values > _MAX_VALUES:
+                raise _error(f"this stands for more than {_MAX_VALUES:,} values; write fewer aliases", root.start_mark)
+            pairs = node.value if isinstance(node, yaml.MappingNode) else [node.value]
+            pending += (
+                [] if isinstance(node, yaml.ScalarNode) else [(item, depth + 1) for pair in pairs for item in pair]
+            )
+        return None if root is None else self.construct_document(root)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         # Here, because a merge ("<<") repeats keys rightfully and is resolved only later.
@@ -65,19 +66,9 @@ class _Loader(yaml.SafeLoader):
             kind = node.tag.rpartition(":")[2]
             raise _error(f"this cannot be read as {kind!r}; write text in quotes", node.start_mark) from error
 
-    def _size(self, node: yaml.Node) -> tuple[int, int]:
-        pairs = node.value if isinstance(node, yaml.MappingNode) else [node.value]
-        items = [] if isinstance(node, yaml.ScalarNode) else [self._sizes[item] for pair in pairs for item in pair]
-        size, depth = 1 + sum(size for size, _ in items), 1 + max((depth for _, depth in items), default=0)
-        if depth > _MAX_DEPTH:
-            raise _too_deep(node.start_mark)
-        if size > _MAX_VALUES:
-            raise _error(f"this stands for more than {_MAX_VALUES:,} values; write fewer aliases", node.start_mark)
-        return size, depth
-
 
 def _too_deep(mark: Any) -> yaml.MarkedYAMLError:
-    return _error(f"nodes and lists are more than {_MAX_DEPTH} deep; write them less deep", mark)
+    return _error(f"nodes and lists are more than {_MAX_DEPTH} deep, or contain themselves; write them less deep", mark)
 
 
 def _error(problem: str, mark: Any) -> yaml.MarkedYAMLError:

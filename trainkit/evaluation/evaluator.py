@@ -40,18 +40,12 @@ class DatasetEvaluator:
         """Forget everything processed so far."""
 
     def process(self, inputs: Any, outputs: Any) -> None:
-        """Take in one batch.
-
-        Args:
-            inputs: what the loader gave, its tensors on the model's device.
-            outputs: what the model returned for it in eval mode.
-        """
+        """Take in one batch, with its tensors on the model's device, and what the model returned for it."""
 
     def keep_up(self, inputs: Any) -> None:
-        """Run the model as often as ``process`` does, and take nothing in.
+        """Run the model as often as ``process`` does, and take nothing in; for evaluators that run the model themselves.
 
-        Each forward pass of a sharded model is one of all ranks together, so those that have no batch left go on with a
-        former one until no rank has. Only evaluators that run the model themselves have something to do here.
+        Each forward pass of a sharded model is one of all ranks together, so ranks without a batch repeat one.
         """
 
     def evaluate(self) -> dict[str, Any] | None:

@@ -47,19 +47,15 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
     def repeat_factors_from_category_frequency(
         dataset_dicts: Sequence[Collection[Hashable]], repeat_thresh: float, sqrt: bool = True
     ) -> torch.Tensor:
-        """Factors by the rarest category of each sample.
+        """Factors by the rarest category of each sample, float32 ``[N]``, >= 1.
 
-        A category in a fraction f of the samples has the factor ``max(1, t / f)``, or ``max(1, sqrt(t / f))``; a sample
-        has the largest of its categories' factors, and 1 without a category. Source: Gupta, Dollar and Girshick, "LVIS"
-        (CVPR 2019), section on repeat factor sampling.
+        A category in a fraction f of the samples has the factor ``max(1, t / f)``, or ``max(1, sqrt(t / f))`` if
+        ``sqrt``; a sample has the largest of its categories' factors, and 1 without a category. Source: Gupta, Dollar
+        and Girshick, "LVIS" (CVPR 2019), section on repeat factor sampling.
 
         Args:
             dataset_dicts: the categories of each sample; a repeated one counts once.
             repeat_thresh: t, the frequency below which a category is repeated; 0 repeats none.
-            sqrt: take the square root.
-
-        Returns:
-            float32 ``[N]``, >= 1.
 
         Raises:
             ValueError: the threshold is negative.
