@@ -47,26 +47,14 @@ def read_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[s
     """
     path = os.fspath(path)
     with _opened(path) as file:
-        _check_records(file, path)
+        if file.read(2) == b"PK":
+            _check_records(file, path)
         file.seek(0)
         state = _unpickle(file, path, map_location)
     if not isinstance(state, dict):
         raise CheckpointError(f"'{path}' holds a {type(state).__name__}; a checkpoint is a dict")
     state.pop(MARKER, None)
     return state
-
-
-def verify(path: str | os.PathLike[str]) -> None:
-    """Check that a file is complete and unchanged since it was written; one that is no archive only has to load.
-
-    Raises:
-        CheckpointError: it is missing or damaged.
-    """
-    path = os.fspath(path)
-    with _opened(path) as file:
-        is_archive = _check_records(file, path)
-    if not is_archive:
-        read_file(path)
 
 
 def is_ours(path: str | os.PathLike[str]) -> bool:
@@ -113,10 +101,8 @@ def _read_failure(error: OSError, path: str) -> str:
     return f"no such file; {did_you_mean(name, os.listdir(folder))}".rstrip("; ")
 
 
-def _check_records(file: io.BufferedReader, path: str) -> bool:
-    """Compare the records of a zip archive with their CRCs; False for a file of another sort, which has none."""
-    if file.read(2) != b"PK":
-        return False
+def _check_records(file: io.BufferedReader, path: str) -> None:
+    """Compare the records of a zip archive with their CRCs."""
     try:
         with zipfile.ZipFile(file) as archive:
             records = archive.infolist()
@@ -129,7 +115,6 @@ def _check_records(file: io.BufferedReader, path: str) -> bool:
                 raise zipfile.BadZipFile(f"the content of its record '{damaged}' does not match its checksum")
     except Exception as error:  # zipfile raises many types
         raise CheckpointError(f"'{path}' is damaged: {error}") from error
-    return True
 
 
 def _unpickle(file: io.BufferedReader, path: str, map_location: Any) -> Any:

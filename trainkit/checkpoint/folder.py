@@ -4,11 +4,11 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from trainkit.checkpoint.atomic import CheckpointError
-from trainkit.checkpoint.file import SUFFIX, is_file_of, is_ours, read_file, verify
+from trainkit.checkpoint.file import SUFFIX, is_file_of, is_ours, read_file
 from trainkit.checkpoint.shards import remove_shards, verify_shards
 
 _logger = logging.getLogger(__name__)
@@ -93,17 +93,14 @@ def choose(folder: str) -> str:
     Raises:
         CheckpointError: there are checkpoints, and none is intact.
     """
-    return choose_and_read(folder, read=verify)[0]
+    return choose_and_read(folder)[0]
 
 
-def choose_and_read(
-    folder: str, known_as_broken: Mapping[str, str] | None = None, read: Callable[[str], Any] | None = None
-) -> tuple[str, Any]:
+def choose_and_read(folder: str, known_as_broken: Mapping[str, str] | None = None) -> tuple[str, Any]:
     """The same, and what is in it: one reading verifies and loads the file, but not what is in the files of its shards.
 
     Args:
         known_as_broken: path -> what is wrong with it.
-        read: instead of loading the file.
 
     Raises:
         CheckpointError: as `choose`.
@@ -114,7 +111,8 @@ def choose_and_read(
         try:
             if known_as_broken and path in known_as_broken:
                 raise CheckpointError(known_as_broken[path])
-            content = (read or _read_with_shards)(path)
+            content = read_file(path)
+            verify_shards(content, path, num_parts=0)
         except CheckpointError as error:
             broken.append(str(error))
             continue
@@ -139,9 +137,3 @@ def remove_checkpoint(path: str) -> None:
     """
     os.remove(path)
     remove_shards(path)
-
-
-def _read_with_shards(path: str) -> dict[str, Any]:
-    state = read_file(path)
-    verify_shards(state, path, num_parts=0)
-    return state

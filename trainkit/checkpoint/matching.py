@@ -30,9 +30,7 @@ class Differences:
             for kind in ("missing", "unexpected", "mismatched")
             for key in getattr(self, kind)
         ]
-        text = format_table(rows[:_MAX_ROWS], headers=("", "key", "shape in the file", "shape in the model"))
-        left_out = len(rows) - _MAX_ROWS
-        return text + (f"\n... and {left_out} more" if left_out > 0 else "")
+        return format_table(rows, headers=("", "key", "shape in the file", "shape in the model"), max_rows=_MAX_ROWS)
 
 
 def strip_wrapper_prefix(weights: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:

@@ -43,7 +43,7 @@ class DatasetEvaluator:
         """Take in one batch, with its tensors on the model's device, and what the model returned for it."""
 
     def keep_up(self, inputs: Any) -> None:
-        """Run the model as often as ``process`` does, and take nothing in; for evaluators that run the model themselves.
+        """Run the model as often as ``process`` does, and take nothing in; for evaluators that run it themselves.
 
         Each forward pass of a sharded model is one of all ranks together, so ranks without a batch repeat one.
         """

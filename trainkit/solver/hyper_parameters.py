@@ -56,8 +56,5 @@ def describe_changes(before: Sequence[Mapping[str, Any]], after: Sequence[Mappin
         for name in dict.fromkeys([*old, *new])
         if old.get(name, "-") != new.get(name, "-")
     ]
-    if not rows:
-        return ""
-    left_out = len(rows) - _MAX_ROWS
-    text = format_table(rows[:_MAX_ROWS], headers=("group", "setting", "of this run", "in the checkpoint"))
-    return text + (f"\n... and {left_out} more" if left_out > 0 else "")
+    headers = ("group", "setting", "of this run", "in the checkpoint")
+    return format_table(rows, headers, max_rows=_MAX_ROWS) if rows else ""

@@ -46,16 +46,11 @@ def create_local_process_group(num_workers_per_machine: int) -> None:
     world = _default_group()
     if world in _local_groups:
         raise RuntimeError("the local process group exists already; create_local_process_group is called once")
-    world_size = dist.get_world_size()
-    if num_workers_per_machine < 1 or world_size % num_workers_per_machine:
+    if num_workers_per_machine < 1 or dist.get_world_size() % num_workers_per_machine:
         raise ValueError(
-            f"num_workers_per_machine must divide the world size {world_size}, got {num_workers_per_machine}"
+            f"num_workers_per_machine must divide the world size {get_world_size()}, got {num_workers_per_machine}"
         )
-    for first in range(0, world_size, num_workers_per_machine):
-        ranks = range(first, first + num_workers_per_machine)
-        group = dist.new_group(list(ranks))  # every rank takes part in making every group
-        if dist.get_rank() in ranks:
-            _local_groups[world] = group
+    _local_groups[world], _ = dist.new_subgroups(num_workers_per_machine)
 
 
 def get_local_process_group() -> dist.ProcessGroup:

@@ -129,7 +129,7 @@ def log_every_n_seconds(lvl: int, msg: str, n: float = 1, *, name: str | None = 
 
 def create_small_table(small_dict: Mapping[str, Any]) -> str:
     """A table of one row under the keys, for a handful of values."""
-    center = {"stralign": "center", "numalign": "center"}
+    center: dict[str, Any] = {"stralign": "center", "numalign": "center"}
     return format_table([list(small_dict.values())], list(small_dict), tablefmt="pipe", floatfmt=".3f", **center)
 
 

@@ -5,6 +5,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 
-def format_table(rows: Iterable[Sequence[Any]], headers: Sequence[str] = (), **options: Any) -> str:
-    """``tabulate.tabulate(rows, headers, **options)``; tabulate is imported at the first table."""
-    return cast(str, importlib.import_module("tabulate").tabulate(rows, headers, **options))
+def format_table(
+    rows: Iterable[Sequence[Any]], headers: Sequence[str] = (), *, max_rows: int | None = None, **options: Any
+) -> str:
+    """``tabulate.tabulate(rows, headers, **options)`` of the first rows; tabulate is imported at the first table."""
+    rows = list(rows)
+    text = cast(str, importlib.import_module("tabulate").tabulate(rows[:max_rows], headers, **options))
+    return text if max_rows is None or len(rows) <= max_rows else f"{text}\n... and {len(rows) - max_rows} more"
