@@ -341,7 +341,7 @@ def test_mistakes_in_the_command_are_one_line(run, call, tmp_path):
     assert mistake(call, *wanted) == "name the folder of a run, or a --config-file"
     assert mistake(call, tmp_path / "x", *wanted).startswith(f"'{tmp_path}/x' is no folder; name that of a run")
     assert "config.yaml': No such file" in mistake(call, tmp_path, *wanted)
-    assert "(did you mean 'tiny_test'?)" in mistake(call, run, "--dataset", "tiny_tset")
+    assert "did you mean 'tiny_test'?" in mistake(call, run, "--dataset", "tiny_tset")
     assert "no such file" in mistake(call, run, *wanted, "--weights", tmp_path / "x.pth")
     assert "no 'X' in the MODEL registry" in mistake(call, run, *wanted, "--opts", "MODEL.NAME", "X")
     assert "need an integer >= 1, got '0'" in mistake(call, run, *wanted, "--num", 0)

@@ -2,7 +2,7 @@
 
 It is what ``torch.save`` writes: a zip archive, which has a CRC of each of its records. ``torch.load`` does not look at
 these, so readers here do. The saved dict has one more key, ``MARKER``, which tells our files from those of others;
-readers here remove it. Older files of ours have a digest behind the archive, which is left alone.
+readers here remove it. Older files of ours have a digest after the archive, which is left alone.
 """
 
 import contextlib

@@ -118,7 +118,7 @@ def fill_shards(
 
     Args:
         like: a tensor as whose the result is sharded; None: whole tensors.
-        wanted: begins of the paths of those that are read; the others stay empty.
+        wanted: how the paths of those that are read start; the others stay empty.
 
     Returns:
         A copy of ``state`` without its entry ``shards``; itself if there is none.

@@ -159,7 +159,7 @@ def overlay(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_layers(path: str, chain: list[str], layers: list[tuple[str, dict[str, Any]]]) -> None:
-    """Add a file to ``layers``, behind those that it inherits from; ``chain``: those that inherit from it."""
+    """Add a file to ``layers``, after those that it inherits from; ``chain``: those that inherit from it."""
     real = os.path.realpath(path)
     if real in map(os.path.realpath, chain):
         raise ConfigError(f"{BASE_KEY} goes in a circle; leave out one of these: {' -> '.join([*chain, path])}")

@@ -26,7 +26,7 @@ _WARN_AT_RETRY = 3
 
 
 def add_note(error: Exception, text: str) -> None:
-    """Say it behind the traceback, to which loader workers add it too; on Python 3.10 in the log.
+    """Say it after the traceback, to which loader workers add it too; on Python 3.10 in the log.
 
     An error of another type would pass by those who handle this one.
     """

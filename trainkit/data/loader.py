@@ -127,7 +127,7 @@ class ResumableLoader(DataLoader[Any]):
             self._options["generator"] = self.generator = new_generator(self._own_seed, LOADER_KEY, comm.get_rank())
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the iterator made last stands behind the batches it has delivered, as plain values.
+        """Where the iterator made last stands after the batches it has delivered, as plain values.
 
         Raises:
             TypeError: there is a ``resume_obstacle``.
@@ -141,7 +141,7 @@ class ResumableLoader(DataLoader[Any]):
         """Let the next ``iter()`` go on there; iterators made before are to be let go.
 
         The seeds of the state win over those in use. The order of a sampler of another class is not taken over, with a
-        warning: the data begins anew.
+        warning: the data starts anew.
 
         Raises:
             TypeError: there is a ``resume_obstacle``.
@@ -289,8 +289,8 @@ class _Tasks(Sampler[_Task]):
         self._batches, self._order, self._world_size = batches, order, world_size
         self.position, self.stage, self.over = position, stage, stage != "here"
         self._begun = False
-        self._state: Any = None  # of the order, behind the batches delivered
-        self._ahead: dict[int, tuple[Any, bool]] = {}  # the same, and `over`, by the position behind a batch
+        self._state: Any = None  # of the order, after the batches delivered
+        self._ahead: dict[int, tuple[Any, bool]] = {}  # the same, and `over`, by the position after a batch
         self.owed: Owed = {}  # what was asked for and not delivered
 
     def state(self) -> tuple[int, Any]:
@@ -365,7 +365,7 @@ class _Deliveries(Iterator[Any]):
         if self._tasks is None:
             return fetched
         waiting.waiter.get().since = None  # a batch that counts as delivered is not abandoned
-        # the position comes with the batch, so that it is right behind a fetch that has failed as well
+        # the position comes with the batch, so that it is right after a fetch that has failed as well
         position, batch = fetched
         self._tasks.delivered(position)
         return batch

@@ -166,7 +166,7 @@ class ModelAverage:
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Inside, ``module`` holds the average; needed for a sharded model, which has its own weights back behind it.
+        """Inside, ``module`` holds the average; needed for a sharded model, which has its own weights back after it.
 
         Every rank enters it.
         """

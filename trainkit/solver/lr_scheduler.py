@@ -33,18 +33,18 @@ class KeepLastValue(ParamScheduler):
 
 
 class WarmupParamScheduler(ParamScheduler):
-    """A schedule behind a warm-up, which starts at ``warmup_factor`` times the schedule's first value.
+    """A schedule after a warm-up, which starts at ``warmup_factor`` times the schedule's first value.
 
     Args:
         warmup_length: share of the training, in [0, 1].
         warmup_method: ``linear`` rises to the value that the schedule has when the warm-up ends, ``exponential`` too,
             by the same factor in each iteration, ``constant`` stays.
-        rescale_interval: squeeze the whole schedule into the time behind the warm-up; if False, the warm-up replaces
+        rescale_interval: squeeze the whole schedule into the time after the warm-up; if False, the warm-up replaces
             the schedule's beginning.
 
     Raises:
         ValueError: ``warmup_length`` or ``warmup_method`` is not accepted, nothing is left to squeeze into, or an
-            exponential warm-up begins or ends at 0.
+            exponential warm-up starts or ends at 0.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ class _Checked:
 @SCHEDULE_REGISTRY.register()
 @dataclass
 class Constant(_Checked):
-    """``factor`` times the base; in the last iteration the base itself, so that what follows begins with it."""
+    """``factor`` times the base; in the last iteration the base itself, so that what follows starts with it."""
 
     length: int
     factor: float = 1 / 3
@@ -175,7 +175,7 @@ class CosineRestarts(_HasEnd):
     """One `Cosine` after the other, of ``periods`` iterations each; the last value stays.
 
     Args:
-        weights: each period begins at its weight times the base; by default 1.
+        weights: each period starts at its weight times the base; by default 1.
     """
 
     periods: Sequence[int]
@@ -260,7 +260,7 @@ class OneCycle(_Checked):
 class InverseSquareRoot(_Checked):
     """``base * sqrt(timescale / (t + timescale))``.
 
-    Behind a warm-up of ``timescale`` iterations it is the rule of Vaswani et al., "Attention Is All You Need".
+    After a warm-up of ``timescale`` iterations it is the rule of Vaswani et al., "Attention Is All You Need".
     """
 
     timescale: int
@@ -315,7 +315,7 @@ class Segment(_Checked):
 class Chain:
     """Each segment takes what the ones listed before it give as its base.
 
-    Before its begin it does nothing, from its end on the value of its last iteration stays. So segments one behind the
+    Before its begin it does nothing, from its end on the value of its last iteration stays. So segments one after the
     other go on from each other, and those that overlap, such as a warm-up and milestones, are multiplied.
     """
 

@@ -92,7 +92,7 @@ class Bar:
                 let_stdout_go(error)
 
     def describe(self, description: str, details: str) -> None:
-        """What stands before and behind the bar when it is drawn the next time; from any thread."""
+        """What stands before and after the bar when it is drawn the next time; from any thread."""
         if self._bar is not None:
             self._bar.set_description_str(description, refresh=False)
             self._bar.set_postfix_str(details, refresh=False)

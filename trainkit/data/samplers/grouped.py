@@ -66,7 +66,7 @@ class GroupedBatchSampler(Sampler[list[int]]):
         return sampler.start - sampler.world_size * sum(map(len, self._start_with.values()))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler stands behind the batches drawn last, and the samples that wait for their batch to fill.
+        """Where the sampler stands after the batches drawn last, and the samples that wait for their batch to fill.
 
         Raises:
             TypeError: the sampler is no `InfiniteSampler`.

@@ -17,11 +17,11 @@ _BLOCK = 1 << 16  # indices that become Python ints at a time: an epoch of 1e8 s
 
 
 class InfiniteSampler(Sampler[int], ABC):
-    """Epochs 0, 1, 2, ... of a dataset, one behind the other without end, dealt out to the ranks in turn.
+    """Epochs 0, 1, 2, ... of a dataset, one after the other without end, dealt out to the ranks in turn.
 
     The global stream is a function: the order of an epoch depends on ``(seed, epoch)`` alone, and sample ``p`` of the
     stream goes to rank ``p % world_size``. So any number of ranks draws the same global batches, and the stream can be
-    entered at any position. Every ``iter()`` begins at ``start``.
+    entered at any position. Every ``iter()`` starts at ``start``.
 
     Args:
         seed: the same on all ranks, >= 0. None: drawn at random and agreed on, so every rank must make the sampler.
@@ -46,7 +46,7 @@ class InfiniteSampler(Sampler[int], ABC):
         """The dataset indices of one epoch over all ranks, in order, int64 ``[N]``."""
 
     def set_position(self, num_samples: int) -> None:
-        """Let the next ``iter()`` begin behind the first ``num_samples`` of the global stream, counted over all ranks.
+        """Let the next ``iter()`` begin after the first ``num_samples`` of the global stream, counted over all ranks.
 
         Raises:
             ValueError: the position is negative.
@@ -56,7 +56,7 @@ class InfiniteSampler(Sampler[int], ABC):
         self.start = num_samples
 
     def state_dict(self, position: int | None = None) -> dict[str, int]:
-        """The seed, and the ``position`` in samples of the global stream; default: that at which ``iter()`` begins."""
+        """The seed, and the ``position`` in samples of the global stream; default: that at which ``iter()`` starts."""
         return {"seed": self.seed, "position": self.start if position is None else position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from trainkit.data.samplers.infinite import InfiniteSampler, new_generator
 
-_BEFORE_ALL = (-1, 0, 0)  # an epoch, its first sample in the stream, and the first one behind it
+_BEFORE_ALL = (-1, 0, 0)  # an epoch, its first sample in the stream, and the first one after it
 
 
 class RepeatFactorTrainingSampler(InfiniteSampler):
@@ -21,7 +21,7 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
 
     Args:
         repeat_factors: one per sample, >= 0, shape ``[N]``.
-        shuffle: False draws the repetitions of a sample behind one another, in the order of the dataset.
+        shuffle: False draws the repetitions of a sample one after the other, in the order of the dataset.
         seed: as for ``InfiniteSampler``.
 
     Raises:

@@ -58,7 +58,7 @@ class TensorboardXWriter(PictureWriter):
         self._writer: Any = None
         self._on_disk: list[RunFile] = []  # its files, which come back if they are deleted
         self._last_step = -1  # the highest one written
-        self._purge_step: int | None = None  # for the next file, where it goes on behind others
+        self._purge_step: int | None = None  # for the next file, where it goes on after others
         self._sizes: dict[str, int] | None = None  # of the files that belong to the run; None: all that is there
 
     def begin(self, trainer: Any) -> None:
@@ -181,7 +181,7 @@ class TensorboardXWriter(PictureWriter):
 
 
 def _cut(path: Path, length: int) -> None:
-    """Move what is behind ``length`` bytes aside; a file of which nothing is left goes as well."""
+    """Move what is after ``length`` bytes aside; a file of which nothing is left goes as well."""
     if path.stat().st_size > length:
         aside = copy_tail(path, length, "events")
         os.truncate(path, length)

@@ -47,7 +47,7 @@ class JSONWriter(_LinesWriter):
     Scalars that were put with an epoch have a line of their own, with ``epoch`` beside ``iteration``.
 
     ``[json.loads(line) for line in open(path)]`` or ``pandas.read_json(path, lines=True)`` reads the file. It is
-    opened at the first write and appended to. In a resumed run that write first moves the lines behind the checkpoint
+    opened at the first write and appended to. In a resumed run that write first moves the lines after the checkpoint
     into ``<json_file>.cut_1`` (or ``_2``, ...). The rows of the last 200 writes are kept while none succeeds.
     """
 

@@ -34,7 +34,7 @@ class WandbWriter(PictureWriter):
     comes below. Each row has its ``iteration``, over which charts are drawn; rows of scalars that were put with an
     epoch have ``epoch`` as well, and theirs are drawn over that.
 
-    A resumed run goes on in the same run of W&B and repeats the steps behind the checkpoint with the same values.
+    A resumed run goes on in the same run of W&B and repeats the steps after the checkpoint with the same values.
     Online, W&B keeps those that it has. Offline, each start has a folder of its own, named by time and run id, where
     nothing is cut off: one that was killed and the next have these steps both. Rows written at a stop stay.
 

@@ -21,7 +21,7 @@ _MAX_PENDING = 200  # writes that a full disk can hold up before the oldest ones
 class EventWriter:
     """Base of the writers: ``write()`` shows what is new in ``get_event_storage()``, ``close()`` ends the output.
 
-    After ``close()`` a writer can be used with another storage: it goes on behind what it wrote.
+    After ``close()`` a writer can be used with another storage: it goes on after what it wrote.
     """
 
     def write(self) -> None:
@@ -41,11 +41,11 @@ class EventWriter:
         pass
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on behind the last ``write()``: tensors and plain Python values only."""
+        """What a resumed run needs to go on after the last ``write()``: tensors and plain Python values only."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on behind the ``write()`` that ``state`` is of; the next one hides or cuts off what came later.
+        """Go on after the ``write()`` that ``state`` is of; the next one hides or cuts off what came later.
 
         Raises:
             NotImplementedError: there is a state, and the writer does not say how to load it.
@@ -71,7 +71,7 @@ class Unwritten:
         self._pending: deque[list[Scalar]] = deque(maxlen=_MAX_PENDING)
 
     def take(self, storage: EventStorage) -> list[list[Scalar]]:
-        """The scalars of this call, behind those of earlier calls that no ``confirm`` has followed."""
+        """The scalars of this call, after those of earlier calls that no ``confirm`` has followed."""
         epochs = storage.epochs()
         news = [
             Scalar(name, value, iter, epochs.get(name))
