@@ -407,7 +407,11 @@ class Checkpointer:
             CheckpointError: the file is missing, damaged or refused, or does not fit. Nothing has been loaded then.
             ValueError: ``checkpointables`` names an object that was not added.
         """
-        keys = self._checked_keys(checkpointables)
+        keys = list(self.checkpointables if checkpointables is None else checkpointables)
+        if unknown := [key for key in keys if key not in self.checkpointables]:
+            raise ValueError(
+                f"checkpointables has {unknown}, which were not added; added: {list(self.checkpointables)}"
+            )
         if not path:
             _logger.info("No checkpoint to load; the model stays as it is")
             return {}
@@ -461,14 +465,6 @@ class Checkpointer:
             except _DamagedShards as error:
                 broken[path] = str(error)
 
-    def _checked_keys(self, checkpointables: Iterable[str] | None) -> list[str]:
-        keys = list(self.checkpointables if checkpointables is None else checkpointables)
-        if unknown := [key for key in keys if key not in self.checkpointables]:
-            raise ValueError(
-                f"checkpointables has {unknown}, which were not added; there are {list(self.checkpointables)}"
-            )
-        return keys
-
     def _apply(self, state: dict[str, Any], path: str, keys: list[str], strict: bool) -> dict[str, Any]:
         if not isinstance(state.get("model"), Mapping):  # a bare state dict
             state = {"model": state}
@@ -484,7 +480,11 @@ class Checkpointer:
         weights = state.pop("model")
         absent = [key for key in keys if key not in state]
         if absent and strict:
-            raise CheckpointError(_not_resumable(path, absent, state))
+            held = f"only weights and {sorted(map(str, state))}" if state else "weights only"
+            raise CheckpointError(
+                f"'{path}' cannot be resumed: it holds {held}, no state for {absent}. To start a new run from its "
+                "weights, set MODEL.WEIGHTS to this file and leave out --resume"
+            )
         self._load_model(weights, path, strict, state.pop(_NEW_BUFFERS, None))
         if absent:
             _logger.warning("'%s' holds no state for %s, which stay as they are", path, absent)
@@ -577,11 +577,3 @@ def _read_on_all_ranks(path: str, state: dict[str, Any] | None = None) -> dict[s
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers, under each of their names."""
     return {**dict(model.named_buffers(remove_duplicate=False)), **dict(model.named_parameters(remove_duplicate=False))}
-
-
-def _not_resumable(path: str, absent: list[str], state: dict[str, Any]) -> str:
-    held = f"only weights and {sorted(map(str, state))}" if state else "weights only"
-    return (
-        f"'{path}' cannot be resumed: it holds {held}, no state for {absent}. To start a new run from its weights, "
-        "set MODEL.WEIGHTS to this file and leave out --resume"
-    )

@@ -288,32 +288,30 @@ class _Tasks(Sampler[_Task]):
     def __init__(self, batches: Any, order: Any, position: int, world_size: int, stage: "_Stage") -> None:
         self._batches, self._order, self._world_size = batches, order, world_size
         self.position, self.stage, self.over = position, stage, stage != "here"
-        self._begun = False
+        self._started = False
         self._state: Any = None  # of the order, after the batches delivered
         self._ahead: dict[int, tuple[Any, bool]] = {}  # the same, and `over`, by the position after a batch
         self.owed: Owed = {}  # what was asked for and not delivered
 
     def state(self) -> tuple[int, Any]:
         """The position, and the state of the order there."""
-        if not self._begun:
-            self._begin()
+        if not self._started:
+            self._start()
         endless = isinstance(self._order, InfiniteSampler)
         return self.position, self._order.state_dict(self.position) if endless else self._state
 
     def delivered(self, position: int) -> None:
         self.position = position
-        for behind in [*self.owed]:  # batches that failed among them
-            if behind > position:
-                break
-            del self.owed[behind]
+        for after in [after for after in self.owed if after <= position]:  # batches that failed among them
+            del self.owed[after]
         self._state, self.over = self._ahead.pop(position, (None, False))
 
     def __iter__(self) -> Iterator[_Task]:
-        self._begin()
-        self._begun = True
+        self._start()
+        self._started = True
         return self._draw()
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         if isinstance(self._order, InfiniteSampler | GroupedBatchSampler):
             self.position = self._order.start
         self._ahead.clear()

@@ -43,11 +43,8 @@ class LossEvaluator(DatasetEvaluator):
 
     Where ``model`` has a method ``losses(batch)``, that is called, in eval mode. Otherwise ``model(batch)`` is called
     in train mode, with everything in eval mode that keeps running statistics or drops out (batch and instance norm,
-    dropout, recurrent and attention layers, ``freeze``). Modes and buffers are put back after every
-    batch; the random state is ``inference_on_dataset``'s to put back. The model's eval-mode output is not used.
-
-    As in training, ``total_loss`` is the sum of the entries that require grad. Each batch counts with
-    its number of samples, so a short last batch is not over-weighted.
+    dropout, recurrent and attention layers, ``freeze``). Modes and buffers are put back after every batch. As in
+    training, ``total_loss`` is the sum of the entries that require grad. Each batch counts with its number of samples.
 
     Args:
         model: a data-parallel wrapper is looked through; default is the one that is evaluated.

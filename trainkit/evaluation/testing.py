@@ -30,14 +30,15 @@ def print_csv_format(results: Mapping[str, Any], *, outermost: str = "") -> None
     """
     if not isinstance(results, Mapping):
         raise TypeError(f"results must be a mapping of task -> metric -> value, got {type(results).__name__}")
-    leaves = list(_leaves(results))
     first = 1 if outermost else 0
-    with_dataset = any(len(path) > first + 2 for path, _ in leaves)
+    paths = [([*path[:first]], [*path[first:]], value) for path, value in _leaves(results)]
+    with_dataset = any(len(path) > 2 for _, path, _ in paths)
     rows = []
-    for path, value in leaves:
-        *datasets, task, metric = ("", *path[first:]) if len(path) == first + 1 else path[first:]
-        rows.append([*path[:first], *(["/".join(datasets)] if with_dataset else []), task, metric, _format(value)])
-    headers = [*([outermost] if outermost else []), *(["dataset"] if with_dataset else []), "task", "metric", "value"]
+    for head, path, value in paths:
+        *datasets, task, metric = path if len(path) > 1 else ["", *path]
+        shown = f"{value:.4f}" if isinstance(value, float) else str(value)
+        rows.append([*head, *["/".join(datasets)] * with_dataset, task, metric, shown])
+    headers = [*[outermost] * first, *["dataset"] * with_dataset, "task", "metric", "value"]
     align = ["left"] * (len(headers) - 1) + ["right"]
     table = format_table(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True) if rows else "none"
     logger.info("Evaluation results:\n%s", table)
@@ -77,7 +78,3 @@ def _leaves(results: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]
             yield from (((str(key), *path), leaf) for path, leaf in _leaves(value))
         else:
             yield (str(key),), value
-
-
-def _format(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else str(value)

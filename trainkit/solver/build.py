@@ -4,7 +4,6 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
@@ -59,12 +58,6 @@ _NODE = "SOLVER.OPTIMIZER"
 _GROUPS = "SOLVER.PARAM_GROUPS"
 
 
-@dataclass(frozen=True)
-class _Argument:
-    key: str  # where the config has it
-    value: Any
-
-
 def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     """Build the optimizer ``SOLVER.OPTIMIZER.NAME`` over the parameter groups that ``SOLVER.PARAM_GROUPS`` asks for.
 
@@ -80,7 +73,7 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     """
     factory = _find_optimizer(cfg.SOLVER.OPTIMIZER.NAME)
     arguments = _collect_arguments(cfg, factory)
-    values = {name: argument.value for name, argument in arguments.items()}
+    values = {name: value for name, (_, value) in arguments.items()}
     groups = _build_groups(cfg, model, values["lr"], values.get("weight_decay"))
     params = [param for group in groups for param in group["params"]]
     if not params:
@@ -91,7 +84,7 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
         values |= _fastest_implementation(factory, values, params, model)
         optimizer = factory(groups, **values)
     except (TypeError, ValueError, RuntimeError) as error:
-        given = ", ".join(f"{argument.key}={argument.value!r}" for argument in arguments.values())
+        given = ", ".join(f"{key}={value!r}" for key, value in arguments.values())
         raise ConfigError(f"{cfg.SOLVER.OPTIMIZER.NAME} refuses {given}: {error}") from error
     if any(map(is_sharded, params)):
         _check_that_it_updates_shards(cfg, factory, values, params, model)
@@ -172,8 +165,8 @@ def _find_optimizer(name: str) -> Callable[..., Optimizer]:
     raise unknown_name(f"{_NODE}.NAME", name, "accepted (your own: register it, and name its module in IMPORTS)", known)
 
 
-def _collect_arguments(cfg: CfgNode, factory: Callable[..., Optimizer]) -> dict[str, _Argument]:
-    """The constructor's arguments by name, ``lr`` always among them."""
+def _collect_arguments(cfg: CfgNode, factory: Callable[..., Optimizer]) -> dict[str, tuple[str, Any]]:
+    """The constructor's arguments by name, each with its key in the config; ``lr`` is always among them."""
     solver = cfg.SOLVER
     _, *parameters = inspect.signature(factory).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
@@ -182,14 +175,14 @@ def _collect_arguments(cfg: CfgNode, factory: Callable[..., Optimizer]) -> dict[
         for parameter in parameters
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     }
-    arguments = {"lr": _Argument("SOLVER.BASE_LR", solver.BASE_LR)}
+    arguments: dict[str, tuple[str, Any]] = {"lr": ("SOLVER.BASE_LR", solver.BASE_LR)}
     if takes_any or "WEIGHT_DECAY" in accepted:
-        arguments["weight_decay"] = _Argument("SOLVER.WEIGHT_DECAY", solver.WEIGHT_DECAY)
+        arguments["weight_decay"] = ("SOLVER.WEIGHT_DECAY", solver.WEIGHT_DECAY)
     elif solver.WEIGHT_DECAY or solver.WEIGHT_DECAY_NORM or solver.WEIGHT_DECAY_BIAS:
         _logger.warning("%s has no weight decay; SOLVER.WEIGHT_DECAY* have no effect", solver.OPTIMIZER.NAME)
     if factory is torch.optim.SGD:
-        arguments["momentum"] = _Argument("SOLVER.MOMENTUM", solver.MOMENTUM)
-        arguments["nesterov"] = _Argument("SOLVER.NESTEROV", solver.NESTEROV)
+        arguments["momentum"] = ("SOLVER.MOMENTUM", solver.MOMENTUM)
+        arguments["nesterov"] = ("SOLVER.NESTEROV", solver.NESTEROV)
 
     for key, value in solver.OPTIMIZER.items():
         if key == "NAME":
@@ -205,9 +198,8 @@ def _collect_arguments(cfg: CfgNode, factory: Callable[..., Optimizer]) -> dict[
         if name in ("lr", "weight_decay") and name in arguments:
             if not isinstance(value, int | float):
                 raise ConfigError(f"{_NODE}.{key} must be a number, got {value!r}")
-            replaced = arguments[name]
-            _logger.info("%s.%s=%s is used, not %s=%s.", _NODE, key, value, replaced.key, replaced.value)
-        arguments[name] = _Argument(f"{_NODE}.{key}", value)
+            _logger.info("%s.%s=%s is used, not %s=%s.", _NODE, key, value, *arguments[name])
+        arguments[name] = (f"{_NODE}.{key}", value)
     return arguments
 
 

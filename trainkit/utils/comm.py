@@ -69,18 +69,14 @@ def get_local_rank() -> int:
     """Number of this process among those of its machine, from 0.
 
     Raises:
-        RuntimeError: there are several processes, but neither a local group nor torchrun's LOCAL_RANK.
+        RuntimeError: there are several processes, but neither a local group nor torchrun's variables.
     """
     group = _find_local_group()
     return dist.get_rank(group) if group is not None else _from_torchrun("LOCAL_RANK", alone=0)
 
 
 def get_local_size() -> int:
-    """Number of processes on this machine.
-
-    Raises:
-        RuntimeError: there are several processes, but neither a local group nor torchrun's LOCAL_WORLD_SIZE.
-    """
+    """Number of processes on this machine; raises as `get_local_rank`."""
     group = _find_local_group()
     return dist.get_world_size(group) if group is not None else _from_torchrun("LOCAL_WORLD_SIZE", alone=1)
 

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainkit.utils.events.imports import import_image_formats
 from trainkit.utils.events.storage import EventStorage
-from trainkit.utils.events.writers import PictureWriter, Scalar
+from trainkit.utils.events.writers import PictureWriter, Scalar, import_image_formats
 from trainkit.utils.run_file import RunFile, copy_tail
 
 logger = logging.getLogger(__name__)

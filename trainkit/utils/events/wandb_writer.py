@@ -13,9 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainkit.utils.events.imports import import_image_formats, import_installed
 from trainkit.utils.events.storage import EventStorage, Histogram
-from trainkit.utils.events.writers import PictureWriter, Scalar, rows_by_iteration
+from trainkit.utils.events.writers import (
+    PictureWriter,
+    Scalar,
+    import_if_installed,
+    import_image_formats,
+    rows_by_iteration,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +67,7 @@ class WandbWriter(PictureWriter):
 
     def begin(self, trainer: Any) -> None:
         import_image_formats()
-        import_installed("pandas")  # wandb looks whether a value is one of its tables
+        import_if_installed("pandas")  # wandb looks whether a value is one of its tables
         try:
             self._run = self._run or self._open()
         except OSError:

@@ -1,6 +1,8 @@
 """The base of the writers, which read the storage in which they are called and show it, and that of the console."""
 
+import contextlib
 import datetime
+import importlib
 import logging
 import time
 from collections import deque
@@ -106,6 +108,18 @@ def rows_by_iteration(scalars: Iterable[Scalar]) -> list[tuple[int, int | None, 
     for name, value, iter, epoch in scalars:
         rows.setdefault((iter, -1 if epoch is None else epoch), {})[name] = value
     return [(iter, None if epoch == -1 else epoch, row) for (iter, epoch), row in sorted(rows.items())]
+
+
+def import_if_installed(name: str) -> None:
+    """For `EventWriter.begin`: loader workers that are forked while another thread imports may wait for it for ever."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
+
+
+def import_image_formats() -> None:
+    """Import what is needed to write images."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("PIL.Image").preinit()
 
 
 class PictureWriter(EventWriter):
