@@ -410,7 +410,7 @@ class Checkpointer:
         keys = list(self.checkpointables if checkpointables is None else checkpointables)
         if unknown := [key for key in keys if key not in self.checkpointables]:
             raise ValueError(
-                f"checkpointables has {unknown}, which were not added; added: {list(self.checkpointables)}"
+                f"checkpointables has {unknown}, which were not added; accepted: {list(self.checkpointables)}"
             )
         if not path:
             _logger.info("No checkpoint to load; the model stays as it is")
