@@ -19,7 +19,7 @@ class LabelledEvaluator(DatasetEvaluator):
     Args:
         dims: a letter per dimension of the scores, such as ``NC``; labels have the same without C.
         ignore_label: what has this label does not count; None: everything counts.
-        largest_k: how many of the highest scores are compared with the label.
+        largest_k: how many of the highest scores are compared with the label of a sample; 0: none.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class LabelledEvaluator(DatasetEvaluator):
         task: str,
         *,
         ignore_label: int | None = None,
-        largest_k: int = 1,
+        largest_k: int = 0,
     ) -> None:
         self._class_names = None if class_names is None else list(class_names)
         self._dims, self._label_key, self._task = dims, label_key, task
@@ -68,14 +68,17 @@ class LabelledEvaluator(DatasetEvaluator):
                 "a model must score the same classes for each batch"
             )
         labels = labels.long()
-        ranked = scores.topk(self._largest_k, dim=1).indices if self._largest_k > 1 else scores.argmax(1, keepdim=True)
         in_range = (labels >= 0) & (labels < num_classes)
         counted = labels != self._ignore_label if self._ignore_label is not None else torch.ones_like(in_range)
         valid = in_range & counted
         num_bad_labels += (counted & ~in_range).sum()
-        hits = ((ranked == labels.unsqueeze(1)) & valid.unsqueeze(1)).transpose(0, 1).flatten(1)
-        hits_at += hits.sum(dim=1)
-        entries = torch.where(valid, labels * num_classes + ranked[:, 0], 0)
+        if self._largest_k:
+            ranked = scores.topk(self._largest_k, dim=1).indices
+            predicted = ranked[:, 0]
+            hits_at += (ranked == labels[:, None]).sum(dim=0)
+        else:
+            predicted = scores.argmax(dim=1)
+        entries = torch.where(valid, labels * num_classes + predicted, 0)
         confusion.view(-1).index_add_(0, entries.flatten(), valid.flatten().to(torch.int64))
 
     def sum_over_ranks(self) -> tuple[Tensor, Tensor]:
