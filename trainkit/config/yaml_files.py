@@ -27,23 +27,30 @@ class _Loader(yaml.SafeLoader):
     PyYAML lets the last of two such keys win silently.
     """
 
+    _depth = 0  # of the node that is being read
+
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node:
+        if self._depth >= _MAX_DEPTH:
+            raise _too_deep(self.peek_event().start_mark)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
     def get_single_data(self) -> Any:
-        try:
-            root = self.get_single_node()
-        except RecursionError:
-            raise _too_deep(self.get_mark()) from None
-        num_values, pending = 0, [(root, 1)] if root is not None else []
+        root = self.get_single_node()
+        num_values, pending = 1, [(root, 1)] if root is not None else []
         while pending:  # with aliases written out
             node, depth = pending.pop()
-            num_values += 1
             if depth > _MAX_DEPTH:
                 raise _too_deep(node.start_mark)
-            if num_values > _MAX_VALUES:
-                raise _error(f"this stands for more than {_MAX_VALUES:,} values; write fewer aliases", root.start_mark)
-            pairs = node.value if isinstance(node, yaml.MappingNode) else [node.value]
-            pending += (
-                [] if isinstance(node, yaml.ScalarNode) else [(item, depth + 1) for pair in pairs for item in pair]
-            )
+            if isinstance(node, yaml.CollectionNode):
+                pairs = node.value if isinstance(node, yaml.MappingNode) else [node.value]
+                num_values += sum(map(len, pairs))
+                if num_values > _MAX_VALUES:
+                    text = f"this stands for more than {_MAX_VALUES:,} values; write fewer aliases"
+                    raise _error(text, root.start_mark)
+                pending += [(item, depth + 1) for pair in pairs for item in pair]
         return None if root is None else self.construct_document(root)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
