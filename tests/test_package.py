@@ -51,6 +51,7 @@ def source(tmp_path):
 
 
 # To ask importlib for pip here would make setuptools leave distutils alone, which torch.compile imports.
+@pytest.mark.slow
 @pytest.mark.skipif("pip" not in packages_distributions(), reason="needs pip")
 def test_the_wheel_is_the_package_and_works_without_the_source(source, tmp_path):
     expected = files_below(source / "trainkit")

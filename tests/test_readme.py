@@ -16,7 +16,7 @@ LOOP, HOOK, MODEL, LOADER = blocks("README.md", "python")
 (ENTRIES,) = blocks("README.md", "yaml")
 
 
-def test_the_two_commands_are_those_that_ci_takes_from_the_readme():
+def test_the_two_commands_are_those_that_ci_takes_from_the_readme_and_the_slow_tests_are_run_too():
     script = (ROOT / ".ci/run").read_text()
     pattern = re.search(r"^grep -E '(.+)' README.md", script, re.MULTILINE)[1]
     found = subprocess.run(["grep", "-E", pattern, ROOT / "README.md"], capture_output=True, text=True, check=True)
@@ -24,6 +24,7 @@ def test_the_two_commands_are_those_that_ci_takes_from_the_readme():
         "pip install -e . && python tools/train_net.py",
         "pip install -e '.[test]' && pytest -n auto --dist loadfile",
     ]
+    assert script.endswith("\npytest -n auto --dist loadfile -m slow\n")
 
 
 def test_the_loop_in_short_is_that_of_the_source():

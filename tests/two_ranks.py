@@ -8,11 +8,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
 Check = Callable[[int, str], Any]
+
+SLOW = [pytest.param(None, marks=pytest.mark.slow, id="ranks")]  # params of a fixture: the tests that take it are slow
 
 _IMPORTED_ONCE = ["trainkit.engine", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
 

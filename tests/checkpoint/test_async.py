@@ -302,6 +302,7 @@ def test_old_files_go_when_the_new_one_is_on_the_disk(tmp_path, disk):
     assert names(tmp_path) == ["last_checkpoint", "model_0000001.pth"]
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_completes_its_save(tmp_path):
     script = f"""
 import torch

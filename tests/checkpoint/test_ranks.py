@@ -58,5 +58,6 @@ def _fail(folder: str) -> list[str]:
     raise OSError(errno.ESTALE, "Stale file handle")
 
 
+@pytest.mark.slow
 def test_all_ranks_load_the_same_file_or_fail_together(tmp_path):
     multiprocessing.spawn(_main, args=(tmp_path,), nprocs=2)

@@ -693,6 +693,7 @@ def open_file(worker_id):
     dataset.file = f"{type(dataset.file).__name__} {len(dataset)} in {worker_id}"
 
 
+@pytest.mark.slow
 def test_a_worker_init_function_of_the_user_configures_the_dataset_also_in_a_spawned_worker():
     loader = build_batch_data_loader(
         Opened(),

@@ -56,6 +56,7 @@ def start():
         job.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["of this package", "plain"])
 def test_workers_go_on_when_the_whole_process_group_is_signalled(start, kind):
     job = start(kind)
@@ -69,6 +70,7 @@ def test_workers_go_on_when_the_whole_process_group_is_signalled(start, kind):
     assert job.ask("pids") == pids
 
 
+@pytest.mark.slow
 def test_a_plain_worker_dies_of_the_same_signal(start):  # so that the test above can fail
     job = start("unprotected")
     assert job.ask("batch") == "0"
@@ -79,6 +81,7 @@ def test_a_plain_worker_dies_of_the_same_signal(start):  # so that the test abov
     assert job.process.returncode != 0
 
 
+@pytest.mark.slow
 def test_workers_end_when_their_loader_lets_them_go(start):
     job = start("of this package")
     assert job.ask("batch") == "0"
@@ -90,6 +93,7 @@ def test_workers_end_when_their_loader_lets_them_go(start):
     assert (job.process.returncode, errors) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_worker_in_an_endless_fetch_ends_by_the_sigterm_of_its_parent(start):
     job = start("of this package")
     for _ in range(7):
@@ -98,6 +102,7 @@ def test_a_worker_in_an_endless_fetch_ends_by_the_sigterm_of_its_parent(start):
     assert job.ask("terminate") == "0 0"
 
 
+@pytest.mark.slow
 def test_workers_that_have_lost_their_parent_end_by_anybodys_sigterm(start):
     job = start("of this package")
     for _ in range(7):
@@ -123,6 +128,7 @@ def test_starting_workers_leaves_the_signals_of_their_parent_as_they_are():
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 @pytest.mark.parametrize("kind", ["fork", "forkserver"])
 def test_workers_do_not_outlive_a_parent_that_is_killed(start, kind):

@@ -47,6 +47,7 @@ NOT_RUN = {
     "pip": "CI installs the package; its extras are looked up here",
     "ruff": "CI runs it",
     "mypy": "CI runs it",
+    ".ci/check_messages.py": "CI runs it",
     "pytest": "this is it",
     "sphinx-build": "tests/docs/test_site.py builds the pages",
     "head=$(scontrol": "SLURM",
@@ -129,6 +130,8 @@ def understand(words):
         case ["python", "-m", module, *_]:
             importlib.import_module(module)
             return module
+        case ["python", ".ci/check_messages.py"]:
+            return words[1]
         case ["python", script, *args]:
             read_arguments(script, args)
             return script
@@ -201,12 +204,14 @@ ALONE = [words for words in IN_BLOCKS if {TRAIN, LAZY} & {*words[1:2]} and "--nu
 (TOGETHER,) = [words for words in IN_BLOCKS if words[0] == "torchrun" and "--nnodes" not in " ".join(words)]
 
 
+@pytest.mark.slow
 @each([words for words in ALONE if "charlm" not in IN_BLOCKS[words]])
 def test_what_trains_runs(here, capsys, words):
     train(words)
     assert re.search("The run has finished|The trial run was trained|Evaluation results", capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_a_language_model_is_trained_and_writes_on(here, capsys):
     (words,) = [words for words in ALONE if "charlm" in IN_BLOCKS[words]]
     (writes,) = [words for words in IN_BLOCKS if "projects.charlm.sample" in words]
@@ -218,6 +223,7 @@ def test_a_language_model_is_trained_and_writes_on(here, capsys):
     assert re.fullmatch(r"def [\s\S]{9}\n", capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_several_processes_run(here):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "torch.distributed.run", *TOGETHER[1:], "--fast-dev-run"]

@@ -33,6 +33,7 @@ def test_a_row_of_each_kind_is_on_the_page_once(row):
     assert PAGE.read_text().count(row) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("argument", "code"), [("--help", 0), ("docs/config.md", 2)])
 def test_the_tool_tells_what_it_is_for_and_takes_no_argument(argument, code):
     done = subprocess.run([sys.executable, config_reference.__file__, argument], capture_output=True, text=True)

@@ -57,6 +57,7 @@ def test_these_are_the_commands():
     ]
 
 
+@pytest.mark.slow
 def test_the_job_learns_the_spirals_and_two_runs_are_compared_in_a_picture(train, folder, monkeypatch):
     printed = train(TRAIN)
     for line in (TABLE_LINE, END):
@@ -96,6 +97,7 @@ def test_the_hook_logs(train):
     assert " gradient_norm: " in train([*TRAIN, *short], script)
 
 
+@pytest.mark.slow
 def test_two_processes_do_the_same(folder):
     (folder / "train.py").write_text(SCRIPT)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}

@@ -13,6 +13,8 @@ import pytest
 from tests.docs.pages import ROOT
 from tests.test_public_names import PUBLIC
 
+pytestmark = pytest.mark.slow
+
 for needed in ("sphinx", "myst_parser", "furo"):
     pytest.importorskip(needed, reason="pip install -e '.[docs]'")
 

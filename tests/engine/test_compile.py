@@ -60,6 +60,7 @@ def losses(trainer):
     return [value for value, _ in scalars(trainer)["total_loss"]]
 
 
+@pytest.mark.slow
 def test_100_compiled_steps_follow_those_of_the_ordinary_trainer_through_a_change_of_shape():
     data = [*batches(4), *batches(1, size=2)]
     trainers = []

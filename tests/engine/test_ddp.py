@@ -12,7 +12,7 @@ from tests.engine.hooks.test_sync_buffers import Counts
 from tests.engine.job import tiny_cfg
 from tests.engine.test_world_sizes import Net, part
 from tests.engine.tiny import Weight, scalars, sgd
-from tests.two_ranks import on_two_ranks
+from tests.two_ranks import SLOW, on_two_ranks
 from trainkit.config import ConfigError, check_values, get_cfg
 from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.defaults import DefaultTrainer
@@ -244,7 +244,7 @@ def from_config(rank, folder):
 CHECKS = (settings, accumulation, heads, buffers, precise_bn, compression, from_config)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=SLOW)
 def ranks(tmp_path_factory):
     """What each check gave on each of two ranks: name -> [on rank 0, on rank 1]."""
     return on_two_ranks(CHECKS, tmp_path_factory.mktemp("ranks"))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.engine.tiny import AfterStep, Weight, sgd
-from tests.two_ranks import on_two_ranks
+from tests.two_ranks import SLOW, on_two_ranks
 from trainkit.checkpoint import Checkpointer
 from trainkit.engine.hooks import BestCheckpointer, EarlyStopping, EvalHook, LRScheduler, ReduceOnPlateau
 from trainkit.engine.step import SimpleTrainer
@@ -56,7 +56,7 @@ def a_request_on_rank_1(rank, folder):
     return run(BY_RANK[1], folder, ask)[0]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=SLOW)
 def ranks(tmp_path_factory):
     return on_two_ranks([results_of_their_own, a_request_on_rank_1], tmp_path_factory.mktemp("ranks"))
 

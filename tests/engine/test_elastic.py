@@ -90,6 +90,7 @@ def begins(folder):
     return [int(begin) for begin in re.findall(r"Training from iteration (\d+) to 10", text)]
 
 
+@pytest.mark.slow
 def test_a_run_whose_worker_is_killed_is_started_again_and_ends_as_one_left_alone(tmp_path, whole):
     launcher = (*ONE_NODE, "--max-restarts", "1")
     codes, output = run(command(launcher, tmp_path, KillFirstStart={"iter": 7}))
@@ -101,6 +102,7 @@ def test_a_run_whose_worker_is_killed_is_started_again_and_ends_as_one_left_alon
     assert content(tmp_path) == whole
 
 
+@pytest.mark.slow
 def test_two_nodes_are_one_run_which_begins_anew_if_a_worker_is_killed_before_the_first_checkpoint(tmp_path, whole):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -114,6 +116,7 @@ def test_two_nodes_are_one_run_which_begins_anew_if_a_worker_is_killed_before_th
     assert content(tmp_path) == whole
 
 
+@pytest.mark.slow
 def test_a_run_of_two_processes_goes_on_with_one_over_the_same_samples_to_the_same_weights(tmp_path):
     model, notes = ("MODEL.NAME", "TinyMLP"), {"folder": str(tmp_path)}
     folder = tmp_path / "run"
@@ -134,6 +137,7 @@ def test_a_run_of_two_processes_goes_on_with_one_over_the_same_samples_to_the_sa
     assert not is_close(weights, train_alone(tmp_path / "other", *model, "SEED", "2"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["forward", "evaluation", "hook"])
 def test_a_rank_that_fails_ends_the_run_and_torchrun_names_it_as_the_cause(tmp_path, place):
     codes, output = run(command(ONE_NODE, tmp_path, FailOnRank1={"place": place}))
@@ -144,6 +148,7 @@ def test_a_rank_that_fails_ends_the_run_and_torchrun_names_it_as_the_cause(tmp_p
     assert f"[rank1]: RuntimeError: rank 1 fails in its {place}\n" in output
 
 
+@pytest.mark.slow
 def test_of_several_failures_torchrun_names_the_first_as_the_cause(tmp_path):
     codes, output = run(command(ONE_NODE, tmp_path, FailOnBothRanks={"folder": str(tmp_path)}))
     assert codes == [1]
@@ -153,6 +158,7 @@ def test_of_several_failures_torchrun_names_the_first_as_the_cause(tmp_path):
     assert "RuntimeError: rank 1 has a problem\n" in cause
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_spawned_ones_with_its_error(tmp_path):
     spawned = (sys.executable,)
     codes, output = run(command(spawned, tmp_path, "--num-gpus", "2", FailOnRank1={"place": "evaluation"}))

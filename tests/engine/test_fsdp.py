@@ -16,7 +16,7 @@ from torch.multiprocessing import ProcessExitedException
 from tests.engine.job import tiny_cfg
 from tests.engine.test_world_sizes import Net, part
 from tests.engine.tiny import AfterStep, scalars
-from tests.two_ranks import on_two_ranks
+from tests.two_ranks import SLOW, on_two_ranks
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.publish import publish_weights
 from trainkit.config import ConfigError, check_values, get_cfg
@@ -403,12 +403,12 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("ranks")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=SLOW)
 def four(folder):
     return on_two_ranks([in_one_piece, resumed_by_four], folder, num_ranks=4)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=SLOW)
 def two(four, folder):
     train(job(folder / "plain"), until=5)
     checks = [in_one_piece, resumed, saved_asynchronously, from_the_meta_device, four_resumed_by_two]

@@ -167,22 +167,26 @@ def test_two_processes_are_one_run_whose_result_comes_back(tmp_path):
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_a_failing_rank_ends_the_run_with_its_number_and_its_error():
     with pytest.raises(torch.multiprocessing.ProcessRaisedException, match=r"Process 1[\s\S]*rank 1 has a problem"):
         launch(_fail_on_rank_1, 2)
 
 
+@pytest.mark.slow
 def test_of_several_failures_the_first_is_the_one_that_is_raised(tmp_path):
     with pytest.raises(torch.multiprocessing.ProcessRaisedException, match=r"Process 1[\s\S]*rank 1 has a problem"):
         launch(_fail_on_rank_1_and_then_on_rank_0, 2, args=(tmp_path,))
 
 
+@pytest.mark.slow
 def test_a_process_that_exits_ends_the_run_with_its_code():
     with pytest.raises(SystemExit) as caught:
         launch(_exit, 2, args=(2,))
     assert caught.value.code == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [(0, 1), (0,), (1,)])
 def test_a_mistake_is_told_once_whichever_rank_finds_it(capfd, ranks):
     with pytest.raises(SystemExit) as caught:
@@ -191,6 +195,7 @@ def test_a_mistake_is_told_once_whichever_rank_finds_it(capfd, ranks):
     assert capfd.readouterr().err.count("MAX_ITER is wrong") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "told"), [(_make_a_mistake, "ConfigError: MAX_ITER is wrong; correct it"), (_exit_with_2, None)]
 )
@@ -201,10 +206,12 @@ def test_torchrun_gets_to_know_the_mistake_behind_an_exit(tmp_path, end, told):
     assert errors == ([told, told] if told else [])
 
 
+@pytest.mark.slow
 def test_processes_that_exit_without_an_error_have_no_result():
     assert launch(_exit, 2, args=(0,)) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("signum", "to_launcher", "reason", "code"),
     [
@@ -223,16 +230,19 @@ def test_a_signal_stops_all_ranks_after_the_same_step(tmp_path, interruptible, s
     assert reasons == (reason, reason)
 
 
+@pytest.mark.slow
 def test_a_run_that_finishes_in_spite_of_a_signal_has_its_result(tmp_path):
     assert launch(_finish_all_the_same, 2, args=(tmp_path,)) == "finished"
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_listen_end_of_the_signal_and_the_launcher_has_its_code():
     with pytest.raises(SystemExit) as caught:
         launch(_listen_to_nothing, 2)
     assert caught.value.code == 143
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("while_stopping", [False, True])
 def test_a_rank_that_is_killed_ends_the_run_with_its_number(tmp_path, while_stopping):
     with pytest.raises(torch.multiprocessing.ProcessExitedException, match="process 1 terminated with signal SIGKILL"):
@@ -240,6 +250,7 @@ def test_a_rank_that_is_killed_ends_the_run_with_its_number(tmp_path, while_stop
     assert has_ended(tmp_path, 0)
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_kills_the_ranks(tmp_path, interruptible):
     with pytest.raises(SystemExit) as caught:
         launch(_interrupt_the_launcher_twice, 2, args=(tmp_path,))

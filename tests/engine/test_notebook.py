@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from jupyter_client.manager import start_new_kernel
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 BEGIN = """

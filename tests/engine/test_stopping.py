@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.two_ranks import on_two_ranks
+from tests.two_ranks import SLOW, on_two_ranks
 from trainkit.engine.stopping import Stop, StopRequests
 
 SIGTERM, SIGINT, SIGHUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
@@ -323,7 +323,7 @@ CHECKS = [
 ]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=SLOW)
 def found(tmp_path_factory):
     return on_two_ranks(CHECKS, tmp_path_factory.mktemp("ranks"))
 

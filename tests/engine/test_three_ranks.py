@@ -12,6 +12,8 @@ from trainkit.engine import hooks, step
 from trainkit.engine.parallel import create_ddp_model
 from trainkit.engine.step import SimpleTrainer
 
+pytestmark = pytest.mark.slow
+
 
 class Net(nn.Module):
     """Calls its layers in another order than it has them, so that DDP puts its buckets into another one."""

@@ -1,7 +1,8 @@
+import pytest
 import torch
-from torch import distributed as dist
-from torch import multiprocessing, nn
+from torch import nn
 
+from tests.two_ranks import on_two_ranks
 from trainkit.evaluation import ClassificationEvaluator, LossEvaluator, inference_on_dataset, observe_inference
 from trainkit.evaluation.observer import EvaluationAbandoned, InferenceObserver
 
@@ -45,38 +46,30 @@ class Observer(InferenceObserver):
         self.num_batches += 1
 
 
-def run_rank(rank, init_file, out):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{init_file}", rank=rank, world_size=2)
+def results(rank, folder):
+    found = {"unequal parts": evaluate(PARTS[rank]), "nothing on rank 1": evaluate(PARTS[0] if rank == 0 else [])}
     try:
-        out["unequal parts", rank] = evaluate(PARTS[rank])
-        out["nothing on rank 1", rank] = evaluate(PARTS[0] if rank == 0 else [])
-        try:
-            evaluate([])
-        except ValueError as error:
-            out["nothing at all", rank] = str(error)
-        observer = Observer(rank)
-        try:
-            with observe_inference(observer, "val"):
-                evaluate([batch(1)] * 3)
-        except EvaluationAbandoned:
-            out["abandoned by rank 1", rank] = observer.num_batches
-        out["afterwards", rank] = evaluate(PARTS[rank])
-    finally:
-        dist.destroy_process_group()
+        evaluate([])
+    except ValueError as error:
+        found["nothing at all"] = str(error)
+    observer = Observer(rank)
+    try:
+        with observe_inference(observer, "val"):
+            evaluate([batch(1)] * 3)
+    except EvaluationAbandoned:
+        found["abandoned by rank 1"] = observer.num_batches
+    return {**found, "afterwards": evaluate(PARTS[rank])}
 
 
+@pytest.mark.slow
 def test_ranks_together_give_the_results_of_one_process_on_rank_0(tmp_path):
-    with multiprocessing.Manager() as manager:
-        out = manager.dict()
-        multiprocessing.spawn(run_rank, (str(tmp_path / "rendezvous"), out), nprocs=2)
-        results = dict(out)
+    ranks = on_two_ranks([results], tmp_path)["results"]
 
     alone = evaluate(PARTS[0] + PARTS[1])
     assert (alone["classification"]["top1"], alone["loss"]["total_loss"]) == (40.0, 0.6)
-    assert [results["unequal parts", rank] for rank in range(2)] == [alone, {}]
-    assert [results["nothing on rank 1", rank] for rank in range(2)] == [evaluate(PARTS[0]), {}]
-    assert [results["abandoned by rank 1", rank] for rank in range(2)] == [3, 1]
-    assert [results["afterwards", rank] for rank in range(2)] == [alone, {}]
-    for rank in range(2):  # no rank is left waiting for one that failed
-        assert results["nothing at all", rank] == "the loader list gave no batch; there is nothing to evaluate"
+    assert [found["unequal parts"] for found in ranks] == [alone, {}]
+    assert [found["nothing on rank 1"] for found in ranks] == [evaluate(PARTS[0]), {}]
+    assert [found["abandoned by rank 1"] for found in ranks] == [3, 1]
+    assert [found["afterwards"] for found in ranks] == [alone, {}]
+    for found in ranks:  # no rank is left waiting for one that failed
+        assert found["nothing at all"] == "the loader list gave no batch; there is nothing to evaluate"

@@ -246,6 +246,7 @@ def given_nothing(rank, folder):
     return evaluate()
 
 
+@pytest.mark.slow
 def test_two_ranks_together_give_the_results_of_one_process_on_rank_0(tmp_path):
     checks = [evaluated_in_unequal_parts, evaluated_by_rank_1_alone, labelled_wrongly_on_rank_1, given_nothing]
     found = on_two_ranks(checks, tmp_path)

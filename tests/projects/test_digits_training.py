@@ -6,6 +6,8 @@ from tools import train_net
 from trainkit.engine import default_argument_parser
 from trainkit.utils.logger import close_logger
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_last_checkpoint_reads_99_percent_of_the_test_digits(tmp_path, seed):

@@ -186,6 +186,7 @@ def pictures(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.png")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_run_that_is_killed_and_resumed_ends_as_one_that_was_left_alone(tmp_path, name):
     run(name, tmp_path / "whole")
@@ -224,6 +225,7 @@ def test_every_second_batch_of_an_evaluation_is_drawn_into_files_and_for_tensorb
     assert shown == {"val/few_canvases_batch0001": [3, 8], "test/few_canvases_batch0001": [8]}
 
 
+@pytest.mark.slow
 def test_a_short_run_learns_the_few_canvases_that_it_sees(tmp_path):
     short = ["MODEL.WIDTH", 8, "TEST.EVAL_PERIOD", 0, "SOLVER.BASE_LR", 0.01]
     assert run("fcn.yaml", tmp_path / "1", *short, "SOLVER.MAX_ITER", 2)["sem_seg"]["mIoU"] < 15

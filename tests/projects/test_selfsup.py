@@ -16,7 +16,7 @@ from projects.selfsup.queues import new_queue, push
 from projects.selfsup.simsiam import SimSiam, negative_cosine
 from projects.selfsup.swav import SwAV, SwAVHook, sinkhorn
 from tests.projects.kill import Killed, Killer
-from tests.two_ranks import on_two_ranks
+from tests.two_ranks import SLOW, on_two_ranks
 from tools.chaos import differences, differing
 from trainkit.config import get_cfg
 from trainkit.data import DatasetCatalog
@@ -507,7 +507,7 @@ def swav_is_killed_and_resumed(rank, folder):
     return whole.changed(), differences(Path(folder, "whole"), Path(folder, "killed")), queues
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=SLOW)
 def found(tmp_path_factory):
     checks = [assigned_in_parts, evaluated_in_parts, swav_is_killed_and_resumed]
     return on_two_ranks(checks, tmp_path_factory.mktemp("ranks"))

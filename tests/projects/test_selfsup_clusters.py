@@ -11,7 +11,7 @@ from projects.selfsup import DeepCluster, DeepClusterHook, Memory, kmeans, norma
 from projects.selfsup.features import extract_features, loss_weights, whiten
 from projects.selfsup.odc import ODCHook
 from tests.projects.kill import Killed, Killer
-from tests.two_ranks import on_two_ranks
+from tests.two_ranks import SLOW, on_two_ranks
 from tools.chaos import differences
 from trainkit.config import ConfigError, get_cfg
 from trainkit.data import DatasetCatalog
@@ -530,7 +530,7 @@ def check_odc(rank, folder):
     return *trainer.model.module.memory.buffers(), recorder.column("index")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=SLOW)
 def on_ranks(tmp_path_factory):
     return on_two_ranks([check_deep_cluster, check_odc], tmp_path_factory.mktemp("ranks"))
 

@@ -228,6 +228,7 @@ def test_a_shape_stands_in_for_the_data(call):
     assert "For the input [{'x': [4]}], in eval mode.\n" in out
 
 
+@pytest.mark.slow
 def test_the_command_shows_no_warning():
     command = ["-W", "error", "tools/analyze_model.py", "--config-file", "projects/digits/config.yaml", "--depth", "0"]
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)

@@ -181,6 +181,7 @@ def test_the_history_rows(tool, tmp_path):
     assert all(row.sides.keys() == {"behind 1,500 steps", "behind 1,000 steps"} for row in rows)
 
 
+@pytest.mark.slow
 def test_the_memory_row(tool, tmp_path):
     rows = tool.history.memory(scratch=tmp_path, steps=25_000)
 
@@ -211,6 +212,7 @@ def test_the_save_rows_leave_no_files(tool, tmp_path):
     assert list(tmp_path.rglob("*.pth")) == []
 
 
+@pytest.mark.slow
 def test_the_import_rows(tool, tmp_path):
     rows = tool.imports.imports(1, scratch=tmp_path)
 
@@ -221,6 +223,7 @@ def test_the_import_rows(tool, tmp_path):
     assert (rows[1].value, rows[1].note) == (0, "")
 
 
+@pytest.mark.slow
 def test_the_resumed_runs_stand_where_they_say(tool, tmp_path):
     rows = tool.resume.resume(1, scratch=tmp_path, late=1_000_000, workers=[0])
 
@@ -236,6 +239,7 @@ def test_the_resumed_runs_stand_where_they_say(tool, tmp_path):
         assert len(storage.history("total_loss").values()) == held
 
 
+@pytest.mark.slow
 def test_the_rows_of_two_ranks(tool, tmp_path):
     rows = tool.ranks.ranks(1, scratch=tmp_path, steps=2, width=4)
 
@@ -270,6 +274,7 @@ def test_without_a_gpu_its_rows_say_so(tool, tmp_path, monkeypatch):
     assert {(row.value, row.holds, row.note) for row in rows} == {(None, None, "no GPU")}
 
 
+@pytest.mark.slow
 def test_what_runs_on_a_gpu_runs_on_a_cpu_as_well(tool, job, tmp_path):
     calls = []
     with job.logging_to(tmp_path):

@@ -22,6 +22,7 @@ def arguments(output_dir, *options):
 # ---------------------------------------------------------------------------- the proof
 
 
+@pytest.mark.slow
 def test_a_run_killed_three_times_ends_as_one_that_was_left_alone(tmp_path):
     command = [sys.executable, "tools/chaos.py", "--kills", "3", "--seed", "5", "--output-dir", str(tmp_path / "runs")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -49,10 +50,12 @@ def control(tmp_path_factory):
     return chaos.leave_out_and_compare(folder, resume)
 
 
+@pytest.mark.slow
 def test_nothing_differs_if_nothing_is_left_out(control):
     assert control[""] == []
 
 
+@pytest.mark.slow
 def test_each_part_of_a_checkpoint_is_missed_if_it_is_left_out(control):
     assert {part for part, found in control.items() if not found} == {"", *chaos.NOT_MISSED}
     assert {"model", "trainer/rng", "trainer/data", "trainer/storage", "trainer/position"} <= control.keys()

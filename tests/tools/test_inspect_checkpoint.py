@@ -406,6 +406,7 @@ def test_shards_belong_to_their_file(sharded, inspect):
 # ---------------------------------------------------------------------------- the command
 
 
+@pytest.mark.slow
 def test_the_command_can_be_piped_into_one_that_ends_early(tmp_path):
     # whose table is longer than a pipe holds
     write_file({"model": {f"{i:060}": torch.ones(()) for i in range(2000)}}, tmp_path / "a.pth")

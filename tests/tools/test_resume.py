@@ -61,7 +61,7 @@ def killed(start, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("num_workers", [(0, 0), (2, 1)])
+@pytest.mark.parametrize("num_workers", [(0, 0), pytest.param((2, 1), marks=pytest.mark.slow)])
 def test_a_run_that_is_resumed_twice_inside_one_epoch_ends_as_the_whole_one(
     start, whole, killed, tmp_path, num_workers
 ):
@@ -73,6 +73,7 @@ def test_a_run_that_is_resumed_twice_inside_one_epoch_ends_as_the_whole_one(
     assert "model_best.pth" in whole[0]
 
 
+@pytest.mark.slow
 def test_a_run_that_sigterm_has_stopped_in_an_evaluation_ends_as_the_whole_one(start, whole, tmp_path):
     assert start(tmp_path, signum="SIGTERM", iter=9, in_evaluation=True) == 143
     assert start(tmp_path, resume=True) == 0
@@ -81,6 +82,7 @@ def test_a_run_that_sigterm_has_stopped_in_an_evaluation_ends_as_the_whole_one(s
     assert (files, lines) == whole
 
 
+@pytest.mark.slow
 def test_a_run_that_misses_one_batch_of_its_data_ends_otherwise(start, whole, killed, tmp_path):
     folder = shutil.copytree(killed, tmp_path / "run")
     state = torch.load(folder / "model_0000002.pth")

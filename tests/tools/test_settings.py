@@ -1,7 +1,7 @@
 """Every hook and every setting of the optimization, switched on by the config of a digits job.
 
-Its effect must be there with the options, absent without them, and there again in a run that consists of two
-``train()`` calls, a save, a load in a new trainer and a third call.
+Its effect must be absent without the options, and there in a run that consists of two ``train()`` calls, a save, a load
+in a new trainer and a third call.
 """
 
 from functools import cache
@@ -25,17 +25,14 @@ def plain(tmp_path_factory):
     return cache(lambda *base: in_one_piece(tmp_path_factory.mktemp("plain"), *base))
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
-def test_a_setting_has_its_effect(setting, tmp_path):
-    setting.effect(in_one_piece(tmp_path, *setting.base, *setting.options))
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_without_the_setting_its_effect_is_absent(setting, plain):
     with pytest.raises((AssertionError, KeyError, FileNotFoundError)):
         setting.effect(plain(*map(str, setting.base)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_a_setting_survives_two_calls_of_train_and_a_resume(setting, tmp_path):
     setting.effect(in_pieces(tmp_path, *setting.base, *setting.options))

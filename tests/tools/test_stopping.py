@@ -60,6 +60,7 @@ def test_ctrl_c_ends_the_process_behind_the_step_with_its_code_and_a_checkpoint(
     assert last_checkpoint(tmp_path)["iteration"] == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("iter", "in_evaluation"), [(5, False), (7, True)])
 def test_a_run_that_sigterm_has_stopped_goes_on_as_if_nothing_had_happened(tmp_path, whole, iter, in_evaluation):
     found, _ = train(tmp_path, signum="SIGTERM", iter=iter, in_evaluation=in_evaluation)
@@ -77,6 +78,7 @@ def test_a_run_that_sigterm_has_stopped_goes_on_as_if_nothing_had_happened(tmp_p
     assert resumed.metric(ACCURACY) == whole.metric(ACCURACY)
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_the_launcher_stops_all_ranks_with_a_checkpoint(tmp_path):
     found, error = train(tmp_path, *ENDLESS, script=SPAWNED, signum="SIGINT", iter=5, to_launcher=True)
     assert found == 130

@@ -142,6 +142,7 @@ def test_the_weights_of_another_model_are_shown_as_one_table(tmp_path, capsys):
     assert "layers.0.weight" in error
 
 
+@pytest.mark.slow
 def test_the_process_itself_ends_with_code_2_and_no_traceback(tmp_path):
     command = [sys.executable, "tools/train_net.py", "SOLVER.MAX_ITR", "3", "OUTPUT_DIR", str(tmp_path / "run")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

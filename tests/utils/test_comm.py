@@ -128,5 +128,6 @@ def _check_two_ranks(rank):
     comm.synchronize()
 
 
+@pytest.mark.slow
 def test_two_processes_exchange_objects_in_each_of_three_groups(tmp_path):
     multiprocessing.spawn(_in_two_processes, args=(str(tmp_path),), nprocs=2)

@@ -311,6 +311,7 @@ def test_images_and_histograms_of_a_resumed_run_do_not_overlap(tmp_path, load):
 # ---------------------------------------------------------------------- imports
 
 
+@pytest.mark.slow
 def test_after_the_begin_of_training_a_write_imports_nothing(tmp_path):
     writer = 'TensorboardXWriter({!r}, settings={{"SEED": 3, "MODEL.NAME": "Net"}}, config="A: 1")'
 

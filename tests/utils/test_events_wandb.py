@@ -19,8 +19,12 @@ from tests.utils.imports import imported_by_writing
 from tests.utils.wandb_file import finished_runs, read_runs
 from trainkit.utils.events import EventStorage, WandbWriter
 
-needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs wandb")
 ROOT = Path(__file__).parents[2]
+
+
+def needs_wandb(test):
+    """wandb starts a process for each run."""
+    return pytest.mark.slow(pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs wandb")(test))
 
 
 @pytest.fixture(autouse=True)

@@ -88,6 +88,7 @@ def _main(rank, folder):
     distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_rank_0_writes_and_all_ranks_stop_or_fail_together(tmp_path):
     multiprocessing.spawn(_main, args=(tmp_path,), nprocs=2)
 

@@ -300,6 +300,7 @@ def _main(rank, folder):
     distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_every_rank_has_the_same_averaged_parameters_and_buffers_of_its_own(tmp_path):
     multiprocessing.spawn(_main, args=(tmp_path,), nprocs=2)
     first, second = (torch.load(tmp_path / f"{rank}.pth", weights_only=True) for rank in (0, 1))

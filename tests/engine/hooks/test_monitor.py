@@ -50,6 +50,7 @@ def _results_of_rank_0_alone(rank, folder):
     return comm.all_gather(rank)  # hangs or is something else if a rank still waits
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_one_batch_that_fails_on_rank_0_alone_leaves_no_rank_waiting(tmp_path):
     found = on_two_ranks([_results_of_rank_0_alone], tmp_path)
     assert found == {"_results_of_rank_0_alone": [[0, 1], [0, 1]]}

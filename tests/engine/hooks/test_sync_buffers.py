@@ -94,6 +94,7 @@ def _in_two_processes():
     return comm.all_gather(results)
 
 
+@pytest.mark.slow
 def test_buffers_are_averaged_over_ranks_when_they_are_due():
     first, second = launch(_in_two_processes, 2)
     assert first["never"] is second["never"] is True

@@ -188,6 +188,7 @@ def _in_two_processes():
         return [_rates_in_two_processes(later) for later in (False, True)]
 
 
+@pytest.mark.slow
 def test_samples_of_all_ranks_are_counted_against_the_slowest():
     expected = ([(1.5, 1), (1.5, 3)], [(25.0, 1), (25.0, 3)], [(15.0, 1), (15.0, 3)])
     assert launch(_in_two_processes, 2) == [[expected] * 2] * 2

@@ -319,6 +319,7 @@ def run_rank(rank, folder):
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_each_rank_draws_batches_of_its_own_into_files_of_its_own(tmp_path):
     multiprocessing.spawn(run_rank, (tmp_path,), nprocs=2)
 

@@ -148,6 +148,7 @@ def look(load, tmp_path):
     return partial(look_at, browser.run_chromium, file=tmp_path / "page.html")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "dark"), [(1600, False), (1000, True), (500, False)])
 def test_no_texts_overlap_and_nothing_is_loaded_or_fails(page, look, width, dark):
     script = """
@@ -170,6 +171,7 @@ def test_no_texts_overlap_and_nothing_is_loaded_or_fails(page, look, width, dark
     assert (is_dark, inner_width, page_width, misplaced) == (dark, width, width, [])
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_in_a_page_is_seen(page, look):
     worse = page.replace("</main>", '<img src="https://example.org/a.png"></main><script>absent()</script>')
     script = """
@@ -184,6 +186,7 @@ def test_what_goes_wrong_in_a_page_is_seen(page, look):
     assert overlapping(seen["result"])
 
 
+@pytest.mark.slow
 def test_values_are_shown_under_the_pointer_and_a_run_can_be_hidden(make_page, write_run, tmp_path, look):
     other = [{"iteration": 9, "t/top1": 70.0}, {"iteration": 100, "t/top1": 95.25}]
     page = make_page([write_run(tmp_path / "a", ROWS), write_run(tmp_path / "b", other)])
