@@ -5,16 +5,15 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
-from torch import distributed, multiprocessing
+from torch import distributed
 
 from tests.checkpoint.conftest import Counter, linear, weight_of
+from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer, CheckpointError
 
 
-def _main(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+def _main(rank: int, name: str) -> None:
+    folder = Path(name)
 
     # Both save; rank 0 writes.
     Checkpointer(linear(rank + 1), folder / "run", trainer=Counter()).save("model")
@@ -51,8 +50,6 @@ def _main(rank: int, folder: Path) -> None:
     with pytest.raises(CheckpointError, match="Stale file handle"):
         Checkpointer(linear(0), folder / "run").resume_or_load("")
 
-    distributed.destroy_process_group()
-
 
 def _fail(folder: str) -> list[str]:
     raise OSError(errno.ESTALE, "Stale file handle")
@@ -60,4 +57,4 @@ def _fail(folder: str) -> list[str]:
 
 @pytest.mark.slow
 def test_all_ranks_load_the_same_file_or_fail_together(tmp_path):
-    multiprocessing.spawn(_main, args=(tmp_path,), nprocs=2)
+    assert on_two_ranks([_main], tmp_path)["_main"] == [None, None]

@@ -40,7 +40,16 @@ def losses(output_dir):
     return {row["iteration"]: row["total_loss"] for row in rows if "total_loss" in row}
 
 
-SHORT = ("SOLVER.MAX_ITER", "100", "SOLVER.CHECKPOINT_PERIOD", "50", "TEST.EVAL_PERIOD", "50")
+SHORT = (
+    "SOLVER.MAX_ITER",
+    "20",
+    "SOLVER.WARMUP_ITERS",
+    "5",
+    "SOLVER.CHECKPOINT_PERIOD",
+    "10",
+    "TEST.EVAL_PERIOD",
+    "10",
+)
 EVERY = ("LOG.PERIOD", "1", "LOG.WINDOW", "1", "LOG.WRITERS", "['json']")
 
 
@@ -50,7 +59,7 @@ def test_trainer_and_plain_loop_give_the_same_losses_and_weights_bit_for_bit(tmp
     run(train_net, tmp_path / "trainer", *options)
     run(plain_train_net, tmp_path / "plain", *options)
     run(plain_train_net, tmp_path / "other", *options, "SEED", "1")
-    assert len(losses(tmp_path / "plain")) == 100
+    assert len(losses(tmp_path / "plain")) == 20
     assert losses(tmp_path / "trainer") == losses(tmp_path / "plain")
     assert losses(tmp_path / "other") != losses(tmp_path / "plain")
     one, two = (torch.load(tmp_path / name / "model_final.pth")["model"] for name in ("trainer", "plain"))
@@ -61,15 +70,15 @@ def test_eval_only_gives_the_results_of_the_last_checkpoint_and_leaves_the_folde
     results = run(train_net, tmp_path, *SHORT)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != "log.txt"}
     assert run(train_net, tmp_path, "--eval-only", *SHORT) == results
-    weights = ("MODEL.WEIGHTS", str(tmp_path / "model_0000049.pth"))
+    weights = ("MODEL.WEIGHTS", str(tmp_path / "model_0000009.pth"))
     assert run(train_net, tmp_path, "--eval-only", *SHORT, *weights) != results
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != "log.txt"} == before
 
 
 def test_resume_goes_on_from_the_last_checkpoint(tmp_path):
     run(train_net, tmp_path, *SHORT)
-    run(train_net, tmp_path, "--resume", *SHORT, "SOLVER.MAX_ITER", "110")
-    assert "Training from iteration 100 to 110" in (tmp_path / "log.txt").read_text()
+    run(train_net, tmp_path, "--resume", *SHORT, "SOLVER.MAX_ITER", "22")
+    assert "Training from iteration 20 to 22" in (tmp_path / "log.txt").read_text()
 
 
 def test_resume_without_a_checkpoint_says_so_and_trains(tmp_path):

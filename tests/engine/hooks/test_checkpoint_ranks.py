@@ -1,12 +1,13 @@
 """Two processes: rank 0 has the results and writes; both end in the same way."""
 
 import os
+from pathlib import Path
 
 import pytest
-import torch
-from torch import distributed, multiprocessing, nn
+from torch import distributed, nn
 
 from tests.engine.tiny import AfterStep, Steps
+from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.engine.hooks import (
     BestCheckpointer,
@@ -36,9 +37,7 @@ def _train(folder, values, action, **early):
 
 
 def _main(rank, folder):
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    mine = folder / str(rank)
+    mine = Path(folder, str(rank))
 
     for name, values, early, expected in (
         ("threshold", [1, 2, 3, 4], {"threshold": 2.5}, 6),
@@ -85,12 +84,11 @@ def _main(rank, folder):
         trainer.train(0, 9)
         assert trainer.status == "stopped"
         assert (folder / "model_0000001.pth").is_file() == (rank == 0)
-    distributed.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_rank_0_writes_and_all_ranks_stop_or_fail_together(tmp_path):
-    multiprocessing.spawn(_main, args=(tmp_path,), nprocs=2)
+    assert on_two_ranks([_main], tmp_path)["_main"] == [None, None]
 
     names = sorted(name.partition("_published-")[0] for name in os.listdir(tmp_path / "0" / "threshold"))
     assert names == [

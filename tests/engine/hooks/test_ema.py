@@ -3,9 +3,10 @@ import threading
 
 import pytest
 import torch
-from torch import distributed, multiprocessing, nn
+from torch import nn
 
 from tests.engine.tiny import AfterStep, Weight, sgd
+from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer, averaged, file
 from trainkit.config import CfgNode
 from trainkit.engine.amp import AMPTrainer
@@ -284,9 +285,7 @@ def test_a_model_that_cannot_be_copied_is_an_error_before_the_first_iteration(tm
 # ---------------------------------------------------------------------- ranks
 
 
-def _main(rank, folder):
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+def _average(rank, folder):
     model = Net()
     with torch.no_grad():
         model.layers[1].weight.fill_(0.5)
@@ -296,14 +295,12 @@ def _main(rank, folder):
     trainer = SimpleTrainer(ddp, [torch.full((2, 3), float(rank + 1)).cumsum(0)], sgd(model))
     trainer.register_hooks([hook])
     trainer.train(0, 3)
-    torch.save(hook.state_dict(), folder / f"{rank}.pth")
-    distributed.destroy_process_group()
+    return hook.state_dict()
 
 
 @pytest.mark.slow
 def test_every_rank_has_the_same_averaged_parameters_and_buffers_of_its_own(tmp_path):
-    multiprocessing.spawn(_main, args=(tmp_path,), nprocs=2)
-    first, second = (torch.load(tmp_path / f"{rank}.pth", weights_only=True) for rank in (0, 1))
+    first, second = on_two_ranks([_average], tmp_path)["_average"]
     assert first["steps"] == second["steps"] == 3
     different = {name for name, value in first["model"].items() if not torch.equal(value, second["model"][name])}
     assert different == {"layers.0.running_mean", "layers.0.running_var"}

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainkit.engine import launch
+from tests.two_ranks import on_two_ranks
 from trainkit.engine.hooks import CallbackHook, EMAHook, EvalHook, SyncBuffers
 from trainkit.engine.step import SimpleTrainer
 from trainkit.evaluation import inference_on_dataset
@@ -74,8 +74,8 @@ class Stream:
         return iter([torch.ones(())] * 2)
 
 
-def _in_two_processes():
-    own = comm.get_rank() + 1
+def _means(rank, folder):
+    own = rank + 1
     two = [torch.ones(())] * 2
     results = {
         "never": means(lambda model: [], 3, two) == [own, 2 * own, 3 * own, 3 * own],
@@ -91,12 +91,12 @@ def _in_two_processes():
         results[f"evaluated {name}"] = seen
     for name, hooks in (("with", [SyncBuffers(100)]), ("without", [])):
         results[f"averaged weights {name}"] = evaluated_average(hooks)
-    return comm.all_gather(results)
+    return results
 
 
 @pytest.mark.slow
-def test_buffers_are_averaged_over_ranks_when_they_are_due():
-    first, second = launch(_in_two_processes, 2)
+def test_buffers_are_averaged_over_ranks_when_they_are_due(tmp_path):
+    first, second = on_two_ranks([_means], tmp_path)["_means"]
     assert first["never"] is second["never"] is True
     expected = {
         # on rank 0, which adds 1 in each step; averages of 2, 4, ... steps are 3, 6, ...

@@ -5,12 +5,11 @@ import torch
 from torch import nn
 
 from tests.engine.tiny import AfterStep, metrics_by_worker, sgd
+from tests.two_ranks import on_two_ranks
 from trainkit.config import ConfigError
-from trainkit.engine import launch
 from trainkit.engine.hooks import Throughput
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.step import SimpleTrainer
-from trainkit.utils import comm
 
 
 class Clock:
@@ -173,25 +172,24 @@ def test_a_peak_without_operations_is_an_error_and_operations_without_a_peak_a_h
     assert [record for record in caplog.records if record.levelname == "WARNING"] == []
 
 
-def _rates_in_two_processes(later):
+def _rates(rank, later):
     """Rank 1 has twice the samples; the slower rank 0 takes 8 s."""
     clock = Clock(pytest.MonkeyPatch())
-    rank = comm.get_rank()
     model = WithAttribute(clock, 8.0 - 4 * rank)
     model.tokens_per_sample = 10
     trainer = run(model, samples(4 + 4 * rank), Throughput(2, peak_tflops=3), 4, async_write_metrics=later)
-    return comm.all_gather((rates(trainer), rates(trainer, "mfu_pct"), rates(trainer, "tokens_per_sec")))
+    return rates(trainer), rates(trainer, "mfu_pct"), rates(trainer, "tokens_per_sec")
 
 
-def _in_two_processes():
+def _rates_of_both_ways(rank, folder):
     with metrics_by_worker():
-        return [_rates_in_two_processes(later) for later in (False, True)]
+        return [_rates(rank, later) for later in (False, True)]
 
 
 @pytest.mark.slow
-def test_samples_of_all_ranks_are_counted_against_the_slowest():
+def test_samples_of_all_ranks_are_counted_against_the_slowest(tmp_path):
     expected = ([(1.5, 1), (1.5, 3)], [(25.0, 1), (25.0, 3)], [(15.0, 1), (15.0, 3)])
-    assert launch(_in_two_processes, 2) == [[expected] * 2] * 2
+    assert on_two_ranks([_rates_of_both_ways], tmp_path)["_rates_of_both_ways"] == [[expected] * 2] * 2
 
 
 @pytest.mark.parametrize("sets_batch", [False, True])

@@ -1,12 +1,12 @@
 import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import distributed as dist
-from torch import multiprocessing
 
 from tests.engine.job import tiny_cfg
+from tests.two_ranks import on_two_ranks
 from tests.utils.png import decode_png
 from trainkit.config import ConfigError
 from trainkit.engine import DefaultTrainer
@@ -309,19 +309,14 @@ def test_an_unknown_function_in_a_config_is_found_when_building(tmp_path):
 # ---------------------------------------------------------------------- ranks
 
 
-def run_rank(rank, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    try:
-        trainer = trainer_with(VisualizationHook(lambda inputs, outputs: gray(10 * rank), 1, folder / "drawn"))
-        evaluate(trainer, [2, 1][rank])
-    finally:
-        dist.destroy_process_group()
+def draw_on_a_rank(rank, folder):
+    trainer = trainer_with(VisualizationHook(lambda inputs, outputs: gray(10 * rank), 1, Path(folder) / "drawn"))
+    evaluate(trainer, [2, 1][rank])
 
 
 @pytest.mark.slow
 def test_each_rank_draws_batches_of_its_own_into_files_of_its_own(tmp_path):
-    multiprocessing.spawn(run_rank, (tmp_path,), nprocs=2)
+    assert on_two_ranks([draw_on_a_rank], tmp_path)["draw_on_a_rank"] == [None, None]
 
     values = {name: decode_png((tmp_path / "drawn" / name).read_bytes())[0, 0, 0] for name in files(tmp_path / "drawn")}
     assert values == {
