@@ -290,6 +290,9 @@ def test_a_hook_is_not_called_where_it_overrides_nothing(tmp_path, monkeypatch):
         def after_eval_step(self, phase, index, inputs, outputs):
             self.count += 1
 
+    class Inheriting(After):
+        pass
+
     # a call of the base class would now be seen
     base_calls = []
     for point in HOOK_POINTS:
@@ -297,13 +300,13 @@ def test_a_hook_is_not_called_where_it_overrides_nothing(tmp_path, monkeypatch):
         call = noting(lambda self, *_, point=point: base_calls.append((type(self), point)))
         monkeypatch.setattr(HookBase, point, call)
     trainer, _ = default_trainer(tmp_path)
-    after = After()
-    trainer.register_hooks([HookBase(), after])
+    hooks = [After(), Inheriting()]
+    trainer.register_hooks([HookBase(), *hooks])
     trainer.train()
     default_trainer(tmp_path)[0].resume_or_load()
 
     assert base_calls == []
-    assert after.count == 6
+    assert [hook.count for hook in hooks] == [6, 6]
 
 
 class Overriding:

@@ -4,7 +4,6 @@ import json
 import logging
 import threading
 import weakref
-from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +11,6 @@ from tests.engine.tiny import AfterStep
 from trainkit.engine.hook_base import HookBase, Priority
 from trainkit.engine.hooks import CallbackHook, IterationTimer, PeriodicWriter
 from trainkit.engine.loop import TrainerBase
-from trainkit.engine.periods import check_period, is_due
 from trainkit.utils.events import JSONWriter, get_event_storage, has_event_storage
 
 POINTS = ["before_train", "before_step", "after_backward", "after_step", "after_train"]
@@ -176,31 +174,6 @@ def test_a_subclass_may_put_something_around_the_hooks():
     ).train(0, 2)
 
     assert calls == [("before", 0), "hook", "hook", ("after", 0), ("before", 1), "hook", "hook", ("after", 1)]
-
-
-def test_a_hook_is_not_called_where_it_overrides_nothing(monkeypatch):
-    class Idle(HookBase):
-        pass
-
-    class Stepping(HookBase):
-        steps = 0
-
-        def after_step(self):
-            self.steps += 1
-
-    class Inheriting(Stepping):
-        pass
-
-    hooks = [Idle(), Stepping(), Inheriting()]
-    trainer = Trainer(hooks)
-    # a call of the base class would now be seen
-    base_calls = []
-    for point in POINTS:
-        monkeypatch.setattr(HookBase, point, lambda self, point=point: base_calls.append((type(self).__name__, point)))
-    trainer.train(0, 3)
-
-    assert base_calls == []
-    assert [hook.steps for hook in hooks[1:]] == [3, 3]
 
 
 def test_a_hook_registered_during_training_runs_from_the_next_point_on():
@@ -941,44 +914,3 @@ def test_a_state_without_hooks_is_loaded():
 
     state = trainer.state_dict()
     assert (state["iteration"], state["hooks"]) == (2, {"Counting": {"count": 7}})
-
-
-# ---------------------------------------------------------------------- is it due?
-
-
-@pytest.mark.parametrize(
-    ("period", "or_last", "due"),
-    [
-        (1, False, [0, 1, 2, 3, 4, 5, 6]),
-        (3, False, [2, 5]),
-        (3, True, [2, 5, 6]),
-        (7, False, [6]),
-        (7, True, [6]),
-        (100, False, []),
-        (100, True, [6]),
-        (0, False, []),
-        (0, True, [6]),
-    ],
-)
-def test_iterations_in_which_a_period_is_due(period, or_last, due):
-    found = []
-    hook = CallbackHook(after_step=lambda t: is_due(t, period, or_last=or_last) and found.append(t.iter))
-    Trainer([hook]).train(0, 7)
-
-    assert found == due
-
-
-def test_what_is_due_does_not_depend_on_where_the_run_started():
-    assert [i for i in range(20) if is_due(SimpleNamespace(iter=i, max_iter=20), 5)] == [4, 9, 14, 19]
-
-
-@pytest.mark.parametrize(("period", "minimum"), [(0, 0), (1, 0), (1, 1), (500, 1)])
-def test_whole_periods_are_taken_as_they_are(period, minimum):
-    assert check_period("period", period, minimum=minimum) == period
-
-
-@pytest.mark.parametrize(("period", "minimum"), [(-1, 0), (0, 1), (1.0, 0), ("5", 0), (True, 0), (None, 0)], ids=repr)
-def test_other_periods_are_refused(period, minimum):
-    message = rf"eval_period must be a whole number of iterations >= {minimum}, got {period!r}"
-    with pytest.raises(ValueError, match=message):
-        check_period("eval_period", period, minimum=minimum)

@@ -74,11 +74,13 @@ def test_a_run_that_is_resumed_twice_inside_one_epoch_ends_as_the_whole_one(
 
 
 @pytest.mark.slow
-def test_a_run_that_sigterm_has_stopped_in_an_evaluation_ends_as_the_whole_one(start, whole, tmp_path):
-    assert start(tmp_path, signum="SIGTERM", iter=9, in_evaluation=True) == 143
+@pytest.mark.parametrize(("iter", "in_evaluation"), [(6, False), (9, True)])
+def test_a_run_that_sigterm_has_stopped_goes_on_as_if_nothing_had_happened(start, whole, tmp_path, iter, in_evaluation):
+    assert start(tmp_path, signum="SIGTERM", iter=iter, in_evaluation=in_evaluation) == 143
+    assert max(row["iteration"] for row in content(tmp_path)[1]) <= iter
     assert start(tmp_path, resume=True) == 0
     files, lines = content(tmp_path)
-    assert files.pop("model_0000009.pth")  # of the stop
+    assert files.pop(f"model_{iter:07d}.pth")  # of the stop
     assert (files, lines) == whole
 
 
