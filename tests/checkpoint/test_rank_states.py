@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.engine.tiny import Steps
-from tests.two_ranks import SLOW, on_two_ranks
+from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer
 from trainkit.engine import hooks
 from trainkit.engine.hook_base import HookBase
@@ -97,7 +97,7 @@ def every_rank_goes_on_with_its_own_random_numbers(rank, folder):
     return whole[0], resumed == whole[3:]
 
 
-@pytest.fixture(scope="module", params=SLOW)
+@pytest.fixture(scope="module")
 def found(tmp_path_factory):
     checks = [
         each_rank_gets_its_own_part_and_buffers_back,

@@ -55,6 +55,5 @@ def _fail(folder: str) -> list[str]:
     raise OSError(errno.ESTALE, "Stale file handle")
 
 
-@pytest.mark.slow
 def test_all_ranks_load_the_same_file_or_fail_together(tmp_path):
     assert on_two_ranks([_main], tmp_path)["_main"] == [None, None]

@@ -1,4 +1,3 @@
-import pytest
 import torch
 from torch import nn
 
@@ -61,7 +60,6 @@ def results(rank, folder):
     return {**found, "afterwards": evaluate(PARTS[rank])}
 
 
-@pytest.mark.slow
 def test_ranks_together_give_the_results_of_one_process_on_rank_0(tmp_path):
     ranks = on_two_ranks([results], tmp_path)["results"]
 

@@ -86,7 +86,6 @@ def _main(rank, folder):
         assert (folder / "model_0000001.pth").is_file() == (rank == 0)
 
 
-@pytest.mark.slow
 def test_rank_0_writes_and_all_ranks_stop_or_fail_together(tmp_path):
     assert on_two_ranks([_main], tmp_path)["_main"] == [None, None]
 

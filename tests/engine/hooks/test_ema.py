@@ -298,7 +298,6 @@ def _average(rank, folder):
     return hook.state_dict()
 
 
-@pytest.mark.slow
 def test_every_rank_has_the_same_averaged_parameters_and_buffers_of_its_own(tmp_path):
     first, second = on_two_ranks([_average], tmp_path)["_average"]
     assert first["steps"] == second["steps"] == 3

@@ -94,7 +94,6 @@ def _means(rank, folder):
     return results
 
 
-@pytest.mark.slow
 def test_buffers_are_averaged_over_ranks_when_they_are_due(tmp_path):
     first, second = on_two_ranks([_means], tmp_path)["_means"]
     assert first["never"] is second["never"] is True
