@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.engine.tiny import AfterStep, Regression, Weight, batches, metrics_by_worker, scalars, sgd
-from tests.two_ranks import SLOW, on_two_ranks
+from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer
 from trainkit.engine.hooks import BestCheckpointer, CallbackHook, EarlyStopping, EvalHook, PeriodicWriter, PreciseBN
 from trainkit.engine.metrics import Row, StepRecord, exchange_rows, mean_losses
@@ -314,7 +314,7 @@ CHECKS = (
 )
 
 
-@pytest.fixture(scope="module", params=SLOW)
+@pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What each check gave on each of two ranks: name -> [on rank 0, on rank 1]."""
     return on_two_ranks(CHECKS, tmp_path_factory.mktemp("ranks"))
