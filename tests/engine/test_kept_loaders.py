@@ -24,8 +24,9 @@ def evaluate(tmp_path, *options, trainer_class=DefaultTrainer, num_workers=2):
     trainer = trainer_class(cfg)
     trainer.cfg.defrost()
     trainer.cfg.DATALOADER.NUM_WORKERS = num_workers  # of what is evaluated only
-    found = []
-    trainer.register_hooks([CallbackHook(after_eval=lambda trainer, phase, name, results: found.append(workers()))])
+    found, others = [], workers()  # of loaders that are not collected yet
+    note = CallbackHook(after_eval=lambda trainer, phase, name, results: found.append(workers() - others))
+    trainer.register_hooks([note])
     trainer.train()
     return found
 
