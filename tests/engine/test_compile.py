@@ -164,7 +164,10 @@ def test_what_a_resumed_run_does_not_get_back_of_it_is_named(tmp_path, options, 
     [
         (["MODEL.COMPILE.MODE", "fast"], "MODEL.COMPILE.MODE is 'fast'; accepted: default, reduce-overhead"),
         (["MODEL.COMPILE.DYNAMIC", "auto"], "MODEL.COMPILE.DYNAMIC is 'auto'; accepted: False, True, None"),
-        ([*COMPILED, "SOLVER.GRAPH.ENABLED", True], "MODEL.COMPILE.ENABLED and SOLVER.GRAPH.ENABLED are both True"),
+        (
+            [*COMPILED, "SOLVER.GRAPH.ENABLED", True],
+            "MODEL.COMPILE.ENABLED and SOLVER.GRAPH.ENABLED exclude each other",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused(tmp_path, options, message):

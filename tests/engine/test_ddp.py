@@ -355,7 +355,7 @@ def test_the_options_of_a_config_reach_the_model_of_its_run(ranks):
     ("names_and_values", "message"),
     [
         (["MODEL.DDP.COMPRESSION", "int8"], "MODEL.DDP.COMPRESSION is 'int8'; accepted: \"\", fp16, bf16"),
-        ([*OPTIONS["static"], *OPTIONS["unused"]], "are both True; leave one of them False: a static graph finds"),
+        ([*OPTIONS["static"], *OPTIONS["unused"]], "exclude each other: a static graph finds"),
     ],
 )
 def test_what_torch_cannot_do_is_an_error_before_anything_is_built(names_and_values, message):

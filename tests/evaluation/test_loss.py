@@ -189,7 +189,7 @@ def test_a_loss_that_some_batches_lack_is_averaged_over_those_that_have_it():
     [
         (lambda w: {"loss": w.detach()}, ValueError, r"no loss that requires grad; got \['loss'\]"),
         (lambda w: {"loss": w.expand(2)}, ValueError, r"'loss' must be a scalar, got shape \[2\]"),
-        (lambda w: {"total_loss": w}, ValueError, "total_loss is kept"),
+        (lambda w: {"total_loss": w}, ValueError, "total_loss is the name of the sum"),
         (lambda w: {"loss": 1.0}, TypeError, "the model's loss 'loss' must be a scalar tensor, got float"),
         (lambda w: [w], TypeError, "a dict of tensors by name; this one gave list"),
     ],

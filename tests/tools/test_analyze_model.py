@@ -254,7 +254,7 @@ def test_mistakes_are_one_line(call):
         return err.splitlines()[-1].partition("error: ")[2]
 
     assert "--input-shape" in mistake(options=("DATASETS.TEST", ()))
-    assert "(did you mean 'tiny_test'?)" in mistake(options=("DATASETS.TEST", ("tiny_tset",)))
+    assert "did you mean 'tiny_test'?" in mistake(options=("DATASETS.TEST", ("tiny_tset",)))
     text = mistake("--input-shape", "x=5")
     assert text.startswith("the model does not take the input {'x': [1, 5]}: RuntimeError: ")
     assert "mat1 and mat2 shapes cannot be multiplied" in text  # newer versions of torch name the operator first

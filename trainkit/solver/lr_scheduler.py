@@ -112,11 +112,14 @@ class ScheduledLR(LRScheduler):
         if {*map(type, self.base_lrs)} != {float}:  # a tensor is read from its device once, not at each step
             self.base_lrs = [float(base_lr) for base_lr in self.base_lrs]
         base_lrs = cast(list[float], self.base_lrs)
-        lrs = self.compute(self.last_epoch, base_lrs)
-        for factor in self.factors:
-            lrs = [lr * factor for lr in lrs]
-        groups = zip(self.optimizer.param_groups, base_lrs, lrs, strict=True)
-        return [base_lr if group.get("fixed_lr") else lr for group, base_lr, lr in groups]
+        lrs: list[float | Tensor] = [*self.compute(self.last_epoch, base_lrs)]
+        for i, group in enumerate(self.optimizer.param_groups):
+            if group.get("fixed_lr"):
+                lrs[i] = base_lrs[i]
+            else:
+                for factor in self.factors:
+                    lrs[i] *= factor
+        return lrs
 
     def step(self, epoch: int | None = None) -> None:
         """Go to the next iteration."""

@@ -2,7 +2,6 @@
 
 import warnings
 from collections import Counter
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -75,12 +74,14 @@ class LRScheduler(HookBase):
             self.trainer.storage.put_later(_store_lr, lr.clone())
         else:
             self.trainer.storage.put_scalar("lr", lr, smoothing_hint=False)
-        # a gradient scaler may have skipped the first update; torch takes that for a wrong order of the calls
-        with nullcontext() if self._has_stepped else warnings.catch_warnings():
-            if not self._has_stepped:
-                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+        if self._has_stepped:
             self._scheduler.step()  # type: ignore[union-attr]
+            return
         self._has_stepped = True
+        with warnings.catch_warnings():
+            # a gradient scaler may have skipped the first update; torch takes that for a wrong order of the calls
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            self._scheduler.step()  # type: ignore[union-attr]
 
     def state_dict(self) -> dict[str, Any]:
         if self._waiting_state or self._scheduler is None:
