@@ -282,7 +282,8 @@ def test_where_bars_are_shown_the_dataset_has_one_until_it_is_evaluated():
 
 def test_the_device_is_waited_for_once_and_not_per_batch(monkeypatch):
     waits = []
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("meta"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
     monkeypatch.setattr(torch.accelerator, "synchronize", waits.append)
     inference_on_dataset(nn.Linear(2, 1, device="meta"), [torch.ones(3, 2)] * 7, None)
     assert len(waits) == 1

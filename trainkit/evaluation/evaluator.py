@@ -286,9 +286,10 @@ def _with_progress(data_loader: Iterable[Any], device: torch.device | None, name
                 )
     if not num_done:
         return
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if device is not None and accelerator is not None and device.type == accelerator.type:
-        torch.accelerator.synchronize(device)
+    if device is not None and torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None and device.type == accelerator.type:
+            torch.accelerator.synchronize(device)
     total_sec = time.perf_counter() - start
     logger.info(
         "Total inference time: %s (%.6f s / batch on this rank, of which %.6f s waiting for data; %d batches)",
