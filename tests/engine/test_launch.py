@@ -146,10 +146,11 @@ def _identity(value):
 
 @pytest.fixture
 def interruptible():
-    """A process that was started in the background ignores SIGINT."""
-    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """A process in the background ignores SIGINT, and one under nohup SIGHUP; those that it starts do so too."""
+    former = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGINT, former)
+    signal.signal(signal.SIGINT, former[0])
+    signal.signal(signal.SIGHUP, former[1])
 
 
 def has_ended(folder, rank):

@@ -257,7 +257,7 @@ def test_progress_is_logged_every_five_seconds_with_an_eta_and_a_total_at_the_en
 @pytest.mark.parametrize(
     ("loader", "name", "start", "end"),
     [
-        ([1], "digits_val", "1 batches of digits_val", "1 batches)"),
+        ([1], "digits_val", "1 batch of digits_val", "1 batches)"),
         ([1, 2], "digits_val", "2 batches of digits_val", "2 batches)"),
         (iter([1]), "digits_val", "an unknown number of batches of digits_val", "1 batches)"),
         (iter([1]), "", "an unknown number of batches", "1 batches)"),

@@ -8,4 +8,4 @@ from PIL import Image
 
 def decode_png(content):
     """The image, shape ``[H, W, 3]``."""
-    return np.asarray(Image.open(io.BytesIO(content)))
+    return np.array(Image.open(io.BytesIO(content)))

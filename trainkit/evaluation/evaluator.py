@@ -259,8 +259,8 @@ def _with_progress(data_loader: Iterable[Any], device: torch.device | None, name
         total: int | None = len(data_loader)  # type: ignore[arg-type]
     except TypeError:
         total = None
-    length = "an unknown number of" if total is None else str(total)
-    logger.info("Start inference on %s batches%s", length, f" of {name}" if name else "")
+    length = "an unknown number of batches" if total is None else f"{total} batch{'es' * (total != 1)}"
+    logger.info("Start inference on %s%s", length, f" of {name}" if name else "")
     num_done, data_sec = 0, 0.0
     with closing(Bar(total, f"Evaluating {name}".rstrip(), stays=False)) as bar:
         start = last_line = before_fetch = time.perf_counter()
