@@ -72,6 +72,24 @@ def test_what_such_a_step_writes_in_the_worker_ends_the_run_if_it_fails(asynchro
     assert trainer.status == "failed"
 
 
+def test_a_run_step_of_ones_own_may_fetch_as_ours_and_hooks_read_the_batch():
+    class Own(SimpleTrainer):
+        def run_step(self):
+            (batch,) = self.fetch()
+            loss = self.model(batch)
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.after_backward()
+            self.optimizer.step()
+
+    seen = []
+    model, data = Regression(), batches(2)
+    trainer = Own(model, data, sgd(model))
+    trainer.register_hooks([hooks.CallbackHook(after_step=lambda trainer: seen.append(trainer.batch))])
+    trainer.train(0, 2)
+    assert all(a is b for a, b in zip(seen, data, strict=True))
+
+
 def test_an_iterator_that_is_let_go_by_hand_is_made_anew():
     drawn = []
 

@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 def _of_step(name: str, path: str, doc: str) -> Any:
-    """A property that is there from the gradients of an iteration to its save point."""
-    get = attrgetter(path)
+    """A property that is there until the save point of an iteration."""
+    source, get = attrgetter(path.partition(".")[0]), attrgetter(path)
 
     def read(trainer: Any) -> Any:
-        if trainer._losses is None:
+        if source(trainer) is None:
             raise RuntimeError(
                 f"trainer.{name} is there in after_backward, and in after_step of hooks above the save point, which a "
                 "resumed run does not call again below it; register the hook with a priority of at most NORMAL, or "
