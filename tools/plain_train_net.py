@@ -19,7 +19,7 @@ from trainkit.data import build_test_loader, build_train_loader, iters_per_epoch
 from trainkit.engine import default_argument_parser, default_setup, default_writers, fast_dev_config, user_errors_exit
 from trainkit.evaluation import build_evaluator, inference_on_dataset, print_csv_format
 from trainkit.modeling import build_model
-from trainkit.solver import build_gradient_clipper, build_lr_scheduler, build_optimizer
+from trainkit.solver import build_lr_scheduler, build_optimizer
 from trainkit.utils.device import move_to_device, resolve_device
 from trainkit.utils.events import EventStorage
 
@@ -35,7 +35,6 @@ def train(cfg: CfgNode, model: torch.nn.Module) -> dict[str, Any]:
     data_loader = build_train_loader(cfg)
     cfg = resolve_lengths(cfg, iters_per_epoch(data_loader))
     scheduler = build_lr_scheduler(cfg, optimizer)
-    clip_gradients = build_gradient_clipper(cfg)
     max_iter, device = cfg.SOLVER.MAX_ITER, resolve_device(cfg.MODEL.DEVICE)
     checkpointer = PeriodicCheckpointer(
         Checkpointer(model, cfg.OUTPUT_DIR, optimizer=optimizer, scheduler=scheduler),
@@ -52,8 +51,6 @@ def train(cfg: CfgNode, model: torch.nn.Module) -> dict[str, Any]:
             loss = sum(losses.values())
             optimizer.zero_grad()
             loss.backward()
-            if clip_gradients is not None:
-                clip_gradients(model.parameters())
             storage.put_scalars(total_loss=loss.item(), **{name: value.item() for name, value in losses.items()})
             storage.put_scalar("lr", optimizer.param_groups[0]["lr"], smoothing_hint=False)
             optimizer.step()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from trainkit.engine.finite import prepare_to_skip
 from trainkit.engine.step import SimpleTrainer
+from trainkit.solver.clipping import already_clipped
 from trainkit.utils.losses import Losses
 
 logger = logging.getLogger(__name__)
@@ -102,7 +103,8 @@ class AMPTrainer(SimpleTrainer):
         if not self.grad_scaler.is_enabled():
             super().update()
             return
-        self.grad_scaler.step(self.optimizer)
+        with already_clipped(self.optimizer, self.clip_gradients):
+            self.grad_scaler.step(self.optimizer)
         self.grad_scaler.update()
         self._unscaled = False
 

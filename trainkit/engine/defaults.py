@@ -539,15 +539,12 @@ class DefaultTrainer(TrainerBase):
     ) -> SimpleTrainer:
         device = device_of(model)
         on_accelerator = device is not None and device.type != "cpu"
-        clipper = build_gradient_clipper(cfg)
-        if clipper is not None and getattr(optimizer, "gradient_clipper", None) == clipper:
-            clipper = None  # maybe_add_gradient_clipping has attached it to the optimizer
         arguments: dict[str, Any] = {
             "gather_metric_period": cfg.LOG.GATHER_PERIOD,
             "zero_grad_before_forward": cfg.SOLVER.ZERO_GRAD_BEFORE_FORWARD,
             "async_write_metrics": on_accelerator if cfg.LOG.ASYNC is None else cfg.LOG.ASYNC,
             "accumulation_steps": cfg.SOLVER.ACCUMULATION_STEPS,
-            "clip_gradients": clipper,
+            "clip_gradients": build_gradient_clipper(cfg),
             "non_finite": cfg.SOLVER.NON_FINITE.POLICY,
             "max_non_finite_in_row": cfg.SOLVER.NON_FINITE.MAX_IN_ROW,
         }

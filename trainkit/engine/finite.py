@@ -100,10 +100,7 @@ class FiniteCheck:
 
     def _mark_gradients(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Set the flag of each device where a gradient is not finite; those of shards are the same on all ranks."""
-        groups = getattr(optimizer, "param_groups", None)
-        if groups is None:  # of a wrapper, maybe
-            groups = [{"params": model.parameters()}]
-        parameters = [parameter for group in groups for parameter in group["params"]]
+        parameters = parameters_of(optimizer, model)
         # to look at the device of each takes longer than to see that they are the same as in the last step
         if len(parameters) != len(self._parameters) or not all(map(operator.is_, parameters, self._parameters)):
             self._parameters, self._groups = parameters, _by_kind(parameters)
@@ -181,6 +178,14 @@ class FiniteCheck:
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         self.skipped, self.in_row = state_dict.get("skipped", 0), state_dict.get("in_row", 0)
+
+
+def parameters_of(optimizer: Any, model: nn.Module) -> list[Tensor]:
+    """Those of the optimizer, in its order; those of the model for a wrapper that does not show them."""
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is None:
+        return [*model.parameters()]
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def _by_kind(parameters: Iterable[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:

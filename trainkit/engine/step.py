@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainkit.engine.feed import Feed
-from trainkit.engine.finite import FiniteCheck, NonFinitePolicy, prepare_to_skip
+from trainkit.engine.finite import FiniteCheck, NonFinitePolicy, parameters_of, prepare_to_skip
 from trainkit.engine.forwarding import check_exchange, forwarded
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.metrics import STORED_BESIDE_LOSSES, LaterCalls, MetricPath, StepRecord, mean_losses, write_metrics
 from trainkit.engine.parallel import settle_buckets, without_gradient_sync
+from trainkit.solver.clipping import already_clipped
 from trainkit.solver.hyper_parameters import check_saved_groups, describe_changes, hyper_parameters
 from trainkit.utils.device import device_of, first_tensor
 from trainkit.utils.events import get_event_storage, has_event_storage
@@ -97,8 +98,9 @@ class SimpleTrainer(TrainerBase):
                 An error there ends the run one log period later at most. On a CPU there is nothing to wait for.
             accumulation_steps: micro-batches per iteration; equals one batch of so many times the size for losses
                 that are means over the batch.
-            clip_gradients: called with the parameters between ``after_backward`` and the update, such as
-                `trainkit.solver.GradientClipper`; what it returns, shape ``[]``, is stored as ``grad_norm``.
+            clip_gradients: called with the optimizer's parameters between ``after_backward`` and the update, such as
+                `trainkit.solver.GradientClipper`; what it returns, shape ``[]``, is stored as ``grad_norm``. An
+                optimizer that clips by the same rule does not clip again.
             non_finite: what to do if the total loss, or a gradient after ``after_backward``, is not finite. "raise"
                 ends the run. "skip" leaves the update out on all ranks, with what the forward pass has done to the
                 model's buffers; ``skipped_updates`` in the storage is their number so far. "ignore" looks at nothing.
@@ -220,11 +222,14 @@ class SimpleTrainer(TrainerBase):
     def judge_gradients(self, losses: Losses) -> dict[str, Tensor]:
         """Flag what is not finite, and clip the gradients; returns what is worth storing of that, on the device."""
         self.finite.flag_update(self.model, self.optimizer, losses.total)
-        norm = None if self.clip_gradients is None else self.clip_gradients(self.model.parameters())
+        if self.clip_gradients is None:
+            return {}
+        norm = self.clip_gradients(parameters_of(self.optimizer, self.model))
         return {} if norm is None else {"grad_norm": norm}
 
     def update(self) -> None:
-        self.finite.step(self.optimizer)
+        with already_clipped(self.optimizer, self.clip_gradients):
+            self.finite.step(self.optimizer)
 
     # ------------------------------------------------------------------ parts that may be replaced between runs
 

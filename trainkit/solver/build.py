@@ -64,8 +64,8 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     The other keys of ``SOLVER.OPTIMIZER`` are its constructor arguments in upper case; None means not given. ``LR`` and
     ``WEIGHT_DECAY`` there win over ``SOLVER.BASE_LR`` and ``SOLVER.WEIGHT_DECAY``; SGD takes ``SOLVER.MOMENTUM`` and
     ``SOLVER.NESTEROV`` likewise. Without ``FUSED`` or ``FOREACH``, a class runs in its fused implementation
-    where that works for all parameters, else on an accelerator in its foreach one. Gradients are not clipped: the
-    trainer does that.
+    where that works for all parameters, else on an accelerator in its foreach one. With ``SOLVER.CLIP_GRADIENTS`` its
+    ``step()`` clips, see `maybe_add_gradient_clipping`.
 
     Raises:
         ConfigError: the optimizer or one of its arguments is unknown, or it refuses a value; likewise the rules for
@@ -98,7 +98,7 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     )
     if len(optimizer.param_groups) > 1:
         _logger.info("Parameter groups:\n%s", describe_param_groups(optimizer, model))
-    return optimizer
+    return maybe_add_gradient_clipping(cfg, optimizer)
 
 
 def _build_groups(cfg: CfgNode, model: nn.Module, lr: float, weight_decay: float | None) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Gradient clipping: a callable for training loops, and the same as a part of an optimizer."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar, overload
@@ -16,6 +17,7 @@ from trainkit.utils.numbers import is_number
 from trainkit.utils.sharding import whole
 
 _OptimizerT = TypeVar("_OptimizerT", bound=Optimizer)
+_CLIPPED_BY = "_gradients_are_clipped_by"
 
 
 class GradientClipType(Enum):
@@ -99,11 +101,11 @@ def maybe_add_gradient_clipping(cfg: CfgNode, optimizer: type[_OptimizerT]) -> t
 @overload
 def maybe_add_gradient_clipping(cfg: CfgNode, optimizer: _OptimizerT) -> _OptimizerT: ...
 def maybe_add_gradient_clipping(cfg: CfgNode, optimizer: Any) -> Any:
-    """Let an optimizer clip by ``SOLVER.CLIP_GRADIENTS`` at the start of each step, for loops that do not clip.
+    """Let an optimizer clip by ``SOLVER.CLIP_GRADIENTS`` at the start of each step; `build_optimizer` calls this.
 
-    trainkit's trainers clip themselves. Under a ``GradScaler``, a fused optimizer gets gradients that are still scaled,
-    so ``scaler.unscale_(optimizer)`` has to come before ``scaler.step(optimizer)``; without it the step raises
-    RuntimeError. Gradients that a closure computes during the step are not clipped.
+    A trainer that has clipped by the same rule uses `already_clipped`. Under a ``GradScaler``, a fused optimizer gets
+    gradients that are still scaled, so ``scaler.unscale_(optimizer)`` has to come before ``scaler.step(optimizer)``;
+    without it the step raises RuntimeError. Gradients that a closure computes during the step are not clipped.
 
     Args:
         optimizer: an instance or a class.
@@ -142,6 +144,8 @@ def _clipping_subclass(optimizer_class: type[Optimizer], clipper: GradientClippe
 
 def _clip_before_step(optimizer: Optimizer, clipper: GradientClipper) -> None:
     def clip(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if getattr(optimizer, _CLIPPED_BY, None) == clipper:
+            return
         # GradScaler.step leaves this attribute with an optimizer that unscales by itself, in its fused kernel.
         if getattr(optimizer, "grad_scale", None) is not None:
             raise RuntimeError(
@@ -152,3 +156,16 @@ def _clip_before_step(optimizer: Optimizer, clipper: GradientClipper) -> None:
 
     optimizer.register_step_pre_hook(clip)
     optimizer.gradient_clipper = clipper  # type: ignore[attr-defined]
+
+
+@contextmanager
+def already_clipped(optimizer: Any, clipper: Any) -> Iterator[None]:
+    """In here the optimizer does not clip by the rule of ``clipper``, by which its gradients are clipped already."""
+    if clipper is None or getattr(optimizer, "gradient_clipper", None) != clipper:
+        yield
+        return
+    setattr(optimizer, _CLIPPED_BY, clipper)
+    try:
+        yield
+    finally:
+        delattr(optimizer, _CLIPPED_BY)

@@ -1,0 +1,140 @@
+"""Clients that take their optimizer from ``build_optimizer`` and expect that its ``step()`` clips."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.job import tiny_cfg
+from tests.engine.tiny import Regression, batches, scalars
+from trainkit.config import get_cfg
+from trainkit.engine import AMPTrainer, DefaultTrainer, SimpleTrainer
+from trainkit.solver import GradientClipper, build_lr_scheduler, build_optimizer
+from trainkit.utils.events import EventStorage
+
+
+def clip(clip_type, value):
+    options = {"ENABLED": True, "CLIP_TYPE": clip_type, "CLIP_VALUE": value}
+    return [item for key, option in options.items() for item in (f"SOLVER.CLIP_GRADIENTS.{key}", option)]
+
+
+def clipping_cfg(clip_type, value, *options):
+    cfg = get_cfg()
+    cfg.merge_from_list(["SOLVER.BASE_LR", 1.0, "SOLVER.MOMENTUM", 0.0, "SOLVER.WEIGHT_DECAY", 0.0])
+    cfg.merge_from_list([*clip(clip_type, value), *options])
+    return cfg
+
+
+class Steep(nn.Module):
+    """Its gradient is a million."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, batch):
+        return {"loss": self.weight * 1e6}
+
+
+@pytest.mark.parametrize("trainer_class", [SimpleTrainer, AMPTrainer])
+def test_a_simple_trainer_moves_a_weight_by_no_more_than_the_clipped_gradient(trainer_class):
+    model = Steep()
+    options = {"precision": torch.bfloat16} if trainer_class is AMPTrainer else {}
+    trainer_class(model, [0, 0], build_optimizer(clipping_cfg("value", 1e-3), model), **options).train(0, 1)
+    assert model.weight.item() == pytest.approx(-1e-3)
+
+
+def test_under_a_gradient_scaler_the_true_gradients_are_clipped():
+    model = Regression()
+    before = model.linear.weight.clone()
+    trainer = AMPTrainer(model, batches(1), build_optimizer(clipping_cfg("value", 1e-3), model), loss_scale=1024.0)
+    trainer.train(0, 1)
+    torch.testing.assert_close((model.linear.weight - before).abs(), torch.full((1, 3), 1e-3))
+
+
+def test_a_plain_loop_with_a_schedule_and_full_model_clipping_trains_as_one_that_clips_itself():
+    def trained(cfg, clipper=None):
+        model = Regression()
+        optimizer = build_optimizer(cfg, model)
+        scheduler = build_lr_scheduler(cfg, optimizer)
+        with EventStorage():
+            for batch in batches(6):
+                optimizer.zero_grad()
+                model(batch).backward()
+                if clipper is not None:
+                    clipper(parameter for group in optimizer.param_groups for parameter in group["params"])
+                optimizer.step()
+                scheduler.step()
+        return [*model.parameters()]
+
+    schedule = ["SOLVER.WARMUP_ITERS", 2, "SOLVER.STEPS", (4,), "SOLVER.MAX_ITER", 6]
+    cfg = clipping_cfg("full_model", 0.1, *schedule)
+    off = clipping_cfg("full_model", 0.1, *schedule, "SOLVER.CLIP_GRADIENTS.ENABLED", False)
+    assert all(map(torch.equal, trained(cfg), trained(off, GradientClipper("full_model", 0.1))))
+    assert not any(map(torch.equal, trained(cfg), trained(off)))
+
+
+def norms_at_the_step(optimizer):
+    """Of the gradients that each update has seen."""
+    norms = []
+
+    def note(optimizer, args, kwargs):
+        grads = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+        norms.append(nn.utils.get_total_norm(grads).item())
+
+    optimizer.register_step_post_hook(note)
+    return norms
+
+
+@pytest.mark.parametrize("given", [None, GradientClipper("full_model", 0.01), GradientClipper("value", 1e-3)])
+def test_a_trainer_that_clips_by_the_same_rule_does_it_instead_of_the_optimizer(given):
+    model = Regression()
+    optimizer = build_optimizer(clipping_cfg("full_model", 0.01), model)
+    norms = norms_at_the_step(optimizer)
+    trainer = SimpleTrainer(model, itertools.cycle(batches(2)), optimizer, clip_gradients=given)
+    trainer.train(0, 2)
+    limit = 0.01 if given is None or given.clip_type.value == "full_model" else 2e-3
+    assert norms == [pytest.approx(limit, rel=1e-3)] * 2
+    assert ("grad_norm" in trainer.storage.histories()) is (given is not None)
+    optimizer.zero_grad()
+    (model(batches(1)[0]) * 1000).backward()
+    optimizer.step()  # outside of the trainer it clips again
+    assert norms[-1] <= 0.01 * 1.001
+
+
+class OwnStep(DefaultTrainer):
+    """Steps the optimizer itself, as trainers of unbiased-teacher do."""
+
+    def run_step(self):
+        batch = next(self._trainer._data_loader_iter)
+        losses = self.model(batch)
+        self.optimizer.zero_grad()
+        sum(losses.values()).backward()
+        self._trainer._write_metrics(losses, 0.0)
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("trainer_class", [DefaultTrainer, OwnStep])
+def test_a_default_trainer_clips_whoever_makes_its_step(tmp_path, trainer_class):
+    trainer = trainer_class(tiny_cfg(tmp_path, *clip("full_model", 1e-3)))
+    norms = norms_at_the_step(trainer.optimizer)
+    trainer.train()
+    assert norms == [pytest.approx(1e-3, rel=1e-3)] * 10
+    has_norm = "grad_norm" in trainer.storage.histories()
+    assert has_norm is (trainer_class is DefaultTrainer)
+    if has_norm:
+        assert min(value for value, _ in scalars(trainer)["grad_norm"]) > 0.01  # that before clipping
+
+
+def test_a_clipped_run_resumes_bit_for_bit(tmp_path):
+    def run(folder, max_iter, resume=False):
+        torch.manual_seed(4 if resume else 3)
+        trainer = DefaultTrainer(tiny_cfg(folder, *clip("norm", 1e-2), "SOLVER.MAX_ITER", max_iter))
+        trainer.resume_or_load(resume=resume)
+        trainer.train()
+        return [*trainer.model.parameters()]
+
+    whole = run(tmp_path / "whole", 10)
+    run(tmp_path / "parts", 5)
+    assert all(map(torch.equal, whole, run(tmp_path / "parts", 10, resume=True)))
