@@ -188,6 +188,33 @@ def test_repeat_factors_follow_the_rarest_category_of_a_sample():
         factors(samples, -0.1)
 
 
+def test_repeat_factors_of_detectron2s_dicts_are_those_of_their_categories():
+    factors = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency
+    categories = [[0], [0, 0], [0, 1], [0, 2], [2], [], [], []]
+    dicts = [{"file_name": "a", "annotations": [{"category_id": c} for c in sample]} for sample in categories]
+    assert factors(dicts, 0.5).tolist() == pytest.approx([1, 1, 2, 2**0.5, 2**0.5, 1, 1, 1])
+    assert torch.equal(factors(dicts, 0.5), factors(categories, 0.5))
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        {"file_name": "a"},
+        {"annotations": [{"bbox": [0, 0, 1, 1]}]},
+        {"annotations": 3},
+        [{"category_id": 0}],
+        "cat",
+        torch.tensor([0, 1]),
+        7,
+    ],
+    ids=str,
+)
+def test_a_sample_that_is_neither_form_is_an_error_that_shows_it(sample):
+    with pytest.raises(TypeError, match="sample 1 of dataset_dicts must be its categories, such as") as caught:
+        RepeatFactorTrainingSampler.repeat_factors_from_category_frequency([[0], sample], 0.5)
+    assert repr(sample) in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("size", "shares"),
     [(9, [[0, 1, 2], [3, 4], [5, 6], [7, 8]]), (2, [[0], [1], [], []]), (4, [[0], [1], [2], [3]])],

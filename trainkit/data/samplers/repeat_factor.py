@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,7 +46,7 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
 
     @staticmethod
     def repeat_factors_from_category_frequency(
-        dataset_dicts: Sequence[Collection[Hashable]], repeat_thresh: float, sqrt: bool = True
+        dataset_dicts: Sequence[Collection[Hashable] | Mapping[str, Any]], repeat_thresh: float, sqrt: bool = True
     ) -> torch.Tensor:
         """Factors by the rarest category of each sample, float32 ``[N]``, >= 1.
 
@@ -54,15 +55,17 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
         and Girshick, "LVIS" (CVPR 2019), section on repeat factor sampling.
 
         Args:
-            dataset_dicts: the categories of each sample; a repeated one counts once.
+            dataset_dicts: the categories of each sample; a repeated one counts once. Or detectron2's dict of a sample:
+                ``{"annotations": [{"category_id": 0}, ...]}``.
             repeat_thresh: t, the frequency below which a category is repeated; 0 repeats none.
 
         Raises:
             ValueError: the threshold is negative.
+            TypeError: a sample has neither form.
         """
         if not repeat_thresh >= 0:
             raise ValueError(f"repeat_thresh must be >= 0, got {repeat_thresh}")
-        samples = [set(categories) for categories in dataset_dicts]
+        samples = [_categories(sample, i) for i, sample in enumerate(dataset_dicts)]
         counts = Counter(category for categories in samples for category in categories)
         ratios = {category: repeat_thresh * len(samples) / count for category, count in counts.items()}
         factors = {category: max(1.0, math.sqrt(ratio) if sqrt else ratio) for category, ratio in ratios.items()}
@@ -103,3 +106,17 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
             end += int(self._repeats(new_generator(self.seed, 0, epoch)).sum())
         self._located = epoch, start, end
         return epoch, position - start
+
+
+def _categories(sample: Any, i: int) -> set[Hashable]:
+    try:
+        if isinstance(sample, Mapping):
+            return {annotation["category_id"] for annotation in sample["annotations"]}
+        if not isinstance(sample, str | bytes | torch.Tensor):  # the elements of a tensor are never equal in a set
+            return set(sample)
+    except (LookupError, TypeError):
+        pass
+    raise TypeError(
+        f"sample {i} of dataset_dicts must be its categories, such as [0, 2], or a dict "
+        f"{{'annotations': [{{'category_id': 0}}, ...]}}, got {sample!r:.200}"
+    )
