@@ -62,6 +62,14 @@ def test_results_within_their_tolerance_are_accepted():
     assert verify_results(expecting(), {})
 
 
+def test_agreement_is_logged_only_where_something_was_expected(caplog):
+    caplog.set_level("INFO")
+    verify_results(expecting(), RESULTS)
+    assert not caplog.messages
+    verify_results(expecting(("classification", "top1", 99.0, 0.5)), RESULTS)
+    assert caplog.messages == ["Results agree with TEST.EXPECTED_RESULTS"]
+
+
 @pytest.mark.parametrize(
     ("entry", "results", "said"),
     [
