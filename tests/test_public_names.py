@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 PUBLIC = {
-    "trainkit.checkpoint": {"CheckpointError", "Checkpointer", "PeriodicCheckpointer"},
+    "trainkit.checkpoint": {"CheckpointError", "Checkpointer", "PeriodicCheckpointer", "load_trusted_pickle"},
     "trainkit.config": {
         "CfgNode",
         "ConfigError",

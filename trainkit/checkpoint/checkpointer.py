@@ -11,6 +11,7 @@ from concurrent import futures
 from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage, nn
@@ -25,7 +26,7 @@ from trainkit.checkpoint.folder import (
     choose_and_read,
     find_checkpoint,
 )
-from trainkit.checkpoint.matching import Differences, strip_wrapper_prefix
+from trainkit.checkpoint.matching import Differences, strip_wrapper_prefix, table_of
 from trainkit.checkpoint.ranks import KEY as RANKS
 from trainkit.checkpoint.ranks import gather_rank_states, take_rank_state
 from trainkit.checkpoint.shards import KEY as SHARDS
@@ -78,6 +79,9 @@ class Checkpointer:
     A persistent buffer that the model makes after this was built, as in its first forward pass, is made again when the
     file is loaded. What else is new in the model by then is named in a warning.
 
+    A subclass that converts weights from elsewhere overrides one of fvcore's methods: ``_load_file(filename)``,
+    ``_load_model(checkpoint)``, ``_convert_ndarray_to_tensor(state_dict)``, ``_log_incompatible_keys(incompatible)``.
+
     Args:
         model: data-parallel wrappers are removed.
         save_dir: made when first needed; with ``""`` there is no saving and no resuming.
@@ -107,6 +111,7 @@ class Checkpointer:
         self._group_name = f"checkpointer {next(_numbers)}"  # two may write at the same time
         self._writing: futures.Future[None] | None = None
         self._memory: list[UntypedStorage] = []  # of the last copy, for the next one
+        self._source = "the checkpoint", False  # that is being loaded, and whether it has to fit
         # what has to be on the disk at the end: the last tagged file, and all untagged ones
         self._tagged, self._untagged = "", set[str]()
         self._last_entries: dict[str, Any] = {}  # of the tagged one, on every rank
@@ -417,7 +422,7 @@ class Checkpointer:
             return {}
         path = os.fspath(path)
         self._finish_writing()
-        state = read_file(path)
+        state = self._load_file(path)
         verify_shards(state, path)
         return self._apply(state, path, keys, strict)
 
@@ -442,7 +447,7 @@ class Checkpointer:
         if not path:
             return self.load(path, checkpointables=[])
         path = os.fspath(path)
-        return self._apply(_read_on_all_ranks(path), path, [], strict=False)
+        return self._apply(self._read_on_all_ranks(path), path, [], strict=False)
 
     def _choose_and_read(self) -> tuple[str, dict[str, Any]]:
         """The path and what is in the file, on every rank."""
@@ -453,7 +458,7 @@ class Checkpointer:
                 return "", None
             if self.save_to_disk and os.path.isdir(self.save_dir) and not is_owned_by_another(self.save_dir):
                 remove_leftovers(self.save_dir)
-            return choose_and_read(self.save_dir, broken)
+            return choose_and_read(self.save_dir, broken, self._load_file)
 
         while True:
             path, state = _together(choose, is_of_one=True)
@@ -461,7 +466,7 @@ class Checkpointer:
             if not path:
                 return "", {}
             try:
-                return path, _read_on_all_ranks(path, state)
+                return path, self._read_on_all_ranks(path, state)
             except _DamagedShards as error:
                 broken[path] = str(error)
 
@@ -477,15 +482,23 @@ class Checkpointer:
         for obj in self.checkpointables.values():
             if hasattr(obj, "after_load"):
                 obj.after_load(state)
-        weights = state.pop("model")
         absent = [key for key in keys if key not in state]
         if absent and strict:
-            held = f"only weights and {sorted(map(str, state))}" if state else "weights only"
+            others = sorted(map(str, state.keys() - {"model"}))
+            held = f"only weights and {others}" if others else "weights only"
             raise CheckpointError(
                 f"'{path}' cannot be resumed: it holds {held}, no state for {absent}. To start a new run from its "
                 "weights, set MODEL.WEIGHTS to this file and leave out --resume"
             )
-        self._load_model(weights, path, strict, state.pop(_NEW_BUFFERS, None))
+        former, self._source = self._source, (path, strict)
+        try:
+            incompatible = self._load_model(state)
+            if incompatible is not None:
+                self._log_incompatible_keys(incompatible)
+        finally:
+            self._source = former
+        for key in ("model", _NEW_BUFFERS):  # which an overridden method may have left there
+            state.pop(key, None)
         if absent:
             _logger.warning("'%s' holds no state for %s, which stay as they are", path, absent)
         for key in keys:
@@ -501,7 +514,24 @@ class Checkpointer:
         _logger.info("Loaded %s", path)
         return state
 
-    def _load_model(self, weights: Mapping[str, Any], path: str, strict: bool, new_buffers: Any) -> None:
+    def _load_file(self, filename: str) -> dict[str, Any]:
+        """What is in a file: the weights under "model", or nothing else than them.
+
+        Override it to read other formats or to rename weights; `load_trusted_pickle` reads what this refuses. It is
+        called on each rank, also when a run is resumed.
+        """
+        return read_file(filename)
+
+    def _load_model(self, checkpoint: dict[str, Any]) -> Any:
+        """Load ``checkpoint.pop("model")`` into the model; numpy arrays in it become tensors.
+
+        Returns:
+            An object with the lists ``missing_keys``, ``unexpected_keys`` and ``incorrect_shapes``, which
+            ``_log_incompatible_keys`` gets; or None, to log nothing.
+        """
+        path, strict = self._source
+        weights, new_buffers = checkpoint.pop("model"), checkpoint.pop(_NEW_BUFFERS, None)
+        self._convert_ndarray_to_tensor(weights)
         weights = strip_wrapper_prefix(weights, self.model)
         own = self.model.state_dict()
         named = [name for name in new_buffers if isinstance(name, str)] if isinstance(new_buffers, list) else []
@@ -509,7 +539,8 @@ class Checkpointer:
         new = [name for name in fit if can_take_buffer(self.model, name)]
         own.update((name, weights[name]) for name in new)
         differences = Differences(weights, own)
-        nothing_fits = len(differences.unexpected) + len(differences.mismatched) == len(weights)
+        mismatched = {key for key, _, _ in differences.incorrect_shapes}
+        nothing_fits = len(differences.unexpected_keys) + len(mismatched) == len(weights)
         if differences and (strict or nothing_fits):
             raise CheckpointError(
                 f"'{path}' holds another model than this one:\n{differences.table()}\n"
@@ -520,18 +551,45 @@ class Checkpointer:
         fitting = {
             key: shard_like(value, own[key]) if is_sharded(own.get(key)) else value
             for key, value in weights.items()
-            if key not in differences.mismatched
+            if key not in mismatched
         }
         try:
             self.model.load_state_dict(fitting, strict=False)
         except RuntimeError as error:  # such as of a sparse tensor
             raise CheckpointError(f"'{path}' does not fit the model; name another file: {error}") from error
-        if differences:
+        return differences
+
+    def _convert_ndarray_to_tensor(self, state_dict: dict[str, Any]) -> None:
+        """Replace the numpy arrays in ``state_dict``, in place."""
+        for key, value in state_dict.items():
+            if isinstance(value, np.ndarray | np.generic):
+                state_dict[key] = torch.as_tensor(value)
+
+    def _log_incompatible_keys(self, incompatible: Any) -> None:
+        """Log what ``_load_model`` has returned."""
+        if table := table_of(incompatible):
             _logger.warning(
                 "Some weights in '%s' do not fit the model:\n%s\n"
                 "What is missing or mismatched stays as it was; to load all, build the model of the file",
-                *(path, differences.table()),
+                *(self._source[0], table),
             )
+
+    def _read_on_all_ranks(self, path: str, state: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Read and verify the same file on every rank; one that has its ``state`` already does not read it again.
+
+        Raises:
+            CheckpointError: on every rank, if one of them cannot read it.
+            _DamagedShards: on every rank; each looks at a part of the files.
+        """
+        found = _together(lambda: self._load_file(path) if state is None else state)
+        error = ""
+        try:
+            verify_shards(found, path, part=comm.get_rank(), num_parts=comm.get_world_size())
+        except CheckpointError as failure:
+            error = str(failure)
+        if errors := [text for text in comm.all_gather(error) if text]:
+            raise _DamagedShards(errors[0])
+        return found
 
 
 class _DamagedShards(CheckpointError):
@@ -554,24 +612,6 @@ def _together(call: Callable[[], _T], group: "dist.ProcessGroup | None" = None, 
     if errors := [text for text in comm.all_gather(error, group=group) if text]:
         raise CheckpointError("; ".join(errors))
     return cast(_T, result)
-
-
-def _read_on_all_ranks(path: str, state: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Read and verify the same file on every rank; one that has its ``state`` already does not read it again.
-
-    Raises:
-        CheckpointError: on every rank, if one of them cannot read it.
-        _DamagedShards: on every rank; each looks at a part of the files.
-    """
-    found = _together(lambda: read_file(path) if state is None else state)
-    error = ""
-    try:
-        verify_shards(found, path, part=comm.get_rank(), num_parts=comm.get_world_size())
-    except CheckpointError as failure:
-        error = str(failure)
-    if errors := [text for text in comm.all_gather(error) if text]:
-        raise _DamagedShards(errors[0])
-    return found
 
 
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:

@@ -57,6 +57,32 @@ def read_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[s
     return state
 
 
+def load_trusted_pickle(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a pickle, or any file of ``torch.save``. **It runs the code that is in the file**: whoever wrote it can do
+    here what you can do. For an overridden `Checkpointer._load_file`, and files that you trust.
+
+    Raises:
+        CheckpointError: the file is missing or damaged, needs a class that cannot be imported, or holds no dict.
+    """
+    path = os.fspath(path)
+    with _opened(path) as file:
+        is_archive = file.read(2) == b"PK"
+        file.seek(0)
+        try:
+            state = None if is_archive else pickle.load(file, encoding="latin1")  # of Python 2, as many are
+            if is_archive or state == torch.serialization.MAGIC_NUMBER:
+                file.seek(0)
+                state = torch.load(file, map_location="cpu", weights_only=False)
+        except Exception as error:  # whatever its code raises
+            raise CheckpointError(
+                f"'{path}' cannot be read as a pickle: {type(error).__name__}: {error}; install what it needs, or use "
+                "another file"
+            ) from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"'{path}' holds a {type(state).__name__}; a checkpoint is a dict")
+    return state
+
+
 def is_ours(path: str | os.PathLike[str]) -> bool:
     """Whether a file says that it was written by :func:`write_file`; it is not verified."""
     try:
@@ -126,8 +152,10 @@ def _unpickle(file: io.BufferedReader, path: str, map_location: Any) -> Any:
         # Not chained: torch's message recommends to load without protection.
         raise CheckpointError(
             f"'{path}' is refused: {reason}. Only tensors and plain Python values are accepted, because anything "
-            "else runs code from the file"
+            "else runs code from the file. If you trust it, convert it by tools/convert_checkpoint.py"
         ) from None
     except Exception as error:  # torch raises many types on damaged archives
         reason = str(error).partition(". ")[0] or "it is empty, or ends too early"
+        if "pickle protocol" in reason:  # of another program
+            reason += ". If you trust it, convert it by tools/convert_checkpoint.py"
         raise CheckpointError(f"'{path}' is damaged or not a file of torch.save: {reason}") from error

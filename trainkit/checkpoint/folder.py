@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainkit.checkpoint.atomic import CheckpointError
@@ -96,11 +96,14 @@ def choose(folder: str) -> str:
     return choose_and_read(folder)[0]
 
 
-def choose_and_read(folder: str, known_as_broken: Mapping[str, str] | None = None) -> tuple[str, Any]:
+def choose_and_read(
+    folder: str, known_as_broken: Mapping[str, str] | None = None, read: Callable[[str], Any] = read_file
+) -> tuple[str, Any]:
     """The same, and what is in it: one reading verifies and loads the file, but not what is in the files of its shards.
 
     Args:
         known_as_broken: path -> what is wrong with it.
+        read: reads a file.
 
     Raises:
         CheckpointError: as `choose`.
@@ -111,7 +114,7 @@ def choose_and_read(folder: str, known_as_broken: Mapping[str, str] | None = Non
         try:
             if known_as_broken and path in known_as_broken:
                 raise CheckpointError(known_as_broken[path])
-            content = read_file(path)
+            content = read(path)
             verify_shards(content, path, num_parts=0)
         except CheckpointError as error:
             broken.append(str(error))

@@ -13,24 +13,42 @@ _MAX_ROWS = 60
 
 
 class Differences:
-    """The keys that a model and a file do not share, with their shapes."""
+    """The keys that a model and a file do not share, with their shapes; the lists have fvcore's names.
+
+    Attributes:
+        incorrect_shapes: (key, shape in the file, shape in the model).
+        shapes: key -> that shape, of what is missing or unexpected.
+    """
 
     def __init__(self, weights: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        self.missing = [key for key in own if key not in weights]
-        self.unexpected = [key for key in weights if key not in own]
-        self.mismatched = [key for key in weights if key in own and not _fits(weights[key], own[key])]
-        self._weights, self._own = weights, own
+        self.missing_keys = [key for key in own if key not in weights]
+        self.unexpected_keys = [key for key in weights if key not in own]
+        self.incorrect_shapes = [
+            (key, _shape(weights[key]), _shape(own[key]))
+            for key in weights
+            if key in own and not _fits(weights[key], own[key])
+        ]
+        self.shapes = {key: _shape(own[key]) for key in self.missing_keys}
+        self.shapes.update((key, _shape(weights[key])) for key in self.unexpected_keys)
 
     def __bool__(self) -> bool:
-        return bool(self.missing or self.unexpected or self.mismatched)
+        return bool(self.missing_keys or self.unexpected_keys or self.incorrect_shapes)
 
     def table(self) -> str:
-        rows = [
-            (kind, key, _shape(self._weights, key), _shape(self._own, key))
-            for kind in ("missing", "unexpected", "mismatched")
-            for key in getattr(self, kind)
-        ]
-        return format_table(rows, headers=("", "key", "shape in the file", "shape in the model"), max_rows=_MAX_ROWS)
+        return table_of(self)
+
+
+def table_of(incompatible: Any) -> str:
+    """A row for each key in the lists of `Differences`, or in fvcore's or torch's of the same names; "" for none."""
+    shapes = getattr(incompatible, "shapes", {})
+    rows: list[tuple[Any, ...]] = [
+        ("missing", key, "-", shapes.get(key, "")) for key in getattr(incompatible, "missing_keys", ())
+    ]
+    rows += [("unexpected", key, shapes.get(key, ""), "-") for key in getattr(incompatible, "unexpected_keys", ())]
+    rows += [("mismatched", *row) for row in getattr(incompatible, "incorrect_shapes", ())]
+    rows = [tuple(str([*cell]) if isinstance(cell, tuple) else cell for cell in row) for row in rows]
+    headers = ("", "key", "shape in the file", "shape in the model")
+    return format_table(rows, headers=headers, max_rows=_MAX_ROWS) if rows else ""
 
 
 def strip_wrapper_prefix(weights: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
@@ -49,10 +67,7 @@ def _fits(value: Any, own: Any) -> bool:
     return isinstance(value, Tensor) and (torch.nn.parameter.is_lazy(own) or value.shape == own.shape)
 
 
-def _shape(values: Mapping[str, Any], key: str) -> str:
-    if key not in values:
-        return "-"
-    value = values[key]
+def _shape(value: Any) -> tuple[int, ...] | str:
     if not isinstance(value, Tensor):
         return type(value).__name__
-    return "lazy" if torch.nn.parameter.is_lazy(value) else str(list(value.shape))
+    return "lazy" if torch.nn.parameter.is_lazy(value) else tuple(value.shape)

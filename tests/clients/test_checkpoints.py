@@ -1,0 +1,252 @@
+"""Checkpointers that convert foreign weights, in the manner of Mask2Former, unbiased-teacher and others."""
+
+import pickle
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.checkpoint.conftest import Counter, linear, weight_of
+from tests.engine.job import tiny_cfg
+from tools import convert_checkpoint
+from trainkit.checkpoint import Checkpointer, CheckpointError, load_trusted_pickle
+from trainkit.engine import DefaultTrainer
+
+
+def arrays(fill, prefix=""):
+    return {f"{prefix}weight": np.full((2, 2), fill, np.float32), f"{prefix}bias": np.full(2, fill, np.float32)}
+
+
+@pytest.fixture
+def zoo_file(tmp_path):
+    """Weights as in a model zoo: numpy arrays under other names, in a pickle."""
+    path = tmp_path / "zoo.pkl"
+    path.write_bytes(pickle.dumps({"model": arrays(3, "backbone."), "__author__": "a zoo"}))
+    return str(path)
+
+
+class Converting(Checkpointer):
+    """Reads the pickles of a zoo, which it trusts, and renames their weights."""
+
+    def _load_file(self, filename):
+        if not filename.endswith(".pkl"):
+            return super()._load_file(filename)
+        loaded = load_trusted_pickle(filename)
+        loaded["model"] = {name.removeprefix("backbone."): value for name, value in loaded["model"].items()}
+        return loaded
+
+
+def test_a_pickle_is_refused_unless_a_subclass_reads_it(zoo_file):
+    model = linear(0)
+    with pytest.raises(
+        CheckpointError, match=r"not a file of torch.save: .*If you trust it, convert it by tools/convert"
+    ):
+        Checkpointer(model).load(zoo_file)
+    assert weight_of(model) == 0
+    assert Converting(model).load(zoo_file) == {"__author__": "a zoo"}
+    assert weight_of(model) == 3
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_an_overridden_load_file_reads_the_first_weights_and_the_checkpoints_of_the_run(zoo_file, tmp_path, resume):
+    read = []
+
+    class Noting(Converting):
+        def _load_file(self, filename):
+            read.append(filename)
+            return super()._load_file(filename)
+
+    if resume:
+        Checkpointer(linear(5), tmp_path, counter=Counter(7)).save("model_final", iteration=9)
+    model, counter = linear(0), Counter()
+    rest = Noting(model, tmp_path, counter=counter).resume_or_load(zoo_file, resume=True)
+    assert (weight_of(model), counter.value) == ((5, 7) if resume else (3, 0))
+    assert rest == ({"iteration": 9} if resume else {"__author__": "a zoo"})
+    assert read == [str(tmp_path / "model_final.pth") if resume else zoo_file]
+
+
+class Filtering(Checkpointer):
+    """Gives the model a new prefix, and says nothing of keys that are expected to be missing."""
+
+    def _load_model(self, checkpoint):
+        self.seen = sorted(checkpoint)
+        weights = checkpoint["model"]
+        checkpoint["model"] = {name.replace("encoder", "backbone"): value for name, value in weights.items()}
+        incompatible = super()._load_model(checkpoint)
+        incompatible.missing_keys.remove("head.bias")
+        incompatible.unexpected_keys[:] = []
+        return incompatible
+
+    def _log_incompatible_keys(self, incompatible):
+        self.logged = incompatible
+        super()._log_incompatible_keys(incompatible)
+
+
+def test_an_overridden_load_model_gets_the_checkpoint_and_gives_the_keys_that_do_not_fit(tmp_path, caplog):
+    model = nn.ModuleDict({"backbone": linear(0), "head": linear(0)})
+    weights = {"encoder.weight": torch.ones(2, 2), "encoder.bias": torch.ones(3), "extra": torch.ones(1)}
+    torch.save({"model": weights, "head": 1}, tmp_path / "other.pth")
+    checkpointer = Filtering(model)
+    assert checkpointer.load(tmp_path / "other.pth") == {"head": 1}
+    assert checkpointer.seen == ["head", "model"]
+    assert weight_of(model["backbone"]) == 1
+    assert checkpointer.logged.missing_keys == ["head.weight"]
+    assert checkpointer.logged.incorrect_shapes == [("backbone.bias", (3,), (2,))]
+    table = caplog.messages[-1]
+    assert "missing     head.weight    -                    [2, 2]" in table
+    assert "mismatched  backbone.bias  [3]                  [2]" in table
+    assert "head.bias" not in table
+    assert "extra" not in table
+
+
+class Incompatible(NamedTuple):
+    missing_keys: list
+    unexpected_keys: list
+    incorrect_shapes: list
+
+
+class StudentOnly(Checkpointer):
+    """Loads into a part of the model by itself."""
+
+    result: object = None
+
+    def _load_model(self, checkpoint):
+        weights = checkpoint.pop("model")
+        self._convert_ndarray_to_tensor(weights)
+        self.model["student"].load_state_dict(weights, strict=False)
+        return self.result
+
+
+def test_a_load_model_of_its_own_may_return_fvcores_tuple_torchs_or_none(tmp_path, caplog):
+    model = nn.ModuleDict({"student": linear(0), "teacher": linear(0)})
+    path = tmp_path / "x.pth"
+    torch.save({"model": dict(linear(4).state_dict())}, path)
+    StudentOnly(model).load(path)
+    assert (weight_of(model["student"]), weight_of(model["teacher"])) == (4, 0)
+    assert not [message for message in caplog.messages if "do not fit" in message]
+
+    checkpointer = StudentOnly(model)
+    checkpointer.result = Incompatible(["a"], ["b"], [("c", (1,), (2, 3))])
+    checkpointer.load(path)
+    rows = [line.split() for line in caplog.messages[-1].splitlines()]
+    assert ["missing", "a", "-"] in rows
+    assert ["unexpected", "b", "-"] in rows
+    assert ["mismatched", "c", "[1]", "[2,", "3]"] in rows
+
+    checkpointer.result = model["student"].load_state_dict({"weight": torch.ones(2, 2)}, strict=False)
+    checkpointer.load(path)
+    assert "missing  bias" in caplog.messages[-1]
+
+
+def test_load_model_can_be_called_with_a_dict_of_ones_own():
+    model = linear(0)
+    incompatible = Checkpointer(model)._load_model({"model": arrays(2, "module.")})
+    assert not incompatible
+    assert weight_of(model) == 2
+    with pytest.raises(CheckpointError, match="'the checkpoint' holds another model"):
+        Checkpointer(model)._load_model({"model": arrays(2, "other.")})
+
+
+def test_an_overridden_conversion_of_arrays_is_called(tmp_path):
+    class Halving(Checkpointer):
+        def _convert_ndarray_to_tensor(self, state_dict):
+            super()._convert_ndarray_to_tensor(state_dict)
+            for name, value in state_dict.items():
+                state_dict[name] = value / 2
+
+    model = linear(0)
+    torch.save({"model": dict(linear(6).state_dict())}, tmp_path / "x.pth")
+    Halving(model).load(tmp_path / "x.pth")
+    assert weight_of(model) == 3
+
+
+def test_a_trainer_whose_checkpointer_converts_trains_saves_and_resumes(tmp_path):
+    class Trainer(DefaultTrainer):
+        def __init__(self, cfg):
+            super().__init__(cfg)
+            old = self.checkpointer
+            self.checkpointer = Converting(self._trainer.model, cfg.OUTPUT_DIR, **old.checkpointables)
+
+    def run(folder, max_iter, resume):
+        trainer = Trainer(tiny_cfg(folder, "SOLVER.MAX_ITER", max_iter))
+        weights = {f"backbone.{k}": v.numpy() for k, v in trainer.model.state_dict().items()}
+        weights["backbone.layers.0.bias"] = np.full(8, 9, np.float32)
+        (tmp_path / "zoo.pkl").write_bytes(pickle.dumps({"model": weights}))
+        trainer.checkpointer.resume_or_load(str(tmp_path / "zoo.pkl"), resume=False)
+        assert trainer.model.layers[0].bias.eq(9).all()
+        trainer.resume_or_load(resume=resume)
+        trainer.train()
+        return trainer.model.state_dict()
+
+    torch.manual_seed(3)
+    whole = run(tmp_path / "whole", 10, False)
+    torch.manual_seed(3)
+    run(tmp_path / "parts", 5, False)
+    torch.manual_seed(4)
+    resumed = run(tmp_path / "parts", 10, True)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+# ---------------------------------------------------------------------- pickles that are trusted
+
+
+class Settings:
+    """A class of the other program."""
+
+
+@pytest.mark.parametrize("form", ["pickle", "archive", "legacy"])
+def test_a_trusted_pickle_is_read_in_each_form(tmp_path, form):
+    state, path = {"model": {"weight": torch.ones(2)}, "args": Settings()}, tmp_path / "x.pkl"
+    if form == "pickle":
+        state["model"] = {"weight": np.ones(2)}
+        path.write_bytes(pickle.dumps(state))
+    else:
+        torch.save(state, path, _use_new_zipfile_serialization=form == "archive")
+    loaded = load_trusted_pickle(path)
+    assert isinstance(loaded["args"], Settings)
+    assert loaded["model"]["weight"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "cannot be read as a pickle: EOFError"),
+        (b"no pickle", "cannot be read as a pickle: UnpicklingError"),
+        (
+            b"cno_such_package\nThing\n.",
+            "ModuleNotFoundError: No module named 'no_such_package'; install what it needs",
+        ),
+        (pickle.dumps([1]), "holds a list; a checkpoint is a dict"),
+    ],
+)
+def test_what_cannot_be_read_is_one_error_that_names_the_file(tmp_path, content, message):
+    (tmp_path / "x.pkl").write_bytes(content)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_trusted_pickle(tmp_path / "x.pkl")
+    assert str(tmp_path / "x.pkl") in str(caught.value)
+
+
+def test_the_tool_writes_a_checkpoint_that_anybody_can_load(tmp_path, capsys):
+    source, target = tmp_path / "in.pkl", tmp_path / "out.pth"
+    model = {"weight": np.full((2, 2), 3, ">f4")[::-1], "bias": np.full(2, 3, np.float32)}
+    state = {"model": model, "iteration": np.int64(9), "betas": (0.9, np.float64(0.5)), "args": Settings()}
+    source.write_bytes(pickle.dumps(state))
+    convert_checkpoint.main(convert_checkpoint.parse_args([str(source), str(target)]))
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == f"Code from {source} is run."
+    assert said[1].startswith("Left out: the state at 'args' is <tests.clients.test_checkpoints.Settings object")
+    assert said[2:] == [f"Wrote {target}."]
+    loaded = linear(0)
+    assert Checkpointer(loaded).load(target) == {"iteration": 9, "betas": (0.9, 0.5)}
+    assert weight_of(loaded) == 3
+
+
+def test_the_tool_writes_nothing_where_nothing_can_be_kept(tmp_path, capsys):
+    (tmp_path / "in.pkl").write_bytes(pickle.dumps({"args": Settings()}))
+    with pytest.raises(SystemExit) as end:
+        convert_checkpoint.main(convert_checkpoint.parse_args([str(tmp_path / "in.pkl"), str(tmp_path / "out.pth")]))
+    assert end.value.code == 2
+    assert "holds no entry that can be kept" in capsys.readouterr().err
+    assert not (tmp_path / "out.pth").exists()
