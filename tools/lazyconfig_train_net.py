@@ -50,6 +50,8 @@ logger = logging.getLogger("trainkit.tools.lazyconfig_train_net")
 def setup(args: argparse.Namespace) -> Any:
     """The config of the command line, and everything that has to be set up before training."""
     cfg = LazyConfig.apply_overrides(LazyConfig.load(args.config_file or DEFAULT_CONFIG), args.opts)
+    if args.num_gpus == 0:
+        cfg.train.device = "cpu"
     options = get_cfg()
     options.OUTPUT_DIR, options.MODEL.WEIGHTS = cfg.train.output_dir, cfg.train.init_checkpoint
     options.SEED = -1 if cfg.train.seed is None else cfg.train.seed

@@ -31,6 +31,9 @@ RUN_BY = {
     "tools/analyze_model.py": "tests/docs/test_tools.py::test_a_command_prints_what_the_page_shows",
     "tools/predict.py": "tests/docs/test_tools.py::test_a_command_prints_what_the_page_shows",
     "tools/inspect_checkpoint.py": "tests/docs/test_tools.py::test_a_command_prints_what_the_page_shows",
+    "tools/convert_checkpoint.py": (
+        "tests/clients/test_checkpoints.py::test_the_tool_writes_a_checkpoint_that_anybody_can_load"
+    ),
     "tools/plot_metrics.py": "tests/docs/test_plots.py::test_each_command_writes_what_the_page_says",
     "tools/config_reference.py": "tests/docs/test_config.py::test_the_page_is_what_the_tool_writes_now",
     "tools/chaos.py": "tests/tools/test_chaos.py::test_a_run_killed_three_times_ends_as_one_that_was_left_alone",

@@ -291,7 +291,7 @@ def test_a_rank_that_waits_for_the_others_says_where_and_for_how_many(monkeypatc
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0,), "need at least 1 process per machine"),
+        ((-1,), "need at least 1 process per machine"),
         ((1, 0), "got 1, 0 and 0"),
         ((1, 2, 2), "0 <= machine_rank < num_machines, got 1, 2 and 2"),
         ((1, 2, 0), "several machines need a dist_url"),

@@ -86,7 +86,7 @@ def test_an_unknown_option_ends_with_code_2(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--num-gpus", "0"], "need at least 1 process per machine"),
+        (["--num-gpus", "-1"], "need at least 1 process per machine"),
         (["--num-machines", "2", "--machine-rank", "2"], "0 <= machine_rank < num_machines"),
         (["--num-machines", "2"], "several machines need a dist_url"),
         (["--res"], "unrecognized arguments: --res"),

@@ -5,8 +5,9 @@ import logging
 import re
 from typing import Any
 
-from fvcore.common.config import CfgNode
+import yacs.config
 
+from trainkit.config.config import CfgNode
 from trainkit.config.defaults import get_cfg
 from trainkit.config.errors import ConfigError
 from trainkit.utils.numbers import is_number, is_whole
@@ -63,6 +64,18 @@ _CONFLICTS: tuple[tuple[str, str, str], ...] = (
     ("SOLVER.REFERENCE_BATCH_SIZE", "SOLVER.REFERENCE_WORLD_SIZE", "both scale SOLVER.BASE_LR"),
 )
 _GROUPS = "SOLVER.PARAM_GROUPS"
+
+
+def check_is_ours(cfg: Any) -> None:
+    """
+    Raises:
+        ConfigError: it is a CfgNode of another program, which lacks keys and checks of this one.
+    """
+    if isinstance(cfg, yacs.config.CfgNode) and not isinstance(cfg, CfgNode):
+        raise ConfigError(
+            f"cfg is a {type(cfg).__module__}.CfgNode, which lacks keys of trainkit; use trainkit's get_cfg "
+            "(trainkit.config.get_cfg), and merge your settings into what it gives"
+        )
 
 
 def check_values(cfg: CfgNode, *, warn: bool = True) -> None:

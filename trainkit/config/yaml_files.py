@@ -6,6 +6,7 @@ from typing import IO, Any
 
 import yaml
 
+from trainkit.config.arithmetic import evaluate_arithmetic
 from trainkit.config.errors import ConfigError
 
 BASE_KEY = "_BASE_"  # at the top of a file: the file or files it inherits from
@@ -88,6 +89,19 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+
+def _construct_arithmetic(loader: _Loader, node: yaml.Node) -> Any:
+    """``!!python/object/apply:eval ["2 ** 0.5"]``, as configs of detectron2 have it; nothing is called."""
+    texts = loader.construct_sequence(node) if isinstance(node, yaml.SequenceNode) else []
+    if len(texts) != 1 or not isinstance(texts[0], str):
+        raise _error('eval takes one text in a list, such as ["2 * 3"]; write it so', node.start_mark)
+    try:
+        return evaluate_arithmetic(texts[0])
+    except ValueError as error:
+        raise _error(str(error), node.start_mark) from error
+
+
+_Loader.add_constructor("tag:yaml.org,2002:python/object/apply:eval", _construct_arithmetic)
 
 # YAML 1.1 takes 1e-3 for text, because it has no dot and no sign; a text of that form is then written with quotes.
 for _class in (_Loader, _Dumper):

@@ -25,6 +25,7 @@ from trainkit.config import (
     scale_lr_to_batch,
     scale_workers,
 )
+from trainkit.config.checks import check_is_ours
 from trainkit.data.build import build_test_loader, build_train_loader
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.engine import hooks
@@ -125,6 +126,7 @@ class DefaultTrainer(TrainerBase):
 
     def __init__(self, cfg: CfgNode) -> None:
         super().__init__()
+        check_is_ours(cfg)
         import_modules(cfg.IMPORTS)
         check_values(cfg)
         self._check_names(cfg)

@@ -46,7 +46,8 @@ def launch(
     """Call ``main_func(*args)`` in every process of the run; returns the result of this one, or of the first spawned.
 
     Under torchrun this process is already one of the run, and the other arguments are not needed. Otherwise this
-    machine gets ``num_gpus_per_machine`` processes, spawned if there are several in all. With CUDA each has a device
+    machine gets ``num_gpus_per_machine`` processes, spawned if there are several in all; 0 is this process alone, which
+    `default_setup` leaves on the CPU. With CUDA each has a device
     and they talk over NCCL, else over Gloo.
 
     SIGTERM, SIGHUP and SIGINT are passed on to the spawned processes as one SIGTERM; a second SIGINT kills them.
@@ -71,7 +72,7 @@ def launch(
         return result
     check_processes(num_gpus_per_machine, num_machines, machine_rank, dist_url)
     world_size = num_machines * num_gpus_per_machine
-    if world_size == 1:
+    if world_size <= 1:
         return main_func(*args)
     if dist_url in (None, "auto"):
         dist_url = f"tcp://127.0.0.1:{_free_port()}"
@@ -83,9 +84,9 @@ def check_processes(num_gpus: int, num_machines: int, machine_rank: int, dist_ur
     Raises:
         ValueError: `launch` cannot use these numbers.
     """
-    if num_gpus < 1 or not 0 <= machine_rank < num_machines:
+    if num_gpus < (num_machines > 1) or not 0 <= machine_rank < num_machines:
         raise ValueError(
-            "need at least 1 process per machine (num_gpus) and 0 <= machine_rank < num_machines, got "
+            "need at least 1 process per machine (num_gpus; 0 for the CPU) and 0 <= machine_rank < num_machines, got "
             f"{num_gpus}, {machine_rank} and {num_machines}"
         )
     if num_machines > 1 and dist_url in (None, "auto"):

@@ -10,6 +10,7 @@ from torch.utils.data import default_collate
 from trainkit.checkpoint import Checkpointer
 from trainkit.checkpoint.averaged import AVERAGED_PATH, averaged_weights
 from trainkit.config import CfgNode, ConfigError, import_modules
+from trainkit.config.checks import check_is_ours
 from trainkit.data.transforms import build_transform
 from trainkit.modeling import build_model
 from trainkit.utils.device import device_of, move_to_device
@@ -29,6 +30,7 @@ class DefaultPredictor:
     """
 
     def __init__(self, cfg: CfgNode) -> None:
+        check_is_ours(cfg)
         import_modules(cfg.IMPORTS)
         if not cfg.MODEL.WEIGHTS:
             raise ConfigError("MODEL.WEIGHTS is empty; set it to the checkpoint whose model should predict")

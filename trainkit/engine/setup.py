@@ -21,6 +21,7 @@ from trainkit.checkpoint.file import is_file_of
 from trainkit.checkpoint.folder import choose, find_checkpoint
 from trainkit.checkpoint.shards import FOLDER as SHARD_FOLDER
 from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, import_modules
+from trainkit.config.checks import check_is_ours
 from trainkit.config.yaml_files import load_yaml
 from trainkit.engine.command import RUN_DOES_IT, note_command
 from trainkit.engine.elastic import is_first_to_fail, is_restarted, note_begin
@@ -87,7 +88,10 @@ Examples:
         "--fast-dev-run", action="store_true", help="a few iterations, an evaluation, a save and a load, to find errors"
     )
     parser.add_argument(
-        "--num-gpus", type=int, default=1, help="processes of this machine, each with a GPU if there are any"
+        "--num-gpus",
+        type=int,
+        default=1,
+        help="processes of this machine, each with a GPU if there are any; 0: one on the CPU",
     )
     parser.add_argument("--num-machines", type=int, default=1)
     parser.add_argument("--machine-rank", type=int, default=0, help="number of this machine, from 0")
@@ -157,6 +161,7 @@ def default_setup(cfg: CfgNode, args: Any) -> None:
     Raises:
         ConfigError: a folder cannot be written, a setting is not accepted, or the script ignores an option.
     """
+    check_is_ours(cfg)
     _check_command(cfg, args)
     _check_settings(cfg)  # before anything is moved: a run that cannot start leaves the old one to --resume
     output_dir, checkpoints = Path(cfg.OUTPUT_DIR), Path(checkpoint_dir(cfg))
@@ -265,7 +270,7 @@ def fast_dev_config(cfg: CfgNode) -> CfgNode:
 
 
 def _check_command(cfg: CfgNode, args: Any) -> None:
-    """The script has done what ``--fast-dev-run`` and ``--num-gpus`` ask for."""
+    """The script has done what ``--fast-dev-run`` and ``--num-gpus`` ask for; 0 of these is done here."""
     if getattr(args, "fast_dev_run", False) and Path(cfg.OUTPUT_DIR).name != _TRIAL_FOLDER:
         raise ConfigError(
             "--fast-dev-run is given, but the config is that of the whole run; "
@@ -276,6 +281,10 @@ def _check_command(cfg: CfgNode, args: Any) -> None:
             f"--num-gpus is {num_gpus}, but the number of processes is {comm.get_world_size()}; "
             "start them by trainkit.engine.launch, or leave --num-gpus out"
         )
+    if num_gpus == 0:
+        if cfg.MODEL.DEVICE not in ("auto", "cpu"):
+            raise ConfigError(f"--num-gpus is 0, but MODEL.DEVICE is {cfg.MODEL.DEVICE!r}; leave one of them out")
+        cfg.MODEL["DEVICE"] = "cpu"  # as an item: the config may be frozen
 
 
 def _check_settings(cfg: CfgNode) -> None:

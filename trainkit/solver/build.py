@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainkit.config.checks import check_is_ours
 from trainkit.config.config import CfgNode
 from trainkit.config.errors import ConfigError, look_up, unknown_name
 from trainkit.solver.build_schedule import build_lr_scheduler
@@ -71,6 +72,7 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
         ConfigError: the optimizer or one of its arguments is unknown, or it refuses a value; likewise the rules for
             the groups, see ``ParamRules`` and ``build_layer_decay``; or the model has no trainable parameter.
     """
+    check_is_ours(cfg)
     factory = _find_optimizer(cfg.SOLVER.OPTIMIZER.NAME)
     arguments = _collect_arguments(cfg, factory)
     values = {name: value for name, (_, value) in arguments.items()}

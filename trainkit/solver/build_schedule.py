@@ -15,7 +15,9 @@ from fvcore.common.param_scheduler import (
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from trainkit.config.checks import check_is_ours
 from trainkit.config.config import CfgNode
+from trainkit.config.defaults import get_cfg
 from trainkit.config.errors import ConfigError, unknown_name
 from trainkit.config.scaling import base_lr
 from trainkit.solver.lr_scheduler import KeepLastValue, LRFunction, LRMultiplier, WarmupParamScheduler
@@ -33,11 +35,13 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
     ``SCHEDULES`` is a list as ``build_schedule`` takes it. The names are those of schedules with a warm-up:
     ``WarmupMultiStepLR`` multiplies by ``GAMMA`` at each of ``STEPS``, ``WarmupCosineLR`` falls to ``BASE_LR_END``, and
     ``WarmupStepWithFixedGammaLR`` multiplies by ``GAMMA`` at ``NUM_DECAYS`` times that divide the training evenly.
-    All lengths are in iterations; ``trainkit.config.resolve_lengths`` turns epochs into them.
+    All lengths are in iterations; ``trainkit.config.resolve_lengths`` turns epochs into them. ``MAX_ITER`` cuts off
+    ``WARMUP_ITERS`` and ``STEPS`` that are the defaults.
 
     Raises:
         ConfigError: the name is unknown, or a value that the schedule uses is not accepted.
     """
+    check_is_ours(cfg)
     solver = cfg.SOLVER
     max_iter = _iters("SOLVER.MAX_ITER", solver.MAX_ITER, at_least=1)
     if solver.SCHEDULES:
@@ -46,6 +50,8 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
     if solver.LR_SCHEDULER_NAME not in _SCHEDULES:
         raise unknown_name("SOLVER.LR_SCHEDULER_NAME", solver.LR_SCHEDULER_NAME, "accepted", _SCHEDULES)
     warmup_iters = _iters("SOLVER.WARMUP_ITERS", solver.WARMUP_ITERS, at_least=0)
+    if warmup_iters == get_cfg().SOLVER.WARMUP_ITERS:  # nobody has chosen it for this run
+        warmup_iters = min(warmup_iters, max_iter)
     if warmup_iters > max_iter:
         raise ConfigError(
             f"SOLVER.WARMUP_ITERS={warmup_iters} is longer than SOLVER.MAX_ITER={max_iter}; "
@@ -69,7 +75,8 @@ def _multi_step(cfg: CfgNode) -> ParamScheduler:
     if steps != sorted(set(steps)):
         raise ConfigError(f"SOLVER.STEPS must grow from one to the next, got {tuple(steps)}")
     if late := tuple(step for step in steps if step >= max_iter):
-        _logger.warning("SOLVER.STEPS %s are dropped: the training ends before them, at %d", late, max_iter)
+        if (*steps,) != get_cfg().SOLVER.STEPS:
+            _logger.warning("SOLVER.STEPS %s are dropped: the training ends before them, at %d", late, max_iter)
         steps = steps[: -len(late)]
     if not steps:
         return ConstantParamScheduler(1.0)
