@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from trainkit.checkpoint import Checkpointer
-from trainkit.config import ConfigError, LazyConfig, get_cfg, instantiate
+from trainkit.config import ConfigError, LazyConfig, instantiate
 from trainkit.engine import (
     AMPTrainer,
     SimpleTrainer,
@@ -24,7 +24,6 @@ from trainkit.engine import (
     default_argument_parser,
     default_setup,
     default_writers,
-    fast_dev_config,
     hooks,
     is_restarted,
     launch,
@@ -50,17 +49,10 @@ logger = logging.getLogger("trainkit.tools.lazyconfig_train_net")
 def setup(args: argparse.Namespace) -> Any:
     """The config of the command line, and everything that has to be set up before training."""
     cfg = LazyConfig.apply_overrides(LazyConfig.load(args.config_file or DEFAULT_CONFIG), args.opts)
-    if args.num_gpus == 0:
-        cfg.train.device = "cpu"
-    options = get_cfg()
-    options.OUTPUT_DIR, options.MODEL.WEIGHTS = cfg.train.output_dir, cfg.train.init_checkpoint
-    options.SEED = -1 if cfg.train.seed is None else cfg.train.seed
     if args.fast_dev_run:
-        options = fast_dev_config(options)
-        cfg = LazyConfig.apply_overrides(cfg, [*FAST_DEV_RUN, f"train.output_dir={options.OUTPUT_DIR!r}"])
-    default_setup(options, args)
-    if comm.is_main_process() and not args.eval_only:
-        LazyConfig.save(cfg, Path(cfg.train.output_dir) / "config.yaml")
+        output_dir = str(Path(cfg.train.output_dir) / "fast_dev_run")
+        cfg = LazyConfig.apply_overrides(cfg, [*FAST_DEV_RUN, f"train.output_dir={output_dir!r}"])
+    default_setup(cfg, args)
     logger.info("Config:\n%s", LazyConfig.to_py(cfg))
     return cfg
 

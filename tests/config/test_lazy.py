@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 import pytest
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -111,9 +112,9 @@ def test_a_function_of_a_config_imports_relatively_also_when_it_is_called_later(
         ({"a": "x = dict(\n"}, SyntaxError, "a.py"),
         ({"a": "from .b import x", "b": "1 / 0"}, ZeroDivisionError, "division"),
         (
-            {"a": "from tests.config.test_lazy import Point\nx = dict(y=[Point(1)])"},
+            {"a": "from tests.config.test_lazy import Point\nx = dict(y=[Point])"},
             ConfigError,
-            "a.py: x.y.0 is a data",
+            "a.py: x.y.0 is the class of a dataclass, .* write LazyCall",
         ),
         ({"a": "x = {(1, 2): 3}"}, ConfigError, "a.py: Incompatible key type 'tuple'"),
         ({"a": "x = dict(y='${')"}, ConfigError, "a.py: .*full_key: x.y"),
@@ -193,9 +194,9 @@ def test_a_target_without_a_path_stands_in_the_node_itself():
     assert instantiate(LazyCall(target)(x=1)) == 2
 
 
-@pytest.mark.parametrize("target", [3, None, {"_target_": "collections.Counter"}])
+@pytest.mark.parametrize("target", [3, None, {"a": 1}])
 def test_a_target_is_something_to_call(target):
-    with pytest.raises(TypeError, match="target must be a class, a function or a dotted path"):
+    with pytest.raises(TypeError, match="target must be a class, a function, a dotted path or a LazyCall of one"):
         LazyCall(target)
 
 
@@ -292,7 +293,6 @@ def test_overrides_reach_into_lists_merge_nodes_and_come_in_their_order():
     [
         ("model.wdith=5", "there is no 'model.wdith'; did you mean 'width'?"),
         ("modle.width=5", "there is no 'modle'; did you mean 'model'?"),
-        ("zzz=5", r"there are: model, hooks, name \(new keys: \+zzz=...\)"),
         ("~model.width=5", "there is no '~model'"),
         ("name.first=5", "name.first: name is 'a', which has no 'first'"),
         ("+model.act.slope=5", "model.act.slope: model.act is None, which has no 'slope'"),
@@ -340,20 +340,18 @@ def test_a_tuple_that_is_set_later_is_saved_as_a_list(write, tmp_path):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (lambda x: x, r"model.act is <function <lambda>"),
-        (math.floor, r"model.act is <built-in function floor>"),
         ([1, {"deep": Fraction(1, 2)}], r"model.act.1.deep is Fraction\(1, 2\)"),
-        ({"_target_": lambda: 1}, r"model.act._target_ is <function <lambda>"),
+        ({"_target_": partial(math.floor, 1)}, r"model.act._target_ is functools.partial"),
     ],
 )
 def test_what_cannot_be_saved_is_named_and_nothing_is_written(tmp_path, value, message):
     cfg = DictConfig({"model": {"act": value}}, flags={"allow_objects": True})
-    with pytest.raises(ConfigError, match=f"cannot be saved.*{message}.*Describe an object"):
+    with pytest.raises(ConfigError, match=f"cannot be saved.*{message}.*write LazyCall"):
         LazyConfig.save(cfg, tmp_path / "saved.yaml")
     assert not (tmp_path / "saved.yaml").exists()
 
 
-def test_a_function_as_an_argument_can_be_saved_as_the_error_proposes(tmp_path):
+def test_a_function_as_an_argument_can_be_saved_as_the_warning_proposes(tmp_path):
     cfg = {"call": LazyCall(dict)(f=LazyCall("trainkit.utils.registry.locate")(name="math.floor"))}
     LazyConfig.save(cfg, tmp_path / "saved.yaml")
     assert instantiate(LazyConfig.load(tmp_path / "saved.yaml").call) == {"f": math.floor}

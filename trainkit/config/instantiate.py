@@ -1,5 +1,6 @@
 """Making the calls that a config describes."""
 
+import operator
 from typing import Any
 
 from trainkit.config.errors import ConfigError
@@ -11,7 +12,7 @@ def instantiate(cfg: Any) -> Any:
     """Make every call that ``cfg`` describes, those among its arguments first.
 
     Args:
-        cfg: a node, dict, list or tuple; anything else is returned as it is. It stays unchanged.
+        cfg: a node, dict, list or tuple. It stays unchanged; anything else, and what holds no call, is given back.
 
     Returns:
         What the call returns for a node with a ``_target_``; else a dict, list or tuple. Targets get dicts and lists
@@ -24,11 +25,14 @@ def instantiate(cfg: Any) -> Any:
     """
     cfg = to_container(cfg, resolve=True)
     if type(cfg) in (list, tuple):
-        return type(cfg)(map(instantiate, cfg))
+        items = [*map(instantiate, cfg)]
+        return cfg if all(map(operator.is_, items, cfg)) else type(cfg)(items)
     if type(cfg) is not dict:
         return cfg
     values = {name: instantiate(item) for name, item in cfg.items()}
-    return _call(values.pop(TARGET), values) if TARGET in values else values
+    if TARGET in values:
+        return _call(values.pop(TARGET), values)
+    return cfg if all(map(operator.is_, values.values(), cfg.values())) else values
 
 
 def _call(target: Any, arguments: dict[str, Any]) -> Any:

@@ -1,6 +1,7 @@
 """Configs written in Python: calls that are described in a file and made later."""
 
 import inspect
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,9 +11,10 @@ from trainkit.config.errors import ConfigError
 from trainkit.config.merge import parse_literal
 from trainkit.config.nodes import TARGET, is_node, leaves, name_of, to_node, to_plain, update
 from trainkit.config.python_files import run_file
-from trainkit.config.yaml_files import dump_yaml, load_yaml
+from trainkit.config.yaml_files import CodeName, dump_yaml, load_yaml
 from trainkit.utils.registry import did_you_mean
 
+_logger = logging.getLogger(__name__)
 _WRITABLE = (str, int, float, bool, bytes, type(None))
 
 
@@ -23,16 +25,17 @@ class LazyCall:
     target itself if it has none, as a lambda.
 
     Args:
-        target: what is called, or its dotted path.
+        target: what is called, its dotted path, or a node that describes a call which gives it.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: it is none of these.
         ConfigError: an argument cannot stand in a node, see `LazyConfig.load`.
     """
 
-    def __init__(self, target: Callable[..., Any] | str) -> None:
-        if not callable(target) and not isinstance(target, str):
-            raise TypeError(f"target must be a class, a function or a dotted path, got {target!r}")
+    def __init__(self, target: Callable[..., Any] | str | Mapping[Any, Any]) -> None:
+        is_call = isinstance(target, Mapping) and TARGET in target
+        if not callable(target) and not isinstance(target, str) and not is_call:
+            raise TypeError(f"target must be a class, a function, a dotted path or a LazyCall of one, got {target!r}")
         self._target = target
 
     def __call__(self, **arguments: Any) -> Any:
@@ -51,20 +54,23 @@ class LazyConfig:
         become nodes. Nothing outside the namespaces of these files is patched, so several threads may load.
 
         Args:
-            keys: one name of the file, or several; None: all nodes whose names do not begin with ``_``.
+            keys: one name of the file, or several; None: all of a YAML file, and of a Python file all nodes whose names
+                do not begin with ``_``.
 
         Returns:
-            The value of one name, a tuple for several, a node for None. Tuples inside nodes become lists.
+            The value of one name, a tuple for several, a node for None. Tuples inside nodes become lists, and
+            dataclasses the calls that make them.
 
         Raises:
             ConfigError: a file cannot be read, imports itself, lacks a name, or has a value that cannot stand in a
-                node, such as a dataclass. What the code of a file raises is passed on.
+                node. What the code of a file raises is passed on.
         """
         path = os.path.abspath(os.path.expanduser(filename))
-        content = vars(run_file(path)) if path.endswith(".py") else _read_yaml(path)
+        is_python = path.endswith(".py")
+        content = vars(run_file(path)) if is_python else _read_yaml(path)
         if keys is None:
             nodes = {name: value for name, value in content.items() if not name.startswith("_") and is_node(value)}
-            return to_node(nodes, path)
+            return to_node(nodes if is_python else content, path)
         names = [keys] if isinstance(keys, str) else list(keys)
         for name in names:
             if name not in content:
@@ -84,24 +90,20 @@ class LazyConfig:
     def save(cfg: Any, filename: str | os.PathLike[str]) -> None:
         """Write ``cfg`` as YAML, from which ``load`` makes an equal config; references stay references.
 
+        Functions and classes are written by their names, with a warning: ``load`` refuses them, as it runs no code.
+
         Raises:
-            ConfigError: a value is no number, text, list or node, such as a lambda; its key is named.
+            ConfigError: a value is no number, text, list, node, function or class; its key is named.
         """
-        plain = to_plain(cfg)
-        if lost := [f"{key} is {value!r}" for key, value in leaves(plain) if type(value) not in _WRITABLE]:
-            raise ConfigError(
-                "the config cannot be saved, because YAML holds numbers, texts, lists and nodes, and "
-                f"{'; '.join(lost)}. Describe an object by LazyCall(its class)(...), and a function or class as an "
-                "argument by LazyCall(trainkit.utils.registry.locate)(name='package.module.function')"
-            )
-        Path(filename).write_text(dump_yaml(plain, sort_keys=False), encoding="utf-8")
+        Path(filename).write_text(to_yaml(cfg), encoding="utf-8")
 
     @staticmethod
     def apply_overrides(cfg: Any, overrides: Sequence[str]) -> Any:
         """Change ``cfg`` by items such as ``model.width=32``, and return it.
 
         A value is a Python literal, a list or node of YAML in one line, ``null``, ``true``, ``false``, or else text. A
-        node is merged into the one that is there. A new key has a plus: ``+model.dropout=0.1``.
+        node is merged into the one that is there. A new key has a plus, ``+model.dropout=0.1``; without it the key is
+        made as well, with a warning, unless it looks like one that is there.
 
         Raises:
             ConfigError: an item is not of this form, or there is no such key; the nearest one is named.
@@ -122,6 +124,36 @@ class LazyConfig:
         if TARGET in plain:
             return f"{prefix.rstrip('.')} = {_to_code(plain)}"
         return "\n".join(f"{key} = {_to_code(value)}" for key, value in _assignments(plain, prefix))
+
+
+def to_yaml(cfg: Any) -> str:
+    """What `LazyConfig.save` writes."""
+    plain = to_plain(cfg)
+    others = [(key, value) for key, value in leaves(plain) if type(value) not in _WRITABLE]
+    if lost := [f"{key} is {value!r}" for key, value in others if not _is_code(value)]:
+        raise ConfigError(
+            "the config cannot be saved, because YAML holds numbers, texts, lists and nodes, and "
+            f"{'; '.join(lost)}; write LazyCall(its class)(...) for an object"
+        )
+    if others:
+        _logger.warning(
+            "The config is saved for people to read, but cannot be loaded again: %s. Describe a function or class as "
+            "an argument by LazyCall(trainkit.utils.registry.locate)(name='package.module.function')",
+            "; ".join(f"{key} is {name_of(value)}" for key, value in others),
+        )
+    return dump_yaml(_with_names(plain), sort_keys=False)
+
+
+def _is_code(value: Any) -> bool:
+    return callable(value) and hasattr(value, "__qualname__")
+
+
+def _with_names(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _with_names(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [*map(_with_names, value)]
+    return CodeName(name_of(value)) if _is_code(value) else value
 
 
 def _read_yaml(path: str) -> dict[str, Any]:
@@ -145,9 +177,13 @@ def _check_key(cfg: Any, names: Sequence[str], *, may_be_new: bool) -> None:
             node = node[name]
         elif may_be_new:
             return
+        elif did_you_mean(name, map(str, node)) or not name.isidentifier():
+            raise ConfigError(
+                f"there is no {'.'.join(names[: i + 1])!r}; {_nearest(name, node)} (new keys: +{key}=...)"
+            )
         else:
-            wrong = ".".join(names[: i + 1])
-            raise ConfigError(f"there is no {wrong!r}; {_nearest(name, node)} (new keys: +{key}=...)")
+            _logger.warning("%s is taken for a new key; write +%s to say that it is one", key, key)
+            return
 
 
 def _nearest(name: str, known: Mapping[Any, Any]) -> str:

@@ -1,6 +1,7 @@
 """Nodes of a `LazyConfig`: those of omegaconf, an optional package, and what they look like as plain Python."""
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Iterator
 from typing import Any
@@ -35,26 +36,39 @@ def to_node(value: Any, where: str) -> Any:
 
 
 def to_plain(value: Any, key: str = "", *, resolve: bool = False) -> Any:
-    """Nodes as dicts, lists and tuples as lists, and each target by its dotted path, if it has one.
+    """Nodes as dicts, lists and tuples as lists, dataclasses as the calls that make them, and each target by its dotted
+    path, if it has one.
 
     Args:
         key: where ``value`` stands.
 
     Raises:
-        ConfigError: a reference is wrong; a value is a dataclass, of which omegaconf would keep the fields only.
+        ConfigError: a reference is wrong; a value is the class of a dataclass, which omegaconf takes for an instance.
     """
     value = to_container(value, resolve=resolve)
     if isinstance(value, dict):
-        plain = {TARGET: _path_of(value[TARGET])} if TARGET in value else {}
+        plain = {TARGET: _plain_target(value[TARGET], key)} if TARGET in value else {}
         return plain | {
             name: to_plain(item, f"{key}.{name}", resolve=resolve) for name, item in value.items() if name != TARGET
         }
     if isinstance(value, list | tuple):
         return [to_plain(item, f"{key}.{i}", resolve=resolve) for i, item in enumerate(value)]
-    if dataclasses.is_dataclass(value):
-        name = name_of(value if isinstance(value, type) else type(value))
-        raise ConfigError(f"{key[1:]} is a dataclass, which a node cannot hold; write LazyCall({name})(...)")
-    return value
+    if not dataclasses.is_dataclass(value):
+        return value
+    if isinstance(value, type):
+        raise ConfigError(
+            f"{key[1:]} is the class of a dataclass, which a node cannot hold; write LazyCall({name_of(value)})(...)"
+        )
+    arguments = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+    return to_plain({TARGET: type(value), **arguments}, key, resolve=resolve)
+
+
+def _plain_target(target: Any, key: str) -> Any:
+    if isinstance(target, dict) or is_node(target):
+        return to_plain(target, f"{key}.{TARGET}")
+    path = _path_of(target)
+    is_class = isinstance(path, type) and dataclasses.is_dataclass(path)
+    return functools.partial(path) if is_class else path  # omegaconf takes such a class for an instance
 
 
 def to_container(value: Any, *, resolve: bool) -> Any:
@@ -70,7 +84,9 @@ def to_container(value: Any, *, resolve: bool) -> Any:
     if not omegaconf.OmegaConf.is_config(value):
         return value
     try:
-        return omegaconf.OmegaConf.to_container(value, resolve=resolve, throw_on_missing=resolve)
+        mode = omegaconf.SCMode.INSTANTIATE  # dataclasses stay what they are
+        container = omegaconf.OmegaConf.to_container
+        return container(value, resolve=resolve, throw_on_missing=resolve, structured_config_mode=mode)
     except omegaconf.errors.OmegaConfBaseException as error:
         raise ConfigError(str(error)) from error
 

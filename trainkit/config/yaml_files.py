@@ -90,6 +90,17 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+class CodeName(str):
+    """The dotted name of a function or class, written as a tag that every reader here refuses."""
+
+
+def _represent_code(dumper: _Dumper, name: CodeName) -> yaml.Node:
+    return dumper.represent_scalar(f"tag:yaml.org,2002:python/name:{name}", "")
+
+
+_Dumper.add_representer(CodeName, _represent_code)
+
+
 def _construct_arithmetic(loader: _Loader, node: yaml.Node) -> Any:
     """``!!python/object/apply:eval ["2 ** 0.5"]``, as configs of detectron2 have it; nothing is called."""
     texts = loader.construct_sequence(node) if isinstance(node, yaml.SequenceNode) else []

@@ -22,6 +22,7 @@ from trainkit.checkpoint.folder import choose, find_checkpoint
 from trainkit.checkpoint.shards import FOLDER as SHARD_FOLDER
 from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, import_modules
 from trainkit.config.checks import check_is_ours
+from trainkit.config.lazy import to_yaml
 from trainkit.config.yaml_files import load_yaml
 from trainkit.engine.command import RUN_DOES_IT, note_command
 from trainkit.engine.elastic import is_first_to_fail, is_restarted, note_begin
@@ -149,19 +150,26 @@ def release_folders(cfg: CfgNode) -> None:
         release_folder(folder)
 
 
-def default_setup(cfg: CfgNode, args: Any) -> None:
+def default_setup(cfg: Any, args: Any) -> None:
     """Make the output folder, set up the log, log what is run on what, write ``config.yaml``, seed everything.
 
     Every rank calls it. A new run moves the files of an earlier one into ``previous_<n>`` in the folder; a run that
     torchrun has started again counts as resumed.
 
     Args:
+        cfg: a config of `get_cfg`; or a node of a `LazyConfig`, of which ``train.output_dir``, ``seed``,
+            ``cudnn_benchmark`` and ``init_checkpoint`` are read, and ``device`` is set by ``--num-gpus 0``.
         args: has ``resume`` and ``eval_only`` if they are set, see `default_argument_parser`.
 
     Raises:
         ConfigError: a folder cannot be written, a setting is not accepted, or the script ignores an option.
     """
     check_is_ours(cfg)
+    text = None
+    if not isinstance(cfg, CfgNode):
+        if getattr(args, "num_gpus", 1) == 0:
+            cfg.train.device = "cpu"
+        cfg, text = _settings_of_lazy(cfg), to_yaml(cfg)
     _check_command(cfg, args)
     _check_settings(cfg)  # before anything is moved: a run that cannot start leaves the old one to --resume
     output_dir, checkpoints = Path(cfg.OUTPUT_DIR), Path(checkpoint_dir(cfg))
@@ -175,7 +183,7 @@ def default_setup(cfg: CfgNode, args: Any) -> None:
             folders = dict.fromkeys([output_dir, checkpoints])
             moved = [aside for folder in folders if (aside := _move_aside(folder, cfg.MODEL.WEIGHTS, is_new))]
             if not eval_only:
-                save_config = partial(write_text, cfg.dump(), output_dir.absolute() / "config.yaml")
+                save_config = partial(write_text, text or cfg.dump(), output_dir.absolute() / "config.yaml")
                 own_folder(output_dir).restore["config.yaml"] = save_config
                 save_config()
         except OSError as error:
@@ -204,6 +212,17 @@ def default_setup(cfg: CfgNode, args: Any) -> None:
         torch.use_deterministic_algorithms(True)
     if cfg.FLOAT32_PRECISION:
         torch.set_float32_matmul_precision(cfg.FLOAT32_PRECISION)
+
+
+def _settings_of_lazy(cfg: Any) -> CfgNode:
+    train, settings = cfg.get("train", {}), get_cfg()
+    if not train.get("output_dir"):
+        raise ConfigError(f"train.output_dir is missing in the config, which has {', '.join(map(str, cfg))}; set it")
+    settings.OUTPUT_DIR, settings.MODEL.WEIGHTS = train.output_dir, train.get("init_checkpoint") or ""
+    settings.CUDNN_BENCHMARK = bool(train.get("cudnn_benchmark"))
+    seed = train.get("seed")
+    settings.SEED = -1 if seed is None else seed
+    return settings
 
 
 def default_writers(

@@ -1,0 +1,196 @@
+"""Lazy configs in the manner of detrex and of detectron2's own: dataclasses, calls of calls, objects, functions."""
+
+import argparse
+import dataclasses
+import math
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from trainkit.config import ConfigError, LazyConfig, instantiate
+from trainkit.config import LazyCall as L  # as there
+from trainkit.engine import default_setup
+from trainkit.utils.logger import close_logger
+
+
+@dataclasses.dataclass
+class ShapeSpec:
+    channels: int | None = None
+    stride: int | None = None
+    area: int = dataclasses.field(init=False, default=0)
+
+    def __post_init__(self):
+        self.area = (self.stride or 0) ** 2
+
+
+class Thing:
+    def __init__(self, **arguments):
+        vars(self).update(arguments)
+
+    def __call__(self, more):
+        return self.number + more
+
+
+def reloaded(cfg, folder):
+    LazyConfig.save(cfg, folder / "saved.yaml")
+    return LazyConfig.load(folder / "saved.yaml")
+
+
+# ---------------------------------------------------------------------- dataclasses
+
+
+def test_dataclasses_in_nodes_come_out_as_they_were_also_after_a_save(tmp_path):
+    cfg = OmegaConf.create({"width": 1}, flags={"allow_objects": True})
+    cfg.model = L(Thing)(
+        shapes={"res3": ShapeSpec(channels=512), "res4": ShapeSpec(channels=1024, stride=4)}, many=[ShapeSpec(7)]
+    )
+    cfg.late = ShapeSpec(channels=3, stride=2)
+    for each in (cfg, reloaded(cfg, tmp_path)):
+        model = instantiate(each).get("model")
+        assert model.shapes == {"res3": ShapeSpec(512), "res4": ShapeSpec(1024, 4)}
+        assert model.shapes["res4"].area == 16
+        assert model.many == [ShapeSpec(7)]
+        assert instantiate(each)["late"] == ShapeSpec(3, 2)
+
+
+def test_their_fields_can_be_read_referred_to_and_changed():
+    cfg = L(Thing)(shape=ShapeSpec(channels=3), width="${.shape.channels}")
+    assert cfg.shape.channels == 3
+    LazyConfig.apply_overrides(cfg, ["shape.channels=5"])
+    made = instantiate(cfg)
+    assert (made.shape, made.width) == (ShapeSpec(5), 5)
+
+
+def test_a_dataclass_of_a_function_and_as_a_target_work_as_well():
+    @dataclasses.dataclass
+    class Local:
+        x: int
+
+    assert instantiate(L(Thing)(local=Local(2))).local == Local(2)
+    assert instantiate(L(Local)(x=3)) == Local(3)
+    assert instantiate(L(ShapeSpec)(channels=3)) == ShapeSpec(3)
+
+
+# ---------------------------------------------------------------------- calls
+
+
+def test_the_target_of_a_call_can_be_a_call(tmp_path):
+    cfg = L(L(len)(number=3))(more=4)
+    cfg["_target_"]["_target_"] = Thing
+    for each in (cfg, reloaded(cfg, tmp_path)):
+        assert instantiate(each) == 7
+
+
+def test_arguments_refer_to_their_siblings(tmp_path):
+    cfg = L(Thing)(
+        number=3, items=[10], inner=L(Thing)(number=4, items="${..items}"), same="${.number}", root="${number}"
+    )
+    for each in (cfg, reloaded(cfg, tmp_path)):
+        made = instantiate(each)
+        assert (made.inner.items, made.same, made.root) == ([10], 3, 3)
+        each.number, each["items"] = 4, [11]
+        made = instantiate(each)
+        assert (made.inner.items, made.same, made.root) == ([11], 4, 4)
+
+
+def test_a_sibling_may_be_an_object_or_a_function():
+    model, function = nn.Linear(1, 1), lambda: 1
+    made = instantiate(L(Thing)(model=model, function=function, same="${.model}", again="${.function}"))
+    assert made.model is made.same is model
+    assert made.function is made.again is function
+
+
+@pytest.mark.parametrize("thing", [5, [3, 4, 5], (1, [2]), {"x": {"y": [1]}}, Thing(), ShapeSpec(1), math.floor, None])
+def test_what_describes_no_call_is_given_back_itself(thing):
+    assert instantiate(thing) is thing
+
+
+def test_what_a_dict_without_a_target_holds_is_made_in_a_copy():
+    thing, same = L(Thing)(number=1), {"a": 1}
+    cfg = {"call": [thing], "same": same}
+    made = instantiate(cfg)
+    assert made["call"][0].number == 1
+    assert made["same"] is same
+    assert cfg == {"call": [thing], "same": same}
+
+
+# ---------------------------------------------------------------------- saving
+
+
+def test_functions_are_saved_by_name_with_a_warning_and_refused_by_it_when_loaded(tmp_path, caplog):
+    cfg = OmegaConf.create(
+        {"model": L(Thing)(act=lambda x: x, floor=math.floor, width=3)}, flags={"allow_objects": True}
+    )
+    LazyConfig.save(cfg, tmp_path / "saved.yaml")
+    assert "saved for people to read, but cannot be loaded again: model.act is tests.clients" in caplog.text
+    assert "model.floor is math.floor" in caplog.text
+    assert "width: 3" in (tmp_path / "saved.yaml").read_text()
+    with pytest.raises(
+        ConfigError, match=r"saved.yaml, line 3: .*tests.clients.test_lazy_configs.*lambda.*read safely"
+    ):
+        LazyConfig.load(tmp_path / "saved.yaml")
+
+
+def test_a_call_of_a_lambda_is_saved_in_the_same_way(tmp_path, caplog):
+    LazyConfig.save({"call": L(lambda: 1)()}, tmp_path / "saved.yaml")
+    assert "call._target_ is tests.clients" in caplog.text
+    with pytest.raises(ConfigError, match="lambda"):
+        LazyConfig.load(tmp_path / "saved.yaml")
+
+
+def test_a_config_of_plain_values_is_saved_without_a_warning(tmp_path, caplog):
+    reloaded({"model": L(nn.Linear)(in_features=1, out_features=1)}, tmp_path)
+    assert not caplog.messages
+
+
+# ---------------------------------------------------------------------- overrides
+
+
+def test_a_key_that_is_like_no_other_is_made_with_a_warning(caplog):
+    cfg = OmegaConf.create({"train": {"output_dir": "out", "max_iter": 9}})
+    LazyConfig.apply_overrides(cfg, ["train.seed=7", "train.ema.decay=0.9"])
+    assert (cfg.train.seed, cfg.train.ema.decay) == (7, 0.9)
+    assert [message.split(";")[0] for message in caplog.messages] == [
+        "train.seed is taken for a new key",
+        "train.ema.decay is taken for a new key",
+    ]
+    LazyConfig.apply_overrides(cfg, ["train.seed=8", "+train.more=1"])
+    assert len(caplog.messages) == 2
+    with pytest.raises(ConfigError, match="there is no 'train.max_itr'; did you mean 'max_iter'?"):
+        LazyConfig.apply_overrides(cfg, ["train.max_itr=1"])
+    with pytest.raises(ConfigError, match="there is no '~train'"):
+        LazyConfig.apply_overrides(cfg, ["~train=1"])
+
+
+# ---------------------------------------------------------------------- setup
+
+
+def setup(cfg, **arguments):
+    default_setup(cfg, argparse.Namespace(config_file="", resume=False, eval_only=False, **arguments))
+    close_logger()
+
+
+@pytest.mark.parametrize("wrap", [DictConfig, OmegaConf.create])
+def test_default_setup_takes_a_lazy_config(tmp_path, wrap):
+    model = L(nn.Linear)(in_features=1, out_features=1)
+    cfg = wrap({"train": {"output_dir": str(tmp_path / "out"), "seed": 7, "device": "cuda"}, "model": model})
+    setup(cfg)
+    first = torch.rand(())
+    assert LazyConfig.load(tmp_path / "out" / "config.yaml") == cfg
+    assert (tmp_path / "out" / "log.txt").is_file()
+    setup(cfg)
+    assert torch.rand(()) == first
+    assert (tmp_path / "out" / "previous_1" / "config.yaml").is_file()
+    cfg.train.seed = 8
+    setup(cfg)
+    assert torch.rand(()) != first
+    assert cfg.train.device == "cuda"
+    setup(cfg, num_gpus=0)
+    assert cfg.train.device == "cpu"
+
+
+def test_a_lazy_config_without_a_folder_is_an_error_that_names_the_key():
+    with pytest.raises(ConfigError, match="train.output_dir is missing in the config, which has model; set it"):
+        setup(OmegaConf.create({"model": {}}))
