@@ -127,6 +127,47 @@ def test_a_default_trainer_clips_whoever_makes_its_step(tmp_path, trainer_class)
         assert min(value for value, _ in scalars(trainer)["grad_norm"]) > 0.01  # that before clipping
 
 
+class Mask2FormerLike(DefaultTrainer):
+    """Its optimizer clips the norm of the whole model in a step() of its own."""
+
+    @classmethod
+    def build_optimizer(cls, cfg, model):
+        class FullModelClipping(torch.optim.AdamW):
+            def step(self, closure=None):
+                params = itertools.chain(*[group["params"] for group in self.param_groups])
+                nn.utils.clip_grad_norm_(params, cfg.SOLVER.CLIP_GRADIENTS.CLIP_VALUE)
+                super().step(closure=closure)
+
+        return FullModelClipping(model.parameters(), 0.1)
+
+
+def test_an_optimizer_with_a_clipping_step_of_its_own_is_left_to_it(tmp_path, caplog):
+    def trained(folder, *options):
+        torch.manual_seed(3)
+        trainer = Mask2FormerLike(tiny_cfg(folder, "SOLVER.CLIP_GRADIENTS.CLIP_VALUE", 1e-5, *options))
+        norms = norms_at_the_step(trainer.optimizer)
+        trainer.train()
+        return norms
+
+    alone = trained(tmp_path / "alone")
+    assert "is left to" not in caplog.text
+    # to clip twice would shrink the gradients by another tenth
+    assert trained(tmp_path / "enabled", *clip("full_model", 1e-5)) == alone
+    assert "SOLVER.CLIP_GRADIENTS is left to the step() of FullModelClipping; if it does not clip" in caplog.text
+
+
+def test_an_optimizer_of_torch_that_a_trainer_builds_itself_is_clipped_by_the_trainer(tmp_path):
+    class Trainer(DefaultTrainer):
+        @classmethod
+        def build_optimizer(cls, cfg, model):
+            return torch.optim.SGD(model.parameters(), 0.1)
+
+    trainer = Trainer(tiny_cfg(tmp_path, *clip("full_model", 1e-3)))
+    norms = norms_at_the_step(trainer.optimizer)
+    trainer.train()
+    assert norms == [pytest.approx(1e-3, rel=1e-2)] * 10
+
+
 def test_a_clipped_run_resumes_bit_for_bit(tmp_path):
     def run(folder, max_iter, resume=False):
         torch.manual_seed(4 if resume else 3)

@@ -63,7 +63,7 @@ from trainkit.evaluation import (
     verify_results,
 )
 from trainkit.modeling import build_model
-from trainkit.solver import build_gradient_clipper, build_lr_scheduler, build_optimizer
+from trainkit.solver import GradientClipper, build_gradient_clipper, build_lr_scheduler, build_optimizer
 from trainkit.utils import comm
 from trainkit.utils.device import device_of
 from trainkit.utils.events import EventWriter
@@ -546,7 +546,7 @@ class DefaultTrainer(TrainerBase):
             "zero_grad_before_forward": cfg.SOLVER.ZERO_GRAD_BEFORE_FORWARD,
             "async_write_metrics": on_accelerator if cfg.LOG.ASYNC is None else cfg.LOG.ASYNC,
             "accumulation_steps": cfg.SOLVER.ACCUMULATION_STEPS,
-            "clip_gradients": build_gradient_clipper(cfg),
+            "clip_gradients": _clipper(cfg, optimizer),
             "non_finite": cfg.SOLVER.NON_FINITE.POLICY,
             "max_non_finite_in_row": cfg.SOLVER.NON_FINITE.MAX_IN_ROW,
         }
@@ -644,3 +644,18 @@ def _plain_results(results: Mapping[str, Any]) -> dict[str, Any]:
             with contextlib.suppress(TypeError, ValueError):
                 plain[str(name)] = float(value)
     return plain
+
+
+def _clipper(cfg: CfgNode, optimizer: Any) -> GradientClipper | None:
+    """None too for an optimizer whose class has a step() of the user's own, which clips in Mask2Former and others."""
+    clipper = build_gradient_clipper(cfg)
+    if clipper is None or not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "gradient_clipper"):
+        return clipper
+    if type(optimizer).step.__module__.partition(".")[0] in ("torch", "trainkit"):
+        return clipper
+    logger.warning(
+        "SOLVER.CLIP_GRADIENTS is left to the step() of %s; if it does not clip, call maybe_add_gradient_clipping in "
+        "build_optimizer",
+        type(optimizer).__name__,
+    )
+    return None
