@@ -107,7 +107,7 @@ def test_every_iteration_is_in_the_history_and_every_20th_is_written(job, traine
         values = {name: len(history.values()) for name, history in trainer.storage.histories().items()}
         lines = [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
         assert trainer.iter == 60
-        assert values == {**dict.fromkeys(PER_STEP, 60), "time": 57, "eta_seconds": 3}  # 3 steps of warm-up
+        assert values == {**dict.fromkeys(PER_STEP, 60), "time": 58, "eta_seconds": 3}  # 2 steps of warm-up
         assert [line["iteration"] for line in lines] == [19, 39, 59]
         assert lines[-1].keys() == {"iteration", "eta_seconds", *PER_STEP}
     assert (folder.parent / "log.txt").read_text().count(" total_loss: ") == 3 * (3 + 1)  # and at the stop

@@ -33,21 +33,28 @@ def test_the_time_of_a_step_is_stored_without_hooks_and_warm_up(clock, caplog):
     caplog.set_level("INFO")
     trainer = timed(clock)
     trainer.train(0, 6)
-    assert trainer.storage.history("time").values() == [(13.0, 3), (14.0, 4), (15.0, 5)]
-    assert caplog.messages[-1] == "3 iterations in 0:00:42 (14.0000 s each); with hooks 0:10:42 (0:10:00 in hooks)"
+    assert trainer.storage.history("time").values() == [(12.0, 2), (13.0, 3), (14.0, 4), (15.0, 5)]
+    assert caplog.messages[-1] == "4 iterations in 0:00:54 (13.5000 s each); with hooks 0:14:14 (0:13:20 in hooks)"
+
+
+def test_as_in_detectron2_the_warm_up_ends_before_the_iteration_of_its_number(clock):
+    trainer = timed(clock, warmup_iter=3)
+    trainer.train(0, 50)
+    assert len(trainer.storage.history("time").values()) == 48
 
 
 def test_a_second_run_and_a_resumed_one_warm_up_again(clock, caplog):
     caplog.set_level("INFO")
-    trainer = timed(clock, warmup_iter=1)
+    trainer = timed(clock, warmup_iter=2)
     trainer.train(0, 3)
     trainer.train(3, 5)
     assert trainer.storage.history("time").values() == [(14.0, 4)]
     assert caplog.messages[-1] == "1 iterations in 0:00:14 (14.0000 s each); with hooks 0:03:34 (0:03:20 in hooks)"
 
 
-def test_without_warm_up_the_first_step_counts(clock):
-    trainer = timed(clock, warmup_iter=0)
+@pytest.mark.parametrize("warmup_iter", [0, 1])
+def test_without_warm_up_the_first_step_counts(clock, warmup_iter):
+    trainer = timed(clock, warmup_iter=warmup_iter)
     trainer.train(0, 2)
     assert trainer.storage.history("time").values() == [(10.0, 0), (11.0, 1)]
 
@@ -55,7 +62,7 @@ def test_without_warm_up_the_first_step_counts(clock):
 def test_a_run_of_warm_up_only_says_nothing(clock, caplog):
     caplog.set_level("INFO")
     trainer = timed(clock)
-    trainer.train(0, 3)
+    trainer.train(0, 2)
     assert "time" not in trainer.storage.latest()
     assert not [message for message in caplog.messages if "in hooks" in message]
 
@@ -115,15 +122,15 @@ def test_the_summary_is_of_the_timed_steps_and_what_lies_between_them(clock):
     trainer, timer = Steps(step=lambda iter: clock.advance(10 + iter)), IterationTimer()
     trainer.register_hooks([timer, AfterStep(lambda trainer: clock.advance(100))])
     trainer.train(0, 6)
-    in_hooks = "88 % of 0:05:42 in hooks, evaluation and checkpoints among them"
-    assert timer.summary() == f"14 s per step; {in_hooks}"
-    for iter, data_sec in enumerate([100.0, 100.0, 100.0, 3.0, 3.5, 4.0]):  # the first three are warm-up
+    in_hooks = "88 % of 0:07:34 in hooks, evaluation and checkpoints among them"
+    assert timer.summary() == f"13.5 s per step; {in_hooks}"
+    for iter, data_sec in enumerate([100.0, 100.0, 3.0, 3.0, 3.5, 4.0]):  # the first two are warm-up
         trainer.storage.put_scalar("data_time", data_sec, cur_iter=iter)
-    assert timer.summary() == f"14 s per step, 25 % of it waiting for data; {in_hooks}"
+    assert timer.summary() == f"13.5 s per step, 25 % of it waiting for data; {in_hooks}"
 
 
 def test_a_run_of_warm_up_only_has_no_summary(clock):
     trainer, timer = Steps(), IterationTimer()
     trainer.register_hooks([timer])
-    trainer.train(0, 3)
+    trainer.train(0, 2)
     assert timer.summary() == ""

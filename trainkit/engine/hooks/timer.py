@@ -15,9 +15,10 @@ logger = logging.getLogger(__name__)
 class IterationTimer(HookBase):
     """Store ``time``, the seconds of each step without hooks, and say at the end how fast it was.
 
-    It runs before every other hook. The first ``warmup_iter`` iterations of a run (allocations, autotuning) are left
-    out. If the trainer has epochs, ``epoch_time`` is stored as well: the seconds from the start of an epoch's first
-    step to the end of its last one, hooks included. An epoch of which the run has not done the whole has none.
+    It runs before every other hook. What comes before the ``warmup_iter``-th iteration of a run (allocations,
+    autotuning) is left out. If the trainer has epochs, ``epoch_time`` is stored as well: the seconds from the start of
+    an epoch's first step to the end of its last one, hooks included. An epoch of which the run has not done the whole
+    has none.
     """
 
     priority = Priority.HIGHEST - 1
@@ -40,15 +41,15 @@ class IterationTimer(HookBase):
         self._step_begin = time.perf_counter()
         if self._iters_per_epoch and self.trainer.iter % self._iters_per_epoch == 0:
             self._epoch_begin = self._step_begin
+        self._started_iters += 1
         if self._started_iters == self._warmup_iter:
             self._begin = self._step_begin
-        self._started_iters += 1
 
     def after_step(self) -> None:
         now = time.perf_counter()
         if self._epoch_begin is not None and is_due(self.trainer, self._iters_per_epoch):
             self.trainer.storage.put_scalar("epoch_time", now - self._epoch_begin, smoothing_hint=False)
-        if self._started_iters <= self._warmup_iter:
+        if self._started_iters < self._warmup_iter:
             return
         step_sec = now - self._step_begin
         self._steps_sec += step_sec
