@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     ["trainkit.utils"],
     ["trainkit.config"],
-    ["trainkit.checkpoint", "trainkit.data", "trainkit.modeling", "trainkit.solver"],
+    ["trainkit.checkpoint", "trainkit.data", "trainkit.modeling", "trainkit.solver", "trainkit.utils.testing"],
     ["trainkit.evaluation"],
     [
         "trainkit.engine.command",
@@ -59,6 +59,7 @@ LATE_IMPORTS = {
     "trainkit.utils.events.tensorboard_writer": "tensorboard, an optional package",
     "trainkit.utils.events.wandb_writer": "wandb, an optional package",
     "trainkit.utils.run_folder": "fcntl, which Windows lacks",
+    "trainkit.utils.serialize": "modules that a pickled function uses",
     "trainkit.utils.registry": "locate() finds an object by its dotted name",
     "trainkit.utils.sharding": "torch.distributed.tensor takes as long to import as torch",
     "trainkit.utils.tables": "tabulate takes a third as long to import as the rest of trainkit",

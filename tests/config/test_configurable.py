@@ -76,16 +76,26 @@ def test_a_class_without_from_config_says_what_to_add():
         def __init__(self, a):
             self.a = a
 
-    assert Bare(1).a == 1
-    with pytest.raises(TypeError, match=r"Bare was called with a config and needs a @classmethod from_config"):
-        Bare(CfgNode())
+    for argument in (1, CfgNode()):
+        with pytest.raises(AttributeError, match=r"Bare has @configurable and needs a @classmethod from_config"):
+            Bare(argument)
+
+
+def test_a_from_config_that_is_no_class_method_is_a_type_error():
+    class Bare:
+        from_config = 5
+
+        @configurable()
+        def __init__(self, a): ...
+
+    with pytest.raises(TypeError, match=r"Bare has @configurable and needs a @classmethod from_config"):
+        Bare(1)
 
 
 @pytest.mark.parametrize(
     ("use", "message"),
     [
         (lambda: configurable(lambda a: a), "above the __init__ of a class"),
-        (lambda: configurable(), "above the __init__ of a class"),
         (lambda: configurable(from_config=lambda cfg: {})(Net), "decorates a function"),
         (lambda: configurable(build, from_config=lambda cfg: {}), "above a function"),
         (lambda: configurable(from_config=lambda c: {})(lambda a: a)(CfgNode()), "must be called cfg"),

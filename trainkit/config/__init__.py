@@ -3,7 +3,7 @@
 from trainkit.config.checks import check_values
 from trainkit.config.config import CfgNode
 from trainkit.config.configurable import configurable
-from trainkit.config.defaults import get_cfg
+from trainkit.config.defaults import get_cfg, global_cfg, set_global_cfg
 from trainkit.config.errors import ConfigError
 from trainkit.config.imports import import_modules
 from trainkit.config.instantiate import instantiate
@@ -13,6 +13,8 @@ from trainkit.config.scaling import scale_lr_to_batch, scale_workers
 
 __all__ = [
     "get_cfg",
+    "global_cfg",
+    "set_global_cfg",
     "CfgNode",
     "ConfigError",
     "configurable",

@@ -13,7 +13,7 @@ _Func = TypeVar("_Func", bound=Callable[..., Any])
 @overload
 def configurable(init_func: _Func) -> _Func: ...
 @overload
-def configurable(*, from_config: Callable[..., dict[str, Any]]) -> Callable[[_Func], _Func]: ...
+def configurable(*, from_config: Callable[..., dict[str, Any]] | None = None) -> Callable[[_Func], _Func]: ...
 
 
 def configurable(
@@ -40,10 +40,11 @@ def configurable(
     it has a parameter for them, else to the constructor, where they win over what ``from_config`` returned.
 
     Raises:
-        TypeError: it decorates something else, or ``from_config`` is missing or returns no dict.
+        AttributeError: when an object is made: its class has no ``from_config``.
+        TypeError: it decorates something else, or ``from_config`` is no class method or returns no dict.
     """
-    if init_func is None and from_config is not None:
-        return functools.partial(_configurable_function, from_config=from_config)
+    if init_func is None:
+        return functools.partial(_configurable_function, from_config=from_config) if from_config else configurable
     if not inspect.isfunction(init_func) or init_func.__name__ != "__init__" or from_config is not None:
         raise TypeError(
             f"write @configurable above the __init__ of a class, or @configurable(from_config=...) above a function, "
@@ -52,17 +53,18 @@ def configurable(
 
     @functools.wraps(init_func)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not _has_config(args, kwargs):
-            init_func(self, *args, **kwargs)
-            return
         # Of the instance's class, so that a subclass can override from_config alone.
         from_config = getattr(type(self), "from_config", None)
         if not inspect.ismethod(from_config):
-            raise TypeError(
-                f"{type(self).__qualname__} was called with a config and needs a @classmethod from_config(cls, cfg) "
+            kind = AttributeError if from_config is None else TypeError
+            raise kind(
+                f"{type(self).__qualname__} has @configurable and needs a @classmethod from_config(cls, cfg) "
                 "that returns the arguments of its __init__ as a dict"
             )
-        init_func(self, **_arguments(from_config, args, kwargs))
+        if _has_config(args, kwargs):
+            init_func(self, **_arguments(from_config, args, kwargs))
+        else:
+            init_func(self, *args, **kwargs)
 
     return wrapped
 

@@ -175,3 +175,13 @@ _C.LOG.EVAL_AXIS = "iter"  # or "epoch": over what writers show the results of e
 def get_cfg() -> CN:
     """A fresh copy of the defaults, free to be changed."""
     return _C.clone()
+
+
+global_cfg = CN()
+"""For programs that do not pass their config on; empty until `set_global_cfg`."""
+
+
+def set_global_cfg(cfg: CN) -> None:
+    """Give ``global_cfg`` the keys of ``cfg``, instead of those it has."""
+    global_cfg.clear()
+    global_cfg.update(cfg)

@@ -38,6 +38,7 @@ def build_batch_data_loader(
     sampler: Sampler[int] | None,
     total_batch_size: int | None,
     *,
+    aspect_ratio_grouping: bool = False,
     num_workers: int = 0,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     drop_last: bool = True,
@@ -57,6 +58,7 @@ def build_batch_data_loader(
         dataset: map-style or iterable; an iterable one divides itself between ranks and workers.
         sampler: indices of this rank; None for an iterable dataset.
         total_batch_size: samples per batch over all ranks; None if ``single_gpu_batch_size`` is given.
+        aspect_ratio_grouping: for detectron2's calls; True is refused.
         collate_fn: list of samples -> batch; None: ``trivial_batch_collator``.
         drop_last: leave out a last batch that is not full.
         single_gpu_batch_size: samples per batch of this rank, instead of ``total_batch_size``.
@@ -70,6 +72,11 @@ def build_batch_data_loader(
         ValueError: not exactly one batch size is given, it is less than 1 or no multiple of the world size, the seed is
             negative, or the sampler does not fit the kind of dataset.
     """
+    if aspect_ratio_grouping:
+        raise ValueError(
+            "aspect_ratio_grouping: such a loader cannot be resumed; give the groups to GroupedBatchSampler, or wrap a "
+            "loader of single samples in AspectRatioGroupedDataset"
+        )
     is_iterable = isinstance(dataset, IterableDataset)
     if is_iterable != (sampler is None):
         raise ValueError(

@@ -1,7 +1,9 @@
 """Datasets and facts about them, by name."""
 
+import types
+from collections import UserDict
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from trainkit.utils.registry import did_you_mean
 
@@ -10,45 +12,34 @@ __all__ = ["DatasetCatalog", "Metadata", "MetadataCatalog"]
 _T = TypeVar("_T")
 
 
-class _Catalog(Generic[_T]):
-    def __init__(self) -> None:
-        self._entries: dict[str, _T] = {}
+class _Catalog(UserDict[str, _T]):
+    """A dict from names to entries, in the order in which they were added."""
 
     def list(self) -> list[str]:
-        """The names, in the order in which they were added."""
-        return [*self._entries]
+        """The names."""
+        return [*self]
 
     def remove(self, name: str) -> None:
-        """Forget an entry.
+        """Forget an entry, as ``pop`` does.
 
         Raises:
             KeyError: there is none of that name.
         """
         self.pop(name)
 
-    def pop(self, name: str) -> _T:
-        """Forget an entry and give it.
-
-        Raises:
-            KeyError: there is none of that name.
-        """
-        if name not in self._entries:
-            raise KeyError(self.explain_unknown(name))
-        return self._entries.pop(name)
-
     def explain_unknown(self, name: str) -> str:
         """The text of the error for an unknown name: what there is, and what to do."""
-        known = ", ".join(sorted(self._entries)) or "none"
+        known = ", ".join(sorted(self)) or "none"
         return (
-            f"{type(self).__name__[1:]} has no {name!r}; {did_you_mean(name, self._entries)}registered: {known}. "
+            f"{type(self).__name__[1:]} has no {name!r}; {did_you_mean(name, self)}registered: {known}. "
             "Put the module that registers it into IMPORTS"
         )
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries
+    def __missing__(self, name: str) -> _T:
+        raise KeyError(self.explain_unknown(name))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__[1:]}({', '.join(self._entries)})"
+        return f"{type(self).__name__[1:]}({', '.join(self)})"
 
 
 class _DatasetCatalog(_Catalog[Callable[[], Any]]):
@@ -70,31 +61,29 @@ class _DatasetCatalog(_Catalog[Callable[[], Any]]):
                 f"dataset {name!r} must be registered with a function without arguments that makes it, "
                 f"got {type(func).__name__}; wrap it in a function or a lambda"
             )
-        if name in self._entries:
+        if name in self:
             raise ValueError(f"a dataset {name!r} is registered already; remove({name!r}) it first")
-        self._entries[name] = func
+        self[name] = func
 
-    def get(self, name: str) -> Any:
+    def get(self, name: str) -> Any:  # type: ignore[override]
         """Call the function registered under ``name`` and give what it gives.
 
         Raises:
             KeyError: no dataset has that name.
         """
-        if name not in self._entries:
-            raise KeyError(self.explain_unknown(name))
-        return self._entries[name]()
+        return self[name]()
 
 
-class Metadata:
+class Metadata(types.SimpleNamespace):
     """Facts about a dataset, such as the names of its classes, as attributes that can be set once.
 
     Setting an attribute again to an equal value is allowed, so that a registration may run twice.
     """
 
-    name: str
+    name: str = "N/A"
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str | None = None, **attributes: Any) -> None:
+        super().__init__(**({} if name is None else {"name": name}), **attributes)
 
     def __setattr__(self, key: str, value: Any) -> None:
         facts = self.__dict__
@@ -123,20 +112,17 @@ class Metadata:
 
     def get(self, key: str, default: Any = None) -> Any:
         """The attribute, or ``default`` where it was never set."""
-        return self.__dict__.get(key, default)
+        return getattr(self, key, default)
 
     def as_dict(self) -> dict[str, Any]:
         """All attributes, ``name`` included, as a new dict."""
         return dict(self.__dict__)
 
-    def __repr__(self) -> str:
-        return f"Metadata({', '.join(f'{key}={value!r}' for key, value in self.__dict__.items())})"
-
 
 class _MetadataCatalog(_Catalog[Metadata]):
     """One ``Metadata`` per name, made when it is first asked for; the dataset need not be registered."""
 
-    def get(self, name: str) -> Metadata:
+    def get(self, name: str) -> Metadata:  # type: ignore[override]
         """The metadata of that name: the same object each time.
 
         Raises:
@@ -144,7 +130,7 @@ class _MetadataCatalog(_Catalog[Metadata]):
         """
         if not name:
             raise ValueError(f"metadata needs a name that is not empty, got {name!r}; give that of its dataset")
-        return self._entries.setdefault(name, Metadata(name))
+        return self.setdefault(name, Metadata(name=name))
 
 
 DatasetCatalog = _DatasetCatalog()

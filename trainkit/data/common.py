@@ -10,6 +10,7 @@ import pickle
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -17,7 +18,15 @@ import torch
 from torch.utils import data
 from torch.utils.data import IterableDataset, Sampler
 
-__all__ = ["DatasetFromList", "MapDataset", "ToIterableDataset"]
+from trainkit.utils.serialize import PicklableWrapper
+
+__all__ = [
+    "AspectRatioGroupedDataset",
+    "DatasetFromList",
+    "MapDataset",
+    "ToIterableDataset",
+    "set_default_dataset_from_list_serialize_method",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +77,7 @@ class MapDataset(data.Dataset[Any]):
 
     Args:
         dataset: map-style or iterable.
-        map_func: sample -> sample, or None to reject it; must be picklable where workers are spawned.
+        map_func: sample -> sample, or None to reject it; see `PicklableWrapper` for what spawned workers take.
     """
 
     def __new__(cls, dataset: Any, map_func: Callable[[Any], Any]) -> Any:
@@ -77,7 +86,7 @@ class MapDataset(data.Dataset[Any]):
 
     def __init__(self, dataset: Any, map_func: Callable[[Any], Any]) -> None:
         self._dataset = dataset
-        self._map_func = map_func
+        self._map_func = PicklableWrapper(map_func)
 
     def __getnewargs__(self) -> tuple[Any, Callable[[Any], Any]]:
         return self._dataset, self._map_func  # pickle calls __new__
@@ -115,7 +124,7 @@ def _others(index: int, size: int) -> Iterator[int]:
 class _MapIterableDataset(IterableDataset[Any]):
     def __init__(self, dataset: IterableDataset[Any], map_func: Callable[[Any], Any]) -> None:
         self._dataset = dataset
-        self._map_func = map_func
+        self._map_func = PicklableWrapper(map_func)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("state_dict", "load_state_dict"):  # there if the other dataset has them
@@ -141,13 +150,17 @@ class DatasetFromList(data.Dataset[Any]):
         copy: hand out deep copies, so that changing a sample leaves the dataset alone; without effect on a serialized
             list, whose samples are new each time.
         serialize: keep one buffer of pickled samples instead of the list. Workers share it, while the reference
-            counts of many small Python objects would make each forked worker copy their memory.
+            counts of many small Python objects would make each forked worker copy their memory. A function of the
+            list makes what holds the samples instead.
     """
 
-    def __init__(self, lst: Sequence[Any], copy: bool = True, serialize: bool = True) -> None:
+    def __init__(
+        self, lst: Sequence[Any], copy: bool = True, serialize: bool | Callable[[Sequence[Any]], Any] = True
+    ) -> None:
         self._copy = copy
-        self._samples: _PickledSamples | list[Any] = _PickledSamples(lst) if serialize else list(lst)
-        self._serialized = serialize
+        method = serialize if callable(serialize) else _serialize_methods[-1] if serialize else list
+        self._samples = method(lst)
+        self._serialized = method is _PickledSamples
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -179,6 +192,19 @@ class _PickledSamples:
         index = int(index) % len(self)
         start, end = self._ends[index : index + 2].tolist()
         return pickle.loads(self._buffer.numpy()[start:end].data)
+
+
+_serialize_methods: list[Callable[[Sequence[Any]], Any]] = [_PickledSamples]
+
+
+@contextmanager
+def set_default_dataset_from_list_serialize_method(new: Callable[[Sequence[Any]], Any]) -> Iterator[None]:
+    """Inside, ``new(samples)`` makes what holds the samples of a `DatasetFromList` with ``serialize=True``."""
+    _serialize_methods.append(new)
+    try:
+        yield
+    finally:
+        _serialize_methods.remove(new)
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
@@ -238,3 +264,25 @@ class ToIterableDataset(IterableDataset[Any]):
             except ENDS as error:
                 raise no_end(error, f"loading {name_sample(self.dataset, index)}") from error
             yield sample
+
+
+class AspectRatioGroupedDataset(IterableDataset[list[Any]]):
+    """Lists of ``batch_size`` samples that are all wider than high, or all not.
+
+    What does not fill a list begins the lists of the next iteration.
+
+    Args:
+        dataset: dicts with ``width`` and ``height``.
+    """
+
+    def __init__(self, dataset: Iterable[Any], batch_size: int) -> None:
+        self.dataset, self.batch_size = dataset, batch_size
+        self._buckets: tuple[list[Any], list[Any]] = [], []
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for sample in self.dataset:
+            bucket = self._buckets[sample["width"] > sample["height"]]
+            bucket.append(sample)
+            if len(bucket) == self.batch_size:
+                yield bucket[:]
+                bucket.clear()

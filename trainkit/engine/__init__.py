@@ -8,6 +8,7 @@ from trainkit.engine.entry import run
 from trainkit.engine.evaluation_run import EvaluationRun
 from trainkit.engine.graph import GraphAMPTrainer, GraphTrainer
 from trainkit.engine.hook_base import HookBase, Priority
+from trainkit.engine.hooks import *  # noqa: F403 - from here too, as in detectron2
 from trainkit.engine.launch import DEFAULT_TIMEOUT, launch
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.parallel import create_ddp_model

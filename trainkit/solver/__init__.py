@@ -1,5 +1,7 @@
 """Optimizers, parameter groups, gradient clipping and learning rate schedules."""
 
+from torch.optim.lr_scheduler import LRScheduler as LRScheduler  # from here too, as in detectron2
+
 from trainkit.solver import schedules
 from trainkit.solver.build import OPTIMIZER_REGISTRY, PARAM_GROUP_REGISTRY, build_lr_scheduler, build_optimizer
 from trainkit.solver.build_schedule import build_schedule
@@ -11,7 +13,15 @@ from trainkit.solver.clipping import (
 )
 from trainkit.solver.lars import LARS
 from trainkit.solver.layer_decay import LAYER_DEPTH_REGISTRY, build_layer_decay
-from trainkit.solver.lr_scheduler import KeepLastValue, LRFunction, LRMultiplier, ScheduledLR, WarmupParamScheduler
+from trainkit.solver.lr_scheduler import (
+    KeepLastValue,
+    LRFunction,
+    LRMultiplier,
+    ScheduledLR,
+    WarmupCosineLR,
+    WarmupMultiStepLR,
+    WarmupParamScheduler,
+)
 from trainkit.solver.param_groups import (
     ParamRules,
     build_param_groups,
@@ -44,6 +54,8 @@ __all__ = [
     "schedules",
     "LRMultiplier",
     "WarmupParamScheduler",
+    "WarmupMultiStepLR",
+    "WarmupCosineLR",
     "KeepLastValue",
     "LRFunction",
 ]

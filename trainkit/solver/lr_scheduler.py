@@ -1,7 +1,8 @@
 """Learning rates that are functions of the iteration, or of the progress ``where``: 0 at the start, 1 at the end."""
 
 import math
-from collections.abc import Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from fvcore.common.param_scheduler import ParamScheduler
@@ -212,3 +213,62 @@ class LRFunction(ScheduledLR):
 
     def compute(self, iter: int, base_lrs: list[float]) -> list[float]:
         return compute_values(self._schedule, iter, base_lrs)
+
+
+class WarmupMultiStepLR(ScheduledLR):
+    """``gamma`` to the number of ``milestones`` (iterations) passed, times the warm-up; for code of detectron2's users.
+
+    Raises:
+        ValueError: the milestones do not grow.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        milestones: Sequence[int],
+        gamma: float = 0.1,
+        warmup_factor: float = 0.001,
+        warmup_iters: int = 1000,
+        warmup_method: str = "linear",
+        last_epoch: int = -1,
+    ) -> None:
+        if list(milestones) != sorted(milestones):
+            raise ValueError(f"milestones must grow from one to the next, got {milestones}")
+        self.milestones, self.gamma = milestones, gamma
+        self.warmup_factor, self.warmup_iters, self.warmup_method = warmup_factor, warmup_iters, warmup_method
+        super().__init__(optimizer, last_epoch)
+
+    def compute(self, iter: int, base_lrs: list[float]) -> list[float]:
+        warmup = _get_warmup_factor_at_iter(self.warmup_method, iter, self.warmup_iters, self.warmup_factor)
+        return [base_lr * warmup * self.gamma ** bisect_right(self.milestones, iter) for base_lr in base_lrs]
+
+
+class WarmupCosineLR(ScheduledLR):
+    """Half a cosine, which is 0 after ``max_iters`` iterations, times the warm-up; for code of detectron2's users."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        max_iters: int,
+        warmup_factor: float = 0.001,
+        warmup_iters: int = 1000,
+        warmup_method: str = "linear",
+        last_epoch: int = -1,
+    ) -> None:
+        self.max_iters = max_iters
+        self.warmup_factor, self.warmup_iters, self.warmup_method = warmup_factor, warmup_iters, warmup_method
+        super().__init__(optimizer, last_epoch)
+
+    def compute(self, iter: int, base_lrs: list[float]) -> list[float]:
+        warmup = _get_warmup_factor_at_iter(self.warmup_method, iter, self.warmup_iters, self.warmup_factor)
+        return [base_lr * warmup * 0.5 * (1.0 + math.cos(math.pi * iter / self.max_iters)) for base_lr in base_lrs]
+
+
+def _get_warmup_factor_at_iter(method: str, iter: int, warmup_iters: int, warmup_factor: float) -> float:
+    """The factor on the learning rate in an iteration; schedules of detectron2's users call it."""
+    if method not in ("linear", "constant"):
+        raise ValueError(f"the method of a warm-up must be linear or constant, got {method!r}")
+    if iter >= warmup_iters:
+        return 1.0
+    done = iter / warmup_iters if method == "linear" else 0.0
+    return warmup_factor * (1.0 - done) + done

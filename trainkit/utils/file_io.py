@@ -1,6 +1,7 @@
 """Files by path or URL."""
 
 from iopath.common.file_io import HTTPURLHandler
+from iopath.common.file_io import PathHandler as PathHandler  # from here too, as in detectron2
 from iopath.common.file_io import PathManager as _PathManager
 
 __all__ = ["PathManager"]

@@ -10,6 +10,8 @@ from collections.abc import Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
+import torch
+
 from trainkit.utils.progress import above_bars, let_stdout_go
 from trainkit.utils.run_file import RunFile
 from trainkit.utils.tables import format_table
@@ -125,6 +127,11 @@ def log_every_n_seconds(lvl: int, msg: str, n: float = 1, *, name: str | None = 
     if now - _last_times.get(line, -math.inf) >= n:
         _last_times[line] = now
         logging.getLogger(name or module).log(lvl, msg, stacklevel=2)
+
+
+def _log_api_usage(identifier: str) -> None:
+    """Count a use of ``trainkit.<identifier>`` where torch counts such."""
+    torch._C._log_api_usage_once(f"trainkit.{identifier}")
 
 
 def create_small_table(small_dict: Mapping[str, Any]) -> str:

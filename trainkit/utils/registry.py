@@ -1,5 +1,6 @@
 """Objects by name: registries, and dotted paths."""
 
+import contextlib
 import difflib
 import importlib
 import sys
@@ -100,6 +101,17 @@ def locate(name: str) -> Any:
         else:  # a module that nobody has imported yet
             found = _import(".".join(parts[: depth + 1]), f"cannot locate {name!r}")
     return found
+
+
+def _convert_target_to_string(t: Any) -> str:
+    """The shortest path by which ``locate`` finds a class or function, such as ``"torch.optim.SGD"``."""
+    parents = t.__module__.split(".")
+    for depth in range(1, len(parents)):
+        path = ".".join([*parents[:depth], t.__qualname__])
+        with contextlib.suppress(ImportError):
+            if locate(path) is t:
+                return path
+    return _describe(t)
 
 
 def _import(module_name: str, context: str) -> ModuleType:

@@ -22,6 +22,9 @@ PUBLIC = sorted(
 )
 
 MAKE = {
+    "AutogradProfiler": lambda job: hooks.AutogradProfiler(
+        lambda trainer: trainer.iter == 3, job.folder, use_cuda=False
+    ),
     "BestCheckpointer": lambda job: hooks.BestCheckpointer(2, job.checkpointer, "top1"),
     "CallbackHook": lambda job: hooks.CallbackHook(after_step=lambda trainer: None),
     "CheckFiniteLoss": lambda job: hooks.CheckFiniteLoss(2),

@@ -19,12 +19,15 @@ class InferenceSampler(Sampler[int]):
     def __init__(self, size: int) -> None:
         if size < 1:
             raise ValueError(f"size must be >= 1 sample, got {size}: an empty dataset cannot be evaluated on")
-        rank, world_size = comm.get_rank(), comm.get_world_size()
-        share, rest = divmod(size, world_size)  # the first ranks take one of the rest each
-        self._indices = range(rank * share + min(rank, rest), (rank + 1) * share + min(rank + 1, rest))
+        self._local_indices = self._get_local_indices(size, comm.get_world_size(), comm.get_rank())
+
+    @staticmethod
+    def _get_local_indices(total_size: int, world_size: int, rank: int) -> range:
+        share, rest = divmod(total_size, world_size)  # the first ranks take one of the rest each
+        return range(rank * share + min(rank, rest), (rank + 1) * share + min(rank + 1, rest))
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._indices)
+        return iter(self._local_indices)
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return len(self._local_indices)

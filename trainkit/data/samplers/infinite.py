@@ -1,9 +1,11 @@
 """The endless stream of samples that the ranks share."""
 
+import itertools
 import logging
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -35,6 +37,10 @@ class InfiniteSampler(Sampler[int], ABC):
         self.rank = comm.get_rank()  # kept, as a spawned loader worker knows no process group
         self.world_size = comm.get_world_size()
         self.start = 0
+
+    _seed = property(attrgetter("seed"))  # detectron2's names, for subclasses
+    _rank = property(attrgetter("rank"))
+    _world_size = property(attrgetter("world_size"))
 
     @property
     @abstractmethod
@@ -72,7 +78,15 @@ class InfiniteSampler(Sampler[int], ABC):
         """The epoch and the offset in it of a sample of the global stream, without walking there."""
         return divmod(position, self.samples_per_epoch)
 
+    def _infinite_indices(self) -> Iterator[int]:
+        """The global stream; one that a subclass defines itself, as for detectron2, is walked through to ``start``."""
+        for epoch in itertools.count():
+            yield from self.epoch_indices(epoch).tolist()
+
     def __iter__(self) -> Iterator[int]:
+        if type(self)._infinite_indices is not InfiniteSampler._infinite_indices:
+            yield from itertools.islice(self._infinite_indices(), self.start + self.rank, None, self.world_size)
+            return
         epoch, offset = self.locate(self.start)
         offset += self.rank
         while True:

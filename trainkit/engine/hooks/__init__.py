@@ -12,7 +12,7 @@ from trainkit.engine.hooks.lr_scheduler import LRScheduler
 from trainkit.engine.hooks.memory import EmptyCache, GarbageCollection, TorchMemoryStats
 from trainkit.engine.hooks.param_scheduler import ParamScheduler
 from trainkit.engine.hooks.precise_bn import PreciseBN
-from trainkit.engine.hooks.profiler import TorchProfiler
+from trainkit.engine.hooks.profiler import AutogradProfiler, TorchProfiler
 from trainkit.engine.hooks.publish import PublishWeights
 from trainkit.engine.hooks.reduce_on_plateau import ReduceOnPlateau
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
@@ -58,6 +58,7 @@ __all__ = [
     "Throughput",
     "TorchMemoryStats",
     "TorchProfiler",
+    "AutogradProfiler",
     "VisualizationHook",
     "VISUALIZER_REGISTRY",
     "HOOK_REGISTRY",

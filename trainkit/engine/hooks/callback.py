@@ -13,8 +13,18 @@ class CallbackHook(HookBase):
     Arguments of the point follow the trainer.
     """
 
-    def __init__(self, **callbacks: Callback | None) -> None:
-        for point, callback in callbacks.items():
+    def __init__(
+        self,
+        *,
+        before_train: Callback | None = None,
+        after_train: Callback | None = None,
+        before_step: Callback | None = None,
+        after_step: Callback | None = None,
+        **others: Callback | None,
+    ) -> None:
+        usual = {"before_train": before_train, "after_train": after_train}
+        usual |= {"before_step": before_step, "after_step": after_step}
+        for point, callback in (usual | others).items():
             if point not in HOOK_POINTS:
                 raise TypeError(f"there is no hook point {point!r}; there are {', '.join(HOOK_POINTS)}")
             if callback is None:

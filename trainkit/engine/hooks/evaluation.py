@@ -52,7 +52,7 @@ class EvalHook(HookBase):
         if phase not in ("val", "test"):
             raise ValueError(f'phase must be "val" or "test", got {phase!r}')
         self._period, self._offset = check_period("eval_period", eval_period), check_period("offset", offset)
-        self._function, self._after_train, self._at_start = eval_function, eval_after_train, eval_at_start
+        self._func, self._after_train, self._at_start = eval_function, eval_after_train, eval_at_start
         self.phase, self._by_epoch = phase, by_epoch
         self.evaluated_iters = -1
 
@@ -65,30 +65,34 @@ class EvalHook(HookBase):
         if self.evaluated_iters > self.trainer.start_iter:  # those of another run
             self.evaluated_iters = -1
         if self._at_start and self.trainer.start_iter == 0:
-            self._evaluate(0)
+            self._evaluate()
 
     def after_step(self) -> None:
         done = self.trainer.iter + 1
         left_to_the_end = self._after_train and is_last(self.trainer)
         is_new = self.evaluated_iters != done  # else a run that was stopped in this iteration repeats its stage 2
         if is_due(self.trainer, self._period, offset=self._offset) and is_new and not left_to_the_end:
-            self._evaluate(done)
+            self._evaluate()
 
     def after_train(self) -> None:
-        done = self.trainer.iter
         # early stopping may end a run right after an evaluation
-        if self._after_train and self.trainer.status == "finished" and self.evaluated_iters != done:
-            self._evaluate(done)
+        if self._after_train and self.trainer.status == "finished" and self.evaluated_iters != self.trainer.iter:
+            self._evaluate()
 
-    def _evaluate(self, done_iters: int) -> None:
+    def _evaluate(self) -> None:
         self.trainer.storage.flush()
         self.trainer.check_finite()
         with observe_inference(self.trainer, self.phase):
-            results = self._function()
-        self.evaluated_iters = done_iters
+            self._do_eval()
+        self.evaluated_iters = self.trainer.last_done_iter + 1
+        comm.synchronize()  # ranks take different times; the next collective should not count that
+
+    def _do_eval(self) -> None:
+        """Call the function and store its results; subclasses for detectron2 override this."""
+        results = self._func()
         if results is not None and not isinstance(results, Mapping):
             raise TypeError(f"the evaluation function must return a dict of results or None, got {results!r}")
-        epoch = done_iters // self.trainer.iters_per_epoch if self._by_epoch else None
+        epoch = (self.trainer.last_done_iter + 1) // self.trainer.iters_per_epoch if self._by_epoch else None
         for name, value in flatten_results_dict(results or {}).items():
             try:
                 number = float(value)
@@ -97,7 +101,6 @@ class EvalHook(HookBase):
                     f"the evaluation result {name!r} is {value!r}; results are nested dicts whose leaves are numbers"
                 ) from error
             self.trainer.storage.put_scalar(name, number, smoothing_hint=False, epoch=epoch)
-        comm.synchronize()  # ranks take different times; the next collective should not count that
 
     def state_dict(self) -> dict[str, Any]:
         """``evaluated_iters``: how many iterations the model had when it was evaluated last."""

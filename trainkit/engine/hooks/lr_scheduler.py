@@ -38,6 +38,7 @@ class LRScheduler(HookBase):
         self._given_optimizer, self._given_scheduler = optimizer, scheduler
         self._scheduler: TorchLRScheduler | None = scheduler if isinstance(scheduler, TorchLRScheduler) else None
         self._waiting_state: dict[str, Any] = {}
+        self._loaded: TorchLRScheduler | None = None  # what got a state since the last run
 
     def before_train(self) -> None:
         """
@@ -56,7 +57,9 @@ class LRScheduler(HookBase):
             )
         elif self._waiting_state:
             scheduler.load_state_dict(self._waiting_state)
-        self._waiting_state = {}
+        elif self._loaded is not None and self._loaded is not scheduler:  # the trainer has another one by now
+            scheduler.load_state_dict(self._loaded.state_dict())
+        self._waiting_state, self._loaded = {}, None
         # not the optimizer itself, which may be wrapped
         if getattr(scheduler, "optimizer", self._optimizer).param_groups is not self._optimizer.param_groups:
             raise ValueError(
@@ -66,10 +69,10 @@ class LRScheduler(HookBase):
         if isinstance(scheduler, ScheduledLR) and scheduler.last_epoch != iter:
             scheduler.seek(iter)  # in a second run
         self._scheduler, self._has_stepped = scheduler, False
-        self._shown_group = _representative_group(self._optimizer.param_groups)
+        self._best_param_group_id = self.get_best_param_group_id(self._optimizer)
 
     def after_step(self) -> None:
-        lr = self._optimizer.param_groups[self._shown_group]["lr"]
+        lr = self._optimizer.param_groups[self._best_param_group_id]["lr"]
         if isinstance(lr, torch.Tensor):  # a captured graph reads it, on a device for which the loop must not wait
             self.trainer.storage.put_later(_store_lr, lr.clone())
         else:
@@ -83,23 +86,36 @@ class LRScheduler(HookBase):
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             self._scheduler.step()  # type: ignore[union-attr]
 
+    @property
+    def scheduler(self) -> TorchLRScheduler | ParamScheduler:
+        """What is stepped; before the run what was given, or else the trainer's."""
+        return self._scheduler or self._given_scheduler or self.trainer.scheduler
+
+    @staticmethod
+    def get_best_param_group_id(optimizer: torch.optim.Optimizer) -> int:
+        """The largest group; where every group has one parameter, the first with the most common learning rate."""
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        if max(sizes) > 1:
+            return sizes.index(max(sizes))
+        rates = [group["lr"] for group in optimizer.param_groups]
+        return rates.index(Counter(rates).most_common(1)[0][0])
+
     def state_dict(self) -> dict[str, Any]:
         if self._waiting_state or self._scheduler is None:
             return self._waiting_state
         return self._scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._waiting_state = dict(state_dict)
+        """A torch scheduler gets it at once, one that comes later gets it before training; none during a run."""
+        scheduler = self._given_scheduler or getattr(self.trainer, "scheduler", None)
+        if self.trainer is not None and self.trainer.status == "running":
+            return
+        if isinstance(scheduler, TorchLRScheduler):
+            scheduler.load_state_dict(state_dict)
+            self._scheduler = self._loaded = scheduler
+        else:
+            self._waiting_state = dict(state_dict)
 
 
 def _store_lr(lr: torch.Tensor) -> None:
     get_event_storage().put_scalar("lr", lr.item(), smoothing_hint=False)
-
-
-def _representative_group(groups: list[dict[str, Any]]) -> int:
-    """The largest group; where every group has one parameter, the first with the most common learning rate."""
-    sizes = [len(group["params"]) for group in groups]
-    if max(sizes) > 1:
-        return sizes.index(max(sizes))
-    rates = [group["lr"] for group in groups]
-    return rates.index(Counter(rates).most_common(1)[0][0])

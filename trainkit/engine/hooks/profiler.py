@@ -81,6 +81,20 @@ class TorchProfiler(HookBase):
         self.after_step()  # that of a step that failed
 
 
+class AutogradProfiler(TorchProfiler):
+    """`TorchProfiler` with the arguments of detectron2's older hook: traces for ``chrome://tracing``."""
+
+    def __init__(
+        self,
+        enable_predicate: Callable[[Any], bool] | Sequence[int],
+        output_dir: str | Path | None = None,
+        *,
+        use_cuda: bool = True,
+    ) -> None:
+        activities = None if use_cuda else [profiler.ProfilerActivity.CPU]
+        super().__init__(enable_predicate, output_dir, activities=activities, save_tensorboard=False)
+
+
 def _within(limits: Any) -> Callable[[Any], bool]:
     is_pair = isinstance(limits, Sequence) and len(limits) == 2 and all(type(limit) is int for limit in limits)
     if not is_pair or not 0 <= limits[0] < limits[1]:

@@ -273,7 +273,13 @@ class EventStorage:
 
     def images(self) -> list[Image]:
         self.flush()
-        return list(self._images)
+        return [Image(*image) for image in self._images]
+
+    @property
+    def _vis_data(self) -> deque[Image]:
+        """``images()`` under detectron2's name, not a copy."""
+        self.flush()
+        return self._images
 
     def histograms(self) -> list[Histogram]:
         self.flush()
@@ -332,7 +338,7 @@ class EventStorage:
             "histories": {name: history.state_dict() for name, history in self._history.items()},
             "smoothing_hints": dict(self._smoothing_hints),
             "epochs": dict(self._epochs),
-            "images": [{**image._asdict(), "tensor": _plain(image.tensor)} for image in self._images],
+            "images": [{**image._asdict(), "tensor": _plain(image.tensor)} for image in self.images()],
             "histograms": [histogram._asdict() for histogram in self._histograms],
         }
 

@@ -54,7 +54,7 @@ class TensorboardXWriter(PictureWriter):
         self._id = secrets.token_hex(4)  # in the names of its files: those of others in the folder are not cut
         self._settings, self._config = settings or {}, config
         self._described = False  # settings and config are written
-        self._writer: Any = None
+        self._opened: Any = None
         self._on_disk: list[RunFile] = []  # its files, which come back if they are deleted
         self._last_step = -1  # the highest one written
         self._purge_step: int | None = None  # for the next file, where it goes on after others
@@ -65,6 +65,12 @@ class TensorboardXWriter(PictureWriter):
         importlib.import_module("tensorboard.plugins.hparams.metadata")
         import_image_formats()
 
+    @property
+    def _writer(self) -> Any:
+        """The ``SummaryWriter``, under detectron2's name; it is opened if it is not."""
+        self._opened = self._opened or self._open()
+        return self._opened
+
     def write(self) -> None:
         self._restore_deleted()
         super().write()
@@ -72,18 +78,18 @@ class TensorboardXWriter(PictureWriter):
     def close(self) -> None:
         super().close()
         self._last_step, self._purge_step, self._sizes = -1, None, None
-        writer, self._writer = self._writer, None
+        writer, self._opened = self._opened, None
         self._close_files()
         if writer is not None:
             writer.close()
 
     def state_dict(self) -> dict[str, Any]:
         """What was written is with the operating system then."""
-        if self._writer is not None:
+        if self._opened is not None:
             try:
                 self._restore_deleted()
-                if self._writer is not None:
-                    self._writer.flush()
+                if self._opened is not None:
+                    self._opened.flush()
             except OSError as error:
                 logger.error("TensorBoard has lost the newest events in %s: %s", self._log_dir, error)
                 self._let_go()
@@ -105,7 +111,7 @@ class TensorboardXWriter(PictureWriter):
     def _show(self, scalars: list[Scalar], storage: EventStorage) -> None:
         steps = [self._last_step]
         try:
-            writer = self._writer = self._writer or self._open()
+            writer = self._writer
             if not self._described:
                 self._describe(writer)
             for name, value, iter, epoch in scalars:
@@ -163,9 +169,9 @@ class TensorboardXWriter(PictureWriter):
 
     def _restore_deleted(self) -> None:
         restored = [file.restore() for file in self._on_disk]
-        if any(restored) and self._writer is not None:
+        if any(restored) and self._opened is not None:
             logger.error("TensorBoard's events in %s were deleted while the run goes on; they are back", self._log_dir)
-            writer = self._writer
+            writer = self._opened
             self._let_go()
             writer.close()
 
@@ -176,7 +182,7 @@ class TensorboardXWriter(PictureWriter):
 
     def _let_go(self) -> None:
         """The thread of a `SummaryWriter` that could not write has ended; another file goes on."""
-        self._writer, self._purge_step = None, self._last_step + 1
+        self._opened, self._purge_step = None, self._last_step + 1
 
 
 def _cut(path: Path, length: int) -> None:

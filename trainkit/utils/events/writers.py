@@ -169,6 +169,7 @@ class CommonMetricPrinter(EventWriter):
     ) -> None:
         if window_size < 1:
             raise ValueError(f"window_size must be >= 1 iteration, got {window_size}")
+        self.logger = logger
         self._max_iter, self._iters_per_epoch = max_iter, iters_per_epoch
         self._window_size = window_size
         self._last_write: tuple[int, float] | None = None  # iteration, clock
@@ -179,7 +180,7 @@ class CommonMetricPrinter(EventWriter):
             return
         latest = storage.latest_with_smoothing_hint(self._window_size)
         eta_sec = self._eta_sec(storage, latest)
-        logger.info(" ".join(self._fields(storage, latest, eta_sec)), extra=self._extra)
+        self.logger.info(" ".join(self._fields(storage, latest, eta_sec)), extra=self._extra)
         self._show(storage, latest, eta_sec)
 
     def begin(self, trainer: Any) -> None:

@@ -1,0 +1,410 @@
+"""What detectron2's users reach into: the names that their code needs beside those that are documented."""
+
+import itertools
+import logging
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from fvcore.common.param_scheduler import ConstantParamScheduler
+from torch.optim import lr_scheduler
+
+from tests.engine.job import tiny_cfg
+from tests.engine.tiny import Steps, Weight, sgd
+from trainkit import solver
+from trainkit.checkpoint import Checkpointer
+from trainkit.config import get_cfg, global_cfg, set_global_cfg
+from trainkit.data import DatasetCatalog, Metadata, MetadataCatalog, build_batch_data_loader
+from trainkit.data.common import (
+    AspectRatioGroupedDataset,
+    DatasetFromList,
+    MapDataset,
+    set_default_dataset_from_list_serialize_method,
+)
+from trainkit.data.samplers import InferenceSampler, TrainingSampler
+from trainkit.engine import DefaultTrainer, SimpleTrainer, hooks
+from trainkit.solver.lr_scheduler import LRScheduler, _get_warmup_factor_at_iter
+from trainkit.utils import comm
+from trainkit.utils.events import CommonMetricPrinter, EventStorage, TensorboardXWriter
+from trainkit.utils.logger import _log_api_usage
+from trainkit.utils.memory import retry_if_cuda_oom
+from trainkit.utils.registry import _convert_target_to_string, locate
+from trainkit.utils.serialize import PicklableWrapper
+
+# ---------------------------------------------------------------------- schedules
+
+
+class WarmupPolyLR(LRScheduler):
+    """DeepLab's schedule, as many projects have it: on the parts of detectron2's first schedules."""
+
+    def __init__(self, optimizer, max_iters, warmup_factor, warmup_iters, warmup_method):
+        self.max_iters, self.warmup = max_iters, (warmup_iters, warmup_factor)
+        self.warmup_method = warmup_method
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        factor = _get_warmup_factor_at_iter(self.warmup_method, self.last_epoch, *self.warmup)
+        left = 1.0 - self.last_epoch / self.max_iters
+        return [base_lr * factor * left**0.9 for base_lr in self.base_lrs]
+
+
+def rates(make, num=6):
+    """The learning rates of the first iterations over a base of 1."""
+    optimizer = sgd(Weight(), lr=1.0)
+    scheduler, seen = make(optimizer), []
+    for _ in range(num):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [("linear", [0.5, 0.75, 1.0, 0.1, 0.1, 0.01]), ("constant", [0.5, 0.5, 1.0, 0.1, 0.1, 0.01])],
+)
+def test_the_first_multi_step_schedule_multiplies_its_warm_up_and_its_steps(method, expected):
+    found = rates(lambda optimizer: solver.WarmupMultiStepLR(optimizer, [3, 5], 0.1, 0.5, 2, method))
+    assert found == pytest.approx(expected)
+
+
+def test_the_first_cosine_schedule_multiplies_its_warm_up_and_its_cosine():
+    found = rates(lambda optimizer: solver.WarmupCosineLR(optimizer, 4, warmup_factor=0.0, warmup_iters=2), 5)
+    assert found == pytest.approx([0.0, 0.5 * (1 + 0.5**0.5) / 2, 0.5, (1 - 0.5**0.5) / 2, 0.0])
+
+
+def test_a_schedule_on_the_warm_up_of_the_first_ones_trains():
+    assert rates(lambda optimizer: WarmupPolyLR(optimizer, 10, 0.1, 2, "linear"), 3) == pytest.approx(
+        [0.1, 0.55 * 0.9**0.9, 0.8**0.9]
+    )
+
+
+def test_what_the_first_schedules_do_not_take_is_a_value_error():
+    with pytest.raises(ValueError, match=r"milestones must grow from one to the next, got \[5, 3\]"):
+        rates(lambda optimizer: solver.WarmupMultiStepLR(optimizer, [5, 3]))
+    with pytest.raises(ValueError, match="the method of a warm-up must be linear or constant, got 'burnin'"):
+        _get_warmup_factor_at_iter("burnin", 0, 10, 0.1)
+
+
+# ---------------------------------------------------------------------- hooks
+
+
+def test_a_scheduler_that_takes_the_place_of_the_one_that_was_loaded_goes_on_as_well():
+    model = Weight()
+    trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model, lr=0.5))
+    hook = hooks.LRScheduler()
+    trainer.register_hooks([hook])
+    trainer.scheduler = lr_scheduler.StepLR(trainer.optimizer, 5)
+    hook.load_state_dict({**trainer.scheduler.state_dict(), "last_epoch": 3})
+    assert hook.state_dict()["last_epoch"] == 3
+    trainer.scheduler = lr_scheduler.StepLR(trainer.optimizer, 5)
+    trainer.train(3, 4)
+    assert trainer.scheduler.last_epoch == 4
+
+
+def test_a_state_that_is_loaded_in_a_run_leaves_its_schedule_where_it_is():
+    model = Weight()
+    trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model, lr=0.5))
+    trainer.scheduler = lr_scheduler.StepLR(trainer.optimizer, 5)
+    before = trainer.scheduler.state_dict()
+    hook = hooks.LRScheduler()
+    back = hooks.CallbackHook(after_step=lambda trainer: trainer.iter == 2 and hook.load_state_dict(before))
+    trainer.register_hooks([hook, back])
+    trainer.train(0, 4)
+    assert trainer.scheduler.last_epoch == hook.state_dict()["last_epoch"] == 4
+
+
+def test_the_hook_of_the_learning_rate_shows_its_scheduler_and_its_group():
+    model = Weight()
+    optimizer = sgd(model)
+    scheduler = lr_scheduler.StepLR(optimizer, 3)
+    trainer = SimpleTrainer(model, [torch.tensor(1.0)], optimizer)
+    trainer.scheduler = scheduler
+    of_trainer, given = hooks.LRScheduler(), hooks.LRScheduler(optimizer, ConstantParamScheduler(1.0))
+    trainer.register_hooks([of_trainer])
+
+    assert of_trainer.scheduler is scheduler
+    assert isinstance(given.scheduler, ConstantParamScheduler)
+    assert hooks.LRScheduler.get_best_param_group_id(optimizer) == 0
+
+
+def test_a_torch_scheduler_has_its_state_as_soon_as_a_checkpoint_is_loaded(tmp_path):
+    def make():
+        model = Weight()
+        optimizer = sgd(model, lr=0.5)
+        trainer = SimpleTrainer(model, [torch.tensor(1.0)], optimizer)
+        scheduler = lr_scheduler.StepLR(optimizer, 5, gamma=0.5)
+        trainer.register_hooks([hooks.LRScheduler(scheduler=scheduler)])
+        checkpointer = Checkpointer(model, tmp_path, optimizer=optimizer, trainer=trainer)
+        return trainer, scheduler, checkpointer
+
+    whole, _, _ = make()
+    whole.train(0, 20)
+    first, _, checkpointer = make()
+    first.train(0, 12)
+    checkpointer.save("model_0000011")
+
+    second, scheduler, checkpointer = make()
+    checkpointer.resume_or_load("", resume=True)
+    assert (scheduler.last_epoch, second.optimizer.param_groups[0]["lr"]) == (12, 0.125)
+    second.train(12, 20)
+    assert torch.equal(second.model.weight, whole.model.weight)
+
+
+def test_a_default_trainer_that_has_resumed_has_the_schedule_where_it_was(tmp_path):
+    cfg = tiny_cfg(tmp_path)
+    cfg.SOLVER.MAX_ITER = 12
+    DefaultTrainer(cfg).train()
+    cfg.SOLVER.MAX_ITER = 20
+    resumed = DefaultTrainer(cfg)
+    resumed.resume_or_load(resume=True)
+    assert resumed.scheduler.last_epoch == 12
+
+
+def test_an_evaluation_of_a_subclass_takes_the_place_of_the_hooks_own():
+    class Twice(hooks.EvalHook):
+        def _do_eval(self):
+            self.trainer.storage.put_scalar("twice", 2 * self._func(), smoothing_hint=False)
+
+    trainer = Steps()
+    trainer.register_hooks([Twice(2, lambda: 21)])
+    trainer.train(0, 4)
+    assert trainer.storage.history("twice").values() == [(42.0, 1), (42.0, 4)]
+
+
+def test_an_evaluation_can_be_asked_for_by_hand():
+    trainer = Steps()
+    hook = hooks.EvalHook(0, lambda: {"top1": 50}, eval_after_train=False)
+    trainer.register_hooks([hook, hooks.CallbackHook(after_step=lambda trainer: hook._do_eval())])
+    trainer.train(0, 2)
+    assert trainer.storage.history("top1").values() == [(50.0, 0), (50.0, 1)]
+
+
+def test_the_older_profiler_writes_a_trace_for_each_iteration_that_it_is_to(tmp_path):
+    trainer = Steps()
+    trainer.register_hooks([hooks.AutogradProfiler(lambda trainer: trainer.iter in (1, 2), tmp_path, use_cuda=False)])
+    trainer.train(0, 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace_iter0000001.json", "trace_iter0000002.json"]
+
+
+# ---------------------------------------------------------------------- events
+
+
+def test_the_printer_logs_to_the_logger_that_it_is_given(caplog):
+    caplog.set_level("INFO")
+    printer = CommonMetricPrinter(10)
+    assert printer.logger.name.startswith("trainkit.utils.events")
+    printer.logger = logging.getLogger("mine")
+    with EventStorage() as storage:
+        storage.put_scalar("total_loss", 0.5)
+        printer.write()
+    assert [(record.name, "total_loss: 0.5" in record.message) for record in caplog.records] == [("mine", True)]
+
+
+def test_the_writer_of_tensorboard_is_opened_where_somebody_asks_for_it(tmp_path):
+    writer = TensorboardXWriter(tmp_path)
+    assert [*tmp_path.iterdir()] == []
+    with EventStorage() as storage:
+        opened = writer._writer
+        opened.add_scalar("by_hand", 1.0, 0)
+        storage.put_scalar("total_loss", 0.5)
+        writer.write()
+        assert writer._writer is opened
+        writer.close()
+    assert len([*tmp_path.iterdir()]) == 1
+
+
+def test_images_are_read_and_put_under_detectron2s_name():
+    image = torch.zeros(3, 2, 2)
+    with EventStorage(7) as storage:
+        storage.put_image("a", image)
+        assert [(name, iter) for name, _, iter in storage._vis_data] == [("a", 7)]
+        storage._vis_data.append(("b", image, 8))
+        assert [(entry.name, entry.iter) for entry in storage.images()] == [("a", 7), ("b", 8)]
+        assert [entry["name"] for entry in storage.state_dict()["images"]] == ["a", "b"]
+        storage.clear_images()
+        assert len(storage._vis_data) == 0
+
+
+# ---------------------------------------------------------------------- data
+
+
+@pytest.fixture
+def catalogs():
+    before = dict(DatasetCatalog), dict(MetadataCatalog)
+    yield
+    for catalog, entries in zip((DatasetCatalog, MetadataCatalog), before, strict=True):
+        catalog.clear()
+        catalog.update(entries)
+
+
+@pytest.mark.usefixtures("catalogs")
+def test_the_catalogs_are_dicts():
+    DatasetCatalog.clear()
+    DatasetCatalog["a"] = lambda: [1]
+    DatasetCatalog.register("b", lambda: [2])
+    assert [*DatasetCatalog] == [*DatasetCatalog.keys()] == DatasetCatalog.list() == ["a", "b"]
+    assert [make() for make in DatasetCatalog.values()] == [[1], [2]]
+    assert {name: make() for name, make in DatasetCatalog.items()} == {"a": [1], "b": [2]}
+    assert (DatasetCatalog["b"](), DatasetCatalog.get("b"), len(DatasetCatalog)) == ([2], [2], 2)
+    assert DatasetCatalog.pop("c", None) is None
+    del DatasetCatalog["a"]
+    with pytest.raises(KeyError, match="DatasetCatalog has no 'a'"):
+        DatasetCatalog["a"]
+
+    metadata = MetadataCatalog.get("b").set(classes=["x"])
+    assert MetadataCatalog["b"] is metadata
+    assert MetadataCatalog.pop("b") is metadata
+    with pytest.raises(KeyError, match="MetadataCatalog has no 'b'"):
+        MetadataCatalog["b"]
+
+
+def test_metadata_have_a_name_and_are_equal_where_their_facts_are():
+    assert Metadata.name == Metadata().name == Metadata().get("name") == "N/A"
+    assert Metadata(name="a", classes=[1]) == Metadata("a").set(classes=[1]) != Metadata(name="a")
+    assert Metadata(name="a", classes=[1]).as_dict() == {"name": "a", "classes": [1]}
+
+
+def test_the_shares_of_an_inference_can_be_asked_for():
+    shares = [InferenceSampler._get_local_indices(10, 4, rank) for rank in range(4)]
+    assert shares == [range(0, 3), range(3, 6), range(6, 8), range(8, 10)]
+
+
+def test_the_endless_stream_is_that_of_all_ranks():
+    sampler = TrainingSampler(5, seed=3)
+    stream = list(itertools.islice(sampler._infinite_indices(), 12))
+    assert stream == list(itertools.islice(sampler, 12))
+    assert sorted(stream[:5]) == [0, 1, 2, 3, 4]
+
+
+def test_a_stream_of_a_subclass_is_drawn_from_by_each_rank_and_can_be_entered(monkeypatch):
+    class Counting(TrainingSampler):
+        def _infinite_indices(self):
+            yield from range(self._seed, self._seed + 14)
+
+    monkeypatch.setattr(comm, "get_rank", lambda: 1)
+    monkeypatch.setattr(comm, "get_world_size", lambda: 3)
+    sampler = Counting(5, seed=100)
+    assert (sampler._rank, sampler._world_size) == (1, 3)
+    assert list(sampler) == [101, 104, 107, 110, 113]
+    sampler.set_position(6)
+    assert list(sampler) == [107, 110, 113]
+
+
+def test_how_a_list_is_held_is_given_by_a_function():
+    assert DatasetFromList([1, 2, 3], serialize=torch.tensor)[2] == torch.tensor(3)
+    with set_default_dataset_from_list_serialize_method(np.asarray):
+        held = DatasetFromList([1, 2, 3])
+        plain = DatasetFromList([1, 2, 3], serialize=False)
+    assert isinstance(held[2], np.integer)
+    assert type(plain[2]) is type(DatasetFromList([1, 2, 3])[2]) is int
+
+
+def test_samples_of_a_shape_come_together_and_the_rest_waits():
+    sizes = [(2, 1), (1, 2), (3, 1), (1, 1), (5, 1)]
+    dataset = AspectRatioGroupedDataset([{"width": w, "height": h} for w, h in sizes], 2)
+
+    def drawn():
+        return [[(sample["width"], sample["height"]) for sample in batch] for batch in dataset]
+
+    assert drawn() == [[(2, 1), (3, 1)], [(1, 2), (1, 1)]]
+    assert drawn() == [[(5, 1), (2, 1)], [(1, 2), (1, 1)], [(3, 1), (5, 1)]]
+
+
+def test_a_loader_takes_no_grouping_and_says_what_does():
+    loader = build_batch_data_loader([1, 2], TrainingSampler(2), 2, aspect_ratio_grouping=False)
+    assert sorted(next(iter(loader))) == [1, 2]
+    with pytest.raises(ValueError, match="give the groups to GroupedBatchSampler"):
+        build_batch_data_loader([1, 2], TrainingSampler(2), 2, aspect_ratio_grouping=True)
+
+
+# ---------------------------------------------------------------------- utilities
+
+OFFSET = 100
+
+
+def outer(factor):
+    def power(base, times=2):
+        return 1 if times == 0 else base * power(base, times - 1)
+
+    return lambda x, *, add=1: sum(OFFSET + factor * power(y) + add + int(np.sign(y)) for y in [x])
+
+
+def test_functions_that_no_module_holds_are_pickled_by_their_code():
+    function = outer(3)
+    again = pickle.loads(pickle.dumps(PicklableWrapper(function)))
+    assert (again(2), again(2, add=5)) == (function(2), function(2, add=5)) == (114, 118)
+    held = pickle.loads(pickle.dumps(PicklableWrapper({"functions": [function, outer]})))
+    assert held["functions"][0](2) == 114
+    assert held["functions"][1] is outer
+
+
+def test_a_wrapper_is_used_like_what_is_inside():
+    wrapper = PicklableWrapper(PicklableWrapper(np.float32(2.5)))
+    assert (wrapper.dtype, type(wrapper._obj)) == (np.float32, np.float32)
+    assert PicklableWrapper(max)(1, 2) == 2
+
+
+@pytest.mark.parametrize("iterable", [False, True])
+def test_a_dataset_that_is_mapped_by_a_lambda_can_be_pickled(iterable):
+    source = AspectRatioGroupedDataset([{"width": 1, "height": 1}] * 2, 1) if iterable else [1, 2]
+    mapped = pickle.loads(pickle.dumps(MapDataset(source, lambda sample: (sample, OFFSET))))
+    assert next(iter(mapped) if iterable else iter([mapped[0]]))[1] == 100
+
+
+def test_a_call_without_enough_memory_is_made_again_and_then_on_the_cpu(caplog):
+    calls = []
+
+    class OnGpu:
+        device = torch.device("cuda")
+
+        def to(self, device):
+            return f"on {device}"
+
+    @retry_if_cuda_oom
+    def fails_twice(*args, **kwargs):
+        calls.append((args, kwargs))
+        if len(calls) < 3:
+            raise (RuntimeError, torch.OutOfMemoryError)[len(calls) - 1]("CUDA out of memory. Tried to allocate")
+        return args, kwargs
+
+    first, second = OnGpu(), OnGpu()
+    assert fails_twice(first, 1, key=second) == (("on cpu", 1), {"key": "on cpu"})
+    assert "it runs on the CPU" in caplog.text
+    assert calls[0] == calls[1] == ((first, 1), {"key": second})
+    with pytest.raises(RuntimeError, match="another"):
+        retry_if_cuda_oom(lambda: (_ for _ in ()).throw(RuntimeError("another")))()
+
+
+def test_objects_become_the_shortest_path_that_leads_to_them():
+    assert _convert_target_to_string(torch.optim.SGD) == "torch.optim.SGD"
+    assert _convert_target_to_string(torch.nn.Linear.forward) == "torch.nn.Linear.forward"
+    assert _convert_target_to_string(WarmupPolyLR) == f"{__name__}.WarmupPolyLR"
+    assert _convert_target_to_string(int) == "builtins.int"
+    for found in (torch.optim.SGD, torch.nn.Linear.forward, WarmupPolyLR, int):
+        assert locate(_convert_target_to_string(found)) is found
+    assert locate("torch.optim.sgd.SGD") is torch.optim.SGD
+
+
+def test_a_use_can_be_counted():
+    _log_api_usage("modeling.meta_arch.Net")
+
+
+def test_the_global_config_is_the_one_that_was_set_last():
+    cfg = get_cfg()
+    cfg.SOLVER.BASE_LR = 0.5
+    set_global_cfg(cfg)
+    try:
+        assert global_cfg.SOLVER.BASE_LR == 0.5
+    finally:
+        global_cfg.clear()
+
+
+def test_a_lazy_config_is_saved_and_loaded_in_one_call():
+    pytest.importorskip("omegaconf")
+    from trainkit.config import LazyCall, instantiate
+    from trainkit.utils.testing import reload_lazy_config
+
+    again = reload_lazy_config({"optimizer": LazyCall(dict)(lr=0.5)})
+    assert instantiate(again["optimizer"]) == {"lr": 0.5}

@@ -1,0 +1,14 @@
+"""For tests of configs."""
+
+import os
+import tempfile
+from typing import Any
+
+from trainkit.config.lazy import LazyConfig
+
+
+def reload_lazy_config(cfg: Any) -> Any:
+    """What ``LazyConfig.load`` gives after ``LazyConfig.save``."""
+    with tempfile.TemporaryDirectory() as folder:
+        LazyConfig.save(cfg, os.path.join(folder, "config.yaml"))
+        return LazyConfig.load(os.path.join(folder, "config.yaml"))
