@@ -260,3 +260,48 @@ def test_results_of_the_last_evaluation_are_where_detectron2_has_them(tmp_path):
     trainer = AdelaiLike(tiny_cfg(tmp_path))
     results = trainer.train()
     assert results["classification"]["top1"] == trainer.storage.history("classification/top1").latest()
+
+
+# ---------------------------------------------------------------------- hooks by index
+
+
+class EditsHooks(DefaultTrainer):
+    """Takes the list of ``build_hooks`` for one to edit by index."""
+
+    def build_hooks(self):
+        built = super().build_hooks()
+        for i, hook in enumerate(built):
+            if isinstance(hook, hooks.PeriodicCheckpointer):
+                built[i] = hooks.PeriodicCheckpointer(self.checkpointer, 3, max_to_keep=2)
+        evaluation = next(i for i, hook in enumerate(built) if isinstance(hook, hooks.EvalHook))
+        built[evaluation] = hooks.EvalHook(4, lambda: {"answer": 42.0})
+        built.insert(
+            -1, hooks.CallbackHook(after_step=lambda trainer: trainer.storage.put_scalar("late", trainer.iter))
+        )
+        return built
+
+
+def test_a_list_of_hooks_that_is_edited_by_index_is_the_list_that_runs(tmp_path):
+    def run(folder, max_iter, seed=3):
+        torch.manual_seed(seed)
+        trainer = EditsHooks(tiny_cfg(folder, "SOLVER.MAX_ITER", max_iter))
+        trainer.resume_or_load(resume=True)
+        trainer.train()
+        return trainer
+
+    whole = run(tmp_path / "whole", 10)
+    assert [iter for _, iter in whole.storage.history("answer").values()] == [3, 7, 10]
+    assert [iter for _, iter in whole.storage.history("late").values()] == [*range(10)]
+    files = {path.name for path in (tmp_path / "whole").glob("model_*.pth")}
+    assert files == {"model_0000005.pth", "model_0000008.pth", "model_final.pth"}
+
+    run(tmp_path / "parts", 6)
+    assert equal(weights(whole.model), weights(run(tmp_path / "parts", 10, seed=4).model))
+
+
+def test_a_hook_that_is_taken_out_of_the_list_of_a_trainer_does_not_run(tmp_path):
+    trainer = DefaultTrainer(tiny_cfg(tmp_path))
+    evaluation = next(i for i, hook in enumerate(trainer._hooks) if isinstance(hook, hooks.EvalHook))
+    trainer._hooks.pop(evaluation)
+    trainer.train()
+    assert not hasattr(trainer, "_last_eval_results")
