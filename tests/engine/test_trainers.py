@@ -168,7 +168,7 @@ def test_the_model_is_put_into_train_mode_once_and_eval_mode_is_an_error():
     trainer = SimpleTrainer(model, batches(1), sgd(model))
     assert model.training
     trainer.register_hooks([AfterStep(lambda trainer: trainer.model.eval())])
-    with pytest.raises(RuntimeError, match=r"must call model\.train\(\) afterwards"):
+    with pytest.raises(RuntimeError, match=r"must call model\.train\(\) again"):
         trainer.train(0, 3)
     assert trainer.iter == 1
 
@@ -429,7 +429,7 @@ def test_batch_norm_under_accumulation_is_warned_about_once(caplog):
         return [record.message[:72] for record in caplog.records]
 
     with_norm = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3))
-    assert messages(with_norm, 4) == ["The model has batch norm, which normalizes each micro-batch by itself, s"]
+    assert messages(with_norm, 4) == ["The model has batch norm, which normalizes each micro-batch by itself: 4"]
     assert messages(with_norm, 1) == messages(nn.GroupNorm(1, 3), 4) == []
 
 

@@ -129,18 +129,15 @@ class SimpleTrainer(TrainerBase):
         self.optimizer = optimizer
         if accumulation_steps > 1 and any(isinstance(module, _BatchNorm) for module in model.modules()):
             logger.warning(
-                "The model has batch norm, which normalizes each micro-batch by itself, so %d of them do not equal one "
-                "batch of %d times the size; group norm or layer norm would",
-                accumulation_steps,
+                "The model has batch norm, which normalizes each micro-batch by itself: %d of them do not equal one "
+                "large batch. Group norm or layer norm would",
                 accumulation_steps,
             )
 
     def run_step(self) -> None:
         """Fetch, zero_grad, forward, backward, after_backward, clip, metrics, update."""
         if not self.model.training:
-            raise RuntimeError(
-                "the model is in eval mode; whoever called model.eval() must call model.train() afterwards"
-            )
+            raise RuntimeError("the model is in eval mode; whoever called model.eval() must call model.train() again")
         try:
             start = time.perf_counter()
             self._batch = self._losses = None  # in a loop of one's own nobody has: let go before the next batch is made
