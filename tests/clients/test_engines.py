@@ -226,6 +226,24 @@ def test_a_loop_of_ones_own_runs_hooks_on_both_sides_of_the_save_point(tmp_path)
     assert len((tmp_path / "metrics.json").read_text().splitlines()) == 2
 
 
+def test_a_loop_of_ones_own_that_runs_again_keeps_the_storage_that_it_opens():
+    trainer = TrainerBase()
+    trainer.register_hooks(
+        [hooks.CallbackHook(after_step=lambda trainer: trainer.storage.put_scalar("a", trainer.iter))]
+    )
+    trainer.max_iter = 2
+    for _ in range(2):
+        with EventStorage() as opened:
+            trainer.storage = opened
+            trainer.before_train()
+            for trainer.iter in range(2):
+                trainer.before_step()
+                trainer.after_step()
+            trainer.after_train()
+        assert trainer.storage is opened
+        assert opened.history("a").values() == [(0.0, 0), (1.0, 1)]
+
+
 def test_a_failure_in_a_loop_of_ones_own_is_one_for_the_hooks(tmp_path):
     seen = []
     trainer = TrainerBase()
@@ -304,4 +322,13 @@ def test_a_hook_that_is_taken_out_of_the_list_of_a_trainer_does_not_run(tmp_path
     evaluation = next(i for i, hook in enumerate(trainer._hooks) if isinstance(hook, hooks.EvalHook))
     trainer._hooks.pop(evaluation)
     trainer.train()
+    assert not hasattr(trainer, "_last_eval_results")
+
+
+def test_a_checkpoint_without_results_leaves_none_of_the_run_before(tmp_path):
+    trainer = DefaultTrainer(tiny_cfg(tmp_path))
+    before = trainer.state_dict()
+    trainer.train()
+    assert hasattr(trainer, "_last_eval_results")
+    trainer.load_state_dict(before)
     assert not hasattr(trainer, "_last_eval_results")

@@ -300,6 +300,7 @@ class DefaultTrainer(TrainerBase):
         saved = state_dict.get("settings")  # older states have none
         if saved and (table := describe_other_settings(saved, self.cfg)):
             logger.warning("The checkpoint was written with other settings:\n%s", table)
+        self.__dict__.pop("_last_eval_results", None)  # of what this trainer has done before
         if results := state_dict.get("results"):
             self._last_eval_results = results
         self._trainer.feed.load_state_dict(state_dict.get("data", {}))

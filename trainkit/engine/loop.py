@@ -266,7 +266,9 @@ class TrainerBase(RunState):
     def before_train(self) -> None:
         own_loop = self.status != "running"
         if own_loop:
+            storage = self.storage  # which it has opened
             self._start(self.start_iter, self.max_iter)
+            self.storage = storage
         super().before_train()
         if own_loop:
             self._restore_rng()
