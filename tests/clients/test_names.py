@@ -387,8 +387,11 @@ def test_objects_become_the_shortest_path_that_leads_to_them():
     assert locate("torch.optim.sgd.SGD") is torch.optim.SGD
 
 
-def test_a_use_can_be_counted():
+def test_a_use_can_be_counted(monkeypatch):
+    counted = []
+    monkeypatch.setattr(torch._C, "_log_api_usage_once", counted.append)
     _log_api_usage("modeling.meta_arch.Net")
+    assert counted == ["trainkit.modeling.meta_arch.Net"]
 
 
 def test_the_global_config_is_the_one_that_was_set_last():

@@ -1,7 +1,7 @@
 """Gradient clipping: a callable for training loops, and the same as a part of an optimizer."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar, overload
@@ -158,12 +158,15 @@ def _clip_before_step(optimizer: Optimizer, clipper: GradientClipper) -> None:
     optimizer.gradient_clipper = clipper  # type: ignore[attr-defined]
 
 
-@contextmanager
-def already_clipped(optimizer: Any, clipper: Any) -> Iterator[None]:
+def already_clipped(optimizer: Any, clipper: Any) -> AbstractContextManager[None]:
     """In here the optimizer does not clip by the rule of ``clipper``, by which its gradients are clipped already."""
     if clipper is None or getattr(optimizer, "gradient_clipper", None) != clipper:
-        yield
-        return
+        return nullcontext()  # in each step of most runs
+    return _without_clipping(optimizer, clipper)
+
+
+@contextmanager
+def _without_clipping(optimizer: Any, clipper: Any) -> Iterator[None]:
     setattr(optimizer, _CLIPPED_BY, clipper)
     try:
         yield

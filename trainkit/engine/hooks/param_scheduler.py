@@ -1,7 +1,6 @@
 """Any field of the optimizer, iteration by iteration."""
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +13,7 @@ from trainkit.engine.periods import check_period
 from trainkit.solver.build_schedule import build_schedule
 from trainkit.solver.schedules import Schedule, compute_values
 from trainkit.utils.numbers import is_number
+from trainkit.utils.registry import did_you_mean
 
 _ANY_LENGTH = 2**40  # of a run that is not known yet
 
@@ -64,10 +64,9 @@ class ParamScheduler(HookBase):
         ]
         if not self._targets:
             accepted = sorted({name for _, found in fields for name in found})
-            nearest = get_close_matches(self.param, accepted, n=1)
             raise ConfigError(
                 f"param is {self.param!r}, but no parameter group of {type(self.trainer.optimizer).__name__} has such "
-                f"a number; {f'did you mean {nearest[0]!r}? ' if nearest else ''}It has: {', '.join(accepted)}"
+                f"a number; {did_you_mean(self.param, accepted)}It has: {', '.join(accepted)}"
             )
         # read from their device once, not at each step
         self._bases = [
