@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from trainkit.config.checks import check_is_ours
 from trainkit.config.config import CfgNode
 from trainkit.config.errors import ConfigError, look_up
 from trainkit.utils.device import resolve_device
@@ -22,6 +23,7 @@ def build_model(cfg: CfgNode) -> nn.Module:
         ConfigError: ``cfg.MODEL.NAME`` is empty, or nothing is registered under it; the machine lacks the device; the
             registered entry cannot be called with ``cfg`` alone, or gives something that is no ``nn.Module``.
     """
+    check_is_ours(cfg)
     name = cfg.MODEL.NAME
     if not name:
         registered = ", ".join(sorted(entry for entry, _ in MODEL_REGISTRY)) or "none"

@@ -1,6 +1,8 @@
 """Clients that take their optimizer from ``build_optimizer`` and expect that its ``step()`` clips."""
 
+import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -85,6 +87,23 @@ def norms_at_the_step(optimizer):
 
     optimizer.register_step_post_hook(note)
     return norms
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_a_copy_of_the_optimizer_clips_too(again):
+    model = Steep()
+    optimizer = build_optimizer(clipping_cfg("value", 1e-3), model)
+    weight = optimizer.param_groups[0]["params"][0]
+    weight.grad = torch.full_like(weight, 1e6)
+    optimizer.step()
+    for copied in (again(optimizer), again(again(optimizer))):
+        assert type(copied) is type(optimizer)
+        assert copied.gradient_clipper == optimizer.gradient_clipper
+        [theirs] = copied.param_groups[0]["params"]
+        theirs.grad = torch.full_like(theirs, 1e6)
+        copied.step()
+        assert theirs.item() == pytest.approx(-2e-3)
+    assert weight.item() == pytest.approx(-1e-3)
 
 
 @pytest.mark.parametrize("given", [None, GradientClipper("full_model", 0.01), GradientClipper("value", 1e-3)])

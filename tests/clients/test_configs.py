@@ -6,12 +6,16 @@ import sys
 import fvcore.common.config
 import pytest
 import yacs.config
+import yaml
 
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Regression, sgd
-from trainkit.config import CfgNode, ConfigError, LazyConfig, get_cfg
+from trainkit.config import CfgNode, ConfigError, LazyConfig, get_cfg, resolve_lengths
 from trainkit.config.arithmetic import evaluate_arithmetic
+from trainkit.config.scaling import scale_workers
+from trainkit.data import build_test_loader, build_train_loader
 from trainkit.engine import DefaultPredictor, DefaultTrainer, default_argument_parser, default_setup, launch
+from trainkit.modeling import build_model
 from trainkit.solver import build_lr_scheduler, build_optimizer
 from trainkit.utils.logger import close_logger
 
@@ -31,6 +35,9 @@ class Detectron2CfgNode(fvcore.common.config.CfgNode):
         lambda cfg: default_setup(cfg, default_argument_parser().parse_args([])),
         lambda cfg: build_optimizer(cfg, Regression()),
         lambda cfg: build_lr_scheduler(cfg, sgd(Regression())),
+        build_model,
+        build_train_loader,
+        lambda cfg: build_test_loader(cfg, "a"),
     ],
 )
 def test_a_config_of_another_program_is_refused_with_what_to_use(node, take):
@@ -49,10 +56,12 @@ def test_settings_of_such_a_config_can_be_merged(node):
 # ---------------------------------------------------------------------- defaults that nobody has chosen
 
 
+@pytest.mark.parametrize("rescale", [False, True])
 @pytest.mark.parametrize("name", ["WarmupMultiStepLR", "WarmupCosineLR", "WarmupStepWithFixedGammaLR"])
-def test_default_lengths_do_not_stop_a_short_run_and_are_not_warned_about(name, caplog):
+def test_default_lengths_do_not_stop_a_short_run_and_are_not_warned_about(name, rescale, caplog):
     cfg = get_cfg()
     cfg.SOLVER.MAX_ITER, cfg.SOLVER.LR_SCHEDULER_NAME, cfg.SOLVER.BASE_LR = 100, name, 1.0
+    cfg.SOLVER.RESCALE_INTERVAL = rescale
     optimizer = sgd(Regression(), lr=1.0)
     with caplog.at_level(logging.WARNING):
         scheduler = build_lr_scheduler(cfg, optimizer)
@@ -64,7 +73,52 @@ def test_default_lengths_do_not_stop_a_short_run_and_are_not_warned_about(name, 
         scheduler.step()
     assert rates[0] == pytest.approx(1e-3)
     if name == "WarmupMultiStepLR":  # the warm-up is the whole run
-        assert rates[50] == pytest.approx((1e-3 + 1) / 2)
+        assert rates[50] == pytest.approx((1e-3 + 1) / 2, rel=0.02)
+    elif rescale:  # all of the run but one iteration
+        assert rates[98] == pytest.approx(1 - 0.999 / 99)
+
+
+@pytest.mark.parametrize("rescale", [False, True])
+@pytest.mark.parametrize(("max_iter", "num_workers", "warmup_iters"), [(100, 1, 800), (100, 64, 12), (9000, 1, 8000)])
+def test_a_default_warm_up_for_another_number_of_workers_does_not_stop_a_short_run(
+    max_iter, num_workers, warmup_iters, rescale
+):
+    cfg = get_cfg()
+    cfg.SOLVER.MAX_ITER, cfg.SOLVER.REFERENCE_WORLD_SIZE, cfg.SOLVER.RESCALE_INTERVAL = max_iter, 8, rescale
+    cfg = scale_workers(cfg, num_workers)
+    assert warmup_iters - (rescale and warmup_iters < 8000) == cfg.SOLVER.WARMUP_ITERS
+    build_lr_scheduler(cfg, sgd(Regression()))
+
+
+def test_a_default_warm_up_of_a_run_in_epochs_stays_the_default():
+    cfg = get_cfg()
+    cfg.SOLVER.MAX_ITER, cfg.SOLVER.REFERENCE_WORLD_SIZE = "3ep", 8
+    cfg = resolve_lengths(scale_workers(cfg, 1), 10)
+    assert (cfg.SOLVER.WARMUP_ITERS, cfg.SOLVER.MAX_ITER) == (1000, 30)
+    build_lr_scheduler(cfg, sgd(Regression()))
+
+
+def test_a_chosen_warm_up_is_scaled_and_held_against_the_length_of_the_run():
+    cfg = get_cfg()
+    cfg.SOLVER.MAX_ITER, cfg.SOLVER.WARMUP_ITERS, cfg.SOLVER.REFERENCE_WORLD_SIZE = 100, 101, 8
+    with pytest.raises(ConfigError, match="SOLVER.WARMUP_ITERS=808 is longer than SOLVER.MAX_ITER=800"):
+        build_lr_scheduler(scale_workers(cfg, 1), sgd(Regression()))
+
+
+# ---------------------------------------------------------------------- unknown keys
+
+
+@pytest.mark.parametrize("key", ["SOLVER.BASE_LRR", "SOLVR", "NEW.KEY"])
+def test_an_unknown_key_is_a_key_error_that_reads_like_any_error(key, tmp_path):
+    cfg, nested = get_cfg(), 1
+    for name in reversed(key.split(".")):
+        nested = {name: nested}
+    (tmp_path / "c.yaml").write_text(yaml.dump(nested))
+    with pytest.raises(KeyError) as caught:
+        cfg.merge_from_file(tmp_path / "c.yaml")
+    assert str(caught.value).startswith(f"{tmp_path / 'c.yaml'}: unknown key {key};")
+    with pytest.raises(KeyError, match=f"unknown key {key}"):
+        cfg.merge_from_other_cfg(CfgNode(nested))
 
 
 def test_a_warm_up_that_was_chosen_is_still_held_against_the_length_of_the_run():
@@ -122,6 +176,10 @@ def test_several_machines_need_processes():
         ("[[0.5] * 2] * 2", [[0.5, 0.5], [0.5, 0.5]]),
         ("-(+2) ** -1", -0.5),
         (" True ", True),
+        ("[int(x * 0.1 * 640) for x in range(5, 8)]", [320, 384, 448]),  # as in configs of MaskFormer and Mask2Former
+        ("tuple([round(x / 3) for x in (10, 20)]) + (abs(-1), float(2))", (3, 7, 1, 2.0)),
+        ("[i * 2 for i in [x + 1 for x in list(range(3))]]", [2, 4, 6]),
+        ("[[x, x ** 2] for x in range(2)]", [[0, 0], [1, 1]]),
     ],
 )
 def test_arithmetic_of_numbers_and_tuples_is_evaluated(text, value, tmp_path):
@@ -146,8 +204,23 @@ def test_it_is_merged_into_the_keys_of_a_config_and_of_a_lazy_one(tmp_path):
 @pytest.mark.parametrize(
     "text",
     [
-        "[x * 2 for x in [1, 2]]",
-        "int(3.5)",
+        "[x * 2 for x in [1, 2] if x]",
+        "[x + y for x in (1, 2) for y in (1, 2)]",
+        "[[y for y in range(2)] for x in range(2)]",
+        "[[y for y in range(99)] * 0 for x in range(99)]",
+        "[x for x in 3]",
+        "[y for x in (1, 2)]",
+        "[1 for (x, y) in ((1, 2),)]",
+        "[(x, x) for x in range(50)]",
+        "range(101)",
+        "range(10 ** 80)",
+        "round(1, -(10 ** 80))",
+        "int(1e300)",
+        "int(x=1)",
+        "int(*[1])",
+        "int",
+        "eval(1)",
+        "[].append(1)",
         "__import__('os').getcwd()",
         "().__class__",
         "a",

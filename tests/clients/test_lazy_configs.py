@@ -9,8 +9,9 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from trainkit.config import ConfigError, LazyConfig, instantiate
+from trainkit.config import ConfigError, LazyConfig, configurable, instantiate
 from trainkit.config import LazyCall as L  # as there
+from trainkit.config.lazy import to_yaml
 from trainkit.engine import default_setup
 from trainkit.utils.logger import close_logger
 
@@ -164,6 +165,36 @@ def test_a_key_that_is_like_no_other_is_made_with_a_warning(caplog):
         LazyConfig.apply_overrides(cfg, ["~train=1"])
 
 
+def test_a_key_of_what_is_no_node_is_a_key_error():
+    cfg = OmegaConf.create({"model": {"width": 1}})
+    with pytest.raises(KeyError, match="model.width.more: model.width is 1, which has no 'more'; set that"):
+        LazyConfig.apply_overrides(cfg, ["model.width.more=2"])
+
+
+# ---------------------------------------------------------------------- configurable
+
+
+class Sized:
+    @configurable
+    def __init__(self, size, depth=2):
+        self.sizes = size, depth
+
+    @classmethod
+    def from_config(cls, cfg, scale=1):
+        return {"size": cfg.size * scale}
+
+
+@configurable(from_config=lambda cfg: {"size": cfg.size})
+def sized(size):
+    return size
+
+
+def test_a_configurable_takes_a_lazy_config_as_its_config():
+    cfg = OmegaConf.create({"size": 3})
+    assert (Sized(cfg).sizes, Sized(cfg=cfg, scale=2, depth=1).sizes, sized(cfg)) == ((3, 2), (6, 1), 3)
+    assert (Sized(4).sizes, sized(5)) == ((4, 2), 5)
+
+
 # ---------------------------------------------------------------------- setup
 
 
@@ -178,7 +209,7 @@ def test_default_setup_takes_a_lazy_config(tmp_path, wrap):
     cfg = wrap({"train": {"output_dir": str(tmp_path / "out"), "seed": 7, "device": "cuda"}, "model": model})
     setup(cfg)
     first = torch.rand(())
-    assert LazyConfig.load(tmp_path / "out" / "config.yaml") == cfg
+    assert to_yaml(LazyConfig.load(tmp_path / "out" / "config.yaml")) == to_yaml(cfg)
     assert (tmp_path / "out" / "log.txt").is_file()
     setup(cfg)
     assert torch.rand(()) == first

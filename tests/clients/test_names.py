@@ -3,6 +3,7 @@
 import itertools
 import logging
 import pickle
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -15,15 +16,24 @@ from tests.engine.tiny import Steps, Weight, sgd
 from trainkit import solver
 from trainkit.checkpoint import Checkpointer
 from trainkit.config import get_cfg, global_cfg, set_global_cfg
-from trainkit.data import DatasetCatalog, Metadata, MetadataCatalog, build_batch_data_loader
+from trainkit.data import (
+    DatasetCatalog,
+    Metadata,
+    MetadataCatalog,
+    build_batch_data_loader,
+    build_test_loader,
+    build_train_loader,
+)
 from trainkit.data.common import (
     AspectRatioGroupedDataset,
     DatasetFromList,
     MapDataset,
+    ToIterableDataset,
     set_default_dataset_from_list_serialize_method,
 )
 from trainkit.data.samplers import InferenceSampler, TrainingSampler
 from trainkit.engine import DefaultTrainer, SimpleTrainer, hooks
+from trainkit.solver.build import _expand_param_groups, reduce_param_groups
 from trainkit.solver.lr_scheduler import LRScheduler, _get_warmup_factor_at_iter
 from trainkit.utils import comm
 from trainkit.utils.events import CommonMetricPrinter, EventStorage, TensorboardXWriter
@@ -310,6 +320,72 @@ def test_samples_of_a_shape_come_together_and_the_rest_waits():
 
     assert drawn() == [[(2, 1), (3, 1)], [(1, 2), (1, 1)]]
     assert drawn() == [[(5, 1), (2, 1)], [(1, 2), (1, 1)], [(3, 1), (5, 1)]]
+
+
+def test_samples_of_a_shape_that_somebody_has_had_do_not_come_again():
+    dataset = AspectRatioGroupedDataset([{"width": i, "height": 0} for i in range(1, 5)], 2)
+    for _ in range(2):  # whoever breaks off leaves nothing behind
+        assert [sample["width"] for sample in next(iter(dataset))] == [1, 2]
+    assert [len(bucket) for bucket in dataset._buckets] == [0, 0]
+
+
+def first_batch(loader):
+    return next(iter(loader))
+
+
+@pytest.mark.parametrize("iterable", [False, True])
+def test_loaders_are_built_from_a_dataset_and_a_mapper(iterable):
+    """As the calls of detectron2's configs in Python, and those with a cfg that add a mapper."""
+    samples = [*range(6)]
+    train, test = samples, samples
+    if iterable:
+        train = ToIterableDataset(samples, TrainingSampler(6, seed=1))
+        test = ToIterableDataset(samples, InferenceSampler(6))
+    loader = build_train_loader(dataset=train, mapper=lambda x: 10 * x, total_batch_size=6, num_workers=0)
+    assert sorted(first_batch(loader)) == [0, 10, 20, 30, 40, 50]
+    assert [*build_test_loader(test, mapper=lambda x: -x, batch_size=4)] == [[0, -1, -2, -3], [-4, -5]]
+    assert [*build_test_loader(test)] == [[x] for x in samples]
+
+    cfg = get_cfg()
+    cfg.merge_from_list(["SOLVER.IMS_PER_BATCH", 6, "DATALOADER.NUM_WORKERS", 0, "DATALOADER.COLLATE", "list"])
+    assert sorted(first_batch(build_train_loader(cfg, train, mapper=lambda x: x + 1))) == [1, 2, 3, 4, 5, 6]
+    if not iterable:
+        loader = build_train_loader(cfg, train, sampler=TrainingSampler(6, shuffle=False), total_batch_size=2)
+        assert first_batch(loader) == [0, 1]
+    DatasetCatalog.register("clients_test", lambda: test)
+    try:
+        loader = build_test_loader(cfg, "clients_test", mapper=lambda x: x + 1, batch_size=6, collate_fn=sum)
+        assert [*loader] == [21]
+    finally:
+        DatasetCatalog.remove("clients_test")
+
+
+def test_the_sampler_of_rare_categories_reads_detectron2s_dicts_by_a_config():
+    cfg = get_cfg()
+    cfg.merge_from_list(["DATALOADER.SAMPLER_TRAIN", "RepeatFactorTrainingSampler"])
+    cfg.merge_from_list(["DATALOADER.REPEAT_THRESHOLD", 1.0, "DATALOADER.REPEAT_SQRT", False, "SEED", 1])
+    cfg.merge_from_list(["SOLVER.IMS_PER_BATCH", 1, "DATALOADER.NUM_WORKERS", 0, "DATALOADER.COLLATE", "list"])
+    samples = [{"id": i, "annotations": [{"category_id": int(i == 0)}] * (i < 4)} for i in range(8)]
+    loader = build_train_loader(cfg, samples)
+    counts = Counter(batch[0]["id"] for batch in itertools.islice(loader, 400))
+    # category 1 is in 1 of 8 samples, category 0 in 3 of 8
+    shares = [8, 8 / 3, 8 / 3, 8 / 3, 1, 1, 1, 1]
+    assert [counts[i] / 400 for i in range(8)] == pytest.approx([share / 20 for share in shares], abs=0.03)
+    with pytest.raises(TypeError, match="sample 1 of dataset_dicts must be its categories"):
+        build_train_loader(cfg, [samples[0], {"annotations": 3}])
+
+
+def test_groups_of_parameters_are_taken_apart_and_merged():
+    given = [{"params": ["a", "b"], "lr": 1}, {"params": ["b", "c"], "lr": 2, "momentum": 3}]
+    expanded = [
+        {"params": ["a"], "lr": 1},
+        {"params": ["b"], "lr": 2, "momentum": 3},
+        {"params": ["c"], "lr": 2, "momentum": 3},
+    ]
+    assert _expand_param_groups(given) == expanded
+    merged = [{"params": ["a"], "lr": 1}, {"params": ["b", "c"], "lr": 2, "momentum": 3}]
+    assert reduce_param_groups(given) == reduce_param_groups(expanded) == merged
+    assert given[0] == {"params": ["a", "b"], "lr": 1}
 
 
 def test_a_loader_takes_no_grouping_and_says_what_does():

@@ -101,7 +101,7 @@ def test_a_function_of_a_config_imports_relatively_also_when_it_is_called_later(
 @pytest.mark.parametrize(
     ("files", "error", "message"),
     [
-        ({"a": "from .b import x"}, ImportError, "there is no file .*b.py"),
+        ({"a": "from .b import x"}, ImportError, "the relative import from .*b.py does not exist"),
         ({"a": "from . import b", "b": ""}, ImportError, "write from .file import name"),
         ({"a": "from .b import x", "b": ""}, ImportError, "cannot import name 'x'"),
         (
@@ -181,17 +181,27 @@ def test_threads_load_at_the_same_time(write, monkeypatch):
 # ---------------------------------------------------------------------- calls
 
 
-def test_a_call_is_a_node_with_the_path_of_its_target():
-    node = LazyCall(Counter)(a=1, at=(2, 3))
-    assert node == {"_target_": "collections.Counter", "a": 1, "at": [2, 3]}
-    assert LazyCall(Fraction.from_float)(f=0.5)["_target_"] == "fractions.Fraction.from_float"
-    assert LazyCall("collections.Counter")(a=1, at=(2, 3)) == node
+@pytest.mark.parametrize("target", [Fraction.from_float, Fraction, lambda x: x + 1])
+def test_a_call_is_a_node_with_its_target(target):
+    node = LazyCall(target)(a=1, at=(2, 3))
+    assert node == {"_target_": target, "a": 1, "at": [2, 3]}
+    assert LazyCall("fractions.Fraction")(a=1)["_target_"] == "fractions.Fraction"
 
 
-def test_a_target_without_a_path_stands_in_the_node_itself():
-    target = lambda x: x + 1  # noqa: E731
-    assert LazyCall(target)(x=1)["_target_"] is target
-    assert instantiate(LazyCall(target)(x=1)) == 2
+@pytest.mark.parametrize(
+    ("target", "path"), [(Counter, "collections.Counter"), (Point, "tests.config.test_lazy.Point"), (dict, "dict")]
+)
+def test_classes_that_omegaconf_takes_for_instances_stand_in_the_node_by_their_path(target, path):
+    node = LazyCall(target)(x=1)
+    assert node["_target_"].removeprefix("builtins.") == path
+    assert instantiate(node) == target(x=1)
+
+
+def test_a_target_is_saved_by_its_path(tmp_path):
+    LazyConfig.save({"call": LazyCall(Fraction.from_float)(f=0.5)}, tmp_path / "saved.yaml")
+    call = LazyConfig.load(tmp_path / "saved.yaml").call
+    assert call == {"_target_": "fractions.Fraction.from_float", "f": 0.5}
+    assert instantiate(call) == Fraction(1, 2)
 
 
 @pytest.mark.parametrize("target", [3, None, {"a": 1}])

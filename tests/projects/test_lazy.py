@@ -9,6 +9,7 @@ from fvcore.common.param_scheduler import CosineParamScheduler
 from projects.digits import DigitsCNN, DigitsTrainTransform, DigitsTransform
 from projects.lazy.loaders import eval_loader, train_loader
 from trainkit.config import LazyConfig, get_cfg, instantiate, resolve_lengths
+from trainkit.config.lazy import to_yaml
 from trainkit.data import build_train_loader
 from trainkit.solver import build_lr_scheduler, build_optimizer
 
@@ -36,7 +37,9 @@ def test_the_job_changes_its_own_copy_of_what_it_imports(cfg):
 
 def test_the_config_survives_saving_and_loading(cfg, tmp_path):
     LazyConfig.save(cfg, tmp_path / "config.yaml")
-    assert LazyConfig.load(tmp_path / "config.yaml") == cfg
+    loaded = LazyConfig.load(tmp_path / "config.yaml")
+    assert loaded.optimizer["_target_"] == "torch.optim.sgd.SGD"
+    assert to_yaml(loaded) == to_yaml(cfg)
 
 
 def optimizer_of(cfg, model):

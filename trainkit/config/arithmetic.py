@@ -1,4 +1,4 @@
-"""Arithmetic that a config may hold as text: of numbers, tuples and lists, and of nothing that has a name."""
+"""Arithmetic that a config may hold as text, such as ``[int(x * 64) for x in range(5)]``; no code of it is run."""
 
 import ast
 import operator
@@ -19,8 +19,19 @@ _MAX_BITS = 300  # of an int: some 90 digits
 _MAX_ITEMS = 100  # of a result, inner ones counted
 
 
+def _round(number: Any) -> int:
+    return round(number)  # one argument: round(1, -(10**80)) would take for ever
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    function.__name__.strip("_"): function for function in (abs, float, int, list, range, _round, tuple)
+}
+
+
 def evaluate_arithmetic(text: str) -> Any:
     """The number, tuple or list that ``text`` stands for, such as ``2 ** 0.5`` or ``(4000, 2 * 4000)``.
+
+    Besides operators, it may hold one loop ``[... for name in ...]`` and calls of ``_FUNCTIONS``.
 
     Raises:
         ValueError: it is something else, or too large.
@@ -28,8 +39,8 @@ def evaluate_arithmetic(text: str) -> Any:
     try:
         if len(text) > _MAX_TEXT:
             raise _Refused(f"it has more than {_MAX_TEXT} characters")
-        return _value_of(ast.parse(text.strip(), mode="eval").body)
-    except (_Refused, SyntaxError, ArithmeticError, MemoryError, RecursionError, TypeError) as error:
+        return _value_of(ast.parse(text.strip(), mode="eval").body, {})
+    except (_Refused, SyntaxError, ArithmeticError, MemoryError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(
             f"eval takes arithmetic of numbers only, got {text!r:.80} ({error}); write the values instead"
         ) from error
@@ -39,19 +50,33 @@ class _Refused(Exception):
     pass
 
 
-def _value_of(node: ast.expr) -> Any:
+def _value_of(node: ast.expr, variable: dict[str, Any]) -> Any:
+    def value_of(node: ast.expr) -> Any:
+        return _value_of(node, variable)
+
     match node:
+        case ast.Name(id=name) if name in variable:
+            return variable[name]
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
+            value = _FUNCTIONS[name](*map(value_of, arguments))
+            if isinstance(value, range) and len(value) > _MAX_ITEMS:
+                raise _Refused(f"it has more than {_MAX_ITEMS} items")
+            return _checked([*value] if isinstance(value, range) else value)
+        case ast.ListComp(elt=item, generators=[ast.comprehension(target=ast.Name(id=name), iter=items, ifs=[])]) if (
+            not variable
+        ):  # one within another could take for ever
+            return _checked([_value_of(item, {name: value}) for value in value_of(items)])
         case ast.Constant(value=bool() | int() | float() as value):
             return _checked(value)
         case ast.Tuple(elts=items):
-            return _checked(tuple(map(_value_of, items)))
+            return _checked(tuple(map(value_of, items)))
         case ast.List(elts=items):
-            return _checked([*map(_value_of, items)])
+            return _checked([*map(value_of, items)])
         case ast.UnaryOp(op=ast.UAdd() | ast.USub() as op, operand=operand):
-            value = _value_of(operand)
+            value = value_of(operand)
             return -value if isinstance(op, ast.USub) else +value
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            return _combine(type(op), _value_of(left), _value_of(right))
+            return _combine(type(op), value_of(left), value_of(right))
     raise _Refused(f"{ast.unparse(node):.80} is no number")
 
 

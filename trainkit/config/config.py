@@ -68,7 +68,7 @@ class CfgNode(_FvcoreCfgNode):
             try:
                 merged = self._merged(overlay({}, layer))  # alone, so that an error names its own file
             except ConfigError as error:
-                raise ConfigError(f"{path}: {error}") from None
+                raise type(error)(f"{path}: {error}") from None
             content = overlay(content, layer)
         self._take_over(merged if len(layers) == 1 else self._merged(content))
 

@@ -5,15 +5,18 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
-from fvcore.common.config import CfgNode
+from yacs.config import CfgNode  # what every config node of yacs is, fvcore's and ours too
 
 _Func = TypeVar("_Func", bound=Callable[..., Any])
+_R = TypeVar("_R")
 
 
 @overload
 def configurable(init_func: _Func) -> _Func: ...
 @overload
-def configurable(*, from_config: Callable[..., dict[str, Any]] | None = None) -> Callable[[_Func], _Func]: ...
+def configurable(
+    *, from_config: Callable[..., dict[str, Any]] | None = None
+) -> Callable[[Callable[..., _R]], Callable[..., _R]]: ...
 
 
 def configurable(
@@ -36,8 +39,9 @@ def configurable(
         def build(width, depth=2): ...
 
     ``Net(width=8)``, ``Net(cfg)``, ``Net(cfg=cfg)`` and ``Net(cfg, depth=3)`` then all work: a call is one with a
-    config if its first positional or its ``cfg`` argument is a CfgNode. Further arguments go to ``from_config`` where
-    it has a parameter for them, else to the constructor, where they win over what ``from_config`` returned.
+    config if its first positional or its ``cfg`` argument is a CfgNode or a DictConfig of omegaconf. Further arguments
+    go to ``from_config`` where it has a parameter for them, else to the constructor, where they win over what
+    ``from_config`` returned.
 
     Raises:
         AttributeError: when an object is made: its class has no ``from_config``.
@@ -85,7 +89,9 @@ def _configurable_function(func: _Func, *, from_config: Callable[..., dict[str, 
 
 
 def _has_config(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return isinstance(args[0] if args else kwargs.get("cfg"), CfgNode)
+    cfg = args[0] if args else kwargs.get("cfg")
+    is_lazy = f"{type(cfg).__module__}.{type(cfg).__name__}" == "omegaconf.dictconfig.DictConfig"  # an optional package
+    return is_lazy or isinstance(cfg, CfgNode)
 
 
 def _arguments(

@@ -10,6 +10,12 @@ class ConfigError(ValueError):
     """A mistake in a config; the message names the key, the value received, what is accepted and the remedy."""
 
 
+class UnknownKeyError(ConfigError, KeyError):
+    """A key that the config does not have; a KeyError too, as in detectron2."""
+
+    __str__ = ConfigError.__str__  # that of KeyError quotes the message
+
+
 def unknown_name(where: str, name: object, accepts: str, accepted: Iterable[str]) -> ConfigError:
     names = sorted(accepted)
     return ConfigError(f"{where}: unknown {name!r}; {did_you_mean(name, names)}{accepts}: {', '.join(names)}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainkit.config.errors import ConfigError
+from trainkit.config.errors import ConfigError, UnknownKeyError
 from trainkit.config.merge import parse_literal
 from trainkit.config.nodes import TARGET, is_node, leaves, name_of, to_node, to_plain, update
 from trainkit.config.python_files import run_file
@@ -21,8 +21,8 @@ _WRITABLE = (str, int, float, bool, bytes, type(None))
 class LazyCall:
     """``LazyCall(target)(**arguments)`` describes a call, in a node from which `instantiate` makes it.
 
-    The node holds the arguments, which can be changed, and under ``_target_`` the dotted path of the target, or the
-    target itself if it has none, as a lambda.
+    The node holds the arguments, which can be changed, and under ``_target_`` the target, which is saved by its dotted
+    path; a node that was loaded, or whose target is a dataclass, holds the path.
 
     Args:
         target: what is called, its dotted path, or a node that describes a call which gives it.
@@ -88,7 +88,7 @@ class LazyConfig:
 
     @staticmethod
     def save(cfg: Any, filename: str | os.PathLike[str]) -> None:
-        """Write ``cfg`` as YAML, from which ``load`` makes an equal config; references stay references.
+        """Write ``cfg`` as YAML, from which ``load`` makes the same calls; references stay references.
 
         Functions and classes are written by their names, with a warning: ``load`` refuses them, as it runs no code.
 
@@ -128,7 +128,7 @@ class LazyConfig:
 
 def to_yaml(cfg: Any) -> str:
     """What `LazyConfig.save` writes."""
-    plain = to_plain(cfg)
+    plain = to_plain(cfg, paths=True)
     others = [(key, value) for key, value in leaves(plain) if type(value) not in _WRITABLE]
     if lost := [f"{key} is {value!r}" for key, value in others if not _is_code(value)]:
         raise ConfigError(
@@ -172,13 +172,13 @@ def _check_key(cfg: Any, names: Sequence[str], *, may_be_new: bool) -> None:
         if isinstance(node, Sequence) and not isinstance(node, str) and name.isdigit() and int(name) < len(node):
             node = node[int(name)]
         elif not isinstance(node, Mapping):
-            raise ConfigError(f"{key}: {'.'.join(names[:i])} is {node!r}, which has no {name!r}; set that")
+            raise UnknownKeyError(f"{key}: {'.'.join(names[:i])} is {node!r}, which has no {name!r}; set that")
         elif name in node:
             node = node[name]
         elif may_be_new:
             return
         elif did_you_mean(name, map(str, node)) or not name.isidentifier():
-            raise ConfigError(
+            raise UnknownKeyError(
                 f"there is no {'.'.join(names[: i + 1])!r}; {_nearest(name, node)} (new keys: +{key}=...)"
             )
         else:

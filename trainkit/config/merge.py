@@ -8,7 +8,7 @@ from typing import Any
 
 from fvcore.common.config import CfgNode as _FvcoreCfgNode
 
-from trainkit.config.errors import ConfigError
+from trainkit.config.errors import ConfigError, UnknownKeyError
 from trainkit.config.lengths import LENGTH_FORMS, LENGTH_KEYS, parse_length
 from trainkit.config.yaml_files import BASE_KEY, DELETE_KEY, parse_flow
 
@@ -74,7 +74,7 @@ def _check_new_key(node: _FvcoreCfgNode, name: object, value: object, root: _Fvc
         try:
             root.raise_key_rename_error(full_key)
         except KeyError as error:
-            raise ConfigError(error.args[0]) from None
+            raise UnknownKeyError(error.args[0]) from None
     if not node.is_new_allowed():
         while isinstance(value, Mapping) and value:  # the innermost key says best what was meant
             name, value = next(iter(value.items()))
@@ -82,7 +82,7 @@ def _check_new_key(node: _FvcoreCfgNode, name: object, value: object, root: _Fvc
         known = {key.upper(): key for key, is_node in _full_keys(root) if is_node == isinstance(value, Mapping)}
         nearest = difflib.get_close_matches(full_key.upper(), known, n=1)
         hint = f"did you mean {known[nearest[0]]}?" if nearest else "no key has a similar name"
-        raise ConfigError(f"unknown key {full_key}; {hint}")
+        raise UnknownKeyError(f"unknown key {full_key}; {hint}")
 
 
 def _full_keys(node: _FvcoreCfgNode, prefix: str = "") -> Iterator[tuple[str, bool]]:

@@ -35,24 +35,24 @@ def to_node(value: Any, where: str) -> Any:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def to_plain(value: Any, key: str = "", *, resolve: bool = False) -> Any:
-    """Nodes as dicts, lists and tuples as lists, dataclasses as the calls that make them, and each target by its dotted
-    path, if it has one.
+def to_plain(value: Any, key: str = "", *, resolve: bool = False, paths: bool = False) -> Any:
+    """Nodes as dicts, lists and tuples as lists, dataclasses as the calls that make them.
 
     Args:
         key: where ``value`` stands.
+        paths: whether each target is given by its dotted path, if it has one. Classes of dataclasses, dicts and lists
+            always are: omegaconf takes them for instances.
 
     Raises:
         ConfigError: a reference is wrong; a value is the class of a dataclass, which omegaconf takes for an instance.
     """
     value = to_container(value, resolve=resolve)
     if isinstance(value, dict):
-        plain = {TARGET: _plain_target(value[TARGET], key)} if TARGET in value else {}
-        return plain | {
-            name: to_plain(item, f"{key}.{name}", resolve=resolve) for name, item in value.items() if name != TARGET
-        }
+        plain = {TARGET: _plain_target(value[TARGET], key, paths)} if TARGET in value else {}
+        items = {name: item for name, item in value.items() if name != TARGET}
+        return plain | {name: to_plain(items[name], f"{key}.{name}", resolve=resolve, paths=paths) for name in items}
     if isinstance(value, list | tuple):
-        return [to_plain(item, f"{key}.{i}", resolve=resolve) for i, item in enumerate(value)]
+        return [to_plain(item, f"{key}.{i}", resolve=resolve, paths=paths) for i, item in enumerate(value)]
     if not dataclasses.is_dataclass(value):
         return value
     if isinstance(value, type):
@@ -60,15 +60,18 @@ def to_plain(value: Any, key: str = "", *, resolve: bool = False) -> Any:
             f"{key[1:]} is the class of a dataclass, which a node cannot hold; write LazyCall({name_of(value)})(...)"
         )
     arguments = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-    return to_plain({TARGET: type(value), **arguments}, key, resolve=resolve)
+    return to_plain({TARGET: type(value), **arguments}, key, resolve=resolve, paths=paths)
 
 
-def _plain_target(target: Any, key: str) -> Any:
+def _plain_target(target: Any, key: str, paths: bool) -> Any:
     if isinstance(target, dict) or is_node(target):
-        return to_plain(target, f"{key}.{TARGET}")
+        return to_plain(target, f"{key}.{TARGET}", paths=paths)
+    is_dataclass = isinstance(target, type) and dataclasses.is_dataclass(target)
+    is_container = isinstance(target, type) and issubclass(target, (dict, list, tuple))
+    if not (is_dataclass or is_container or paths):
+        return target
     path = _path_of(target)
-    is_class = isinstance(path, type) and dataclasses.is_dataclass(path)
-    return functools.partial(path) if is_class else path  # omegaconf takes such a class for an instance
+    return functools.partial(path) if is_dataclass and path is target else path
 
 
 def to_container(value: Any, *, resolve: bool) -> Any:

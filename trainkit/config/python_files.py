@@ -51,9 +51,9 @@ def _import(
     folder = os.path.join(os.path.dirname(path), *[os.pardir] * (level - 1))
     wanted = os.path.normpath(os.path.join(folder, *name.split("."))) + ".py"
     if not name or not os.path.isfile(wanted):
-        problem = f"there is no file {wanted}; name another" if name else "write from .file import name"
+        problem = f"{wanted} does not exist; name another" if name else "write from .file import name"
         raise ImportError(
-            f"{path} imports from {'.' * level + name!r}, but a config imports from config files: {problem}"
+            f"{path}: the relative import from {'.' * level + name!r} must be one from a config file: {problem}"
         )
     module = run_file(wanted, chain)
     for imported in list(vars(module)) if "*" in (fromlist or ()) else fromlist or ():

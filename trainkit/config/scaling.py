@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from trainkit.config.config import CfgNode
+from trainkit.config.defaults import get_cfg
 from trainkit.config.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,8 @@ def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
     Batch size and learning rate are multiplied by the ratio of the numbers, lengths and periods in iterations are
     divided by it (lengths in epochs are right as they are): the linear scaling rule of Goyal et al.,
     "Accurate, Large Minibatch SGD". In SOLVER.SCHEDULES that goes for what trainkit's own schedules take. Inactive if
-    the reference is 0 or the number itself.
+    the reference is 0 or the number itself. A default WARMUP_ITERS gets no longer than the run; it stays as it is if
+    the run is given in epochs.
 
     Returns:
         ``cfg`` itself if inactive, else a changed copy, whose reference is ``num_workers``.
@@ -47,11 +49,15 @@ def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
         return length if isinstance(length, str) else round(length / scale)
 
     with _changed(cfg) as cfg:
-        solver = cfg.SOLVER
+        solver, warmup_iters = cfg.SOLVER, cfg.SOLVER.WARMUP_ITERS
         solver.IMS_PER_BATCH = batch_size // reference
         _scale_lr(solver, scale)
         for key in ("MAX_ITER", "WARMUP_ITERS", "STEPS", "CHECKPOINT_PERIOD"):
             solver[key] = shorter(solver[key])
+        if warmup_iters == get_cfg().SOLVER.WARMUP_ITERS:  # nobody has chosen it for this run
+            if not isinstance(solver.MAX_ITER, str):
+                warmup_iters = min(solver.WARMUP_ITERS, solver.MAX_ITER - solver.RESCALE_INTERVAL)
+            solver.WARMUP_ITERS = warmup_iters
         for entry in solver.SCHEDULES:
             for key, value in entry.items():
                 if key in _SCHEDULE_LENGTHS:

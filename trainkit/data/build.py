@@ -1,27 +1,27 @@
 """Loaders, from datasets and samplers or from a config."""
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.utils.data import ChainDataset, ConcatDataset, IterableDataset, Sampler, default_collate
 
+from trainkit.config.checks import check_is_ours
 from trainkit.config.config import CfgNode
+from trainkit.config.configurable import configurable
 from trainkit.config.errors import ConfigError, unknown_name
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.data.common import DatasetFromList, MapDataset, ToIterableDataset, add_note
 from trainkit.data.loader import LOADER_KEY, ResumableLoader, trivial_batch_collator
 from trainkit.data.samplers.inference import InferenceSampler
 from trainkit.data.samplers.infinite import InfiniteSampler, check_seed, new_generator
-from trainkit.data.samplers.repeat_factor import RepeatFactorTrainingSampler
-from trainkit.data.samplers.training import RandomSubsetTrainingSampler, TrainingSampler
+from trainkit.data.samplers.training import TrainingSampler
+from trainkit.data.train_sampler import build_train_sampler, seed_of
 from trainkit.data.transforms import build_transform
 from trainkit.data.workers import worker_init_reset_seed
 from trainkit.utils import comm
 from trainkit.utils.device import resolve_device
-
-_SAMPLERS = ("TrainingSampler", "RandomSubsetTrainingSampler", "RepeatFactorTrainingSampler")
 
 __all__ = [
     "build_batch_data_loader",
@@ -142,18 +142,14 @@ def iters_per_epoch(loader: Iterable[Any]) -> int | None:
     return math.ceil(sampler.samples_per_epoch / (batch_size * sampler.world_size))
 
 
-def build_train_loader(cfg: CfgNode, dataset: Any = None) -> ResumableLoader:
-    """The endless loader of ``cfg.DATASETS.TRAIN``, with ``cfg.SOLVER.IMS_PER_BATCH`` samples per batch over all ranks.
-
-    Args:
-        dataset: instead of ``cfg.DATASETS.TRAIN``: a list of samples, map-style, or iterable. An iterable dataset has
-            its own order, length, and division between ranks and workers.
-
-    Raises:
-        ConfigError: a name is unknown, a dataset is empty or does not fit the others or the sampler, the samples lack
-            the categories that ``RepeatFactorTrainingSampler`` reads, or the batch size is no multiple of the world
-            size.
-    """
+def _train_arguments(
+    cfg: CfgNode,
+    dataset: Any = None,
+    *,
+    mapper: Callable[[Any], Any] | None = None,
+    sampler: Sampler[int] | None = None,
+) -> dict[str, Any]:
+    check_is_ours(cfg)
     if dataset is None:
         if not cfg.DATASETS.TRAIN:
             known = ", ".join(sorted(DatasetCatalog.list())) or "none"
@@ -161,62 +157,105 @@ def build_train_loader(cfg: CfgNode, dataset: Any = None) -> ResumableLoader:
         dataset = _concatenate([_load_dataset(name, "DATASETS.TRAIN") for name in cfg.DATASETS.TRAIN])
     else:
         dataset = _as_dataset(dataset, "dataset")
-    return _build_loader(
-        cfg,
-        dataset,
-        _build_train_sampler(cfg, dataset),
-        build_transform(cfg, is_train=True),
-        cfg.SOLVER.IMS_PER_BATCH,
-        persistent_workers=cfg.DATALOADER.PERSISTENT_WORKERS,
-    )
+    return {
+        "dataset": dataset,
+        "mapper": build_transform(cfg, is_train=True) if mapper is None else mapper,
+        "sampler": build_train_sampler(cfg, dataset) if sampler is None else sampler,
+        "total_batch_size": cfg.SOLVER.IMS_PER_BATCH,
+        "persistent_workers": cfg.DATALOADER.PERSISTENT_WORKERS,
+        **_loader_arguments(cfg),
+    }
 
 
-def build_test_loader(cfg: CfgNode, dataset_name: str) -> ResumableLoader:
-    """The loader of one dataset, each sample once over all ranks and in order, ``cfg.TEST.IMS_PER_BATCH`` per rank.
+@configurable(from_config=_train_arguments)
+def build_train_loader(
+    dataset: Any,
+    *,
+    mapper: Callable[[Any], Any] | None = None,
+    sampler: Sampler[int] | None = None,
+    total_batch_size: int,
+    **kwargs: Any,
+) -> ResumableLoader:
+    """The endless loader of a dataset, or with ``(cfg)`` and ``(cfg, dataset)`` the one that a config describes.
+
+    A config gives every argument that the call does not: the dataset by ``DATASETS.TRAIN``, ``mapper`` by
+    ``INPUT.TRAIN_TRANSFORM``, ``sampler`` by ``DATALOADER.SAMPLER_TRAIN``, the batch size by ``SOLVER.IMS_PER_BATCH``.
+
+    Args:
+        dataset: a list of samples, map-style, or iterable. An iterable dataset has its own order, length, and division
+            between ranks and workers.
+        mapper: turns a sample into what is collated.
+        sampler: None: a `TrainingSampler`.
+        total_batch_size: samples per batch over all ranks.
+        kwargs: further arguments of `build_batch_data_loader`.
+
+    Raises:
+        ConfigError: a name is unknown, a dataset is empty or does not fit the others or the sampler, the samples lack
+            the categories that ``RepeatFactorTrainingSampler`` reads, or the batch size is no multiple of the world
+            size.
+    """
+    dataset = _as_dataset(dataset, "dataset")
+    if sampler is None and not isinstance(dataset, IterableDataset):
+        sampler = TrainingSampler(len(dataset), seed=kwargs.get("seed"))
+    return build_batch_data_loader(_mapped(dataset, mapper), sampler, total_batch_size, **kwargs)
+
+
+def _test_arguments(cfg: CfgNode, dataset_name: str, mapper: Callable[[Any], Any] | None = None) -> dict[str, Any]:
+    check_is_ours(cfg)
+    return {
+        "dataset": _load_dataset(dataset_name, "DATASETS"),
+        "mapper": build_transform(cfg, is_train=False) if mapper is None else mapper,
+        "batch_size": cfg.TEST.IMS_PER_BATCH,
+        "persistent_workers": cfg.TEST.PERSISTENT_WORKERS and bool(cfg.TEST.EVAL_PERIOD),
+        **_loader_arguments(cfg),
+    }
+
+
+@configurable(from_config=_test_arguments)
+def build_test_loader(
+    dataset: Any,
+    *,
+    mapper: Callable[[Any], Any] | None = None,
+    sampler: Sampler[int] | None = None,
+    batch_size: int = 1,
+    **kwargs: Any,
+) -> ResumableLoader:
+    """The loader of a dataset, each sample once over all ranks and in order; or, with ``(cfg, dataset_name)``, of that.
+
+    A config gives every argument that the call does not: ``mapper`` by ``INPUT.TEST_TRANSFORM``, the batch size by
+    ``TEST.IMS_PER_BATCH``.
+
+    Args:
+        dataset, mapper, kwargs: as for `build_train_loader`.
+        sampler: None: an `InferenceSampler`.
+        batch_size: samples per batch of this rank.
 
     Raises:
         ConfigError: a name is unknown, or the dataset is empty.
     """
-    dataset = _load_dataset(dataset_name, "DATASETS")
-    return _build_loader(
-        cfg,
-        dataset,
-        None if isinstance(dataset, IterableDataset) else InferenceSampler(len(dataset)),
-        build_transform(cfg, is_train=False),
-        None,
-        persistent_workers=cfg.TEST.PERSISTENT_WORKERS and bool(cfg.TEST.EVAL_PERIOD),
-        single_gpu_batch_size=cfg.TEST.IMS_PER_BATCH,
-        drop_last=False,
-    )
+    dataset = _as_dataset(dataset, "dataset")
+    if sampler is None and not isinstance(dataset, IterableDataset):
+        sampler = InferenceSampler(len(dataset))
+    options = {"single_gpu_batch_size": batch_size, "drop_last": False, **kwargs}
+    return build_batch_data_loader(_mapped(dataset, mapper), sampler, None, **options)
 
 
-def _build_loader(
-    cfg: CfgNode,
-    dataset: Any,
-    sampler: Sampler[int] | None,
-    transform: Callable[[Any], Any] | None,
-    total_batch_size: int | None,
-    **kwargs: Any,
-) -> ResumableLoader:
+def _mapped(dataset: Any, mapper: Callable[[Any], Any] | None) -> Any:
+    return dataset if mapper is None else MapDataset(dataset, mapper)
+
+
+def _loader_arguments(cfg: CfgNode) -> dict[str, Any]:
     collate_fns = {"default": default_collate, "list": trivial_batch_collator}
     if cfg.DATALOADER.COLLATE not in collate_fns:
         raise unknown_name("DATALOADER.COLLATE", cfg.DATALOADER.COLLATE, "accepted", collate_fns)
-    return build_batch_data_loader(
-        dataset if transform is None else MapDataset(dataset, transform),
-        sampler,
-        total_batch_size,
-        num_workers=cfg.DATALOADER.NUM_WORKERS,
-        collate_fn=collate_fns[cfg.DATALOADER.COLLATE],
-        prefetch_factor=cfg.DATALOADER.PREFETCH_FACTOR,
-        timeout=cfg.DATALOADER.TIMEOUT,
-        pin_memory=resolve_device(cfg.MODEL.DEVICE).type == "cuda",
-        seed=_seed(cfg),
-        **kwargs,
-    )
-
-
-def _seed(cfg: CfgNode) -> int | None:
-    return None if cfg.SEED < 0 else cfg.SEED
+    return {
+        "num_workers": cfg.DATALOADER.NUM_WORKERS,
+        "collate_fn": collate_fns[cfg.DATALOADER.COLLATE],
+        "prefetch_factor": cfg.DATALOADER.PREFETCH_FACTOR,
+        "timeout": cfg.DATALOADER.TIMEOUT,
+        "pin_memory": resolve_device(cfg.MODEL.DEVICE).type == "cuda",
+        "seed": seed_of(cfg),
+    }
 
 
 def _load_dataset(name: str, key: str) -> Any:
@@ -253,38 +292,3 @@ def _concatenate(datasets: list[Any]) -> Any:
             "only datasets of one kind can be concatenated"
         )
     return ChainDataset(datasets) if num_iterable else ConcatDataset(datasets)
-
-
-def _build_train_sampler(cfg: CfgNode, dataset: Any) -> InfiniteSampler | None:
-    options, name, seed = cfg.DATALOADER, cfg.DATALOADER.SAMPLER_TRAIN, _seed(cfg)
-    if name not in _SAMPLERS:
-        raise unknown_name("DATALOADER.SAMPLER_TRAIN", name, "accepted", _SAMPLERS)
-    if isinstance(dataset, IterableDataset):
-        if name != "TrainingSampler":
-            raise ConfigError(
-                f"DATALOADER.SAMPLER_TRAIN is {name!r}, but an iterable dataset has its own order; "
-                "leave the default, which it ignores"
-            )
-        return None
-    if name == "TrainingSampler":
-        return TrainingSampler(len(dataset), seed=seed)
-    if name == "RandomSubsetTrainingSampler":
-        ratio = options.RANDOM_SUBSET_RATIO
-        return RandomSubsetTrainingSampler(len(dataset), ratio, seed_shuffle=seed, seed_subset=seed)
-    categories = [_categories(dataset[index]) for index in range(len(dataset))]  # reads every sample once
-    factors_of = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency
-    factors = factors_of(categories, options.REPEAT_THRESHOLD, options.REPEAT_SQRT)
-    return RepeatFactorTrainingSampler(factors, seed=seed)
-
-
-def _categories(sample: Any) -> Collection[Hashable]:
-    """What a sample, before its transform, has under "category" or else "label": one category or several."""
-    key = next((key for key in ("category", "label") if isinstance(sample, Mapping) and key in sample), None)
-    if key is None:
-        found = f"the keys {[*sample]}" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
-        raise ConfigError(
-            "DATALOADER.SAMPLER_TRAIN 'RepeatFactorTrainingSampler' reads a sample's categories under 'category' or "
-            f"'label', but a sample has {found}; use such dicts, or another sampler"
-        )
-    value = sample[key].tolist() if hasattr(sample[key], "tolist") else sample[key]
-    return value if isinstance(value, list | tuple | set | frozenset) else [value]

@@ -284,5 +284,6 @@ class AspectRatioGroupedDataset(IterableDataset[list[Any]]):
             bucket = self._buckets[sample["width"] > sample["height"]]
             bucket.append(sample)
             if len(bucket) == self.batch_size:
-                yield bucket[:]
-                bucket.clear()
+                batch = bucket[:]
+                bucket.clear()  # before the yield: whoever breaks off there has had the batch
+                yield batch

@@ -25,6 +25,7 @@ from trainkit.solver.layer_decay import build_layer_decay
 from trainkit.solver.param_groups import (
     ParamKind,
     ParamRules,
+    _expand_param_groups,  # noqa: F401  detectron2's users find it here
     build_param_groups,
     describe_param_groups,
     get_default_optimizer_params,

@@ -51,7 +51,7 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
         raise unknown_name("SOLVER.LR_SCHEDULER_NAME", solver.LR_SCHEDULER_NAME, "accepted", _SCHEDULES)
     warmup_iters = _iters("SOLVER.WARMUP_ITERS", solver.WARMUP_ITERS, at_least=0)
     if warmup_iters == get_cfg().SOLVER.WARMUP_ITERS:  # nobody has chosen it for this run
-        warmup_iters = min(warmup_iters, max_iter)
+        warmup_iters = min(warmup_iters, max_iter - solver.RESCALE_INTERVAL)  # which needs an iteration after it
     if warmup_iters > max_iter:
         raise ConfigError(
             f"SOLVER.WARMUP_ITERS={warmup_iters} is longer than SOLVER.MAX_ITER={max_iter}; "

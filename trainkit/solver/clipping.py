@@ -154,8 +154,19 @@ def _clip_before_step(optimizer: Optimizer, clipper: GradientClipper) -> None:
             )
         clipper(parameter for group in optimizer.param_groups for parameter in group["params"])
 
+    def reduce(protocol: object) -> tuple[Any, ...]:  # for copies, which torch's state would leave without the clipper
+        return _restore, (type(optimizer), optimizer.__getstate__(), clipper)
+
     optimizer.register_step_pre_hook(clip)
     optimizer.gradient_clipper = clipper  # type: ignore[attr-defined]
+    optimizer.__reduce_ex__ = reduce  # type: ignore[method-assign]
+
+
+def _restore(optimizer_class: type[Optimizer], state: dict[str, Any], clipper: GradientClipper) -> Optimizer:
+    optimizer = optimizer_class.__new__(optimizer_class)
+    optimizer.__setstate__(state)
+    _clip_before_step(optimizer, clipper)
+    return optimizer
 
 
 def already_clipped(optimizer: Any, clipper: Any) -> AbstractContextManager[None]:

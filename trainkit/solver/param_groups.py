@@ -178,18 +178,22 @@ def reduce_param_groups(params: Iterable[Mapping[str, Any]]) -> list[dict[str, A
     Groups keep the order of their first appearance, parameters their order within a group. A parameter that is
     listed again takes over the later hyper-parameters and keeps its place.
     """
+    merged: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for group in _expand_param_groups(params):
+        [param] = group.pop("params")
+        key = tuple(sorted((name, _hashable(value)) for name, value in group.items()))
+        merged.setdefault(key, {"params": [], **group})["params"].append(param)
+    return list(merged.values())
+
+
+def _expand_param_groups(params: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One group for each parameter."""
     per_param: dict[Any, dict[str, Any]] = {}
     for group in params:
-        hyperparams = {key: value for key, value in group.items() if key != "params"}
         members = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
         for param in members:
-            per_param.setdefault(param, {}).update(hyperparams)
-
-    merged: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for param, hyperparams in per_param.items():
-        key = tuple(sorted((name, _hashable(value)) for name, value in hyperparams.items()))
-        merged.setdefault(key, {"params": [], **hyperparams})["params"].append(param)
-    return list(merged.values())
+            per_param.setdefault(param, {}).update({**group, "params": [param]})
+    return list(per_param.values())
 
 
 def describe_param_groups(groups: Optimizer | Iterable[Mapping[str, Any]], model: nn.Module) -> str:

@@ -1,0 +1,64 @@
+"""The sampler of the training data, from a config."""
+
+from collections.abc import Collection, Hashable, Mapping
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from trainkit.config.config import CfgNode
+from trainkit.config.errors import ConfigError, unknown_name
+from trainkit.data.samplers.infinite import InfiniteSampler
+from trainkit.data.samplers.repeat_factor import RepeatFactorTrainingSampler
+from trainkit.data.samplers.training import RandomSubsetTrainingSampler, TrainingSampler
+
+_SAMPLERS = ("TrainingSampler", "RandomSubsetTrainingSampler", "RepeatFactorTrainingSampler")
+
+
+def build_train_sampler(cfg: CfgNode, dataset: Any) -> InfiniteSampler | None:
+    """The sampler ``cfg.DATALOADER.SAMPLER_TRAIN`` for a map-style dataset; None for an iterable one.
+
+    Raises:
+        ConfigError: it is unknown or does not fit the dataset, or a sample lacks categories.
+    """
+    options, name, seed = cfg.DATALOADER, cfg.DATALOADER.SAMPLER_TRAIN, seed_of(cfg)
+    if name not in _SAMPLERS:
+        raise unknown_name("DATALOADER.SAMPLER_TRAIN", name, "accepted", _SAMPLERS)
+    if isinstance(dataset, IterableDataset):
+        if name != "TrainingSampler":
+            raise ConfigError(
+                f"DATALOADER.SAMPLER_TRAIN is {name!r}, but an iterable dataset has its own order; "
+                "leave the default, which it ignores"
+            )
+        return None
+    if name == "TrainingSampler":
+        return TrainingSampler(len(dataset), seed=seed)
+    if name == "RandomSubsetTrainingSampler":
+        ratio = options.RANDOM_SUBSET_RATIO
+        return RandomSubsetTrainingSampler(len(dataset), ratio, seed_shuffle=seed, seed_subset=seed)
+    categories = [_categories(dataset[index]) for index in range(len(dataset))]  # reads every sample once
+    factors_of = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency
+    factors = factors_of(categories, options.REPEAT_THRESHOLD, options.REPEAT_SQRT)
+    return RepeatFactorTrainingSampler(factors, seed=seed)
+
+
+def _categories(sample: Any) -> Collection[Hashable] | Mapping[str, Any]:
+    """What a sample, before its transform, has under "category" or else "label": one category or several.
+
+    A sample in detectron2's form is given back.
+    """
+    if isinstance(sample, Mapping) and "annotations" in sample:
+        return sample
+    key = next((key for key in ("category", "label") if isinstance(sample, Mapping) and key in sample), None)
+    if key is None:
+        found = f"the keys {[*sample]}" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
+        raise ConfigError(
+            "DATALOADER.SAMPLER_TRAIN 'RepeatFactorTrainingSampler' reads a sample's categories under 'category', "
+            f"'label' or 'annotations', but a sample has {found}; use such dicts, or another sampler"
+        )
+    value = sample[key].tolist() if hasattr(sample[key], "tolist") else sample[key]
+    return value if isinstance(value, list | tuple | set | frozenset) else [value]
+
+
+def seed_of(cfg: CfgNode) -> int | None:
+    """None for a seed that is to be drawn."""
+    return None if cfg.SEED < 0 else cfg.SEED
