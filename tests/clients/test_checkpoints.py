@@ -13,6 +13,7 @@ from tests.engine.job import tiny_cfg
 from tools import convert_checkpoint
 from trainkit.checkpoint import Checkpointer, CheckpointError, load_trusted_pickle
 from trainkit.engine import DefaultTrainer
+from trainkit.utils.file_io import PathHandler, PathManager
 
 
 def arrays(fill, prefix=""):
@@ -160,6 +161,27 @@ def test_an_overridden_conversion_of_arrays_is_called(tmp_path):
     torch.save({"model": dict(linear(6).state_dict())}, tmp_path / "x.pth")
     Halving(model).load(tmp_path / "x.pth")
     assert weight_of(model) == 3
+
+
+@pytest.mark.parametrize("call", ["load", "resume_or_load"])
+def test_an_address_is_loaded_by_the_path_manager(tmp_path, call):
+    class Zoo(PathHandler):
+        def _get_supported_prefixes(self):
+            return ["zoo://"]
+
+        def _get_local_path(self, path, **kwargs):
+            return str(tmp_path / path.removeprefix("zoo://"))
+
+    torch.save({"model": dict(linear(6).state_dict())}, tmp_path / "x.pth")
+    model = linear(0)
+    checkpointer = Checkpointer(model)
+    assert checkpointer.path_manager is PathManager
+    checkpointer.path_manager = type(PathManager)()
+    checkpointer.path_manager.register_handler(Zoo())
+    getattr(checkpointer, call)("zoo://x.pth")
+    assert weight_of(model) == 6
+    with pytest.raises(CheckpointError, match="cannot read .*y.pth': no such file"):
+        getattr(checkpointer, call)("zoo://y.pth")
 
 
 def test_a_trainer_whose_checkpointer_converts_trains_saves_and_resumes(tmp_path):

@@ -42,6 +42,7 @@ from trainkit.checkpoint.shards import (
 from trainkit.checkpoint.staging import HostCopy
 from trainkit.utils import comm
 from trainkit.utils.device import device_of
+from trainkit.utils.file_io import PathManager
 from trainkit.utils.model import can_take_buffer, put_buffer, unwrap_model
 from trainkit.utils.run_folder import is_owned_by_another, renew_folders
 from trainkit.utils.sharding import first_shard, is_sharded, shard_like
@@ -104,6 +105,7 @@ class Checkpointer:
         self.model = unwrap_model(model)
         self._modules = {name for name, _ in self.model.named_modules()}
         self._tensors = {*_tensors_of(self.model)}
+        self.path_manager = PathManager
         self.save_dir = os.fspath(save_dir)
         self.save_to_disk = comm.is_main_process() if save_to_disk is None else save_to_disk
         self.async_save = async_save
@@ -420,7 +422,7 @@ class Checkpointer:
         if not path:
             _logger.info("No checkpoint to load; the model stays as it is")
             return {}
-        path = os.fspath(path)
+        path = self._local(path)
         self._finish_writing()
         state = self._load_file(path)
         verify_shards(state, path)
@@ -446,7 +448,7 @@ class Checkpointer:
             _logger.info("No checkpoint to resume from in '%s'; starting from '%s'", self.save_dir, path or "")
         if not path:
             return self.load(path, checkpointables=[])
-        path = os.fspath(path)
+        path = _together(partial(self._local, path))
         return self._apply(self._read_on_all_ranks(path), path, [], strict=False)
 
     def _choose_and_read(self) -> tuple[str, dict[str, Any]]:
@@ -469,6 +471,11 @@ class Checkpointer:
                 return path, self._read_on_all_ranks(path, state)
             except _DamagedShards as error:
                 broken[path] = str(error)
+
+    def _local(self, path: str | os.PathLike[str]) -> str:
+        """A path, or the local copy that ``path_manager`` makes of an address such as ``https://...``."""
+        path = os.fspath(path)
+        return self.path_manager.get_local_path(path) if "://" in path else path
 
     def _apply(self, state: dict[str, Any], path: str, keys: list[str], strict: bool) -> dict[str, Any]:
         if not isinstance(state.get("model"), Mapping):  # a bare state dict
