@@ -177,7 +177,7 @@ def test_several_machines_need_processes():
         ("-(+2) ** -1", -0.5),
         (" True ", True),
         ("[int(x * 0.1 * 640) for x in range(5, 8)]", [320, 384, 448]),  # as in configs of MaskFormer and Mask2Former
-        ("tuple([round(x / 3) for x in (10, 20)]) + (abs(-1), float(2))", (3, 7, 1, 2.0)),
+        ("tuple([round(x / 3) for x in (10, 20)]) + (float(2),)", (3, 7, 2.0)),
         ("[i * 2 for i in [x + 1 for x in list(range(3))]]", [2, 4, 6]),
         ("[[x, x ** 2] for x in range(2)]", [[0, 0], [1, 1]]),
     ],

@@ -24,7 +24,12 @@ def _round(number: Any) -> int:
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    function.__name__.strip("_"): function for function in (abs, float, int, list, range, _round, tuple)
+    "float": float,
+    "int": int,
+    "list": list,
+    "range": range,
+    "round": _round,
+    "tuple": tuple,
 }
 
 
