@@ -5,6 +5,7 @@ import sys
 
 import fvcore.common.config
 import pytest
+import torch
 import yacs.config
 import yaml
 
@@ -103,6 +104,35 @@ def test_a_chosen_warm_up_is_scaled_and_held_against_the_length_of_the_run():
     cfg.SOLVER.MAX_ITER, cfg.SOLVER.WARMUP_ITERS, cfg.SOLVER.REFERENCE_WORLD_SIZE = 100, 101, 8
     with pytest.raises(ConfigError, match="SOLVER.WARMUP_ITERS=808 is longer than SOLVER.MAX_ITER=800"):
         build_lr_scheduler(scale_workers(cfg, 1), sgd(Regression()))
+
+
+# ---------------------------------------------------------------------- keys of other projects
+
+
+def test_a_project_may_make_the_optimizer_a_name_as_many_of_detectron2_do(tmp_path):
+    class Trainer(DefaultTrainer):
+        @classmethod
+        def build_optimizer(cls, cfg, model):
+            if cfg.SOLVER.OPTIMIZER == "ADAMW":
+                return torch.optim.AdamW(model.parameters(), cfg.SOLVER.BASE_LR * cfg.SOLVER.BACKBONE_MULTIPLIER)
+            return super().build_optimizer(cfg, model)
+
+    def optimizer(name):
+        cfg = tiny_cfg(tmp_path, "SOLVER.LR_SCHEDULER_NAME", "WarmupCosineLR", "SOLVER.REFERENCE_WORLD_SIZE", 2)
+        cfg.SOLVER.OPTIMIZER, cfg.SOLVER.BACKBONE_MULTIPLIER = "SGD", 0.1
+        (tmp_path / "c.yaml").write_text(f"SOLVER: {{OPTIMIZER: {name}, BACKBONE_MULTIPLIER: 0.2}}")
+        cfg.merge_from_file(tmp_path / "c.yaml")
+        cfg.freeze()
+        trainer = Trainer(cfg)
+        trainer.train()
+        assert name == trainer.cfg.SOLVER.OPTIMIZER
+        return trainer.optimizer
+
+    assert type(optimizer("ADAMW")) is torch.optim.AdamW
+    assert optimizer("ADAMW").param_groups[0]["initial_lr"] == pytest.approx(0.1 / 2 * 0.2)
+    assert type(optimizer("SGD")) is torch.optim.SGD
+    with pytest.raises(ConfigError, match="SOLVER.OPTIMIZER.NAME: unknown 'ADAM'; did you mean 'Adam'?"):
+        optimizer("ADAM")
 
 
 # ---------------------------------------------------------------------- unknown keys

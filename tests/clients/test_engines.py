@@ -197,6 +197,54 @@ def test_a_trainer_that_builds_itself_trains_evaluates_saves_and_goes_on(tmp_pat
         assert equal(weights(getattr(whole, name)), weights(getattr(resumed, name)))
 
 
+class WithoutTrainerState(OwnLoop):
+    """Keeps the optimizer and the schedule, and finds in the file how far it is, as before detectron2 0.4."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        state = {"optimizer": self.optimizer, "scheduler": self.scheduler}
+        self.checkpointer = Checkpointer(self.model, cfg.OUTPUT_DIR, **state)
+        self._hooks.clear()
+        self.register_hooks(self.build_hooks())
+
+    def resume_or_load(self, resume=True):
+        checkpoint = self.checkpointer.resume_or_load(self.cfg.MODEL.WEIGHTS, resume=resume)
+        if resume and self.checkpointer.has_checkpoint():
+            self.start_iter = checkpoint.get("iteration", -1) + 1
+
+
+def test_a_checkpoint_of_a_loop_of_ones_own_says_how_many_iterations_it_has(tmp_path):
+    for max_iter in (5, 7):
+        trainer = WithoutTrainerState(tiny_cfg(tmp_path, "SOLVER.MAX_ITER", max_iter))
+        trainer.resume_or_load(resume=True)
+        assert trainer.start_iter == (0 if max_iter == 5 else 5)
+        trainer.train()
+        saved = torch.load(tmp_path / "model_final.pth")
+        assert (saved["iteration"], saved["scheduler"]["last_epoch"]) == (max_iter - 1, max_iter)
+    assert [iter for _, iter in trainer.storage.history("total_loss").values()] == [5, 6]
+
+
+def test_an_evaluation_of_the_last_iteration_in_a_loop_of_ones_own_is_made_once():
+    class Own(TrainerBase):
+        def run_step(self):
+            pass
+
+    calls = []
+    trainer = Own()
+    trainer.register_hooks([hooks.EvalHook(2, lambda: calls.append(trainer.last_done_iter))])
+    hook = trainer._hooks[0]
+    trainer.register_hooks([hooks.CallbackHook(after_step=lambda trainer: trainer.iter == 3 and hook._evaluate())])
+    trainer.max_iter = 4
+    with EventStorage() as trainer.storage:
+        trainer.before_train()
+        for trainer.iter in range(4):
+            trainer.before_step()
+            trainer.run_step()
+            trainer.after_step()
+        trainer.after_train()
+    assert calls == [1, 3]
+
+
 def test_a_loop_of_ones_own_runs_hooks_on_both_sides_of_the_save_point(tmp_path):
     class Own(TrainerBase):
         def run_step(self):
@@ -261,6 +309,43 @@ def test_a_failure_in_a_loop_of_ones_own_is_one_for_the_hooks(tmp_path):
     with pytest.raises(NotImplementedError):
         loop()
     assert seen == ["failed"]
+
+
+class WalksOverHooks(DefaultTrainer):
+    """Overrides what calls the hooks, to add something of its own; forks of Mask2Former do so."""
+
+    def before_step(self):
+        self.storage.iter = self.iter
+        for hook in self._hooks:
+            hook.before_step()
+
+    def after_step(self):
+        for hook in self._hooks:
+            hook.after_step()
+        self.storage.put_scalar("mine", self.iter, smoothing_hint=False)
+
+
+def test_hooks_that_a_trainer_calls_itself_do_everything_once(tmp_path):
+    def run(trainer_class, folder, max_iter, resume=False):
+        torch.manual_seed(4 if resume else 3)
+        trainer = trainer_class(tiny_cfg(folder, "SOLVER.MAX_ITER", max_iter))
+        trainer.resume_or_load(resume=resume)
+        calls = []
+        trainer.register_hooks([hooks.CallbackHook(after_step=lambda trainer: calls.append(trainer.iter))])
+        trainer.train()
+        return trainer, calls
+
+    default, _ = run(DefaultTrainer, tmp_path / "default", 10)
+    walking, calls = run(WalksOverHooks, tmp_path / "walking", 10)
+    assert calls == [*range(10)]
+    assert [*scalars(walking)["mine"]] == [(float(i), i) for i in range(10)]
+    for name in ("classification/top1", "total_loss"):
+        assert walking.storage.history(name).values() == default.storage.history(name).values()
+    run(WalksOverHooks, tmp_path / "parts", 5)
+    resumed, calls = run(WalksOverHooks, tmp_path / "parts", 10, resume=True)
+    assert calls[-5:] == [*range(5, 10)]
+    assert equal(weights(default.model), weights(walking.model))
+    assert equal(weights(default.model), weights(resumed.model))
 
 
 # ---------------------------------------------------------------------- results

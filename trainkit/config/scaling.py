@@ -16,7 +16,7 @@ _SCHEDULE_LENGTHS = {"BEGIN", "END", "LENGTH", "STEP_SIZE", "MILESTONES", "PERIO
 
 def base_lr(solver: CfgNode) -> tuple[str, float]:
     """The key that gives the learning rate, and its value: SOLVER.OPTIMIZER.LR wins over SOLVER.BASE_LR."""
-    own = solver.OPTIMIZER.get("LR")
+    own = None if isinstance(solver.OPTIMIZER, str) else solver.OPTIMIZER.get("LR")  # text: its name
     return ("SOLVER.BASE_LR", solver.BASE_LR) if own is None else ("SOLVER.OPTIMIZER.LR", own)
 
 

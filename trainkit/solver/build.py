@@ -74,6 +74,8 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
             the groups, see ``ParamRules`` and ``build_layer_decay``; or the model has no trainable parameter.
     """
     check_is_ours(cfg)
+    if isinstance(cfg.SOLVER.OPTIMIZER, str):  # many who come from detectron2 have made it a name
+        cfg = CfgNode({**cfg, "SOLVER": {**cfg.SOLVER, "OPTIMIZER": {"NAME": cfg.SOLVER.OPTIMIZER}}})
     factory = _find_optimizer(cfg.SOLVER.OPTIMIZER.NAME)
     arguments = _collect_arguments(cfg, factory)
     values = {name: value for name, (_, value) in arguments.items()}

@@ -94,9 +94,9 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, _Saves):
 
     def after_train(self) -> None:
         self._wait()
-        status, iteration = self.trainer.status, self.trainer.iter - 1
-        if status == "finished" and self.save_last and self._final_iter != self.trainer.iter:
-            self._final_iter = self.trainer.iter
+        status, iteration = self.trainer.status, self.trainer.last_done_iter
+        if status == "finished" and self.save_last and self._final_iter != iteration + 1:
+            self._final_iter = iteration + 1
             name = f"{self.file_prefix}_final"
             self._request(name, partial(self.save, name, iteration=iteration))
         elif status == "stopped" and iteration >= 0 and not self._is_saved():

@@ -76,7 +76,8 @@ class EvalHook(HookBase):
 
     def after_train(self) -> None:
         # early stopping may end a run right after an evaluation
-        if self._after_train and self.trainer.status == "finished" and self.evaluated_iters != self.trainer.iter:
+        is_new = self.evaluated_iters != self.trainer.last_done_iter + 1
+        if self._after_train and self.trainer.status == "finished" and is_new:
             self._evaluate()
 
     def _evaluate(self) -> None:
