@@ -135,6 +135,31 @@ def test_a_project_may_make_the_optimizer_a_name_as_many_of_detectron2_do(tmp_pa
         optimizer("ADAM")
 
 
+def test_a_config_of_detectron2s_version_is_read(tmp_path):
+    (tmp_path / "c.yaml").write_text("SOLVER: {MAX_ITER: 7}\nVERSION: 2\n")
+    cfg = get_cfg()
+    cfg.merge_from_file(tmp_path / "c.yaml")
+    assert (cfg.SOLVER.MAX_ITER, cfg.VERSION) == (7, get_cfg().VERSION)
+
+
+@pytest.mark.parametrize("given", ["((1, 2), (3,))", [[1, 2], [3]], ((1, 2), (3,))])
+def test_tuples_within_a_tuple_stay_tuples(given):
+    cfg = CfgNode({"SIZES": ((32,), (64,)), "LISTS": [[1]]})
+    cfg.merge_from_list(["SIZES", given, "LISTS", given])
+    assert (cfg.SIZES, cfg.LISTS) == (((1, 2), (3,)), [[1, 2], [3]])
+    again = CfgNode({"SIZES": ((32,), (64,)), "LISTS": [[1]]})
+    again.merge_from_other_cfg(CfgNode.load_cfg(cfg.dump()))
+    assert again == cfg
+
+
+def test_a_deprecated_key_on_the_command_line_is_left_out_with_a_warning(caplog):
+    cfg = get_cfg()
+    cfg.register_deprecated_key("OLD.KEY")
+    cfg.merge_from_list(["OLD.KEY", 1, "SOLVER.MAX_ITER", 7])
+    assert cfg.SOLVER.MAX_ITER == 7
+    assert "OLD.KEY" in caplog.text
+
+
 # ---------------------------------------------------------------------- unknown keys
 
 

@@ -138,7 +138,7 @@ def test_a_malformed_list_is_an_error(items, message):
     [
         ({"SOLVER.BASE_LR": 1}, "'SOLVER.BASE_LR' is one key with dots"),
         ({"MODEL": {3: 1}}, "MODEL.3 must be text, got int"),
-        ({"VERSION": 2}, "this config is of VERSION 2, and VERSION 1 is read here"),
+        ({"VERSION": 3}, "this config is of VERSION 3, and VERSION 1 is read here"),
     ],
 )
 def test_a_malformed_mapping_is_an_error(content, message):

@@ -90,6 +90,8 @@ class CfgNode(_FvcoreCfgNode):
         """
         layers = []
         for full_key, value in _pairs(cfg_list):
+            if self.key_is_deprecated(full_key):  # which logs it
+                continue
             layer = self._parse(full_key, value) if isinstance(value, str) else value
             for name in reversed(full_key.split(".")):
                 layer = {name: layer}

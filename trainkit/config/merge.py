@@ -56,8 +56,10 @@ def merge_node(node: _FvcoreCfgNode, other: Mapping[str, Any], root: _FvcoreCfgN
             node[name] = _new_value(full_key, value, root)
             untyped_keys(node).add(name)
         else:
-            node[name] = _coerce(full_key, value, old)
-            if full_key == "VERSION" and value != old:
+            coerced = _coerce(full_key, value, old)
+            if full_key != "VERSION":
+                node[name] = coerced
+            elif value not in (old, 2):  # 2: detectron2's, whose keys mean the same here
                 raise ConfigError(f"this config is of VERSION {value}, and VERSION {old} is read here; update its keys")
 
 
@@ -114,7 +116,9 @@ def _coerce(full_key: str, value: object, old: object) -> object:
     if isinstance(old, list | tuple):
         if not isinstance(value, list | tuple):
             raise _wrong_type(full_key, value, f'a list or a tuple, such as "{[value]!s:.80}"')
-        return type(old)(plain_value(full_key, item) for item in value)
+        inner = tuple if old and all(isinstance(item, tuple) for item in old) else list
+        items = (plain_value(full_key, item) for item in value)
+        return type(old)(inner(item) if isinstance(item, list) else item for item in items)
     kind = next(kind for kind in _ACCEPTED if isinstance(old, kind))  # bool stands before int
     accepted = (int, float) if kind is float else kind
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
