@@ -1,5 +1,6 @@
 """Checkpointers that convert foreign weights, in the manner of Mask2Former, unbiased-teacher and others."""
 
+import logging
 import pickle
 from typing import NamedTuple
 
@@ -115,6 +116,7 @@ class StudentOnly(Checkpointer):
 
     def _load_model(self, checkpoint):
         weights = checkpoint.pop("model")
+        self.logger.info("the student has %d weights", len(weights))
         self._convert_ndarray_to_tensor(weights)
         self.model["student"].load_state_dict(weights, strict=False)
         return self.result
@@ -124,7 +126,9 @@ def test_a_load_model_of_its_own_may_return_fvcores_tuple_torchs_or_none(tmp_pat
     model = nn.ModuleDict({"student": linear(0), "teacher": linear(0)})
     path = tmp_path / "x.pth"
     torch.save({"model": dict(linear(4).state_dict())}, path)
-    StudentOnly(model).load(path)
+    with caplog.at_level("INFO"):
+        StudentOnly(model).load(path)
+    assert ("trainkit.checkpoint.checkpointer", logging.INFO, "the student has 2 weights") in caplog.record_tuples
     assert (weight_of(model["student"]), weight_of(model["teacher"])) == (4, 0)
     assert not [message for message in caplog.messages if "do not fit" in message]
 

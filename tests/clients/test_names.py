@@ -356,6 +356,9 @@ def test_loaders_are_built_from_a_dataset_and_a_mapper(iterable):
     try:
         loader = build_test_loader(cfg, "clients_test", mapper=lambda x: x + 1, batch_size=6, collate_fn=sum)
         assert [*loader] == [21]
+        cfg.DATASETS.TRAIN = ("clients_test",)
+        if not iterable:
+            assert sorted(first_batch(build_train_loader(cfg, lambda x: x + 1))) == [1, 2, 3, 4, 5, 6]
     finally:
         DatasetCatalog.remove("clients_test")
 

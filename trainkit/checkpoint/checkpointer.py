@@ -105,7 +105,7 @@ class Checkpointer:
         self.model = unwrap_model(model)
         self._modules = {name for name, _ in self.model.named_modules()}
         self._tensors = {*_tensors_of(self.model)}
-        self.path_manager = PathManager
+        self.logger, self.path_manager = _logger, PathManager  # for subclasses, as in fvcore
         self.save_dir = os.fspath(save_dir)
         self.save_to_disk = comm.is_main_process() if save_to_disk is None else save_to_disk
         self.async_save = async_save

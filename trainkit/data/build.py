@@ -150,6 +150,8 @@ def _train_arguments(
     sampler: Sampler[int] | None = None,
 ) -> dict[str, Any]:
     check_is_ours(cfg)
+    if callable(dataset) and not hasattr(dataset, "__getitem__"):  # where detectron2 takes the mapper
+        dataset, mapper = None, dataset
     if dataset is None:
         if not cfg.DATASETS.TRAIN:
             known = ", ".join(sorted(DatasetCatalog.list())) or "none"
@@ -176,7 +178,7 @@ def build_train_loader(
     total_batch_size: int,
     **kwargs: Any,
 ) -> ResumableLoader:
-    """The endless loader of a dataset, or with ``(cfg)`` and ``(cfg, dataset)`` the one that a config describes.
+    """The endless loader of a dataset, or with ``(cfg)``, ``(cfg, dataset)`` or ``(cfg, mapper)`` that of a config.
 
     A config gives every argument that the call does not: the dataset by ``DATASETS.TRAIN``, ``mapper`` by
     ``INPUT.TRAIN_TRANSFORM``, ``sampler`` by ``DATALOADER.SAMPLER_TRAIN``, the batch size by ``SOLVER.IMS_PER_BATCH``.
