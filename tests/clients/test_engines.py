@@ -311,6 +311,34 @@ def test_a_failure_in_a_loop_of_ones_own_is_one_for_the_hooks(tmp_path):
     assert seen == ["failed"]
 
 
+@pytest.mark.parametrize("options", [[], ["SOLVER.NESTEROV", True], ["SOLVER.MOMENTUM", 0.0]])
+def test_parameters_that_are_unfrozen_in_the_run_train_as_with_torchs_own_choice(tmp_path, options):
+    def trained(folder, *more):
+        torch.manual_seed(3)
+        trainer = DefaultTrainer(tiny_cfg(folder, *options, *more))
+        frozen = [*trainer.model.parameters()][:2]
+        before = weights(trainer.model)
+        for parameter in frozen:
+            parameter.requires_grad = False
+
+        def unfreeze(trainer):
+            if trainer.iter == 4:
+                assert equal(before[:2], weights(trainer.model)[:2])
+                for parameter in frozen:
+                    parameter.requires_grad = True
+
+        trainer.register_hooks([hooks.CallbackHook(before_step=unfreeze)])
+        trainer.train()
+        assert not any(map(torch.equal, before, weights(trainer.model)))
+        return trainer
+
+    fused = trained(tmp_path / "fused")
+    assert fused.optimizer.defaults["fused"]
+    plain = trained(tmp_path / "plain", "SOLVER.OPTIMIZER.FUSED", False)
+    for ours, theirs in zip(weights(fused.model), weights(plain.model), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 class WalksOverHooks(DefaultTrainer):
     """Overrides what calls the hooks, to add something of its own; forks of Mask2Former do so."""
 
@@ -400,6 +428,34 @@ def test_a_list_of_hooks_that_is_edited_by_index_is_the_list_that_runs(tmp_path)
 
     run(tmp_path / "parts", 6)
     assert equal(weights(whole.model), weights(run(tmp_path / "parts", 10, seed=4).model))
+
+
+class ReadsResults(hooks.HookBase):
+    def __init__(self):
+        self.seen = []
+
+    def after_step(self):
+        self.seen.append("classification/top1" in self.trainer.storage.histories())
+
+
+@pytest.mark.parametrize("priority", ["NORMAL", "LOW"])
+def test_a_hook_after_the_evaluation_in_the_list_is_warned_about_unless_it_runs_there(tmp_path, priority, caplog):
+    class Reads(ReadsResults):
+        pass
+
+    Reads.priority = priority
+
+    class Trainer(DefaultTrainer):
+        def build_hooks(self):
+            built = super().build_hooks()
+            built.insert(-1, Reads())
+            return built
+
+    trainer = Trainer(tiny_cfg(tmp_path))
+    told = [message for message in caplog.messages if message.startswith("Reads stands after EvalHook in the list")]
+    trainer.train()
+    [hook] = [hook for hook in trainer.hooks if isinstance(hook, Reads)]
+    assert (hook.seen[4], hook.seen[5], len(told)) == (priority == "LOW", True, priority == "NORMAL")
 
 
 def test_a_hook_that_is_taken_out_of_the_list_of_a_trainer_does_not_run(tmp_path):

@@ -103,7 +103,16 @@ class HookList:
                 key += 1  # after the checkpointer is below the save point
             self._keys.update((id(hook), key) for hook in new)
         else:
+            below = ""
             for hook, key in zip(new, keys, strict=True):
+                if SAVE_POINT < key <= Priority.LOWEST:
+                    below = type(hook).__name__
+                elif below and key == Priority.NORMAL and _overrides(hook, "after_step"):
+                    logger.warning(
+                        "%s stands after %s in the list and runs before it, so it does not see what that stores in the "
+                        "same iteration; if it is to, set its priority to 'LOW'",
+                        *(type(hook).__name__, below),
+                    )
                 followers = (i for i, other in enumerate(self.hooks) if self._key(other) > key)
                 self.hooks.insert(next(followers, len(self.hooks)), hook)
                 self._keys[id(hook)] = key

@@ -91,6 +91,8 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     except (TypeError, ValueError, RuntimeError) as error:
         given = ", ".join(f"{key}={value!r}" for key, value in arguments.values())
         raise ConfigError(f"{cfg.SOLVER.OPTIMIZER.NAME} refuses {given}: {error}") from error
+    if factory is torch.optim.SGD and values.get("fused"):
+        optimizer.register_step_pre_hook(_start_late_buffers)
     if any(map(is_sharded, params)):
         _check_that_it_updates_shards(cfg, factory, values, params, model)
     _logger.info(
@@ -223,6 +225,15 @@ def _fastest_implementation(
                 _step_stand_ins(factory, {**values, name: True}, params, model)
                 return {name: True}
     return {}
+
+
+def _start_late_buffers(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """For a parameter whose first gradient comes after those of others, which torch's fused SGD has no momentum for."""
+    state, groups = optimizer.state, optimizer.param_groups
+    if state and len(state) < sum(len(group["params"]) for group in groups):
+        for group in groups:
+            late = [param for param in group["params"] if param.grad is not None and param not in state]
+            state.update({param: {"momentum_buffer": torch.zeros_like(param)} for param in late if group["momentum"]})
 
 
 def _check_that_it_updates_shards(
