@@ -42,6 +42,7 @@ LAYERS = [
     ["trainkit.engine.defaults"],
     ["trainkit.engine.entry"],
     ["trainkit.engine"],
+    ["trainkit_selfsup"],
     ["projects", "tools"],
 ]
 
@@ -211,7 +212,7 @@ def _is_pure(call):
 
 @pytest.fixture(scope="module")
 def sources():
-    return Sources(ROOT, ["trainkit", "tools", "projects"])
+    return Sources(ROOT, ["trainkit", "trainkit_selfsup", "tools", "projects"])
 
 
 def test_the_sources_are_found(sources):
@@ -236,7 +237,11 @@ def test_imports_stand_at_the_top_of_a_module(sources):
 
 
 def test_nothing_happens_at_import(sources):
-    trees = {module: tree for module, tree in sources.trees.items() if module.split(".")[0] == "trainkit"}
+    trees = {
+        module: tree
+        for module, tree in sources.trees.items()
+        if module.split(".")[0] in ("trainkit", "trainkit_selfsup")
+    }
 
     assert [effect for module, tree in trees.items() for effect in effects_at_import(module, tree)] == []
 

@@ -22,7 +22,7 @@ import importlib, importlib.metadata, json
 for name in sys.argv[2:]:
     importlib.import_module(name)
 import trainkit
-places = {str(module.__file__) for name, module in sys.modules.items() if name.split(".")[0] == "trainkit"}
+places = {str(module.__file__) for name, module in sys.modules.items() if name.startswith("trainkit")}
 print(json.dumps([trainkit.__version__, importlib.metadata.version("trainkit"), sorted(places)]))
 """
 
@@ -41,7 +41,7 @@ def source(tmp_path):
     """A copy of all that could get into a wheel, of another version."""
     source = tmp_path / "source"
     unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in ("trainkit", "tests", "tools", "projects"):
+    for name in ("trainkit", "trainkit_selfsup", "tests", "tools", "projects"):
         shutil.copytree(ROOT / name, source / name, ignore=unwanted)
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -54,7 +54,7 @@ def source(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif("pip" not in packages_distributions(), reason="needs pip")
 def test_the_wheel_is_the_package_and_works_without_the_source(source, tmp_path):
-    expected = files_below(source / "trainkit")
+    expected = {package: files_below(source / package) for package in ("trainkit", "trainkit_selfsup")}
     pip("wheel", "--no-deps", "--wheel-dir", tmp_path, source)  # pip gets setuptools, into an environment of its own
     [wheel] = tmp_path.glob("*.whl")
     shutil.rmtree(source)
@@ -62,11 +62,12 @@ def test_the_wheel_is_the_package_and_works_without_the_source(source, tmp_path)
 
     assert wheel.name == "trainkit-9.8.7-py3-none-any.whl"
     paths = [PurePosixPath(name) for name in zipfile.ZipFile(wheel).namelist()]
-    assert {path.parts[0] for path in paths} == {"trainkit", "trainkit-9.8.7.dist-info"}
-    assert {"py.typed", "engine/train_loop.py"} < expected
-    assert files_below(tmp_path / "site/trainkit") == expected
+    assert {path.parts[0] for path in paths} == {"trainkit", "trainkit_selfsup", "trainkit-9.8.7.dist-info"}
+    assert {"py.typed", "engine/train_loop.py"} < expected["trainkit"]
+    assert {"py.typed", "swav.py"} < expected["trainkit_selfsup"]
+    assert {package: files_below(tmp_path / "site" / package) for package in expected} == expected
 
-    modules = ["trainkit", "trainkit.engine"]
+    modules = ["trainkit", "trainkit.engine", "trainkit_selfsup"]
     done = subprocess.run(
         [sys.executable, "-I", "-c", USE, tmp_path / "site", *modules], cwd=tmp_path, capture_output=True, text=True
     )

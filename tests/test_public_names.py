@@ -182,6 +182,7 @@ PUBLIC = {
         "get_event_storage",
         "has_event_storage",
     },
+    "trainkit_selfsup": {"DeepClusterHook", "DenseCLHook", "ODCHook", "ODCMemory", "SimSiamHook", "SwAVHook"},
 }
 
 
@@ -207,9 +208,14 @@ def test_projects_use_what_is_public_or_on_the_pages_of_the_reference():
         r"auto(?:module|function):: (trainkit\.utils\.\w+)", (ROOT / "docs/api/utils.rst").read_text()
     )
     documented += ["trainkit", "trainkit.modeling", "trainkit.utils", "trainkit.utils.comm"]
-    found = {entry for file in (ROOT / "projects").rglob("*.py") for entry in imported(file)}
+    files = [file for folder in ("projects", "trainkit_selfsup") for file in (ROOT / folder).rglob("*.py")]
+    found = {entry for file in files for entry in imported(file)}
     private = [
-        (module, name) for module, name in found if module not in documented and name not in PUBLIC.get(module, ())
+        (module, name)
+        for module, name in found
+        if not module.startswith("trainkit_selfsup.")  # of the same repository
+        and module not in documented
+        and name not in PUBLIC.get(module, ())
     ]
 
     assert ("trainkit.engine.hooks", "check_period") in found

@@ -54,6 +54,14 @@ def mlp(*widths: int) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(widths[-2], widths[-1]))
 
 
+class Head(nn.Linear):
+    """A classifier of clusters, which a hook starts again when clusters are new."""
+
+    def init_weights(self) -> None:
+        nn.init.normal_(self.weight, std=0.01)
+        nn.init.zeros_(self.bias)
+
+
 class SelfSupModel(nn.Module):
     """A backbone and what trains it, which is for a method to add: its ``losses``.
 
@@ -73,7 +81,13 @@ class SelfSupModel(nn.Module):
         return {"width": cfg.MODEL.WIDTH}
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor] | Tensor:
-        return self.losses(batch) if self.training else pool(self.backbone(batch["image"]))
+        return self.losses(batch) if self.training else self.extract_feat(batch)
+
+    def extract_feat(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.features(batch["image"])
+
+    def features(self, image: Tensor) -> Tensor:
+        return pool(self.backbone(image))
 
     def losses(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         raise NotImplementedError

@@ -1,7 +1,7 @@
 """DenseCL (arXiv:2011.09157)."""
 
 import copy
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +10,7 @@ from torch.nn import functional as F
 from projects.selfsup.backbone import SelfSupModel, mlp, pool
 from projects.selfsup.queues import new_queue, push
 from trainkit.config import CfgNode, configurable
-from trainkit.engine import HookBase
-from trainkit.engine.hooks import HOOK_REGISTRY, check_period
 from trainkit.modeling import MODEL_REGISTRY
-from trainkit.utils.model import unwrap_model
 
 
 class Heads(nn.Module):
@@ -35,7 +32,7 @@ class Heads(nn.Module):
 
 @MODEL_REGISTRY.register()
 class DenseCL(SelfSupModel):
-    """Contrast of images, and of places that match; see `DenseCLHook`.
+    """Contrast of images, and of places that match; see `trainkit_selfsup.DenseCLHook`.
 
     The first view is to be closer to the second one, and each place of it to the place there that is most alike, than
     to those of former images. The second view goes through the key encoder, a slowly moving average of the trained one.
@@ -45,9 +42,6 @@ class DenseCL(SelfSupModel):
         dim: of an embedding.
         queue_length: former images that a view is told from.
         loss_lambda: the weight of the dense loss; that of the other one is ``1 - loss_lambda``.
-
-    Attributes:
-        is_dense: False makes the former 0, and the latter 1.
     """
 
     queue: Tensor  # [queue_length, dim]
@@ -62,8 +56,7 @@ class DenseCL(SelfSupModel):
         self.key_encoder = copy.deepcopy(nn.Sequential(self.backbone, self.heads)).requires_grad_(False)
         self.register_buffer("queue", new_queue(queue_length, dim))
         self.register_buffer("dense_queue", new_queue(queue_length, dim))
-        self.is_dense = True
-        self._loss_lambda = loss_lambda
+        self.loss_lambda = loss_lambda
         self._temperature = temperature
 
     @classmethod
@@ -86,7 +79,7 @@ class DenseCL(SelfSupModel):
         loss_dense = contrast(_as_rows(dense), _as_rows(positives), self.dense_queue, self._temperature)
         push(self.queue, key_single)
         push(self.dense_queue, F.normalize(key_dense.mean(dim=2)))
-        weight = self._loss_lambda if self.is_dense else 0.0
+        weight = self.loss_lambda
         return {"loss_single": (1 - weight) * loss_single, "loss_dense": weight * loss_dense}
 
     @torch.no_grad()
@@ -117,34 +110,3 @@ def contrast(queries: Tensor, keys: Tensor, queue: Tensor, temperature: float) -
 def _as_rows(dense: Tensor) -> Tensor:
     """``[N * P, D]`` of ``[N, D, P]``."""
     return dense.transpose(1, 2).flatten(0, 1)
-
-
-@HOOK_REGISTRY.register()
-class DenseCLHook(HookBase):
-    """Switches the dense loss of a `DenseCL` on, and moves its key encoder on behind every update.
-
-    Both are functions of the iteration and the weights, so the hook has no state.
-
-    Args:
-        start: the first iteration with the model's ``loss_lambda``, which is 0 before it: as long as the backbone
-            has learned nothing, the places of two views do not match.
-        momentum: of the key encoder.
-
-    Raises:
-        ValueError: ``start`` is no whole number of iterations or negative, or ``momentum`` outside [0, 1].
-    """
-
-    def __init__(self, start: int, momentum: float) -> None:
-        if not 0 <= momentum <= 1:
-            raise ValueError(f"momentum must be from 0 to 1, got {momentum}")
-        self._start = check_period("start", start)
-        self._momentum = momentum
-
-    def before_step(self) -> None:
-        self._model().is_dense = self.trainer.iter >= self._start
-
-    def after_step(self) -> None:
-        self._model().update_key_encoder(self._momentum)
-
-    def _model(self) -> DenseCL:
-        return cast(DenseCL, unwrap_model(self.trainer.model))

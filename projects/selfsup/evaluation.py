@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from projects.selfsup.clustering import kmeans, normalized_mutual_info
 from projects.selfsup.data import EVALUATED, LABELLED
+from projects.selfsup.mutual_info import normalized_mutual_info
 from trainkit.config import CfgNode, configurable
 from trainkit.evaluation import EVALUATOR_REGISTRY, DatasetEvaluator
 from trainkit.utils import comm
+from trainkit_selfsup.clustering import kmeans
 
 _NUM_NEIGHBOURS = 20
 _TEMPERATURE = 0.07  # of the neighbours' votes, as in arXiv:1805.01978

@@ -1,72 +1,85 @@
 """SwAV (arXiv:2006.09882), with two views and no small crops."""
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from projects.selfsup.backbone import SelfSupModel, mlp, pool
-from projects.selfsup.queues import new_queue, push
+from projects.selfsup.backbone import SelfSupModel, mlp
+from projects.selfsup.queues import push
 from trainkit.config import CfgNode, configurable
-from trainkit.engine import HookBase
-from trainkit.engine.hooks import HOOK_REGISTRY, check_period
 from trainkit.modeling import MODEL_REGISTRY
 from trainkit.utils import comm
-from trainkit.utils.model import unwrap_model
 
 _EPSILON = 0.05
 
 
-@MODEL_REGISTRY.register()
-class SwAV(SelfSupModel):
-    """From each view the prototypes are told to which the other view is assigned; see `SwAVHook`.
+class SwAVLoss(nn.Module):
+    """Predict from each of two embeddings the prototypes to which the other one is assigned.
 
     Prototypes have unit length wherever they are used, and not, as in the paper, from time to time.
 
-    Args:
-        dim: of an embedding.
-        queue_length: former embeddings of each view and rank that are assigned together with those of the batch.
-
     Attributes:
-        uses_queue: whether they are; the queue is filled all the time.
+        queue: former embeddings ``[2, rows, dim]`` of this rank, newest first; None or made by a `SwAVHook`.
+        use_queue: whether they are assigned together with those of the batch: as soon as the queue is full.
     """
 
-    queue: Tensor  # [2, queue_length, dim]
+    queue: Tensor | None
+
+    def __init__(self, dim: int, num_prototypes: int, temperature: float) -> None:
+        super().__init__()
+        self.prototypes = nn.Linear(dim, num_prototypes, bias=False)
+        self.queue, self.use_queue = None, False
+        self._temperature = temperature
+
+    def forward(self, embeddings: list[Tensor]) -> Tensor:
+        prototypes = F.normalize(self.prototypes.weight)
+        scores = [rows @ prototypes.T for rows in embeddings]
+        assigned = []
+        self.use_queue = self.use_queue or (self.queue is not None and bool(self.queue[:, -1].any()))
+        for i, rows in enumerate(embeddings):
+            former = scores[i][:0]
+            if self.queue is not None and self.use_queue:
+                former = self.queue[i] @ prototypes.detach().T
+            assigned.append(sinkhorn(torch.cat([scores[i].detach(), former]))[: len(rows)])
+            if self.queue is not None:
+                push(self.queue[i], rows)
+        losses = [F.cross_entropy(scores[i] / self._temperature, assigned[1 - i]) for i in range(2)]
+        return (losses[0] + losses[1]) / 2
+
+
+class SwAVHead(nn.Module):
+    """MMSelfSup's path to the loss, ``head.loss``."""
+
+    def __init__(self, loss: SwAVLoss) -> None:
+        super().__init__()
+        self.loss = loss
+
+
+@MODEL_REGISTRY.register()
+class SwAV(SelfSupModel):
+    """See `SwAVLoss`, and `trainkit_selfsup.SwAVHook`.
+
+    Args:
+        dim: of an embedding.
+    """
 
     @configurable
-    def __init__(
-        self, width: int, dim: int, num_prototypes: int, queue_length: int, *, temperature: float = 0.1
-    ) -> None:
+    def __init__(self, width: int, dim: int, num_prototypes: int, *, temperature: float = 0.1) -> None:
         super().__init__(width)
         self.projector = mlp(self.backbone.out_channels, self.backbone.out_channels, dim)
-        self.prototypes = nn.Linear(dim, num_prototypes, bias=False)
-        self.register_buffer("queue", torch.stack([new_queue(queue_length, dim) for _ in range(2)]))
-        self.uses_queue = False
-        self._temperature = temperature
+        self.head = SwAVHead(SwAVLoss(dim, num_prototypes, temperature))
 
     @classmethod
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         options = cfg.MODEL.SWAV
-        return {
-            **super().from_config(cfg),
-            "dim": options.DIM,
-            "num_prototypes": options.NUM_PROTOTYPES,
-            "queue_length": options.QUEUE_LENGTH,
-        }
+        return {**super().from_config(cfg), "dim": options.DIM, "num_prototypes": options.NUM_PROTOTYPES}
 
     def losses(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        prototypes = F.normalize(self.prototypes.weight)
-        scores, assigned = [], []
-        for view, queue in zip((batch["view1"], batch["view2"]), self.queue, strict=True):
-            embeddings = F.normalize(self.projector(pool(self.backbone(view))))
-            scores.append(embeddings @ prototypes.T)
-            former = queue @ prototypes.detach().T if self.uses_queue else scores[-1][:0]
-            assigned.append(sinkhorn(torch.cat([scores[-1].detach(), former]))[: len(embeddings)])
-            push(queue, embeddings)
-        losses = [F.cross_entropy(scores[i] / self._temperature, assigned[1 - i]) for i in range(2)]
-        return {"loss_swap": (losses[0] + losses[1]) / 2}
+        embeddings = [F.normalize(self.projector(self.features(batch[view]))) for view in ("view1", "view2")]
+        return {"loss_swap": self.head.loss(embeddings)}
 
 
 @torch.no_grad()
@@ -89,33 +102,3 @@ def sinkhorn(scores: Tensor, num_iters: int = 3) -> Tensor:
         shares = shares / totals
         shares = shares / shares.sum(dim=1, keepdim=True)
     return shares
-
-
-@HOOK_REGISTRY.register()
-class SwAVHook(HookBase):
-    """Freezes the prototypes at first, and lets the queue take part later.
-
-    A frozen prototype has no gradient at the update, so neither weight decay nor momentum moves it. What the hook does
-    is a function of the iteration; the queue is a buffer of the model.
-
-    Args:
-        queue_start: the first iteration in which a `SwAV` uses its queue.
-        prototypes_start: the first iteration in which its prototypes are updated.
-
-    Raises:
-        ValueError: one of them is no whole number of iterations, or negative.
-    """
-
-    def __init__(self, queue_start: int, prototypes_start: int) -> None:
-        self._queue_start = check_period("queue_start", queue_start)
-        self._prototypes_start = check_period("prototypes_start", prototypes_start)
-
-    def before_step(self) -> None:
-        self._model().uses_queue = self.trainer.iter >= self._queue_start
-
-    def after_backward(self) -> None:
-        if self.trainer.iter < self._prototypes_start:
-            self._model().prototypes.weight.grad = None
-
-    def _model(self) -> SwAV:
-        return cast(SwAV, unwrap_model(self.trainer.model))

@@ -8,7 +8,8 @@ import pytest
 import yaml
 from torch import nn
 
-from tests.docs.pages import blocks, page
+import trainkit_selfsup  # noqa: F401  # registers hooks
+from tests.docs.pages import blocks, page, run
 from tests.engine.job import tiny_cfg
 from trainkit import engine
 from trainkit.config import CfgNode, get_cfg
@@ -19,8 +20,8 @@ from trainkit.modeling import MODEL_REGISTRY
 from trainkit.solver.schedules import SCHEDULE_REGISTRY
 
 TEXT = page("docs/migrate_from_mmengine.md")
-(LEFT,) = blocks("docs/migrate_from_mmengine.md", "python")
-(RIGHT,) = blocks("docs/migrate_from_mmengine.md", "yaml")
+LEFT, SELFSUP_MODEL = blocks("docs/migrate_from_mmengine.md", "python")
+RIGHT, SELFSUP_CONFIG = blocks("docs/migrate_from_mmengine.md", "yaml")
 
 POINTS_OF_2022 = [
     "before_run",
@@ -121,6 +122,7 @@ def test_every_config_key_and_entry_in_the_text_exists():
         ("EMA", "there is no EMA"),
         ("DefaultTrainer.resume", "there is no DefaultTrainer.resume"),
         ("{NAME: EMAHook, MOMENTUM: 0.1}", r"EMAHook does not take \['MOMENTUM'\]"),
+        ("{NAME: DenseCLHook, START: 500}", r"DenseCLHook does not take \['START'\]"),
         ("{NAME: LinearLR}", "LinearLR is not registered"),
         ("{NAME: ParamScheduler, SCHEDULES: [{NAME: Linear, T_MAX: 3}]}", r"Linear does not take \['T_MAX'\]"),
     ],
@@ -174,3 +176,29 @@ def test_the_example_is_python_on_the_left_and_a_job_on_the_right(tmp_path):
     assert sorted({group["lr"] for group in trainer.optimizer.param_groups}) == pytest.approx([0.1 * first, first])
     for line in ("EMAHook", "EarlyStopping", "BestCheckpointer"):
         assert line in trainer.describe_hooks()
+
+
+def test_the_model_of_your_own_trains_with_the_hook_of_mmselfsup(tmp_path):
+    run(SELFSUP_MODEL, "docs/migrate_from_mmengine.md")
+    (tmp_path / "config.yaml").write_text(SELFSUP_CONFIG)
+    cfg = tiny_cfg(tmp_path / "run", "DATASETS.TEST", (), "TEST.EVAL_PERIOD", 0, "SOLVER.CHECKPOINT_PERIOD", 1000)
+    cfg.merge_from_file(str(tmp_path / "config.yaml"))
+    cfg.merge_from_list(["SOLVER.MAX_ITER", 502, "LOG.PERIOD", 500])
+    trainer = DefaultTrainer(cfg)
+    trainer.train()
+
+    dense = [value > 0 for value, _ in trainer.storage.history("loss_dense").values()]
+    assert dense[-4:] == [False, False, True, True]
+    assert not any(dense[:-2])
+
+
+def test_the_hooks_of_mmselfsup_can_be_made_as_the_table_writes_them():
+    entries = [yaml.safe_load(span) for row in ROWS for span in spans(row["trainkit"]) if span.startswith("{NAME: ")]
+    made = []
+    for entry in entries:
+        hook_class = HOOK_REGISTRY.get(entry.pop("NAME")) if entry["NAME"] in HOOK_REGISTRY else None
+        if getattr(hook_class, "__module__", "").startswith("trainkit_selfsup"):
+            made.append(type(hook_class(**{key.lower(): value for key, value in entry.items()})).__name__)
+
+    assert {*made} == {"DeepClusterHook", "DenseCLHook", "ODCHook", "SimSiamHook", "SwAVHook"}
+    assert len(made) == 11

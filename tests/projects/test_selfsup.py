@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 from projects.selfsup import FrozenFeatureEvaluator, TwoViews, compare, load_frozen, load_unlabeled
 from projects.selfsup.data import EVALUATED, LABELLED, UNLABELLED
-from projects.selfsup.densecl import DenseCL, DenseCLHook, contrast, match
+from projects.selfsup.densecl import DenseCL, contrast, match
 from projects.selfsup.evaluation import linear_probe, nearest_neighbours
 from projects.selfsup.queues import new_queue, push
 from projects.selfsup.simsiam import SimSiam, negative_cosine
-from projects.selfsup.swav import SwAV, SwAVHook, sinkhorn
+from projects.selfsup.swav import SwAV, sinkhorn
 from tests.projects.kill import Killed, Killer
 from tests.two_ranks import SLOW, on_two_ranks
 from tools.chaos import differences, differing
@@ -49,15 +49,17 @@ OPTIONS += ["MODEL.DEVICE", "cpu", "MODEL.WIDTH", 2, "SOLVER.MAX_ITER", 6, "SOLV
 OPTIONS += ["SOLVER.WARMUP_ITERS", 2, "SOLVER.CHECKPOINT_PERIOD", 2, "TEST.EVAL_PERIOD", 4]
 OPTIONS += ["CHECKPOINT.BEST_METRIC", "frozen/knn", "CHECKPOINT.BEST_MODE", "max"]
 OPTIONS += ["LOG.PERIOD", 2, "LOG.WRITERS", ["json"]]
+SWAV = {"NAME": "SwAVHook", "BATCH_SIZE": 4, "FEAT_DIM": 4, "QUEUE_LENGTH": 16, "EPOCH_QUEUE_STARTS": 1}
+SWAV["FROZEN_LAYERS_CFG"] = {"prototypes": "1ep"}
 SMALL = {
     "simsiam": ["MODEL.SIMSIAM.DIM", 8, "MODEL.SIMSIAM.HIDDEN_DIM", 4],
     "swav": [
-        *["MODEL.SWAV.DIM", 4, "MODEL.SWAV.NUM_PROTOTYPES", 6, "MODEL.SWAV.QUEUE_LENGTH", 12],
-        *["HOOKS", [{"NAME": "SwAVHook", "QUEUE_START": 4, "PROTOTYPES_START": "1ep"}]],
+        *["MODEL.SWAV.DIM", 4, "MODEL.SWAV.NUM_PROTOTYPES", 6],
+        *["HOOKS", [SWAV]],
     ],
     "densecl": [
         *["MODEL.DENSECL.DIM", 4, "MODEL.DENSECL.QUEUE_LENGTH", 12],
-        *["HOOKS", [{"NAME": "DenseCLHook", "START": 3, "MOMENTUM": 0.9}]],
+        *["HOOKS", [{"NAME": "DenseCLHook", "START_ITERS": 3, "MOMENTUM": 0.9}]],
     ],
 }
 
@@ -280,25 +282,26 @@ def test_sinkhorn_is_that_of_the_paper():
     assert sinkhorn(scores, num_iters=300).sum(dim=0).tolist() == pytest.approx([7 / 4] * 4, rel=1e-3)
 
 
-@pytest.mark.parametrize("uses_queue", [False, True])
-def test_swav_foretells_the_assignment_of_the_other_view_and_fills_its_queue(uses_queue):
+@pytest.mark.parametrize("queue", ["absent", "not full", "full"])
+def test_swav_foretells_the_assignment_of_the_other_view_and_fills_its_queue(queue):
     torch.manual_seed(0)
-    model, batch = SwAV(width=2, dim=4, num_prototypes=6, queue_length=12), views(num=5)
-    model.uses_queue, before = uses_queue, model.queue.clone()
+    model, batch = SwAV(width=2, dim=4, num_prototypes=6), views(num=5)
+    before = F.normalize(torch.randn(2, 12, 4), dim=2)
+    before[:, 7 if queue == "not full" else 12 :] = 0
+    model.head.loss.queue = None if queue == "absent" else before.clone()
     with torch.no_grad():
         z = [F.normalize(model.projector(model.backbone(batch[name]).mean(dim=(2, 3)))) for name in batch]
-        prototypes = F.normalize(model.prototypes.weight)
-        rows = [torch.cat([z[i], before[i]]) if uses_queue else z[i] for i in range(2)]
+        prototypes = F.normalize(model.head.loss.prototypes.weight)
+        rows = [torch.cat([z[i], before[i]]) if queue == "full" else z[i] for i in range(2)]
         q = [sinkhorn(rows[i] @ prototypes.T)[:5] for i in range(2)]
         log_p = [F.log_softmax(z[i] @ prototypes.T / 0.1, dim=1) for i in range(2)]
         expected = -((q[0] * log_p[1]).sum(dim=1).mean() + (q[1] * log_p[0]).sum(dim=1).mean()) / 2
 
     assert model.losses(batch)["loss_swap"].item() == pytest.approx(expected.item())
-    model.load_state_dict({**model.state_dict(), "queue": before})
-    model.uses_queue = not uses_queue
-    assert model.losses(batch)["loss_swap"].item() != pytest.approx(expected.item())
-    assert torch.allclose(model.queue[:, :5], torch.stack(z))
-    assert torch.equal(model.queue[:, 5:], before[:, :7])
+    assert model.head.loss.use_queue == (queue == "full")
+    if queue != "absent":
+        assert torch.allclose(model.head.loss.queue[:, :5], torch.stack(z))
+        assert torch.equal(model.head.loss.queue[:, 5:], before[:, :7])
 
 
 class Prototypes(HookBase):
@@ -309,8 +312,10 @@ class Prototypes(HookBase):
 
     def before_step(self):
         model = unwrap_model(self.trainer.model)
-        self.weights.append(model.prototypes.weight.detach().clone())
-        self.uses_queue.append(model.uses_queue)
+        self.weights.append(model.head.loss.prototypes.weight.detach().clone())
+
+    def after_backward(self):
+        self.uses_queue.append(unwrap_model(self.trainer.model).head.loss.use_queue)
 
     def changed(self):
         """The iterations that have changed the prototypes."""
@@ -326,20 +331,10 @@ def test_prototypes_are_frozen_and_the_queue_waits_until_their_iterations(tmp_pa
     run("swav", tmp_path / "off", *decay, "HOOKS", [], spies=[off])
 
     assert (on.changed(), off.changed()) == ([3, 4], [0, 1, 2, 3, 4])
-    assert (on.uses_queue, off.uses_queue) == ([False] * 4 + [True] * 2, [False] * 6)
+    # an epoch has three iterations; the queue of 16 is there from the fourth on and full after two batches of 8
+    assert (on.uses_queue, off.uses_queue) == ([False] * 5 + [True], [False] * 6)
     weights = [torch.load(tmp_path / name / "model_final.pth")["model"] for name in ("on", "off")]
     assert list(differing(*weights)) != []
-
-
-def test_iterations_of_a_hook_are_checked():
-    with pytest.raises(ValueError, match="queue_start must be a whole number of iterations >= 0, got -1"):
-        SwAVHook(-1, 0)
-    with pytest.raises(ValueError, match=r"prototypes_start .* got 1\.5"):
-        SwAVHook(0, 1.5)
-    with pytest.raises(ValueError, match="start must be a whole number of iterations >= 0, got -1"):
-        DenseCLHook(-1, 0.9)
-    with pytest.raises(ValueError, match="momentum must be from 0 to 1, got 1.1"):
-        DenseCLHook(0, 1.1)
 
 
 # ---------------------------------------------------------------------- DenseCL
@@ -366,7 +361,7 @@ def test_densecl_weighs_its_two_losses_and_remembers_the_keys():
     losses, state = {}, {}
     for is_dense in (True, False):
         model.load_state_dict(begin)
-        model.is_dense = is_dense
+        model.loss_lambda = 0.3 if is_dense else 0.0
         losses[is_dense] = {name: loss.item() for name, loss in model.losses(views(num=5)).items()}
         state = copy.deepcopy(model.state_dict())
 
@@ -503,7 +498,8 @@ def swav_is_killed_and_resumed(rank, folder):
         comm.synchronize()
         run("swav", Path(folder, "killed"))
     comm.synchronize()  # rank 0 writes
-    queues = [part["model"]["queue"].tolist() for part in torch.load(Path(folder, "whole/model_final.pth"))["ranks"]]
+    ranks = torch.load(Path(folder, "whole/model_final.pth"))["ranks"]
+    queues = [part["trainer"]["hooks"]["SwAVHook"]["queue"].tolist() for part in ranks]
     return whole.changed(), differences(Path(folder, "whole"), Path(folder, "killed")), queues
 
 

@@ -1,3 +1,4 @@
+import copy
 import itertools
 import random
 from pathlib import Path
@@ -7,17 +8,18 @@ import pytest
 import torch
 
 from projects.digits import load_split
-from projects.selfsup import DeepCluster, DeepClusterHook, Memory, kmeans, normalized_mutual_info, pool
-from projects.selfsup.features import extract_features, loss_weights, whiten
-from projects.selfsup.odc import ODCHook
+from projects.selfsup import DeepCluster, normalized_mutual_info, pool
 from tests.projects.kill import Killed, Killer
 from tests.two_ranks import SLOW, on_two_ranks
-from tools.chaos import differences
+from tools.chaos import differences, differing
 from trainkit.config import ConfigError, get_cfg
 from trainkit.data import DatasetCatalog
 from trainkit.engine import DefaultTrainer, HookBase
 from trainkit.modeling import build_model
 from trainkit.utils.env import seed_all_rng
+from trainkit_selfsup import ODCMemory
+from trainkit_selfsup.clustering import kmeans
+from trainkit_selfsup.features import extract_features, loss_weights, whiten
 
 FOLDER = Path(__file__).parents[2] / "projects" / "selfsup"
 SCANS = [{"image": sample["image"], "index": index} for index, sample in enumerate(load_split("train")[:24])]
@@ -26,11 +28,15 @@ DatasetCatalog.register("few_scans", lambda: SCANS)
 OPTIONS = ["MODEL.DEVICE", "cpu", "DATASETS.TRAIN", ["few_scans"], "DATASETS.VAL", [], "DATASETS.TEST", []]
 OPTIONS += ["SOLVER.MAX_ITER", 8, "SOLVER.IMS_PER_BATCH", 4, "SOLVER.CHECKPOINT_PERIOD", 3, "TEST.EVAL_PERIOD", 0]
 OPTIONS += ["LOG.PERIOD", 2, "LOG.WRITERS", ["json"], "MODEL.WIDTH", 2, "SOLVER.WARMUP_ITERS", 1]
-DEEPCLUSTER = {"NAME": "DeepClusterHook", "PERIOD": 3, "DIM": 2}
-ODC = {"NAME": "ODCHook", "CENTROIDS_PERIOD": 2, "DISSOLVE_PERIOD": 3, "MIN_SIZE": 4}
+DEEPCLUSTER = {"NAME": "DeepClusterHook", "PERIOD": 3, "CLUSTERING": {"k": 6, "pca_dim": 2}}
+DEEPCLUSTER |= {"REWEIGHT": True, "REWEIGHT_POW": 1.0}
+INIT = {"NAME": "DeepClusterHook", "PERIOD": 1000, "CLUSTERING": {"k": 6, "pca_dim": None}, "INIT_MEMORY": True}
+ODC = {"NAME": "ODCHook", "CENTROIDS_UPDATE_INTERVAL": 2, "DEAL_WITH_SMALL_CLUSTERS_INTERVAL": 3}
+ODC |= {"EVALUATE_INTERVAL": 1}
+ODC_MODEL = {"NUM_CLUSTERS": 6, "HIDDEN_DIM": 4, "DIM": 3, "MOMENTUM": 0.5}
 SHORT = {
     "deepcluster.yaml": ["MODEL.DEEPCLUSTER.NUM_CLUSTERS", 6, "HOOKS", [DEEPCLUSTER]],
-    "odc.yaml": ["MODEL.ODC", {"NUM_CLUSTERS": 6, "HIDDEN_DIM": 4, "DIM": 3, "MOMENTUM": 0.5}, "HOOKS", [ODC]],
+    "odc.yaml": ["MODEL.ODC", {**ODC_MODEL, "MIN_CLUSTER": 4}, "HOOKS", [INIT, ODC]],
 }
 
 
@@ -130,7 +136,7 @@ def test_features_of_all_samples_leave_modes_and_random_state_as_they_were(tmp_p
     images = torch.stack([torch.from_numpy(scan["image"]).float()[None] / 16 for scan in SCANS])
     states = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
 
-    features = extract_features(cfg, model, lambda batch: model(batch) + 0 * torch.rand(1))
+    features = extract_features(model, lambda batch: model(batch) + 0 * torch.rand(1), cfg)
 
     assert [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()] == states
     assert [module.training for module in model.modules()] == modes
@@ -139,9 +145,9 @@ def test_features_of_all_samples_leave_modes_and_random_state_as_they_were(tmp_p
 
 
 def test_clustering_several_datasets_is_refused(tmp_path):
-    cfg = config("deepcluster.yaml", tmp_path, "DATASETS.TRAIN", ["a", "b"])
-    with pytest.raises(ConfigError, match=r"must name the one dataset to cluster, got \['a', 'b'\]"):
-        DeepClusterHook(cfg, DeepCluster(width=2, num_clusters=3), period=1, dim=1)
+    trainer = start("deepcluster.yaml", tmp_path, "DATASETS.TRAIN", ["few_scans", "few_scans"])
+    with pytest.raises(ConfigError, match=r"must name the one dataset to cluster, got \['few_scans', 'few_scans'\]"):
+        trainer.train()
 
 
 def test_whitened_features_have_as_many_components_of_equal_weight_in_rows_of_length_1():
@@ -155,9 +161,10 @@ def test_whitened_features_have_as_many_components_of_equal_weight_in_rows_of_le
 
 
 def test_a_cluster_counts_by_the_power_of_its_size():
-    sizes = torch.tensor([1, 4, 0, 16])
-    assert loss_weights(sizes, 0.5).tolist() == pytest.approx([4 / 11, 2 / 11, 4 / 11, 1 / 11])
-    assert loss_weights(sizes, 1.0).tolist() == pytest.approx([16 / 37, 4 / 37, 16 / 37, 1 / 37])
+    assert loss_weights(torch.tensor([1, 4, 16]), 0.5).tolist() == pytest.approx([4 / 7, 2 / 7, 1 / 7])
+    assert loss_weights(torch.tensor([1, 4, 16]), 1.0).tolist() == pytest.approx([16 / 21, 4 / 21, 1 / 21])
+    # one without samples: 1e-10 ** -0.5 = 1e5 beside 1 and 1/2
+    assert loss_weights(torch.tensor([1, 4, 0]), 0.5).tolist() == pytest.approx([1 / 1e5, 0.5 / 1e5, 1.0], rel=1e-4)
 
 
 # ---------------------------------------------------------------------- DeepCluster
@@ -165,7 +172,7 @@ def test_a_cluster_counts_by_the_power_of_its_size():
 
 def test_a_sample_of_a_large_cluster_counts_less_in_the_loss_of_both_views():
     model = DeepCluster(width=2, num_clusters=2).train()
-    model.begin(torch.tensor([10, 40]), torch.randn(model.head.weight.shape, generator=generator()))
+    model.loss_weight.copy_(loss_weights(torch.tensor([10, 40]), 1.0))
     views = torch.rand(4, 1, 8, 8, generator=generator())
     loss = model({"view1": views[:2], "view2": views[2:], "label": torch.tensor([0, 1])})["loss_cluster"]
 
@@ -284,56 +291,102 @@ def unit(*degrees):
     return torch.stack([angles.cos(), angles.sin()], dim=1)
 
 
-def memory(degrees, labels, num_clusters, momentum=0.5):
-    filled = Memory(len(degrees), dim=2, num_clusters=num_clusters, momentum=momentum)
-    filled.begin(3 * unit(*degrees), torch.tensor(labels))
+def memory(degrees, labels, num_clusters, momentum=0.5, **options):
+    options = {"min_cluster": 1, **options}
+    filled = ODCMemory(len(degrees), 2, momentum, num_clusters, **options)
+    filled.init_memory(3 * unit(*degrees), torch.tensor(labels))
     return filled
 
 
 def test_a_memory_begins_with_directions_and_the_means_of_the_clusters():
     filled = memory([0.0, 20.0, 90.0], [0, 0, 1], num_clusters=3)
-    torch.testing.assert_close(filled.features, unit(0.0, 20.0, 90.0))
+    torch.testing.assert_close(filled.feature_bank, unit(0.0, 20.0, 90.0))
     torch.testing.assert_close(filled.centroids[:2], torch.stack([unit(0.0, 20.0).mean(0), unit(90.0)[0]]))
     assert filled.sizes().tolist() == [2, 1, 0]
 
 
 @pytest.mark.parametrize(("momentum", "degrees", "label"), [(0.5, 40.0, 0), (1.0, 80.0, 1), (0.0, 0.0, 0)])
-def test_a_feature_is_mixed_into_that_of_its_sample_which_joins_the_nearest_cluster(momentum, degrees, label):
+def test_a_feature_is_mixed_into_that_of_its_sample_which_joins_a_cluster(momentum, degrees, label):
     filled = memory([0.0, 0.0, 90.0], [0, 0, 1], num_clusters=2, momentum=momentum)
-    filled.update(torch.tensor([1]), 7 * unit(80.0))
+    change_ratio = filled.update_samples_memory(torch.tensor([1]), 7 * unit(80.0))
 
-    torch.testing.assert_close(filled.features, unit(0.0, degrees, 90.0))
-    assert filled.labels.tolist() == [0, label, 1]
+    torch.testing.assert_close(filled.feature_bank, unit(0.0, degrees, 90.0))
+    assert filled.label_bank.tolist() == [0, label, 1]
+    assert change_ratio.item() == label
     torch.testing.assert_close(filled.centroids, unit(0.0, 90.0))  # until they are updated
-    filled.update_centroids()
+    filled.update_centroids_memory()
     expected = unit(0.0, degrees).mean(0) if label == 0 else unit(0.0)[0]
     torch.testing.assert_close(filled.centroids[0], expected)
 
 
+# the centroids: (0.5, 0) of directions 60 degrees to both sides of 0, and (0, 1); a sample at 30 degrees has the inner
+# products 0.433 and 0.5 with them, and the distances 0.620 and 1.0
+@pytest.mark.parametrize(("options", "label"), [({}, 1), ({"assign_by": "distance"}, 0)])
+def test_a_sample_joins_the_cluster_of_the_largest_inner_product_as_in_the_original(options, label):
+    filled = memory([60.0, -60.0, 90.0, 90.0], [0, 0, 1, 1], num_clusters=2, momentum=1.0, **options)
+    torch.testing.assert_close(filled.centroids, torch.tensor([[0.5, 0.0], [0.0, 1.0]]))
+    change_ratio = filled.update_samples_memory(torch.tensor([0, 3]), unit(30.0, 30.0))
+    assert filled.label_bank.tolist() == [label, 0, 1, label]
+    assert change_ratio.item() == 0.5
+
+
+def test_on_random_data_the_two_rules_differ_and_the_default_is_the_inner_product():
+    features = torch.nn.functional.normalize(torch.randn(1000, 16, generator=generator()))
+    labels = torch.randint(10, [1000], generator=generator(1))
+    banks = {}
+    for rule in ("inner_product", "distance"):
+        banks[rule] = ODCMemory(1000, 16, 1.0, 10, 1, assign_by=rule)
+        banks[rule].init_memory(features, labels)
+        banks[rule].update_samples_memory(torch.arange(1000), features)
+    centroids = torch.stack([features[labels == cluster].mean(0) for cluster in range(10)])
+    assert torch.equal(banks["inner_product"].label_bank, (centroids @ features.T).argmax(0))
+    assert torch.equal(banks["distance"].label_bank, torch.cdist(features, centroids).argmin(1))
+    same = (banks["inner_product"].label_bank == banks["distance"].label_bank).float().mean()
+    assert 0.5 < same < 0.999
+    assert ODCMemory(4, 2, 0.5, 2, 1).assign_by == "inner_product"
+
+
 def test_an_empty_cluster_keeps_its_centroid():
     filled = memory([0.0, 90.0], [0, 1], num_clusters=2)
-    filled.labels.fill_(0)
-    filled.update_centroids()
+    filled.label_bank.fill_(0)
+    filled.update_centroids_memory()
     torch.testing.assert_close(filled.centroids, torch.stack([unit(0.0, 90.0).mean(0), unit(90.0)[0]]))
 
 
-def test_small_clusters_join_the_nearest_others_and_become_halves_of_the_largest():
+def test_small_clusters_join_the_others_and_become_halves_of_the_largest():
     degrees = [0.0, 1.0, 40.0, 41.0, 42.0, 90.0, 91.0, 180.0, 170.0]
-    filled = memory(degrees, [0, 0, 0, 0, 0, 1, 1, 2, 1], num_clusters=3)
+    filled = memory(degrees, [0, 0, 0, 0, 0, 1, 1, 2, 1], num_clusters=3, min_cluster=2)
+    before = filled.centroids.clone()
 
-    assert filled.dissolve_small(2, generator()) == 1
+    filled.deal_with_small_clusters()
     # the one at 180 joins those at 90, and of those from 0 to 42 one half is the new cluster
-    labels = filled.labels.tolist()
+    labels = filled.label_bank.tolist()
     assert labels[5:] == [1, 1, 1, 1]
     assert {tuple(labels[:2]), tuple(labels[2:5])} in [{(0, 0), (2, 2, 2)}, {(2, 2), (0, 0, 0)}]
-    for cluster in range(3):
-        torch.testing.assert_close(filled.centroids[cluster], filled.features[filled.labels == cluster].mean(0))
+    for cluster in (0, 2):
+        expected = filled.feature_bank[filled.label_bank == cluster].mean(0)
+        torch.testing.assert_close(filled.centroids[cluster], expected)
+    assert torch.equal(filled.centroids[1], before[1])  # until all are updated
 
 
-def test_where_no_cluster_is_small_the_labels_stay():
-    filled = memory([0.0, 1.0, 90.0, 91.0], [0, 0, 1, 1], num_clusters=2)
-    assert filled.dissolve_small(2, generator()) == 0
-    assert filled.labels.tolist() == [0, 0, 1, 1]
+def test_where_no_cluster_is_small_the_memory_stays():
+    filled = memory([0.0, 1.0, 90.0, 91.0], [0, 0, 1, 1], num_clusters=2, min_cluster=2)
+    before = copy.deepcopy(filled.state_dict())
+    filled.deal_with_small_clusters()
+    assert list(differing(filled.state_dict(), before)) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_cluster": 3}, "min_cluster must be from 1 to 2, .*4 samples.*2 clusters, got 3"),
+        ({"min_cluster": 1, "momentum": 1.5}, "momentum must be from 0 to 1, got 1.5"),
+        ({"min_cluster": 1, "assign_by": "cosine"}, "assign_by must be .* got 'cosine'"),
+    ],
+)
+def test_a_memory_that_cannot_work_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        ODCMemory(**{"length": 4, "feat_dim": 2, "momentum": 0.5, "num_classes": 2, **options})
 
 
 # ---------------------------------------------------------------------- ODC
@@ -342,16 +395,15 @@ def test_where_no_cluster_is_small_the_labels_stay():
 class MemoryRecorder(BatchRecorder):
     def __init__(self):
         super().__init__()
-        self.former, self.features, self.centroids, self.num_dissolved = [], [], [], []
+        self.former, self.features, self.centroids = [], [], []
 
     def before_step(self):
-        self.former.append(self.trainer.model.memory.features.clone())
+        self.former.append(self.trainer.model.memory_bank.feature_bank.clone())
 
     def after_step(self):
-        memory = self.trainer.model.memory
-        self.features.append(memory.features.clone())
+        memory = self.trainer.model.memory_bank
+        self.features.append(memory.feature_bank.clone())
         self.centroids.append(memory.centroids.clone())
-        self.num_dissolved.append(self.trainer.state_dict()["hooks"]["ODCHook"]["num_dissolved"])
 
 
 def record_memory(folder, *options):
@@ -376,54 +428,19 @@ def test_each_step_changes_the_features_of_its_samples_alone(remembered):
         assert changed.tolist() == index.sort().values.tolist()
 
 
-def test_centroids_are_updated_every_second_and_clusters_dissolved_every_third_iteration(remembered):
-    # iterations 1, 3, 5, 7 and 2, 5; small clusters are dissolved, so that their number grows there
+def test_centroids_are_updated_every_second_and_small_clusters_dissolved_every_third_iteration(remembered):
+    # iterations 1, 3, 5, 7 and 2, 5; small clusters are dissolved, so that centroids change there
     assert changes(remembered.centroids) == [True, True, True, False, True, False, True]
-    dissolved = remembered.num_dissolved
-    assert [after > before for before, after in itertools.pairwise([0, *dissolved])] == [
-        iter in (2, 5) for iter in range(8)
-    ]
 
 
 def test_with_the_periods_of_the_hook_beyond_the_run_the_clusters_stay_where_they_are(remembered, tmp_path):
-    off = record_memory(tmp_path, "HOOKS", [{**ODC, "CENTROIDS_PERIOD": 100, "DISSOLVE_PERIOD": 100}])
+    off = {**ODC, "CENTROIDS_UPDATE_INTERVAL": 100, "DEAL_WITH_SMALL_CLUSTERS_INTERVAL": 100}
+    off = record_memory(tmp_path, "HOOKS", [INIT, off])
 
     assert changes(off.centroids) == [False] * 7
-    assert off.num_dissolved == [0] * 8
     assert torch.equal(off.features[1], remembered.features[1])  # nothing is due before
     assert not torch.equal(off.features[-1], remembered.features[-1])
     assert torch.equal(off.column("index"), remembered.column("index"))
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("odc.yaml", ["SOLVER.ACCUMULATION_STEPS", 2], "ACCUMULATION_STEPS is 2.*make it 1"),
-        (
-            "odc.yaml",
-            ["HOOKS", [{**ODC, "MIN_SIZE": 5}]],
-            "min_size must be at most 4, .*24 samples.*6 clusters, got 5",
-        ),
-        ("odc.yaml", ["HOOKS", [DEEPCLUSTER]], "DeepClusterHook needs a DeepCluster, got ODC"),
-        ("deepcluster.yaml", ["HOOKS", [ODC]], "ODCHook needs an ODC, got DeepCluster"),
-        ("deepcluster.yaml", ["HOOKS", [{**DEEPCLUSTER, "DIM": 9}]], "dim must be from 1 to the 8 features .*, got 9"),
-    ],
-)
-def test_what_a_hook_cannot_do_is_refused_when_it_is_made(tmp_path, name, options, message):
-    with pytest.raises(ConfigError, match=message):
-        start(name, tmp_path, *options)
-
-
-@pytest.mark.parametrize(("make", "name"), [(DeepClusterHook, "deepcluster.yaml"), (ODCHook, "odc.yaml")])
-def test_a_hook_refuses_a_model_that_is_divided(tmp_path, make, name):
-    cfg = config(name, tmp_path)
-    model = build_model(cfg)
-    arguments = {key.lower(): value for key, value in cfg.HOOKS[0].items() if key != "NAME"}
-    make(cfg, model, **arguments)  # the control
-
-    model.set_requires_gradient_sync = None  # what fully_shard adds
-    with pytest.raises(ConfigError, match=f'MODEL.PARALLEL is "fsdp", but {make.__name__} .* make it "ddp"'):
-        make(cfg, model, **arguments)
 
 
 def test_what_is_trained_in_bfloat16_is_remembered_in_float32(remembered, tmp_path):
@@ -437,13 +454,14 @@ def test_what_is_trained_in_bfloat16_is_remembered_in_float32(remembered, tmp_pa
 def test_an_odc_model_has_a_memory_as_long_as_the_dataset_and_trains_all_parameters(tmp_path):
     seed_all_rng(0)
     model = build_model(config("odc.yaml", tmp_path)).train()
-    assert list(model.memory.features.shape) == [24, 3]
-    model.memory.begin(torch.randn(24, 3), torch.tensor([0] * 16 + [1] * 4 + [2] * 4))
+    assert list(model.memory_bank.feature_bank.shape) == [24, 3]
+    model.memory_bank.init_memory(torch.randn(24, 3), torch.tensor([0] * 16 + [1] * 4 + [2] * 4))
+    model.loss_weight.copy_(loss_weights(model.memory_bank.sizes(), 0.5))
     batch = {"view1": torch.rand(4, 1, 8, 8), "index": torch.tensor([14, 15, 16, 20])}
     losses = model(batch)
     losses["loss_cluster"].backward()
 
-    logs = model.head(model.embed(batch["view1"])).log_softmax(1)
+    logs = model.head(model.neck(model.features(batch["view1"]))).log_softmax(1)
     expected = -(logs[0, 0] / 4 + logs[1, 0] / 4 + logs[2, 1] / 2 + logs[3, 2] / 2) / (2 / 4 + 2 / 2)
     assert losses["loss_cluster"].item() == pytest.approx(expected.item())
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
@@ -493,7 +511,7 @@ def test_a_run_that_is_killed_and_resumed_ends_as_one_that_was_left_alone(tmp_pa
     ("name", "hook", "changed"),
     [
         ("deepcluster.yaml", "DeepClusterHook", "model_final.pth/model"),
-        ("odc.yaml", "ODCHook", "metrics.json/4/clusters/dissolved"),
+        ("odc.yaml", "DeepClusterHook", "model_final.pth/model"),
     ],
 )
 def test_a_run_that_is_resumed_without_the_state_of_its_hook_differs(tmp_path, name, hook, changed):
@@ -527,7 +545,7 @@ def check_odc(rank, folder):
     trainer, recorder = start("odc.yaml", f"{folder}/odc"), BatchRecorder()
     trainer.register_hooks([recorder])
     trainer.train()
-    return *trainer.model.module.memory.buffers(), recorder.column("index")
+    return *trainer.model.module.memory_bank.buffers(), recorder.column("index")
 
 
 @pytest.fixture(scope="module", params=SLOW)

@@ -1,4 +1,4 @@
-"""k-means, and how much two partitions of the same samples have in common."""
+"""k-means."""
 
 import torch
 from torch import Tensor
@@ -33,20 +33,6 @@ def means(features: Tensor, labels: Tensor, num_clusters: int) -> Tensor:
     """The mean of each cluster's members, ``[num_clusters, D]``; zero without any."""
     members = F.one_hot(labels, num_clusters).to(features.dtype)  # a product adds in a fixed order on a GPU as well
     return members.T @ features / members.sum(0).clamp(min=1)[:, None]
-
-
-def normalized_mutual_info(a: Tensor, b: Tensor) -> float:
-    """Mutual information of two labelings over the mean of their entropies, in [0, 1]; 1 if both are constant.
-
-    Args:
-        a, b: int64 ``[N]``, from 0.
-    """
-    width = int(b.max()) + 1
-    counts = torch.bincount(a * width + b, minlength=(int(a.max()) + 1) * width)
-    joint = counts.reshape(-1, width).to(torch.float64) / len(a)
-    entropy_a, entropy_b, entropy = (torch.special.entr(p).sum() for p in (joint.sum(1), joint.sum(0), joint))
-    mean = (entropy_a + entropy_b) / 2
-    return 1.0 if mean == 0 else float((entropy_a + entropy_b - entropy) / mean)
 
 
 def _one_trial(

@@ -1,0 +1,730 @@
+"""The hooks of `trainkit_selfsup` on models that are not the project's: written as MMSelfSup's, with its names."""
+
+import inspect
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+
+from tests.engine.job import tiny_cfg
+from tests.projects.kill import Killed, Killer
+from tools.chaos import differences
+from trainkit.config import ConfigError
+from trainkit.data import DatasetCatalog
+from trainkit.engine import DefaultTrainer, HookBase, SimpleTrainer
+from trainkit.engine.hooks import HOOK_REGISTRY, LRScheduler
+from trainkit.modeling import MODEL_REGISTRY
+from trainkit.utils.env import seed_all_rng
+from trainkit_selfsup import DeepClusterHook, DenseCLHook, ODCHook, ODCMemory, SimSiamHook, SwAVHook
+from trainkit_selfsup.features import uniform_indices
+
+NUM, DIM, K = 24, 3, 4
+
+
+def samples(num=NUM):
+    x = torch.randn(num, 5, generator=torch.Generator().manual_seed(0))
+    return [{"x": x[i], "sample_idx": i} for i in range(num)]
+
+
+DatasetCatalog.register("foreign_train", samples)
+
+
+class Backbone(nn.Module):
+    """Gives a tuple of maps, as backbones of MMSelfSup do."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Linear(5, DIM * 4)
+
+    def forward(self, x):
+        first = self.conv(x).reshape(-1, DIM, 2, 2)
+        return first - 1, first.tanh()
+
+
+class Neck(nn.Module):
+    def forward(self, maps):
+        return [maps[-1].mean((2, 3))]
+
+
+class Algorithm(nn.Module):
+    """``train_step`` of MMEngine calls ``loss``; trainkit calls the model."""
+
+    def __init__(self, cfg=None):
+        super().__init__()
+        self.backbone, self.neck = Backbone(), Neck()
+
+    def extract_feat(self, batch):
+        return self.backbone(batch["x"])
+
+    def forward(self, batch):
+        return self.loss(batch)
+
+
+class CrossEntropy(nn.Module):
+    class_weight = None
+
+    def forward(self, scores, labels):
+        return F.cross_entropy(scores, labels, weight=self.class_weight)
+
+
+class ClsHead(nn.Module):
+    """As a module of MMEngine: it initializes itself once, unless ``_is_init`` is set back."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc_cls, self.loss = nn.Linear(DIM, K), CrossEntropy()
+        self._is_init = True
+        self.num_inits = 0
+
+    def init_weights(self):
+        if not self._is_init:
+            self.num_inits += 1
+            nn.init.normal_(self.fc_cls.weight, std=0.5)
+            nn.init.zeros_(self.fc_cls.bias)
+            self._is_init = True
+
+    def forward(self, feats, labels):
+        return self.loss(self.fc_cls(feats[-1]), labels)
+
+
+@MODEL_REGISTRY.register()
+class ForeignDenseCL(Algorithm):
+    def __init__(self, cfg=None):
+        super().__init__()
+        self.loss_lambda = 0.3
+
+    def loss(self, batch):
+        maps = self.extract_feat(batch)[-1]
+        single, dense = maps.mean().square(), maps.square().mean()
+        return {"loss_single": single * (1 - self.loss_lambda), "loss_dense": dense * self.loss_lambda}
+
+
+@MODEL_REGISTRY.register()
+class ForeignSimSiam(Algorithm):
+    def __init__(self, cfg=None):
+        super().__init__()
+        self.head = nn.Module()
+        self.head.predictor = nn.Linear(DIM, DIM)
+
+    def loss(self, batch):
+        z = self.neck(self.extract_feat(batch))[0]
+        return {"loss": -F.cosine_similarity(self.head.predictor(z), z.detach()).mean()}
+
+
+class ForeignSwAVLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.prototypes = nn.Linear(DIM, 2, bias=False)
+        self.use_queue, self.queue = False, None
+
+    def forward(self, embedding):
+        size, embeddings = len(embedding), (embedding.detach(), -embedding.detach())
+        bias = 0.0
+        if self.queue is not None:
+            if self.use_queue or not torch.all(self.queue[0, -1] == 0):
+                self.use_queue = True
+                with torch.no_grad():
+                    bias = self.prototypes(self.queue[0]).mean()
+            for i, rows in enumerate(embeddings):
+                self.queue[i, size:] = self.queue[i, :-size].clone()
+                self.queue[i, :size] = rows
+        return (self.prototypes(embedding) - bias).square().mean()
+
+
+@MODEL_REGISTRY.register()
+class ForeignSwAV(Algorithm):
+    def __init__(self, cfg=None):
+        super().__init__()
+        self.head = nn.Module()
+        self.head.loss = ForeignSwAVLoss()
+        self.last = None
+
+    def loss(self, batch):
+        self.last = self.neck(self.extract_feat(batch))[0]
+        return {"loss": self.head.loss(self.last)}
+
+
+@MODEL_REGISTRY.register()
+class ForeignDeepCluster(Algorithm):
+    def __init__(self, cfg=None):
+        super().__init__()
+        self.head = ClsHead()
+        self.register_buffer("loss_weight", torch.ones(K) / K)
+
+    def loss(self, batch):
+        self.head.loss.class_weight = self.loss_weight
+        return {"loss": self.head(self.neck(self.extract_feat(batch)), batch["clustering_label"])}
+
+
+@MODEL_REGISTRY.register()
+class ForeignODC(ForeignDeepCluster):
+    def __init__(self, cfg=None):
+        super().__init__()
+        self.memory_bank = ODCMemory(length=NUM, feat_dim=DIM, momentum=0.5, num_classes=K, min_cluster=3)
+
+    def loss(self, batch):
+        feature = self.neck(self.extract_feat(batch))
+        losses = {"loss": self.head(feature, self.memory_bank.label_bank[batch["sample_idx"]])}
+        change_ratio = self.memory_bank.update_samples_memory(batch["sample_idx"], feature[0].detach())
+        return {**losses, "change_ratio": change_ratio}
+
+
+CLUSTERING = {"type": "Kmeans", "k": K, "pca_dim": 2}
+DEEP = {"NAME": "DeepClusterHook", "CLUSTERING": CLUSTERING, "LABEL_KEY": "clustering_label", "REWEIGHT": True}
+ENTRIES = {
+    "DenseCL": [{"NAME": "DenseCLHook", "START_ITERS": 5}],
+    "SimSiam": [{"NAME": "SimSiamHook", "FIX_PRED_LR": True, "LR": 0.05}],
+    "SwAV": [
+        {
+            "NAME": "SwAVHook",
+            "BATCH_SIZE": 4,
+            "EPOCH_QUEUE_STARTS": 0,
+            "CROPS_FOR_ASSIGN": [0, 1],
+            "FEAT_DIM": DIM,
+            "QUEUE_LENGTH": 13,
+            "INTERVAL": 1,
+            "FROZEN_LAYERS_CFG": {"prototypes": 5},
+        }
+    ],
+    "DeepCluster": [{**DEEP, "UNIF_SAMPLING": True, "REWEIGHT_POW": 0.5, "INITIAL": True, "PERIOD": 4}],
+    "ODC": [
+        {**DEEP, "INIT_MEMORY": True, "INTERVAL": 9999},
+        {
+            "NAME": "ODCHook",
+            "CENTROIDS_UPDATE_INTERVAL": 2,
+            "DEAL_WITH_SMALL_CLUSTERS_INTERVAL": 3,
+            "EVALUATE_INTERVAL": 4,
+            "REWEIGHT": True,
+            "REWEIGHT_POW": 0.5,
+        },
+    ],
+}
+
+
+def config(folder, method, hooks=None, *options):
+    """12 iterations of 4 samples, six per epoch, saved after every third."""
+    predictor = [{"KEY": "predictor", "FIXED_LR": True}]
+    return tiny_cfg(
+        folder,
+        *("MODEL.NAME", f"Foreign{method}", "DATASETS.TRAIN", ("foreign_train",), "DATASETS.TEST", ()),
+        *("INPUT.TRAIN_TRANSFORM", "", "INPUT.TEST_TRANSFORM", "", "TEST.EVAL_PERIOD", 0, "SOLVER.STEPS", (4,)),
+        *("SOLVER.MAX_ITER", 12, "SOLVER.IMS_PER_BATCH", 4, "SOLVER.CHECKPOINT_PERIOD", 3, "SOLVER.MOMENTUM", 0.9),
+        *("SOLVER.WEIGHT_DECAY", 0.1, "SOLVER.PARAM_GROUPS.CUSTOM_KEYS", predictor if method == "SimSiam" else []),
+        *("HOOKS", ENTRIES[method] if hooks is None else hooks),
+        *options,
+    )
+
+
+def run(folder, method, hooks=None, *options, spies=(), kill_at=-1):
+    cfg = config(folder, method, hooks, *options)
+    seed_all_rng(cfg.SEED)
+    trainer = DefaultTrainer(cfg)
+    trainer.resume_or_load()
+    trainer.register_hooks(spies)
+    trainer.register_hooks([Killer(kill_at)], priority="LOWEST")
+    trainer.train()
+    return trainer
+
+
+def look(function, point="after_backward"):
+    """A hook whose ``found`` lists what ``function(trainer)`` gives in each iteration."""
+    spy = type("Look", (HookBase,), {point: lambda self: self.found.append(function(self.trainer))})()
+    spy.found = []
+    return spy
+
+
+def simple(model, hooks, data=None, optimizer=None, num_iters=6):
+    """A trainer without a config."""
+    loader = DataLoader(samples(), batch_size=4) if data is None else data
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = SimpleTrainer(model, loader, optimizer)
+    trainer.register_hooks(hooks)
+    trainer.train(0, num_iters)
+    return trainer
+
+
+# ---------------------------------------------------------------------- all five
+
+
+@pytest.mark.parametrize("kill_at", [4, 7, 9])
+@pytest.mark.parametrize("method", ENTRIES)
+def test_a_foreign_model_that_is_killed_and_resumed_ends_as_one_that_was_left_alone(tmp_path, method, kill_at):
+    run(tmp_path / "whole", method)
+    with pytest.raises(Killed):
+        run(tmp_path / "killed", method, kill_at=kill_at)
+    run(tmp_path / "killed", method)
+    found = differences(tmp_path / "whole", tmp_path / "killed")
+    assert [line for line in found if not line.startswith("model_best.pth: absent")] == []
+
+
+class Forgetful(HookBase):
+    """Leaves the states of hooks out of checkpoints."""
+
+    def before_save(self, state):
+        state["trainer"] = {**state["trainer"], "hooks": {}}
+
+
+@pytest.mark.parametrize("method", ["SwAV", "DeepCluster", "ODC"])
+def test_without_the_states_of_the_hooks_a_resumed_run_differs(tmp_path, method):
+    run(tmp_path / "whole", method, spies=[Forgetful()])
+    with pytest.raises(Killed):
+        run(tmp_path / "killed", method, kill_at=7, spies=[Forgetful()])
+    run(tmp_path / "killed", method, spies=[Forgetful()])
+    found = differences(tmp_path / "whole", tmp_path / "killed")
+    assert [line for line in found if line.startswith("model_final.pth/model")] != []
+
+
+class Without(nn.Module):
+    """A model with none of the names."""
+
+    def __init__(self, cfg=None):
+        super().__init__()
+        self.fc = nn.Linear(5, 1)
+
+    def forward(self, batch):
+        return {"loss": self.fc(batch["x"]).mean()}
+
+
+MODEL_REGISTRY.register(Without)
+
+
+@pytest.mark.parametrize(
+    ("method", "index", "message"),
+    [
+        ("DenseCL", 0, "DenseCLHook needs a number loss_lambda of the model, but Without has none"),
+        ("SimSiam", 0, "SimSiamHook needs a parameter group with fix_lr or fixed_lr, but the optimizer has none"),
+        ("SwAV", 0, "SwAVHook needs an attribute head.loss.queue of the model, but Without has none"),
+        ("DeepCluster", 0, "DeepClusterHook needs a method extract_feat of the model, but Without has none"),
+        ("ODC", 1, "ODCHook needs a tensor memory_bank.label_bank of the model, but Without has none"),
+    ],
+)
+def test_a_model_that_lacks_a_name_is_refused_before_training(tmp_path, method, index, message):
+    entry = ENTRIES[method][index]
+    options = ["MODEL.NAME", "Without", "SOLVER.PARAM_GROUPS.CUSTOM_KEYS", []]
+    trainer = DefaultTrainer(config(tmp_path, method, [entry], *options))
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    with pytest.raises(ConfigError, match=message):
+        trainer.train()
+    assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+
+
+@pytest.mark.parametrize("method", ["DeepCluster", "ODC"])
+def test_a_sharded_model_is_refused(tmp_path, method):
+    trainer = DefaultTrainer(config(tmp_path, method, ENTRIES[method][-1:]))
+    trainer.model.set_requires_gradient_sync = None  # what fully_shard adds
+    with pytest.raises(ConfigError, match=f'MODEL.PARALLEL is "fsdp", but {method}Hook .* make it "ddp"'):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DenseCLHook(-1), "start_iters must be a whole number of iterations >= 0, got -1"),
+        (lambda: DenseCLHook(momentum=1.1), "momentum must be from 0 to 1, got 1.1"),
+        (lambda: SimSiamHook(True, -0.1), "lr must be a number >= 0, got -0.1"),
+        (lambda: SwAVHook(0), "batch_size must be a whole number of iterations >= 1, got 0"),
+        (lambda: SwAVHook(4, frozen_layers_cfg={"a": 1.5}), r"frozen_layers_cfg\[a\] .* got 1.5"),
+        (lambda: DeepClusterHook({"k": 1}), "k must be .* >= 2, got 1"),
+        (lambda: DeepClusterHook({"pca_dim": 3}), "clustering must be {type: Kmeans, k: ..., pca_dim: ...}, got"),
+        (lambda: DeepClusterHook({"type": "PIC", "k": 3}), "clustering must be {type: Kmeans"),
+        (lambda: DeepClusterHook({"k": 3}, reweight_pow=-1), "reweight_pow must be a number >= 0, got -1"),
+        (lambda: ODCHook(0, 1, 1), "centroids_update_interval must be .* >= 1, got 0"),
+        (lambda: ODCHook(1, 1, 1, True, "a"), "reweight_pow must be a number >= 0, got 'a'"),
+    ],
+)
+def test_arguments_are_checked_when_a_hook_is_made(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_the_arguments_are_those_of_mmselfsup():
+    expected = {
+        "DenseCLHook": {"start_iters": 1000},
+        "SimSiamHook": {"fix_pred_lr": inspect.Parameter.empty, "lr": inspect.Parameter.empty},
+        "SwAVHook": {
+            "batch_size": inspect.Parameter.empty,
+            "epoch_queue_starts": 15,
+            "crops_for_assign": (0, 1),
+            "feat_dim": 128,
+            "queue_length": 0,
+            "interval": 1,
+            "frozen_layers_cfg": None,
+        },
+        "DeepClusterHook": {"init_memory": False, "initial": True, "interval": 1, "reweight_pow": 0.5},
+        "ODCHook": {"evaluate_interval": inspect.Parameter.empty, "reweight": True, "reweight_pow": 0.5},
+    }
+    for name, defaults in expected.items():
+        found = inspect.signature(HOOK_REGISTRY.get(name)).parameters
+        assert {argument: found[argument].default for argument in defaults} == defaults
+
+
+# ---------------------------------------------------------------------- DenseCL
+
+
+def test_the_dense_loss_of_a_foreign_model_starts_at_its_iteration_and_lambda_is_put_back():
+    model = ForeignDenseCL()
+    spy = look(lambda trainer: (trainer.model.loss_lambda, *trainer.losses.values()))
+    simple(model, [DenseCLHook(start_iters=3), spy])
+
+    assert [found[0] for found in spy.found] == [0.0] * 3 + [0.3] * 3
+    assert [float(dense) > 0 for _, _, dense in spy.found] == [False] * 3 + [True] * 3
+    assert model.loss_lambda == 0.3
+
+
+def test_a_run_that_stops_before_the_dense_loss_keeps_lambda_for_the_next_one():
+    model = ForeignDenseCL()
+    spy = look(lambda trainer: trainer.model.loss_lambda)
+    trainer = simple(model, [DenseCLHook(start_iters=3), spy], num_iters=2)
+    assert model.loss_lambda == 0.3
+    trainer.train(2, 5)
+    assert spy.found == [0.0, 0.0, 0.0, 0.3, 0.3]
+
+
+def test_the_default_is_the_one_of_mmselfsup_and_no_key_encoder_is_needed(tmp_path):
+    spy = look(lambda trainer: trainer.model.loss_lambda)
+    run(tmp_path, "DenseCL", [{"NAME": "DenseCLHook"}], spies=[spy])
+    assert spy.found == [0.0] * 12
+
+
+def test_a_key_encoder_is_updated_only_with_a_momentum():
+    model, calls = ForeignDenseCL(), []
+    model.update_key_encoder = calls.append
+    simple(model, [DenseCLHook(start_iters=1)], num_iters=2)
+    assert calls == []
+    simple(model, [DenseCLHook(start_iters=1, momentum=0.9)], num_iters=2)
+    assert calls == [0.9, 0.9]
+    with pytest.raises(ConfigError, match="DenseCLHook needs a method update_key_encoder of the model"):
+        simple(ForeignDenseCL(), [DenseCLHook(momentum=0.9)])
+
+
+# ---------------------------------------------------------------------- SimSiam
+
+
+def rates(trainer):
+    return [group["lr"] for group in trainer.optimizer.param_groups]
+
+
+@pytest.mark.parametrize("flag", ["fix_lr", "fixed_lr"])
+@pytest.mark.parametrize(("fix", "expected"), [(True, [0.05] * 4), (False, [0.4, 0.2, 0.1, 0.05])])
+def test_the_rate_of_flagged_groups_stays_while_a_schedule_halves_the_others(flag, fix, expected):
+    model = ForeignSimSiam()
+    groups = [{"params": [*model.backbone.parameters()]}, {"params": [*model.head.parameters()], flag: True}]
+    optimizer = torch.optim.SGD(groups, lr=0.4)
+    halves = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda iter: 0.5**iter)
+    spy = look(rates)
+    simple(model, [SimSiamHook(fix, 0.05), LRScheduler(optimizer, halves), spy], optimizer=optimizer, num_iters=4)
+
+    assert [of_rest for of_rest, _ in spy.found] == [0.4, 0.2, 0.1, 0.05]
+    assert [of_predictor for _, of_predictor in spy.found] == expected
+
+
+def test_the_predictor_of_a_config_learns_at_the_rate_of_the_hook(tmp_path):
+    spy = look(rates)
+    run(tmp_path, "SimSiam", spies=[spy])
+    # the schedule's: a warm-up of two iterations, a tenth from iteration 4 on
+    assert [found[0] for found in spy.found] == pytest.approx([1e-4, 0.05005, 0.1, 0.1, *[0.01] * 8])
+    assert [found[1] for found in spy.found] == [0.05] * 12
+
+
+# ---------------------------------------------------------------------- SwAV
+
+
+def test_the_queue_holds_the_last_embeddings_newest_first_from_its_epoch_on():
+    model, embeddings, queues, used = ForeignSwAV(), [], [], []
+
+    def record(trainer):
+        embeddings.append(model.last.detach().clone())
+        queues.append(None if model.head.loss.queue is None else model.head.loss.queue.clone())
+        used.append(model.head.loss.use_queue)
+
+    hook = SwAVHook(batch_size=4, epoch_queue_starts=1, crops_for_assign=[0, 1], feat_dim=DIM, queue_length=11)
+    simple(model, [hook, look(record)], num_iters=12)
+
+    # six iterations per epoch; 11 rows are rounded down to two batches of 4
+    assert [queue is None for queue in queues] == [True] * 6 + [False] * 6
+    zeros = torch.zeros(4, DIM)
+    assert torch.equal(queues[6][0], torch.cat([embeddings[6], zeros]))
+    for iter in range(7, 12):
+        rows = torch.cat([embeddings[iter], embeddings[iter - 1]])
+        assert torch.equal(queues[iter], torch.stack([rows, -rows]))
+    assert used == [False] * 8 + [True] * 4  # full after two batches
+
+
+@pytest.mark.parametrize("options", [{"queue_length": 0}, {"queue_length": 8, "epoch_queue_starts": 2}])
+def test_without_a_queue_the_loss_has_none(options):
+    model = ForeignSwAV()
+    simple(model, [SwAVHook(4, feat_dim=DIM, **options)], num_iters=12)
+    assert model.head.loss.queue is None
+
+
+def test_a_queue_that_is_shorter_than_a_batch_is_refused():
+    with pytest.raises(ConfigError, match="queue_length must be 0 or at least one batch of all ranks, 4, got 3"):
+        simple(ForeignSwAV(), [SwAVHook(4, feat_dim=DIM, queue_length=3)])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_each_frozen_layer_starts_at_its_own_iteration_and_neither_decay_nor_momentum_moves_it(fused):
+    model = ForeignSwAV()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1, fused=fused)
+    spy = look(lambda trainer: [model.head.loss.prototypes.weight.clone(), model.backbone.conv.bias.clone()])
+    frozen = {"prototypes": 3, "conv.bias": 5}
+    simple(model, [SwAVHook(4, frozen_layers_cfg=frozen), spy], optimizer=optimizer, num_iters=8)
+
+    pairs = [*itertools.pairwise(spy.found)]
+    for layer, first in ((0, 3), (1, 5)):
+        changed = [not torch.equal(old[layer], new[layer]) for old, new in pairs]
+        assert changed == [iter >= first for iter in range(7)]
+    with pytest.raises(ConfigError, match="no parameter of ForeignSwAV has 'prototype_' in its name"):
+        simple(model, [SwAVHook(4, frozen_layers_cfg={"prototype_": 3})])
+
+
+def test_fused_sgd_updates_a_layer_that_starts_late_as_plain_sgd_does():
+    weights = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = ForeignSwAV()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1, fused=fused)
+        hook = SwAVHook(4, frozen_layers_cfg={"prototypes": 3})
+        simple(model, [hook], optimizer=optimizer, num_iters=8)
+        weights.append(model.head.loss.prototypes.weight)
+    torch.testing.assert_close(*weights)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5, fused=True)
+    with pytest.raises(ConfigError, match="fused SGD with dampening cannot start to update a frozen layer later"):
+        simple(model, [SwAVHook(4, frozen_layers_cfg={"prototypes": 3})], optimizer=optimizer)
+
+
+def test_the_queue_is_in_the_state_of_the_hook_and_an_interval_is_said_to_have_no_effect(tmp_path, caplog):
+    trainer = run(tmp_path, "SwAV")
+    state = torch.load(tmp_path / "model_final.pth", weights_only=True)["trainer"]["hooks"]["SwAVHook"]
+    assert torch.equal(state["queue"], trainer.model.head.loss.queue)
+    assert state["use_queue"] is True
+    SwAVHook(4, interval=10)
+    assert "interval 10 has no effect" in caplog.text
+
+
+# ---------------------------------------------------------------------- DeepCluster
+
+
+def cluster(trainer):
+    state = trainer.state_dict()["hooks"]["DeepClusterHook"]
+    return state["num_clusterings"], state["labels"], trainer.model.head.num_inits
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"INTERVAL": 1}, [1] * 5 + [2] * 6 + [3]),  # six iterations per epoch
+        ({"PERIOD": "1ep"}, [1] * 5 + [2] * 6 + [3]),
+        ({"PERIOD": 5}, [1] * 4 + [2] * 5 + [3] * 3),
+        ({"INTERVAL": 9999}, [1] * 12),
+    ],
+)
+def test_a_foreign_model_is_clustered_at_first_and_at_each_interval_and_its_head_starts_again(
+    tmp_path, options, expected
+):
+    spy = look(cluster, "after_step")
+    run(tmp_path, "DeepCluster", [{**DEEP, **options}], spies=[spy])
+    assert [(found[0], found[2]) for found in spy.found] == [(count, count) for count in expected]
+
+
+def test_without_initial_the_labels_of_the_data_count_until_the_first_interval(tmp_path):
+    DatasetCatalog.register("labelled", lambda: [{**sample, "clustering_label": 2} for sample in samples()])
+    spy = look(lambda trainer: trainer.batch["clustering_label"].tolist())
+    entry = {**DEEP, "INITIAL": False, "PERIOD": 6}
+    run(tmp_path, "DeepCluster", [entry], "DATASETS.TRAIN", ("labelled",), spies=[spy])
+    assert spy.found[:6] == [[2] * 4] * 6
+    assert len({label for labels in spy.found[6:] for label in labels}) == K
+
+
+def test_batches_have_the_labels_of_clusters_of_the_features_behind_the_neck(tmp_path):
+    spy = look(lambda trainer: (trainer.batch["sample_idx"], trainer.batch["clustering_label"]))
+    trainer = run(tmp_path, "DeepCluster", [{**DEEP, "INTERVAL": 9999}], "SOLVER.BASE_LR", 0.0, spies=[spy])
+    labels = torch.full([NUM], -1)
+    for index, label in spy.found:
+        labels[index] = label
+    assert torch.equal(labels, cluster(trainer)[1])
+
+    x = torch.stack([sample["x"] for sample in samples()])
+    with torch.no_grad():
+        features = trainer.model.neck(trainer.model.extract_feat({"x": x}))[0].double()
+    centred = features - features.mean(0)
+    _, scale, directions = torch.linalg.svd(centred, full_matrices=False)
+    white = F.normalize(centred @ directions[:2].T / scale[:2])
+    centroids = torch.stack([white[labels == i].mean(0) for i in range(K)])
+    assert torch.equal(torch.cdist(white, centroids).argmin(1), labels)  # what k-means has converged to
+
+
+def test_the_loss_weights_are_those_of_the_sizes_to_the_power(tmp_path):
+    for power in (0.5, 1.0):
+        trainer = run(tmp_path / str(power), "DeepCluster", [{**DEEP, "REWEIGHT_POW": power, "INTERVAL": 9999}])
+        sizes = torch.bincount(cluster(trainer)[1], minlength=K).double()
+        expected = (sizes + 1e-10) ** -power / ((sizes + 1e-10) ** -power).sum()
+        torch.testing.assert_close(trainer.model.loss_weight.double(), expected, rtol=1e-6, atol=0)
+        assert trainer.model.head.loss.class_weight is trainer.model.loss_weight
+    off = run(tmp_path / "off", "DeepCluster", [{**DEEP, "REWEIGHT": False, "INTERVAL": 9999}])
+    assert off.model.loss_weight.tolist() == [1 / K] * K
+
+
+def test_uniform_sampling_draws_each_cluster_equally_often():
+    labels = torch.tensor([0] * 8 + [1] * 3 + [3] * 2)
+    drawn = uniform_indices(labels, torch.Generator().manual_seed(0))
+
+    # 13 samples and three clusters that are not empty: 5, 4 and 4
+    assert torch.bincount(labels[drawn]).tolist() == [5, 4, 0, 4]
+    assert len(set(drawn[labels[drawn] == 0].tolist())) == 5  # it has enough
+    assert {*drawn[labels[drawn] == 3].tolist()} <= {11, 12}
+
+
+def test_with_unif_sampling_an_epoch_has_as_many_samples_of_each_cluster(tmp_path):
+    counts = {}
+    for unif in (False, True):
+        spy = look(lambda trainer: trainer.batch["clustering_label"])
+        entry = {**DEEP, "UNIF_SAMPLING": unif, "INTERVAL": 9999}
+        trainer = run(tmp_path / str(unif), "DeepCluster", [entry], spies=[spy])
+        counts[unif] = [torch.bincount(torch.cat(spy.found[i : i + 6]), minlength=K).tolist() for i in (0, 6)]
+        sizes = torch.bincount(cluster(trainer)[1], minlength=K).tolist()
+    assert counts == {True: [[6] * K] * 2, False: [sizes] * 2}
+    assert sizes != [6] * K
+
+
+class ImageNet(Dataset):
+    """As MMSelfSup's dataset, for a trainer without a config."""
+
+    def __init__(self):
+        self.samples, self.labels = samples(), [-1] * NUM
+
+    def __len__(self):
+        return NUM
+
+    def assign_labels(self, labels):
+        self.labels = labels
+
+    def __getitem__(self, index):
+        return {**self.samples[index], "clustering_label": self.labels[index]}
+
+
+class DeepClusterSampler(RandomSampler):
+    def set_uniform_indices(self, labels, num_classes):
+        self.asked = labels, num_classes
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_dataset_that_takes_labels_needs_no_config(num_workers):
+    model, data = ForeignDeepCluster(), ImageNet()
+    loader = DataLoader(data, batch_size=4, sampler=DeepClusterSampler(data), num_workers=num_workers)
+    hook = DeepClusterHook(CLUSTERING, True, True, 0.5, extract_dataloader=DataLoader(data, batch_size=10))
+    spy = look(lambda trainer: (trainer.batch["sample_idx"], trainer.batch["clustering_label"], hook.state_dict()))
+    simple(model, [spy, hook], loader, num_iters=12)
+
+    labels = [state["labels"] for _, _, state in spy.found]
+    assert [torch.equal(label, known[index]) for (index, label, _), known in zip(spy.found, labels, strict=True)] == [
+        True
+    ] * 12
+    assert [state["num_clusterings"] for _, _, state in spy.found] == [1] * 6 + [2] * 6
+    assert loader.sampler.asked == (data.labels, K)
+    assert data.labels == hook.state_dict()["labels"].tolist()
+
+
+def test_data_that_cannot_take_labels_are_refused():
+    data = ImageNet()
+    with pytest.raises(ConfigError, match="the trainer has no config, so give extract_dataloader"):
+        simple(ForeignDeepCluster(), [DeepClusterHook(CLUSTERING)])
+    extract = DataLoader(data, batch_size=10)
+    with pytest.raises(ConfigError, match=r"the dataset of DataLoader has no assign_labels\(\)"):
+        simple(ForeignDeepCluster(), [DeepClusterHook(CLUSTERING, extract_dataloader=extract)])
+    hook = DeepClusterHook(CLUSTERING, unif_sampling=True, extract_dataloader=extract)
+    with pytest.raises(ConfigError, match="unif_sampling needs a sampler with set_uniform_indices"):
+        simple(ForeignDeepCluster(), [hook], DataLoader(data, batch_size=4))
+    hook = DeepClusterHook({"k": 2}, extract_dataloader=extract)
+    with pytest.raises(ConfigError, match="pca_dim must be from 1 to the 3 features of the model, got 256"):
+        simple(ForeignDeepCluster(), [hook], DataLoader(data, batch_size=4))
+
+
+# ---------------------------------------------------------------------- ODC
+
+
+class Bank(nn.Module):
+    """A memory of somebody else."""
+
+    num_classes = K
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("label_bank", torch.arange(NUM) % 2)
+        self.calls = []
+
+    def init_memory(self, feature, label):
+        self.calls.append(("init", list(feature.shape), list(label.shape)))
+
+    def update_centroids_memory(self):
+        self.calls.append("centroids")
+
+    def deal_with_small_clusters(self):
+        self.calls.append("small")
+        self.label_bank[0] = 3
+
+
+def test_the_memory_of_a_foreign_model_is_kept_at_the_periods_and_its_labels_weight_the_loss():
+    model = ForeignDeepCluster()
+    model.memory_bank = Bank()
+    model.loss = lambda batch: {"loss": model.backbone(batch["x"])[-1].mean()}
+    trainer = simple(model, [ODCHook(2, 3, 4, reweight=True, reweight_pow=1.0)], num_iters=6)
+
+    assert model.memory_bank.calls == ["centroids", "small", "centroids", "centroids", "small"]
+    sizes = torch.tensor([11.0, 12.0, 0.0, 1.0]).double() + 1e-10
+    torch.testing.assert_close(model.loss_weight.double(), (1 / sizes) / (1 / sizes).sum(), rtol=1e-6, atol=0)
+    assert model.head.loss.class_weight is model.loss_weight
+    assert trainer.storage.history("clusters/smallest").values() == [(0.0, 3)]
+    assert trainer.storage.history("clusters/largest").values() == [(12.0, 3)]
+
+
+def test_without_reweight_the_loss_weight_stays():
+    model = ForeignDeepCluster()
+    model.memory_bank = Bank()
+    model.loss = lambda batch: {"loss": model.backbone(batch["x"])[-1].mean()}
+    simple(model, [ODCHook(2, 3, 4, reweight=False)])
+    assert model.loss_weight.tolist() == [1 / K] * K
+
+
+def test_a_foreign_odc_follows_the_formulas_step_by_step(tmp_path):
+    """Each iteration again by hand: mix, normalize, largest inner product, centroids every second iteration."""
+    steps = []
+
+    def before(trainer):
+        bank = trainer.model.memory_bank
+        steps.append([bank.feature_bank.clone(), bank.label_bank.clone(), bank.centroids.clone()])
+
+    def after(trainer):
+        bank, index = trainer.model.memory_bank, trainer.batch["sample_idx"]
+        with torch.no_grad():
+            feature = trainer.model.neck(trainer.model.extract_feat(trainer.batch))[0]
+        old, labels, centroids = steps[-1]
+        mixed = 0.5 * old[index] + 0.5 * feature / feature.norm(dim=1, keepdim=True)
+        mixed = mixed / mixed.norm(dim=1, keepdim=True)
+        expected = (mixed @ centroids.T).argmax(1)
+        torch.testing.assert_close(bank.feature_bank[index], mixed)
+        assert torch.equal(bank.label_bank[index], expected)
+        ratio = (expected != labels[index]).float().mean()
+        assert trainer.losses["change_ratio"] == ratio
+        return float(ratio)
+
+    init, keep = ENTRIES["ODC"]
+    keep = {**keep, "DEAL_WITH_SMALL_CLUSTERS_INTERVAL": 100}
+    spies = [look(before, "before_step"), look(after)]
+    trainer = run(tmp_path, "ODC", [init, keep], spies=spies)
+
+    assert any(spies[1].found)
+    changed = [not torch.equal(old[2], new[2]) for old, new in itertools.pairwise(steps)]
+    assert changed == [iter % 2 == 1 for iter in range(11)]
+    bank = trainer.model.memory_bank
+    for cluster in bank.label_bank.unique().tolist():  # iteration 11 was the last update
+        torch.testing.assert_close(bank.centroids[cluster], bank.feature_bank[bank.label_bank == cluster].mean(0))
+
+
+def test_the_change_ratio_is_stored(tmp_path):
+    trainer = run(tmp_path, "ODC")
+    assert len(trainer.storage.history("change_ratio").values()) == 12

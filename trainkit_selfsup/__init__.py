@@ -1,0 +1,13 @@
+"""MMSelfSup's five hooks for any model that has the attributes they need. Importing this registers them for HOOKS.
+
+It is a package beside ``trainkit``, and not a part of its core: no other job needs k-means or a memory of all samples.
+"""
+
+from trainkit_selfsup.deepcluster import DeepClusterHook
+from trainkit_selfsup.densecl import DenseCLHook
+from trainkit_selfsup.memory import ODCMemory
+from trainkit_selfsup.odc import ODCHook
+from trainkit_selfsup.simsiam import SimSiamHook
+from trainkit_selfsup.swav import SwAVHook
+
+__all__ = ["DeepClusterHook", "DenseCLHook", "ODCHook", "ODCMemory", "SimSiamHook", "SwAVHook"]

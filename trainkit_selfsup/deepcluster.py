@@ -1,0 +1,218 @@
+"""The hook of DeepCluster (arXiv:1807.05520)."""
+
+import logging
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import Subset
+
+from trainkit.config import ConfigError
+from trainkit.data import DatasetCatalog, build_train_loader
+from trainkit.engine import HookBase
+from trainkit.engine.hooks import HOOK_REGISTRY, check_period, is_due
+from trainkit.utils import comm
+from trainkit_selfsup.clustering import kmeans
+from trainkit_selfsup.features import (
+    check_power,
+    embed,
+    extract_features,
+    loss_weights,
+    put_sizes,
+    train_dataset_name,
+    uniform_indices,
+    use_loss_weight,
+    whiten,
+)
+from trainkit_selfsup.protocol import Kind, model_of, refuse_sharded
+
+logger = logging.getLogger(__name__)
+
+
+@HOOK_REGISTRY.register()
+class DeepClusterHook(HookBase):
+    """Cluster the features of the training data, which are then loaded with the clusters as labels; start a new head.
+
+    The model has ``extract_feat(batch)``, which gives ``[n, D]``, or maps of which the mean counts, or a tuple of which
+    the last counts; ``neck``, if there is one, is called with that. It has ``head`` with ``init_weights()``, whose
+    parameters start again with every clustering, and the optimizer forgets the old ones. With ``reweight`` it has
+    ``loss_weight``, a buffer ``[k]``; if ``head.loss`` has ``class_weight``, that is set too. With ``init_memory`` it
+    has ``memory_bank.init_memory(features, labels)``, which gets tensors ``[N, D]`` and ``[N]``.
+
+    The data: the dataset of the trainer's loader has ``assign_labels(labels)``, with one int per sample, and for
+    ``unif_sampling`` the sampler has ``set_uniform_indices(labels, k)``. Or the trainer has a config, whose one
+    dataset is a list of dicts, or has ``assign_labels(labels)``; a dict gets its label under ``label_key``. The data go
+    on from the place that was reached; batches that were loaded ahead with old labels are dropped.
+
+    It acts before checkpoints are written. Rank 0 finds the clusters for all ranks.
+
+    Args:
+        clustering: ``k`` clusters of the ``pca_dim`` (256) first principal components, whitened and with length 1
+            (section 4.1); with ``pca_dim: None`` of the features with length 1. ``type`` is Kmeans.
+        unif_sampling: draw each cluster equally often.
+        reweight: set ``loss_weight``.
+        reweight_pow: a cluster of n samples counts as ``(n + 1e-10) ** -reweight_pow``, in parts of the sum.
+        init_memory: fill the memory of ODC.
+        initial: cluster before the first iteration, too.
+        interval: epochs from one clustering to the next.
+        period: the same in iterations, instead of ``interval``; in a config a text such as "6ep" is a period.
+        extract_dataloader: gives all training data in their order, for the features; default is that of the config with
+            INPUT.TEST_TRANSFORM.
+        label_key: see above.
+
+    Raises:
+        ValueError: a number or the kind of clustering is not accepted.
+        ConfigError: before training, if the model or the data lack something, or the model is sharded.
+    """
+
+    def __init__(
+        self,
+        clustering: Mapping[str, Any],
+        unif_sampling: bool = False,
+        reweight: bool = False,
+        reweight_pow: float = 0.5,
+        init_memory: bool = False,
+        initial: bool = True,
+        interval: int = 1,
+        period: int | None = None,
+        extract_dataloader: Iterable[Any] | None = None,
+        label_key: str = "label",
+    ) -> None:
+        options = {"type": "Kmeans", "pca_dim": 256, **{str(key).lower(): value for key, value in clustering.items()}}
+        if options["type"] != "Kmeans" or options.keys() != {"type", "k", "pca_dim"}:
+            raise ValueError(f"clustering must be {{type: Kmeans, k: ..., pca_dim: ...}}, got {dict(clustering)}")
+        self._num_clusters = check_period("k", options["k"], minimum=2)
+        self._dim = None if options["pca_dim"] is None else check_period("pca_dim", options["pca_dim"], minimum=1)
+        self._unif_sampling, self._init_memory, self._initial = unif_sampling, init_memory, initial
+        self._reweight, self._power = reweight, check_power(reweight_pow)
+        self._interval = check_period("interval", interval, minimum=1)
+        self._period = None if period is None else check_period("period", period, minimum=1)
+        self._extract_dataloader, self._label_key = extract_dataloader, label_key
+        self._labels: Tensor | None = None
+        self._drawn: Tensor | None = None  # indices, with unif_sampling
+        self._num_clusterings = 0
+        self._is_loaded = False
+
+    def before_train(self) -> None:
+        needed: dict[str, Kind] = {"extract_feat": "a method", "head.init_weights": "a method"}
+        if self._reweight:
+            needed["loss_weight"] = "a tensor"
+        if self._init_memory:
+            needed["memory_bank.init_memory"] = "a method"
+        self._model: Any = model_of(self, needed)
+        refuse_sharded(self, self._model)
+        if self._reweight:
+            use_loss_weight(self._model)
+        self._cfg: Any = getattr(self.trainer, "cfg", None)
+        self._check_data()
+        if self._period is None and not self.trainer.has_epochs:
+            raise ConfigError(
+                "DeepClusterHook: interval counts epochs, but the training data has no length; give period"
+            )
+        self._every = self._period or self._interval * self.trainer.iters_per_epoch
+        if self.trainer.start_iter == 0 and not self._is_loaded:
+            self._labels, self._num_clusterings = None, 0
+        if self._labels is not None:
+            self._load_data(self._labels)
+        elif self._initial:
+            self._cluster()
+        self._is_loaded = False
+
+    def after_step(self) -> None:
+        if is_due(self.trainer, self._every):
+            self._cluster()
+
+    def _check_data(self) -> None:
+        loader = self.trainer.data_loader
+        self._has_own_labels = hasattr(getattr(loader, "dataset", None), "assign_labels")
+        if self._cfg is None and self._extract_dataloader is None:
+            raise ConfigError("DeepClusterHook: the trainer has no config, so give extract_dataloader")
+        if self._has_own_labels:
+            if self._unif_sampling and not hasattr(loader.sampler, "set_uniform_indices"):
+                raise ConfigError(
+                    f"unif_sampling needs a sampler with set_uniform_indices(labels, k), and "
+                    f"{type(loader.sampler).__name__} has none; add it, or leave unif_sampling out"
+                )
+            if getattr(loader, "persistent_workers", False) and not hasattr(loader, "load_state_dict"):
+                raise ConfigError(
+                    "DeepClusterHook: workers that persist do not see new labels; set persistent_workers to False"
+                )
+        elif self._cfg is None:
+            raise ConfigError(
+                f"DeepClusterHook: the dataset of {type(loader).__name__} has no assign_labels(), and the trainer no "
+                "config; add the method, or use a DefaultTrainer"
+            )
+
+    def _cluster(self) -> None:
+        model, k = self._model, self._num_clusters
+        source = self._cfg if self._extract_dataloader is None else self._extract_dataloader
+        features = extract_features(model, partial(embed, model), source)
+        if self._dim is not None and self._dim > features.shape[1]:
+            raise ConfigError(
+                f"pca_dim must be from 1 to the {features.shape[1]} features of the model, got {self._dim}"
+            )
+        found: Any = None
+        if comm.is_main_process():
+            rows = F.normalize(features) if self._dim is None else whiten(features, self._dim)
+            labels, _ = kmeans(rows, k, torch.default_generator)
+            drawn = uniform_indices(labels, torch.default_generator) if self._unif_sampling else None
+            found = labels, drawn, self._new_head()
+        labels, self._drawn, head = comm.broadcast(found)
+        model.head.load_state_dict(head)
+        self._forget_old_head()
+        sizes = torch.bincount(labels, minlength=k)
+        if self._reweight:
+            model.loss_weight.copy_(loss_weights(sizes, self._power))
+        if self._init_memory:
+            model.memory_bank.init_memory(features, labels)
+        self._labels = labels
+        self._num_clusterings += 1
+        self._load_data(labels)
+        put_sizes(self.trainer.storage, sizes)
+        logger.info("Clustering %d: %d to %d samples", self._num_clusterings, sizes.min(), sizes.max())
+
+    def _new_head(self) -> dict[str, Tensor]:
+        head = self._model.head
+        if hasattr(head, "_is_init"):
+            head._is_init = False  # else the modules of mmengine do nothing
+        head.init_weights()
+        return {name: value.detach().cpu() for name, value in head.state_dict().items()}
+
+    def _forget_old_head(self) -> None:
+        for parameter in self._model.head.parameters():
+            # optimizers start with zeros
+            for value in self.trainer.optimizer.state.get(parameter, {}).values():
+                if isinstance(value, Tensor):
+                    value.zero_()
+
+    def _load_data(self, labels: Tensor) -> None:
+        loader = self.trainer.data_loader
+        place = loader.state_dict() if hasattr(loader, "state_dict") else None
+        if self._has_own_labels:
+            loader.dataset.assign_labels(labels.tolist())
+            if self._unif_sampling:
+                loader.sampler.set_uniform_indices(labels.tolist(), self._num_clusters)
+            self.trainer.reset_data_loader(lambda: loader)
+        else:
+            self.trainer.reset_data_loader(lambda: build_train_loader(self._cfg, self._labelled(labels)))
+        if place is not None:
+            self.trainer.data_loader.load_state_dict(place)
+
+    def _labelled(self, labels: Tensor) -> Any:
+        dataset = DatasetCatalog.get(train_dataset_name(self._cfg))
+        if hasattr(dataset, "assign_labels"):
+            dataset.assign_labels(labels.tolist())
+            return dataset if self._drawn is None else Subset(dataset, self._drawn.tolist())
+        samples = [{**sample, self._label_key: label} for sample, label in zip(dataset, labels.tolist(), strict=True)]
+        return samples if self._drawn is None else [samples[index] for index in self._drawn.tolist()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """``labels`` ``[N]`` of all samples, ``drawn``, the indices of uniform sampling, and ``num_clusterings``."""
+        return {"labels": self._labels, "drawn": self._drawn, "num_clusterings": self._num_clusterings}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._labels, self._drawn = state_dict["labels"], state_dict["drawn"]
+        self._num_clusterings, self._is_loaded = state_dict["num_clusterings"], True

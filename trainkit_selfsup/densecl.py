@@ -1,0 +1,49 @@
+"""The hook of DenseCL (arXiv:2011.09157)."""
+
+from typing import Any
+
+from trainkit.engine import HookBase
+from trainkit.engine.hooks import HOOK_REGISTRY, check_period
+from trainkit_selfsup.protocol import Kind, model_of
+
+
+@HOOK_REGISTRY.register()
+class DenseCLHook(HookBase):
+    """Leave the dense loss out of the first iterations: at first the features cannot match the places of two views.
+
+    The model has ``loss_lambda``, a number that its loss reads in each forward pass. It is 0 before iteration
+    ``start_iters``, and the model's own from there on; the model has its own again when the run ends.
+
+    Args:
+        start_iters: iterations.
+        momentum: if it is given, ``update_key_encoder(momentum)`` of the model is called after each update.
+
+    Raises:
+        ValueError: ``start_iters`` is negative or no whole number, or ``momentum`` is outside [0, 1].
+        ConfigError: before training, if the model lacks one of the two.
+    """
+
+    def __init__(self, start_iters: int = 1000, momentum: float | None = None) -> None:
+        if momentum is not None and not 0 <= momentum <= 1:
+            raise ValueError(f"momentum must be from 0 to 1, got {momentum}")
+        self._start_iters = check_period("start_iters", start_iters)
+        self._momentum = momentum
+        self._model: Any = None
+
+    def before_train(self) -> None:
+        needed: dict[str, Kind] = {"loss_lambda": "a number"}
+        if self._momentum is not None:
+            needed["update_key_encoder"] = "a method"
+        self._model = model_of(self, needed)
+        self._loss_lambda = self._model.loss_lambda
+
+    def before_step(self) -> None:
+        self._model.loss_lambda = self._loss_lambda if self.trainer.iter >= self._start_iters else 0.0
+
+    def after_step(self) -> None:
+        if self._momentum is not None:
+            self._model.update_key_encoder(self._momentum)
+
+    def after_train(self) -> None:
+        if self._model is not None:
+            self._model.loss_lambda = self._loss_lambda

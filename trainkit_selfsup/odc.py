@@ -1,0 +1,84 @@
+"""The hook of online deep clustering (arXiv:2006.10645)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.engine import HookBase
+from trainkit.engine.hooks import HOOK_REGISTRY, check_period, is_due
+from trainkit_selfsup.features import check_power, loss_weights, put_sizes, use_loss_weight
+from trainkit_selfsup.protocol import Kind, model_of, refuse_sharded
+
+
+@HOOK_REGISTRY.register()
+class ODCHook(HookBase):
+    """Update the centroids, deal with small clusters, and weight the loss, at their periods.
+
+    The model has ``memory_bank`` with ``label_bank``, int64 ``[N]`` in which the model writes the labels of a batch,
+    ``num_classes``, ``update_centroids_memory()`` and ``deal_with_small_clusters()``; an `ODCMemory` has them. With
+    ``reweight`` it has ``loss_weight``, a buffer ``[num_classes]``; if ``head.loss`` has ``class_weight``, that is set
+    too. A `DeepClusterHook` with ``init_memory`` fills the memory at the start of a run. What the hook does follows
+    from the iteration and the memory, so it has no state.
+
+    Args:
+        centroids_update_interval: iterations from one update of all centroids to the next.
+        deal_with_small_clusters_interval: iterations from one look for small clusters to the next.
+        evaluate_interval: iterations from one record of cluster sizes in the storage to the next.
+        reweight: set ``loss_weight`` after each iteration. (That of MMSelfSup does so even if this is False.)
+        reweight_pow: a cluster of n samples counts as ``(n + 1e-10) ** -reweight_pow``, in parts of the sum. (That of
+            MMSelfSup always takes 0.5.)
+
+    Raises:
+        ValueError: an interval is less than 1, or the power negative.
+        ConfigError: before training, if the model lacks something, or is sharded.
+    """
+
+    def __init__(
+        self,
+        centroids_update_interval: int,
+        deal_with_small_clusters_interval: int,
+        evaluate_interval: int,
+        reweight: bool = True,
+        reweight_pow: float = 0.5,
+    ) -> None:
+        intervals = {
+            "centroids_update_interval": centroids_update_interval,
+            "deal_with_small_clusters_interval": deal_with_small_clusters_interval,
+            "evaluate_interval": evaluate_interval,
+        }
+        for name, interval in intervals.items():
+            check_period(name, interval, minimum=1)
+        self._intervals = intervals
+        self._reweight, self._power = reweight, check_power(reweight_pow)
+
+    def before_train(self) -> None:
+        needed: dict[str, Kind] = {
+            "memory_bank.label_bank": "a tensor",
+            "memory_bank.num_classes": "a number",
+            "memory_bank.update_centroids_memory": "a method",
+            "memory_bank.deal_with_small_clusters": "a method",
+        }
+        if self._reweight:
+            needed["loss_weight"] = "a tensor"
+        self._model: Any = model_of(self, needed)
+        refuse_sharded(self, self._model)
+        if self._reweight:
+            use_loss_weight(self._model)
+
+    def after_step(self) -> None:
+        memory = self._model.memory_bank
+        if self._is_due("centroids_update_interval"):
+            memory.update_centroids_memory()
+        if self._is_due("deal_with_small_clusters_interval"):
+            memory.deal_with_small_clusters()
+        if self._reweight:
+            self._model.loss_weight.copy_(loss_weights(self._sizes(), self._power))
+        if self._is_due("evaluate_interval"):
+            put_sizes(self.trainer.storage, self._sizes())
+
+    def _is_due(self, interval: str) -> bool:
+        return is_due(self.trainer, self._intervals[interval])
+
+    def _sizes(self) -> Tensor:
+        return torch.bincount(self._model.memory_bank.label_bank, minlength=self._model.memory_bank.num_classes)

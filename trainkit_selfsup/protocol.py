@@ -1,0 +1,64 @@
+"""What a hook needs of a model, checked before training."""
+
+from typing import Any, Literal, TypeAlias, TypeGuard
+
+from torch import Tensor
+
+from trainkit.config import ConfigError
+from trainkit.engine import HookBase
+from trainkit.utils.model import unwrap_model
+from trainkit.utils.sharding import is_sharded_model
+
+Kind: TypeAlias = Literal["a number", "a method", "a tensor", "an attribute"]
+
+_ABSENT = object()
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether it is an int or a float, and no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def model_of(hook: HookBase, needed: dict[str, Kind]) -> Any:
+    """The model that ``hook`` is trained with, without wrappers.
+
+    Args:
+        needed: path of an attribute, such as "head.loss.queue" -> what it must be.
+
+    Raises:
+        ConfigError: an attribute is absent or of another kind.
+    """
+    model: Any = unwrap_model(hook.trainer.model)
+    for path, kind in needed.items():
+        value = model
+        for name in path.split("."):
+            value = getattr(value, name, _ABSENT)
+        if not _is(kind, value):
+            found = "has none" if value is _ABSENT else f"has {value!r:.60}"
+            raise ConfigError(
+                f"{type(hook).__name__} needs {kind} {path} of the model, but {type(model).__name__} {found}; its "
+                f"docstring says what the model must have"
+            )
+    return model
+
+
+def _is(kind: Kind, value: object) -> bool:
+    match kind:
+        case "a number":
+            return is_number(value)
+        case "a method":
+            return callable(value)
+        case "a tensor":
+            return isinstance(value, Tensor)
+    return value is not _ABSENT
+
+
+def refuse_sharded(hook: HookBase, model: Any) -> None:
+    """
+    Raises:
+        ConfigError: each rank holds a part of the model.
+    """
+    if is_sharded_model(model):
+        raise ConfigError(
+            f'MODEL.PARALLEL is "fsdp", but {type(hook).__name__} does not work with a sharded model; make it "ddp"'
+        )

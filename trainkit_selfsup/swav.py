@@ -1,0 +1,143 @@
+"""The hook of SwAV (arXiv:2006.09882)."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.config import ConfigError
+from trainkit.engine import HookBase
+from trainkit.engine.hooks import HOOK_REGISTRY, check_period
+from trainkit.utils import comm
+from trainkit.utils.device import device_of
+from trainkit_selfsup.protocol import Kind, model_of
+
+logger = logging.getLogger(__name__)
+
+
+@HOOK_REGISTRY.register()
+class SwAVHook(HookBase):
+    """Make the queue of the loss when its epoch comes, and freeze layers at first.
+
+    The model has ``head.loss`` with ``queue`` and ``use_queue``. The hook sets ``queue`` to zeros
+    ``[len(crops_for_assign), rows, feat_dim]`` on the model's device; before that it is None. The loss fills it, and
+    sets ``use_queue`` when it is full. Both are part of every checkpoint, for each rank its own.
+
+    The gradients of a frozen layer are None at the update, so that neither weight decay nor momentum moves it.
+
+    Args:
+        batch_size: samples per iteration of one rank.
+        epoch_queue_starts: the first epoch with a queue, counted from 0.
+        crops_for_assign: the crops that are assigned to prototypes; the queue has a part for each.
+        feat_dim: of an embedding.
+        queue_length: rows over all ranks, rounded down to whole batches of all ranks; each rank has its share. 0: there
+            is no queue.
+        interval: MMSelfSup saves the queue every so many epochs. It has no effect here.
+        frozen_layers_cfg: part of a parameter's name -> the first iteration that updates it.
+
+    Raises:
+        ValueError: a number is out of range.
+        ConfigError: before training, if the model has no such loss, no parameter has such a name, the data have no
+            epochs, ``queue_length`` is less than one batch, or fused SGD with dampening is to update a frozen layer.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        epoch_queue_starts: int = 15,
+        crops_for_assign: Sequence[int] = (0, 1),
+        feat_dim: int = 128,
+        queue_length: int = 0,
+        interval: int = 1,
+        frozen_layers_cfg: Mapping[str, int] | None = None,
+    ) -> None:
+        self._batch_size = check_period("batch_size", batch_size, minimum=1)
+        self._epoch_queue_starts = check_period("epoch_queue_starts", epoch_queue_starts)
+        self._num_crops = len(crops_for_assign)
+        self._feat_dim = check_period("feat_dim", feat_dim, minimum=1)
+        self._queue_length = check_period("queue_length", queue_length)
+        if interval != 1:
+            logger.warning("SwAVHook: interval %r has no effect; every checkpoint has the queue", interval)
+        frozen = frozen_layers_cfg or {}
+        self._frozen = {name: check_period(f"frozen_layers_cfg[{name}]", iters) for name, iters in frozen.items()}
+        self._loss: Any = None
+        self._waiting_state: dict[str, Any] | None = None
+
+    def before_train(self) -> None:
+        needed: dict[str, Kind] = {}
+        if self._queue_length:
+            needed = {"head.loss.queue": "an attribute", "head.loss.use_queue": "an attribute"}
+        model = model_of(self, needed)
+        self._loss = model.head.loss if self._queue_length else None
+        self._device = device_of(model)
+        self._rows = self._rows_per_rank()
+        self._layers = []
+        for name, iters in self._frozen.items():
+            parameters = [parameter for path, parameter in model.named_parameters() if name in path]
+            if not parameters:
+                raise ConfigError(f"frozen_layers_cfg: no parameter of {type(model).__name__} has {name!r} in its name")
+            self._layers.append((iters, parameters))
+            if self.trainer.start_iter < iters:
+                _let_start_late(self.trainer.optimizer, parameters)
+        if self._loss is not None and self.trainer.start_iter == 0:
+            self._loss.queue, self._loss.use_queue = None, False
+
+    def _rows_per_rank(self) -> int:
+        world_size = comm.get_world_size()
+        batch = self._batch_size * world_size
+        rows = (self._queue_length - self._queue_length % batch) // world_size
+        if self._queue_length and not rows:
+            raise ConfigError(
+                f"queue_length must be 0 or at least one batch of all ranks, {batch}, got {self._queue_length}"
+            )
+        if self._queue_length and not self.trainer.has_epochs:
+            raise ConfigError(
+                "SwAVHook: epoch_queue_starts counts epochs, but the training data has no length; use data that has one"
+            )
+        return rows
+
+    def before_step(self) -> None:
+        if self._loss is None:
+            return
+        if self._waiting_state is not None:
+            queue = self._waiting_state["queue"]
+            self._loss.queue = None if queue is None else queue.to(self._device, copy=True)
+            self._loss.use_queue = self._waiting_state["use_queue"]
+            self._waiting_state = None
+        if self._loss.queue is None and self.trainer.epoch >= self._epoch_queue_starts:
+            self._loss.queue = torch.zeros(self._num_crops, self._rows, self._feat_dim, device=self._device)
+
+    def after_backward(self) -> None:
+        for iters, parameters in self._layers:
+            if self.trainer.iter < iters:
+                for parameter in parameters:
+                    parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """``queue`` and ``use_queue`` of the loss."""
+        if self._waiting_state is not None or self._loss is None:
+            return self._waiting_state or {}
+        queue: Tensor | None = self._loss.queue
+        return {"queue": None if queue is None else queue.clone(), "use_queue": bool(self._loss.use_queue)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._waiting_state = state_dict
+
+
+def _let_start_late(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
+    """Fused SGD fails if some parameters of a group have a momentum and others do not; give these a momentum of zeros.
+
+    With dampening 0 the first update from zeros equals the usual one: ``momentum * 0 + grad``.
+    """
+    for group in optimizer.param_groups:
+        if not (group.get("fused") and group.get("momentum")):
+            continue
+        for parameter in (p for p in group["params"] if any(p is frozen for frozen in parameters)):
+            if group.get("dampening"):
+                raise ConfigError(
+                    "fused SGD with dampening cannot start to update a frozen layer later; set fused=False (in the "
+                    "config: SOLVER.OPTIMIZER.FUSED)"
+                )
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
