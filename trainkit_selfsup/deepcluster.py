@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import Subset
 
 from trainkit.config import ConfigError
-from trainkit.data import DatasetCatalog, build_train_loader
+from trainkit.data import DatasetCatalog, build_train_loader, resume_obstacle
 from trainkit.engine import HookBase
 from trainkit.engine.hooks import HOOK_REGISTRY, check_period, is_due
 from trainkit.utils import comm
@@ -27,7 +27,7 @@ from trainkit_selfsup.features import (
     use_loss_weight,
     whiten,
 )
-from trainkit_selfsup.protocol import Kind, model_of, refuse_sharded
+from trainkit_selfsup.protocol import Kind, check_count, model_of, refuse_sharded
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +44,9 @@ class DeepClusterHook(HookBase):
 
     The data: the dataset of the trainer's loader has ``assign_labels(labels)``, with one int per sample, and for
     ``unif_sampling`` the sampler has ``set_uniform_indices(labels, k)``. Or the trainer has a config, whose one
-    dataset is a list of dicts, or has ``assign_labels(labels)``; a dict gets its label under ``label_key``. The data go
-    on from the place that was reached; batches that were loaded ahead with old labels are dropped.
+    dataset is a list of dicts, or has ``assign_labels(labels)``; a dict gets its label under ``label_key``, and
+    `trainkit.data.build_train_loader` makes the new loader. Batches that were loaded ahead with old labels are dropped.
+    The data go on from the place that was reached if the loader can tell it; another loader starts a new pass.
 
     It acts before checkpoints are written. Rank 0 finds the clusters for all ranks.
 
@@ -84,11 +85,11 @@ class DeepClusterHook(HookBase):
         options = {"type": "Kmeans", "pca_dim": 256, **{str(key).lower(): value for key, value in clustering.items()}}
         if options["type"] != "Kmeans" or options.keys() != {"type", "k", "pca_dim"}:
             raise ValueError(f"clustering must be {{type: Kmeans, k: ..., pca_dim: ...}}, got {dict(clustering)}")
-        self._num_clusters = check_period("k", options["k"], minimum=2)
-        self._dim = None if options["pca_dim"] is None else check_period("pca_dim", options["pca_dim"], minimum=1)
+        self._num_clusters = check_count("k", options["k"], minimum=2)
+        self._dim = None if options["pca_dim"] is None else check_count("pca_dim", options["pca_dim"])
         self._unif_sampling, self._init_memory, self._initial = unif_sampling, init_memory, initial
         self._reweight, self._power = reweight, check_power(reweight_pow)
-        self._interval = check_period("interval", interval, minimum=1)
+        self._interval = check_count("interval", interval)
         self._period = None if period is None else check_period("period", period, minimum=1)
         self._extract_dataloader, self._label_key = extract_dataloader, label_key
         self._labels: Tensor | None = None
@@ -136,7 +137,7 @@ class DeepClusterHook(HookBase):
                     f"unif_sampling needs a sampler with set_uniform_indices(labels, k), and "
                     f"{type(loader.sampler).__name__} has none; add it, or leave unif_sampling out"
                 )
-            if getattr(loader, "persistent_workers", False) and not hasattr(loader, "load_state_dict"):
+            if getattr(loader, "persistent_workers", False) and resume_obstacle(loader):
                 raise ConfigError(
                     "DeepClusterHook: workers that persist do not see new labels; set persistent_workers to False"
                 )
@@ -190,7 +191,7 @@ class DeepClusterHook(HookBase):
 
     def _load_data(self, labels: Tensor) -> None:
         loader = self.trainer.data_loader
-        place = loader.state_dict() if hasattr(loader, "state_dict") else None
+        place = None if resume_obstacle(loader) else loader.state_dict()
         if self._has_own_labels:
             loader.dataset.assign_labels(labels.tolist())
             if self._unif_sampling:

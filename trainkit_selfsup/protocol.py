@@ -19,6 +19,16 @@ def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def check_count(name: str, count: int, minimum: int = 1) -> int:
+    """
+    Raises:
+        ValueError: the argument called ``name`` is no whole number, or below ``minimum``.
+    """
+    if not isinstance(count, int) or isinstance(count, bool) or count < minimum:
+        raise ValueError(f"{name} must be a whole number >= {minimum}, got {count!r}")
+    return count
+
+
 def model_of(hook: HookBase, needed: dict[str, Kind]) -> Any:
     """The model that ``hook`` is trained with, without wrappers.
 

@@ -12,7 +12,7 @@ from trainkit.engine import HookBase
 from trainkit.engine.hooks import HOOK_REGISTRY, check_period
 from trainkit.utils import comm
 from trainkit.utils.device import device_of
-from trainkit_selfsup.protocol import Kind, model_of
+from trainkit_selfsup.protocol import Kind, check_count, model_of
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +53,11 @@ class SwAVHook(HookBase):
         interval: int = 1,
         frozen_layers_cfg: Mapping[str, int] | None = None,
     ) -> None:
-        self._batch_size = check_period("batch_size", batch_size, minimum=1)
-        self._epoch_queue_starts = check_period("epoch_queue_starts", epoch_queue_starts)
+        self._batch_size = check_count("batch_size", batch_size)
+        self._epoch_queue_starts = check_count("epoch_queue_starts", epoch_queue_starts, minimum=0)
         self._num_crops = len(crops_for_assign)
-        self._feat_dim = check_period("feat_dim", feat_dim, minimum=1)
-        self._queue_length = check_period("queue_length", queue_length)
+        self._feat_dim = check_count("feat_dim", feat_dim)
+        self._queue_length = check_count("queue_length", queue_length, minimum=0)
         if interval != 1:
             logger.warning("SwAVHook: interval %r has no effect; every checkpoint has the queue", interval)
         frozen = frozen_layers_cfg or {}

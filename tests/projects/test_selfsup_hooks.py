@@ -325,9 +325,9 @@ def test_a_sharded_model_is_refused(tmp_path, method):
         (lambda: DenseCLHook(-1), "start_iters must be a whole number of iterations >= 0, got -1"),
         (lambda: DenseCLHook(momentum=1.1), "momentum must be from 0 to 1, got 1.1"),
         (lambda: SimSiamHook(True, -0.1), "lr must be a number >= 0, got -0.1"),
-        (lambda: SwAVHook(0), "batch_size must be a whole number of iterations >= 1, got 0"),
+        (lambda: SwAVHook(0), "batch_size must be a whole number >= 1, got 0"),
         (lambda: SwAVHook(4, frozen_layers_cfg={"a": 1.5}), r"frozen_layers_cfg\[a\] .* got 1.5"),
-        (lambda: DeepClusterHook({"k": 1}), "k must be .* >= 2, got 1"),
+        (lambda: DeepClusterHook({"k": 1}), "k must be a whole number >= 2, got 1"),
         (lambda: DeepClusterHook({"pca_dim": 3}), "clustering must be {type: Kmeans, k: ..., pca_dim: ...}, got"),
         (lambda: DeepClusterHook({"type": "PIC", "k": 3}), "clustering must be {type: Kmeans"),
         (lambda: DeepClusterHook({"k": 3}, reweight_pow=-1), "reweight_pow must be a number >= 0, got -1"),
@@ -497,6 +497,17 @@ def test_fused_sgd_updates_a_layer_that_starts_late_as_plain_sgd_does():
         simple(model, [SwAVHook(4, frozen_layers_cfg={"prototypes": 3})], optimizer=optimizer)
 
 
+def test_a_loaded_queue_is_that_of_the_loss_before_the_first_step():
+    model, hook = ForeignSwAV(), SwAVHook(4, epoch_queue_starts=9, feat_dim=DIM, queue_length=8)
+    queue = torch.arange(2.0 * 8 * DIM).reshape(2, 8, DIM)
+    queue[:, -1] = 0  # not full, by its last row
+    hook.load_state_dict({"queue": queue, "use_queue": True})
+    simple(model, [hook], num_iters=1)
+    assert model.head.loss.use_queue is True
+    assert torch.equal(model.head.loss.queue[:, 4:], queue[:, :4])
+    assert queue[0, 0, 0] == 0  # the one that was loaded is not written to
+
+
 def test_the_queue_is_in_the_state_of_the_hook_and_an_interval_is_said_to_have_no_effect(tmp_path, caplog):
     trainer = run(tmp_path, "SwAV")
     state = torch.load(tmp_path / "model_final.pth", weights_only=True)["trainer"]["hooks"]["SwAVHook"]
@@ -639,6 +650,9 @@ def test_data_that_cannot_take_labels_are_refused():
     hook = DeepClusterHook(CLUSTERING, unif_sampling=True, extract_dataloader=extract)
     with pytest.raises(ConfigError, match="unif_sampling needs a sampler with set_uniform_indices"):
         simple(ForeignDeepCluster(), [hook], DataLoader(data, batch_size=4))
+    kept = DataLoader(data, batch_size=4, num_workers=1, persistent_workers=True)
+    with pytest.raises(ConfigError, match="workers that persist do not see new labels"):
+        simple(ForeignDeepCluster(), [DeepClusterHook(CLUSTERING, extract_dataloader=extract)], kept)
     hook = DeepClusterHook({"k": 2}, extract_dataloader=extract)
     with pytest.raises(ConfigError, match="pca_dim must be from 1 to the 3 features of the model, got 256"):
         simple(ForeignDeepCluster(), [hook], DataLoader(data, batch_size=4))
