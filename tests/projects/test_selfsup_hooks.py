@@ -575,9 +575,16 @@ def test_the_loss_weights_are_those_of_the_sizes_to_the_power(tmp_path):
         sizes = torch.bincount(cluster(trainer)[1], minlength=K).double()
         expected = (sizes + 1e-10) ** -power / ((sizes + 1e-10) ** -power).sum()
         torch.testing.assert_close(trainer.model.loss_weight.double(), expected, rtol=1e-6, atol=0)
-        assert trainer.model.head.loss.class_weight is trainer.model.loss_weight
     off = run(tmp_path / "off", "DeepCluster", [{**DEEP, "REWEIGHT": False, "INTERVAL": 9999}])
     assert off.model.loss_weight.tolist() == [1 / K] * K
+
+
+def test_a_loss_with_class_weights_gets_those_of_the_model(tmp_path):
+    entry = {**DEEP, "INIT_MEMORY": True, "INTERVAL": 9999}
+    on = run(tmp_path / "on", "ODC", [entry])  # a model that does not set them itself
+    assert on.model.head.loss.class_weight is on.model.loss_weight
+    off = run(tmp_path / "off", "ODC", [{**entry, "REWEIGHT": False}])
+    assert off.model.head.loss.class_weight is None
 
 
 def test_uniform_sampling_draws_each_cluster_equally_often():
