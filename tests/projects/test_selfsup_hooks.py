@@ -460,6 +460,16 @@ def test_without_a_queue_the_loss_has_none(options):
     assert model.head.loss.queue is None
 
 
+def test_a_second_run_goes_on_with_the_queue_and_one_from_the_start_has_a_new_one():
+    model, hook = ForeignSwAV(), SwAVHook(4, epoch_queue_starts=1, feat_dim=DIM, queue_length=8)
+    trainer = simple(model, [hook], num_iters=8)
+    before = model.head.loss.queue.clone()
+    trainer.train(8, 9)
+    assert torch.equal(model.head.loss.queue[:, 4:], before[:, :4])
+    trainer.train(0, 2)
+    assert (model.head.loss.queue, model.head.loss.use_queue) == (None, False)
+
+
 def test_a_queue_that_is_shorter_than_a_batch_is_refused():
     with pytest.raises(ConfigError, match="queue_length must be 0 or at least one batch of all ranks, 4, got 3"):
         simple(ForeignSwAV(), [SwAVHook(4, feat_dim=DIM, queue_length=3)])
