@@ -21,7 +21,8 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=find_packages(include=["trainkit", "trainkit.*", "trainkit_selfsup"]),
+    packages=[*find_packages(include=["trainkit", "trainkit.*"]), "trainkit_selfsup"],
+    package_dir={"trainkit_selfsup": "projects/trainkit_selfsup"},
     package_data={"trainkit": ["py.typed"], "trainkit_selfsup": ["py.typed"]},
     # torch: from the oldest version on which the tests pass, see CHANGELOG.md; fvcore brings tqdm, for the progress bar
     install_requires=["torch>=2.13", "numpy", "fvcore", "tabulate"],

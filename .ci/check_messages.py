@@ -12,7 +12,7 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-SOURCES = ["trainkit", "trainkit_selfsup", "tools", "projects"]
+SOURCES = ["trainkit", "tools", "projects"]
 
 LOG = {"warning", "error", "critical", "exception"}
 # our own invariants, exit codes, and what Python's protocols ask for: an attribute or an index that is not there

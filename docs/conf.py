@@ -10,6 +10,7 @@ from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "projects"))  # trainkit_selfsup
 
 import trainkit.data
 import trainkit.engine

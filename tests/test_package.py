@@ -41,7 +41,7 @@ def source(tmp_path):
     """A copy of all that could get into a wheel, of another version."""
     source = tmp_path / "source"
     unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in ("trainkit", "trainkit_selfsup", "tests", "tools", "projects"):
+    for name in ("trainkit", "tests", "tools", "projects"):
         shutil.copytree(ROOT / name, source / name, ignore=unwanted)
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -54,7 +54,8 @@ def source(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif("pip" not in packages_distributions(), reason="needs pip")
 def test_the_wheel_is_the_package_and_works_without_the_source(source, tmp_path):
-    expected = {package: files_below(source / package) for package in ("trainkit", "trainkit_selfsup")}
+    sources = {"trainkit": source / "trainkit", "trainkit_selfsup": source / "projects/trainkit_selfsup"}
+    expected = {package: files_below(folder) for package, folder in sources.items()}
     pip("wheel", "--no-deps", "--wheel-dir", tmp_path, source)  # pip gets setuptools, into an environment of its own
     [wheel] = tmp_path.glob("*.whl")
     shutil.rmtree(source)
