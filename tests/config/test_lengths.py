@@ -1,8 +1,13 @@
 """Lengths in epochs become iterations."""
 
+from fractions import Fraction
+
 import pytest
 
 from trainkit.config import LENGTH_KEYS, ConfigError, Epochs, get_cfg, parse_length, resolve_lengths
+from trainkit.config.yaml_files import load_yaml
+from trainkit.solver import build_schedule
+from trainkit.utils.periods import is_nth
 
 
 @pytest.mark.parametrize(
@@ -87,6 +92,38 @@ def test_a_malformed_length_set_by_hand_names_its_key():
         resolve_lengths(cfg, 5)
 
 
-def test_an_epoch_has_at_least_one_iteration():
-    with pytest.raises(ValueError, match="iters_per_epoch must be None or >= 1 iteration, got 0"):
+def test_an_epoch_has_more_than_no_iteration():
+    with pytest.raises(ValueError, match="iters_per_epoch must be None or above 0, got 0"):
         resolve_lengths(get_cfg(), 0)
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "accumulation"), [(32, 8, 3), (1197, 64, 16), (40, 16, 1), (1000, 7, 11), (10, 64, 2)]
+)
+def test_every_boundary_of_epochs_is_rounded_by_itself_so_that_no_error_adds_up(samples, batch, accumulation):
+    per_iter = batch * accumulation
+    cfg = get_cfg()
+    cfg.merge_from_list(["SOLVER.STEPS", [f"{n}ep" for n in range(1, 300)]])
+    resolved = resolve_lengths(cfg, Fraction(samples, per_iter))
+    assert [*resolved.SOLVER.STEPS] == [max(1, round(n * samples / per_iter)) for n in range(1, 300)]
+    for n, iters in enumerate(resolved.SOLVER.STEPS, start=1):
+        assert abs(iters * per_iter - n * samples) <= per_iter  # samples
+
+
+def test_a_period_in_epochs_ends_where_the_epochs_end():
+    cfg = get_cfg()
+    cfg.merge_from_list(["TEST.EVAL_PERIOD", "1ep", "TEST.EVAL_START", "2ep"])
+    cfg.HOOKS = [{"NAME": "A", "PERIOD": "2ep"}]
+    cfg.SOLVER.SCHEDULES = [{"NAME": "Step", "STEP_SIZE": "1ep"}, {"NAME": "CosineRestarts", "PERIODS": ["1ep"] * 6}]
+    resolved = resolve_lengths(cfg, Fraction(4, 3)).clone()  # boundaries 1, 3, 4, 5, 7, 8
+    period, start = resolved.TEST.EVAL_PERIOD, resolved.TEST.EVAL_START
+    assert [done for done in range(9) if is_nth(done, period)] == [1, 3, 4, 5, 7, 8]
+    assert [done for done in range(9) if is_nth(done, period, start)] == [3, 4, 5, 7, 8]
+    assert [done for done in range(9) if is_nth(done, resolved.HOOKS[0]["PERIOD"])] == [3, 5, 8]
+    step, restarts = (build_schedule([entry], 8, "here") for entry in resolved.SOLVER.SCHEDULES)
+    assert [step(t, 1.0) for t in range(9)] == pytest.approx([0.1**n for n in (0, 1, 1, 2, 3, 4, 4, 5, 5)])
+    assert [t for t in range(8) if restarts(t, 1.0) == 1.0] == [0, 1, 3, 4, 5, 7]
+
+    other = get_cfg()
+    other.merge_from_other_cfg(load_yaml(resolved.dump(), "here"))  # as whole numbers
+    assert (period, start, type(other.TEST.EVAL_PERIOD)) == (1, 3, int)

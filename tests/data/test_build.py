@@ -1,6 +1,7 @@
 import itertools
 import random
 import sys
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -270,9 +271,9 @@ def test_pinned_memory_is_not_asked_for_without_cuda(monkeypatch):
     ("sampler", "expected"),
     [
         (lambda: TrainingSampler(24, seed=0), 6),
-        (lambda: TrainingSampler(25, seed=0), 7),
-        (lambda: TrainingSampler(3, seed=0), 1),
-        (lambda: RandomSubsetTrainingSampler(100, 0.1, seed_shuffle=0, seed_subset=0), 3),
+        (lambda: TrainingSampler(25, seed=0), Fraction(25, 4)),
+        (lambda: TrainingSampler(3, seed=0), Fraction(3, 4)),
+        (lambda: RandomSubsetTrainingSampler(100, 0.1, seed_shuffle=0, seed_subset=0), Fraction(10, 4)),
         (lambda: RepeatFactorTrainingSampler([5.0] * 8, seed=0), 2),
     ],
 )
@@ -286,7 +287,7 @@ def test_an_endless_loader_has_epochs_by_the_size_of_its_dataset(sampler, expect
 
 def test_grouped_batches_of_an_endless_sampler_have_epochs():
     batches = GroupedBatchSampler(TrainingSampler(10), [0] * 10, batch_size=4)
-    assert iters_per_epoch(DataLoader([*range(10)], batch_sampler=batches)) == 3
+    assert iters_per_epoch(DataLoader([*range(10)], batch_sampler=batches)) == 2.5
 
 
 def test_a_wrapped_loader_has_the_epochs_of_the_loader_inside():
@@ -300,7 +301,7 @@ def test_a_wrapped_loader_has_the_epochs_of_the_loader_inside():
         def __getattr__(self, name):
             return getattr(self.loader, name)
 
-    assert iters_per_epoch(Wrapper(build_batch_data_loader([0], TrainingSampler(9), 4))) == 3
+    assert iters_per_epoch(Wrapper(build_batch_data_loader([0], TrainingSampler(9), 4))) == 2.25
 
 
 @pytest.mark.parametrize(
@@ -327,7 +328,7 @@ def test_asking_for_the_epochs_starts_no_worker():
     loader = build_batch_data_loader(
         Unreadable(), TrainingSampler(9), 4, num_workers=1, multiprocessing_context="spawn"
     )
-    assert iters_per_epoch(loader) == 3
+    assert iters_per_epoch(loader) == 2.25
 
 
 # ---------------------------------------------------------------------------- build_train_loader
@@ -393,7 +394,7 @@ def test_a_batch_may_be_larger_than_the_training_data(cfg):
     loader = build_train_loader(cfg)
 
     assert [len(batch) for batch in indices(loader, 3)] == [12, 12, 12]
-    assert iters_per_epoch(loader) == 1
+    assert iters_per_epoch(loader) == Fraction(5, 12)
 
 
 def test_an_iterable_dataset_keeps_its_own_order_and_end(cfg):

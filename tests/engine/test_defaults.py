@@ -3,13 +3,16 @@
 import ast
 import copy
 import json
+import math
 import re
 import weakref
+from fractions import Fraction
 
 import pytest
 import torch
 from fvcore.common.checkpoint import Checkpointer as FvcoreCheckpointer
 from torch import nn
+from torch.utils.data import DataLoader
 
 from tests.engine.job import TinyClassifier, tiny_cfg
 from trainkit.checkpoint import CheckpointError
@@ -305,6 +308,55 @@ def test_lengths_in_epochs_are_iterations_in_the_trainers_own_config(tmp_path):
     assert trainer.iters_per_epoch == 5
     assert (trainer.max_iter, trainer.cfg.SOLVER.STEPS, trainer.cfg.TEST.EVAL_PERIOD) == (20, (10,), 5)
     assert cfg.SOLVER.MAX_ITER == "4ep"
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "accumulation", "max_iter", "passes"),
+    [(32, 8, 3, 5, 3.75), (1197, 64, 16, 5, 4.28), (1197, 64, 1, 75, 4.01), (32, 64, 1, 2, 4.0)],
+)
+@pytest.mark.parametrize("is_endless", [True, False])
+def test_4_epochs_are_4_passes_over_the_data_to_within_an_iteration(
+    tmp_path, samples, batch, accumulation, max_iter, passes, is_endless
+):
+    class Trainer(DefaultTrainer):
+        @classmethod
+        def build_train_loader(cls, cfg):
+            data = [{"x": torch.ones(4), "label": 0}] * samples
+            if is_endless:
+                return build_train_loader(cfg, data)
+            return DataLoader(data, batch_size=batch, drop_last=False)
+
+    options = ("SOLVER.MAX_ITER", "4ep", "SOLVER.IMS_PER_BATCH", batch, "SOLVER.ACCUMULATION_STEPS", accumulation)
+    trainer = Trainer(tiny_cfg(tmp_path, *options, "TEST.EVAL_PERIOD", "1ep", "SOLVER.WARMUP_ITERS", 0))
+    if is_endless:
+        assert trainer.max_iter == max_iter
+        assert trainer.max_iter * batch * accumulation / samples == pytest.approx(passes, abs=0.01)
+    else:  # of whole batches, the last of each pass being smaller
+        assert trainer.iters_per_epoch == Fraction(math.ceil(samples / batch), accumulation)
+    assert abs(trainer.max_iter - 4 * trainer.iters_per_epoch) <= 0.5
+
+
+def test_everything_in_epochs_happens_where_epochs_end(tmp_path):
+    options = ("SOLVER.ACCUMULATION_STEPS", 3, "SOLVER.MAX_ITER", "6ep", "SOLVER.CHECKPOINT_PERIOD", "2ep")
+    cfg = tiny_cfg(tmp_path, *options, "TEST.EVAL_PERIOD", "1ep", "TEST.EVAL_START", "2ep", "SOLVER.STEPS", ["3ep"])
+    trainer = DefaultTrainer(cfg)  # 40 samples, 24 in an iteration
+    assert trainer.iters_per_epoch == Fraction(5, 3)
+    ends, evaluated = [], []
+    trainer.register_hooks(
+        [
+            hooks.CallbackHook(
+                after_epoch=lambda trainer: ends.append(trainer.iter + 1),
+                before_eval=lambda trainer, phase, name: evaluated.append(trainer.last_done_iter + 1),
+            )
+        ]
+    )
+    trainer.train()
+    assert ends == [2, 3, 5, 7, 8, 10]
+    assert evaluated == [3, 5, 7, 8, 10]
+    assert sorted(path.name for path in tmp_path.glob("*.pth")) == [
+        *("model_0000002.pth", "model_0000006.pth", "model_final.pth")
+    ]
+    assert trainer.cfg.SOLVER.STEPS == (5,)
 
 
 def test_lengths_in_epochs_over_a_stream_are_an_error_when_building(tmp_path):

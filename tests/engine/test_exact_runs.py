@@ -34,9 +34,9 @@ HOOKS = [
     {"NAME": "ReduceOnPlateau", "VAL_METRIC": "classification/top1", "PATIENCE": 0, "FACTOR": 0.5},
     {"NAME": "ParamScheduler", "PARAM": "momentum", "SCHEDULES": [{"NAME": "Linear", "START_FACTOR": 0.5}]},
 ]
-# periods without a common divisor; 40 samples in epochs of 5 iterations of 2 times 4
-OPTIONS = ("SOLVER.MAX_ITER", 13, "SOLVER.IMS_PER_BATCH", 4, "SOLVER.ACCUMULATION_STEPS", 2)
-OPTIONS += ("SOLVER.CHECKPOINT_PERIOD", 4, "TEST.EVAL_PERIOD", 3, "LOG.PERIOD", 2, "LOG.WINDOW", 5)
+# periods without a common divisor; 40 samples in epochs of 3 1/3 iterations of 3 times 4
+OPTIONS = ("SOLVER.MAX_ITER", 13, "SOLVER.IMS_PER_BATCH", 4, "SOLVER.ACCUMULATION_STEPS", 3)
+OPTIONS += ("SOLVER.CHECKPOINT_PERIOD", 4, "TEST.EVAL_PERIOD", "1ep", "LOG.PERIOD", 2, "LOG.WINDOW", 5)
 OPTIONS += ("SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", "bfloat16", "HOOKS", HOOKS)
 OPTIONS += ("DATASETS.VAL", ("tiny_val",), "CHECKPOINT.BEST_METRIC", "classification/top1", "CHECKPOINT.MAX_TO_KEEP", 2)
 OPTIONS += ("EARLY_STOPPING.METRIC", "classification/top1", "EARLY_STOPPING.PATIENCE", 2, "CHECKPOINT.ASYNC", True)
@@ -212,13 +212,14 @@ class Dropping(nn.Module):
         return (self.layers(batch) - batch.sum(1, keepdim=True)).square().mean()
 
 
-def train_on_finite_data(folder, make_sampler, *, change=None, **options):
+def train_on_finite_data(folder, make_sampler, *, change=None, accumulation_steps=1, **options):
     """12 iterations of 4 of 18 samples, each fifth has 2; saved behind that one. The losses, and the weights."""
     torch.manual_seed(2 if folder.exists() else 1)
     model, sampler = Dropping(), make_sampler()
     source = (SAMPLES, {"sampler": sampler}) if isinstance(sampler, Sampler) else (sampler, {})
     loader = ResumableLoader(source[0], batch_size=4, seed=1, **source[1], **options)
-    trainer = SimpleTrainer(model, loader, torch.optim.SGD(model.parameters(), 0.05))
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    trainer = SimpleTrainer(model, loader, optimizer, accumulation_steps=accumulation_steps)
     checkpointer = Checkpointer(model, folder, trainer=trainer)
     losses = []
     keep = CallbackHook(after_step=lambda trainer: losses.append(trainer.losses["total_loss"].item()))
@@ -259,6 +260,15 @@ def test_a_run_saved_with_the_partial_batch_of_a_finite_sampler_ends_as_the_whol
 
     assert train(part) == (losses[5:], weights)
     assert train(control, change=begin_anew) != (losses[5:], weights)
+
+
+@pytest.mark.parametrize("steps", [2, 3, 4])
+def test_a_run_saved_after_windows_that_crossed_epochs_ends_as_the_whole_one(tmp_path, steps):
+    def train(folder):
+        return train_on_finite_data(folder, SAMPLERS["by epoch"], accumulation_steps=steps)
+
+    losses, weights = train(tmp_path / "whole")
+    assert train(begin_part(tmp_path / "whole", tmp_path / "part")) == (losses[5:], weights)
 
 
 def test_a_run_saved_with_the_partial_batch_of_a_stream_ends_as_the_whole_one(tmp_path):

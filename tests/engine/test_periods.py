@@ -1,10 +1,12 @@
 """The one rule of all that happens every so often."""
 
+from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
 
 from trainkit.engine.periods import check_period, is_due, is_due_epoch, is_last, is_nth
+from trainkit.utils.periods import periods_done
 
 
 def every_n(done, n, start=0):
@@ -46,7 +48,8 @@ def test_nothing_ends_before_the_first_one_is_done():
 
 
 def trainer_at(iter, max_iter=10, iters_per_epoch=3):
-    return SimpleNamespace(iter=iter, max_iter=max_iter, epoch=iter // iters_per_epoch)
+    epoch = periods_done(iter, iters_per_epoch)
+    return SimpleNamespace(iter=iter, max_iter=max_iter, iters_per_epoch=iters_per_epoch, epoch=epoch)
 
 
 def iters_in_which(rule):
@@ -76,6 +79,25 @@ def test_an_epoch_is_due_by_its_own_number():
     assert [t.epoch for t in at_the_end if is_due_epoch(t, 4, or_last=True)] == [3, 7]
     whole = [trainer_at(iter, max_iter=30) for iter in range(2, 30, 3)]
     assert [t.epoch for t in whole if is_due_epoch(t, 4, or_last=True)] == [3, 7, 9]
+
+
+@pytest.mark.parametrize("per_epoch", [Fraction(4, 3), Fraction(5, 2), Fraction(341, 399), Fraction(1, 3), Fraction(7)])
+@pytest.mark.parametrize("offset", [0, 3])
+def test_a_period_that_is_not_whole_ends_at_its_rounded_multiples(per_epoch, offset):
+    offset *= per_epoch
+    ends = {round(offset + n * per_epoch) for n in range(0 if offset else 1, 400)} - {0}
+    assert {done for done in range(100) if is_nth(done, per_epoch, offset)} == {end for end in ends if end < 100}
+    starts = [0, *(max(1, round(n * per_epoch)) for n in range(1, 400))]
+    assert [trainer_at(iter, iters_per_epoch=per_epoch).epoch for iter in range(100)] == [
+        max(n for n, start in enumerate(starts) if start <= iter) for iter in range(100)
+    ]
+
+
+def test_a_period_in_epochs_counts_each_of_the_epochs_that_end_in_one_iteration():
+    found = [trainer_at(iter, 99, Fraction(1, 3)) for iter in range(5)]
+    assert [trainer.epoch for trainer in found] == [0, 4, 7, 10, 13]  # 4, 7, 10, 13 and 16 are done after them
+    assert [is_due_epoch(trainer, 3) for trainer in found] == [True] * 5
+    assert [is_due_epoch(trainer, 5) for trainer in found] == [False, True, True, False, True]
 
 
 def test_the_last_iteration_and_what_lies_behind_it_are_last():

@@ -20,7 +20,7 @@ from trainkit.solver import GradientClipper
 
 
 def accumulation(rank, folder):
-    """Exchanges so far behind each iteration of three micro-batches, the last of an epoch of one; the weights."""
+    """Exchanges so far after each iteration of three micro-batches, of epochs of four; the weights."""
     exchanged, counts = [], []
 
     def count(state, bucket):
@@ -216,7 +216,7 @@ def test_gradients_are_exchanged_once_per_iteration(ranks):
 
     model = Regression()
     data = batches(8)
-    windows = [data[0:6], data[6:8]]
+    windows = [(data * 3)[at : at + 6] for at in range(0, 24, 6)]
     joined = [tuple(torch.cat(tensors) for tensors in zip(*window, strict=True)) for window in windows]
     SimpleTrainer(model, joined, sgd(model)).train(0, 4)
     torch.testing.assert_close(both[0], model.linear.weight.detach(), atol=1e-6, rtol=0)

@@ -4,6 +4,7 @@ import logging
 import math
 import threading
 import weakref
+from fractions import Fraction
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from tests.engine.tiny import (
     scalars,
     sgd,
 )
-from trainkit.config import ConfigError
+from trainkit.config import ConfigError, Epochs
 from trainkit.data import ResumableLoader
 from trainkit.data.build import build_batch_data_loader
 from trainkit.data.samplers import TrainingSampler
@@ -346,15 +347,18 @@ def test_epochs_are_counted_from_the_length_of_the_data():
     model = Regression()
     epochs = []
     trainer = SimpleTrainer(model, batches(10), sgd(model), accumulation_steps=3)
-    trainer.register_hooks([AfterStep(lambda trainer: epochs.append(trainer.epoch))])
-    assert trainer.iters_per_epoch == 4
+    starts, ends = [], []
+    on_epoch = {"before_epoch": lambda t: starts.append(t.iter), "after_epoch": lambda t: ends.append(t.iter)}
+    trainer.register_hooks([AfterStep(lambda trainer: epochs.append(trainer.epoch)), CallbackHook(**on_epoch)])
+    assert trainer.iters_per_epoch == Fraction(10, 3)
     trainer.train(0, 9)
-    assert epochs == [0] * 4 + [1] * 4 + [2]
+    assert epochs == [0] * 3 + [1] * 4 + [2] * 2  # they start in the iterations nearest to 3 1/3 and 6 2/3
+    assert (starts, ends) == ([0, 3, 7], [2, 6])
 
     samples = list(range(10))
     trainer.data_loader = build_batch_data_loader(samples, TrainingSampler(10), total_batch_size=3)
     trainer.accumulation_steps = 1
-    assert trainer.iters_per_epoch == 4
+    assert trainer.iters_per_epoch == Fraction(10, 3)
 
 
 def test_a_stream_has_no_epochs():
@@ -391,20 +395,51 @@ def test_accumulation_equals_one_batch_of_all_samples():
     assert (not_accumulated - expected).abs().max() > 1e-3
 
 
-def test_a_short_window_at_the_end_of_an_epoch_is_divided_by_its_real_count():
-    data = batches(4)
-    expected, _ = trained([joined(data[:3]), data[3]], 4)
+def by_openmmlab(data, steps, num_micro_batches):
+    """The weights by MMEngine's rule: each loss over ``steps``, an update after every ``steps``-th micro-batch; those
+    that are left at the end of the run are divided by their own number."""
+    model = Regression()
+    optimizer = sgd(model, momentum=0.9)
+    left = num_micro_batches % steps
+    for index in range(num_micro_batches):
+        loss = model(data[index % len(data)])
+        (loss / (steps if index < num_micro_batches - left else left)).backward()
+        if (index + 1) % steps == 0 or index + 1 == num_micro_batches:
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+@pytest.mark.parametrize(("count", "steps"), [(4, 3), (5, 2), (10, 3), (2, 5)])
+def test_windows_cross_epochs_as_in_openmmlab(count, steps):
+    data = batches(count)
     sizes = []
     model = Regression()
-    trainer = SimpleTrainer(model, data, sgd(model, momentum=0.9), accumulation_steps=3)
+    trainer = SimpleTrainer(model, data, sgd(model, momentum=0.9), accumulation_steps=steps)
     trainer.register_hooks([AfterStep(lambda trainer: sizes.append(len(trainer.batch)))])
-    trainer.train(0, 4)
-    assert sizes == [3, 1, 3, 1]
+    trainer.train(0, count)  # as many passes as a window has micro-batches
+    assert sizes == [steps] * count
+    expected = by_openmmlab(data, steps, steps * count)
     torch.testing.assert_close(weights(model), expected, atol=1e-6, rtol=0)
+    cut, _ = trained([joined(data[at : at + steps]) for at in range(0, count, steps)], count)
+    assert (cut - expected).abs().max() > 1e-3
+
+
+def test_the_last_window_of_a_run_is_a_whole_one():
+    data = batches(4)  # two passes are 8 micro-batches, two windows of three and two more
+    seen = []
+    trainer = SimpleTrainer(model := Regression(), data, sgd(model, momentum=0.9), accumulation_steps=3)
+    number = {id(batch): index for index, batch in enumerate(data)}
+    trainer.register_hooks([AfterStep(lambda trainer: seen.extend(number[id(batch)] for batch in trainer.batch))])
+    trainer.train(0, Epochs(2).to_iters(trainer.iters_per_epoch))
+    assert seen == [0, 1, 2, 3, 0, 1, 2, 3, 0]  # the last one begins a third pass
+    short = by_openmmlab(data, 3, 8)
+    assert (weights(model) - short).abs().max() > 1e-4
+    torch.testing.assert_close(weights(model), by_openmmlab(data, 3, 9), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(("count", "windows"), [(10, [3, 3, 3, 1]), (5, [3, 2]), (6, [3, 3])])
-def test_each_window_of_three_micro_batches_is_divided_by_how_many_it_has(count, windows):
+def test_the_last_window_of_an_iterator_is_divided_by_how_many_micro_batches_it_has(count, windows):
     calls = []
 
     def compute(weight, batch):
@@ -414,12 +449,13 @@ def test_each_window_of_three_micro_batches_is_divided_by_how_many_it_has(count,
 
     model = Weight(compute)
     optimizer = PlainOptimizer(sgd(model), calls)
-    data = [torch.tensor(float(i)) for i in range(count)]
+    data = iter([torch.tensor(float(i)) for i in range(count)])
     trainer = SimpleTrainer(model, data, optimizer, zero_grad_before_forward=True, accumulation_steps=3)
-    assert trainer.iters_per_epoch == len(windows)
     trainer.train(0, len(windows))
     expected = [["zero_grad", *[pytest.approx(float(size))] * size, "update"] for size in windows]
     assert calls == list(itertools.chain.from_iterable(expected))
+    with pytest.raises(ValueError, match="is an iterator that has ended"):
+        trainer.train(len(windows), len(windows) + 1)
 
 
 def test_batch_norm_under_accumulation_is_warned_about_once(caplog):

@@ -3,11 +3,13 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, TypeVar
 
 from fvcore.common.config import CfgNode
 
 from trainkit.config.errors import ConfigError
+from trainkit.utils.periods import RoundedLength
 
 LENGTH_KEYS = frozenset(
     {
@@ -36,9 +38,10 @@ class Epochs:
 
     count: float
 
-    def to_iters(self, iters_per_epoch: int) -> int:
-        """The nearest number of iterations, at least 1 unless ``count`` is 0."""
-        return max(round(self.count * iters_per_epoch), 1 if self.count > 0 else 0)
+    def to_iters(self, iters_per_epoch: int | Fraction) -> int:
+        """The nearest number of iterations, at least 1 unless ``count`` is 0; as a period it is not rounded before."""
+        exact = Fraction(str(self.count)) * Fraction(iters_per_epoch)
+        return RoundedLength(exact) if exact.denominator > 1 else exact.numerator
 
 
 def parse_length(value: object) -> int | Epochs:
@@ -55,18 +58,19 @@ def parse_length(value: object) -> int | Epochs:
     return Epochs(float(match[1]))
 
 
-def resolve_lengths(cfg: _Cfg, iters_per_epoch: int | None) -> _Cfg:
+def resolve_lengths(cfg: _Cfg, iters_per_epoch: int | Fraction | None) -> _Cfg:
     """A copy of ``cfg``, frozen if ``cfg`` is, whose lengths are all in iterations.
 
     Args:
-        iters_per_epoch: iterations in which the training data is seen once; None for data without a length.
+        iters_per_epoch: iterations in which the training data is seen once, not rounded; None for data without a
+            length.
 
     Raises:
         ConfigError: a length is malformed, or in epochs while ``iters_per_epoch`` is None.
-        ValueError: ``iters_per_epoch`` is less than 1.
+        ValueError: ``iters_per_epoch`` is not above 0.
     """
-    if iters_per_epoch is not None and iters_per_epoch < 1:
-        raise ValueError(f"iters_per_epoch must be None or >= 1 iteration, got {iters_per_epoch}")
+    if iters_per_epoch is not None and iters_per_epoch <= 0:
+        raise ValueError(f"iters_per_epoch must be None or above 0, got {iters_per_epoch}")
     resolved = cfg.clone()
     for full_key in [*sorted(LENGTH_KEYS), *ENTRY_KEYS]:
         *parents, name = full_key.split(".")
@@ -78,7 +82,7 @@ def resolve_lengths(cfg: _Cfg, iters_per_epoch: int | None) -> _Cfg:
     return resolved
 
 
-def _resolve(where: str, value: Any, iters_per_epoch: int | None, *, only_lengths: bool) -> Any:
+def _resolve(where: str, value: Any, iters_per_epoch: int | Fraction | None, *, only_lengths: bool) -> Any:
     """Replace each length in a value; other values are errors if ``only_lengths``, else they stay."""
     options: Any = {"iters_per_epoch": iters_per_epoch, "only_lengths": only_lengths}
     if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
 """Loaders, from datasets and samplers or from a config."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from trainkit.data.transforms import build_transform
 from trainkit.data.workers import worker_init_reset_seed
 from trainkit.utils import comm
 from trainkit.utils.device import resolve_device
+from trainkit.utils.periods import ratio
 
 __all__ = [
     "build_batch_data_loader",
@@ -124,10 +125,10 @@ def _batch_size_per_rank(total_batch_size: int | None, single_gpu_batch_size: in
     return total_batch_size // world_size
 
 
-def iters_per_epoch(loader: Iterable[Any]) -> int | None:
+def iters_per_epoch(loader: Iterable[Any]) -> int | Fraction | None:
     """Batches in which a loader shows its data once; None for a stream without a length. Starts no worker.
 
-    For an endless sampler of this package: ``samples_per_epoch`` over the global batch size, rounded up.
+    For an endless sampler of this package: ``samples_per_epoch`` over the global batch size, a Fraction if not whole.
     """
     try:
         return len(loader)  # type: ignore[arg-type]
@@ -139,7 +140,7 @@ def iters_per_epoch(loader: Iterable[Any]) -> int | None:
     batch_size = getattr(loader if is_stream else batches, "batch_size", None)
     if not isinstance(sampler, InfiniteSampler) or not batch_size:
         return None
-    return math.ceil(sampler.samples_per_epoch / (batch_size * sampler.world_size))
+    return ratio(sampler.samples_per_epoch, batch_size * sampler.world_size)
 
 
 def _train_arguments(

@@ -111,6 +111,7 @@ class DefaultTrainer(TrainerBase):
 
     model = forwarded("_trainer.model")
     optimizer = forwarded("_trainer.optimizer")
+    feed = forwarded("_trainer.feed")
     data_loader = forwarded("_trainer.data_loader")
     batch = forwarded("_trainer.batch")
     losses = forwarded("_trainer.losses")

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from trainkit.data.build import iters_per_epoch
 from trainkit.data.loader import ResumableLoader, resume_obstacle
 from trainkit.engine.periods import check_period
 from trainkit.utils.device import Prefetcher
+from trainkit.utils.periods import ratio
 from trainkit.utils.waiting import Abandoned, next_batch
 
 logger = logging.getLogger(__name__)
@@ -22,11 +24,13 @@ class Feed:
 
     Attributes:
         accumulation_steps: micro-batches per iteration.
+        before_pass: called before the loader is iterated again, with the share of the iteration that is drawn.
     """
 
     def __init__(self, loader: Iterable[Any], accumulation_steps: int = 1) -> None:
         self.accumulation_steps = check_period("accumulation_steps", accumulation_steps, minimum=1)
         self.loader = loader
+        self.before_pass: Callable[[Fraction], None] | None = None
         self._prefetcher = Prefetcher()
 
     @property
@@ -55,59 +59,48 @@ class Feed:
         return self._iterator
 
     def next(self, device: torch.device | None) -> list[Any]:
-        """The micro-batches of the next iteration, on ``device``.
+        """The micro-batches of the next iteration, on ``device``; the next pass follows where one ends.
 
-        There are fewer if the loader ends among them: the rest belongs to the next iteration.
+        There are fewer only if the loader is an iterator that ends.
 
         Raises:
             Abandoned: the run stops while it waits; the data then stand as if nothing had been drawn, if they can.
             ValueError: the loader yields no batch.
         """
-        if self.accumulation_steps == 1:
-            batches = [self._first()]
-        else:
-            batches = self._draw_several()
+        several = self.accumulation_steps > 1
+        # of other loaders it costs too much to ask for it in each iteration
+        before = self.state_dict() if several and isinstance(self._loader, ResumableLoader) else None
+        batches: list[Any] = []
+        try:
+            while len(batches) < self.accumulation_steps and (batch := self._draw(len(batches))) is not _END:
+                batches.append(batch)
+        except Abandoned as stop:
+            stop.nothing_done = before is not None or not batches
+            self.load_state_dict(self.state_dict() if before is None else before)
+            raise
+        if not batches:
+            raise ValueError(
+                f"the data loader ({type(self._loader).__name__}) "
+                + ("is an iterator that has ended" if isinstance(self._loader, Iterator) else "yields no batch")
+                + "; give a loader that can be iterated again and has at least one batch (is the dataset smaller than "
+                "a batch, with drop_last?)"
+            )
         if device is not None and device.type != "cpu":
             batches = self._prefetcher.move(batches, device)
         return batches
 
-    def _first(self) -> Any:
-        try:
-            batch = next_batch(self.iterator, _END)
-            if batch is _END:
-                ended, self._iterator = self._iterator, None
-                batch = next_batch(self.iterator, _END)
-        except Abandoned as stop:
-            stop.nothing_done = True
-            self.load_state_dict(self.state_dict())
-            raise
+    def _draw(self, drawn: int) -> Any:
+        batch = next_batch(self.iterator, _END)
         if batch is _END:
-            raise ValueError(
-                f"the data loader ({type(self._loader).__name__}) "
-                + ("is an iterator that has ended" if ended is self._loader else "yields no batch")
-                + "; give a loader that can be iterated again and has at least one batch (is the dataset smaller than "
-                "a batch, with drop_last?)"
-            )
+            self._iterator = None  # and its workers end
+            if self.before_pass is not None:
+                self.before_pass(Fraction(drawn, self.accumulation_steps))
+            batch = next_batch(self.iterator, _END)
         return batch
 
-    def _draw_several(self) -> list[Any]:
-        # of other loaders it costs too much to ask for it in each iteration
-        before = self.state_dict() if isinstance(self._loader, ResumableLoader) else None
-        batches = [self._first()]
-        try:
-            while len(batches) < self.accumulation_steps:
-                if (batch := next_batch(self.iterator, _END)) is _END:
-                    break
-                batches.append(batch)
-        except Abandoned as stop:
-            stop.nothing_done = before is not None
-            self.load_state_dict(self.state_dict() if before is None else before)
-            raise
-        return batches
-
     @property
-    def iters_per_epoch(self) -> int:
-        """Iterations per pass over the data, from the length of the loader or of its dataset.
+    def iters_per_epoch(self) -> int | Fraction:
+        """Iterations per pass over the data, from the length of the loader or of its dataset; not rounded.
 
         Raises:
             ValueError: the data has no length.
@@ -118,7 +111,7 @@ class Feed:
                 f"the training data ({type(self._loader).__name__}) is a stream without a length, so there are no "
                 "epochs; use iterations"
             )
-        return max(1, -(-batches // self.accumulation_steps))
+        return ratio(batches, self.accumulation_steps)
 
     @property
     def obstacle(self) -> str:

@@ -2,11 +2,13 @@
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_list import Anchor, HookList
 from trainkit.evaluation.observer import InferenceObserver, Phase
+from trainkit.utils.periods import periods_done
 
 
 class HookPoints(InferenceObserver):
@@ -64,8 +66,10 @@ class HookPoints(InferenceObserver):
     # ------------------------------------------------------------------ epochs
 
     @property
-    def iters_per_epoch(self) -> int:
+    def iters_per_epoch(self) -> int | Fraction:
         """Iterations per pass over the training data; a subclass that knows its data overrides this.
+
+        Epoch n starts in iteration ``round(n * iters_per_epoch)``.
 
         Raises:
             ValueError: there are no epochs.
@@ -82,7 +86,7 @@ class HookPoints(InferenceObserver):
     @property
     def epoch(self) -> int:
         """The current epoch, counted from 0."""
-        return self.iter // self.iters_per_epoch
+        return periods_done(self.iter, self.iters_per_epoch)
 
     # ------------------------------------------------------------------ the points
 

@@ -11,6 +11,7 @@ from trainkit.config import ConfigError
 from trainkit.engine.forwarding import forwarded
 from trainkit.engine.run_state import Position, RunState
 from trainkit.engine.stopping import Stop, StopRequests
+from trainkit.utils.periods import is_nth
 from trainkit.utils.rng import set_rng_state
 from trainkit.utils.waiting import Abandoned
 
@@ -39,7 +40,7 @@ class TrainerBase(RunState):
         self._inside: Literal["", "stage 1", "save point", "stage 2"] = ""  # of an iteration
         self._saves: dict[str, Callable[[], object]] = {}  # by name; written at the next chance
         self._has_warned_of_save = False
-        self._per_epoch = 0  # iterations; 0: there are no epochs
+        self._per_epoch: Any = 0  # iterations; 0: there are no epochs
 
     # ------------------------------------------------------------------ the loop
 
@@ -79,7 +80,7 @@ class TrainerBase(RunState):
         if self.position.stage == 1:
             self._inside = "stage 1"
             if not self._is_before_step_done:
-                if self._per_epoch and self.iter % self._per_epoch == 0:
+                if self._per_epoch and (self.iter == 0 or is_nth(self.iter, self._per_epoch)):
                     self.before_epoch()
                 self.before_step()
             self._is_before_step_done = False
@@ -99,7 +100,7 @@ class TrainerBase(RunState):
     def _run_stage_2(self) -> None:
         self._inside = "stage 2"
         self._hook_list.call("after_step", below=True)
-        if self._per_epoch and (self.iter + 1) % self._per_epoch == 0:
+        if is_nth(self.iter + 1, self._per_epoch):
             self.after_epoch()
         self._inside = ""
         self.position = Position(self.iter + 1, 1)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.engine.finite import FiniteCheck, describe_failure, raise_failure
-from trainkit.engine.periods import check_period
+from trainkit.engine.periods import check_period, is_nth
 from trainkit.utils import comm
 from trainkit.utils.events import get_event_storage, has_event_storage
 from trainkit.utils.losses import Losses
@@ -201,7 +201,7 @@ class MetricPath:
             self._pass_on()
             return
         self._num_rows += self._is_stored(record)
-        due = is_last or (record.iter + 1) % self.exchange_period == 0 or self._num_rows >= self.exchange_period
+        due = is_last or is_nth(record.iter + 1, self.exchange_period) or self._num_rows >= self.exchange_period
         if (due and self._num_rows) or len(self._records) >= _MOST_RECORDS:
             self._pass_on()
 

@@ -15,6 +15,7 @@ from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
 from trainkit.utils.numbers import is_number, is_whole
+from trainkit.utils.periods import exact, periods_done
 from trainkit.utils.registry import Registry
 
 Schedule: TypeAlias = Callable[[int, float], float]
@@ -108,7 +109,7 @@ class Step(_Checked):
     gamma: float = 0.1
 
     def __call__(self, t: int, base: float) -> float:
-        return base * self.gamma ** (t // self.step_size)
+        return base * self.gamma ** periods_done(t, self.step_size)
 
 
 @SCHEDULE_REGISTRY.register()
@@ -191,12 +192,12 @@ class CosineRestarts(_HasEnd):
             _check_number("weights", weight)
 
     def __call__(self, t: int, base: float) -> float:
-        ends = list(accumulate(self.periods))
+        ends = [round(end) for end in accumulate(map(exact, self.periods))]
         t = min(t, ends[-1] - 1)
         i = bisect_right(ends, t)
-        period, weight = self.periods[i], self.weights[i] if self.weights else 1.0
-        end, done = self.end(base), t - (ends[i] - period)
-        return end + (base * weight - end) * (1 + math.cos(math.pi * done / period)) / 2
+        begin, weight = ends[i - 1] if i else 0, self.weights[i] if self.weights else 1.0
+        end, period = self.end(base), ends[i] - begin
+        return end + (base * weight - end) * (1 + math.cos(math.pi * (t - begin) / period)) / 2
 
 
 @SCHEDULE_REGISTRY.register()

@@ -1,9 +1,48 @@
 """The one rule of everything that happens every so often."""
 
+from fractions import Fraction
 
-def is_nth(done: int, period: int, offset: int = 0) -> bool:
+
+class RoundedLength(int):
+    """A number of iterations, at least 1, that stands for an ``exact`` one, from which its multiples are rounded."""
+
+    exact: Fraction
+
+    def __new__(cls, exact: Fraction | int) -> "RoundedLength":
+        length = super().__new__(cls, max(round(exact), 1))
+        length.exact = Fraction(exact)
+        return length
+
+
+def exact(length: int | Fraction) -> int | Fraction:
+    """The number of iterations before it was rounded."""
+    return getattr(length, "exact", length)
+
+
+def ratio(a: int | Fraction, b: int | Fraction) -> int | Fraction:
+    """``a / b``, an int where it is whole."""
+    quotient = Fraction(a, b)
+    return quotient.numerator if quotient.denominator == 1 else quotient
+
+
+def periods_done(done: int, period: int | Fraction, offset: int | Fraction = 0) -> int:
+    """The largest ``n`` with ``round(offset + n * period) <= done``, 0 at the start; an epoch is a period as well."""
+    if type(period) is int and type(offset) is int:
+        return (done - offset) // period
+    period, offset = exact(period), exact(offset)
+    half = (2 * done + 1) * offset.denominator - 2 * offset.numerator  # done + 1/2 - offset; in ints, as they are fast
+    n, rest = divmod(half * period.denominator, 2 * offset.denominator * period.numerator)
+    n -= rest == 0 and done % 2  # round() goes from done + 1/2 to the even neighbour
+    return n if done > 0 else min(n, 0)  # none is shorter than an iteration
+
+
+def is_nth(done: int, period: int | Fraction, offset: int | Fraction = 0) -> bool:
     """Whether ``done`` things that are counted from 1 end a period: at ``offset``, ``offset + period``, ...
 
-    With an offset of 0 the first one is ``period``. A period of 0 or less never ends.
+    With an offset of 0 the first one is ``period``. A period of 0 or less never ends. A period or offset that is not
+    whole is rounded after it is multiplied and added.
     """
-    return period > 0 and (done - offset) % period == 0 and done > 0 and done >= offset
+    if period <= 0 or done <= 0:
+        return False
+    n = periods_done(done, period, offset)
+    return n >= (offset == 0) and n > periods_done(done - 1, period, offset)

@@ -54,6 +54,6 @@ def test_a_config_tells_the_samples_and_the_seed(caplog, tmp_path, seed, said):
     trainer = DefaultTrainer(tiny_cfg(tmp_path, *options))
     trainer.train(0, 1)
     assert described(caplog) == [
-        "This run: 1 iterations = 0.333333 epochs of 3; world size 1; 16 samples per iteration; "
+        "This run: 1 iterations = 0.4 epochs of 2.5; world size 1; 16 samples per iteration; "
         f"{said}; 74 of 74 parameters trained"
     ]

@@ -35,6 +35,18 @@ def test_every_epoch_has_an_order_of_its_own_from_its_first_batch_on():
     assert orders(shuffled()[0], 0, 9, []) == epoch_order(0) * 3  # what happens without the hook
 
 
+@pytest.mark.parametrize("steps", [2, 4, 5, 7])
+def test_every_pass_has_an_order_of_its_own_wherever_in_an_iteration_it_starts(steps):
+    loader, _ = shuffled()
+    found = []
+    trainer = SimpleTrainer(model := Weight(lambda weight, batch: weight * batch.sum()), loader, sgd(model))
+    trainer.accumulation_steps = steps
+    seen = CallbackHook(after_step=lambda trainer: found.extend(batch.tolist() for batch in trainer.batch))
+    trainer.register_hooks([SamplerSeed(), seen])
+    trainer.train(0, 6)
+    assert found == [batch for epoch in range(2 * steps) for batch in epoch_order(epoch)]
+
+
 def test_a_run_that_begins_inside_an_epoch_has_the_order_of_that_epoch():
     assert orders(shuffled()[0], 7, 9, [SamplerSeed()]) == epoch_order(2)[:2]
 

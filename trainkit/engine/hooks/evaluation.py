@@ -11,6 +11,7 @@ from trainkit.engine.periods import check_period, is_due, is_last
 from trainkit.evaluation.observer import Phase, observe_inference
 from trainkit.evaluation.testing import flatten_results_dict
 from trainkit.utils import comm
+from trainkit.utils.periods import periods_done
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,8 @@ class EvalHook(HookBase):
         results = self._func()
         if results is not None and not isinstance(results, Mapping):
             raise TypeError(f"the evaluation function must return a dict of results or None, got {results!r}")
-        epoch = (self.trainer.last_done_iter + 1) // self.trainer.iters_per_epoch if self._by_epoch else None
+        done = self.trainer.last_done_iter + 1
+        epoch = periods_done(done, self.trainer.iters_per_epoch) if self._by_epoch else None
         for name, value in flatten_results_dict(results or {}).items():
             try:
                 number = float(value)

@@ -37,7 +37,7 @@ class RuntimeInfo(HookBase):
         length = f"{trainer.max_iter} iterations"
         if self._has_epochs:
             per_epoch = trainer.iters_per_epoch
-            length += f" = {trainer.max_iter / per_epoch:g} epochs of {per_epoch}"
+            length += f" = {float(trainer.max_iter / per_epoch):g} epochs of {float(per_epoch):g}"
         yield length
         yield f"world size {comm.get_world_size()}"
         cfg = getattr(trainer, "cfg", None)

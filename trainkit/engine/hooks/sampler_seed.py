@@ -1,6 +1,7 @@
 """Another order of the data in every epoch."""
 
 import logging
+from fractions import Fraction
 from typing import Any
 
 from trainkit.engine.hook_base import HookBase
@@ -14,11 +15,14 @@ class SamplerSeed(HookBase):
     """Tell the epoch to a sampler that shuffles by it, such as ``torch.utils.data.DistributedSampler``.
 
     ``set_epoch(epoch)`` of the loader, its dataset, sampler and batch sampler, whichever have it, is called before each
-    epoch, and before a run that starts inside one. The samplers of `trainkit.data` do not need it.
+    epoch, before a run that starts inside one, and where a pass over the data starts among the micro-batches of an
+    iteration. The samplers of `trainkit.data` do not need it.
     """
 
     def before_train(self) -> None:
         self.before_epoch()
+        if hasattr(self.trainer, "feed"):
+            self.trainer.feed.before_pass = self._begin_pass
         if not _listeners(self.trainer.data_loader):
             logger.warning(
                 "SamplerSeed has no effect: nothing of the data loader (%s) has a set_epoch() method; leave it out",
@@ -26,8 +30,15 @@ class SamplerSeed(HookBase):
             )
 
     def before_epoch(self) -> None:
+        self._tell(self.trainer.epoch)
+
+    def _begin_pass(self, share: Fraction) -> None:
+        """The iteration before it may have begun in an earlier epoch."""
+        self._tell(round((self.trainer.iter + share) / self.trainer.iters_per_epoch))
+
+    def _tell(self, epoch: int) -> None:
         for listener in _listeners(self.trainer.data_loader):
-            listener.set_epoch(self.trainer.epoch)
+            listener.set_epoch(epoch)
 
 
 def _listeners(loader: Any) -> list[Any]:

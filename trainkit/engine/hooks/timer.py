@@ -6,7 +6,7 @@ import time
 
 from trainkit.engine.hook_base import HookBase, Priority
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
-from trainkit.engine.periods import check_period, is_due
+from trainkit.engine.periods import check_period, is_due, is_nth
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class IterationTimer(HookBase):
 
     def before_step(self) -> None:
         self._step_begin = time.perf_counter()
-        if self._iters_per_epoch and self.trainer.iter % self._iters_per_epoch == 0:
+        if self.trainer.iter == 0 or is_nth(self.trainer.iter, self._iters_per_epoch):
             self._epoch_begin = self._step_begin
         self._started_iters += 1
         if self._started_iters == self._warmup_iter:
