@@ -1,3 +1,4 @@
+import inspect
 import logging
 
 import pytest
@@ -5,7 +6,7 @@ import torch
 from torch import nn
 
 from trainkit.config import ConfigError, get_cfg
-from trainkit.solver import OPTIMIZER_REGISTRY, build_optimizer
+from trainkit.solver import LARS, OPTIMIZER_REGISTRY, build_optimizer
 
 
 def make_cfg(solver=None, **optimizer):
@@ -61,7 +62,8 @@ def test_constructor_arguments_come_from_a_yaml_file(tmp_path):
     [
         ("AdamW", {"BETAS": [0.8, 0.9]}, {"betas": (0.8, 0.9)}),
         ("RMSprop", {"ALPHA": 0.5, "MOMENTUM": 0.25}, {"alpha": 0.5, "momentum": 0.25}),
-        ("RMSprop", {}, {"momentum": 0}),
+        ("RMSprop", {}, {"momentum": 0.9}),
+        ("LARS", {}, {"momentum": 0.9, "nesterov": False, "weight_decay": 0.0001}),
         ("Adagrad", {"LR_DECAY": 0.1}, {"lr_decay": 0.1}),
         ("Adadelta", {"RHO": 0.5}, {"rho": 0.5}),
         ("NAdam", {"MOMENTUM_DECAY": 0.1}, {"momentum_decay": 0.1}),
@@ -72,7 +74,7 @@ def test_constructor_arguments_come_from_a_yaml_file(tmp_path):
 )
 def test_any_class_of_torch_takes_its_own_arguments(name, arguments, expected):
     optimizer = build_optimizer(make_cfg(NAME=name, **arguments), make_model())
-    assert type(optimizer) is getattr(torch.optim, name)
+    assert type(optimizer) is (LARS if name == "LARS" else getattr(torch.optim, name))
     assert {key: optimizer.defaults[key] for key in expected} == expected
     assert all(optimizer.param_groups[0][key] == value for key, value in expected.items())
 
@@ -83,19 +85,73 @@ def test_lr_and_weight_decay_of_the_node_win_and_the_log_says_so(caplog):
         optimizer = build_optimizer(cfg, nn.Linear(1, 1))
     assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.5, 0.25)]
     assert [record.getMessage() for record in caplog.records] == [
-        "SOLVER.OPTIMIZER.LR=0.5 is used, not SOLVER.BASE_LR=0.1.",
-        "SOLVER.OPTIMIZER.WEIGHT_DECAY=0.25 is used, not SOLVER.WEIGHT_DECAY=0.2.",
-        "Optimizer AdamW, implementation: fused, parameter groups: 1, parameters: 2, values: 2.",
+        "Optimizer AdamW, implementation: fused, parameter groups: 1, parameters: 2, values: 2; "
+        "SOLVER.OPTIMIZER.LR=0.5, SOLVER.OPTIMIZER.WEIGHT_DECAY=0.25.",
     ]
 
 
-def test_an_optimizer_without_weight_decay_says_that_it_has_none(caplog):
-    with caplog.at_level(logging.WARNING):
-        optimizer = build_optimizer(make_cfg(NAME="Rprop"), make_model())
-    assert "weight_decay" not in optimizer.param_groups[0]
-    assert [record.getMessage() for record in caplog.records] == [
-        "Rprop has no weight decay; SOLVER.WEIGHT_DECAY* have no effect"
-    ]
+SET = {"MOMENTUM": 0.95, "NESTEROV": True, "WEIGHT_DECAY": 0.5, "WEIGHT_DECAY_NORM": 0.5, "WEIGHT_DECAY_BIAS": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "momentum", "decay"),
+    [
+        ("SGD", {"momentum": 0.95, "nesterov": True}, True),
+        ("LARS", {"momentum": 0.95, "nesterov": True}, True),
+        ("RMSprop", {"momentum": 0.95}, True),
+        ("AdamW", {}, True),
+        ("Adagrad", {}, True),
+        ("Rprop", {}, False),
+    ],
+)
+def test_a_key_of_the_solver_is_passed_on_or_if_it_is_set_an_error(name, momentum, decay):
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    expected = {**momentum, **({"weight_decay": 0.5} if decay else {})}
+    taken = {key for key in SET if key.lower() in expected or (decay and key.startswith("WEIGHT_DECAY"))}
+    optimizer = build_optimizer(make_cfg({key: SET[key] for key in taken}, NAME=name), model)
+    assert {key: optimizer.defaults[key] for key in expected} == expected
+    for key in SET.keys() - taken:
+        with pytest.raises(
+            ConfigError, match=rf"SOLVER.{key} is {SET[key]}, but {name} takes no (momentum|nest|weight)"
+        ):
+            build_optimizer(make_cfg({key: SET[key]}, NAME=name), model)
+        build_optimizer(make_cfg({key: type(SET[key])(0)}, NAME=name), model)  # which asks for nothing
+
+
+def test_the_lars_of_mmselfsup_trains_with_the_momentum_of_the_solver():
+    optimizer = build_optimizer(
+        make_cfg({"BASE_LR": 4.8, "MOMENTUM": 0.9, "WEIGHT_DECAY": 1e-6}, NAME="LARS"), make_model()
+    )
+    assert all((group["lr"], group["momentum"]) == (4.8, 0.9) for group in optimizer.param_groups)
+    assert optimizer.param_groups[0]["weight_decay"] == 1e-6
+
+
+OPTIMIZERS = [
+    name
+    for name, value in vars(torch.optim).items()
+    if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and name not in ("Optimizer", "LBFGS")
+]
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "LARS", "SolverTestSGD", "solver_test_adam"])
+def test_a_default_of_the_solver_is_never_an_error(name):
+    optimizer = build_optimizer(make_cfg(NAME=name), nn.Linear(2, 2, bias=False))
+    known = inspect.signature(type(optimizer)).parameters
+    assert optimizer.defaults.get("momentum", 0) == (0.9 if "momentum" in known else 0)
+
+
+def test_the_arguments_of_the_optimizer_win_over_the_keys_of_the_solver():
+    cfg = make_cfg({"MOMENTUM": 0.8, "NESTEROV": True}, NAME="LARS", MOMENTUM=0.5, NESTEROV=False, ETA=0.1)
+    defaults = build_optimizer(cfg, make_model()).defaults
+    assert (defaults["momentum"], defaults["nesterov"], defaults["eta"]) == (0.5, False, 0.1)
+
+
+def test_a_key_that_code_has_added_to_the_solver_is_passed_on_where_it_is_taken():
+    cfg = make_cfg(NAME="AdamW")
+    cfg.SOLVER.BETAS, cfg.SOLVER.BACKBONE_MULTIPLIER = [0.8, 0.9], 0.1
+    assert build_optimizer(cfg, make_model()).defaults["betas"] == (0.8, 0.9)
+    cfg.SOLVER.OPTIMIZER.NAME = "SGD"
+    assert "betas" not in build_optimizer(cfg, make_model()).defaults
 
 
 def test_a_registered_class_is_built_with_its_arguments():

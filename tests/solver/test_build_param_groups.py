@@ -44,7 +44,7 @@ PLAIN = dict.fromkeys(
         ({}, {}),
         ({"NORM_LR_FACTOR": 0.5}, {"norm.weight": (0.5, 1.0), "norm.bias": (0.5, 1.0)}),
         ({"NORM_DECAY_FACTOR": 0}, {"norm.weight": (1.0, 0.0), "norm.bias": (1.0, 0.0)}),
-        ({"BIAS_LR_FACTOR": 2}, dict.fromkeys(["stem.bias", "norm.bias", "head.bias"], (2.0, 1.0))),
+        ({"BIAS_LR_FACTOR": 2}, dict.fromkeys(["stem.bias", "head.bias"], (2.0, 1.0))),
         ({"BIAS_DECAY_FACTOR": 0.0}, dict.fromkeys(["stem.bias", "norm.bias", "head.bias"], (1.0, 0.0))),
         ({"DWCONV_LR_FACTOR": 0.5}, dict.fromkeys(["stem.weight", "stem.bias"], (0.5, 1.0))),
         ({"DWCONV_DECAY_FACTOR": 0.5}, dict.fromkeys(["stem.weight", "stem.bias"], (1.0, 0.5))),
@@ -62,7 +62,7 @@ PLAIN = dict.fromkeys(
             {"CUSTOM_KEYS": [{"KEY": "head", "LR_FACTOR": 0.5}], "BIAS_LR_FACTOR": 3.0, "BIAS_DECAY_FACTOR": 0.5},
             {
                 "stem.bias": (3.0, 0.5),
-                "norm.bias": (3.0, 0.5),
+                "norm.bias": (1.0, 0.5),
                 "head.weight": (0.5, 1.0),
                 "head.bias": (1.5, 0.5),
             },
@@ -75,7 +75,6 @@ PLAIN = dict.fromkeys(
             },
             {
                 "stem.bias": (3.0, 1.0),
-                "norm.bias": (3.0, 1.0),
                 "head.weight": (0.5, 1.0),
                 "head.bias": (0.5, 1.0),
             },
@@ -114,7 +113,7 @@ def test_factors_multiply_the_keys_that_detectron2_has():
         **PLAIN,
         "stem.bias": (6.0, 0.5),
         "norm.weight": (1.0, 0.25),
-        "norm.bias": (6.0, 1.0),
+        "norm.bias": (2.0, 1.0),
         "head.bias": (6.0, 0.5),
     }
 
@@ -226,7 +225,7 @@ def test_a_function_that_gives_no_groups_is_an_error():
 
 
 def test_decay_factors_for_an_optimizer_without_weight_decay_are_an_error():
-    cfg = make_cfg({"FLAT_DECAY_FACTOR": 0.0}, OPTIMIZER={"NAME": "Rprop"})
+    cfg = make_cfg({"FLAT_DECAY_FACTOR": 0.0}, WEIGHT_DECAY=0.0, WEIGHT_DECAY_NORM=0.0, OPTIMIZER={"NAME": "Rprop"})
     with pytest.raises(ConfigError, match="SOLVER.PARAM_GROUPS: the rules change the weight decay, which is None"):
         build_optimizer(cfg, Net())
 

@@ -203,7 +203,7 @@ class EveryKind(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(3, 2)
         self.dwconv = nn.Conv2d(2, 4, 1, groups=2)
-        self.conv = nn.Conv2d(1, 1, 1)  # one group and one input channel, but not depth-wise
+        self.conv = nn.Conv2d(1, 1, 1)  # as many groups as input channels, as in OpenMMLab
         self.norm = nn.LayerNorm(2)
         self.gain = nn.Parameter(torch.ones(2))
         self.scale = nn.Parameter(torch.ones(()))
@@ -231,18 +231,18 @@ def values_by_name(model, groups, key):
     [
         ({}, {}),
         ({"norm": 2.0}, {"norm.weight": 2.0, "norm.bias": 2.0}),
-        ({"bias": 2.0}, {"dwconv.bias": 2.0, "conv.bias": 2.0, "norm.bias": 2.0}),
-        ({"dwconv": 2.0}, {"dwconv.weight": 2.0, "dwconv.bias": 2.0}),
+        ({"bias": 2.0}, {"dwconv.bias": 2.0, "conv.bias": 2.0}),
+        ({"dwconv": 2.0}, dict.fromkeys(["dwconv.weight", "dwconv.bias", "conv.weight", "conv.bias"], 2.0)),
         ({"embedding": 2.0}, {"embedding.weight": 2.0}),
         (
             {"flat": 2.0},
-            dict.fromkeys(["gain", "scale", "dwconv.bias", "conv.bias", "norm.weight", "norm.bias"], 2.0),
+            dict.fromkeys(["gain", "dwconv.bias", "conv.bias", "norm.weight", "norm.bias"], 2.0),
         ),
         (
             {"flat": 0.0, "embedding": 5.0, "dwconv": 4.0, "bias": 3.0, "norm": 1.0},
             {
                 "gain": 0.0,
-                "scale": 0.0,
+                "conv.weight": 4.0,
                 "embedding.weight": 5.0,
                 "dwconv.weight": 4.0,
                 "dwconv.bias": 3.0,
@@ -258,6 +258,8 @@ def test_a_kind_has_its_factors_and_the_first_one_given_counts(factors, changed)
     groups = build_param_groups(model, 1.0, 0.5, ParamRules(lr_factors=factors))
     assert values_by_name(model, groups, "lr") == expected
     assert values_by_name(model, groups, "weight_decay") == dict.fromkeys(EVERY_NAME, 0.5)
+    if "norm" not in factors and "bias" in factors:
+        expected["norm.bias"] = factors["bias"]  # only for the learning rate is it no bias
     groups = build_param_groups(model, 0.5, 1.0, ParamRules(decay_factors=factors))
     assert values_by_name(model, groups, "weight_decay") == expected
     assert values_by_name(model, groups, "lr") == dict.fromkeys(EVERY_NAME, 0.5)
@@ -305,8 +307,7 @@ def test_factors_of_a_custom_key_multiply_the_other_ones_and_its_options_reach_t
     assert named_groups(model, build_param_groups(model, 1.0, 1.0, rules)) == [
         {"params": ["conv.weight"], "lr": 1.0, "weight_decay": 1.0},
         {"params": ["conv.bias", "head.bias"], "lr": 2.0, "weight_decay": 1.0},
-        {"params": ["norm.weight"], "lr": 0.25, "weight_decay": 0.25, "lars_exclude": True},
-        {"params": ["norm.bias"], "lr": 0.5, "weight_decay": 0.25, "lars_exclude": True},
+        {"params": ["norm.weight", "norm.bias"], "lr": 0.25, "weight_decay": 0.25, "lars_exclude": True},
         {"params": ["head.weight"], "lr": 1.0, "weight_decay": 1.0, "taps": [1]},
     ]
 

@@ -54,7 +54,8 @@ def states(*names: str) -> Callable[[Run], None]:
 
 def of_optimizer(name: str, **arguments: Any) -> list[Any]:
     arguments = {"NAME": name, **arguments}
-    return [item for key, value in arguments.items() for item in (f"SOLVER.OPTIMIZER.{key}", value)]
+    of_digits = ["SOLVER.NESTEROV", False]  # which its config sets, and not all take
+    return of_digits + [item for key, value in arguments.items() for item in (f"SOLVER.OPTIMIZER.{key}", value)]
 
 
 def updates_follow_the_weights(*excluded: str) -> Callable[[Run], None]:
@@ -112,7 +113,7 @@ OPTIMIZERS = [
     Setting(
         "RMSprop",
         of_optimizer("RMSprop", ALPHA=0.9, CENTERED=True),
-        all_of(every_group(alpha=0.9, centered=True), states("grad_avg", "square_avg", "step")),
+        all_of(every_group(alpha=0.9, centered=True), states("grad_avg", "momentum_buffer", "square_avg", "step")),
         QUICK,
     ),
     Setting("a user's optimizer", of_optimizer("SignSGD"), every_value_changes_by_the_rate, [*BARE, *IMPORTS]),

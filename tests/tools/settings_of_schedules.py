@@ -181,7 +181,7 @@ def is_left_at(**options: Any) -> Callable[[Run], None]:
 
 
 STEP = {"NAME": "Step", "STEP_SIZE": 6, "GAMMA": 0.5}
-ADAM = [*QUICK, "SOLVER.OPTIMIZER.NAME", "Adam"]
+ADAM = [*QUICK, "SOLVER.OPTIMIZER.NAME", "Adam", "SOLVER.NESTEROV", False]
 FIELDS = [
     Setting(
         "schedule of the weight decay",

@@ -147,15 +147,24 @@ PARAM_GROUPS = [
     ([*EVERY_KIND, "MODEL.FROZEN", EVERY_PARAMETER], "at least one needs requires_grad=True to be optimized"),
 ]
 
+RPROP = ["SOLVER.OPTIMIZER.NAME", "Rprop", "SOLVER.NESTEROV", False]
 OPTIMIZERS = [
     (["SOLVER.OPTIMIZER.NAME", "Adan"], "did you mean 'Adam'?"),
     (["SOLVER.OPTIMIZER.NAME", "LBFGS"], "choose another optimizer"),
     (["SOLVER.OPTIMIZER.DAMPNING", 0.5], "did you mean 'DAMPENING'?"),
     (["SOLVER.OPTIMIZER.LR", "fast"], "SOLVER.OPTIMIZER.LR must be a number, got 'fast'"),
-    (["SOLVER.OPTIMIZER.NAME", "AdamW", "SOLVER.OPTIMIZER.BETAS", [2, 0.9]], "SOLVER.OPTIMIZER.BETAS=(2, 0.9)"),
+    (
+        ["SOLVER.OPTIMIZER.NAME", "AdamW", "SOLVER.NESTEROV", False, "SOLVER.OPTIMIZER.BETAS", [2, 0.9]],
+        "SOLVER.OPTIMIZER.BETAS=(2, 0.9)",
+    ),
+    (["SOLVER.OPTIMIZER.NAME", "AdamW"], "leave SOLVER.NESTEROV at its default False"),  # digits sets it
     (["SOLVER.MOMENTUM", 0.0], "Nesterov momentum requires a momentum and zero dampening"),
-    (["SOLVER.OPTIMIZER.NAME", "LARS", "SOLVER.OPTIMIZER.NESTEROV", True], "nesterov needs momentum > 0"),
-    (["SOLVER.OPTIMIZER.NAME", "Rprop", *of("FLAT_DECAY_FACTOR", 0.5)], "give weight_decay, or leave them out"),
+    (["SOLVER.OPTIMIZER.NAME", "LARS", "SOLVER.MOMENTUM", 0.0], "nesterov needs momentum > 0"),
+    (
+        [*RPROP, "SOLVER.WEIGHT_DECAY", 0.0, *of("FLAT_DECAY_FACTOR", 0.5)],
+        "give weight_decay, or leave them out",
+    ),
+    ([*RPROP, "SOLVER.WEIGHT_DECAY", 0.5], "SOLVER.WEIGHT_DECAY is 0.5, but Rprop takes no weight_decay"),
 ]
 
 SCHEDULES = [

@@ -65,7 +65,7 @@ _C.DATALOADER.REPEAT_SQRT = True  # RepeatFactorTrainingSampler: by the square r
 
 # ---------------------------------------------------------------------------- optimization
 _C.SOLVER = CN()
-_C.SOLVER.OPTIMIZER = CN(new_allowed=True)  # every constructor argument of the optimizer, in upper case
+_C.SOLVER.OPTIMIZER = CN(new_allowed=True)  # constructor arguments in upper case; they win over the keys of SOLVER
 _C.SOLVER.OPTIMIZER.NAME = "SGD"  # a class of torch.optim, or in OPTIMIZER_REGISTRY
 _C.SOLVER.MAX_ITER = 40000  # length of the run; an iteration is an update
 _C.SOLVER.IMS_PER_BATCH = 16  # samples per micro-batch over all ranks
@@ -74,9 +74,9 @@ _C.SOLVER.REFERENCE_WORLD_SIZE = 0  # see DefaultTrainer.auto_scale_workers
 _C.SOLVER.REFERENCE_BATCH_SIZE = 0  # samples per iteration for which BASE_LR is meant; 0: for those there are
 _C.SOLVER.BASE_LR = 0.001  # learning rate after the warm-up, without factors
 _C.SOLVER.BASE_LR_END = 0.0  # WarmupCosineLR: learning rate at the end
-_C.SOLVER.MOMENTUM = 0.9  # SGD
-_C.SOLVER.NESTEROV = False  # SGD
-_C.SOLVER.WEIGHT_DECAY = 0.0001  # of weights
+_C.SOLVER.MOMENTUM = 0.9  # of SGD, LARS, RMSprop, ...; where the optimizer takes none, another value is an error
+_C.SOLVER.NESTEROV = False  # likewise
+_C.SOLVER.WEIGHT_DECAY = 0.0001  # likewise; of weights
 _C.SOLVER.WEIGHT_DECAY_NORM = 0.0  # of the parameters of normalization layers
 _C.SOLVER.WEIGHT_DECAY_BIAS = None  # None: WEIGHT_DECAY
 _C.SOLVER.BIAS_LR_FACTOR = 1.0  # on the learning rate of biases
@@ -84,9 +84,9 @@ _C.SOLVER.PARAM_GROUPS = CN()  # factors on the rates above; those that apply to
 _C.SOLVER.PARAM_GROUPS.BUILDER = ""  # a function in PARAM_GROUP_REGISTRY, instead of all that follows
 _C.SOLVER.PARAM_GROUPS.NORM_LR_FACTOR = None  # of NORM, BIAS, ... the first that is given and describes a parameter
 _C.SOLVER.PARAM_GROUPS.NORM_DECAY_FACTOR = None  # multiplies WEIGHT_DECAY_NORM
-_C.SOLVER.PARAM_GROUPS.BIAS_LR_FACTOR = None  # multiplies SOLVER.BIAS_LR_FACTOR
+_C.SOLVER.PARAM_GROUPS.BIAS_LR_FACTOR = None  # multiplies SOLVER.BIAS_LR_FACTOR; not of norm layers
 _C.SOLVER.PARAM_GROUPS.BIAS_DECAY_FACTOR = None  # multiplies WEIGHT_DECAY_BIAS
-_C.SOLVER.PARAM_GROUPS.DWCONV_LR_FACTOR = None  # of depthwise convolutions
+_C.SOLVER.PARAM_GROUPS.DWCONV_LR_FACTOR = None  # of convolutions with as many groups as channels
 _C.SOLVER.PARAM_GROUPS.DWCONV_DECAY_FACTOR = None  # likewise
 _C.SOLVER.PARAM_GROUPS.EMBEDDING_LR_FACTOR = None  # of nn.Embedding and nn.EmbeddingBag
 _C.SOLVER.PARAM_GROUPS.EMBEDDING_DECAY_FACTOR = None  # likewise
@@ -97,10 +97,10 @@ _C.SOLVER.PARAM_GROUPS.KEY_MATCH = "longest"  # or "shortest", or "exact" for wh
 _C.SOLVER.PARAM_GROUPS.CUSTOM_KEYS_ONLY = False  # a custom key switches all other factors off for its parameters
 _C.SOLVER.PARAM_GROUPS.LAYER_DECAY = CN()  # see trainkit.solver.build_layer_decay
 _C.SOLVER.PARAM_GROUPS.LAYER_DECAY.RATE = 1.0  # 1: off
-_C.SOLVER.PARAM_GROUPS.LAYER_DECAY.SCHEME = ""  # "vit", "swin", "convnext", ..., "model", or in LAYER_DEPTH_REGISTRY
+_C.SOLVER.PARAM_GROUPS.LAYER_DECAY.SCHEME = ""  # "vit", "swin", "convnext", ..., "model", or a function's dotted name
 _C.SOLVER.PARAM_GROUPS.LAYER_DECAY.NUM_LAYERS = 0  # "vit", "beit", "mae": blocks; "convnext": 6 or 12
 _C.SOLVER.PARAM_GROUPS.LAYER_DECAY.DEPTHS = ()  # "swin", "mixmim": blocks of each stage
-_C.SOLVER.PARAM_GROUPS.LAYER_DECAY.PREFIX = None  # of the backbone's names; None: "backbone." if there is such a name
+_C.SOLVER.PARAM_GROUPS.LAYER_DECAY.PREFIX = None  # of the backbone's names; None: "backbone." if there is one
 _C.SOLVER.SCHEDULES = []  # {NAME: Linear, END: 500} and so on, see trainkit.solver.build_schedule; []: the keys below
 _C.SOLVER.LR_SCHEDULER_NAME = "WarmupMultiStepLR"  # WarmupCosineLR, WarmupStepWithFixedGammaLR
 _C.SOLVER.GAMMA = 0.1  # the factor at each of STEPS

@@ -14,10 +14,15 @@ logger = logging.getLogger(__name__)
 _SCHEDULE_LENGTHS = {"BEGIN", "END", "LENGTH", "STEP_SIZE", "MILESTONES", "PERIODS", "TIMESCALE", "WARMUP", "DECAY"}
 
 
-def base_lr(solver: CfgNode) -> tuple[str, float]:
-    """The key that gives the learning rate, and its value: SOLVER.OPTIMIZER.LR wins over SOLVER.BASE_LR."""
-    own = None if isinstance(solver.OPTIMIZER, str) else solver.OPTIMIZER.get("LR")  # text: its name
-    return ("SOLVER.BASE_LR", solver.BASE_LR) if own is None else ("SOLVER.OPTIMIZER.LR", own)
+def optimizer_argument(solver: CfgNode, name: str) -> tuple[str, Any]:
+    """The key that gives an argument of the optimizer, and its value: one of SOLVER.OPTIMIZER wins over one of SOLVER.
+
+    Args:
+        name: such as LR, which SOLVER calls BASE_LR.
+    """
+    key = "BASE_LR" if name == "LR" else name
+    own = None if isinstance(solver.OPTIMIZER, str) else solver.OPTIMIZER.get(name)  # text: its name
+    return (f"SOLVER.{key}", solver.get(key)) if own is None else (f"SOLVER.OPTIMIZER.{name}", own)
 
 
 def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
@@ -148,7 +153,7 @@ def _changed(cfg: CfgNode) -> Iterator[CfgNode]:
 
 def _scale_lr(solver: CfgNode, scale: float) -> None:
     solver.BASE_LR, solver.BASE_LR_END = solver.BASE_LR * scale, solver.BASE_LR_END * scale
-    if base_lr(solver)[0] == "SOLVER.OPTIMIZER.LR":
+    if solver.OPTIMIZER.get("LR") is not None:
         solver.OPTIMIZER.LR = solver.OPTIMIZER.LR * scale
     for entry in solver.SCHEDULES:
         if entry.get("END_VALUE") is not None:

@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, get_args
 
 import torch
@@ -12,7 +12,9 @@ from torch.optim import Optimizer
 
 from trainkit.config.checks import check_is_ours
 from trainkit.config.config import CfgNode
+from trainkit.config.defaults import get_cfg
 from trainkit.config.errors import ConfigError, look_up, unknown_name
+from trainkit.config.scaling import optimizer_argument
 from trainkit.solver.build_schedule import build_lr_scheduler
 from trainkit.solver.clipping import (
     GradientClipper,
@@ -57,21 +59,24 @@ PARAM_GROUP_REGISTRY = Registry("PARAM_GROUP")
 """Functions that take ``(cfg, model)`` and give parameter groups, which the optimizer gets as they are."""
 
 _NODE = "SOLVER.OPTIMIZER"
+_OF_SOLVER = ("MOMENTUM", "NESTEROV", "WEIGHT_DECAY", "WEIGHT_DECAY_NORM", "WEIGHT_DECAY_BIAS")
 _GROUPS = "SOLVER.PARAM_GROUPS"
 
 
 def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     """Build the optimizer ``SOLVER.OPTIMIZER.NAME`` over the parameter groups that ``SOLVER.PARAM_GROUPS`` asks for.
 
-    The other keys of ``SOLVER.OPTIMIZER`` are its constructor arguments in upper case; None means not given. ``LR`` and
-    ``WEIGHT_DECAY`` there win over ``SOLVER.BASE_LR`` and ``SOLVER.WEIGHT_DECAY``; SGD takes ``SOLVER.MOMENTUM`` and
-    ``SOLVER.NESTEROV`` likewise. Without ``FUSED`` or ``FOREACH``, a class runs in its fused implementation
-    where that works for all parameters, else on an accelerator in its foreach one. With ``SOLVER.CLIP_GRADIENTS`` its
-    ``step()`` clips, see `maybe_add_gradient_clipping`.
+    The other keys of ``SOLVER.OPTIMIZER`` are its constructor arguments in upper case; None means not given. They win
+    over the keys of ``SOLVER``: ``BASE_LR``, and each of ``MOMENTUM``, ``NESTEROV`` and ``WEIGHT_DECAY`` that the
+    optimizer takes, even at its default (so RMSprop has momentum 0.9); likewise keys that your code has added there.
+    Without ``FUSED`` or ``FOREACH``, a class runs in its fused implementation where that works for all parameters, else
+    on an accelerator in its foreach one. With ``SOLVER.CLIP_GRADIENTS`` its ``step()`` clips, see
+    `maybe_add_gradient_clipping`.
 
     Raises:
-        ConfigError: the optimizer or one of its arguments is unknown, or it refuses a value; likewise the rules for
-            the groups, see ``ParamRules`` and ``build_layer_decay``; or the model has no trainable parameter.
+        ConfigError: the optimizer or one of its arguments is unknown, or it refuses a value; a key of ``SOLVER`` that
+            it does not take is set, to other than the default and 0; likewise the rules for the groups, see
+            ``ParamRules`` and ``build_layer_decay``; or the model has no trainable parameter.
     """
     check_is_ours(cfg)
     if isinstance(cfg.SOLVER.OPTIMIZER, str):  # many who come from detectron2 have made it a name
@@ -85,23 +90,24 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
         raise ConfigError(
             f"{type(model).__name__} has no trainable parameters; at least one needs requires_grad=True to be optimized"
         )
+    given = ", ".join(f"{key}={value!r}" for key, value in arguments.values())
     try:
         values |= _fastest_implementation(factory, values, params, model)
         optimizer = factory(groups, **values)
     except (TypeError, ValueError, RuntimeError) as error:
-        given = ", ".join(f"{key}={value!r}" for key, value in arguments.values())
         raise ConfigError(f"{cfg.SOLVER.OPTIMIZER.NAME} refuses {given}: {error}") from error
     if factory is torch.optim.SGD and values.get("fused"):
         optimizer.register_step_pre_hook(_start_late_buffers)
     if any(map(is_sharded, params)):
         _check_that_it_updates_shards(cfg, factory, values, params, model)
     _logger.info(
-        "Optimizer %s, implementation: %s, parameter groups: %d, parameters: %d, values: %s.",
+        "Optimizer %s, implementation: %s, parameter groups: %d, parameters: %d, values: %s; %s.",
         type(optimizer).__name__,
         next((name for name in ("fused", "foreach") if values.get(name)), "default"),
         len(optimizer.param_groups),
         len(params),
         f"{sum(param.numel() for param in params):,}",
+        given,
     )
     if len(optimizer.param_groups) > 1:
         _logger.info("Parameter groups:\n%s", describe_param_groups(optimizer, model))
@@ -182,32 +188,41 @@ def _collect_arguments(cfg: CfgNode, factory: Callable[..., Optimizer]) -> dict[
         for parameter in parameters
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     }
-    arguments: dict[str, tuple[str, Any]] = {"lr": ("SOLVER.BASE_LR", solver.BASE_LR)}
-    if takes_any or "WEIGHT_DECAY" in accepted:
-        arguments["weight_decay"] = ("SOLVER.WEIGHT_DECAY", solver.WEIGHT_DECAY)
-    elif solver.WEIGHT_DECAY or solver.WEIGHT_DECAY_NORM or solver.WEIGHT_DECAY_BIAS:
-        _logger.warning("%s has no weight decay; SOLVER.WEIGHT_DECAY* have no effect", solver.OPTIMIZER.NAME)
-    if factory is torch.optim.SGD:
-        arguments["momentum"] = ("SOLVER.MOMENTUM", solver.MOMENTUM)
-        arguments["nesterov"] = ("SOLVER.NESTEROV", solver.NESTEROV)
-
-    for key, value in solver.OPTIMIZER.items():
-        if key == "NAME":
-            continue
+    own = [key for key in solver.OPTIMIZER if key != "NAME"]
+    for key in own:
         if key not in accepted and not takes_any:
             raise unknown_name(_NODE, key, f"{solver.OPTIMIZER.NAME} takes", accepted)
+    arguments: dict[str, tuple[str, Any]] = {}
+    for key in dict.fromkeys(["LR", *_taken_of_solver(solver, accepted, takes_any), *own]):
+        full_key, value = optimizer_argument(solver, key)
         if value is None:
             continue
-        parameter = accepted.get(key)
-        if parameter is not None and isinstance(parameter.default, tuple) and isinstance(value, list):
+        if key in ("LR", "WEIGHT_DECAY") and not isinstance(value, int | float):
+            raise ConfigError(f"{full_key} must be a number, got {value!r}")
+        if isinstance(value, list) and key in accepted and isinstance(accepted[key].default, tuple):
             value = tuple(value)
-        name = parameter.name if parameter is not None else key.lower()
-        if name in ("lr", "weight_decay") and name in arguments:
-            if not isinstance(value, int | float):
-                raise ConfigError(f"{_NODE}.{key} must be a number, got {value!r}")
-            _logger.info("%s.%s=%s is used, not %s=%s.", _NODE, key, value, *arguments[name])
-        arguments[name] = (f"{_NODE}.{key}", value)
+        arguments[accepted[key].name if key in accepted else key.lower()] = full_key, value
     return arguments
+
+
+def _taken_of_solver(solver: CfgNode, accepted: Collection[str], takes_any: bool) -> list[str]:
+    """
+    Raises:
+        ConfigError: a key is set that the optimizer does not take.
+    """
+    defaults = get_cfg().SOLVER
+    taken = [key for key in solver if key in accepted and key not in defaults]  # of the user's own code
+    for key in _OF_SOLVER:
+        argument = key.removesuffix("_NORM").removesuffix("_BIAS")  # without which these mean nothing
+        is_set = bool(solver[key]) and solver[key] != defaults[key]
+        if argument in accepted or (takes_any and (is_set or argument == "WEIGHT_DECAY")):
+            taken += [key] if key == argument else []
+        elif is_set:
+            raise ConfigError(
+                f"SOLVER.{key} is {solver[key]!r}, but {solver.OPTIMIZER.NAME} takes no {argument.lower()}; leave "
+                f"SOLVER.{key} at its default {defaults[key]!r}, which then means nothing, or choose another optimizer"
+            )
+    return taken
 
 
 def _fastest_implementation(

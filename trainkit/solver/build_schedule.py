@@ -19,7 +19,7 @@ from trainkit.config.checks import check_is_ours
 from trainkit.config.config import CfgNode
 from trainkit.config.defaults import get_cfg
 from trainkit.config.errors import ConfigError, unknown_name
-from trainkit.config.scaling import base_lr
+from trainkit.config.scaling import optimizer_argument
 from trainkit.solver.lr_scheduler import KeepLastValue, LRFunction, LRMultiplier, WarmupParamScheduler
 from trainkit.solver.schedules import SCHEDULE_REGISTRY, Chain, Segment
 from trainkit.utils.numbers import is_whole
@@ -85,7 +85,7 @@ def _multi_step(cfg: CfgNode) -> ParamScheduler:
 
 
 def _cosine(cfg: CfgNode) -> ParamScheduler:
-    key, lr = base_lr(cfg.SOLVER)
+    key, lr = optimizer_argument(cfg.SOLVER, "LR")
     if not 0.0 <= cfg.SOLVER.BASE_LR_END <= lr or lr == 0:
         raise ConfigError(
             f"SOLVER.BASE_LR_END={cfg.SOLVER.BASE_LR_END} must be between 0 and {key}={lr}, which must not be 0"

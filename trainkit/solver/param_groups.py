@@ -35,10 +35,10 @@ class ParamRules:
     A parameter may be of several kinds; the first one in this order that has a factor counts:
 
     - ``norm``: weight or bias of a norm layer of ``torch.nn`` or a subclass of one
-    - ``bias``: called ``bias``
-    - ``dwconv``: of a depth-wise convolution, one with as many groups as input channels, more than one
+    - ``bias``: called ``bias``; the learning rate of a norm layer's bias is that of its kind alone
+    - ``dwconv``: of a convolution with as many groups as input channels, which is depth-wise, or has one channel
     - ``embedding``: of an ``nn.Embedding`` or ``nn.EmbeddingBag``
-    - ``flat``: of at most one dimension
+    - ``flat``: of one dimension
 
     Args:
         weight_decay_norm, weight_decay_bias: the weight decay that is multiplied for parameters of norm layers and for
@@ -48,8 +48,9 @@ class ParamRules:
         custom_keys: part of a parameter's full name -> ``lr_factor``, ``decay_factor``, and further options, such as
             ``lars_exclude`` or ``momentum``, which are copied into its group.
         key_match: which of several matching keys counts. ``longest`` takes the longest (the alphabetically first
-            among equals), ``shortest`` does the opposite, as MMSelfSup's layer decay does, and with ``exact`` a key is
-            a whole name, as ``pos_embed`` is to MMSegmentation's layer decay, which so decays ``backbone.pos_embed``.
+            among equals), ``shortest`` does the opposite, as MMSelfSup's layer decay does; a parameter of the model
+            itself is ``.pos_embed`` to both, as in OpenMMLab. With ``exact`` a key is a whole name, as ``pos_embed`` is
+            to MMSegmentation's layer decay, which so decays ``backbone.pos_embed``.
         custom_keys_only: a custom key switches all other rules off for its parameters, as in OpenMMLab.
         lr_factor_func: takes a parameter's full name, such as ``backbone.conv1.weight``; see ``build_layer_decay``.
 
@@ -85,7 +86,8 @@ class ParamRules:
         """The custom key that counts for a parameter."""
         if self.key_match == "exact":
             return full_name if full_name in self.custom_keys else None
-        matching = sorted((key for key in self.custom_keys if key in full_name), key=lambda key: (-len(key), key))
+        dotted = full_name if "." in full_name else f".{full_name}"
+        matching = sorted((key for key in self.custom_keys if key in dotted), key=lambda key: (-len(key), key))
         if not matching:
             return None
         return matching[0] if self.key_match == "longest" else matching[-1]
@@ -246,8 +248,11 @@ def _hyperparams(named: _NamedParam, lr: float | None, weight_decay: float | Non
             lr_factors.append(rules.bias_lr_factor)
             if rules.weight_decay_bias is not None:
                 weight_decay = rules.weight_decay_bias
-        for factors, by_kind in ((lr_factors, rules.lr_factors), (decay_factors, rules.decay_factors)):
-            factors.extend([by_kind[kind] for kind in _kinds(named) if kind in by_kind][:1])
+        kinds = list(_kinds(named))
+        decay_factors.extend([rules.decay_factors[kind] for kind in kinds if kind in rules.decay_factors][:1])
+        if kinds[:2] == ["norm", "bias"]:
+            kinds.remove("bias")
+        lr_factors.extend([rules.lr_factors[kind] for kind in kinds if kind in rules.lr_factors][:1])
         if rules.lr_factor_func is not None:
             lr_factors.append(rules.lr_factor_func(named.full_name))
     if lr is not None:
@@ -264,11 +269,11 @@ def _kinds(named: _NamedParam) -> Iterator[ParamKind]:
         yield "norm"
     if named.leaf_name == "bias":
         yield "bias"
-    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.groups == module.in_channels > 1:
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.groups == module.in_channels:
         yield "dwconv"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         yield "embedding"
-    if named.param.ndim <= 1:
+    if named.param.ndim == 1:
         yield "flat"
 
 
