@@ -258,3 +258,218 @@ def test_depths_that_do_not_fit_the_blocks_are_an_error(depths):
     model = Named(["stages.0.blocks.0.weight", "stages.0.blocks.1.weight", "stages.1.blocks.0.weight"])
     with pytest.raises(ValueError, match=r"depths=\[.*\] has no place for stages"):
         build_layer_decay(model, 0.5, "swin", depths=depths)
+
+
+# ---------------------------------------------------------------------- all parameters of whole models
+
+LAYER = ["norm1.weight", "norm1.bias", "attn.qkv.weight", "attn.qkv.bias", "attn.proj.weight", "attn.proj.bias"]
+LAYER += ["norm2.weight", "norm2.bias", "mlp.fc1.weight", "mlp.fc1.bias", "mlp.fc2.weight", "mlp.fc2.bias"]
+LAYER_HF = [
+    f"{part}.{leaf}"
+    for leaf in ("weight", "bias")
+    for part in (
+        "attention.attention.query",
+        "attention.attention.key",
+        "attention.attention.value",
+        "attention.output.dense",
+        "intermediate.dense",
+        "output.dense",
+        "layernorm_before",
+        "layernorm_after",
+    )
+]
+BLOCK_CONVNEXT = ["gamma", *(f"{part}.{leaf}" for part in ("dwconv", "norm", "pwconv1", "pwconv2") for leaf in "wb")]
+
+
+def both(name):
+    return [f"{name}.weight", f"{name}.bias"]
+
+
+def table(*rows):
+    """Pairs of a depth and names as name -> depth."""
+    return {name: depth for depth, names in rows for name in names}
+
+
+def vit_of(stem, block, leaves, rest, count=12):
+    return table(
+        (0, stem), *((b + 1, [f"{block}.{b}.{leaf}" for leaf in leaves]) for b in range(count)), ("rest", rest)
+    )
+
+
+def staged(stem, stage, leaves, downsampling, rest, depths=(2, 2, 6, 2), *, at_start=False, block="blocks"):
+    rows, done = [(0, stem)], 0
+    for s, depth in enumerate(depths):
+        owner = s + 1 if at_start else s  # of the downsampling after stage s
+        if s + 1 < len(depths):
+            rows.append((done + depth, [f"{stage}.{owner}.{name}" for name in downsampling]))
+        rows += [(done + b + 1, [f"{stage}.{s}.{block}.{b}.{leaf}" for leaf in leaves]) for b in range(depth)]
+        done += depth
+    return table(*rows, ("rest", rest))
+
+
+def convnext_of(stem, downsampling, block, rest, num_layers, depths, stage_wise):
+    """``downsampling`` and ``block`` give a prefix for a stage, and for a stage and block."""
+    rows = [(0, stem)]
+    for s, depth in enumerate(depths):
+        before = [0, 2, 3, num_layers][s]
+        if s:
+            rows.append((0 if stage_wise else before, [f"{downsampling(s)}.{i}.{leaf}" for i in "01" for leaf in "wb"]))
+        for b in range(depth):
+            layer_wise = [1, 2, 3 + b // 3, num_layers][s]
+            rows.append((s + 1 if stage_wise else layer_wise, [f"{block(s, b)}.{leaf}" for leaf in BLOCK_CONVNEXT]))
+    return table(*rows, ("rest", rest))
+
+
+MM = ["cls_token", "pos_embed", *both("patch_embed.projection")]
+VITS = {
+    "OpenMMLab": ("backbone.", vit_of([*MM, "mask_token"], "layers", LAYER, both("ln1")), both("head.fc")),
+    "timm": (
+        "",
+        vit_of(["cls_token", "pos_embed", *both("patch_embed.proj")], "blocks", LAYER, both("norm")),
+        both("head"),
+    ),
+    "Hugging Face": (
+        "vit.",
+        vit_of(
+            [
+                f"embeddings.{name}"
+                for name in ("cls_token", "position_embeddings", *both("patch_embeddings.projection"))
+            ],
+            "encoder.layer",
+            LAYER_HF,
+            both("layernorm"),
+        ),
+        both("classifier"),
+    ),
+    "BERT": (
+        "bert.",
+        vit_of(
+            [
+                f"embeddings.{name}"
+                for name in ("word_embeddings.weight", "position_embeddings.weight", "LayerNorm.bias")
+            ],
+            "encoder.layer",
+            LAYER_HF,
+            both("pooler.dense"),
+        ),
+        both("classifier"),
+    ),
+}
+DOWN = [*both("downsample.norm"), "downsample.reduction.weight"]
+SWINS = {
+    "OpenMMLab": (
+        "backbone.",
+        staged(
+            ["mask_token", *both("patch_embed.projection")],
+            "stages",
+            LAYER,
+            DOWN,
+            [*both("norm3"), "absolute_pos_embed"],
+        ),
+        both("head.fc"),
+    ),
+    "timm": ("", staged(both("patch_embed.proj"), "layers", LAYER, DOWN, both("norm"), at_start=True), both("head.fc")),
+    "Hugging Face": (
+        "swin.",
+        staged(
+            [*both("embeddings.patch_embeddings.projection"), *both("embeddings.norm")],
+            "encoder.layers",
+            LAYER_HF,
+            DOWN,
+            both("layernorm"),
+        ),
+        both("classifier"),
+    ),
+}
+CONVNEXTS = {
+    "OpenMMLab": (
+        "backbone.",
+        lambda *rule: convnext_of(
+            [*both("downsample_layers.0.0"), *both("downsample_layers.0.1")],
+            lambda s: f"downsample_layers.{s}",
+            lambda s, b: f"stages.{s}.{b}",
+            both("norm3"),
+            *rule,
+        ),
+        both("decode_head.conv_seg"),
+    ),
+    "timm": (
+        "",
+        lambda *rule: convnext_of(
+            [*both("stem.0"), *both("stem.1")],
+            lambda s: f"stages.{s}.downsample",
+            lambda s, b: f"stages.{s}.blocks.{b}",
+            both("head.norm"),
+            *rule,
+        ),
+        both("head.fc"),
+    ),
+    "Hugging Face": (
+        "convnext.",
+        lambda *rule: convnext_of(
+            [*both("embeddings.patch_embeddings"), *both("embeddings.layernorm")],
+            lambda s: f"encoder.stages.{s}.downsampling_layer",
+            lambda s, b: f"encoder.stages.{s}.layers.{b}",
+            both("layernorm"),
+            *rule,
+        ),
+        both("classifier"),
+    ),
+}
+
+
+def check_all(prefix, table, head, last, rest, scheme, **arguments):
+    """Every factor is ``rate ** (last - depth)``, of every parameter."""
+    exponents = {prefix + name: last - (rest if depth == "rest" else depth) for name, depth in table.items()}
+    exponents |= dict.fromkeys(head, last - rest)
+    model = Named(list(exponents))
+    model.base_model_prefix = prefix.removesuffix(".")  # of Hugging Face
+    factor_of = build_layer_decay(model, 0.75, scheme, **arguments)
+    assert {name: factor_of(name) for name, _ in model.named_parameters()} == powers(exponents, 0.75)
+
+
+@pytest.mark.parametrize("scheme", ["vit", "beit", "mae"])
+@pytest.mark.parametrize("library", VITS)
+def test_all_parameters_of_a_vit_have_the_factor_of_the_formula(library, scheme):
+    check_all(*VITS[library], 13, 13, scheme, num_layers=12)
+
+
+@pytest.mark.parametrize("library", SWINS)
+def test_all_parameters_of_a_swin_have_the_factor_of_the_formula(library):
+    check_all(*SWINS[library], 13, 13, "swin", depths=(2, 2, 6, 2))
+
+
+@pytest.mark.parametrize(("scheme", "last"), [("mixmim", 12), ("mixmim_mmselfsup", 13)])
+def test_all_parameters_of_a_mixmim_have_the_factor_of_the_formula(scheme, last):
+    stem = ["absolute_pos_embed", *both("patch_embed.proj")]
+    check_all(
+        "backbone.",
+        staged(stem, "layers", LAYER, DOWN, both("norm")),
+        both("head.fc"),
+        last,
+        12,
+        scheme,
+        depths=(2, 2, 6, 2),
+    )
+
+
+@pytest.mark.parametrize(("num_layers", "blocks"), [(6, (3, 3, 9, 3)), (12, (3, 3, 27, 3))])
+@pytest.mark.parametrize("library", CONVNEXTS)
+def test_all_parameters_of_a_convnext_have_the_factor_of_the_formula(library, num_layers, blocks):
+    prefix, depths_of, head = CONVNEXTS[library]
+    last = num_layers + 1
+    check_all(prefix, depths_of(num_layers, blocks, False), head, last, last, "convnext", num_layers=num_layers)
+    by_stage = depths_of(num_layers, blocks, True)
+    check_all(prefix, by_stage, head, 5, 5, "convnext_stage")
+    check_all(prefix, by_stage, head, last, last, "convnext_stage_mmseg", num_layers=num_layers)
+
+
+def depth_of_first(name):
+    return (0, 2) if name.startswith("first") else (1, 2)
+
+
+def test_a_function_is_found_by_its_dotted_name():
+    factor_of = build_layer_decay(Pyramid(), 0.5, f"{__name__}.depth_of_first")
+    assert [factor_of(name) for name in ("first.weight", "second.bias", "third.weight")] == [0.5, 1.0, 1.0]
+    with pytest.raises(ValueError, match="scheme 'tests.solver.no_depth': cannot locate"):
+        build_layer_decay(Pyramid(), 0.5, "tests.solver.no_depth")

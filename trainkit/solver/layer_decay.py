@@ -7,26 +7,28 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
-from trainkit.utils.registry import Registry
+from trainkit.utils.registry import Registry, locate
 
 LAYER_DEPTH_REGISTRY = Registry("LAYER_DEPTH")
 """Functions from a parameter's full name to ``(depth, num_layers)``: depth 0 is first, ``num_layers - 1`` last."""
 
-_STEM = r"(?:cls_token|mask_token|pos_embed)$|patch_embed\."
-_STEM_OF_SWIN = r"mask_token$|patch_embed\."
+# the names of OpenMMLab, timm and Hugging Face
+_STEM = r"(?:cls_token|mask_token|pos_embed)$|(?:patch_embed|embeddings)\."
+_STEM_OF_SWIN = r"mask_token$|(?:patch_embed|embeddings)\."
 _STEM_OF_MIXMIM = r"(?:absolute_)?pos_embed$|patch_embed\."
-_BLOCK_OF_VIT = re.compile(r"(?:layers|blocks)\.(\d+)\.")
-_BLOCK_OF_STAGE = re.compile(r"(?:stages|layers)\.(\d+)\.blocks\.(\d+)\.")
-_DOWNSAMPLE_OF_STAGE = re.compile(r"(?:stages|layers)\.(\d+)\.downsample\.")
-_BLOCK_OF_CONVNEXT = re.compile(r"stages\.([0-3])\.(\d+)\.")
-_DOWNSAMPLE_OF_CONVNEXT = re.compile(r"downsample_layers\.([0-3])\.")
+_STEM_OF_CONVNEXT = rf"{_STEM}|stem\."
+_BLOCK_OF_VIT = re.compile(r"(?:encoder\.)?(?:layers?|blocks)\.(\d+)\.")
+_BLOCK_OF_STAGE = re.compile(r"(?:encoder\.)?(?:stages|layers)\.(\d+)\.blocks\.(\d+)\.")
+_DOWNSAMPLE_OF_STAGE = re.compile(r"(?:encoder\.)?(?:stages|layers)\.(\d+)\.downsample\.")
+_BLOCK_OF_CONVNEXT = re.compile(r"(?:encoder\.)?stages\.([0-3])\.(?:(?:blocks|layers)\.)?(\d+)\.")
+_DOWNSAMPLE_OF_CONVNEXT = re.compile(r"(?:downsample_layers\.([0-3])|(?:encoder\.)?stages\.([0-3])\.downsampl\w+)\.")
 
 
 class _Layers(NamedTuple):
     """How deep the parameters of a backbone are, by their name without prefix."""
 
     stem: str  # names at depth 0
-    depth_of: Callable[[str], int | None]  # of the others; None: after the blocks, as all heads are
+    depth_of: Callable[[str, Sequence[str]], int | None]  # of the others, and all; None: after the blocks, as heads are
     last_block: int
     rest: int
     num_layers: int
@@ -50,7 +52,7 @@ def build_layer_decay(
     ============================  ============  ===============================================================
     ``vit``, ``beit``, ``mae``    num_layers    tokens, position and patch embedding 0; block b: b + 1; rest last
     ``swin``                      depths        mask token and patch embedding 0; blocks, counted through all
-                                                stages: b + 1; a stage's downsampling as its last block; rest last,
+                                                stages: b + 1; downsampling as the block before it; rest last,
                                                 ``absolute_pos_embed`` too
     ``mixmim``                    depths        as ``swin`` with the position embedding at 0 and the rest
                                                 beside the last block, whose factor so is 1
@@ -62,14 +64,19 @@ def build_layer_decay(
                                                 of the last stage depends on num_layers and is far from 1
     ``model``                     nothing       ``model.get_layer_depth(name)`` gives ``(depth, num_layers)``
     in ``LAYER_DEPTH_REGISTRY``   nothing       likewise
+    ``package.module.function``   nothing       likewise
     ============================  ============  ===============================================================
+
+    The names are those of OpenMMLab, of timm (``blocks.3.``, ``stages.2.blocks.0.``, ``stem.``) and of Hugging Face
+    (``embeddings.``, ``encoder.layer.3.``, ``encoder.stages.2.layers.0.``).
 
     Args:
         rate: in (0, 1].
         num_layers: number of blocks (``vit``), or of layers (``convnext``).
         depths: number of blocks of each stage.
         prefix: what the names of the backbone's parameters begin with, as ``encoder.``; everything else is the rest.
-            None is ``backbone.`` if there are such parameters, else nothing. For the schemes with a table row only.
+            None is ``backbone.`` or the ``base_model_prefix`` of a Hugging Face model, if there are such parameters,
+            else nothing. For the schemes above only.
 
     Raises:
         ValueError: the scheme is unknown, does not fit the model's names, or lacks an argument or has one too many.
@@ -87,19 +94,20 @@ def build_layer_decay(
     if layers_of is None:
         found = _users_depths(_users_function(model, scheme), scheme, names)
     else:
+        if prefix is None:
+            usual = ("backbone.", f"{getattr(model, 'base_model_prefix', 'backbone')}.")
+            prefix = next((part for part in usual if any(name.startswith(part) for name in names)), "")
         found = _named_depths(layers_of(given[needed] if needed else None), scheme, names, prefix)
     factors = {name: rate ** (count - 1 - depth) for name, (depth, count) in found.items()}
     return factors.__getitem__
 
 
-def _named_depths(layers: _Layers, scheme: str, names: Sequence[str], prefix: str | None) -> dict[str, tuple[int, int]]:
-    if prefix is None:
-        prefix = "backbone." if any(name.startswith("backbone.") for name in names) else ""
-    depths = {}
-    for name in names:
-        if name.startswith(prefix):
-            own_name = name.removeprefix(prefix)
-            depths[name] = 0 if re.match(layers.stem, own_name) else layers.depth_of(own_name)
+def _named_depths(layers: _Layers, scheme: str, names: Sequence[str], prefix: str) -> dict[str, tuple[int, int]]:
+    own_names = {name: name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+    depths = {
+        name: 0 if re.match(layers.stem, own_name) else layers.depth_of(own_name, [*own_names.values()])
+        for name, own_name in own_names.items()
+    }
     known = {depth: name for name, depth in depths.items() if depth is not None}
     if not known:
         raise ValueError(
@@ -117,11 +125,16 @@ def _named_depths(layers: _Layers, scheme: str, names: Sequence[str], prefix: st
 
 
 def _users_function(model: nn.Module, scheme: str) -> Callable[[str], tuple[int, int]]:
+    if "." in scheme:
+        try:
+            return cast(Callable[[str], tuple[int, int]], locate(scheme))
+        except ImportError as error:
+            raise ValueError(f"scheme {scheme!r}: {error}") from error
     if scheme != "model" and scheme not in LAYER_DEPTH_REGISTRY:
         registered = sorted(name for name, _ in LAYER_DEPTH_REGISTRY)
         raise ValueError(
-            f"unknown scheme {scheme!r}; accepted: {', '.join([*_SCHEMES, 'model', *registered])}. The module that "
-            "registers one must have been imported: name it in IMPORTS of the config"
+            f"unknown scheme {scheme!r}; accepted: {', '.join([*_SCHEMES, 'model', *registered])}, or the dotted "
+            "name of a function. A module that registers one must have been imported: name it in IMPORTS"
         )
     if scheme == "model" and not hasattr(model, "get_layer_depth"):
         raise ValueError(f"scheme 'model' needs a method get_layer_depth(name) of {type(model).__name__}; write one")
@@ -141,14 +154,16 @@ def _users_depths(
     return found
 
 
-def _vit_depth(name: str) -> int | None:
+def _vit_depth(name: str, _: Sequence[str]) -> int | None:
     block = _BLOCK_OF_VIT.match(name)
     return int(block[1]) + 1 if block else None
 
 
-def _depth_in_stages(depths: Sequence[int], name: str) -> int | None:
+def _depth_in_stages(depths: Sequence[int], name: str, names: Sequence[str]) -> int | None:
     if downsample := _DOWNSAMPLE_OF_STAGE.match(name):
-        return sum(depths[: int(downsample[1]) + 1])
+        stages = {match[1] for match in map(_DOWNSAMPLE_OF_STAGE.match, names) if match}
+        stage = int(downsample[1])  # with its downsampling at the end, in timm at the start, so that the first has none
+        return sum(depths[: stage + ("0" in stages)])
     block = _BLOCK_OF_STAGE.match(name)
     if not block:
         return None
@@ -158,14 +173,14 @@ def _depth_in_stages(depths: Sequence[int], name: str) -> int | None:
     return sum(depths[:stage]) + index + 1
 
 
-def _convnext_depth(num_layers: int, name: str) -> int | None:
+def _convnext_depth(num_layers: int, name: str, _: Sequence[str]) -> int | None:
     if downsample := _DOWNSAMPLE_OF_CONVNEXT.match(name):
-        return (0, 2, 3, num_layers)[int(downsample[1])]
+        return (0, 2, 3, num_layers)[int(downsample[1] or downsample[2])]
     block = _BLOCK_OF_CONVNEXT.match(name)
     return (1, 2, 3 + int(block[2]) // 3, num_layers)[int(block[1])] if block else None
 
 
-def _convnext_stage_depth(name: str) -> int | None:
+def _convnext_stage_depth(name: str, _: Sequence[str]) -> int | None:
     if _DOWNSAMPLE_OF_CONVNEXT.match(name):
         return 0
     block = _BLOCK_OF_CONVNEXT.match(name)
@@ -189,7 +204,7 @@ def _mixmim_mmselfsup(depths: Sequence[int]) -> _Layers:
 
 
 def _convnext(n: int) -> _Layers:
-    return _Layers(_STEM, partial(_convnext_depth, n), last_block=n, rest=n + 1, num_layers=n + 2)
+    return _Layers(_STEM_OF_CONVNEXT, partial(_convnext_depth, n), last_block=n, rest=n + 1, num_layers=n + 2)
 
 
 def _in_stages(stem: str, depths: Sequence[int], rest: int, num_layers: int) -> _Layers:
@@ -207,6 +222,9 @@ _SCHEMES: dict[str, tuple[str | None, Callable[[Any], _Layers]]] = {
     "mixmim": ("depths", _mixmim),
     "mixmim_mmselfsup": ("depths", _mixmim_mmselfsup),
     "convnext": ("num_layers", _convnext),
-    "convnext_stage": (None, lambda _: _Layers(_STEM, _convnext_stage_depth, 4, 5, 6)),
-    "convnext_stage_mmseg": ("num_layers", lambda n: _Layers(_STEM, _convnext_stage_depth, 4, n + 1, n + 2)),
+    "convnext_stage": (None, lambda _: _Layers(_STEM_OF_CONVNEXT, _convnext_stage_depth, 4, 5, 6)),
+    "convnext_stage_mmseg": (
+        "num_layers",
+        lambda n: _Layers(_STEM_OF_CONVNEXT, _convnext_stage_depth, 4, n + 1, n + 2),
+    ),
 }
