@@ -2,26 +2,31 @@
 
 import ast
 import inspect
+import itertools
+import math
 import re
 
 import pytest
+import torch
 import yaml
 from torch import nn
 
 import trainkit_selfsup  # noqa: F401  # registers hooks
-from tests.docs.pages import blocks, page, run
+from tests.docs.pages import blocks, page
+from tests.docs.pages import run as page_run
 from tests.engine.job import tiny_cfg
 from trainkit import engine
-from trainkit.config import CfgNode, get_cfg
+from trainkit.config import CfgNode, get_cfg, resolve_lengths
 from trainkit.engine import DefaultTrainer, hooks
 from trainkit.engine.hook_base import HOOK_POINTS, Priority
 from trainkit.engine.hooks import HOOK_REGISTRY
 from trainkit.modeling import MODEL_REGISTRY
+from trainkit.solver import build_lr_scheduler, build_optimizer
 from trainkit.solver.schedules import SCHEDULE_REGISTRY
 
 TEXT = page("docs/migrate_from_mmengine.md")
-LEFT, SELFSUP_MODEL = blocks("docs/migrate_from_mmengine.md", "python")
-RIGHT, SELFSUP_CONFIG = blocks("docs/migrate_from_mmengine.md", "yaml")
+LEFT, SELFSUP_MODEL, RULES, LARS, STAGES, FUNCTION = blocks("docs/migrate_from_mmengine.md", "python")
+RIGHT, SELFSUP_CONFIG, *RIGHT_OF_GROUPS = blocks("docs/migrate_from_mmengine.md", "yaml")
 
 POINTS_OF_2022 = [
     "before_run",
@@ -156,7 +161,8 @@ def test_the_priorities_are_those_of_the_enum():
 class WithBackbone(nn.Module):
     def __init__(self, cfg):
         super().__init__()
-        self.backbone, self.head = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.backbone = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+        self.head = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 2))
 
     def forward(self, batch):
         return {"loss": nn.functional.cross_entropy(self.head(self.backbone(batch["x"])), batch["label"])}
@@ -170,16 +176,15 @@ def test_the_example_is_python_on_the_left_and_a_job_on_the_right(tmp_path):
 
     trainer = DefaultTrainer(cfg)
 
-    assert trainer.max_iter == 12 * 5  # 40 samples, two micro-batches of 4 each
+    assert trainer.max_iter == 12 * 10  # 40 samples by 4
     assert type(trainer.optimizer).__name__ == "AdamW"
-    first = 1e-4 * 0.001  # the warm-up
-    assert sorted({group["lr"] for group in trainer.optimizer.param_groups}) == pytest.approx([0.1 * first, first])
+    assert trainer.scheduler.base_lrs == [group["initial_lr"] for group in trainer.optimizer.param_groups]
     for line in ("EMAHook", "EarlyStopping", "BestCheckpointer"):
         assert line in trainer.describe_hooks()
 
 
 def test_the_model_of_your_own_trains_with_the_hook_of_mmselfsup(tmp_path):
-    run(SELFSUP_MODEL, "docs/migrate_from_mmengine.md")
+    run(SELFSUP_MODEL)
     (tmp_path / "config.yaml").write_text(SELFSUP_CONFIG)
     cfg = tiny_cfg(tmp_path / "run", "DATASETS.TEST", (), "TEST.EVAL_PERIOD", 0, "SOLVER.CHECKPOINT_PERIOD", 1000)
     cfg.merge_from_file(str(tmp_path / "config.yaml"))
@@ -202,3 +207,222 @@ def test_the_hooks_of_mmselfsup_can_be_made_as_the_table_writes_them():
 
     assert {*made} == {"DeepClusterHook", "DenseCLHook", "ODCHook", "SimSiamHook", "SwAVHook"}
     assert len(made) == 11
+
+
+# ---------------------------------------------------------------------- the examples, by the formulas of OpenMMLab
+
+
+def run(source):
+    return page_run(source, "migrate_from_mmengine.md")
+
+
+def by_default_constructor(model, optimizer, paramwise_cfg):
+    """name -> (lr, weight decay, further options) by the rules of MMEngine's DefaultOptimWrapperConstructor."""
+    lr, decay, rules = optimizer["lr"], optimizer["weight_decay"], paramwise_cfg
+    keys = sorted(sorted(rules.get("custom_keys", {})), key=len, reverse=True)
+    found = {}
+    for prefix, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            full_name = f"{prefix}.{name}"
+            is_norm = isinstance(module, nn.modules.batchnorm._NormBase | nn.GroupNorm | nn.LayerNorm)
+            is_dwconv = isinstance(module, nn.Conv2d) and module.in_channels == module.groups
+            key = next((key for key in keys if key in full_name), None)
+            options, factor, lr_factor = {}, 1.0, 1.0
+            if key is not None:
+                options = dict(rules["custom_keys"][key])
+                lr_factor, factor = options.pop("lr_mult", 1.0), options.pop("decay_mult", 1.0)
+            else:
+                if name == "bias" and not is_norm:
+                    lr_factor = rules.get("bias_lr_mult", 1.0)
+                if is_norm and "norm_decay_mult" in rules:
+                    factor = rules["norm_decay_mult"]
+                elif name == "bias" and "bias_decay_mult" in rules:
+                    factor = rules["bias_decay_mult"]
+                elif is_dwconv and "dwconv_decay_mult" in rules:
+                    factor = rules["dwconv_decay_mult"]
+                elif param.ndim == 1 and "flat_decay_mult" in rules:
+                    factor = rules["flat_decay_mult"]
+            found[full_name.removeprefix(".")] = lr * lr_factor, decay * factor, options
+    return found
+
+
+def by_config(model, text, tmp_path, *options):
+    """The same of the optimizer that a config builds, and the optimizer."""
+    (tmp_path / "config.yaml").write_text(text)
+    cfg = get_cfg()
+    cfg.merge_from_file(str(tmp_path / "config.yaml"))
+    cfg.merge_from_list(list(options))
+    optimizer = build_optimizer(cfg, model)
+    names = {param: name for name, param in model.named_parameters()}
+    found = {}
+    for group in optimizer.param_groups:
+        more = {key: group[key] for key in ("lars_exclude",) if group.get(key)}
+        found |= {names[param]: (group["lr"], group["weight_decay"], more) for param in group["params"]}
+    return found, optimizer
+
+
+class Example(nn.Module):
+    """47 parameters, 20 of them of norm layers in the backbone."""
+
+    def __init__(self):
+        super().__init__()
+        layers = [(nn.Conv2d(3, 3, 1, groups=3 if i % 2 else 1, bias=False), nn.BatchNorm2d(3)) for i in range(10)]
+        self.backbone = nn.Sequential(*(layer for pair in layers for layer in pair))
+        self.head = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(3, 3), nn.LayerNorm(3))))
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, 3))
+
+
+class EveryKind(nn.Module):
+    """Each kind of parameter that a rule names, inside and outside what the custom keys name."""
+
+    def __init__(self):
+        super().__init__()
+
+        def parts():
+            return nn.ModuleDict(
+                {
+                    "conv": nn.Conv2d(3, 4, 1),
+                    "gray": nn.Conv2d(1, 4, 1),
+                    "depthwise": nn.Conv2d(4, 4, 1, groups=4),
+                    "bn": nn.BatchNorm2d(4),
+                    "group": nn.GroupNorm(2, 4),
+                    "layer": nn.LayerNorm(4),
+                    "instance": nn.InstanceNorm2d(4, affine=True),
+                    "words": nn.Embedding(3, 4),
+                    "fc": nn.Linear(4, 4),
+                }
+            )
+
+        self.backbone, self.neck, self.head = parts(), parts(), parts()
+        self.cls_token, self.gamma = nn.Parameter(torch.zeros(1, 1, 4)), nn.Parameter(torch.zeros(4))
+        self.scale, self.bias = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(4))
+        self.encoder = nn.Module()
+        self.encoder.cls_token = nn.Parameter(torch.zeros(1, 1, 4))
+
+
+def test_the_groups_of_the_first_example_are_those_of_mmengine(tmp_path):
+    wrapper = run(LEFT)["optim_wrapper"]
+    model = Example()
+    expected = by_default_constructor(model, wrapper["optimizer"], wrapper["paramwise_cfg"])
+    found, _ = by_config(model, RIGHT, tmp_path, "SOLVER.MAX_ITER", 1)
+    assert len(expected) == 47
+    assert found == expected
+    other, _ = by_config(model, RIGHT.replace("CUSTOM_KEYS_ONLY: True", "CUSTOM_KEYS_ONLY: False"), tmp_path)
+    assert sum(other[name][1] != expected[name][1] for name in expected) == 20
+
+
+def test_the_rates_of_the_first_example_are_those_of_mmengine_in_every_iteration(tmp_path):
+    (tmp_path / "config.yaml").write_text(RIGHT)
+    cfg = tiny_cfg(tmp_path, "MODEL.NAME", "WithBackbone", "SOLVER.IMS_PER_BATCH", 4)
+    cfg.merge_from_file(str(tmp_path / "config.yaml"))
+    cfg.SOLVER.MAX_ITER = 800  # longer than the warm-up
+    warmup, cosine = run(LEFT)["param_scheduler"]
+    optimizer = build_optimizer(cfg, model := WithBackbone(cfg))
+    cfg.TEST.EVAL_PERIOD = cfg.SOLVER.CHECKPOINT_PERIOD = 10
+    scheduler = build_lr_scheduler(resolve_lengths(cfg, 10), optimizer)
+    bases = {name: lr for name, (lr, _, _) in by_config(model, RIGHT, tmp_path)[0].items()}
+    names = {param: name for name, param in model.named_parameters()}
+    for t in range(800):
+        begin, length, s = cosine["begin"], 800 - cosine["begin"], warmup["start_factor"]
+        factor = s + (1 - s) * min(t, warmup["end"] - 1) / (warmup["end"] - 1)
+        if t >= begin:
+            factor *= (1 + math.cos(math.pi * (t - begin) / length)) / 2
+        for group in optimizer.param_groups:
+            assert group["lr"] == pytest.approx(bases[names[group["params"][0]]] * factor, rel=1e-12)
+        optimizer.step()
+        scheduler.step()
+
+
+KEYS_OF_RULES = {
+    "norm_decay_mult": "NORM_DECAY_FACTOR",
+    "bias_lr_mult": "BIAS_LR_FACTOR",
+    "bias_decay_mult": "BIAS_DECAY_FACTOR",
+    "dwconv_decay_mult": "DWCONV_DECAY_FACTOR",
+    "flat_decay_mult": "FLAT_DECAY_FACTOR",
+    "custom_keys": "CUSTOM_KEYS:",
+}
+
+
+@pytest.mark.parametrize("without", [names for n in range(7) for names in itertools.combinations(KEYS_OF_RULES, n)])
+def test_any_of_the_rules_give_the_groups_of_mmengine(tmp_path, without):
+    wrapper = run(RULES)["optim_wrapper"]
+    rules = {name: value for name, value in wrapper["paramwise_cfg"].items() if name not in without}
+    dropped = [KEYS_OF_RULES[name] for name in without]
+    text = "\n".join(line for line in RIGHT_OF_GROUPS[0].splitlines() if not line.strip().startswith(tuple(dropped)))
+    model = EveryKind()
+    found, optimizer = by_config(model, text, tmp_path)
+    assert found == by_default_constructor(model, wrapper["optimizer"], rules)
+    assert (optimizer.defaults["momentum"], optimizer.defaults["nesterov"]) == (0.9, True)
+
+
+def test_the_lars_of_the_example_has_the_groups_and_the_updates_of_mmselfsup(tmp_path):
+    wrapper = run(LARS)["optim_wrapper"]
+    torch.manual_seed(0)
+    model = Example()
+    expected = by_default_constructor(model, wrapper["optimizer"], wrapper["paramwise_cfg"])
+    found, optimizer = by_config(model, RIGHT_OF_GROUPS[1], tmp_path)
+    assert found == expected
+
+    momentum, buffers = wrapper["optimizer"]["momentum"], {}
+    weights = {name: param.detach().double().clone() for name, param in model.named_parameters()}
+    for _ in range(3):
+        for name, param in model.named_parameters():
+            grad = param.grad = torch.randn_like(param)
+            (lr, decay, options), weight, grad = expected[name], weights[name], grad.double()
+            local = 0.001 * weight.norm() / (grad.norm() + decay * weight.norm() + 1e-8)
+            local = 1.0 if options or weight.norm() == 0 else local
+            update = (grad + decay * weight) * local * lr
+            buffers[name] = update if name not in buffers else momentum * buffers[name] + update
+            weights[name] = weight - buffers[name]
+        optimizer.step()
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.detach().double(), weights[name], rtol=1e-5, atol=1e-5)
+
+
+class ConvNeXt(nn.Module):
+    def __init__(self):
+        super().__init__()
+
+        def block():
+            parts = {
+                "depthwise_conv": nn.Conv2d(2, 2, 7, groups=2),
+                "norm": nn.LayerNorm(2),
+                "pointwise_conv1": nn.Linear(2, 2),
+            }
+            module = nn.ModuleDict(parts)
+            module.register_parameter("gamma", nn.Parameter(torch.ones(2)))
+            return module
+
+        self.backbone = nn.Module()
+        self.backbone.downsample_layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(2), nn.Conv2d(2, 2, 2)) for _ in range(4)
+        )
+        self.backbone.stages = nn.ModuleList(nn.Sequential(*(block() for _ in range(n))) for n in (3, 3, 9, 3))
+        self.backbone.norm3 = nn.LayerNorm(2)
+        self.backbone.pos_embed = nn.Parameter(torch.zeros(1, 2, 2))  # which is decayed, having a prefix
+        self.pos_embed = nn.Parameter(torch.zeros(1, 2, 2))
+        self.decode_head = nn.Conv2d(2, 2, 1)
+
+
+def test_the_layer_decay_of_the_example_has_the_groups_of_mmsegmentation(tmp_path):
+    wrapper = run(STAGES)["optim_wrapper"]
+    (lr, decay), rules = (wrapper["optimizer"][key] for key in ("lr", "weight_decay")), wrapper["paramwise_cfg"]
+    expected = {}
+    for name, param in (model := ConvNeXt()).named_parameters():
+        last = rules["num_layers"] + 1
+        path = name.removeprefix("backbone.").split(".") if name.startswith("backbone.") else [""]
+        depth = {"downsample_layers": 0, "pos_embed": 0}.get(path[0], int(path[1]) + 1 if path[0] == "stages" else last)
+        is_free = param.ndim == 1 or name.endswith(".bias") or name in ("pos_embed", "cls_token")
+        expected[name] = (
+            pytest.approx(lr * rules["decay_rate"] ** (last - depth), rel=1e-12),
+            0.0 if is_free else decay,
+            {},
+        )
+    found, optimizer = by_config(model, RIGHT_OF_GROUPS[2], tmp_path)
+    assert found == expected
+    assert optimizer.defaults["betas"] == wrapper["optimizer"]["betas"]
+
+
+def test_the_function_of_the_page_gives_depths():
+    depth_of = run(FUNCTION)["depth_of"]
+    assert [depth_of(name) for name in ("stem.0.weight", "levels.2.fc.bias", "head.bias")] == [(0, 6), (3, 6), (5, 6)]
