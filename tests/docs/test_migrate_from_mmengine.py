@@ -26,7 +26,7 @@ from trainkit.solver.schedules import SCHEDULE_REGISTRY
 
 TEXT = page("docs/migrate_from_mmengine.md")
 LEFT, SELFSUP_MODEL, RULES, LARS, STAGES, FUNCTION = blocks("docs/migrate_from_mmengine.md", "python")
-RIGHT, SELFSUP_CONFIG, *RIGHT_OF_GROUPS = blocks("docs/migrate_from_mmengine.md", "yaml")
+RIGHT, SELFSUP_CONFIG, RULES_IN_YAML, LARS_IN_YAML, STAGES_IN_YAML = blocks("docs/migrate_from_mmengine.md", "yaml")
 
 POINTS_OF_2022 = [
     "before_run",
@@ -348,7 +348,7 @@ def test_any_of_the_rules_give_the_groups_of_mmengine(tmp_path, without):
     wrapper = run(RULES)["optim_wrapper"]
     rules = {name: value for name, value in wrapper["paramwise_cfg"].items() if name not in without}
     dropped = [KEYS_OF_RULES[name] for name in without]
-    text = "\n".join(line for line in RIGHT_OF_GROUPS[0].splitlines() if not line.strip().startswith(tuple(dropped)))
+    text = "\n".join(line for line in RULES_IN_YAML.splitlines() if not line.strip().startswith(tuple(dropped)))
     model = EveryKind()
     found, optimizer = by_config(model, text, tmp_path)
     assert found == by_default_constructor(model, wrapper["optimizer"], rules)
@@ -360,7 +360,7 @@ def test_the_lars_of_the_example_has_the_groups_and_the_updates_of_mmselfsup(tmp
     torch.manual_seed(0)
     model = Example()
     expected = by_default_constructor(model, wrapper["optimizer"], wrapper["paramwise_cfg"])
-    found, optimizer = by_config(model, RIGHT_OF_GROUPS[1], tmp_path)
+    found, optimizer = by_config(model, LARS_IN_YAML, tmp_path)
     assert found == expected
 
     momentum, buffers = wrapper["optimizer"]["momentum"], {}
@@ -418,7 +418,7 @@ def test_the_layer_decay_of_the_example_has_the_groups_of_mmsegmentation(tmp_pat
             0.0 if is_free else decay,
             {},
         )
-    found, optimizer = by_config(model, RIGHT_OF_GROUPS[2], tmp_path)
+    found, optimizer = by_config(model, STAGES_IN_YAML, tmp_path)
     assert found == expected
     assert optimizer.defaults["betas"] == wrapper["optimizer"]["betas"]
 

@@ -105,7 +105,7 @@ FACTORS = [
     Setting(
         "factor of biases",
         of("BIAS_LR_FACTOR", 0.5),
-        groups((REST, 0.1, 1e-3), (NORM_WEIGHTS, 0.1, 0.0), (BIASES, 0.05, 0.0), ("layers.15.bias", 0.05, 1e-3)),
+        groups((REST, 0.1, 1e-3), (NORMS, 0.1, 0.0), ("layers.15.bias", 0.05, 1e-3)),
         QUICK,
     ),
     Setting(

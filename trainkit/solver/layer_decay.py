@@ -103,10 +103,9 @@ def build_layer_decay(
 
 
 def _named_depths(layers: _Layers, scheme: str, names: Sequence[str], prefix: str) -> dict[str, tuple[int, int]]:
-    own_names = {name: name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+    own_names = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
     depths = {
-        name: 0 if re.match(layers.stem, own_name) else layers.depth_of(own_name, [*own_names.values()])
-        for name, own_name in own_names.items()
+        own_names[own]: 0 if re.match(layers.stem, own) else layers.depth_of(own, [*own_names]) for own in own_names
     }
     known = {depth: name for name, depth in depths.items() if depth is not None}
     if not known:
@@ -191,6 +190,14 @@ def _vit(n: int) -> _Layers:
     return _Layers(_STEM, _vit_depth, last_block=n, rest=n + 1, num_layers=n + 2)
 
 
+def _convnext(n: int) -> _Layers:
+    return _Layers(_STEM_OF_CONVNEXT, partial(_convnext_depth, n), last_block=n, rest=n + 1, num_layers=n + 2)
+
+
+def _convnext_stage(n: int | None) -> _Layers:
+    return _Layers(_STEM_OF_CONVNEXT, _convnext_stage_depth, 4, (n or 4) + 1, (n or 4) + 2)
+
+
 def _swin(depths: Sequence[int]) -> _Layers:
     return _in_stages(_STEM_OF_SWIN, depths, rest=1, num_layers=2)
 
@@ -201,10 +208,6 @@ def _mixmim(depths: Sequence[int]) -> _Layers:
 
 def _mixmim_mmselfsup(depths: Sequence[int]) -> _Layers:
     return _in_stages(_STEM_OF_MIXMIM, depths, rest=0, num_layers=2)
-
-
-def _convnext(n: int) -> _Layers:
-    return _Layers(_STEM_OF_CONVNEXT, partial(_convnext_depth, n), last_block=n, rest=n + 1, num_layers=n + 2)
 
 
 def _in_stages(stem: str, depths: Sequence[int], rest: int, num_layers: int) -> _Layers:
@@ -222,9 +225,6 @@ _SCHEMES: dict[str, tuple[str | None, Callable[[Any], _Layers]]] = {
     "mixmim": ("depths", _mixmim),
     "mixmim_mmselfsup": ("depths", _mixmim_mmselfsup),
     "convnext": ("num_layers", _convnext),
-    "convnext_stage": (None, lambda _: _Layers(_STEM_OF_CONVNEXT, _convnext_stage_depth, 4, 5, 6)),
-    "convnext_stage_mmseg": (
-        "num_layers",
-        lambda n: _Layers(_STEM_OF_CONVNEXT, _convnext_stage_depth, 4, n + 1, n + 2),
-    ),
+    "convnext_stage": (None, _convnext_stage),
+    "convnext_stage_mmseg": ("num_layers", _convnext_stage),
 }
