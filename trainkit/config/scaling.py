@@ -153,7 +153,7 @@ def _changed(cfg: CfgNode) -> Iterator[CfgNode]:
 
 def _scale_lr(solver: CfgNode, scale: float) -> None:
     solver.BASE_LR, solver.BASE_LR_END = solver.BASE_LR * scale, solver.BASE_LR_END * scale
-    if solver.OPTIMIZER.get("LR") is not None:
+    if optimizer_argument(solver, "LR")[0] == "SOLVER.OPTIMIZER.LR":
         solver.OPTIMIZER.LR = solver.OPTIMIZER.LR * scale
     for entry in solver.SCHEDULES:
         if entry.get("END_VALUE") is not None:
