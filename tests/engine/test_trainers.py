@@ -855,6 +855,20 @@ def test_an_overflow_skips_its_update_and_halves_the_dynamic_scale(fused, asynch
     }
 
 
+def test_the_scale_of_each_iteration_is_stored_though_losses_are_gathered_now_and_then(asynchronous):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**15, growth_interval=3)
+    data = [torch.tensor(gradient) for gradient in GRADIENTS]
+    model = HalfLinear()
+    kwargs = {"grad_scaler": scaler, "log_grad_scaler": True, "async_write_metrics": asynchronous}
+    trainer = AMPTrainer(model, data, sgd(model, lr=LR), 3, **kwargs)
+    trainer.train(0, 7)
+    stored = scalars(trainer)
+    scales = [2.0**15] * 3 + [2.0**14] * 3 + [2.0**15]
+    assert stored["[metric]grad_scaler"] == [(scale, iter) for iter, scale in enumerate(scales)]
+    assert stored["skipped_updates"] == [(1.0, 2), (1.0, 5)]
+    assert trainer.storage.smoothing_hints()["[metric]grad_scaler"] is False
+
+
 def test_a_fixed_scale_stays_as_it_is():
     gradients, updates, stored = scripted_overflow(loss_scale=2.0**15, log_grad_scaler=True)
     assert gradients == [1.0, 1.0, math.inf, 1.0, 1.0, 1.0, 1.0]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.engine.finite import prepare_to_skip
+from trainkit.engine.metrics import SCALE
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver.clipping import already_clipped
 from trainkit.utils.losses import Losses
@@ -44,7 +45,7 @@ class AMPTrainer(SimpleTrainer):
         Args:
             grad_scaler: default is a dynamic one for float16 and none for bfloat16.
             precision: ``torch.float16`` or ``torch.bfloat16``.
-            log_grad_scaler: store the scale that an iteration has used as ``[metric]grad_scaler``.
+            log_grad_scaler: store the scale that each iteration has used as ``[metric]grad_scaler``.
             loss_scale: for float16, a fixed scale instead of a dynamic one. It is a setting and no part of the state.
             kwargs: as in `SimpleTrainer`.
 
@@ -96,7 +97,7 @@ class AMPTrainer(SimpleTrainer):
     def judge_gradients(self, losses: Losses) -> dict[str, Tensor]:
         extra = super().judge_gradients(losses)
         if self.log_grad_scaler and self.finite.scaled:
-            extra["[metric]grad_scaler"] = cast(Tensor, self.grad_scaler._get_scale_async())
+            extra[SCALE] = cast(Tensor, self.grad_scaler._get_scale_async())
         return extra
 
     def update(self) -> None:

@@ -23,7 +23,7 @@ STORED_BESIDE_LOSSES = frozenset(
     {"data_time", "rank_data_time", "skipped_updates"}
     | {"iteration", "epoch", "lr", "time", "eta_seconds", "epoch_time"}
 )
-_AS_THEY_ARE = frozenset({"skipped_updates", "[metric]grad_scaler"})  # the median of a count tells nobody anything
+SCALE = "[metric]grad_scaler"  # stored in each iteration, as in detectron2
 _MOST_RECORDS = 1000  # that are kept where few are stored: a failure must not wait for ever
 
 
@@ -115,10 +115,10 @@ class Row(NamedTuple):
 def put_row(mean: Row, rank_data_time: float, prefix: str = "") -> None:
     """Put what `exchange_rows` gave, and the rank's own ``data_time``, into the open storage."""
     storage, values = get_event_storage(), mean.values
-    if not _AS_THEY_ARE.isdisjoint(values):
-        counts = {prefix + name: values[name] for name in values if name in _AS_THEY_ARE}
-        storage.put_row(counts, smoothing_hint=False, cur_iter=mean.iter)
-        values = {name: value for name, value in values.items() if name not in _AS_THEY_ARE}
+    if "skipped_updates" in values:  # the median of a count tells nobody anything
+        values = {**values}
+        skipped = values.pop("skipped_updates")
+        storage.put_scalar(f"{prefix}skipped_updates", skipped, smoothing_hint=False, cur_iter=mean.iter)
     if prefix:
         values = {prefix + name: value for name, value in values.items()}
     storage.put_row({"rank_data_time": rank_data_time, "data_time": mean.data_time, **values}, cur_iter=mean.iter)
@@ -235,6 +235,8 @@ class MetricPath:
         for record in records:
             values, flagged = record.read()
             self._finite.look(record.iter, values, flagged)
+            if SCALE in values:  # the same on all ranks
+                get_event_storage().put_scalar(SCALE, values.pop(SCALE), smoothing_hint=False, cur_iter=record.iter)
             if self._is_stored(record):
                 if self._finite.skips:
                     values["skipped_updates"] = self._finite.skipped
