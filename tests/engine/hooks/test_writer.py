@@ -1,6 +1,7 @@
 import io
 import json
 import re
+import threading
 
 import pytest
 import torch
@@ -430,3 +431,44 @@ def test_writers_know_the_end_of_each_run(caplog):
         "[Epoch 2/2]  iter: 2",
         "[Epoch 2/2]  iter: 3",
     ]
+
+
+def test_an_error_of_the_worker_arrives_within_one_log_period_however_slow_the_worker_is():
+    """As a loss of iteration 4 that is not finite, while the device is more than a period behind."""
+    released, too_late, ended = threading.Event(), threading.Event(), []
+
+    def worker():
+        released.wait()
+        too_late.wait(0.5)  # the loop goes on to iteration 12 if it does not wait for the worker
+        raise FloatingPointError("the loss is not finite in iteration 4")
+
+    def before_step(trainer):
+        trainer.storage.start_deferring()
+        ended.append(trainer.iter)
+        if trainer.iter == 4:
+            trainer.storage.put_later(worker)
+        if trainer.iter == 11:
+            released.set()  # the worker is a period behind until now
+        if trainer.iter == 12:
+            too_late.set()
+
+    trainer = Steps([CallbackHook(before_step=before_step), PeriodicWriter([], period=4)])
+    with pytest.raises(FloatingPointError, match="iteration 4"):
+        trainer.train(0, 20)
+    assert ended[-1] == 11  # iterations 4 to 7 are handed over after 7; one period later is 11
+
+
+def test_a_worker_that_is_at_most_one_period_behind_is_not_waited_for():
+    release, waited = threading.Event(), []
+
+    def before_step(trainer):
+        trainer.storage.start_deferring()
+        if trainer.iter == 4:
+            trainer.storage.put_later(lambda: waited.append(release.wait(10)))
+        if trainer.iter == 11:
+            assert waited == []  # the worker still stands in iteration 4
+            release.set()
+
+    trainer = Steps([CallbackHook(before_step=before_step), PeriodicWriter([], period=4)])
+    trainer.train(0, 12)
+    assert waited == [True]

@@ -58,6 +58,7 @@ class PeriodicWriter(HookBase):
             writer.advance(self.trainer)
         if is_due(self.trainer, self._period, or_last=True) or self._was_evaluated(self.trainer.iter + 1):
             self.trainer.storage.publish(self._write_on_the_way)
+            self.trainer.storage.catch_up()
 
     def _was_evaluated(self, done_iters: int) -> bool:
         """Just now. The next results may come before the period is over, and writers show the newest value only."""

@@ -84,6 +84,7 @@ class EventStorage:
         self._calls: deque[tuple[tuple[int, str], Callable[..., None], tuple[Any, ...]]] = deque()
         self._lock = threading.Lock()  # another thread may read; appending needs none
         self._jobs: list[Future[None]] = []
+        self._before: list[Future[None]] = []  # those under way at the last catch_up
 
     # ------------------------------------------------------------------ put
 
@@ -382,6 +383,11 @@ class EventStorage:
         """Call ``write()`` after everything put so far: at once, or in the worker without being waited for."""
         self.put_later(write)
         self.hand_over()
+
+    def catch_up(self) -> None:
+        """Wait for what the worker had before the last call of this, whose errors must not come later."""
+        wait(self._before)
+        self._before = [*self._jobs]
 
     def hand_over(self) -> None:
         """Let the worker start with everything put so far; never waits for it."""
