@@ -14,7 +14,7 @@ from trainkit.checkpoint import Checkpointer
 from trainkit.data import DatasetCatalog
 from trainkit.engine import DefaultTrainer, EvaluationRun, HookBase, SimpleTrainer
 from trainkit.engine.hook_base import EPOCH_POINTS, HOOK_POINTS
-from trainkit.engine.hooks import VISUALIZER_REGISTRY, CallbackHook, EvalHook, PeriodicCheckpointer
+from trainkit.engine.hooks import HOOK_REGISTRY, VISUALIZER_REGISTRY, CallbackHook, EvalHook, PeriodicCheckpointer
 from trainkit.evaluation import ClassificationEvaluator, inference_on_dataset, observe_inference
 
 
@@ -103,7 +103,6 @@ SECOND_EPOCH_ENDS = lines(
     3 after_step
     3 before_save iteration+model+trainer
     3 after_epoch
-    4 after_train
     4 before_eval val tiny_val
     4 before_eval_step val 0 inputs[6]
     4 after_eval_step val 0 inputs[6] outputs[6, 2]
@@ -116,6 +115,7 @@ SECOND_EPOCH_ENDS = lines(
     4 before_eval_step test 1 inputs[4]
     4 after_eval_step test 1 inputs[4] outputs[4, 2]
     4 after_eval test tiny_test classification
+    4 after_train
     """
 )
 WHOLE_RUN = FIRST_EPOCH + SECOND_EPOCH_BEGINS + SECOND_EPOCH_ENDS
@@ -156,6 +156,37 @@ def loader(name, batch_size):
 # ---------------------------------------------------------------------- training
 
 
+@HOOK_REGISTRY.register()
+class EndOfRun(HookBase):
+    """Notes what has been evaluated when its ``after_train`` comes."""
+
+    def __init__(self):
+        self.evaluated, self.at_the_end = [], None
+
+    def after_eval(self, phase, name, results):
+        self.evaluated.append((phase, self.trainer.iter))
+
+    def after_train(self):
+        self.at_the_end = list(self.evaluated)
+
+
+PLACES = [{}, {"priority": 0}, {"priority": 56}, {"priority": "LOWEST"}, {"before": "EvalHook"}]
+PLACES += [{"before": "PeriodicCheckpointer"}, {"after": "FinalEvalHook"}]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("of_config", [True, False], ids=["config", "register_hooks"])
+def test_after_train_of_a_users_hook_comes_after_the_final_validation_and_test(of_config, place, tmp_path):
+    options = [{"NAME": "EndOfRun", **{key.upper(): value for key, value in place.items()}}] if of_config else []
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, *JOB, "HOOKS", options))
+    if not of_config:
+        trainer.register_hooks([EndOfRun()], **place)
+    trainer.train()
+    [hook] = (hook for hook in trainer.hooks if isinstance(hook, EndOfRun))
+    assert hook.at_the_end == [("val", 1), ("val", 4), ("test", 4)]
+    assert [iter for _, iter in trainer.storage.history("test/classification/top1").values()] == [trainer.max_iter]
+
+
 def test_a_run_from_its_beginning_to_its_end(tmp_path):
     trainer, recorder = default_trainer(tmp_path)
 
@@ -169,7 +200,7 @@ def test_a_run_from_its_beginning_to_its_end(tmp_path):
 def test_a_run_that_ends_inside_an_epoch_and_is_resumed_by_another_trainer(tmp_path):
     first, recorder = default_trainer(tmp_path)
     first.train(max_iter=3)
-    at_the_end = [line.replace("4 ", "3 ", 1) for line in WHOLE_RUN[WHOLE_RUN.index("4 after_train") :]]
+    at_the_end = [line.replace("4 ", "3 ", 1) for line in WHOLE_RUN[WHOLE_RUN.index("4 before_eval val tiny_val") :]]
     saved = "2 before_save iteration+model+trainer"
     assert recorder.take() == [*FIRST_EPOCH, *SECOND_EPOCH_BEGINS, saved, *at_the_end]
 
@@ -350,7 +381,10 @@ def test_points_that_a_trainer_class_overrides_are_called_with_those_of_its_hook
     trainer.train()
     trainer.resume_or_load()
     recorded = points_of(recorder.take())
-    assert trainer.points == recorded == [*points_of(WHOLE_RUN), "after_load"]
+    assert recorded == [*points_of(WHOLE_RUN), "after_load"]
+    # the method of the trainer is around the final evaluation, which hooks do in it
+    at_the_end = WHOLE_RUN.index("4 before_eval val tiny_val")
+    assert trainer.points == [*recorded[:at_the_end], "after_train", *recorded[at_the_end:-2], "after_load"]
     assert set(recorded) == set(HOOK_POINTS)
 
     run = OverridingEvaluationRun(tiny_cfg(tmp_path, *JOB), DefaultTrainer)

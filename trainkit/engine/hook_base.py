@@ -66,6 +66,7 @@ class HookBase:
 
     trainer: Any = None  # a weakref.proxy of the TrainerBase; Any, since a hook may know the subclass it is for
     priority: int | str = Priority.NORMAL
+    ends: bool = False  # whether its after_train saves or evaluates the run: before that of all hooks that do not
 
     def before_train(self) -> None:
         """Before the first iteration, also of a run that goes on: only at ``start_iter`` 0 a hook begins anew."""

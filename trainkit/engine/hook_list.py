@@ -36,8 +36,8 @@ class HookList:
     def at(self, point: str) -> list[HookBase]:
         """Those that override ``point``, in their order; the others are not called there.
 
-        At ``after_step`` these are the hooks above the save point. ``after_train`` starts with those below it, since
-        others may look at the final evaluation; writers come last.
+        At ``after_step`` these are the hooks above the save point. ``after_train`` starts with those that save or
+        evaluate the run (``ends``), since others may look at the results; writers come last.
         """
         return self._at[point]
 
@@ -135,8 +135,7 @@ class HookList:
         return self._key(hook) > SAVE_POINT
 
     def _key_at_end(self, hook: HookBase) -> int:
-        key = self._key(hook)
-        return 1 if key < SAVE_POINT else 0 if key <= Priority.LOWEST else 2
+        return 2 if self._key(hook) > Priority.LOWEST else 0 if hook.ends else 1
 
     def describe(self) -> str:
         """One line per point that somebody overrides, with the names under which the hooks are saved."""

@@ -72,6 +72,7 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, _Saves):
     """
 
     priority = SAVE_POINT
+    ends = True
 
     _final_iter = -1  # how many iterations the run had when its final file was written
 

@@ -36,6 +36,7 @@ class EvalHook(HookBase):
     """
 
     priority = SAVE_POINT + 1
+    ends = True
 
     def __init__(
         self,

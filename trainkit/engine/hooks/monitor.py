@@ -60,6 +60,7 @@ class MetricHook(HookBase):
     """
 
     priority = SAVE_POINT + 1
+    ends = True
     min_period: ClassVar[int] = 1  # 0: an ``eval_period`` of 0 makes sense
 
     def __init__(

@@ -28,6 +28,7 @@ class PublishWeights(HookBase):
     """
 
     priority = SAVE_POINT + 1
+    ends = True
 
     def __init__(self, weights: Literal["model", "ema"] = "model") -> None:
         if weights not in ("model", "ema"):
