@@ -17,7 +17,7 @@ from trainkit.engine.loop import TrainerBase
 from trainkit.engine.metrics import STORED_BESIDE_LOSSES, LaterCalls, MetricPath, StepRecord, mean_losses, write_metrics
 from trainkit.engine.parallel import settle_buckets, without_gradient_sync
 from trainkit.solver.clipping import already_clipped
-from trainkit.solver.hyper_parameters import check_saved_groups, describe_changes, hyper_parameters
+from trainkit.solver.hyper_parameters import check_saved_groups, describe_changes, hyper_parameters, learning_rates
 from trainkit.utils.device import device_of, first_tensor
 from trainkit.utils.events import get_event_storage, has_event_storage
 from trainkit.utils.losses import Losses, parse_losses
@@ -33,9 +33,8 @@ def _of_step(name: str, path: str, doc: str) -> Any:
     def read(trainer: Any) -> Any:
         if source(trainer) is None:
             raise RuntimeError(
-                f"trainer.{name} is there in after_backward, and in after_step of hooks above the save point, which a "
-                "resumed run does not call again below it; register the hook with a priority of at most NORMAL, or "
-                "with before=PeriodicCheckpointer"
+                f"trainer.{name} is there in after_backward, and in after_step above the save point, since a resumed "
+                "run starts below; register the hook with a priority of at most NORMAL, or before=PeriodicCheckpointer"
             )
         return get(trainer)
 
@@ -92,12 +91,10 @@ class SimpleTrainer(TrainerBase):
                 require grad are added up and minimized, the others are only logged. An entry ``outputs`` is for hooks.
             data_loader: an iterable; when it ends, it is iterated again.
             gather_metric_period: average the metrics over ranks, and store them, every so many iterations.
-            zero_grad_before_forward: zero the gradients before the forward pass instead of after it, which needs less
-                memory where a model's forward is large.
+            zero_grad_before_forward: zero the gradients before the forward pass, not after it; it takes less memory.
             async_write_metrics: read the losses from CUDA, and exchange them with the other ranks, in a worker thread.
                 An error there ends the run one log period later at most. On a CPU there is nothing to wait for.
-            accumulation_steps: micro-batches per iteration; equals one batch of so many times the size for losses
-                that are means over the batch.
+            accumulation_steps: micro-batches per iteration; if the loss is a mean, they equal one larger batch.
             clip_gradients: called with the optimizer's parameters between ``after_backward`` and the update, such as
                 `trainkit.solver.GradientClipper`; what it returns, shape ``[]``, is stored as ``grad_norm``. An
                 optimizer that clips by the same rule does not clip again.
@@ -110,8 +107,7 @@ class SimpleTrainer(TrainerBase):
                 no storage, and a failure of one rank is raised on none.
 
         Raises:
-            ConfigError: fused SGD with dampening, which cannot skip its first update, under "skip".
-            ValueError: a period is less than 1; ``non_finite`` is none of the three.
+            ValueError: fused SGD with dampening under "skip"; a period below 1; ``non_finite`` is none of the three.
         """
         super().__init__()
         model.train()
@@ -124,6 +120,7 @@ class SimpleTrainer(TrainerBase):
         self.clip_gradients = clip_gradients
         self._batch: Any = None  # this and the next: of this iteration, until the save point
         self._losses: Losses | None = None
+        self._lr: list[Any] | None = None  # of the last update; during a step None
         self._is_first_step = True
         self.model = model
         self.optimizer = optimizer
@@ -140,7 +137,7 @@ class SimpleTrainer(TrainerBase):
             raise RuntimeError("the model is in eval mode; whoever called model.eval() must call model.train() again")
         try:
             start = time.perf_counter()
-            self._batch = self._losses = None  # in a loop of one's own nobody has: let go before the next batch is made
+            self._batch = self._losses = self._lr = None  # let go before the next batch is made
             batches = self.fetch()
             data_time = time.perf_counter() - start
             self._losses = losses = self.compute_gradients(batches)
@@ -150,12 +147,18 @@ class SimpleTrainer(TrainerBase):
             record = StepRecord(losses, data_time, self.iter, extra, self.finite.flag)
             self.metrics.add(record, is_last=self.iter + 1 == self.max_iter)
             self.update()
+            self._lr = learning_rates(self.optimizer)
         except RuntimeError as error:
             self.feed.explain(error)
             raise
 
     def end_step(self) -> None:
         self._batch = self._losses = None
+
+    @property
+    def lr(self) -> list[Any]:
+        """The learning rate of each parameter group in the update of this iteration, also after the schedule's step."""
+        return learning_rates(self.optimizer) if self._lr is None else self._lr
 
     def _write_metrics(
         self, loss_dict: Mapping[str, Tensor | float], data_time: float, prefix: str = "", iter: int | None = None
@@ -235,11 +238,7 @@ class SimpleTrainer(TrainerBase):
         self._model, self._sample = model, first_tensor(model)  # the device is that of the sample
         self.finite.watch(model)
 
-    model: Any = property(
-        attrgetter("_model"),
-        _set_model,
-        doc="Set to another one between two runs only; to a wrapper of it at any time.",
-    )
+    model: Any = property(attrgetter("_model"), _set_model, doc="Exchanged between runs only; wrapped at any time.")
 
     def _set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         check_exchange(self, "optimizer", optimizer)
@@ -284,7 +283,7 @@ class SimpleTrainer(TrainerBase):
         """What the steps have changed, the model aside; equal on all ranks."""
         if has_event_storage():
             get_event_storage().flush()  # what is counted is counted when it is stored
-        return {"optimizer": self.optimizer.state_dict(), "non_finite": self.finite.state_dict()}
+        return {"optimizer": self.optimizer.state_dict(), "non_finite": self.finite.state_dict(), "lr": self._lr}
 
     def load_step_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what ``step_state_dict`` gave; its hyper-parameters win over those of this run.
@@ -296,5 +295,6 @@ class SimpleTrainer(TrainerBase):
         before = hyper_parameters(self.optimizer)
         self.optimizer.load_state_dict(shard_optimizer_state(state_dict["optimizer"], self.optimizer))
         self.finite.load_state_dict(state_dict.get("non_finite", {}))  # detectron2 does not count
+        self._lr = state_dict.get("lr")
         if changes := describe_changes(before, hyper_parameters(self.optimizer)):
             logger.warning("The optimizer goes on with the values of the checkpoint, not of this run:\n%s", changes)

@@ -24,6 +24,12 @@ def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
+def learning_rates(optimizer: Any) -> list[Any]:
+    """Of each parameter group; a copy of one that is a tensor, which a schedule changes in place."""
+    rates = [group.get("lr") for group in getattr(optimizer, "param_groups", ())]
+    return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
+
+
 def check_saved_groups(saved: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
     """Find out before loading, which notices the former late and with a bare ``KeyError``.
 
