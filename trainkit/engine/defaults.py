@@ -328,7 +328,7 @@ class DefaultTrainer(TrainerBase):
             *chosen(hooks.Throughput),
             # early: they say in which epoch everything else happens
             *chosen(hooks.RuntimeInfo, period=cfg.LOG.PERIOD),
-            *chosen(hooks.SamplerSeed),
+            *take(hooks.SamplerSeed, default=self.has_epochs and hooks.SamplerSeed.is_needed(self.data_loader)),
             # behind the update, before anything that evaluates or saves
             *chosen(hooks.EMAHook),
             # early: what is saved and evaluated below belongs to the next learning rate, as after a resume

@@ -2,7 +2,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
+from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Steps, Weight, sgd
+from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import CallbackHook, SamplerSeed
 from trainkit.engine.step import SimpleTrainer
 
@@ -123,3 +125,46 @@ def test_a_stream_has_no_epochs():
 
     with pytest.raises(ValueError, match="SamplerSeed: there is work to do at epochs"):
         orders(DataLoader(Stream()), 0, 1, [SamplerSeed()])
+
+
+class WithPlainLoader(DefaultTrainer):
+    """Draws from a plain DataLoader with torch's DistributedSampler; notes the samples."""
+
+    @classmethod
+    def build_train_loader(cls, cfg):
+        return shuffled(generator=torch.Generator())[0]
+
+    @classmethod
+    def build_model(cls, cfg):
+        return Weight(lambda weight, batch: weight * batch.sum())
+
+
+def run_with_plain_loader(folder, max_iter, *options):
+    options = ("SOLVER.MAX_ITER", max_iter, "TEST.EVAL_PERIOD", 0, "DATASETS.TEST", (), "SOLVER.STEPS", (), *options)
+    trainer = WithPlainLoader(tiny_cfg(folder, *options))
+    found = []
+    trainer.register_hooks([CallbackHook(after_step=lambda trainer: found.append(trainer.batch.tolist()))])
+    trainer.resume_or_load()
+    trainer.train()
+    return found, trainer
+
+
+def test_a_plain_loader_with_a_distributed_sampler_has_another_order_in_each_epoch_by_default(tmp_path):
+    found, _ = run_with_plain_loader(tmp_path / "default", 9)
+    assert found == [*epoch_order(0), *epoch_order(1), *epoch_order(2)]
+    switched_off = ("HOOKS", [{"NAME": "SamplerSeed", "ENABLED": False}])
+    assert run_with_plain_loader(tmp_path / "off", 9, *switched_off)[0] == epoch_order(0) * 3
+
+
+def test_a_run_with_a_plain_loader_that_is_resumed_between_two_epochs_is_the_same(tmp_path):
+    whole, alone = run_with_plain_loader(tmp_path / "whole", 9)
+    first, _ = run_with_plain_loader(tmp_path / "parts", 6)
+    second, resumed = run_with_plain_loader(tmp_path / "parts", 9)
+    assert (len(first), len(second)) == (6, 3)
+    assert first + second == whole
+    assert torch.equal(resumed.model.weight, alone.model.weight)
+
+
+def test_a_default_trainer_whose_data_hear_of_no_epochs_has_no_such_hook(tmp_path):
+    trainer = DefaultTrainer(tiny_cfg(tmp_path))
+    assert not any(isinstance(hook, SamplerSeed) for hook in trainer.hooks)

@@ -16,8 +16,13 @@ class SamplerSeed(HookBase):
 
     ``set_epoch(epoch)`` of the loader, its dataset, sampler and batch sampler, whichever have it, is called before each
     epoch, before a run that starts inside one, and where a pass over the data starts among the micro-batches of an
-    iteration. The samplers of `trainkit.data` do not need it.
+    iteration. A `DefaultTrainer` has this hook where one of them has the method. The samplers of `trainkit.data` do not
+    need it.
     """
+
+    @staticmethod
+    def is_needed(loader: Any) -> bool:
+        return bool(_listeners(loader))
 
     def before_train(self) -> None:
         self.before_epoch()
