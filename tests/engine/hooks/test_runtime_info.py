@@ -1,9 +1,10 @@
 import pytest
+import torch
 
 from tests.engine.job import tiny_cfg
-from tests.engine.tiny import Regression, Steps, batches, sgd
+from tests.engine.tiny import Regression, Steps, Weight, batches, scalars, sgd
 from trainkit.engine import DefaultTrainer
-from trainkit.engine.hooks import RuntimeInfo
+from trainkit.engine.hooks import LRScheduler, ParamScheduler, RuntimeInfo
 from trainkit.engine.step import SimpleTrainer
 
 
@@ -57,3 +58,51 @@ def test_a_config_tells_the_samples_and_the_seed(caplog, tmp_path, seed, said):
         "This run: 1 iterations = 0.4 epochs of 2.5; world size 1; 16 samples per iteration; "
         f"{said}; 74 of 74 parameters trained"
     ]
+
+
+def with_groups(optimizer_class, *hooks, **options):
+    weights = [torch.nn.Parameter(torch.ones(())) for _ in range(3)]
+    model = Weight()
+    model.others = torch.nn.ParameterList(weights[1:])
+    groups = [{"params": [model.weight], "lr": 0.5}, *({"params": [weight]} for weight in weights[1:])]
+    groups[1] |= {"lr": 0.25, "name": "backbone"}
+    optimizer = optimizer_class(groups, lr=0.125, **options)
+    trainer = SimpleTrainer(model, [torch.tensor(1.0)], optimizer)
+    halve = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda iter: 0.5**iter)
+    trainer.register_hooks([*hooks, LRScheduler(scheduler=halve)])
+    return trainer
+
+
+def test_the_rate_that_each_parameter_group_used_is_stored_by_its_name_and_the_momentum_once():
+    trainer = with_groups(torch.optim.SGD, RuntimeInfo(), momentum=0.75)
+    trainer.train(0, 2)
+    stored = scalars(trainer)
+    assert stored["lr/0"] == [(0.5, 0), (0.25, 1)]
+    assert stored["lr/backbone"] == [(0.25, 0), (0.125, 1)]
+    assert stored["lr/2"] == [(0.125, 0), (0.0625, 1)]
+    assert stored["momentum"] == [(0.75, 0), (0.75, 1)]
+    assert {name for name in stored if "/" in name} == {"lr/0", "lr/backbone", "lr/2"}
+    assert trainer.storage.smoothing_hints()["lr/backbone"] is False
+
+
+def test_momenta_that_differ_are_stored_for_each_group_and_adams_is_its_first_beta():
+    trainer = with_groups(torch.optim.Adam, RuntimeInfo(), betas=(0.75, 0.5))
+    trainer.optimizer.param_groups[2]["betas"] = (0.25, 0.5)
+    trainer.train(0, 1)
+    stored = {name: value for name, [(value, _)] in scalars(trainer).items() if name.startswith("momentum")}
+    assert stored == {"momentum/0": 0.75, "momentum/backbone": 0.75, "momentum/2": 0.25}
+
+
+@pytest.mark.parametrize("priority", ["HIGHEST", "NORMAL", "LOW"])
+def test_the_rates_are_those_of_the_update_wherever_the_hook_stands(priority):
+    trainer = with_groups(torch.optim.SGD)
+    trainer.register_hooks([RuntimeInfo()], priority=priority)
+    trainer.train(0, 2)
+    assert scalars(trainer)["lr/backbone"] == [(0.25, 0), (0.125, 1)]
+
+
+def test_a_momentum_that_a_schedule_stores_is_stored_once_in_an_iteration():
+    schedule = ParamScheduler("momentum", [{"NAME": "Linear", "START_FACTOR": 0.5}])
+    trainer = with_groups(torch.optim.SGD, RuntimeInfo(), schedule, momentum=0.75)
+    trainer.train(0, 2)
+    assert [iter for _, iter in scalars(trainer)["momentum"]] == [0, 1]
