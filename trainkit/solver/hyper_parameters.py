@@ -26,8 +26,8 @@ def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 def learning_rates(optimizer: Any) -> list[Any]:
     """Of each parameter group; a copy of one that is a tensor, which a schedule changes in place."""
-    rates = [group.get("lr") for group in getattr(optimizer, "param_groups", ())]
-    return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
+    groups = getattr(optimizer, "param_groups", ())  # a wrapper may not show them
+    return [rate if type(rate := group.get("lr")) is not Tensor else rate.clone() for group in groups]
 
 
 def check_saved_groups(saved: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
