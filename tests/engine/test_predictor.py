@@ -1,15 +1,22 @@
 """DefaultPredictor with averaged weights; without, see test_defaults.py."""
 
 import logging
+import shutil
 
 import pytest
 import torch
+from torch import nn
 
 from tests.engine.job import TinyClassifier, tiny_cfg
-from trainkit.checkpoint import CheckpointError
+from tests.engine.tiny import Weight, sgd
+from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.checkpoint.file import read_file
+from trainkit.checkpoint.publish import publish_weights
 from trainkit.data import DatasetCatalog
-from trainkit.engine import DefaultPredictor, DefaultTrainer
+from trainkit.engine import DefaultPredictor, DefaultTrainer, EvaluationRun, HookBase, SimpleTrainer
+from trainkit.engine.hooks import HOOK_REGISTRY, BestCheckpointer, EMAHook, EvalHook
+from trainkit.evaluation import EVALUATOR_REGISTRY, DatasetEvaluator
+from trainkit.modeling import MODEL_REGISTRY
 
 EMA = {"NAME": "EMAHook", "DECAY": 0.5}
 
@@ -69,3 +76,142 @@ def test_averaged_weights_of_another_model_are_an_error_like_any_others(trained,
     torch.save(state, tmp_path / "other.pth")
     with pytest.raises(CheckpointError, match="holds another model than this one"):
         predicted(tiny_cfg(tmp_path, "MODEL.WEIGHTS", str(tmp_path / "other.pth"), "HOOKS", [EMA]))
+
+
+# ---------------------------------------------------------------------- best checkpoints hold what was scored
+
+
+@MODEL_REGISTRY.register()
+class Falling(nn.Module):
+    """Its weight is 0, -1, -2, ... after the updates; in evaluations it returns that."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, batch):
+        return self.weight * 1 if self.training else self.weight.expand(len(batch["x"]))
+
+
+@EVALUATOR_REGISTRY.register()
+class MeanOutput(DatasetEvaluator):
+    def __init__(self, cfg, dataset_name):
+        self.reset()
+
+    def reset(self):
+        self.outputs = []
+
+    def process(self, inputs, outputs):
+        self.outputs += outputs.tolist()
+
+    def evaluate(self):
+        return {"weight": {"value": sum(self.outputs) / len(self.outputs)}}
+
+
+@HOOK_REGISTRY.register()
+class WatchesEvaluations(HookBase):
+    def after_eval(self, phase, name, results):
+        pass
+
+
+MEAN = {"NAME": "EMAHook", "KIND": "mean"}
+AVERAGE, RAW = -0.5, -1.0  # after two updates: the mean of 0 and -1, and -1
+
+
+def falling_cfg(folder, hooks, *options):
+    """The best value is the one after two of four updates."""
+    optimization = ("SOLVER.BASE_LR", 1.0, "SOLVER.WARMUP_ITERS", 0, "SOLVER.STEPS", (), "SOLVER.MOMENTUM", 0.0)
+    best = ("CHECKPOINT.BEST_METRIC", "weight/value", "CHECKPOINT.BEST_MODE", "max", "TEST.EVAL_PERIOD", 2)
+    job = ("MODEL.NAME", "Falling", "SOLVER.MAX_ITER", 4, "TEST.EVALUATORS", ["MeanOutput"], "HOOKS", hooks)
+    return tiny_cfg(folder, *optimization, *best, *job, "SOLVER.WEIGHT_DECAY", 0.0, *options)
+
+
+def weight_of(trainer):
+    return trainer.model.weight.item()
+
+
+@pytest.fixture(scope="module")
+def best(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("falling")
+    DefaultTrainer(falling_cfg(folder, [MEAN])).train()
+    return folder / "model_best.pth"
+
+
+def test_a_best_checkpoint_holds_the_weights_that_were_scored_and_says_which(best):
+    state = read_file(best)
+    assert state["trainer"]["hooks"]["BestCheckpointer"]["best"] == AVERAGE
+    assert (state["evaluated"], state["model"]["weight"].item()) == ("ema", AVERAGE)
+    assert state["trained_model"]["weight"].item() == RAW
+    final = read_file(best.with_name("model_final.pth"))
+    assert ("evaluated" in final, final["model"]["weight"].item()) == (False, -3.0)
+
+
+USERS = [[MEAN], [], [{**MEAN, "ENABLED": False}], [{"NAME": "WatchesEvaluations"}]]
+
+
+@pytest.mark.parametrize("hooks", [*USERS, [{**MEAN, "EVALUATE": "raw"}]], ids=str)
+def test_a_predictor_uses_the_weights_that_the_file_was_chosen_by(best, tmp_path, hooks):
+    predictor = DefaultPredictor(falling_cfg(tmp_path, hooks, "MODEL.WEIGHTS", str(best)))
+    assert predictor({"x": torch.zeros(4)}).item() == AVERAGE
+
+
+@pytest.mark.parametrize("hooks", USERS, ids=str)
+def test_eval_only_evaluates_the_weights_that_the_file_was_chosen_by(best, tmp_path, hooks):
+    cfg = falling_cfg(tmp_path, hooks, "MODEL.WEIGHTS", str(best))
+    assert EvaluationRun(cfg, DefaultTrainer).run() == {"weight": {"value": AVERAGE}}
+
+
+def test_eval_only_of_both_has_both(best, tmp_path):
+    cfg = falling_cfg(tmp_path, [{**MEAN, "EVALUATE": "both"}], "MODEL.WEIGHTS", str(best))
+    expected = {"weight": {"value": AVERAGE}, "raw": {"weight": {"value": RAW}}}
+    assert EvaluationRun(cfg, DefaultTrainer).run() == expected
+
+
+def test_a_new_run_starts_from_the_weights_that_the_file_was_chosen_by(best, tmp_path):
+    trainer = DefaultTrainer(falling_cfg(tmp_path, [MEAN], "MODEL.WEIGHTS", str(best)))
+    trainer.resume_or_load(resume=False)
+    assert weight_of(trainer) == AVERAGE
+
+
+@pytest.mark.parametrize("hooks", [[MEAN], []], ids=["with the hook", "without it"])
+def test_a_run_that_is_resumed_from_a_best_checkpoint_goes_on_with_the_weights_that_were_trained(best, tmp_path, hooks):
+    shutil.copy(best, tmp_path)
+    (tmp_path / "last_checkpoint").write_text("model_best.pth")
+    trainer = DefaultTrainer(falling_cfg(tmp_path, hooks))
+    trainer.resume_or_load(resume=True)
+    assert (trainer.start_iter, weight_of(trainer)) == (2, RAW)
+    trainer.train()
+    whole, parts = (read_file(folder / "model_final.pth") for folder in (best.parent, tmp_path))
+    assert parts["model"]["weight"] == whole["model"]["weight"] == -3
+    if hooks:
+        average = [state["trainer"]["hooks"]["EMAHook"]["model"]["weight"].item() for state in (whole, parts)]
+        assert average == [-1.5, -1.5]
+
+
+def test_a_file_that_was_chosen_by_the_raw_score_holds_the_raw_weights(tmp_path):
+    metrics = ("CHECKPOINT.BEST_METRIC", ["weight/value", "raw/weight/value"])
+    cfg = falling_cfg(tmp_path, [{**MEAN, "EVALUATE": "both"}], *metrics)
+    DefaultTrainer(cfg).train()
+    averaged, raw = (read_file(tmp_path / f"model_best_{name}weight_value.pth") for name in ("", "raw_"))
+    assert [(state["evaluated"], state["model"]["weight"].item()) for state in (averaged, raw)] == [
+        ("ema", AVERAGE),
+        ("model", RAW),
+    ]
+    cfg.merge_from_list(["MODEL.WEIGHTS", str(tmp_path / "model_best_raw_weight_value.pth")])
+    assert DefaultPredictor(cfg)({"x": torch.zeros(4)}).item() == RAW
+
+
+def test_published_weights_of_a_best_checkpoint_are_those_that_were_scored(best):
+    assert read_file(publish_weights(best))["model"]["weight"].item() == AVERAGE
+    assert read_file(publish_weights(best, "ema"))["model"]["weight"].item() == AVERAGE
+
+
+def test_where_an_evaluation_of_ones_own_scored_the_model_its_best_file_holds_the_model(tmp_path):
+    model = Weight()
+    trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model, lr=1.0))
+    checkpointer = Checkpointer(model, tmp_path, trainer=trainer)
+    evaluate = EvalHook(2, lambda: {"value": model.weight.item()})
+    trainer.register_hooks([EMAHook(kind="mean"), evaluate, BestCheckpointer(2, checkpointer, "value")])
+    trainer.train(0, 4)
+    state = read_file(tmp_path / "model_best.pth")
+    assert ("evaluated" in state, state["model"]["weight"].item()) == (False, RAW)

@@ -1,8 +1,13 @@
-"""Averaged weights in a checkpoint."""
+"""Averaged weights in a checkpoint.
+
+A file that was chosen by the score of averaged weights holds these under ``model``, and those that the run goes on with
+under ``trained_model``; its entry ``evaluated`` says so: "ema", or "model" where the model's own were scored.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
+EVALUATED, TRAINED = "evaluated", "trained_model"
 AVERAGED_PATH = "trainer.hooks.EMAHook.model"
 
 

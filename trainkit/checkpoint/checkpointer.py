@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, UntypedStorage, nn
 
 from trainkit.checkpoint.atomic import CheckpointError, remove_leftovers, sync_folder, write_text
+from trainkit.checkpoint.averaged import TRAINED
 from trainkit.checkpoint.file import read_file, write_file
 from trainkit.checkpoint.folder import (
     FINISHED_FILE,
@@ -58,7 +59,8 @@ class Stateful(Protocol):
 
     If it also has ``before_save(state)`` or ``after_load(state)``, as a trainer has, these get the whole state
     before it is written, and as it was read, before anybody takes a part of it; they may change it. ``rank_keys``, if
-    there are any, name the entries of its state that differ between ranks: those of each rank are saved.
+    there are any, name the entries of its state that differ between ranks: those of each rank are saved. With its state
+    the model gets the weights that were trained, unless ``only_evaluates``; alone it gets those that were evaluated.
     """
 
     def state_dict(self) -> Mapping[str, Any]: ...
@@ -483,9 +485,12 @@ class Checkpointer:
         if any(getattr(self.checkpointables[key], "rank_keys", ()) for key in keys):
             take_rank_state(state, path)
         state.pop(RANKS, None)
-        wanted = [f"{key}." for key in ("model", *keys)]
+        wanted = [f"{key}." for key in ("model", *keys, *([TRAINED] if keys else []))]
         wanted += [read for obj in self.checkpointables.values() for read in getattr(obj, "paths_read", ())]
         state = fill_shards(state, path, first_shard(self.model), wanted)
+        trained = state.pop(TRAINED, None)
+        if trained and any(not getattr(self.checkpointables[key], "only_evaluates", False) for key in keys):
+            state["model"] = trained
         for obj in self.checkpointables.values():
             if hasattr(obj, "after_load"):
                 obj.after_load(state)

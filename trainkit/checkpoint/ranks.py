@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.checkpoint.atomic import CheckpointError
+from trainkit.checkpoint.averaged import TRAINED
 from trainkit.utils import comm
 
 _logger = logging.getLogger(__name__)
@@ -24,13 +25,18 @@ class _Same:
 def gather_rank_states(state: Mapping[str, Any], model: nn.Module, keys: Mapping[str, Iterable[str]]) -> list[Any]:
     """The own parts of every rank, on rank 0; every rank calls it.
 
-    A rank's own part are the buffers of its model, which ranks do not share where each sees other batches, and the
+    A rank's own part are the buffers of its models, which ranks do not share where each sees other batches, and the
     entries that ``keys`` names for each key of ``state``. Tensors that equal those of rank 0 are not sent, and are the
     same objects there, so that a file holds them once.
     """
-    buffers = {name: state["model"][name] for name, _ in model.named_buffers() if name in state["model"]}
+    names = [name for name, _ in model.named_buffers()]
+    buffers = {
+        key: {name: state[key][name] for name in names if name in state[key]}
+        for key in ("model", TRAINED)
+        if key in state
+    }
     entries = {key: {name: state[key][name] for name in names if name in state[key]} for key, names in keys.items()}
-    mine = {"model": buffers, **entries}
+    mine = {**buffers, **entries}
     own: dict[str, Tensor] = {}  # of rank 0, by path
     if comm.is_main_process():
         _map_tensors(mine, own.setdefault)

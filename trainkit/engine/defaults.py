@@ -33,13 +33,14 @@ from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.command import RUN_DOES_IT, command_of
 from trainkit.engine.compile import compile_model, describe_inexact_compilation, explain_graph_break
 from trainkit.engine.elastic import is_restarted, note_begin
-from trainkit.engine.evaluation_run import averaging_hook, evaluate_models
+from trainkit.engine.evaluation_run import evaluate_models
 from trainkit.engine.forwarding import check_exchange, forwarded
 from trainkit.engine.fsdp import build_sharded, is_fsdp
 from trainkit.engine.global_batch import GlobalBatch
 from trainkit.engine.graph import GraphAMPTrainer, GraphTrainer
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
+from trainkit.engine.hooks.ema import averaging_hook
 from trainkit.engine.hooks.monitor import check_monitored_metrics
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.parallel import create_ddp_model, ddp_options

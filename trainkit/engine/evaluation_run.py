@@ -10,7 +10,8 @@ from torch import nn
 from trainkit.checkpoint import Checkpointer
 from trainkit.config import CfgNode, ConfigError, check_values, import_modules, resolve_lengths
 from trainkit.engine.fsdp import build_sharded, is_fsdp
-from trainkit.engine.hooks import ConfiguredHooks, EMAHook, HookBase
+from trainkit.engine.hooks import ConfiguredHooks, HookBase
+from trainkit.engine.hooks.ema import averaging_hook
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.setup import checkpoint_dir, default_writers
 from trainkit.evaluation import observe_inference, print_csv_format, verify_results
@@ -18,11 +19,6 @@ from trainkit.utils import comm
 from trainkit.utils.events import EventStorage
 
 logger = logging.getLogger(__name__)
-
-
-def averaging_hook(hooks: Iterable[HookBase]) -> EMAHook | None:
-    """The one whose average is evaluated."""
-    return next((hook for hook in hooks if isinstance(hook, EMAHook)), None)
 
 
 def evaluate_models(
@@ -73,6 +69,11 @@ class EvaluationRun(TrainerBase):
         )
         self._test = trainer_class.test
         self.register_hooks(ConfiguredHooks(self.cfg.HOOKS, weakref.proxy(self)).for_evaluation())
+
+    @property
+    def only_evaluates(self) -> bool:
+        """Whether the weights that a file was chosen by are all that is evaluated: no `EMAHook` has them as well."""
+        return averaging_hook(self.hooks) is None
 
     def run(self) -> dict[str, Any]:
         """The results, on rank 0.

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import default_collate
 
 from trainkit.checkpoint import Checkpointer
-from trainkit.checkpoint.averaged import AVERAGED_PATH, averaged_weights
+from trainkit.checkpoint.averaged import AVERAGED_PATH, EVALUATED, averaged_weights
 from trainkit.config import CfgNode, ConfigError, import_modules
 from trainkit.config.checks import check_is_ours
 from trainkit.data.transforms import build_transform
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 class DefaultPredictor:
     """The model of a config with the weights MODEL.WEIGHTS, for one sample or a list of samples.
 
-    It gives what evaluation gives for the same sample. Where the config evaluates the averaged weights of an `EMAHook`,
-    those of the file are used.
+    It gives what evaluation gives for the same sample: with the weights that a best checkpoint was chosen by; of other
+    files with the averaged ones where the config evaluates those of an `EMAHook`.
 
     Raises:
         ConfigError: MODEL.WEIGHTS is empty.
@@ -70,6 +70,8 @@ class _TakeAverage:
     paths_read = (AVERAGED_PATH,)  # in after_load, so that they are read from a checkpoint in shards too
 
     def after_load(self, state: dict[str, Any]) -> None:
+        if EVALUATED in state:  # the file knows it better than the config, and has them there
+            return
         if averaged := averaged_weights(state):
             state["model"] = {**state["model"], **averaged}
         else:

@@ -1,5 +1,6 @@
 """When the model is saved."""
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -9,9 +10,11 @@ from typing import Any
 
 from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.checkpoint import PeriodicCheckpointer as _PeriodicCheckpointer
+from trainkit.checkpoint.averaged import EVALUATED, TRAINED
 from trainkit.checkpoint.periodic import check_file_prefix
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import SAVE_POINT, HookBase
+from trainkit.engine.hooks.ema import averaging_hook
 from trainkit.engine.hooks.monitor import MetricHook, Mode
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.periods import is_last
@@ -130,6 +133,9 @@ class BestCheckpointer(MetricHook, _Saves):
     ``--resume`` goes on from the newest checkpoint, not from the best one: this save does not move
     ``last_checkpoint``. A value counts as the best only if its file was written.
 
+    Under ``model`` the file holds the weights that were evaluated, the averaged ones where an `EMAHook` has its average
+    evaluated; see `trainkit.checkpoint.averaged`. A run that is resumed from it goes on with those that were trained.
+
     Args:
         eval_period, offset, val_metric, mode: see `trainkit.engine.hooks.monitor.MetricHook`.
         checkpointer: ours or fvcore's.
@@ -150,7 +156,7 @@ class BestCheckpointer(MetricHook, _Saves):
         super().__init__(eval_period, val_metric, mode, offset=offset)
         check_file_prefix(file_prefix)
         self.checkpointer, self.file_prefix = checkpointer, file_prefix
-        self._writing, self._failure = None, ""
+        self._writing, self._failure, self._is_saving = None, "", False
         self._before: dict[str, Any] | None = None  # the state before a save that may still fail
 
     def before_train(self) -> None:
@@ -193,6 +199,23 @@ class BestCheckpointer(MetricHook, _Saves):
         if isinstance(self.checkpointer, Checkpointer):
             save = partial(self.checkpointer.save, self.file_prefix, tag_last=False, iteration=iteration)
         self._request(self.file_prefix, save)
+
+    def _save(self, save: Callable[[], Future[None] | None]) -> None:
+        self._is_saving = True
+        try:
+            super()._save(save)
+        finally:
+            self._is_saving = False
+
+    def before_save(self, state: dict[str, Any]) -> None:
+        averaging = averaging_hook(self.trainer.hooks)
+        if not self._is_saving or averaging is None or not averaging.was_evaluated:
+            return
+        is_raw = averaging.evaluate == "both" and self.monitored_metric.startswith("raw/")
+        state[EVALUATED] = "model" if is_raw else "ema"
+        if not is_raw:
+            state[TRAINED], state["model"] = state["model"], copy.copy(state["model"])
+            state["model"].update(averaging.state_dict()["model"])
 
     def _save_and_restore_tag(self, iteration: int) -> None:
         """A checkpointer that cannot save without tagging gets its tag back."""

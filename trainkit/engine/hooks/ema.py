@@ -1,6 +1,7 @@
 """Averaged weights beside the ones that are trained."""
 
 import logging
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -33,6 +34,9 @@ class EMAHook(HookBase):
         buffers: "copy" takes the model's as they are, "average" averages those of floating-point numbers.
         evaluate: what an evaluation runs: the averaged weights ("ema"), those of the model ("raw"), or "both", with
             the model's results under "raw".
+
+    Attributes:
+        was_evaluated: whether an evaluation has asked this object for the average.
     """
 
     def __init__(
@@ -53,7 +57,7 @@ class EMAHook(HookBase):
         if evaluate not in ("ema", "raw", "both"):
             raise ValueError(f'evaluate must be "ema", "raw" or "both", got {evaluate!r}')
         self._average_buffers = buffers == "average"
-        self.evaluate = evaluate
+        self.evaluate, self.was_evaluated = evaluate, False
         self._average: ModelAverage | None = None
         self._waiting_state: dict[str, Any] = {}
 
@@ -104,6 +108,7 @@ class EMAHook(HookBase):
         if self._average is None:
             logger.warning("EMAHook has no averaged weights: none were loaded. The model's own are evaluated")
             return {"raw": model}
+        self.was_evaluated = True
         return {"ema": self._average.module, **({"raw": model} if self.evaluate == "both" else {})}
 
     def standing_in(self, weights: str) -> AbstractContextManager[None]:
@@ -141,3 +146,8 @@ class EMAHook(HookBase):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._waiting_state = dict(state_dict)
+
+
+def averaging_hook(hooks: Iterable[HookBase]) -> EMAHook | None:
+    """The one whose average is evaluated."""
+    return next((hook for hook in hooks if isinstance(hook, EMAHook)), None)
