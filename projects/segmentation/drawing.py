@@ -1,5 +1,7 @@
 """Input, truth and prediction side by side."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -28,19 +30,24 @@ _ENLARGED = 3
 
 
 @VISUALIZER_REGISTRY.register()
-def draw_segmentation(inputs: dict[str, Tensor], outputs: Tensor) -> Tensor:
+def draw_segmentation(
+    inputs: dict[str, Tensor], outputs: Tensor, *, palette: Sequence[Sequence[int]] | None = None, alpha: float = 1.0
+) -> Tensor:
     """The first four canvases of a batch, one below the other; in each row image, labels and prediction.
 
     Args:
         inputs: with ``image`` ``[N, 1, H, W]`` and ``label`` ``[N, H, W]``.
         outputs: logits ``[N, C, H, W]``.
+        palette: the colour of each class, RGB from 0 to 255; default is `PALETTE`.
+        alpha: how strong the colours lie over the image: 0 shows the image alone, 1 the colours alone.
 
     Returns:
         RGB, uint8, on the CPU, each pixel three times as large.
     """
     image = inputs["image"][:_NUM_ROWS, 0].cpu()
     paper = (255 * (1 - image)).clamp(0, 255).to(torch.uint8)[..., None].expand(-1, -1, -1, 3)
-    truth = PALETTE[inputs["label"][:_NUM_ROWS].cpu()]
-    prediction = PALETTE[outputs[:_NUM_ROWS].argmax(dim=1).cpu()]
-    rows = torch.cat([paper, truth, prediction], dim=2).flatten(0, 1)
+    colours = PALETTE if palette is None else torch.tensor(palette, dtype=torch.uint8)
+    labels = [inputs["label"][:_NUM_ROWS].cpu(), outputs[:_NUM_ROWS].argmax(dim=1).cpu()]
+    drawn = [torch.lerp(paper.float(), colours[label].float(), alpha).round().to(torch.uint8) for label in labels]
+    rows = torch.cat([paper, *drawn], dim=2).flatten(0, 1)
     return rows.repeat_interleave(_ENLARGED, 0).repeat_interleave(_ENLARGED, 1)

@@ -230,3 +230,19 @@ def test_a_short_run_learns_the_few_canvases_that_it_sees(tmp_path):
     short = ["MODEL.WIDTH", 8, "TEST.EVAL_PERIOD", 0, "SOLVER.BASE_LR", 0.01]
     assert run("fcn.yaml", tmp_path / "1", *short, "SOLVER.MAX_ITER", 2)["sem_seg"]["mIoU"] < 15
     assert run("fcn.yaml", tmp_path / "2", *short, "SOLVER.MAX_ITER", 60)["sem_seg"]["mIoU"] > 50
+
+
+def test_the_colours_of_the_classes_and_their_strength_over_the_image_are_options():
+    image = torch.tensor([[[[0.0, 1.0]]]])  # white and black
+    label = torch.tensor([[[0, 2]]])
+    logits = torch.nn.functional.one_hot(torch.tensor([[[2, 0]]]), 11).permute(0, 3, 1, 2).float()
+    palette = [(100, 0, 0), (1, 1, 1), (0, 200, 0)]
+
+    def row(alpha):
+        drawn = draw_segmentation({"image": image, "label": label}, logits, palette=palette, alpha=alpha)
+        return drawn[0, ::3].tolist()
+
+    paper = [[255, 255, 255], [0, 0, 0]]
+    assert row(1.0) == [*paper, [100, 0, 0], [0, 200, 0], [0, 200, 0], [100, 0, 0]]
+    assert row(0.0) == paper * 3
+    assert row(0.5) == [*paper, [178, 128, 128], [0, 100, 0], [128, 228, 128], [50, 0, 0]]

@@ -324,3 +324,77 @@ def test_each_rank_draws_batches_of_its_own_into_files_of_its_own(tmp_path):
         "val/cats_iter0000007_batch0000_rank1.png": 10,
         "val/cats_iter0000007_batch0001.png": 0,
     }
+
+
+# ---------------------------------------------------------------------- phases, names, options
+
+
+@pytest.mark.parametrize(
+    ("phases", "drawn"), [("val", ["val"]), ("test", ["test"]), ("both", ["test", "val"])], ids=["val", "test", "both"]
+)
+def test_only_the_phases_that_are_asked_for_are_drawn(phases, drawn, tmp_path):
+    trainer = trainer_with(VisualizationHook(draw_number, 1, tmp_path, phases=phases))
+    evaluate(trainer, 1)
+    evaluate(trainer, 1, "test")
+    assert sorted(path.name for path in tmp_path.iterdir()) == drawn
+
+
+NAMES = ["frankfurt/000.png", "a b", 7]
+
+
+@pytest.mark.parametrize(
+    "batch", [{"file_name": NAMES}, [{"file_name": name} for name in NAMES]], ids=["of the batch", "of its samples"]
+)
+def test_each_image_is_called_as_its_sample(batch, tmp_path):
+    hook = VisualizationHook(lambda inputs, outputs: [gray(0), gray(1)], 1, tmp_path, names="file_name")
+    trainer = trainer_with(hook)
+    with EventStorage() as storage, observe_inference(trainer, "val"):
+        inference_on_dataset(lambda inputs: inputs, [batch], None, name="cats")
+    assert files(tmp_path) == [
+        "val/cats_iter0000007_batch0000_000.png",
+        "val/cats_iter0000007_batch0000_a_b.png",
+    ]
+    assert [image.name for image in storage.images()] == ["val/cats_batch0000_000", "val/cats_batch0000_a_b"]
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"name": ["a"]}, "names of VisualizationHook is 'file_name', which the batch does not have"),
+        ({"file_name": ["a"]}, "2 images are drawn of a batch with 1 names"),
+    ],
+)
+def test_names_that_do_not_fit_are_an_error(batch, message, tmp_path):
+    hook = VisualizationHook(lambda inputs, outputs: [gray(0), gray(1)], 1, tmp_path, names="file_name")
+    with observe_inference(trainer_with(hook), "val"), pytest.raises(ValueError, match=message):
+        inference_on_dataset(lambda inputs: inputs, [batch], None, name="cats")
+
+
+def test_a_config_gives_phases_and_options_of_the_drawing(tmp_path):
+    @VISUALIZER_REGISTRY.register()
+    def draw_with_colour(inputs, outputs, *, colour, alpha=1.0):
+        return gray(round(colour * alpha))
+
+    entry = {"NAME": "VisualizationHook", "DRAW": "draw_with_colour", "PERIOD": 3, "PHASES": "test"}
+    options = {"OPTIONS": {"COLOUR": 100, "ALPHA": 0.5}}
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, "DATASETS.VAL", ("tiny_val",), "HOOKS", [{**entry, **options}]))
+    trainer.train()
+    pictures = files(tmp_path / "visualization")
+    assert pictures == ["test/tiny_test_iter0000010_batch0002.png"]
+    assert np.array_equal(decode_png((tmp_path / "visualization" / pictures[0]).read_bytes()), gray(50))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"phases": "train"}, ValueError, 'phases must be "val", "test" or "both", got \'train\''),
+        (
+            {"options": {"size": 3}},
+            TypeError,
+            "options {'size': 3} are no arguments of draw: got an unexpected keyword",
+        ),
+    ],
+)
+def test_phases_and_options_that_do_not_exist_are_refused_by_the_constructor(arguments, error, message):
+    with pytest.raises(error, match=message):
+        VisualizationHook(draw_number, **arguments)

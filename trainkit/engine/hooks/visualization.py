@@ -1,11 +1,13 @@
 """Pictures of what the model returns."""
 
 import importlib
+import inspect
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -23,7 +25,8 @@ from trainkit.utils.rng import preserve_rng_state
 logger = logging.getLogger(__name__)
 
 Image: TypeAlias = np.ndarray | torch.Tensor
-Draw: TypeAlias = Callable[[Any, Any], Image | Sequence[Image]]
+Draw: TypeAlias = Callable[..., Image | Sequence[Image]]
+_IMAGE_SUFFIX = re.compile(r"\.(png|jpe?g|bmp|tiff?|webp)$", re.IGNORECASE)
 
 VISUALIZER_REGISTRY = Registry("VISUALIZER")
 """Functions that DRAW of a `VisualizationHook` can name: ``(inputs, outputs)`` -> images."""
@@ -34,9 +37,9 @@ class VisualizationHook(HookBase):
     """Draw every ``period``-th batch of each evaluation, into PNG files and into the storage for TensorBoard.
 
     The files are ``<output_dir>/<phase>/<dataset>_iter0000099_batch0003.png``, with ``_rank1`` and so on from other
-    ranks, which draw batches of their own, and with ``_0``, ``_1``, ... if several images are drawn of a batch. The
-    second evaluation of the same data in an iteration is called ``<dataset>_2``. A file that cannot be written is an
-    error in the log, and the evaluation goes on.
+    ranks, which draw batches of their own, and with ``_0``, ``_1``, ... or the names of the images if several are drawn
+    of a batch. The second evaluation of the same data in an iteration is called ``<dataset>_2``. A file that cannot be
+    written is an error in the log, and the evaluation goes on.
 
     Args:
         draw: a function, or its name in `VISUALIZER_REGISTRY`. It gets a batch and what the model returned for it,
@@ -44,9 +47,22 @@ class VisualizationHook(HookBase):
             ``[H, W, 3]``, uint8. Random numbers that it draws change nothing outside.
         period: in batches of an evaluation.
         output_dir: default is ``visualization`` in the OUTPUT_DIR of the trainer's config.
+        phases: which evaluations are drawn, "val", "test" or "both".
+        names: the key of the images' names, or file names, in a batch or in each of its samples. The images that
+            ``draw`` returns are then those of the first samples.
+        options: further arguments of ``draw``, by name.
     """
 
-    def __init__(self, draw: Draw | str, period: int = 50, output_dir: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        draw: Draw | str,
+        period: int = 50,
+        output_dir: str | Path | None = None,
+        *,
+        phases: Literal["val", "test", "both"] = "both",
+        names: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         if isinstance(draw, str):
             try:
                 draw = VISUALIZER_REGISTRY.get(draw)
@@ -56,7 +72,16 @@ class VisualizationHook(HookBase):
             raise TypeError(
                 f"draw must be a function of (inputs, outputs), or the name of a registered one; got {draw!r}"
             )
-        self._draw = draw
+        if phases not in ("val", "test", "both"):
+            raise ValueError(f'phases must be "val", "test" or "both", got {phases!r}')
+        if options is not None:
+            given = {name.lower(): value for name, value in options.items()}
+            try:
+                inspect.signature(draw).bind(None, None, **given)
+            except TypeError as error:
+                raise TypeError(f"options {dict(options)!r} are no arguments of draw: {error}") from None
+            draw = partial(draw, **given)
+        self._draw, self._phases, self._names = draw, phases, names
         self._period = check_period("period", period, minimum=1)
         if output_dir is not None and not isinstance(output_dir, str | Path):
             raise TypeError(f"output_dir must be a path or None, got {output_dir!r}")
@@ -76,18 +101,34 @@ class VisualizationHook(HookBase):
         self._dataset = re.sub(r"[^\w.-]", "_", name or "unnamed") + (f"_{times}" if times > 1 else "")
 
     def after_eval_step(self, phase: Phase, index: int, inputs: Any, outputs: Any) -> None:
-        if not is_nth(index + 1, self._period):
+        if not is_nth(index + 1, self._period) or self._phases not in (phase, "both"):
             return
         with preserve_rng_state():
             drawn = self._draw(inputs, outputs)
         images = [_as_array(image) for image in (drawn if isinstance(drawn, list | tuple) else [drawn])]
         rank = f"_rank{comm.get_rank()}" if comm.get_rank() else ""
-        for i, image in enumerate(images):
-            batch = f"batch{index:04d}" + (f"_{i}" if len(images) > 1 else "")
+        for image, name in zip(images, self._names_of(inputs, len(images)), strict=True):
+            batch = f"batch{index:04d}{name}"
             _write(self._folder() / phase / f"{self._dataset}_iter{self.trainer.iter:07d}_{batch}{rank}.png", image)
             if has_event_storage():
                 tensor = torch.from_numpy(image).permute(2, 0, 1)
                 get_event_storage().put_image(f"{phase}/{self._dataset}_{batch}", tensor)
+
+    def _names_of(self, inputs: Any, count: int) -> list[str]:
+        """What follows the number of the batch in the names of its images."""
+        if self._names is None:
+            return [f"_{i}" for i in range(count)] if count > 1 else [""] * count
+        try:
+            of_samples = isinstance(inputs, list | tuple)
+            names = [sample[self._names] for sample in inputs] if of_samples else [*inputs[self._names]]
+        except (KeyError, TypeError, IndexError):
+            raise ValueError(f"names of VisualizationHook is {self._names!r}, which the batch does not have") from None
+        if count > len(names):
+            raise ValueError(
+                f"{count} images are drawn of a batch with {len(names)} names; draw at most one per sample"
+            )
+        plain = [_IMAGE_SUFFIX.sub("", Path(str(name)).name) for name in names[:count]]
+        return ["_" + re.sub(r"[^\w.-]", "_", name) for name in plain]
 
     def _folder(self) -> Path:
         if self._output_dir is not None:
