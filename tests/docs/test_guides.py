@@ -2,12 +2,14 @@
 
 import ast
 import inspect
+import itertools
 import logging
 import re
 import shlex
 import textwrap
 from argparse import Namespace
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +27,9 @@ from trainkit.engine import (
     default_setup,
 )
 from trainkit.engine.hook_base import HOOK_POINTS
+from trainkit.engine.hooks import HOOK_REGISTRY, CallbackHook, EMAHook
+from trainkit.evaluation import DatasetEvaluator
+from trainkit.utils.events import EventWriter
 from trainkit.utils.logger import close_logger
 
 
@@ -43,7 +48,7 @@ def merged(text, cfg=None):
 
 # ---------------------------------------------------------------------- hooks
 
-NORM, CHECK, COUNT = blocks("docs/hooks.md", "python")
+NORM, CHECK, BUILD, OUTPUTS, COUNT = blocks("docs/hooks.md", "python")
 (ENTRIES,) = blocks("docs/hooks.md", "yaml")
 (COMMAND,) = blocks("docs/hooks.md", "sh")
 TRAIN, ITERATION, WITHOUT_CONFIG, COUNTER = blocks("docs/training_loop.md", "python")
@@ -79,6 +84,29 @@ def test_the_hook_of_a_config_ends_a_run_whose_loss_is_not_finite(tmp_path, monk
         trainer.train()
 
 
+def test_an_entry_is_built_in_both_spellings():
+    built = run(BUILD, "hooks.md")
+    assert type(built["average"]) is type(built["same"]) is EMAHook
+
+
+def test_the_hook_of_the_page_stores_the_accuracy_of_training_batches_from_the_outputs():
+    page = run(OUTPUTS, "hooks.md")
+    batches = [{"x": torch.randn(8, 4), "label": torch.tensor([0, 1] * 4)} for _ in range(3)]
+    model = page["Classifier"]()
+    trainer = SimpleTrainer(model, batches, torch.optim.SGD(model.parameters(), lr=0.1))
+    expected = []
+
+    def compute(trainer):
+        batch = trainer.batch
+        with torch.no_grad():  # the weights are still those of the forward pass
+            right = model(batch)["outputs"].argmax(dim=1) == batch["label"]
+        expected.append((100 * right.float().mean().item(), trainer.iter))
+
+    trainer.register_hooks([page["LogTrainAccuracy"](period=2), CallbackHook(after_backward=compute)])
+    trainer.train(0, 6)
+    assert trainer.storage.history("train_top1").values() == expected[1::2]
+
+
 def names(trainer):
     return [type(hook).__name__ for hook in trainer.hooks]
 
@@ -93,7 +121,7 @@ def test_the_command_gives_the_same_entries_as_the_file():
 
 
 def test_the_table_has_every_point():
-    table = page("docs/hooks.md").partition("## Points")[2].partition("## Order")[0]
+    table = page("docs/hooks.md").partition("## Points")[2].partition("## What")[0]
     named = [name for row in re.findall(r"^\| (`.+?`) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)", row)]
     assert sorted(named) == sorted(HOOK_POINTS)
 
@@ -140,6 +168,78 @@ def test_as_many_lines_are_read_as_the_guide_says():
     of_run += ("_write_saves", "_finish")
     of_step = ("run_step", "compute_gradients", "_add_gradients", "compute_losses", "judge_gradients", "update")
     assert (count(TrainerBase, *of_run), count(SimpleTrainer, *of_step)) == (run, step)
+
+
+class Scores(DatasetEvaluator):
+    """A better value in each evaluation."""
+
+    values = itertools.count()
+
+    def evaluate(self):
+        return {"score": {"value": next(self.values)}}
+
+
+class NotesTheEnd(HookBase):
+    def __init__(self, events):
+        self.events = events
+
+    def note(self, event):
+        if self.trainer.last_done_iter == self.trainer.max_iter - 1 and event not in self.events:
+            self.events.append(event)
+
+    def after_step(self):
+        self.note("`after_step`, stage 1")
+
+    def after_epoch(self):
+        self.note("`after_epoch`")
+
+    def before_eval(self, phase, name):
+        self.note({"val": "validation", "test": "test"}[phase])
+
+    def before_save(self, state):
+        self.note("the best checkpoint" if "validation" in self.events else "the final checkpoint")
+
+    def after_train(self):
+        if any("published" in path.name for path in Path(self.trainer.cfg.OUTPUT_DIR).iterdir()):
+            self.note("published weights")
+        self.note("`after_train` of your hooks, from a config or registered")
+
+
+def test_a_run_ends_in_the_order_of_the_table(tmp_path):
+    events = []
+
+    class Trainer(DefaultTrainer):
+        @classmethod
+        def build_evaluator(cls, cfg, dataset_name):
+            return Scores()
+
+        def build_writers(self):
+            return [Last()]
+
+    class Last(EventWriter):
+        def write(self):
+            pass
+
+        def close(self):
+            events.append("the writers are closed")
+
+    @HOOK_REGISTRY.register()
+    class FromAConfig(NotesTheEnd):
+        def __init__(self):
+            super().__init__(events)
+
+    options = ["DATASETS.VAL", ("tiny_val",), "CHECKPOINT.BEST_METRIC", "score/value", "CHECKPOINT.BEST_MODE", "max"]
+    trainer = Trainer(tiny_cfg(tmp_path, *options, "CHECKPOINT.PUBLISH", "model", "HOOKS", [{"NAME": "FromAConfig"}]))
+    below = CallbackHook(after_step=lambda t: t.iter == 9 and events.append("`after_step`, stage 2"))
+    trainer.register_hooks([NotesTheEnd(events)])
+    trainer.register_hooks([below], priority="LOW")
+    trainer.train()
+
+    table = page("docs/training_loop.md").partition("| trainkit | MMEngine | detectron2 |\n|---|---|---|\n")[2]
+    rows = [line.split("|")[1:-1] for line in table.partition("\n\n")[0].splitlines()]
+    assert {len(row) for row in rows} == {3}
+    assert list(dict.fromkeys(events)) == [row[0].strip() for row in rows]
+    assert trainer.storage.history("score/value").values()[-1][1] == trainer.max_iter
 
 
 def test_the_trainer_without_a_config_learns_and_writes(tmp_path, capsys):
