@@ -18,6 +18,7 @@ from tests.engine.test_world_sizes import Net, part
 from tests.engine.tiny import AfterStep, scalars
 from tests.two_ranks import SLOW, on_two_ranks
 from trainkit.checkpoint import CheckpointError
+from trainkit.checkpoint.file import read_file
 from trainkit.checkpoint.publish import publish_weights
 from trainkit.config import ConfigError, check_values, get_cfg
 from trainkit.engine import DefaultPredictor, DefaultTrainer
@@ -398,6 +399,21 @@ def saved_while_the_average_stands_in(rank, folder):
     return str(caught.value)
 
 
+def best_of_the_average(rank, folder):
+    """The weights of the run and their average; what a new run and a resumed one get from the best checkpoint."""
+    best = ("CHECKPOINT.BEST_METRIC", "classification/top1", "TEST.EVAL_PERIOD", 0)
+    first = train(job(f"{folder}/best", *best))
+    found = outcome(first)["weights"], outcome(first)["average"]
+    new = DefaultTrainer(job(f"{folder}/new", "MODEL.WEIGHTS", f"{folder}/best/model_best.pth"))
+    new.resume_or_load(resume=False)
+    if comm.is_main_process():
+        Path(folder, "best", "last_checkpoint").write_text("model_best.pth")
+    comm.synchronize()
+    resumed = DefaultTrainer(job(f"{folder}/best", *best))
+    resumed.resume_or_load(resume=True)
+    return *found, *({name: whole(value) for name, value in t.model.state_dict().items()} for t in (new, resumed))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("ranks")
@@ -414,6 +430,7 @@ def two(four, folder):
     checks = [in_one_piece, resumed, saved_asynchronously, from_the_meta_device, four_resumed_by_two]
     checks += [
         resumed_from_one_process,
+        best_of_the_average,
         accumulated,
         exchanges,
         with_amp,
@@ -600,6 +617,15 @@ def test_a_predictor_takes_the_average_of_a_checkpoint_in_shards(four, folder):
     found = DefaultPredictor(job(folder / "predicted", *weights)).model.state_dict()
     expected = four["in_one_piece"][0]["average"]
     torch.testing.assert_close({name: found[name] for name in expected}, expected, atol=0, rtol=0)
+
+
+def test_the_best_checkpoint_of_an_average_in_shards_gives_it_to_a_new_run_and_not_to_a_resumed_one(two, folder):
+    for trained, average, new, resumed in two["best_of_the_average"]:
+        torch.testing.assert_close(new, average, rtol=0, atol=0)
+        torch.testing.assert_close(resumed, trained, rtol=0, atol=0)
+        assert not torch.equal(average["head.weight"], trained["head.weight"])
+    plain = read_file(publish_weights(folder / "best" / "model_best.pth"))["model"]
+    torch.testing.assert_close(dict(plain), average, rtol=0, atol=0)
 
 
 def test_it_goes_on_on_two_ranks_with_the_same_losses(four, two):

@@ -29,12 +29,8 @@ def gather_rank_states(state: Mapping[str, Any], model: nn.Module, keys: Mapping
     entries that ``keys`` names for each key of ``state``. Tensors that equal those of rank 0 are not sent, and are the
     same objects there, so that a file holds them once.
     """
-    names = [name for name, _ in model.named_buffers()]
-    buffers = {
-        key: {name: state[key][name] for name in names if name in state[key]}
-        for key in ("model", TRAINED)
-        if key in state
-    }
+    held = {key: state[key] for key in ("model", TRAINED) if key in state}
+    buffers = {key: {name: held[key][name] for name, _ in model.named_buffers() if name in held[key]} for key in held}
     entries = {key: {name: state[key][name] for name in names if name in state[key]} for key, names in keys.items()}
     mine = {**buffers, **entries}
     own: dict[str, Tensor] = {}  # of rank 0, by path

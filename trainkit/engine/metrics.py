@@ -115,10 +115,6 @@ class Row(NamedTuple):
 def put_row(mean: Row, rank_data_time: float, prefix: str = "") -> None:
     """Put what `exchange_rows` gave, and the rank's own ``data_time``, into the open storage."""
     storage, values = get_event_storage(), mean.values
-    if "skipped_updates" in values:  # the median of a count tells nobody anything
-        values = {**values}
-        skipped = values.pop("skipped_updates")
-        storage.put_scalar(f"{prefix}skipped_updates", skipped, smoothing_hint=False, cur_iter=mean.iter)
     if prefix:
         values = {prefix + name: value for name, value in values.items()}
     storage.put_row({"rank_data_time": rank_data_time, "data_time": mean.data_time, **values}, cur_iter=mean.iter)
@@ -235,12 +231,13 @@ class MetricPath:
         for record in records:
             values, flagged = record.read()
             self._finite.look(record.iter, values, flagged)
-            if SCALE in values:  # the same on all ranks
-                get_event_storage().put_scalar(SCALE, values.pop(SCALE), smoothing_hint=False, cur_iter=record.iter)
+            counts = {SCALE: values.pop(SCALE)} if SCALE in values else {}
             if self._is_stored(record):
                 if self._finite.skips:
-                    values["skipped_updates"] = self._finite.skipped
+                    counts["skipped_updates"] = self._finite.skipped
                 rows.append(Row(record.iter, record.data_time, values))
+            if counts:  # the same on all ranks, and a median of them tells nobody anything
+                get_event_storage().put_row(counts, smoothing_hint=False, cur_iter=record.iter)
         means, failures = rows, [self._finite.take_failure()]
         if self._group is not None:
             means, failures = exchange_rows(rows, self.exchange_period, *failures)

@@ -3,7 +3,6 @@
 import contextlib
 import difflib
 import importlib
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
@@ -70,9 +69,7 @@ class Registry:
     def build(self, cfg: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Call the object that ``cfg`` names by ``NAME`` or ``type``: ``build({"NAME": "EMAHook", "DECAY": 0.9})``.
 
-        Args:
-            cfg: its other entries are arguments by name, in upper or lower case.
-            args, kwargs: further arguments, which are no part of a config; those of ``cfg`` win.
+        Its other entries are arguments by name, in upper or lower case; they win over ``kwargs``.
 
         Raises:
             TypeError: ``cfg`` names nothing, or the object does not take these arguments.
@@ -81,13 +78,8 @@ class Registry:
         named = [key for key in ("NAME", "type") if isinstance(cfg, Mapping) and isinstance(cfg.get(key), str)]
         if not named:
             raise TypeError(f'build() takes a dict such as {{"NAME": "EMAHook", "DECAY": 0.999}}, got {cfg!r}')
-        built = self.get(cfg[named[0]])
-        given = {**kwargs, **{key.lower(): value for key, value in cfg.items() if key != named[0]}}
-        try:
-            inspect.signature(built).bind(*args, **given)
-        except TypeError as error:
-            raise TypeError(f"{cfg[named[0]]} of the {self._name} registry: {error}") from None
-        return built(*args, **given)
+        given = {key.lower(): value for key, value in cfg.items() if key != named[0]}
+        return self.get(cfg[named[0]])(*args, **{**kwargs, **given})
 
     def __contains__(self, name: str) -> bool:
         return name in self._objects
