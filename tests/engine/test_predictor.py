@@ -155,7 +155,7 @@ def test_a_predictor_uses_the_weights_that_the_file_was_chosen_by(best, tmp_path
     assert predictor({"x": torch.zeros(4)}).item() == AVERAGE
 
 
-@pytest.mark.parametrize("hooks", USERS, ids=str)
+@pytest.mark.parametrize("hooks", [*USERS, [{**MEAN, "EVALUATE": "raw"}]], ids=str)
 def test_eval_only_evaluates_the_weights_that_the_file_was_chosen_by(best, tmp_path, hooks):
     cfg = falling_cfg(tmp_path, hooks, "MODEL.WEIGHTS", str(best))
     assert EvaluationRun(cfg, DefaultTrainer).run() == {"weight": {"value": AVERAGE}}
@@ -199,6 +199,18 @@ def test_a_file_that_was_chosen_by_the_raw_score_holds_the_raw_weights(tmp_path)
     ]
     cfg.merge_from_list(["MODEL.WEIGHTS", str(tmp_path / "model_best_raw_weight_value.pth")])
     assert DefaultPredictor(cfg)({"x": torch.zeros(4)}).item() == RAW
+
+
+def test_weights_that_a_hook_leaves_out_of_the_file_stay_out(tmp_path):
+    class LeaveOut(HookBase):
+        def before_save(self, state):
+            state["model"] = {name: value for name, value in state["model"].items() if name != "weight"}
+
+    trainer = DefaultTrainer(falling_cfg(tmp_path, [MEAN]))
+    trainer.register_hooks([LeaveOut()])
+    trainer.train()
+    state = read_file(tmp_path / "model_best.pth")
+    assert (state["evaluated"], state["model"], state["trained_model"]) == ("ema", {}, {})
 
 
 def test_published_weights_of_a_best_checkpoint_are_those_that_were_scored(best):

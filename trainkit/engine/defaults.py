@@ -118,7 +118,7 @@ class DefaultTrainer(TrainerBase):
     losses = forwarded("_trainer.losses")
     trained_losses = forwarded("_trainer.trained_losses")
     outputs = forwarded("_trainer.outputs")
-    lr = forwarded("_trainer.lr")
+    used_lr = forwarded("_trainer.used_lr")
     accumulation_steps = forwarded("_trainer.accumulation_steps")
     iters_per_epoch = forwarded("_trainer.iters_per_epoch")
     reset_data_loader = forwarded("_trainer.reset_data_loader")

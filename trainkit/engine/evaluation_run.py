@@ -72,8 +72,9 @@ class EvaluationRun(TrainerBase):
 
     @property
     def only_evaluates(self) -> bool:
-        """Whether the weights that a file was chosen by are all that is evaluated: no `EMAHook` has them as well."""
-        return averaging_hook(self.hooks) is None
+        """Whether ``model`` is what a file was chosen by, since no `EMAHook` evaluates its average beside it."""
+        averaging = averaging_hook(self.hooks)
+        return averaging is None or averaging.evaluate == "raw"
 
     def run(self) -> dict[str, Any]:
         """The results, on rank 0.

@@ -95,9 +95,8 @@ class SimpleTrainer(TrainerBase):
             async_write_metrics: read the losses from CUDA, and exchange them with the other ranks, in a worker thread.
                 An error there ends the run one log period later at most. On a CPU there is nothing to wait for.
             accumulation_steps: micro-batches per iteration; if the loss is a mean, they equal one larger batch.
-            clip_gradients: called with the optimizer's parameters between ``after_backward`` and the update, such as
-                `trainkit.solver.GradientClipper`; what it returns, shape ``[]``, is stored as ``grad_norm``. An
-                optimizer that clips by the same rule does not clip again.
+            clip_gradients: such as `trainkit.solver.GradientClipper`; called with the optimizer's parameters between
+                ``after_backward`` and the update. What it returns, shape ``[]``, is stored as ``grad_norm``.
             non_finite: what to do if the total loss, or a gradient after ``after_backward``, is not finite. "raise"
                 ends the run. "skip" leaves the update out on all ranks, with what the forward pass has done to the
                 model's buffers; ``skipped_updates`` in the storage is their number so far. "ignore" looks at nothing.
@@ -120,7 +119,7 @@ class SimpleTrainer(TrainerBase):
         self.clip_gradients = clip_gradients
         self._batch: Any = None  # this and the next: of this iteration, until the save point
         self._losses: Losses | None = None
-        self._lr: list[Any] | None = None  # of the last update; during a step None
+        self._used_lr: list[Any] | None = None  # of the last update; during a step None
         self._is_first_step = True
         self.model = model
         self.optimizer = optimizer
@@ -137,7 +136,7 @@ class SimpleTrainer(TrainerBase):
             raise RuntimeError("the model is in eval mode; whoever called model.eval() must call model.train() again")
         try:
             start = time.perf_counter()
-            self._batch = self._losses = self._lr = None  # let go before the next batch is made
+            self._batch = self._losses = self._used_lr = None  # let go before the next batch is made
             batches = self.fetch()
             data_time = time.perf_counter() - start
             self._losses = losses = self.compute_gradients(batches)
@@ -147,7 +146,7 @@ class SimpleTrainer(TrainerBase):
             record = StepRecord(losses, data_time, self.iter, extra, self.finite.flag)
             self.metrics.add(record, is_last=self.iter + 1 == self.max_iter)
             self.update()
-            self._lr = learning_rates(self.optimizer)
+            self._used_lr = learning_rates(self.optimizer)
         except RuntimeError as error:
             self.feed.explain(error)
             raise
@@ -156,9 +155,9 @@ class SimpleTrainer(TrainerBase):
         self._batch = self._losses = None
 
     @property
-    def lr(self) -> list[Any]:
+    def used_lr(self) -> list[Any]:
         """The learning rate of each parameter group in the update of this iteration, also after the schedule's step."""
-        return learning_rates(self.optimizer) if self._lr is None else self._lr
+        return learning_rates(self.optimizer) if self._used_lr is None else self._used_lr
 
     def _write_metrics(
         self, loss_dict: Mapping[str, Tensor | float], data_time: float, prefix: str = "", iter: int | None = None
@@ -283,7 +282,8 @@ class SimpleTrainer(TrainerBase):
         """What the steps have changed, the model aside; equal on all ranks."""
         if has_event_storage():
             get_event_storage().flush()  # what is counted is counted when it is stored
-        return {"optimizer": self.optimizer.state_dict(), "non_finite": self.finite.state_dict(), "lr": self._lr}
+        state = {"optimizer": self.optimizer.state_dict(), "non_finite": self.finite.state_dict()}
+        return {**state, "used_lr": self._used_lr}
 
     def load_step_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what ``step_state_dict`` gave; its hyper-parameters win over those of this run.
@@ -295,6 +295,6 @@ class SimpleTrainer(TrainerBase):
         before = hyper_parameters(self.optimizer)
         self.optimizer.load_state_dict(shard_optimizer_state(state_dict["optimizer"], self.optimizer))
         self.finite.load_state_dict(state_dict.get("non_finite", {}))  # detectron2 does not count
-        self._lr = state_dict.get("lr")
+        self._used_lr = state_dict.get("used_lr")
         if changes := describe_changes(before, hyper_parameters(self.optimizer)):
             logger.warning("The optimizer goes on with the values of the checkpoint, not of this run:\n%s", changes)

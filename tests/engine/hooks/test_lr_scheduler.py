@@ -236,7 +236,7 @@ class NoteRate(HookBase):
     """What a hook of a config reads and stores."""
 
     def after_step(self):
-        self.trainer.storage.put_scalar("noted", self.trainer.lr[0], smoothing_hint=False)
+        self.trainer.storage.put_scalar("noted", self.trainer.used_lr[0], smoothing_hint=False)
 
 
 @pytest.mark.parametrize(
@@ -258,11 +258,11 @@ def test_the_rates_are_those_of_each_group_and_during_a_step_its_own():
     seen = []
     halve = lr_scheduler.LambdaLR(optimizer, lambda iter: 0.5**iter)
     note = CallbackHook(
-        after_backward=lambda trainer: seen.append(("after_backward", trainer.lr)),
-        after_step=lambda trainer: seen.append(("after_step", trainer.lr)),
+        after_backward=lambda trainer: seen.append(("after_backward", trainer.used_lr)),
+        after_step=lambda trainer: seen.append(("after_step", trainer.used_lr)),
     )
     trainer.register_hooks([LRScheduler(scheduler=halve), note])
-    assert trainer.lr == [2.0, 0.5]  # of the first step
+    assert trainer.used_lr == [2.0, 0.5]  # of the first step
     trainer.train(0, 2)
     first, second = [2.0, 0.5], [1.0, 0.25]
     assert seen == [(p, rates) for rates in (first, second) for p in ("after_backward", "after_step")]
@@ -283,7 +283,7 @@ def test_a_rate_that_is_a_tensor_is_kept_before_the_schedule_changes_it():
     trainer = SimpleTrainer(model, [torch.tensor(1.0)], optimizer)
     seen = []
     halve = lr_scheduler.LambdaLR(optimizer, lambda iter: 0.5**iter)
-    note = CallbackHook(after_step=lambda trainer: seen.append(float(trainer.lr[0])))
+    note = CallbackHook(after_step=lambda trainer: seen.append(float(trainer.used_lr[0])))
     trainer.register_hooks([LRScheduler(scheduler=halve), note])
     trainer.train(0, 3)
     assert seen == [0.5, 0.25, 0.125]
@@ -299,7 +299,7 @@ def test_a_resumed_run_that_starts_below_the_save_point_has_the_rate_of_the_step
         def after_step(trainer):
             if trainer.iter == fail_at:
                 raise Stop
-            seen.append((trainer.lr[0], trainer.iter))
+            seen.append((trainer.used_lr[0], trainer.iter))
 
         return CallbackHook(after_step=after_step)
 

@@ -458,7 +458,8 @@ def test_an_error_of_the_worker_arrives_within_one_log_period_however_slow_the_w
     assert ended[-1] == 11  # iterations 4 to 7 are handed over after 7; one period later is 11
 
 
-def test_a_worker_that_is_at_most_one_period_behind_is_not_waited_for():
+@pytest.mark.parametrize("num_writers", [1, 2])
+def test_a_worker_that_is_at_most_one_period_behind_is_not_waited_for(num_writers):
     release, waited = threading.Event(), []
 
     def before_step(trainer):
@@ -469,6 +470,7 @@ def test_a_worker_that_is_at_most_one_period_behind_is_not_waited_for():
             assert waited == []  # the worker still stands in iteration 4
             release.set()
 
-    trainer = Steps([CallbackHook(before_step=before_step), PeriodicWriter([], period=4)])
+    writers = [PeriodicWriter([], period=4) for _ in range(num_writers)]
+    trainer = Steps([CallbackHook(before_step=before_step), *writers])
     trainer.train(0, 12)
     assert waited == [True]

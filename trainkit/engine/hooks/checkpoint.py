@@ -214,8 +214,9 @@ class BestCheckpointer(MetricHook, _Saves):
         is_raw = averaging.evaluate == "both" and self.monitored_metric.startswith("raw/")
         state[EVALUATED] = "model" if is_raw else "ema"
         if not is_raw:
-            state[TRAINED], state["model"] = state["model"], copy.copy(state["model"])
-            state["model"].update(averaging.state_dict()["model"])
+            trained, average = state["model"], averaging.state_dict()["model"]
+            state[TRAINED], state["model"] = trained, copy.copy(trained)  # with its _metadata
+            state["model"].update((name, average[name]) for name in trained if name in average)
 
     def _save_and_restore_tag(self, iteration: int) -> None:
         """A checkpointer that cannot save without tagging gets its tag back."""

@@ -2,6 +2,7 @@
 
 import warnings
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ class LRScheduler(HookBase):
     def after_step(self) -> None:
         lr = self._optimizer.param_groups[self._best_param_group_id]["lr"]
         if isinstance(lr, torch.Tensor):  # a captured graph reads it, on a device for which the loop must not wait
-            self.trainer.storage.put_later(_store_lr, lr.clone())
+            self.trainer.storage.put_later(store_values, {"lr": lr.clone()})
         else:
             self.trainer.storage.put_scalar("lr", lr, smoothing_hint=False)
         if self._has_stepped:
@@ -117,5 +118,6 @@ class LRScheduler(HookBase):
             self._waiting_state = dict(state_dict)
 
 
-def _store_lr(lr: torch.Tensor) -> None:
-    get_event_storage().put_scalar("lr", lr.item(), smoothing_hint=False)
+def store_values(values: Mapping[str, Any]) -> None:
+    """Numbers and tensors as they are."""
+    get_event_storage().put_row(values, smoothing_hint=False)

@@ -1,16 +1,16 @@
 """What a run is, in its log and among its numbers."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from trainkit.engine.hook_base import HookBase
+from trainkit.engine.hooks.lr_scheduler import store_values
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.periods import check_period, is_due
 from trainkit.utils import comm
-from trainkit.utils.events import get_event_storage
 
 logger = logging.getLogger(__name__)
 
@@ -38,15 +38,15 @@ class RuntimeInfo(HookBase):
         if is_due(self.trainer, self._period, or_last=True):
             if self._has_epochs:
                 self.trainer.storage.put_scalar("epoch", self.trainer.epoch, smoothing_hint=False)
-            if hasattr(self.trainer, "lr"):
-                self.trainer.storage.put_later(_store, self._of_optimizer())
+            if hasattr(self.trainer, "used_lr"):
+                self.trainer.storage.put_later(store_values, self._of_optimizer())
 
     def _of_optimizer(self) -> dict[str, Any]:
         """Scalars by name."""
         groups = self.trainer.optimizer.param_groups
         names = [str(group.get("name", i)) for i, group in enumerate(groups)]
         momenta = [group.get("momentum", group.get("betas", (None,))[0]) for group in groups]
-        found = {f"lr/{name}": lr for name, lr in zip(names, self.trainer.lr, strict=True) if len(groups) > 1}
+        found = {f"lr/{name}": lr for name, lr in zip(names, self.trainer.used_lr, strict=True) if len(groups) > 1}
         if any(momentum is not momenta[0] and momentum != momenta[0] for momentum in momenta):
             found |= {f"momentum/{name}": momentum for name, momentum in zip(names, momenta, strict=True)}
         elif all(getattr(hook, "param", None) != "momentum" for hook in self.trainer.hooks):  # else it stores that
@@ -70,8 +70,3 @@ class RuntimeInfo(HookBase):
             total = sum(parameter.numel() for parameter in model.parameters())
             trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
             yield f"{trained:,} of {total:,} parameters trained"
-
-
-def _store(values: Mapping[str, Any]) -> None:
-    """They may be tensors: a captured graph reads those, and the loop must not wait for their device."""
-    get_event_storage().put_row({name: float(value) for name, value in values.items()}, smoothing_hint=False)

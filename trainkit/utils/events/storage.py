@@ -84,7 +84,7 @@ class EventStorage:
         self._calls: deque[tuple[tuple[int, str], Callable[..., None], tuple[Any, ...]]] = deque()
         self._lock = threading.Lock()  # another thread may read; appending needs none
         self._jobs: list[Future[None]] = []
-        self._before: list[Future[None]] = []  # those under way at the last catch_up
+        self._before: tuple[int, list[Future[None]]] = -1, []  # at the last catch_up: iteration, jobs under way
 
     # ------------------------------------------------------------------ put
 
@@ -385,9 +385,10 @@ class EventStorage:
         self.hand_over()
 
     def catch_up(self) -> None:
-        """Wait for what the worker had before the last call of this, whose errors must not come later."""
-        wait(self._before)
-        self._before = [*self._jobs]
+        """Wait for what the worker had at the last call in an earlier iteration, whose errors must not come later."""
+        if self._before[0] != self.iter:
+            wait(self._before[1])
+            self._before = self.iter, [*self._jobs]
 
     def hand_over(self) -> None:
         """Let the worker start with everything put so far; never waits for it."""
