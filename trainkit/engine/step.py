@@ -95,8 +95,8 @@ class SimpleTrainer(TrainerBase):
             async_write_metrics: read the losses from CUDA, and exchange them with the other ranks, in a worker thread.
                 An error there ends the run one log period later at most. On a CPU there is nothing to wait for.
             accumulation_steps: micro-batches per iteration; if the loss is a mean, they equal one larger batch.
-            clip_gradients: such as `trainkit.solver.GradientClipper`; called with the optimizer's parameters between
-                ``after_backward`` and the update. What it returns, shape ``[]``, is stored as ``grad_norm``.
+            clip_gradients: called with the optimizer's parameters after ``after_backward``, as a `GradientClipper`; an
+                optimizer with the same rule does not clip again. What it returns, shape ``[]``, becomes ``grad_norm``.
             non_finite: what to do if the total loss, or a gradient after ``after_backward``, is not finite. "raise"
                 ends the run. "skip" leaves the update out on all ranks, with what the forward pass has done to the
                 model's buffers; ``skipped_updates`` in the storage is their number so far. "ignore" looks at nothing.

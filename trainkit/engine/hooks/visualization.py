@@ -122,7 +122,9 @@ class VisualizationHook(HookBase):
             of_samples = isinstance(inputs, list | tuple)
             names = [sample[self._names] for sample in inputs] if of_samples else [*inputs[self._names]]
         except (KeyError, TypeError, IndexError):
-            raise ValueError(f"names of VisualizationHook is {self._names!r}, which the batch does not have") from None
+            raise ValueError(
+                f"names of VisualizationHook is {self._names!r}, which the batch does not have; give a key of the batch"
+            ) from None
         if count > len(names):
             raise ValueError(
                 f"{count} images are drawn of a batch with {len(names)} names; draw at most one per sample"
