@@ -248,7 +248,14 @@ OTHERS = [
         "SamplerSeed",
         hook("SamplerSeed"),
         metric_is("epoch_of_data", {0: 0, 3: 1, 6: 2, 9: 3}),
-        [*OURS, "DATASETS.TRAIN", ["digits_by_epoch"], "INPUT.TRAIN_TRANSFORM", ""],
+        [
+            *OURS,
+            "DATASETS.TRAIN",
+            ["digits_by_epoch"],
+            "INPUT.TRAIN_TRANSFORM",
+            "",
+            *hook("SamplerSeed", ENABLED=False),
+        ],
     ),
     Setting(
         "GarbageCollection",

@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 class EMAHook(HookBase):
     """Average the weights over the iterations, and evaluate the average.
 
-    The average is a module of its own, so a checkpoint never has averaged weights in place of the model's. The average
-    of a sharded model stands in the model while it is evaluated, and a save is refused then. Every rank averages its
-    own model; their parameters are equal, their buffers may differ. An iteration whose update a gradient scaler skips
-    counts too.
+    The average is a module of its own, and a checkpoint has both; which of them is under ``model`` is said in
+    `trainkit.checkpoint.averaged`. The average of a sharded model stands in the model while it is evaluated, and a save
+    is refused then. Every rank averages its own model; their parameters are equal, their buffers may differ. An
+    iteration whose update a gradient scaler skips counts too.
 
     Args:
         decay: how much the old average counts in an update, default 0.999; ``1 - momentum`` of OpenMMLab. For this,
