@@ -242,7 +242,6 @@ EXCEPTIONS = {
     (names_nothing, "Storing or writing metrics failed"): "the traceback follows",
     (offers_no_way_out, "'«path»' is damaged"): "who looks for one that is intact says which it takes, or that none is",
     (offers_no_way_out, "\n\n-- Process"): "the form of torch.multiprocessing, in whose place it is raised",
-    (offers_no_way_out, "the device has not slept"): "a defect of the benchmark",
     (does_not_say_what_comes_of_it, "Storing or writing metrics failed"): "the traceback follows",
 }
 

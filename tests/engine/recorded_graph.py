@@ -28,7 +28,7 @@ class CpuRecorder:
 
     def record(self, work):
         rng_state = torch.get_rng_state()
-        operations = _Operations()
+        operations = Operations()
         with operations:
             work()
         operations.undo()
@@ -42,7 +42,7 @@ class CpuRecorder:
         return replay
 
 
-class _Operations(TorchDispatchMode):
+class Operations(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self._calls = []  # (function, args, kwargs, results that are no views of an argument)
@@ -73,7 +73,7 @@ class _Operations(TorchDispatchMode):
         for storage, former in self._former.values():
             storage.copy_(former)
         for storage in self._own.values():
-            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(_GARBAGE)
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(_GARBAGE)
 
     @torch.no_grad()
     def replay(self):

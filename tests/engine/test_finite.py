@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.cuda import allow_waiting, forbid_waiting, needs_cuda
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import AfterStep, PlainOptimizer, Regression, Weight, batches, scalars, sgd
 from trainkit.config import ConfigError
@@ -423,8 +424,7 @@ def test_the_config_gives_the_policy_and_how_many_in_a_row(options, iter, tmp_pa
     assert not any(parameter.isnan().any() for parameter in trainer.model.parameters())
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("make", [OPTIMIZERS["fused SGD"], OPTIMIZERS["fused AdamW"]], ids=["SGD", "AdamW"])
 @pytest.mark.parametrize("trainer_class", [SimpleTrainer, AMPTrainer])
 @pytest.mark.parametrize("non_finite", ["raise", "skip"])
@@ -432,14 +432,12 @@ def test_on_cuda_a_step_waits_for_nothing(trainer_class, non_finite, make):
     model = Regression().cuda()
     data = [tuple(tensor.cuda() for tensor in batch) for batch in batches(4)]
     trainer = trainer_class(model, data, make(model), non_finite=non_finite, async_write_metrics=True)
-    watch = CallbackHook(
-        before_step=lambda t: torch.cuda.set_sync_debug_mode("error" if 3 <= t.iter < 8 else "default")
-    )
+    watch = CallbackHook(before_step=lambda t: forbid_waiting() if 3 <= t.iter < 8 else allow_waiting())
     trainer.register_hooks([watch])
     try:
         trainer.train(0, 10)
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        allow_waiting()
     assert trainer.status == "finished"
 
 

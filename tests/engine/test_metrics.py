@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.cuda import needs_cuda
 from tests.engine.tiny import AfterStep, Regression, Weight, batches, metrics_by_worker, scalars, sgd
 from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer
@@ -62,8 +63,7 @@ def test_one_micro_batch_is_its_own_mean():
     assert mean_losses([losses]) is losses
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_entries_on_another_device_than_the_loss_are_stored_too(asynchronous):
     model = Weight(lambda weight, batch: {"loss_a": weight * batch, "accuracy": torch.tensor(50.0)}).cuda()

@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from torch.overrides import TorchFunctionMode
 
+from tests.cuda import host_never_waits, needs_cuda
 from trainkit.solver.averaging import AveragingRule, ModelAverage
 
 
@@ -291,8 +292,7 @@ def test_a_model_that_cannot_be_copied_is_an_error_with_a_remedy():
         ModelAverage(model, AveragingRule())
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("kind", ["exponential", "mean"])
 def test_on_cuda_an_update_equals_that_on_the_cpu_and_never_waits(kind):
     models = [nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(device) for device in ("cpu", "cuda")]
@@ -303,9 +303,6 @@ def test_on_cuda_an_update_equals_that_on_the_cpu_and_never_waits(kind):
             models[0][0].weight.add_(0.5)
             models[1][0].weight.copy_(models[0][0].weight)
         found[0].update()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with host_never_waits():
             found[1].update()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     torch.testing.assert_close(found[1].module.cpu().state_dict(), found[0].module.state_dict())

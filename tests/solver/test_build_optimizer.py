@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.cuda import needs_cuda
 from trainkit.config import ConfigError, get_cfg
 from trainkit.solver import LARS, OPTIMIZER_REGISTRY, build_optimizer
 
@@ -260,8 +261,7 @@ def test_the_step_clips_if_the_config_says_so():
     assert model.weight.item() == pytest.approx(before - 0.01)
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
 @pytest.mark.parametrize(
     ("name", "fused", "foreach"), [("AdamW", True, None), ("SGD", True, None), ("NAdam", None, True)]
 )

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.cuda import host_never_waits, needs_cuda
 from trainkit.solver import LARS
 
 
@@ -250,8 +251,7 @@ def test_sparse_gradients_are_an_error():
         LARS(layer.parameters(), lr=1.0).step()
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_on_cuda_a_step_never_waits_and_gives_the_same_values(dtype):
     values, grads = random_job()
@@ -262,11 +262,8 @@ def test_on_cuda_a_step_never_waits_and_gives_the_same_values(dtype):
         step(optimizers[0], grad)
         for param, source in zip(on_cuda, on_cpu, strict=True):
             param.grad = None if source.grad is None else source.grad.cuda()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with host_never_waits():
             optimizers[1].step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
     for ours, expected in zip(on_cuda, on_cpu, strict=True):
         assert ours.tolist() == pytest.approx(expected.tolist(), rel=tolerance, abs=tolerance)

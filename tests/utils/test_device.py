@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.cuda import needs_cuda
 from trainkit.utils.device import Prefetcher, device_of, move_to_device, resolve_device
 
 META = torch.device("meta")  # a device that is not the CPU, on every machine
@@ -84,7 +85,7 @@ def test_a_prefetcher_moves_like_move_to_device():
     assert batch["x"].device == torch.device("cpu")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 def test_the_next_batch_is_copied_while_the_device_still_computes():
     device = torch.device("cuda", torch.cuda.current_device())
     prefetcher = Prefetcher()

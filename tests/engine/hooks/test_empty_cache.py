@@ -3,6 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.cuda import needs_cuda
 from tests.engine.tiny import Regression, batches, sgd
 from trainkit.engine.hooks import CallbackHook, EmptyCache, EvalHook
 from trainkit.engine.step import SimpleTrainer
@@ -70,8 +71,7 @@ def test_without_an_accelerator_nothing_happens(calls, monkeypatch):
     assert run(calls, EmptyCache(True, True, True), batches(2)) == [0, 1, 2, 3, "eval 0", "eval 1"]
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@needs_cuda
 def test_a_device_gives_memory_back():
     run([], EmptyCache(after_step=True), batches(2))
     memory = torch.empty(2**24, device="cuda")

@@ -1,0 +1,10 @@
+"""A "cuda" device on the CPU, on which the tests marked ``cuda`` run where there is no GPU.
+
+`device.cpp` registers guard, memory and a fallback to the CPU's kernels under torch's real CUDA key, so ``is_cuda`` is
+true, autograd has its device threads, pinned memory is known as such, and torch's sanitizer (CSAN) can judge the order
+of work on streams. `device.py` completes ``torch.cuda`` and is a plugin of pytest; `test_run.py` builds both and starts
+the tests with it.
+
+What it cannot show: kernels end before the call returns, graphs are replayed by a recorder, random numbers are those of
+the CPU's generator. So speed, the rules of a capture, memory pools, reuse of memory, and NCCL are not tested.
+"""

@@ -1,0 +1,170 @@
+"""The plugin ``pytest -p tests.fake_cuda.device``: two GPUs in this process, before anybody imports torch.
+
+FAKE_CUDA is the path of the library that `build` has made.
+"""
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import threading
+import traceback
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+NUM_DEVICES = 2
+_PACKAGE = str(Path(__file__).resolve().parents[2] / "trainkit") + os.sep
+_SYNC_WARNING = "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
+
+
+class Wait(NamedTuple):
+    """The host has waited for the device: for what, in which thread, and in which file and function of trainkit."""
+
+    what: str
+    thread: str
+    place: str
+
+
+waits: list[Wait] = []
+
+
+def _load():
+    library = os.environ["FAKE_CUDA"]
+    torch_folder = Path(importlib.util.find_spec("torch").origin).parent
+    ctypes.CDLL(torch_folder / "lib" / "libtorch_python.so", ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(library)  # torch asks for its CUDA hooks once, when it is imported
+    spec = importlib.util.spec_from_file_location("fake_cuda_device", library)
+    module = importlib.util.module_from_spec(spec)
+    import torch  # noqa: F401
+
+    spec.loader.exec_module(module)
+    return module
+
+
+native = _load()
+
+import torch  # noqa: E402
+
+_state = {"sync_debug": 0, "capturing": False, "warned": False}
+_MODES = ("default", "warn", "error")
+
+
+def _on_wait(what):
+    inside = [frame for frame in traceback.extract_stack() if frame.filename.startswith(_PACKAGE)]
+    place = f"{Path(inside[-1].filename).name}:{inside[-1].name}" if inside else "elsewhere"
+    waits.append(Wait(what, threading.current_thread().name, place))
+    if _state["capturing"]:
+        raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {what}")
+    if _state["sync_debug"] == 2 and what not in ("event", "stream", "device"):
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+
+class Stream(torch.Stream):
+    """``torch.cuda.Stream``, made of the one for any accelerator."""
+
+    def __new__(cls, device=None, priority=0, **kwargs):
+        return super().__new__(cls, **kwargs) if kwargs else super().__new__(cls, _device(device), priority=priority)
+
+    @property
+    def cuda_stream(self):
+        return self.stream_id
+
+
+def _event(enable_timing=False, blocking=False, interprocess=False, external=False):
+    return torch.Event("cuda", enable_timing=enable_timing, blocking=blocking)
+
+
+def _clone(storage):
+    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device).untyped_storage()
+    return copy.copy_(storage)
+
+
+class CUDAGraph:
+    def replay(self):
+        self.operations.replay()
+
+
+@contextlib.contextmanager
+def _graph(graph, pool=None, stream=None, capture_error_mode="global"):
+    from tests.engine.recorded_graph import Operations
+
+    random_state = torch.get_rng_state()
+    graph.operations = Operations()
+    with _stream(stream), graph.operations:
+        _state["capturing"] = True
+        try:
+            yield
+        finally:
+            _state["capturing"] = False
+    graph.operations.undo()
+    torch.set_rng_state(random_state)
+
+
+def _device(device=None):
+    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+    return torch.device("cuda", torch.accelerator.current_device_index()) if device.index is None else device
+
+
+def _current_stream(device=None):
+    stream = torch.accelerator.current_stream(_device(device))
+    return Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+
+
+def _stream(stream):
+    return contextlib.nullcontext() if stream is None else stream
+
+
+def _set_sync_debug_mode(mode):
+    _state["sync_debug"] = _MODES.index(mode) if isinstance(mode, str) else mode
+    if not _state["warned"]:  # as torch does
+        _state["warned"] = True
+        warnings.warn(_SYNC_WARNING, UserWarning, stacklevel=2)
+
+
+def _memory(name):
+    return lambda device=None: getattr(torch.accelerator.memory, name)(_device(device))
+
+
+_MEMORY = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+_PROPERTIES = SimpleNamespace(name="fake", total_memory=2**30, major=9, minor=0, multi_processor_count=1)
+_stand_ins = {
+    "is_available": lambda: True,
+    "is_initialized": lambda: True,
+    "_lazy_init": lambda: None,
+    "_is_in_bad_fork": lambda: False,
+    "device_count": lambda: NUM_DEVICES,
+    "current_device": torch.accelerator.current_device_index,
+    "set_device": lambda device: torch.accelerator.set_device_index(_device(device)),
+    "synchronize": lambda device=None: torch.accelerator.synchronize(_device(device)),
+    "Stream": Stream,
+    "Event": _event,
+    "current_stream": _current_stream,
+    "stream": _stream,
+    "CUDAGraph": CUDAGraph,
+    "graph": _graph,
+    "graph_pool_handle": lambda: (0, 1),
+    "is_current_stream_capturing": lambda: _state["capturing"],
+    "set_sync_debug_mode": _set_sync_debug_mode,
+    "get_sync_debug_mode": lambda: _state["sync_debug"],
+    "default_generators": tuple(torch.Generator() for _ in range(NUM_DEVICES)),
+    "memory_summary": lambda device=None: "",
+    "empty_cache": torch.accelerator.empty_cache,
+    "get_device_properties": lambda device=None: _PROPERTIES,
+    "get_device_name": lambda device=None: "fake",
+    "get_device_capability": lambda device=None: (9, 0),
+    "is_bf16_supported": lambda including_emulation=True: True,
+    "_sleep": lambda cycles: native.sleep(cycles / 1e9),
+} | {name: _memory(name) for name in _MEMORY}
+for _name, _stand_in in _stand_ins.items():
+    setattr(torch.cuda, _name, _stand_in)
+torch.cuda.random.current_device, torch.cuda.random._lazy_init = torch.cuda.current_device, torch.cuda._lazy_init
+torch.cuda.random._lazy_call = lambda call, **kwargs: call()
+torch.cuda.random.device_count = lambda: NUM_DEVICES
+torch._C._cuda_getDeviceCount = lambda: NUM_DEVICES
+torch._C._cuda_getCurrentRawStream = lambda device=0: 0
+torch._C._cuda_isCurrentStreamCapturing = torch.cuda.is_current_stream_capturing
+torch._C._activate_gpu_trace = native.trace
+torch.UntypedStorage.clone = _clone
+native.call_on_wait(_on_wait)
