@@ -1,17 +1,30 @@
 """Models by name."""
 
+import torch
 from torch import nn
 
 from trainkit.config.checks import check_is_ours
 from trainkit.config.config import CfgNode
 from trainkit.config.errors import ConfigError, look_up
-from trainkit.utils.device import resolve_device
+from trainkit.utils.device import use_device
 from trainkit.utils.registry import Registry
 
 __all__ = ["MODEL_REGISTRY", "build_model"]
 
 MODEL_REGISTRY = Registry("MODEL")
 """Classes or functions that are called with ``cfg`` and give an ``nn.Module``."""
+
+
+def device_of_config(cfg: CfgNode) -> torch.device:
+    """The device that ``cfg.MODEL.DEVICE`` names; with a number it becomes the current one.
+
+    Raises:
+        ConfigError: the machine lacks it.
+    """
+    try:
+        return use_device(cfg.MODEL.DEVICE)
+    except ValueError as error:
+        raise ConfigError(f"MODEL.DEVICE: {error}") from error
 
 
 def build_model(cfg: CfgNode) -> nn.Module:
@@ -32,10 +45,7 @@ def build_model(cfg: CfgNode) -> nn.Module:
             "A module that registers models is named in IMPORTS"
         )
     entry = look_up(MODEL_REGISTRY, name, "MODEL.NAME")
-    try:
-        device = resolve_device(cfg.MODEL.DEVICE)
-    except ValueError as error:
-        raise ConfigError(f"MODEL.DEVICE: {error}") from error
+    device = device_of_config(cfg)
     maker = f"{entry.__module__}.{entry.__qualname__}, registered as MODEL.NAME {name!r}"
     try:
         model = entry(cfg)

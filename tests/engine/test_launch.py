@@ -278,8 +278,44 @@ def test_under_torchrun_its_process_is_one_of_the_run(monkeypatch):
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "num_local", "slurm", "device", "backend"),
+    [
+        (0, 2, False, None, "gloo"),
+        (4, 2, False, torch.device("cuda", 1), "cpu:gloo,cuda:nccl"),
+        (1, 2, False, None, "gloo"),  # for a model on the CPU of a machine with one GPU
+        (1, 2, True, torch.device("cuda", 0), "cpu:gloo,cuda:nccl"),  # the one that SLURM shows this task
+    ],
+)
+def test_each_process_takes_its_own_gpu_and_tensors_of_the_cpu_go_over_gloo(
+    num_gpus, num_local, slurm, device, backend, monkeypatch
+):
+    for name, value in {
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": str(num_local),
+        **({"SLURM_PROCID": "1"} if slurm else {}),
+    }.items():
+        monkeypatch.setenv(name, value)
+    found = {}
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: found.update(set_device=device))
+    init_process_group = dist.init_process_group
+
+    def init(backend, **kwargs):
+        found.update(kwargs, backend=backend)
+        init_process_group("gloo", **{**kwargs, "device_id": None})
+
+    monkeypatch.setattr(dist, "init_process_group", init)
+    with _process_group(f"tcp://127.0.0.1:{_free_port()}", rank=0, world_size=1, timeout=timedelta(seconds=9)):
+        pass
+
+    assert (found["backend"], found["device_id"], found.get("set_device")) == (backend, device, device)
+
+
 def test_a_rank_that_waits_for_the_others_says_where_and_for_how_many(monkeypatch, caplog):
     monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     monkeypatch.setattr(sys.modules[launch.__module__], "_PATIENCE_SEC", 0.1)  # the package shows the function
     url = f"tcp://127.0.0.1:{_free_port()}"
     with pytest.raises(dist.DistError), _process_group(url, rank=1, world_size=3, timeout=timedelta(seconds=1)):

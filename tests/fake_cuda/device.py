@@ -47,7 +47,7 @@ native = _load()
 
 import torch  # noqa: E402
 
-_state = {"sync_debug": 0, "capturing": False, "warned": False}
+_state = {"sync_debug": 0, "capturing": None, "warned": False}
 _MODES = ("default", "warn", "error")
 
 
@@ -55,7 +55,7 @@ def _on_wait(what):
     inside = [frame for frame in traceback.extract_stack() if frame.filename.startswith(_PACKAGE)]
     place = f"{Path(inside[-1].filename).name}:{inside[-1].name}" if inside else "elsewhere"
     waits.append(Wait(what, threading.current_thread().name, place))
-    if _state["capturing"]:
+    if _state["capturing"] == threading.get_ident():
         raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {what}")
     if _state["sync_debug"] == 2 and what not in ("event", "stream", "device"):
         raise RuntimeError("called a synchronizing CUDA operation")
@@ -93,11 +93,11 @@ def _graph(graph, pool=None, stream=None, capture_error_mode="global"):
     random_state = torch.get_rng_state()
     graph.operations = Operations()
     with _stream(stream), graph.operations:
-        _state["capturing"] = True
+        _state["capturing"] = threading.get_ident()  # capture_error_mode "thread_local"
         try:
             yield
         finally:
-            _state["capturing"] = False
+            _state["capturing"] = None
     graph.operations.undo()
     torch.set_rng_state(random_state)
 
@@ -145,7 +145,7 @@ _stand_ins = {
     "CUDAGraph": CUDAGraph,
     "graph": _graph,
     "graph_pool_handle": lambda: (0, 1),
-    "is_current_stream_capturing": lambda: _state["capturing"],
+    "is_current_stream_capturing": lambda: _state["capturing"] == threading.get_ident(),
     "set_sync_debug_mode": _set_sync_debug_mode,
     "get_sync_debug_mode": lambda: _state["sync_debug"],
     "default_generators": tuple(torch.Generator() for _ in range(NUM_DEVICES)),

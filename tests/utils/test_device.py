@@ -11,18 +11,20 @@ META = torch.device("meta")  # a device that is not the CPU, on every machine
 Pair = namedtuple("Pair", "x y")
 
 
-@pytest.mark.parametrize(
-    ("cuda", "mps", "expected"),
-    [(True, True, "cuda"), (True, False, "cuda"), (False, True, "mps"), (False, False, "cpu")],
-)
-def test_auto_takes_cuda_then_mps_then_the_cpu(monkeypatch, cuda, mps, expected):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+@pytest.fixture
+def two_gpus(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+
+
+@pytest.mark.parametrize(("found", "expected"), [("cuda", "cuda"), ("xpu", "xpu"), ("mps", "mps"), (None, "cpu")])
+def test_auto_takes_the_accelerator_that_torch_sees(monkeypatch, found, expected):
+    found = None if found is None else torch.device(found)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
     assert resolve_device("auto") == torch.device(expected)
 
 
-def test_a_named_device_is_taken_if_the_machine_has_it(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+def test_a_named_device_is_taken_if_the_machine_has_it(two_gpus):
     assert resolve_device("cuda:1") == torch.device("cuda:1")
     assert resolve_device("cpu") == torch.device("cpu")
     assert resolve_device(torch.device("meta")) == META
@@ -33,12 +35,10 @@ def test_a_named_device_is_taken_if_the_machine_has_it(monkeypatch):
     [
         ("gpu", "no device is called 'gpu'; use auto, cpu, cuda, cuda:N or mps"),
         ("cuda:2", "device 'cuda:2' was asked for, but torch sees 2 CUDA devices; use auto or cpu"),
-        ("mps", "device 'mps' was asked for, but torch sees no MPS device"),
+        ("mps", "device 'mps' was asked for, but torch sees 0 MPS devices"),
     ],
 )
-def test_a_device_that_is_not_there_is_an_error_that_says_what_is(monkeypatch, name, message):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+def test_a_device_that_is_not_there_is_an_error_that_says_what_is(two_gpus, name, message):
     with pytest.raises(ValueError, match=message):
         resolve_device(name)
 

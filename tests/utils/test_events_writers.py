@@ -358,8 +358,8 @@ def test_console_line_is_the_same_for_scalars_with_an_epoch(lines):
 
 
 def test_console_line_has_the_peak_memory_of_cuda(lines, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
-    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: 3 * 2**20)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr("torch.accelerator.memory.max_memory_allocated", lambda: 3 * 2**20)
     with EventStorage():
         CommonMetricPrinter().write()
 

@@ -63,10 +63,10 @@ from trainkit.evaluation import (
     print_csv_format,
     verify_results,
 )
-from trainkit.modeling import build_model
+from trainkit.modeling import build_model, device_of_config
 from trainkit.solver import GradientClipper, build_gradient_clipper, build_lr_scheduler, build_optimizer
 from trainkit.utils import comm
-from trainkit.utils.device import device_of
+from trainkit.utils.device import device_of, runs_ahead
 from trainkit.utils.events import EventWriter
 from trainkit.utils.model import is_part_of
 from trainkit.utils.run_folder import own_folder, renew_folders
@@ -137,6 +137,7 @@ class DefaultTrainer(TrainerBase):
         cfg = batch.split(self.auto_scale_workers(cfg, batch.world_size))
         cfg = scale_lr_to_batch(cfg)
 
+        device_of_config(cfg)  # a build method that says "cuda" means the same one
         # in this order: users' build methods count on the model being there for the optimizer, both for the loader
         build_model = partial(self._build, "build_model")
         model = build_sharded(cfg, build_model) if is_fsdp(cfg) else build_model(cfg)
@@ -544,11 +545,12 @@ class DefaultTrainer(TrainerBase):
         cfg: CfgNode, model: nn.Module, data_loader: Iterable[Any], optimizer: torch.optim.Optimizer
     ) -> SimpleTrainer:
         device = device_of(model)
-        on_accelerator = device is not None and device.type != "cpu"
         arguments: dict[str, Any] = {
             "gather_metric_period": cfg.LOG.GATHER_PERIOD,
             "zero_grad_before_forward": cfg.SOLVER.ZERO_GRAD_BEFORE_FORWARD,
-            "async_write_metrics": on_accelerator if cfg.LOG.ASYNC is None else cfg.LOG.ASYNC,
+            "async_write_metrics": device is not None and runs_ahead(device)
+            if cfg.LOG.ASYNC is None
+            else cfg.LOG.ASYNC,
             "accumulation_steps": cfg.SOLVER.ACCUMULATION_STEPS,
             "clip_gradients": _clipper(cfg, optimizer),
             "non_finite": cfg.SOLVER.NON_FINITE.POLICY,

@@ -259,13 +259,18 @@ def _skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
 @torch.no_grad()
 def non_finite_names(model: nn.Module) -> list[str]:
     """The parameters and buffers, by name, that hold something not finite on this rank; waits for the device."""
-    found = []
+    finite: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor) or tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
             continue
         local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        found.append((name, local.isfinite().all()))
-    return [name for name, finite in found if not finite.item()]
+        finite.setdefault(local.device, {})[name] = local.isfinite().all()
+    return [
+        name
+        for by_name in finite.values()
+        for name, good in zip(by_name, torch.stack([*by_name.values()]).tolist(), strict=True)  # one read of a device
+        if not good
+    ]
 
 
 def describe_failure(what: str, iter: int, losses: Mapping[str, float], more: str = "") -> str:

@@ -47,8 +47,8 @@ def launch(
 
     Under torchrun this process is already one of the run, and the other arguments are not needed. Otherwise this
     machine gets ``num_gpus_per_machine`` processes, spawned if there are several in all; 0 is this process alone, which
-    `default_setup` leaves on the CPU. With CUDA each has a device
-    and they talk over NCCL, else over Gloo.
+    `default_setup` leaves on the CPU. With CUDA each has a device; tensors on it go over NCCL, those on the CPU over
+    Gloo.
 
     SIGTERM, SIGHUP and SIGINT are passed on to the spawned processes as one SIGTERM; a second SIGINT kills them.
 
@@ -193,9 +193,9 @@ def _result_or_stop(main_func: Callable[..., Any], args: tuple[Any, ...]) -> tup
 
 @contextmanager
 def _process_group(url: str, rank: int, world_size: int, timeout: timedelta) -> Iterator[None]:
-    has_cuda = torch.cuda.is_available()
-    if has_cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = _own_device()
+    if device is not None:
+        torch.cuda.set_device(device)
     address = url if url != "env://" else f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     text = "Rank %d waits at %s for the other processes; %d have to start and to reach it. It gives up after %s"
     reminder = threading.Timer(_PATIENCE_SEC, logger.warning, (text, rank, address, world_size, timeout))
@@ -203,8 +203,11 @@ def _process_group(url: str, rank: int, world_size: int, timeout: timedelta) -> 
     reminder.start()
     try:
         with meeting(url, rank, world_size, timeout) as store:
-            backend = "nccl" if has_cuda else "gloo"
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+            # a model may be on the CPU although there are GPUs, and Python objects always are
+            backend = "gloo" if device is None else "cpu:gloo,cuda:nccl"
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device
+            )
             comm.synchronize()  # the slowest start should not count against the timeout of the first real collective
             reminder.cancel()
             yield
@@ -219,6 +222,16 @@ def _process_group(url: str, rank: int, world_size: int, timeout: timedelta) -> 
     # Gloo's threads stay, and one may still be letting go of the last tensors, for which it needs the interpreter: it
     # aborts the process if that has ended meanwhile (seen in 1 of some 50 runs on a loaded machine)
     time.sleep(0.05)
+
+
+def _own_device() -> torch.device | None:
+    """The GPU of this process; None if the machine has fewer GPUs than processes, so that they use the CPU."""
+    local_rank, num_local = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    num_devices = torch.cuda.device_count() if dist.is_nccl_available() else 0
+    if num_local <= num_devices:
+        return torch.device("cuda", local_rank)
+    # SLURM can show each task its own GPU alone
+    return torch.device("cuda", 0) if num_devices == 1 and "SLURM_PROCID" in os.environ else None
 
 
 def _tell_torchrun(error: BaseException) -> None:

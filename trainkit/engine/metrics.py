@@ -15,6 +15,7 @@ from torch import Tensor
 from trainkit.engine.finite import FiniteCheck, describe_failure, raise_failure
 from trainkit.engine.periods import check_period, is_nth
 from trainkit.utils import comm
+from trainkit.utils.device import new_event, runs_ahead
 from trainkit.utils.events import get_event_storage, has_event_storage
 from trainkit.utils.losses import Losses
 
@@ -43,7 +44,7 @@ def mean_losses(losses: Sequence[Losses]) -> Losses:
 
 
 class StepRecord:
-    """The scalars of one iteration on their way to the host; on CUDA as one small tensor that nobody waits for yet."""
+    """The scalars of one iteration on their way to the host; from a device that runs ahead as one small tensor."""
 
     def __init__(
         self,
@@ -70,19 +71,18 @@ class StepRecord:
             if taken := sorted(losses.values.keys() & extra.keys()):
                 raise ValueError(f"the trainer stores {taken} itself; give the model's entry another name")
             tensors |= extra
-        self._arrived: torch.cuda.Event | None = None
-        if not losses.total.is_cuda:
+        self._arrived: Any = None  # the event
+        device = losses.total.device  # an entry that is only logged may lie elsewhere
+        if not runs_ahead(device):
             self._flagged = flag is not None and flag.item() != 0
             self._values = {name: tensor.item() for name, tensor in tensors.items()}
             return
-        device = losses.total.device  # an entry that is only logged may lie elsewhere
         scalars = [*tensors.values(), *([] if flag is None else [flag])]
         with torch.no_grad():
             packed = torch.stack([tensor.to(device, torch.float64, non_blocking=True) for tensor in scalars])
         self._names = list(tensors)
-        self._host = packed.to("cpu", non_blocking=True)  # pinned
-        self._arrived = torch.cuda.Event()
-        self._arrived.record(torch.cuda.current_stream(device))  # not that of the current device
+        self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True).copy_(packed, non_blocking=True)
+        self._arrived = new_event(device)
 
     def is_under_way(self) -> bool:
         """Whether reading it may take waiting."""
@@ -157,8 +157,8 @@ class MetricPath:
     """Takes the record of each step, has it judged, averages it over ranks, and stores it.
 
     One rank stores a record at once. Several ranks keep records and exchange those of ``exchange_period`` iterations
-    in one block, in the same iterations on every rank. If ``asynchronous`` and on CUDA, reading, exchanging and storing
-    are done by the worker of the storage.
+    in one block, in the same iterations on every rank. If ``asynchronous`` and on a device that runs ahead, the worker
+    of the storage reads, exchanges and stores.
 
     Attributes:
         exchange_period: in iterations.

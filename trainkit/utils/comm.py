@@ -98,10 +98,10 @@ def synchronize() -> None:
     """Wait until all processes have come here."""
     if get_world_size() == 1:
         return
-    if dist.get_backend() == "nccl":  # it would guess the device, and warn
-        dist.barrier(device_ids=[torch.cuda.current_device()])
-    else:
+    if _has_gloo():
         dist.barrier()
+    else:  # NCCL would guess the device, and warn
+        dist.barrier(device_ids=[torch.cuda.current_device()])
 
 
 def all_gather(data: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
@@ -204,4 +204,8 @@ def _from_torchrun(variable: str, alone: int) -> int:
 
 def _object_group() -> dist.ProcessGroup | None:
     """All processes over Gloo, which exchanges objects without a device."""
-    return _default_group() if dist.get_backend() == "gloo" else side_group("objects")
+    return _default_group() if _has_gloo() else side_group("objects")
+
+
+def _has_gloo() -> bool:
+    return "cpu:gloo" in dist.get_backend_config()

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,25 +10,32 @@ from torch import nn
 
 
 def resolve_device(name: str | torch.device) -> torch.device:
-    """The device of a config: ``"auto"`` takes CUDA, then MPS, then the CPU.
+    """The device of a config: ``"auto"`` takes the accelerator that torch sees (CUDA, XPU, MPS), else the CPU.
 
     Raises:
         ValueError: torch does not know the name, or the machine lacks the device.
     """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+        return accelerator or torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"no device is called {name!r}; use auto, cpu, cuda, cuda:N or mps") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"device {name!r} was asked for, but torch sees {torch.cuda.device_count()} CUDA devices; use auto or cpu"
-        )
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ValueError(f"device {name!r} was asked for, but torch sees no MPS device; use auto or cpu")
+    if device.type not in ("cpu", "meta"):
+        here = accelerator is not None and accelerator.type == device.type
+        if (device.index or 0) >= (count := torch.accelerator.device_count() if here else 0):
+            raise ValueError(
+                f"device {name!r} was asked for, but torch sees {count} {device.type.upper()} devices; use auto or cpu"
+            )
+    return device
+
+
+def use_device(name: str | torch.device) -> torch.device:
+    """`resolve_device`, and make ``cuda:N`` the current device, on which everything is that names no number."""
+    device = resolve_device(name)
+    if device.index is not None and device.type not in ("cpu", "meta"):
+        torch.accelerator.set_device_index(device)
     return device
 
 
@@ -42,53 +50,83 @@ def first_tensor(model: nn.Module) -> torch.Tensor | None:
     return next(itertools.chain(model.parameters(), model.buffers()), None)
 
 
-def move_to_device(data: Any, device: torch.device, stream: "torch.cuda.Stream | None" = None) -> Any:
+def runs_ahead(device: torch.device) -> bool:
+    """Whether it works while the host goes on, with streams and pinned memory; MPS is used as if it did not.
+
+    It is tried on CUDA; XPU has the same interface of torch.
+    """
+    return device.type in ("cuda", "xpu")
+
+
+def reports_memory() -> bool:
+    """Whether ``torch.accelerator.memory`` knows the current device."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator is not None and runs_ahead(accelerator)
+
+
+def new_event(device: torch.device) -> Any:
+    """An event on the current stream of ``device``; a thread that waits for it sleeps."""
+    stream = torch.accelerator.current_stream(device)  # not that of the current device
+    event = torch.cuda.Event(blocking=True) if device.type == "cuda" else torch.Event(device)
+    event.record(stream)
+    return event
+
+
+def move_to_device(data: Any, device: torch.device) -> Any:
     """Move every tensor in nested mappings, lists, tuples and named tuples, and every object with ``to(device)``.
 
     Copies from pinned memory do not block. What is already there, and what is no tensor, is returned as it is.
-
-    Args:
-        stream: of CUDA, on which tensors are copied, for use on the current one, which has to wait for it.
     """
+    return _move(data, device, [], None)
+
+
+def _move(data: Any, device: torch.device, copies: list[torch.Tensor], outer: torch.Stream | None) -> Any:
+    """As `move_to_device`. ``copies`` gets the tensors that are copied; what is no plain one is moved on ``outer``."""
     if isinstance(data, torch.Tensor):
         if data.device == device:
             return data
-        if stream is None or type(data) is not torch.Tensor or data.layout is not torch.strided or data.is_nested:
-            return data.to(device, non_blocking=data.is_pinned())
-        with torch.cuda.stream(stream):
-            moved_tensor = data.to(device, non_blocking=True)  # also what is not pinned is read when this returns
-        moved_tensor.record_stream(torch.cuda.current_stream(device))
-        return moved_tensor
+        non_blocking = runs_ahead(device)  # what is not pinned is read when this returns
+        if type(data) is torch.Tensor and data.layout is torch.strided and not data.is_nested:
+            copies.append(data.to(device, non_blocking=non_blocking))
+            return copies[-1]
+        with outer or nullcontext():
+            return data.to(device, non_blocking=non_blocking)
     if isinstance(data, Mapping):
-        moved = {key: move_to_device(value, device, stream) for key, value in data.items()}
-        return moved if type(data) is dict else _rebuild(data, moved)
+        items = {key: _move(value, device, copies, outer) for key, value in data.items()}
+        return items if type(data) is dict else _rebuild(data, items)
     if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(move_to_device(value, device, stream) for value in data))
+        return type(data)(*(_move(value, device, copies, outer) for value in data))
     if isinstance(data, list | tuple):
-        return type(data)(move_to_device(value, device, stream) for value in data)
+        return type(data)(_move(value, device, copies, outer) for value in data)
     if hasattr(data, "to") and callable(data.to):  # a user's own batch class, torch's PackedSequence
-        return data.to(device)
+        with outer or nullcontext():
+            return data.to(device)
     return data
 
 
 class Prefetcher:
     """``move_to_device`` for a loop that runs ahead of its device: the next batch is copied while this one computes.
 
-    On CUDA the copies have a stream of their own, and that of the computation waits for them on the device. It is the
+    The copies have a stream of their own, and that of the computation waits for them on the device. It is the
     host that must not wait for the device. Nothing is drawn from a loader before its turn, so that what a loader says
     about its position is true.
     """
 
     def __init__(self) -> None:
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: torch.Stream | None = None
 
     def move(self, data: Any, device: torch.device) -> Any:
-        if device.type != "cuda":
+        if not runs_ahead(device):
             return move_to_device(data, device)
         if self._stream is None or self._stream.device != device:
-            self._stream = torch.cuda.Stream(device)
-        moved = move_to_device(data, device, self._stream)
-        torch.cuda.current_stream(device).wait_stream(self._stream)
+            self._stream = torch.Stream(device)
+        current = torch.accelerator.current_stream(device)
+        copies: list[torch.Tensor] = []
+        with self._stream:
+            moved = _move(data, device, copies, current)
+        current.wait_stream(self._stream)
+        for copy in copies:
+            copy.record_stream(current)  # its memory is not given to the next batch while this one computes
         return moved
 
 

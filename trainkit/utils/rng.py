@@ -28,7 +28,7 @@ def get_rng_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
+        state["cuda"] = [torch.cuda.get_rng_state(device) for device in _cuda_devices()]
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
     return state
@@ -44,7 +44,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
     cuda_states = state.get("cuda", [])
-    for device, cuda_state in enumerate(cuda_states[: torch.cuda.device_count()]):
+    for device, cuda_state in zip(_cuda_devices() if cuda_states else [], cuda_states, strict=False):
         torch.cuda.set_rng_state(cuda_state, device)
     if len(cuda_states) > torch.cuda.device_count():
         _logger.warning(
@@ -56,6 +56,12 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.mps.set_rng_state(state["mps"])
     elif "mps" in state:
         _logger.warning("The random state is that of an MPS device, here is none; it is left out")
+
+
+def _cuda_devices() -> list[int]:
+    """The current one first: it may have another number when the run is resumed."""
+    current = torch.cuda.current_device()
+    return [current, *(device for device in range(torch.cuda.device_count()) if device != current)]
 
 
 def rng_state_for_rank(state: dict[str, Any] | None, world_size: int, iteration: int) -> dict[str, Any] | None:

@@ -13,16 +13,17 @@ def cuda(monkeypatch):
         raise AssertionError("the peak of other readers is gone")
 
     readings = {
-        "is_available": True,
         "memory_allocated": 1 * 2**20,
         "max_memory_allocated": 2 * 2**20,
         "memory_reserved": 3 * 2**20,
         "max_memory_reserved": 4 * 2**20,
-        "memory_summary": "the summary",
     }
     for name, reading in readings.items():
-        monkeypatch.setattr(torch.cuda, name, lambda reading=reading: reading)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+        monkeypatch.setattr(torch.accelerator.memory, name, lambda reading=reading: reading)
+    monkeypatch.setattr(torch.accelerator.memory, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_summary", lambda: "the summary")
 
 
 def messages(caplog):
@@ -30,7 +31,7 @@ def messages(caplog):
 
 
 def line(iter):
-    return f"CUDA memory after iteration {iter}: 1 MiB allocated, peak 2; 3 MiB reserved, peak 4"
+    return f"Device memory after iteration {iter}: 1 MiB allocated, peak 2; 3 MiB reserved, peak 4"
 
 
 @pytest.mark.parametrize(
@@ -51,9 +52,10 @@ def test_a_second_run_reports_again(cuda, caplog):
     assert messages(caplog) == [line(2), "\nthe summary"] * 2
 
 
-def test_without_cuda_it_is_silent(monkeypatch, caplog):
+@pytest.mark.parametrize("found", [None, torch.device("mps")])
+def test_where_torch_cannot_tell_it_is_silent(found, monkeypatch, caplog):
     caplog.set_level("INFO")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
     Steps([TorchMemoryStats(period=1)]).train(0, 3)
     assert messages(caplog) == []
 

@@ -9,6 +9,7 @@ import torch
 from trainkit.engine.hook_base import SAVE_POINT, HookBase
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.periods import check_period, is_due
+from trainkit.utils.device import reports_memory
 from trainkit.utils.numbers import is_whole
 
 logger = logging.getLogger(__name__)
@@ -18,9 +19,9 @@ _MIB = 2**20
 
 @HOOK_REGISTRY.register()
 class TorchMemoryStats(HookBase):
-    """Log the CUDA memory of every ``period`` iterations, ``max_runs`` times, the last time with torch's own summary.
+    """Log the device's memory of every ``period`` iterations, ``max_runs`` times; on CUDA also torch's summary.
 
-    Nothing is reset: other readers of the peak, such as the console writer, see the same numbers. Silent without CUDA.
+    Nothing is reset: other readers of the peak, such as the console writer, see the same numbers. Silent on a CPU.
     """
 
     def __init__(self, period: int = 20, max_runs: int = 10) -> None:
@@ -34,18 +35,19 @@ class TorchMemoryStats(HookBase):
 
     def after_step(self) -> None:
         wants = self._runs < self._max_runs and is_due(self.trainer, self._period, or_last=True)
-        if not wants or not torch.cuda.is_available():
+        if not wants or not reports_memory():
             return
+        memory = torch.accelerator.memory
         self._runs += 1
         logger.info(
-            "CUDA memory after iteration %d: %.0f MiB allocated, peak %.0f; %.0f MiB reserved, peak %.0f",
+            "Device memory after iteration %d: %.0f MiB allocated, peak %.0f; %.0f MiB reserved, peak %.0f",
             self.trainer.iter,
-            torch.cuda.memory_allocated() / _MIB,
-            torch.cuda.max_memory_allocated() / _MIB,
-            torch.cuda.memory_reserved() / _MIB,
-            torch.cuda.max_memory_reserved() / _MIB,
+            memory.memory_allocated() / _MIB,
+            memory.max_memory_allocated() / _MIB,
+            memory.memory_reserved() / _MIB,
+            memory.max_memory_reserved() / _MIB,
         )
-        if self._runs == self._max_runs:
+        if self._runs == self._max_runs and torch.cuda.is_available():
             logger.info("\n%s", torch.cuda.memory_summary())
 
 
@@ -73,7 +75,7 @@ class EmptyCache(HookBase):
 
 def _empty_cache(*_: Any) -> None:
     if torch.accelerator.is_available():
-        torch.get_device_module().empty_cache()
+        torch.accelerator.empty_cache()
 
 
 @HOOK_REGISTRY.register()

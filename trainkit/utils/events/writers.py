@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from trainkit.utils.device import reports_memory
 from trainkit.utils.events.storage import EventStorage, get_event_storage
 from trainkit.utils.periods import periods_done
 from trainkit.utils.stateful import refuse_state
@@ -212,8 +213,8 @@ class CommonMetricPrinter(EventWriter):
                 fields.append(f"last_{name}: {storage.history(name).latest():.4f} ")
         if "lr" in latest:
             fields.append(f"lr: {latest['lr'][0]:.5g} ")
-        if torch.cuda.is_initialized():
-            fields.append(f"max_mem: {torch.cuda.max_memory_allocated() / 2**20:.0f}M")
+        if reports_memory() and (max_memory := torch.accelerator.memory.max_memory_allocated()):
+            fields.append(f"max_mem: {max_memory / 2**20:.0f}M")
         return fields
 
     def _eta_sec(self, storage: EventStorage, latest: _Latest) -> float | None:

@@ -1,0 +1,128 @@
+"""The order of work on streams, judged by torch's own sanitizer (CSAN); each with an order that it must refuse."""
+
+import contextlib
+
+import pytest
+import torch
+from torch.cuda import _gpu_trace as gpu_trace
+from torch.cuda import _sanitizer as sanitizer
+
+from tests.cuda import needs_cuda
+from tests.engine.test_graph import Net, batches, fused_sgd
+from tests.fake_cuda.test_on_trainers import SETTINGS, train
+from trainkit.checkpoint.staging import HostCopy
+from trainkit.engine import GraphTrainer, SimpleTrainer
+from trainkit.engine.graph import CudaRecorder
+from trainkit.engine.hooks import CallbackHook
+from trainkit.utils.device import Prefetcher
+
+CALLBACKS = {
+    "EventCreation": "event_creation",
+    "EventDeletion": "event_deletion",
+    "EventRecord": "event_record",
+    "EventWait": "event_wait",
+    "MemoryAllocation": "memory_allocation",
+    "MemoryDeallocation": "memory_deallocation",
+    "StreamCreation": "stream_creation",
+    "DeviceSynchronization": "device_synchronization",
+    "StreamSynchronization": "stream_synchronization",
+    "EventSynchronization": "event_synchronization",
+}
+
+
+@pytest.fixture
+def watched():
+    """A context in which two streams that use one tensor without an order are an error."""
+
+    @contextlib.contextmanager
+    def watch():
+        registries = [getattr(gpu_trace, f"{name}Callbacks") for name in CALLBACKS]
+        with sanitizer.CUDASanitizerDispatchMode():
+            yield
+        for registry in registries:
+            registry.callback_list.clear()
+
+    yield watch
+    for name in CALLBACKS:
+        getattr(gpu_trace, f"{name}Callbacks").callback_list.clear()
+
+
+def on_cuda(trainer_type, **kwargs):
+    torch.manual_seed(0)
+    model = Net().cuda()
+    data = [tuple(part.pin_memory() for part in pair) for pair in batches(4)]
+    torch.cuda.synchronize()
+    return trainer_type(model, data, fused_sgd(model), async_write_metrics=True, **kwargs)
+
+
+@needs_cuda
+@pytest.mark.parametrize("options", [*SETTINGS.values(), ("CHECKPOINT.ASYNC", True)], ids=[*SETTINGS, "async save"])
+def test_a_run_with_all_default_hooks_has_no_race(options, tmp_path, watched):
+    with watched():
+        assert train(tmp_path, *options).status == "finished"
+
+
+@needs_cuda
+def test_the_steps_before_a_recording_have_no_race(watched):
+    with watched():
+        on_cuda(GraphTrainer).train(0, 3)
+
+
+@needs_cuda
+def test_a_batch_that_is_used_before_its_copy_has_ended_is_found(watched, monkeypatch):
+    monkeypatch.setattr(Prefetcher, "move", lambda self, data, device: _on_another_stream(data, device))
+    with watched(), pytest.raises(sanitizer.CUDASanitizerErrors):
+        on_cuda(SimpleTrainer).train(0, 3)
+
+
+def _on_another_stream(data, device):
+    with torch.Stream(device):
+        return [tuple(tensor.to(device, non_blocking=True) for tensor in batch) for batch in data]
+
+
+@needs_cuda
+def test_a_warm_up_step_beside_the_stream_of_the_others_is_found(watched, monkeypatch):
+    monkeypatch.setattr(CudaRecorder, "beside", lambda self: torch.cuda.stream(self._stream))
+    with watched(), pytest.raises(sanitizer.CUDASanitizerErrors):
+        on_cuda(GraphTrainer).train(0, 3)
+
+
+@needs_cuda
+def test_a_save_on_another_stream_than_the_update_is_found(watched):
+    stream = torch.Stream("cuda")
+
+    def save(trainer):
+        with stream:
+            HostCopy({"model": trainer.model.state_dict()})
+
+    trainer = on_cuda(SimpleTrainer)
+    trainer.register_hooks([CallbackHook(after_step=save)])
+    with watched(), pytest.raises(sanitizer.CUDASanitizerErrors):
+        trainer.train(0, 3)
+
+
+@needs_cuda
+def test_metrics_that_are_read_on_another_stream_than_the_step_are_found(watched):
+    stream = torch.Stream("cuda")
+
+    def read(trainer):
+        with stream:
+            torch.stack([trainer.losses["loss_a"]]).to("cpu", non_blocking=True)
+
+    trainer = on_cuda(SimpleTrainer)
+    trainer.register_hooks([CallbackHook(after_step=read)])
+    with watched(), pytest.raises(sanitizer.CUDASanitizerErrors):
+        trainer.train(0, 3)
+
+
+@needs_cuda
+def test_an_average_on_another_stream_than_the_update_is_found(watched, tmp_path):
+    stream = torch.Stream("cuda")
+
+    def average(trainer):
+        ema = next(hook for hook in trainer.hooks if type(hook).__name__ == "EMAHook")
+        with stream:
+            ema.after_step()
+
+    with watched(), pytest.raises(sanitizer.CUDASanitizerErrors):
+        train(tmp_path, hooks=[CallbackHook(after_step=average)])

@@ -1,0 +1,97 @@
+"""Whole runs on the fake device: every trainer with all default hooks, resumed, and on the second GPU."""
+
+import pytest
+import torch
+
+from tests.cuda import needs_cuda
+from tests.engine.job import tiny_cfg
+from tests.fake_cuda import device
+from trainkit.engine import DefaultTrainer
+from trainkit.engine.hooks import CallbackHook
+
+HOOKS = [{"NAME": "EMAHook"}, {"NAME": "RuntimeInfo"}]
+FUSED = ("SOLVER.OPTIMIZER.NAME", "AdamW", "SOLVER.OPTIMIZER.FUSED", True, "SOLVER.BASE_LR", 0.01)
+SETTINGS = {
+    "SimpleTrainer": (),
+    "AMPTrainer float16": ("SOLVER.AMP.ENABLED", True),
+    "AMPTrainer bfloat16": ("SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", "bfloat16"),
+    "skip and accumulation": ("SOLVER.NON_FINITE.POLICY", "skip", "SOLVER.ACCUMULATION_STEPS", 2),
+}
+CLOCKS = {"time", "data_time", "rank_data_time", "eta_seconds", "epoch_time"}
+
+
+def train(folder, *options, name="cuda", resume=False, stop_at=None, hooks=()):
+    cfg = tiny_cfg(folder, "MODEL.DEVICE", name, "LOG.ASYNC", True, "HOOKS", HOOKS, *FUSED, *options)
+    torch.manual_seed(cfg.SEED)
+    trainer = DefaultTrainer(cfg)
+    trainer.resume_or_load(resume=resume)
+    stop = CallbackHook(after_step=lambda trainer: trainer.request_stop("test") if trainer.iter == stop_at else None)
+    trainer.register_hooks([stop, *hooks])
+    trainer.train()
+    return trainer
+
+
+def stored(trainer):
+    """name -> (value, iteration) of all that was stored, but for readings of clocks."""
+    histories = trainer.storage.histories()
+    return {name: histories[name].values() for name in histories if name not in CLOCKS and "time" not in name}
+
+
+def states(trainer):
+    ema = next(hook for hook in trainer.hooks if type(hook).__name__ == "EMAHook")
+    return {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict(), "ema": ema.state_dict()}
+
+
+def assert_same(found, expected):
+    torch.testing.assert_close(states(found), states(expected), rtol=0, atol=0)
+    assert stored(found) == stored(expected)
+
+
+@needs_cuda
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
+def test_a_run_that_was_stopped_and_resumed_ends_as_one_that_was_not(options, tmp_path):
+    whole = train(tmp_path / "whole", *options)
+    train(tmp_path / "pieces", *options, stop_at=6)
+    resumed = train(tmp_path / "pieces", *options, resume=True)
+
+    assert (whole.iter, whole.status, whole.model.layers[0].weight.is_cuda) == (10, "finished", True)
+    assert_same(resumed, whole)
+    other = train(tmp_path / "other", *options, "SEED", 2)
+    assert not torch.equal(other.model.layers[0].weight, whole.model.layers[0].weight)
+
+
+@needs_cuda
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
+def test_a_recorded_run_has_the_losses_of_an_ordinary_one_and_resumes_exactly(options, tmp_path):
+    ordinary = train(tmp_path / "ordinary", *options, "SOLVER.MAX_ITER", 20)
+    graph = (*options, "SOLVER.MAX_ITER", 20, "SOLVER.GRAPH.ENABLED", True)
+    recorded = train(tmp_path / "recorded", *graph)
+    train(tmp_path / "pieces", *graph, stop_at=12)
+    resumed = train(tmp_path / "pieces", *graph, resume=True)
+
+    losses = [[value for value, _ in stored(trainer)["total_loss"]] for trainer in (ordinary, recorded)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)  # a recorded update has its lr in float32
+    assert recorded._trainer._recordings
+    assert_same(resumed, recorded)
+
+
+@needs_cuda
+@pytest.mark.parametrize("options", [(), ("SOLVER.GRAPH.ENABLED", True), SETTINGS["AMPTrainer float16"]])
+def test_a_run_on_the_second_gpu_leaves_the_first_one_alone(options, tmp_path):
+    blocks, current = [], set()
+
+    def look(trainer):
+        blocks.append(device.native.blocks_on(0))
+        current.add(torch.cuda.current_device())
+
+    first = train(tmp_path / "first", *options)
+    second = train(tmp_path / "second", *options, name="cuda:1", hooks=[CallbackHook(after_step=look)])
+
+    torch.testing.assert_close(
+        {name: value.cpu() for name, value in second.model.state_dict().items()},
+        {name: value.cpu() for name, value in first.model.state_dict().items()},
+        rtol=0,
+        atol=0,
+    )
+    assert len({*blocks}) == 1
+    assert current == {1}

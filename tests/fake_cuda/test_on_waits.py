@@ -1,0 +1,60 @@
+"""Where the host waits for the device, by place; the loop itself must not."""
+
+from collections import Counter
+
+import pytest
+
+from tests.cuda import needs_cuda
+from tests.fake_cuda import device
+from tests.fake_cuda.test_on_trainers import SETTINGS, train
+from trainkit.engine.hooks import CallbackHook
+
+LONG = ("SOLVER.MAX_ITER", 60, "SOLVER.CHECKPOINT_PERIOD", 30, "TEST.EVAL_PERIOD", 0, "LOG.PERIOD", 5)
+GRAPH = ("SOLVER.GRAPH.ENABLED", True)
+
+
+def waits_by_iteration(folder, *options, hook=None):
+    """iteration -> what the loop has waited for from its ``before_step`` to the end of its ``after_step``."""
+    found = {}
+
+    def start(trainer):
+        device.waits.clear()
+
+    def end(trainer):
+        found[trainer.iter] = [(wait.what, wait.place) for wait in device.waits if wait.thread == "MainThread"]
+
+    watch = [CallbackHook(before_step=start), *([hook] if hook else []), CallbackHook(after_step=end)]
+    train(folder, *LONG, *options, hooks=watch)
+    return found
+
+
+@needs_cuda
+@pytest.mark.parametrize("graph", [(), GRAPH], ids=["eager", "graph"])
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
+def test_a_step_waits_at_most_for_the_event_of_two_steps_before(options, graph, tmp_path):
+    found = waits_by_iteration(tmp_path, *options, *graph)
+
+    settled = {iter: waits for iter, waits in found.items() if iter >= 10}
+    assert {wait for waits in settled.values() for wait in waits} == {("event", "metrics.py:wait")}
+    assert max(len(waits) for waits in settled.values()) == 1
+
+
+@needs_cuda
+def test_a_hook_that_reads_the_loss_is_counted(tmp_path):
+    found = waits_by_iteration(tmp_path, hook=CallbackHook(after_step=lambda t: t.losses["loss_cls"].item()))
+
+    assert all(any(what == "item" for what, _ in waits) for waits in found.values())
+
+
+@needs_cuda
+def test_beside_its_steps_a_run_waits_twice_for_each_save_and_in_evaluations(tmp_path):
+    device.waits.clear()
+    train(tmp_path, *LONG, "TEST.EVAL_PERIOD", 30, "CHECKPOINT.ASYNC", True)
+
+    places = Counter(wait.place for wait in device.waits if wait.thread == "MainThread" and wait.what != "event")
+    del places["modeling.py:build_model"]
+    assert places == {
+        "finite.py:<listcomp>": 6,  # whether the model is finite, before each save; one read for all
+        "evaluator.py:_with_progress": 2,
+        "labelled.py:<listcomp>": 6,  # the predictions of a batch
+    }
