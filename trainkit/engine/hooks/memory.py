@@ -75,7 +75,7 @@ class EmptyCache(HookBase):
 
 def _empty_cache(*_: Any) -> None:
     if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
+        torch.get_device_module().empty_cache()
 
 
 @HOOK_REGISTRY.register()
