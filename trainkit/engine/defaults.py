@@ -612,8 +612,6 @@ class DefaultTrainer(TrainerBase):
             check_exchange(self, name, getattr(trainer, name))
         self._step_trainer = trainer
         outer = weakref.proxy(self)
-        if isinstance(trainer, GraphTrainer):
-            trainer.outer = outer
         trainer.register_hooks([_PassOn(outer)])
 
     _trainer: Any = property(attrgetter("_step_trainer"), _set_trainer, doc="Does the steps; may be replaced.")
@@ -627,6 +625,9 @@ class _PassOn(HookBase):
 
     def after_backward(self) -> None:
         self._outer.after_backward()
+
+    def acts_after_backward(self) -> bool:
+        return self._outer.acts_after_backward()
 
 
 def _test_loader(build: Callable[[CfgNode, str], Iterable[Any]], cfg: CfgNode, name: str) -> Iterable[Any]:

@@ -2,11 +2,11 @@
 
 import copy
 import logging
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter, is_
 from typing import Any, Protocol
 
 import torch
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from trainkit.config import ConfigError
 from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.compile import require_cpp_compiler
-from trainkit.engine.loop import TrainerBase
 from trainkit.engine.step import SimpleTrainer
 from trainkit.utils import comm
 from trainkit.utils.events import EventStorage
+from trainkit.utils.host_reads import HostReads
 from trainkit.utils.losses import Losses
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 WARM_UP_ITERS = 3  # of each signature, as ordinary steps: optimizers make their state, libraries choose their kernels
 MAX_RECORDINGS = 8  # each holds the gradients and the memory of a backward pass
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
+_GRAD, _REQUIRES_GRAD, _TRAINING = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("training")
 _MAX_SIGNATURES = 100  # that are counted at a time
 _WITHOUT = "or train without a graph (SOLVER.GRAPH.ENABLED False)"
 
@@ -110,9 +111,6 @@ class GraphTrainer(SimpleTrainer):
     iteration.
 
     On other devices the model runs through ``torch.compile`` in training, with fixed shapes.
-
-    Attributes:
-        outer: the trainer whose ``after_backward`` is called; one that has this one for its steps puts itself here.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -125,18 +123,18 @@ class GraphTrainer(SimpleTrainer):
                 model cannot be compiled.
         """
         super().__init__(*args, **kwargs)
-        self.outer: TrainerBase = weakref.proxy(self)
         self._compiled: tuple[nn.Module | None, Callable[[Any], Any]] = (None, self.model)
         self._recorder = self.make_recorder()
         self._recording: _Recording | None = None  # of this step, if it is no ordinary one
-        self._recordings: dict[Hashable, _Recording] = {}
+        self._recordings: dict[Hashable, _Recording | None] = {}  # None: of steps that cannot be recorded
         self._seen: dict[Hashable, int] = {}  # how often signatures have come that are not recorded yet
         self._objects: list[object] = []
         self._values: list[object] = []
-        self._rates: list[Tensor] = []  # by parameter group: the learning rate that is recorded
-        self._filled: list[float | None] = []  # what is in them
+        self._settings: list[list[str]] = []  # by parameter group: what a recording has in it for good
         self._in_step = False  # still, behind one that has failed
-        self._has_warned_of = {"batches": False, "changes": False}
+        self._reads: HostReads | None = None  # in the last ordinary step before a recording
+        self._newest: Hashable = None
+        self._has_warned_of = {"batches": False, "changes": False, "reads": False}
         if self._recorder is None:
             require_cpp_compiler(self._device)
         else:
@@ -174,17 +172,19 @@ class GraphTrainer(SimpleTrainer):
     def compute_gradients(self, batches: Sequence[Any]) -> Losses:
         self._recording = None if self._recorder is None else self._find_recording(batches)
         if self._recording is None:
-            with self._beside():
+            with self._beside(), self._reads or nullcontext():
                 return super().compute_gradients(batches)
         self._replay(self._recording, "gradients")
-        for parameter, gradient in zip(self._parameters(), self._recording.gradients, strict=True):
-            if parameter.grad is not gradient:  # another recording, or an ordinary step, came between
+        gradients = self._recording.gradients
+        # they are others if another recording, or an ordinary step, came between
+        if not all(map(is_, map(_GRAD, self._watched), gradients)):
+            for parameter, gradient in zip(self._watched, gradients, strict=True):
                 parameter.grad = gradient
         return self._recording.losses
 
     def judge_gradients(self, losses: Losses) -> dict[str, Tensor]:
         if self._recording is None:
-            with self._beside():
+            with self._beside(), self._reads or nullcontext():
                 return super().judge_gradients(losses)
         if "judgement" in self._recording.replays:
             self._take_gradients(self._recording)
@@ -200,7 +200,11 @@ class GraphTrainer(SimpleTrainer):
         else:
             with self._beside():
                 self._fill_rates()
-                self._update_on_device()
+                with self._reads or nullcontext():
+                    self._update_on_device()
+            if self._reads is not None and self._reads.found:
+                self._refuse(self._reads.found)
+            self._reads = None
         self._in_step = False
 
     def _beside(self) -> AbstractContextManager[None]:
@@ -234,9 +238,9 @@ class GraphTrainer(SimpleTrainer):
         signature = _describe(batches, tensors)
         if any(tensor.device != self._device for tensor in tensors):
             signature = None  # the host may read it
-        recording = None if signature is None else self._recordings.get(signature)
-        if recording is not None:
-            if tensors:
+        if signature in self._recordings:
+            recording = self._recordings[signature]
+            if recording is not None and tensors:
                 torch._foreach_copy_(recording.inputs, tensors)
             return recording
         if signature is None or len(self._recordings) == MAX_RECORDINGS or len(self._seen) == _MAX_SIGNATURES:
@@ -249,11 +253,22 @@ class GraphTrainer(SimpleTrainer):
             self._seen.clear()
             return None
         self._seen[signature] = self._seen.get(signature, 0) + 1
+        self._newest, self._reads = signature, HostReads() if self._seen[signature] == WARM_UP_ITERS else None
         if self._seen[signature] <= WARM_UP_ITERS:
             return None
         del self._seen[signature]
         self._recordings[signature] = recording = self._record(batches, tensors)
         return recording
+
+    def _refuse(self, found: str) -> None:
+        """Steps with such batches stay ordinary ones: a recording that fails half-way leaves CUDA in its capture."""
+        self._recordings[self._newest] = None
+        self._warn_once(
+            "reads",
+            f"The step of iteration {self.iter} and others like it cannot be recorded as a graph and stay ordinary "
+            f"steps: {found}. Neither the model nor the optimizer may read values on the host (item(), cpu(), print, "
+            f"an if on a tensor, indexing by a mask) or make tensors from Python values; change that, {_WITHOUT}",
+        )
 
     def _warn_once(self, of: str, message: str) -> None:
         if not self._has_warned_of[of]:
@@ -278,7 +293,7 @@ class GraphTrainer(SimpleTrainer):
 
         stages: list[dict[str, Callable[[], None]]] = [{"gradients": gradients}]
         for is_cut, part in (
-            (self.outer.acts_after_backward(), {"judgement": judgement}),
+            (self.acts_after_backward(), {"judgement": judgement}),
             (self._may_raise_before_update(), {"update": self._update_on_device}),
         ):
             if is_cut:
@@ -304,8 +319,7 @@ class GraphTrainer(SimpleTrainer):
             except RuntimeError as error:
                 raise RuntimeError(
                     f"the step of iteration {self.iter} cannot be recorded as a graph: {error.__context__ or error}. "
-                    "Neither the model nor the optimizer may read values on the host (item(), cpu(), print, an if on a "
-                    f"tensor, indexing by a mask) or make tensors from Python values; change that, {_WITHOUT}"
+                    f"Change that in the model, {_WITHOUT}"
                 ) from error
             put = [*storage.latest()]
         replaced = [name for name, buffer in self.model.named_buffers() if buffers.get(name) is not buffer]
@@ -341,26 +355,24 @@ class GraphTrainer(SimpleTrainer):
         state = getattr(self.optimizer, "state", None)  # another one when it is loaded
         keeps_flags = self.non_finite == "raise" and not self.finite.scaled
         flags = self.finite.flags if keeps_flags else None  # other ones after a failure
-        parameters = self._parameters()
-        values: list[object] = [self.outer.acts_after_backward(), self._may_raise_before_update()]
-        values += [parameter.requires_grad for parameter in parameters]
-        values += [parameter.data_ptr() for parameter in parameters]
-        values += [module.training for module in self._modules]
-        for group in self.optimizer.param_groups:
-            values += [
-                value
-                for name, value in group.items()
-                if name not in ("params", "lr") and not name.startswith("initial_") and not isinstance(value, Tensor)
-            ]
+        self._watched = parameters = self._parameters()
+        values: list[object] = [self.acts_after_backward(), self._may_raise_before_update()]
+        values += map(_REQUIRES_GRAD, parameters)
+        values += map(Tensor.data_ptr, parameters)
+        values += map(_TRAINING, self._modules)
+        for group, settings in zip(self.optimizer.param_groups, self._settings, strict=True):
+            values += map(group.get, settings)
         return [self.model, self.optimizer, state, flags, self.clip_gradients], values
 
     def _forget(self) -> None:
         """Drop all recordings, and take what there is now as it is."""
         self._recordings, self._seen, self._in_step = {}, {}, False
         self._modules = [*self.model.modules()]
+        groups = self.optimizer.param_groups
+        self._settings = [[name for name, value in group.items() if _is_setting(name, value)] for group in groups]
         self._objects, self._values = self._constants()
-        self._rates = [torch.zeros((), device=self._device) for _ in self.optimizer.param_groups]
-        self._filled = [None for _ in self._rates]
+        self._rates = torch.zeros(len(groups), device=self._device)
+        self._filled: list[float] = []
         for parameter, state in getattr(self.optimizer, "state", {}).items():
             for name, value in state.items():
                 if isinstance(value, Tensor):  # such as the count of steps, which others keep on the host
@@ -376,7 +388,7 @@ class GraphTrainer(SimpleTrainer):
         groups = self.optimizer.param_groups
         own: list[dict[str, Any]] = [{k: group[k] for k in ("lr", "capturable") if k in group} for group in groups]
         try:
-            for group, names, rate in zip(groups, own, self._rates, strict=True):
+            for group, names, rate in zip(groups, own, self._rates.unbind(), strict=True):
                 group.update({**dict.fromkeys(names, True), "lr": rate})
             super().update()
         finally:
@@ -384,13 +396,22 @@ class GraphTrainer(SimpleTrainer):
                 group.update(names)
 
     def _fill_rates(self) -> None:
-        for i, group in enumerate(self.optimizer.param_groups):
-            lr = group["lr"]
-            if isinstance(lr, Tensor):
-                self._rates[i].copy_(lr.reshape(()))
-            elif lr != self._filled[i]:
-                self._rates[i].fill_(lr)
-                self._filled[i] = lr
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        if rates == self._filled:
+            return
+        self._filled = []
+        if any(isinstance(rate, Tensor) for rate in rates):
+            for rate, here in zip(rates, self._rates.unbind(), strict=True):
+                here.copy_(rate.reshape(())) if isinstance(rate, Tensor) else here.fill_(rate)
+        else:
+            pinned = self._rates.device.type != "cpu"
+            self._rates.copy_(torch.tensor(rates, pin_memory=pinned), non_blocking=True)
+            self._filled = rates
+
+
+def _is_setting(name: str, value: object) -> bool:
+    """Of a parameter group: a number or the like that a recorded update keeps."""
+    return name not in ("params", "lr") and not name.startswith("initial_") and not isinstance(value, Tensor)
 
 
 class GraphAMPTrainer(GraphTrainer, AMPTrainer):

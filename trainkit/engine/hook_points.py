@@ -105,8 +105,11 @@ class HookPoints(InferenceObserver):
 
     def acts_after_backward(self) -> bool:
         """Whether anything happens there: in a hook, or in a subclass that overrides it."""
-        overridden = type(self).after_backward is not HookPoints.after_backward
-        return overridden or bool(self._hook_list.at("after_backward"))
+        hooks = self._hook_list.at("after_backward")
+        if type(self).after_backward is not HookPoints.after_backward:
+            return True
+        # a hook that passes the point on to an outer trainer knows whether that one does anything
+        return any(hook.acts_after_backward() if hasattr(hook, "acts_after_backward") else True for hook in hooks)
 
     def after_step(self) -> None:
         """The hooks above the save point."""
