@@ -130,17 +130,17 @@ def test_what_cannot_be_saved_is_named_at_once_and_nothing_is_written(tmp_path):
 # ---------------------------------------------------------------------------------------- the memory of the copy
 def test_a_copy_takes_the_memory_of_an_earlier_one_where_it_is_large_enough():
     first = HostCopy({"a": torch.zeros(10), "b": torch.zeros(40)})
-    block = first.memory
+    block = first.memory[False]
 
     state = {"x": torch.full((10,), 1.0), "y": [torch.full((10,), 2.0), torch.full((10,), 3.0)]}
-    second = HostCopy(state, block)
+    second = HostCopy(state, first.memory)
     copied = [second.state()["x"], *second.state()["y"]]
 
     assert [tensor.unique().item() for tensor in copied] == [1, 2, 3]
-    assert second.memory is block
+    assert second.memory[False] is block
     assert [tensor.data_ptr() - block.data_ptr() for tensor in copied] == [0, 64, 128]  # none overlaps another
     assert [tensor.untyped_storage().nbytes() for tensor in copied] == [40, 40, 40]  # a file has no more than that
-    assert HostCopy({"x": torch.zeros(1000)}, block).memory is not block
+    assert HostCopy({"x": torch.zeros(1000)}, first.memory).memory[False] is not block
 
 
 def test_each_save_writes_the_values_of_its_moment_from_the_same_memory(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cuda import allow_waiting, forbid_waiting, needs_cuda
 from tests.engine.job import tiny_cfg
@@ -475,3 +476,29 @@ def test_a_loss_with_the_name_of_something_that_the_trainer_stores_is_refused(na
     trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model))
     with pytest.raises(ValueError, match=rf"the trainer stores \['{name}'\] itself; give the model's entry another"):
         trainer.train(0, 1)
+
+
+class CountScans(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += "_amp_foreach_non_finite_check" in function.name()
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("hooks", "scans"), [([], 5), ([CallbackHook(after_backward=lambda trainer: None)], 10)])
+@pytest.mark.parametrize("default", [False, True], ids=["AMPTrainer", "DefaultTrainer"])
+def test_gradients_that_a_scaler_has_looked_at_are_looked_at_again_only_if_a_hook_had_them(
+    hooks, scans, default, tmp_path
+):
+    if default:
+        trainer = DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.AMP.ENABLED", True, "SOLVER.MAX_ITER", 5))
+    else:
+        model = Regression()
+        trainer = AMPTrainer(model, batches(4), sgd(model))
+    trainer.register_hooks(hooks)
+    with CountScans() as found:
+        trainer.train(0, 5)
+    assert found.count == scans

@@ -6,8 +6,11 @@ import torch
 from tests.cuda import needs_cuda
 from tests.engine.job import tiny_cfg
 from tests.fake_cuda import device
+from trainkit.checkpoint.file import read_file
+from trainkit.config import ConfigError
 from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import CallbackHook
+from trainkit.utils.rng import get_rng_state, set_rng_state
 
 HOOKS = [{"NAME": "EMAHook"}, {"NAME": "RuntimeInfo"}]
 FUSED = ("SOLVER.OPTIMIZER.NAME", "AdamW", "SOLVER.OPTIMIZER.FUSED", True, "SOLVER.BASE_LR", 0.01)
@@ -95,3 +98,47 @@ def test_a_run_on_the_second_gpu_leaves_the_first_one_alone(options, tmp_path):
     )
     assert len({*blocks}) == 1
     assert current == {1}
+
+
+@needs_cuda
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_compiled_graphs_that_the_next_micro_batch_overwrites_are_refused(mode, tmp_path):
+    compiled = ("MODEL.COMPILE.ENABLED", True, "MODEL.COMPILE.MODE", mode)
+    with pytest.raises(ConfigError, match=f"MODE {mode} keeps losses .* SOLVER.ACCUMULATION_STEPS is 2"):
+        train(tmp_path, *compiled, "SOLVER.ACCUMULATION_STEPS", 2)
+
+
+@needs_cuda
+def test_asynchronous_saves_copy_into_one_pinned_block_that_is_kept(tmp_path):
+    blocks = []
+
+    def look(trainer):
+        if trainer.iter in (1, 9):
+            blocks.append(device.native.num_pinned())
+            trainer.checkpointer.save(f"extra_{trainer.iter}")
+            blocks.append(device.native.num_pinned())
+
+    torch.use_deterministic_algorithms(True, warn_only=True)  # under which torch fills new memory
+    try:
+        trainer = train(tmp_path, "CHECKPOINT.ASYNC", True, hooks=[CallbackHook(after_step=look)])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [after - before for before, after in zip(blocks[::2], blocks[1::2], strict=True)] == [1, 0]
+    saved = read_file(tmp_path / "extra_9.pth")["model"]["layers.0.weight"]
+    assert saved.shape == trainer.model.layers[0].weight.shape
+    assert saved.device.type == "cpu"
+    assert saved.untyped_storage().nbytes() == saved.nbytes  # and the file has no more
+
+
+@needs_cuda
+def test_the_random_state_of_the_device_in_use_goes_to_the_one_that_a_resumed_run_uses():
+    torch.cuda.set_device(0)
+    torch.cuda.default_generators[0].manual_seed(3)
+    torch.cuda.default_generators[1].manual_seed(4)
+    state = get_rng_state()
+    torch.cuda.set_device(1)
+    try:
+        set_rng_state(state)
+        assert [generator.initial_seed() for generator in torch.cuda.default_generators] == [4, 3]
+    finally:
+        torch.cuda.set_device(0)

@@ -114,7 +114,7 @@ class Checkpointer:
         self._thread = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._group_name = f"checkpointer {next(_numbers)}"  # two may write at the same time
         self._writing: futures.Future[None] | None = None
-        self._memory: Tensor | None = None  # of the last copy, for the next one
+        self._memory: dict[bool, Tensor] = {}  # of the last copy, for the next one
         self._source = "the checkpoint", False  # that is being loaded, and whether it has to fit
         # what has to be on the disk at the end: the last tagged file, and all untagged ones
         self._tagged, self._untagged = "", set[str]()

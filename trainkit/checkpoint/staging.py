@@ -1,8 +1,9 @@
 """The copy of a state in host memory that a thread writes while training goes on."""
 
 import ctypes
+import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -11,6 +12,7 @@ from trainkit.checkpoint.state import plain_state
 from trainkit.utils.device import new_event, runs_ahead
 
 _ALIGNMENT = 64  # bytes
+_Address: TypeAlias = tuple[torch.device, int, int]  # where, and how many bytes
 
 
 class HostCopy:
@@ -23,15 +25,16 @@ class HostCopy:
         memory: that of an earlier copy which nobody needs any more. Fresh memory costs several times the copying.
 
     Attributes:
-        memory: one block for all tensors, pinned if a device copies into it.
+        memory: whether pinned -> one block for all tensors; for those of a device it is pinned.
 
     Raises:
         TypeError: as `plain_state`.
     """
 
-    def __init__(self, state: Mapping[str, Any], memory: Tensor | None = None) -> None:
+    def __init__(self, state: Mapping[str, Any], memory: Mapping[bool, Tensor] = {}) -> None:
+        self.memory: dict[bool, Tensor] = {}
         # the original of each copy is held: an address says which memory is meant as long as that is not given back
-        self._originals: dict[tuple[torch.device, int, int], UntypedStorage] = {}
+        self._originals: dict[_Address, UntypedStorage] = {}
         self._tensors: list[tuple[Tensor, Tensor]] = []  # (the copy, still without memory; the original)
         self._state = plain_state(dict(state), take_tensor=self._take)
         copies = self._copy_storages(memory)
@@ -58,31 +61,34 @@ class HostCopy:
         self._tensors.append((copy, tensor))
         return copy
 
-    def _copy_storages(self, memory: Tensor | None) -> dict[tuple[torch.device, int, int], UntypedStorage]:
-        places, size = {}, 0
-        for address in self._originals:
-            places[address] = size
-            size += -(-address[2] // _ALIGNMENT) * _ALIGNMENT
-        pinned = any(device.type != "cpu" for device, _, _ in self._originals)
-        if memory is None or len(memory) < size or memory.is_pinned() < pinned:
-            memory = _new_memory(size, pinned)
-        self.memory, whole = memory, memory.numpy()
+    def _copy_storages(self, memory: Mapping[bool, Tensor]) -> dict[_Address, UntypedStorage]:
         copies = {}
-        for address, original in self._originals.items():
-            _, start, num_bytes = address
-            copy = torch.frombuffer(whole, dtype=torch.uint8, count=num_bytes, offset=places[address]).untyped_storage()
-            if original.device.type == "cpu":
-                # in one thread: copy_ takes all of them and, where a core has other work, waits up to 20 times as long
-                ctypes.memmove(copy.data_ptr(), start, num_bytes)
-            else:
-                copy.copy_(original, non_blocking=True)
-            copies[address] = copy
+        for pinned in (False, True):  # in pinned memory what comes from a device, whose size stays the same
+            originals = {where: it for where, it in self._originals.items() if (where[0].type != "cpu") == pinned}
+            places = [0, *itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for _, _, size in originals)]
+            block = memory.get(pinned)
+            if block is None or len(block) < places[-1]:
+                block = _new_pinned(places[-1]) if pinned else _new_memory(places[-1] + places[-1] // 4)
+            self.memory[pinned], whole = block, block.numpy()
+            for (address, original), place in zip(originals.items(), places, strict=False):
+                _, start, size = address
+                copy = torch.frombuffer(whole, dtype=torch.uint8, count=size, offset=place).untyped_storage()
+                if pinned:
+                    copy.copy_(original, non_blocking=True)
+                else:
+                    # in one thread: where another core has work, the threads of copy_ wait up to 20 times as long
+                    ctypes.memmove(copy.data_ptr(), start, size)
+                copies[address] = copy
         return copies
 
 
-def _new_memory(size: int, pinned: bool) -> Tensor:
-    if not pinned:
-        return torch.empty(0, dtype=torch.uint8).set_(UntypedStorage(size))
+def _new_memory(size: int) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(UntypedStorage(size))
+
+
+def _new_pinned(size: int) -> Tensor:
+    if size == 0:
+        return _new_memory(0)
     deterministic: Any = torch.utils.deterministic  # under which all new memory is filled; here all of it is written
     fills, deterministic.fill_uninitialized_memory = deterministic.fill_uninitialized_memory, False
     try:
@@ -91,7 +97,7 @@ def _new_memory(size: int, pinned: bool) -> Tensor:
         deterministic.fill_uninitialized_memory = fills
 
 
-def _address(tensor: Tensor) -> tuple[torch.device, int, int]:
+def _address(tensor: Tensor) -> _Address:
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
 

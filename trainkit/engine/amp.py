@@ -91,6 +91,7 @@ class AMPTrainer(SimpleTrainer):
                 scaler.update(scaler.get_scale())
             self._unscaled = True
             scaler.unscale_(self.optimizer)
+            self.finite.has_looked = not self.acts_after_backward()
             # what decides in step() whether it updates; anything public would wait for the device
             self.finite.flags = cast(dict[torch.device, Tensor], scaler._found_inf_per_device(self.optimizer))
 

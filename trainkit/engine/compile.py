@@ -16,13 +16,20 @@ def compile_model(cfg: CfgNode, model: nn.Module) -> None:
     """Compile the model in place if MODEL.COMPILE says so; the keys of its state stay as they are.
 
     Raises:
-        ConfigError: torch does not know the backend, or finds no compiler.
+        ConfigError: torch does not know the backend, or finds no compiler; the mode does not go with accumulation.
     """
-    options = cfg.MODEL.COMPILE
+    options, device = cfg.MODEL.COMPILE, device_of(model)
     if not options.ENABLED:
         return
+    graphs = options.MODE in ("reduce-overhead", "max-autotune") and device is not None and device.type == "cuda"
+    if graphs and cfg.SOLVER.ACCUMULATION_STEPS > 1:
+        raise ConfigError(
+            f"MODEL.COMPILE.MODE {options.MODE} keeps losses and gradients in memory that the next micro-batch "
+            f"overwrites, but SOLVER.ACCUMULATION_STEPS is {cfg.SOLVER.ACCUMULATION_STEPS}; use MODE default or "
+            "max-autotune-no-cudagraphs, or SOLVER.GRAPH, which records accumulation as a whole"
+        )
     if options.BACKEND == "inductor":
-        require_cpp_compiler(device_of(model))
+        require_cpp_compiler(device)
     try:
         model.compile(backend=options.BACKEND, mode=options.MODE, fullgraph=options.FULLGRAPH, dynamic=options.DYNAMIC)
     except RuntimeError as error:

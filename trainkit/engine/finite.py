@@ -32,6 +32,7 @@ class FiniteCheck:
             "ignore".
         flags: the same by device. A gradient scaler puts its own here, which decide whether it updates.
         scaled: whether there is such a scaler.
+        has_looked: whether it has looked at the gradients of this iteration, and nobody has changed them since.
         skipped: how many updates have been left out.
         in_row: how many of the last updates have been.
     """
@@ -48,7 +49,7 @@ class FiniteCheck:
             raise ValueError(f"non_finite must be one of {', '.join(policies)}, got {policy!r}")
         self.policy = policy
         self._max_in_row = check_period("max_non_finite_in_row", max_in_row, minimum=1)
-        self.scaled = False
+        self.scaled = self.has_looked = False
         self.skipped = self.in_row = 0
         self._failure: str | None = None
         self._parameters: list[Tensor] = []
@@ -82,7 +83,7 @@ class FiniteCheck:
 
     def flag_update(self, model: nn.Module, optimizer: torch.optim.Optimizer, total: Tensor) -> None:
         """Look at all gradients; under "skip" also at the loss, and on all ranks. Does not wait for the device."""
-        if self.policy != "ignore":
+        if self.policy != "ignore" and not self.has_looked:
             self._mark_gradients(model, optimizer)
         skips = self.policy == "skip"
         self.flag = _join(self.flags, total.device) if self.flags or skips else None
