@@ -32,7 +32,7 @@ LAYERS = [
     ["trainkit.engine.amp"],
     ["trainkit.engine.train_loop"],
     ["trainkit.engine.hooks"],
-    ["trainkit.engine.compile"],
+    ["trainkit.engine.compile", "trainkit.engine.model_options"],
     ["trainkit.engine.graph"],
     ["trainkit.engine.fsdp"],
     ["trainkit.engine.summary"],

@@ -115,6 +115,7 @@ PUBLIC = {
         "SyncBuffers",
         "Throughput",
         "TorchMemoryStats",
+        "MemorySnapshot",
         "TorchProfiler",
         "UnusedParameters",
         "VISUALIZER_REGISTRY",

@@ -152,6 +152,24 @@ def four_resumed_by_two(rank, folder):
     return outcome(from_checkpoint(folder, "by_two", of="whole4"))
 
 
+MESH = ["MODEL.FSDP.MESH", [2, 2]]
+
+
+def on_a_mesh(rank, folder):
+    """Two groups of two ranks: each rank holds a half. One piece, and resumed."""
+    trainer = train(job(f"{folder}/mesh", *MESH))
+    held = sum(parameter.to_local().numel() for parameter in trainer.model.parameters())
+    share = held / sum(parameter.numel() for parameter in trainer.model.parameters())
+    resumed = from_checkpoint(folder, "mesh_resumed", *MESH, of="mesh")
+    return {**outcome(trainer), "share": share, "resumed": outcome(resumed)}
+
+
+def on_a_wrong_mesh(rank, folder):
+    with pytest.raises(ConfigError) as error:
+        train(job(f"{folder}/wrong_mesh", "MODEL.FSDP.MESH", [2, 3]))
+    return str(error.value)
+
+
 def saved_asynchronously(rank, folder):
     """In two parts, the second of which begins with the save of the first."""
     cfg = job(f"{folder}/asynchronously", "CHECKPOINT.ASYNC", True)
@@ -421,7 +439,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=SLOW)
 def four(folder):
-    return on_two_ranks([in_one_piece, resumed_by_four], folder, num_ranks=4)
+    return on_two_ranks([in_one_piece, resumed_by_four, on_a_mesh, on_a_wrong_mesh], folder, num_ranks=4)
 
 
 @pytest.fixture(scope="module", params=SLOW)
@@ -477,6 +495,19 @@ def test_the_run_is_the_same_to_the_last_bit(two, way):
 def test_so_it_is_on_four_ranks(four):
     for found, expected in zip(four["resumed_by_four"], four["in_one_piece"], strict=True):
         assert_same_bits(found, expected)
+
+
+def test_groups_of_ranks_shard_the_model_each_and_resume_exactly(four):
+    for rank, expected in zip(four["on_a_mesh"], four["in_one_piece"], strict=True):
+        assert_close(rank, expected)
+        assert_same_bits(rank["resumed"], rank)
+    assert sum(rank["share"] for rank in four["on_a_mesh"]) == pytest.approx(2)
+    assert max(rank["share"] for rank in four["on_a_mesh"]) < 0.6
+
+
+def test_a_mesh_of_another_number_of_processes_is_named(four):
+    (message,) = {*four["on_a_wrong_mesh"]}
+    assert message.startswith("MODEL.FSDP.MESH is [2, 3], but it must be [replicate, shard], whose product is")
 
 
 def test_on_the_meta_device_only_rank_0_has_weights(two):

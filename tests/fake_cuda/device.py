@@ -166,5 +166,7 @@ torch._C._cuda_getDeviceCount = lambda: NUM_DEVICES
 torch._C._cuda_getCurrentRawStream = lambda device=0: 0
 torch._C._cuda_isCurrentStreamCapturing = torch.cuda.is_current_stream_capturing
 torch._C._activate_gpu_trace = native.trace
+torch.cuda.memory._record_memory_history = lambda enabled="all", max_entries=0: None
+torch.cuda.memory._dump_snapshot = lambda file: Path(file).write_bytes(b"")
 torch.UntypedStorage.clone = _clone
 native.call_on_wait(_on_wait)

@@ -1,5 +1,7 @@
 """Whole runs on the fake device: every trainer with all default hooks, resumed, and on the second GPU."""
 
+import re
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from tests.fake_cuda import device
 from trainkit.checkpoint.file import read_file
 from trainkit.config import ConfigError
 from trainkit.engine import DefaultTrainer
-from trainkit.engine.hooks import CallbackHook
+from trainkit.engine.hooks import CallbackHook, MemorySnapshot
 from trainkit.utils.rng import get_rng_state, set_rng_state
 
 HOOKS = [{"NAME": "EMAHook"}, {"NAME": "RuntimeInfo"}]
@@ -142,3 +144,20 @@ def test_the_random_state_of_the_device_in_use_goes_to_the_one_that_a_resumed_ru
         assert [generator.initial_seed() for generator in torch.cuda.default_generators] == [4, 3]
     finally:
         torch.cuda.set_device(0)
+
+
+@needs_cuda
+def test_when_memory_is_out_the_owners_of_the_largest_tensors_are_named_and_the_history_is_written(tmp_path, caplog):
+    def run_out(trainer):
+        if trainer.iter == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    hooks = [MemorySnapshot(str(tmp_path / "memory"), num_tensors=2), CallbackHook(after_backward=run_out)]
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path, hooks=hooks)
+
+    (said,) = [message for message in caplog.messages if message.startswith("Out of memory in iteration 3. In MiB: ")]
+    for owner in ("parameter 0", "gradient 0", "buffer 0", "optimizer state 0", "activations and the rest"):
+        assert owner in said
+    assert re.search(r"The largest tensors: (optimizer state|parameter|gradient|batch) \S+ 0, ", said)
+    assert [file.name for file in (tmp_path / "memory").iterdir()] == ["memory_3_rank0.pickle"]

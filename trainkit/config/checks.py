@@ -59,6 +59,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 # settings that exclude each other, and why; a key alone means that it is on
 _CONFLICTS: tuple[tuple[str, str, str], ...] = (
     ("MODEL.COMPILE.ENABLED", "SOLVER.GRAPH.ENABLED", "take the graph where the device waits for the host"),
+    ("MODEL.ACTIVATION_CHECKPOINT.BLOCKS", "SOLVER.GRAPH.ENABLED", "a graph cannot look at the random state"),
     ("MODEL.PARALLEL=fsdp", "SOLVER.GRAPH.ENABLED", "a graph cannot gather parameters"),
     ("MODEL.DDP.STATIC_GRAPH", "MODEL.DDP.FIND_UNUSED_PARAMETERS", "a static graph finds unused parameters itself"),
     ("SOLVER.REFERENCE_BATCH_SIZE", "SOLVER.REFERENCE_WORLD_SIZE", "both scale SOLVER.BASE_LR"),

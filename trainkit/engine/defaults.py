@@ -43,6 +43,7 @@ from trainkit.engine.hooks.checkpoint import best_file_prefixes
 from trainkit.engine.hooks.ema import averaging_hook
 from trainkit.engine.hooks.monitor import check_monitored_metrics
 from trainkit.engine.loop import TrainerBase
+from trainkit.engine.model_options import apply_model_options
 from trainkit.engine.parallel import create_ddp_model, ddp_options
 from trainkit.engine.predictor import DefaultPredictor
 from trainkit.engine.settings import describe_other_settings, settings_of
@@ -139,8 +140,7 @@ class DefaultTrainer(TrainerBase):
 
         device_of_config(cfg)  # a build method that says "cuda" means the same one
         # in this order: users' build methods count on the model being there for the optimizer, both for the loader
-        build_model = partial(self._build, "build_model")
-        model = build_sharded(cfg, build_model) if is_fsdp(cfg) else build_model(cfg)
+        model = build_sharded(cfg, self._build_model) if is_fsdp(cfg) else self._build_model(cfg)
         optimizer = self._build("build_optimizer", cfg, model)
         data_loader = self._build("build_train_loader", cfg)
         compile_model(cfg, model)
@@ -537,6 +537,9 @@ class DefaultTrainer(TrainerBase):
         if built is None:  # a forgotten return, which would be an error of somebody else's code
             raise TypeError(f"{type(self).__name__}.{method}() gave None; return what it builds")
         return built
+
+    def _build_model(self, cfg: CfgNode) -> nn.Module:
+        return apply_model_options(cfg, self._build("build_model", cfg))
 
     # ------------------------------------------------------------------ the trainer of one step
 

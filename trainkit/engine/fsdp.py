@@ -2,7 +2,8 @@
 
 import importlib
 import logging
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.config import CfgNode, ConfigError, get_cfg
+from trainkit.engine.model_options import find_blocks
 from trainkit.utils import comm
 from trainkit.utils.device import resolve_device
 from trainkit.utils.sharding import is_sharded, local_part, shard_like
@@ -31,7 +33,8 @@ def build_sharded(cfg: CfgNode, build_model: Callable[[CfgNode], nn.Module]) -> 
     With ``MODEL.FSDP.META_INIT`` rank 0 builds the model in host memory and the others build it without memory.
 
     Raises:
-        ConfigError: a name in BLOCKS fits no module; META_INIT with a parameter that several modules share.
+        ConfigError: a name in BLOCKS fits no module; MESH does not fit the number of processes; META_INIT with a
+            parameter that several modules share.
     """
     defaults, options = get_cfg().MODEL.DDP, cfg.MODEL.FSDP
     ignored = [f"MODEL.DDP.{key}" for key, value in cfg.MODEL.DDP.items() if value != defaults.get(key)]
@@ -40,8 +43,9 @@ def build_sharded(cfg: CfgNode, build_model: Callable[[CfgNode], nn.Module]) -> 
     model, weights = _build_on_meta(cfg, build_model) if options.META_INIT else (build_model(cfg), None)
     shard_model(
         model,
-        find_blocks(model, options.BLOCKS),
-        device_type=resolve_device(cfg.MODEL.DEVICE).type,
+        find_blocks(model, options.BLOCKS, "MODEL.FSDP.BLOCKS") if options.BLOCKS else blocks_of_lists(model),
+        device_type=(device_type := resolve_device(cfg.MODEL.DEVICE).type),
+        mesh=_build_mesh(device_type, options.MESH),
         param_dtype=_DTYPES[options.PARAM_DTYPE],
         reduce_dtype=_DTYPES[options.REDUCE_DTYPE],
         reshard_after_forward=options.RESHARD_AFTER_FORWARD,
@@ -50,20 +54,26 @@ def build_sharded(cfg: CfgNode, build_model: Callable[[CfgNode], nn.Module]) -> 
     return model
 
 
-def find_blocks(model: nn.Module, names: Collection[str]) -> list[nn.Module]:
-    """The modules whose parameters are gathered together: of classes of these names, or what ModuleLists hold.
+def blocks_of_lists(model: nn.Module) -> list[nn.Module]:
+    """What ModuleLists hold: the modules whose parameters are gathered together if MODEL.FSDP.BLOCKS names none."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return [block for blocks in lists for block in blocks if not isinstance(block, nn.ModuleList | nn.ModuleDict)]
+
+
+def _build_mesh(device_type: str, shape: Sequence[int]) -> Any:
+    """``[replicate, shard]``: so many groups of ranks, each of which shards the model; or all ranks in one.
 
     Raises:
-        ConfigError: there is no module of a class of this name.
+        ConfigError: the product is not the number of processes.
     """
-    if not names:
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        return [block for blocks in lists for block in blocks if not isinstance(block, nn.ModuleList | nn.ModuleDict)]
-    found = [module for module in model.modules() if type(module).__name__ in names]
-    if missing := sorted(set(names) - {type(module).__name__ for module in found}):
-        classes = sorted({type(module).__name__ for module in model.modules()})
-        raise ConfigError(f"MODEL.FSDP.BLOCKS: no module is a {', '.join(missing)}; the model has {', '.join(classes)}")
-    return found
+    if not shape:
+        return dist.init_device_mesh(device_type, (comm.get_world_size(),), mesh_dim_names=("shard",))
+    if len(shape) != 2 or min(shape) < 1 or math.prod(shape) != comm.get_world_size():
+        raise ConfigError(
+            f"MODEL.FSDP.MESH is {[*shape]}, but it must be [replicate, shard], whose product is the number of "
+            f"processes, {comm.get_world_size()}; [] shards over all of them"
+        )
+    return dist.init_device_mesh(device_type, tuple(shape), mesh_dim_names=("replicate", "shard"))
 
 
 def shard_model(
@@ -71,6 +81,7 @@ def shard_model(
     blocks: Collection[nn.Module] = (),
     *,
     device_type: str = "cpu",
+    mesh: Any = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     reshard_after_forward: bool = True,
@@ -81,6 +92,7 @@ def shard_model(
     Parameters and buffers are those of rank 0, whatever the others have.
 
     Args:
+        mesh: over which ranks; None: all of them. On one with two dimensions the first one replicates.
         blocks: modules of the model; inner ones are sharded before those that they are in.
         param_dtype: in which forward and backward compute; None: that of the parameters.
         reduce_dtype: in which gradients are averaged; None: that of the computation.
@@ -89,7 +101,7 @@ def shard_model(
         weights: name -> tensor, on rank 0 of a model on the meta device.
     """
     fsdp = importlib.import_module("torch.distributed.fsdp")
-    mesh = dist.init_device_mesh(device_type, (comm.get_world_size(),))
+    mesh = _build_mesh(device_type, ()) if mesh is None else mesh
     policy = fsdp.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     own = _named_tensors(model)
     order = {module: i for i, module in enumerate(model.modules())}

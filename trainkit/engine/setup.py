@@ -31,6 +31,7 @@ from trainkit.engine.launch import check_processes
 from trainkit.engine.settings import changed_settings
 from trainkit.utils import comm
 from trainkit.utils.collect_env import collect_env_info, describe_load
+from trainkit.utils.device import has_unused_tf32
 from trainkit.utils.env import seed_all_rng
 from trainkit.utils.events import (
     CommonMetricPrinter,
@@ -213,6 +214,8 @@ def default_setup(cfg: Any, args: Any) -> None:
         torch.use_deterministic_algorithms(True)
     if cfg.FLOAT32_PRECISION:
         torch.set_float32_matmul_precision(cfg.FLOAT32_PRECISION)
+    elif has_unused_tf32() and not cfg.SOLVER.AMP.ENABLED:
+        logger.info("Matrix products are in full float32; FLOAT32_PRECISION high lets this GPU use TF32, faster by far")
 
 
 def _settings_of_lazy(cfg: Any) -> CfgNode:

@@ -58,6 +58,13 @@ def runs_ahead(device: torch.device) -> bool:
     return device.type in ("cuda", "xpu")
 
 
+def has_unused_tf32() -> bool:
+    """Whether the current GPU (from Ampere on) could multiply float32 as TF32, but does not."""
+    if not torch.cuda.is_available() or torch.get_float32_matmul_precision() != "highest":
+        return False
+    return torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0)
+
+
 def reports_memory() -> bool:
     """Whether ``torch.accelerator.memory`` knows the current device."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)

@@ -36,6 +36,7 @@ MAKE = {
     "GarbageCollection": lambda job: hooks.GarbageCollection(2),
     "IterationTimer": lambda job: hooks.IterationTimer(),
     "LRScheduler": lambda job: hooks.LRScheduler(job.optimizer, CosineParamScheduler(1.0, 0.5)),
+    "MemorySnapshot": lambda job: hooks.MemorySnapshot(),
     "ParamScheduler": lambda job: hooks.ParamScheduler("momentum", [{"NAME": "Cosine"}]),
     "PeriodicCheckpointer": lambda job: hooks.PeriodicCheckpointer(job.checkpointer, 2),
     "PeriodicWriter": lambda job: hooks.PeriodicWriter([JSONWriter(job.folder / "metrics.json")], 2),

@@ -10,6 +10,7 @@ from trainkit.engine.hooks.ema import EMAHook
 from trainkit.engine.hooks.evaluation import EvalHook, FinalEvalHook
 from trainkit.engine.hooks.lr_scheduler import LRScheduler
 from trainkit.engine.hooks.memory import EmptyCache, GarbageCollection, TorchMemoryStats
+from trainkit.engine.hooks.memory_snapshot import MemorySnapshot
 from trainkit.engine.hooks.param_scheduler import ParamScheduler
 from trainkit.engine.hooks.precise_bn import PreciseBN
 from trainkit.engine.hooks.profiler import AutogradProfiler, TorchProfiler
@@ -57,6 +58,7 @@ __all__ = [
     "RuntimeInfo",
     "Throughput",
     "TorchMemoryStats",
+    "MemorySnapshot",
     "TorchProfiler",
     "AutogradProfiler",
     "VisualizationHook",

@@ -1,0 +1,123 @@
+"""``MODEL.ACTIVATION_CHECKPOINT`` and ``MODEL.CHANNELS_LAST``: the same numbers, by another way."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.job import tiny_cfg
+from tests.engine.tiny import scalars
+from trainkit.config import ConfigError, check_values
+from trainkit.engine import DefaultTrainer
+from trainkit.engine.hooks import CallbackHook
+from trainkit.modeling import MODEL_REGISTRY
+
+BLOCKS = ("MODEL.ACTIVATION_CHECKPOINT.BLOCKS", ["Counting"])
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh())
+        self.num_calls = 0
+
+    def forward(self, x):
+        self.num_calls += 1
+        return self.layers(x)
+
+
+@MODEL_REGISTRY.register()
+class OfCountingBlocks(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.blocks = nn.Sequential(Counting(), Counting())
+        self.conv = nn.Conv2d(1, 2, 2)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, batch):
+        x = self.conv(self.blocks(batch["x"]).unflatten(1, (1, 2, 2))).flatten(1)
+        logits = self.head(torch.cat([x, batch["x"]], 1))
+        return logits if not self.training else {"loss_cls": nn.functional.cross_entropy(logits, batch["label"])}
+
+
+def train(folder, *options, resume=False, stop_at=None):
+    torch.manual_seed(1)
+    trainer = DefaultTrainer(
+        tiny_cfg(folder, "MODEL.NAME", "OfCountingBlocks", "HOOKS", [{"NAME": "EMAHook"}], *options)
+    )
+    trainer.resume_or_load(resume=resume)
+    stop = CallbackHook(after_step=lambda trainer: trainer.request_stop("test") if trainer.iter == stop_at else None)
+    trainer.register_hooks([stop])
+    trainer.train()
+    return trainer
+
+
+def calls(trainer):
+    return [block.num_calls for block in trainer.model.blocks]
+
+
+def assert_same_run(found, expected):
+    torch.testing.assert_close(found.model.state_dict(), expected.model.state_dict(), rtol=0, atol=0)
+    assert scalars(found)["total_loss"] == scalars(expected)["total_loss"]
+
+
+@pytest.mark.parametrize("keep", [[], ["addmm"]], ids=["all", "but matrix products"])
+def test_blocks_are_computed_again_in_the_backward_pass_with_the_same_random_numbers(keep, tmp_path):
+    plain = train(tmp_path / "plain", "MODEL.CHANNELS_LAST", False)
+    again = train(tmp_path / "again", *BLOCKS, "MODEL.ACTIVATION_CHECKPOINT.KEEP", keep)
+    train(tmp_path / "pieces", *BLOCKS, "MODEL.ACTIVATION_CHECKPOINT.KEEP", keep, stop_at=4)
+    resumed = train(tmp_path / "pieces", *BLOCKS, "MODEL.ACTIVATION_CHECKPOINT.KEEP", keep, resume=True)
+
+    assert_same_run(again, plain)
+    assert_same_run(resumed, plain)
+    extra = [more - less for more, less in zip(calls(again), calls(plain), strict=True)]
+    assert extra == [10, 10]  # once more in each iteration, and in no evaluation
+
+
+class CountProducts(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.name().startswith("aten::addmm")
+        return function(*args, **(kwargs or {}))
+
+
+def test_what_is_kept_is_not_computed_again(tmp_path):
+    counts = []
+    for keep in ([], ["addmm"]):
+        with CountProducts() as products:
+            train(tmp_path / str(keep), *BLOCKS, "MODEL.ACTIVATION_CHECKPOINT.KEEP", keep, "TEST.EVAL_PERIOD", 0)
+        counts.append(products.count)
+    assert counts[0] - counts[1] == 2 * 10
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("MODEL.ACTIVATION_CHECKPOINT.BLOCKS", ["Block"]),
+            "BLOCKS: no module is a Block; the model has Conv2d",
+        ),
+        ((*BLOCKS, "MODEL.ACTIVATION_CHECKPOINT.KEEP", ["matrix"]), "KEEP: torch.ops.aten has no operation 'matrix'"),
+    ],
+)
+def test_names_that_fit_nothing_are_errors_before_training(options, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        train(tmp_path, *options)
+
+
+def test_with_a_graph_it_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="a graph cannot look at the random state"):
+        check_values(tiny_cfg(tmp_path, *BLOCKS, "SOLVER.GRAPH.ENABLED", True))
+
+
+def test_weights_of_convolutions_have_their_channels_last_after_a_resume_too(tmp_path):
+    whole = train(tmp_path / "whole", "MODEL.CHANNELS_LAST", True)
+    train(tmp_path / "pieces", "MODEL.CHANNELS_LAST", True, stop_at=4)
+    resumed = train(tmp_path / "pieces", "MODEL.CHANNELS_LAST", True, resume=True)
+
+    assert_same_run(resumed, whole)
+    plain = train(tmp_path / "plain")
+    strides = [trainer.model.conv.weight.stride() for trainer in (whole, resumed, plain)]
+    assert strides == [(4, 1, 2, 1), (4, 1, 2, 1), (4, 4, 2, 1)]
