@@ -48,7 +48,7 @@ class MemorySnapshot(HookBase):
         if not torch.cuda.is_available():
             return
         if isinstance(sys.exc_info()[1], torch.OutOfMemoryError):
-            logger.error("Out of memory in iteration %d. %s", self.trainer.iter, self._describe())
+            logger.error("Out of memory in iteration %d, so the run ends. %s", self.trainer.iter, self._describe())
             folder = self._output_dir or getattr(getattr(self.trainer, "checkpointer", None), "save_dir", "") or "."
             file = Path(folder, f"memory_{self.trainer.iter}_rank{comm.get_rank()}.pickle")
             file.parent.mkdir(parents=True, exist_ok=True)
