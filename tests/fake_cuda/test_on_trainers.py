@@ -156,7 +156,8 @@ def test_when_memory_is_out_the_owners_of_the_largest_tensors_are_named_and_the_
     with pytest.raises(torch.OutOfMemoryError):
         train(tmp_path, hooks=hooks)
 
-    (said,) = [message for message in caplog.messages if message.startswith("Out of memory in iteration 3, so the run ends. In MiB: ")]
+    start = "Out of memory in iteration 3, so the run ends. In MiB: "
+    (said,) = [message for message in caplog.messages if message.startswith(start)]
     for owner in ("parameter 0", "gradient 0", "buffer 0", "optimizer state 0", "activations and the rest"):
         assert owner in said
     assert re.search(r"The largest tensors: (optimizer state|parameter|gradient|batch) \S+ 0, ", said)
