@@ -224,6 +224,9 @@ LOGS = [
         hook("TorchMemoryStats"),
         in_order("LRScheduler", "TorchMemoryStats", "PeriodicCheckpointer"),
     ),
+    Setting(
+        "MemorySnapshot", hook("MemorySnapshot"), in_order("LRScheduler", "MemorySnapshot", "PeriodicCheckpointer")
+    ),
 ]
 
 OTHERS = [
