@@ -224,9 +224,7 @@ LOGS = [
         hook("TorchMemoryStats"),
         in_order("LRScheduler", "TorchMemoryStats", "PeriodicCheckpointer"),
     ),
-    Setting(
-        "MemorySnapshot", hook("MemorySnapshot"), in_order("LRScheduler", "MemorySnapshot", "PeriodicCheckpointer")
-    ),
+    Setting("MemorySnapshot", hook("MemorySnapshot"), hooks_at("before_train", "MemorySnapshot")),
 ]
 
 OTHERS = [
