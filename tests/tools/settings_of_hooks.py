@@ -61,6 +61,10 @@ def hooks_at(point: str, *names: str) -> Callable[[Run], None]:
     return effect
 
 
+def _acts(run: Run, point: str, name: str) -> None:
+    assert name in run.hooks_at(point)
+
+
 def statistics_are_those_of_the_weights(run: Run) -> None:
     model = run.checkpoint()["model"]
     images = default_collate([DigitsTransform()(sample) for sample in load_split("train")])["image"]
@@ -224,7 +228,7 @@ LOGS = [
         hook("TorchMemoryStats"),
         in_order("LRScheduler", "TorchMemoryStats", "PeriodicCheckpointer"),
     ),
-    Setting("MemorySnapshot", hook("MemorySnapshot"), hooks_at("before_train", "MemorySnapshot")),
+    Setting("MemorySnapshot", hook("MemorySnapshot"), lambda run: _acts(run, "before_train", "MemorySnapshot")),
 ]
 
 OTHERS = [
