@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -130,7 +130,7 @@ class GraphTrainer(SimpleTrainer):
         self._seen: dict[Hashable, int] = {}  # how often signatures have come that are not recorded yet
         self._objects: list[object] = []
         self._values: list[object] = []
-        self._settings: list[list[str]] = []  # by parameter group: what a recording has in it for good
+        self._settings: list[itemgetter[Any]] = []  # of each parameter group: what a recording has in it for good
         self._in_step = False  # still, behind one that has failed
         self._reads: HostReads | None = None  # in the last ordinary step before a recording
         self._newest: Hashable = None
@@ -360,8 +360,7 @@ class GraphTrainer(SimpleTrainer):
         values += map(_REQUIRES_GRAD, parameters)
         values += map(Tensor.data_ptr, parameters)
         values += map(_TRAINING, self._modules)
-        for group, settings in zip(self.optimizer.param_groups, self._settings, strict=True):
-            values += map(group.get, settings)
+        values += [settings(group) for group, settings in zip(self.optimizer.param_groups, self._settings, strict=True)]
         return [self.model, self.optimizer, state, flags, self.clip_gradients], values
 
     def _forget(self) -> None:
@@ -369,7 +368,9 @@ class GraphTrainer(SimpleTrainer):
         self._recordings, self._seen, self._in_step = {}, {}, False
         self._modules = [*self.model.modules()]
         groups = self.optimizer.param_groups
-        self._settings = [[name for name, value in group.items() if _is_setting(name, value)] for group in groups]
+        self._settings = [
+            itemgetter(*(key for key, value in group.items() if _is_setting(key, value))) for group in groups
+        ]
         self._objects, self._values = self._constants()
         self._rates = torch.zeros(len(groups), device=self._device)
         self._filled: list[float] = []
