@@ -249,7 +249,7 @@ class Smoothed(HookBase):
 
 
 class CountEvaluated(HookBase):
-    """Below the save point, with a state: counts the iterations in which a result is new."""
+    """Below the save point, with a state: counts the iterations in which a result is new. Stores the rate of each."""
 
     priority = Priority.LOW
 
@@ -257,6 +257,7 @@ class CountEvaluated(HookBase):
         self._count, self._last = 0, -1
 
     def after_step(self) -> None:
+        self.trainer.storage.put_scalar("used_lr", self.trainer.used_lr[0], smoothing_hint=False)
         seen = self.trainer.storage.latest().get("loss/total_loss", (0.0, -1))[1]
         if comm.is_main_process() and seen > self._last:
             self._count, self._last = self._count + 1, seen

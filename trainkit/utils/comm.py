@@ -98,10 +98,10 @@ def synchronize() -> None:
     """Wait until all processes have come here."""
     if get_world_size() == 1:
         return
-    if _has_gloo():
-        dist.barrier()
-    else:  # NCCL would guess the device, and warn
+    if dist.get_backend_config() == "cuda:nccl":  # it would guess the device, and warn
         dist.barrier(device_ids=[torch.cuda.current_device()])
+    else:
+        dist.barrier()
 
 
 def all_gather(data: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
