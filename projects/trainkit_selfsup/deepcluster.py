@@ -13,7 +13,7 @@ from torch.utils.data import Subset
 from trainkit.config import ConfigError
 from trainkit.data import DatasetCatalog, build_train_loader, resume_obstacle
 from trainkit.engine import HookBase
-from trainkit.engine.hooks import HOOK_REGISTRY, check_period, is_due
+from trainkit.engine.hooks import HOOK_REGISTRY, check_period, is_due, is_due_epoch
 from trainkit.utils import comm
 from trainkit_selfsup.clustering import kmeans
 from trainkit_selfsup.features import (
@@ -113,7 +113,6 @@ class DeepClusterHook(HookBase):
             raise ConfigError(
                 "DeepClusterHook: interval counts epochs, but the training data has no length; give period"
             )
-        self._every = self._period or self._interval * self.trainer.iters_per_epoch
         if self.trainer.start_iter == 0 and not self._is_loaded:
             self._labels, self._num_clusterings = None, 0
         if self._labels is not None:
@@ -123,8 +122,14 @@ class DeepClusterHook(HookBase):
         self._is_loaded = False
 
     def after_step(self) -> None:
-        if is_due(self.trainer, self._every):
+        if self._is_due():
             self._cluster()
+
+    def _is_due(self) -> bool:
+        if self._period is not None:
+            return is_due(self.trainer, self._period)
+        ends_epoch = is_due(self.trainer, self.trainer.iters_per_epoch)
+        return ends_epoch and is_due_epoch(self.trainer, self._interval)
 
     def _check_data(self) -> None:
         loader = self.trainer.data_loader

@@ -28,6 +28,7 @@ from trainkit.data.samplers import (
     TrainingSampler,
 )
 from trainkit.data.transforms import TRANSFORM_REGISTRY, build_transform
+from trainkit.utils.periods import exact
 
 one_core_may_be_all = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -282,12 +283,12 @@ def test_an_endless_loader_has_epochs_by_the_size_of_its_dataset(sampler, expect
         as_rank(0, world_size)
         loader = build_batch_data_loader(Squares(100), sampler(), 4)
         stream = build_batch_data_loader(ToIterableDataset(Squares(100), sampler()), None, 4)
-        assert iters_per_epoch(loader) == iters_per_epoch(stream) == expected
+        assert exact(iters_per_epoch(loader)) == exact(iters_per_epoch(stream)) == expected
 
 
 def test_grouped_batches_of_an_endless_sampler_have_epochs():
     batches = GroupedBatchSampler(TrainingSampler(10), [0] * 10, batch_size=4)
-    assert iters_per_epoch(DataLoader([*range(10)], batch_sampler=batches)) == 2.5
+    assert exact(iters_per_epoch(DataLoader([*range(10)], batch_sampler=batches))) == 2.5
 
 
 def test_a_wrapped_loader_has_the_epochs_of_the_loader_inside():
@@ -301,7 +302,7 @@ def test_a_wrapped_loader_has_the_epochs_of_the_loader_inside():
         def __getattr__(self, name):
             return getattr(self.loader, name)
 
-    assert iters_per_epoch(Wrapper(build_batch_data_loader([0], TrainingSampler(9), 4))) == 2.25
+    assert exact(iters_per_epoch(Wrapper(build_batch_data_loader([0], TrainingSampler(9), 4)))) == 2.25
 
 
 @pytest.mark.parametrize(
@@ -328,7 +329,7 @@ def test_asking_for_the_epochs_starts_no_worker():
     loader = build_batch_data_loader(
         Unreadable(), TrainingSampler(9), 4, num_workers=1, multiprocessing_context="spawn"
     )
-    assert iters_per_epoch(loader) == 2.25
+    assert exact(iters_per_epoch(loader)) == 2.25
 
 
 # ---------------------------------------------------------------------------- build_train_loader
@@ -394,7 +395,7 @@ def test_a_batch_may_be_larger_than_the_training_data(cfg):
     loader = build_train_loader(cfg)
 
     assert [len(batch) for batch in indices(loader, 3)] == [12, 12, 12]
-    assert iters_per_epoch(loader) == Fraction(5, 12)
+    assert exact(iters_per_epoch(loader)) == Fraction(5, 12)
 
 
 def test_an_iterable_dataset_keeps_its_own_order_and_end(cfg):

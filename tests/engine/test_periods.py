@@ -1,12 +1,14 @@
 """The one rule of all that happens every so often."""
 
+import copy
+import pickle
 from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
 
 from trainkit.engine.periods import check_period, is_due, is_due_epoch, is_last, is_nth
-from trainkit.utils.periods import periods_done
+from trainkit.utils.periods import periods_done, whole_or_rounded
 
 
 def every_n(done, n, start=0):
@@ -115,3 +117,12 @@ def test_anything_else_is_refused_by_the_name_of_the_argument(period, minimum):
         ValueError, match=f"eval_period must be a whole number of iterations >= {minimum}, got {period!r}"
     ):
         check_period("eval_period", period, minimum=minimum)
+
+
+def test_the_length_of_an_epoch_is_an_int_for_everybody_and_as_a_period_it_does_not_drift():
+    length = whole_or_rounded(Fraction(10, 3))
+
+    assert (length, f"{length:d}", [*range(length)], 7 % length) == (3, "3", [0, 1, 2], 1)
+    assert [done for done in range(1, 12) if is_nth(done, length)] == [3, 7, 10]
+    assert copy.deepcopy(length).exact == pickle.loads(pickle.dumps(length)).exact == Fraction(10, 3)
+    assert whole_or_rounded(Fraction(1, 3)) == 1

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from fvcore.common.config import CfgNode
 
 from trainkit.config.errors import ConfigError
-from trainkit.utils.periods import RoundedLength
+from trainkit.utils.periods import exact, whole_or_rounded
 
 LENGTH_KEYS = frozenset(
     {
@@ -38,10 +38,9 @@ class Epochs:
 
     count: float
 
-    def to_iters(self, iters_per_epoch: int | Fraction) -> int:
+    def to_iters(self, iters_per_epoch: int) -> int:
         """The nearest number of iterations, at least 1 unless ``count`` is 0; as a period it is not rounded before."""
-        exact = Fraction(str(self.count)) * Fraction(iters_per_epoch)
-        return RoundedLength(exact) if exact.denominator > 1 else exact.numerator
+        return whole_or_rounded(Fraction(str(self.count)) * exact(iters_per_epoch))
 
 
 def parse_length(value: object) -> int | Epochs:
@@ -58,12 +57,11 @@ def parse_length(value: object) -> int | Epochs:
     return Epochs(float(match[1]))
 
 
-def resolve_lengths(cfg: _Cfg, iters_per_epoch: int | Fraction | None) -> _Cfg:
+def resolve_lengths(cfg: _Cfg, iters_per_epoch: int | None) -> _Cfg:
     """A copy of ``cfg``, frozen if ``cfg`` is, whose lengths are all in iterations.
 
     Args:
-        iters_per_epoch: iterations in which the training data is seen once, not rounded; None for data without a
-            length.
+        iters_per_epoch: iterations in which the training data is seen once; None for data without a length.
 
     Raises:
         ConfigError: a length is malformed, or in epochs while ``iters_per_epoch`` is None.
@@ -82,7 +80,7 @@ def resolve_lengths(cfg: _Cfg, iters_per_epoch: int | Fraction | None) -> _Cfg:
     return resolved
 
 
-def _resolve(where: str, value: Any, iters_per_epoch: int | Fraction | None, *, only_lengths: bool) -> Any:
+def _resolve(where: str, value: Any, iters_per_epoch: int | None, *, only_lengths: bool) -> Any:
     """Replace each length in a value; other values are errors if ``only_lengths``, else they stay."""
     options: Any = {"iters_per_epoch": iters_per_epoch, "only_lengths": only_lengths}
     if isinstance(value, Mapping):

@@ -22,7 +22,7 @@ from trainkit.data.transforms import build_transform
 from trainkit.data.workers import worker_init_reset_seed
 from trainkit.utils import comm
 from trainkit.utils.device import resolve_device
-from trainkit.utils.periods import ratio
+from trainkit.utils.periods import whole_or_rounded
 
 __all__ = [
     "build_batch_data_loader",
@@ -125,10 +125,10 @@ def _batch_size_per_rank(total_batch_size: int | None, single_gpu_batch_size: in
     return total_batch_size // world_size
 
 
-def iters_per_epoch(loader: Iterable[Any]) -> int | Fraction | None:
+def iters_per_epoch(loader: Iterable[Any]) -> int | None:
     """Batches in which a loader shows its data once; None for a stream without a length. Starts no worker.
 
-    For an endless sampler of this package: ``samples_per_epoch`` over the global batch size, a Fraction if not whole.
+    For an endless sampler of this package: ``samples_per_epoch`` over the global batch size, rounded.
     """
     try:
         return len(loader)  # type: ignore[arg-type]
@@ -140,7 +140,7 @@ def iters_per_epoch(loader: Iterable[Any]) -> int | Fraction | None:
     batch_size = getattr(loader if is_stream else batches, "batch_size", None)
     if not isinstance(sampler, InfiniteSampler) or not batch_size:
         return None
-    return ratio(sampler.samples_per_epoch, batch_size * sampler.world_size)
+    return whole_or_rounded(Fraction(sampler.samples_per_epoch, batch_size * sampler.world_size))
 
 
 def _train_arguments(

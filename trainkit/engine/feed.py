@@ -11,7 +11,7 @@ from trainkit.data.build import iters_per_epoch
 from trainkit.data.loader import ResumableLoader, resume_obstacle
 from trainkit.engine.periods import check_period
 from trainkit.utils.device import Prefetcher
-from trainkit.utils.periods import ratio
+from trainkit.utils.periods import exact, whole_or_rounded
 from trainkit.utils.waiting import Abandoned, next_batch
 
 logger = logging.getLogger(__name__)
@@ -99,8 +99,8 @@ class Feed:
         return batch
 
     @property
-    def iters_per_epoch(self) -> int | Fraction:
-        """Iterations per pass over the data, from the length of the loader or of its dataset; not rounded.
+    def iters_per_epoch(self) -> int:
+        """Iterations per pass over the data, from the length of the loader or of its dataset.
 
         Raises:
             ValueError: the data has no length.
@@ -111,7 +111,7 @@ class Feed:
                 f"the training data ({type(self._loader).__name__}) is a stream without a length, so there are no "
                 "epochs; use iterations"
             )
-        return ratio(batches, self.accumulation_steps)
+        return whole_or_rounded(Fraction(exact(batches)) / self.accumulation_steps)
 
     @property
     def obstacle(self) -> str:

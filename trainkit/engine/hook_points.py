@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from fractions import Fraction
 from typing import Any
 
 from trainkit.engine.hook_base import HookBase
@@ -66,10 +65,10 @@ class HookPoints(InferenceObserver):
     # ------------------------------------------------------------------ epochs
 
     @property
-    def iters_per_epoch(self) -> int | Fraction:
+    def iters_per_epoch(self) -> int:
         """Iterations per pass over the training data; a subclass that knows its data overrides this.
 
-        Epoch n starts in iteration ``round(n * iters_per_epoch)``.
+        Where that is not whole it is rounded, but epochs are not: n of them are ``round(n * exact)`` iterations.
 
         Raises:
             ValueError: there are no epochs.

@@ -1,13 +1,12 @@
 """The one rule of all hooks that do something every so often."""
 
-from fractions import Fraction
 from typing import Any
 
 from trainkit.utils.numbers import is_whole
 from trainkit.utils.periods import is_nth, periods_done
 
 
-def is_due(trainer: Any, period: int | Fraction, *, offset: int = 0, or_last: bool = False) -> bool:
+def is_due(trainer: Any, period: int, *, offset: int = 0, or_last: bool = False) -> bool:
     """Whether something with this period happens after the current iteration.
 
     True after the iterations ``period - 1, 2 * period - 1, ...`` (with an offset, see `is_nth`, which counts them from

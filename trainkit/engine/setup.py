@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -234,7 +233,7 @@ def default_writers(
     max_iter: int | None = None,
     names: Sequence[str] = ("console", "json", "tensorboard"),
     window_size: int = 20,
-    iters_per_epoch: int | Fraction | None = None,
+    iters_per_epoch: int | None = None,
     *,
     cfg: CfgNode | None = None,
 ) -> list[EventWriter]:

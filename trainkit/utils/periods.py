@@ -4,7 +4,7 @@ from fractions import Fraction
 
 
 class RoundedLength(int):
-    """A number of iterations, at least 1, that stands for an ``exact`` one, from which its multiples are rounded."""
+    """A number of iterations, at least 1, for an ``exact`` one, from which `is_nth` rounds its multiples."""
 
     exact: Fraction
 
@@ -19,10 +19,9 @@ def exact(length: int | Fraction) -> int | Fraction:
     return getattr(length, "exact", length)
 
 
-def ratio(a: int | Fraction, b: int | Fraction) -> int | Fraction:
-    """``a / b``, an int where it is whole."""
-    quotient = Fraction(a, b)
-    return quotient.numerator if quotient.denominator == 1 else quotient
+def whole_or_rounded(length: Fraction) -> int:
+    """An int, or a `RoundedLength` where it is not whole."""
+    return length.numerator if length.denominator == 1 else RoundedLength(length)
 
 
 def periods_done(done: int, period: int | Fraction, offset: int | Fraction = 0) -> int:
@@ -44,5 +43,7 @@ def is_nth(done: int, period: int | Fraction, offset: int | Fraction = 0) -> boo
     """
     if period <= 0 or done <= 0:
         return False
+    if type(period) is int and type(offset) is int:  # nearly always
+        return (done - offset) % period == 0 and done >= offset
     n = periods_done(done, period, offset)
     return n >= (offset == 0) and n > periods_done(done - 1, period, offset)

@@ -11,6 +11,7 @@ from trainkit.engine.hooks.lr_scheduler import store_values
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.periods import check_period, is_due
 from trainkit.utils import comm
+from trainkit.utils.periods import exact
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class RuntimeInfo(HookBase):
         trainer = self.trainer
         length = f"{trainer.max_iter} iterations"
         if self._has_epochs:
-            per_epoch = trainer.iters_per_epoch
+            per_epoch = exact(trainer.iters_per_epoch)
             length += f" = {float(trainer.max_iter / per_epoch):g} epochs of {float(per_epoch):g}"
         yield length
         yield f"world size {comm.get_world_size()}"

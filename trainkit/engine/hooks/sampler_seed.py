@@ -6,6 +6,7 @@ from typing import Any
 
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
+from trainkit.utils.periods import exact
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class SamplerSeed(HookBase):
 
     def _begin_pass(self, share: Fraction) -> None:
         """The iteration before it may have begun in an earlier epoch."""
-        self._tell(round((self.trainer.iter + share) / self.trainer.iters_per_epoch))
+        self._tell(round((self.trainer.iter + share) / exact(self.trainer.iters_per_epoch)))
 
     def _tell(self, epoch: int) -> None:
         for listener in _listeners(self.trainer.data_loader):

@@ -1,7 +1,6 @@
 """The progress of a run as a bar at the foot of a terminal."""
 
 import datetime
-from fractions import Fraction
 from typing import Any
 
 from trainkit.utils import comm
@@ -21,7 +20,7 @@ class ProgressBar(CommonMetricPrinter):
     _extra = NOT_ON_TERMINAL
 
     def __init__(
-        self, max_iter: int | None = None, window_size: int = 20, *, iters_per_epoch: int | Fraction | None = None
+        self, max_iter: int | None = None, window_size: int = 20, *, iters_per_epoch: int | None = None
     ) -> None:
         super().__init__(max_iter, window_size, iters_per_epoch=iters_per_epoch)
         self._bar: Bar | None = None

@@ -7,7 +7,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from fractions import Fraction
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -168,7 +167,7 @@ class CommonMetricPrinter(EventWriter):
     _PLACED = frozenset({"time", "data_time", "rank_data_time", "lr", "eta_seconds"})
 
     def __init__(
-        self, max_iter: int | None = None, window_size: int = 20, *, iters_per_epoch: int | Fraction | None = None
+        self, max_iter: int | None = None, window_size: int = 20, *, iters_per_epoch: int | None = None
     ) -> None:
         if window_size < 1:
             raise ValueError(f"window_size must be >= 1 iteration, got {window_size}")
@@ -232,7 +231,7 @@ class CommonMetricPrinter(EventWriter):
         return eta_sec
 
 
-def name_epoch(iter: int, iters_per_epoch: int | Fraction, max_iter: int | None) -> str:
+def name_epoch(iter: int, iters_per_epoch: int, max_iter: int | None) -> str:
     """``[Epoch n/N]``, counted from 1; the last one may end early."""
     of_all = "" if max_iter is None else f"/{periods_done(max_iter - 1, iters_per_epoch) + 1}"
     return f"[Epoch {periods_done(iter, iters_per_epoch) + 1}{of_all}]"
