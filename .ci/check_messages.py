@@ -188,7 +188,7 @@ def begins_wrong(message):
 
 
 def ends_with_a_mark(message):
-    """Messages are put into others, behind which something follows."""
+    """Messages are put into others, after which something follows."""
     return message.text.endswith((".", "!", ";", ",", " ")) or "!" in message.words.replace("!=", "")
 
 
@@ -234,7 +234,7 @@ RULES = [
     does_not_say_what_comes_of_it,
 ]
 
-# (rule, how the message begins) -> why it need not keep the rule
+# (rule, how the message starts) -> why it need not keep the rule
 EXCEPTIONS = {
     (says_nothing_of_its_own, "«text»"): "the text of an error whose state must not be kept in memory",
     (says_nothing_of_its_own, "«message»"): "GraphTrainer says each once; the text stands where it is called",
@@ -264,7 +264,7 @@ BREAKS = [
     (says_unknown_and_not_what_is_known, "raise ValueError(f'unknown kind {kind!r}; choose another')"),
     (says_unknown_and_not_what_is_known, "raise ValueError(f'there is no {kind} {name!r}; set another')"),
     (begins_wrong, "raise ValueError(f'The value {x!r} is too large; lower it')"),
-    (begins_wrong, "logger.warning('the file %s is gone, it is begun anew', path)"),
+    (begins_wrong, "logger.warning('the file %s is gone, it is started again', path)"),
     (ends_with_a_mark, "raise ValueError(f'period must be >= 1, got {period}.')"),
     (ends_with_a_mark, "logger.warning('Oh no! %s is left out, as it is empty', path)"),
     (is_polite_or_vague, "raise ValueError(f'invalid mode {mode!r}; accepted: max, min')"),

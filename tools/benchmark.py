@@ -58,7 +58,7 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
     rows, others = ",".join(ROWS), ",".join(peers.names())
     parser.add_argument("--rows", type=partial(_names, "row", ROWS), default=[*ROWS], help=f"some of {rows}")
     parser.add_argument("--rounds", type=_positive, help="instead of each row's own number")
-    parser.add_argument("--full", action="store_true", help=f"memory behind 10 million steps, not behind {FEW_STEPS:,}")
+    parser.add_argument("--full", action="store_true", help=f"memory after 10 million steps, not after {FEW_STEPS:,}")
     parser.add_argument(
         "--against",
         type=partial(_names, "peer", peers.names()),

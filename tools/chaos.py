@@ -52,7 +52,7 @@ POINTS = {
     "write": "a checkpoint write",
     "after_backward": "a step",
     "before rename": "a checkpoint write",
-    "after_step, behind the save": "a step",
+    "after_step, after the save": "a step",
     "after fsync": "a checkpoint write",
     "a step during a save": "a checkpoint write",
     "before_train": "the start",
@@ -181,7 +181,7 @@ def _wait_for_group(group: int) -> bool:
 
 
 class Planner:
-    """Draws kills so that a run gets on: each some iterations behind where its start begins.
+    """Draws kills so that a run gets on: each some iterations after its start.
 
     Attributes:
         num_left: kills that are still to be done.
@@ -194,7 +194,7 @@ class Planner:
         self._points: Iterator[str] = iter(())
 
     def next(self, begin: int) -> Kill:
-        """For a start that goes on behind ``begin`` iterations; 0 is without a checkpoint."""
+        """For a start that goes on after ``begin`` iterations; 0 is without a checkpoint."""
         rng, point = self._rng, self._next_point()
         first = begin + rng.randint(1, max(2, 2 * (self._num_iters - begin) // (self.num_left + 1)))
         if begin == 0:
@@ -258,7 +258,7 @@ def _is_of_the_clock(key: Any, path: str) -> bool:
 
 # ---------------------------------------------------------------------------- the two experiments
 
-# Behind the save of the last checkpoint before it, something is logged. At the end, the final one is there already.
+# After the save of the last checkpoint before it, something is logged. At the end, the final one is there already.
 CONTROL_KILLS = (Kill("forward", 72), Kill("after_train", 0, count=3))
 
 
@@ -330,7 +330,7 @@ def _num_iters_done(folder: Path) -> int:
     return _last_checkpoint(folder).get("iteration", -1) + 1
 
 
-_HEADER = ("point", "at or behind", "killed at", "in", "resumed from", "begins at", "exit code")
+_HEADER = ("point", "at or after", "killed at", "in", "resumed from", "starts at", "exit code")
 
 
 def _row(start: Start) -> tuple[Any, ...]:
@@ -342,7 +342,7 @@ def _row(start: Start) -> tuple[Any, ...]:
 def _describe(start: Start) -> str:
     """What is said before the table, while the next one runs."""
     end = f"killed in iteration {start.killed_at}: {start.kill}" if start.is_hit else f"ended with code {start.code}"
-    return f"resumed from {start.checkpoint}, {end}" if start.checkpoint else f"begun, {end}"
+    return f"resumed from {start.checkpoint}, {end}" if start.checkpoint else f"started, {end}"
 
 
 def _print_table(starts: list[Start]) -> None:

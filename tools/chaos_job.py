@@ -275,7 +275,7 @@ def replace_part(state: Any, fresh: Any, part: str) -> None:
     *parents, key = part.split("/")
     for parent in parents:
         state, fresh = state[parent], fresh.get(parent, {})
-    if fresh.get(key):  # before it begins, a run has an empty storage and no average
+    if fresh.get(key):  # before it starts, a run has an empty storage and no average
         state[key] = fresh[key]
     else:
         del state[key]
@@ -307,7 +307,7 @@ def job_config(output_dir: Path, seed: int, config_seed: int, num_workers: int) 
         {"NAME": "ParamScheduler", "PARAM": "weight_decay", "SCHEDULES": [{"NAME": "Linear"}]},
         {"NAME": "Throughput"},
         {"NAME": "KillPoint", "PLACE": "first", "PRIORITY": "HIGHEST"},
-        {"NAME": "KillPoint", "PLACE": "behind the save", "AFTER": "PeriodicCheckpointer"},
+        {"NAME": "KillPoint", "PLACE": "after the save", "AFTER": "PeriodicCheckpointer"},
         {"NAME": "KillPoint", "PLACE": "last", "PRIORITY": "LOWEST"},
     ]
     cfg.freeze()

@@ -23,14 +23,14 @@ INTRODUCTION = """\
 # Config reference
 
 Every key with its default, from `trainkit/config/defaults.py` by `tools/config_reference.py`. A config is a YAML file
-with some of these keys; what stands behind a command overrides it:
+with some of these keys; options after a command override it:
 
 ```sh
 python tools/train_net.py --config-file projects/digits/config.yaml SOLVER.BASE_LR 0.05 SOLVER.MAX_ITER 20ep
 ```
 
 - Keys marked with * take iterations (`500`) or epochs (`3ep`, `0.5ep`).
-- `_BASE_: other.yaml` begins with another file; in a node, `_DELETE_: True` replaces what the base has there.
+- `_BASE_: other.yaml` starts with another file; in a node, `_DELETE_: True` replaces what the base has there.
 - A key that does not exist, or a value of a wrong type, is an error that names what is accepted. `MODEL`, `INPUT` and
   `SOLVER.OPTIMIZER` take keys of your own as well; one that looks like another key there draws a warning.
 """

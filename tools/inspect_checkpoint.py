@@ -35,7 +35,7 @@ from trainkit.engine import user_errors_exit
 
 MAX_DIFFERENCES = 10  # of each part of the state, unless --all
 MAX_WIDTH = 70  # of a value
-_MAGIC = b"PK", b"\x80"  # what an archive and a pickle begin with
+_MAGIC = b"PK", b"\x80"  # what an archive and a pickle start with
 
 
 # ---------------------------------------------------------------------------- one file

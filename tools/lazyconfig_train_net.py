@@ -98,7 +98,7 @@ def build_trainer(cfg: Any) -> tuple[SimpleTrainer, Checkpointer]:
 
 
 def train(cfg: Any, resume: bool) -> None:
-    """Train from the beginning, or go on from the last checkpoint."""
+    """Train from the start, or go on from the last checkpoint."""
     trainer, checkpointer = build_trainer(cfg)
     checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=resume)
     start_iter = trainer.iter + 1 if resume and checkpointer.has_checkpoint() else 0

@@ -95,7 +95,7 @@ def python_corpus() -> Corpus:
 
 @HOOK_REGISTRY.register()
 class SameCorpus(HookBase):
-    """A run goes on with the corpus that it began with, or not at all."""
+    """A run goes on with the corpus that it started with, or not at all."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"python": platform.python_version(), "digest": python_corpus().digest}
@@ -108,6 +108,6 @@ class SameCorpus(HookBase):
         here = self.state_dict()
         if state_dict["digest"] != here["digest"]:
             raise ConfigError(
-                f"the run began on the library of Python {state_dict['python']} (SHA-256 {state_dict['digest']}), but "
-                f"this is Python {here['python']} (SHA-256 {here['digest']}); use that Python, or begin a new run"
+                f"the run started with the library of Python {state_dict['python']} (SHA-256 {state_dict['digest']}), "
+                f"but this is Python {here['python']} (SHA-256 {here['digest']}); use that Python, or start a new run"
             )

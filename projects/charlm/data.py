@@ -14,7 +14,7 @@ NUM_EVALUATED = 1_000  # windows of the texts for validation and testing
 
 
 class TextWindows(Dataset[dict[str, Any]]):
-    """Windows of a text, at equal distances from its begin to its end.
+    """Windows of a text, at equal distances from its start to its end.
 
     A sample is a dict with ``tokens``, int64 ``[WINDOW]``, and ``targets``, which are the same one character later.
 

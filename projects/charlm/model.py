@@ -16,9 +16,9 @@ _LONGEST_WAVE = 1000.0  # of the positions, as a multiple of the shortest
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward network, each behind a norm and added to what came in.
+    """Causal self-attention and a feed-forward network, each after a norm and added to what came in.
 
-    Both begin as zero, so that the block begins as the identity.
+    Both start as zero, so that the block starts as the identity.
     """
 
     def __init__(self, width: int, num_heads: int) -> None:

@@ -31,7 +31,7 @@ def generate(
     """Draw the characters that follow a prompt, one after the other.
 
     Args:
-        predictor: gives the logits of the characters behind each of the tokens, as a `DefaultPredictor` does.
+        predictor: gives the logits of the characters after each of the tokens, as a `DefaultPredictor` does.
         temperature: by which logits are divided; below 1 what is likely becomes more so.
         top_k: draw only from so many of the likeliest characters; None: from all.
 

@@ -121,7 +121,7 @@ class ViT(nn.Module):
     """Patches of 4 x 4 pixels as tokens through transformer layers (arXiv:2010.11929), without a class token.
 
     What was hard to learn from a few thousand canvases is given to it: patches come from three convolutions
-    (arXiv:2106.14881), and positions begin as sines and cosines (arXiv:2205.01580).
+    (arXiv:2106.14881), and positions start as sines and cosines (arXiv:2205.01580).
 
     Args:
         dim: of a token, a multiple of 4 and of ``num_heads``.

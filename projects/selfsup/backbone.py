@@ -68,7 +68,7 @@ class SelfSupModel(nn.Module):
     A batch is a dict, for the losses with ``view1`` and ``view2``, float32 ``[N, 1, 8, 8]``, and ``index``, int64
     ``[N]``. Train mode returns ``losses(batch)``, eval mode the pooled features ``[N, C]`` of ``batch["image"]``.
 
-    The backbone is built first, so that with the same seed it begins with the same weights in every method.
+    The backbone is built first, so that with the same seed it starts with the same weights in every method.
     """
 
     @configurable

@@ -41,7 +41,7 @@ def config(name: str, seed: int, output_dir: Path, options: Sequence[str] = ()) 
 
 
 def train(cfg: CfgNode) -> Mapping[str, float]:
-    """The metrics on the test scans behind the last iteration; a run that was interrupted goes on."""
+    """The metrics on the test scans after the last iteration; a run that was interrupted goes on."""
     default_setup(cfg, argparse.Namespace(resume=True))
     trainer = DefaultTrainer(cfg)
     trainer.resume_or_load()

@@ -311,7 +311,7 @@ def test_the_order_of_another_kind_of_sampler_is_not_taken_over(caplog):
     loader = make("repeat")
     loader.load_state_dict(make_state("training", 3))
 
-    assert "drawn by TrainingSampler, which says nothing about the order of RepeatFactor" in caplog.text
+    assert "drawn by TrainingSampler, which says nothing of the order of RepeatFactor" in caplog.text
     assert take(loader, 4) == take(make("repeat"), 4)
 
 

@@ -33,7 +33,7 @@ def test_the_stream_is_the_epochs_one_behind_the_other(name):
     epochs = torch.cat([sampler.epoch_indices(epoch) for epoch in range(5)]).tolist()
 
     assert take(sampler, len(epochs)) == epochs
-    assert take(sampler, len(epochs)) == epochs  # every iter() begins at the same place
+    assert take(sampler, len(epochs)) == epochs  # every iter() starts at the same place
     assert all(type(index) is int for index in take(sampler, 3))
 
 

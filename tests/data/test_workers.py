@@ -60,7 +60,7 @@ def start():
 @pytest.mark.parametrize("kind", ["of this package", "plain"])
 def test_workers_go_on_when_the_whole_process_group_is_signalled(start, kind):
     job = start(kind)
-    assert [job.ask("batch"), job.ask("batch")] == ["0", "1"]  # one of each worker: both have begun
+    assert [job.ask("batch"), job.ask("batch")] == ["0", "1"]  # one of each worker: both have started
     pids = job.ask("pids")
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGINT):

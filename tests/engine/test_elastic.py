@@ -84,7 +84,7 @@ def whole(tmp_path_factory):
 
 
 def begins(folder):
-    """The iterations with which the starts have begun, as their logs say."""
+    """The iterations with which the starts have started, as their logs say."""
     logs = [folder / "previous_1/log.txt", folder / "log.txt"]
     text = "".join(log.read_text() for log in logs if log.exists())
     return [int(begin) for begin in re.findall(r"Training from iteration (\d+) to 10", text)]
@@ -187,7 +187,7 @@ def test_more_or_fewer_ranks_share_the_same_samples_in_the_same_iteration():
     whole, _ = draw(4, 2, None, 3)
     assert whole == [
         [[1, 3], [7, 10], [11, 0], [6, 2]],
-        [[9, 8], [4, 4], [8, 3], [5, 2]],  # in the middle begins the second epoch
+        [[9, 8], [4, 4], [8, 3], [5, 2]],  # in the middle starts the second epoch
         [[1, 5], [11, 10], [7, 6], [9, 0]],
     ]
     _, state = draw(4, 2, None, 1)
@@ -201,7 +201,7 @@ def test_more_or_fewer_ranks_share_the_same_samples_in_the_same_iteration():
 
 
 def trainer_for(folder, former, *options):
-    """Of one process, in the folder of a run that ``former`` processes have begun with 8 samples per iteration."""
+    """Of one process, in the folder of a run that ``former`` processes have started with 8 samples per iteration."""
     record = {"world_size": former, "asked": [8, 1, 4]}
     (folder / "batch.json").write_text(json.dumps(record))
     (folder / "model_0000004.pth").touch()

@@ -102,7 +102,7 @@ def test_a_script_that_starts_over_under_resume_is_stopped_before_it_loses_the_r
     trainer = set_up(cfg, "--resume", "SOLVER.MAX_ITER", "12")
     before = contents(tmp_path / "run")
     load(trainer)
-    with pytest.raises(ConfigError, match="--resume is given, but the script starts from the beginning; call"):
+    with pytest.raises(ConfigError, match="--resume is given, but the script starts at iteration 0; call"):
         trainer.train()
     assert contents(tmp_path / "run") == before
 

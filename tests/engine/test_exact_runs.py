@@ -107,7 +107,7 @@ def test_a_run_that_is_broken_off_ends_as_the_whole_one(whole, tmp_path, point, 
     try:
         run(tmp_path, 1, Killer(point, iter), last=last)
     except Killed:
-        if not list(tmp_path.glob("*.pth")):  # nothing to resume from: the new run begins anew
+        if not list(tmp_path.glob("*.pth")):  # nothing to resume from: the new run starts again
             shutil.rmtree(tmp_path)
             run(tmp_path, 1)
         else:

@@ -1,4 +1,4 @@
-"""A run that has finished is not begun again, and goes on if its end is moved."""
+"""A run that has finished is not started again, and goes on if its end is moved."""
 
 import json
 import logging

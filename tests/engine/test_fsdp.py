@@ -171,7 +171,7 @@ def on_a_wrong_mesh(rank, folder):
 
 
 def saved_asynchronously(rank, folder):
-    """In two parts, the second of which begins with the save of the first."""
+    """In two parts, the second of which starts with the save of the first."""
     cfg = job(f"{folder}/asynchronously", "CHECKPOINT.ASYNC", True)
     train(cfg, until=5)
     return outcome(train(cfg, resume=True))
@@ -213,7 +213,7 @@ def exchanges(rank, folder):
 
 
 def with_amp(rank, folder):
-    """float16 with a gradient scaler that begins far too high, so that the first updates are skipped."""
+    """float16 with a gradient scaler that starts far too high, so that the first updates are skipped."""
     options = ["SOLVER.AMP.ENABLED", True, "SOLVER.AMP.INIT_SCALE", 2.0**18]
     trainer = train(job(f"{folder}/amp", *options))
     found = scalars(trainer)
@@ -311,7 +311,7 @@ class Tied(nn.Module):
 
 
 def tied(rank, folder):
-    """The average under both names, what stands in the model meanwhile, and the weights at the begin and the end."""
+    """The average under both names, what stands in the model meanwhile, and the weights at the start and the end."""
     model = Tied()
     shard_model(model)
     first, hook, found = whole(model.one.weight.detach()), EMAHook(0.5), []
@@ -687,7 +687,7 @@ def resumed_behind_it(rank, folder):
     before = sorted(p.name for p in Path(folder, "killed").glob("model_final*"))
     comm.synchronize()
     trainer = train(job(f"{folder}/killed"), resume=True)
-    return {**outcome(trainer), "began": trainer.start_iter, "before": before}
+    return {**outcome(trainer), "started": trainer.start_iter, "before": before}
 
 
 def test_a_save_that_is_killed_leaves_the_one_before_in_use(two, folder):
@@ -695,7 +695,7 @@ def test_a_save_that_is_killed_leaves_the_one_before_in_use(two, folder):
         on_two_ranks([killed_while_saving], folder)
     found = on_two_ranks([resumed_behind_it], folder)["resumed_behind_it"]
     for rank in found:
-        assert rank["began"] == 5
+        assert rank["started"] == 5
         assert len([name for name in rank["before"] if name.startswith("model_final.shards")]) == 1
         assert_close(rank, two["in_one_piece"][0])
     names = [path.name for path in (folder / "killed").glob("model_final*")]

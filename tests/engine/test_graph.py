@@ -506,10 +506,10 @@ def test_a_checkpoint_of_either_trainer_is_resumed_by_the_other_bit_for_bit(to_g
     torch.manual_seed(2)
     whole.train(0, 40)
 
-    begun = make(first, make_optimizer=fused_adamw)
+    started = make(first, make_optimizer=fused_adamw)
     torch.manual_seed(2)
-    begun.train(0, 20)
-    state = saved(begun)
+    started.train(0, 20)
+    state = saved(started)
     resumed = make(second, make_optimizer=fused_adamw)
     resumed.model.load_state_dict(state["model"])
     resumed.load_state_dict(state["trainer"])

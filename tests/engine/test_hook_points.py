@@ -208,7 +208,7 @@ def test_a_run_that_ends_inside_an_epoch_and_is_resumed_by_another_trainer(tmp_p
     second.resume_or_load()
     assert recorder.take() == ["0 after_load iteration+model+trainer"]  # nothing is loaded yet
     second.train()
-    assert recorder.take() == ["3 before_train", *SECOND_EPOCH_ENDS]  # the epoch is not begun again
+    assert recorder.take() == ["3 before_train", *SECOND_EPOCH_ENDS]  # the epoch is not started again
 
 
 def test_a_run_that_is_resumed_between_two_epochs(tmp_path):

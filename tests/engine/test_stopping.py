@@ -251,7 +251,7 @@ def change_the_period(rank, folder):
 
 
 def one_rank_is_ahead(rank, folder):
-    """Rank 0 goes through steps that rank 1 begins only when it is told that rank 0 has left them."""
+    """Rank 0 goes through steps that rank 1 starts only when it is told that rank 0 has left them."""
     stops = StopRequests(20)
     stops.reset()
     if rank == 1:
@@ -277,7 +277,7 @@ def leave_without_an_error(rank, folder):
 
 
 def leave_by_an_error(rank, folder):
-    """Rank 1 begins the exchange that is under way only when it is told that rank 0 has left."""
+    """Rank 1 starts the exchange that is under way only when it is told that rank 0 has left."""
     stops = StopRequests(20)
     stops.reset()
     if rank == 1:

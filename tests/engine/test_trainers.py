@@ -432,7 +432,7 @@ def test_the_last_window_of_a_run_is_a_whole_one():
     number = {id(batch): index for index, batch in enumerate(data)}
     trainer.register_hooks([AfterStep(lambda trainer: seen.extend(number[id(batch)] for batch in trainer.batch))])
     trainer.train(0, Epochs(2).to_iters(trainer.iters_per_epoch))
-    assert seen == [0, 1, 2, 3, 0, 1, 2, 3, 0]  # the last one begins a third pass
+    assert seen == [0, 1, 2, 3, 0, 1, 2, 3, 0]  # the last one starts a third pass
     short = by_openmmlab(data, 3, 8)
     assert (weights(model) - short).abs().max() > 1e-4
     torch.testing.assert_close(weights(model), by_openmmlab(data, 3, 9), atol=1e-6, rtol=0)
@@ -801,7 +801,7 @@ def test_a_bfloat16_loss_that_is_not_finite_ends_the_run_at_once():
 
 
 class HalfLinear(nn.Module):
-    """One weight that begins at 1; a batch is the gradient, which passes through float16 times the scale."""
+    """One weight that starts at 1; a batch is the gradient, which passes through float16 times the scale."""
 
     def __init__(self):
         super().__init__()

@@ -50,7 +50,7 @@ def part(rank, num_ranks, steps):
 
 
 def train(parallelize, rank=0, num_ranks=1, steps=1):
-    """The losses and the final weights; ranks begin with different ones, which ``parallelize`` has to make equal."""
+    """The losses and the final weights; ranks start with different ones, which ``parallelize`` has to make equal."""
     model = parallelize(Net(seed=rank))
     trainer = SimpleTrainer(
         model, part(rank, num_ranks, steps), sgd(model, 0.05, momentum=0.9), accumulation_steps=steps

@@ -29,7 +29,7 @@ class Regression(nn.Module):
 
 
 class Weight(nn.Module):
-    """One weight that begins at 1; ``compute(weight, batch)`` is what the model returns."""
+    """One weight that starts at 1; ``compute(weight, batch)`` is what the model returns."""
 
     def __init__(self, compute=lambda weight, batch: weight * batch):
         super().__init__()

@@ -262,7 +262,9 @@ def test_a_run_does_not_go_on_with_another_corpus(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(write(tmp_path / "library", FILES)))
     corpus.python_corpus.cache_clear()
     try:
-        with pytest.raises(ConfigError, match=f"began on the library of Python .* \\(SHA-256 {digest}\\), but this is"):
+        with pytest.raises(
+            ConfigError, match=f"started on the library of Python .* \\(SHA-256 {digest}\\), but this is"
+        ):
             run(tmp_path / "run")
     finally:
         corpus.python_corpus.cache_clear()

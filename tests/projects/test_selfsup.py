@@ -305,7 +305,7 @@ def test_swav_foretells_the_assignment_of_the_other_view_and_fills_its_queue(que
 
 
 class Prototypes(HookBase):
-    """What iterations begin with."""
+    """What iterations start with."""
 
     def __init__(self):
         self.weights, self.uses_queue = [], []

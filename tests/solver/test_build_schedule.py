@@ -84,7 +84,7 @@ def test_an_entry_that_never_begins_has_no_effect_and_a_warning_says_so(caplog):
     cfg = make_cfg({"NAME": "Linear", "BEGIN": 10, "START_FACTOR": 0.5})
     assert lrs_of(cfg, 10) == [1.0] * 10
     assert caplog.messages[-1] == (
-        "SOLVER.SCHEDULES[0] (Linear) has no effect: it begins at 10, the training ends at 10"
+        "SOLVER.SCHEDULES[0] (Linear) has no effect: it starts at 10, the training ends at 10"
     )
 
 

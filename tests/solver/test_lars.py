@@ -51,7 +51,7 @@ def random_job(num_steps=12):
     params = [torch.randn(size, dtype=torch.float64).tolist() for size in (3, 5, 1)] + [[0.0, 0.0]]
     grads = [[torch.randn(len(param), dtype=torch.float64).tolist() for param in params] for _ in range(num_steps)]
     grads[3][0] = [0.0, 0.0, 0.0]
-    grads[0][1] = grads[5][1] = None  # its buffer begins later than those of the others
+    grads[0][1] = grads[5][1] = None  # its buffer starts later than those of the others
     return params, grads
 
 

@@ -240,7 +240,7 @@ def test_shared_and_frozen_parameters_do_not_disturb():
         ({"scheme": "swin", "depths": (1, 1)}, "the deepest layer of this model is .* depth 0, .* last one at 2"),
         (
             {"scheme": "vit", "num_layers": 2, "prefix": "net."},
-            r"no parameter .*'vit' behind the prefix 'net.' \(there",
+            r"no parameter .*'vit' after the prefix 'net.' \(there",
         ),
         ({"scheme": "vit", "num_layers": 1}, "the deepest layer of this model is blocks.1.weight at depth 2, but"),
         ({"scheme": "vit", "num_layers": 3}, "put the last one at 3; correct them"),

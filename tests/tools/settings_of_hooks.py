@@ -97,7 +97,7 @@ def garbage_is_collected_at_epochs_only(run: Run) -> None:
     # the hook that counts them runs before the collection
     collections = run.metric("collections")
     rises = [later for earlier, later in pairwise(collections) if collections[later] > collections[earlier]]
-    assert [iter for iter in rises if iter not in (4, 8)] == [3, 6, 9]  # there, another call of train() begins
+    assert [iter for iter in rises if iter not in (4, 8)] == [3, 6, 9]  # there, another call of train() starts
 
 
 def part_of_the_peak_is_stored(run: Run) -> None:

@@ -178,7 +178,7 @@ def test_the_history_rows(tool, tmp_path):
         ("long history: SimpleTrainer, asynchronous writing", 1.02, "x", False),
         ("long history: DefaultTrainer", 1.02, "x", False),
     ]
-    assert all(row.sides.keys() == {"behind 1,500 steps", "behind 1,000 steps"} for row in rows)
+    assert all(row.sides.keys() == {"after 1,500 steps", "after 1,000 steps"} for row in rows)
 
 
 @pytest.mark.slow

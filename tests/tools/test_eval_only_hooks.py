@@ -41,7 +41,7 @@ def evaluated(run, *options):
 
 
 def last(run, prefix):
-    """The losses on the test data that a metric's name begins with, after training."""
+    """The losses on the test data that a metric's name starts with, after training."""
     return {name: run.metric(f"{prefix}/{name}")[12] for name in ("total_loss", "loss_cls")}
 
 

@@ -11,7 +11,7 @@ import torch
 from trainkit.utils.events import *
 
 writer = {writer}
-if {begun}:
+if {started}:
     writer.begin(None)
 
 
@@ -33,15 +33,15 @@ print(*sorted(set(sys.modules) - before))
 """
 
 
-def imported_by_writing(writer, folder, *, begun):
+def imported_by_writing(writer, folder, *, started):
     """Names of modules.
 
     Args:
         writer: what makes it, an expression.
         folder: the working directory.
-        begun: whether the writer's ``begin`` was called before.
+        started: whether the writer's ``begin`` was called before.
     """
-    command = [sys.executable, "-c", WRITE_IN_A_THREAD.format(writer=writer, begun=begun)]
+    command = [sys.executable, "-c", WRITE_IN_A_THREAD.format(writer=writer, started=started)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

@@ -16,7 +16,7 @@ class Terminal(io.StringIO):
         return True
 
     def lines(self):
-        """What one sees: a carriage return goes back to the begin of its line, ``ESC [A`` one line up."""
+        """What one sees: a carriage return goes back to the start of its line, ``ESC [A`` one line up."""
         lines, row, column = [""], 0, 0
         for part in MOVES.findall(self.getvalue()):
             if part == "\r":

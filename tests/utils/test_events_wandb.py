@@ -339,5 +339,5 @@ def test_a_run_that_is_killed_goes_on_in_its_run_and_touches_nothing_but_its_fol
 
 @needs_wandb
 def test_after_the_begin_of_training_a_write_imports_nothing(tmp_path):
-    assert imported_by_writing("WandbWriter('begun')", tmp_path, begun=True) == []
-    assert {"wandb", "PIL.Image"} < {*imported_by_writing("WandbWriter('other')", tmp_path, begun=False)}
+    assert imported_by_writing("WandbWriter('started')", tmp_path, started=True) == []
+    assert {"wandb", "PIL.Image"} < {*imported_by_writing("WandbWriter('other')", tmp_path, started=False)}

@@ -17,7 +17,7 @@ def save(rounds: int = 15, *, scratch: Path, device: str = "cpu", num_layers: in
     """A save over torch.save and fsync of the same state, and an asynchronous one over a synchronous one.
 
     On a GPU an asynchronous save ends for the clock when the device has done what was asked of it, since the next step
-    stands behind that in its queue.
+    comes after that in its queue.
 
     Args:
         scratch: a folder on the disk that is meant; 1 GB is written at a time, and removed.

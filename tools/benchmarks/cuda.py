@@ -20,7 +20,7 @@ from trainkit.engine import DefaultTrainer, HookBase, SimpleTrainer
 from trainkit.utils.device import move_to_device
 
 _NO_GPU = "no GPU"
-_WARM_UP = 40  # steps: kernels are chosen, memory is taken, and two writes are behind
+_WARM_UP = 40  # steps: kernels are chosen, memory is taken, and two writes are done
 
 SYNCHRONIZATIONS = Row("host synchronizations in 100 steps on CUDA", None, 0, "", note=_NO_GPU)
 RUN_AHEAD = Row("steps that the host finishes while the device sleeps", None, 2, "", at_least=True, note=_NO_GPU)
@@ -84,7 +84,7 @@ def everything_on(output_dir: Path, device: str, more_hooks: Iterable[HookBase] 
 
 
 class Between(HookBase):
-    """Calls ``begin()`` before an iteration and ``end()`` behind a later one, then stops the run."""
+    """Calls ``begin()`` before an iteration and ``end()`` after a later one, then stops the run."""
 
     def __init__(self, first: int, last: int, begin: Callable[[], object], end: Callable[[], object]) -> None:
         self._first, self._last, self._begin, self._end = first, last, begin, end
@@ -106,10 +106,10 @@ def _forbid_waiting() -> None:
 
 
 def synchronizations(output_dir: Path, more_hooks: Iterable[HookBase] = (), steps: int = 100) -> Row:
-    """1 and what it was, if anything waits for the device in ``steps`` steps behind the first ones; else 0."""
+    """1 and what it was, if anything waits for the device in ``steps`` steps after the first ones; else 0."""
     watch = Between(
         _WARM_UP,
-        _WARM_UP + steps,  # one more, so that the hooks behind this one have had their turn in all
+        _WARM_UP + steps,  # one more, so that the hooks after this one have had their turn in all
         _forbid_waiting,
         partial(torch.cuda.set_sync_debug_mode, "default"),
     )

@@ -1,4 +1,4 @@
-"""What histories cost: a step behind millions of others, and their memory."""
+"""What histories cost: a step after millions of others, and their memory."""
 
 import multiprocessing
 import os
@@ -17,7 +17,7 @@ _OLD_STEPS, _YOUNG_STEPS = 2_000_000, 1_000
 
 
 class Past(HookBase):
-    """Fills the new storage of a run that begins somewhere as if its own steps had come before.
+    """Fills the new storage of a run that starts somewhere as if its own steps had come before.
 
     Args:
         most: so many of them at most, the last ones.
@@ -47,7 +47,7 @@ def history(
     The old one trains on, the young one is new in each round. A trainer can be a percent faster than another of its
     kind all its life, by where its memory lies, so there are several old ones.
     """
-    old_name, young_name = f"behind {old_steps:,} steps", f"behind {_YOUNG_STEPS:,} steps"
+    old_name, young_name = f"after {old_steps:,} steps", f"after {_YOUNG_STEPS:,} steps"
     rows = []
     with job.one_thread(), job.logging_to(scratch):
         for name, make in job.TRAINERS.items():

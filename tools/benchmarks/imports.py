@@ -24,7 +24,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def imports(rounds: int = 9, *, scratch: Path) -> list[Row]:
-    """``import trainkit.engine`` behind ``import torch``, each time in a fresh interpreter.
+    """``import trainkit.engine`` after ``import torch``, each time in a fresh interpreter.
 
     From bytecode, which the round that does not count has written if it was not there.
     """

@@ -133,7 +133,7 @@ def bare_loop(model_class: type[TinyModel] = TinyModel) -> BareLoop:
 
 
 class Stopwatch(HookBase):
-    """Stops a run behind so many steps, and has timed the last ``steps`` of them."""
+    """Stops a run after so many steps, and has timed the last ``steps`` of them."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish = finish
@@ -141,7 +141,7 @@ class Stopwatch(HookBase):
         self._begin = self.step_sec = math.nan
 
     def start(self, iter: int, steps: int) -> None:
-        """Time the ``steps`` iterations behind ``iter``."""
+        """Time the ``steps`` iterations after ``iter``."""
         self._begin_iter, self._end_iter = iter, iter + steps
 
     def after_step(self) -> None:
@@ -158,7 +158,7 @@ class Stopwatch(HookBase):
 class Chunks:
     """Lets a trainer train on by so many steps, in a run that is stopped between the calls.
 
-    The storage with its histories, the writers' files and the schedule go on. The first steps behind a stop, of one log
+    The storage with its histories, the writers' files and the schedule go on. The first steps after a stop, of one log
     period, are not timed.
 
     Args:
@@ -171,7 +171,7 @@ class Chunks:
         trainer.register_hooks([self._stopwatch])
 
     def __call__(self, steps: int, start_iter: int | None = None) -> float:
-        """The seconds of one of so many steps; the run begins anew if ``start_iter`` is given."""
+        """The seconds of one of so many steps; the run starts again if ``start_iter`` is given."""
         start_iter = self.trainer.iter if start_iter is None else start_iter
         self._stopwatch.start(start_iter + LOG_PERIOD - 1, steps)
         self.trainer.train(start_iter, MAX_ITER)

@@ -85,7 +85,7 @@ def _cfg(output_dir: Path, num_workers: int) -> CfgNode:
 
 
 def _save_at(iteration: int, cfg: CfgNode) -> None:
-    """A checkpoint of a run that has done so many iterations: it begins there, where they would have left the data."""
+    """A checkpoint of a run that has done so many iterations: it starts there, where they would have left the data."""
     trainer = _Run(cfg)
     trainer.register_hooks([Past(most=30_000), _StopAtOnce()])  # more than a history holds
     loader: Any = trainer.data_loader

@@ -54,7 +54,7 @@ class Curve:
 
     @property
     def not_finite(self) -> list[int]:
-        """Where values begin to be not finite."""
+        """Where values start to be not finite."""
         finite = [True, *(value is not None for _, value in self.points)]
         return [iteration for i, (iteration, _) in enumerate(self.points) if finite[i] and not finite[i + 1]]
 

@@ -244,7 +244,7 @@ def _checked(manifest: Any, path: str) -> tuple[str, dict[str, tuple[int, str]]]
 
 
 def _shard_folders(folder: str) -> list[tuple[str, str]]:
-    """(name, begin of the name of the file that it belongs to)."""
+    """(name, start of the name of the file that it belongs to)."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
     return [(name, match[1]) for name in names if (match := FOLDER.fullmatch(name))]
 

@@ -55,7 +55,7 @@ class LazyConfig:
 
         Args:
             keys: one name of the file, or several; None: all of a YAML file, and of a Python file all nodes whose names
-                do not begin with ``_``.
+                do not start with ``_``.
 
         Returns:
             The value of one name, a tuple for several, a node for None. Tuples inside nodes become lists, and

@@ -123,13 +123,13 @@ def split_batch(cfg: CfgNode, num_workers: int, present: int) -> CfgNode:
         if not batch_size:
             fitting = [number for number in range(1, samples + 1) if samples % number == 0]
             raise ConfigError(
-                f"this run began with {num_workers} processes, and {present} cannot share its {samples} samples per "
+                f"this run started with {num_workers} processes, and {present} cannot share its {samples} samples per "
                 f"iteration (SOLVER.IMS_PER_BATCH {solver.IMS_PER_BATCH}, ACCUMULATION_STEPS "
                 f"{solver.ACCUMULATION_STEPS}); go on with {', '.join(map(str, fitting))} processes, or set another "
                 "SOLVER.IMS_PER_BATCH"
             )
     logger.warning(
-        "This run began with %d processes, now there are %d: SOLVER.IMS_PER_BATCH is %d and ACCUMULATION_STEPS %d "
+        "This run started with %d processes, now there are %d: SOLVER.IMS_PER_BATCH is %d and ACCUMULATION_STEPS %d "
         "instead of %d and %d, which keeps the %d samples per iteration",
         *(num_workers, present, batch_size, samples // batch_size),
         *(solver.IMS_PER_BATCH, solver.ACCUMULATION_STEPS, samples),

@@ -269,7 +269,7 @@ class ToIterableDataset(IterableDataset[Any]):
 class AspectRatioGroupedDataset(IterableDataset[list[Any]]):
     """Lists of ``batch_size`` samples that are all wider than high, or all not.
 
-    What does not fill a list begins the lists of the next iteration.
+    What does not fill a list starts the lists of the next iteration.
 
     Args:
         dataset: dicts with ``width`` and ``height``.

@@ -50,7 +50,7 @@ def resume_obstacle(loader: Iterable[Any]) -> str:
     if not _is_stateful(loader):
         return (
             f"the data loader ({type(loader).__name__}) has no state_dict() and load_state_dict(), so a resumed run "
-            "begins its data anew; use trainkit.data.build_batch_data_loader or ResumableLoader, or add these methods"
+            "starts its data again; use trainkit.data.build_batch_data_loader or ResumableLoader, or add these methods"
         )
     return getattr(loader, "resume_obstacle", "")
 
@@ -150,7 +150,7 @@ class ResumableLoader(DataLoader[Any]):
         kind = type(self._order).__name__
         if state["kind"] != kind:
             logger.warning(
-                "The checkpoint's data was drawn by %s, which says nothing about the order of %s; the data begins anew",
+                "The checkpoint's data was drawn by %s, which says nothing of the order of %s; the data starts again",
                 state["kind"],
                 kind,
             )

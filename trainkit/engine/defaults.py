@@ -202,7 +202,7 @@ class DefaultTrainer(TrainerBase):
         """Run from where the run stands (see ``resume_or_load``), or from ``start_iter``, to SOLVER.MAX_ITER.
 
         A run that was stopped or failed in this process goes on with the iteration that it had not done; one that has
-        finished is not begun again.
+        finished is not started again.
 
         Returns:
             The results of the last evaluation, on rank 0.
@@ -276,7 +276,7 @@ class DefaultTrainer(TrainerBase):
         starts_over = self.status == "not started" and not self._is_resumed
         if command.resume and starts_over and self.checkpointer.has_checkpoint():
             raise ConfigError(
-                "--resume is given, but the script starts from the beginning; "
+                "--resume is given, but the script starts at iteration 0; "
                 f"{RUN_DOES_IT}, or call trainer.resume_or_load(resume=args.resume) before train()"
             )
 
@@ -325,13 +325,13 @@ class DefaultTrainer(TrainerBase):
         evaluated = {"eval_period": cfg.TEST.EVAL_PERIOD, "offset": cfg.TEST.EVAL_START}
         saved = {**evaluated, "checkpointer": self.checkpointer, "mode": best.BEST_MODE}
         early_hooks = [
-            # first: the time of a step is measured without the hooks behind it
+            # first: the time of a step is measured without the hooks after it
             *take(hooks.IterationTimer),
             *chosen(hooks.Throughput),
             # early: they say in which epoch everything else happens
             *chosen(hooks.RuntimeInfo, period=cfg.LOG.PERIOD),
             *take(hooks.SamplerSeed, default=self.has_epochs and hooks.SamplerSeed.is_needed(self.data_loader)),
-            # behind the update, before anything that evaluates or saves
+            # after the update, before anything that evaluates or saves
             *chosen(hooks.EMAHook),
             # early: what is saved and evaluated below belongs to the next learning rate, as after a resume
             *take(hooks.LRScheduler),
@@ -358,7 +358,7 @@ class DefaultTrainer(TrainerBase):
                 eval_at_start=cfg.TEST.EVAL_AT_START,
                 by_epoch=by_epoch,
             ),
-            # behind the evaluation, whose results they look at
+            # after the evaluation, whose results they look at
             *chosen(hooks.ReduceOnPlateau, **evaluated),
             *chosen(hooks.BestCheckpointer, **saved),
             *itertools.chain.from_iterable(
@@ -375,16 +375,16 @@ class DefaultTrainer(TrainerBase):
                 min_delta=early.MIN_DELTA,
                 threshold=early.THRESHOLD,
             ),
-            # behind everything that could choose a checkpoint: the test data has no say in that
+            # after everything that could choose a checkpoint: the test data has no say in that
             *take(
                 hooks.FinalEvalHook,
                 default=bool(cfg.DATASETS.VAL),
                 eval_function=lambda: me._test(),
                 by_epoch=by_epoch,
             ),
-            # behind the last save
+            # after the last save
             *take(hooks.PublishWeights, default=bool(best.PUBLISH), weights=best.PUBLISH or "model"),
-            # behind what uses memory
+            # after what uses memory
             *chosen(hooks.EmptyCache),
             *chosen(hooks.GarbageCollection),
             # last: whatever the others put is written

@@ -82,7 +82,7 @@ class _Recording:
 
     Attributes:
         inputs: the tensors that it reads its batches from.
-        replays: by the part that it begins with; one goes on to the part before the next one.
+        replays: by the part that it starts with; one goes on to the part before the next one.
         gradients: of the optimizer's parameters.
         losses, extra, flag: what it computes, as they are before the update.
     """
@@ -131,7 +131,7 @@ class GraphTrainer(SimpleTrainer):
         self._objects: list[object] = []
         self._values: list[object] = []
         self._settings: list[itemgetter[Any]] = []  # of each parameter group: what a recording has in it for good
-        self._in_step = False  # still, behind one that has failed
+        self._in_step = False  # still, after one that has failed
         self._reads: HostReads | None = None  # in the last ordinary step before a recording
         self._newest: Hashable = None
         self._has_warned_of = {"batches": False, "changes": False, "reads": False}

@@ -57,7 +57,7 @@ class HookBase:
         hook.after_train()
 
     ``self.trainer`` is set by ``register_hooks`` and is a weak reference: hook and trainer keep nobody else alive.
-    ``before_step`` should cost next to nothing, since the time of a step begins behind it. A hook deletes nothing
+    ``before_step`` should cost next to nothing, since the time of a step starts after it. A hook deletes nothing
     in ``after_train``, so that the same trainer can ``train()`` again. A point that is not overridden costs nothing.
 
     The points of epochs need a trainer that has epochs. Those of evaluation, saving and loading are called whenever
@@ -69,10 +69,10 @@ class HookBase:
     ends: bool = False  # whether its after_train saves or evaluates the run: before that of all hooks that do not
 
     def before_train(self) -> None:
-        """Before the first iteration, also of a run that goes on: only at ``start_iter`` 0 a hook begins anew."""
+        """Before the first iteration, also of a run that goes on: only at ``start_iter`` 0 a hook starts again."""
 
     def before_epoch(self) -> None:
-        """Before the first iteration of an epoch. A run that is resumed inside an epoch does not begin it again."""
+        """Before the first iteration of an epoch. A run that is resumed inside an epoch does not start it again."""
 
     def before_step(self) -> None:
         """Before each iteration."""

@@ -91,7 +91,7 @@ class HookList:
             raise ValueError(
                 "give one of priority, before and after to register_hooks(): an anchor has a priority of its own"
             )
-        # the places before HIGHEST and behind LOWEST are kept for the timer and the writers
+        # the places before HIGHEST and after LOWEST are kept for the timer and the writers
         keys = [sort_key(hook.priority, -1, 101) if priority is None else sort_key(priority) for hook in new]
 
         if before is not None or after is not None:

@@ -34,7 +34,7 @@ class AveragingRule:
 
     Args:
         decay: how much the old average counts, from 0 to below 1; default is 0.999. "mean" has none.
-        gamma: for about how many updates the beginning lasts; default is 2000 for "warmup" and 100 for "annealing" and
+        gamma: for about how many updates the start lasts; default is 2000 for "warmup" and 100 for "annealing" and
             "mmcv". The others have none.
 
     Raises:

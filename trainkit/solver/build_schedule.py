@@ -136,7 +136,7 @@ def build_schedule(entries: Iterable[Any], max_iter: int, where: str) -> Chain:
         here = f"{where}[{number}] ({entry['NAME']})"
         begin = _iters(f"{here}: BEGIN", entry.get("BEGIN", 0), at_least=0)
         if begin >= max_iter:
-            _logger.warning("%s has no effect: it begins at %d, the training ends at %d", here, begin, max_iter)
+            _logger.warning("%s has no effect: it starts at %d, the training ends at %d", here, begin, max_iter)
         end = entry.get("END", max_iter if begin < max_iter else begin + max_iter)
         end = _iters(f"{here}: END", end, at_least=begin + 1)
         segments.append(Segment(_make_schedule(here, entry, end - begin), begin, end))

@@ -13,7 +13,7 @@ _MAX_ROWS = 20
 
 
 def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """name -> value of each parameter group; of what a schedule sets, the value that it began with."""
+    """name -> value of each parameter group; of what a schedule sets, the value that it started with."""
     return [
         {
             name: value.tolist() if isinstance(value, Tensor) else value

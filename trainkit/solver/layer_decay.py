@@ -74,7 +74,7 @@ def build_layer_decay(
         rate: in (0, 1].
         num_layers: number of blocks (``vit``), or of layers (``convnext``).
         depths: number of blocks of each stage.
-        prefix: what the names of the backbone's parameters begin with, as ``encoder.``; everything else is the rest.
+        prefix: what the names of the backbone's parameters start with, as ``encoder.``; everything else is the rest.
             None is ``backbone.`` or the ``base_model_prefix`` of a Hugging Face model, if there are such parameters,
             else nothing. For the schemes above only.
 
@@ -110,7 +110,7 @@ def _named_depths(layers: _Layers, scheme: str, names: Sequence[str], prefix: st
     known = {depth: name for name, depth in depths.items() if depth is not None}
     if not known:
         raise ValueError(
-            f"no parameter has a name of the scheme {scheme!r} behind the prefix {prefix!r} (there are "
+            f"no parameter has a name of the scheme {scheme!r} after the prefix {prefix!r} (there are "
             f"{', '.join(names[:3])}, ...); give another prefix or scheme, or a get_layer_depth(name) to the model and "
             "scheme 'model'"
         )

@@ -41,7 +41,7 @@ class WarmupParamScheduler(ParamScheduler):
         warmup_method: ``linear`` rises to the value that the schedule has when the warm-up ends, ``exponential`` too,
             by the same factor in each iteration, ``constant`` stays.
         rescale_interval: squeeze the whole schedule into the time after the warm-up; if False, the warm-up replaces
-            the schedule's beginning.
+            the schedule's start.
 
     Raises:
         ValueError: ``warmup_length`` or ``warmup_method`` is not accepted, nothing is left to squeeze into, or an

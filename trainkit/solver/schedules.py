@@ -1,4 +1,4 @@
-"""Schedules as functions of the iteration: ``schedule(t, base)`` is the value ``t`` iterations after its begin.
+"""Schedules as functions of the iteration: ``schedule(t, base)`` is the value ``t`` iterations after its start.
 
 ``base`` is the value that is scheduled: a learning rate, a weight decay, a momentum. ``length`` is always the number of
 iterations of the schedule, by default those of its entry in the config. What is said to reach its end does so in its
@@ -115,7 +115,7 @@ class Step(_Checked):
 @SCHEDULE_REGISTRY.register()
 @dataclass
 class MultiStep(_Checked):
-    """Times ``gamma`` from each of ``milestones`` on, counted from the begin; one that stands twice counts twice."""
+    """Times ``gamma`` from each of ``milestones`` on, counted from the start; one that stands twice counts twice."""
 
     milestones: Sequence[int]
     gamma: float = 0.1
@@ -222,7 +222,7 @@ class OneCycle(_Checked):
 
     Args:
         pct_start: share of the iterations in which it goes up.
-        three_phase: go down to where it began as fast as it went up, then on to the end.
+        three_phase: go down to where it started as fast as it went up, then on to the end.
     """
 
     length: int
@@ -316,7 +316,7 @@ class Segment(_Checked):
 class Chain:
     """Each segment takes what the ones listed before it give as its base.
 
-    Before its begin it does nothing, from its end on the value of its last iteration stays. So segments one after the
+    Before its start it does nothing, from its end on the value of its last iteration stays. So segments one after the
     other go on from each other, and those that overlap, such as a warm-up and milestones, are multiplied.
     """
 

@@ -2,7 +2,7 @@
 
 train = dict(
     output_dir="./output",
-    init_checkpoint="",  # weights to begin with, or to evaluate
+    init_checkpoint="",  # weights to start with, or to evaluate
     seed=None,  # None: drawn at random
     device="auto",
     max_iter=90000,

@@ -119,7 +119,7 @@ def test_a_run_resumed_in_the_middle_has_the_same_learning_rates(scheduler, tmp_
 
     second, after = make(scheduler)
     second.load_state_dict(torch.load(tmp_path / "state.pth", weights_only=True))
-    saved = second.state_dict()["hooks"]  # of a hook that has not begun yet
+    saved = second.state_dict()["hooks"]  # of a hook that has not started yet
     assert saved == torch.load(tmp_path / "state.pth", weights_only=True)["hooks"]
     second.train(second.iter + 1, ITERS)
     assert before[:5] + after == expected

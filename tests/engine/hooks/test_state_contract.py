@@ -50,7 +50,7 @@ def attributes(value):
 
 
 class Snapshot(HookBase):
-    """What a hook holds at its begin and behind every iteration, and what is saved behind iteration 4."""
+    """What a hook holds at its start and behind every iteration, and what is saved behind iteration 4."""
 
     def __init__(self, job):
         self.job, self.taken = job, {}

@@ -52,7 +52,7 @@ class InfiniteSampler(Sampler[int], ABC):
         """The dataset indices of one epoch over all ranks, in order, int64 ``[N]``."""
 
     def set_position(self, num_samples: int) -> None:
-        """Let the next ``iter()`` begin after the first ``num_samples`` of the global stream, counted over all ranks.
+        """Let the next ``iter()`` start after the first ``num_samples`` of the global stream, counted over all ranks.
 
         Raises:
             ValueError: the position is negative.
@@ -66,7 +66,7 @@ class InfiniteSampler(Sampler[int], ABC):
         return {"seed": self.seed, "position": self.start if position is None else position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Let the next ``iter()`` begin at the position of the state, in the order of its seed."""
+        """Let the next ``iter()`` start at the position of the state, in the order of its seed."""
         if state["seed"] != self.seed:
             logger.info(
                 "The data goes on in the order of the checkpoint's seed %d, not of %d", state["seed"], self.seed

@@ -37,7 +37,7 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
         if factors.dim() != 1 or not factors.isfinite().all() or (factors < 0).any() or not factors.any():
             raise ValueError(
                 "repeat_factors must be a non-empty vector of finite values >= 0, not all of them 0, "
-                f"got shape {[*factors.shape]} with values {factors.flatten()[:5].tolist()} at its begin"
+                f"got shape {[*factors.shape]} with values {factors.flatten()[:5].tolist()} at its start"
             )
         self._whole = factors.floor().long()
         self._fraction = factors.frac()

@@ -39,7 +39,7 @@ class SamplerSeed(HookBase):
         self._tell(self.trainer.epoch)
 
     def _begin_pass(self, share: Fraction) -> None:
-        """The iteration before it may have begun in an earlier epoch."""
+        """The iteration before it may have started in an earlier epoch."""
         self._tell(round((self.trainer.iter + share) / exact(self.trainer.iters_per_epoch)))
 
     def _tell(self, epoch: int) -> None:

@@ -43,7 +43,7 @@ class WandbWriter(PictureWriter):
     Online, W&B keeps those that it has. Offline, each start has a folder of its own, named by time and run id, where
     nothing is cut off: one that was killed and the next have these steps both. Rows written at a stop stay.
 
-    The begin of training, else the first write, starts the process of wandb, which takes seconds; without an answer of
+    The start of training, else the first write, starts the process of wandb, which takes seconds; without an answer of
     the server, as many as ``init_timeout`` in ``settings`` says. An error of wandb is logged, and this training writes
     nothing more to it.
 
@@ -61,7 +61,7 @@ class WandbWriter(PictureWriter):
         self._dir, self._kwargs = Path(output_dir).absolute(), kwargs
         self._run: Any = None
         self._has_failed = False
-        # from the beginning, so that every checkpoint has it; a sweep gives the variable
+        # from the start, so that every checkpoint has it; a sweep gives the variable
         self._run_id: str = kwargs.get("id") or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8]
         self._next_step = 0
 
@@ -144,7 +144,7 @@ class WandbWriter(PictureWriter):
         }
         with _environment(defaults):
             wandb = importlib.import_module("wandb")  # here: it takes as long as torch
-            # without create_new it would be a run that somebody else has begun
+            # without create_new it would be a run that somebody else has started
             options = {"dir": str(self._dir), "resume": "allow", "reinit": "create_new", **self._kwargs}
             options["settings"] = _SETTINGS | options.get("settings", {})
             run = wandb.init(**{**options, "id": self._run_id})
