@@ -263,7 +263,7 @@ def test_a_run_does_not_go_on_with_another_corpus(tmp_path, monkeypatch):
     corpus.python_corpus.cache_clear()
     try:
         with pytest.raises(
-            ConfigError, match=f"started on the library of Python .* \\(SHA-256 {digest}\\), but this is"
+            ConfigError, match=f"started with the library of Python .* \\(SHA-256 {digest}\\), but this is"
         ):
             run(tmp_path / "run")
     finally:
