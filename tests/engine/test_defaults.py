@@ -360,6 +360,28 @@ def test_everything_in_epochs_happens_where_epochs_end(tmp_path):
     assert trainer.cfg.SOLVER.STEPS == (5,)
 
 
+def test_a_run_whose_epochs_are_not_whole_is_saved_and_resumed(tmp_path):
+    class Remember(hooks.HookBase):
+        def state_dict(self):
+            return {"period": self.trainer.cfg.TEST.EVAL_PERIOD, "at": {self.trainer.iters_per_epoch: 1}}
+
+        def load_state_dict(self, state_dict):
+            loaded.append(state_dict)
+
+    options = ("SOLVER.ACCUMULATION_STEPS", 3, "SOLVER.MAX_ITER", "2ep", "TEST.EVAL_PERIOD", "1ep")
+    cfg = tiny_cfg(tmp_path, *options, "SOLVER.STEPS", ["1ep"], "SOLVER.CHECKPOINT_PERIOD", "1ep")
+    trainer, loaded = DefaultTrainer(cfg), []
+    assert exact(trainer.max_iter) == Fraction(10, 3)
+    trainer.register_hooks([Remember()])
+    trainer.train()
+
+    resumed = DefaultTrainer(cfg)
+    resumed.register_hooks([Remember()])
+    resumed.resume_or_load()
+    assert (resumed.status, resumed.start_iter, loaded) == ("finished", 3, [{"period": 2, "at": {2: 1}}])
+    assert type(loaded[0]["period"]) is int
+
+
 def test_lengths_in_epochs_over_a_stream_are_an_error_when_building(tmp_path):
     class Trainer(DefaultTrainer):
         @classmethod

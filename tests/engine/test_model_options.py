@@ -73,6 +73,36 @@ def test_blocks_are_computed_again_in_the_backward_pass_with_the_same_random_num
     assert extra == [10, 10]  # once more in each iteration, and in no evaluation
 
 
+class Normed(nn.Module):
+    def __init__(self, momentum=0.1):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=momentum), nn.ReLU(inplace=True))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@MODEL_REGISTRY.register()
+class OfNormedBlocks(OfCountingBlocks):
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.blocks = nn.Sequential(Normed(), Normed(momentum=None), Normed())
+        self.blocks[2].eval()  # frozen
+        self.blocks[2].train = lambda mode: None
+
+
+@pytest.mark.parametrize("keep", [[], ["addmm"]], ids=["all", "but matrix products"])
+def test_batch_norms_of_blocks_count_each_batch_once(keep, tmp_path):
+    normed = ("MODEL.NAME", "OfNormedBlocks", "SOLVER.ACCUMULATION_STEPS", 2)
+    plain = train(tmp_path / "plain", *normed)
+    blocks = ("MODEL.ACTIVATION_CHECKPOINT.BLOCKS", ["Normed"], "MODEL.ACTIVATION_CHECKPOINT.KEEP", keep)
+    again = train(tmp_path / "again", *normed, *blocks)
+
+    assert_same_run(again, plain)
+    assert [int(block.layers[1].num_batches_tracked) for block in again.model.blocks] == [20, 20, 0]
+    assert [block.layers[1].momentum for block in again.model.blocks] == [0.1, None, 0.1]
+
+
 class CountProducts(torch.utils._python_dispatch.TorchDispatchMode):
     def __init__(self):
         super().__init__()

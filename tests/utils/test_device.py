@@ -1,8 +1,10 @@
 from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Mapping
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 
 from tests.cuda import needs_cuda
 from trainkit.utils.device import Prefetcher, device_of, move_to_device, resolve_device
@@ -62,6 +64,30 @@ def test_tensors_in_nested_containers_are_moved_and_the_containers_keep_their_ki
     assert [type(moved[name]) for name in data] == [list, tuple, Pair, OrderedDict, UserDict, str]
     assert (moved["list"][1], moved["tuple"][1], moved["pair"].y, moved["object"]) == (2, "text", None, "moved to meta")
     assert data["list"][0].device.type == "cpu"
+
+
+def test_what_moves_itself_is_asked_to_also_if_it_is_a_tuple_or_a_mapping():
+    class Tensors(Mapping):  # as that of tensordict, which a plain dict cannot make again
+        def __init__(self, items, batch_size):
+            self.items_, self.batch_size = items, batch_size
+
+        def __getitem__(self, key):
+            return self.items_[key]
+
+        def __iter__(self):
+            return iter(self.items_)
+
+        def __len__(self):
+            return len(self.items_)
+
+        def to(self, device):
+            return Tensors({key: value.to(device) for key, value in self.items_.items()}, self.batch_size)
+
+    packed = pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])
+    moved = move_to_device({"packed": packed, "tensors": Tensors({"x": torch.ones(2)}, batch_size=2)}, META)
+    assert moved["packed"].data.device == META
+    assert moved["packed"].batch_sizes.tolist() == [2, 2, 1], "torch wants these on the CPU"
+    assert (moved["tensors"]["x"].device, moved["tensors"].batch_size) == (META, 2)
 
 
 def test_what_is_there_already_is_the_same_object():

@@ -38,9 +38,10 @@ def plain_state(
     """
     # Types are compared exactly: numpy.float64 is a subclass of float, and loads only by running code.
     kind = type(value)
-    is_short = kind is int and value.bit_length() <= _MAX_INT_BITS
-    if kind in _PLAIN_TYPES or is_short or (kind is bytes and value):  # torch's reader refuses empty bytes
+    if kind in _PLAIN_TYPES or (kind is bytes and value):  # torch's reader refuses empty bytes
         return value
+    if isinstance(value, int) and value.bit_length() <= _MAX_INT_BITS:
+        return int(value)  # also a length that was rounded, or of an IntEnum
     if take_shard is not None and isinstance(value, Tensor) and (value.is_meta or is_sharded(value)):
         return take_shard(value.detach(), path)
     if kind in (Tensor, torch.nn.Parameter):
@@ -51,13 +52,14 @@ def plain_state(
         raise TypeError(_refusal(value, path))
     copy: Any = kind()
     for key, item in value.items():
-        if type(key) not in _KEY_TYPES:
+        is_int = isinstance(key, int) and type(key) is not bool
+        if type(key) not in _KEY_TYPES and not is_int:
             raise TypeError(
                 f"the dict at '{path or '(top)'}' has the key {key!r} of type {_type_name(key)}; a checkpoint "
                 "takes keys of type str, int, float and bool"
             )
         here = f"{path}[{key!r}]" if not isinstance(key, str) else f"{path}.{key}" if path else key
-        copy[key] = plain_state(item, here, take_tensor, take_shard)
+        copy[int(key) if is_int else key] = plain_state(item, here, take_tensor, take_shard)
     metadata = getattr(value, "_metadata", None)  # of a module's state dict: the version of each submodule
     if metadata is not None:
         copy._metadata = plain_state(metadata, f"{path}._metadata")

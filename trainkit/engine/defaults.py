@@ -124,6 +124,7 @@ class DefaultTrainer(TrainerBase):
     iters_per_epoch = forwarded("_trainer.iters_per_epoch")
     reset_data_loader = forwarded("_trainer.reset_data_loader")
     begin_run = forwarded("_trainer.begin_run")
+    end_update = forwarded("_trainer.end_update")
     end_step = forwarded("_trainer.end_step")
     make_iterators = forwarded("_trainer.make_iterators")
     find_failure = forwarded("_trainer.find_failure")

@@ -110,8 +110,12 @@ class HookPoints(InferenceObserver):
         # a hook that passes the point on to an outer trainer knows whether that one does anything
         return any(hook.acts_after_backward() if hasattr(hook, "acts_after_backward") else True for hook in hooks)
 
+    def end_update(self) -> None:
+        """Note what ``run_step``, also one of a user, has used, before a hook changes it."""
+
     def after_step(self) -> None:
         """The hooks above the save point."""
+        self.end_update()
         self._hook_list.call("after_step")
 
     def after_epoch(self) -> None:

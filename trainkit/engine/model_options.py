@@ -1,11 +1,13 @@
 """What a config does to a model that is built: its memory format, and activations that are computed again."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from trainkit.config import CfgNode, ConfigError
@@ -21,10 +23,34 @@ def apply_model_options(cfg: CfgNode, model: nn.Module) -> nn.Module:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     options = cfg.MODEL.ACTIVATION_CHECKPOINT
     kept = [_operation(name) for name in options.KEEP]
-    more: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, kept)} if kept else {}
     for block in find_blocks(model, options.BLOCKS, "MODEL.ACTIVATION_CHECKPOINT.BLOCKS"):
+        # what torch.compile makes of a block has no side effects, and takes torch's own contexts only
+        norms = [] if cfg.MODEL.COMPILE.ENABLED else [m for m in block.modules() if isinstance(m, _NormBase)]
+        more: dict[str, Any] = {"context_fn": partial(_contexts, kept, norms)} if norms else {}
+        if kept and not norms:
+            more = {"context_fn": partial(create_selective_checkpoint_contexts, kept)}
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, **more)
     return model
+
+
+def _contexts(kept: Sequence[Any], norms: Sequence[_NormBase]) -> tuple[Any, Any]:
+    """For the forward pass of a block, and for when it is computed again."""
+    first, again = create_selective_checkpoint_contexts(kept) if kept else (nullcontext(), nullcontext())
+    return first, _without_statistics(norms, again)
+
+
+@contextmanager
+def _without_statistics(norms: Sequence[_NormBase], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    """They have counted the batch in the forward pass already."""
+    counting = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms if norm.track_running_stats]
+    for norm, _, _ in counting:  # not track_running_stats, as the same tensors must be kept for the backward pass
+        norm.momentum, norm.num_batches_tracked = 0.0, None
+    try:
+        with inner:
+            yield
+    finally:
+        for norm, momentum, num_batches in counting:
+            norm.momentum, norm.num_batches_tracked = momentum, num_batches
 
 
 def find_blocks(model: nn.Module, names: Sequence[str], key: str) -> list[nn.Module]:

@@ -125,8 +125,7 @@ class SimpleTrainer(TrainerBase):
         self.optimizer = optimizer
         if accumulation_steps > 1 and any(isinstance(module, _BatchNorm) for module in model.modules()):
             logger.warning(
-                "The model has batch norm, which normalizes each micro-batch by itself: %d of them do not equal one "
-                "large batch. Group norm or layer norm would",
+                "Batch norm treats each micro-batch by itself: %d do not equal one large batch. Group norm would",
                 accumulation_steps,
             )
 
@@ -141,15 +140,16 @@ class SimpleTrainer(TrainerBase):
             data_time = time.perf_counter() - start
             self._losses = losses = self.compute_gradients(batches)
             self.after_backward()
-            extra = self.judge_gradients(losses)
             # before the update: what is not finite must not reach the weights
-            record = StepRecord(losses, data_time, self.iter, extra, self.finite.flag)
+            record = StepRecord(losses, data_time, self.iter, self.judge_gradients(losses), self.finite.flag)
             self.metrics.add(record, is_last=self.iter + 1 == self.max_iter)
             self.update()
-            self._used_lr = learning_rates(self.optimizer)
         except RuntimeError as error:
             self.feed.explain(error)
             raise
+
+    def end_update(self) -> None:
+        self._used_lr = learning_rates(getattr(self, "optimizer", None))  # a subclass may have others instead
 
     def end_step(self) -> None:
         self._batch = self._losses = None

@@ -1,6 +1,7 @@
 """Devices by name, and moving whatever a loader yields to one of them."""
 
 import itertools
+from collections import UserDict
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -98,6 +99,10 @@ def _move(data: Any, device: torch.device, copies: list[torch.Tensor], outer: to
             return copies[-1]
         with outer or nullcontext():
             return data.to(device, non_blocking=non_blocking)
+    # a user's own batch class, torch's PackedSequence; but a dict is rebuilt, as its own `to` waits for the device
+    if not isinstance(data, dict | UserDict) and callable(getattr(data, "to", None)):
+        with outer or nullcontext():
+            return data.to(device)
     if isinstance(data, Mapping):
         items = {key: _move(value, device, copies, outer) for key, value in data.items()}
         return items if type(data) is dict else _rebuild(data, items)
@@ -105,9 +110,6 @@ def _move(data: Any, device: torch.device, copies: list[torch.Tensor], outer: to
         return type(data)(*(_move(value, device, copies, outer) for value in data))
     if isinstance(data, list | tuple):
         return type(data)(_move(value, device, copies, outer) for value in data)
-    if hasattr(data, "to") and callable(data.to):  # a user's own batch class, torch's PackedSequence
-        with outer or nullcontext():
-            return data.to(device)
     return data
 
 

@@ -277,6 +277,41 @@ class Loss(nn.Module):
         return self.model(batch).sum()
 
 
+def own_steps(base):
+    class OwnStep(base):
+        """As in many trainers written for detectron2."""
+
+        def run_step(self):
+            loss = self.model(next(self._data_loader_iter))
+            self.optimizer.zero_grad()
+            (sum(loss.values()) if isinstance(loss, dict) else loss).backward()
+            self.optimizer.step()
+
+        @property
+        def _data_loader_iter(self):
+            return self.feed.iterator
+
+    return OwnStep
+
+
+def test_a_run_step_of_ones_own_has_its_rates_after_the_scheduler_too(tmp_path):
+    seen = []
+    model = Weight()
+    trainer = own_steps(SimpleTrainer)(model, [torch.tensor(1.0)] * 3, optimizer := sgd(model, lr=0.5))
+    halve = lr_scheduler.LambdaLR(optimizer, lambda iter: 0.5**iter)
+    note = CallbackHook(after_step=lambda trainer: seen.append(trainer.used_lr[0]))
+    trainer.register_hooks([LRScheduler(scheduler=halve), note])
+    trainer.train(0, 3)
+    assert seen == [0.5, 0.25, 0.125]
+
+    seen.clear()
+    warm_up = ["SOLVER.MAX_ITER", 12, "SOLVER.STEPS", (), "SOLVER.BASE_LR", 1.0, "SOLVER.WARMUP_ITERS", 8]
+    trainer = own_steps(DefaultTrainer)(tiny_cfg(tmp_path, *warm_up, "SOLVER.WARMUP_FACTOR", 0.125))
+    trainer.register_hooks([note])
+    trainer.train(0, 3)
+    assert seen == [0.125, 0.234375, 0.34375]
+
+
 def test_a_rate_that_is_a_tensor_is_kept_before_the_schedule_changes_it():
     model = Weight()
     optimizer = sgd(model, lr=torch.tensor(0.5))

@@ -3,7 +3,7 @@ import torch
 
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Regression, Steps, Weight, batches, scalars, sgd
-from trainkit.engine import DefaultTrainer
+from trainkit.engine import DefaultTrainer, HookBase
 from trainkit.engine.hooks import LRScheduler, ParamScheduler, RuntimeInfo
 from trainkit.engine.step import SimpleTrainer
 
@@ -99,6 +99,16 @@ def test_the_rates_are_those_of_the_update_wherever_the_hook_stands(priority):
     trainer.register_hooks([RuntimeInfo()], priority=priority)
     trainer.train(0, 2)
     assert scalars(trainer)["lr/backbone"] == [(0.25, 0), (0.125, 1)]
+
+
+def test_a_group_that_a_hook_adds_after_the_update_has_its_rate_from_the_next_one_on():
+    class Unfreeze(HookBase):
+        def after_step(self):
+            if self.trainer.iter == 2:
+                self.trainer.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.5})
+
+    history = trained(Unfreeze(), RuntimeInfo()).storage.history
+    assert history("lr/1").values() == [(0.5, 3), (0.5, 4)]
 
 
 def test_a_momentum_that_a_schedule_stores_is_stored_once_in_an_iteration():

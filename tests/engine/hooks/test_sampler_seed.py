@@ -4,6 +4,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Steps, Weight, sgd
+from trainkit.data import ResumableLoader
 from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import CallbackHook, SamplerSeed
 from trainkit.engine.step import SimpleTrainer
@@ -51,6 +52,58 @@ def test_every_pass_has_an_order_of_its_own_wherever_in_an_iteration_it_starts(s
 
 def test_a_run_that_begins_inside_an_epoch_has_the_order_of_that_epoch():
     assert orders(shuffled()[0], 7, 9, [SamplerSeed()]) == epoch_order(2)[:2]
+
+
+@pytest.mark.parametrize("start_iter", range(6))
+def test_passes_that_begin_inside_of_epochs_have_orders_of_their_own_too(start_iter):
+    begun = []
+
+    class Noting(DistributedSampler):
+        def __iter__(self):
+            begun.append(self.epoch)
+            return super().__iter__()
+
+    loader = DataLoader(torch.arange(8.0), batch_size=2, sampler=Noting(range(8), num_replicas=1, rank=0))
+    orders(loader, start_iter, start_iter + 24, [SamplerSeed()])
+    assert len(begun) == len(set(begun)) == 6
+
+
+class Resumable(DistributedSampler):
+    """Knows its place in a pass, and not which one it is, as torchdata's StatefulDistributedSampler."""
+
+    place = 0
+
+    def __iter__(self):
+        order = [*super().__iter__()]
+        while self.place < len(order):
+            self.place += 1
+            yield order[self.place - 1]
+        self.place = 0
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state_dict):
+        self.place = state_dict["place"]
+
+
+@pytest.mark.parametrize("stop_at", range(1, 8))
+def test_a_run_that_is_resumed_inside_a_pass_goes_on_with_its_order_also_if_the_epoch_is_rounded(stop_at):
+    def run(start_iter, max_iter, state=None):
+        loader = ResumableLoader(
+            torch.arange(8.0), batch_size=1, sampler=Resumable(range(8), num_replicas=1, rank=0, seed=3)
+        )
+        model, found = Weight(lambda weight, batch: weight * batch.sum()), []
+        trainer = SimpleTrainer(model, loader, sgd(model, lr=0.0), accumulation_steps=3)
+        seen = CallbackHook(after_step=lambda trainer: found.extend(float(batch) for batch in trainer.batch))
+        trainer.register_hooks([SamplerSeed(), seen])
+        if state is not None:
+            trainer.load_state_dict(state)
+        trainer.train(start_iter, max_iter)
+        return found, trainer.state_dict()
+
+    first, state = run(0, stop_at)
+    assert first + run(stop_at, 8, state)[0] == run(0, 8)[0]
 
 
 def test_a_second_run_begins_with_its_own_epoch():

@@ -47,7 +47,8 @@ class RuntimeInfo(HookBase):
         groups = self.trainer.optimizer.param_groups
         names = [str(group.get("name", i)) for i, group in enumerate(groups)]
         momenta = [group.get("momentum", group.get("betas", (None,))[0]) for group in groups]
-        found = {f"lr/{name}": lr for name, lr in zip(names, self.trainer.used_lr, strict=True) if len(groups) > 1}
+        used = zip(names, self.trainer.used_lr, strict=False)  # a hook may have added a group after the update
+        found = {f"lr/{name}": lr for name, lr in used if len(groups) > 1}
         if any(momentum is not momenta[0] and momentum != momenta[0] for momentum in momenta):
             found |= {f"momentum/{name}": momentum for name, momentum in zip(names, momenta, strict=True)}
         elif all(getattr(hook, "param", None) != "momentum" for hook in self.trainer.hooks):  # else it stores that

@@ -2,6 +2,7 @@
 
 import logging
 from fractions import Fraction
+from math import floor
 from typing import Any
 
 from trainkit.engine.hook_base import HookBase
@@ -36,11 +37,12 @@ class SamplerSeed(HookBase):
             )
 
     def before_epoch(self) -> None:
-        self._tell(self.trainer.epoch)
+        # not trainer.epoch, which is rounded: the pass that a resumed run goes on with may end inside this iteration
+        self._tell(self.trainer.iter // exact(self.trainer.iters_per_epoch))
 
     def _begin_pass(self, share: Fraction) -> None:
-        """The iteration before it may have started in an earlier epoch."""
-        self._tell(round((self.trainer.iter + share) / exact(self.trainer.iters_per_epoch)))
+        passes = (self.trainer.iter + share) / exact(self.trainer.iters_per_epoch)
+        self._tell(floor(passes + Fraction(1, 2)))  # round(1.5) == round(2.5) would repeat an order
 
     def _tell(self, epoch: int) -> None:
         for listener in _listeners(self.trainer.data_loader):
