@@ -1,5 +1,6 @@
 import logging
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,6 +123,17 @@ def test_a_state_that_waits_for_the_run_is_not_lost(tmp_path):
     assert second.hook.state_dict()["steps"] == 3
     assert second.hook.state_dict()["model"].keys() == first.model.state_dict().keys()
     assert EMAHook().state_dict() == {}
+
+
+def test_that_the_average_was_evaluated_is_known_after_a_resume_too():
+    hook, resumed = EMAHook(), EMAHook()
+    hook.trainer = SimpleNamespace(model=nn.Linear(1, 1), start_iter=0, iter=1, max_iter=10)
+    hook.before_train()
+    hook.after_step()
+    hook.models_to_evaluate(hook.trainer.model)
+    resumed.load_state_dict(hook.state_dict())
+
+    assert (hook.was_evaluated, resumed.was_evaluated, EMAHook().was_evaluated) == (True, True, False)
 
 
 def test_a_second_run_begins_a_new_average_and_one_that_goes_on_continues_it(tmp_path):

@@ -138,13 +138,15 @@ class EMAHook(HookBase):
         self._average, self._waiting_state = average, {}
 
     def state_dict(self) -> dict[str, Any]:
-        """``model``, the averaged module's state, and ``steps``; empty before the first run."""
+        """``model``, the averaged module's state, ``steps`` and ``was_evaluated``; empty before the first run."""
         if self._waiting_state or self._average is None:
             return self._waiting_state
         self.copy_buffers()
-        return {"model": self._average.state_dict(), "steps": self._average.steps}
+        counts = {"steps": self._average.steps, "was_evaluated": self.was_evaluated}
+        return {"model": self._average.state_dict(), **counts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.was_evaluated = state_dict.get("was_evaluated", False)
         self._waiting_state = dict(state_dict)
 
 
