@@ -33,7 +33,7 @@ HOOKS = [
     (hook("EMAHok"), "did you mean 'EMAHook'?"),
     (["HOOKS", ["EMAHook"]], "HOOKS is a list of entries such as {NAME: EMAHook, DECAY: 0.999}; got 'EMAHook'"),
     (hook("PreciseBN", PERIOD=4), "PreciseBN is no entry of the list; set TEST.PRECISE_BN.ENABLED to True"),
-    (hook("EMAHook", DECAI=0.9), "EMAHook has no argument DECAI; did you mean DECAY?"),
+    (hook("EMAHook", DECAI=0.9), "EMAHook: unknown 'DECAI'; did you mean 'DECAY'?"),
     (hook("EMAHook", DECAY=2), "must be a number from 0 to below 1, got 2"),
     (hook("EMAHook", EVALUATE="best"), 'evaluate must be "ema", "raw" or "both", got \'best\''),
     (hook("ParamScheduler", PARAM="momentum"), "missing 1 required positional argument: 'schedules'"),

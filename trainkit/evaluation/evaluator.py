@@ -130,9 +130,9 @@ def inference_on_dataset(
         EvaluationAbandoned: on every rank, if the observer of some rank is stopping.
     """
     evaluator = _as_one_evaluator(evaluator)
-    callbacks = callbacks or {}
-    if unknown := sorted(set(callbacks) - set(_CALLBACKS)):
+    if unknown := sorted(set(callbacks or {}) - set(_CALLBACKS)):
         raise ValueError(f"callbacks has unknown names {unknown}; accepted are {', '.join(_CALLBACKS)}")
+    callbacks = {**dict.fromkeys(_CALLBACKS, lambda: None), **(callbacks or {})}
     observer, phase = current_observer()
     with ExitStack() as stack:
         stack.enter_context(preserve_rng_state())
@@ -143,10 +143,10 @@ def inference_on_dataset(
             # a wrapper's forward broadcasts buffers, which hangs when ranks have different numbers of batches
             model = unwrap_model(model)
             device = device_of(model)
-        callbacks.get("on_start", _do_nothing)()
+        callbacks["on_start"]()
         evaluator.bind(model)
         evaluator.reset()
-        callbacks.get("before_inference", _do_nothing)()
+        callbacks["before_inference"]()
         observer.before_eval(phase, name)
         num_batches, is_stopping = 0, False
         batches, is_sharded = _with_progress(data_loader, device, name), is_sharded_model(model)
@@ -166,13 +166,13 @@ def inference_on_dataset(
         by_rank = comm.all_gather((num_batches, is_stopping))
         if any(stopping for _, stopping in by_rank):
             raise _abandoned(name)
-        callbacks.get("after_inference", _do_nothing)()
+        callbacks["after_inference"]()
         # A rank's own part may be empty when there are more ranks than samples.
         if not any(num for num, _ in by_rank):
             raise ValueError(f"the loader {type(data_loader).__name__} gave no batch; there is nothing to evaluate")
         results = evaluator.evaluate()
         observer.after_eval(phase, name, results)
-        callbacks.get("on_end", _do_nothing)()
+        callbacks["on_end"]()
     return results
 
 
@@ -274,7 +274,7 @@ def _with_progress(data_loader: Iterable[Any], device: torch.device | None, name
             if before_fetch - last_line >= _LOG_PERIOD_SEC:
                 last_line = before_fetch
                 per_batch = (before_fetch - start) / num_done
-                eta = "" if total is None else f", ETA {_duration(per_batch * max(total - num_done, 0))}"
+                eta = "" if total is None else f", ETA {timedelta(seconds=round(per_batch * max(total - num_done, 0)))}"
                 logger.info(
                     "Inference done %d%s: %.4f s / batch (data %.4f s)%s",
                     num_done,
@@ -293,16 +293,8 @@ def _with_progress(data_loader: Iterable[Any], device: torch.device | None, name
     total_sec = time.perf_counter() - start
     logger.info(
         "Total inference time: %s (%.6f s / batch on this rank, of which %.6f s waiting for data; %d batches)",
-        _duration(total_sec),
+        timedelta(seconds=round(total_sec)),
         total_sec / num_done,
         data_sec / num_done,
         num_done,
     )
-
-
-def _duration(seconds: float) -> timedelta:
-    return timedelta(seconds=round(seconds))
-
-
-def _do_nothing() -> None:
-    pass

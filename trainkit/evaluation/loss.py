@@ -23,21 +23,6 @@ from trainkit.utils.model import unwrap_model
 _FROZEN_TYPES = (_NormBase, _DropoutNd, nn.RNNBase, nn.MultiheadAttention, nn.RReLU)
 
 
-def count_samples(inputs: Any) -> int:
-    """As `num_samples` of `trainkit.utils.batches`.
-
-    Raises:
-        TypeError: the batch is no list of samples, and holds no tensor.
-    """
-    count = num_samples(inputs)
-    if count is None:
-        raise TypeError(
-            f"cannot count the samples of a batch of type {type(inputs).__name__}: it is no list of samples and holds "
-            "no tensor; pass num_samples"
-        )
-    return count
-
-
 class LossEvaluator(DatasetEvaluator):
     """Means over all samples of the losses that ``model`` returns, and of their sum.
 
@@ -59,7 +44,7 @@ class LossEvaluator(DatasetEvaluator):
         model: nn.Module | None = None,
         *,
         freeze: Sequence[type[nn.Module]] = (),
-        num_samples: Callable[[Any], int] = count_samples,
+        num_samples: Callable[[Any], int] = num_samples,
         task: str = "loss",
     ) -> None:
         if model is not None and not isinstance(model, nn.Module):

@@ -6,14 +6,21 @@ from typing import Any
 from torch import Tensor
 
 
-def num_samples(batch: Any) -> int | None:
+def num_samples(batch: Any) -> int:
     """The leading dimension of the first tensor; the length of a list without one, which is a list of samples.
 
-    None where there is neither.
+    Raises:
+        TypeError: the batch is no list of samples, and holds no tensor.
     """
     if isinstance(batch, list) and not any(isinstance(entry, Tensor) for entry in batch):
         return len(batch)
-    return _leading_dimension(batch)
+    size = _leading_dimension(batch)
+    if size is None:
+        raise TypeError(
+            f"cannot count the samples of a batch of type {type(batch).__name__}: it is no list of samples and holds "
+            "no tensor; pass num_samples to LossEvaluator, override count_samples() of Throughput"
+        )
+    return size
 
 
 def _leading_dimension(data: Any) -> int | None:

@@ -156,7 +156,7 @@ def test_required_arguments_that_the_trainer_has_are_taken_from_it(tmp_path):
         ({"NAME": "Recoder"}, r"HOOKS: no 'Recoder' in the HOOK registry; did you mean 'Recorder'\? .*IMPORTS"),
         (
             {"NAME": "Recorder", "PERIODS": 2},
-            r"Recorder has no argument PERIODS; did you mean PERIOD\? It takes: PERIOD",
+            r"Recorder: unknown 'PERIODS'; did you mean 'PERIOD'\? it takes: NAMES, PERIOD",
         ),
         ({"NAME": "EmptyCache", "AFTER_STEP": "no"}, r"HOOKS: EmptyCache: AFTER_STEP must be True or False, got 'no'"),
         ({"NAME": "Recorder", "PRIORITY": True}, r"HOOKS: Recorder: priority must be .*got True"),

@@ -247,6 +247,6 @@ def test_without_the_hook_that_steps_the_scheduler_there_is_an_error_before_the_
 
 def test_a_missing_metric_is_an_error():
     trainer, _ = make([1.0, 1.0], metric="los")
-    with pytest.raises(ValueError, match=r"given the metric 'los' \(did you mean 'loss'\?\); known are: loss"):
+    with pytest.raises(ValueError, match=r"given the metric 'los'; did you mean 'loss'\? known are: loss"):
         trainer.train(0, 3)
     assert trainer.iter == 0

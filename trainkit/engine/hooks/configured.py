@@ -1,12 +1,12 @@
 """The hooks that a config lists."""
 
-import difflib
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from trainkit.config import ConfigError
+from trainkit.config.errors import unknown_name
 from trainkit.engine.hook_base import EVALUATION_POINTS, HookBase
 from trainkit.engine.hook_list import sort_key
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
@@ -112,7 +112,7 @@ class ConfiguredHooks:
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
         for name, value in entry.arguments.items():
             if name not in accepted and not takes_any:
-                raise ConfigError(_unknown_argument(entry.name, name, accepted))
+                raise unknown_name(f"HOOKS: {entry.name}", name.upper(), "it takes", map(str.upper, accepted))
             if name in accepted and isinstance(accepted[name].default, bool) and not isinstance(value, bool):
                 raise ConfigError(f"HOOKS: {entry.name}: {name.upper()} must be True or False, got {value!r}")
         arguments = {**arguments, **entry.arguments}
@@ -172,10 +172,3 @@ def _acts_on_evaluation(hook: type[HookBase] | HookBase) -> bool:
         getattr(found := getattr(hook, point), "__func__", found) is not getattr(HookBase, point)
         for point in EVALUATION_POINTS
     )
-
-
-def _unknown_argument(hook: str, name: str, accepted: Iterable[str]) -> str:
-    accepted = [parameter.upper() for parameter in accepted]
-    nearest = difflib.get_close_matches(name.upper(), accepted, n=1)
-    hint = f"; did you mean {nearest[0]}?" if nearest else ""
-    return f"HOOKS: {hook} has no argument {name.upper()}{hint} It takes: {', '.join(accepted) or 'none'}"

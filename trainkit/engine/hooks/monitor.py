@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from trainkit.config import ConfigError
@@ -13,6 +12,7 @@ from trainkit.evaluation.testing import flatten_results_dict
 from trainkit.utils import comm
 from trainkit.utils.logger import logging_from
 from trainkit.utils.numbers import is_number
+from trainkit.utils.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -126,11 +126,9 @@ class MetricHook(HookBase):
         """The newest value, counted; None if it was counted before."""
         latest = self.trainer.storage.latest()
         if self.monitored_metric not in latest:
-            near = get_close_matches(self.monitored_metric, latest, n=1)
             raise ValueError(
-                f"no evaluation has given the metric {self.monitored_metric!r}"
-                + (f" (did you mean {near[0]!r}?)" if near else "")
-                + f"; known are: {', '.join(sorted(latest)) or 'none'}"
+                f"no evaluation has given the metric {self.monitored_metric!r}; "
+                f"{did_you_mean(self.monitored_metric, latest)}known are: {', '.join(sorted(latest)) or 'none'}"
             )
         value, iter = latest[self.monitored_metric]
         if iter == self._seen_iter:
@@ -207,9 +205,7 @@ def check_monitored_metrics(hooks: Iterable[Any], evaluate: Callable[[], Mapping
     known = comm.broadcast(["total_loss", *flatten_results_dict(results or {})])
     for metric, hook in monitored.items():
         if metric not in known:
-            near = get_close_matches(metric, known, n=1)
             raise ConfigError(
-                f"{type(hook).__name__} looks at the metric {metric!r}, which the evaluation does not give"
-                + (f"; did you mean {near[0]!r}?" if near else ".")
-                + f" It gives: {', '.join(known)}"
+                f"{type(hook).__name__} looks at the metric {metric!r}, which the evaluation does not give; "
+                f"{did_you_mean(metric, known)}it gives: {', '.join(known)}"
             )

@@ -85,12 +85,7 @@ class Throughput(HookBase):
         Raises:
             TypeError: the batch has neither.
         """
-        size = num_samples(batch)
-        if size is None:
-            raise TypeError(
-                f"Throughput finds no tensor in a batch of type {type(batch).__name__}; override its count_samples()"
-            )
-        return size
+        return num_samples(batch)
 
     def _store(self, samples: int, sec: float) -> None:
         [mean], _ = exchange_rows([Row(self.trainer.iter, sec, {"samples": float(samples)})], 1)

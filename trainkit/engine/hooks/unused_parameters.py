@@ -1,11 +1,12 @@
 """Which parameters get no gradient, and why."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from trainkit.engine.hook_base import HookBase
@@ -108,14 +109,6 @@ class _Uses(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if any(True for _ in _tensors_in(result)):  # asking for a shape or a device uses nothing
-            self.seen.update(id(tensor) for tensor in _tensors_in([args, kwargs]))
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):  # asking for a shape or a device uses nothing
+            self.seen.update(id(leaf) for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, Tensor))
         return result
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors_in(item)
