@@ -152,7 +152,7 @@ def test_when_memory_is_out_the_owners_of_the_largest_tensors_are_named_and_the_
         if trainer.iter == 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    hooks = [MemorySnapshot(str(tmp_path / "memory"), num_tensors=2), CallbackHook(after_backward=run_out)]
+    hooks = [MemorySnapshot(str(tmp_path / "memory")), CallbackHook(after_backward=run_out)]
     with pytest.raises(torch.OutOfMemoryError):
         train(tmp_path, hooks=hooks)
 

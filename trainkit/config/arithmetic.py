@@ -43,12 +43,16 @@ def evaluate_arithmetic(text: str) -> Any:
     """
     try:
         if len(text) > _MAX_TEXT:
-            raise ValueError(f"it has more than {_MAX_TEXT} characters")
+            raise _Refused(f"it has more than {_MAX_TEXT} characters")
         return _value_of(ast.parse(text.strip(), mode="eval").body, {})
-    except (SyntaxError, ArithmeticError, MemoryError, RecursionError, TypeError, ValueError) as error:
+    except (_Refused, SyntaxError, ArithmeticError, MemoryError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(
             f"eval takes arithmetic of numbers only, got {text!r:.80} ({error}); write the values instead"
         ) from error
+
+
+class _Refused(Exception):
+    pass
 
 
 def _value_of(node: ast.expr, variable: dict[str, Any]) -> Any:
@@ -61,7 +65,7 @@ def _value_of(node: ast.expr, variable: dict[str, Any]) -> Any:
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
             value = _FUNCTIONS[name](*map(value_of, arguments))
             if isinstance(value, range) and len(value) > _MAX_ITEMS:
-                raise ValueError(f"it has more than {_MAX_ITEMS} items")
+                raise _Refused(f"it has more than {_MAX_ITEMS} items")
             return _checked([*value] if isinstance(value, range) else value)
         case ast.ListComp(elt=item, generators=[ast.comprehension(target=ast.Name(id=name), iter=items, ifs=[])]) if (
             not variable
@@ -78,26 +82,26 @@ def _value_of(node: ast.expr, variable: dict[str, Any]) -> Any:
             return -value if isinstance(op, ast.USub) else +value
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             return _combine(type(op), value_of(left), value_of(right))
-    raise ValueError(f"{ast.unparse(node):.80} is no number")
+    raise _Refused(f"{ast.unparse(node):.80} is no number")
 
 
 def _combine(op: type[ast.operator], left: Any, right: Any) -> Any:
     if op is ast.Pow and isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > _MAX_BITS:
-        raise ValueError("the power is too large")
+        raise _Refused("the power is too large")
     if op is ast.Mult:
         for items, times in ((left, right), (right, left)):
             if isinstance(items, list | tuple) and _size(items) * times > _MAX_ITEMS:
-                raise ValueError(f"it has more than {_MAX_ITEMS} items")
+                raise _Refused(f"it has more than {_MAX_ITEMS} items")
     return _checked(_OPERATORS[op](left, right))
 
 
 def _checked(value: Any) -> Any:
     if isinstance(value, complex):
-        raise ValueError("it is a complex number")
+        raise _Refused("it is a complex number")
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
-        raise ValueError("an int is too large")
+        raise _Refused("an int is too large")
     if _size(value) > _MAX_ITEMS:
-        raise ValueError(f"it has more than {_MAX_ITEMS} items")
+        raise _Refused(f"it has more than {_MAX_ITEMS} items")
     return value
 
 

@@ -19,6 +19,7 @@ from trainkit.utils.numbers import is_whole
 logger = logging.getLogger(__name__)
 
 _MIB = 2**20
+_NUM_TENSORS = 10  # that are named, the largest ones
 
 
 @HOOK_REGISTRY.register()
@@ -30,15 +31,13 @@ class MemorySnapshot(HookBase):
 
     Args:
         output_dir: where ``memory_<iteration>_rank<rank>.pickle`` is written; default is that of the checkpoints.
-        num_tensors: how many of the largest are logged.
         max_entries: how many of the newest allocations are noted.
     """
 
-    def __init__(self, output_dir: str = "", num_tensors: int = 10, max_entries: int = 100_000) -> None:
-        for name, value in (("num_tensors", num_tensors), ("max_entries", max_entries)):
-            if not is_whole(value, 1):
-                raise ValueError(f"{name} must be a whole number >= 1, got {value!r}")
-        self._output_dir, self._num_tensors, self._max_entries = output_dir, num_tensors, max_entries
+    def __init__(self, output_dir: str = "", max_entries: int = 100_000) -> None:
+        if not is_whole(max_entries, 1):
+            raise ValueError(f"max_entries must be a whole number >= 1, got {max_entries!r}")
+        self._output_dir, self._max_entries = output_dir, max_entries
 
     def before_train(self) -> None:
         if torch.cuda.is_available():
@@ -68,7 +67,7 @@ class MemorySnapshot(HookBase):
         for owner, size in sizes.values():
             sums[owner] += size
         sums["activations and the rest"] = torch.accelerator.memory.memory_allocated() - sum(sums.values())
-        largest = sorted(sizes.items(), key=lambda item: -item[1][1])[: self._num_tensors]
+        largest = sorted(sizes.items(), key=lambda item: -item[1][1])[:_NUM_TENSORS]
         return (
             f"In MiB: {', '.join(f'{owner} {size / _MIB:.0f}' for owner, size in sums.most_common())}. The largest "
             f"tensors: {', '.join(f'{name} {size / _MIB:.0f}' for name, (_, size) in largest) or 'none'}"
