@@ -19,6 +19,7 @@ LAYERS = [
         "trainkit.engine.elastic",
         "trainkit.engine.forwarding",
         "trainkit.engine.global_batch",
+        "trainkit.engine.origin",
         "trainkit.engine.parallel",
         "trainkit.engine.settings",
     ],
@@ -42,6 +43,7 @@ LAYERS = [
     ["trainkit.engine.defaults"],
     ["trainkit.engine.entry"],
     ["trainkit.engine"],
+    ["trainkit.replay"],
     ["trainkit_selfsup"],
     ["projects", "tools"],
 ]

@@ -28,13 +28,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import checkpoint_contents as contents
 import torch
-from checkpoint_contents import CLOCK_READINGS, is_of_the_clock, parts_of
 from tabulate import tabulate
 from torch import nn
 
-from trainkit.checkpoint import Checkpointer
+from trainkit.checkpoint import Checkpointer, contents
+from trainkit.checkpoint.contents import CLOCK_READINGS, is_of_the_clock, parts_of
 from trainkit.checkpoint.file import read_file
 
 JOB = Path(__file__).with_name("chaos_job.py")

@@ -22,11 +22,11 @@ from collections.abc import Mapping
 from typing import Any
 from zipfile import is_zipfile
 
-from checkpoint_contents import differing, is_of_the_clock, parts_of, tensors_in
 from tabulate import tabulate
 from torch import Tensor, nn
 
 from trainkit.checkpoint import Checkpointer, CheckpointError
+from trainkit.checkpoint.contents import differing, is_of_the_clock, parts_of, tensors_in
 from trainkit.checkpoint.file import is_ours, read_file
 from trainkit.checkpoint.folder import checkpoint_files, choose_and_read, tagged_file
 from trainkit.checkpoint.shards import KEY as SHARDS
@@ -99,12 +99,25 @@ def _facts(path: str, state: Mapping[str, Any]) -> list[tuple[str, str]]:
             facts.append(("goes on", _describe_position(position, trainer["iteration"])))
     if "world_size" in trainer:
         facts.append(("processes", str(trainer["world_size"])))
+    if isinstance(origin := trainer.get("origin"), Mapping) and origin:
+        facts += _describe_origin(origin)
     if SHARDS in state:
         files = state[SHARDS]["files"].values()
         facts.append(("shards", f"{state[SHARDS]['folder']}, {_bytes(sum(size for size, _ in files))}"))
     if notes := _notes(path, _tagged(os.path.dirname(path))[0]):
         facts.append(("is", notes))
     return facts
+
+
+def _describe_origin(origin: Mapping[str, Any]) -> list[tuple[str, str]]:
+    with contextlib.suppress(LookupError, TypeError, AttributeError):  # as above
+        versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items())
+        commit = origin["commit"] or "no git repository"
+        code = f"{commit}; {len(origin['files'])} files of the project are known by their digests"
+        started = [f"-m {origin['module']}" if origin["module"] else origin["argv"][0], *origin["argv"][1:]]
+        where = f"in {origin['folder']}, on {origin['device']}, with the seed {origin['seed']}"
+        return [("command", " ".join(started)), ("started", where), ("versions", versions), ("code", code)]
+    return []
 
 
 def _describe_position(position: Mapping[str, Any], iteration: int) -> str:

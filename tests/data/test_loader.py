@@ -353,6 +353,11 @@ class UnreadableTogether(Unreadable):
         return [self[index] for index in indices]
 
 
+class UnreadableFiles(Unreadable):
+    def sample_name(self, index):
+        return f"scan_{index}.png"
+
+
 def not_together(batch):
     raise ValueError("these do not fit together")
 
@@ -368,6 +373,7 @@ def not_together(batch):
         ({"dataset": Subset(Unreadable(), [5, 2])}, "while loading sample 2 of Unreadable"),
         ({"dataset": ConcatDataset([[0], [0]])}, "while loading sample 2 of ConcatDataset"),
         ({"sampler": InferenceSampler(SIZE)}, "while loading sample 2 of Unreadable"),
+        ({"dataset": MapDataset(UnreadableFiles(), str)}, "while loading scan_2.png"),
         (
             {"dataset": UnreadableTogether(), "sampler": InferenceSampler(SIZE), "batch_size": 3},
             "while loading " + ", ".join(f"sample {index} of UnreadableTogether" for index in range(3)),

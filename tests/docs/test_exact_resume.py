@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from checkpoint_contents import parts_of
 
 from tests.docs.pages import blocks, run
 from tests.engine.job import tiny_cfg
 from tools.inspect_checkpoint import compare_files
+from trainkit.checkpoint.contents import parts_of
 from trainkit.checkpoint.file import read_file
 from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import CallbackHook

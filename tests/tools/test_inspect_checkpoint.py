@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_contents import differing, parts_of
 
 from tests.checkpoint.conftest import Counter, linear
 from tests.engine.job import tiny_cfg
 from tools import inspect_checkpoint
 from trainkit.checkpoint import Checkpointer
+from trainkit.checkpoint.contents import differing, parts_of
 from trainkit.checkpoint.file import read_file, sha256_of, write_file
 from trainkit.checkpoint.publish import publish_weights
 from trainkit.engine import DefaultTrainer
@@ -79,6 +79,12 @@ def test_a_file_of_a_run_is_described(run, inspect):
     assert " ".join(found["iteration"]) == "iteration 4"  # the later one, of the entries
     assert "iteration   4, counted from 0; 5 of 10 are done\n" in out
     assert "goes on     with stage 2 of iteration 4 (evaluation, writers), then with iteration 5\n" in out
+    assert (
+        out.count("\ncommand     ")
+        == out.count("\nversions    python ")
+        == out.count("files of the project are known")
+        == 1
+    )
     assert found["layers.0.weight"] == ["layers.0.weight", "[8,", "4]", "float32", "128", "B"]
     assert found["layers.1.num_batches_tracked"] == ["layers.1.num_batches_tracked", "[]", "int64", "8", "B"]
     assert " ".join(found["9"]) == "9 tensors 91 values 368 B"

@@ -269,7 +269,10 @@ def _load_dataset(name: str, key: str) -> Any:
     except Exception as error:
         add_note(error, f"while making the dataset {name!r} ({key})")
         raise
-    return _as_dataset(dataset, f"{key}: {name!r}")
+    dataset = _as_dataset(dataset, f"{key}: {name!r}")
+    if type(dataset) is DatasetFromList:
+        dataset.name = dataset.name or name
+    return dataset
 
 
 def _as_dataset(dataset: Any, origin: str) -> Any:

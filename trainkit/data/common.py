@@ -54,7 +54,10 @@ def no_end(error: BaseException, doing: str) -> RuntimeError:
 
 
 def name_sample(dataset: Any, index: Any) -> str:
-    """Which sample that is for the one who wrote the dataset inside, such as "sample 17 of Scans"."""
+    """Which sample that is for the one who wrote the dataset inside, such as "sample 17 of Scans".
+
+    A dataset with a method ``sample_name(index)`` names its samples itself, such as by their files.
+    """
     if type(dataset) is MapDataset:
         return name_sample(dataset._dataset, index)
     if type(dataset) is data.ConcatDataset and _is_index(index, dataset):
@@ -62,7 +65,10 @@ def name_sample(dataset: Any, index: Any) -> str:
         return name_sample(dataset.datasets[part], index - (dataset.cumulative_sizes[part - 1] if part else 0))
     if type(dataset) is data.Subset and _is_index(index, dataset):
         return name_sample(dataset.dataset, dataset.indices[index])
-    return f"sample {index} of {type(dataset).__name__}"
+    if hasattr(dataset, "sample_name"):
+        return str(dataset.sample_name(index))
+    name = dataset.name if type(dataset) is DatasetFromList else ""
+    return f"sample {index} of {name or type(dataset).__name__}"
 
 
 def _is_index(index: Any, dataset: Sized) -> bool:
@@ -153,6 +159,8 @@ class DatasetFromList(data.Dataset[Any]):
             counts of many small Python objects would make each forked worker copy their memory. A function of the
             list makes what holds the samples instead.
     """
+
+    name = ""  # in errors and replays
 
     def __init__(
         self, lst: Sequence[Any], copy: bool = True, serialize: bool | Callable[[Sequence[Any]], Any] = True

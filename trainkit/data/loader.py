@@ -3,6 +3,7 @@
 import copy
 import logging
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 LOADER_KEY = 2  # beside the samplers' keys: workers' seeds are independent of the orders
 _MAX_NAMED = 5  # samples of a batch that is not made
+_MAX_REMEMBERED = 64  # batches whose samples can be named after their delivery
 
 
 def trivial_batch_collator(batch: list[Any]) -> list[Any]:
@@ -159,6 +161,10 @@ class ResumableLoader(DataLoader[Any]):
         self._own_seed = state["seed"]
         self._inside = None  # with its persistent workers, and what they have loaded ahead
         self._tasks = self._new_tasks(state["position"], "over" if state.get("over") else "here")
+
+    def names_of_last(self, num_batches: int) -> list[list[str]]:
+        """The samples of the batches that were delivered last, as errors name them; fewer if it does not know them."""
+        return [[name_sample(self._source, index) for index in batch] for batch in [*self._tasks.recent][-num_batches:]]
 
     def explain(self, error: RuntimeError) -> None:
         """
@@ -292,6 +298,7 @@ class _Tasks(Sampler[_Task]):
         self._state: Any = None  # of the order, after the batches delivered
         self._ahead: dict[int, tuple[Any, bool]] = {}  # the same, and `over`, by the position after a batch
         self.owed: Owed = {}  # what was asked for and not delivered
+        self.recent: deque[Any] = deque(maxlen=_MAX_REMEMBERED)  # indices of what was
 
     def state(self) -> tuple[int, Any]:
         """The position, and the state of the order there."""
@@ -303,7 +310,7 @@ class _Tasks(Sampler[_Task]):
     def delivered(self, position: int) -> None:
         self.position = position
         for after in [after for after in self.owed if after <= position]:  # batches that failed among them
-            del self.owed[after]
+            self.recent.append(self.owed.pop(after))
         self._state, self.over = self._ahead.pop(position, (None, False))
 
     def __iter__(self) -> Iterator[_Task]:

@@ -1,6 +1,7 @@
 """What a command asks for, noted in the config that it sets up, so that no option is ignored."""
 
-from typing import Any, NamedTuple
+from contextvars import ContextVar
+from typing import Any, NamedTuple, Protocol
 
 from trainkit.config import CfgNode
 
@@ -24,3 +25,16 @@ def note_command(cfg: CfgNode, args: Any) -> None:
 def command_of(cfg: CfgNode) -> Command:
     """What `note_command` has noted in ``cfg`` or in the config of which it is a copy."""
     return cfg.__dict__.get(_NOTE, Command())
+
+
+class Replay(Protocol):
+    """Takes the place of a run that a script sets up; see `trainkit.replay`."""
+
+    def set_up(self, cfg: Any) -> None:
+        """Change the config before anything is made from it or written; called again for a config made from it."""
+
+    def train(self, trainer: Any) -> None:
+        """Called instead of the training; does not return."""
+
+
+active_replay: ContextVar[Replay | None] = ContextVar("active_replay", default=None)

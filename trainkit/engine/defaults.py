@@ -30,7 +30,7 @@ from trainkit.data.build import build_test_loader, build_train_loader
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.engine import hooks
 from trainkit.engine.amp import AMPTrainer
-from trainkit.engine.command import RUN_DOES_IT, command_of
+from trainkit.engine.command import RUN_DOES_IT, active_replay, command_of
 from trainkit.engine.compile import compile_model, describe_inexact_compilation, explain_graph_break
 from trainkit.engine.elastic import is_restarted, note_begin
 from trainkit.engine.evaluation_run import evaluate_models
@@ -44,6 +44,7 @@ from trainkit.engine.hooks.ema import averaging_hook
 from trainkit.engine.hooks.monitor import check_monitored_metrics
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.model_options import apply_model_options
+from trainkit.engine.origin import describe_origin
 from trainkit.engine.parallel import create_ddp_model, ddp_options
 from trainkit.engine.predictor import DefaultPredictor
 from trainkit.engine.settings import describe_other_settings, settings_of
@@ -110,6 +111,7 @@ class DefaultTrainer(TrainerBase):
     own_keys = (*TrainerBase.own_keys, "data", "results")
     _is_resumed = False
     _global_batch: GlobalBatch | None = None  # None: a subclass has built itself
+    _given_cfg: CfgNode | None = None
 
     model = forwarded("_trainer.model")
     optimizer = forwarded("_trainer.optimizer")
@@ -132,6 +134,9 @@ class DefaultTrainer(TrainerBase):
     def __init__(self, cfg: CfgNode) -> None:
         super().__init__()
         check_is_ours(cfg)
+        if (replay := active_replay.get()) is not None:
+            replay.set_up(cfg)
+        self._given_cfg = cfg
         import_modules(cfg.IMPORTS)
         check_values(cfg)
         self._check_names(cfg)
@@ -215,6 +220,8 @@ class DefaultTrainer(TrainerBase):
             ConfigError: another run writes to OUTPUT_DIR or CHECKPOINT.DIR.
             OSError: the run has come to its end, but not all of its results are on the disk.
         """
+        if (replay := active_replay.get()) is not None:
+            replay.train(self)
         self._check_command()
         if not is_part_of(self.model, getattr(self.checkpointer, "model", self.model)):
             raise ValueError(
@@ -240,6 +247,7 @@ class DefaultTrainer(TrainerBase):
 
     def _train(self, start_iter: int, max_iter: int) -> dict[str, Any]:
         self._check_monitored_metrics()
+        _ = self.origin  # now: files may change while the run goes on
         marks = isinstance(self.checkpointer, Checkpointer)  # and none of fvcore's
         if marks:
             self.checkpointer.forget_finished()
@@ -286,6 +294,14 @@ class DefaultTrainer(TrainerBase):
         trainer.iter, trainer.max_iter = self.iter, self.max_iter
         trainer.run_step()
 
+    @cached_property
+    def origin(self) -> dict[str, Any]:
+        """How this run was started, see `describe_origin`; empty on ranks that do not write."""
+        if not comm.is_main_process() or self._given_cfg is None:
+            return {}
+        batch = None if self._global_batch is None else self._global_batch.record
+        return describe_origin(self._given_cfg.dump(), device_of(self.model), batch)
+
     def describe_inexact(self) -> list[str]:
         compilation = describe_inexact_compilation(self.cfg)
         return [*super().describe_inexact(), *self._trainer.describe_inexact(), *compilation]
@@ -296,6 +312,7 @@ class DefaultTrainer(TrainerBase):
             "data": self._trainer.feed.state_dict(),
             "results": _plain_results(self._results),
             "settings": settings_of(self.cfg),
+            "origin": self.origin,
             "_trainer": self._trainer.step_state_dict(),
         }
 

@@ -21,21 +21,24 @@ class GlobalBatch:
     Args:
         cfg: as the user gave it.
         folder: of the checkpoints.
+
+    Attributes:
+        record: what is kept, as plain values.
     """
 
     def __init__(self, cfg: CfgNode, folder: str) -> None:
         self._path = Path(folder) / _FILE
         solver = cfg.SOLVER
         asked = [solver.IMS_PER_BATCH, solver.ACCUMULATION_STEPS, solver.REFERENCE_WORLD_SIZE]
-        self._record: dict[str, Any] = {"world_size": comm.get_world_size(), "asked": asked}
+        self.record: dict[str, Any] = {"world_size": comm.get_world_size(), "asked": asked}
         former = comm.broadcast(self._read() if comm.is_main_process() else None)
         if former is not None and former["asked"] == asked:  # else the user has chosen for this number of ranks
-            self._record = former
+            self.record = former
 
     @property
     def world_size(self) -> int:
         """The number of ranks for which the config is meant: that of the first start with its batch size."""
-        return int(self._record["world_size"])
+        return int(self.record["world_size"])
 
     def split(self, cfg: CfgNode) -> CfgNode:
         """See `split_batch`; from ``world_size`` ranks to those there are."""
@@ -46,7 +49,7 @@ class GlobalBatch:
         try:
             if comm.is_main_process():
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                write_text(json.dumps(self._record), self._path)
+                write_text(json.dumps(self.record), self._path)
         except OSError as error:  # a CheckpointError is one
             logger.warning("Starts with another number of processes will not know the batch of this one: %s", error)
 

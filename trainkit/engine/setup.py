@@ -24,7 +24,7 @@ from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, import_
 from trainkit.config.checks import check_is_ours
 from trainkit.config.lazy import to_yaml
 from trainkit.config.yaml_files import load_yaml
-from trainkit.engine.command import RUN_DOES_IT, note_command
+from trainkit.engine.command import RUN_DOES_IT, active_replay, note_command
 from trainkit.engine.elastic import is_first_to_fail, is_restarted, note_begin
 from trainkit.engine.launch import check_processes
 from trainkit.engine.settings import changed_settings
@@ -166,6 +166,8 @@ def default_setup(cfg: Any, args: Any) -> None:
         ConfigError: a folder cannot be written, a setting is not accepted, or the script ignores an option.
     """
     check_is_ours(cfg)
+    if (replay := active_replay.get()) is not None:
+        replay.set_up(cfg)
     text = None
     if not isinstance(cfg, CfgNode):
         if getattr(args, "num_gpus", 1) == 0:

@@ -13,11 +13,12 @@ CLOCK_READINGS = frozenset(
 )
 _TRAINER, _WRITER = r"(ranks/\d+/)?trainer", r"hooks/PeriodicWriter(#\d+)?/writers/\d+/state"
 _SCALAR = re.compile(rf"{_TRAINER}/(storage/\w+|{_WRITER}/taken)/(?P<name>\w+)")
-_OF_FILES = re.compile(rf"{_TRAINER}/{_WRITER}/(length|sizes|id)")
+_OF_FILES = re.compile(rf"{_TRAINER}/{_WRITER}/(length|sizes|id)|{_TRAINER}/origin")
 
 
 def is_of_the_clock(path: str) -> bool:
-    """Whether an entry of a checkpoint has readings of a clock, or the size of files that are full of them.
+    """Whether an entry of a checkpoint has readings of a clock, or the size of files that are full of them, or says
+    where and by which command the run was started.
 
     Two runs that do the same differ in these.
     """

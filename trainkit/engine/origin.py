@@ -1,0 +1,125 @@
+"""How a run was started, as its checkpoints hold it: what a replay needs to do it again, and to see what differs."""
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainkit.utils import comm
+
+_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
+_FACTS = {"commit": "commit of the code", "device": "device", "processes": "number of processes"}
+
+
+def describe_origin(config: str, device: torch.device | None, batch: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Plain values for a checkpoint; once per run, since it reads the project's files and asks git.
+
+    Args:
+        config: the settings as the user gave them, as YAML.
+        device: of the model.
+        batch: how the samples of an iteration are divided.
+    """
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return {
+        "config": config,
+        "argv": [*sys.argv],
+        "module": spec.name.removesuffix(".__main__") if spec is not None else "",  # of python -m
+        "folder": os.getcwd(),
+        "seed": torch.initial_seed(),
+        "batch": dict(batch or {}),
+        "versions": _versions(),
+        "device": _name_of(device),
+        "processes": comm.get_world_size(),
+        "commit": _commit(),
+        "files": {_short(path): digest_of(path) for path in sorted({*_project_files()})},
+    }
+
+
+def describe_other_origin(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """A line for each thing that is another one now than in the origin that was saved; the config is left out."""
+    lines = [
+        f"{name}: {saved.get(key)} in the run, {own.get(key)} now"
+        for key, name in _FACTS.items()
+        if saved.get(key) != own.get(key)
+    ]
+    for name, version in saved["versions"].items():
+        if own["versions"].get(name) != version:
+            lines.append(f"version of {name}: {version} in the run, {own['versions'].get(name)} now")
+    for path, digest in saved["files"].items():
+        file = Path(saved["folder"], path)
+        if path == "trainkit":
+            changed = digest != digest_of(_own())
+        else:
+            changed = not file.exists() or digest != digest_of(file)
+        if changed:
+            lines.append(f"code: {path} is {'another one' if file.exists() or path == 'trainkit' else 'not there'} now")
+    return lines
+
+
+def digest_of(path: Path) -> str:
+    """Of a file, or of the modules of a package."""
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    digest = hashlib.blake2b(digest_size=8)
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _project_files() -> Iterator[Path]:
+    """Those of the imported modules that are installed nowhere; all of trainkit is one folder."""
+    own, stdlib = _own(), sysconfig.get_path("stdlib") + os.sep
+    for module in [*sys.modules.values()]:
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or not file.endswith(".py") or _INSTALLED.search(file) or file.startswith(stdlib):
+            continue
+        path = Path(file).resolve()
+        if path.is_file() and not path.is_relative_to(own):
+            yield path
+    yield own
+
+
+def _own() -> Path:
+    return Path(__file__).resolve().parents[1]
+
+
+def _short(path: Path) -> str:
+    if path == _own():
+        return "trainkit"
+    folder = Path.cwd()
+    return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__}
+    versions |= {"trainkit": sys.modules["trainkit"].__version__, "CUDA of torch": str(torch.version.cuda)}
+    for name in ("torchvision", "fvcore"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions
+
+
+def _name_of(device: torch.device | None) -> str:
+    if device is not None and device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return "none" if device is None else device.type
+
+
+def _commit() -> str:
+    """That of the git repository of the current folder; "" if there is none."""
+    try:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return found.stdout.strip() if found.returncode == 0 else ""
