@@ -1,0 +1,348 @@
+"""Any step of a past run is performed again, from its checkpoints, and equals the run to the last bit."""
+
+import json
+
+import pytest
+import torch
+
+from tests.engine.job import tiny_cfg
+from tests.replay.job import Job, PlantNan, ReadsClock, StopAt, digest_of_folder
+from trainkit.checkpoint import CheckpointError
+from trainkit.checkpoint.file import read_file, write_file
+from trainkit.config import ConfigError
+from trainkit.engine import HookBase
+from trainkit.replay import replay
+
+REPRODUCIBLE = "reproducible: twice in place and once more from the checkpoint, every bit is equal"
+
+
+TOP1 = "classification/top1"
+
+
+def proof(name):
+    return f"every byte equals {name}: model, optimizer, random state, data, hooks, storage"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run of 10 iterations, with checkpoints of iterations 4 and 9."""
+    job = Job(tmp_path_factory.mktemp("run"))
+    job()
+    return job
+
+
+# ---------------------------------------------------------------------- a step
+
+
+class Keep(HookBase):
+    """What a step had in the run itself."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def after_backward(self):
+        if self.trainer.iter == self.at:
+            self.batch, self.losses = self.trainer.batch, {**self.trainer.losses}
+            self.gradients = {name: p.grad.clone() for name, p in self.trainer.model.named_parameters()}
+
+
+@pytest.mark.parametrize("iter", [0, 3, 5, 7, 9])
+def test_a_replayed_step_has_the_batch_the_losses_and_the_gradients_of_the_run(tmp_path, iter):
+    kept = Keep(iter)
+    Job(tmp_path, make_hooks=lambda: [kept])()
+
+    found = replay(tmp_path, iter, Job(tmp_path))
+
+    assert torch.equal(found.batch["x"], kept.batch["x"])
+    assert found.losses == kept.losses
+    assert found.gradients.keys() == kept.gradients.keys()
+    assert all(torch.equal(found.gradients[name], kept.gradients[name]) for name in kept.gradients)
+    assert found.verdict == REPRODUCIBLE
+    assert found.differences == []
+    assert found.start == ("the beginning" if iter < 4 else "model_0000004.pth")
+
+
+def test_numbers_of_modules_and_updates_are_those_of_the_step(run):
+    found = replay(run.folder, 6, run, verdict=False)
+
+    relu = next(row for row in found.activations if row.module == "layers.2")
+    assert [row.module for row in found.activations] == [*(f"layers.{i}" for i in range(5)), "layers", "(model)"]
+    assert 0 < relu.zeros_pct < 100
+    assert relu.max_abs >= relu.mean > 0
+    rows = {row.parameter: row for row in found.inspection.updates}
+    assert rows["layers.0.weight"].grad_norm == found.gradients["layers.0.weight"].norm().item()
+    assert 0 < rows["layers.0.weight"].ratio < 1
+    assert found.verdict == found.error == found.first_bad_module == found.first_bad_gradient == ""
+
+
+def test_the_samples_of_the_batch_are_named(run):
+    found = replay(run.folder, 6, run, verdict=False)
+
+    data = {f"sample {i} of tiny_train": x for i, x in enumerate(xs())}
+    assert len(found.samples) == 8
+    for name, x in zip(found.samples, found.batch["x"], strict=True):
+        assert torch.equal(data[name] / 2, x)
+
+
+def xs():
+    return torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_run_is_not_changed_by_a_replay(run):
+    before = digest_of_folder(run.folder)
+
+    assert replay(run.folder, 6, run, prove=True).proof == proof("model_final.pth")
+
+    assert digest_of_folder(run.folder) == before
+
+
+def test_the_report_fits_into_100_columns_and_json_has_all_of_it(run):
+    found = replay(run.folder, 6, run, prove=True)
+
+    text = found.text()
+    assert max(map(len, text.splitlines())) <= 170  # the names of folders and samples; tables are below
+    assert max(len(line) for line in text.splitlines() if line.startswith(("layers", "module", "param"))) <= 100
+    assert "layers.4.weight" in text
+    assert "layers.4.weight" not in found.text("layers.0*")
+    plain = json.loads(json.dumps(found.as_dict()))
+    assert plain["losses"] == {name: loss.item() for name, loss in found.losses.items()}
+    assert [row["module"] for row in plain["modules"]] == [row.module for row in found.activations]
+
+
+# ---------------------------------------------------------------------- faults are named
+
+
+def failed(job):
+    with pytest.raises(FloatingPointError):
+        job()
+    return job
+
+
+@pytest.mark.parametrize(("name", "module"), [("layers.0.weight", "layers.0"), ("layers.4.bias", "layers.4")])
+def test_a_nan_in_a_weight_is_found_with_its_name_and_module(tmp_path, name, module):
+    job = failed(Job(tmp_path, make_hooks=lambda: [PlantNan(name, 7)]))
+
+    found = replay(tmp_path, 7, job)
+
+    assert found.inspection.not_finite_before == [name]
+    assert found.first_bad_module == module
+    assert found.error.startswith("FloatingPointError: the loss is not finite in iteration 7")
+    assert found.verdict == REPRODUCIBLE
+    assert found.on_the_way == "nothing to compare with: the run has stored nothing after this step"
+
+
+def test_a_nan_in_a_sample_is_found_with_the_name_that_the_dataset_gives_it(tmp_path):
+    job = Job(tmp_path, "DATASETS.TRAIN", ("tiny_scans",), "SOLVER.NON_FINITE.POLICY", "skip")
+    job()
+    batches = {iter: replay(tmp_path, iter, job, verdict=False) for iter in range(10)}
+
+    hit = [iter for iter, found in batches.items() if "scan_017.png" in found.samples]
+    assert len(hit) == 2  # of two epochs
+    for iter, found in batches.items():
+        assert found.bad_samples == (["scan_017.png"] if iter in hit else [])
+        assert found.first_bad_module == ("layers.0" if iter in hit else "")
+        assert found.samples_of_first_bad_module == found.bad_samples
+        assert found.first_bad_gradient == ("layers.4.bias" if iter in hit else "")
+
+
+def test_a_sample_of_a_batch_that_is_a_list_is_named(tmp_path):
+    """Two micro-batches, each a list of samples."""
+    lists = ("MODEL.NAME", "ListClassifier", "DATALOADER.COLLATE", "list", "SOLVER.ACCUMULATION_STEPS", 2)
+    policy = ("DATASETS.TRAIN", ("tiny_scans",), "SOLVER.NON_FINITE.POLICY", "skip", "SOLVER.MAX_ITER", 3)
+    job = Job(tmp_path, *lists, *policy, "SOLVER.STEPS", ())
+    job()
+    found = [replay(tmp_path, iter, job) for iter in range(3)]
+
+    assert [name for step in found for name in step.bad_samples] == ["scan_017.png"]
+    assert [step.samples_of_first_bad_module for step in found] == [step.bad_samples for step in found]
+    assert [len(step.samples) for step in found] == [16, 16, 16]
+    assert {step.verdict for step in found} == {REPRODUCIBLE}
+
+
+def test_a_module_that_overflows_is_found(tmp_path):
+    job = failed(Job(tmp_path, "MODEL.NAME", "OverflowingClassifier"))
+
+    found = replay(tmp_path, 7, job)
+
+    assert found.first_bad_module == "layers.3"
+    assert found.inspection.not_finite_before == found.bad_samples == []
+    assert [row.is_finite for row in found.activations[:4]] == [True, True, True, False]
+
+
+# ---------------------------------------------------------------------- proofs
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["SOLVER.ACCUMULATION_STEPS", 2, "SOLVER.IMS_PER_BATCH", 4],
+        ["HOOKS", [{"NAME": "EMAHook", "DECAY": 0.9, "EVALUATE": "both"}]],
+        ["SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", "bfloat16"],
+        ["DATALOADER.NUM_WORKERS", 2],
+        ["TEST.EVAL_PERIOD", 2, "CHECKPOINT.BEST_METRIC", TOP1],
+        [
+            "HOOKS",
+            [{"NAME": "ReduceOnPlateau", "VAL_METRIC": TOP1, "PATIENCE": 1}],
+            "TEST.EVAL_PERIOD",
+            2,
+        ],
+        ["SEED", -1],
+        ["SOLVER.CLIP_GRADIENTS.ENABLED", True, "SOLVER.OPTIMIZER.NAME", "AdamW"],
+    ],
+    ids=lambda options: str(options[0] if options[0] != "HOOKS" else options[1][0]["NAME"]),
+)
+@pytest.mark.parametrize("iter", [2, 7])
+def test_every_byte_of_the_next_checkpoint_is_equal(tmp_path, options, iter):
+    job = Job(tmp_path, *options)
+    job()
+
+    found = replay(tmp_path, iter, job, prove=True)
+
+    assert found.proof.startswith("every byte equals model_")
+    assert found.verdict == REPRODUCIBLE
+    assert "logged values equal those" in found.on_the_way
+    assert found.is_equal
+
+
+def test_a_run_that_was_stopped_and_resumed_in_between_is_proven(tmp_path):
+    Job(tmp_path, make_hooks=lambda: [StopAt(6)])()
+    Job(tmp_path)(True)
+    (tmp_path / "model_0000006.pth").unlink()
+
+    found = replay(tmp_path, 5, Job(tmp_path), prove=True)
+
+    assert found.start == "model_0000004.pth"
+    assert found.proof == proof("model_final.pth")
+
+
+def test_the_settings_are_those_of_the_process_that_did_the_step(tmp_path):
+    """Resuming with another MAX_ITER writes another config.yaml."""
+    Job(tmp_path, make_hooks=lambda: [StopAt(6)])()
+    Job(tmp_path, "SOLVER.MAX_ITER", 14, "SOLVER.STEPS", (7,))(True)
+
+    found = replay(tmp_path, 5, Job(tmp_path, "SOLVER.MAX_ITER", 20), prove=True)
+
+    assert found.proof == proof("model_0000006.pth")
+    assert found.differences == ["setting SOLVER.MAX_ITER: 10 in the run, which is used; 20 in the command now"]
+
+
+def test_a_difference_from_the_next_checkpoint_is_named(run, tmp_path):
+    for file in run.folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    state = read_file(tmp_path / "model_final.pth")
+    state["model"]["layers.4.bias"][1] += 1e-6
+    state["trainer"]["storage"]["histories"]["total_loss"]["values"][5] += 1e-6
+    write_file(state, tmp_path / "model_final.pth")
+
+    found = replay(tmp_path, 6, Job(tmp_path), prove=True)
+
+    assert found.on_the_way.startswith("DIFFERENT: total_loss of iteration 5 is ")
+    assert found.proof.startswith("DIFFERENT from model_final.pth in model/layers.4.bias: 1 of 2 values")
+    assert found.verdict == "different on this machine: three executions agree, but not with what the run has stored"
+    assert not found.is_equal
+
+
+# ---------------------------------------------------------------------- verdicts
+
+
+@pytest.mark.parametrize(("call", "where"), [(3, "in place"), (4, "in place"), (7, "from the checkpoint")])
+def test_a_module_that_reads_the_clock_once_makes_a_step_transient_and_is_named(tmp_path, monkeypatch, call, where):
+    job = Job(tmp_path, "MODEL.NAME", "ClockClassifier")
+    job()
+    # to iteration 6: two calls of the model up to the step (5, 6), then the step again, then both from the checkpoint
+    monkeypatch.setattr(ReadsClock, "at", {3: 2, 4: 3, 7: 5}[call])
+
+    found = replay(tmp_path, 6, job)
+
+    what = "the module layers.3: equal inputs and different outputs"
+    assert found.verdict == f"transient: performed twice {where}, the step differs in {what}"
+
+
+def test_a_fault_on_the_way_is_told_with_its_iteration(tmp_path, monkeypatch):
+    job = Job(tmp_path, "MODEL.NAME", "ClockClassifier")
+    job()
+    monkeypatch.setattr(ReadsClock, "at", 1)
+
+    found = replay(tmp_path, 7, job)
+
+    assert found.verdict.startswith(
+        "transient: performed twice from the checkpoint, the step differs in the model before"
+    )
+    assert "since iteration 5 (" in found.verdict
+    assert found.on_the_way.startswith("DIFFERENT: ")
+
+
+# ---------------------------------------------------------------------- what is said first
+
+
+def test_what_differs_from_the_run_is_said(run, tmp_path):
+    for file in run.folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    for name in ("model_0000004.pth", "model_final.pth"):
+        state = read_file(tmp_path / name)
+        origin = state["trainer"]["origin"]
+        origin["files"]["tests/engine/job.py"] = "another"
+        origin["files"]["gone.py"] = "1"
+        origin["versions"]["torch"] = "2.12.0"
+        origin["device"] = "NVIDIA H100"
+        write_file(state, tmp_path / name)
+
+    found = replay(tmp_path, 6, Job(tmp_path, "SOLVER.BASE_LR", 0.2), verdict=False)
+
+    assert found.differences == [
+        "setting SOLVER.BASE_LR: 0.1 in the run, which is used; 0.2 in the command now",
+        "device: NVIDIA H100 in the run, cpu now",
+        f"version of torch: 2.12.0 in the run, {torch.__version__} now",
+        "code: tests/engine/job.py is another one now",
+        "code: gone.py is not there now",
+    ]
+    assert found.text().splitlines()[2] == f"not as in the run: {found.differences[0]}"
+
+
+def test_what_cannot_be_replayed_is_refused_with_the_reason(run, tmp_path):
+    with pytest.raises(CheckpointError, match="no checkpoint that says how its run was started"):
+        replay(tmp_path, 3, run)
+    with pytest.raises(CheckpointError, match="no checkpoint after iteration 10 to compare with; leave out --prove"):
+        replay(run.folder, 10, run, prove=True)
+    with pytest.raises(ConfigError, match="--iter is 10; accepted: 0 to 9, the iterations of the run"):
+        replay(run.folder, 10, run)
+    with pytest.raises(ConfigError, match="has ended before it trained"):
+        replay(run.folder, 3, lambda: None)
+
+    state = read_file(run.folder / "model_final.pth")
+    state["trainer"]["origin"]["processes"] = 4
+    write_file(state, tmp_path / "model_final.pth")
+    with pytest.raises(CheckpointError, match="torchrun --nproc-per-node 4 tools/replay.py"):
+        replay(tmp_path, 3, run)
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def test_a_checkpoint_says_how_its_run_was_started(run):
+    origin = read_file(run.folder / "model_0000004.pth")["trainer"]["origin"]
+
+    assert origin["argv"]
+    assert origin["seed"] == 1
+    assert origin["device"] == "cpu"
+    assert origin["processes"] == 1
+    assert origin["batch"] == {"world_size": 1, "asked": [8, 1, 0]}
+    assert origin["versions"]["torch"] == str(torch.__version__)
+    assert {"tests/engine/job.py", "tests/replay/job.py", "trainkit"} <= origin["files"].keys()
+    assert not any("site-packages" in path or "/lib/python" in path for path in origin["files"])
+    cfg = tiny_cfg(run.folder.parent / "other")
+    (run.folder.parent / "config.yaml").write_text(origin["config"])
+    cfg.merge_from_file(run.folder.parent / "config.yaml")
+    assert cfg == tiny_cfg(run.folder)
+
+
+def test_how_a_run_was_started_is_found_out_once(tmp_path, monkeypatch):
+    calls = []
+    from trainkit.engine import defaults
+
+    real = defaults.describe_origin
+    monkeypatch.setattr(defaults, "describe_origin", lambda *args: calls.append(1) or real(*args))
+
+    Job(tmp_path, "SOLVER.CHECKPOINT_PERIOD", 1)()
+
+    assert len(calls) == 1

@@ -1,0 +1,282 @@
+"""The hook that looks at one step: its batch, losses, modules, gradients and updates. It changes no bit of the run."""
+
+import hashlib
+import pdb
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.engine.finite import non_finite_names
+from trainkit.engine.hook_base import HookBase
+from trainkit.utils.model import unwrap_model
+
+WHOLE = "(model)"
+
+
+class Output(NamedTuple):
+    """Of one call of a module: numbers of the floating point values of its output, and digests of what it was about."""
+
+    module: str
+    mean: float | None
+    std: float | None
+    max_abs: float | None
+    zeros_pct: float | None
+    is_finite: bool
+    inputs: str
+    outputs: str
+
+
+class Update(NamedTuple):
+    """Of one parameter; ``ratio`` is the norm of the update over that of the weights, None without either."""
+
+    parameter: str
+    grad_norm: float | None
+    grad_is_finite: bool
+    ratio: float | None
+
+
+class Field(NamedTuple):
+    """A tensor of a batch; ``bad_samples`` have values that are not finite."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+    minimum: float | None
+    maximum: float | None
+    bad_samples: list[str]
+
+
+class Inspection(HookBase):
+    """Look at the step of iteration ``at``. Register it last and train only once with it, then call ``close``.
+
+    Attributes:
+        batch: as the model gets it; several micro-batches are a list.
+        samples: the names of its samples by micro-batch, as far as the loader knows them.
+        losses, gradients: copies; the gradients are those before clipping.
+        outputs: of each call of a module in the order in which the calls end.
+        digests: name -> digest of what two executions are compared by, in the order of the step.
+    """
+
+    def __init__(self, at: int, debug: bool = False) -> None:
+        self._at, self._debug = at, debug
+        self._handles: list[Any] = []
+        self._stack: list[str] = []
+        self._calls: list[list[Output]] = []  # by forward pass of the model
+        self._before: dict[str, Tensor] = {}
+        self._first_bad: tuple[int, list[Tensor]] | None = None  # number of the pass, where the output is finite
+        self.batch: Any = None
+        self.samples: list[list[str]] = []
+        self.losses: dict[str, Tensor] = {}
+        self.gradients: dict[str, Tensor] = {}
+        self.updates: list[Update] = []
+        self.not_finite_before: list[str] = []
+        self.digests: dict[str, str] = {}
+
+    @property
+    def outputs(self) -> list[Output]:
+        # a pass that settles the buckets of DDP comes before those of the step
+        return [output for calls in self._calls[-self._num_passes :] for output in calls]
+
+    def before_step(self) -> None:
+        if self.trainer.iter != self._at:
+            return
+        self._num_passes = self.trainer.accumulation_steps
+        model = self._model = unwrap_model(self.trainer.model)
+        self.not_finite_before = non_finite_names(model)
+        self._before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        self.digests["model"] = digest(model.state_dict())
+        self.digests["optimizer"] = digest(self.trainer.optimizer.state_dict())
+        for name, module in model.named_modules():
+            self._handles += [
+                module.register_forward_pre_hook(self._enter(name), with_kwargs=True),
+                module.register_forward_hook(self._leave(name or WHOLE), with_kwargs=True),
+            ]
+
+    def _enter(self, name: str) -> Any:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not name:
+                self._calls.append([])
+                self._see_batch()
+                if self._debug:
+                    self._debug = False
+                    pdb.set_trace()  # "up" leads to the call of the model, "step" into its forward pass
+            self._stack.append(digest((args, kwargs)))
+
+        return enter
+
+    def _leave(self, name: str) -> Any:
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            inputs, values = self._stack.pop(), [*_floating(output)]
+            if self._calls:
+                numbers = _describe(values) if values else (None, None, None, None, True)
+                self._calls[-1].append(Output(name, *numbers, inputs, digest(output)))
+                if not numbers[-1] and self._first_bad is None:
+                    self._first_bad = len(self._calls), [value.isfinite() for value in values]
+
+        return leave
+
+    def _see_batch(self) -> None:
+        if self.batch is None:
+            self.batch = self.trainer.batch
+            self.digests["batch"] = digest(self.batch)
+            if hasattr(self.trainer.data_loader, "names_of_last"):
+                self.samples = self.trainer.data_loader.names_of_last(self._num_passes)
+
+    def after_backward(self) -> None:
+        if self.trainer.iter == self._at:
+            self.losses = {name: loss.detach().clone() for name, loss in self.trainer.losses.items()}
+            for name, parameter in self._model.named_parameters():
+                if parameter.grad is not None:
+                    self.gradients[name] = parameter.grad.detach().clone()
+
+    def after_step(self) -> None:
+        if self.trainer.iter == self._at:
+            self._remove_handles()
+            self.digests["model after the update"] = digest(self._model.state_dict())
+            self._measure(has_updated=True)
+
+    def close(self) -> None:
+        """Let go of the model; of a step that has failed, what there is of it is measured now."""
+        self._remove_handles()
+        if not self.updates and self._before:
+            self._measure(has_updated=False)
+        self.digests |= {f"loss {name}": digest(loss) for name, loss in self.losses.items()}
+        self.digests |= {f"gradient of {name}": digest(grad) for name, grad in self.gradients.items()}
+        self._before = {}
+
+    def _remove_handles(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    @torch.no_grad()
+    def _measure(self, has_updated: bool) -> None:
+        for name, parameter in self._model.named_parameters():
+            grad, before, ratio = self.gradients.get(name), self._before.get(name), None
+            if has_updated and before is not None and before.any():
+                ratio = ((parameter - before).norm() / before.norm()).item()
+            norm = None if grad is None else grad.float().norm().item()
+            self.updates.append(Update(name, norm, grad is None or bool(grad.isfinite().all()), ratio))
+
+    def samples_of_first_bad_output(self) -> list[str]:
+        """Those in whose rows the first output that is not finite is so; none if it has no row for each sample."""
+        number, finite = self._first_bad or (0, [])
+        samples = [*reversed(self.samples)][len(self._calls) - number :][:1]
+        rows = [value for value in finite if samples and value.dim() and len(value) == len(samples[0])]
+        return [name for value in rows for name in _bad_names(value, samples[0])]
+
+    def fields(self) -> list[Field]:
+        """The tensors of the batch."""
+        batches = [self.batch] if self._num_passes == 1 else self.batch
+        fields = []
+        for number, batch in enumerate(batches or []):
+            prefix = f"{number}: " if len(batches) > 1 else ""
+            samples = self.samples[number] if number < len(self.samples) else []
+            for path, tensor in _tensors(batch):
+                bad = _bad_rows(tensor, path, isinstance(batch, list), samples)
+                is_number = tensor.numel() and not tensor.is_complex()
+                low, high = (end.item() for end in tensor.detach().aminmax()) if is_number else (None, None)
+                name = prefix + "/".join(map(str, path))
+                fields.append(Field(name, [*tensor.shape], _name(tensor.dtype), low, high, bad))
+        return fields
+
+
+def _bad_rows(tensor: Tensor, path: tuple[Any, ...], is_list: bool, samples: list[str]) -> list[str]:
+    if not tensor.is_floating_point() or tensor.isfinite().all():
+        return []
+    if is_list and path[0] < len(samples):  # a list of samples
+        return [samples[path[0]]]
+    if tensor.dim() and len(tensor) == len(samples):
+        return _bad_names(tensor.isfinite(), samples)
+    return [f"one of {len(samples)} samples" if samples else "a sample without a name"]
+
+
+def _bad_names(finite: Tensor, samples: list[str]) -> list[str]:
+    """Of the samples whose rows are not all true."""
+    rows = finite.flatten(1).all(1) if finite.dim() > 1 else finite
+    return [sample for sample, good in zip(samples, rows.tolist(), strict=True) if not good]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _tensors(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    """The tensors in nested containers and objects, with where they are."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensors(item, (*path, key))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _tensors(item, (*path, index))
+    elif hasattr(value, "__dict__") and not callable(value):
+        yield from _tensors(vars(value), path)
+
+
+def _floating(value: Any) -> Iterator[Tensor]:
+    yield from (tensor.detach() for _, tensor in _tensors(value) if tensor.is_floating_point() and tensor.numel())
+
+
+def _describe(tensors: list[Tensor]) -> tuple[float | None, float | None, float | None, float | None, bool]:
+    """Mean, standard deviation, largest absolute value, percent of zeros, whether all are finite."""
+    values = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
+    spread, zeros = values.std(correction=0), 100 * (values == 0).float().mean()
+    numbers = torch.stack([values.mean(), spread, values.abs().max(), zeros, values.isfinite().all().float()]).tolist()
+    return numbers[0], numbers[1], numbers[2], numbers[3], bool(numbers[4])
+
+
+def digest(value: Any) -> str:
+    """Of every bit of the tensors in ``value``, and of the plain values beside them."""
+    found = hashlib.blake2b(digest_size=8)
+    _add(value, found)
+    return found.hexdigest()
+
+
+def _add(value: Any, found: Any) -> None:
+    if isinstance(value, Tensor):
+        tensor = value.detach().to_dense().resolve_conj().contiguous().cpu()
+        found.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
+        found.update(tensor.reshape(-1, 1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            found.update(repr(key).encode())
+            _add(item, found)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _add(item, found)
+    elif isinstance(value, str | int | float | bool | None):
+        found.update(repr(value).encode())
+    elif hasattr(value, "__dict__") and not callable(value):
+        _add(vars(value), found)
+
+
+def find_difference(first: Inspection, second: Inspection) -> str:
+    """Where two executions of a step differ first, in the order of the step; "" if nowhere."""
+
+    def differ(name: str) -> bool:
+        return first.digests.get(name) != second.digests.get(name)
+
+    for name in ("model", "optimizer"):
+        if differ(name):
+            return f"the {name} before the step"
+    if differ("batch"):
+        return "the batch"
+    pairs = [*zip(first.outputs, second.outputs, strict=False)]
+    for left, right in pairs:
+        if left.module != right.module:
+            return f"the order of the modules, at {left.module} and {right.module}"
+        if left.inputs != right.inputs:
+            return f"the input of the module {left.module}, though the modules that were called before it agree"
+        if left.outputs != right.outputs:
+            return f"the module {left.module}: equal inputs and different outputs"
+    if len(first.outputs) != len(second.outputs):
+        return "the number of calls of modules"
+    names = dict.fromkeys([*first.digests, *second.digests])
+    for kind in ("loss", "gradient", "model after"):
+        if found := [name for name in names if name.startswith(kind) and differ(name)]:
+            return f"the {found[0]}"
+    return ""

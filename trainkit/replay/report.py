@@ -1,0 +1,188 @@
+"""What a replay has found, as a table and as JSON."""
+
+import fnmatch
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from trainkit.replay.inspection import Inspection, Output, Update
+from trainkit.utils.tables import format_table
+
+_MAX_ROWS = 40  # of a table
+_WIDTH = 44  # of a name
+
+
+@dataclass
+class Replay:
+    """A step that was performed again.
+
+    Attributes:
+        run: the folder.
+        iteration: of the step, from 0.
+        start: the checkpoint from which the run was repeated; ``first_iteration`` was the first one then.
+        differences: what is another thing now than in the run: settings, code, versions, device, processes.
+        error: that of the step; "" if it has none.
+        inspection: what was seen.
+        on_the_way: how the logged values up to the step compare with those that the run has stored.
+        proof: how the state at the next checkpoint compares with that; "" if it was not asked for.
+        verdict: whether several executions agree; "" if it was not asked for.
+    """
+
+    run: str
+    iteration: int
+    start: str
+    first_iteration: int
+    differences: list[str]
+    error: str
+    inspection: Inspection
+    on_the_way: str = ""
+    proof: str = ""
+    verdict: str = ""
+
+    @property
+    def batch(self) -> Any:
+        return self.inspection.batch
+
+    @property
+    def losses(self) -> dict[str, Tensor]:
+        return self.inspection.losses
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """By parameter, before clipping."""
+        return self.inspection.gradients
+
+    @property
+    def activations(self) -> list[Output]:
+        """Numbers of the output of each call of a module, in the order in which the calls end."""
+        return self.inspection.outputs
+
+    @property
+    def samples(self) -> list[str]:
+        """The names of the samples of the batch, as far as the loader knows them."""
+        return [name for names in self.inspection.samples for name in names]
+
+    @property
+    def bad_samples(self) -> list[str]:
+        """Those with values that are not finite."""
+        return [*dict.fromkeys(name for field in self.inspection.fields() for name in field.bad_samples)]
+
+    @property
+    def first_bad_module(self) -> str:
+        """The first one whose output is not finite; "" if all are."""
+        return next((output.module for output in self.activations if not output.is_finite), "")
+
+    @property
+    def samples_of_first_bad_module(self) -> list[str]:
+        """The samples for which it is not, if its output has a row for each."""
+        return self.inspection.samples_of_first_bad_output()
+
+    @property
+    def first_bad_gradient(self) -> str:
+        """The parameter with one that is not finite to which the backward pass comes first; "" if there is none."""
+        return next((row.parameter for row in reversed(self.inspection.updates) if not row.grad_is_finite), "")
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing was found that differs from the run, or between executions."""
+        found = (self.on_the_way, self.proof, self.verdict)
+        return not any(text.startswith(("DIFFERENT", "different", "transient")) for text in found)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        facts = {name: value for name, value in vars(self).items() if name != "inspection"}
+        return {
+            **facts,
+            "samples": self.samples,
+            "batch": [field._asdict() for field in self.inspection.fields()],
+            "losses": {name: loss.item() for name, loss in self.losses.items()},
+            "modules": [output._asdict() for output in self.activations],
+            "parameters": [update._asdict() for update in self.inspection.updates],
+            "not_finite_before": self.inspection.not_finite_before,
+            "bad_samples": self.bad_samples,
+            "first_bad_module": self.first_bad_module,
+            "samples_of_first_bad_module": self.samples_of_first_bad_module,
+            "first_bad_gradient": self.first_bad_gradient,
+        }
+
+    def text(self, pattern: str = "") -> str:
+        """Tables of at most 100 columns.
+
+        Args:
+            pattern: of the modules and parameters to show, such as ``layers.*``; "": the first ones of each table.
+        """
+        done = self.iteration - self.first_iteration
+        lines = [f"Iteration {self.iteration} of {self.run}, from {self.start} and {done} iterations after it", ""]
+        lines += [f"not as in the run: {text}" for text in self.differences] or [
+            "settings, code and versions are as in the run"
+        ]
+        lines += ["", self._batch_table(), "", self._loss_table()]
+        lines += ["", self._module_table(pattern), "", self._parameter_table(pattern), ""]
+        findings = {
+            "the step has failed": self.error,
+            "not finite before the step": _some(self.inspection.not_finite_before),
+            "samples that are not finite": _some(self.bad_samples),
+            "first module whose output is not finite": self.first_bad_module,
+            "  for": _some(self.samples_of_first_bad_module),
+            "first gradient that is not finite": self.first_bad_gradient,
+        }
+        lines += [f"{name}: {found}" for name, found in findings.items() if found]
+        checks = {"on the way": self.on_the_way, "proof": self.proof, "verdict": self.verdict}
+        return "\n".join([*lines, *(f"{name}: {found}" for name, found in checks.items() if found)])
+
+    def _batch_table(self) -> str:
+        rows = [
+            (_cut(field.name), str(field.shape), field.dtype, _number(field.minimum), _number(field.maximum))
+            for field in self.inspection.fields()
+        ]
+        table = _table(rows, ("batch", "shape", "dtype", "min", "max"), 12)
+        return f"{table}\n\n{len(self.samples)} samples: {_some(self.samples)}" if self.samples else table
+
+    def _loss_table(self) -> str:
+        return _table([(name, _number(loss.item())) for name, loss in self.losses.items()], ("loss", "value"))
+
+    def _module_table(self, pattern: str) -> str:
+        shown = [
+            output for output in self.activations if _is_chosen(output.module, pattern) and output.mean is not None
+        ]
+        return _table([_module_row(output) for output in shown], ("module", "mean", "std", "max abs", "zeros %", ""))
+
+    def _parameter_table(self, pattern: str) -> str:
+        shown = [row for row in self.inspection.updates if _is_chosen(row.parameter, pattern)]
+        return _table([_parameter_row(row) for row in shown], ("parameter", "gradient's norm", "update / weights", ""))
+
+
+def _module_row(output: Output) -> tuple[str, ...]:
+    numbers = (output.mean, output.std, output.max_abs, output.zeros_pct)
+    return (_cut(output.module), *map(_number, numbers), "" if output.is_finite else "NOT FINITE")
+
+
+def _parameter_row(row: Update) -> tuple[str, ...]:
+    flag = "" if row.grad_is_finite else "NOT FINITE"
+    return _cut(row.parameter), _number(row.grad_norm), _number(row.ratio), flag
+
+
+def _table(rows: Sequence[Sequence[str]], headers: Sequence[str], max_rows: int = _MAX_ROWS) -> str:
+    return format_table(rows, headers, max_rows=max_rows, disable_numparse=True)
+
+
+def _is_chosen(name: str, pattern: str) -> bool:
+    return not pattern or fnmatch.fnmatchcase(name, pattern)
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= _WIDTH else f"...{name[3 - _WIDTH :]}"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if math.isfinite(value) else str(value)
+
+
+def _some(names: Sequence[str], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
