@@ -13,6 +13,7 @@ run or between executions; 2 if the step cannot be performed.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -25,7 +26,8 @@ from trainkit.replay import replay
 
 def main(args: argparse.Namespace) -> int:
     """The exit code."""
-    with user_errors_exit():
+    # what the script of the run prints is no part of the report
+    with user_errors_exit(), contextlib.nullcontext() if args.pdb else contextlib.redirect_stdout(sys.stderr):
         found = replay(
             args.run,
             args.iter,

@@ -31,6 +31,9 @@ RUN_BY = {
     "tools/analyze_model.py": "tests/docs/test_tools.py::test_a_command_prints_what_the_page_shows",
     "tools/predict.py": "tests/docs/test_tools.py::test_a_command_prints_what_the_page_shows",
     "tools/inspect_checkpoint.py": "tests/docs/test_tools.py::test_a_command_prints_what_the_page_shows",
+    "tools/replay.py": (
+        "tests/docs/test_replay.py::test_the_hunt_prints_what_the_page_shows_and_leaves_the_run_as_it_is"
+    ),
     "tools/convert_checkpoint.py": (
         "tests/clients/test_checkpoints.py::test_the_tool_writes_a_checkpoint_that_anybody_can_load"
     ),

@@ -81,6 +81,7 @@ def test_a_page_begins_with_what_most_readers_look_for(site):
         "engine.hooks": "engine.hooks.HookBase",
         "evaluation": "evaluation.DatasetEvaluator",
         "modeling": "modeling.MODEL_REGISTRY",
+        "replay": "replay.replay",
         "solver": "solver.build_optimizer",
         "trainkit_selfsup": "trainkit_selfsup.DeepClusterHook",
         "utils": "utils.logger.setup_logger",

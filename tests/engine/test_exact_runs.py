@@ -75,8 +75,8 @@ def content(folder):
     return files, [line for line in lines if line.keys() - {"iteration", "epoch"}]
 
 
-# a clock reading takes more or fewer digits in metrics.json; HOOKS among the settings may name one that sends signals
-LEFT_OUT = {*CLOCK_READINGS, "length", "sizes", "id", "HOOKS"}
+# a clock reading takes more or fewer digits in metrics.json; HOOKS may name one that sends signals; origin has folders
+LEFT_OUT = {*CLOCK_READINGS, "length", "sizes", "id", "HOOKS", "origin"}
 
 
 def flat(value, path=""):

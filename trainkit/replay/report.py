@@ -3,7 +3,7 @@
 import fnmatch
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -25,7 +25,8 @@ class Replay:
         start: the checkpoint from which the run was repeated; ``first_iteration`` was the first one then.
         differences: what is another thing now than in the run: settings, code, versions, device, processes.
         error: that of the step; "" if it has none.
-        inspection: what was seen.
+        inspection: what was seen, on this rank.
+        findings: what is not as it has to be, by rank.
         on_the_way: how the logged values up to the step compare with those that the run has stored.
         proof: how the state at the next checkpoint compares with that; "" if it was not asked for.
         verdict: whether several executions agree; "" if it was not asked for.
@@ -38,6 +39,7 @@ class Replay:
     differences: list[str]
     error: str
     inspection: Inspection
+    findings: list[dict[str, str]] = field(default_factory=list)
     on_the_way: str = ""
     proof: str = ""
     verdict: str = ""
@@ -89,7 +91,19 @@ class Replay:
     def is_equal(self) -> bool:
         """Whether nothing was found that differs from the run, or between executions."""
         found = (self.on_the_way, self.proof, self.verdict)
-        return not any(text.startswith(("DIFFERENT", "different", "transient")) for text in found)
+        return not any(word in text for text in found for word in ("DIFFERENT", "different on", "transient"))
+
+    def find(self) -> dict[str, str]:
+        """What is not as it has to be on this rank."""
+        found = {
+            "the step has failed": self.error.partition(". ")[0],
+            "not finite before the step": _some(self.inspection.not_finite_before),
+            "samples that are not finite": _some(self.bad_samples),
+            "first module whose output is not finite": self.first_bad_module,
+            "  for": _some(self.samples_of_first_bad_module),
+            "first gradient that is not finite": self.first_bad_gradient,
+        }
+        return {name: text for name, text in found.items() if text}
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -121,15 +135,9 @@ class Replay:
         ]
         lines += ["", self._batch_table(), "", self._loss_table()]
         lines += ["", self._module_table(pattern), "", self._parameter_table(pattern), ""]
-        findings = {
-            "the step has failed": self.error,
-            "not finite before the step": _some(self.inspection.not_finite_before),
-            "samples that are not finite": _some(self.bad_samples),
-            "first module whose output is not finite": self.first_bad_module,
-            "  for": _some(self.samples_of_first_bad_module),
-            "first gradient that is not finite": self.first_bad_gradient,
-        }
-        lines += [f"{name}: {found}" for name, found in findings.items() if found]
+        for rank, found in enumerate(self.findings):
+            lines += [f"rank {rank}:"] if found and len(self.findings) > 1 else []
+            lines += [f"{name}: {text}" for name, text in found.items()]
         checks = {"on the way": self.on_the_way, "proof": self.proof, "verdict": self.verdict}
         return "\n".join([*lines, *(f"{name}: {found}" for name, found in checks.items() if found)])
 

@@ -8,6 +8,7 @@ import runpy
 import shutil
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,9 @@ def replay(
     token, disabled = active_replay.set(session), logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
-        with contextlib.suppress(_Done):
+        with contextlib.suppress(_Done), warnings.catch_warnings():
+            if not anomaly:  # which names the operation in a warning
+                warnings.simplefilter("ignore")
             start() if callable(start) else _run_command(session.origin, start)
     finally:
         logging.disable(disabled)
@@ -256,7 +259,7 @@ class _Session:
             self._go_on(collect._at if collect else self._at, inspection, *([collect] if collect else []))
             inspection.close()
             other, other_values = inspection, self._values(first)
-            if collect is not None and self._next is not None:
+            if collect is not None and self._next is not None and comm.is_main_process():
                 proof = self._compare(collect, self._next)
 
         result = Replay(
@@ -268,10 +271,14 @@ class _Session:
             error=error,
             inspection=seen,
         )
-        result.on_the_way, stored_is_equal = self._describe_way(values)
-        result.proof = proof
+        # rank 0 has the whole of what is stored
+        way = self._describe_way(values) if comm.is_main_process() else ("", True)
+        (result.on_the_way, stored_is_equal), result.proof = comm.broadcast((way, proof))
         if again is not None and other is not None and other_values is not None:
-            result.verdict = _judge(seen, again, other, values, other_values, stored_is_equal)
+            verdicts = comm.all_gather(_judge(seen, again, other, values, other_values, stored_is_equal))
+            different = [f"{text} (on rank {rank})" for rank, text in enumerate(verdicts) if text != verdicts[0]]
+            result.verdict = "; ".join([verdicts[0], *different])
+        result.findings = comm.all_gather(result.find())
         return result
 
     def _perform(self, state: dict[str, Any], special: bool = False) -> tuple[Inspection, str]:

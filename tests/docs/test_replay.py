@@ -1,0 +1,102 @@
+"""The hunt of docs/replay.md, command by command, prints what the page shows; and on two ranks as well."""
+
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from tests.docs.pages import ROOT, blocks
+from tests.replay.job import digest_of_folder
+
+(SCRIPT,) = blocks("docs/replay.md", "python")
+COMMANDS = [shlex.split(block) for block in blocks("docs/replay.md", "sh")]
+FAILURE, STEP, PROOF = blocks("docs/replay.md", "")
+
+
+def command(words, folder):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def assert_shown(shown, printed):
+    """The lines are there in this order; "..." stands for some, or for a part of one."""
+    lines = iter(printed.splitlines())
+    for line in shown.splitlines():
+        start, dots, end = line.partition("...")
+        if line != "...":
+            assert any(found.startswith(start) and found.endswith(end) if dots else found == line for found in lines), (
+                line
+            )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clone")
+    (folder / "tools").symlink_to(ROOT / "tools")
+    (folder / "train.py").write_text(SCRIPT)
+    return folder
+
+
+@pytest.mark.slow
+def test_the_hunt_prints_what_the_page_shows_and_leaves_the_run_as_it_is(folder):
+    train, step, proof = ([sys.executable, *words[1:]] for words in COMMANDS)
+    failed = command(train, folder)
+    assert failed.returncode == 1
+    assert FAILURE.partition("...")[0].strip() in failed.stderr
+    before = digest_of_folder(folder / "output/signals")
+
+    for words, shown in ((step, STEP), (proof, PROOF)):
+        found = command(words, folder)
+        assert found.returncode == 0, found.stderr
+        assert_shown(shown, found.stdout)
+        assert max(map(len, found.stdout.splitlines()[2:])) <= 104
+
+    assert digest_of_folder(folder / "output/signals") == before
+
+
+@pytest.mark.slow
+def test_a_run_of_two_processes_is_replayed_by_two_and_names_the_rank(folder):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    options = ["OUTPUT_DIR", "output/two"]
+    assert command([*torchrun, "train.py", *options], folder).returncode == 1
+
+    step = command([*torchrun, "tools/replay.py", "output/two", "--iter", "94"], folder)
+    proof = command([*torchrun, "tools/replay.py", "output/two", "--iter", "70", "--prove"], folder)
+    alone = command([sys.executable, "tools/replay.py", "output/two", "--iter", "94"], folder)
+
+    assert "rank 0:\nthe step has failed: FloatingPointError" in step.stdout
+    assert "first module whose output is not finite: normalize\n  for: signal_237.wav\n" in step.stdout
+    assert (step.returncode, proof.returncode, alone.returncode) == (0, 0, 2)
+    assert "proof: every byte equals model_0000079.pth: " in proof.stdout
+    assert "verdict: reproducible: " in proof.stdout
+    assert "the run had 2 processes, and this replay has 1; start it by torchrun --nproc-per-node 2" in alone.stderr
+
+
+@pytest.mark.slow
+def test_a_command_of_train_net_is_replayed_and_another_script_can_be_named(folder):
+    options = [
+        "SOLVER.MAX_ITER",
+        "8",
+        "SOLVER.WARMUP_ITERS",
+        "2",
+        "SOLVER.CHECKPOINT_PERIOD",
+        "4",
+        "TEST.EVAL_PERIOD",
+        "0",
+    ]
+    script = str(ROOT / "tools/train_net.py")
+    (folder / "moved.py").write_text(
+        (ROOT / "tools/train_net.py").read_text().replace("DEFAULT_CONFIG)", f"'{CONFIG}')")
+    )
+    assert command([sys.executable, script, "OUTPUT_DIR", "output/digits", *options], folder).returncode == 0
+
+    for added in ([], ["--script", "moved.py"]):
+        found = command([sys.executable, "tools/replay.py", "output/digits", "--iter", "5", "--prove", *added], folder)
+        assert found.returncode == 0, found.stdout + found.stderr
+        assert "proof: every byte equals model_final.pth: " in found.stdout
+    assert found.stdout.count("sample 188 of digits_train") == 1
+
+
+CONFIG = ROOT / "projects/digits/config.yaml"
