@@ -28,17 +28,9 @@ def main(args: argparse.Namespace) -> int:
     """The exit code."""
     # what the script of the run prints is no part of the report
     with user_errors_exit(), contextlib.nullcontext() if args.pdb else contextlib.redirect_stdout(sys.stderr):
-        found = replay(
-            args.run,
-            args.iter,
-            args.script,
-            prove=args.prove,
-            verdict=not args.once,
-            anomaly=args.anomaly,
-            debug=args.pdb,
-            profile=args.profile,
-            save_state=args.save_state,
-        )
+        files = {"profile": args.profile, "save_state": args.save_state}
+        options = {"prove": args.prove, "verdict": not args.once, "anomaly": args.anomaly, "debug": args.pdb}
+        found = replay(args.run, args.iter, args.script, **options, **files)
     if int(os.environ.get("RANK", "0")) == 0:
         if args.save_batch:
             torch.save(found.batch, args.save_batch)

@@ -226,6 +226,18 @@ def test_the_settings_are_those_of_the_process_that_did_the_step(tmp_path):
     assert found.differences == ["setting SOLVER.MAX_ITER: 10 in the run, which is used; 20 in the command now"]
 
 
+def test_a_run_that_keeps_the_batch_of_more_processes_is_proven(tmp_path):
+    """It was started by two; one makes two micro-batches of half the samples."""
+    Job(tmp_path, make_hooks=lambda: [StopAt(6)])()
+    (tmp_path / "batch.json").write_text(json.dumps({"world_size": 2, "asked": [8, 1, 0]}))
+    Job(tmp_path)(True)
+
+    found = replay(tmp_path, 8, Job(tmp_path), prove=True)
+
+    assert [batch["x"].shape for batch in found.batch] == [(4, 4), (4, 4)]
+    assert found.proof == proof("model_final.pth")
+
+
 def test_a_difference_from_the_next_checkpoint_is_named(run, tmp_path):
     for file in run.folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -302,7 +314,7 @@ def test_what_differs_from_the_run_is_said(run, tmp_path):
 def test_what_cannot_be_replayed_is_refused_with_the_reason(run, tmp_path):
     with pytest.raises(CheckpointError, match="no checkpoint that says how its run was started"):
         replay(tmp_path, 3, run)
-    with pytest.raises(CheckpointError, match="no checkpoint after iteration 10 to compare with; leave out --prove"):
+    with pytest.raises(CheckpointError, match="no checkpoint after iteration 10; leave out --prove"):
         replay(run.folder, 10, run, prove=True)
     with pytest.raises(ConfigError, match="--iter is 10; accepted: 0 to 9, the iterations of the run"):
         replay(run.folder, 10, run)

@@ -28,7 +28,9 @@ def command_of(cfg: CfgNode) -> Command:
 
 
 class Replay(Protocol):
-    """Takes the place of a run that a script sets up; see `trainkit.replay`."""
+    """Takes the place of a run that a script sets up; see `trainkit.replay`. ``origin`` is that of the run."""
+
+    origin: dict[str, Any]
 
     def set_up(self, cfg: Any) -> None:
         """Change the config before anything is made from it or written; called again for a config made from it."""

@@ -141,6 +141,8 @@ class DefaultTrainer(TrainerBase):
         check_values(cfg)
         self._check_names(cfg)
         self._global_batch = batch = GlobalBatch(cfg, checkpoint_dir(cfg))
+        if replay is not None:
+            batch.record = replay.origin["batch"] or batch.record
         cfg = batch.split(self.auto_scale_workers(cfg, batch.world_size))
         cfg = scale_lr_to_batch(cfg)
 

@@ -3,7 +3,7 @@
 import logging
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.averaged import EVALUATED, TRAINED
 from trainkit.checkpoint.contents import CLOCK_READINGS, differing, is_of_the_clock
+from trainkit.checkpoint.file import read_file
 from trainkit.checkpoint.folder import checkpoint_files
 from trainkit.checkpoint.shards import KEY as SHARDS
 
@@ -24,10 +25,6 @@ class Saved(NamedTuple):
     stage: int
     path: str
     state: Mapping[str, Any]
-
-    @property
-    def name(self) -> str:
-        return os.path.basename(self.path)
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -46,8 +43,8 @@ def around(run: str, iteration: int) -> tuple[Saved | None, Saved | None]:
             f"'{run}' has no checkpoint that says how its run was started; name the folder with the checkpoints of a "
             "DefaultTrainer, written by this version of trainkit or a later one"
         )
-    if sharded := [saved.name for saved in found if SHARDS in saved.state]:
-        raise CheckpointError(f"{sharded[0]} has shards; runs with MODEL.PARALLEL fsdp cannot be replayed")
+    if sharded := [saved.path for saved in found if SHARDS in saved.state]:
+        raise CheckpointError(f"'{sharded[0]}' has shards; runs with MODEL.PARALLEL fsdp cannot be replayed")
     before = [saved for saved in found if saved[:2] <= (iteration, 1)]
     after = [saved for saved in found if saved[:2] > (iteration, 1)]
     return (before[-1] if before else None), (after[0] if after else None)
@@ -66,21 +63,26 @@ def _read(run: str) -> Iterator[Saved]:
             logger.info("%s is no checkpoint to replay from: %s", path, error)
 
 
-def first_difference(state: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Where a state and that of a file differ; "" if nowhere.
+def prove(reached: Sequence[Mapping[str, Any]], saved: Saved) -> str:
+    """How the state that was reached (none, if the replay has failed) compares with that of the file.
 
     Left out: readings of clocks, where writers stand in their files, and the text of settings.
     """
+    name = os.path.basename(saved.path)
+    if not reached:
+        return f"DIFFERENT: the replay has not reached {name}"
 
     def skip(key: Any, path: str) -> bool:
         return is_of_the_clock(path) or "/hooks/PeriodicWriter" in path or path in (EVALUATED, "trainer/settings")
 
-    return next(differing(_trained(state), _trained(other), skip=skip), "")
+    states = _with_trained_weights(reached[0]), _with_trained_weights(read_file(saved.path))
+    if difference := next(differing(*states, skip=skip), ""):
+        return f"DIFFERENT from {name} in {difference} (first here, second in the file)"
+    return f"every byte equals {name}: model, optimizer, random state, data, hooks, storage"
 
 
-def _trained(state: Mapping[str, Any]) -> dict[str, Any]:
-    """With the weights that were trained as its model, whichever the file is for."""
-    found = {key: value for key, value in state.items() if key not in (TRAINED, "__trainkit_format__")}
+def _with_trained_weights(state: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: value for key, value in state.items() if key != TRAINED}
     return {**found, "model": state.get(TRAINED, state["model"])}
 
 
@@ -108,3 +110,16 @@ def compare_values(left: Values, right: Values) -> tuple[int, tuple[int, str, fl
             if repr(pair[0]) != repr(pair[1]):
                 different.append((iter, name, *pair))
     return count, min(different, key=lambda found: found[:2], default=None)
+
+
+def compare_way(values: Values, saved: Saved | None, end: int) -> tuple[str, bool]:
+    """How values that were logged up to iteration ``end`` compare with those of a checkpoint; whether all are equal."""
+    if saved is None:
+        return "nothing to compare with: the run has stored nothing after this step", True
+    first = min((iter for history in values.values() for iter in history), default=end)
+    count, different = compare_values(values, logged_values(saved.state["trainer"]["storage"], first, end + 1))
+    where = f"in {os.path.basename(saved.path)}, iterations {first} to {end}"
+    if different is None:
+        return f"{count} of {count} logged values equal those {where}", True
+    iteration, name, here, there = different
+    return f"DIFFERENT: {name} of iteration {iteration} is {here!r} here and {there!r} {where}", False

@@ -60,7 +60,7 @@ class Inspection(HookBase):
     """
 
     def __init__(self, at: int, debug: bool = False) -> None:
-        self._at, self._debug = at, debug
+        self._at, self._debug, self._num_passes = at, debug, 1
         self._handles: list[Any] = []
         self._stack: list[str] = []
         self._calls: list[list[Output]] = []  # by forward pass of the model
@@ -86,8 +86,8 @@ class Inspection(HookBase):
         model = self._model = unwrap_model(self.trainer.model)
         self.not_finite_before = non_finite_names(model)
         self._before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        self.digests["model"] = digest(model.state_dict())
-        self.digests["optimizer"] = digest(self.trainer.optimizer.state_dict())
+        self.digests["model before the step"] = digest(model.state_dict())
+        self.digests["optimizer before the step"] = digest(self.trainer.optimizer.state_dict())
         for name, module in model.named_modules():
             self._handles += [
                 module.register_forward_pre_hook(self._enter(name), with_kwargs=True),
@@ -174,12 +174,15 @@ class Inspection(HookBase):
         for number, batch in enumerate(batches or []):
             prefix = f"{number}: " if len(batches) > 1 else ""
             samples = self.samples[number] if number < len(self.samples) else []
-            for path, tensor in _tensors(batch):
+            for path, tensor in _leaves(batch):
+                if not isinstance(tensor, Tensor):
+                    continue
                 bad = _bad_rows(tensor, path, isinstance(batch, list), samples)
                 is_number = tensor.numel() and not tensor.is_complex()
                 low, high = (end.item() for end in tensor.detach().aminmax()) if is_number else (None, None)
                 name = prefix + "/".join(map(str, path))
-                fields.append(Field(name, [*tensor.shape], _name(tensor.dtype), low, high, bad))
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                fields.append(Field(name, [*tensor.shape], dtype, low, high, bad))
         return fields
 
 
@@ -199,26 +202,23 @@ def _bad_names(finite: Tensor, samples: list[str]) -> list[str]:
     return [sample for sample, good in zip(samples, rows.tolist(), strict=True) if not good]
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _tensors(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    """The tensors in nested containers and objects, with where they are."""
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
+def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The tensors and plain values in nested containers and objects, with where they are."""
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    elif not isinstance(value, Mapping | Tensor) and hasattr(value, "__dict__") and not callable(value):
+        value = vars(value)
+    if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _tensors(item, (*path, key))
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from _tensors(item, (*path, index))
-    elif hasattr(value, "__dict__") and not callable(value):
-        yield from _tensors(vars(value), path)
+            yield from _leaves(item, (*path, key))
+    elif isinstance(value, Tensor | str | int | float | None):
+        yield path, value
 
 
 def _floating(value: Any) -> Iterator[Tensor]:
-    yield from (tensor.detach() for _, tensor in _tensors(value) if tensor.is_floating_point() and tensor.numel())
+    for _, leaf in _leaves(value):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
+            yield leaf.detach()
 
 
 def _describe(tensors: list[Tensor]) -> tuple[float | None, float | None, float | None, float | None, bool]:
@@ -232,41 +232,25 @@ def _describe(tensors: list[Tensor]) -> tuple[float | None, float | None, float 
 def digest(value: Any) -> str:
     """Of every bit of the tensors in ``value``, and of the plain values beside them."""
     found = hashlib.blake2b(digest_size=8)
-    _add(value, found)
+    for path, leaf in _leaves(value):
+        found.update(repr(path).encode())
+        if isinstance(leaf, Tensor):
+            tensor = leaf.detach().to_dense().resolve_conj().contiguous().cpu()
+            found.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
+            found.update(tensor.reshape(-1, 1).view(torch.uint8).numpy().tobytes())
+        else:
+            found.update(repr(leaf).encode())
     return found.hexdigest()
-
-
-def _add(value: Any, found: Any) -> None:
-    if isinstance(value, Tensor):
-        tensor = value.detach().to_dense().resolve_conj().contiguous().cpu()
-        found.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
-        found.update(tensor.reshape(-1, 1).view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            found.update(repr(key).encode())
-            _add(item, found)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _add(item, found)
-    elif isinstance(value, str | int | float | bool | None):
-        found.update(repr(value).encode())
-    elif hasattr(value, "__dict__") and not callable(value):
-        _add(vars(value), found)
 
 
 def find_difference(first: Inspection, second: Inspection) -> str:
     """Where two executions of a step differ first, in the order of the step; "" if nowhere."""
 
-    def differ(name: str) -> bool:
-        return first.digests.get(name) != second.digests.get(name)
-
-    for name in ("model", "optimizer"):
-        if differ(name):
-            return f"the {name} before the step"
-    if differ("batch"):
-        return "the batch"
-    pairs = [*zip(first.outputs, second.outputs, strict=False)]
-    for left, right in pairs:
+    names = dict.fromkeys([*first.digests, *second.digests])
+    different = [name for name in names if first.digests.get(name) != second.digests.get(name)]
+    if found := [name for name in ("model before the step", "optimizer before the step", "batch") if name in different]:
+        return f"the {found[0]}"
+    for left, right in zip(first.outputs, second.outputs, strict=False):
         if left.module != right.module:
             return f"the order of the modules, at {left.module} and {right.module}"
         if left.inputs != right.inputs:
@@ -275,8 +259,5 @@ def find_difference(first: Inspection, second: Inspection) -> str:
             return f"the module {left.module}: equal inputs and different outputs"
     if len(first.outputs) != len(second.outputs):
         return "the number of calls of modules"
-    names = dict.fromkeys([*first.digests, *second.digests])
-    for kind in ("loss", "gradient", "model after"):
-        if found := [name for name in names if name.startswith(kind) and differ(name)]:
-            return f"the {found[0]}"
-    return ""
+    ordered = [name for kind in ("loss", "gradient", "model after") for name in different if name.startswith(kind)]
+    return f"the {ordered[0]}" if ordered else ""

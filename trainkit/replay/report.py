@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
-from trainkit.replay.inspection import Inspection, Output, Update
+from trainkit.replay.inspection import Inspection
 from trainkit.utils.tables import format_table
 
 _MAX_ROWS = 40  # of a table
@@ -25,7 +23,8 @@ class Replay:
         start: the checkpoint from which the run was repeated; ``first_iteration`` was the first one then.
         differences: what is another thing now than in the run: settings, code, versions, device, processes.
         error: that of the step; "" if it has none.
-        inspection: what was seen, on this rank.
+        inspection: what was seen, on this rank; ``batch``, ``losses``, ``gradients`` by parameter before clipping,
+            ``activations`` (numbers of the output of each call of a module) and names of ``samples`` are taken from it.
         findings: what is not as it has to be, by rank.
         on_the_way: how the logged values up to the step compare with those that the run has stored.
         proof: how the state at the next checkpoint compares with that; "" if it was not asked for.
@@ -44,28 +43,15 @@ class Replay:
     proof: str = ""
     verdict: str = ""
 
-    @property
-    def batch(self) -> Any:
-        return self.inspection.batch
-
-    @property
-    def losses(self) -> dict[str, Tensor]:
-        return self.inspection.losses
-
-    @property
-    def gradients(self) -> dict[str, Tensor]:
-        """By parameter, before clipping."""
-        return self.inspection.gradients
-
-    @property
-    def activations(self) -> list[Output]:
-        """Numbers of the output of each call of a module, in the order in which the calls end."""
-        return self.inspection.outputs
-
-    @property
-    def samples(self) -> list[str]:
-        """The names of the samples of the batch, as far as the loader knows them."""
-        return [name for names in self.inspection.samples for name in names]
+    def __post_init__(self) -> None:
+        seen = self.inspection
+        self.batch, self.losses, self.gradients, self.activations = (
+            seen.batch,
+            seen.losses,
+            seen.gradients,
+            seen.outputs,
+        )
+        self.samples = [name for names in seen.samples for name in names]
 
     @property
     def bad_samples(self) -> list[str]:
@@ -107,19 +93,13 @@ class Replay:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        facts = {name: value for name, value in vars(self).items() if name != "inspection"}
+        facts = ("run", "iteration", "start", "differences", "error", "findings", "on_the_way", "proof", "verdict")
         return {
-            **facts,
-            "samples": self.samples,
+            **{name: getattr(self, name) for name in (*facts, "samples", "first_bad_module", "bad_samples")},
             "batch": [field._asdict() for field in self.inspection.fields()],
             "losses": {name: loss.item() for name, loss in self.losses.items()},
             "modules": [output._asdict() for output in self.activations],
             "parameters": [update._asdict() for update in self.inspection.updates],
-            "not_finite_before": self.inspection.not_finite_before,
-            "bad_samples": self.bad_samples,
-            "first_bad_module": self.first_bad_module,
-            "samples_of_first_bad_module": self.samples_of_first_bad_module,
-            "first_bad_gradient": self.first_bad_gradient,
         }
 
     def text(self, pattern: str = "") -> str:
@@ -153,32 +133,28 @@ class Replay:
         return _table([(name, _number(loss.item())) for name, loss in self.losses.items()], ("loss", "value"))
 
     def _module_table(self, pattern: str) -> str:
-        shown = [
-            output for output in self.activations if _is_chosen(output.module, pattern) and output.mean is not None
+        rows = [
+            (_cut(row.module), *map(_number, row[1:5]), _flag(row.is_finite))
+            for row in self.activations
+            if row.mean is not None and fnmatch.fnmatchcase(row.module, pattern or "*")
         ]
-        return _table([_module_row(output) for output in shown], ("module", "mean", "std", "max abs", "zeros %", ""))
+        return _table(rows, ("module", "mean", "std", "max abs", "zeros %", ""))
 
     def _parameter_table(self, pattern: str) -> str:
-        shown = [row for row in self.inspection.updates if _is_chosen(row.parameter, pattern)]
-        return _table([_parameter_row(row) for row in shown], ("parameter", "gradient's norm", "update / weights", ""))
+        rows = [
+            (_cut(row.parameter), _number(row.grad_norm), _number(row.ratio), _flag(row.grad_is_finite))
+            for row in self.inspection.updates
+            if fnmatch.fnmatchcase(row.parameter, pattern or "*")
+        ]
+        return _table(rows, ("parameter", "gradient's norm", "update / weights", ""))
 
 
-def _module_row(output: Output) -> tuple[str, ...]:
-    numbers = (output.mean, output.std, output.max_abs, output.zeros_pct)
-    return (_cut(output.module), *map(_number, numbers), "" if output.is_finite else "NOT FINITE")
-
-
-def _parameter_row(row: Update) -> tuple[str, ...]:
-    flag = "" if row.grad_is_finite else "NOT FINITE"
-    return _cut(row.parameter), _number(row.grad_norm), _number(row.ratio), flag
+def _flag(is_finite: bool) -> str:
+    return "" if is_finite else "NOT FINITE"
 
 
 def _table(rows: Sequence[Sequence[str]], headers: Sequence[str], max_rows: int = _MAX_ROWS) -> str:
     return format_table(rows, headers, max_rows=max_rows, disable_numparse=True)
-
-
-def _is_chosen(name: str, pattern: str) -> bool:
-    return not pattern or fnmatch.fnmatchcase(name, pattern)
 
 
 def _cut(name: str) -> str:

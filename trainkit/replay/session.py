@@ -1,7 +1,6 @@
 """A step of a past run again: the command of the run is given once more, and its training is done up to that step."""
 
 import contextlib
-import json
 import logging
 import os
 import runpy
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from trainkit.checkpoint import CheckpointError
-from trainkit.checkpoint.file import read_file, write_file
+from trainkit.checkpoint.file import write_file
 from trainkit.checkpoint.state import plain_state
 from trainkit.config import CfgNode, ConfigError
 from trainkit.engine import HookBase, hooks
@@ -25,7 +24,7 @@ from trainkit.engine.loop import TrainerBase
 from trainkit.engine.origin import describe_origin, describe_other_origin
 from trainkit.engine.settings import changed_settings, settings_of
 from trainkit.engine.stopping import Stop
-from trainkit.replay.checkpoints import Saved, Values, around, compare_values, first_difference, logged_values
+from trainkit.replay.checkpoints import Values, around, compare_values, compare_way, logged_values, prove
 from trainkit.replay.inspection import Inspection, find_difference
 from trainkit.replay.report import Replay
 from trainkit.utils import comm
@@ -41,9 +40,6 @@ _EVALUATES = (hooks.EvalHook, hooks.EarlyStopping)  # and what chooses by the re
 
 class _Done(SystemExit):
     """Ends the script whose training was taken over."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
 
 
 def replay(
@@ -79,10 +75,9 @@ def replay(
         ConfigError: the command does not come to ``train()``, or has no such iteration.
     """
     scratch = tempfile.mkdtemp(prefix="replay-")
-    files = {"profile": profile, "save_state": save_state}
-    session = _Session(
-        os.fspath(run), iter, scratch, prove=prove, verdict=verdict, anomaly=anomaly, debug=debug, **files
-    )
+    own = {"prove": prove, "verdict": verdict, "anomaly": anomaly, "debug": debug}
+    files = {"profile": profile and os.path.abspath(profile), "save_state": save_state and os.path.abspath(save_state)}
+    session = _Session(os.path.abspath(run), iter, scratch, {**own, **files})
     token, disabled = active_replay.set(session), logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -103,80 +98,31 @@ def replay(
 
 def _run_command(origin: dict[str, Any], script: str | None) -> None:
     """In this process, as ``python script arguments`` or ``python -m module arguments`` did."""
-    argv, folder, path = [*origin["argv"]], os.getcwd(), [*sys.path]
-    former_argv = sys.argv
-    script = os.path.abspath(script) if script else None
+    former = sys.argv, [*sys.path], os.getcwd()
+    module = "" if script else origin["module"]
+    sys.argv = [os.path.abspath(script) if script else origin["argv"][0], *origin["argv"][1:]]
     try:
         os.chdir(origin["folder"])
-    except OSError as error:
-        raise ConfigError(f"the folder in which the run was started cannot be entered: {error}") from error
-    try:
-        sys.argv = [script or argv[0], *argv[1:]]
-        sys.path[:0] = (
-            [os.getcwd()] if origin["module"] and not script else [os.path.dirname(os.path.abspath(sys.argv[0]))]
-        )
-        if origin["module"] and not script:
-            runpy.run_module(origin["module"], run_name="__main__", alter_sys=True)
+        sys.path.insert(0, os.getcwd() if module else os.path.dirname(os.path.abspath(sys.argv[0])))
+        if module:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
         elif os.path.isfile(sys.argv[0]):
             runpy.run_path(sys.argv[0], run_name="__main__")
         else:
-            raise ConfigError(f"the run was started by {argv[0]!r}, which is not there; give its script (--script)")
+            raise ConfigError(f"the script of the run is not there: {sys.argv[0]!r}; name it (--script)")
     finally:
-        sys.argv, sys.path[:] = former_argv, path
-        os.chdir(folder)
-
-
-class _StopAfter(HookBase):
-    """Ends the training on all ranks after iteration ``at``."""
-
-    def __init__(self, trainer: TrainerBase, at: int) -> None:
-        self._loop, self._at = trainer, at
-
-    def after_step(self) -> None:
-        if self.trainer.iter == self._at:
-            self._loop._stop = Stop("replayed")  # not request_stop, after which the other ranks go on for a while
-
-
-class _Collect(HookBase):
-    """Keeps what a checkpoint would hold where ``saved`` was written."""
-
-    def __init__(self, saved: Saved, collect: Callable[[], dict[str, Any]]) -> None:
-        self._at = saved.iteration - (saved.stage == 1)
-        self._collect = collect
-        self.priority = "NORMAL" if saved.stage == 2 else "LOW"  # above or below the save point
-        self.state: dict[str, Any] | None = None
-
-    def after_step(self) -> None:
-        if self.trainer.iter == self._at:
-            self.trainer.request_save("(replay)", self._keep)
-
-    def _keep(self) -> None:
-        self.state = self._collect()
+        sys.argv, sys.path[:] = former[:2]
+        os.chdir(former[2])
 
 
 class _Session:
     """One replay: takes the place of the training in the command of a run."""
 
-    def __init__(
-        self,
-        run: str,
-        iteration: int,
-        scratch: str,
-        *,
-        prove: bool,
-        verdict: bool,
-        anomaly: bool,
-        debug: bool,
-        **files: str,
-    ) -> None:
-        self._run, self._at, self._scratch = os.path.abspath(run), iteration, scratch
-        self._prove, self._verdict, self._anomaly, self._debug = prove, verdict, anomaly, debug
-        self._files = {name: os.path.abspath(path) if path else "" for name, path in files.items()}
-        self._start, self._next = around(self._run, iteration)
-        if prove and self._next is None:
-            raise CheckpointError(
-                f"'{run}' has no checkpoint after iteration {iteration} to compare with; leave out --prove"
-            )
+    def __init__(self, run: str, iteration: int, scratch: str, options: dict[str, Any]) -> None:
+        self._run, self._at, self._scratch, self._options = run, iteration, scratch, options
+        self._start, self._next = around(run, iteration)
+        if options["prove"] and self._next is None:
+            raise CheckpointError(f"'{run}' has no checkpoint after iteration {iteration}; leave out --prove")
         # the process that wrote a file has done the steps before it: its settings may be others than those of the start
         governing = self._next or self._start
         assert governing is not None
@@ -184,13 +130,9 @@ class _Session:
         self._notes: list[str] = []
         self.result: Replay | None = None
 
-    # ------------------------------------------------------------------ in the place of the run
-
     def set_up(self, cfg: Any) -> None:
         if not isinstance(cfg, CfgNode):
-            raise ConfigError(
-                "a job with a LazyConfig cannot be replayed; use a config of get_cfg and a DefaultTrainer"
-            )
+            raise ConfigError("a job with a LazyConfig cannot be replayed; use get_cfg and a DefaultTrainer")
         if self._scratch != cfg.OUTPUT_DIR:
             self._redirect(cfg)
         if self._start is None and cfg.SEED < 0 and self.origin["seed"] < 2**32:
@@ -212,8 +154,6 @@ class _Session:
         cfg.LOG.WRITERS, cfg.LOG.PROGRESS = [], False
         if self._start is not None:
             cfg.MODEL.WEIGHTS = ""
-        # read only beside a checkpoint
-        Path(self._scratch, "batch.json").write_text(json.dumps(self.origin["batch"]))
         if frozen:
             cfg.freeze()
 
@@ -226,72 +166,76 @@ class _Session:
                 f"torchrun --nproc-per-node {processes} tools/replay.py with the same arguments"
             )
         self.result = self._replay(trainer)
-        raise _Done
-
-    # ------------------------------------------------------------------ the executions
+        raise _Done(0)
 
     def _replay(self, trainer: Any) -> Replay:
         self._trainer = trainer
         own = describe_origin("", device_of(trainer.model), None)
         notes = [*self._notes, *describe_other_origin(self.origin, own)]
         self._beginning = None if self._start is not None else self._collect()
-        all_hooks = trainer.hooks
-        by_results = any(isinstance(hook, hooks.ReduceOnPlateau) for hook in all_hooks)
-        left_out = (*_SAVES, hooks.PeriodicWriter) if by_results else (*_SAVES, hooks.PeriodicWriter, *_EVALUATES)
-        trainer._hooks = [hook for hook in all_hooks if not isinstance(hook, left_out)]
+        with_all = [hook for hook in trainer.hooks if not isinstance(hook, hooks.PeriodicWriter)]
+        by_results = any(isinstance(hook, hooks.ReduceOnPlateau) for hook in with_all)
+        left_out = _SAVES if by_results else (*_SAVES, *_EVALUATES)
+        trainer._hooks = [hook for hook in with_all if not isinstance(hook, left_out)]
 
         self._load_start()
         first = trainer.start_iter
         self._go_on(self._at - 1)
         before = self._collect()
-        if self._files["save_state"] and comm.is_main_process():
-            write_file(before, self._files["save_state"])
+        if self._options["save_state"] and comm.is_main_process():
+            write_file(before, self._options["save_state"])
         seen, error = self._perform(before, special=True)
-        values = self._values(first)
-        again = self._perform(before)[0] if self._verdict else None
-        other, other_values, proof = None, None, ""
-        if self._verdict or self._prove:
-            if self._prove:
-                trainer._hooks = [*all_hooks]
-            self._load_start()
-            inspection = Inspection(self._at)
-            collect = _Collect(self._next, self._collect) if self._prove and self._next else None
-            self._go_on(collect._at if collect else self._at, inspection, *([collect] if collect else []))
-            inspection.close()
-            other, other_values = inspection, self._values(first)
-            if collect is not None and self._next is not None and comm.is_main_process():
-                proof = self._compare(collect, self._next)
-
-        result = Replay(
-            run=self._run,
-            iteration=self._at,
-            start=self._start.name if self._start else "the beginning",
-            first_iteration=first,
-            differences=notes,
-            error=error,
-            inspection=seen,
-        )
+        values = logged_values(trainer.storage.state_dict(), first, self._at + 1)
+        start = os.path.basename(self._start.path) if self._start else "the beginning"
+        result = Replay(self._run, self._at, start, first, notes, error, seen)
         # rank 0 has the whole of what is stored
-        way = self._describe_way(values) if comm.is_main_process() else ("", True)
-        (result.on_the_way, stored_is_equal), result.proof = comm.broadcast((way, proof))
-        if again is not None and other is not None and other_values is not None:
-            verdicts = comm.all_gather(_judge(seen, again, other, values, other_values, stored_is_equal))
-            different = [f"{text} (on rank {rank})" for rank, text in enumerate(verdicts) if text != verdicts[0]]
-            result.verdict = "; ".join([verdicts[0], *different])
+        way = compare_way(values, self._next, self._at) if comm.is_main_process() else ("", True)
+        result.on_the_way, stored_is_equal = comm.broadcast(way)
+        again = self._perform(before)[0] if self._options["verdict"] else None
+        if self._options["prove"]:
+            trainer._hooks = with_all
+        if again is not None or self._options["prove"]:
+            other, result.proof = self._from_start()
+            result.proof = comm.broadcast(result.proof)
+        if again is not None:
+            other_values = logged_values(trainer.storage.state_dict(), first, self._at + 1)
+            verdict = _judge(seen, again, other, values, other_values, stored_is_equal)
+            first_rank, *others = comm.all_gather(verdict)
+            different = [f"{text} (on rank {rank})" for rank, text in enumerate(others, 1) if text != first_rank]
+            result.verdict = "; ".join([first_rank, *different])
         result.findings = comm.all_gather(result.find())
         return result
+
+    def _from_start(self) -> tuple[Inspection, str]:
+        """The step from the checkpoint, and on to the next one if that is to be compared with what is reached there."""
+        self._load_start()
+        inspection, last, own = Inspection(self._at), self._at, []
+        kept: list[dict[str, Any]] = []
+        if self._options["prove"] and self._next is not None:
+            last = self._next.iteration - (self._next.stage == 1)
+
+            def ask(trainer: Any) -> None:
+                if trainer.iter == last:
+                    trainer.request_save("(replay)", lambda: kept.append(self._collect()))
+
+            own = [hooks.CallbackHook(after_step=ask)]
+            own[0].priority = "NORMAL" if self._next.stage == 2 else "LOW"  # above or below the save point
+        self._go_on(last, inspection, *own)
+        inspection.close()
+        return inspection, prove(kept, self._next) if own and self._next and comm.is_main_process() else ""
 
     def _perform(self, state: dict[str, Any], special: bool = False) -> tuple[Inspection, str]:
         """The step from a state of this process; what was seen, and its error if it has failed."""
         self._load(state)
-        inspection = Inspection(self._at, debug=special and self._debug)
+        inspection = Inspection(self._at, debug=special and self._options["debug"])
         with contextlib.ExitStack() as stack:
-            if special and self._anomaly:
+            if special and self._options["anomaly"]:
                 stack.enter_context(torch.autograd.set_detect_anomaly(True))
-            profiler = stack.enter_context(torch.profiler.profile()) if special and self._files["profile"] else None
+            traces = special and self._options["profile"]
+            profiler = stack.enter_context(torch.profiler.profile()) if traces else None
             error = self._go_on(self._at, inspection)
         if profiler is not None and comm.is_main_process():
-            profiler.export_chrome_trace(self._files["profile"])
+            profiler.export_chrome_trace(self._options["profile"])
         inspection.close()
         return inspection, error
 
@@ -301,19 +245,22 @@ class _Session:
         if trainer.last_done_iter >= last:
             return ""
         kept = trainer.hooks
-        trainer.register_hooks([*own, _StopAfter(trainer, last)])
+
+        def stop(_: Any) -> None:
+            if trainer.iter == last:
+                trainer._stop = Stop("replayed")  # not by request_stop, after which other ranks go on for a while
+
+        trainer.register_hooks([*own, hooks.CallbackHook(after_step=stop)])
         try:
             TrainerBase.train(trainer, trainer.last_done_iter + 1, trainer.max_iter)
         except Exception as error:
             if trainer.iter < self._at:
                 text = f"the replay has failed in iteration {trainer.iter}, on the way to {self._at}"
                 raise RuntimeError(f"{text}: {type(error).__name__}: {error}") from error
-            return f"{type(error).__name__}: {error}"
+            return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
         finally:
             trainer._hooks = [*kept]
         return ""
-
-    # ------------------------------------------------------------------ states
 
     def _collect(self) -> dict[str, Any]:
         """A copy of what a checkpoint would hold now."""
@@ -333,30 +280,6 @@ class _Session:
             self._load(self._beginning or {})
             set_rng_state(trainer._rng_state)  # now, as at the beginning: hooks may draw before the first step
             trainer._rng_state = None
-
-    def _values(self, first: int) -> Values:
-        return logged_values(self._trainer.storage.state_dict(), first, self._at + 1)
-
-    # ------------------------------------------------------------------ comparisons
-
-    def _describe_way(self, values: Values) -> tuple[str, bool]:
-        if self._next is None:
-            return "nothing to compare with: the run has stored nothing after this step", True
-        first = min((iter for history in values.values() for iter in history), default=self._at)
-        stored = logged_values(self._next.state["trainer"]["storage"], first, self._at + 1)
-        count, different = compare_values(values, stored)
-        where = f"in {self._next.name}, iterations {first} to {self._at}"
-        if different is None:
-            return f"{count} of {count} logged values equal those {where}", True
-        iteration, name, here, there = different
-        return f"DIFFERENT: {name} of iteration {iteration} is {here!r} here and {there!r} {where}", False
-
-    def _compare(self, collect: _Collect, saved: Saved) -> str:
-        if collect.state is None:
-            return f"DIFFERENT: the replay has not reached {saved.name}"
-        if difference := first_difference(collect.state, read_file(saved.path)):
-            return f"DIFFERENT from {saved.name} in {difference} (first here, second in the file)"
-        return f"every byte equals {saved.name}: model, optimizer, random state, data, hooks, storage"
 
 
 def _judge(
