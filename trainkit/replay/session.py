@@ -165,7 +165,12 @@ class _Session:
                 f"the run had {processes} processes, and this replay has {comm.get_world_size()}; start it by "
                 f"torchrun --nproc-per-node {processes} tools/replay.py with the same arguments"
             )
-        self.result = self._replay(trainer)
+        try:
+            self.result = self._replay(trainer)
+        finally:
+            # workers end now, not when the collector of cycles finds the trainer
+            trainer.reset_data_loader(tuple)
+            trainer._test_loaders.clear()
         raise _Done(0)
 
     def _replay(self, trainer: Any) -> Replay:
