@@ -318,6 +318,8 @@ def test_what_cannot_be_replayed_is_refused_with_the_reason(run, tmp_path):
         replay(run.folder, 10, run, prove=True)
     with pytest.raises(ConfigError, match="--iter is 10; accepted: 0 to 9, the iterations of the run"):
         replay(run.folder, 10, run)
+    with pytest.raises(ConfigError, match="--iter is -1; accepted: 0 to 9"):
+        replay(run.folder, -1, run)
     with pytest.raises(ConfigError, match="has ended before it trained"):
         replay(run.folder, 3, lambda: None)
 

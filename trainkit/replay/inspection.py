@@ -60,7 +60,7 @@ class Inspection(HookBase):
     """
 
     def __init__(self, at: int, debug: bool = False) -> None:
-        self._at, self._debug, self._num_passes = at, debug, 1
+        self.at, self._debug, self._num_passes = at, debug, 1
         self._handles: list[Any] = []
         self._stack: list[str] = []
         self._calls: list[list[Output]] = []  # by forward pass of the model
@@ -80,7 +80,7 @@ class Inspection(HookBase):
         return [output for calls in self._calls[-self._num_passes :] for output in calls]
 
     def before_step(self) -> None:
-        if self.trainer.iter != self._at:
+        if self.trainer.iter != self.at:
             return
         self._num_passes = self.trainer.accumulation_steps
         model = self._model = unwrap_model(self.trainer.model)
@@ -125,14 +125,14 @@ class Inspection(HookBase):
                 self.samples = self.trainer.data_loader.names_of_last(self._num_passes)
 
     def after_backward(self) -> None:
-        if self.trainer.iter == self._at:
+        if self.trainer.iter == self.at:
             self.losses = {name: loss.detach().clone() for name, loss in self.trainer.losses.items()}
             for name, parameter in self._model.named_parameters():
                 if parameter.grad is not None:
                     self.gradients[name] = parameter.grad.detach().clone()
 
     def after_step(self) -> None:
-        if self.trainer.iter == self._at:
+        if self.trainer.iter == self.at:
             self._remove_handles()
             self.digests["model after the update"] = digest(self._model.state_dict())
             self._measure(has_updated=True)

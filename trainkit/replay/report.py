@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainkit.replay.inspection import Inspection
+from trainkit.replay.checkpoints import Values, compare_values
+from trainkit.replay.inspection import Inspection, find_difference
 from trainkit.utils.tables import format_table
 
 _MAX_ROWS = 40  # of a table
@@ -147,6 +148,21 @@ class Replay:
             if fnmatch.fnmatchcase(row.parameter, pattern or "*")
         ]
         return _table(rows, ("parameter", "gradient's norm", "update / weights", ""))
+
+
+def judge(
+    first: Inspection, again: Inspection, other: Inspection, values: Values, other_values: Values, stored_is_equal: bool
+) -> str:
+    """Whether three executions of a step agree, two in place and one from the checkpoint, and with what is stored."""
+    if where := find_difference(first, again):
+        return f"transient: performed twice in place, the step differs in {where}"
+    if where := find_difference(first, other):
+        different = compare_values(values, other_values)[1]
+        since = f", since iteration {different[0]} ({different[1]})" if different and different[0] < first.at else ""
+        return f"transient: performed twice from the checkpoint, the step differs in {where}{since}"
+    if not stored_is_equal:
+        return "different on this machine: three executions agree, but not with what the run has stored"
+    return "reproducible: twice in place and once more from the checkpoint, every bit is equal"
 
 
 def _flag(is_finite: bool) -> str:

@@ -24,9 +24,9 @@ from trainkit.engine.loop import TrainerBase
 from trainkit.engine.origin import describe_origin, describe_other_origin
 from trainkit.engine.settings import changed_settings, settings_of
 from trainkit.engine.stopping import Stop
-from trainkit.replay.checkpoints import Values, around, compare_values, compare_way, logged_values, prove
-from trainkit.replay.inspection import Inspection, find_difference
-from trainkit.replay.report import Replay
+from trainkit.replay.checkpoints import around, compare_way, logged_values, prove
+from trainkit.replay.inspection import Inspection
+from trainkit.replay.report import Replay, judge
 from trainkit.utils import comm
 from trainkit.utils.device import device_of
 from trainkit.utils.env import seed_all_rng
@@ -74,10 +74,9 @@ def replay(
         CheckpointError: no checkpoint can be used, or the run had another number of processes.
         ConfigError: the command does not come to ``train()``, or has no such iteration.
     """
-    scratch = tempfile.mkdtemp(prefix="replay-")
     own = {"prove": prove, "verdict": verdict, "anomaly": anomaly, "debug": debug}
     files = {"profile": profile and os.path.abspath(profile), "save_state": save_state and os.path.abspath(save_state)}
-    session = _Session(os.path.abspath(run), iter, scratch, {**own, **files})
+    session = _Session(os.path.abspath(run), iter, {**own, **files})
     token, disabled = active_replay.set(session), logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -89,8 +88,8 @@ def replay(
         logging.disable(disabled)
         active_replay.reset(token)
         close_logger()  # which default_setup has opened there
-        release_folder(scratch)
-        shutil.rmtree(scratch, ignore_errors=True)
+        release_folder(session.scratch)
+        shutil.rmtree(session.scratch, ignore_errors=True)
     if session.result is None:
         raise ConfigError("the command of the run has ended before it trained; give the script that trains (--script)")
     return session.result
@@ -102,6 +101,8 @@ def _run_command(origin: dict[str, Any], script: str | None) -> None:
     module = "" if script else origin["module"]
     sys.argv = [os.path.abspath(script) if script else origin["argv"][0], *origin["argv"][1:]]
     try:
+        if not os.path.isdir(origin["folder"]):
+            raise ConfigError(f"the folder in which the run was started is not there: {origin['folder']!r}; make it")
         os.chdir(origin["folder"])
         sys.path.insert(0, os.getcwd() if module else os.path.dirname(os.path.abspath(sys.argv[0])))
         if module:
@@ -118,8 +119,8 @@ def _run_command(origin: dict[str, Any], script: str | None) -> None:
 class _Session:
     """One replay: takes the place of the training in the command of a run."""
 
-    def __init__(self, run: str, iteration: int, scratch: str, options: dict[str, Any]) -> None:
-        self._run, self._at, self._scratch, self._options = run, iteration, scratch, options
+    def __init__(self, run: str, iteration: int, options: dict[str, Any]) -> None:
+        self._run, self._at, self._options = run, iteration, options
         self._start, self._next = around(run, iteration)
         if options["prove"] and self._next is None:
             raise CheckpointError(f"'{run}' has no checkpoint after iteration {iteration}; leave out --prove")
@@ -129,11 +130,12 @@ class _Session:
         self.origin = governing.origin
         self._notes: list[str] = []
         self.result: Replay | None = None
+        self.scratch = tempfile.mkdtemp(prefix="replay-")
 
     def set_up(self, cfg: Any) -> None:
         if not isinstance(cfg, CfgNode):
             raise ConfigError("a job with a LazyConfig cannot be replayed; use get_cfg and a DefaultTrainer")
-        if self._scratch != cfg.OUTPUT_DIR:
+        if self.scratch != cfg.OUTPUT_DIR:
             self._redirect(cfg)
         if self._start is None and cfg.SEED < 0 and self.origin["seed"] < 2**32:
             seed_all_rng(self.origin["seed"])
@@ -142,7 +144,7 @@ class _Session:
         """Take over the settings of the run, and write nothing there."""
         frozen, given = cfg.is_frozen(), cfg.clone()
         cfg.defrost()
-        path = Path(self._scratch, "given.yaml")
+        path = Path(self.scratch, "given.yaml")
         path.write_text(self.origin["config"])
         cfg.merge_from_file(path)
         counted, before = settings_of(cfg), dict(changed_settings(given, CfgNode()))
@@ -150,7 +152,7 @@ class _Session:
             if key in counted:
                 now = before.get(key)
                 self._notes.append(f"setting {key}: {value!r} in the run, which is used; {now!r} in the command now")
-        cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR = self._scratch, ""
+        cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR = self.scratch, ""
         cfg.LOG.WRITERS, cfg.LOG.PROGRESS = [], False
         if self._start is not None:
             cfg.MODEL.WEIGHTS = ""
@@ -158,7 +160,7 @@ class _Session:
             cfg.freeze()
 
     def train(self, trainer: Any) -> None:
-        if self._at >= trainer.max_iter:
+        if not 0 <= self._at < trainer.max_iter:
             raise ConfigError(f"--iter is {self._at}; accepted: 0 to {trainer.max_iter - 1}, the iterations of the run")
         if (processes := self.origin["processes"]) != comm.get_world_size():
             raise CheckpointError(
@@ -200,11 +202,11 @@ class _Session:
         if self._options["prove"]:
             trainer._hooks = with_all
         if again is not None or self._options["prove"]:
-            other, result.proof = self._from_start()
-            result.proof = comm.broadcast(result.proof)
+            other, proof = self._from_start()
+            result.proof = comm.broadcast(proof)
         if again is not None:
             other_values = logged_values(trainer.storage.state_dict(), first, self._at + 1)
-            verdict = _judge(seen, again, other, values, other_values, stored_is_equal)
+            verdict = judge(seen, again, other, values, other_values, stored_is_equal)
             first_rank, *others = comm.all_gather(verdict)
             different = [f"{text} (on rank {rank})" for rank, text in enumerate(others, 1) if text != first_rank]
             result.verdict = "; ".join([first_rank, *different])
@@ -285,20 +287,6 @@ class _Session:
             self._load(self._beginning or {})
             set_rng_state(trainer._rng_state)  # now, as at the beginning: hooks may draw before the first step
             trainer._rng_state = None
-
-
-def _judge(
-    first: Inspection, again: Inspection, other: Inspection, values: Values, other_values: Values, stored_is_equal: bool
-) -> str:
-    if where := find_difference(first, again):
-        return f"transient: performed twice in place, the step differs in {where}"
-    if where := find_difference(first, other):
-        different = compare_values(values, other_values)[1]
-        since = f", since iteration {different[0]} ({different[1]})" if different and different[0] < first._at else ""
-        return f"transient: performed twice from the checkpoint, the step differs in {where}{since}"
-    if not stored_is_equal:
-        return "different on this machine: three executions agree, but not with what the run has stored"
-    return "reproducible: twice in place and once more from the checkpoint, every bit is equal"
 
 
 def _copy(state: Any) -> Any:
