@@ -72,6 +72,7 @@ NOT_MISSED = {
     "iteration": "a copy of trainer/iteration, for other readers of the file",
     "trainer/world_size": "is the same in the run that goes on",
     "trainer/settings": "are the same in the run that goes on",
+    "trainer/origin": "says how the run was started, and is that of the run that goes on",
     "trainer/hooks/FinalEvalHook": "has done nothing yet",
     "trainer/_trainer/non_finite": "there was none",
     "trainer/_trainer/grad_scaler": "bfloat16 needs none",
