@@ -37,6 +37,7 @@ def test_the_hook_stores_what_each_iteration_had(begin):
     assert trainer.storage.history("norm").values() == [(0.75, 0), (0.5, 1), (0.25, 2)]
 
 
+@pytest.mark.slow
 def test_both_trainers_of_the_script_train_the_same():
     losses = []
     for line in TRAINERS.splitlines():
