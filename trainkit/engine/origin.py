@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ def describe_origin(config: str, device: torch.device | None, batch: Mapping[str
         device: of the model.
         batch: how the samples of an iteration are divided.
     """
+    files = {_short(path): digest_of(path) for path in sorted({*_project_files()})}
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     return {
         "config": config,
@@ -40,8 +42,8 @@ def describe_origin(config: str, device: torch.device | None, batch: Mapping[str
         "versions": _versions(),
         "device": _name_of(device),
         "processes": comm.get_world_size(),
-        "commit": _commit(),
-        "files": {_short(path): digest_of(path) for path in sorted({*_project_files()})},
+        "commit": _commit(os.getcwd()),
+        "files": {"trainkit": _digest_of_trainkit(), **files},
     }
 
 
@@ -55,37 +57,45 @@ def describe_other_origin(saved: Mapping[str, Any], own: Mapping[str, Any]) -> l
     for name, version in saved["versions"].items():
         if own["versions"].get(name) != version:
             lines.append(f"version of {name}: {version} in the run, {own['versions'].get(name)} now")
-    for path, digest in saved["files"].items():
-        file = Path(saved["folder"], path)
-        if path == "trainkit":
-            changed = digest != digest_of(_own())
+    for name, digest in saved["files"].items():
+        file = Path(saved["folder"], name)
+        if name == "trainkit":
+            here = _digest_of_trainkit()
         else:
-            changed = not file.exists() or digest != digest_of(file)
-        if changed:
-            lines.append(f"code: {path} is {'another one' if file.exists() or path == 'trainkit' else 'not there'} now")
+            here = digest_of(file) if file.exists() else ""
+        if here != digest:
+            lines.append(f"code: {name} is {'another one' if here else 'not there'} now")
     return lines
 
 
-def digest_of(path: Path) -> str:
-    """Of a file, or of the modules of a package."""
-    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+def digest_of(*files: Path) -> str:
+    """Of what is in the files, one after the other."""
     digest = hashlib.blake2b(digest_size=8)
     for file in files:
         digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
+@cache  # a process may train many times, and has imported what was there then
+def _digest_of_trainkit() -> str:
+    return digest_of(*sorted(_own().rglob("*.py")))
+
+
 def _project_files() -> Iterator[Path]:
-    """Those of the imported modules that are installed nowhere; all of trainkit is one folder."""
-    own, stdlib = _own(), sysconfig.get_path("stdlib") + os.sep
+    """Those of the imported modules that are installed nowhere, without trainkit's own."""
+    left_out = (str(_own()) + os.sep, sysconfig.get_path("stdlib") + os.sep)
     for module in [*sys.modules.values()]:
         file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or not file.endswith(".py") or _INSTALLED.search(file) or file.startswith(stdlib):
+        if (
+            not isinstance(file, str)
+            or not file.endswith(".py")
+            or _INSTALLED.search(file)
+            or file.startswith(left_out)
+        ):
             continue
         path = Path(file).resolve()
-        if path.is_file() and not path.is_relative_to(own):
+        if path.is_file():
             yield path
-    yield own
 
 
 def _own() -> Path:
@@ -93,8 +103,6 @@ def _own() -> Path:
 
 
 def _short(path: Path) -> str:
-    if path == _own():
-        return "trainkit"
     folder = Path.cwd()
     return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
 
@@ -116,10 +124,11 @@ def _name_of(device: torch.device | None) -> str:
     return "none" if device is None else device.type
 
 
-def _commit() -> str:
-    """That of the git repository of the current folder; "" if there is none."""
+@cache  # likewise
+def _commit(folder: str) -> str:
+    """That of the git repository of a folder; "" if there is none."""
     try:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5)
+        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.SubprocessError):
         return ""
     return found.stdout.strip() if found.returncode == 0 else ""
