@@ -258,8 +258,9 @@ def test_a_sampler_that_does_not_fit_the_dataset_is_refused(dataset, sampler):
         build_batch_data_loader(dataset, sampler, 1)
 
 
-def test_pinned_memory_is_not_asked_for_without_cuda(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+@pytest.mark.parametrize("found", [None, torch.device("mps")])
+def test_pinned_memory_is_not_asked_for_without_a_device_that_runs_ahead(monkeypatch, found):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
     loader = build_batch_data_loader([torch.zeros(1)], SequentialSampler([0]), 1, pin_memory=True)
     assert not loader.pin_memory
     next(iter(loader))  # no warning

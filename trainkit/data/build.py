@@ -21,7 +21,7 @@ from trainkit.data.train_sampler import build_train_sampler, seed_of
 from trainkit.data.transforms import build_transform
 from trainkit.data.workers import worker_init_reset_seed
 from trainkit.utils import comm
-from trainkit.utils.device import resolve_device
+from trainkit.utils.device import accelerator_runs_ahead, resolve_device, runs_ahead
 from trainkit.utils.periods import whole_or_rounded
 
 __all__ = [
@@ -97,7 +97,7 @@ def build_batch_data_loader(
         collate_fn=trivial_batch_collator if collate_fn is None else collate_fn,
         prefetch_factor=prefetch_factor if has_workers else None,  # DataLoader takes these two with workers only
         persistent_workers=persistent_workers and has_workers,
-        pin_memory=pin_memory and torch.cuda.is_available(),
+        pin_memory=pin_memory and accelerator_runs_ahead(),
         **kwargs,
     )
 
@@ -256,7 +256,7 @@ def _loader_arguments(cfg: CfgNode) -> dict[str, Any]:
         "collate_fn": collate_fns[cfg.DATALOADER.COLLATE],
         "prefetch_factor": cfg.DATALOADER.PREFETCH_FACTOR,
         "timeout": cfg.DATALOADER.TIMEOUT,
-        "pin_memory": resolve_device(cfg.MODEL.DEVICE).type == "cuda",
+        "pin_memory": runs_ahead(resolve_device(cfg.MODEL.DEVICE)),
         "seed": seed_of(cfg),
     }
 

@@ -66,8 +66,8 @@ def has_unused_tf32() -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0)
 
 
-def reports_memory() -> bool:
-    """Whether ``torch.accelerator.memory`` knows the current device."""
+def accelerator_runs_ahead() -> bool:
+    """Whether there is a device that `runs_ahead`; ``torch.accelerator.memory`` knows it then."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator is not None and runs_ahead(accelerator)
 

@@ -9,7 +9,7 @@ import torch
 from trainkit.engine.hook_base import SAVE_POINT, HookBase
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.periods import check_period, is_due
-from trainkit.utils.device import reports_memory
+from trainkit.utils.device import accelerator_runs_ahead
 from trainkit.utils.numbers import is_whole
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class TorchMemoryStats(HookBase):
 
     def after_step(self) -> None:
         wants = self._runs < self._max_runs and is_due(self.trainer, self._period, or_last=True)
-        if not wants or not reports_memory():
+        if not wants or not accelerator_runs_ahead():
             return
         memory = torch.accelerator.memory
         self._runs += 1

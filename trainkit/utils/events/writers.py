@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from trainkit.utils.device import reports_memory
+from trainkit.utils.device import accelerator_runs_ahead
 from trainkit.utils.events.storage import EventStorage, get_event_storage
 from trainkit.utils.periods import periods_done
 from trainkit.utils.stateful import refuse_state
@@ -212,7 +212,7 @@ class CommonMetricPrinter(EventWriter):
                 fields.append(f"last_{name}: {storage.history(name).latest():.4f} ")
         if "lr" in latest:
             fields.append(f"lr: {latest['lr'][0]:.5g} ")
-        if reports_memory() and (max_memory := torch.accelerator.memory.max_memory_allocated()):
+        if accelerator_runs_ahead() and (max_memory := torch.accelerator.memory.max_memory_allocated()):
             fields.append(f"max_mem: {max_memory / 2**20:.0f}M")
         return fields
 
