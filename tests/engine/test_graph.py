@@ -772,6 +772,7 @@ def test_on_cuda_a_replayed_step_never_waits_for_the_device():
         trainer.train(0, 100)
     finally:
         allow_waiting()
+    assert trainer.status == "finished"
 
 
 @needs_cuda

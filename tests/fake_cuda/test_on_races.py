@@ -64,8 +64,10 @@ def test_a_run_with_all_default_hooks_has_no_race(options, tmp_path, watched):
 
 @needs_cuda
 def test_the_steps_before_a_recording_have_no_race(watched):
+    trainer = on_cuda(GraphTrainer)
     with watched():
-        on_cuda(GraphTrainer).train(0, 3)
+        trainer.train(0, 3)
+    assert trainer.status == "finished"
 
 
 @needs_cuda
