@@ -69,7 +69,7 @@ LATE_IMPORTS = {
 }
 
 PURE = {"compile", "copy", "frozenset", "getLogger", "int", "list", "local", "object", "split", "tuple", "type"}
-PURE |= {"_of_step", "attrgetter", "count", "field", "forwarded", "property", "staticmethod", "timedelta"}
+PURE |= {"_of_step", "attrgetter", "count", "field", "forwarded", "itemgetter", "property", "staticmethod", "timedelta"}
 
 
 class Sources:

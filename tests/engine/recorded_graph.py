@@ -23,7 +23,7 @@ class CpuRecorder:
         self.num_recorded = self.num_replays = 0
 
     @contextmanager
-    def beside(self):
+    def beside(self, inputs=()):
         yield
 
     def record(self, work):

@@ -328,6 +328,20 @@ def test_after_a_step_the_gradients_are_those_of_the_step():
     assert same(found[SimpleTrainer], found[RecordedTrainer])
 
 
+def test_gradients_that_a_hook_sets_to_none_are_there_again_after_the_next_step():
+    found = []
+
+    def keep(trainer):
+        found.append(trainer.model.last.bias.grad)
+        trainer.optimizer.zero_grad()
+
+    model = Net()
+    next(model.parameters()).requires_grad_(False)  # it has no gradient in any step
+    make(RecordedTrainer, model=model, hooks=lambda _: [AfterStep(keep)]).train(0, 10)
+    assert len(found) == 10
+    assert all(gradient is not None for gradient in found)
+
+
 # ---------------------------------------------------------------------- batches
 
 

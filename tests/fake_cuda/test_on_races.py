@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.cuda import _gpu_trace as gpu_trace
 from torch.cuda import _sanitizer as sanitizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cuda import needs_cuda
 from tests.engine.test_graph import Net, batches, fused_sgd
@@ -71,6 +72,52 @@ def test_the_steps_before_a_recording_have_no_race(watched):
 
 
 @needs_cuda
+def test_the_memory_of_a_batch_is_kept_from_the_next_one_until_the_stream_that_reads_it_has_read_it(monkeypatch):
+    kept, read = set(), set()
+
+    def note(tensor, stream):
+        kept.add((tensor.data_ptr(), stream.stream_id))
+
+    def copy(static, batch, copy=torch._foreach_copy_):
+        read.update((tensor.data_ptr(), torch.cuda.current_stream().stream_id) for tensor in batch)
+        copy(static, batch)
+
+    class Watched(GraphTrainer):
+        def call_model(self, batch):
+            read.update((tensor.data_ptr(), torch.cuda.current_stream().stream_id) for tensor in batch)
+            return super().call_model(batch)
+
+    monkeypatch.setattr(torch.Tensor, "record_stream", note)
+    monkeypatch.setattr(torch, "_foreach_copy_", copy)
+    trainer = on_cuda(Watched)
+    trainer.train(0, 6)  # three ordinary steps on a stream of their own, then the recording and copies into it
+    own = {tensor.data_ptr() for tensor in trainer._recording.inputs}
+    of_batches = {(tensor, stream) for tensor, stream in read if tensor not in own}
+    assert len({stream for _, stream in of_batches}) == 2
+    assert of_batches <= kept
+
+
+@needs_cuda
+def test_a_replayed_step_gives_the_device_nothing_but_copies_of_the_batch_and_of_the_scalars():
+    calls = []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            calls.append(func._schema.name.removeprefix("aten::"))
+            return func(*args, **(kwargs or {}))
+
+    class Counted(GraphTrainer):
+        def run_step(self):
+            if self.iter == 5:
+                self._recording.replays.update(dict.fromkeys(self._recording.replays, lambda: None))
+            with Count() if self.iter == 5 else contextlib.nullcontext():
+                super().run_step()
+
+    on_cuda(Counted, non_finite="ignore").train(0, 6)
+    assert calls == [*["_to_copy"] * 2, *["record_stream"] * 2, "_foreach_copy_", "empty", "copy_"]
+
+
+@needs_cuda
 def test_a_batch_that_is_used_before_its_copy_has_ended_is_found(watched, monkeypatch):
     monkeypatch.setattr(Prefetcher, "move", lambda self, data, device: _on_another_stream(data, device))
     with watched(), pytest.raises(sanitizer.CUDASanitizerErrors):
@@ -84,7 +131,7 @@ def _on_another_stream(data, device):
 
 @needs_cuda
 def test_a_warm_up_step_beside_the_stream_of_the_others_is_found(watched, monkeypatch):
-    monkeypatch.setattr(CudaRecorder, "beside", lambda self: torch.cuda.stream(self._stream))
+    monkeypatch.setattr(CudaRecorder, "beside", lambda self, inputs=(): torch.cuda.stream(self._stream))
     with watched(), pytest.raises(sanitizer.CUDASanitizerErrors):
         on_cuda(GraphTrainer).train(0, 3)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from trainkit.config import ConfigError
 from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.compile import require_cpp_compiler
+from trainkit.engine.metrics import StepRecord, pack
 from trainkit.engine.step import SimpleTrainer
 from trainkit.utils import comm
 from trainkit.utils.events import EventStorage
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 WARM_UP_ITERS = 3  # of each signature, as ordinary steps: optimizers make their state, libraries choose their kernels
 MAX_RECORDINGS = 8  # each holds the gradients and the memory of a backward pass
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
-_GRAD, _REQUIRES_GRAD, _TRAINING = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("training")
+_REQUIRES_GRAD, _TRAINING = attrgetter("requires_grad"), itemgetter("training")
 _MAX_SIGNATURES = 100  # that are counted at a time
 _WITHOUT = "or train without a graph (SOLVER.GRAPH.ENABLED False)"
 
@@ -37,8 +38,8 @@ _WITHOUT = "or train without a graph (SOLVER.GRAPH.ENABLED False)"
 class Recorder(Protocol):
     """Records what a device is given to do."""
 
-    def beside(self) -> AbstractContextManager[None]:
-        """Where steps run that may be recorded later."""
+    def beside(self, inputs: Sequence[Tensor] = ()) -> AbstractContextManager[None]:
+        """Where steps run that may be recorded later; ``inputs`` are read there."""
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """Record ``work`` without executing it; the result executes it, on the tensors that it has used."""
@@ -54,7 +55,9 @@ class CudaRecorder:
         self._newest: torch.cuda.CUDAGraph | None = None  # the pool goes with its last graph, and does not come back
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def beside(self, inputs: Sequence[Tensor] = ()) -> Iterator[None]:
+        for tensor in inputs:
+            tensor.record_stream(self._stream)  # the model may drop it before this stream has read it
         # autograd goes on with the stream that it knows, and the one that is recorded must not wait for another
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -83,16 +86,21 @@ class _Recording:
     Attributes:
         inputs: the tensors that it reads its batches from.
         replays: by the part that it starts with; one goes on to the part before the next one.
-        gradients: of the optimizer's parameters.
-        losses, extra, flag: what it computes, as they are before the update.
+        gradients: of the optimizer's parameters, with them.
+        losses, extra, flag, packed: what it computes, as they are before the update; ``packed`` has all of them.
     """
 
     inputs: list[Tensor]
     replays: dict[str, Callable[[], None]] = field(default_factory=dict)
-    gradients: list[Tensor | None] = field(init=False)
+    gradients: list[tuple[Tensor, Tensor | None]] = field(init=False)
     losses: Losses = field(init=False)
     extra: dict[str, Tensor] = field(init=False)
     flag: Tensor | None = field(init=False)
+    packed: Tensor = field(init=False)
+
+    def shows_gradients(self) -> bool:
+        """Whether nobody has set the parameters' gradients to None; looks at the first one."""
+        return all(parameter.grad is gradient for parameter, gradient in self.gradients[:1])
 
 
 class GraphTrainer(SimpleTrainer):
@@ -130,6 +138,7 @@ class GraphTrainer(SimpleTrainer):
         self._seen: dict[Hashable, int] = {}  # how often signatures have come that are not recorded yet
         self._objects: list[object] = []
         self._values: list[object] = []
+        self._shown: _Recording | None = None  # the one whose gradients the parameters have
         self._settings: list[itemgetter[Any]] = []  # of each parameter group: what a recording has in it for good
         self._in_step = False  # still, after one that has failed
         self._reads: HostReads | None = None  # in the last ordinary step before a recording
@@ -165,22 +174,20 @@ class GraphTrainer(SimpleTrainer):
 
     # ------------------------------------------------------------------ the parts of a step
 
-    def fetch(self) -> list[Any]:
-        with self._beside():  # the stream whose use of a batch keeps its memory from being given to the next one
-            return super().fetch()
-
     def compute_gradients(self, batches: Sequence[Any]) -> Losses:
-        self._recording = None if self._recorder is None else self._find_recording(batches)
-        if self._recording is None:
-            with self._beside(), self._reads or nullcontext():
+        inputs: list[Tensor] = []
+        self._recording = recording = None if self._recorder is None else self._find_recording(batches, inputs)
+        if recording is None:
+            self._shown = None
+            with self._beside(inputs), self._reads or nullcontext():
                 return super().compute_gradients(batches)
-        self._replay(self._recording, "gradients")
-        gradients = self._recording.gradients
-        # they are others if another recording, or an ordinary step, came between
-        if not all(map(is_, map(_GRAD, self._watched), gradients)):
-            for parameter, gradient in zip(self._watched, gradients, strict=True):
-                parameter.grad = gradient
-        return self._recording.losses
+        self._replay(recording, "gradients")
+        if self._shown is not recording or "judgement" in recording.replays or not recording.shows_gradients():
+            for parameter, gradient in recording.gradients:
+                if parameter.grad is not gradient:
+                    parameter.grad = gradient
+            self._shown = recording
+        return recording.losses
 
     def judge_gradients(self, losses: Losses) -> dict[str, Tensor]:
         if self._recording is None:
@@ -191,6 +198,10 @@ class GraphTrainer(SimpleTrainer):
         self._replay(self._recording, "judgement")
         self.finite.flag = self._recording.flag
         return {**self._recording.extra}
+
+    def record(self, losses: Losses, data_time: float) -> StepRecord:
+        packed = None if self._recording is None else self._recording.packed
+        return StepRecord(losses, data_time, self.iter, self.judge_gradients(losses), self.finite.flag, packed)
 
     def update(self) -> None:
         if self._recording is not None:
@@ -207,8 +218,8 @@ class GraphTrainer(SimpleTrainer):
             self._reads = None
         self._in_step = False
 
-    def _beside(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._recorder is None else self._recorder.beside()
+    def _beside(self, inputs: Sequence[Tensor] = ()) -> AbstractContextManager[None]:
+        return nullcontext() if self._recorder is None else self._recorder.beside(inputs)
 
     def _replay(self, recording: _Recording, part: str) -> None:
         if part in recording.replays:
@@ -217,7 +228,7 @@ class GraphTrainer(SimpleTrainer):
 
     def _take_gradients(self, recording: _Recording) -> None:
         """Take over gradients that a hook has replaced; those that it has changed in place need nothing."""
-        for parameter, gradient in zip(self._parameters(), recording.gradients, strict=True):
+        for parameter, gradient in recording.gradients:
             if parameter.grad is gradient:
                 continue
             if parameter.grad is None or gradient is None:
@@ -230,11 +241,13 @@ class GraphTrainer(SimpleTrainer):
 
     # ------------------------------------------------------------------ recordings
 
-    def _find_recording(self, batches: Sequence[Any]) -> _Recording | None:
-        """The recording for these batches, which are copied into it; None if this is to be an ordinary step."""
+    def _find_recording(self, batches: Sequence[Any], tensors: list[Tensor]) -> _Recording | None:
+        """The recording for these batches, which are copied into it; None if this is to be an ordinary step.
+
+        ``tensors`` gets those of the batches.
+        """
         self._compare_constants()
         self._in_step = True
-        tensors: list[Tensor] = []
         signature = _describe(batches, tensors)
         if any(tensor.device != self._device for tensor in tensors):
             signature = None  # the host may read it
@@ -290,6 +303,7 @@ class GraphTrainer(SimpleTrainer):
             extra = super(GraphTrainer, self).judge_gradients(recording.losses)
             recording.extra = {name: value.clone() for name, value in extra.items()}
             recording.flag = self.finite.flag
+            recording.packed = pack(recording.losses, recording.extra, recording.flag)
 
         stages: list[dict[str, Callable[[], None]]] = [{"gradients": gradients}]
         for is_cut, part in (
@@ -301,7 +315,8 @@ class GraphTrainer(SimpleTrainer):
             stages[-1].update(part)
         for stage in stages:
             recording.replays[next(iter(stage))] = self._record_stage([*stage.values()])
-        recording.gradients = [parameter.grad for parameter in self._parameters()]
+        gradients_of = [(parameter, parameter.grad) for parameter in self._parameters()]
+        recording.gradients = sorted(gradients_of, key=lambda pair: pair[1] is None)  # see shows_gradients
         logger.info("From iteration %d on, this step is replayed: recorded in %d pieces", self.iter, len(stages))
         return recording
 
@@ -355,7 +370,7 @@ class GraphTrainer(SimpleTrainer):
         state = getattr(self.optimizer, "state", None)  # another one when it is loaded
         keeps_flags = self.non_finite == "raise" and not self.finite.scaled
         flags = self.finite.flags if keeps_flags else None  # other ones after a failure
-        self._watched = parameters = self._parameters()
+        parameters = self._parameters()
         values: list[object] = [self.acts_after_backward(), self._may_raise_before_update()]
         values += map(_REQUIRES_GRAD, parameters)
         values += map(Tensor.data_ptr, parameters)
@@ -366,7 +381,7 @@ class GraphTrainer(SimpleTrainer):
     def _forget(self) -> None:
         """Drop all recordings, and take what there is now as it is."""
         self._recordings, self._seen, self._in_step = {}, {}, False
-        self._modules = [*self.model.modules()]
+        self._modules = [vars(module) for module in self.model.modules() if "training" in vars(module)]
         groups = self.optimizer.param_groups
         self._settings = [
             itemgetter(*(key for key, value in group.items() if _is_setting(key, value))) for group in groups
@@ -455,9 +470,11 @@ def _describe(data: Any, tensors: list[Tensor]) -> Hashable | None:
         earlier = next((i for i, tensor in enumerate(tensors) if tensor is data), None)
         tensors.append(data)
         return data.shape, data.stride(), data.dtype, data.device, earlier
-    if isinstance(data, Mapping | list | tuple):
-        items = [part for item in data.items() for part in item] if isinstance(data, Mapping) else data
-        parts = [_describe(item, tensors) for item in items]
+    if isinstance(data, dict | Mapping):
+        parts = [_describe(part, tensors) for part in (*data, *data.values())]
+        return None if None in parts else (type(data), *parts)
+    if isinstance(data, list | tuple):
+        parts = [_describe(part, tensors) for part in data]
         return None if None in parts else (type(data), *parts)
     # an object of another class may be the same one in each iteration, with other tensors in it
     return (type(data), data) if isinstance(data, _CONSTANTS) else None

@@ -43,6 +43,20 @@ def mean_losses(losses: Sequence[Losses]) -> Losses:
     return Losses.of(means, trained, [part.outputs for part in losses])
 
 
+def _scalars(losses: Losses, extra: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    if extra and (taken := sorted(losses.values.keys() & extra.keys())):
+        raise ValueError(f"the trainer stores {taken} itself; give the model's entry another name")
+    values = losses.values if len(losses.values) > 1 else {}  # a single loss is the total
+    return {"total_loss": losses.total, **values, **(extra or {})}
+
+
+@torch.no_grad()
+def pack(losses: Losses, extra: Mapping[str, Tensor] | None, flag: Tensor | None) -> Tensor:
+    """The scalars of one iteration, float64, on the device of the total loss: the losses, ``extra``, ``flag``."""
+    scalars = [*_scalars(losses, extra).values(), *([] if flag is None else [flag])]
+    return torch.stack([tensor.to(losses.total.device, torch.float64, non_blocking=True) for tensor in scalars])
+
+
 class StepRecord:
     """The scalars of one iteration on their way to the host; from a device that runs ahead as one small tensor."""
 
@@ -53,33 +67,28 @@ class StepRecord:
         iter: int,
         extra: Mapping[str, Tensor] | None = None,
         flag: Tensor | None = None,
+        packed: Tensor | None = None,
     ) -> None:
         """
         Args:
             data_time: in seconds.
             extra: name -> what else is stored, shape ``[]``, detached; no loss, so it may be anything.
             flag: shape ``[]``, not 0 if the update is not finite.
+            packed: all of them as `pack` gives them, if they are packed already.
 
         Raises:
             ValueError: the model calls a loss by a name of ``extra``.
         """
         self.data_time, self.iter = data_time, iter
-        tensors = {"total_loss": losses.total}
-        if len(losses.values) > 1:  # a single loss is the total
-            tensors |= losses.values
-        if extra:
-            if taken := sorted(losses.values.keys() & extra.keys()):
-                raise ValueError(f"the trainer stores {taken} itself; give the model's entry another name")
-            tensors |= extra
+        tensors = _scalars(losses, extra)
         self._arrived: Any = None  # the event
         device = losses.total.device  # an entry that is only logged may lie elsewhere
         if not runs_ahead(device):
             self._flagged = flag is not None and flag.item() != 0
             self._values = {name: tensor.item() for name, tensor in tensors.items()}
             return
-        scalars = [*tensors.values(), *([] if flag is None else [flag])]
-        with torch.no_grad():
-            packed = torch.stack([tensor.to(device, torch.float64, non_blocking=True) for tensor in scalars])
+        if packed is None:
+            packed = pack(losses, extra, flag)
         self._names = list(tensors)
         self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True).copy_(packed, non_blocking=True)
         self._arrived = new_event(device)

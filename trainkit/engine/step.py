@@ -44,8 +44,8 @@ def _of_step(name: str, path: str, doc: str) -> Any:
 class SimpleTrainer(TrainerBase):
     """One model, one loss (or a sum of losses), one optimizer, one data source.
 
-    If you need more (two optimizers, a GAN), subclass `TrainerBase` and define ``run_step``. ``batch``, ``losses`` and
-    ``outputs`` can be read in ``after_backward``, and in ``after_step`` above the save point.
+    For two optimizers or a GAN, subclass `TrainerBase` and define ``run_step``. Hooks can read ``batch``, ``losses``
+    and ``outputs`` in ``after_backward``, and in ``after_step`` above the save point.
 
     Attributes:
         feed: draws the batches.
@@ -92,14 +92,14 @@ class SimpleTrainer(TrainerBase):
             data_loader: an iterable; when it ends, it is iterated again.
             gather_metric_period: average the metrics over ranks, and store them, every so many iterations.
             zero_grad_before_forward: zero the gradients before the forward pass, not after it; it takes less memory.
-            async_write_metrics: read the losses from CUDA, and exchange them with the other ranks, in a worker thread.
+            async_write_metrics: a worker thread reads the losses from the device and exchanges them with other ranks.
                 An error there ends the run one log period later at most. On a CPU there is nothing to wait for.
             accumulation_steps: micro-batches per iteration; if the loss is a mean, they equal one larger batch.
             clip_gradients: called with the optimizer's parameters after ``after_backward``, as a `GradientClipper`; an
                 optimizer with the same rule does not clip again. What it returns, shape ``[]``, becomes ``grad_norm``.
-            non_finite: what to do if the total loss, or a gradient after ``after_backward``, is not finite. "raise"
-                ends the run. "skip" leaves the update out on all ranks, with what the forward pass has done to the
-                model's buffers; ``skipped_updates`` in the storage is their number so far. "ignore" looks at nothing.
+            non_finite: if the total loss, or a gradient after ``after_backward``, is not finite: "raise" ends the run;
+                "skip" leaves out the update on all ranks and the step's changes of buffers, and counts in the storage
+                as ``skipped_updates``; "ignore" looks at nothing.
             max_non_finite_in_row: so many skipped updates in a row end the run, also those that a gradient scaler
                 skips under "raise". At 25, a scale of 2**16 is down to 2**-9.
             exchange_period: with several ranks, exchange metrics once per so many iterations. Until then they are in
@@ -140,10 +140,8 @@ class SimpleTrainer(TrainerBase):
             data_time = time.perf_counter() - start
             self._losses = losses = self.compute_gradients(batches)
             self.after_backward()
-            # before the update: what is not finite must not reach the weights
-            record = StepRecord(losses, data_time, self.iter, self.judge_gradients(losses), self.finite.flag)
-            self.metrics.add(record, is_last=self.iter + 1 == self.max_iter)
-            self.update()
+            self.metrics.add(self.record(losses, data_time), is_last=self.iter + 1 == self.max_iter)
+            self.update()  # after the record: values that are not finite must not reach the weights
         except RuntimeError as error:
             self.feed.explain(error)
             raise
@@ -163,8 +161,7 @@ class SimpleTrainer(TrainerBase):
         self, loss_dict: Mapping[str, Tensor | float], data_time: float, prefix: str = "", iter: int | None = None
     ) -> None:
         """`write_metrics` in the iterations that are gathered; for a ``run_step`` written for detectron2."""
-        iter = self.iter if iter is None else iter
-        if (iter + 1) % self.gather_metric_period == 0:
+        if ((iter := self.iter if iter is None else iter) + 1) % self.gather_metric_period == 0:
             self.write_metrics(loss_dict, data_time, iter, prefix)
 
     # ------------------------------------------------------------------ parts of a step, for variants to override
@@ -217,6 +214,9 @@ class SimpleTrainer(TrainerBase):
 
     def prepare_gradients(self) -> None:
         """Make the gradients true ones before anybody looks at them."""
+
+    def record(self, losses: Losses, data_time: float) -> StepRecord:
+        return StepRecord(losses, data_time, self.iter, self.judge_gradients(losses), self.finite.flag)
 
     def judge_gradients(self, losses: Losses) -> dict[str, Tensor]:
         """Flag what is not finite, and clip the gradients; returns what is worth storing of that, on the device."""
