@@ -68,6 +68,7 @@ def test_the_defaults_of_the_arguments():
         "resume": False,
         "eval_only": False,
         "fast_dev_run": False,
+        "quiet": False,
         "num_gpus": 1,
         "num_machines": 1,
         "machine_rank": 0,

@@ -181,7 +181,7 @@ LOGS = [
     Setting(
         "console",
         ["LOG.WRITERS", ["console"]],
-        all_of(logs("iter: 11  total_loss: "), has_no_files("metrics.json")),
+        all_of(logs("after 12 of 12 iterations  total_loss: "), has_no_files("metrics.json")),
     ),
     Setting(
         "TensorBoard",

@@ -315,7 +315,7 @@ def test_an_eta_that_was_put_in_this_iteration_is_shown(lines):
         storage.put_scalar("time", 0.5)
         storage.put_scalar("eta_seconds", 7.0, smoothing_hint=False)
         printer.write()
-    assert lines() == [" eta: 0:00:07  iter: 3  time: 0.5000  last_time: 0.5000 "]
+    assert lines() == [" eta: 0:00:07  after 4 of 4000 iterations  time: 0.5000 "]
 
 
 def test_console_line_has_eta_iteration_scalars_times_and_learning_rate(lines):
@@ -332,8 +332,8 @@ def test_console_line_has_eta_iteration_scalars_times_and_learning_rate(lines):
         printer.write()
 
     assert lines() == [
-        " eta: 0:33:18  iter: 3  total_loss: 2.5  [metric]scale: 6.554e+04  "
-        "time: 0.5000  last_time: 0.5000  data_time: 0.5000  last_data_time: 0.7500  lr: 0.0012346 "
+        " eta: 0:33:18  after 4 of 4000 iterations  total_loss: 2.5  [metric]scale: 6.554e+04  "
+        "time: 0.5000  data_time: 0.5000  lr: 0.0012346 "
     ]
 
 
@@ -343,7 +343,7 @@ def test_console_line_shows_scalars_whose_name_has_no_loss_in_it(lines):
         storage.put_scalars(accuracy=0.5, perplexity=20.25, loss_mask=1.0)
         printer.write()
 
-    assert lines() == ["iter: 0  accuracy: 0.5  perplexity: 20.25  loss_mask: 1 "]
+    assert lines() == ["after 1 iteration  accuracy: 0.5  perplexity: 20.25  loss_mask: 1 "]
 
 
 def test_console_line_is_the_same_for_scalars_with_an_epoch(lines):
@@ -363,7 +363,7 @@ def test_console_line_has_the_peak_memory_of_cuda(lines, monkeypatch):
     with EventStorage():
         CommonMetricPrinter().write()
 
-    assert lines() == ["iter: 0  max_mem: 3M"]
+    assert lines() == ["after 1 iteration  max_mem: 3M"]
 
 
 def test_console_is_silent_when_nothing_is_left_to_train(lines):
@@ -374,7 +374,7 @@ def test_console_is_silent_when_nothing_is_left_to_train(lines):
         storage.iter = 10
         printer.write()
 
-    assert lines() == [" eta: 0:00:00  iter: 9  time: 1.0000  last_time: 1.0000 "]
+    assert lines() == [" eta: 0:00:00  after 10 of 10 iterations  time: 1.0000 "]
 
 
 def test_console_eta_comes_from_the_median_time_and_ignores_a_slow_iteration(lines):
@@ -384,7 +384,7 @@ def test_console_eta_comes_from_the_median_time_and_ignores_a_slow_iteration(lin
             storage.put_scalar("time", 600.0 if storage.iter == 9 else 2.0)
         printer.write()
 
-    assert lines()[0].startswith(" eta: 0:03:00  iter: 9 ")  # 90 iterations of 2 s
+    assert lines()[0].startswith(" eta: 0:03:00  after 10 of 100 iterations ")  # 90 iterations of 2 s
 
 
 def test_console_eta_comes_from_the_clock_where_nobody_times_the_iterations(lines, clock):
@@ -395,7 +395,11 @@ def test_console_eta_comes_from_the_clock_where_nobody_times_the_iterations(line
         printer.write()
         printer.write()  # no iteration between: no division by zero, and no estimate
 
-    assert lines() == ["iter: 19 ", " eta: 0:02:00  iter: 39 ", "iter: 39 "]
+    assert lines() == [
+        "after 20 of 100 iterations ",
+        " eta: 0:02:00  after 40 of 100 iterations ",
+        "after 40 of 100 iterations ",
+    ]
 
 
 def test_console_eta_does_not_count_the_time_between_two_runs(lines, clock):
@@ -409,7 +413,11 @@ def test_console_eta_does_not_count_the_time_between_two_runs(lines, clock):
         storage.iter, clock.now = 29, clock.now + 10
         printer.write()
 
-    assert lines() == ["iter: 9 ", "iter: 19 ", " eta: 0:01:10  iter: 29 "]
+    assert lines() == [
+        "after 10 of 100 iterations ",
+        "after 20 of 100 iterations ",
+        " eta: 0:01:10  after 30 of 100 iterations ",
+    ]
 
 
 def test_console_without_a_length_has_no_eta(lines, clock):
@@ -418,7 +426,7 @@ def test_console_without_a_length_has_no_eta(lines, clock):
         storage.put_scalar("time", 1.0)
         printer.write()
 
-    assert lines() == ["iter: 0  time: 1.0000  last_time: 1.0000 "]
+    assert lines() == ["after 1 iteration  time: 1.0000 "]
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,12 @@ def test_the_log_line_is_in_the_file_but_not_above_the_bar(tmp_path):
         logging.getLogger("trainkit").info("a line of its own")
         writer.close()
         close_logger()
-    assert (tmp_path / "log.txt").read_text().splitlines()[0].endswith(": [Epoch 1/4]  iter: 0  total_loss: 0.25 ")
+    assert (
+        (tmp_path / "log.txt")
+        .read_text()
+        .splitlines()[0]
+        .endswith(": [Epoch 1/4]  after 1 of 10 iterations  total_loss: 0.25 ")
+    )
     above, bar, _ = terminal.lines()
     assert above.endswith("a line of its own")
     assert bar.startswith("[Epoch 1/4]  10%|")

@@ -45,6 +45,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "EARLY_STOPPING.MODE": ("auto", "max", "min"),
     "FLOAT32_PRECISION": ("", "highest", "high", "medium"),
     "LOG.EVAL_AXIS": ("iter", "epoch"),
+    "LOG.LEVEL": ("DEBUG", "INFO", "WARNING", "ERROR"),
     "MODEL.COMPILE.DYNAMIC": (False, True, None),
     "MODEL.COMPILE.MODE": ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     "MODEL.DDP.COMPRESSION": ("", "fp16", "bf16"),

@@ -173,6 +173,7 @@ _C.LOG.WINDOW = 20  # iterations that are smoothed by their median
 _C.LOG.GATHER_PERIOD = 1  # store the losses every so many iterations; 1: several ranks exchange them per PERIOD
 _C.LOG.ASYNC = None  # on an accelerator, store metrics in a worker thread; None: yes
 _C.LOG.WRITERS = ["console", "json", "tensorboard"]  # those that show the scalars
+_C.LOG.LEVEL = "INFO"  # the terminal shows lines from this level on: DEBUG, INFO, WARNING or ERROR; log.txt has all
 _C.LOG.PROGRESS = True  # bars instead of lines where the output is a terminal or a notebook
 _C.LOG.EVAL_AXIS = "iter"  # or "epoch": over what writers show the results of evaluations
 

@@ -65,11 +65,13 @@ from trainkit.evaluation import (
     print_csv_format,
     verify_results,
 )
+from trainkit.evaluation.observer import for_details
 from trainkit.modeling import build_model, device_of_config
 from trainkit.solver import GradientClipper, build_gradient_clipper, build_lr_scheduler, build_optimizer
 from trainkit.utils import comm
 from trainkit.utils.device import device_of, runs_ahead
 from trainkit.utils.events import EventWriter
+from trainkit.utils.logger import NOT_ON_TERMINAL
 from trainkit.utils.model import is_part_of
 from trainkit.utils.run_folder import own_folder, renew_folders
 
@@ -471,7 +473,7 @@ class DefaultTrainer(TrainerBase):
     def build_model(cls, cfg: CfgNode) -> nn.Module:
         """MODEL.NAME of the registry, on MODEL.DEVICE."""
         model = build_model(cfg)
-        logger.info("Model:\n%s", model)
+        logger.info("Model:\n%s", model, extra=NOT_ON_TERMINAL)
         return model
 
     @classmethod
@@ -543,7 +545,7 @@ class DefaultTrainer(TrainerBase):
                 loader = itertools.islice(loader, cfg.TEST.MAX_BATCHES)
             results[name] = inference_on_dataset(model, loader, evaluator, name=name)
             if comm.is_main_process():
-                logger.info("Results on %s:", name)
+                logger.info("Results on %s:", name, extra=for_details())
                 print_csv_format(results[name])
         return next(iter(results.values())) if len(results) == 1 else results
 

@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import logging
+import textwrap
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
@@ -15,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 Anchor: TypeAlias = type[HookBase] | HookBase | str
 
+_LINE_LENGTH = 80
 _SAVE_POINT_LINE = "  -- save point --  checkpoints are written; batch and losses are let go"
 
 
@@ -144,7 +146,8 @@ class HookList:
         lines = []
         for point, hooks in self._at.items():
             stages = [hooks, self._below] if point == "after_step" else [hooks]
-            found = [f"  {point:<{width}}  {', '.join(names[id(hook)] for hook in stage)}" for stage in stages if stage]
+            named = [", ".join(names[id(hook)] for hook in stage) for stage in stages if stage]
+            found = [_fill(f"  {point:<{width}}  {text}", width + 4) for text in named]
             if point == "after_step":
                 found.insert(bool(hooks), _SAVE_POINT_LINE)
             lines += found
@@ -238,3 +241,8 @@ def sort_key(priority: int | str, first: int = 0, last: int = 100) -> int:
             f"got {priority!r}"
         )
     return priority
+
+
+def _fill(line: str, indent: int) -> str:
+    """In lines that fit into a terminal."""
+    return textwrap.fill(line, _LINE_LENGTH, subsequent_indent=" " * indent, break_long_words=False)

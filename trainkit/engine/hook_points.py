@@ -14,6 +14,7 @@ class HookPoints(InferenceObserver):
     """The hooks of a trainer, and a method for each point that calls them; a trainer class may override the methods."""
 
     iter: int
+    status: str
 
     def __init__(self) -> None:
         self._hook_list = HookList()
@@ -120,6 +121,9 @@ class HookPoints(InferenceObserver):
 
     def after_epoch(self) -> None:
         self._hook_list.call("after_epoch")
+
+    def is_training(self) -> bool:
+        return self.status == "running"
 
     def before_eval(self, phase: Phase, name: str) -> None:
         """This and the next three: called by ``inference_on_dataset`` under `observe_inference`."""

@@ -41,7 +41,7 @@ from trainkit.utils.events import (
     TensorboardXWriter,
     WandbWriter,
 )
-from trainkit.utils.logger import setup_logger
+from trainkit.utils.logger import NOT_ON_TERMINAL, setup_logger
 from trainkit.utils.progress import are_bars_shown, show_bars
 from trainkit.utils.run_folder import own_folder, release_folder
 
@@ -89,6 +89,7 @@ Examples:
     parser.add_argument(
         "--fast-dev-run", action="store_true", help="a few iterations, an evaluation, a save and a load, to find errors"
     )
+    parser.add_argument("--quiet", action="store_true", help="show only warnings and errors; log.txt has all lines")
     parser.add_argument(
         "--num-gpus",
         type=int,
@@ -197,8 +198,10 @@ def default_setup(cfg: Any, args: Any) -> None:
 
     note_command(cfg, args)
     show_bars(cfg.LOG.PROGRESS and comm.is_main_process())
-    setup_logger(output_dir, distributed_rank=comm.get_rank())
-    logger.info("Rank %d of %d\n%s", comm.get_rank(), comm.get_world_size(), collect_env_info())
+    level = "WARNING" if getattr(args, "quiet", False) else cfg.LOG.LEVEL
+    setup_logger(output_dir, distributed_rank=comm.get_rank(), stdout_level=level)
+    logger.info("Rank %d of %d", comm.get_rank(), comm.get_world_size())
+    logger.info("Environment:\n%s", collect_env_info(), extra=NOT_ON_TERMINAL)
     logger.info("Command: %s", " ".join(sys.argv))
     if comm.is_main_process() and (text := describe_load()):
         logger.warning("%s", text)

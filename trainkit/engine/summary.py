@@ -16,6 +16,7 @@ from trainkit.config import CfgNode
 from trainkit.engine.command import command_of
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.loop import TrainerBase
+from trainkit.utils.periods import say_done
 from trainkit.utils.progress import is_notebook
 from trainkit.utils.run_folder import LOCK_FILE
 
@@ -28,7 +29,7 @@ _PERIODIC = re.compile(r"model_\d+\..+")  # checkpoints, of which there may be h
 
 def summarize(trainer: TrainerBase, hooks: Iterable[HookBase], checkpointer: Any, cfg: CfgNode) -> str:
     """Some lines: how far it came, what hooks have to say (their ``summary()``), what there is now, how it goes on."""
-    lines = [f"The run {ENDS[trainer.status]} after {trainer.iter} of {trainer.max_iter} iterations"]
+    lines = [f"The run {ENDS[trainer.status]} {say_done(trainer.iter, trainer.max_iter)}"]
     lines += filter(None, map(_summary_of, hooks))
     files = sorted(path.name + "/" * path.is_dir() for path in Path(cfg.OUTPUT_DIR).glob("*") if path.name != LOCK_FILE)
     lines.append(f"files in {cfg.OUTPUT_DIR}: {', '.join(_shortened(files))}")

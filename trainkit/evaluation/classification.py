@@ -8,6 +8,7 @@ from trainkit.config.config import CfgNode
 from trainkit.config.configurable import configurable
 from trainkit.data.catalog import MetadataCatalog
 from trainkit.evaluation.labelled import LabelledEvaluator
+from trainkit.evaluation.observer import for_details
 from trainkit.utils import comm
 from trainkit.utils.tables import format_table
 
@@ -65,7 +66,7 @@ class ClassificationEvaluator(LabelledEvaluator):
         ]
         headers, align = ["class", "samples", "accuracy"], ["left", "right", "right"]
         table = format_table(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True)
-        logger.info("Accuracy of each class in percent (%s):\n%s", self._task, table)
+        logger.info("Accuracy of each class in percent (%s):\n%s", self._task, table, extra=for_details())
         metrics = {f"top{k}": 100.0 * int(hits_at[:k].sum()) / sum(num_samples) for k in self._topk}
         present = [accuracy for samples, accuracy in zip(num_samples, per_class, strict=True) if samples]
         metrics["mean_class_accuracy"] = sum(present) / len(present)

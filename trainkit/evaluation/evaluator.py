@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainkit.evaluation.observer import EvaluationAbandoned, current_observer
+from trainkit.evaluation.observer import EvaluationAbandoned, current_observer, for_details
 from trainkit.utils import comm
 from trainkit.utils.device import device_of, move_to_device
 from trainkit.utils.logger import NOT_ON_TERMINAL
@@ -260,7 +260,7 @@ def _with_progress(data_loader: Iterable[Any], device: torch.device | None, name
     except TypeError:
         total = None
     length = "an unknown number of batches" if total is None else f"{total} batch{'es' * (total != 1)}"
-    logger.info("Start inference on %s%s", length, f" of {name}" if name else "")
+    logger.info("Start inference on %s%s", length, f" of {name}" if name else "", extra=for_details())
     num_done, data_sec = 0, 0.0
     with closing(Bar(total, f"Evaluating {name}".rstrip(), stays=False)) as bar:
         start = last_line = before_fetch = time.perf_counter()
@@ -297,4 +297,5 @@ def _with_progress(data_loader: Iterable[Any], device: torch.device | None, name
         total_sec / num_done,
         data_sec / num_done,
         num_done,
+        extra=for_details(),
     )

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
+from trainkit.utils.logger import NOT_ON_TERMINAL
 from trainkit.utils.waiting import Abandoned
 
 Phase: TypeAlias = Literal["val", "test"]  # the periodic evaluation, and that of the test data
@@ -18,6 +19,10 @@ class InferenceObserver:
 
     def is_stopping(self) -> bool:
         """Whether an evaluation under way is to be abandoned; it asks before each batch, and ranks may differ."""
+        return False
+
+    def is_training(self) -> bool:
+        """Whether training goes on after the evaluation; its details then go to the files of the log only."""
         return False
 
     def before_eval(self, phase: Phase, name: str) -> None:
@@ -52,3 +57,8 @@ def observe_inference(observer: InferenceObserver, phase: Phase) -> Iterator[Non
 def current_observer() -> tuple[InferenceObserver, Phase]:
     """The innermost observer and its phase; one that does nothing if there is none."""
     return _stack[-1]
+
+
+def for_details() -> dict[str, bool] | None:
+    """The ``extra`` of a log line with the details of an evaluation."""
+    return NOT_ON_TERMINAL if current_observer()[0].is_training() else None

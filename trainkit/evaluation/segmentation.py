@@ -9,6 +9,7 @@ from trainkit.config.config import CfgNode
 from trainkit.config.configurable import configurable
 from trainkit.data.catalog import MetadataCatalog
 from trainkit.evaluation.labelled import LabelledEvaluator
+from trainkit.evaluation.observer import for_details
 from trainkit.utils import comm
 from trainkit.utils.tables import format_table
 
@@ -78,7 +79,7 @@ class SemSegEvaluator(LabelledEvaluator):
         rows = list(zip(names, labelled.long().tolist(), *columns, strict=True))
         headers, align = ["class", "pixels", "IoU", "accuracy"], ["left", "right", "right", "right"]
         table = format_table(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True)
-        logger.info("Each class in percent (%s):\n%s", self._task, table)
+        logger.info("Each class in percent (%s):\n%s", self._task, table, extra=for_details())
         metrics = {
             "mIoU": iou.nanmean().item(),
             "aAcc": (100.0 * right.sum() / labelled.sum()).item(),

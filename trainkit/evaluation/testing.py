@@ -8,6 +8,7 @@ from typing import Any
 
 from trainkit.config.checks import check_expected_results
 from trainkit.config.config import CfgNode
+from trainkit.evaluation.observer import for_details
 from trainkit.utils.tables import format_table
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ def print_csv_format(results: Mapping[str, Any], *, outermost: str = "") -> None
     headers = [*[outermost] * first, *["dataset"] * with_dataset, "task", "metric", "value"]
     align = ["left"] * (len(headers) - 1) + ["right"]
     table = format_table(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True) if rows else "none"
-    logger.info("Evaluation results:\n%s", table)
+    logger.info("Evaluation results:\n%s", table, extra=for_details())
 
 
 def verify_results(cfg: CfgNode, results: Mapping[str, Any]) -> bool:

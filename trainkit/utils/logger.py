@@ -20,7 +20,7 @@ _MAX_PENDING = 1000  # lines that a full disk can hold up before the oldest ones
 _GREEN, _YELLOW, _RED, _RESET = "\x1b[32m", "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
 
-NOT_ON_TERMINAL = {"not_on_terminal": True}  # the ``extra`` of a line that a progress bar shows in its way
+NOT_ON_TERMINAL = {"not_on_terminal": True}  # the ``extra`` of a line for the files of the log only
 
 # logger -> what `setup_logger` has added to it, and the level and propagation that it had before
 _setups: dict[str, tuple[list[logging.Handler], int, bool]] = {}
@@ -37,8 +37,9 @@ def setup_logger(
     abbrev_name: str | None = None,
     enable_propagation: bool = False,
     configure_stdout: bool = True,
+    stdout_level: int | str = logging.DEBUG,
 ) -> logging.Logger:
-    """Write a logger's lines, from DEBUG on, to stdout (rank 0) and to a file (every rank).
+    """Write a logger's lines, from DEBUG on, to stdout (rank 0, from ``stdout_level`` on) and to a file (every rank).
 
     A further call replaces what an earlier one with the same ``name`` did; ``close_logger`` takes it back.
 
@@ -58,7 +59,7 @@ def setup_logger(
     if output is not None:
         handlers.append(_open_log_file(os.fspath(output), distributed_rank))
     if configure_stdout and distributed_rank == 0:
-        handlers.append(_StdoutHandler())
+        handlers.append(_StdoutHandler(stdout_level))
     short = name if abbrev_name is None else abbrev_name
     for handler in handlers:
         handler.setFormatter(_Formatter(name, short, color and isinstance(handler, _StdoutHandler)))

@@ -47,3 +47,9 @@ def is_nth(done: int, period: int | Fraction, offset: int | Fraction = 0) -> boo
         return (done - offset) % period == 0 and done >= offset
     n = periods_done(done, period, offset)
     return n >= (offset == 0) and n > periods_done(done - 1, period, offset)
+
+
+def say_done(done: int, max_iter: int | None = None) -> str:
+    """``after 10 of 20 iterations``: how people are told where a run stands."""
+    of_all = "" if max_iter is None else f" of {max_iter}"
+    return f"after {done}{of_all} iteration{'s' * ((max_iter or done) != 1)}"

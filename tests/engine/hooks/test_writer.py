@@ -426,10 +426,10 @@ def test_writers_know_the_end_of_each_run(caplog):
     trainer.train(0, 2)
     caplog.set_level("INFO")
     trainer.train(2, 4)
-    lines = [message for message in caplog.messages if "iter: " in message]
-    assert [re.search(r"\[Epoch .+?\]  iter: \d", line)[0] for line in lines] == [
-        "[Epoch 2/2]  iter: 2",
-        "[Epoch 2/2]  iter: 3",
+    lines = [message for message in caplog.messages if "iterations" in message]
+    assert [re.search(r"\[Epoch .+?\]  after \d of \d", line)[0] for line in lines] == [
+        "[Epoch 2/2]  after 3 of 4",
+        "[Epoch 2/2]  after 4 of 4",
     ]
 
 

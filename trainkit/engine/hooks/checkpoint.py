@@ -18,6 +18,7 @@ from trainkit.engine.hooks.ema import averaging_hook
 from trainkit.engine.hooks.monitor import MetricHook, Mode
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.periods import is_last
+from trainkit.utils.periods import say_done
 
 logger = logging.getLogger(__name__)
 
@@ -236,9 +237,10 @@ class BestCheckpointer(MetricHook, _Saves):
 
     def summary(self) -> str:
         """The best value and where it was; "" before there is one."""
-        if self.best is None:
+        if self.best is None or self.best_iter is None:
             return ""
-        return f"best {self.monitored_metric} {self.best:.5g} in iteration {self.best_iter}: {self.file_prefix}.pth"
+        done = min(self.best_iter + 1, self.trainer.max_iter)  # the final evaluation counts one more
+        return f"best {self.monitored_metric} {self.best:.5g} {say_done(done)}: {self.file_prefix}.pth"
 
     def state_dict(self) -> dict[str, Any]:
         self._settle()

@@ -11,9 +11,11 @@ from trainkit.engine.periods import check_period, is_due, is_last
 from trainkit.evaluation.observer import Phase, observe_inference
 from trainkit.evaluation.testing import flatten_results_dict
 from trainkit.utils import comm
-from trainkit.utils.periods import periods_done
+from trainkit.utils.periods import periods_done, say_done
 
 logger = logging.getLogger(__name__)
+
+_MOST_SHOWN = 6  # results in the line of an evaluation during training; all of them are in the files
 
 
 @HOOK_REGISTRY.register()
@@ -97,6 +99,7 @@ class EvalHook(HookBase):
             raise TypeError(f"the evaluation function must return a dict of results or None, got {results!r}")
         done = self.trainer.last_done_iter + 1
         epoch = periods_done(done, self.trainer.iters_per_epoch) if self._by_epoch else None
+        numbers: dict[str, float] = {}
         for name, value in flatten_results_dict(results or {}).items():
             try:
                 number = float(value)
@@ -105,6 +108,11 @@ class EvalHook(HookBase):
                     f"the evaluation result {name!r} is {value!r}; results are nested dicts whose leaves are numbers"
                 ) from error
             self.trainer.storage.put_scalar(name, number, smoothing_hint=False, epoch=epoch)
+            numbers[name] = number
+        if numbers and self.trainer.is_training():
+            shown = [f"{name} {number:.4g}" for name, number in [*numbers.items()][:_MOST_SHOWN]]
+            shown += ["..."] * (len(numbers) > _MOST_SHOWN)
+            logger.info("Evaluated %s: %s", say_done(done, self.trainer.max_iter), ", ".join(shown))
 
     def state_dict(self) -> dict[str, Any]:
         """``evaluated_iters``: how many iterations the model had when it was evaluated last."""

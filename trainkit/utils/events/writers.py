@@ -13,7 +13,7 @@ import torch
 
 from trainkit.utils.device import accelerator_runs_ahead
 from trainkit.utils.events.storage import EventStorage, get_event_storage
-from trainkit.utils.periods import periods_done
+from trainkit.utils.periods import periods_done, say_done
 from trainkit.utils.stateful import refuse_state
 
 logger = logging.getLogger(__name__)
@@ -202,14 +202,13 @@ class CommonMetricPrinter(EventWriter):
             fields.append(f" eta: {datetime.timedelta(seconds=int(eta_sec))} ")
         if self._iters_per_epoch is not None:
             fields.append(f"{name_epoch(storage.iter, self._iters_per_epoch, self._max_iter)} ")
-        fields.append(f"iter: {storage.iter} ")
+        fields.append(f"{say_done(storage.iter + 1, self._max_iter)} ")
         fields += [
             f"{name}: {value:.4g} " for name, (value, _) in latest.items() if hints[name] and name not in self._PLACED
         ]
         for name in ("time", "data_time"):
             if name in latest:
                 fields.append(f"{name}: {latest[name][0]:.4f} ")
-                fields.append(f"last_{name}: {storage.history(name).latest():.4f} ")
         if "lr" in latest:
             fields.append(f"lr: {latest['lr'][0]:.5g} ")
         if accelerator_runs_ahead() and (max_memory := torch.accelerator.memory.max_memory_allocated()):

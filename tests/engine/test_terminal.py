@@ -1,0 +1,62 @@
+"""What a run shows in the terminal, and what only the files of its log have."""
+
+import pytest
+
+from tests.engine.job import tiny_cfg
+from trainkit.engine import DefaultTrainer, default_argument_parser, default_setup
+from trainkit.utils.logger import close_logger
+
+
+@pytest.fixture
+def shown(tmp_path, capsys):
+    """Train with these options of the command and settings; (the terminal, ``log.txt``)."""
+
+    def train(*command):
+        args = default_argument_parser().parse_args([*command])
+        cfg = tiny_cfg(tmp_path / "run", "LOG.WRITERS", ["console"], *args.opts)
+        default_setup(cfg, args)
+        trainer = DefaultTrainer(cfg)
+        trainer.resume_or_load(resume=False)
+        trainer.train()
+        close_logger()
+        return capsys.readouterr().out, (tmp_path / "run" / "log.txt").read_text()
+
+    return train
+
+
+def test_an_evaluation_during_training_is_one_line_and_the_final_one_a_table(shown):
+    terminal, log = shown()
+
+    lines = [
+        line for line in terminal.splitlines() if "Evaluated after 5 of 10 iterations: classification/top1 " in line
+    ]
+    assert len(lines) == 1
+    assert terminal.count("Accuracy of each class") == terminal.count("Evaluation results") == 1
+    assert log.count("Accuracy of each class") == log.count("Evaluation results") == 2
+    assert terminal.index("Accuracy of each class") > terminal.index("after 10 of 10 iterations")
+
+
+def test_the_environment_and_the_model_are_in_the_log_only(shown):
+    terminal, log = shown()
+
+    for text in ("CPU count", "TinyClassifier(\n"):
+        assert text not in terminal
+        assert text in log
+
+
+@pytest.mark.parametrize("command", [["--quiet"], ["LOG.LEVEL", "WARNING"]], ids=" ".join)
+def test_a_quiet_run_shows_nothing_but_warnings_and_errors(command, shown):
+    terminal, log = shown(*command)
+
+    assert terminal == ""
+    assert "after 10 of 10 iterations" in log
+
+
+def test_the_list_of_hooks_fits_into_80_columns(shown):
+    terminal, _ = shown(
+        "HOOKS", "[{NAME: EMAHook}, {NAME: RuntimeInfo}, {NAME: Throughput}, {NAME: GarbageCollection}]"
+    )
+
+    hooks = terminal[terminal.index("Hooks in order:") : terminal.index("Training from iteration")].splitlines()[1:-1]
+    assert len(hooks) > 10
+    assert max(map(len, hooks)) <= 80
