@@ -37,7 +37,7 @@ LAYERS = [
     ["trainkit.engine.graph"],
     ["trainkit.engine.fsdp"],
     ["trainkit.engine.summary"],
-    ["trainkit.engine.predictor", "trainkit.engine.launch"],
+    ["trainkit.engine.predictor", "trainkit.engine.launch", "trainkit.engine.capsule"],
     ["trainkit.engine.setup"],
     ["trainkit.engine.evaluation_run"],
     ["trainkit.engine.defaults"],

@@ -28,9 +28,13 @@ def command_of(cfg: CfgNode) -> Command:
 
 
 class Replay(Protocol):
-    """Takes the place of a run that a script sets up; see `trainkit.replay`. ``origin`` is that of the run."""
+    """Takes the place of a run that a script sets up; see `trainkit.replay`. ``origin`` is that of the run.
+
+    ``seed`` is the one that the run has drawn, if it is done again from its beginning.
+    """
 
     origin: dict[str, Any]
+    seed: int | None
 
     def set_up(self, cfg: Any) -> None:
         """Change the config before anything is made from it or written; called again for a config made from it."""

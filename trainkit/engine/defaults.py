@@ -30,6 +30,7 @@ from trainkit.data.build import build_test_loader, build_train_loader
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.engine import hooks
 from trainkit.engine.amp import AMPTrainer
+from trainkit.engine.capsule import leave_capsule
 from trainkit.engine.command import RUN_DOES_IT, active_replay, command_of
 from trainkit.engine.compile import compile_model, describe_inexact_compilation, explain_graph_break
 from trainkit.engine.elastic import is_restarted, note_begin
@@ -114,6 +115,7 @@ class DefaultTrainer(TrainerBase):
     _is_resumed = False
     _global_batch: GlobalBatch | None = None  # None: a subclass has built itself
     _given_cfg: CfgNode | None = None
+    _how_to_repeat = ""  # the step that has failed
 
     model = forwarded("_trainer.model")
     optimizer = forwarded("_trainer.optimizer")
@@ -250,6 +252,7 @@ class DefaultTrainer(TrainerBase):
             release_folders(self.cfg)
 
     def _train(self, start_iter: int, max_iter: int) -> dict[str, Any]:
+        self._how_to_repeat = ""
         self._check_monitored_metrics()
         _ = self.origin  # now: files may change while the run goes on
         marks = isinstance(self.checkpointer, Checkpointer)  # and none of fvcore's
@@ -275,9 +278,16 @@ class DefaultTrainer(TrainerBase):
             self._test_loaders.clear()  # and with them their workers
             if comm.is_main_process() and self.status in ENDS:
                 logger.info("%s", summarize(self, self.hooks, self.checkpointer, self.cfg))
+            if self.status == "failed" and self._how_to_repeat:
+                logger.error("To repeat the step: %s", self._how_to_repeat)  # last
         if comm.is_main_process() and self.cfg.TEST.EXPECTED_RESULTS and self.status == "finished":
             verify_results(self.cfg, self._results)
         return self._results
+
+    def _fail(self, error: BaseException) -> None:
+        is_before_update = self._inside == "stage 1" and self.position.stage == 1
+        super()._fail(error)
+        self._how_to_repeat = leave_capsule(self, error, is_before_update)
 
     def _check_command(self) -> None:
         """What the command asks for must not end in training over the files of a run."""

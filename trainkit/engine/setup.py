@@ -24,6 +24,7 @@ from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, import_
 from trainkit.config.checks import check_is_ours
 from trainkit.config.lazy import to_yaml
 from trainkit.config.yaml_files import load_yaml
+from trainkit.engine.capsule import CAPSULE_FILE
 from trainkit.engine.command import RUN_DOES_IT, active_replay, note_command
 from trainkit.engine.elastic import is_first_to_fail, is_restarted, note_begin
 from trainkit.engine.launch import check_processes
@@ -51,7 +52,7 @@ _TRIAL_FOLDER = "fast_dev_run"
 # what a run writes into its output folder
 _RUN_FILES = re.compile(
     r"log\.txt(\.rank\d+)?|config\.yaml|batch\.json|metrics\.(json|csv)(\.cut_\d+)?"
-    r"|last_checkpoint|finished|.+\.pth|events\.out\.tfevents\..+|events\.cut_\d+"
+    rf"|last_checkpoint|finished|{CAPSULE_FILE.pattern}|.+\.pth|events\.out\.tfevents\..+|events\.cut_\d+"
 )
 
 
@@ -198,8 +199,9 @@ def default_setup(cfg: Any, args: Any) -> None:
 
     note_command(cfg, args)
     show_bars(cfg.LOG.PROGRESS and comm.is_main_process())
-    level = "WARNING" if getattr(args, "quiet", False) else cfg.LOG.LEVEL
-    setup_logger(output_dir, distributed_rank=comm.get_rank(), stdout_level=level)
+    if replay is None:  # it has no log, and leaves that of its caller alone
+        level = "WARNING" if getattr(args, "quiet", False) else cfg.LOG.LEVEL
+        setup_logger(output_dir, distributed_rank=comm.get_rank(), stdout_level=level)
     logger.info("Rank %d of %d", comm.get_rank(), comm.get_world_size())
     logger.info("Environment:\n%s", collect_env_info(), extra=NOT_ON_TERMINAL)
     logger.info("Command: %s", " ".join(sys.argv))
@@ -211,7 +213,8 @@ def default_setup(cfg: Any, args: Any) -> None:
     logger.info("Configuration, as far as it differs from the defaults:\n%s", changes or "  nowhere")
     for note in [*notes, *(f"The files of an earlier run in {aside.parent} are now in {aside}" for aside in moved)]:
         logger.info(note)
-    seed_all_rng(None if cfg.SEED < 0 else cfg.SEED + comm.get_rank())
+    drawn = None if replay is None else replay.seed
+    seed_all_rng(drawn if cfg.SEED < 0 else cfg.SEED + comm.get_rank())
     torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK and not eval_only
     if cfg.DETERMINISTIC:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it

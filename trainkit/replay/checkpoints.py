@@ -14,6 +14,7 @@ from trainkit.checkpoint.contents import CLOCK_READINGS, differing, is_of_the_cl
 from trainkit.checkpoint.file import read_file
 from trainkit.checkpoint.folder import checkpoint_files
 from trainkit.checkpoint.shards import KEY as SHARDS
+from trainkit.engine.capsule import CAPSULE_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +28,19 @@ class Saved(NamedTuple):
     state: Mapping[str, Any]
 
     @property
+    def is_capsule(self) -> bool:
+        """Whether it holds the step that has failed, and not the whole state."""
+        return CAPSULE_FILE.fullmatch(os.path.basename(self.path)) is not None
+
+    @property
     def origin(self) -> dict[str, Any]:
         return dict(self.state["trainer"]["origin"])
 
 
 def around(run: str, iteration: int) -> tuple[Saved | None, Saved | None]:
-    """The newest checkpoint from which ``iteration`` can be reached, and the first one that has its update.
+    """The newest checkpoint from which ``iteration`` can be reached, and the first file with values from after it.
+
+    That is a checkpoint, or the capsule of the step in which the run has failed.
 
     Raises:
         CheckpointError: there is none of a run that says how it was started, or the run is sharded.
@@ -45,13 +53,14 @@ def around(run: str, iteration: int) -> tuple[Saved | None, Saved | None]:
         )
     if sharded := [saved.path for saved in found if SHARDS in saved.state]:
         raise CheckpointError(f"'{sharded[0]}' has shards; runs with MODEL.PARALLEL fsdp cannot be replayed")
-    before = [saved for saved in found if saved[:2] <= (iteration, 1)]
-    after = [saved for saved in found if saved[:2] > (iteration, 1)]
+    before = [saved for saved in found if saved[:2] <= (iteration, 1) and not saved.is_capsule]
+    after = [saved for saved in found if saved[:2] > (iteration, 1) or (saved.is_capsule and saved[0] == iteration)]
     return (before[-1] if before else None), (after[0] if after else None)
 
 
 def _read(run: str) -> Iterator[Saved]:
-    for path in checkpoint_files(run):
+    capsules = [entry.path for entry in os.scandir(run) if CAPSULE_FILE.fullmatch(entry.name)]
+    for path in [*checkpoint_files(run), *sorted(capsules)]:
         try:
             # mapped: of large ones only what is looked at is read; the one that is loaded is verified then
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -2,7 +2,7 @@
 
 import fnmatch
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,8 @@ class Replay:
             ``activations`` (numbers of the output of each call of a module) and names of ``samples`` are taken from it.
         findings: what is not as it has to be, by rank.
         on_the_way: how the logged values up to the step compare with those that the run has stored.
+        failure: whether that of a capsule has come back; "" without a capsule.
+        samples_at_fault: those with which the step fails, or the one with the largest loss; "" if not asked for.
         proof: how the state at the next checkpoint compares with that; "" if it was not asked for.
         verdict: whether several executions agree; "" if it was not asked for.
     """
@@ -40,6 +42,8 @@ class Replay:
     error: str
     inspection: Inspection
     findings: list[dict[str, str]] = field(default_factory=list)
+    failure: str = ""
+    samples_at_fault: str = ""
     on_the_way: str = ""
     proof: str = ""
     verdict: str = ""
@@ -77,7 +81,7 @@ class Replay:
     @property
     def is_equal(self) -> bool:
         """Whether nothing was found that differs from the run, or between executions."""
-        found = (self.on_the_way, self.proof, self.verdict)
+        found = (self.failure, self.on_the_way, self.proof, self.verdict)
         return not any(word in text for text in found for word in ("DIFFERENT", "different on", "transient"))
 
     def find(self) -> dict[str, str]:
@@ -94,7 +98,8 @@ class Replay:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        facts = ("run", "iteration", "start", "differences", "error", "findings", "on_the_way", "proof", "verdict")
+        facts = ["run", "iteration", "start", "differences", "error", "findings"]
+        facts += ["failure", "samples_at_fault", "on_the_way", "proof", "verdict"]
         return {
             **{name: getattr(self, name) for name in (*facts, "samples", "first_bad_module", "bad_samples")},
             "batch": [field._asdict() for field in self.inspection.fields()],
@@ -110,7 +115,8 @@ class Replay:
             pattern: of the modules and parameters to show, such as ``layers.*``; "": the first ones of each table.
         """
         done = self.iteration - self.first_iteration
-        lines = [f"Iteration {self.iteration} of {self.run}, from {self.start} and {done} iterations after it", ""]
+        way = f", from {self.start} and {done} iterations after it" if not self.failure else ""
+        lines = [f"Iteration {self.iteration} of {self.run}{way}", ""]
         lines += [f"not as in the run: {text}" for text in self.differences] or [
             "settings, code and versions are as in the run"
         ]
@@ -119,7 +125,8 @@ class Replay:
         for rank, found in enumerate(self.findings):
             lines += [f"rank {rank}:"] if found and len(self.findings) > 1 else []
             lines += [f"{name}: {text}" for name, text in found.items()]
-        checks = {"on the way": self.on_the_way, "proof": self.proof, "verdict": self.verdict}
+        checks = {"failure": self.failure, "samples": self.samples_at_fault, "on the way": self.on_the_way}
+        checks |= {"proof": self.proof, "verdict": self.verdict}
         return "\n".join([*lines, *(f"{name}: {found}" for name, found in checks.items() if found)])
 
     def _batch_table(self) -> str:
@@ -151,18 +158,35 @@ class Replay:
 
 
 def judge(
-    first: Inspection, again: Inspection, other: Inspection, values: Values, other_values: Values, stored_is_equal: bool
+    first: Inspection,
+    again: Inspection,
+    other: Inspection | None = None,
+    values: Values | None = None,
+    other_values: Values | None = None,
+    stored_is_equal: bool = True,
 ) -> str:
-    """Whether three executions of a step agree, two in place and one from the checkpoint, and with what is stored."""
+    """Whether executions of a step agree, two in place and maybe one from the checkpoint, and with what is stored."""
     if where := find_difference(first, again):
         return f"transient: performed twice in place, the step differs in {where}"
+    if other is None:
+        return "reproducible: twice in place, every bit is equal"
     if where := find_difference(first, other):
-        different = compare_values(values, other_values)[1]
+        different = compare_values(values or {}, other_values or {})[1]
         since = f", since iteration {different[0]} ({different[1]})" if different and different[0] < first.at else ""
         return f"transient: performed twice from the checkpoint, the step differs in {where}{since}"
     if not stored_is_equal:
         return "different on this machine: three executions agree, but not with what the run has stored"
     return "reproducible: twice in place and once more from the checkpoint, every bit is equal"
+
+
+def compare_failure(capsule: Mapping[str, Any], result: Replay) -> str:
+    """Whether the failure of a capsule has come back, and with which losses."""
+    losses = {name: loss.item() for name, loss in result.losses.items()}
+    same = [name for name, loss in capsule["losses"].items() if repr(losses.get(name)) == repr(loss)]
+    count = f"; {len(same)} of {len(capsule['losses'])} losses equal those of the run" if capsule["losses"] else ""
+    if result.error.partition(":")[0] == capsule["error"].partition(":")[0]:
+        return f"it has come back{count}"
+    return f"DIFFERENT: in the run it was {capsule['error']:.300}{count}. From the checkpoint: {capsule['command']}"
 
 
 def _flag(is_finite: bool) -> str:

@@ -1,0 +1,256 @@
+"""A step that fails leaves a file with which it is repeated, and the command for that."""
+
+import errno
+import logging
+import os
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.job import TinyClassifier
+from tests.replay.job import Job, PlantNan, Scans
+from trainkit.checkpoint import CheckpointError
+from trainkit.checkpoint.file import read_file
+from trainkit.data import DatasetCatalog
+from trainkit.engine import HookBase, capsule
+from trainkit.engine.finite import failed_iteration
+from trainkit.modeling import MODEL_REGISTRY
+from trainkit.replay import replay
+
+SCANS = ("DATASETS.TRAIN", ("tiny_scans",))
+
+
+def failed(job, kind=FloatingPointError):
+    with pytest.raises(kind):
+        job()
+    return job
+
+
+class FailAt(HookBase):
+    def __init__(self, at, error, point="after_backward"):
+        self.at, self.error = at, error
+        setattr(self, point, self.fail)
+
+    def fail(self):
+        if self.trainer.iter == self.at:
+            raise self.error
+
+
+@MODEL_REGISTRY.register()
+class RaisingClassifier(TinyClassifier):
+    """Cannot use a sample with a NaN."""
+
+    error: type[Exception] = KeyError
+
+    def forward(self, batch):
+        if not batch["x"].isfinite().all():
+            raise self.error("no such class")
+        return super().forward(batch)
+
+
+def last_line(folder):
+    return (folder / "log.txt").read_text().splitlines()[-1]
+
+
+def test_a_capsule_repeats_a_loss_that_is_not_finite_and_names_the_sample(tmp_path):
+    job = failed(Job(tmp_path, *SCANS))
+    file = tmp_path / "capsule.rank0.pt"
+    at = read_file(file)["capsule"]["iteration"]
+
+    found = replay(file, start=job, bisect=True)
+    from_the_start = replay(tmp_path, at, job, verdict=False)
+
+    assert found.failure == "it has come back; 1 of 1 losses equal those of the run"
+    assert found.iteration == at
+    assert found.bad_samples == from_the_start.bad_samples == ["scan_017.png"]
+    assert torch.equal(found.batch["x"].nan_to_num(), from_the_start.batch["x"].nan_to_num())
+    assert found.samples_at_fault == "the loss is not finite with scan_017.png (1 of 8 samples, each alone)"
+    assert found.verdict == "reproducible: twice in place, every bit is equal"
+    assert found.is_equal
+
+
+def test_the_last_line_of_a_failed_run_is_the_command_that_repeats_its_step(tmp_path):
+    failed(Job(tmp_path, make_hooks=lambda: [PlantNan("layers.0.weight", 7)]))
+
+    line = last_line(tmp_path)
+
+    assert " ERROR: To repeat the step: " in line
+    assert f"python tools/replay.py {tmp_path}/capsule.rank0.pt (about 0" in line
+    assert f", or from the checkpoint: python tools/replay.py {tmp_path} --iter 7 (about 0" in line
+    assert line.endswith(" s after the start of the run)")
+
+
+@pytest.mark.parametrize("kind", [KeyError, torch.OutOfMemoryError])
+def test_an_exception_in_a_step_leaves_a_capsule_and_bisect_names_the_sample(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(RaisingClassifier, "error", kind)
+    job = failed(Job(tmp_path, *SCANS, "MODEL.NAME", "RaisingClassifier"), kind)
+    state = read_file(tmp_path / "capsule.rank0.pt")
+
+    found = replay(tmp_path / "capsule.rank0.pt", start=job, bisect=True)
+
+    assert found.failure == "it has come back"
+    assert found.samples_at_fault == (
+        f"the forward pass ends in {kind.__name__} with scan_017.png (1 of 8 samples, each alone)"
+    )
+    assert state["capsule"]["error"].startswith(f"{kind.__name__}: ")
+    assert "in forward\n" in state["capsule"]["traceback"]
+    assert state["capsule"]["losses"] == {}
+
+
+def test_a_capsule_of_two_micro_batches_in_lists_repeats_them(tmp_path):
+    lists = ("MODEL.NAME", "ListClassifier", "DATALOADER.COLLATE", "list", "SOLVER.ACCUMULATION_STEPS", 2)
+    job = failed(Job(tmp_path, *SCANS, *lists))
+
+    found = replay(tmp_path / "capsule.rank0.pt", start=job, bisect=True)
+
+    assert [len(batch) for batch in found.batch] == [8, 8]
+    assert found.failure.startswith("it has come back")
+    assert found.samples_at_fault.count("the loss is finite; ") == 1
+    assert found.samples_at_fault.count("not finite with scan_017.png (1 of 8 samples, each alone)") == 1
+
+
+def test_a_module_at_fault_is_no_sample(tmp_path):
+    job = failed(Job(tmp_path, "MODEL.NAME", "OverflowingClassifier"))
+
+    found = replay(tmp_path, 7, job, bisect=True, verdict=False)
+
+    assert found.samples_at_fault == (
+        "the loss is not finite with each of the 8 samples alone, so none of them is the cause"
+    )
+    assert found.first_bad_module == "layers.3"
+
+
+def test_a_failure_that_does_not_come_back_is_told_with_the_command_that_starts_at_the_checkpoint(tmp_path):
+    failed(Job(tmp_path, make_hooks=lambda: [FailAt(7, KeyError("once"))]), KeyError)
+
+    found = replay(tmp_path / "capsule.rank0.pt", start=Job(tmp_path))
+
+    assert found.failure.startswith("DIFFERENT: in the run it was KeyError: 'once'; 0 of 1 losses equal")
+    assert f"From the checkpoint: python tools/replay.py {tmp_path} --iter 7 (about " in found.failure
+    assert not found.is_equal
+    assert found.differences[0].startswith("random state and buffers are those after the forward pass")
+
+
+def test_a_run_that_has_failed_before_its_first_checkpoint_is_replayed_from_its_capsule_or_the_beginning(tmp_path):
+    job = failed(Job(tmp_path, *SCANS, "SOLVER.CHECKPOINT_PERIOD", 100))
+    at = read_file(tmp_path / "capsule.rank0.pt")["capsule"]["iteration"]
+
+    found = replay(tmp_path, at, job)
+
+    assert found.start == "the beginning"
+    assert found.bad_samples == ["scan_017.png"]
+    assert "logged values equal those in capsule.rank0.pt" in found.on_the_way or at == 0
+    with pytest.raises(CheckpointError, match="has no checkpoint after iteration"):
+        replay(tmp_path, at, job, prove=True)
+
+
+@pytest.mark.parametrize("point", ["after_step", "before_step"])
+def test_without_a_step_to_repeat_there_is_no_capsule(tmp_path, point):
+    """After the update the weights are others; before the step there is no batch."""
+    failed(Job(tmp_path, make_hooks=lambda: [FailAt(7, KeyError("hook"), point)]), KeyError)
+
+    assert not (tmp_path / "capsule.rank0.pt").exists()
+    assert ("--iter 7" in last_line(tmp_path)) == (point == "before_step")
+
+
+def test_an_error_inside_the_update_leaves_no_capsule_with_half_an_update(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("in the middle")
+
+    monkeypatch.setattr(torch.optim.SGD, "step", fail)
+    failed(Job(tmp_path), RuntimeError)
+
+    assert not (tmp_path / "capsule.rank0.pt").exists()
+    assert "--iter 0" in last_line(tmp_path)
+
+
+def test_a_failure_of_an_earlier_iteration_gets_no_capsule_but_the_right_iteration(tmp_path):
+    """As asynchronous metrics, or those of several ranks, find it."""
+    error = FloatingPointError("the loss is not finite in iteration 5: {'total_loss': nan}")
+    failed(Job(tmp_path, make_hooks=lambda: [FailAt(7, error)]))
+
+    assert failed_iteration(error) == 5
+    assert not (tmp_path / "capsule.rank0.pt").exists()
+    assert f"To repeat the step: python tools/replay.py {tmp_path} --iter 5 (" in last_line(tmp_path)
+
+
+def test_a_disk_that_is_full_does_not_hide_the_error(tmp_path, monkeypatch, caplog):
+    def write(state, path):
+        raise CheckpointError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(capsule, "write_file", write)
+    with caplog.at_level(logging.WARNING):
+        failed(Job(tmp_path, make_hooks=lambda: [FailAt(7, KeyError("mine"))]), KeyError)
+
+    assert "WARNING: The capsule of the failed step is not written: CheckpointError:" in (
+        (tmp_path / "log.txt").read_text()
+    )
+    assert f"To repeat the step: python tools/replay.py {tmp_path} --iter 7" in last_line(tmp_path)
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    label: int
+
+
+class Unknown:
+    """Nothing that a file can hold."""
+
+
+class OddScans(Scans):
+    def __getitem__(self, index):
+        sample = super().__getitem__(index)
+        pair = Pair(sample["x"], sample["label"])
+        return {"pair": pair, "id": np.float32(index), "array": np.arange(2), "meta": Unknown(), ("a", 1): 2}
+
+
+DatasetCatalog.register("tiny_odd", OddScans)
+
+
+@MODEL_REGISTRY.register()
+class OddBatchClassifier(TinyClassifier):
+    def forward(self, batch):
+        x, label = (torch.stack([torch.as_tensor(sample["pair"][i]) for sample in batch]) for i in (0, 1))
+        return super().forward({"x": x, "label": label})
+
+
+def test_values_that_a_file_cannot_hold_are_converted_or_left_out_with_a_note(tmp_path):
+    odd = ("DATASETS.TRAIN", ("tiny_odd",), "DATALOADER.COLLATE", "list", "MODEL.NAME", "OddBatchClassifier")
+    job = failed(Job(tmp_path, *odd, "INPUT.TRAIN_TRANSFORM", "", "SOLVER.IMS_PER_BATCH", 40))
+
+    found = replay(tmp_path / "capsule.rank0.pt", start=job, bisect=True)
+
+    assert found.failure.startswith("it has come back")
+    assert found.batch[0]["array"].tolist() == [0, 1]
+    assert found.batch[3]["meta"] is None
+    assert "with scan_017.png (1 of 40 samples" in found.samples_at_fault
+    assert [note for note in found.differences if note.startswith("the batch at 0")] == [
+        "the batch at 0: the keys [('a', 1)] are left out",
+        "the batch at 0/pair: the Pair is a tuple now",
+        "the batch at 0/id: the float32 is a float now",
+        "the batch at 0/array: the ndarray is a Tensor now",
+        "the batch at 0/meta: the Unknown is left out",
+    ]
+
+
+def test_a_new_run_moves_the_capsule_aside_and_resuming_does_not_take_it_for_a_checkpoint(tmp_path):
+    failed(Job(tmp_path, make_hooks=lambda: [FailAt(7, KeyError("once"))]), KeyError)
+
+    Job(tmp_path)(True)
+    assert (tmp_path / "capsule.rank0.pt").exists()
+    Job(tmp_path)()
+
+    assert (tmp_path / "previous_1/capsule.rank0.pt").exists()
+    assert not os.path.exists(tmp_path / "capsule.rank0.pt")
+
+
+def test_what_is_no_capsule_is_refused(tmp_path):
+    Job(tmp_path)()
+    with pytest.raises(CheckpointError, match="is no capsule of a step; to replay from a checkpoint, name its folder"):
+        replay(tmp_path / "model_final.pth", start=Job(tmp_path))
+    with pytest.raises(ValueError, match="is a run, which needs an iter"):
+        replay(tmp_path, start=Job(tmp_path))
+    with pytest.raises(ValueError, match="is a capsule, which takes no iter"):
+        replay(tmp_path / "model_final.pth", 3, Job(tmp_path))

@@ -1,0 +1,141 @@
+"""What a step that has failed leaves behind: one file that repeats it, and the command that does so."""
+
+import contextlib
+import logging
+import os
+import re
+import shlex
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainkit.checkpoint.file import write_file
+from trainkit.checkpoint.folder import tagged_file
+from trainkit.checkpoint.state import plain_state
+from trainkit.config import ConfigError
+from trainkit.engine.command import active_replay
+from trainkit.engine.finite import failed_iteration
+from trainkit.engine.origin import describe_origin
+from trainkit.utils import comm
+from trainkit.utils.device import device_of
+from trainkit.utils.model import unwrap_model
+
+logger = logging.getLogger(__name__)
+
+CAPSULE_FILE = re.compile(r"capsule\.rank\d+\.pt")  # not .pth: no run resumes from one
+# what it would cost time in each step to keep, and what is as large as the model
+_NOTES = (
+    "random state and buffers are those after the forward pass that has failed",
+    "the optimizer has no momentum, so its update is another one",
+)
+
+
+def leave_capsule(trainer: Any, error: BaseException, is_before_update: bool) -> str:
+    """Write the capsule of a step of a `DefaultTrainer` that has failed; it replaces that of an earlier failure.
+
+    There is none if the failure belongs to an earlier step, or if the weights have been updated since. Whatever goes
+    wrong here is a warning.
+
+    Args:
+        is_before_update: whether the run is in stage 1 of an iteration, before its update or inside it.
+
+    Returns:
+        The command that repeats the step, with an estimate of its time; "" if there is no step to repeat.
+    """
+    if active_replay.get() is not None or isinstance(error, ConfigError) or not isinstance(error, Exception):
+        return ""
+    iteration = failed_iteration(error)
+    if iteration is None and not is_before_update:
+        return ""
+    iteration = trainer.iter if iteration is None else iteration
+    commands = [_replay_of_run(trainer, iteration)]
+    try:
+        if is_before_update and iteration == trainer.iter and _is_there(trainer._trainer, error):
+            path = os.path.abspath(os.path.join(trainer.cfg.OUTPUT_DIR, f"capsule.rank{comm.get_rank()}.pt"))
+            write_file(_contents(trainer, error, commands[0]), path)
+            commands.insert(0, f"python tools/replay.py {shlex.quote(path)} ({_duration(trainer, 2)})")
+    except Exception as other:
+        logger.warning("The capsule of the failed step is not written: %s: %s", type(other).__name__, other)
+    return ", or from the checkpoint: ".join(commands)
+
+
+def _is_there(step: Any, error: Exception) -> bool:
+    """Whether the step has a batch, and its update has not started."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_locals.get("self") is step]
+    return step._batch is not None and all(frame.f_code.co_name != "update" for frame in frames)
+
+
+def _contents(trainer: Any, error: Exception, command: str) -> dict[str, Any]:
+    """A checkpoint without what the optimizer has gathered, and beside it the batch and the failure."""
+    step, several, notes = trainer._trainer, trainer.accumulation_steps > 1, [*_NOTES]
+    state = trainer.state_dict()
+    state["_trainer"]["optimizer"] = {**state["_trainer"]["optimizer"], "state": {}}
+    # it stands for itself: whoever repeats it has one process
+    state["world_size"] = 1
+    state["origin"] = state["origin"] or describe_origin(trainer._given_cfg.dump(), device_of(trainer.model), None)
+    losses = {}
+    if step._losses is not None:
+        losses = {name: float(loss) for name, loss in step.losses.items()}
+    names_of_last = getattr(step.data_loader, "names_of_last", None)
+    batches = step._batch if several else [step._batch]
+    failure = {
+        "iteration": trainer.iter,
+        "rank": comm.get_rank(),
+        "batches": [_storable(batch, f"{i}" if several else "", notes) for i, batch in enumerate(batches)],
+        "samples": [] if names_of_last is None else names_of_last(len(batches)),
+        "losses": losses,
+        "error": f"{type(error).__name__}: {error}",
+        "traceback": "".join(traceback.format_exception(error)),
+        "notes": notes,
+        "command": command,
+    }
+    others = {key: obj.state_dict() for key, obj in trainer.checkpointer.checkpointables.items() if key != "trainer"}
+    return {"model": unwrap_model(trainer.model).state_dict(), **others, "trainer": state, "capsule": failure}
+
+
+def _storable(value: Any, path: str, notes: list[str]) -> Any:
+    """``value`` of types that load without running code; the notes tell what was converted or left out."""
+    kind, where = type(value), f"the batch{f' at {path}' if path else ''}"
+    if isinstance(value, Mapping):
+        if lost := [key for key in value if type(key) not in (str, int, float, bool)]:
+            notes.append(f"{where}: the keys {lost!r:.80} are left out")
+        return {key: _storable(value[key], f"{path}/{key}".lstrip("/"), notes) for key in value if key not in lost}
+    if isinstance(value, list | tuple):
+        if kind not in (list, tuple):
+            notes.append(f"{where}: the {kind.__name__} is a tuple now")
+        items = [_storable(item, f"{path}/{i}".lstrip("/"), notes) for i, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    with contextlib.suppress(TypeError):
+        return plain_state(value)
+    converted: Any = None
+    with contextlib.suppress(Exception):
+        if isinstance(value, np.ndarray | np.generic):
+            converted = torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value.item()
+        elif isinstance(value, Tensor):
+            converted = value.detach().as_subclass(Tensor)
+    what = "left out" if converted is None else f"a {type(converted).__name__} now"
+    notes.append(f"{where}: the {kind.__name__} is {what}")
+    return converted
+
+
+def _replay_of_run(trainer: Any, iteration: int) -> str:
+    """The command that goes from the last checkpoint to the step, with an estimate of its time."""
+    folder, start = trainer.checkpointer.save_dir, 0
+    with contextlib.suppress(Exception):
+        saved = torch.load(tagged_file(folder), map_location="cpu", weights_only=True, mmap=True)
+        start = saved["trainer"]["iteration"] + 1
+    world_size = comm.get_world_size()
+    program = "python" if world_size == 1 else f"torchrun --nproc-per-node {world_size}"
+    replay = f"{program} tools/replay.py {shlex.quote(os.path.abspath(folder))} --iter {iteration}"
+    return f"{replay} ({_duration(trainer, 2 * max(iteration - start, 0) + 3)})"
+
+
+def _duration(trainer: Any, num_steps: int) -> str:
+    history = trainer.storage.histories().get("time")
+    if history is None:
+        return "the start of the run takes longest"
+    return f"about {num_steps * history.median(1000):.2g} s after the start of the run"

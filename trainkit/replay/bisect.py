@@ -1,0 +1,96 @@
+"""Which samples of a batch make a step fail, or have the largest loss."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from trainkit.utils.batches import num_samples
+from trainkit.utils.model import unwrap_model
+from trainkit.utils.rng import get_rng_state, set_rng_state
+
+_Outcome = float | str  # the loss, or the error
+
+
+def find_samples(step: Any, batches: Sequence[Any], names: Sequence[Sequence[str]]) -> str:
+    """Run the forward pass of ``step``, a `SimpleTrainer`, with parts of each batch, from the same state each time.
+
+    No gradients are averaged over ranks, and no hook of the step is called.
+
+    Args:
+        names: of the samples by batch, as far as they are known.
+    """
+    model, rng = unwrap_model(step.model), get_rng_state()
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def outcome(batch: Any) -> _Outcome:
+        set_rng_state(rng)
+        try:
+            return float(step.compute_losses(batch).total)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            for name, buffer in model.named_buffers():
+                if name in buffers:
+                    buffer.data.copy_(buffers[name])
+
+    step.call_model = model  # a data-parallel wrapper would wait for the other ranks
+    try:
+        return "; ".join(
+            _describe(outcome, batch, names[i] if i < len(names) else []) for i, batch in enumerate(batches)
+        )
+    finally:
+        del step.call_model
+
+
+def _describe(outcome: Callable[[Any], _Outcome], batch: Any, names: Sequence[str]) -> str:
+    size = num_samples(batch)
+    names = names if len(names) == size else [f"sample {i} of the batch" for i in range(size)]
+    whole, alone = outcome(batch), [_alone(outcome, batch, i, size) for i in range(size)]
+    if _kind(whole) == "finite":
+        losses = {name: loss for name, loss in zip(names, alone, strict=True) if isinstance(loss, float)}
+        if not losses:
+            return f"no sample can be run alone: {alone[0]:.200}"
+        largest = max(losses, key=lambda name: math.inf if math.isnan(losses[name]) else losses[name])
+        median = sorted(losses.values())[len(losses) // 2]
+        return f"the loss is finite; {largest} has the largest one alone: {losses[largest]:.4g} (median {median:.4g})"
+    what = "the loss is not finite" if isinstance(whole, float) else f"the forward pass ends in {_kind(whole)}"
+    bad = [name for name, result in zip(names, alone, strict=True) if _kind(result) == _kind(whole)]
+    if len(bad) == size > 1:
+        return f"{what} with each of the {size} samples alone, so none of them is the cause"
+    if bad:
+        return f"{what} with {', '.join(bad[:8])} ({len(bad)} of {size} samples, each alone)"
+    rows = [*range(size)]
+    while len(rows) > 1:
+        halves = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+        failing = [half for half in halves if _kind(outcome(take(batch, half, size))) == _kind(whole)]
+        if not failing:
+            break
+        rows = failing[0]
+    return f"{what} with no sample alone, but with these {len(rows)} of {size}: {', '.join(names[i] for i in rows[:8])}"
+
+
+def _alone(outcome: Callable[[Any], _Outcome], batch: Any, row: int, size: int) -> _Outcome:
+    """Of one sample; of the same twice where the model does not take one, as with batch norm."""
+    found = outcome(take(batch, [row], size))
+    return found if isinstance(found, float) else outcome(take(batch, [row, row], size))
+
+
+def _kind(result: _Outcome) -> str:
+    if isinstance(result, str):
+        return result.partition(":")[0]
+    return "finite" if math.isfinite(result) else "not finite"
+
+
+def take(batch: Any, rows: Sequence[int], size: int) -> Any:
+    """These samples of a batch of ``size``: a list of samples, or nested containers of tensors and lists by sample."""
+    if isinstance(batch, Tensor):
+        return batch[[*rows]] if batch.dim() and len(batch) == size else batch
+    if isinstance(batch, Mapping):
+        return {key: take(value, rows, size) for key, value in batch.items()}
+    if isinstance(batch, list) and len(batch) == size and not any(isinstance(value, Tensor) for value in batch):
+        return [batch[row] for row in rows]
+    if isinstance(batch, list | tuple):
+        return type(batch)([take(value, rows, size) for value in batch])
+    return batch

@@ -1,0 +1,204 @@
+"""A step of a past run again, from a checkpoint or from the capsule that it has left when it failed."""
+
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trainkit.checkpoint import CheckpointError
+from trainkit.checkpoint.file import read_file, write_file
+from trainkit.engine import hooks
+from trainkit.replay.bisect import find_samples
+from trainkit.replay.checkpoints import Saved, around, compare_way, logged_values, prove
+from trainkit.replay.inspection import Inspection
+from trainkit.replay.report import Replay, compare_failure, judge
+from trainkit.replay.session import Session, copy_of
+from trainkit.utils import comm
+
+
+def replay(
+    run: str | os.PathLike[str],
+    iter: int | None = None,
+    start: Callable[[], Any] | str | None = None,
+    *,
+    prove: bool = False,
+    verdict: bool = True,
+    bisect: bool = False,
+    anomaly: bool = False,
+    debug: bool = False,
+    profile: str = "",
+    save_state: str = "",
+) -> Replay:
+    """Perform step ``iter`` of a run once more, from its checkpoints, and look at it; ``run`` is not changed.
+
+    Every process of the run calls it; one is enough for a capsule.
+
+    Args:
+        run: the folder of its checkpoints; or the capsule of a step that has failed, which names its iteration itself.
+        iter: from 0, as in logs and metrics.
+        start: sets up the run as its command did and calls ``train()``; or the script to run with the arguments of the
+            run. None: the command that the checkpoint names.
+        prove: go on to the next checkpoint, and compare all that it holds.
+        verdict: perform the step three times (of a capsule, twice), and say whether that gave the same.
+        bisect: find the samples with which it fails, or the one with the largest loss.
+        anomaly: perform it under ``torch.autograd.detect_anomaly``.
+        debug: stop in the debugger before the forward pass.
+        profile: where to write a trace of the step, for chrome://tracing.
+        save_state: where to write the state before the step, as a checkpoint.
+
+    Raises:
+        CheckpointError: no checkpoint can be used, or the run had another number of processes.
+        ConfigError: the command does not come to ``train()``, or has no such iteration.
+        ValueError: ``iter`` is given with a capsule, or not with a run; or a capsule cannot be proven.
+    """
+    run, is_capsule = os.path.abspath(run), os.path.isfile(run)
+    if (iter is None) != is_capsule or (is_capsule and prove):
+        raise ValueError(
+            f"{run!r} is {'a capsule, which takes no' if is_capsule else 'a run, which needs an'} iter"
+            f"{' and no prove' if is_capsule else ''}, got iter={iter}, prove={prove}"
+        )
+    files = {"profile": profile and os.path.abspath(profile), "save_state": save_state and os.path.abspath(save_state)}
+    options = {"prove": prove, "verdict": verdict, "bisect": bisect, "anomaly": anomaly, "debug": debug, **files}
+    session = _Capsule(run, options) if is_capsule else _Step(run, iter or 0, options)
+    return session.perform(start)
+
+
+class _Looked(Exception):
+    """Ends a step whose samples were looked at."""
+
+
+class _Step(Session):
+    """A step that is reached from a checkpoint, or from the beginning."""
+
+    def __init__(self, run: str, at: int, options: dict[str, Any]) -> None:
+        start, self._next = around(run, at)
+        if options["prove"] and (self._next is None or self._next.is_capsule):
+            raise CheckpointError(f"'{run}' has no checkpoint after iteration {at}; leave out --prove")
+        # the process that wrote a file has done the steps before it: its settings may be others than those of the start
+        governing = self._next or start
+        assert governing is not None
+        super().__init__(run, start, governing.origin, at, governing.origin["processes"])
+        self._options, self.anomaly = options, options["anomaly"]
+
+    def work(self, trainer: Any) -> Replay:
+        self._load_start()
+        first = trainer.start_iter
+        self._go_on(self._at - 1)
+        before = self._collect()
+        result = self._look(before, first)
+        values = logged_values(trainer.storage.state_dict(), first, self._at + 1)
+        # rank 0 has the whole of what is stored
+        way = compare_way(values, self._next, self._at) if comm.is_main_process() else ("", True)
+        result.on_the_way, stored_is_equal = comm.broadcast(way)
+        result.samples_at_fault = self._bisect(before, result)
+        again = self._perform(before)[0] if self._options["verdict"] else None
+        if self._options["prove"]:
+            trainer._hooks = self._all_hooks
+        if again is not None or self._options["prove"]:
+            other, proof = self._from_start()
+            result.proof = comm.broadcast(proof)
+        if again is not None:
+            other_values = logged_values(trainer.storage.state_dict(), first, self._at + 1)
+            verdict = judge(result.inspection, again, other, values, other_values, stored_is_equal)
+            first_rank, *others = comm.all_gather(verdict)
+            different = [f"{text} (on rank {rank})" for rank, text in enumerate(others, 1) if text != first_rank]
+            result.verdict = "; ".join([first_rank, *different])
+        result.findings = comm.all_gather(result.find())
+        return result
+
+    def _look(self, before: dict[str, Any], first: int) -> Replay:
+        if self._options["save_state"] and comm.is_main_process():
+            write_file(before, self._options["save_state"])
+        seen, error = self._perform(before, special=True)
+        start = os.path.basename(self._start.path) if self._start else "the beginning"
+        return Replay(self._run, self._at, start, first, self._notes, error, seen)
+
+    def _bisect(self, before: dict[str, Any], result: Replay) -> str:
+        """In the middle of the step, where it has its batches and has not computed anything."""
+        if not self._options["bisect"]:
+            return ""
+        self._load(before)
+        step, found = self._trainer._trainer, []
+
+        def look(batches: list[Any]) -> Any:
+            found.append(find_samples(step, batches, result.inspection.samples))
+            raise _Looked
+
+        step.compute_gradients = look
+        try:
+            self._go_on(self._at)
+        finally:
+            del step.compute_gradients
+        by_rank = comm.all_gather("; ".join(found) or "the step fails before it has its batch")
+        return by_rank[0] if len(by_rank) == 1 else "; ".join(f"rank {i}: {text}" for i, text in enumerate(by_rank))
+
+    def _from_start(self) -> tuple[Inspection, str]:
+        """The step from the checkpoint, and on to the next one if that is to be compared with what is reached there."""
+        self._load_start()
+        inspection, last, own = Inspection(self._at), self._at, []
+        kept: list[dict[str, Any]] = []
+        if self._options["prove"] and self._next is not None:
+            last = self._next.iteration - (self._next.stage == 1)
+
+            def ask(trainer: Any) -> None:
+                if trainer.iter == last:
+                    trainer.request_save("(replay)", lambda: kept.append(self._collect()))
+
+            own = [hooks.CallbackHook(after_step=ask)]
+            own[0].priority = "NORMAL" if self._next.stage == 2 else "LOW"  # above or below the save point
+        self._go_on(last, inspection, *own)
+        inspection.close()
+        return inspection, prove(kept, self._next) if own and self._next and comm.is_main_process() else ""
+
+    def _perform(self, state: dict[str, Any], special: bool = False) -> tuple[Inspection, str]:
+        """The step from a state of this process; what was seen, and its error if it has failed."""
+        self._load(state)
+        inspection = Inspection(self._at, debug=special and self._options["debug"])
+        with contextlib.ExitStack() as stack:
+            if special and self._options["anomaly"]:
+                stack.enter_context(torch.autograd.set_detect_anomaly(True))
+            traces = special and self._options["profile"]
+            profiler = stack.enter_context(torch.profiler.profile()) if traces else None
+            error = self._go_on(self._at, inspection)
+        if profiler is not None and comm.is_main_process():
+            profiler.export_chrome_trace(self._options["profile"])
+        inspection.close()
+        return inspection, error
+
+
+class _Capsule(_Step):
+    """The step that a capsule holds."""
+
+    def __init__(self, path: str, options: dict[str, Any]) -> None:
+        state = read_file(path)
+        self._capsule = state.pop("capsule", None)
+        if self._capsule is None:
+            raise CheckpointError(f"'{path}' is no capsule of a step; to replay from a checkpoint, name its folder")
+        at, origin = self._capsule["iteration"], state["trainer"]["origin"]
+        Session.__init__(self, path, Saved(at, 1, path, state), origin, at, processes=1)
+        self._options, self.anomaly = options, options["anomaly"]
+        self._notes += self._capsule["notes"]
+
+    def work(self, trainer: Any) -> Replay:
+        assert self._start is not None
+        state = dict(self._start.state)
+        result = self._look(state, self._at)
+        result.failure = compare_failure(self._capsule, result)
+        result.samples_at_fault = self._bisect(state, result)
+        if self._options["verdict"]:
+            result.verdict = judge(result.inspection, self._perform(state)[0])
+        result.findings = [result.find()]
+        return result
+
+    def _load(self, state: dict[str, Any]) -> None:
+        checkpointer, step = self._trainer.checkpointer, self._trainer._trainer
+        checkpointer._apply(copy_of(state), self._run, [*checkpointer.checkpointables], strict=False)
+        batches = copy_of(self._capsule["batches"])
+        step.feed.accumulation_steps, step._data_loader_iter_obj = len(batches), iter(batches)
+
+    def _perform(self, state: dict[str, Any], special: bool = False) -> tuple[Inspection, str]:
+        inspection, error = super()._perform(state, special)
+        inspection.samples = self._capsule["samples"]
+        return inspection, error
