@@ -183,7 +183,7 @@ PUBLIC = {
         "get_event_storage",
         "has_event_storage",
     },
-    "trainkit.replay": {"Replay", "replay"},
+    "trainkit.replay": {"Replay", "replay", "replay_range"},
     "trainkit_selfsup": {"DeepClusterHook", "DenseCLHook", "ODCHook", "ODCMemory", "SimSiamHook", "SwAVHook"},
 }
 

@@ -7,6 +7,7 @@
     python tools/replay.py output/digits --iter 500 --prove    # on to the next checkpoint, and compare every byte
     python tools/replay.py output/digits/capsule.rank0.pt      # the step in which the run has failed, in seconds
     torchrun --nproc-per-node 2 tools/replay.py RUN --iter 500 # a run of two processes
+    python tools/replay.py RUN --range 200:400 --hook mine.py:MyHook --jobs 4  # a new hook, over past iterations
 
 The command of the run is given once more in a folder that is deleted afterwards, and its training is taken over; the
 files of the run stay as they are. **It runs the code of the run.** The exit code is 0; 1 if something differs from the
@@ -17,27 +18,86 @@ import argparse
 import contextlib
 import json
 import os
+import runpy
+import subprocess
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from trainkit.engine import user_errors_exit
-from trainkit.replay import replay
+from trainkit.replay import replay, replay_range
+from trainkit.replay.hindsight import Stretch, stretches
+
+RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def main(args: argparse.Namespace) -> int:
     """The exit code."""
+    if args.range:
+        with user_errors_exit():
+            return run_hook(args)
     # what the script of the run prints is no part of the report
     with user_errors_exit(), contextlib.nullcontext() if args.pdb else contextlib.redirect_stdout(sys.stderr):
         files = {"profile": args.profile, "save_state": args.save_state}
         options = {"prove": args.prove, "verdict": not args.once, "bisect": args.bisect}
         options |= {"anomaly": args.anomaly, "debug": args.pdb}
         found = replay(args.run, args.iter, args.script, **options, **files)
-    if int(os.environ.get("RANK", "0")) == 0:
+    if RANK == 0:
         if args.save_batch:
             torch.save(found.batch, args.save_batch)
         print(json.dumps(found.as_dict(), indent=1) if args.json else found.text(args.module))
     return int(not found.is_equal)
+
+
+def run_hook(args: argparse.Namespace) -> int:
+    """``--range``: each stretch between two checkpoints in a process of its own; the exit code."""
+    (first, end), out = args.range, Path(args.out or f"replay_of_{Path(args.run).resolve().name}")
+    parts, step_sec = stretches(args.run, first, end)
+    jobs = min(args.jobs, len(parts)) if WORLD_SIZE == 1 else 1
+    num_steps = sum(part.end - part.start for part in parts)
+    if RANK == 0 and not args.is_part:
+        print(
+            f"iterations {first} to {end - 1} from {len(parts)} checkpoints: {num_steps} iterations, {jobs} at a time, "
+            f"about {num_steps * step_sec / jobs:.2g} s after the start of the run",
+            flush=True,
+        )
+    if jobs == 1:
+        file, _, name = args.hook.rpartition(":")
+        with contextlib.redirect_stdout(sys.stderr):
+            text = replay_range(args.run, first, end, runpy.run_path(file)[name], out, args.script)
+        texts, failed = [text], False
+    else:
+        texts, failed = run_in_parallel(args, parts, jobs, out)
+    if RANK == 0:
+        print("\n".join(texts if args.is_part else [*texts, f"written: {out / 'metrics.json'}"]))
+    return int(failed or any("DIFFERENT" in text or "FAILED" in text for text in texts))
+
+
+def run_in_parallel(args: argparse.Namespace, parts: list[Stretch], jobs: int, out: Path) -> tuple[list[str], bool]:
+    """This command once for each part; what they print, and whether one has failed."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+
+        def run_part(part: Stretch) -> subprocess.CompletedProcess[str]:
+            options = ["--range", f"{part.first}:{part.end}", "--hook", args.hook, "--out", f"{folder}/{part.first}"]
+            script = ["--script", args.script] if args.script else []
+            command = [sys.executable, __file__, args.run, *options, "--is-part", *script]
+            return subprocess.run(command, stdout=subprocess.PIPE, text=True)
+
+        done = [*pool.map(run_part, parts)]
+        files = [Path(folder, str(part.first), "metrics.json") for part in parts]
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "metrics.json").write_text("".join(file.read_text() for file in files if file.exists()))
+    return [found.stdout.strip() for found in done], any(found.returncode for found in done)
+
+
+def iterations(text: str) -> tuple[int, int]:
+    """Of ``A:B``."""
+    first, _, end = text.partition(":")
+    return int(first), int(end)
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -45,29 +105,39 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("run", metavar="RUN", help="the folder with the checkpoints of a run, or the capsule of a step")
-    parser.add_argument("--iter", type=int, help="the step of a run, counted from 0 as in logs")
-    parser.add_argument("--prove", action="store_true", help="go on to the next checkpoint, and compare every byte")
-    parser.add_argument("--once", action="store_true", help="perform the step once; there is no verdict then")
-    parser.add_argument("--bisect", action="store_true", help="find the samples with which the step fails")
-    parser.add_argument("--script", metavar="FILE", help="start this script, with the arguments of the run")
-    parser.add_argument("--module", default="", metavar="PATTERN", help="modules and parameters to show, as layers.*")
-    parser.add_argument("--json", action="store_true", help="everything that was found, as JSON")
-    parser.add_argument("--save-batch", default="", metavar="FILE", help="write the batch by torch.save")
-    parser.add_argument(
-        "--save-state", default="", metavar="FILE", help="write the state before the step, a checkpoint"
-    )
-    parser.add_argument("--profile", default="", metavar="FILE", help="write a trace of the step, for chrome://tracing")
-    parser.add_argument(
-        "--anomaly", action="store_true", help="have autograd name the operation that gives the first NaN"
-    )
-    parser.add_argument("--pdb", action="store_true", help="stop in the debugger before the forward pass")
+    add: Any = parser.add_argument
+    add("run", metavar="RUN", help="the folder with the checkpoints of a run, or the capsule of a step")
+    add("--iter", type=int, help="the step of a run, counted from 0 as in logs")
+    add("--prove", action="store_true", help="go on to the next checkpoint, and compare every byte")
+    add("--once", action="store_true", help="perform the step once; there is no verdict then")
+    add("--bisect", action="store_true", help="find the samples with which the step fails")
+    add("--script", metavar="FILE", help="start this script, with the arguments of the run")
+    add("--module", default="", metavar="PATTERN", help="modules and parameters to show, as layers.*")
+    add("--json", action="store_true", help="everything that was found, as JSON")
+    add("--save-batch", default="", metavar="FILE", help="write the batch by torch.save")
+    add("--save-state", default="", metavar="FILE", help="write the state before the step, a checkpoint")
+    add("--profile", default="", metavar="FILE", help="write a trace of the step, for chrome://tracing")
+    add("--anomaly", action="store_true", help="have autograd name the operation that gives the first NaN")
+    add("--pdb", action="store_true", help="stop in the debugger before the forward pass")
+    add("--range", type=iterations, metavar="A:B", help="instead of one step: these iterations, B is not included")
+    add("--hook", metavar="FILE:CLASS", help="the hook to run over the range, made without arguments")
+    add("--jobs", type=int, default=1, metavar="K", help="as many processes at a time, one for each checkpoint")
+    add("--out", metavar="FOLDER", help="where metrics.json of the range is written; default: replay_of_<RUN>")
+    add("--is-part", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if os.path.isfile(args.run):
-        if args.iter is not None or args.prove:
-            parser.error(f"{args.run} is a capsule, which holds one step: leave out --iter and --prove")
-    elif args.iter is None:
-        parser.error(f"--iter is missing: {args.run} is a run; give the step, counted from 0 as in logs")
+        if args.iter is not None or args.range or args.prove:
+            parser.error(f"{args.run} is a capsule, which holds one step: leave out --iter, --range and --prove")
+    elif (args.iter is None) == (args.range is None):
+        parser.error(f"{args.run} is a run: give either --iter N, counted from 0 as in logs, or --range A:B")
+    elif args.range and not (
+        args.hook and args.hook.rpartition(":")[0] and os.path.isfile(args.hook.rpartition(":")[0])
+    ):
+        parser.error(f"--hook is {args.hook!r}; with --range it names the file and the class: mine.py:MyHook")
+    if args.jobs < 1:
+        parser.error(f"--jobs is {args.jobs}; it must be at least 1")
+    if args.out and Path(args.run).resolve() in [Path(args.out).resolve(), *Path(args.out).resolve().parents]:
+        parser.error(f"--out is {args.out!r}, in the folder of the run, which is not changed; name another folder")
     return args
 
 

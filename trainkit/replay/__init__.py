@@ -1,6 +1,7 @@
-"""Any step of a past run again, from its checkpoints."""
+"""Any step of a past run again, from its checkpoints or its capsule."""
 
+from trainkit.replay.hindsight import replay_range
 from trainkit.replay.report import Replay
 from trainkit.replay.step import replay
 
-__all__ = ["Replay", "replay"]
+__all__ = ["Replay", "replay", "replay_range"]

@@ -33,8 +33,17 @@ class Saved(NamedTuple):
         return CAPSULE_FILE.fullmatch(os.path.basename(self.path)) is not None
 
     @property
+    def next_step(self) -> int:
+        return self.iteration + (self.stage == 2)
+
+    @property
     def origin(self) -> dict[str, Any]:
         return dict(self.state["trainer"]["origin"])
+
+
+def checkpoints_of(run: str) -> list[Saved]:
+    """All from which a replay can start, in the order of their iterations."""
+    return sorted((saved for saved in _read(run) if not saved.is_capsule), key=lambda saved: saved[:3])
 
 
 def around(run: str, iteration: int) -> tuple[Saved | None, Saved | None]:

@@ -1,0 +1,97 @@
+"""A hook that did not exist then runs over past iterations, from each checkpoint on its own."""
+
+import json
+
+import pytest
+import torch
+
+from tests.replay.job import Job, PlantNan, StopAt, digest_of_folder
+from trainkit.config import ConfigError
+from trainkit.engine import HookBase
+from trainkit.replay import replay_range
+from trainkit.replay.hindsight import Stretch, stretches
+
+
+class Norm(HookBase):
+    def after_step(self):
+        weight = self.trainer.model.get_parameter("layers.0.weight")
+        self.trainer.storage.put_scalar("norm", weight.norm().item())
+
+
+class Disturb(HookBase):
+    def after_backward(self):
+        self.trainer.model.get_parameter("layers.0.weight").grad.mul_(2)
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """With checkpoints of iterations 2, 5, 8 and 9; the hook has run in it from the beginning."""
+    job = Job(tmp_path_factory.mktemp("run"), "SOLVER.CHECKPOINT_PERIOD", 3, make_hooks=lambda: [Norm()])
+    job()
+    return job
+
+
+def test_a_range_is_cut_at_the_checkpoints(run):
+    assert stretches(run.folder, 1, 10)[0] == [Stretch(0, 1, 3), Stretch(3, 3, 6), Stretch(6, 6, 9), Stretch(9, 9, 10)]
+    assert stretches(run.folder, 4, 5)[0] == [Stretch(3, 4, 5)]
+    assert 0 < stretches(run.folder, 4, 5)[1] < 1
+    with pytest.raises(ConfigError, match="--range is 5:5; accepted: A:B with 0 <= A < B, B is not included"):
+        stretches(run.folder, 5, 5)
+
+
+def test_each_stretch_gives_the_values_that_the_hook_had_in_the_run_and_changes_nothing(run, tmp_path):
+    before = digest_of_folder(run.folder)
+    replay_range(run.folder, 0, 10, Norm, tmp_path / "whole", Job(run.folder))
+    parts = []
+    for _, first, end in stretches(run.folder, 1, 10)[0]:
+        text = replay_range(run.folder, first, end, Norm, tmp_path / "part", Job(run.folder))
+        assert text.startswith(f"{3 * (end - first)} of {3 * (end - first)} logged values equal those in model_")
+        parts += rows(tmp_path / "part")
+
+    assert digest_of_folder(run.folder) == before
+    assert parts == rows(tmp_path / "whole")[1:]
+    assert [row["iteration"] for row in parts] == [*range(1, 10)]
+    assert [*parts[0]] == ["iteration", "lr", "norm", "total_loss"]
+
+
+def test_a_hook_that_changes_the_run_is_found_out(run, tmp_path):
+    text = replay_range(run.folder, 3, 6, Disturb, tmp_path, Job(run.folder))
+
+    assert text.startswith("DIFFERENT: total_loss of iteration 4 is ")
+
+
+def test_a_range_that_ends_in_a_failure_is_written_up_to_it(tmp_path):
+    job = Job(tmp_path / "run", make_hooks=lambda: [PlantNan("layers.0.weight", 7)])
+    with pytest.raises(FloatingPointError):
+        job()
+
+    text = replay_range(tmp_path / "run", 6, 9, Norm, tmp_path, job)
+
+    assert text.startswith("FAILED in iteration 7: FloatingPointError: the loss is not finite in iteration 7")
+    assert [row["iteration"] for row in rows(tmp_path) if "norm" in row] == [6]
+
+
+def test_a_run_that_was_resumed_with_other_settings_is_replayed_with_those_of_each_part(tmp_path):
+    Job(tmp_path / "run", make_hooks=lambda: [StopAt(6)])()
+    Job(tmp_path / "run", "SOLVER.MAX_ITER", 14, "SOLVER.STEPS", (7,))(True)
+
+    for _, first, end in stretches(tmp_path / "run", 5, 12)[0]:
+        text = replay_range(tmp_path / "run", first, end, Norm, tmp_path, Job(tmp_path / "run"))
+        assert "logged values equal those in" in text
+        assert "DIFFERENT" not in text
+
+
+def test_values_that_are_not_finite_are_null(tmp_path):
+    Job(tmp_path / "run")()
+
+    class Infinite(HookBase):
+        def after_step(self):
+            self.trainer.storage.put_scalar("ratio", torch.inf)
+
+    replay_range(tmp_path / "run", 5, 6, Infinite, tmp_path, Job(tmp_path / "run"))
+
+    assert rows(tmp_path)[0]["ratio"] is None

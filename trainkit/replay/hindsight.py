@@ -1,0 +1,104 @@
+"""A hook that did not exist then, over past iterations of a run."""
+
+import itertools
+import json
+import math
+import os
+import statistics
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from trainkit.checkpoint.atomic import write_text
+from trainkit.config import ConfigError
+from trainkit.engine import HookBase
+from trainkit.replay.checkpoints import Values, around, checkpoints_of, compare_way, logged_values
+from trainkit.replay.session import Session
+from trainkit.utils import comm
+
+
+class Stretch(NamedTuple):
+    """Iterations ``first`` (included) to ``end`` (excluded), which are reached from ``start``."""
+
+    start: int
+    first: int
+    end: int
+
+
+def stretches(run: str | os.PathLike[str], first: int, end: int) -> tuple[list[Stretch], float]:
+    """A range of iterations, cut at the checkpoints of a run: each part needs no other; and the seconds of a step.
+
+    Raises:
+        CheckpointError: no checkpoint can be used.
+        ConfigError: the range is empty.
+    """
+    if not 0 <= first < end:
+        raise ConfigError(f"--range is {first}:{end}; accepted: A:B with 0 <= A < B, B is not included")
+    around(os.fspath(run), first)  # raises
+    found = checkpoints_of(os.fspath(run))
+    starts = [0, *(saved.next_step for saved in found)]
+    cuts = sorted({first, end, *(start for start in starts if first < start < end)})
+    parts = [
+        Stretch(max(start for start in starts if start <= cut), cut, after) for cut, after in itertools.pairwise(cuts)
+    ]
+    history = found[-1].state["trainer"]["storage"]["histories"].get("time") if found else None
+    return parts, 0.0 if history is None else statistics.median(history["values"].tolist())
+
+
+def replay_range(
+    run: str | os.PathLike[str],
+    first: int,
+    end: int,
+    make_hook: Callable[[], HookBase],
+    output_dir: str | os.PathLike[str],
+    start: Callable[[], Any] | str | None = None,
+) -> str:
+    """Perform iterations ``first`` (included) to ``end`` (excluded) of a run again, with one more hook.
+
+    Every process of the run calls it. What the hook puts into the storage, and the values of the run, are written to
+    ``metrics.json`` in ``output_dir``, a line for each iteration; the run is not changed.
+
+    Args:
+        make_hook: called on each rank.
+        start: as that of `replay`.
+
+    Returns:
+        How the values compare with those that the run has stored: a hook that changes the run is found out. If an
+        iteration fails, "FAILED", and why; what was put before it is written.
+
+    Raises:
+        CheckpointError: no checkpoint can be used, or the run had another number of processes.
+    """
+    values, text = _Range(os.path.abspath(run), first, end, make_hook).perform(start)
+    if comm.is_main_process():
+        os.makedirs(output_dir, exist_ok=True)
+        write_metrics(values, output_dir)
+    return str(text)
+
+
+def write_metrics(values: Values, output_dir: str | os.PathLike[str]) -> None:
+    """A line for each iteration, as `trainkit.utils.events.JSONWriter` writes them; null is not finite."""
+    rows: dict[int, dict[str, float | None]] = {}
+    for name, history in sorted(values.items()):
+        for iter, value in history.items():
+            rows.setdefault(iter, {"iteration": iter})[name] = value if math.isfinite(value) else None
+    text = "".join(f"{json.dumps(rows[iter])}\n" for iter in sorted(rows))
+    write_text(text, os.path.join(output_dir, "metrics.json"))
+
+
+class _Range(Session):
+    def __init__(self, run: str, first: int, end: int, make_hook: Callable[[], HookBase]) -> None:
+        (start, after), self._after = around(run, first), around(run, end - 1)[1]
+        governing = after or start
+        assert governing is not None
+        super().__init__(run, start, governing.origin, first, governing.origin["processes"])
+        self._end, self._make_hook = end, make_hook
+
+    def work(self, trainer: Any) -> tuple[Values, str]:
+        self._load_start()
+        self._go_on(self._at - 1)
+        error = self._go_on(self._end - 1, self._make_hook())
+        values = logged_values(trainer.storage.state_dict(), self._at, self._end)
+        way = compare_way(values, self._after, self._end - 1)[0] if comm.is_main_process() else ""
+        if error:
+            way = f"FAILED in iteration {trainer.iter}: {error.partition('. ')[0]}; {way}"
+        return values, comm.broadcast(way)
