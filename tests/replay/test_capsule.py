@@ -99,6 +99,7 @@ def test_an_exception_in_a_step_leaves_a_capsule_and_bisect_names_the_sample(tmp
     assert state["capsule"]["losses"] == {}
 
 
+@pytest.mark.slow
 def test_a_capsule_of_two_micro_batches_in_lists_repeats_them(tmp_path):
     lists = ("MODEL.NAME", "ListClassifier", "DATALOADER.COLLATE", "list", "SOLVER.ACCUMULATION_STEPS", 2)
     job = failed(Job(tmp_path, *SCANS, *lists))
@@ -133,6 +134,7 @@ def test_a_failure_that_does_not_come_back_is_told_with_the_command_that_starts_
     assert found.differences[0].startswith("random state and buffers are those after the forward pass")
 
 
+@pytest.mark.slow
 def test_a_run_that_has_failed_before_its_first_checkpoint_is_replayed_from_its_capsule_or_the_beginning(tmp_path):
     job = failed(Job(tmp_path, *SCANS, "SOLVER.CHECKPOINT_PERIOD", 100))
     at = read_file(tmp_path / "capsule.rank0.pt")["capsule"]["iteration"]
@@ -146,34 +148,48 @@ def test_a_run_that_has_failed_before_its_first_checkpoint_is_replayed_from_its_
         replay(tmp_path, at, job, prove=True)
 
 
-@pytest.mark.parametrize("point", ["after_step", "before_step"])
-def test_without_a_step_to_repeat_there_is_no_capsule(tmp_path, point):
-    """After the update the weights are others; before the step there is no batch."""
-    failed(Job(tmp_path, make_hooks=lambda: [FailAt(7, KeyError("hook"), point)]), KeyError)
+def assert_has_no_step(folder, iter, job):
+    """The file says how the run was started, and names the way from the checkpoint."""
+    state = read_file(folder / "capsule.rank0.pt")
+    assert (state["model"], state["capsule"]["batches"]) == ({}, [])
+    with pytest.raises(CheckpointError, match=f"holds no step: .* Give python tools/replay.py .* --iter {iter} "):
+        replay(folder / "capsule.rank0.pt", start=job)
+    assert f"To repeat the step: python tools/replay.py {folder} --iter {iter} (" in last_line(folder)
 
+
+@pytest.mark.slow
+def test_a_failure_before_the_batch_or_after_the_update_leaves_no_step(tmp_path):
+    job = failed(Job(tmp_path, make_hooks=lambda: [FailAt(7, KeyError("hook"), "before_step")]), KeyError)
+    assert_has_no_step(tmp_path, 7, job)
+
+    failed(Job(tmp_path, make_hooks=lambda: [FailAt(7, KeyError("hook"), "after_step")]), KeyError)
     assert not (tmp_path / "capsule.rank0.pt").exists()
-    assert ("--iter 7" in last_line(tmp_path)) == (point == "before_step")
+    assert "To repeat" not in last_line(tmp_path)
 
 
-def test_an_error_inside_the_update_leaves_no_capsule_with_half_an_update(tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_an_error_inside_the_update_leaves_no_step_with_half_an_update(tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("in the middle")
 
-    monkeypatch.setattr(torch.optim.SGD, "step", fail)
-    failed(Job(tmp_path), RuntimeError)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.optim.SGD, "step", fail)
+        job = failed(Job(tmp_path), RuntimeError)
 
-    assert not (tmp_path / "capsule.rank0.pt").exists()
-    assert "--iter 0" in last_line(tmp_path)
+    assert_has_no_step(tmp_path, 0, job)
+    assert replay(tmp_path, 0, job).start == "the beginning"
 
 
-def test_a_failure_of_an_earlier_iteration_gets_no_capsule_but_the_right_iteration(tmp_path):
+def test_a_failure_of_an_earlier_iteration_leaves_no_step_but_the_right_iteration(tmp_path):
     """As asynchronous metrics, or those of several ranks, find it."""
     error = FloatingPointError("the loss is not finite in iteration 5: {'total_loss': nan}")
-    failed(Job(tmp_path, make_hooks=lambda: [FailAt(7, error)]))
+    job = failed(Job(tmp_path, make_hooks=lambda: [FailAt(7, error)]))
 
     assert failed_iteration(error) == 5
-    assert not (tmp_path / "capsule.rank0.pt").exists()
-    assert f"To repeat the step: python tools/replay.py {tmp_path} --iter 5 (" in last_line(tmp_path)
+    assert_has_no_step(tmp_path, 5, job)
+    assert (
+        replay(tmp_path, 5, job).on_the_way == "2 of 2 logged values equal those in capsule.rank0.pt, iterations 5 to 5"
+    )
 
 
 def test_a_disk_that_is_full_does_not_hide_the_error(tmp_path, monkeypatch, caplog):
@@ -235,6 +251,7 @@ def test_values_that_a_file_cannot_hold_are_converted_or_left_out_with_a_note(tm
     ]
 
 
+@pytest.mark.slow
 def test_a_new_run_moves_the_capsule_aside_and_resuming_does_not_take_it_for_a_checkpoint(tmp_path):
     failed(Job(tmp_path, make_hooks=lambda: [FailAt(7, KeyError("once"))]), KeyError)
 

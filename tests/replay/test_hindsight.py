@@ -75,6 +75,7 @@ def test_a_range_that_ends_in_a_failure_is_written_up_to_it(tmp_path):
     assert [row["iteration"] for row in rows(tmp_path) if "norm" in row] == [6]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_resumed_with_other_settings_is_replayed_with_those_of_each_part(tmp_path):
     Job(tmp_path / "run", make_hooks=lambda: [StopAt(6)])()
     Job(tmp_path / "run", "SOLVER.MAX_ITER", 14, "SOLVER.STEPS", (7,))(True)
@@ -85,6 +86,7 @@ def test_a_run_that_was_resumed_with_other_settings_is_replayed_with_those_of_ea
         assert "DIFFERENT" not in text
 
 
+@pytest.mark.slow
 def test_values_that_are_not_finite_are_null(tmp_path):
     Job(tmp_path / "run")()
 

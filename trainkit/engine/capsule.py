@@ -37,8 +37,8 @@ _NOTES = (
 def leave_capsule(trainer: Any, error: BaseException, is_before_update: bool) -> str:
     """Write the capsule of a step of a `DefaultTrainer` that has failed; it replaces that of an earlier failure.
 
-    There is none if the failure belongs to an earlier step, or if the weights have been updated since. Whatever goes
-    wrong here is a warning.
+    If the failure belongs to an earlier step, or if the weights have been updated since, it holds no step, but how the
+    run was started and what it has logged since its last checkpoint. Whatever goes wrong here is a warning.
 
     Args:
         is_before_update: whether the run is in stage 1 of an iteration, before its update or inside it.
@@ -54,9 +54,10 @@ def leave_capsule(trainer: Any, error: BaseException, is_before_update: bool) ->
     iteration = trainer.iter if iteration is None else iteration
     commands = [_replay_of_run(trainer, iteration)]
     try:
-        if is_before_update and iteration == trainer.iter and _is_there(trainer._trainer, error):
-            path = os.path.abspath(os.path.join(trainer.cfg.OUTPUT_DIR, f"capsule.rank{comm.get_rank()}.pt"))
-            write_file(_contents(trainer, error, commands[0]), path)
+        has_step = is_before_update and iteration == trainer.iter and _is_there(trainer._trainer, error)
+        path = os.path.abspath(os.path.join(trainer.cfg.OUTPUT_DIR, f"capsule.rank{comm.get_rank()}.pt"))
+        write_file(_contents(trainer, error, commands[0], has_step), path)
+        if has_step:
             commands.insert(0, f"python tools/replay.py {shlex.quote(path)} ({_duration(trainer, 2)})")
     except Exception as other:
         logger.warning("The capsule of the failed step is not written: %s: %s", type(other).__name__, other)
@@ -69,7 +70,7 @@ def _is_there(step: Any, error: Exception) -> bool:
     return step._batch is not None and all(frame.f_code.co_name != "update" for frame in frames)
 
 
-def _contents(trainer: Any, error: Exception, command: str) -> dict[str, Any]:
+def _contents(trainer: Any, error: Exception, command: str, has_step: bool) -> dict[str, Any]:
     """A checkpoint without what the optimizer has gathered, and beside it the batch and the failure."""
     step, several, notes = trainer._trainer, trainer.accumulation_steps > 1, [*_NOTES]
     state = trainer.state_dict()
@@ -78,15 +79,15 @@ def _contents(trainer: Any, error: Exception, command: str) -> dict[str, Any]:
     state["world_size"] = 1
     state["origin"] = state["origin"] or describe_origin(trainer._given_cfg.dump(), device_of(trainer.model), None)
     losses = {}
-    if step._losses is not None:
+    if has_step and step._losses is not None:
         losses = {name: float(loss) for name, loss in step.losses.items()}
     names_of_last = getattr(step.data_loader, "names_of_last", None)
-    batches = step._batch if several else [step._batch]
+    batches = [] if not has_step else step._batch if several else [step._batch]
     failure = {
         "iteration": trainer.iter,
         "rank": comm.get_rank(),
         "batches": [_storable(batch, f"{i}" if several else "", notes) for i, batch in enumerate(batches)],
-        "samples": [] if names_of_last is None else names_of_last(len(batches)),
+        "samples": names_of_last(len(batches)) if names_of_last is not None and has_step else [],
         "losses": losses,
         "error": f"{type(error).__name__}: {error}",
         "traceback": "".join(traceback.format_exception(error)),
@@ -94,7 +95,8 @@ def _contents(trainer: Any, error: Exception, command: str) -> dict[str, Any]:
         "command": command,
     }
     others = {key: obj.state_dict() for key, obj in trainer.checkpointer.checkpointables.items() if key != "trainer"}
-    return {"model": unwrap_model(trainer.model).state_dict(), **others, "trainer": state, "capsule": failure}
+    model = unwrap_model(trainer.model).state_dict() if has_step else {}
+    return {"model": model, **others, "trainer": state, "capsule": failure}
 
 
 def _storable(value: Any, path: str, notes: list[str]) -> Any:

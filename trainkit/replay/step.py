@@ -16,6 +16,7 @@ from trainkit.replay.inspection import Inspection
 from trainkit.replay.report import Replay, compare_failure, judge
 from trainkit.replay.session import Session, copy_of
 from trainkit.utils import comm
+from trainkit.utils.model import unwrap_model
 
 
 def replay(
@@ -43,7 +44,7 @@ def replay(
         prove: go on to the next checkpoint, and compare all that it holds.
         verdict: perform the step three times (of a capsule, twice), and say whether that gave the same.
         bisect: find the samples with which it fails, or the one with the largest loss.
-        anomaly: perform it under ``torch.autograd.detect_anomaly``.
+        anomaly: perform it under ``torch.autograd.detect_anomaly``; there is no verdict then.
         debug: stop in the debugger before the forward pass.
         profile: where to write a trace of the step, for chrome://tracing.
         save_state: where to write the state before the step, as a checkpoint.
@@ -60,7 +61,8 @@ def replay(
             f"{' and no prove' if is_capsule else ''}, got iter={iter}, prove={prove}"
         )
     files = {"profile": profile and os.path.abspath(profile), "save_state": save_state and os.path.abspath(save_state)}
-    options = {"prove": prove, "verdict": verdict, "bisect": bisect, "anomaly": anomaly, "debug": debug, **files}
+    options = {"prove": prove, "verdict": verdict and not anomaly, "bisect": bisect, "anomaly": anomaly}
+    options |= {"debug": debug, **files}
     session = _Capsule(run, options) if is_capsule else _Step(run, iter or 0, options)
     return session.perform(start)
 
@@ -176,6 +178,9 @@ class _Capsule(_Step):
         self._capsule = state.pop("capsule", None)
         if self._capsule is None:
             raise CheckpointError(f"'{path}' is no capsule of a step; to replay from a checkpoint, name its folder")
+        if not self._capsule["batches"]:
+            reason = "the failure was noticed after the weights had been updated, or there was no batch"
+            raise CheckpointError(f"'{path}' holds no step: {reason}. Give {self._capsule['command']}")
         at, origin = self._capsule["iteration"], state["trainer"]["origin"]
         Session.__init__(self, path, Saved(at, 1, path, state), origin, at, processes=1)
         self._options, self.anomaly = options, options["anomaly"]
@@ -185,7 +190,9 @@ class _Capsule(_Step):
         assert self._start is not None
         state = dict(self._start.state)
         result = self._look(state, self._at)
-        result.failure = compare_failure(self._capsule, result)
+        result.failure = "not compared: autograd stops at the first anomaly"
+        if not self.anomaly:
+            result.failure = compare_failure(self._capsule, result)
         result.samples_at_fault = self._bisect(state, result)
         if self._options["verdict"]:
             result.verdict = judge(result.inspection, self._perform(state)[0])
@@ -201,4 +208,7 @@ class _Capsule(_Step):
     def _perform(self, state: dict[str, Any], special: bool = False) -> tuple[Inspection, str]:
         inspection, error = super()._perform(state, special)
         inspection.samples = self._capsule["samples"]
+        # of buffers it is not known: the forward pass that has failed has changed them
+        before, own = inspection.not_finite_before, dict(unwrap_model(self._trainer.model).named_parameters())
+        inspection.not_finite_before = [name for name in before if name in own]
         return inspection, error
