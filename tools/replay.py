@@ -17,17 +17,20 @@ run or between executions; 2 if the step cannot be performed.
 import argparse
 import contextlib
 import json
+import math
 import os
 import runpy
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trainkit.config import ConfigError
 from trainkit.engine import user_errors_exit
 from trainkit.replay import replay, replay_range
 from trainkit.replay.hindsight import Stretch, stretches
@@ -37,8 +40,9 @@ RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_S
 
 def main(args: argparse.Namespace) -> int:
     """The exit code."""
-    if args.range:
-        with user_errors_exit():
+    with user_errors_exit():
+        check(args)
+        if args.range:
             return run_hook(args)
     # what the script of the run prints is no part of the report
     with user_errors_exit(), contextlib.nullcontext() if args.pdb else contextlib.redirect_stdout(sys.stderr):
@@ -62,7 +66,7 @@ def run_hook(args: argparse.Namespace) -> int:
     if RANK == 0 and not args.is_part:
         print(
             f"iterations {first} to {end - 1} from {len(parts)} checkpoints: {num_steps} iterations, {jobs} at a time, "
-            f"about {num_steps * step_sec / jobs:.2g} s after the start of the run",
+            f"about {timedelta(seconds=math.ceil(num_steps * step_sec / jobs))} after the start of the run",
             flush=True,
         )
     if jobs == 1:
@@ -124,21 +128,26 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--jobs", type=int, default=1, metavar="K", help="as many processes at a time, one for each checkpoint")
     add("--out", metavar="FOLDER", help="where metrics.json of the range is written; default: replay_of_<RUN>")
     add("--is-part", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def check(args: argparse.Namespace) -> None:
+    """
+    Raises:
+        ConfigError: the arguments do not fit together, or to what is on the disk.
+    """
+    out = Path(args.out or ".").resolve()
     if os.path.isfile(args.run):
         if args.iter is not None or args.range or args.prove:
-            parser.error(f"{args.run} is a capsule, which holds one step: leave out --iter, --range and --prove")
+            raise ConfigError(f"{args.run} is a capsule, which holds one step: leave out --iter, --range and --prove")
     elif (args.iter is None) == (args.range is None):
-        parser.error(f"{args.run} is a run: give either --iter N, counted from 0 as in logs, or --range A:B")
-    elif args.range and not (
-        args.hook and args.hook.rpartition(":")[0] and os.path.isfile(args.hook.rpartition(":")[0])
-    ):
-        parser.error(f"--hook is {args.hook!r}; with --range it names the file and the class: mine.py:MyHook")
+        raise ConfigError(f"{args.run} is a run: give either --iter N, counted from 0 as in logs, or --range A:B")
+    elif args.range and not os.path.isfile((args.hook or "").rpartition(":")[0]):
+        raise ConfigError(f"--hook is {args.hook!r}; with --range it names the file and the class: mine.py:MyHook")
     if args.jobs < 1:
-        parser.error(f"--jobs is {args.jobs}; it must be at least 1")
-    if args.out and Path(args.run).resolve() in [Path(args.out).resolve(), *Path(args.out).resolve().parents]:
-        parser.error(f"--out is {args.out!r}, in the folder of the run, which is not changed; name another folder")
-    return args
+        raise ConfigError(f"--jobs is {args.jobs}; it must be at least 1")
+    if args.out and Path(args.run).resolve() in [out, *out.parents]:
+        raise ConfigError(f"--out is {args.out!r}, in the folder of the run, which is not changed; name another folder")
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ import pytest
 from tests.docs.pages import ROOT, blocks
 from tests.replay.job import digest_of_folder
 
-(SCRIPT,) = blocks("docs/replay.md", "python")
+SCRIPT, HOOK = blocks("docs/replay.md", "python")
 COMMANDS = [shlex.split(block) for block in blocks("docs/replay.md", "sh")]
-FAILURE, STEP, PROOF = blocks("docs/replay.md", "")
+FAILURE, LAST_LINE, CAPSULE, STEP, PROOF, RANGE = blocks("docs/replay.md", "")
 
 
 def command(words, folder):
@@ -36,22 +36,28 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clone")
     (folder / "tools").symlink_to(ROOT / "tools")
     (folder / "train.py").write_text(SCRIPT)
+    (folder / "loudness.py").write_text(HOOK)
     return folder
 
 
 @pytest.mark.slow
 def test_the_hunt_prints_what_the_page_shows_and_leaves_the_run_as_it_is(folder):
-    train, step, proof = ([sys.executable, *words[1:]] for words in COMMANDS)
+    train, *replays = ([sys.executable, *words[1:]] for words in COMMANDS)
     failed = command(train, folder)
     assert failed.returncode == 1
     assert FAILURE.partition("...")[0].strip() in failed.stderr
+    last = (folder / "output/signals/log.txt").read_text().splitlines()[-1]
+    assert last.replace(f"{folder}/", "").endswith(LAST_LINE.strip(".\n"))
     before = digest_of_folder(folder / "output/signals")
 
-    for words, shown in ((step, STEP), (proof, PROOF)):
+    for words, shown in zip(replays, (CAPSULE, STEP, PROOF, RANGE), strict=True):
         found = command(words, folder)
         assert found.returncode == 0, found.stderr
         assert_shown(shown, found.stdout)
         assert max(map(len, found.stdout.splitlines()[2:])) <= 104
+    plot = [sys.executable, "tools/plot_metrics.py", "output/signals", "replay_of_signals", "--html", "metrics.html"]
+    assert command(plot, folder).returncode == 0
+    assert "quietest" in (folder / "metrics.html").read_text()
 
     assert digest_of_folder(folder / "output/signals") == before
 

@@ -2,11 +2,13 @@
 
 import contextlib
 import logging
+import math
 import os
 import re
 import shlex
 import traceback
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -138,6 +140,5 @@ def _replay_of_run(trainer: Any, iteration: int) -> str:
 
 def _duration(trainer: Any, num_steps: int) -> str:
     history = trainer.storage.histories().get("time")
-    if history is None:
-        return "the start of the run takes longest"
-    return f"about {num_steps * history.median(1000):.2g} s after the start of the run"
+    sec = 0.0 if history is None else num_steps * history.median(1000)
+    return f"about {timedelta(seconds=math.ceil(sec))} after the start of the run"

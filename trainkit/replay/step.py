@@ -61,7 +61,7 @@ def replay(
             f"{' and no prove' if is_capsule else ''}, got iter={iter}, prove={prove}"
         )
     files = {"profile": profile and os.path.abspath(profile), "save_state": save_state and os.path.abspath(save_state)}
-    options = {"prove": prove, "verdict": verdict and not anomaly, "bisect": bisect, "anomaly": anomaly}
+    options: dict[str, Any] = {"prove": prove, "verdict": verdict and not anomaly, "bisect": bisect, "anomaly": anomaly}
     options |= {"debug": debug, **files}
     session = _Capsule(run, options) if is_capsule else _Step(run, iter or 0, options)
     return session.perform(start)
