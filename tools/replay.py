@@ -40,9 +40,8 @@ RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_S
 
 def main(args: argparse.Namespace) -> int:
     """The exit code."""
-    with user_errors_exit():
-        check(args)
-        if args.range:
+    if args.range:
+        with user_errors_exit():
             return run_hook(args)
     # what the script of the run prints is no part of the report
     with user_errors_exit(), contextlib.nullcontext() if args.pdb else contextlib.redirect_stdout(sys.stderr):
@@ -60,42 +59,46 @@ def main(args: argparse.Namespace) -> int:
 def run_hook(args: argparse.Namespace) -> int:
     """``--range``: each stretch between two checkpoints in a process of its own; the exit code."""
     (first, end), out = args.range, Path(args.out or f"replay_of_{Path(args.run).resolve().name}")
+    file, _, name = (args.hook or "").rpartition(":")
+    if args.iter is not None or not os.path.isfile(file) or args.jobs < 1:
+        text = f"got --hook {args.hook}, --jobs {args.jobs}, --iter {args.iter}"
+        raise ConfigError(f"--range takes --hook FILE:CLASS of a file, --jobs of at least 1, and no --iter; {text}")
+    if Path(args.run).resolve() in [out.resolve(), *out.resolve().parents]:
+        raise ConfigError(f"{out} is in the folder of the run, which is not changed; name another one with --out")
     parts, step_sec = stretches(args.run, first, end)
     jobs = min(args.jobs, len(parts)) if WORLD_SIZE == 1 else 1
-    num_steps = sum(part.end - part.start for part in parts)
-    if RANK == 0 and not args.is_part:
-        print(
-            f"iterations {first} to {end - 1} from {len(parts)} checkpoints: {num_steps} iterations, {jobs} at a time, "
-            f"about {timedelta(seconds=math.ceil(num_steps * step_sec / jobs))} after the start of the run",
-            flush=True,
-        )
-    if jobs == 1:
-        file, _, name = args.hook.rpartition(":")
-        with contextlib.redirect_stdout(sys.stderr):
-            text = replay_range(args.run, first, end, runpy.run_path(file)[name], out, args.script)
-        texts, failed = [text], False
-    else:
-        texts, failed = run_in_parallel(args, parts, jobs, out)
+    num_steps = end - parts[0].start if jobs == 1 else sum(part.end - part.start for part in parts)
+    time = timedelta(seconds=math.ceil(num_steps * step_sec / jobs))
+    cost = f"{num_steps} iterations, {jobs} at a time, about {time} after the start of the run"
     if RANK == 0:
-        print("\n".join(texts if args.is_part else [*texts, f"written: {out / 'metrics.json'}"]))
-    return int(failed or any("DIFFERENT" in text or "FAILED" in text for text in texts))
+        print(f"iterations {first} to {end - 1} from {len(parts)} checkpoints: {cost}", flush=True)
+    if jobs == 1:
+        with contextlib.redirect_stdout(sys.stderr):
+            lines, failed = [replay_range(args.run, first, end, runpy.run_path(file)[name], out, args.script)], False
+    else:
+        lines, failed = run_in_parallel(args, parts, jobs, out)
+    if RANK == 0:
+        print("\n".join([*lines, f"written: {out / 'metrics.json'}"]))
+    return int(failed or any("DIFFERENT" in line or "FAILED" in line for line in lines))
 
 
 def run_in_parallel(args: argparse.Namespace, parts: list[Stretch], jobs: int, out: Path) -> tuple[list[str], bool]:
-    """This command once for each part; what they print, and whether one has failed."""
+    """This command once for each part; the lines that they print, and whether one has failed."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
 
         def run_part(part: Stretch) -> subprocess.CompletedProcess[str]:
             options = ["--range", f"{part.first}:{part.end}", "--hook", args.hook, "--out", f"{folder}/{part.first}"]
             script = ["--script", args.script] if args.script else []
-            command = [sys.executable, __file__, args.run, *options, "--is-part", *script]
-            return subprocess.run(command, stdout=subprocess.PIPE, text=True)
+            return subprocess.run(
+                [sys.executable, __file__, args.run, *options, *script], stdout=subprocess.PIPE, text=True
+            )
 
         done = [*pool.map(run_part, parts)]
         files = [Path(folder, str(part.first), "metrics.json") for part in parts]
         out.mkdir(parents=True, exist_ok=True)
         (out / "metrics.json").write_text("".join(file.read_text() for file in files if file.exists()))
-    return [found.stdout.strip() for found in done], any(found.returncode for found in done)
+    lines = [line for found in done for line in found.stdout.splitlines()[1:-1]]  # without cost and file
+    return lines, any(found.returncode for found in done)
 
 
 def iterations(text: str) -> tuple[int, int]:
@@ -127,27 +130,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--hook", metavar="FILE:CLASS", help="the hook to run over the range, made without arguments")
     add("--jobs", type=int, default=1, metavar="K", help="as many processes at a time, one for each checkpoint")
     add("--out", metavar="FOLDER", help="where metrics.json of the range is written; default: replay_of_<RUN>")
-    add("--is-part", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
-
-
-def check(args: argparse.Namespace) -> None:
-    """
-    Raises:
-        ConfigError: the arguments do not fit together, or to what is on the disk.
-    """
-    out = Path(args.out or ".").resolve()
-    if os.path.isfile(args.run):
-        if args.iter is not None or args.range or args.prove:
-            raise ConfigError(f"{args.run} is a capsule, which holds one step: leave out --iter, --range and --prove")
-    elif (args.iter is None) == (args.range is None):
-        raise ConfigError(f"{args.run} is a run: give either --iter N, counted from 0 as in logs, or --range A:B")
-    elif args.range and not os.path.isfile((args.hook or "").rpartition(":")[0]):
-        raise ConfigError(f"--hook is {args.hook!r}; with --range it names the file and the class: mine.py:MyHook")
-    if args.jobs < 1:
-        raise ConfigError(f"--jobs is {args.jobs}; it must be at least 1")
-    if args.out and Path(args.run).resolve() in [out, *out.parents]:
-        raise ConfigError(f"--out is {args.out!r}, in the folder of the run, which is not changed; name another folder")
 
 
 if __name__ == "__main__":

@@ -65,18 +65,28 @@ def test_the_hunt_prints_what_the_page_shows_and_leaves_the_run_as_it_is(folder)
 @pytest.mark.slow
 def test_a_run_of_two_processes_is_replayed_by_two_and_names_the_rank(folder):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    options = ["OUTPUT_DIR", "output/two"]
+    # metrics are exchanged after iteration 94, in time for its capsule
+    options = ["OUTPUT_DIR", "output/two", "LOG.PERIOD", "5"]
     assert command([*torchrun, "train.py", *options], folder).returncode == 1
 
     step = command([*torchrun, "tools/replay.py", "output/two", "--iter", "94"], folder)
     proof = command([*torchrun, "tools/replay.py", "output/two", "--iter", "70", "--prove"], folder)
     alone = command([sys.executable, "tools/replay.py", "output/two", "--iter", "94"], folder)
+    capsule = command([sys.executable, "tools/replay.py", "output/two/capsule.rank0.pt", "--bisect"], folder)
+    hook = ["--range", "60:90", "--hook", "loudness.py:Loudness"]
+    hindsight = command([*torchrun, "tools/replay.py", "output/two", *hook], folder)
 
     assert "rank 0:\nthe step has failed: FloatingPointError" in step.stdout
     assert "first module whose output is not finite: normalize\n  for: signal_237.wav\n" in step.stdout
     assert (step.returncode, proof.returncode, alone.returncode) == (0, 0, 2)
     assert "proof: every byte equals model_0000079.pth: " in proof.stdout
     assert "verdict: reproducible: " in proof.stdout
+    assert "failure: it has come back; 1 of 1 losses equal" in capsule.stdout
+    assert "not as in the run: number of processes: 2 in the run, 1 now" in capsule.stdout
+    assert "samples: the loss is not finite with signal_237.wav (1 of 2 samples, each alone)" in capsule.stdout
+    assert "iterations 60 to 89 from 2 checkpoints: 30 iterations, 1 at a time" in hindsight.stdout
+    assert "60 of 60 logged values equal those in capsule.rank0.pt, iterations 60 to 89" in hindsight.stdout
+    assert len((folder / "replay_of_two/metrics.json").read_text().splitlines()) == 30
     assert "the run had 2 processes, and this replay has 1; start it by torchrun --nproc-per-node 2" in alone.stderr
 
 

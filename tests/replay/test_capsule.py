@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.cuda import needs_cuda
 from tests.engine.job import TinyClassifier
 from tests.replay.job import Job, PlantNan, Scans
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file
+from trainkit.config import ConfigError
 from trainkit.data import DatasetCatalog
 from trainkit.engine import HookBase, capsule
 from trainkit.engine.finite import failed_iteration
@@ -253,6 +255,17 @@ def test_values_that_a_file_cannot_hold_are_converted_or_left_out_with_a_note(tm
 
 
 @pytest.mark.slow
+def test_the_capsule_of_a_failure_does_not_count_after_the_run_has_gone_on(tmp_path):
+    failed(Job(tmp_path, make_hooks=lambda: [FailAt(7, KeyError("once"))]), KeyError)
+    Job(tmp_path, "SOLVER.BASE_LR", 0.1, "SOLVER.MAX_ITER", 12)(True)
+
+    found = replay(tmp_path, 6, Job(tmp_path), prove=True)
+
+    assert "equal those in model_0000009.pth" in found.on_the_way
+    assert found.proof.startswith("every byte equals model_0000009.pth")
+
+
+@pytest.mark.slow
 def test_a_new_run_moves_the_capsule_aside_and_resuming_does_not_take_it_for_a_checkpoint(tmp_path):
     failed(Job(tmp_path, make_hooks=lambda: [FailAt(7, KeyError("once"))]), KeyError)
 
@@ -268,7 +281,27 @@ def test_what_is_no_capsule_is_refused(tmp_path):
     Job(tmp_path)()
     with pytest.raises(CheckpointError, match="is no capsule of a step; to replay from a checkpoint, name its folder"):
         replay(tmp_path / "model_final.pth", start=Job(tmp_path))
-    with pytest.raises(ValueError, match="is a run, which needs an iter"):
+    with pytest.raises(ConfigError, match="is a run: give --iter; got iter=None"):
         replay(tmp_path, start=Job(tmp_path))
-    with pytest.raises(ValueError, match="is a capsule, which takes no iter"):
+    with pytest.raises(ConfigError, match="is a capsule of one step: leave out --iter and --prove; got iter=3"):
         replay(tmp_path / "model_final.pth", 3, Job(tmp_path))
+
+
+@needs_cuda
+def test_a_capsule_of_a_gpu_repeats_the_step_there(tmp_path):
+    job = failed(Job(tmp_path, *SCANS, "MODEL.DEVICE", "cuda", "LOG.ASYNC", False))
+
+    found = replay(tmp_path / "capsule.rank0.pt", start=job, bisect=True)
+
+    assert found.failure.startswith("it has come back")
+    assert found.batch["x"].is_cuda
+    assert found.samples_at_fault == "the loss is not finite with scan_017.png (1 of 8 samples, each alone)"
+
+
+@needs_cuda
+def test_asynchronous_metrics_find_a_failure_too_late_for_its_step_and_name_the_way_from_the_checkpoint(tmp_path):
+    job = Job(tmp_path, "MODEL.DEVICE", "cuda", "LOG.PERIOD", 4, make_hooks=lambda: [PlantNan("layers.0.weight", 5)])
+    failed(job)
+
+    assert_has_no_step(tmp_path, 5, job)
+    assert replay(tmp_path, 5, job, verdict=False).inspection.not_finite_before == ["layers.0.weight"]

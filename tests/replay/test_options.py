@@ -106,14 +106,14 @@ def test_the_debugger_stops_once_in_the_forward_pass_of_the_step(run, monkeypatc
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["RUN"], "give either --iter N, counted from 0 as in logs, or --range A:B"),
-        (["RUN", "--iter", 3, "--range", "3:4"], "give either --iter N"),
-        (["RUN", "--range", "3:4"], "--hook is None; with --range it names the file and the class: mine.py:MyHook"),
-        (["RUN", "--range", "3:4", "--hook", "missing.py:A"], "--hook is 'missing.py:A'; with --range"),
+        (["RUN"], "is a run: give --iter; got iter=None"),
+        (["RUN/model_final.pth", "--iter", 3], "is a capsule of one step: leave out --iter and --prove; got iter=3"),
+        (["RUN", "--iter", 3, "--range", "3:4", "--hook", f"{__file__}:A"], "and no --iter; got --hook"),
+        (["RUN", "--range", "3:4"], "--range takes --hook FILE:CLASS of a file"),
+        (["RUN", "--range", "3:4", "--hook", "missing.py:A"], "got --hook missing.py:A, --jobs 1, --iter None"),
+        (["RUN", "--range", "3:4", "--hook", f"{__file__}:A", "--jobs", 0], "--jobs 0"),
         (["RUN", "--range", "3:4", "--hook", f"{__file__}:A", "--out", "RUN/x"], "in the folder of the run, which is"),
         (["RUN", "--range", "3-4"], "argument --range: invalid iterations value: '3-4'"),
-        (["RUN", "--iter", 3, "--jobs", 0], "--jobs is 0; it must be at least 1"),
-        (["RUN/model_final.pth", "--iter", 3], "is a capsule, which holds one step: leave out --iter, --range and"),
     ],
 )
 def test_wrong_arguments_end_with_one_line(run, capsys, words, message):

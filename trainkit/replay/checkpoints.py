@@ -3,7 +3,7 @@
 import logging
 import os
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,11 +28,6 @@ class Saved(NamedTuple):
     state: Mapping[str, Any]
 
     @property
-    def is_capsule(self) -> bool:
-        """Whether it holds the step that has failed, and not the whole state."""
-        return CAPSULE_FILE.fullmatch(os.path.basename(self.path)) is not None
-
-    @property
     def next_step(self) -> int:
         return self.iteration + (self.stage == 2)
 
@@ -43,33 +38,34 @@ class Saved(NamedTuple):
 
 def checkpoints_of(run: str) -> list[Saved]:
     """All from which a replay can start, in the order of their iterations."""
-    return sorted((saved for saved in _read(run) if not saved.is_capsule), key=lambda saved: saved[:3])
+    return sorted(_read(checkpoint_files(run)), key=lambda saved: saved[:3])
 
 
 def around(run: str, iteration: int) -> tuple[Saved | None, Saved | None]:
-    """The newest checkpoint from which ``iteration`` can be reached, and the first file with values from after it.
+    """The newest checkpoint from which ``iteration`` can be reached, and the first one that has its update.
 
-    That is a checkpoint, or the capsule of the step in which the run has failed.
+    If there is no such one, the latter is the capsule of a later step, or of this one, in which the run has failed.
 
     Raises:
         CheckpointError: there is none of a run that says how it was started, or the run is sharded.
     """
-    found = sorted(_read(run), key=lambda saved: saved[:3])
-    if not found:
+    found = checkpoints_of(run)
+    names = sorted(name for name in os.listdir(run) if CAPSULE_FILE.fullmatch(name)) if os.path.isdir(run) else []
+    capsules = [saved for saved in _read(os.path.join(run, name) for name in names) if saved.iteration >= iteration]
+    if not found and not capsules:
         raise CheckpointError(
             f"'{run}' has no checkpoint that says how its run was started; name the folder with the checkpoints of a "
             "DefaultTrainer, written by this version of trainkit or a later one"
         )
     if sharded := [saved.path for saved in found if SHARDS in saved.state]:
         raise CheckpointError(f"'{sharded[0]}' has shards; runs with MODEL.PARALLEL fsdp cannot be replayed")
-    before = [saved for saved in found if saved[:2] <= (iteration, 1) and not saved.is_capsule]
-    after = [saved for saved in found if saved[:2] > (iteration, 1) or (saved.is_capsule and saved[0] == iteration)]
+    before = [saved for saved in found if saved[:2] <= (iteration, 1)]
+    after = [saved for saved in found if saved[:2] > (iteration, 1)] or capsules
     return (before[-1] if before else None), (after[0] if after else None)
 
 
-def _read(run: str) -> Iterator[Saved]:
-    capsules = [entry.path for entry in os.scandir(run) if CAPSULE_FILE.fullmatch(entry.name)]
-    for path in [*checkpoint_files(run), *sorted(capsules)]:
+def _read(paths: Iterable[str]) -> Iterator[Saved]:
+    for path in paths:
         try:
             # mapped: of large ones only what is looked at is read; the one that is loaded is verified then
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

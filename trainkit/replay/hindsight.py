@@ -55,7 +55,7 @@ def replay_range(
     """Perform iterations ``first`` (included) to ``end`` (excluded) of a run again, with one more hook.
 
     Every process of the run calls it. What the hook puts into the storage, and the values of the run, are written to
-    ``metrics.json`` in ``output_dir``, a line for each iteration; the run is not changed.
+    ``metrics.json`` in ``output_dir``, a line for each iteration (null is not finite); the run is not changed.
 
     Args:
         make_hook: called on each rank.
@@ -70,19 +70,14 @@ def replay_range(
     """
     values, text = _Range(os.path.abspath(run), first, end, make_hook).perform(start)
     if comm.is_main_process():
+        rows: dict[int, dict[str, Any]] = {}
+        for name, history in sorted(values.items()):
+            for iter, value in history.items():
+                rows.setdefault(iter, {"iteration": iter})[name] = value if math.isfinite(value) else None
         os.makedirs(output_dir, exist_ok=True)
-        write_metrics(values, output_dir)
+        text_of_rows = "".join(f"{json.dumps(rows[iter])}\n" for iter in sorted(rows))
+        write_text(text_of_rows, os.path.join(output_dir, "metrics.json"))
     return str(text)
-
-
-def write_metrics(values: Values, output_dir: str | os.PathLike[str]) -> None:
-    """A line for each iteration, as `trainkit.utils.events.JSONWriter` writes them; null is not finite."""
-    rows: dict[int, dict[str, float | None]] = {}
-    for name, history in sorted(values.items()):
-        for iter, value in history.items():
-            rows.setdefault(iter, {"iteration": iter})[name] = value if math.isfinite(value) else None
-    text = "".join(f"{json.dumps(rows[iter])}\n" for iter in sorted(rows))
-    write_text(text, os.path.join(output_dir, "metrics.json"))
 
 
 class _Range(Session):

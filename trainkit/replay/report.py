@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainkit.replay.checkpoints import Values, compare_values
 from trainkit.replay.inspection import Inspection, find_difference
 from trainkit.utils.tables import format_table
 
@@ -50,13 +49,8 @@ class Replay:
 
     def __post_init__(self) -> None:
         seen = self.inspection
-        self.batch, self.losses, self.gradients, self.activations = (
-            seen.batch,
-            seen.losses,
-            seen.gradients,
-            seen.outputs,
-        )
-        self.samples = [name for names in seen.samples for name in names]
+        self.batch, self.losses, self.gradients = seen.batch, seen.losses, seen.gradients
+        self.activations, self.samples = seen.outputs, [name for names in seen.samples for name in names]
 
     @property
     def bad_samples(self) -> list[str]:
@@ -158,22 +152,19 @@ class Replay:
 
 
 def judge(
-    first: Inspection,
-    again: Inspection,
-    other: Inspection | None = None,
-    values: Values | None = None,
-    other_values: Values | None = None,
-    stored_is_equal: bool = True,
+    first: Inspection, again: Inspection, other: Inspection | None = None, way: str = "", stored_is_equal: bool = True
 ) -> str:
-    """Whether executions of a step agree, two in place and maybe one from the checkpoint, and with what is stored."""
+    """Whether executions of a step agree, two in place and maybe one from the checkpoint, and with what is stored.
+
+    Args:
+        way: where the values of two ways from the checkpoint have differed first.
+    """
     if where := find_difference(first, again):
         return f"transient: performed twice in place, the step differs in {where}"
     if other is None:
         return "reproducible: twice in place, every bit is equal"
     if where := find_difference(first, other):
-        different = compare_values(values or {}, other_values or {})[1]
-        since = f", since iteration {different[0]} ({different[1]})" if different and different[0] < first.at else ""
-        return f"transient: performed twice from the checkpoint, the step differs in {where}{since}"
+        return f"transient: performed twice from the checkpoint, the step differs in {where}{way}"
     if not stored_is_equal:
         return "different on this machine: three executions agree, but not with what the run has stored"
     return "reproducible: twice in place and once more from the checkpoint, every bit is equal"

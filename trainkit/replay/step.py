@@ -9,9 +9,10 @@ import torch
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file, write_file
+from trainkit.config import ConfigError
 from trainkit.engine import hooks
 from trainkit.replay.bisect import find_samples
-from trainkit.replay.checkpoints import Saved, around, compare_way, logged_values, prove
+from trainkit.replay.checkpoints import Saved, around, compare_values, compare_way, logged_values, prove
 from trainkit.replay.inspection import Inspection
 from trainkit.replay.report import Replay, compare_failure, judge
 from trainkit.replay.session import Session, copy_of
@@ -51,15 +52,13 @@ def replay(
 
     Raises:
         CheckpointError: no checkpoint can be used, or the run had another number of processes.
-        ConfigError: the command does not come to ``train()``, or has no such iteration.
-        ValueError: ``iter`` is given with a capsule, or not with a run; or a capsule cannot be proven.
+        ConfigError: the command does not come to ``train()``, or has no such iteration; or ``iter`` is given with a
+            capsule, or not with a run.
     """
     run, is_capsule = os.path.abspath(run), os.path.isfile(run)
     if (iter is None) != is_capsule or (is_capsule and prove):
-        raise ValueError(
-            f"{run!r} is {'a capsule, which takes no' if is_capsule else 'a run, which needs an'} iter"
-            f"{' and no prove' if is_capsule else ''}, got iter={iter}, prove={prove}"
-        )
+        accepted = "is a capsule of one step: leave out --iter and --prove" if is_capsule else "is a run: give --iter"
+        raise ConfigError(f"{run!r} {accepted}; got iter={iter}, prove={prove}")
     files = {"profile": profile and os.path.abspath(profile), "save_state": save_state and os.path.abspath(save_state)}
     options: dict[str, Any] = {"prove": prove, "verdict": verdict and not anomaly, "bisect": bisect, "anomaly": anomaly}
     options |= {"debug": debug, **files}
@@ -76,7 +75,7 @@ class _Step(Session):
 
     def __init__(self, run: str, at: int, options: dict[str, Any]) -> None:
         start, self._next = around(run, at)
-        if options["prove"] and (self._next is None or self._next.is_capsule):
+        if options["prove"] and (self._next is None or "capsule" in self._next.state):
             raise CheckpointError(f"'{run}' has no checkpoint after iteration {at}; leave out --prove")
         # the process that wrote a file has done the steps before it: its settings may be others than those of the start
         governing = self._next or start
@@ -102,8 +101,9 @@ class _Step(Session):
             other, proof = self._from_start()
             result.proof = comm.broadcast(proof)
         if again is not None:
-            other_values = logged_values(trainer.storage.state_dict(), first, self._at + 1)
-            verdict = judge(result.inspection, again, other, values, other_values, stored_is_equal)
+            change = compare_values(values, logged_values(trainer.storage.state_dict(), first, self._at))[1]
+            since = f", since iteration {change[0]} ({change[1]})" if change else ""
+            verdict = judge(result.inspection, again, other, since, stored_is_equal)
             first_rank, *others = comm.all_gather(verdict)
             different = [f"{text} (on rank {rank})" for rank, text in enumerate(others, 1) if text != first_rank]
             result.verdict = "; ".join([first_rank, *different])
