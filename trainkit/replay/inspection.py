@@ -12,8 +12,6 @@ from trainkit.engine.finite import non_finite_names
 from trainkit.engine.hook_base import HookBase
 from trainkit.utils.model import unwrap_model
 
-WHOLE = "(model)"
-
 
 class Output(NamedTuple):
     """Of one call of a module: numbers of the floating point values of its output, and digests of what it was about."""
@@ -91,7 +89,7 @@ class Inspection(HookBase):
         for name, module in model.named_modules():
             self._handles += [
                 module.register_forward_pre_hook(self._enter(name), with_kwargs=True),
-                module.register_forward_hook(self._leave(name or WHOLE), with_kwargs=True),
+                module.register_forward_hook(self._leave(name or "(model)"), with_kwargs=True),
             ]
 
     def _enter(self, name: str) -> Any:

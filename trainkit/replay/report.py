@@ -177,7 +177,8 @@ def compare_failure(capsule: Mapping[str, Any], result: Replay) -> str:
     count = f"; {len(same)} of {len(capsule['losses'])} losses equal those of the run" if capsule["losses"] else ""
     if result.error.partition(":")[0] == capsule["error"].partition(":")[0]:
         return f"it has come back{count}"
-    return f"DIFFERENT: in the run it was {capsule['error']:.300}{count}. From the checkpoint: {capsule['command']}"
+    error = capsule["error"].partition(". ")[0]
+    return f"DIFFERENT: in the run it was {error:.200}{count}. From the checkpoint: {capsule['command']}"
 
 
 def _flag(is_finite: bool) -> str:

@@ -41,7 +41,8 @@ def _run_command(origin: dict[str, Any], script: str | None, alone: bool) -> Non
     """In this process, as ``python script arguments`` or ``python -m module arguments`` did."""
     former = sys.argv, [*sys.path], os.getcwd()
     module = "" if script else origin["module"]
-    one_process = ["--num-gpus", "1"] if alone and "--num-gpus" in origin["argv"] else []
+    spawns = any(word.startswith("--num-gpus") for word in origin["argv"])  # of which the last one counts
+    one_process = ["--num-gpus", "1"] if alone and spawns else []
     sys.argv = [os.path.abspath(script) if script else origin["argv"][0], *origin["argv"][1:], *one_process]
     try:
         if not os.path.isdir(origin["folder"]):
