@@ -281,7 +281,7 @@ def test_what_is_no_capsule_is_refused(tmp_path):
     Job(tmp_path)()
     with pytest.raises(CheckpointError, match="is no capsule of a step; to replay from a checkpoint, name its folder"):
         replay(tmp_path / "model_final.pth", start=Job(tmp_path))
-    with pytest.raises(ConfigError, match="is a run: give --iter; got iter=None"):
+    with pytest.raises(ConfigError, match="is no capsule but a run: give --iter; got iter=None"):
         replay(tmp_path, start=Job(tmp_path))
     with pytest.raises(ConfigError, match="is a capsule of one step: leave out --iter and --prove; got iter=3"):
         replay(tmp_path / "model_final.pth", 3, Job(tmp_path))

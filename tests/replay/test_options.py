@@ -106,7 +106,7 @@ def test_the_debugger_stops_once_in_the_forward_pass_of_the_step(run, monkeypatc
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["RUN"], "is a run: give --iter; got iter=None"),
+        (["RUN"], "is no capsule but a run: give --iter; got iter=None"),
         (["RUN/model_final.pth", "--iter", 3], "is a capsule of one step: leave out --iter and --prove; got iter=3"),
         (["RUN", "--iter", 3, "--range", "3:4", "--hook", f"{__file__}:A"], "and no --iter; got --hook"),
         (["RUN", "--range", "3:4"], "--range takes --hook FILE:CLASS of a file"),

@@ -57,7 +57,11 @@ def replay(
     """
     run, is_capsule = os.path.abspath(run), os.path.isfile(run)
     if (iter is None) != is_capsule or (is_capsule and prove):
-        accepted = "is a capsule of one step: leave out --iter and --prove" if is_capsule else "is a run: give --iter"
+        accepted = (
+            "is a capsule of one step: leave out --iter and --prove"
+            if is_capsule
+            else "is no capsule but a run: give --iter"
+        )
         raise ConfigError(f"{run!r} {accepted}; got iter={iter}, prove={prove}")
     files = {"profile": profile and os.path.abspath(profile), "save_state": save_state and os.path.abspath(save_state)}
     options: dict[str, Any] = {"prove": prove, "verdict": verdict and not anomaly, "bisect": bisect, "anomaly": anomaly}
