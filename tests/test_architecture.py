@@ -22,6 +22,7 @@ LAYERS = [
         "trainkit.engine.origin",
         "trainkit.engine.parallel",
         "trainkit.engine.settings",
+        "trainkit.engine.skip",
     ],
     ["trainkit.engine.hook_base", "trainkit.engine.periods"],
     ["trainkit.engine.finite", "trainkit.engine.hook_list", "trainkit.engine.stopping"],

@@ -42,6 +42,7 @@ _MINIMA = {
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "CHECKPOINT.BEST_MODE": ("auto", "max", "min"),
     "CHECKPOINT.PUBLISH": ("", "model", "ema"),
+    "DATALOADER.SKIP_MODE": ("shift", "consume"),
     "EARLY_STOPPING.MODE": ("auto", "max", "min"),
     "FLOAT32_PRECISION": ("", "highest", "high", "medium"),
     "LOG.EVAL_AXIS": ("iter", "epoch"),
@@ -111,6 +112,7 @@ def check_values(cfg: CfgNode, *, warn: bool = True) -> None:
     _check_param_groups(cfg.SOLVER)
     _check_early_stopping(cfg)
     _check_checkpoints(cfg)
+    _check_skip(cfg.DATALOADER.SKIP)
 
 
 def check_expected_results(cfg: CfgNode) -> None:
@@ -173,6 +175,18 @@ def _check_checkpoints(cfg: CfgNode) -> None:
             f"CHECKPOINT.PUBLISH is {options.PUBLISH!r}, but without CHECKPOINT.SAVE_LAST and CHECKPOINT.BEST_METRIC "
             "there is nothing to publish; set one of them"
         )
+
+
+def _check_skip(ranges: list[Any]) -> None:
+    former_end = 0
+    for entry in ranges:
+        ends = entry if isinstance(entry, list | tuple) else []
+        if len(ends) != 2 or not all(is_whole(end, 0) for end in ends) or not former_end <= ends[0] < ends[1]:
+            raise ConfigError(
+                f"DATALOADER.SKIP is {ranges!r}, with the entry {entry!r}; accepted: a list of [start, end] in "
+                "iterations from 0, without end, one range after the other, such as [[100, 120]]"
+            )
+        former_end = ends[1]
 
 
 def _check_amp(amp: CfgNode) -> None:

@@ -67,6 +67,8 @@ _C.DATALOADER.SAMPLER_TRAIN = "TrainingSampler"  # RandomSubsetTrainingSampler, 
 _C.DATALOADER.RANDOM_SUBSET_RATIO = 1.0  # RandomSubsetTrainingSampler: the part of the dataset
 _C.DATALOADER.REPEAT_THRESHOLD = 0.0  # RepeatFactorTrainingSampler: rarer categories than this part are repeated
 _C.DATALOADER.REPEAT_SQRT = True  # RepeatFactorTrainingSampler: by the square root of how much rarer
+_C.DATALOADER.SKIP = []  # [[100, 120]]: leave out the batches of iterations 100 to 119, counted from 0
+_C.DATALOADER.SKIP_MODE = "shift"  # the batches after them follow; "consume": iterations 100 to 119 make no step
 
 # ---------------------------------------------------------------------------- optimization
 _C.SOLVER = CN()

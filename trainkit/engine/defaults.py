@@ -1,6 +1,7 @@
 """What most people start with: a trainer that is assembled from a config."""
 
 import contextlib
+import copy
 import inspect
 import itertools
 import logging
@@ -57,6 +58,7 @@ from trainkit.engine.setup import (
     own_folders,
     release_folders,
 )
+from trainkit.engine.skip import Skip
 from trainkit.engine.step import SimpleTrainer
 from trainkit.engine.summary import ENDS, summarize
 from trainkit.evaluation import (
@@ -129,7 +131,6 @@ class DefaultTrainer(TrainerBase):
     accumulation_steps = forwarded("_trainer.accumulation_steps")
     iters_per_epoch = forwarded("_trainer.iters_per_epoch")
     reset_data_loader = forwarded("_trainer.reset_data_loader")
-    begin_run = forwarded("_trainer.begin_run")
     end_update = forwarded("_trainer.end_update")
     end_step = forwarded("_trainer.end_step")
     make_iterators = forwarded("_trainer.make_iterators")
@@ -159,6 +160,7 @@ class DefaultTrainer(TrainerBase):
         if not is_fsdp(cfg):
             model = create_ddp_model(model, **ddp_options(cfg))
         self._trainer = self._build_step_trainer(cfg, model, data_loader, optimizer)
+        self._skip = Skip(cfg)
 
         self.cfg = cfg = self._resolve_lengths(cfg)
         if cfg.LOG.GATHER_PERIOD == 1:
@@ -306,7 +308,8 @@ class DefaultTrainer(TrainerBase):
     def run_step(self) -> None:
         trainer = self._step_trainer
         trainer.iter, trainer.max_iter = self.iter, self.max_iter
-        trainer.run_step()
+        if not self._skip.leave_out(trainer, self.iter):
+            trainer.run_step()
 
     @cached_property
     def origin(self) -> dict[str, Any]:
@@ -316,6 +319,14 @@ class DefaultTrainer(TrainerBase):
         batch = None if self._global_batch is None else self._global_batch.record
         return describe_origin(self._given_cfg.dump(), device_of(self.model), batch)
 
+    def begin_run(self) -> None:
+        self._trainer.begin_run()
+        self._skip.warn_of_passed(self.start_iter)
+
+    def _begin_anew(self, start_iter: int) -> None:
+        super()._begin_anew(start_iter)
+        self._skip.left_out.clear()
+
     def describe_inexact(self) -> list[str]:
         compilation = describe_inexact_compilation(self.cfg)
         return [*super().describe_inexact(), *self._trainer.describe_inexact(), *compilation]
@@ -324,6 +335,7 @@ class DefaultTrainer(TrainerBase):
         return {
             **super().state_dict(),
             "data": self._trainer.feed.state_dict(),
+            "left_out": copy.deepcopy(self._skip.left_out),
             "results": _plain_results(self._results),
             "settings": settings_of(self.cfg),
             "origin": self.origin,
@@ -340,6 +352,7 @@ class DefaultTrainer(TrainerBase):
         if results := state_dict.get("results"):
             self._last_eval_results = results
         self._trainer.feed.load_state_dict(state_dict.get("data", {}))
+        self._skip.left_out = copy.deepcopy(state_dict.get("left_out", []))
         self._trainer.load_step_state_dict(state_dict["_trainer"])
 
     # ------------------------------------------------------------------ hooks
