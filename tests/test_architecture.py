@@ -24,7 +24,7 @@ LAYERS = [
         "trainkit.engine.settings",
         "trainkit.engine.skip",
     ],
-    ["trainkit.engine.hook_base", "trainkit.engine.periods"],
+    ["trainkit.engine.fork", "trainkit.engine.hook_base", "trainkit.engine.periods"],
     ["trainkit.engine.finite", "trainkit.engine.hook_list", "trainkit.engine.stopping"],
     ["trainkit.engine.hook_points"],
     ["trainkit.engine.run_state"],

@@ -32,6 +32,7 @@ from trainkit.checkpoint.folder import checkpoint_files, choose_and_read, tagged
 from trainkit.checkpoint.shards import KEY as SHARDS
 from trainkit.checkpoint.shards import fill_shards, verify_shards
 from trainkit.engine import user_errors_exit
+from trainkit.engine.fork import describe_changes
 
 MAX_DIFFERENCES = 10  # of each part of the state, unless --all
 MAX_WIDTH = 70  # of a value
@@ -101,6 +102,13 @@ def _facts(path: str, state: Mapping[str, Any]) -> list[tuple[str, str]]:
         facts.append(("processes", str(trainer["world_size"])))
     if isinstance(origin := trainer.get("origin"), Mapping) and origin:
         facts += _describe_origin(origin)
+    with contextlib.suppress(LookupError, TypeError, ValueError):  # as above
+        for parent in reversed(origin.get("parents", []) if isinstance(origin, Mapping) else []):
+            text = f"{parent['run']}, iteration {parent['iteration']}{describe_changes(parent['changes'])}"
+            facts.append(("forked from", text))
+    with contextlib.suppress(TypeError, ValueError):
+        ranges = ", ".join(f"{start} to {end - 1}" for start, end in trainer.get("left_out", []))
+        facts += [("left out", f"the batches of iterations {ranges}")] if ranges else []
     if SHARDS in state:
         files = state[SHARDS]["files"].values()
         facts.append(("shards", f"{state[SHARDS]['folder']}, {_bytes(sum(size for size, _ in files))}"))

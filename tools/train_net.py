@@ -21,7 +21,8 @@ class Trainer(DefaultTrainer):
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
     """One process of the run; returns the results of the last evaluation on rank 0."""
-    args.config_file = args.config_file or str(DEFAULT_CONFIG)
+    if not args.fork:
+        args.config_file = args.config_file or str(DEFAULT_CONFIG)
     return run(args, Trainer)
 
 

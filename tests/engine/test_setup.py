@@ -66,6 +66,7 @@ def test_the_defaults_of_the_arguments():
     assert args == {
         "config_file": "",
         "resume": False,
+        "fork": "",
         "eval_only": False,
         "fast_dev_run": False,
         "quiet": False,

@@ -201,7 +201,18 @@ def test_two_processes_leave_out_the_same(tmp_path, plain):
 
 @pytest.mark.parametrize(
     "ranges",
-    [[3, 5], [[5, 3]], [[3, 3]], [[-1, 3]], [[3, 5, 7]], [[3, 5], [4, 7]], [["3", 5]], [[True, 5]], [[1.0, 2]]],
+    [
+        [3, 5],
+        [[5, 3]],
+        [[3, 3]],
+        [[-1, 3]],
+        [[3, 5, 7]],
+        [[3, 5], [4, 7]],
+        [[3, 5], [5, 7]],
+        [["3", 5]],
+        [[True, 5]],
+        [[1.0, 2]],
+    ],
 )
 def test_bad_ranges_are_errors(tmp_path, ranges):
     with pytest.raises(ConfigError, match=r"DATALOADER.SKIP is .* accepted: a list of \[start, end\] in iterations"):

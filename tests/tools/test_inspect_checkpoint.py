@@ -101,6 +101,33 @@ def test_the_final_file_goes_on_with_the_end_of_the_run(run, inspect):
     assert "is          last, final\n" in out
 
 
+def test_the_runs_of_which_one_is_a_fork_and_the_batches_that_it_has_left_out_are_told(tmp_path, inspect):
+    parents = [
+        {"run": "/runs/a", "iteration": 4, "changes": [["SOLVER.BASE_LR", 0.1, 0.05], ["SEED", 1, 2]]},
+        {"run": "/runs/b", "iteration": 9, "changes": []},
+    ]
+    trainer = {"origin": {"parents": parents}, "left_out": [[12, 15], [20, 21]]}
+    torch.save({"model": {}, "trainer": trainer}, tmp_path / "model.pth")
+
+    _, out, _ = inspect(tmp_path / "model.pth")
+
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    start = lines.index("forked from /runs/b, iteration 9, no other settings")
+    assert lines[start + 1 : start + 3] == [
+        "forked from /runs/a, iteration 4, SOLVER.BASE_LR 0.05 instead of 0.1, SEED 2 instead of 1",
+        "left out the batches of iterations 12 to 14, 20 to 20",
+    ]
+
+
+@pytest.mark.parametrize("trainer", [{"origin": {"parents": [3]}, "left_out": [5]}, {"origin": 3, "left_out": 3}])
+def test_what_is_no_descent_is_not_told(tmp_path, inspect, trainer):
+    torch.save({"model": {}, "trainer": trainer}, tmp_path / "model.pth")
+
+    code, out, _ = inspect(tmp_path / "model.pth")
+
+    assert (code, "forked from" in out) == (0, False)
+
+
 def test_files_of_other_programs_are_described_as_far_as_they_say_something(tmp_path, inspect):
     weights = {"a": torch.ones(2, dtype=torch.bfloat16), "b": torch.ones(3)}
     torch.save(weights, tmp_path / "bare.pth")

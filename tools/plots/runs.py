@@ -44,6 +44,8 @@ class Run:
 def read_runs(places: Sequence[str]) -> list[Run]:
     """The runs that have metrics, in the order given; a warning names those that have none.
 
+    After them come the runs of which they are forks, up to the last iteration from which one starts.
+
     Args:
         places: output folders, or JSON files as `trainkit.utils.events.JSONWriter` writes them.
 
@@ -60,11 +62,34 @@ def read_runs(places: Sequence[str]) -> list[Run]:
     for file in files:
         if file not in found:
             logger.warning("%s has no metrics and is left out", file)
+    configs = {file: _read_config(file.parent / "config.yaml") for file in found}
+    ends = _add_parents(found, configs)
     names = shortest_names([_identity(file) for file in found])
     return [
-        Run(name, file.parent, series, _read_config(file.parent / "config.yaml"))
+        Run(name + (f" up to {ends[file]}" if file in ends else ""), file.parent, series, configs[file])
         for name, (file, series) in zip(names, found.items(), strict=True)
     ]
+
+
+def _add_parents(found: dict[Path, dict[str, Series]], configs: dict[Path, dict[str, Any] | None]) -> dict[Path, int]:
+    """Those that are not given; returns where each of them ends."""
+    ends: dict[Path, int] = {}
+    given, waiting = set(found), [*found]
+    for file in waiting:
+        config = configs.setdefault(file, _read_config(file.parent / "config.yaml")) or {}
+        run, end = config.get("FORK.RUN"), config.get("FORK.ITER")
+        parent = (Path(str(run)) / "metrics.json").resolve()
+        if not run or not isinstance(end, int) or parent in given:
+            continue
+        if not parent.is_file():
+            logger.warning("%s is a fork of %s, which has no metrics.json and is not drawn", file.parent, run)
+        elif ends.get(parent, -1) < end:
+            ends[parent] = end
+            waiting.append(parent)
+    for file, end in ends.items():
+        cut = {name: [point for point in points if point[0] <= end] for name, points in _read_series(file).items()}
+        found[file] = {name: points for name, points in cut.items() if points}
+    return ends
 
 
 def shortest_names(paths: Sequence[Path]) -> list[str]:

@@ -176,7 +176,7 @@ class Checkpointer:
             self._last_entries = kwargs
         write = partial(self._write, path, tag_last=tag_last, on_commit=on_commit)
         if shards:
-            _together(self._prepare_save_dir)
+            together(self._prepare_save_dir)
             # in a folder that no other save has had: until this one is committed, the former one is needed
             token = comm.broadcast(secrets.token_hex(4) if self.save_to_disk else "")
             if not token:
@@ -299,7 +299,7 @@ class Checkpointer:
         """Write the parts of all ranks, then the file that names them; a failure is raised on every rank."""
         with being_written(folder):
             manifest = shards.write(folder, group)
-            _together(lambda: write({**state, SHARDS: manifest}) if self.save_to_disk else None, group)
+            together(lambda: write({**state, SHARDS: manifest}) if self.save_to_disk else None, group)
 
     def _write_copy(self, write: Callable[[dict[str, Any]], None], copy: HostCopy, shards: Shards) -> None:
         state = dict(copy.state())
@@ -450,7 +450,7 @@ class Checkpointer:
             _logger.info("No checkpoint to resume from in '%s'; starting from '%s'", self.save_dir, path or "")
         if not path:
             return self.load(path, checkpointables=[])
-        path = _together(partial(self._local, path))
+        path = together(partial(self._local, path))
         return self._apply(self._read_on_all_ranks(path), path, [], strict=False)
 
     def _choose_and_read(self) -> tuple[str, dict[str, Any]]:
@@ -465,7 +465,7 @@ class Checkpointer:
             return choose_and_read(self.save_dir, broken, self._load_file)
 
         while True:
-            path, state = _together(choose, is_of_one=True)
+            path, state = together(choose, is_of_one=True)
             path = comm.broadcast(path)
             if not path:
                 return "", {}
@@ -593,7 +593,7 @@ class Checkpointer:
             CheckpointError: on every rank, if one of them cannot read it.
             _DamagedShards: on every rank; each looks at a part of the files.
         """
-        found = _together(lambda: self._load_file(path) if state is None else state)
+        found = together(lambda: self._load_file(path) if state is None else state)
         error = ""
         try:
             verify_shards(found, path, part=comm.get_rank(), num_parts=comm.get_world_size())
@@ -608,7 +608,7 @@ class _DamagedShards(CheckpointError):
     pass
 
 
-def _together(call: Callable[[], _T], group: "dist.ProcessGroup | None" = None, *, is_of_one: bool = False) -> _T:
+def together(call: Callable[[], _T], group: "dist.ProcessGroup | None" = None, *, is_of_one: bool = False) -> _T:
     """Every rank makes a call; if it fails on one, all of them raise, so that none is left waiting.
 
     Args:

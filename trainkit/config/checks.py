@@ -3,6 +3,7 @@
 import difflib
 import logging
 import re
+from itertools import pairwise
 from typing import Any
 
 import yacs.config
@@ -178,15 +179,13 @@ def _check_checkpoints(cfg: CfgNode) -> None:
 
 
 def _check_skip(ranges: list[Any]) -> None:
-    former_end = 0
-    for entry in ranges:
-        ends = entry if isinstance(entry, list | tuple) else []
-        if len(ends) != 2 or not all(is_whole(end, 0) for end in ends) or not former_end <= ends[0] < ends[1]:
-            raise ConfigError(
-                f"DATALOADER.SKIP is {ranges!r}, with the entry {entry!r}; accepted: a list of [start, end] in "
-                "iterations from 0, without end, one range after the other, such as [[100, 120]]"
-            )
-        former_end = ends[1]
+    pairs = [entry if isinstance(entry, list | tuple) and len(entry) == 2 else [-1] for entry in ranges]
+    ends = [end for pair in pairs for end in pair]
+    if not all(is_whole(end, 0) for end in ends) or any(end >= after for end, after in pairwise(ends)):
+        raise ConfigError(
+            f"DATALOADER.SKIP is {ranges!r}; accepted: a list of [start, end] in iterations from 0, without end, which "
+            "grow from one to the next, such as [[100, 120], [300, 310]]"
+        )
 
 
 def _check_amp(amp: CfgNode) -> None:

@@ -15,6 +15,10 @@ _C.DETERMINISTIC = False  # kernels that give the same bits each time, so that a
 _C.FLOAT32_PRECISION = ""  # "", "highest", "high" or "medium": torch.set_float32_matmul_precision
 _C.STOP_CHECK_PERIOD = 20  # iterations after which at most all ranks have stopped when one was asked to
 _C.VIS_PERIOD = 0  # for models that draw while they train; nothing else reads it
+_C.FORK = CN()  # the run starts with the state of another one, as --fork says
+_C.FORK.RUN = ""  # the folder of its checkpoints; "": it starts anew
+_C.FORK.ITER = -1  # of the checkpoint, the last iteration that it has done; -1: the newest one
+_C.FORK.CHANGES = []  # [key, value of that run, value of this run], written by --fork
 
 # ---------------------------------------------------------------------------- model
 _C.MODEL = CN(new_allowed=True)  # a model's own keys go beside these

@@ -208,7 +208,7 @@ class ResumableLoader(DataLoader[Any]):
             what = {"batch_size": None, "sampler": self.sampler}
         else:
             what = {"batch_sampler": self.batch_sampler}
-        collate_fn = _as_it_is if source is not self.dataset else self.collate_fn
+        collate_fn = trivial_batch_collator if source is not self.dataset else self.collate_fn
         poll = min(waiting.POLL_SEC, self.timeout or waiting.POLL_SEC) if self.num_workers else 0
         self._watch = Watch(notes, self.timeout, self._fetch().name)
         self._inside = DataLoader(source, timeout=poll, collate_fn=collate_fn, **what, **self._options)
@@ -441,10 +441,6 @@ class _Fetch(Dataset[Any]):
     def name(self, indices: Sequence[Any]) -> str:
         names = [name_sample(self._dataset, index) for index in indices[:_MAX_NAMED]]
         return ", ".join(names) + (f" and {len(indices) - _MAX_NAMED} more" if len(indices) > _MAX_NAMED else "")
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def _may_draw(dataset: Any) -> bool:

@@ -1,12 +1,11 @@
 """What most people start with: a trainer that is assembled from a config."""
 
 import contextlib
-import copy
 import inspect
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property, partial
 from operator import attrgetter
@@ -36,6 +35,7 @@ from trainkit.engine.command import RUN_DOES_IT, active_replay, command_of
 from trainkit.engine.compile import compile_model, describe_inexact_compilation, explain_graph_break
 from trainkit.engine.elastic import is_restarted, note_begin
 from trainkit.engine.evaluation_run import evaluate_models
+from trainkit.engine.fork import forked, path_of_parent
 from trainkit.engine.forwarding import check_exchange, forwarded
 from trainkit.engine.fsdp import build_sharded, is_fsdp
 from trainkit.engine.global_batch import GlobalBatch
@@ -114,7 +114,8 @@ class DefaultTrainer(TrainerBase):
     """
 
     own_keys = (*TrainerBase.own_keys, "data", "results")
-    _is_resumed = False
+    _is_resumed = _forks = False
+    _parents: Sequence[Mapping[str, Any]] = ()  # the runs of which this one is a fork, the first one first
     _global_batch: GlobalBatch | None = None  # None: a subclass has built itself
     _given_cfg: CfgNode | None = None
     _how_to_repeat = ""  # the step that has failed
@@ -131,6 +132,7 @@ class DefaultTrainer(TrainerBase):
     accumulation_steps = forwarded("_trainer.accumulation_steps")
     iters_per_epoch = forwarded("_trainer.iters_per_epoch")
     reset_data_loader = forwarded("_trainer.reset_data_loader")
+    begin_run = forwarded("_trainer.begin_run")
     end_update = forwarded("_trainer.end_update")
     end_step = forwarded("_trainer.end_step")
     make_iterators = forwarded("_trainer.make_iterators")
@@ -160,7 +162,6 @@ class DefaultTrainer(TrainerBase):
         if not is_fsdp(cfg):
             model = create_ddp_model(model, **ddp_options(cfg))
         self._trainer = self._build_step_trainer(cfg, model, data_loader, optimizer)
-        self._skip = Skip(cfg)
 
         self.cfg = cfg = self._resolve_lengths(cfg)
         if cfg.LOG.GATHER_PERIOD == 1:
@@ -186,7 +187,7 @@ class DefaultTrainer(TrainerBase):
     def resume_or_load(self, resume: bool = True) -> None:
         """Go on from the last checkpoint in OUTPUT_DIR if ``resume`` and there is one; else load MODEL.WEIGHTS.
 
-        A run that torchrun has started again goes on in any case.
+        A run that torchrun has started again goes on in any case. A fork starts from the checkpoint that FORK names.
 
         Raises:
             trainkit.checkpoint.CheckpointError: no checkpoint is intact, or it is of another model.
@@ -194,13 +195,17 @@ class DefaultTrainer(TrainerBase):
         """
         resume = resume or is_restarted()
         note_begin()
-        self.checkpointer.resume_or_load(self.cfg.MODEL.WEIGHTS, resume=resume)
-        if resume and self.checkpointer.has_checkpoint():
+        self._forks = bool(self.cfg.FORK.RUN) and not (resume and self.checkpointer.has_checkpoint())
+        if forks := self._forks:
+            self.checkpointer.load(path_of_parent(self.cfg), strict=True)
+        else:
+            self.checkpointer.resume_or_load(self.cfg.MODEL.WEIGHTS, resume=resume)
+        if forks or (resume and self.checkpointer.has_checkpoint()):
             self.start_iter = self.iter + 1  # the checkpoint names the last iteration done
-            if self.start_iter > self.max_iter:
+            if self.start_iter > self.max_iter - forks:
                 raise ConfigError(
-                    f"SOLVER.MAX_ITER is {self.max_iter}, but the checkpoint to resume from has done {self.start_iter} "
-                    "iterations; raise it, or leave out --resume"
+                    f"SOLVER.MAX_ITER is {self.max_iter}, but the checkpoint to {'fork' if forks else 'resume from'} "
+                    f"has done {self.start_iter} iterations; raise it, leave out --resume, or fork an earlier one"
                 )
             finished = self.checkpointer.finished() if isinstance(self.checkpointer, Checkpointer) else None
             match finished:
@@ -256,6 +261,7 @@ class DefaultTrainer(TrainerBase):
     def _train(self, start_iter: int, max_iter: int) -> dict[str, Any]:
         self._how_to_repeat = ""
         self._check_monitored_metrics()
+        self._skip.begin(start_iter)
         _ = self.origin  # now: files may change while the run goes on
         marks = isinstance(self.checkpointer, Checkpointer)  # and none of fvcore's
         if marks:
@@ -299,9 +305,10 @@ class DefaultTrainer(TrainerBase):
                 f"--eval-only is given, but the script trains; {RUN_DOES_IT}, or evaluate and return if args.eval_only"
             )
         starts_over = self.status == "not started" and not self._is_resumed
-        if command.resume and starts_over and self.checkpointer.has_checkpoint():
+        forks = bool(self.cfg.FORK.RUN)
+        if starts_over and (forks or (command.resume and self.checkpointer.has_checkpoint())):
             raise ConfigError(
-                "--resume is given, but the script starts at iteration 0; "
+                f"{'--fork' if forks else '--resume'} is given, but the script starts at iteration 0; "
                 f"{RUN_DOES_IT}, or call trainer.resume_or_load(resume=args.resume) before train()"
             )
 
@@ -317,15 +324,11 @@ class DefaultTrainer(TrainerBase):
         if not comm.is_main_process() or self._given_cfg is None:
             return {}
         batch = None if self._global_batch is None else self._global_batch.record
-        return describe_origin(self._given_cfg.dump(), device_of(self.model), batch)
+        return {**describe_origin(self._given_cfg.dump(), device_of(self.model), batch), "parents": [*self._parents]}
 
-    def begin_run(self) -> None:
-        self._trainer.begin_run()
-        self._skip.warn_of_passed(self.start_iter)
-
-    def _begin_anew(self, start_iter: int) -> None:
-        super()._begin_anew(start_iter)
-        self._skip.left_out.clear()
+    @cached_property
+    def _skip(self) -> Skip:
+        return Skip(self.cfg)
 
     def describe_inexact(self) -> list[str]:
         compilation = describe_inexact_compilation(self.cfg)
@@ -335,7 +338,7 @@ class DefaultTrainer(TrainerBase):
         return {
             **super().state_dict(),
             "data": self._trainer.feed.state_dict(),
-            "left_out": copy.deepcopy(self._skip.left_out),
+            "left_out": self._skip.left_out,
             "results": _plain_results(self._results),
             "settings": settings_of(self.cfg),
             "origin": self.origin,
@@ -343,8 +346,11 @@ class DefaultTrainer(TrainerBase):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._forks:
+            state_dict, self._forks = forked(state_dict, self), False
         super().load_state_dict(state_dict)
         self._is_resumed = True
+        self._parents = state_dict.get("origin", {}).get("parents", [])
         saved = state_dict.get("settings")  # older states have none
         if saved and (table := describe_other_settings(saved, self.cfg)):
             logger.warning("The checkpoint was written with other settings:\n%s", table)
@@ -352,7 +358,7 @@ class DefaultTrainer(TrainerBase):
         if results := state_dict.get("results"):
             self._last_eval_results = results
         self._trainer.feed.load_state_dict(state_dict.get("data", {}))
-        self._skip.left_out = copy.deepcopy(state_dict.get("left_out", []))
+        self._skip.left_out = state_dict.get("left_out", [])
         self._trainer.load_step_state_dict(state_dict["_trainer"])
 
     # ------------------------------------------------------------------ hooks
@@ -624,7 +630,6 @@ class DefaultTrainer(TrainerBase):
     @classmethod
     def _check_names(cls, cfg: CfgNode) -> None:
         """Find a wrong name now rather than at the first evaluation; what is overridden is not called for that."""
-
         for key in ("VAL", "TEST"):
             for name in cfg.DATASETS[key]:
                 if cls._is_default("build_test_loader") and name not in DatasetCatalog:

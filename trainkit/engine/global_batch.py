@@ -31,7 +31,8 @@ class GlobalBatch:
         solver = cfg.SOLVER
         asked = [solver.IMS_PER_BATCH, solver.ACCUMULATION_STEPS, solver.REFERENCE_WORLD_SIZE]
         self.record: dict[str, Any] = {"world_size": comm.get_world_size(), "asked": asked}
-        former = comm.broadcast(self._read() if comm.is_main_process() else None)
+        former = self._read(self._path) or self._read(Path(cfg.FORK.RUN) / _FILE) if comm.is_main_process() else None
+        former = comm.broadcast(former)
         if former is not None and former["asked"] == asked:  # else the user has chosen for this number of ranks
             self.record = former
 
@@ -53,15 +54,15 @@ class GlobalBatch:
         except OSError as error:  # a CheckpointError is one
             logger.warning("Starts with another number of processes will not know the batch of this one: %s", error)
 
-    def _read(self) -> dict[str, Any] | None:
-        if not self._path.exists() or not any(self._path.parent.glob("*.pth")):
+    def _read(self, path: Path) -> dict[str, Any] | None:
+        if not path.exists() or not any(path.parent.glob("*.pth")):
             return None  # without a checkpoint to go on from it may be of another job
         try:
-            record = json.loads(self._path.read_text())
+            record = json.loads(path.read_text())
             record = {"world_size": int(record["world_size"]), "asked": list(record["asked"])}
             if record["world_size"] < 1:
                 raise ValueError(f"world_size must be 1 or more, got {record['world_size']}")
             return record
         except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
-            logger.warning("'%s' is damaged and does not count: %s", self._path, error)
+            logger.warning("'%s' is damaged and does not count: %s", path, error)
             return None

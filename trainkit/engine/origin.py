@@ -25,10 +25,7 @@ _FACTS = {"commit": "commit of the code", "device": "device", "processes": "numb
 def describe_origin(config: str, device: torch.device | None, batch: Mapping[str, Any] | None) -> dict[str, Any]:
     """Plain values for a checkpoint; once per run, since it reads the project's files and asks git.
 
-    Args:
-        config: the settings as the user gave them, as YAML.
-        device: of the model.
-        batch: how the samples of an iteration are divided.
+    ``config`` is the YAML of the settings as given, ``batch`` says how the samples of an iteration are divided.
     """
     files = {_short(path): digest_of(path) for path in sorted({*_project_files()})}
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)

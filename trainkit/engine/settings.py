@@ -11,7 +11,7 @@ from trainkit.utils.tables import format_table
 # they change nothing that is computed; a resumed run does not read MODEL.WEIGHTS
 _NO_MATTER = re.compile(
     r"VERSION|OUTPUT_DIR|IMPORTS|STOP_CHECK_PERIOD|MODEL\.WEIGHTS|TEST\.EXPECTED_RESULTS|CHECKPOINT\..*|LOG\..*"
-    r"|DATALOADER\.(NUM_WORKERS|PREFETCH_FACTOR|PERSISTENT_WORKERS|TIMEOUT)"
+    r"|FORK\..*|DATALOADER\.(NUM_WORKERS|PREFETCH_FACTOR|PERSISTENT_WORKERS|TIMEOUT)"
 )
 # their values are part of the states of the random numbers, the optimizer and the gradient scaler
 _OF_CHECKPOINT = re.compile(

@@ -27,6 +27,7 @@ from trainkit.config.yaml_files import load_yaml
 from trainkit.engine.capsule import CAPSULE_FILE
 from trainkit.engine.command import RUN_DOES_IT, active_replay, note_command
 from trainkit.engine.elastic import is_first_to_fail, is_restarted, note_begin
+from trainkit.engine.fork import take_settings
 from trainkit.engine.launch import check_processes
 from trainkit.engine.settings import changed_settings
 from trainkit.utils import comm
@@ -61,6 +62,8 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found = self.parse_intermixed_args(args, namespace)
+        if found.fork and (found.config_file or found.eval_only or found.fast_dev_run):
+            self.error("--fork trains with the settings of RUN; leave out --config-file, --eval-only, --fast-dev-run")
         try:
             check_processes(found.num_gpus, found.num_machines, found.machine_rank, found.dist_url)
         except ValueError as error:
@@ -86,6 +89,12 @@ Examples:
     )
     parser.add_argument("--config-file", default="", metavar="FILE", help="a YAML file with changes to the defaults")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in OUTPUT_DIR, if any")
+    parser.add_argument(
+        "--fork",
+        default="",
+        metavar="RUN[@ITER]",
+        help="start from a checkpoint of another run (default: the newest), with its settings, but for KEY VALUE",
+    )
     parser.add_argument("--eval-only", action="store_true", help="evaluate MODEL.WEIGHTS, or the last checkpoint")
     parser.add_argument(
         "--fast-dev-run", action="store_true", help="a few iterations, an evaluation, a save and a load, to find errors"
@@ -168,17 +177,21 @@ def default_setup(cfg: Any, args: Any) -> None:
         ConfigError: a folder cannot be written, a setting is not accepted, or the script ignores an option.
     """
     check_is_ours(cfg)
+    resume, eval_only = getattr(args, "resume", False) or is_restarted(), getattr(args, "eval_only", False)
+    text, is_lazy, place = None, not isinstance(cfg, CfgNode), getattr(args, "fork", "")
+    if place:
+        if is_lazy:
+            raise ConfigError("--fork is given, but the job has a LazyConfig; use get_cfg and a DefaultTrainer")
+        take_settings(cfg, place, getattr(args, "opts", []), resume)
     if (replay := active_replay.get()) is not None:
         replay.set_up(cfg)
-    text = None
-    if not isinstance(cfg, CfgNode):
+    if is_lazy:
         if getattr(args, "num_gpus", 1) == 0:
             cfg.train.device = "cpu"
         cfg, text = _settings_of_lazy(cfg), to_yaml(cfg)
     _check_command(cfg, args)
     _check_settings(cfg)  # before anything is moved: a run that cannot start leaves the old one to --resume
     output_dir, checkpoints = Path(cfg.OUTPUT_DIR), Path(checkpoint_dir(cfg))
-    resume, eval_only = getattr(args, "resume", False) or is_restarted(), getattr(args, "eval_only", False)
     moved: list[Path] = []
     notes = [] if eval_only else own_folders(cfg)
     if comm.is_main_process():
@@ -281,7 +294,7 @@ def fast_dev_config(cfg: CfgNode) -> CfgNode:
     """A copy for a trial of every part of the run in seconds, in a folder of its own: ``OUTPUT_DIR/fast_dev_run``."""
     cfg = cfg.clone()
     cfg.defrost()
-    cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR = os.path.join(cfg.OUTPUT_DIR, _TRIAL_FOLDER), ""
+    cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR, cfg.FORK.RUN = os.path.join(cfg.OUTPUT_DIR, _TRIAL_FOLDER), "", ""
     cfg.SOLVER.MAX_ITER, cfg.SOLVER.STEPS, cfg.SOLVER.WARMUP_ITERS = 6, (), 1
     cfg.SOLVER.SCHEDULES, cfg.SOLVER.CHECKPOINT_PERIOD, cfg.CHECKPOINT.START = [], 3, 0
     cfg.TEST.EVAL_PERIOD, cfg.TEST.EVAL_START = 3, 0

@@ -132,3 +132,49 @@ def test_a_config_that_cannot_be_read_is_a_warning(runs_module, write_run, tmp_p
 
     assert runs_module.read_runs([place])[0].config is None
     assert "config.yaml, line 2" in caplog.text
+
+
+# ---------------------------------------------------------------------- forks
+
+
+def forked(parent, iteration):
+    return f"FORK: {{RUN: {parent}, ITER: {iteration}, CHANGES: []}}\n"
+
+
+def points(*iters):
+    return [{"iteration": iter, "x": iter} for iter in iters]
+
+
+@pytest.fixture
+def family(write_run, tmp_path):
+    """Runs b and c are forks of a, d is one of c."""
+    a = write_run(tmp_path / "a", points(0, 10, 20, 30, 40))
+    b = write_run(tmp_path / "b", points(11, 21), forked(a, 10))
+    c = write_run(tmp_path / "c", points(25, 35), forked(a, 20))
+    return a, b, c, write_run(tmp_path / "d", points(30), forked(c, 25))
+
+
+def seen(runs):
+    return {run.name: [iter for iter, _ in run.series["x"]] for run in runs}
+
+
+def test_the_parent_of_a_fork_is_drawn_up_to_the_fork(runs_module, family):
+    _, b, c, d = family
+
+    assert seen(runs_module.read_runs([b])) == {"b": [11, 21], "a up to 10": [0, 10]}
+    assert seen(runs_module.read_runs([b, c])) == {"b": [11, 21], "c": [25, 35], "a up to 20": [0, 10, 20]}
+    assert seen(runs_module.read_runs([c, b])) == {"c": [25, 35], "b": [11, 21], "a up to 20": [0, 10, 20]}
+    assert seen(runs_module.read_runs([d])) == {"d": [30], "c up to 25": [25], "a up to 20": [0, 10, 20]}
+
+
+def test_a_parent_that_is_given_is_a_branch_as_well(runs_module, family):
+    a, b, _, _ = family
+
+    assert seen(runs_module.read_runs([b, a])) == {"b": [11, 21], "a": [0, 10, 20, 30, 40]}
+
+
+def test_a_parent_that_is_gone_is_named(runs_module, write_run, tmp_path, caplog):
+    fork = write_run(tmp_path / "b", points(11), forked(tmp_path / "gone", 10))
+
+    assert seen(runs_module.read_runs([fork])) == {"b": [11]}
+    assert "is a fork of" in caplog.text

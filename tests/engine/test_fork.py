@@ -1,0 +1,283 @@
+"""A fork goes on from a checkpoint of another run, with settings of its own."""
+
+import json
+import logging
+
+import pytest
+import torch
+
+from tests.engine.job import tiny_cfg
+from tests.replay.job import digest_of_folder
+from tests.two_ranks import on_two_ranks
+from trainkit.checkpoint.contents import CLOCK_READINGS, differing, is_of_the_clock
+from trainkit.checkpoint.file import read_file
+from trainkit.config import ConfigError, get_cfg
+from trainkit.engine import DefaultTrainer, HookBase, default_argument_parser, default_setup, run
+from trainkit.replay import replay
+
+
+class Killed(Exception):
+    pass
+
+
+class KillAt(HookBase):
+    def __init__(self, at):
+        self.at = at
+
+    def before_step(self):
+        if self.trainer.iter == self.at:
+            raise Killed
+
+
+OWN = ("SOLVER.MAX_ITER", 12, "TEST.EVAL_PERIOD", 4, "HOOKS", [{"NAME": "EMAHook"}])
+
+
+def train(folder, *arguments, options=OWN, kill_at=None):
+    """A script whose settings are those of the tiny job."""
+    arguments = [str(argument) for argument in arguments]
+    args = default_argument_parser().parse_args(arguments)
+    cfg = tiny_cfg(folder, *options)
+    cfg.merge_from_list(args.opts)
+    cfg.freeze()
+    default_setup(cfg, args)
+    trainer = DefaultTrainer(cfg)
+    trainer.register_hooks([KillAt(kill_at)] if kill_at is not None else [])
+    trainer.resume_or_load(args.resume)
+    trainer.train()
+    return trainer
+
+
+def fork(parent, folder, *arguments, **more):
+    """The script has other settings by now: those of the parent count."""
+    return train(folder, "--fork", parent, *arguments, options=("SOLVER.BASE_LR", 7.0, "SOLVER.MOMENTUM", 0.1), **more)
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory):
+    """A run of 12 iterations, with checkpoints of iterations 4, 9 and 11."""
+    folder = tmp_path_factory.mktemp("parent")
+    train(folder)
+    return folder
+
+
+def differences(one, other):
+    states = [read_file(folder / "model_final.pth") for folder in (one, other)]
+    return [*differing(*states, skip=lambda key, path: is_of_the_clock(path))]
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
+
+
+def values(folder):
+    """Those of metrics.json without readings of clocks."""
+    rows = [{name: value for name, value in line.items() if name not in CLOCK_READINGS} for line in lines(folder)]
+    return [row for row in rows if row.keys() != {"iteration"}]
+
+
+# ---------------------------------------------------------------------- bits
+
+
+@pytest.mark.parametrize("at", ["@4", "@9"])
+def test_a_fork_with_the_same_settings_ends_with_the_bits_of_its_parent(tmp_path, parent, caplog, at):
+    before = digest_of_folder(parent)
+
+    fork(f"{parent}{at}", tmp_path)
+
+    assert differences(tmp_path, parent) == []
+    assert values(tmp_path) == [row for row in values(parent) if row["iteration"] >= int(at[1:])]
+    assert digest_of_folder(parent) == before
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [("SOLVER.BASE_LR", 0.05), ("SOLVER.WEIGHT_DECAY", 0.1), ("SEED", 2), ("SOLVER.STEPS", (7,))],
+    ids=lambda change: change[0],
+)
+def test_a_changed_setting_changes_the_bits(tmp_path, parent, change):
+    fork(f"{parent}@4", tmp_path, *change)
+
+    found = differences(tmp_path, parent)
+    assert any(line.startswith("model/") for line in found)
+    assert any(line.startswith(f"trainer/settings/{change[0]}") for line in found)
+
+
+def test_a_fork_that_is_killed_and_resumed_ends_with_the_same_bits(tmp_path, parent):
+    change = ("SOLVER.BASE_LR", 0.05, "SEED", 3)
+    fork(f"{parent}@4", tmp_path / "whole", *change)
+
+    for kill_at in (7, 11):  # before its first checkpoint, and after it
+        with pytest.raises(Killed):
+            fork(f"{parent}@4", tmp_path / "killed", *change, "--resume", kill_at=kill_at)
+    trainer = fork(parent, tmp_path / "killed", *change, "--resume")  # without the iteration: it is known
+
+    assert trainer.cfg.FORK.ITER == 4
+    assert differences(tmp_path / "killed", tmp_path / "whole") == []
+    assert values(tmp_path / "killed") == values(tmp_path / "whole")
+
+
+def test_a_fork_is_resumed_by_its_own_config_without_its_parent(tmp_path, parent):
+    fork(f"{parent}@4", tmp_path / "whole", "SOLVER.BASE_LR", 0.05)
+    with pytest.raises(Killed):
+        fork(f"{parent}@4", tmp_path / "killed", "SOLVER.BASE_LR", 0.05, kill_at=11)
+
+    args = ["--config-file", str(tmp_path / "killed/config.yaml"), "--resume", "FORK.RUN", "/gone"]
+    run(default_argument_parser().parse_args(args), DefaultTrainer)
+
+    assert differences(tmp_path / "killed", tmp_path / "whole") == []
+
+
+# ---------------------------------------------------------------------- settings of the command win
+
+
+def test_rates_of_the_command_win_and_schedules_go_on_in_proportion(tmp_path, parent):
+    trainer = fork(f"{parent}@4", tmp_path, "SOLVER.BASE_LR", 0.05, "SOLVER.WEIGHT_DECAY", 0.2, "SOLVER.MOMENTUM", 0.5)
+
+    (group, *_) = trainer.optimizer.param_groups
+    assert (group["initial_lr"], group["momentum"], group["weight_decay"]) == (0.05, 0.5, 0.2)
+    rates = {line["iteration"]: line["lr"] for line in lines(tmp_path) if "lr" in line}
+    assert {iter: pytest.approx(rate / 2) for iter, rate in lr_of(parent).items() if iter > 4} == {
+        iter: rate for iter, rate in rates.items() if iter > 4
+    }
+
+
+def lr_of(folder):
+    return {line["iteration"]: line["lr"] for line in lines(folder) if "lr" in line}
+
+
+def test_a_schedule_of_the_command_is_in_use_from_the_first_iteration(tmp_path, parent):
+    fork(f"{parent}@4", tmp_path, "SOLVER.STEPS", (5,))
+
+    rates = read_file(tmp_path / "model_final.pth")["trainer"]["storage"]["histories"]["lr"]
+    by_iter = dict(zip(rates["iterations"].tolist(), rates["values"].tolist(), strict=True))
+    assert [by_iter[iter] for iter in (4, 5, 6, 11)] == pytest.approx([0.1, 0.01, 0.01, 0.01])
+
+
+def test_a_seed_of_the_command_gives_the_order_of_a_run_with_that_seed(tmp_path, parent):
+    class Batches(HookBase):
+        def __init__(self):
+            self.xs = {}
+
+        def after_backward(self):
+            self.xs[self.trainer.iter] = self.trainer.batch["x"]
+
+    found = []
+    for name, arguments in (("other", ["SEED", 2]), ("fork", ["--fork", f"{parent}@4", "SEED", 2])):
+        args = default_argument_parser().parse_args([str(argument) for argument in arguments])
+        cfg = tiny_cfg(tmp_path / name, *OWN, "SEED", 2)
+        default_setup(cfg, args)
+        trainer, batches = DefaultTrainer(cfg), Batches()
+        trainer.register_hooks([batches])
+        trainer.resume_or_load(False)
+        trainer.train()
+        found.append(batches.xs)
+
+    other, forked = found
+    assert sorted(forked) == [5, 6, 7, 8, 9, 10, 11]
+    assert all(torch.equal(forked[iter], other[iter]) for iter in forked)
+
+
+def test_skipped_batches_are_the_business_of_a_fork(tmp_path, parent):
+    trainer = fork(f"{parent}@4", tmp_path, "DATALOADER.SKIP", "[[6, 8]]")
+
+    assert trainer.state_dict()["left_out"] == [[6, 8]]
+
+
+# ---------------------------------------------------------------------- where a run comes from
+
+
+def test_config_and_checkpoint_name_the_parent_the_iteration_and_the_differences(tmp_path, parent):
+    fork(f"{parent}@4", tmp_path / "b", "SOLVER.BASE_LR", 0.05, "LOG.PERIOD", 1)
+    trainer = fork(tmp_path / "b", tmp_path / "c", "SOLVER.MAX_ITER", 14)
+
+    cfg = get_cfg()
+    cfg.merge_from_file(tmp_path / "b/config.yaml")
+    changes = [["SOLVER.BASE_LR", 0.1, 0.05]]
+    assert dict(cfg.FORK) == {"RUN": str(parent), "ITER": 4, "CHANGES": changes}
+    assert (cfg.LOG.PERIOD, cfg.SOLVER.MAX_ITER) == (1, 12)
+    first = {"run": str(parent), "iteration": 4, "changes": changes}
+    second = {"run": str(tmp_path / "b"), "iteration": 11, "changes": [["SOLVER.MAX_ITER", 12, 14]]}
+    assert read_file(tmp_path / "b/model_final.pth")["trainer"]["origin"]["parents"] == [first]
+    assert read_file(tmp_path / "c/model_final.pth")["trainer"]["origin"]["parents"] == [first, second]
+    assert trainer.cfg.FORK.CHANGES == [["SOLVER.MAX_ITER", 12, 14]]
+
+
+def test_a_fork_replays_from_its_own_beginning(tmp_path, parent):
+    def start():
+        return fork(f"{parent}@4", tmp_path, "SOLVER.BASE_LR", 0.05)
+
+    start()
+
+    found = replay(tmp_path, 7, start, prove=True)
+
+    assert found.proof.startswith("every byte equals model_0000009.pth")
+    assert found.differences == []
+
+
+# ---------------------------------------------------------------------- errors
+
+
+def test_an_absent_checkpoint_is_an_error_that_lists_those_there_are(tmp_path, parent):
+    with pytest.raises(OSError, match=r"no checkpoint of iteration 5; there are those of 4, 9, 11$"):
+        fork(f"{parent}@5", tmp_path)
+    with pytest.raises(OSError, match="'.*nowhere' has no checkpoint to fork; name the folder"):
+        fork(tmp_path / "nowhere", tmp_path)
+    assert not (tmp_path / "config.yaml").exists()
+
+
+def test_a_fork_has_nothing_to_do_after_the_end_of_its_parent(tmp_path, parent):
+    with pytest.raises(ConfigError, match="MAX_ITER is 12, but the checkpoint to fork has done 12 iterations; raise"):
+        fork(parent, tmp_path)
+
+
+@pytest.mark.parametrize("key", ["OUTPUT_DIR", "CHECKPOINT.DIR"])
+def test_the_folder_of_the_parent_is_refused(tmp_path, parent, key):
+    before = digest_of_folder(parent)
+
+    with pytest.raises(ConfigError, match="OUTPUT_DIR or CHECKPOINT.DIR is '.*', a folder of the run to fork"):
+        fork(parent, tmp_path, key, parent)
+
+    assert digest_of_folder(parent) == before
+
+
+def test_a_checkpoint_without_an_origin_is_refused(tmp_path):
+    torch.save({"model": {}, "iteration": 4}, tmp_path / "model_0000004.pth")
+
+    with pytest.raises(
+        OSError, match="has no checkpoint to fork; name the folder with the checkpoints of a DefaultTrainer"
+    ):
+        fork(f"{tmp_path}@4", tmp_path / "fork")
+
+
+@pytest.mark.parametrize("option", ["--eval-only", "--fast-dev-run", "--config-file=a.yaml"])
+def test_options_that_a_fork_would_ignore_are_refused(capsys, option):
+    with pytest.raises(SystemExit):
+        default_argument_parser().parse_args(["--fork", "output/a", option])
+    assert "--fork trains with the settings of RUN" in capsys.readouterr().err
+
+
+def test_a_script_that_does_not_load_is_refused(tmp_path, parent):
+    args = default_argument_parser().parse_args(["--fork", f"{parent}@4"])
+    cfg = tiny_cfg(tmp_path)
+    default_setup(cfg, args)
+
+    with pytest.raises(ConfigError, match="--fork is given, but the script starts at iteration 0"):
+        DefaultTrainer(cfg).train()
+
+
+# ---------------------------------------------------------------------- several processes
+
+
+def check_fork_of_a_rank(rank, folder):
+    train(f"{folder}/parent")
+    fork(f"{folder}/parent@4", f"{folder}/fork")
+    fork(f"{folder}/parent@4", f"{folder}/other", "SOLVER.BASE_LR", 0.05)
+
+
+@pytest.mark.slow
+def test_a_fork_on_two_ranks_ends_with_the_bits_of_its_parent(tmp_path):
+    assert on_two_ranks([check_fork_of_a_rank], tmp_path) == {"check_fork_of_a_rank": [None, None]}
+
+    assert differences(tmp_path / "fork", tmp_path / "parent") == []
+    assert differences(tmp_path / "other", tmp_path / "parent") != []

@@ -1,0 +1,145 @@
+"""A run that starts from a checkpoint of another one: its settings, and what it takes over of that state."""
+
+import contextlib
+import logging
+import os
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainkit.checkpoint import CheckpointError
+from trainkit.checkpoint.checkpointer import together
+from trainkit.checkpoint.folder import checkpoint_files, choose
+from trainkit.config import CfgNode, ConfigError
+from trainkit.config.merge import plain_value
+from trainkit.config.yaml_files import load_yaml
+from trainkit.data.samplers.infinite import InfiniteSampler
+from trainkit.engine.settings import changed_settings, settings_of
+from trainkit.solver.hyper_parameters import check_saved_groups
+from trainkit.solver.lr_scheduler import ScheduledLR
+from trainkit.utils import comm
+
+logger = logging.getLogger(__name__)
+
+
+def take_settings(cfg: CfgNode, place: str, changes: Sequence[str], resume: bool) -> None:
+    """Give ``cfg`` the settings of the run to fork, but its folders, and then those of the command; FORK names them.
+
+    Every rank calls it. If the run is resumed, the settings are those with which the fork was started.
+
+    Args:
+        place: ``RUN`` or ``RUN@ITER``.
+        changes: ``KEY VALUE ...`` of the command.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+        ConfigError: a folder is one of the run to fork, or a change does not fit.
+    """
+    name, _, number = place.rpartition("@")
+    if not name or not number.isdecimal() or os.path.isdir(place):
+        name, number = place, "-1"
+    run, iteration, own = os.path.abspath(name), int(number), Path(cfg.OUTPUT_DIR, "config.yaml")
+    text = _of_rank_0(lambda: own.read_text() if resume and own.is_file() else "")
+    former, folders = load_yaml(text, str(own)).get("FORK", {}), [run]
+    if former.get("RUN") == run and iteration in (-1, former["ITER"]):
+        done, iteration = former["CHANGES"], former["ITER"]  # the run to fork may have newer checkpoints by now
+    else:
+        _, iteration, origin = _of_rank_0(lambda: _find(run, iteration))
+        done, text = [], origin["config"]
+        folders += [os.path.join(origin["folder"], load_yaml(text, run)["OUTPUT_DIR"])]
+
+    frozen, own_folders = cfg.is_frozen(), (cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR)
+    for folder in filter(None, own_folders):
+        if os.path.realpath(folder) in map(os.path.realpath, folders):
+            raise ConfigError(f"OUTPUT_DIR or CHECKPOINT.DIR is {folder!r}, a folder of the run to fork; name another")
+    cfg.defrost()
+    cfg.merge_from_other_cfg(load_yaml(text, run))
+    before = dict(changed_settings(cfg, CfgNode()))
+    cfg.merge_from_list(changes)
+    now = changed_settings(cfg, CfgNode())
+    done += [
+        [key, before.get(key), value] for key, value in now if key in settings_of(cfg) and value != before.get(key)
+    ]
+    cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR = own_folders
+    cfg.FORK.RUN, cfg.FORK.ITER, cfg.FORK.CHANGES = run, iteration, plain_value("FORK.CHANGES", done)
+    if frozen:
+        cfg.freeze()
+
+
+def path_of_parent(cfg: CfgNode) -> str:
+    """The checkpoint that FORK names; every rank calls it, and it raises a CheckpointError if there is none."""
+    return _of_rank_0(lambda: _find(cfg.FORK.RUN, cfg.FORK.ITER))[0]
+
+
+def _of_rank_0(find: Callable[[], Any]) -> Any:
+    return comm.broadcast(together(lambda: find() if comm.is_main_process() else None, is_of_one=True))
+
+
+def _find(run: str, iteration: int) -> tuple[str, int, dict[str, Any]]:
+    """The checkpoint after this iteration (-1: the one from which the run would go on), and how its run was started."""
+    found: dict[int, tuple[str, int, dict[str, Any]]] = {}
+    for path in checkpoint_files(run) if iteration >= 0 else filter(None, [choose(run)]):
+        with contextlib.suppress(OSError, RuntimeError, ValueError, LookupError, TypeError, pickle.UnpicklingError):
+            # mapped: of large files only what is looked at is read; the one that is loaded is verified then
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            if state["trainer"]["origin"]:
+                found.setdefault(state["iteration"], (path, state["iteration"], state["trainer"]["origin"]))
+    if not found:
+        raise CheckpointError(
+            f"'{run}' has no checkpoint to fork; name the folder with the checkpoints of a DefaultTrainer, written by "
+            "this version of trainkit or a later one"
+        )
+    if iteration not in (-1, *found):
+        there = ", ".join(map(str, sorted(found)))
+        raise CheckpointError(f"'{run}' has no checkpoint of iteration {iteration}; there are those of {there}")
+    return found[max(found) if iteration < 0 else iteration]
+
+
+def forked(state: Mapping[str, Any], trainer: Any) -> dict[str, Any]:
+    """The state of another run as ``trainer``, which has not trained, takes it over.
+
+    Where settings differ, the trainer's own win, also those that are part of a state: rates of the optimizer, seeds.
+    Writers go on after what they wrote, in files of their own. ``parents`` of the origin names the run.
+    """
+    fork, saved, own = trainer.cfg.FORK, state["settings"], settings_of(trainer.cfg)
+    parent = {"run": fork.RUN, "iteration": state["iteration"], "changes": fork.CHANGES}
+    logger.info(
+        "The run is forked from %s, iteration %d%s", fork.RUN, state["iteration"], describe_changes(fork.CHANGES)
+    )
+    origin = {"parents": [*state["origin"].get("parents", []), parent]}
+    state = {**state, "settings": own, "origin": origin, "position": {**state["position"], "finished_early": None}}
+    step, hooks, own_hooks = dict(state["_trainer"]), dict(state["hooks"]), trainer._hook_list.state_dict()
+    for name in [name for name in hooks if name.startswith("PeriodicWriter") and name in own_hooks]:
+        taken = {writer["class"]: writer["state"].get("taken", {}) for writer in hooks[name]["writers"]}
+        hooks[name] = own_hooks[name]
+        for writer in hooks[name]["writers"]:
+            if "taken" in writer["state"]:
+                writer["state"]["taken"] = taken.get(writer["class"], {})
+    changed = {key for key in own.keys() | saved.keys() if own.get(key) != saved.get(key)}
+    has_rates = any(key.startswith("SOLVER.") for key in changed)
+    if has_rates and not isinstance(trainer.scheduler, ScheduledLR):
+        logger.warning(
+            "A %s cannot be set to other rates: those of that run are used", type(trainer.scheduler).__name__
+        )
+    elif has_rates:
+        check_saved_groups(step["optimizer"]["param_groups"], trainer.optimizer)
+        step["optimizer"] = {**step["optimizer"], "param_groups": trainer.optimizer.state_dict()["param_groups"]}
+        rates = {"base_lrs": trainer.scheduler.state_dict()["base_lrs"], "last_epoch": -1}  # so that it seeks its place
+        hooks |= {name: {**hooks[name], **rates} for name in hooks if name.startswith("LRScheduler")}
+    if "SOLVER.AMP.INIT_SCALE" in changed:
+        step["grad_scaler"] = trainer._trainer.step_state_dict()["grad_scaler"]
+    if "SEED" in changed:
+        state["rng"] = None
+        sampler = getattr(getattr(trainer.data_loader, "batch_sampler", None), "sampler", None)
+        if isinstance(sampler, InfiniteSampler) and state["data"]:
+            order = sampler.state_dict(state["data"]["position"])
+            state["data"] = {**state["data"], "seed": sampler.seed, "order": order}
+    return {**state, "_trainer": step, "hooks": hooks}
+
+
+def describe_changes(changes: Iterable[Sequence[Any]]) -> str:
+    """The CHANGES of a fork, to be put after what it is."""
+    return "".join(f", {key} {now!r} instead of {former!r}" for key, former, now in changes) or ", no other settings"
