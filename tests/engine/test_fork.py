@@ -78,7 +78,7 @@ def values(folder):
 # ---------------------------------------------------------------------- bits
 
 
-@pytest.mark.parametrize("at", ["@4", "@9"])
+@pytest.mark.parametrize("at", ["@4", pytest.param("@9", marks=pytest.mark.slow)])
 def test_a_fork_with_the_same_settings_ends_with_the_bits_of_its_parent(tmp_path, parent, caplog, at):
     before = digest_of_folder(parent)
 
@@ -95,6 +95,7 @@ def test_a_fork_with_the_same_settings_ends_with_the_bits_of_its_parent(tmp_path
     [("SOLVER.BASE_LR", 0.05), ("SOLVER.WEIGHT_DECAY", 0.1), ("SEED", 2), ("SOLVER.STEPS", (7,))],
     ids=lambda change: change[0],
 )
+@pytest.mark.slow
 def test_a_changed_setting_changes_the_bits(tmp_path, parent, change):
     fork(f"{parent}@4", tmp_path, *change)
 
@@ -113,10 +114,12 @@ def test_a_fork_that_is_killed_and_resumed_ends_with_the_same_bits(tmp_path, par
     trainer = fork(parent, tmp_path / "killed", *change, "--resume")  # without the iteration: it is known
 
     assert trainer.cfg.FORK.ITER == 4
+    assert differences(tmp_path / "killed", parent) != []
     assert differences(tmp_path / "killed", tmp_path / "whole") == []
     assert values(tmp_path / "killed") == values(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_fork_is_resumed_by_its_own_config_without_its_parent(tmp_path, parent):
     fork(f"{parent}@4", tmp_path / "whole", "SOLVER.BASE_LR", 0.05)
     with pytest.raises(Killed):
@@ -154,6 +157,7 @@ def test_a_schedule_of_the_command_is_in_use_from_the_first_iteration(tmp_path, 
     assert [by_iter[iter] for iter in (4, 5, 6, 11)] == pytest.approx([0.1, 0.01, 0.01, 0.01])
 
 
+@pytest.mark.slow
 def test_a_seed_of_the_command_gives_the_order_of_a_run_with_that_seed(tmp_path, parent):
     class Batches(HookBase):
         def __init__(self):
@@ -178,6 +182,7 @@ def test_a_seed_of_the_command_gives_the_order_of_a_run_with_that_seed(tmp_path,
     assert all(torch.equal(forked[iter], other[iter]) for iter in forked)
 
 
+@pytest.mark.slow
 def test_skipped_batches_are_the_business_of_a_fork(tmp_path, parent):
     trainer = fork(f"{parent}@4", tmp_path, "DATALOADER.SKIP", "[[6, 8]]")
 
@@ -203,6 +208,7 @@ def test_config_and_checkpoint_name_the_parent_the_iteration_and_the_differences
     assert trainer.cfg.FORK.CHANGES == [["SOLVER.MAX_ITER", 12, 14]]
 
 
+@pytest.mark.slow
 def test_a_fork_replays_from_its_own_beginning(tmp_path, parent):
     def start():
         return fork(f"{parent}@4", tmp_path, "SOLVER.BASE_LR", 0.05)
