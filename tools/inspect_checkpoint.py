@@ -32,7 +32,7 @@ from trainkit.checkpoint.folder import checkpoint_files, choose_and_read, tagged
 from trainkit.checkpoint.shards import KEY as SHARDS
 from trainkit.checkpoint.shards import fill_shards, verify_shards
 from trainkit.engine import user_errors_exit
-from trainkit.engine.fork import describe_changes
+from trainkit.engine.fork import describe_parent
 
 MAX_DIFFERENCES = 10  # of each part of the state, unless --all
 MAX_WIDTH = 70  # of a value
@@ -104,8 +104,7 @@ def _facts(path: str, state: Mapping[str, Any]) -> list[tuple[str, str]]:
         facts += _describe_origin(origin)
     with contextlib.suppress(LookupError, TypeError, ValueError):  # as above
         for parent in reversed(origin.get("parents", []) if isinstance(origin, Mapping) else []):
-            text = f"{parent['run']}, iteration {parent['iteration']}{describe_changes(parent['changes'])}"
-            facts.append(("forked from", text))
+            facts.append(("forked from", describe_parent(parent)))
     with contextlib.suppress(TypeError, ValueError):
         ranges = ", ".join(f"{start} to {end - 1}" for start, end in trainer.get("left_out", []))
         facts += [("left out", f"the batches of iterations {ranges}")] if ranges else []

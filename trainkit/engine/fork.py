@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +59,8 @@ def take_settings(cfg: CfgNode, place: str, changes: Sequence[str], resume: bool
     cfg.merge_from_other_cfg(load_yaml(text, run))
     before = dict(changed_settings(cfg, CfgNode()))
     cfg.merge_from_list(changes)
-    now = changed_settings(cfg, CfgNode())
-    done += [
-        [key, before.get(key), value] for key, value in now if key in settings_of(cfg) and value != before.get(key)
-    ]
+    counted, now = settings_of(cfg), changed_settings(cfg, CfgNode())
+    done += [[key, before.get(key), value] for key, value in now if key in counted and value != before.get(key)]
     cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR = own_folders
     cfg.FORK.RUN, cfg.FORK.ITER, cfg.FORK.CHANGES = run, iteration, plain_value("FORK.CHANGES", done)
     if frozen:
@@ -88,10 +86,8 @@ def _find(run: str, iteration: int) -> tuple[str, int, dict[str, Any]]:
             if state["trainer"]["origin"]:
                 found.setdefault(state["iteration"], (path, state["iteration"], state["trainer"]["origin"]))
     if not found:
-        raise CheckpointError(
-            f"'{run}' has no checkpoint to fork; name the folder with the checkpoints of a DefaultTrainer, written by "
-            "this version of trainkit or a later one"
-        )
+        needed = "name the folder with the checkpoints of a DefaultTrainer, written by this version or a later one"
+        raise CheckpointError(f"'{run}' has no checkpoint to fork; {needed}")
     if iteration not in (-1, *found):
         there = ", ".join(map(str, sorted(found)))
         raise CheckpointError(f"'{run}' has no checkpoint of iteration {iteration}; there are those of {there}")
@@ -106,9 +102,7 @@ def forked(state: Mapping[str, Any], trainer: Any) -> dict[str, Any]:
     """
     fork, saved, own = trainer.cfg.FORK, state["settings"], settings_of(trainer.cfg)
     parent = {"run": fork.RUN, "iteration": state["iteration"], "changes": fork.CHANGES}
-    logger.info(
-        "The run is forked from %s, iteration %d%s", fork.RUN, state["iteration"], describe_changes(fork.CHANGES)
-    )
+    logger.info("The run is a fork of %s", describe_parent(parent))
     origin = {"parents": [*state["origin"].get("parents", []), parent]}
     state = {**state, "settings": own, "origin": origin, "position": {**state["position"], "finished_early": None}}
     step, hooks, own_hooks = dict(state["_trainer"]), dict(state["hooks"]), trainer._hook_list.state_dict()
@@ -116,14 +110,11 @@ def forked(state: Mapping[str, Any], trainer: Any) -> dict[str, Any]:
         taken = {writer["class"]: writer["state"].get("taken", {}) for writer in hooks[name]["writers"]}
         hooks[name] = own_hooks[name]
         for writer in hooks[name]["writers"]:
-            if "taken" in writer["state"]:
-                writer["state"]["taken"] = taken.get(writer["class"], {})
+            writer["state"] |= {"taken": taken.get(writer["class"], {})} if "taken" in writer["state"] else {}
     changed = {key for key in own.keys() | saved.keys() if own.get(key) != saved.get(key)}
     has_rates = any(key.startswith("SOLVER.") for key in changed)
     if has_rates and not isinstance(trainer.scheduler, ScheduledLR):
-        logger.warning(
-            "A %s cannot be set to other rates: those of that run are used", type(trainer.scheduler).__name__
-        )
+        logger.warning("%s cannot take other rates: those of that run stay", type(trainer.scheduler).__name__)
     elif has_rates:
         check_saved_groups(step["optimizer"]["param_groups"], trainer.optimizer)
         step["optimizer"] = {**step["optimizer"], "param_groups": trainer.optimizer.state_dict()["param_groups"]}
@@ -140,6 +131,7 @@ def forked(state: Mapping[str, Any], trainer: Any) -> dict[str, Any]:
     return {**state, "_trainer": step, "hooks": hooks}
 
 
-def describe_changes(changes: Iterable[Sequence[Any]]) -> str:
-    """The CHANGES of a fork, to be put after what it is."""
-    return "".join(f", {key} {now!r} instead of {former!r}" for key, former, now in changes) or ", no other settings"
+def describe_parent(parent: Mapping[str, Any]) -> str:
+    """An entry of ``parents`` in the origin of a checkpoint."""
+    changes = [f"{key} {now!r} instead of {former!r}" for key, former, now in parent["changes"]]
+    return ", ".join([f"{parent['run']}, iteration {parent['iteration']}", *(changes or ["no other settings"])])
