@@ -13,6 +13,7 @@ from trainkit.checkpoint.contents import CLOCK_READINGS, differing, is_of_the_cl
 from trainkit.checkpoint.file import read_file
 from trainkit.config import ConfigError, get_cfg
 from trainkit.engine import DefaultTrainer, HookBase, default_argument_parser, default_setup, run
+from trainkit.engine.global_batch import GlobalBatch
 from trainkit.replay import replay
 
 
@@ -32,7 +33,7 @@ class KillAt(HookBase):
 OWN = ("SOLVER.MAX_ITER", 12, "TEST.EVAL_PERIOD", 4, "HOOKS", [{"NAME": "EMAHook"}])
 
 
-def train(folder, *arguments, options=OWN, kill_at=None):
+def train(folder, *arguments, options=OWN, kill_at=None, trainer_class=DefaultTrainer):
     """A script whose settings are those of the tiny job."""
     arguments = [str(argument) for argument in arguments]
     args = default_argument_parser().parse_args(arguments)
@@ -40,7 +41,7 @@ def train(folder, *arguments, options=OWN, kill_at=None):
     cfg.merge_from_list(args.opts)
     cfg.freeze()
     default_setup(cfg, args)
-    trainer = DefaultTrainer(cfg)
+    trainer = trainer_class(cfg)
     trainer.register_hooks([KillAt(kill_at)] if kill_at is not None else [])
     trainer.resume_or_load(args.resume)
     trainer.train()
@@ -180,6 +181,10 @@ def test_a_seed_of_the_command_gives_the_order_of_a_run_with_that_seed(tmp_path,
     other, forked = found
     assert sorted(forked) == [5, 6, 7, 8, 9, 10, 11]
     assert all(torch.equal(forked[iter], other[iter]) for iter in forked)
+    numbers = [
+        read_file(folder / "model_final.pth")["trainer"]["rng"]["torch"] for folder in (parent, tmp_path / "fork")
+    ]
+    assert not torch.equal(*numbers)  # of dropout
 
 
 @pytest.mark.slow
@@ -187,6 +192,53 @@ def test_skipped_batches_are_the_business_of_a_fork(tmp_path, parent):
     trainer = fork(f"{parent}@4", tmp_path, "DATALOADER.SKIP", "[[6, 8]]")
 
     assert trainer.state_dict()["left_out"] == [[6, 8]]
+
+
+@pytest.mark.slow
+def test_a_gradient_scale_of_the_command_wins(tmp_path):
+    amp = ("SOLVER.AMP.ENABLED", True, "SOLVER.AMP.INIT_SCALE", 256.0)
+    train(tmp_path / "a", *amp)
+
+    same = fork(f"{tmp_path}/a@4", tmp_path / "same")
+    other = fork(f"{tmp_path}/a@4", tmp_path / "other", "SOLVER.AMP.INIT_SCALE", 64.0)
+
+    assert [trainer._trainer.grad_scaler.get_scale() for trainer in (same, other)] == [256.0, 64.0]
+
+
+@pytest.mark.slow
+def test_a_schedule_of_torch_keeps_its_rates_with_a_warning(tmp_path, caplog):
+    class Own(DefaultTrainer):
+        @classmethod
+        def build_lr_scheduler(cls, cfg, optimizer):
+            return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+    train(tmp_path / "a", trainer_class=Own)
+    fork(f"{tmp_path}/a@4", tmp_path / "same", trainer_class=Own)
+    assert "ExponentialLR cannot take other rates" not in caplog.text
+
+    fork(f"{tmp_path}/a@4", tmp_path / "other", "SOLVER.BASE_LR", 0.05, trainer_class=Own)
+
+    assert "ExponentialLR cannot take other rates" in caplog.text
+    assert differences(tmp_path / "same", tmp_path / "a") == []
+    assert lr_of(tmp_path / "other")[11] == lr_of(tmp_path / "a")[11]
+
+
+def test_another_optimizer_is_refused(tmp_path, parent):
+    with pytest.raises(ConfigError, match="the optimizer in the checkpoint has .*dampening.*, AdamW has"):
+        fork(f"{parent}@4", tmp_path, "SOLVER.OPTIMIZER.NAME", "AdamW")
+
+
+def test_the_samples_of_an_iteration_are_divided_as_the_parent_was_meant_to(tmp_path, parent):
+    record = json.loads((parent / "batch.json").read_text()) | {"world_size": 4}
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/batch.json").write_text(json.dumps(record))
+    (tmp_path / "a/model.pth").touch()
+    cfg = tiny_cfg(tmp_path / "b", *OWN)
+    assert GlobalBatch(cfg, cfg.OUTPUT_DIR).world_size == 1
+
+    cfg.FORK.RUN = str(tmp_path / "a")
+
+    assert GlobalBatch(cfg, cfg.OUTPUT_DIR).world_size == 4
 
 
 # ---------------------------------------------------------------------- where a run comes from
