@@ -271,6 +271,8 @@ def test_a_fork_replays_from_its_own_beginning(tmp_path, parent):
 
     assert found.proof.startswith("every byte equals model_0000009.pth")
     assert found.differences == []
+    with pytest.raises(ConfigError, match=rf"iteration 3 was done by the run {parent}, .* a fork; replay it there"):
+        replay(tmp_path, 3, start)
 
 
 # ---------------------------------------------------------------------- errors

@@ -142,6 +142,9 @@ class Session:
     def train(self, trainer: Any) -> None:
         if not 0 <= self._at < trainer.max_iter:
             raise ConfigError(f"--iter is {self._at}; accepted: 0 to {trainer.max_iter - 1}, the iterations of the run")
+        if self._start is None and self._at <= trainer.last_done_iter:
+            parent = f"{trainer.cfg.FORK.RUN}, of which this one is a fork"
+            raise ConfigError(f"iteration {self._at} was done by the run {parent}; replay it there")
         if self._processes != comm.get_world_size():
             raise CheckpointError(
                 f"the run had {self._processes} processes, and this replay has {comm.get_world_size()}; start it by "
