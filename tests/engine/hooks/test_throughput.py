@@ -166,7 +166,7 @@ def test_a_peak_without_operations_is_an_error_and_operations_without_a_peak_a_h
         run(Slow(clock, 2.0), samples(4), Throughput(peak_tflops=8), 1)
     run(WithMethod(clock, 2.0), samples(4), Throughput(), 1)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert warnings == ["Throughput stores no mfu_pct, as nobody has given it the peak_tflops of the device"]
+    assert warnings == ["Throughput stores no mfu_pct, because peak_tflops of the device is not given"]
     caplog.clear()
     run(Slow(clock, 2.0), samples(4), Throughput(), 1)
     assert [record for record in caplog.records if record.levelname == "WARNING"] == []
@@ -206,7 +206,7 @@ def test_a_trainer_of_ones_own_says_what_it_counts(sets_batch):
         trainer.train(0, 1)
         assert "samples_per_sec" in trainer.storage.latest()
     else:
-        with pytest.raises(ConfigError, match="trainer.batch, which this trainer has not; set it in run_step"):
+        with pytest.raises(ConfigError, match="trainer.batch, but this trainer has none; set it in run_step"):
             trainer.train(0, 1)
 
 

@@ -1,4 +1,4 @@
-"""The hooks that come with trainkit, and what a hook of one's own is made of."""
+"""The hooks of trainkit, and the names needed to write one."""
 
 from trainkit.engine.hook_base import HookBase, Priority
 from trainkit.engine.hooks.callback import CallbackHook

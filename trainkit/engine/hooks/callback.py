@@ -10,7 +10,7 @@ Callback = Callable[..., None]
 class CallbackHook(HookBase):
     """Call functions at hook points: ``CallbackHook(after_step=lambda trainer: ...)``.
 
-    Arguments of the point follow the trainer.
+    Each function gets the trainer, then the arguments of the point.
     """
 
     def __init__(
@@ -31,5 +31,5 @@ class CallbackHook(HookBase):
                 continue
             if not callable(callback):
                 raise TypeError(f"{point} must be a function of the trainer, got {callback!r}")
-            # on the object, not in the class: where nothing was given, nothing is called
+            # set on the object, not in the class: a point without a function must cost nothing
             setattr(self, point, lambda *args, callback=callback: callback(self.trainer, *args))

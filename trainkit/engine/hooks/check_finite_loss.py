@@ -10,11 +10,11 @@ from trainkit.utils import comm
 
 @HOOK_REGISTRY.register()
 class CheckFiniteLoss(HookBase):
-    """Look at the losses of every ``interval``-th iteration, before its update, and raise if one is not finite.
+    """Check the losses of every ``interval``-th iteration before the update; raise if one is not finite.
 
-    The trainers look themselves at each iteration (``non_finite`` of `SimpleTrainer`), but with asynchronous metrics
-    up to one log period later. This hook is the early warning, and names the losses. It waits for the device and the
-    other ranks in the iterations in which it looks. Entries that are only logged may be anything.
+    The trainers check every iteration themselves (``non_finite`` of `SimpleTrainer`), but with asynchronous metrics the
+    error comes up to one log period later. This hook raises at once and names the losses. In the iterations that it
+    checks it waits for the device and the other ranks. It ignores entries that are only logged.
 
     Raises:
         FloatingPointError: in ``after_backward``, on every rank, if a loss of any rank is not finite.
@@ -27,7 +27,7 @@ class CheckFiniteLoss(HookBase):
         if not is_due(self.trainer, self._interval):
             return
         losses = self.trainer.losses
-        names = getattr(self.trainer, "trained_losses", losses)  # a run_step of one's own may only have losses
+        names = getattr(self.trainer, "trained_losses", losses)  # a user's run_step may set only ``losses``
         by_rank = comm.all_gather({name: losses[name].item() for name in names})
         bad = [
             f"{name} is {value} on rank {rank}"

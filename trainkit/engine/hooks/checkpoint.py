@@ -1,4 +1,4 @@
-"""When the model is saved."""
+"""Hooks that save the model: periodically, and at the best value of a metric."""
 
 import copy
 import logging
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Saves(HookBase):
-    """A hook that saves, and knows whether its last save has failed; one in a thread, once it was waited for."""
+    """A hook that saves and knows whether its last save failed (of an asynchronous save: after it was waited for)."""
 
     checkpointer: Any
     _writing: Future[None] | None = None
@@ -42,7 +42,7 @@ class _Saves(HookBase):
             raise  # the trainer logs it
 
     def _wait(self) -> None:
-        """Wait for what this rank writes, never for others."""
+        """Wait for the files of this rank, never for other ranks."""
         writing, self._writing = self._writing, None
         if writing is not None:
             try:
@@ -52,7 +52,7 @@ class _Saves(HookBase):
         self._log_failure(wait=True)
 
     def _log_failure(self, *, wait: bool = False) -> None:
-        """Log the error of an asynchronous save, which is raised once for all hooks that share the checkpointer."""
+        """Log the error of an asynchronous save. The checkpointer raises it only once for all hooks that share it."""
         if isinstance(self.checkpointer, Checkpointer):
             try:
                 self.checkpointer.wait() if wait else self.checkpointer.raise_error()
@@ -60,29 +60,29 @@ class _Saves(HookBase):
                 logger.error("A checkpoint is not saved, training goes on: %s", error)
 
     def _raise_failure(self) -> None:
-        """On every rank if one has failed: none is left waiting for a rank that has raised."""
+        """Raise on every rank if one has failed, so that no rank waits for one that has raised."""
         if failures := list(filter(None, self.trainer.gather(self._failure))):
             raise CheckpointError("; ".join(failures))
 
 
 @HOOK_REGISTRY.register()
 class PeriodicCheckpointer(_PeriodicCheckpointer, _Saves):
-    """`trainkit.checkpoint.PeriodicCheckpointer` as a hook; the run's length is the trainer's.
+    """`trainkit.checkpoint.PeriodicCheckpointer` as a hook; the trainer gives the length of the run.
 
-    A run that is stopped is saved as ``<file_prefix>_<iteration>`` where it stands, whatever the period.
+    A stopped run is saved as ``<file_prefix>_<iteration>``, whatever the period.
 
-    A save that fails (a full disk) is logged, and the run goes on from the checkpoints that it has; if the last one of
-    a run fails, the run has failed, on every rank.
+    If a save fails (a full disk), the error is logged and the run continues. If the last save of a run fails, the run
+    fails on every rank.
     """
 
     priority = SAVE_POINT
     ends = True
 
-    _final_iter = -1  # how many iterations the run had when its final file was written
+    _final_iter = -1  # number of iterations done when the final file was written
 
     def before_train(self) -> None:
         self.max_iter = self.trainer.max_iter
-        # else it is of another run
+        # a larger number is of another run
         self._final_iter = self._final_iter if self._final_iter <= self.trainer.start_iter else -1
         self._saved: tuple[int, int] | None = None  # the position of the run at its last save
         self._writing, self._failure = None, ""
@@ -116,11 +116,11 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, _Saves):
         super()._save(save)
 
     def _is_saved(self) -> bool:
-        """Whether there is a checkpoint of where the run stands; only the rank that writes knows of a failure."""
+        """Whether the current position is saved. All ranks are asked: only the rank that writes knows of a failure."""
         return all(self.trainer.gather(not self._failure and self._saved == self.trainer.position))
 
     def state_dict(self) -> dict[str, Any]:
-        """``final_iter``: how many iterations the run had when its final file was written."""
+        """``final_iter``: number of iterations done when the final file was written."""
         return {"final_iter": self._final_iter}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -129,17 +129,17 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, _Saves):
 
 @HOOK_REGISTRY.register()
 class BestCheckpointer(MetricHook, _Saves):
-    """Save ``<file_prefix>`` whenever an evaluation gave the best value of ``val_metric`` so far.
+    """Save ``<file_prefix>`` when an evaluation gives the best value of ``val_metric`` so far.
 
-    ``--resume`` goes on from the newest checkpoint, not from the best one: this save does not move
-    ``last_checkpoint``. A value counts as the best only if its file was written.
+    This save does not move ``last_checkpoint``: ``--resume`` uses the newest checkpoint, not the best one. A value
+    counts as the best only if its file was written.
 
-    Under ``model`` the file holds the weights that were evaluated, the averaged ones where an `EMAHook` has its average
-    evaluated; see `trainkit.checkpoint.averaged`. A run that is resumed from it goes on with those that were trained.
+    ``model`` in the file is the weights that were evaluated: the average if an `EMAHook` evaluates its average, see
+    `trainkit.checkpoint.averaged`. A run resumed from this file continues with the trained weights.
 
     Args:
         eval_period, offset, val_metric, mode: see `trainkit.engine.hooks.monitor.MetricHook`.
-        checkpointer: ours or fvcore's.
+        checkpointer: a trainkit or an fvcore checkpointer.
     """
 
     min_period = 0
@@ -158,7 +158,7 @@ class BestCheckpointer(MetricHook, _Saves):
         check_file_prefix(file_prefix)
         self.checkpointer, self.file_prefix = checkpointer, file_prefix
         self._writing, self._failure, self._is_saving = None, "", False
-        self._before: dict[str, Any] | None = None  # the state before a save that may still fail
+        self._before: dict[str, Any] | None = None  # the state before a save that can still fail
 
     def before_train(self) -> None:
         """
@@ -216,11 +216,11 @@ class BestCheckpointer(MetricHook, _Saves):
         state[EVALUATED] = "model" if is_raw else "ema"
         if not is_raw:
             trained, average = state["model"], averaging.state_dict()["model"]
-            state[TRAINED], state["model"] = trained, copy.copy(trained)  # with its _metadata
+            state[TRAINED], state["model"] = trained, copy.copy(trained)  # copy keeps _metadata
             state["model"].update((name, average[name]) for name in trained if name in average)
 
     def _save_and_restore_tag(self, iteration: int) -> None:
-        """A checkpointer that cannot save without tagging gets its tag back."""
+        """Save with a checkpointer that always moves ``last_checkpoint``, then restore that file."""
         tag = Path(self.checkpointer.save_dir) / "last_checkpoint"
         before = tag.read_text() if tag.exists() else None
         self.checkpointer.save(self.file_prefix, iteration=iteration)
@@ -228,7 +228,7 @@ class BestCheckpointer(MetricHook, _Saves):
             tag.unlink(missing_ok=True) if before is None else self.checkpointer.tag_last_checkpoint(before)
 
     def _settle(self) -> None:
-        """Wait for the best file; if it was not written, the one before is still the best."""
+        """Wait for the best file. If it was not written, return to the best value before it."""
         if self._writing is not None:
             self._wait()
         if self._failure and self._before is not None:
@@ -236,7 +236,7 @@ class BestCheckpointer(MetricHook, _Saves):
             super().load_state_dict(before)
 
     def summary(self) -> str:
-        """The best value and where it was; "" before there is one."""
+        """The best value and its iteration; "" if there is none yet."""
         if self.best is None or self.best_iter is None:
             return ""
         done = min(self.best_iter + 1, self.trainer.max_iter)  # the final evaluation counts one more
@@ -250,10 +250,10 @@ class BestCheckpointer(MetricHook, _Saves):
 def best_file_prefixes(metrics: str | Sequence[str] | None) -> dict[str, str]:
     """metric -> ``file_prefix`` of its `BestCheckpointer`, for CHECKPOINT.BEST_METRIC.
 
-    That is ``model_best`` for one metric, and ``model_best_<metric>`` for several, with ``_`` instead of ``/``.
+    One metric gives ``model_best``; several give ``model_best_<metric>`` each, with ``_`` instead of ``/``.
 
     Raises:
-        ConfigError: two metrics have the same file.
+        ConfigError: two metrics would use the same file.
     """
     names = [metrics] if metrics and isinstance(metrics, str) else list(metrics or ())
     if len(names) == 1:

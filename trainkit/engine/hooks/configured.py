@@ -1,4 +1,4 @@
-"""The hooks that a config lists."""
+"""The hooks listed in a config."""
 
 import inspect
 import logging
@@ -14,7 +14,7 @@ from trainkit.engine.loop import TrainerBase
 
 logger = logging.getLogger(__name__)
 
-# what a constructor may ask for by these names without the config giving it
+# required constructor arguments that the trainer gives if the config does not
 _FROM_TRAINER = ("cfg", "model", "optimizer", "checkpointer", "data_loader")
 _PLACES = ("PRIORITY", "BEFORE", "AFTER")
 
@@ -27,16 +27,16 @@ class _Entry(NamedTuple):
 
 
 class ConfiguredHooks:
-    """The entries of ``HOOKS``, each made into a hook when its place in the order is reached.
+    """The entries of ``HOOKS``. Each becomes a hook when ``build_hooks`` reaches its place.
 
     An entry is ``{NAME: a name in HOOK_REGISTRY, ...}`` with the constructor's arguments in upper case. ``ENABLED:
-    False`` switches off a hook that is there by default; one of ``PRIORITY``, ``BEFORE`` and ``AFTER`` moves it. A
-    required argument ``cfg``, ``model``, ``optimizer``, ``checkpointer`` or ``data_loader`` that is not given is
-    the trainer's.
+    False`` switches off a default hook; one of ``PRIORITY``, ``BEFORE`` and ``AFTER`` moves a hook. A required argument
+    ``cfg``, ``model``, ``optimizer``, ``checkpointer`` or ``data_loader`` that the entry does not give is taken from
+    the trainer.
 
     Raises:
-        ConfigError: an entry is malformed, or its name or an argument is unknown, missing or refused; here, or when
-            the hook is made.
+        ConfigError: an entry is malformed; its name is unknown; an argument is unknown, missing or refused. Some of
+            these errors come when the hook is made.
     """
 
     def __init__(self, entries: Iterable[Any], trainer: Any) -> None:
@@ -46,14 +46,14 @@ class ConfiguredHooks:
         self._anchored: list[tuple[HookBase, dict[str, Any]]] = []
 
     def take(self, hook_class: type[HookBase], *, default: bool = True, **arguments: Any) -> list[HookBase]:
-        """The hooks of this class, which have a place of their own; the entries' arguments win over ``arguments``.
+        """The hooks of one class, with ``arguments`` as defaults for those that the entries do not give.
 
         Args:
-            default: whether there is one, made of ``arguments``, if no entry names the class.
+            default: make one hook of ``arguments`` if no entry names the class.
         """
         mine = [entry for entry in self._entries if entry.name == hook_class.__name__]
         self._entries = [entry for entry in self._entries if entry not in mine]
-        if not mine and default and hook_class.__name__ not in self._switched_off:  # the best are taken twice
+        if not mine and default and hook_class.__name__ not in self._switched_off:  # a class can be taken twice
             return [_construct(hook_class, arguments, "")]
         return self._make(mine, arguments)
 
@@ -63,9 +63,9 @@ class ConfiguredHooks:
         return self._make(mine, {})
 
     def for_evaluation(self) -> list[HookBase]:
-        """Those that have something to do when nothing is trained, in the order of the entries.
+        """The hooks that are used by an evaluation without training, in the order of the entries.
 
-        A hook that needs something of a training, such as the optimizer, is left out.
+        A hook that needs a part of training, such as the optimizer, is left out.
         """
         hooks: list[HookBase] = []
         for entry in [entry for entry in self._entries if entry.enabled]:
@@ -76,15 +76,15 @@ class ConfiguredHooks:
             if of_training:
                 if acts:
                     logger.warning("HOOKS: %s is left out: without training there is no %s", entry.name, of_training[0])
-            elif acts or absent.issubset(_FROM_TRAINER):  # some override points on the object, which has to be made
+            elif acts or absent.issubset(_FROM_TRAINER):  # make it first: some hooks set their points on the object
                 hooks += filter(_acts_on_evaluation, self._make([entry._replace(place={})], {}))
         return hooks
 
     def register_at_anchors(self, trainer: TrainerBase) -> None:
-        """Register the hooks that go next to another one, when all others are registered.
+        """Register the hooks whose entries have BEFORE or AFTER; call it after all others are registered.
 
         Raises:
-            ConfigError: an anchor is absent, or stands for several hooks.
+            ConfigError: an anchor is absent, or matches several hooks.
         """
         for hook, place in self._anchored:
             try:
@@ -137,7 +137,7 @@ def _parse(entry: Any) -> _Entry:
     if not is_entry or not isinstance(entry.get("NAME"), str):
         raise ConfigError(f"HOOKS is a list of entries such as {{NAME: EMAHook, DECAY: 0.999}}; got {entry!r}")
     name, enabled = entry["NAME"], entry.get("ENABLED", True)
-    if name == "PreciseBN" and name not in HOOK_REGISTRY:  # it needs more than values of a config
+    if name == "PreciseBN" and name not in HOOK_REGISTRY:  # it needs a data loader of its own
         raise ConfigError(f"HOOKS: PreciseBN is no entry of the list; set TEST.PRECISE_BN.ENABLED to {enabled} instead")
     try:
         HOOK_REGISTRY.get(name)

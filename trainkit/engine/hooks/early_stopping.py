@@ -1,4 +1,4 @@
-"""Stop when a metric no longer gets better."""
+"""Stop when a metric no longer improves."""
 
 import math
 
@@ -11,12 +11,12 @@ from trainkit.utils.numbers import is_number, is_whole
 class EarlyStopping(MetricHook):
     """Finish the run after ``patience`` evaluations in a row without a new best value of ``val_metric``.
 
-    Such a run counts as finished: it is evaluated, and ``model_final`` is written.
+    The run then counts as finished: the final evaluation runs, and ``model_final`` is written.
 
     Args:
         eval_period, offset, val_metric, mode, min_delta: see `trainkit.engine.hooks.monitor.MetricHook`.
-        threshold: finish also when a value is better than this one.
-        check_finite: finish also when a value is not finite; otherwise it counts as one that is not better.
+        threshold: also finish when a value is better than this one.
+        check_finite: also finish when a value is not finite. If False, such a value counts as not better.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Averaged weights beside the ones that are trained."""
+"""A moving average of the weights."""
 
 import logging
 from collections.abc import Iterable
@@ -22,21 +22,23 @@ logger = logging.getLogger(__name__)
 class EMAHook(HookBase):
     """Average the weights over the iterations, and evaluate the average.
 
-    The average is a module of its own, and a checkpoint has both; which of them is under ``model`` is said in
-    `trainkit.checkpoint.averaged`. The average of a sharded model stands in the model while it is evaluated, and a save
-    is refused then. Every rank averages its own model; their parameters are equal, their buffers may differ. An
-    iteration whose update a gradient scaler skips counts too.
+    The average is a separate module, and a checkpoint holds both; `trainkit.checkpoint.averaged` says which one is
+    ``model`` in the file. Every rank averages its own model: parameters are equal on all ranks, buffers may differ. An
+    iteration whose update is skipped by a gradient scaler counts too.
+
+    For a sharded model, the model itself holds the average during the evaluation; saving is refused in that time.
 
     Args:
-        decay: how much the old average counts in an update, default 0.999; ``1 - momentum`` of OpenMMLab. For this,
-            ``kind``, ``gamma`` and ``interval`` see `AveragingRule`.
-        begin: the average starts with the weights after so many iterations (at least 1) and equals the model before.
-        buffers: "copy" takes the model's as they are, "average" averages those of floating-point numbers.
-        evaluate: what an evaluation runs: the averaged weights ("ema"), those of the model ("raw"), or "both", with
-            the model's results under "raw".
+        decay: weight of the old average in an update, default 0.999; ``1 - momentum`` in OpenMMLab. For this, ``kind``,
+            ``gamma`` and ``interval`` see `AveragingRule`.
+        begin: the average starts with the weights after this many iterations (at least 1). Before that it equals the
+            model.
+        buffers: "copy" copies the model's buffers, "average" averages the floating-point ones.
+        evaluate: which weights are evaluated: "ema" (the average), "raw" (the model's), or "both", with the results of
+            the model's weights under "raw".
 
     Attributes:
-        was_evaluated: whether an evaluation has asked this object for the average.
+        was_evaluated: whether an evaluation has used the average.
     """
 
     def __init__(
@@ -64,10 +66,10 @@ class EMAHook(HookBase):
     def before_train(self) -> None:
         """
         Raises:
-            ValueError: ``begin`` is beyond the end of the run; the saved average is of another model.
+            ValueError: ``begin`` is after the end of the run; the saved average is of another model.
             TypeError: the model cannot be copied.
         """
-        cfg = getattr(self.trainer, "cfg", None)  # with it, this may be the first part of a longer run
+        cfg = getattr(self.trainer, "cfg", None)  # this train() may be only the first part of the configured run
         end = max(self.trainer.max_iter, cfg.SOLVER.MAX_ITER if cfg is not None else 0)
         if self._begin > end:
             raise ConfigError(
@@ -90,14 +92,14 @@ class EMAHook(HookBase):
             self._average.update()
 
     def copy_buffers(self) -> None:
-        """Copy the model's buffers, if they are copied at all: hooks after this one may have changed them."""
+        """Copy the model's buffers again, unless they are averaged: hooks after this one may have changed them."""
         if self._average is not None:
             self._average.copy()
 
     def models_to_evaluate(self, model: nn.Module) -> dict[str, nn.Module]:
-        """What ``evaluate`` asks for, in this order: "ema" -> the averaged model, "raw" -> ``model``.
+        """The models that ``evaluate`` asks for, in this order: "ema" -> the averaged model, "raw" -> ``model``.
 
-        Without training the average is that of the loaded checkpoint; if that has none, only ``model`` is there.
+        Without training, the average comes from the loaded checkpoint; if it has none, only ``model`` is returned.
         """
         if self.evaluate == "raw":
             return {"raw": model}
@@ -112,7 +114,7 @@ class EMAHook(HookBase):
         return {"ema": self._average.module, **({"raw": model} if self.evaluate == "both" else {})}
 
     def standing_in(self, weights: str) -> AbstractContextManager[None]:
-        """Inside, the model of ``models_to_evaluate`` under this name holds these weights; every rank enters it."""
+        """Context in which that model of ``models_to_evaluate`` holds its weights; every rank enters it."""
         return self._average.standing_in() if weights == "ema" and self._average is not None else nullcontext()
 
     def before_save(self, state: dict[str, Any]) -> None:
@@ -138,7 +140,7 @@ class EMAHook(HookBase):
         self._average, self._waiting_state = average, {}
 
     def state_dict(self) -> dict[str, Any]:
-        """``model``, the averaged module's state, ``steps`` and ``was_evaluated``; empty before the first run."""
+        """``model`` (the state of the average), ``steps`` and ``was_evaluated``; empty before the first run."""
         if self._waiting_state or self._average is None:
             return self._waiting_state
         self.copy_buffers()
@@ -151,5 +153,5 @@ class EMAHook(HookBase):
 
 
 def averaging_hook(hooks: Iterable[HookBase]) -> EMAHook | None:
-    """The one whose average is evaluated."""
+    """The hook whose average is evaluated; None if there is no `EMAHook`."""
     return next((hook for hook in hooks if isinstance(hook, EMAHook)), None)

@@ -1,4 +1,4 @@
-"""When the model is evaluated, and where the results go."""
+"""Hooks that evaluate the model and store the results."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -22,19 +22,19 @@ _MOST_SHOWN = 6  # results in the line of an evaluation during training; all of 
 class EvalHook(HookBase):
     """Call ``eval_function()`` every ``eval_period`` iterations and after training, and store its results.
 
-    The function returns a nested dict of numbers (None on ranks other than 0, or if it has nothing to store); they are
-    stored under ``outer/inner`` names. Every rank calls it at the same iteration.
+    The function returns a nested dict of numbers, stored as ``outer/inner``; None stores nothing, as on ranks other
+    than 0. Every rank calls it in the same iteration.
 
     Args:
         eval_period: in iterations; 0 evaluates only after training.
-        eval_after_train: whether to evaluate at the end of a run that finished, instead of its last iteration.
-        eval_at_start: whether to evaluate before iteration 0, to find a broken evaluator early.
-        offset: the first evaluation by the period is after so many iterations, if it is not 0.
-        phase: what the points of the evaluation are told, see `HookBase.before_eval`.
-        by_epoch: whether writers show the results over whole epochs done instead of iterations.
+        eval_after_train: True: the last evaluation is after training, not in the last iteration.
+        eval_at_start: also evaluate before iteration 0, to find a broken evaluator early.
+        offset: number of iterations before the first periodic evaluation; 0: one ``eval_period``.
+        phase: passed to the evaluation hook points, see `HookBase.before_eval`.
+        by_epoch: whether writers show the results over completed epochs instead of iterations.
 
     Attributes:
-        evaluated_iters: how many iterations the model had when it was evaluated last; -1: it was not yet.
+        evaluated_iters: number of iterations done at the last evaluation; -1 if there was none.
     """
 
     priority = SAVE_POINT + 1
@@ -66,7 +66,7 @@ class EvalHook(HookBase):
                 "EvalHook has by_epoch (LOG.EVAL_AXIS in a config), but the training data has no length, so there are "
                 "no epochs; show the results over iterations"
             )
-        if self.evaluated_iters > self.trainer.start_iter:  # those of another run
+        if self.evaluated_iters > self.trainer.start_iter:  # of another run
             self.evaluated_iters = -1
         if self._at_start and self.trainer.start_iter == 0:
             self._evaluate()
@@ -74,12 +74,12 @@ class EvalHook(HookBase):
     def after_step(self) -> None:
         done = self.trainer.iter + 1
         left_to_the_end = self._after_train and is_last(self.trainer)
-        is_new = self.evaluated_iters != done  # else a run that was stopped in this iteration repeats its stage 2
+        is_new = self.evaluated_iters != done  # False when a stopped run repeats stage 2 of this iteration
         if is_due(self.trainer, self._period, offset=self._offset) and is_new and not left_to_the_end:
             self._evaluate()
 
     def after_train(self) -> None:
-        # early stopping may end a run right after an evaluation
+        # False if early stopping ended the run right after an evaluation
         is_new = self.evaluated_iters != self.trainer.last_done_iter + 1
         if self._after_train and self.trainer.status == "finished" and is_new:
             self._evaluate()
@@ -90,10 +90,10 @@ class EvalHook(HookBase):
         with observe_inference(self.trainer, self.phase):
             self._do_eval()
         self.evaluated_iters = self.trainer.last_done_iter + 1
-        comm.synchronize()  # ranks take different times; the next collective should not count that
+        comm.synchronize()  # ranks take different times; the timeout of the next collective should not include this
 
     def _do_eval(self) -> None:
-        """Call the function and store its results; subclasses for detectron2 override this."""
+        """Call the function and store its results; subclasses written for detectron2 override this."""
         results = self._func()
         if results is not None and not isinstance(results, Mapping):
             raise TypeError(f"the evaluation function must return a dict of results or None, got {results!r}")
@@ -115,7 +115,7 @@ class EvalHook(HookBase):
             logger.info("Evaluated %s: %s", say_done(done, self.trainer.max_iter), ", ".join(shown))
 
     def state_dict(self) -> dict[str, Any]:
-        """``evaluated_iters``: how many iterations the model had when it was evaluated last."""
+        """``evaluated_iters``: number of iterations done at the last evaluation."""
         return {"evaluated_iters": self.evaluated_iters}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -124,7 +124,7 @@ class EvalHook(HookBase):
 
 @HOOK_REGISTRY.register()
 class FinalEvalHook(EvalHook):
-    """Evaluate the test data, once, after a run that finished; nothing is chosen by its results."""
+    """Evaluate the test data once, after a run that finished. No checkpoint is chosen by these results."""
 
     def __init__(self, eval_function: Callable[[], Mapping[str, Any] | None], *, by_epoch: bool = False) -> None:
         super().__init__(0, eval_function, by_epoch=by_epoch, phase="test")

@@ -1,4 +1,4 @@
-"""The learning rate, iteration by iteration."""
+"""The hook that sets the learning rate."""
 
 import warnings
 from collections import Counter
@@ -18,13 +18,12 @@ from trainkit.utils.events import get_event_storage
 
 @HOOK_REGISTRY.register()
 class LRScheduler(HookBase):
-    """Step a schedule after each iteration and store the ``lr`` that the iteration used.
+    """Step a schedule after each iteration, and store the ``lr`` that the iteration used.
 
     Args:
         optimizer: default is ``trainer.optimizer``.
-        scheduler: a torch scheduler, stepped once per iteration, or an fvcore ``ParamScheduler``, which gives a factor
-            of the base learning rate over the whole run and keeps its last value at the end. Default is
-            ``trainer.scheduler``.
+        scheduler: a torch scheduler, stepped once per iteration; or an fvcore ``ParamScheduler``, a factor of the base
+            learning rate over the whole run, which keeps its last value at the end. Default is ``trainer.scheduler``.
     """
 
     def __init__(
@@ -39,18 +38,18 @@ class LRScheduler(HookBase):
         self._given_optimizer, self._given_scheduler = optimizer, scheduler
         self._scheduler: TorchLRScheduler | None = scheduler if isinstance(scheduler, TorchLRScheduler) else None
         self._waiting_state: dict[str, Any] = {}
-        self._loaded: TorchLRScheduler | None = None  # what got a state since the last run
+        self._loaded: TorchLRScheduler | None = None  # the scheduler that got a state since the last run
 
     def before_train(self) -> None:
         """
         Raises:
-            ValueError: the schedule is of another optimizer.
+            ValueError: the schedule belongs to another optimizer.
         """
         self._optimizer = self._given_optimizer or self.trainer.optimizer
         iter = self.trainer.next_iter_of(self)
         scheduler = self._given_scheduler or self.trainer.scheduler
         if isinstance(scheduler, ParamScheduler):
-            # a function of the iteration: nothing to load, it starts where the trainer does
+            # a function of the iteration has no state to load
             for group in self._optimizer.param_groups:
                 group.setdefault("initial_lr", group["lr"])
             scheduler = LRMultiplier(
@@ -58,10 +57,10 @@ class LRScheduler(HookBase):
             )
         elif self._waiting_state:
             scheduler.load_state_dict(self._waiting_state)
-        elif self._loaded is not None and self._loaded is not scheduler:  # the trainer has another one by now
+        elif self._loaded is not None and self._loaded is not scheduler:  # the trainer has a new scheduler
             scheduler.load_state_dict(self._loaded.state_dict())
         self._waiting_state, self._loaded = {}, None
-        # not the optimizer itself, which may be wrapped
+        # compare the groups, not the optimizers: an optimizer may be wrapped
         if getattr(scheduler, "optimizer", self._optimizer).param_groups is not self._optimizer.param_groups:
             raise ValueError(
                 "the schedule changes the learning rates of another optimizer than the one that is trained with; "
@@ -74,7 +73,7 @@ class LRScheduler(HookBase):
 
     def after_step(self) -> None:
         lr = self._optimizer.param_groups[self._best_param_group_id]["lr"]
-        if isinstance(lr, torch.Tensor):  # a captured graph reads it, on a device for which the loop must not wait
+        if isinstance(lr, torch.Tensor):  # read by a captured graph; the loop must not wait for its device
             self.trainer.storage.put_later(store_values, {"lr": lr.clone()})
         else:
             self.trainer.storage.put_scalar("lr", lr, smoothing_hint=False)
@@ -83,18 +82,18 @@ class LRScheduler(HookBase):
             return
         self._has_stepped = True
         with warnings.catch_warnings():
-            # a gradient scaler may have skipped the first update; torch takes that for a wrong order of the calls
+            # torch warns of a wrong order of calls if a gradient scaler has skipped the first update
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             self._scheduler.step()  # type: ignore[union-attr]
 
     @property
     def scheduler(self) -> TorchLRScheduler | ParamScheduler:
-        """What is stepped; before the run what was given, or else the trainer's."""
+        """The scheduler that is stepped."""
         return self._scheduler or self._given_scheduler or self.trainer.scheduler
 
     @staticmethod
     def get_best_param_group_id(optimizer: torch.optim.Optimizer) -> int:
-        """The largest group; where every group has one parameter, the first with the most common learning rate."""
+        """The largest group; if each group has one parameter, the first with the most common learning rate."""
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         if max(sizes) > 1:
             return sizes.index(max(sizes))
@@ -107,7 +106,7 @@ class LRScheduler(HookBase):
         return self._scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """A torch scheduler gets it at once, one that comes later gets it before training; none during a run."""
+        """Load into a torch scheduler at once; otherwise the state waits for ``before_train``. Ignored during a run."""
         scheduler = self._given_scheduler or getattr(self.trainer, "scheduler", None)
         if self.trainer is not None and self.trainer.status == "running":
             return
@@ -119,5 +118,5 @@ class LRScheduler(HookBase):
 
 
 def store_values(values: Mapping[str, Any]) -> None:
-    """Numbers and tensors as they are."""
+    """Put numbers and tensors into the open storage."""
     get_event_storage().put_row(values, smoothing_hint=False)

@@ -1,4 +1,4 @@
-"""What a process holds in memory: how much it is, and when it is given back."""
+"""Hooks that log or free memory."""
 
 import gc
 import logging
@@ -19,9 +19,10 @@ _MIB = 2**20
 
 @HOOK_REGISTRY.register()
 class TorchMemoryStats(HookBase):
-    """Log the device's memory of every ``period`` iterations, ``max_runs`` times; on CUDA also torch's summary.
+    """Log the device's memory every ``period`` iterations, ``max_runs`` times; on CUDA also torch's summary, once.
 
-    Nothing is reset: other readers of the peak, such as the console writer, see the same numbers. Silent on a CPU.
+    The peak is not reset, so other readers of it, such as the console writer, see the same numbers. Does nothing on a
+    CPU.
     """
 
     def __init__(self, period: int = 20, max_runs: int = 10) -> None:
@@ -53,10 +54,10 @@ class TorchMemoryStats(HookBase):
 
 @HOOK_REGISTRY.register()
 class EmptyCache(HookBase):
-    """Let torch give the accelerator's memory that it holds but does not use back; without one nothing happens.
+    """Return the accelerator memory that torch has cached but does not use; nothing happens without an accelerator.
 
-    It waits for the device, and the next allocations are slow: for jobs whose training and evaluation do not fit
-    side by side. An evaluation counts as an epoch, each of its batches as a step.
+    It waits for the device, and the next allocations are slow. Use it if training and evaluation do not fit into memory
+    together. An evaluation counts as an epoch, each of its batches as a step.
     """
 
     priority = SAVE_POINT + 1
@@ -69,7 +70,7 @@ class EmptyCache(HookBase):
         }
         for points, is_on in chosen.items():
             for point in points if is_on else ():
-                # on the object, not in the class: the points of epochs need a trainer that has epochs
+                # set on the object, not in the class: the epoch points need a trainer with epochs
                 setattr(self, point, _empty_cache)
 
 
@@ -80,10 +81,10 @@ def _empty_cache(*_: Any) -> None:
 
 @HOOK_REGISTRY.register()
 class GarbageCollection(HookBase):
-    """Collect cyclic garbage every ``period`` iterations and at no other time, on all ranks in the same step.
+    """Collect cyclic garbage every ``period`` iterations only, on all ranks in the same step.
 
-    Otherwise each rank pauses when it likes, and all the others wait for it. Python's own collection is off during
-    training.
+    Python's automatic collection is off during training: with it, each rank would pause at another time, and all others
+    would wait for it.
 
     Args:
         generation: 0 to 2, see ``gc.collect``; 2 looks at every object and takes seconds in a large program.
@@ -101,7 +102,7 @@ class GarbageCollection(HookBase):
     def before_train(self) -> None:
         self._was_enabled = gc.isenabled()
         gc.disable()
-        gc.collect()  # what building the job has left
+        gc.collect()  # the garbage of building the job
 
     def after_step(self) -> None:
         if is_due(self.trainer, self._period):
@@ -110,4 +111,4 @@ class GarbageCollection(HookBase):
     def after_train(self) -> None:
         if self._was_enabled:
             gc.enable()
-            self._was_enabled = False  # a run that fails before it starts has nothing to put back
+            self._was_enabled = False  # after_train may be called again without a before_train

@@ -1,4 +1,4 @@
-"""What held the memory when a device had no more."""
+"""A record of the memory when a device runs out of it."""
 
 import logging
 import sys
@@ -19,19 +19,19 @@ from trainkit.utils.numbers import is_whole
 logger = logging.getLogger(__name__)
 
 _MIB = 2**20
-_NUM_TENSORS = 10  # that are named, the largest ones
+_NUM_TENSORS = 10  # the largest ones are named
 
 
 @HOOK_REGISTRY.register()
 class MemorySnapshot(HookBase):
-    """If CUDA runs out of memory, log whose tensors are the largest, and write torch's history of its memory to a file.
+    """If CUDA runs out of memory, log the largest tensors and write torch's history of allocations to a file.
 
-    The file is for https://docs.pytorch.org/memory_viz. For it torch notes each allocation with its stack, which takes
-    a few microseconds each. Does nothing without CUDA.
+    View the file at https://docs.pytorch.org/memory_viz. Recording takes a few microseconds per allocation. Does
+    nothing without CUDA.
 
     Args:
-        output_dir: where ``memory_<iteration>_rank<rank>.pickle`` is written; default is that of the checkpoints.
-        max_entries: how many of the newest allocations are noted.
+        output_dir: folder of ``memory_<iteration>_rank<rank>.pickle``; default is the folder of the checkpoints.
+        max_entries: number of newest allocations that are kept.
     """
 
     def __init__(self, output_dir: str = "", max_entries: int = 100_000) -> None:
@@ -56,7 +56,7 @@ class MemorySnapshot(HookBase):
         torch.cuda.memory._record_memory_history(enabled=None)
 
     def _describe(self) -> str:
-        sizes: dict[str, tuple[str, int]] = {}  # name -> (owner, bytes), each block of memory once
+        sizes: dict[str, tuple[str, int]] = {}  # name -> (owner, bytes); each memory block counts once
         seen = set()
         for owner, name, tensor in self._tensors():
             storage = tensor.untyped_storage()
@@ -90,5 +90,5 @@ class MemorySnapshot(HookBase):
 def _leaves(trainer: Any) -> list[Any]:
     try:
         return tree_leaves(trainer.batch)
-    except RuntimeError:  # below the save point there is none
+    except RuntimeError:  # not available below the save point
         return []

@@ -1,4 +1,4 @@
-"""Hooks that look at a metric after each evaluation."""
+"""Hooks that act on a metric after each evaluation."""
 
 import logging
 import math
@@ -18,19 +18,19 @@ logger = logging.getLogger(__name__)
 
 Mode: TypeAlias = Literal["max", "min", "auto"]
 
-# OpenMMLab's, in lower case
+# the lists of OpenMMLab, in lower case
 _MAX_KEYS = ("acc", "top", "ar@", "auc", "precision", "map", "mdice", "miou", "macc", "aacc")
 _MIN_KEYS = ("loss",)
 
 
 def infer_mode(metric: str) -> Literal["max", "min"]:
-    """Whether "max" or "min" is better, by the name of a metric.
+    """Guess from the name of a metric whether "max" or "min" is better.
 
-    Only the part after its last ``/`` counts, since what stands before it names data. It is "max" if that part
-    contains one of OpenMMLab's ``greater_keys``, else "min" if it contains one of the ``less_keys``.
+    Only the part after the last ``/`` counts, since the parts before it name datasets. "max" if it contains one of
+    OpenMMLab's ``greater_keys``, else "min" if it contains one of its ``less_keys``.
 
     Raises:
-        ValueError: the name tells neither.
+        ValueError: the name contains none of these keys.
     """
     name = metric.rpartition("/")[2].lower()
     if any(key in name for key in _MAX_KEYS):
@@ -49,19 +49,20 @@ class MetricHook(HookBase):
     A subclass defines ``judge`` and ``act``.
 
     Args:
-        eval_period, offset: those of the `EvalHook`, after which it stands.
+        eval_period, offset: as given to the `EvalHook`, which must run before this hook.
         val_metric: its name in the storage, such as ``classification/top1``.
         mode: whether "max" or "min" is better; "auto": see `infer_mode`.
-        min_delta: by how much a value must be better than the best to count; a share of the best if ``is_relative``.
+        min_delta: a value is better only if it beats the best one by this much; if ``is_relative``, a fraction of the
+            best.
 
     Attributes:
         best, best_iter: the best value and its iteration; a value that is not finite is never better.
-        not_better: how many values in a row were not better than the best.
+        not_better: number of values in a row that were not better than the best.
     """
 
     priority = SAVE_POINT + 1
     ends = True
-    min_period: ClassVar[int] = 1  # 0: an ``eval_period`` of 0 makes sense
+    min_period: ClassVar[int] = 1  # 0 allows an ``eval_period`` of 0
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class MetricHook(HookBase):
         self._seen_iter: int | None = None
 
     def judge(self, value: float) -> Any:
-        """On rank 0, after each new value: what ``act`` gets on every rank; something false: nothing is to do."""
+        """On rank 0, after each new value: return what ``act`` gets on every rank, or a false value to do nothing."""
         raise NotImplementedError
 
     def act(self, decision: Any) -> None:
@@ -104,7 +105,7 @@ class MetricHook(HookBase):
         if self.trainer.start_iter == 0:
             self._forget()
         elif self._seen_iter is not None and self._seen_iter >= self.trainer.start_iter:
-            self._seen_iter = None  # the evaluation after training was stored at the iteration that comes next now
+            self._seen_iter = None  # the evaluation after training was stored at the iteration that comes next
 
     def after_step(self) -> None:
         if is_due(self.trainer, self._period, offset=self._offset) and not is_last(self.trainer):
@@ -123,7 +124,7 @@ class MetricHook(HookBase):
             self.act(decision)
 
     def _take(self) -> float | None:
-        """The newest value, counted; None if it was counted before."""
+        """The newest value, now counted; None if it was counted before."""
         latest = self.trainer.storage.latest()
         if self.monitored_metric not in latest:
             raise ValueError(
@@ -165,11 +166,11 @@ class MetricHook(HookBase):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a saved state; one of another metric or mode is left, with a warning."""
+        """Continue from a saved state; the state of another metric or mode is ignored with a warning."""
         saved, own = (state_dict["metric"], state_dict["mode"]), (self.monitored_metric, self.mode)
         if saved != own:
             logger.warning(
-                "The best value in the checkpoint is of %s (%s), not of %s (%s); the best is sought anew", *saved, *own
+                "The best value in the checkpoint is of %s (%s), not of %s (%s); it is ignored", *saved, *own
             )
             self._forget()
             return
@@ -178,29 +179,29 @@ class MetricHook(HookBase):
 
 
 def check_monitored_metrics(hooks: Iterable[Any], evaluate: Callable[[], Mapping[str, Any]]) -> None:
-    """Find metrics that a hook looks at (``monitored_metric``) and no evaluation gives, before training.
+    """Check before training that an evaluation gives each metric that a hook needs (``monitored_metric``).
 
     Args:
-        evaluate: gives results with the names of those to come, on rank 0; called on every rank if a hook needs it. If
-            it fails, a warning is logged, and it is left to the first evaluation.
+        evaluate: gives results with the names of the later ones, on rank 0. Every rank calls it if a hook needs it. If
+            it fails, a warning is logged, and the first evaluation shows whether the names are right.
 
     Raises:
-        ConfigError: there is such a metric.
+        ConfigError: there is no such metric.
     """
     monitored = {hook.monitored_metric: hook for hook in hooks if getattr(hook, "monitored_metric", None)}
     if not monitored:
         return
     names = ", ".join(monitored)
-    logger.info("Evaluating one batch, to see whether the evaluation gives %s", names)
+    logger.info("Evaluating one batch to check that the evaluation gives %s", names)
     results, failed = None, False
     try:
-        with logging_from(logging.WARNING):  # what one batch gives is of no interest
+        with logging_from(logging.WARNING):  # the results of one batch are of no interest
             results = evaluate()
     except Exception:  # an evaluator may need the whole dataset
         text = "One batch does not show whether the evaluation gives %s, so the first evaluation will:"
         logger.warning(text, names, exc_info=True)
         failed = True
-    if any(comm.all_gather(failed)):  # rank 0, which has the results, may have failed alone
+    if any(comm.all_gather(failed)):  # rank 0 has the results and may have failed alone
         return
     known = comm.broadcast(["total_loss", *flatten_results_dict(results or {})])
     for metric, hook in monitored.items():

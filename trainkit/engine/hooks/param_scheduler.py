@@ -1,4 +1,4 @@
-"""Any field of the optimizer, iteration by iteration."""
+"""Schedules for any field of the optimizer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,22 +15,21 @@ from trainkit.solver.schedules import Schedule, compute_values
 from trainkit.utils.numbers import is_number
 from trainkit.utils.registry import did_you_mean
 
-_ANY_LENGTH = 2**40  # of a run that is not known yet
+_ANY_LENGTH = 2**40  # stands for the unknown length of the run
 
 
 @HOOK_REGISTRY.register()
 class ParamScheduler(HookBase):
-    """Set a field of the optimizer's parameter groups to a function of the iteration; store the value that was used.
+    """Set a field of the optimizer's parameter groups to a function of the iteration, and store the value in use.
 
-    The first values stay in the groups as ``initial_<param>``, and so in the optimizer's state. Groups without the
-    field are left alone. The value that is stored is that of the group with the most values.
+    The base values stay in the groups as ``initial_<param>``, and so in the optimizer's state. Groups without the field
+    are left alone. The stored value is that of the group with the most elements.
 
     Args:
-        param: the key of a number in the groups, such as ``weight_decay``; ``betas.0`` and ``betas.1`` are items, and
-            ``momentum`` is ``betas.0`` where a group has betas. The learning rate is for the `LRScheduler` hook,
-            unless there is none.
-        schedules: a list as `trainkit.solver.build_schedule` takes it, or one `trainkit.solver.schedules.Schedule`.
-        max_iter: the END of entries that have none; default is that of each ``train()`` call.
+        param: the key of a number in the groups, such as ``weight_decay``; ``betas.0`` and ``betas.1`` for items;
+            ``momentum`` means ``betas.0`` in a group with betas. ``lr`` works only without an `LRScheduler` hook.
+        schedules: a list as for `trainkit.solver.build_schedule`, or one `trainkit.solver.schedules.Schedule`.
+        max_iter: the END of entries without one; default is that of each ``train()`` call.
 
     Raises:
         ConfigError: before training, if no group has the field or another hook sets it.
@@ -68,7 +67,7 @@ class ParamScheduler(HookBase):
                 f"param is {self.param!r}, but no parameter group of {type(self.trainer.optimizer).__name__} has such "
                 f"a number; {did_you_mean(self.param, accepted)}It has: {', '.join(accepted)}"
             )
-        # read from their device once, not at each step
+        # read from the device once, not in each step
         self._bases = [
             float(group.setdefault(f"initial_{self.param}", float(_get(group, key, index))))
             for group, key, index in self._targets
@@ -86,7 +85,7 @@ class ParamScheduler(HookBase):
         for (group, key, index), value in zip(self._targets, self._values, strict=True):
             old = _get(group, key, index)
             if isinstance(old, Tensor):
-                old.fill_(value)  # in place: a captured graph reads this one
+                old.fill_(value)  # in place: a captured graph reads this tensor
             elif index is None:
                 group[key] = value
             else:
@@ -104,7 +103,7 @@ class ParamScheduler(HookBase):
 
 
 def _fields(group: dict[str, Any]) -> dict[str, tuple[str, int | None]]:
-    """name -> key, and index if the value is a tuple, of each number in a parameter group."""
+    """name -> (key, index of the item or None) of each number in a parameter group."""
     found: dict[str, tuple[str, int | None]] = {}
     for key, value in group.items():
         if isinstance(value, Tensor) or is_number(value):

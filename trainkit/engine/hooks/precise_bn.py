@@ -1,4 +1,4 @@
-"""Batch-norm statistics of the current weights instead of a moving average over older ones."""
+"""Batch-norm statistics of the current weights, in place of the moving average."""
 
 import itertools
 import logging
@@ -26,23 +26,23 @@ logger = logging.getLogger(__name__)
 class PreciseBN(HookBase):
     """Recompute the running statistics of batch norm every ``period`` iterations and after the last one.
 
-    They become those over ``num_iter`` batches of ``data_loader`` (and over all ranks) in train mode, each batch with
-    the same weight: the mean of the means, and the mean of the variances plus the variance of the means, see
-    Wu and Johnson, "Rethinking 'Batch' in BatchNorm", section 3. The loader is iterated anew each time, so the result
-    is a function of the weights. Random state and everything else stay as they are. A model without batch norm in
-    train mode draws a warning, and nothing is done.
+    The statistics are taken over ``num_iter`` batches of ``data_loader`` (and over all ranks) in train mode, each batch
+    with the same weight: the mean of the means, and the mean of the variances plus the variance of the means, see Wu
+    and Johnson, "Rethinking 'Batch' in BatchNorm", section 3. The loader starts again each time, so the result is a
+    function of the weights. Random state is restored. If no batch norm is in train mode, the hook warns and does
+    nothing.
 
     Args:
         period: in iterations; 0: only after the last one.
-        data_loader: the training data, in a loader of its own.
+        data_loader: the training data, in a loader that only this hook uses.
     """
 
     def __init__(self, period: int, model: nn.Module, data_loader: Iterable[Any], num_iter: int) -> None:
         self._period = check_period("period", period)
         self._num_iter = check_period("num_iter", num_iter, minimum=1)
-        self._model = unwrap_model(model)  # a wrapper may exchange buffers, and not all ranks have as many batches
+        self._model = unwrap_model(model)  # a wrapper may exchange buffers; ranks may have unequal numbers of batches
         self._data_loader = data_loader
-        # with the seed, which a run with SEED -1 draws anew
+        # this state holds the seed, which a run with SEED -1 draws again
         self._data_state = {} if resume_obstacle(data_loader) else data_loader.state_dict()  # type: ignore[attr-defined]
         self._layers = [
             m for m in model.modules() if isinstance(m, _BatchNorm) and m.training and m.track_running_stats
@@ -77,7 +77,7 @@ class PreciseBN(HookBase):
             for batch in itertools.islice(self._data_loader, self._num_iter):
                 self._model(move_to_device(batch, device))
                 count += 1
-                # running means over the batches; `between` grows to the variance of the batches' means (Welford)
+                # running means over batches; `between` becomes the variance of the batches' means (Welford)
                 delta = _pack(self._layers, "running_mean") - mean
                 mean = mean + delta / count
                 between = between + (delta * (_pack(self._layers, "running_mean") - mean) - between) / count
@@ -99,7 +99,7 @@ def _pack(layers: list[_BatchNorm], buffer: str) -> torch.Tensor:
 
 
 def _over_ranks(mean: torch.Tensor, var: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Mean, variance and count of batches of all ranks together, the same on every rank; ``count`` is this one's."""
+    """Mean, variance and count over the batches of all ranks, equal on every rank; ``count`` in is this rank's."""
     sums = torch.cat([mean * count, mean.new_tensor([count])])
     dist.all_reduce(sums)
     total_mean, total = sums[:-1] / sums[-1], sums[-1]
@@ -110,7 +110,7 @@ def _over_ranks(mean: torch.Tensor, var: torch.Tensor, count: int) -> tuple[torc
 
 @contextmanager
 def _batch_statistics(layers: list[_BatchNorm]) -> Iterator[None]:
-    """Running statistics are those of the last batch alone, and everything is put back on leaving."""
+    """Inside, running statistics are those of the last batch alone; they are restored at the end."""
     saved = [(layer.momentum, {name: buffer.clone() for name, buffer in layer.named_buffers()}) for layer in layers]
     try:
         for layer in layers:

@@ -1,4 +1,4 @@
-"""What a step spends its time on."""
+"""Hooks that profile steps."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 @HOOK_REGISTRY.register()
 class TorchProfiler(HookBase):
-    """Profile the iterations that ``enable_predicate`` picks, each into a trace of its own.
+    """Profile the iterations for which ``enable_predicate`` is true, each into its own trace.
 
     Shapes, memory, stacks and FLOPs are recorded, which slows these steps down.
 
@@ -25,7 +25,8 @@ class TorchProfiler(HookBase):
         enable_predicate: a function of the trainer, or ``[begin, end]``, where ``end`` is not included.
         output_dir: default is the folder ``profile`` in the config's OUTPUT_DIR.
         activities: default is all that the machine has, see ``torch.profiler.profile``.
-        save_tensorboard: for TensorBoard's profiler plugin; False: ``trace_iter<N>.json`` for ``chrome://tracing``.
+        save_tensorboard: True: for TensorBoard's profiler plugin; False: ``trace_iter<N>.json`` for
+            ``chrome://tracing``.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class TorchProfiler(HookBase):
             logger.info("Profile of iteration %d saved in %s", self.trainer.iter, self._output_dir)
 
     def after_train(self) -> None:
-        self.after_step()  # that of a step that failed
+        self.after_step()  # the profile of a step that failed
 
 
 class AutogradProfiler(TorchProfiler):

@@ -1,4 +1,4 @@
-"""The files that a finished run leaves for others."""
+"""Weights for other people, written after a run."""
 
 import logging
 import os
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 class PublishWeights(HookBase):
     """After a run that finished, publish the weights of its final checkpoint and of every best one.
 
-    See `trainkit.checkpoint.publish.publish_weights` for the files. If it fails, the run has failed on every rank; its
-    checkpoints stay as they are.
+    See `trainkit.checkpoint.publish.publish_weights` for the files. If this fails, the run fails on every rank; its
+    checkpoints stay.
 
     Args:
-        weights: "model", or "ema" for the averaged ones of an `EMAHook`.
+        weights: "model", or "ema" for the average of an `EMAHook`.
     """
 
     priority = SAVE_POINT + 1
@@ -68,7 +68,7 @@ class PublishWeights(HookBase):
             logger.warning("There is no '%s' to publish: no value of its metric was finite", path)
 
     def _checkpoints(self) -> Iterator[tuple[Any, str]]:
-        """(checkpointer, file name) of what is worth publishing."""
+        """(checkpointer, file name) of each checkpoint to publish."""
         for hook in self.trainer.hooks:
             if isinstance(hook, PeriodicCheckpointer) and hook.save_last:
                 yield hook.checkpointer, f"{hook.file_prefix}_final"

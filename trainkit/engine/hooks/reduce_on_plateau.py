@@ -1,4 +1,4 @@
-"""Reduce the learning rate when a metric no longer gets better."""
+"""Reduce the learning rate when a metric no longer improves."""
 
 import logging
 import math
@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 class ReduceOnPlateau(MetricHook):
     """Multiply the learning rate by ``factor`` after more than ``patience`` evaluations without a better value.
 
-    It decides as torch's ``ReduceLROnPlateau`` does; the scheduler keeps the factor and sets the rate.
+    It decides like torch's ``ReduceLROnPlateau``; the scheduler keeps the factor and sets the rate.
 
     Args:
         eval_period, offset, val_metric, mode: see `trainkit.engine.hooks.monitor.MetricHook`.
-        threshold: by how much a value must be better than the best to count: a share of the best ("rel") or a
+        threshold: a value is better only if it beats the best one by this fraction of the best ("rel") or by this
             difference ("abs").
-        cooldown: so many evaluations after a reduction are not counted.
-        min_factor: all reductions together do not go below it.
+        cooldown: number of evaluations after a reduction that are not counted.
+        min_factor: the product of all reductions stays at or above it.
 
     Raises:
         ConfigError: before training, if ``trainer.scheduler`` cannot be reduced, or no `LRScheduler` hook steps it.

@@ -1,4 +1,4 @@
-"""What a run is, in its log and among its numbers."""
+"""Facts about a run, in its log and among its metrics."""
 
 import logging
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 
 @HOOK_REGISTRY.register()
 class RuntimeInfo(HookBase):
-    """Store the ``epoch`` and what the optimizer used; log at the start how long, on what and how much is trained.
+    """Store ``epoch``, momentum and learning rates; at the start log the length, hardware and size of the run.
 
-    Where parameter groups have different values, ``lr/<name>`` and ``momentum/<name>`` are stored for each group, with
-    its ``name`` or else its number; ``lr`` alone is stored by the `LRScheduler` hook. The momentum of Adam is its first
-    beta.
+    If parameter groups have different values, ``lr/<name>`` and ``momentum/<name>`` are stored for each group; a group
+    without a ``name`` has its number. The plain ``lr`` comes from the `LRScheduler` hook. The momentum of Adam is its
+    first beta.
 
     Args:
-        period: of storing, in iterations; that of the writers is enough.
+        period: in iterations; use that of the writers.
     """
 
     def __init__(self, period: int = 1) -> None:
@@ -47,11 +47,11 @@ class RuntimeInfo(HookBase):
         groups = self.trainer.optimizer.param_groups
         names = [str(group.get("name", i)) for i, group in enumerate(groups)]
         momenta = [group.get("momentum", group.get("betas", (None,))[0]) for group in groups]
-        used = zip(names, self.trainer.used_lr, strict=False)  # a hook may have added a group after the update
+        used = zip(names, self.trainer.used_lr, strict=False)  # a hook may add a group after the update
         found = {f"lr/{name}": lr for name, lr in used if len(groups) > 1}
         if any(momentum is not momenta[0] and momentum != momenta[0] for momentum in momenta):
             found |= {f"momentum/{name}": momentum for name, momentum in zip(names, momenta, strict=True)}
-        elif all(getattr(hook, "param", None) != "momentum" for hook in self.trainer.hooks):  # else it stores that
+        elif all(getattr(hook, "param", None) != "momentum" for hook in self.trainer.hooks):  # such a hook stores it
             found["momentum"] = momenta[0]
         return {name: value for name, value in found.items() if value is not None}
 

@@ -1,4 +1,4 @@
-"""Another order of the data in every epoch."""
+"""A new order of the data in every epoch."""
 
 import logging
 from fractions import Fraction
@@ -16,10 +16,9 @@ logger = logging.getLogger(__name__)
 class SamplerSeed(HookBase):
     """Tell the epoch to a sampler that shuffles by it, such as ``torch.utils.data.DistributedSampler``.
 
-    ``set_epoch(epoch)`` of the loader, its dataset, sampler and batch sampler, whichever have it, is called before each
-    epoch, before a run that starts inside one, and where a pass over the data starts among the micro-batches of an
-    iteration. A `DefaultTrainer` has this hook where one of them has the method. The samplers of `trainkit.data` do not
-    need it.
+    ``set_epoch(epoch)`` of the loader, its dataset, sampler and batch sampler is called where it exists: before each
+    epoch, before a run that starts inside one, and when a new pass over the data starts between micro-batches.
+    `DefaultTrainer` adds this hook if one of them has the method. The samplers of `trainkit.data` do not need it.
     """
 
     @staticmethod
@@ -37,7 +36,7 @@ class SamplerSeed(HookBase):
             )
 
     def before_epoch(self) -> None:
-        # not trainer.epoch, which is rounded: the pass that a resumed run goes on with may end inside this iteration
+        # not trainer.epoch, which is rounded: the pass that a resumed run continues may end inside this iteration
         self._tell(self.trainer.iter // exact(self.trainer.iters_per_epoch))
 
     def _begin_pass(self, share: Fraction) -> None:

@@ -1,4 +1,4 @@
-"""The same buffers on all ranks."""
+"""Equal buffers on all ranks."""
 
 from typing import Any
 
@@ -18,8 +18,8 @@ from trainkit.utils.model import unwrap_model
 class SyncBuffers(HookBase):
     """Average the model's buffers over ranks, such as the running statistics of batch norm.
 
-    It does so every ``period`` iterations, after the last one, and before an evaluation if there was a step since.
-    Buffers of whole numbers stay as they are. An `EMAHook` that copies buffers copies these.
+    This happens every ``period`` iterations, after the last one, and before an evaluation if a step was done since.
+    Integer buffers stay as they are. An `EMAHook` that copies buffers copies the averaged ones.
 
     Args:
         period: in iterations; 0: at the end of each epoch, if the trainer has epochs.
@@ -64,7 +64,7 @@ class SyncBuffers(HookBase):
                 hook.copy_buffers()
 
     def state_dict(self) -> dict[str, Any]:
-        """``has_stepped``: whether an evaluation has to average the buffers first."""
+        """``has_stepped``: whether buffers must be averaged before the next evaluation."""
         return {"has_stepped": self._has_stepped}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

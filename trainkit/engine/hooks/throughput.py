@@ -1,4 +1,4 @@
-"""How many samples a second, and how much of the device that takes."""
+"""Samples per second and the use of the device."""
 
 import logging
 import time
@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 class Throughput(HookBase):
     """Store ``samples_per_sec``, over all ranks and the last ``period`` iterations.
 
-    The time is that of the steps on the host, fetching included, without the hooks between them; nobody waits for an
-    accelerator.
+    The time is the host time of the steps, with data loading, without the hooks between them. The hook does not wait
+    for the device.
 
-    A model that has ``flops_per_sample`` (a number, or a method without arguments: the operations of forward and
-    backward pass together) gives ``mfu_pct`` too: the part of ``peak_tflops`` that these are, see Chowdhery et al.,
-    "PaLM", appendix B. One that has ``tokens_per_sample`` (likewise) gives ``tokens_per_sec``.
+    If the model has ``flops_per_sample`` (a number, or a method without arguments: operations of forward and backward
+    pass), ``mfu_pct`` is stored too: these operations as a percentage of ``peak_tflops``, see Chowdhery et al., "PaLM",
+    appendix B. If the model has ``tokens_per_sample`` (likewise), ``tokens_per_sec`` is stored.
 
     Args:
         period: in iterations.
@@ -50,14 +50,14 @@ class Throughput(HookBase):
         model = unwrap_model(self.trainer.model)
         flops, self._tokens_per_sample = (_number(model, f"{name}_per_sample") for name in ("flops", "tokens"))
         if self._peak_tflops is None and flops is not None:
-            logger.warning("Throughput stores no mfu_pct, as nobody has given it the peak_tflops of the device")
+            logger.warning("Throughput stores no mfu_pct, because peak_tflops of the device is not given")
         if self._peak_tflops is not None and flops is None:
             raise ConfigError(
                 f"Throughput has peak_tflops={self._peak_tflops}, but {type(model).__name__} has no flops_per_sample "
                 "(operations of forward and backward pass); define it, or leave peak_tflops out"
             )
         self._mfu_pct_per_sample = 100 * flops / 1e12 / self._peak_tflops if flops and self._peak_tflops else None
-        comm.side_group("metrics")  # made here, in the thread of the loop
+        comm.side_group("metrics")  # created here, in the thread of the loop
 
     def before_step(self) -> None:
         self._step_begin = time.perf_counter()
@@ -66,24 +66,24 @@ class Throughput(HookBase):
         self._sec += time.perf_counter() - self._step_begin
         if not hasattr(self.trainer, "batch"):
             raise ConfigError(
-                "Throughput counts the samples in trainer.batch, which this trainer has not; set it in run_step(), or "
-                "leave out the hook"
+                "Throughput counts the samples in trainer.batch, but this trainer has none; set it in run_step(), or "
+                "leave the hook out"
             )
         batch = self.trainer.batch
         micro_batches = batch if getattr(self.trainer, "accumulation_steps", 1) > 1 else [batch]
         self._samples += sum(map(self.count_samples, micro_batches))
         if is_due(self.trainer, self._period, or_last=True):
-            # after the metrics of this step, which use the same group of ranks
+            # put after the metrics of this step, which use the same process group
             self.trainer.storage.put_later(self._store, self._samples, self._sec)
             self.trainer.storage.hand_over()
             self._forget()
 
     @staticmethod
     def count_samples(batch: Any) -> int:
-        """See `trainkit.utils.batches.num_samples`; a subclass may know better.
+        """See `trainkit.utils.batches.num_samples`; a subclass may override this.
 
         Raises:
-            TypeError: the batch has neither.
+            TypeError: the number cannot be found.
         """
         return num_samples(batch)
 
@@ -100,6 +100,6 @@ class Throughput(HookBase):
 
 
 def _number(model: nn.Module, name: str) -> float | None:
-    """An attribute that is a number, or a method that gives one; None where the model has neither."""
+    """The attribute if it is a number, its result if it is a method; None if the model does not have it."""
     value = getattr(model, name, None)
     return None if value is None else float(value() if callable(value) else value)

@@ -1,4 +1,4 @@
-"""How long an iteration takes."""
+"""Timing of iterations."""
 
 import datetime
 import logging
@@ -13,12 +13,11 @@ logger = logging.getLogger(__name__)
 
 @HOOK_REGISTRY.register()
 class IterationTimer(HookBase):
-    """Store ``time``, the seconds of each step without hooks, and say at the end how fast it was.
+    """Store ``time``, the seconds of each step without hooks, and log the mean at the end.
 
-    It runs before every other hook. What comes before the ``warmup_iter``-th iteration of a run (allocations,
-    autotuning) is left out. If the trainer has epochs, ``epoch_time`` is stored as well: the seconds from the start of
-    an epoch's first step to the end of its last one, hooks included. An epoch of which the run has not done the whole
-    has none.
+    It runs before every other hook. Steps before the ``warmup_iter``-th of a run (allocations, autotuning) are not
+    timed. If the trainer has epochs, ``epoch_time`` is stored for each epoch that the run has done completely: the
+    seconds from the start of its first step to the end of its last one, with hooks.
     """
 
     priority = Priority.HIGHEST - 1
@@ -69,8 +68,8 @@ class IterationTimer(HookBase):
             )
 
     def summary(self) -> str:
-        """Time per step, the share of waiting for data in it (of the iterations that are still in the storage), and the
-        share of hooks in the whole; "" without a timed step."""
+        """Time per step, the percentage of it spent waiting for data (over iterations that are still in the storage),
+        and the percentage of the total spent in hooks; "" without a timed step."""
         if not self._timed_iters:
             return ""
         text = f"{self._steps_sec / self._timed_iters:.4g} s per step"

@@ -1,4 +1,4 @@
-"""Which parameters get no gradient, and why."""
+"""Find parameters that get no gradient."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -19,16 +19,17 @@ logger = logging.getLogger(__name__)
 
 @HOOK_REGISTRY.register()
 class UnusedParameters(HookBase):
-    """Name the trainable parameters without a gradient: what forward never used, and what it used and the loss did not.
+    """Name the trainable parameters without a gradient: unused in the forward pass, or used there but not by the loss.
 
-    DistributedDataParallel would fail at them in the next forward pass. A finding that stays the same is logged once.
-    Each rank looks at its own gradients and waits for nobody.
+    DistributedDataParallel would fail because of them in the next forward pass. An unchanged finding is logged once.
+    Each rank checks its own gradients and waits for no other.
 
-    It slows down the forward pass of the iterations in which it looks. The optimizer has to set gradients to None,
-    as it does by default. In a model sharded by ``fully_shard``, all parameters without a gradient count as never used.
+    The hook slows down the forward pass of the iterations that it checks. The optimizer must set gradients to None, as
+    it does by default. In a model sharded by ``fully_shard``, all parameters without a gradient count as unused in the
+    forward pass.
 
     Args:
-        period: look in the first iteration of a run and in every ``period``-th; 0: only in the first.
+        period: check the first iteration of a run and every ``period``-th; 0: only the first.
         raise_error: end the run before the update, instead of logging an error.
 
     Raises:
@@ -48,7 +49,7 @@ class UnusedParameters(HookBase):
     def before_step(self) -> None:
         if self.trainer.iter == self.trainer.start_iter or is_due(self.trainer, self._period):
             model = unwrap_model(self.trainer.model)
-            self._remove_handles()  # of a run_step that calls no after_backward
+            self._remove_handles()  # still there if run_step calls no after_backward
             self._uses.seen.clear()
             self._handles = [
                 model.register_forward_pre_hook(lambda module, inputs: self._uses.begin()),
@@ -77,7 +78,7 @@ class UnusedParameters(HookBase):
         self._last_finding = finding
 
     def after_train(self) -> None:
-        self._remove_handles()  # those of a step that failed
+        self._remove_handles()  # still there after a step that failed
 
     def _remove_handles(self) -> None:
         for handle in self._handles:
@@ -86,14 +87,14 @@ class UnusedParameters(HookBase):
 
 
 class _Uses(TorchFunctionMode):
-    """Between ``begin`` and ``end``, note each tensor that a torch function makes another one of.
+    """Between ``begin`` and ``end``, note each tensor from which a torch function makes another tensor.
 
-    Modules are not asked: some, such as out_proj in nn.MultiheadAttention, are never called, and their parameters used.
+    Forward hooks of modules would miss some uses: nn.MultiheadAttention never calls its out_proj, but uses its weights.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: set[int] = set()  # ids: parameters live longer than this looks
+        self.seen: set[int] = set()  # ids are enough: parameters live longer than this object
 
     def begin(self) -> None:
         self.__enter__()
@@ -109,6 +110,6 @@ class _Uses(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):  # asking for a shape or a device uses nothing
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):  # reading a shape or a device is no use
             self.seen.update(id(leaf) for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, Tensor))
         return result

@@ -1,4 +1,4 @@
-"""Pictures of what the model returns."""
+"""Pictures of the model's outputs."""
 
 import importlib
 import inspect
@@ -36,20 +36,20 @@ VISUALIZER_REGISTRY = Registry("VISUALIZER")
 class VisualizationHook(HookBase):
     """Draw every ``period``-th batch of each evaluation, into PNG files and into the storage for TensorBoard.
 
-    The files are ``<output_dir>/<phase>/<dataset>_iter0000099_batch0003.png``, with ``_rank1`` and so on from other
-    ranks, which draw batches of their own, and with ``_0``, ``_1``, ... or the names of the images if several are drawn
-    of a batch. The second evaluation of the same data in an iteration is called ``<dataset>_2``. A file that cannot be
-    written is an error in the log, and the evaluation goes on.
+    The files are ``<output_dir>/<phase>/<dataset>_iter0000099_batch0003.png``. If ``draw`` returns several images for a
+    batch, the names also have ``_0``, ``_1``, ... or the ``names`` of the images. Ranks other than 0 draw their own
+    batches and add ``_rank1`` and so on. A second evaluation of the same dataset in one iteration is called
+    ``<dataset>_2``. If a file cannot be written, an error is logged and the evaluation continues.
 
     Args:
-        draw: a function, or its name in `VISUALIZER_REGISTRY`. It gets a batch and what the model returned for it,
-            both on the model's device, and returns an RGB image or a list of them: array or tensor, shape
-            ``[H, W, 3]``, uint8. Random numbers that it draws change nothing outside.
+        draw: a function, or its name in `VISUALIZER_REGISTRY`. It gets a batch and the model's outputs for it, both on
+            the model's device, and returns an RGB image or a list of them: array or tensor, shape ``[H, W, 3]``, uint8.
+            Random state is restored after it.
         period: in batches of an evaluation.
         output_dir: default is ``visualization`` in the OUTPUT_DIR of the trainer's config.
         phases: which evaluations are drawn, "val", "test" or "both".
-        names: the key of the images' names, or file names, in a batch or in each of its samples. The images that
-            ``draw`` returns are then those of the first samples.
+        names: the key of the images' names or file names, in a batch or in each of its samples. The images that
+            ``draw`` returns must then belong to the first samples.
         options: further arguments of ``draw``, by name.
     """
 
@@ -90,7 +90,7 @@ class VisualizationHook(HookBase):
         self._evaluated: list[tuple[int, Phase, str]] = []  # in this run
 
     def before_train(self) -> None:
-        self._folder()  # an error in it comes now rather than with the first evaluation
+        self._folder()  # raise its error now, not at the first evaluation
         self._evaluated = []
 
     def before_eval(self, phase: Phase, name: str) -> None:
@@ -115,7 +115,7 @@ class VisualizationHook(HookBase):
                 get_event_storage().put_image(f"{phase}/{self._dataset}_{batch}", tensor)
 
     def _names_of(self, inputs: Any, count: int) -> list[str]:
-        """What follows the number of the batch in the names of its images."""
+        """The suffix of each image's name, after the batch number."""
         if self._names is None:
             return [f"_{i}" for i in range(count)] if count > 1 else [""] * count
         try:
@@ -144,7 +144,7 @@ class VisualizationHook(HookBase):
 
 
 def _as_array(image: object) -> np.ndarray:
-    """A copy in host memory: the function may use its array again before a writer shows the image."""
+    """A copy in host memory: ``draw`` may use its array again before a writer reads the image."""
     shape, dtype = list(getattr(image, "shape", [])), str(getattr(image, "dtype", "")).removeprefix("torch.")
     if not isinstance(image, np.ndarray | torch.Tensor) or dtype != "uint8" or shape[2:] != [3] or 0 in shape:
         raise TypeError(

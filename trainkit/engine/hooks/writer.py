@@ -1,4 +1,4 @@
-"""When the writers write."""
+"""The hook that calls the writers."""
 
 import logging
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 @HOOK_REGISTRY.register()
 class PeriodicWriter(HookBase):
-    """Let the writers write every ``period`` iterations, after an evaluation and the last one, and at the end.
+    """Call the writers every ``period`` iterations, after an evaluation and the last one, and at the end.
 
-    It runs after every other hook. The writers are closed at the end, and go on where they were if the trainer trains
-    again. If a run was stopped or has failed, what it wrote at its end is written again when it goes on.
+    It runs after every other hook. The writers are closed at the end; if the trainer trains again, they continue. If a
+    run was stopped or has failed, a resumed run writes its last values again.
 
-    A writer that raises an OSError (a full disk) is named in the log once and called again the next time; at the end of
-    a run that has finished, the run has failed. Images and histograms are let go after each write, unless there is a
-    second `PeriodicWriter`.
+    If a writer raises an OSError (a full disk), the error is logged once and the writer is called again next time. If
+    it still fails at the end of a finished run, the run fails. Images and histograms are deleted from the storage after
+    each write, unless there is a second `PeriodicWriter`.
     """
 
     priority = Priority.LOWEST + 1
@@ -35,10 +35,10 @@ class PeriodicWriter(HookBase):
                 raise TypeError(f"writers must be EventWriter objects, got {writer!r}")
         self._advancing = [writer for writer in self._writers if type(writer).advance is not EventWriter.advance]
         self._period = check_period("period", period, minimum=1)
-        self._waiting: list[dict[str, Any]] | None = None  # what the writers get when training goes on
-        self._ended: list[dict[str, Any]] | None = None  # where they stood at the end of a finished run
-        self._failing: set[int] = set()  # places in the list; a writer may be unhashable
-        self._lost: list[str] = []  # what went wrong at the end
+        self._waiting: list[dict[str, Any]] | None = None  # states for the writers when training continues
+        self._ended: list[dict[str, Any]] | None = None  # states at the end of a finished run
+        self._failing: set[int] = set()  # indices, since a writer may be unhashable
+        self._lost: list[str] = []  # errors at the end
         self._alone = True
 
     def before_train(self) -> None:
@@ -61,18 +61,18 @@ class PeriodicWriter(HookBase):
             self.trainer.storage.catch_up()
 
     def _was_evaluated(self, done_iters: int) -> bool:
-        """Just now. The next results may come before the period is over, and writers show the newest value only."""
+        """Whether an evaluation was just done. It is written now, since writers show only the newest value."""
         return any(hook.evaluated_iters == done_iters for hook in self._eval_hooks)
 
     def after_train(self) -> None:
         """
         Raises:
-            OSError: the run has finished, and its last values are not on the disk; on every rank.
+            OSError: on every rank, if the run has finished and its last values are not on the disk.
         """
         self._lost.clear()
         with ExitStack() as closing:
             for writer in reversed(self._writers):
-                closing.callback(self._close, writer)  # each of them, whatever fails
+                closing.callback(self._close, writer)  # close each of them, whatever fails
             self.trainer.storage.publish(self._write_at_the_end)
             self.trainer.storage.flush()
         if self.trainer.status == "finished":
@@ -80,10 +80,10 @@ class PeriodicWriter(HookBase):
             if lost:
                 raise OSError(
                     f"the run is at its end, but not all of its values are on the disk: {'; '.join(lost)}. Make "
-                    "the folder writable and go on with --resume, which writes them"
+                    "the folder writable and use --resume, which writes them"
                 )
 
-    # ------------------------------------------------------------------ writing, in the worker of a deferring storage
+    # ------------------------------------------------------------------ writing, in the worker if the storage defers
 
     def _write_on_the_way(self) -> None:
         storage = get_event_storage()
@@ -106,7 +106,7 @@ class PeriodicWriter(HookBase):
             self._ended = self._writer_states()
 
     def _write(self, *, keep_images: bool = False) -> dict[int, OSError]:
-        """The places of the writers that cannot."""
+        """Call each writer; return index -> error of those that fail."""
         storage, errors = get_event_storage(), {}
         with storage.hold_images() if self._alone or keep_images else nullcontext():
             for i, writer in enumerate(self._writers):
@@ -132,14 +132,14 @@ class PeriodicWriter(HookBase):
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the writers stand after their last regular write, also when they are closed already."""
+        """The writers' states after their last regular write, also when they are closed already."""
         storage = getattr(self.trainer, "storage", None)  # there is none before the first run
         if storage is not None:
             storage.flush()
         return {"writers": self._waiting or self._ended or self._writer_states()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The writers get it when training starts, and nothing is cut off before; a run under way stays as it is."""
+        """Keep the states until training starts, so that nothing is cut before; ignored during a run."""
         if self.trainer is None or self.trainer.status != "running":
             self._waiting = state_dict["writers"]
 
@@ -147,7 +147,7 @@ class PeriodicWriter(HookBase):
         return [{"class": type(writer).__name__, "state": writer.state_dict()} for writer in self._writers]
 
     def _hand_out(self, states: Sequence[dict[str, Any]]) -> None:
-        """The first writer of a class gets the first state of it, and so on; writers may have come and gone."""
+        """Give the first writer of a class the first state of that class, and so on; writers may have changed."""
         left = list(states)
         for writer in self._writers:
             found = next((entry for entry in left if entry["class"] == type(writer).__name__), None)
