@@ -34,7 +34,7 @@ def test_a_damaged_note_counts_as_none_with_a_warning(tmp_path, caplog, content)
 
     assert Checkpointer(linear(1), tmp_path).finished() is None
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert f"'{tmp_path / 'finished'}' is damaged and does not count: " in warning
+    assert f"'{tmp_path / 'finished'}' is damaged and is ignored: " in warning
 
 
 def test_without_a_folder_there_is_no_note():

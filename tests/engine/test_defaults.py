@@ -216,7 +216,7 @@ def test_parts_that_were_set_to_others_before_training_are_refused_where_another
             optimizer = self.optimizer if same else torch.optim.SGD(model.parameters(), 0.1)
             self._trainer = AMPTrainer(model, self.data_loader, optimizer, precision=torch.bfloat16)
 
-    with pytest.raises(ValueError, match=r"not the one that the checkpointer saves .* Return the model in build_model"):
+    with pytest.raises(ValueError, match=r"not the one that the checkpointer saves .* return the model in build_model"):
         Own(tiny_cfg(tmp_path), "model").train()
     with pytest.raises(ValueError, match=r"the learning rates of another optimizer .*build_lr_scheduler"):
         Own(tiny_cfg(tmp_path), "optimizer").train()

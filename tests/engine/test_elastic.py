@@ -256,7 +256,7 @@ def test_a_damaged_note_of_the_batch_counts_as_none_with_a_warning(tmp_path, cap
     (tmp_path / "batch.json").write_text(content)
     (tmp_path / "model_0000004.pth").touch()
     assert batch_of(DefaultTrainer(tiny_cfg(tmp_path))) == (8, 1, 0.1, 10)
-    assert "batch.json' is damaged and does not count" in caplog.text
+    assert "batch.json' is damaged and is ignored" in caplog.text
 
 
 def test_a_run_that_is_started_again_goes_on_without_being_told_and_its_evaluation_does_not(tmp_path, monkeypatch):

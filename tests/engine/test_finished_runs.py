@@ -47,7 +47,7 @@ def test_a_note_with_other_keys_does_not_count(tmp_path, caplog, content):
     DefaultTrainer(tiny_cfg(tmp_path)).train()
     (tmp_path / "finished").write_text(content)
     assert resumed(tmp_path).status == "not started"
-    assert "The file 'finished' of this run is damaged and does not count" in caplog.text
+    assert "The file 'finished' of this run is damaged and is ignored" in caplog.text
 
 
 def test_a_larger_max_iter_trains_on(tmp_path):

@@ -375,7 +375,7 @@ class Checkpointer:
             with open(path, encoding="utf-8") as file:
                 return dict(json.load(file))
         except (OSError, TypeError, ValueError, RecursionError) as error:
-            _logger.warning("'%s' is damaged and does not count: %s", path, error)
+            _logger.warning("'%s' is damaged and is ignored: %s", path, error)
             return None
 
     # ---------------------------------------------------------------------------------------- finding

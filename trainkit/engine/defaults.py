@@ -1,4 +1,4 @@
-"""What most people start with: a trainer that is assembled from a config."""
+"""The default trainer, which is built from a config."""
 
 import contextlib
 import inspect
@@ -80,7 +80,7 @@ from trainkit.utils.run_folder import own_folder, renew_folders
 
 logger = logging.getLogger(__name__)
 
-# also those that detectron2's users import from here
+# includes names that detectron2 users import from here
 __all__ = [
     "DefaultPredictor",
     "DefaultTrainer",
@@ -92,15 +92,15 @@ __all__ = [
 
 
 _Loaders: TypeAlias = dict[str, tuple[CfgNode, Iterable[Any]]]
-_kept_loaders: ContextVar[_Loaders | None] = ContextVar("kept_loaders", default=None)  # of the run that evaluates
+# test loaders kept by the current run
+_kept_loaders: ContextVar[_Loaders | None] = ContextVar("kept_loaders", default=None)
 
 
 class DefaultTrainer(TrainerBase):
     """A standard job from a config: model, optimizer, schedule, data, checkpoints, evaluation, logs.
 
-    It assembles and decides nothing else. What does not fit is changed in a subclass, method by method
-    (``build_model``, ``build_hooks``, ...); what does not fit at all is better written with `SimpleTrainer`, or
-    as a loop of its own as in ``tools/plain_train_net.py``.
+    To change a part, override its method in a subclass (``build_model``, ``build_hooks``, ...). If your job is too
+    different, use `SimpleTrainer`, or write a loop as in ``tools/plain_train_net.py``.
 
     ::
 
@@ -115,8 +115,8 @@ class DefaultTrainer(TrainerBase):
 
     own_keys = (*TrainerBase.own_keys, "data", "results")
     _is_resumed = _forks = False
-    _parents: Sequence[Mapping[str, Any]] = ()  # the runs of which this one is a fork, the first one first
-    _global_batch: GlobalBatch | None = None  # None: a subclass has built itself
+    _parents: Sequence[Mapping[str, Any]] = ()  # the runs from which this one was forked, the oldest first
+    _global_batch: GlobalBatch | None = None  # None: a subclass does not call __init__
     _given_cfg: CfgNode | None = None
     _how_to_repeat = ""  # the step that has failed
 
@@ -153,8 +153,8 @@ class DefaultTrainer(TrainerBase):
         cfg = batch.split(self.auto_scale_workers(cfg, batch.world_size))
         cfg = scale_lr_to_batch(cfg)
 
-        device_of_config(cfg)  # a build method that says "cuda" means the same one
-        # in this order: users' build methods count on the model being there for the optimizer, both for the loader
+        device_of_config(cfg)  # so that "cuda" in a build method means this device
+        # in this order: users' build_optimizer may need the model, and their build_train_loader both
         model = build_sharded(cfg, self._build_model) if is_fsdp(cfg) else self._build_model(cfg)
         optimizer = self._build("build_optimizer", cfg, model)
         data_loader = self._build("build_train_loader", cfg)
@@ -177,7 +177,7 @@ class DefaultTrainer(TrainerBase):
         self._configured.register_at_anchors(self)
         if not any(isinstance(hook, hooks.LRScheduler) for hook in self.hooks):
             logger.warning(
-                "There is no LRScheduler hook, so the learning rate stays at that of iteration 0 (%g), unless you step "
+                "There is no LRScheduler hook, so the learning rate stays at its first value (%g), unless you step "
                 "trainer.scheduler",
                 optimizer.param_groups[0]["lr"],
             )
@@ -185,9 +185,9 @@ class DefaultTrainer(TrainerBase):
     # ------------------------------------------------------------------ running
 
     def resume_or_load(self, resume: bool = True) -> None:
-        """Go on from the last checkpoint in OUTPUT_DIR if ``resume`` and there is one; else load MODEL.WEIGHTS.
+        """Load the last checkpoint in OUTPUT_DIR if ``resume`` and there is one; else load MODEL.WEIGHTS.
 
-        A run that torchrun has started again goes on in any case. A fork starts from the checkpoint that FORK names.
+        A run that torchrun has restarted always resumes. A fork starts from the checkpoint that FORK names.
 
         Raises:
             trainkit.checkpoint.CheckpointError: no checkpoint is intact, or it is of another model.
@@ -213,33 +213,33 @@ class DefaultTrainer(TrainerBase):
                     if self.max_iter <= end:
                         self.status, self.iter, self._last_eval_results = "finished", done, results
                 case dict():
-                    logger.warning("The file 'finished' of this run is damaged and does not count: %.200r", finished)
+                    logger.warning("The file 'finished' of this run is damaged and is ignored: %.200r", finished)
 
-    def train(  # type: ignore[override]  # the arguments have defaults here, and evaluation has results
+    def train(  # type: ignore[override]  # the arguments have defaults here, and results are returned
         self, start_iter: int | None = None, max_iter: int | None = None
     ) -> dict[str, Any]:
-        """Run from where the run stands (see ``resume_or_load``), or from ``start_iter``, to SOLVER.MAX_ITER.
+        """Train from the current position (see ``resume_or_load``), or from ``start_iter``, to SOLVER.MAX_ITER.
 
-        A run that was stopped or failed in this process goes on with the iteration that it had not done; one that has
-        finished is not started again.
+        If a run was stopped or failed in this process, training continues with the next iteration. A finished run is
+        not started again.
 
         Returns:
             The results of the last evaluation, on rank 0.
 
         Raises:
-            ConfigError: the command of `default_setup` asks for an evaluation, or to resume what was not loaded.
-            ValueError: ``model`` has become another one than the checkpointer has.
-            SystemExit: with code 1 if they differ from TEST.EXPECTED_RESULTS.
-            ConfigError: another run writes to OUTPUT_DIR or CHECKPOINT.DIR.
-            OSError: the run has come to its end, but not all of its results are on the disk.
+            ConfigError: the command line asks for an evaluation, or to resume a checkpoint that was not loaded; another
+                run writes to OUTPUT_DIR or CHECKPOINT.DIR.
+            ValueError: ``model`` is not the one that the checkpointer saves.
+            SystemExit: with code 1 if the results differ from TEST.EXPECTED_RESULTS.
+            OSError: the run is at its end, but not all of its results are on the disk.
         """
         if (replay := active_replay.get()) is not None:
             replay.train(self)
         self._check_command()
         if not is_part_of(self.model, getattr(self.checkpointer, "model", self.model)):
             raise ValueError(
-                "the model that is trained is not the one that the checkpointer saves and loads: trainer.model, or the "
-                "trainer of its steps, was exchanged. Return the model in build_model, so that all parts have it"
+                "the model that is trained is not the one that the checkpointer saves and loads: trainer.model was "
+                "replaced; return the model in build_model, so that all parts have the same model"
             )
         if start_iter is None:
             start_iter = self.start_iter if self.status == "not started" else self.last_done_iter + 1
@@ -249,7 +249,7 @@ class DefaultTrainer(TrainerBase):
                     "(SOLVER.MAX_ITER)",
                     self.iter,
                 )
-                release_folders(self.cfg)  # which default_setup has locked
+                release_folders(self.cfg)  # default_setup has locked them
                 return self._results
         for note in own_folders(self.cfg):
             logger.info(note)
@@ -262,8 +262,8 @@ class DefaultTrainer(TrainerBase):
         self._how_to_repeat = ""
         self._check_monitored_metrics()
         self._skip.begin(start_iter)
-        _ = self.origin  # now: files may change while the run goes on
-        marks = isinstance(self.checkpointer, Checkpointer)  # and none of fvcore's
+        _ = self.origin  # read now: files may change during the run
+        marks = isinstance(self.checkpointer, Checkpointer)  # fvcore's checkpointer has no mark
         if marks:
             self.checkpointer.forget_finished()
         if self._global_batch is not None:
@@ -283,7 +283,7 @@ class DefaultTrainer(TrainerBase):
             explain_graph_break(self.cfg, error)
             raise
         finally:
-            self._test_loaders.clear()  # and with them their workers
+            self._test_loaders.clear()  # ends their workers
             if comm.is_main_process() and self.status in ENDS:
                 logger.info("%s", summarize(self, self.hooks, self.checkpointer, self.cfg))
             if self.status == "failed" and self._how_to_repeat:
@@ -298,11 +298,12 @@ class DefaultTrainer(TrainerBase):
         self._how_to_repeat = leave_capsule(self, error, is_before_update)
 
     def _check_command(self) -> None:
-        """What the command asks for must not end in training over the files of a run."""
+        """Refuse to train if the command line asks for something else; training would change the files of a run."""
         command = command_of(self.cfg)
         if command.eval_only:
             raise ConfigError(
-                f"--eval-only is given, but the script trains; {RUN_DOES_IT}, or evaluate and return if args.eval_only"
+                f"--eval-only is given, but the script trains; {RUN_DOES_IT}, or return before train() if "
+                "args.eval_only"
             )
         starts_over = self.status == "not started" and not self._is_resumed
         forks = bool(self.cfg.FORK.RUN)
@@ -320,7 +321,7 @@ class DefaultTrainer(TrainerBase):
 
     @cached_property
     def origin(self) -> dict[str, Any]:
-        """How this run was started, see `describe_origin`; empty on ranks that do not write."""
+        """How this run was started, see `describe_origin`; empty on ranks other than 0."""
         if not comm.is_main_process() or self._given_cfg is None:
             return {}
         batch = None if self._global_batch is None else self._global_batch.record
@@ -354,7 +355,7 @@ class DefaultTrainer(TrainerBase):
         saved = state_dict.get("settings")  # older states have none
         if saved and (table := describe_other_settings(saved, self.cfg)):
             logger.warning("The checkpoint was written with other settings:\n%s", table)
-        self.__dict__.pop("_last_eval_results", None)  # of what this trainer has done before
+        self.__dict__.pop("_last_eval_results", None)  # of an earlier run of this trainer
         if results := state_dict.get("results"):
             self._last_eval_results = results
         self._trainer.feed.load_state_dict(state_dict.get("data", {}))
@@ -364,36 +365,36 @@ class DefaultTrainer(TrainerBase):
     # ------------------------------------------------------------------ hooks
 
     def build_hooks(self) -> list[HookBase | None]:
-        """The hooks in their fixed order, those of HOOKS among them; what is registered later comes before the writers.
+        """The hooks in their fixed order, with those of HOOKS; hooks registered later run before the writers.
 
-        ``take`` gives a hook that is there by default, as an entry of HOOKS may have changed it; ``chosen`` one that is
-        there if HOOKS names it.
+        ``take`` gives a default hook, as changed by its entry in HOOKS; ``chosen`` gives a hook only if HOOKS has an
+        entry.
         """
         cfg, best, early = self.cfg, self.cfg.CHECKPOINT, self.cfg.EARLY_STOPPING
-        me = weakref.proxy(self)  # a hook that held its trainer would keep it alive
+        me = weakref.proxy(self)  # a strong reference would keep the trainer alive
         take, chosen = self._configured.take, partial(self._configured.take, default=False)
         by_epoch = cfg.LOG.EVAL_AXIS == "epoch"
         evaluated = {"eval_period": cfg.TEST.EVAL_PERIOD, "offset": cfg.TEST.EVAL_START}
         saved = {**evaluated, "checkpointer": self.checkpointer, "mode": best.BEST_MODE}
         early_hooks = [
-            # first: the time of a step is measured without the hooks after it
+            # first: the time of a step must not include other hooks
             *take(hooks.IterationTimer),
             *chosen(hooks.Throughput),
-            # early: they say in which epoch everything else happens
+            # early: all other values belong to the epoch that they store
             *chosen(hooks.RuntimeInfo, period=cfg.LOG.PERIOD),
             *take(hooks.SamplerSeed, default=self.has_epochs and hooks.SamplerSeed.is_needed(self.data_loader)),
             # after the update, before anything that evaluates or saves
             *chosen(hooks.EMAHook),
-            # early: what is saved and evaluated below belongs to the next learning rate, as after a resume
+            # early: as after a resume, checkpoint and evaluation already have the next learning rate
             *take(hooks.LRScheduler),
             *chosen(hooks.ParamScheduler, max_iter=self.max_iter),
             # before the checkpointer: the statistics are part of what is saved and evaluated
             *self._build_precise_bn(),
         ]
         late_hooks = [
-            # before the checkpointer and the evaluation: both should see the same buffers on all ranks
+            # before the checkpointer and the evaluation: both must see the same buffers on all ranks
             *chosen(hooks.SyncBuffers),
-            # before the evaluation: if that fails, the checkpoint is there to find out why
+            # before the evaluation: if it fails, there is a checkpoint to debug it
             *take(
                 hooks.PeriodicCheckpointer,
                 checkpointer=self.checkpointer,
@@ -409,7 +410,7 @@ class DefaultTrainer(TrainerBase):
                 eval_at_start=cfg.TEST.EVAL_AT_START,
                 by_epoch=by_epoch,
             ),
-            # after the evaluation, whose results they look at
+            # after the evaluation: they need its results
             *chosen(hooks.ReduceOnPlateau, **evaluated),
             *chosen(hooks.BestCheckpointer, **saved),
             *itertools.chain.from_iterable(
@@ -426,7 +427,7 @@ class DefaultTrainer(TrainerBase):
                 min_delta=early.MIN_DELTA,
                 threshold=early.THRESHOLD,
             ),
-            # after everything that could choose a checkpoint: the test data has no say in that
+            # after all hooks that choose a checkpoint: the test data must not influence them
             *take(
                 hooks.FinalEvalHook,
                 default=bool(cfg.DATASETS.VAL),
@@ -435,21 +436,21 @@ class DefaultTrainer(TrainerBase):
             ),
             # after the last save
             *take(hooks.PublishWeights, default=bool(best.PUBLISH), weights=best.PUBLISH or "model"),
-            # after what uses memory
+            # after the hooks that use memory
             *chosen(hooks.EmptyCache),
             *chosen(hooks.GarbageCollection),
-            # last: whatever the others put is written
+            # last: it writes the values of all other hooks
             *take(
                 hooks.PeriodicWriter,
                 writers=self.build_writers() if comm.is_main_process() else [],
                 period=cfg.LOG.PERIOD,
             ),
         ]
-        # in the middle what has no place of its own: before the checkpointer, which saves its state of this iteration
+        # other hooks are in the middle: before the checkpointer, which saves their state of this iteration
         return [*early_hooks, *self._configured.rest(), *late_hooks]
 
     def build_writers(self) -> list[EventWriter]:
-        """Those of LOG.WRITERS; called on rank 0."""
+        """The writers of LOG.WRITERS; called on rank 0."""
         epoch = self.iters_per_epoch if self.has_epochs else None
         names, window = self.cfg.LOG.WRITERS, self.cfg.LOG.WINDOW
         return default_writers(self.cfg.OUTPUT_DIR, self.max_iter, names, window, epoch, cfg=self.cfg)
@@ -461,7 +462,7 @@ class DefaultTrainer(TrainerBase):
         cfg = self.cfg.clone()
         cfg.defrost()
         cfg.DATALOADER.NUM_WORKERS = 0  # it is used rarely
-        loader = self.build_train_loader(cfg)  # its own, so that the order of the training data stays as it is
+        loader = self.build_train_loader(cfg)  # a separate loader does not disturb the order of the training data
         return [hooks.PreciseBN(self.cfg.TEST.EVAL_PERIOD, self.model, loader, options.NUM_ITER)]
 
     @cached_property
@@ -474,11 +475,11 @@ class DefaultTrainer(TrainerBase):
 
     @property
     def _results(self) -> dict[str, Any]:
-        """Of the last evaluation; those who come from detectron2 ask whether there is ``_last_eval_results``."""
+        """The results of the last evaluation. detectron2 users check whether ``_last_eval_results`` exists."""
         return getattr(self, "_last_eval_results", {})
 
     def _validation_cfg(self) -> CfgNode:
-        """A copy whose test data are those of the periodic evaluation."""
+        """A copy whose DATASETS.TEST is the data of the periodic evaluation."""
         cfg = self.cfg.clone()
         cfg.defrost()
         cfg.DATASETS.TEST = cfg.DATASETS.VAL or cfg.DATASETS.TEST
@@ -494,13 +495,13 @@ class DefaultTrainer(TrainerBase):
 
     def _test(self) -> dict[str, Any]:
         self._last_eval_results = evaluate_models(self.test, self.cfg, self.model, self.hooks)
-        return {"test": self._results}  # beside the results of the validation data, which have no prefix
+        return {"test": self._results}  # results of the validation data have no prefix
 
     # ------------------------------------------------------------------ parts to override
 
     @classmethod
     def build_model(cls, cfg: CfgNode) -> nn.Module:
-        """MODEL.NAME of the registry, on MODEL.DEVICE."""
+        """The model MODEL.NAME of the registry, on MODEL.DEVICE."""
         model = build_model(cfg)
         logger.info("Model:\n%s", model, extra=NOT_ON_TERMINAL)
         return model
@@ -523,10 +524,10 @@ class DefaultTrainer(TrainerBase):
 
     @classmethod
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator | list[DatasetEvaluator]:
-        """Those of TEST.EVALUATORS.
+        """The evaluators of TEST.EVALUATORS.
 
         Raises:
-            NotImplementedError: none is named there.
+            NotImplementedError: TEST.EVALUATORS is empty.
         """
         if not cfg.TEST.EVALUATORS:
             raise NotImplementedError(
@@ -548,10 +549,10 @@ class DefaultTrainer(TrainerBase):
             evaluators: one per dataset, instead of those of ``build_evaluator``.
 
         Returns:
-            The results by dataset; those of a single dataset directly.
+            dataset -> results; for a single dataset, its results directly.
 
         Raises:
-            ValueError: there are not as many evaluators as datasets.
+            ValueError: the numbers of evaluators and datasets differ.
         """
         names = cfg.DATASETS.TEST
         if evaluators is not None:
@@ -585,7 +586,7 @@ class DefaultTrainer(TrainerBase):
 
     def _build(self, method: str, *args: Any) -> Any:
         built = getattr(self, method)(*args)
-        if built is None:  # a forgotten return, which would be an error of somebody else's code
+        if built is None:  # without this check, the error would come in code that is not the user's
             raise TypeError(f"{type(self).__name__}.{method}() gave None; return what it builds")
         return built
 
@@ -629,7 +630,7 @@ class DefaultTrainer(TrainerBase):
 
     @classmethod
     def _check_names(cls, cfg: CfgNode) -> None:
-        """Find a wrong name now rather than at the first evaluation; what is overridden is not called for that."""
+        """Find wrong names now, not at the first evaluation. Names used only by overridden methods are not checked."""
         for key in ("VAL", "TEST"):
             for name in cfg.DATASETS[key]:
                 if cls._is_default("build_test_loader") and name not in DatasetCatalog:
@@ -638,7 +639,7 @@ class DefaultTrainer(TrainerBase):
                     cls.build_evaluator(cfg, name)
 
     def _check_monitored_metrics(self) -> None:
-        """Find a metric that no evaluation gives now, by one batch of each dataset, rather than after hours."""
+        """Evaluate one batch of each dataset, to find now, not after hours, that no evaluation gives a metric."""
         if self._is_default("test"):
             check_monitored_metrics(self.hooks, self._evaluate_one_batch)
 
@@ -655,23 +656,23 @@ class DefaultTrainer(TrainerBase):
     def _resolve_lengths(self, cfg: CfgNode) -> CfgNode:
         try:
             iters_per_epoch = self.iters_per_epoch
-        except ValueError:  # a stream; whether that matters depends on the config
+        except ValueError:  # a stream; lengths in epochs will raise an error
             iters_per_epoch = None
         return resolve_lengths(cfg, iters_per_epoch)
 
     def _set_trainer(self, trainer: SimpleTrainer) -> None:
-        """Its ``after_backward`` is ours: there is one list of hooks, and ours may be overridden."""
+        """Forward its ``after_backward`` to this trainer, which has the hooks."""
         for name in ("model", "optimizer"):
             check_exchange(self, name, getattr(trainer, name))
         self._step_trainer = trainer
         outer = weakref.proxy(self)
         trainer.register_hooks([_PassOn(outer)])
 
-    _trainer: Any = property(attrgetter("_step_trainer"), _set_trainer, doc="Does the steps; may be replaced.")
+    _trainer: Any = property(attrgetter("_step_trainer"), _set_trainer, doc="The trainer of one step; can be replaced.")
 
 
 class _PassOn(HookBase):
-    """``after_backward`` of an inner trainer is that of the outer one."""
+    """Forwards ``after_backward`` from an inner trainer to the outer one."""
 
     def __init__(self, outer: TrainerBase) -> None:
         self._outer = outer
@@ -684,7 +685,7 @@ class _PassOn(HookBase):
 
 
 def _test_loader(build: Callable[[CfgNode, str], Iterable[Any]], cfg: CfgNode, name: str) -> Iterable[Any]:
-    """A new loader, or that of the last evaluation of this run if it keeps its workers."""
+    """A new loader, or the loader of the last evaluation of this run if it keeps its workers."""
     kept = _kept_loaders.get()
     if kept is not None and name in kept and kept[name][0] == cfg:
         return kept[name][1]

@@ -64,5 +64,5 @@ class GlobalBatch:
                 raise ValueError(f"world_size must be 1 or more, got {record['world_size']}")
             return record
         except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
-            logger.warning("'%s' is damaged and does not count: %s", path, error)
+            logger.warning("'%s' is damaged and is ignored: %s", path, error)
             return None

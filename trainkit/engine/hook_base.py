@@ -1,4 +1,4 @@
-"""What a hook is: its points, its place, its state."""
+"""The base class of hooks: points, priority, state."""
 
 from collections.abc import Mapping
 from enum import IntEnum
@@ -9,7 +9,7 @@ from trainkit.utils.stateful import refuse_state
 
 
 class Priority(IntEnum):
-    """Names for the places of hooks: the lower, the earlier. Equal ones run in the order of their registration."""
+    """Names for hook priorities. Lower numbers run earlier; equal ones run in the order of registration."""
 
     HIGHEST = 0
     VERY_HIGH = 10
@@ -23,7 +23,7 @@ class Priority(IntEnum):
 
 
 SAVE_POINT = 55
-"""The priority at which checkpoints are written: hooks with a higher number run below the save point."""
+"""The priority of the save point, where checkpoints are written: hooks with a higher number run below it."""
 
 HOOK_POINTS = (
     "before_train",
@@ -41,11 +41,12 @@ HOOK_POINTS = (
     "after_load",
 )
 EPOCH_POINTS = ("before_epoch", "after_epoch")
-EVALUATION_POINTS = ("before_eval", "before_eval_step", "after_eval_step", "after_eval", "after_load")  # of --eval-only
+# also of --eval-only
+EVALUATION_POINTS = ("before_eval", "before_eval_step", "after_eval_step", "after_eval", "after_load")
 
 
 class HookBase:
-    """Something that happens at points of the loop; a subclass overrides the points it needs.
+    """Code that runs at points of the loop; a subclass overrides the points that it needs, and the others cost nothing.
 
     ::
 
@@ -56,77 +57,78 @@ class HookBase:
             hook.after_step()
         hook.after_train()
 
-    ``self.trainer`` is set by ``register_hooks`` and is a weak reference: hook and trainer keep nobody else alive.
-    ``before_step`` should cost next to nothing, since the time of a step starts after it. A hook deletes nothing
-    in ``after_train``, so that the same trainer can ``train()`` again. A point that is not overridden costs nothing.
+    ``register_hooks`` sets ``self.trainer``, a weak reference: hook and trainer do not keep each other alive. Keep
+    ``before_step`` cheap, since the time of a step starts after it. Delete nothing in ``after_train``, since the same
+    trainer may ``train()`` again.
 
-    The points of epochs need a trainer that has epochs. Those of evaluation, saving and loading are called whenever
-    the trainer's model is evaluated, saved or loaded, by ``--eval-only`` as well.
+    The epoch points need a trainer with epochs. Points of evaluation, saving and loading are called whenever the
+    trainer's model is evaluated, saved or loaded, also by ``--eval-only``.
     """
 
-    trainer: Any = None  # a weakref.proxy of the TrainerBase; Any, since a hook may know the subclass it is for
+    trainer: Any = None  # a weakref.proxy of the TrainerBase; Any, since a hook may need one subclass of it
     priority: int | str = Priority.NORMAL
-    ends: bool = False  # whether its after_train saves or evaluates the run: before that of all hooks that do not
+    ends: bool = False  # whether after_train saves or evaluates the run; such hooks come first there
 
     def before_train(self) -> None:
-        """Before the first iteration, also of a run that goes on: only at ``start_iter`` 0 a hook starts again."""
+        """Before the first iteration of each ``train()``. At ``start_iter`` 0 reset the state; otherwise the run
+        continues."""
 
     def before_epoch(self) -> None:
-        """Before the first iteration of an epoch. A run that is resumed inside an epoch does not start it again."""
+        """Before the first iteration of an epoch; not in a run that is resumed inside it."""
 
     def before_step(self) -> None:
         """Before each iteration."""
 
     def after_backward(self) -> None:
-        """When all gradients of an iteration are there, unscaled and not yet clipped."""
+        """When all gradients of an iteration are computed, unscaled and not yet clipped."""
 
     def after_step(self) -> None:
         """After each iteration; ``trainer.iter`` is the one just done."""
 
     def after_epoch(self) -> None:
-        """After the last iteration of an epoch; one that the end of the run cuts short has none."""
+        """After the last iteration of an epoch; not if the run ends inside it."""
 
     def after_train(self) -> None:
-        """After the last iteration or a failure; ``trainer.status`` says which. On "failed" wait for no other rank."""
+        """After the last iteration or a failure; see ``trainer.status``. On "failed" do not wait for other ranks."""
 
     def before_eval(self, phase: Phase, name: str) -> None:
-        """Before the model is run over the dataset ``name``; also on a rank whose part of it is empty."""
+        """Before the model is run over the dataset ``name``; also on a rank without a part of it."""
 
     def before_eval_step(self, phase: Phase, index: int, inputs: Any) -> None:
-        """Before the model sees batch ``index``, counted from 0 on each rank; its tensors are on the device."""
+        """Before the model gets batch ``index``, counted from 0 on each rank; its tensors are on the device."""
 
     def after_eval_step(self, phase: Phase, index: int, inputs: Any, outputs: Any) -> None:
-        """When the model has returned ``outputs`` for it."""
+        """After the model has returned ``outputs`` for this batch."""
 
     def after_eval(self, phase: Phase, name: str, results: Mapping[str, Any]) -> None:
-        """When the dataset is evaluated; ``results`` are empty on ranks other than 0."""
+        """After the evaluation of a dataset; ``results`` are empty on ranks other than 0."""
 
     def before_save(self, state: dict[str, Any]) -> None:
-        """Before a checkpoint is written; what is put into or taken from ``state`` is so in the file. On every rank.
+        """Before a checkpoint is written, on every rank. Changes of the dict ``state`` go into the file.
 
-        Its tensors are those of the run: replace them, do not change them.
+        Its tensors are those of the run: replace them, do not change them in place.
         """
 
     def after_load(self, state: dict[str, Any]) -> None:
-        """When a checkpoint is read and before anybody takes his part; ``state["model"]`` are the weights."""
+        """After a checkpoint is read, before anything is loaded from it; ``state["model"]`` holds the weights."""
 
     def summary(self) -> str:
-        """A line for what a `DefaultTrainer` says at the end of a run, on rank 0; "" for none."""
+        """One line for the end of a run of `DefaultTrainer`, on rank 0; "" for none."""
         return ""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs of this hook: tensors and plain Python values only.
+        """The state that a resumed run needs: tensors and plain Python values only.
 
-        Every rank asks for it at each save, at the save point or at the end of an iteration. A hook below the save
-        point must do nothing if it is called again for the iteration that it has handled last: a run that is stopped
-        in an evaluation repeats what comes after the save point.
+        Every rank calls it at each save, at the save point or at the end of an iteration. A run that is stopped in an
+        evaluation repeats stage 2, so a hook below the save point must do nothing when it is called again for an
+        iteration that it has handled.
         """
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what ``state_dict`` gave; a hook with state overrides both.
+        """Load what ``state_dict`` gave; a hook with state overrides both.
 
         Raises:
-            NotImplementedError: there is a state, and the hook does not say how to load it.
+            NotImplementedError: there is a state, but the hook does not override this method.
         """
         refuse_state(self, state_dict)

@@ -1,4 +1,4 @@
-"""The hooks of a trainer: who runs where in which order, and whose state is whose."""
+"""The hooks of a trainer: their order, names and states."""
 
 import inspect
 import itertools
@@ -21,10 +21,10 @@ _SAVE_POINT_LINE = "  -- save point --  checkpoints are written; batch and losse
 
 
 class HookList:
-    """Hooks in their order. There is one sort key per hook; priorities and anchors only compute it.
+    """Hooks in their order. Each hook has one sort key, computed from its priority or anchor.
 
     Attributes:
-        hooks: the list itself; whoever rearranges it by hand calls ``update`` afterwards.
+        hooks: the list itself; call ``update`` after changing it.
     """
 
     def __init__(self) -> None:
@@ -32,37 +32,37 @@ class HookList:
         self._keys: dict[int, int] = {}  # id of a hook -> its sort key
         self._names: dict[str, HookBase] = {}
         self._at: dict[str, list[HookBase]] = {point: [] for point in HOOK_POINTS}
-        self._below: list[HookBase] = []  # with after_step below the save point
+        self._below: list[HookBase] = []  # hooks with after_step below the save point
         self._unclaimed_states: dict[str, dict[str, Any]] = {}
 
     def at(self, point: str) -> list[HookBase]:
-        """Those that override ``point``, in their order; the others are not called there.
+        """The hooks that override ``point``, in the order in which they are called.
 
-        At ``after_step`` these are the hooks above the save point. ``after_train`` starts with those that save or
-        evaluate the run (``ends``), since others may look at the results; writers come last.
+        At ``after_step`` these are the hooks above the save point. At ``after_train`` hooks that save or evaluate the
+        run (``ends``) come first, since others may need the results; writers come last.
         """
         return self._at[point]
 
     def call(self, point: str, *args: Any, below: bool = False) -> None:
-        """Call ``point`` of each hook; of ``after_step`` the hooks above the save point, or those ``below`` it."""
+        """Call ``point`` of its hooks; for ``after_step``, those above the save point, or those ``below`` it."""
         for hook in self._below if below else self._at[point]:
             getattr(hook, point)(*args)
 
     def check(self, *, has_epochs: bool) -> bool:
-        """Look at the hooks before a run starts, and log their order; every rank calls it.
+        """Check the hooks before a run starts, and log their order; every rank calls it.
 
         Returns:
-            Whether all ranks have the same hooks; one that only some have could wait for ever in an exchange.
+            Whether all ranks have the same hooks. If not, an exchange by one hook could wait for ever.
 
         Raises:
-            ConfigError: a hook has something to do at epochs, and there are none.
+            ConfigError: a hook uses epoch points, but there are no epochs.
         """
-        self.update()  # the list may have been rearranged by hand
+        self.update()  # a user may have changed the list
         asking = [type(hook).__name__ for point in EPOCH_POINTS for hook in self._at[point]]
         if asking and not has_epochs:
             raise ConfigError(
-                f"{', '.join(dict.fromkeys(asking))}: there is work to do at epochs, but the training data has no "
-                "length, so there are none; use a period in iterations"
+                f"{', '.join(dict.fromkeys(asking))}: these hooks use epochs, but the training data has no length, so "
+                "there are no epochs; use a period in iterations"
             )
         description = self.describe()
         logger.info("Hooks in order:\n%s", description)
@@ -83,7 +83,7 @@ class HookList:
         before: Anchor | None,
         after: Anchor | None,
     ) -> list[HookBase]:
-        """Put hooks into their places and give them the states that wait for them; see `TrainerBase.register_hooks`."""
+        """Insert hooks and load the states that wait for them; see `TrainerBase.register_hooks`."""
         if not isinstance(hooks, Iterable):
             raise TypeError(f"register_hooks takes a list of hooks, got {hooks!r}; put it into a list")
         new = [hook for hook in hooks if hook is not None]
@@ -93,7 +93,7 @@ class HookList:
             raise ValueError(
                 "give one of priority, before and after to register_hooks(): an anchor has a priority of its own"
             )
-        # the places before HIGHEST and after LOWEST are kept for the timer and the writers
+        # only hooks themselves may choose -1 (timer) and 101 (writers)
         keys = [sort_key(hook.priority, -1, 101) if priority is None else sort_key(priority) for hook in new]
 
         if before is not None or after is not None:
@@ -102,7 +102,7 @@ class HookList:
             self.hooks[position:position] = new
             key = self._key(anchor)
             if after is not None and key == SAVE_POINT:
-                key += 1  # after the checkpointer is below the save point
+                key += 1  # a hook placed after the checkpointer is below the save point
             self._keys.update((id(hook), key) for hook in new)
         else:
             below = ""
@@ -111,8 +111,8 @@ class HookList:
                     below = type(hook).__name__
                 elif below and key == Priority.NORMAL and _overrides(hook, "after_step"):
                     logger.warning(
-                        "%s stands after %s in the list and runs before it, so it does not see what that stores in the "
-                        "same iteration; if it is to, set its priority to 'LOW'",
+                        "%s stands after %s in the list, but runs before it, so it does not see what that stores in "
+                        "the same iteration; to run it later, set its priority to 'LOW'",
                         *(type(hook).__name__, below),
                     )
                 followers = (i for i, other in enumerate(self.hooks) if self._key(other) > key)
@@ -122,7 +122,7 @@ class HookList:
         return new
 
     def update(self) -> None:
-        """Follow ``hooks``: find out who overrides what, give names to new ones, forget those that have gone."""
+        """Compute the hooks of each point and the names again, after a change of ``hooks``."""
         self._at = {point: [hook for hook in self.hooks if _overrides(hook, point)] for point in HOOK_POINTS}
         self._below = [hook for hook in self._at["after_step"] if self.is_below(hook)]
         self._at["after_step"] = [hook for hook in self._at["after_step"] if not self.is_below(hook)]
@@ -133,14 +133,14 @@ class HookList:
                 self._name(hook)
 
     def is_below(self, hook: HookBase) -> bool:
-        """Whether it runs below the save point."""
+        """Whether the hook runs below the save point."""
         return self._key(hook) > SAVE_POINT
 
     def _key_at_end(self, hook: HookBase) -> int:
         return 2 if self._key(hook) > Priority.LOWEST else 0 if hook.ends else 1
 
     def describe(self) -> str:
-        """One line per point that somebody overrides, with the names under which the hooks are saved."""
+        """One line per point that a hook overrides, with the names under which the hooks are saved."""
         names = {id(hook): name for name, hook in self._names.items()}
         width = max(map(len, HOOK_POINTS))
         lines = []
@@ -156,12 +156,12 @@ class HookList:
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """name -> state, of those that have one."""
+        """name -> state, of the hooks that have a state."""
         states = {name: hook.state_dict() for name, hook in self._names.items()}
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
-        """Give each hook its state; the rest waits for hooks that come later."""
+        """Give each hook its state; other states wait for hooks that are registered later."""
         self._unclaimed_states = dict(states)
         self.hand_out_states()
 
@@ -172,17 +172,17 @@ class HookList:
     # ------------------------------------------------------------------
 
     def _name(self, hook: HookBase) -> None:
-        """The class name; ``Name#2``, ``Name#3`` in the order of registration where a class has several hooks."""
+        """Use the class name; further hooks of a class get ``Name#2``, ``Name#3`` in the order of registration."""
         base = type(hook).__qualname__.rpartition("<locals>.")[2]
         names = itertools.chain([base], (f"{base}#{count}" for count in itertools.count(2)))
         self._names[next(name for name in names if name not in self._names)] = hook
 
     def _key(self, hook: HookBase) -> int:
         key = self._keys.get(id(hook))
-        return sort_key(hook.priority, -1, 101) if key is None else key  # some put hooks into the list by hand
+        return sort_key(hook.priority, -1, 101) if key is None else key  # None: a user put it into the list
 
     def _find(self, anchor: Anchor | None) -> HookBase:
-        if isinstance(anchor, type):  # objects of subclasses are meant only where there is none of the class itself
+        if isinstance(anchor, type):  # objects of subclasses match only if there is none of the class itself
             found = [hook for hook in self.hooks if type(hook) is anchor]
             found = found or [hook for hook in self.hooks if isinstance(hook, anchor)]
         else:
@@ -213,7 +213,7 @@ def _check_arguments(hook: HookBase, point: str) -> None:
     given = [*inspect.signature(getattr(HookBase, point)).parameters][1:]
     try:
         takes = inspect.signature(getattr(hook, point), follow_wrapped=False)
-    except (TypeError, ValueError):  # some that are written in C have none
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return
     try:
         takes.bind(*given)
@@ -230,7 +230,7 @@ def _overrides(hook: HookBase, point: str) -> bool:
 
 def sort_key(priority: int | str, first: int = 0, last: int = 100) -> int:
     """
-    Raises:
+    ValueError: ``priority`` is no name of `Priority`, or out of range.
         ValueError: it is no name of `Priority`, or out of range.
     """
     if isinstance(priority, str) and priority in Priority.__members__:

@@ -1,4 +1,4 @@
-"""The hook points of a trainer: what is called at each of them."""
+"""The hook points of a trainer, as methods."""
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from trainkit.utils.periods import periods_done
 
 
 class HookPoints(InferenceObserver):
-    """The hooks of a trainer, and a method for each point that calls them; a trainer class may override the methods."""
+    """A method for each hook point that calls the hooks; a trainer class may override these methods."""
 
     iter: int
     status: str
@@ -27,17 +27,17 @@ class HookPoints(InferenceObserver):
         before: Anchor | None = None,
         after: Anchor | None = None,
     ) -> None:
-        """Add hooks after those of the same or a lower ``priority`` number; None entries are left out.
+        """Add hooks after those with the same or a lower ``priority`` number; None entries are skipped.
 
         Args:
-            priority: 0 (first) to 100 (last), or a name of `Priority`; default is each hook's own. Hooks with a number
-                above that of `SAVE_POINT` run below the save point.
-            before, after: a registered hook, its class, or the name of its class: the new ones go next to it.
+            priority: 0 (first) to 100 (last), or a name of `Priority`; default is each hook's own. Hooks above the
+                number `SAVE_POINT` run below the save point.
+            before, after: a registered hook, its class, or the name of its class: the new hooks are placed next to it.
 
         Raises:
-            TypeError: an entry is no `HookBase` object, or a method of it does not take the arguments of its point.
-            ValueError: a hook is already registered; the priority is out of range; priority and an anchor, or two
-                anchors, are given; the anchor is absent or stands for several hooks.
+            TypeError: an entry is no `HookBase` object, or one of its methods does not take the arguments of its point.
+            ValueError: a hook is already registered; the priority is out of range; more than one of priority, before
+                and after is given; the anchor is absent or matches several hooks.
         """
         for hook in self._hook_list.add(hooks, priority, before, after):
             hook.trainer = weakref.proxy(self)
@@ -50,7 +50,7 @@ class HookPoints(InferenceObserver):
 
     @property
     def _hooks(self) -> list[HookBase]:
-        """The list itself, which many people who come from detectron2 rearrange by hand."""
+        """The list itself, for detectron2 users, who change its order by hand."""
         return self._hook_list.hooks
 
     @_hooks.setter
@@ -59,7 +59,7 @@ class HookPoints(InferenceObserver):
         self._hook_list.update()
 
     def describe_hooks(self) -> str:
-        """Who runs at which hook point, in which order: one line per point, and one for the save point."""
+        """The hooks of each point in their order: one line per point, and one for the save point."""
         self._hook_list.update()
         return self._hook_list.describe()
 
@@ -69,7 +69,7 @@ class HookPoints(InferenceObserver):
     def iters_per_epoch(self) -> int:
         """Iterations per pass over the training data; a subclass that knows its data overrides this.
 
-        Where that is not whole it is rounded, but epochs are not: n of them are ``round(n * exact)`` iterations.
+        It is rounded, but epochs do not drift: n epochs are ``round(n * exact)`` iterations.
 
         Raises:
             ValueError: there are no epochs.
@@ -100,22 +100,22 @@ class HookPoints(InferenceObserver):
         self._hook_list.call("before_step")
 
     def after_backward(self) -> None:
-        """``run_step`` must call it between the gradients and the update."""
+        """A user's ``run_step`` must call it between the gradients and the update."""
         self._hook_list.call("after_backward")
 
     def acts_after_backward(self) -> bool:
-        """Whether anything happens there: in a hook, or in a subclass that overrides it."""
+        """Whether a hook or a subclass does anything in ``after_backward``."""
         hooks = self._hook_list.at("after_backward")
         if type(self).after_backward is not HookPoints.after_backward:
             return True
-        # a hook that passes the point on to an outer trainer knows whether that one does anything
+        # a hook that forwards the point to an outer trainer asks that trainer
         return any(hook.acts_after_backward() if hasattr(hook, "acts_after_backward") else True for hook in hooks)
 
     def end_update(self) -> None:
-        """Note what ``run_step``, also one of a user, has used, before a hook changes it."""
+        """Note the values that ``run_step`` has used, before a hook changes them."""
 
     def after_step(self) -> None:
-        """The hooks above the save point."""
+        """Call the hooks above the save point."""
         self.end_update()
         self._hook_list.call("after_step")
 
@@ -126,7 +126,7 @@ class HookPoints(InferenceObserver):
         return self.status == "running"
 
     def before_eval(self, phase: Phase, name: str) -> None:
-        """This and the next three: called by ``inference_on_dataset`` under `observe_inference`."""
+        """Like the next three points: called by ``inference_on_dataset`` under `observe_inference`."""
         self._hook_list.call("before_eval", phase, name)
 
     def before_eval_step(self, phase: Phase, index: int, inputs: Any) -> None:
@@ -139,7 +139,7 @@ class HookPoints(InferenceObserver):
         self._hook_list.call("after_eval", phase, name, results)
 
     def before_save(self, state: dict[str, Any]) -> None:
-        """This and the next: called by the `Checkpointer` that saves this trainer."""
+        """Like ``after_load``: called by the `Checkpointer` that saves this trainer."""
         self._hook_list.call("before_save", state)
 
     def after_load(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Processes: those of torchrun, or our own on one or several machines."""
+"""Start the processes of a run, or join those of torchrun."""
 
 import gc
 import logging
@@ -26,11 +26,11 @@ from trainkit.utils import comm
 logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-"""How long a process waits for the others before it gives up."""
+"""How long a process waits for the others before it fails."""
 
-_STOPPED = (143, 129, 130)  # exit codes of a run that SIGTERM, SIGHUP or SIGINT has stopped
-_PATIENCE_SEC = 30.0  # after which a rank says what it waits for
-_GRACE_SEC = 10.0  # between the SIGTERM and the SIGKILL to processes that have lost another one
+_STOPPED = (143, 129, 130)  # exit codes of a run stopped by SIGTERM, SIGHUP, SIGINT
+_PATIENCE_SEC = 30.0  # after this time a rank logs that it waits
+_GRACE_SEC = 10.0  # between SIGTERM and SIGKILL for the remaining processes after one has failed
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -43,12 +43,12 @@ def launch(
     args: tuple[Any, ...] = (),
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> Any:
-    """Call ``main_func(*args)`` in every process of the run; returns the result of this one, or of the first spawned.
+    """Call ``main_func(*args)`` in every process of the run; returns the result of this or the first spawned process.
 
-    Under torchrun this process is already one of the run, and the other arguments are not needed. Otherwise this
-    machine gets ``num_gpus_per_machine`` processes, spawned if there are several in all; 0 is this process alone, which
-    `default_setup` leaves on the CPU. With CUDA each has a device; tensors on it go over NCCL, those on the CPU over
-    Gloo.
+    Under torchrun the process already exists, and the other arguments are not needed. Otherwise this machine gets
+    ``num_gpus_per_machine`` processes: spawned ones if the run has several processes, else this one. 0 is this process
+    alone, which `default_setup` leaves on the CPU. With CUDA each process has a device; tensors on it go over NCCL,
+    those on the CPU over Gloo.
 
     SIGTERM, SIGHUP and SIGINT are passed on to the spawned processes as one SIGTERM; a second SIGINT kills them.
 
@@ -59,10 +59,11 @@ def launch(
         timeout: of the process group.
 
     Raises:
-        ValueError: the counts make no sense, the machine has too few devices, or several machines have no ``dist_url``.
-        torch.multiprocessing.ProcessRaisedException: a process failed; its number and its traceback are in the text.
-        torch.multiprocessing.ProcessExitedException: a process was killed, by the signal in the text.
-        SystemExit: a process ended so, with its code; 143, 129 or 130 if SIGTERM, SIGHUP or SIGINT stopped the run.
+        ValueError: the counts are impossible, the machine has too few devices, or several machines have no
+            ``dist_url``.
+        torch.multiprocessing.ProcessRaisedException: a process failed; the text has its number and its traceback.
+        torch.multiprocessing.ProcessExitedException: a process was killed by the signal in the text.
+        SystemExit: a process exited with this code; 143, 129 or 130 if SIGTERM, SIGHUP or SIGINT stopped the run.
     """
     if all(name in os.environ for name in _TORCHRUN):
         with _process_group("env://", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout):
@@ -96,7 +97,7 @@ def check_processes(num_gpus: int, num_machines: int, machine_rank: int, dist_ur
 
 
 def _spawn(num_local: int, arguments: tuple[Any, ...]) -> Any:
-    """Run ``_spawned_main`` in ``num_local`` new processes; the result of the first of them."""
+    """Run ``_spawned_main`` in ``num_local`` new processes; return the result of the first."""
     results = mp.get_context("spawn").SimpleQueue()
     stops = StopRequests()
     with stops.listening():
@@ -111,9 +112,9 @@ def _spawn(num_local: int, arguments: tuple[Any, ...]) -> Any:
             answers = _join(context, results, stops)
         except mp.ProcessExitedException as error:
             stop = stops.agree_now()
-            if stop is not None and error.exit_code == -signal.SIGTERM:  # it did not listen, or not yet
+            if stop is not None and error.exit_code == -signal.SIGTERM:  # the process had no handler, or not yet
                 sys.exit(stop.exit_code)
-            if error.exit_code > 0:  # its sys.exit is ours: what there was to say it has said
+            if error.exit_code > 0:  # exit likewise: the process has printed its error
                 sys.exit(error.exit_code)
             raise
         except mp.ProcessRaisedException as error:
@@ -131,28 +132,28 @@ def _spawn(num_local: int, arguments: tuple[Any, ...]) -> Any:
 
 
 def _join(context: Any, results: Any, stops: StopRequests) -> list[tuple[Any, int]]:
-    """Wait for the processes, and pass a signal on to them; what they have put into ``results``."""
+    """Wait for the processes and pass a signal on to them; return what they have put into ``results``."""
     answers: list[tuple[Any, int]] = []
     has_ended, passed_on = False, False
     while not has_ended:
         has_ended = context.join(timeout=0.5, grace_period=_GRACE_SEC)
-        while not results.empty():  # a process cannot end before a large result is taken from it
+        while not results.empty():  # a process cannot end while its large result is in the queue
             answers.append(results.get())
         if stops.pending and not passed_on:
             passed_on = True
             for process in context.processes:
-                process.terminate()  # not by SIGINT: Ctrl-C reaches them too, and a second one is not a request
+                process.terminate()  # not by SIGINT: Ctrl-C reaches them too, and a second SIGINT would kill them
     return answers
 
 
 def _first_failure(context: Any, error: mp.ProcessRaisedException) -> mp.ProcessRaisedException:
-    """Of all that failed: a process that has lost another one fails as well, and may end before that one has."""
+    """The earliest failure. Other processes fail because of it, and may end before it does."""
     failed = [(os.stat(file).st_mtime_ns, i) for i, file in enumerate(context.error_files) if os.path.exists(file)]
     _, first = min(failed)
     if first == error.error_index:
         return error
     with open(context.error_files[first], "rb") as file:
-        trace = pickle.load(file)  # torch's _wrap has written it
+        trace = pickle.load(file)  # written by torch's _wrap
     text = f"\n\n-- Process {first} terminated with the following error:\n{trace}"
     return mp.ProcessRaisedException(text, first, context.processes[first].pid)
 
@@ -168,7 +169,7 @@ def _spawned_main(
     args: tuple[Any, ...],
     timeout: timedelta,
 ) -> None:
-    # what torchrun sets as well: comm reads it
+    # comm reads these variables, which torchrun sets too
     os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(local_rank), str(num_local)
     with _process_group(dist_url, machine_rank * num_local + local_rank, world_size, timeout):
         result, exit_code = _result_or_stop(main_func, args)
@@ -177,9 +178,9 @@ def _spawned_main(
 
 
 def _result_or_stop(main_func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, int]:
-    """What it returned, and 0; or None and the exit code, if it has exited without an error or a signal has stopped it.
+    """(result, 0), or (None, exit code) if a signal has stopped ``main_func`` or it has exited without an error.
 
-    That is no failure: a launcher that sees one ends the other processes, and rank 0 may still be writing.
+    Such an exit must not look like a failure: the launcher would kill the other processes while rank 0 still writes.
     """
     try:
         return main_func(*args), 0
@@ -203,12 +204,12 @@ def _process_group(url: str, rank: int, world_size: int, timeout: timedelta) -> 
     reminder.start()
     try:
         with meeting(url, rank, world_size, timeout) as store:
-            # a model may be on the CPU although there are GPUs, and Python objects always are
+            # GPU jobs need Gloo too: for Python objects and for models on the CPU
             backend = "gloo" if device is None else "cpu:gloo,cuda:nccl"
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device
             )
-            comm.synchronize()  # the slowest start should not count against the timeout of the first real collective
+            comm.synchronize()  # so that a slow start does not count against the timeout of the first collective
             reminder.cancel()
             yield
     except BaseException as error:
@@ -216,32 +217,32 @@ def _process_group(url: str, rank: int, world_size: int, timeout: timedelta) -> 
         raise
     finally:
         reminder.cancel()
-    # Not after a failure: the process ends anyway, and the others should not fail of its leaving before it says why.
-    gc.collect()  # DDP is a cycle that keeps the group; a thread of the group that outlives the interpreter aborts it
+    # Not after a failure: other ranks would fail because the group is gone, before this one can report its error.
+    gc.collect()  # DDP is a cycle that keeps the group alive; the group's thread must end before the interpreter
     dist.destroy_process_group()
-    # Gloo's threads stay, and one may still be letting go of the last tensors, for which it needs the interpreter: it
-    # aborts the process if that has ended meanwhile (seen in 1 of some 50 runs on a loaded machine)
+    # A Gloo thread may still release its last tensors, for which it needs the interpreter. Without this pause the
+    # process aborted at exit (in 1 of some 50 runs on a loaded machine).
     time.sleep(0.05)
 
 
 def _own_device() -> torch.device | None:
-    """The GPU of this process; None if the machine has fewer GPUs than processes, so that they use the CPU."""
+    """The GPU of this process; None, for the CPU, if the machine has fewer GPUs than processes."""
     local_rank, num_local = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     num_devices = torch.cuda.device_count() if dist.is_nccl_available() else 0
     if num_local <= num_devices:
         return torch.device("cuda", local_rank)
-    # SLURM can show each task its own GPU alone
+    # SLURM may show each task only its own GPU
     return torch.device("cuda", 0) if num_devices == 1 and "SLURM_PROCID" in os.environ else None
 
 
 def _tell_torchrun(error: BaseException) -> None:
-    """Write its error file, as ``record`` of torch does; for an exit of `user_errors_exit` too."""
+    """Write torchrun's error file, like torch's ``record``; also for an exit by `user_errors_exit`."""
     if isinstance(error, SystemExit):
         error = error.__context__ or error
     if isinstance(error, Exception):
         get_error_handler().record_exception(error)
-        # torchrun compares whole seconds to find the first failure, so the others, which fail of this one, do it later;
-        # and until then they find the store of rank 0
+        # torchrun finds the first failure by whole seconds. The other ranks fail because of this one: wait, so that
+        # they fail later, and so that the store of rank 0 stays until then
         time.sleep(1.1)
 
 

@@ -1,4 +1,4 @@
-"""The loop and its hooks. It knows nothing of models, data or optimizers."""
+"""The loop, which calls the hooks. It knows nothing of models, data or optimizers."""
 
 import logging
 import sys
@@ -24,11 +24,11 @@ class TrainerBase(RunState):
     """The loop: ``run_step()`` once per iteration, with hooks around it. A subclass defines ``run_step``.
 
     Stage 1 of an iteration is ``before_step``, ``run_step``, and ``after_step`` of the hooks above the save point. At
-    the save point the checkpoints that hooks have asked for are written. Stage 2 is ``after_step`` of the hooks below
-    it, then ``after_epoch``. A resumed run starts with stage 2 of the iteration that was saved, or with the next one.
+    the save point the requested checkpoints are written. Stage 2 is ``after_step`` of the hooks below the save point,
+    then ``after_epoch``. A resumed run starts with stage 2 of the saved iteration, or with the next iteration.
 
     Attributes:
-        stop_check_period: after how many iterations at most all ranks stop when one has been asked to.
+        stop_check_period: if one rank is asked to stop, all ranks stop within this number of iterations.
     """
 
     stop_check_period = forwarded("_stops.check_period")
@@ -38,7 +38,7 @@ class TrainerBase(RunState):
         self._stops = StopRequests()
         self._stop: Stop | None = None
         self._inside: Literal["", "stage 1", "save point", "stage 2"] = ""  # of an iteration
-        self._saves: dict[str, Callable[[], object]] = {}  # by name; written at the next chance
+        self._saves: dict[str, Callable[[], object]] = {}  # by name; written at the next opportunity
         self._has_warned_of_save = False
         self._per_epoch: Any = 0  # iterations; 0: there are no epochs
 
@@ -47,8 +47,8 @@ class TrainerBase(RunState):
     def train(self, start_iter: int, max_iter: int) -> None:
         """Run the iterations ``start_iter`` (included) to ``max_iter`` (excluded); can be called again.
 
-        After a loaded checkpoint, or in a run that was stopped, stage 2 of the iteration before ``start_iter`` comes
-        first, if it is left to do. SIGTERM, SIGHUP and SIGINT stop the run as ``request_stop`` does.
+        If a loaded checkpoint or a stop has left stage 2 of the iteration before ``start_iter`` undone, that stage runs
+        first. SIGTERM, SIGHUP and SIGINT stop the run as ``request_stop`` does.
 
         Raises:
             ValueError: ``start_iter`` is negative or larger than ``max_iter``.
@@ -76,7 +76,7 @@ class TrainerBase(RunState):
 
     def _run_iteration(self) -> None:
         """One iteration, or its stage 2 alone after a resume."""
-        self.storage.begin_iter(self.iter)  # raises what a worker has found wrong in earlier ones
+        self.storage.begin_iter(self.iter)  # raises errors of the metrics worker
         if self.position.stage == 1:
             self._inside = "stage 1"
             if not self._is_before_step_done:
@@ -104,7 +104,7 @@ class TrainerBase(RunState):
             self.after_epoch()
         self._inside = ""
         self.position = Position(self.iter + 1, 1)
-        if self._saves:  # those that stage 2 has asked for
+        if self._saves:  # requested in stage 2
             self._write_saves()
 
     def _write_saves(self) -> None:
@@ -132,19 +132,19 @@ class TrainerBase(RunState):
         raise NotImplementedError(f"{type(self).__name__} must define run_step()")
 
     def end_step(self) -> None:
-        """Let go of what only stage 1 may read; called at the save point."""
+        """Release what only stage 1 may read; called at the save point."""
 
     def request_save(self, name: str, save: Callable[[], object] | None = None) -> None:
-        """Have a checkpoint written at the save point, or at the end of the iteration if that has passed.
+        """Write a checkpoint at the save point, or at the end of the iteration if the save point has passed.
 
-        Every rank asks for it. Outside of iterations it is written at once.
+        Every rank calls it. Outside of iterations the checkpoint is written at once.
 
         Args:
-            name: of the file, without suffix; if two hooks ask for the same one it is written once.
-            save: writes it; default is ``self.checkpointer.save``.
+            name: of the file, without suffix; if two hooks give the same name, it is written once.
+            save: writes the file; default is ``self.checkpointer.save``.
 
         Raises:
-            ValueError: there is neither.
+            ValueError: there is neither ``save`` nor a checkpointer.
         """
         if save is None and not hasattr(self, "checkpointer"):
             raise ValueError(f"{type(self).__name__} has no checkpointer; give request_save() a function that saves")
@@ -153,10 +153,10 @@ class TrainerBase(RunState):
             self._write_saves()
 
     def request_stop(self, reason: str, *, finished: bool = False) -> None:
-        """End the run at the end of an iteration, as "stopped", or as "finished" if it has reached its goal.
+        """End the run after an iteration, as "stopped", or as "finished" if it has reached its goal.
 
-        Any rank can stop a run; it ends at most ``stop_check_period`` iterations later, and at once if there is only
-        one rank. With ``finished`` every rank must call this in the same iteration.
+        Any rank can stop a run. It ends at most ``stop_check_period`` iterations later; with one rank, at once. With
+        ``finished`` every rank must call this in the same iteration.
         """
         if not finished:
             self._stops.request(reason)
@@ -165,11 +165,11 @@ class TrainerBase(RunState):
             self._early = reason, self.max_iter
 
     def is_stopping(self) -> bool:
-        """Whether this rank has been asked to stop: an evaluation below the save point is then abandoned."""
+        """Whether this rank was asked to stop and may abandon an evaluation now."""
         return self._stops.pending and self._may_abandon()
 
     def _may_abandon(self) -> bool:
-        """Not between an update and the save point: a run cannot go on from there."""
+        """False between an update and the save point, where a run cannot be resumed."""
         return self._inside != "stage 1" or self.position.stage == 1
 
     # ------------------------------------------------------------------ start and end
@@ -178,7 +178,7 @@ class TrainerBase(RunState):
         if not 0 <= start_iter <= max_iter:
             raise ValueError(f"need 0 <= start_iter <= max_iter, got start_iter={start_iter} and max_iter={max_iter}")
         if start_iter != self.last_done_iter + 1 or self.status not in ("not started", "stopped"):
-            self._begin_anew(start_iter)  # elsewhere than where a checkpoint or a stop has left the run
+            self._begin_anew(start_iter)  # not where a checkpoint or a stop has left the run
         if self._early and max_iter > self._early[1]:
             self._early = None
         self._stop = Stop(self._early[0]) if self._early else None
@@ -199,17 +199,17 @@ class TrainerBase(RunState):
     def _restore_rng(self) -> None:
         if self._rng_state is not None:
             self.make_iterators()
-            set_rng_state(self._rng_state)  # last: everything before may have drawn from it
+            set_rng_state(self._rng_state)  # last: everything before may draw random numbers
             self._rng_state = None
 
     def begin_run(self) -> None:
-        """Forget what the steps of an earlier run have left; called when a run starts."""
+        """Forget the steps of an earlier run; called when a run starts."""
 
     def make_iterators(self) -> None:
-        """Start to draw data; called before random state is restored, since a loader may draw from it."""
+        """Create the data iterators. Called before random state is restored, since a loader may draw random numbers."""
 
     def _finish(self) -> None:
-        self.storage.flush()  # what a worker found wrong still counts
+        self.storage.flush()  # an error of the metrics worker still makes the run fail
         self.check_finite()
         self.status = "finished"
         if self._stop is not None:
@@ -220,7 +220,7 @@ class TrainerBase(RunState):
                 self.status = "stopped"
 
     def _abandon(self, stop: Abandoned) -> None:
-        """The run stops in an evaluation or while it waits for data; that is done again when it goes on."""
+        """Stop the run in an evaluation or while it waits for data; a resumed run repeats that."""
         where = "an evaluation"
         if self._inside == "stage 1":
             where, self._is_before_step_done = "a step, waiting for data", stop.nothing_done
@@ -242,8 +242,8 @@ class TrainerBase(RunState):
                 logger.error("Storing or writing metrics failed as well: %s: %s", type(later).__name__, later)
 
     def after_train(self) -> None:
-        """Every hook gets its ``after_train``, whatever happened; the first failure here is raised at the end."""
-        if self.status == "running":  # in a loop of one's own
+        """Call ``after_train`` of every hook, whatever happened; raise the first failure of them at the end."""
+        if self.status == "running":  # in a user's own loop
             done = self.last_done_iter + 1 >= self.max_iter
             self.status, self._inside = "failed" if sys.exc_info()[0] else "finished" if done else "stopped", ""
         self.storage.iter = self.iter
@@ -257,17 +257,17 @@ class TrainerBase(RunState):
             except BaseException as error:
                 traced = isinstance(error, Exception)  # not Ctrl-C
                 logger.error("%s failed in after_train: %s: %s", name, type(error).__name__, error, exc_info=traced)
-                if self.status != "failed":  # a failure before this one is the one to raise
+                if self.status != "failed":  # an earlier failure is the one to raise
                     self.status, first_error = "failed", error
         if first_error is not None:
             raise first_error
 
-    # ------------------------------------------------------------------ a loop of one's own calls these four itself
+    # ------------------------------------------------------------------ a user's own loop calls the next four itself
 
     def before_train(self) -> None:
         own_loop = self.status != "running"
         if own_loop:
-            storage = self.storage  # which it has opened
+            storage = self.storage  # opened by the user's loop
             self._start(self.start_iter, self.max_iter)
             self.storage = storage
         super().before_train()
@@ -280,7 +280,7 @@ class TrainerBase(RunState):
         super().before_step()
 
     def after_step(self) -> None:
-        """The hooks above the save point; in a loop of one's own, the rest of the iteration as well."""
+        """Call the hooks above the save point; in a user's own loop, complete the iteration too."""
         own_loop = not self._inside
         if own_loop:
             self._inside, self.position = "stage 1", Position(self.iter, 2)
@@ -293,8 +293,8 @@ class TrainerBase(RunState):
         if self._inside.startswith("stage") and not self._has_warned_of_save:
             self._has_warned_of_save = True
             logger.warning(
-                "A hook saves a checkpoint itself, in iteration %d; such a file does not resume exactly. Use "
-                "trainer.request_save(name): the trainer then saves at the save point",
+                "A hook saves a checkpoint itself, in iteration %d; a run resumed from it is not exact. Call "
+                "trainer.request_save(name), so that the trainer saves at the save point",
                 self.iter,
             )
         super().before_save(state)

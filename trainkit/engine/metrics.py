@@ -1,4 +1,4 @@
-"""The way of a step's losses from the device to the storage, and from every rank to all."""
+"""Move the losses of a step from the device to the storage, and average them over ranks."""
 
 import math
 import zlib
@@ -19,19 +19,20 @@ from trainkit.utils.device import new_event, runs_ahead
 from trainkit.utils.events import get_event_storage, has_event_storage
 from trainkit.utils.losses import Losses
 
-# by the trainer, or by default hooks and writers
+# stored by the trainer, by default hooks or by writers
 STORED_BESIDE_LOSSES = frozenset(
     {"data_time", "rank_data_time", "skipped_updates"}
     | {"iteration", "epoch", "lr", "time", "eta_seconds", "epoch_time"}
 )
 SCALE = "[metric]grad_scaler"  # stored in each iteration, as in detectron2
-_MOST_RECORDS = 1000  # that are kept where few are stored: a failure must not wait for ever
+_MOST_RECORDS = 1000  # exchange after this many, even if few are stored: a failure must not wait for ever
 
 
 def mean_losses(losses: Sequence[Losses]) -> Losses:
     """The mean of each entry over micro-batches, and the list of their outputs.
 
-    Where one has no such entry, a loss counts as 0, as in what is minimized, and what is only logged does not count.
+    If a micro-batch lacks an entry: a loss counts as 0 there, as in the minimized sum; a value that is only logged is
+    averaged over the others.
     """
     if len(losses) == 1:
         return losses[0]
@@ -58,7 +59,7 @@ def pack(losses: Losses, extra: Mapping[str, Tensor] | None, flag: Tensor | None
 
 
 class StepRecord:
-    """The scalars of one iteration on their way to the host; from a device that runs ahead as one small tensor."""
+    """The scalars of one iteration; if the device runs ahead, they are copied to the host as one small tensor."""
 
     def __init__(
         self,
@@ -72,17 +73,17 @@ class StepRecord:
         """
         Args:
             data_time: in seconds.
-            extra: name -> what else is stored, shape ``[]``, detached; no loss, so it may be anything.
+            extra: name -> value to store that is no loss and need not be finite, shape ``[]``, detached.
             flag: shape ``[]``, not 0 if the update is not finite.
-            packed: all of them as `pack` gives them, if they are packed already.
+            packed: the result of `pack`, if it exists already.
 
         Raises:
-            ValueError: the model calls a loss by a name of ``extra``.
+            ValueError: the model returns a loss with a name of ``extra``.
         """
         self.data_time, self.iter = data_time, iter
         tensors = _scalars(losses, extra)
-        self._arrived: Any = None  # the event
-        device = losses.total.device  # an entry that is only logged may lie elsewhere
+        self._arrived: Any = None  # an event, if values are copied
+        device = losses.total.device  # a logged entry may be on another device
         if not runs_ahead(device):
             self._flagged = flag is not None and flag.item() != 0
             self._values = {name: tensor.item() for name, tensor in tensors.items()}
@@ -94,17 +95,17 @@ class StepRecord:
         self._arrived = new_event(device)
 
     def is_under_way(self) -> bool:
-        """Whether reading it may take waiting."""
+        """Whether ``read`` may have to wait."""
         return self._arrived is not None
 
     def wait(self) -> None:
-        """Until its values are on the host."""
+        """Wait until the values are on the host."""
         arrived = self._arrived
         if arrived is not None:
             arrived.synchronize()
 
     def read(self) -> tuple[dict[str, float], bool]:
-        """(the losses by name, the total first, and ``extra``; the flag); waits until they have arrived."""
+        """(name -> value: the total, the losses, ``extra``; the flag). Waits until they are on the host."""
         if self._arrived is not None:
             self.wait()
             values = self._host.tolist()
@@ -114,7 +115,7 @@ class StepRecord:
 
 
 class Row(NamedTuple):
-    """What is stored of one iteration; ``data_time`` in seconds."""
+    """The stored values of one iteration; ``data_time`` in seconds."""
 
     iter: int
     data_time: float
@@ -122,7 +123,7 @@ class Row(NamedTuple):
 
 
 def put_row(mean: Row, rank_data_time: float, prefix: str = "") -> None:
-    """Put what `exchange_rows` gave, and the rank's own ``data_time``, into the open storage."""
+    """Put a row from `exchange_rows` and the rank's own ``data_time`` into the open storage."""
     storage, values = get_event_storage(), mean.values
     if prefix:
         values = {prefix + name: value for name, value in values.items()}
@@ -130,10 +131,10 @@ def put_row(mean: Row, rank_data_time: float, prefix: str = "") -> None:
 
 
 def write_metrics(loss_dict: Mapping[str, Tensor | float], data_time: float, cur_iter: int, prefix: str = "") -> None:
-    """Average losses over ranks and put them into the open storage; for loops with a ``run_step`` of their own.
+    """Average losses over ranks and put them into the open storage; for trainers with their own ``run_step``.
 
-    Every rank calls it, with any names. Entries that require grad make up ``total_loss``; all of them do if none
-    requires grad. ``data_time`` is in seconds.
+    Every rank calls it; the names may differ. ``total_loss`` is the sum of the entries that require grad, or of all if
+    none does. ``data_time`` is in seconds.
 
     Raises:
         FloatingPointError: the total is not finite on some rank.
@@ -151,11 +152,11 @@ def write_metrics(loss_dict: Mapping[str, Tensor | float], data_time: float, cur
 
 
 class LaterCalls:
-    """detectron2's ``concurrent_executor``: calls are made in their order, by the worker of the open storage."""
+    """detectron2's ``concurrent_executor``: the worker of the open storage makes the calls, in their order."""
 
     def submit(self, call: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Have ``call(*args, **kwargs)`` made; if it raises, the run ends in one of the next iterations."""
-        comm.side_group("write_metrics")  # made here, in the thread of the loop
+        """Call ``call(*args, **kwargs)`` in the worker; if it raises, the run ends in one of the next iterations."""
+        comm.side_group("write_metrics")  # created here, in the thread of the loop
         storage = get_event_storage()
         storage.start_deferring()
         storage.put_later(partial(call, *args, **kwargs))
@@ -163,11 +164,11 @@ class LaterCalls:
 
 
 class MetricPath:
-    """Takes the record of each step, has it judged, averages it over ranks, and stores it.
+    """Takes the record of each step, checks it, averages it over ranks, and stores it.
 
-    One rank stores a record at once. Several ranks keep records and exchange those of ``exchange_period`` iterations
-    in one block, in the same iterations on every rank. If ``asynchronous`` and on a device that runs ahead, the worker
-    of the storage reads, exchanges and stores.
+    One rank stores a record at once. Several ranks exchange the records of ``exchange_period`` iterations in one block,
+    in the same iterations on every rank. If ``asynchronous`` and the device runs ahead, the worker of the storage
+    reads, exchanges and stores.
 
     Attributes:
         exchange_period: in iterations.
@@ -181,27 +182,27 @@ class MetricPath:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what a run that failed has left."""
+        """Forget a run that failed."""
         self._group: dist.ProcessGroup | str | None = "unknown"
         self._records: list[StepRecord] = []  # since the last exchange
-        self._num_rows = 0  # of those the ones that are to be stored
+        self._num_rows = 0  # number of records that will be stored
         self._recent.clear()
         self._has_failed = False
 
     def add(self, record: StepRecord, *, is_last: bool = False) -> None:
-        """Store the record, or keep it until the next exchange. With ``is_last`` nothing is kept.
+        """Store the record, or keep it until the next exchange; with ``is_last`` exchange now.
 
         Raises:
-            FloatingPointError: an iteration was not finite; on all ranks in the same exchange. In the worker it is
-                raised if the storage defers.
+            FloatingPointError: an iteration was not finite; on all ranks in the same exchange, and in the worker if the
+                storage defers.
         """
         self._records.append(record)
         if record.is_under_way():
             self._recent.append(record)
             if len(self._recent) == 3:
-                self._recent[0].wait()  # the host must not run away from the device, whose memory it holds
+                self._recent[0].wait()  # bound how far the host runs ahead: each step ahead holds device memory
         if self._group == "unknown":
-            self._group = comm.side_group("metrics")  # made here, in the thread of the loop
+            self._group = comm.side_group("metrics")  # created here, in the thread of the loop
         if self._group is None:
             self._pass_on()
             return
@@ -211,7 +212,7 @@ class MetricPath:
             self._pass_on()
 
     def finish(self) -> None:
-        """Exchange and store what is left over, and wait for that; every rank calls it in the same place.
+        """Exchange and store the remaining records, and wait for that; every rank calls it at the same point.
 
         Raises:
             FloatingPointError: on every rank, if an iteration was not finite on one of them.
@@ -233,9 +234,9 @@ class MetricPath:
             storage.hand_over()  # now: the other ranks wait for this one
 
     def _store(self, records: Sequence[StepRecord]) -> None:
-        """In the order of the iterations. A failure comes with the exchange, so that no rank raises alone."""
+        """Store in the order of the iterations. A failure is raised after the exchange, so on all ranks together."""
         if self._has_failed and self._asynchronous:
-            return  # the loops may have got differently far: none of them exchanges the rest
+            return  # the loops may be at different iterations: no rank exchanges the rest
         rows = []
         for record in records:
             values, flagged = record.read()
@@ -245,14 +246,14 @@ class MetricPath:
                 if self._finite.skips:
                     counts["skipped_updates"] = self._finite.skipped
                 rows.append(Row(record.iter, record.data_time, values))
-            if counts:  # the same on all ranks, and a median of them tells nobody anything
+            if counts:  # equal on all ranks, and not to be smoothed
                 get_event_storage().put_row(counts, smoothing_hint=False, cur_iter=record.iter)
         means, failures = rows, [self._finite.take_failure()]
         if self._group is not None:
             means, failures = exchange_rows(rows, self.exchange_period, *failures)
         for row, mean in zip(rows, means, strict=True):
             if not math.isfinite(mean.values["total_loss"]) and self._finite.policy != "ignore":
-                # it would spoil every average
+                # a value that is not finite would spoil every average
                 finite = {name: value for name, value in mean.values.items() if math.isfinite(value)}
                 mean = mean._replace(values=finite)
             put_row(mean, row.data_time)
@@ -272,19 +273,19 @@ _MOST_VALUES = 64  # of a row that fits into the block
 def exchange_rows(
     rows: Sequence[Row], most: int, failure: str | None = None, *, purpose: str = "metrics"
 ) -> tuple[list[Row], list[str | None]]:
-    """(The rows with means over the ranks and the longest ``data_time``; the failures by rank), on every rank.
+    """(Rows with the means over ranks and the longest ``data_time``; failures by rank), the same on every rank.
 
-    One exchange of a block whose size depends on ``most`` alone. Ranks may pass different names: all of them notice it
+    One exchange of a block whose size depends on ``most`` alone. If ranks have different names, all of them notice it
     in that exchange and make a second one.
 
     Args:
-        most: how many rows there may be, the same on every rank.
-        purpose: of the group of ranks, see `comm.side_group`; calls of two threads need two.
+        most: the maximum number of rows, the same on every rank.
+        purpose: names the process group, see `comm.side_group`; calls of two threads need two.
     """
     group = comm.side_group(purpose)
     if group is None:
         return [*rows], [failure]
-    block = np.zeros((1 + most, 1 + _MOST_VALUES))  # the same on every rank: Gloo would mix up garbage otherwise
+    block = np.zeros((1 + most, 1 + _MOST_VALUES))  # of one size on all ranks: Gloo mixes up others silently
     names = "\n".join(name for row in rows for name in ("", *row.values))
     block[0, :3] = len(rows), zlib.crc32(names.encode("utf-8", "backslashreplace")), failure is not None
     fits = all(len(row.values) <= _MOST_VALUES for row in rows)
@@ -311,7 +312,7 @@ def exchange_rows(
 
 
 def _mean(i: int, by_rank: Sequence[Sequence[Row]]) -> Row:
-    """Of the rows ``i`` of all ranks; an entry counts on the ranks that have it."""
+    """The mean of row ``i`` over ranks; an entry counts on the ranks that have it."""
     rows = [theirs[i] for theirs in by_rank if i < len(theirs)]
     found = {name: [row.values[name] for row in rows if name in row.values] for row in rows for name in row.values}
     means = {name: sum(values) / len(values) for name, values in found.items()}

@@ -129,7 +129,7 @@ def test_with_validation_data_each_evaluation_has_a_name_of_its_own_for_anchors(
 def test_without_the_hook_that_steps_the_schedule_there_is_a_warning(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         trainer(tmp_path, {"NAME": "LRScheduler", "ENABLED": False})
-    assert "the learning rate stays at that of iteration 0 (0.0001)" in caplog.text
+    assert "the learning rate stays at its first value (0.0001)" in caplog.text
     caplog.clear()
     trainer(tmp_path)
     assert "LRScheduler" not in caplog.text

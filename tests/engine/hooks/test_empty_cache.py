@@ -62,7 +62,7 @@ def test_the_cache_is_emptied_where_it_was_asked_for_in_training_and_in_evaluati
 def test_steps_work_with_a_stream_and_epochs_do_not(calls):
     run(calls, EmptyCache(after_step=True, after_epoch=False), Stream())
     assert calls.count("empty") == 4 + 2
-    with pytest.raises(ValueError, match="EmptyCache: there is work to do at epochs"):
+    with pytest.raises(ValueError, match="EmptyCache: these hooks use epochs"):
         run(calls, EmptyCache(), Stream())
 
 

@@ -176,7 +176,7 @@ def test_a_stream_has_no_epochs():
         def __iter__(self):
             return iter(range(4))
 
-    with pytest.raises(ValueError, match="SamplerSeed: there is work to do at epochs"):
+    with pytest.raises(ValueError, match="SamplerSeed: these hooks use epochs"):
         orders(DataLoader(Stream()), 0, 1, [SamplerSeed()])
 
 
