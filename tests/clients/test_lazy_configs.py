@@ -125,7 +125,7 @@ def test_functions_are_saved_by_name_with_a_warning_and_refused_by_it_when_loade
         {"model": L(Thing)(act=lambda x: x, floor=math.floor, width=3)}, flags={"allow_objects": True}
     )
     LazyConfig.save(cfg, tmp_path / "saved.yaml")
-    assert "saved for people to read, but cannot be loaded again: model.act is tests.clients" in caplog.text
+    assert "saved, but cannot be loaded again: model.act is tests.clients" in caplog.text
     assert "model.floor is math.floor" in caplog.text
     assert "width: 3" in (tmp_path / "saved.yaml").read_text()
     with pytest.raises(
@@ -154,8 +154,8 @@ def test_a_key_that_is_like_no_other_is_made_with_a_warning(caplog):
     LazyConfig.apply_overrides(cfg, ["train.seed=7", "train.ema.decay=0.9"])
     assert (cfg.train.seed, cfg.train.ema.decay) == (7, 0.9)
     assert [message.split(";")[0] for message in caplog.messages] == [
-        "train.seed is taken for a new key",
-        "train.ema.decay is taken for a new key",
+        "train.seed is used as a new key",
+        "train.ema.decay is used as a new key",
     ]
     LazyConfig.apply_overrides(cfg, ["train.seed=8", "+train.more=1"])
     assert len(caplog.messages) == 2

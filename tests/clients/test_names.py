@@ -91,7 +91,7 @@ def test_a_schedule_on_the_warm_up_of_the_first_ones_trains():
 
 
 def test_what_the_first_schedules_do_not_take_is_a_value_error():
-    with pytest.raises(ValueError, match=r"milestones must grow from one to the next, got \[5, 3\]"):
+    with pytest.raises(ValueError, match=r"milestones must be in ascending order, got \[5, 3\]"):
         rates(lambda optimizer: solver.WarmupMultiStepLR(optimizer, [5, 3]))
     with pytest.raises(ValueError, match="the method of a warm-up must be linear or constant, got 'burnin'"):
         _get_warmup_factor_at_iter("burnin", 0, 10, 0.1)

@@ -106,7 +106,7 @@ def test_a_new_key_that_looks_like_another_one_draws_a_warning(caplog, keys, mea
     cfg = get_cfg()
     cfg.merge_from_list([text for key in keys for text in (key, "x")])
     check_values(cfg)
-    warning = f"{keys[-1]} is taken for a new key, beside {meant}; correct it if you meant that one"
+    warning = f"{keys[-1]} is used as a new key, beside {meant}; correct it if you meant that one"
     assert caplog.messages == ([] if meant is None else [warning])
 
 

@@ -43,7 +43,7 @@ def test_settings_that_fit_together_pass(groups):
         ({"LAYER_DECAY": {"NUM_LAYERS": -1}}, "LAYER_DECAY.NUM_LAYERS is -1; it must be at least 0"),
         (
             {"BUILDER": "mine", "BIAS_LR_FACTOR": 2.0},
-            "BUILDER 'mine' makes the groups alone; leave it out, or SOLVER.PARAM_GROUPS.BIAS_LR_FACTOR$",
+            "BUILDER 'mine' makes all groups; leave it out, or SOLVER.PARAM_GROUPS.BIAS_LR_FACTOR$",
         ),
         (
             {"BUILDER": "mine", "CUSTOM_KEYS": [{"KEY": "a"}]},

@@ -585,9 +585,9 @@ def test_optimizers_update_shards_as_they_update_whole_parameters(two, name):
 def test_an_optimizer_that_cannot_update_shards_is_refused_before_the_first_step(two):
     for _, (adafactor, fused) in two["optimizers"]:
         assert adafactor.startswith("Adafactor cannot update the shards of MODEL.PARALLEL fsdp (aten.")
-        assert "); take it under MODEL.PARALLEL ddp" in adafactor
+        assert "); use it with MODEL.PARALLEL ddp" in adafactor
         assert fused.startswith("SGD cannot update the shards of MODEL.PARALLEL fsdp (")
-        assert "); take it without FUSED, or under MODEL.PARALLEL ddp" in fused
+        assert "); use it without FUSED, or with MODEL.PARALLEL ddp" in fused
 
 
 def test_what_modules_share_has_one_average(two):

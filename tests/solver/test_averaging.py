@@ -125,7 +125,7 @@ def test_between_intervals_the_average_stays():
     ("arguments", "error", "message"),
     [
         ({"kind": "swa"}, ValueError, "kind must be one of exponential, annealing, warmup, mean, mmcv; got 'swa'"),
-        ({"kind": "mean", "decay": 0.9}, ValueError, 'decay is 0.9, but kind is "mean", which has none; leave out'),
+        ({"kind": "mean", "decay": 0.9}, ValueError, 'decay is 0.9, but kind "mean" has no decay; leave out'),
         ({"gamma": 100}, ValueError, 'gamma is 100, but kind "exponential" has none; leave it out'),
         ({"kind": "mean", "gamma": 5.0}, ValueError, 'gamma is 5.0, but kind "mean" has none'),
         ({"kind": "warmup", "gamma": 0}, ValueError, "gamma must be a number of updates > 0, got 0"),

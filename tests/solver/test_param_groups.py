@@ -365,7 +365,7 @@ def test_custom_keys_that_count_for_nothing_draw_a_warning(caplog):
     with caplog.at_level(logging.WARNING):
         build_param_groups(model, 1.0, None, ParamRules(custom_keys=keys))
     assert [record.getMessage() for record in caplog.records] == [
-        "Custom keys that count for no parameter, so have no effect: hea, hed"
+        "Custom keys that match no parameter and have no effect: hea, hed"
     ]
 
 

@@ -1,4 +1,4 @@
-"""Arithmetic that a config may hold as text, such as ``[int(x * 64) for x in range(5)]``; no code of it is run."""
+"""Arithmetic in the text of a config, such as ``[int(x * 64) for x in range(5)]``, evaluated without running code."""
 
 import ast
 import operator
@@ -15,8 +15,8 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Pow: operator.pow,
 }
 _MAX_TEXT = 500
-_MAX_BITS = 300  # of an int: some 90 digits
-_MAX_ITEMS = 100  # of a result, inner ones counted
+_MAX_BITS = 300  # of an int: about 90 digits
+_MAX_ITEMS = 100  # of a result, with inner ones
 
 
 def _round(number: Any) -> int:
@@ -34,12 +34,12 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def evaluate_arithmetic(text: str) -> Any:
-    """The number, tuple or list that ``text`` stands for, such as ``2 ** 0.5`` or ``(4000, 2 * 4000)``.
+    """The number, tuple or list given by ``text``, such as ``2 ** 0.5`` or ``(4000, 2 * 4000)``.
 
-    Besides operators, it may hold one loop ``[... for name in ...]`` and calls of ``_FUNCTIONS``.
+    Besides operators, the text may have one loop ``[... for name in ...]`` and calls of ``_FUNCTIONS``.
 
     Raises:
-        ValueError: it is something else, or too large.
+        ValueError: it has something else, or is too large.
     """
     try:
         if len(text) > _MAX_TEXT:
@@ -69,7 +69,7 @@ def _value_of(node: ast.expr, variable: dict[str, Any]) -> Any:
             return _checked([*value] if isinstance(value, range) else value)
         case ast.ListComp(elt=item, generators=[ast.comprehension(target=ast.Name(id=name), iter=items, ifs=[])]) if (
             not variable
-        ):  # one within another could take for ever
+        ):  # a nested one could take for ever
             return _checked([_value_of(item, {name: value}) for value in value_of(items)])
         case ast.Constant(value=bool() | int() | float() as value):
             return _checked(value)

@@ -1,4 +1,4 @@
-"""What every config has to fulfil, whatever is built from it."""
+"""Checks that every config must pass."""
 
 import difflib
 import logging
@@ -59,7 +59,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "SOLVER.PARAM_GROUPS.KEY_MATCH": ("longest", "shortest", "exact"),
     "SOLVER.CLIP_GRADIENTS.CLIP_TYPE": ("value", "norm", "full_model"),
 }
-# settings that exclude each other, and why; a key alone means that it is on
+# (one, other, reason): settings that exclude each other; a key without "=" conflicts if it is on
 _CONFLICTS: tuple[tuple[str, str, str], ...] = (
     ("MODEL.COMPILE.ENABLED", "SOLVER.GRAPH.ENABLED", "take the graph where the device waits for the host"),
     ("MODEL.ACTIVATION_CHECKPOINT.BLOCKS", "SOLVER.GRAPH.ENABLED", "a graph cannot look at the random state"),
@@ -73,26 +73,26 @@ _GROUPS = "SOLVER.PARAM_GROUPS"
 def check_is_ours(cfg: Any) -> None:
     """
     Raises:
-        ConfigError: it is a CfgNode of another program, which lacks keys and checks of this one.
+        ConfigError: ``cfg`` is a CfgNode of another program, which lacks keys and checks of trainkit.
     """
     if isinstance(cfg, yacs.config.CfgNode) and not isinstance(cfg, CfgNode):
         raise ConfigError(
             f"cfg is a {type(cfg).__module__}.CfgNode, which lacks keys of trainkit; use trainkit's get_cfg "
-            "(trainkit.config.get_cfg), and merge your settings into what it gives"
+            "(trainkit.config.get_cfg), and merge your settings into its result"
         )
 
 
 def check_values(cfg: CfgNode, *, warn: bool = True) -> None:
-    """Find numbers out of range, unknown choices and settings that contradict each other, before anything is built.
+    """Check for numbers out of range, unknown choices and contradictory settings, before anything is built.
 
-    In a node that takes any key, a new one that looks like another draws a warning, if ``warn``.
+    If ``warn``, a warning names each new key that looks like a misspelled one, in a node that takes any key.
 
     Raises:
         ConfigError: names the key, the value and what is accepted.
     """
     for key, minimum in _MINIMA.items():
         value = _get(cfg, key)
-        if not isinstance(value, str) and value < minimum:  # a string is a length in epochs, which is never negative
+        if not isinstance(value, str) and value < minimum:  # a string is a length in epochs, never negative
             raise ConfigError(f"{key} is {value}; it must be at least {minimum}")
     for key, choices in _CHOICES.items():
         if _get(cfg, key) not in choices:
@@ -129,7 +129,7 @@ def check_expected_results(cfg: CfgNode) -> None:
 
 
 def _warn_of_similar_keys(node: CfgNode, default: CfgNode, prefix: str = "") -> None:
-    """Keys that were there first are the default ones, then those of files."""
+    """Compare each new key with the keys before it: first the default ones, then those of files."""
     names = [*node]
     for place, name in enumerate(names):
         if name in default:
@@ -137,11 +137,12 @@ def _warn_of_similar_keys(node: CfgNode, default: CfgNode, prefix: str = "") -> 
                 _warn_of_similar_keys(node[name], default[name], f"{prefix}{name}.")
             continue
         for known in difflib.get_close_matches(name.upper(), names[:place], n=1, cutoff=0.8):
-            # mistyped: a letter is missing, too many, or in the wrong place; other letters and digits have a meaning
+            # a typing error has one letter more or less, or the same letters in another order; other differences have a
+            # meaning
             is_likely = abs(len(name) - len(known)) == 1 or sorted(name.upper()) == sorted(known)
             if is_likely and _DIGITS.sub("", name) != _DIGITS.sub("", known):
                 logger.warning(
-                    "%s is taken for a new key, beside %s; correct it if you meant that one",
+                    "%s is used as a new key, beside %s; correct it if you meant that one",
                     *(prefix + name, prefix + known),
                 )
 
@@ -234,7 +235,7 @@ def _check_param_groups(solver: CfgNode) -> None:
     others = [*given, *["LAYER_DECAY.RATE"] * (layer_decay.RATE != 1), *["CUSTOM_KEYS"] * bool(seen)]
     if options.BUILDER and others:
         named = ", ".join(f"{_GROUPS}.{key}" for key in others)
-        raise ConfigError(f"{_GROUPS}.BUILDER {options.BUILDER!r} makes the groups alone; leave it out, or {named}")
+        raise ConfigError(f"{_GROUPS}.BUILDER {options.BUILDER!r} makes all groups; leave it out, or {named}")
     if options.NORM_DECAY_FACTOR and solver.WEIGHT_DECAY and not solver.WEIGHT_DECAY_NORM:
         raise ConfigError(
             f"{_GROUPS}.NORM_DECAY_FACTOR is {options.NORM_DECAY_FACTOR}, but it multiplies SOLVER.WEIGHT_DECAY_NORM, "

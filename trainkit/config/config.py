@@ -1,4 +1,4 @@
-"""CfgNode: fvcore's config node, merged strictly, with errors that say the full key."""
+"""CfgNode: fvcore's config node with strict merging and errors that give the full key."""
 
 import contextlib
 import os
@@ -16,9 +16,9 @@ from trainkit.config.yaml_files import dump_yaml, load_yaml, overlay, read_layer
 class CfgNode(_FvcoreCfgNode):
     """A node of a config: keys with values or further nodes, as attributes and as items.
 
-    Merging checks every value against the one it replaces, and changes all or nothing. A bool takes a bool, an int
-    takes an int, a float also an int, a list or a tuple either (and stays what it was), a key of ``LENGTH_KEYS`` also
-    epochs. A key whose default is None, and one that a node with ``new_allowed`` got by merging, takes anything.
+    Merging checks each value against the old one, and changes all values or none. A bool takes a bool, an int takes an
+    int, a float also an int, a list or a tuple either (and keeps its type), a key of ``LENGTH_KEYS`` also epochs. A key
+    with the default None takes anything; so does a key that merging has added to a node with ``new_allowed``.
     """
 
     def __setattr__(self, name: str, val: Any) -> None:
@@ -29,9 +29,9 @@ class CfgNode(_FvcoreCfgNode):
 
     @classmethod
     def load_yaml_with_base(cls, filename: str | os.PathLike[str], allow_unsafe: bool = False) -> dict[str, Any]:
-        """Read a file and those it inherits from by ``_BASE_`` (a path or a list, relative to the file), itself last.
+        """Read a file after the files that it inherits from by ``_BASE_`` (a path or a list, relative to the file).
 
-        ``_DELETE_: True`` in a node drops what the inherited files said about it.
+        ``_DELETE_: True`` in a node removes the settings of this node from the inherited files.
 
         Raises:
             ConfigError: see ``merge_from_file``.
@@ -44,18 +44,18 @@ class CfgNode(_FvcoreCfgNode):
 
     @classmethod
     def load_cfg(cls, cfg_file_obj_or_str: str | IO[str]) -> "CfgNode":
-        """A config of its own from YAML text or an open YAML file; any key is taken."""
+        """A new config from YAML text or an open YAML file; any key is accepted."""
         name = getattr(cfg_file_obj_or_str, "name", "<text>")
         return cls(plain_value(name, load_yaml(cfg_file_obj_or_str, name)))
 
     def merge_from_file(self, cfg_filename: str | os.PathLike[str], allow_unsafe: bool = False) -> None:
-        """Merge a YAML file, and before it those it inherits from (see ``load_yaml_with_base``).
+        """Merge a YAML file, after the files that it inherits from (see ``load_yaml_with_base``).
 
         Args:
-            allow_unsafe: for the signature only; YAML that runs code is never read.
+            allow_unsafe: for detectron2's signature only; YAML that runs code is never read.
 
         Raises:
-            ConfigError: a file cannot be read, is no safe YAML, or has a key or value that does not fit.
+            ConfigError: a file cannot be read, is no safe YAML, or has a wrong key or value.
         """
         _refuse_unsafe(allow_unsafe)
         content: dict[str, Any] = {}
@@ -63,34 +63,34 @@ class CfgNode(_FvcoreCfgNode):
         for path, layer in layers:
             is_inherited = layer is not layers[-1][1]
             if is_inherited and layer and not self.is_new_allowed() and not self.keys() & layer.keys():
-                # its keys are not shown: a config from elsewhere can name any file of this machine
+                # do not show its keys: a foreign config can name any file of this machine
                 raise ConfigError(f"{path}, named by _BASE_, is no config of this program; none of its keys is known")
             try:
-                merged = self._merged(overlay({}, layer))  # alone, so that an error names its own file
+                merged = self._merged(overlay({}, layer))  # alone, so that the error is about this file
             except ConfigError as error:
                 raise type(error)(f"{path}: {error}") from None
             content = overlay(content, layer)
         self._take_over(merged if len(layers) == 1 else self._merged(content))
 
     def merge_from_other_cfg(self, cfg_other: Mapping[str, Any]) -> None:
-        """Merge another config, or a nested dict.
+        """Merge another config or a nested dict.
 
         Raises:
-            ConfigError: a key or value does not fit.
+            ConfigError: a key or value is wrong.
         """
         self._take_over(self._merged(cfg_other))
 
     def merge_from_list(self, cfg_list: Sequence[Any]) -> None:
-        """Merge ``[KEY, VALUE, KEY, VALUE, ...]``, such as the trailing options of a command line.
+        """Merge ``[KEY, VALUE, KEY, VALUE, ...]``, such as the last options of a command line.
 
-        A VALUE of type str is read as a Python literal, and stays text if it is none or if its key takes text.
+        A VALUE of type str is read as a Python literal. It stays text if it is no literal, or if its key takes text.
 
         Raises:
-            ConfigError: the items are not in pairs, or a key or value does not fit.
+            ConfigError: the items are not in pairs, or a key or value is wrong.
         """
         layers = []
         for full_key, value in _pairs(cfg_list):
-            if self.key_is_deprecated(full_key):  # which logs it
+            if self.key_is_deprecated(full_key):  # this logs it
                 continue
             layer = self._parse(full_key, value) if isinstance(value, str) else value
             for name in reversed(full_key.split(".")):
@@ -103,7 +103,7 @@ class CfgNode(_FvcoreCfgNode):
         return dump_yaml({name: plain_value(name, value) for name, value in self.items()}, **kwargs)
 
     def _merged(self, *others: Mapping[str, Any]) -> "CfgNode":
-        """A copy with all of these merged into it, so that an error changes nothing."""
+        """Merge into a copy, so that an error changes nothing."""
         if self.is_frozen():
             raise ConfigError("the config is frozen; call defrost() before merging")
         copy = self.clone()
@@ -112,7 +112,7 @@ class CfgNode(_FvcoreCfgNode):
         return copy
 
     def _take_over(self, merged: "CfgNode") -> None:
-        """Take the values of a changed copy of this node, into the nodes that somebody may hold already."""
+        """Copy values from a changed copy into the existing nodes, since other code may hold them."""
         for name, value in merged.items():
             own = self.get(name)
             if isinstance(own, CfgNode) and isinstance(value, CfgNode):
@@ -122,7 +122,7 @@ class CfgNode(_FvcoreCfgNode):
         untyped_keys(self).update(untyped_keys(merged))
 
     def _parse(self, full_key: str, text: str) -> Any:
-        """What ``text`` means for a key."""
+        """The value of ``text`` for a key."""
         node: Any = self
         *parents, name = full_key.split(".")
         for parent in parents:

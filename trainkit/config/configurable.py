@@ -38,10 +38,10 @@ def configurable(
         @configurable(from_config=lambda cfg: {"width": cfg.MODEL.WIDTH})
         def build(width, depth=2): ...
 
-    ``Net(width=8)``, ``Net(cfg)``, ``Net(cfg=cfg)`` and ``Net(cfg, depth=3)`` then all work: a call is one with a
-    config if its first positional or its ``cfg`` argument is a CfgNode or a DictConfig of omegaconf. Further arguments
-    go to ``from_config`` where it has a parameter for them, else to the constructor, where they win over what
-    ``from_config`` returned.
+    ``Net(width=8)``, ``Net(cfg)``, ``Net(cfg=cfg)`` and ``Net(cfg, depth=3)`` then all work. A call uses the config if
+    its first positional or its ``cfg`` argument is a CfgNode or an omegaconf DictConfig. Further arguments go to
+    ``from_config`` if it has a parameter for them, else to the constructor, where they win over the result of
+    ``from_config``.
 
     Raises:
         AttributeError: when an object is made: its class has no ``from_config``.
@@ -57,7 +57,7 @@ def configurable(
 
     @functools.wraps(init_func)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-        # Of the instance's class, so that a subclass can override from_config alone.
+        # type(self), so that a subclass can override only from_config
         from_config = getattr(type(self), "from_config", None)
         if not inspect.ismethod(from_config):
             kind = AttributeError if from_config is None else TypeError

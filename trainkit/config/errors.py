@@ -1,4 +1,4 @@
-"""Mistakes in a config."""
+"""Errors in a config."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,13 +7,13 @@ from trainkit.utils.registry import Registry, did_you_mean
 
 
 class ConfigError(ValueError):
-    """A mistake in a config; the message names the key, the value received, what is accepted and the remedy."""
+    """An error in a config; the message has the key, the value, the accepted values and the remedy."""
 
 
 class UnknownKeyError(ConfigError, KeyError):
-    """A key that the config does not have; a KeyError too, as in detectron2."""
+    """The config has no such key; a KeyError too, as in detectron2."""
 
-    __str__ = ConfigError.__str__  # that of KeyError quotes the message
+    __str__ = ConfigError.__str__  # KeyError's __str__ quotes the message
 
 
 def unknown_name(where: str, name: object, accepts: str, accepted: Iterable[str]) -> ConfigError:
@@ -22,7 +22,7 @@ def unknown_name(where: str, name: object, accepts: str, accepted: Iterable[str]
 
 
 def look_up(registry: Registry, name: str, key: str) -> Any:
-    """What ``key`` of a config names.
+    """The object that ``key`` of a config names.
 
     Raises:
         ConfigError: nothing is registered under the name.

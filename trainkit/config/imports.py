@@ -1,4 +1,4 @@
-"""The one place where a config names code."""
+"""Import the modules that a config names; no other part of a config names code."""
 
 import importlib
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from trainkit.config.errors import ConfigError
 
 
 def import_modules(names: Iterable[str]) -> None:
-    """Import the modules of ``cfg.IMPORTS``, in their order; to be called when building, never when reading a config.
+    """Import the modules of ``cfg.IMPORTS`` in their order; call this when building, never when reading a config.
 
     Raises:
         ConfigError: an entry is no dotted module name, or its import fails; chained to the original error.
@@ -24,7 +24,7 @@ def import_modules(names: Iterable[str]) -> None:
             )
         try:
             importlib.import_module(name)
-        except Exception as error:  # whatever the module's own code raises
+        except Exception as error:  # a module may raise anything
             raise ConfigError(
                 f"IMPORTS: {name!r} cannot be imported: {type(error).__name__}: {error} "
                 "(where a module is not found, install it or put its top folder on PYTHONPATH)"

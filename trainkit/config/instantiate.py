@@ -1,4 +1,4 @@
-"""Making the calls that a config describes."""
+"""Make the calls that a config describes."""
 
 import operator
 from typing import Any
@@ -9,19 +9,19 @@ from trainkit.utils.registry import locate
 
 
 def instantiate(cfg: Any) -> Any:
-    """Make every call that ``cfg`` describes, those among its arguments first.
+    """Make every call that ``cfg`` describes, inner calls first.
 
     Args:
-        cfg: a node, dict, list or tuple. It stays unchanged; anything else, and what holds no call, is given back.
+        cfg: a node, dict, list or tuple, which stays unchanged. A value without a call is returned as it is.
 
     Returns:
-        What the call returns for a node with a ``_target_``; else a dict, list or tuple. Targets get dicts and lists
-        as well, never omegaconf's types.
+        The result of the call for a node with a ``_target_``; else a dict, list or tuple. Targets get dicts and lists,
+        never omegaconf's types.
 
     Raises:
         ConfigError: a target is not found, cannot be called, or raises a TypeError or ValueError; a value is missing.
-        RuntimeError: a target raises another exception. Both name the target and its arguments, and are chained to the
-            original error.
+        RuntimeError: a target raises another exception. Both errors name the target and its arguments, and are chained
+            to the original error.
     """
     cfg = to_container(cfg, resolve=True)
     if type(cfg) in (list, tuple):
@@ -46,7 +46,7 @@ def _call(target: Any, arguments: dict[str, Any]) -> Any:
         raise ConfigError(f"{TARGET} of {call} is {target!r}, which cannot be called; name a class or a function")
     try:
         return target(**arguments)
-    except (TypeError, ValueError) as error:  # what constructors raise for a wrong argument
+    except (TypeError, ValueError) as error:  # raised by constructors for wrong arguments
         raise ConfigError(f"{call} failed: {type(error).__name__}: {error}") from error
     except Exception as error:
         raise RuntimeError(f"{call} failed: {type(error).__name__}: {error}") from error

@@ -1,4 +1,4 @@
-"""Configs written in Python: calls that are described in a file and made later."""
+"""Configs written in Python, with calls that are made later."""
 
 import inspect
 import logging
@@ -19,17 +19,17 @@ _WRITABLE = (str, int, float, bool, bytes, type(None))
 
 
 class LazyCall:
-    """``LazyCall(target)(**arguments)`` describes a call, in a node from which `instantiate` makes it.
+    """``LazyCall(target)(**arguments)`` gives a node that describes a call; `instantiate` makes the call.
 
-    The node holds the arguments, which can be changed, and under ``_target_`` the target, which is saved by its dotted
-    path; a node that was loaded, or whose target is a dataclass, holds the path.
+    The node holds the arguments, which can be changed, and the target under ``_target_``. The target is saved as its
+    dotted path. A node that was loaded, or whose target is a dataclass, holds the path.
 
     Args:
-        target: what is called, its dotted path, or a node that describes a call which gives it.
+        target: a callable, its dotted path, or a node that describes a call which returns it.
 
     Raises:
         TypeError: it is none of these.
-        ConfigError: an argument cannot stand in a node, see `LazyConfig.load`.
+        ConfigError: a node cannot hold an argument, see `LazyConfig.load`.
     """
 
     def __init__(self, target: Callable[..., Any] | str | Mapping[Any, Any]) -> None:
@@ -49,21 +49,21 @@ class LazyConfig:
     def load(filename: str | os.PathLike[str], keys: str | Sequence[str] | None = None) -> Any:
         """Read a ``.py`` file, which is run, or a ``.yaml`` file, which runs nothing.
 
-        In a config file ``from .other import name`` imports from the config file ``other.py`` beside it; two dots mean
-        one folder up. That file is run for each import, so that each importer changes a copy of its own, and its dicts
-        become nodes. Nothing outside the namespaces of these files is patched, so several threads may load.
+        In a config file, ``from .other import name`` imports from the config file ``other.py`` in the same folder; two
+        dots mean one folder up. That file is run for each import, so that each importer changes its own copy; its dicts
+        become nodes. No global state is patched, so several threads may load.
 
         Args:
-            keys: one name of the file, or several; None: all of a YAML file, and of a Python file all nodes whose names
-                do not start with ``_``.
+            keys: one name of the file, or several. None: all of a YAML file; of a Python file, all nodes whose names do
+                not start with ``_``.
 
         Returns:
-            The value of one name, a tuple for several, a node for None. Tuples inside nodes become lists, and
-            dataclasses the calls that make them.
+            The value of one name, a tuple for several, a node for None. Inside nodes, tuples become lists, and
+            dataclasses become calls that make them.
 
         Raises:
-            ConfigError: a file cannot be read, imports itself, lacks a name, or has a value that cannot stand in a
-                node. What the code of a file raises is passed on.
+            ConfigError: a file cannot be read, imports itself, lacks a name, or has a value that a node cannot hold.
+                Errors of the code in a file are not changed.
         """
         path = os.path.abspath(os.path.expanduser(filename))
         is_python = path.endswith(".py")
@@ -80,7 +80,7 @@ class LazyConfig:
 
     @staticmethod
     def load_rel(filename: str | os.PathLike[str], keys: str | Sequence[str] | None = None) -> Any:
-        """``load`` with a path that is relative to the file of the code that calls this."""
+        """``load`` with a path relative to the file of the calling code."""
         frame = inspect.currentframe()
         assert frame is not None
         assert frame.f_back is not None
@@ -90,10 +90,10 @@ class LazyConfig:
     def save(cfg: Any, filename: str | os.PathLike[str]) -> None:
         """Write ``cfg`` as YAML, from which ``load`` makes the same calls; references stay references.
 
-        Functions and classes are written by their names, with a warning: ``load`` refuses them, as it runs no code.
+        Functions and classes are written by name, with a warning: ``load`` refuses such a file, since it runs no code.
 
         Raises:
-            ConfigError: a value is no number, text, list, node, function or class; its key is named.
+            ConfigError: a value is no number, text, list, node, function or class; the message has its key.
         """
         Path(filename).write_text(to_yaml(cfg), encoding="utf-8")
 
@@ -102,11 +102,11 @@ class LazyConfig:
         """Change ``cfg`` by items such as ``model.width=32``, and return it.
 
         A value is a Python literal, a list or node of YAML in one line, ``null``, ``true``, ``false``, or else text. A
-        node is merged into the one that is there. A new key has a plus, ``+model.dropout=0.1``; without it the key is
-        made as well, with a warning, unless it looks like one that is there.
+        node is merged into the existing one. Write a new key with a plus, ``+model.dropout=0.1``. Without the plus it
+        is added with a warning, or refused if an existing key is similar.
 
         Raises:
-            ConfigError: an item is not of this form, or there is no such key; the nearest one is named.
+            ConfigError: an item is malformed, or there is no such key; the message has the nearest key.
         """
         for item in overrides:
             key, equals, text = item.partition("=")
@@ -119,7 +119,7 @@ class LazyConfig:
 
     @staticmethod
     def to_py(cfg: Any, prefix: str = "cfg.") -> str:
-        """``cfg`` as lines of Python, one per value or call, for people to read; references are resolved."""
+        """``cfg`` as readable lines of Python, one per value or call; references are resolved."""
         plain = to_plain(cfg, resolve=True)
         if TARGET in plain:
             return f"{prefix.rstrip('.')} = {_to_code(plain)}"
@@ -127,7 +127,7 @@ class LazyConfig:
 
 
 def to_yaml(cfg: Any) -> str:
-    """What `LazyConfig.save` writes."""
+    """The text that `LazyConfig.save` writes."""
     plain = to_plain(cfg, paths=True)
     others = [(key, value) for key, value in leaves(plain) if type(value) not in _WRITABLE]
     if lost := [f"{key} is {value!r}" for key, value in others if not _is_code(value)]:
@@ -137,8 +137,8 @@ def to_yaml(cfg: Any) -> str:
         )
     if others:
         _logger.warning(
-            "The config is saved for people to read, but cannot be loaded again: %s. Describe a function or class as "
-            "an argument by LazyCall(trainkit.utils.registry.locate)(name='package.module.function')",
+            "The config is saved, but cannot be loaded again: %s. Describe a function or class as an argument by "
+            "LazyCall(trainkit.utils.registry.locate)(name='package.module.function')",
             "; ".join(f"{key} is {name_of(value)}" for key, value in others),
         )
     return dump_yaml(_with_names(plain), sort_keys=False)
@@ -182,7 +182,7 @@ def _check_key(cfg: Any, names: Sequence[str], *, may_be_new: bool) -> None:
                 f"there is no {'.'.join(names[: i + 1])!r}; {_nearest(name, node)} (new keys: +{key}=...)"
             )
         else:
-            _logger.warning("%s is taken for a new key; write +%s to say that it is one", key, key)
+            _logger.warning("%s is used as a new key; write +%s if this is what you mean", key, key)
             return
 
 

@@ -25,7 +25,7 @@ LENGTH_KEYS = frozenset(
     }
 )
 """Keys of a config that take iterations or epochs."""
-ENTRY_KEYS = ("HOOKS", "SOLVER.SCHEDULES")  # lists of entries, in which every text such as "3ep" is a length
+ENTRY_KEYS = ("HOOKS", "SOLVER.SCHEDULES")  # lists of entries; every text such as "3ep" in them is a length
 LENGTH_FORMS = 'iterations (an int, such as 500) or epochs (such as "3ep" or "0.5ep")'
 
 _EPOCHS = re.compile(r"(\d+(?:\.\d+)?)ep")
@@ -39,15 +39,15 @@ class Epochs:
     count: float
 
     def to_iters(self, iters_per_epoch: int) -> int:
-        """The nearest number of iterations, at least 1 unless ``count`` is 0; as a period it is not rounded before."""
+        """The nearest number of iterations, at least 1 unless ``count`` is 0. A period in epochs keeps its fraction."""
         return whole_or_rounded(Fraction(str(self.count)) * exact(iters_per_epoch))
 
 
 def parse_length(value: object) -> int | Epochs:
-    """Read one length; an int is a number of iterations and comes back as it is.
+    """Read one length; a number of iterations is returned as it is.
 
     Raises:
-        ConfigError: ``value`` is neither an int (a bool is none) nor an epoch string.
+        ConfigError: ``value`` is neither an int (a bool does not count) nor a text such as "3ep".
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return int(value)
@@ -58,10 +58,10 @@ def parse_length(value: object) -> int | Epochs:
 
 
 def resolve_lengths(cfg: _Cfg, iters_per_epoch: int | None) -> _Cfg:
-    """A copy of ``cfg``, frozen if ``cfg`` is, whose lengths are all in iterations.
+    """A copy of ``cfg`` with all lengths in iterations; frozen if ``cfg`` is.
 
     Args:
-        iters_per_epoch: iterations in which the training data is seen once; None for data without a length.
+        iters_per_epoch: iterations per pass over the training data; None if the data has no length.
 
     Raises:
         ConfigError: a length is malformed, or in epochs while ``iters_per_epoch`` is None.
@@ -75,13 +75,13 @@ def resolve_lengths(cfg: _Cfg, iters_per_epoch: int | None) -> _Cfg:
         node: Any = resolved
         for parent in parents:
             node = node.get(parent, {})
-        if name in node:  # an item can be assigned in a frozen node as well, so the copy need not be thawed
+        if name in node:  # items of a frozen node can be assigned, so the copy need not be defrosted
             node[name] = _resolve(full_key, node[name], iters_per_epoch, only_lengths=full_key in LENGTH_KEYS)
     return resolved
 
 
 def _resolve(where: str, value: Any, iters_per_epoch: int | None, *, only_lengths: bool) -> Any:
-    """Replace each length in a value; other values are errors if ``only_lengths``, else they stay."""
+    """Replace each length in a value; if ``only_lengths``, other values are errors."""
     options: Any = {"iters_per_epoch": iters_per_epoch, "only_lengths": only_lengths}
     if isinstance(value, Mapping):
         return {key: _resolve(f"{where}.{key}", item, **options) for key, item in value.items()}

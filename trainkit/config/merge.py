@@ -1,4 +1,4 @@
-"""Merging into a config node: which keys and values fit, and what an error says."""
+"""Merge values into a config node, with checks and error messages."""
 
 import ast
 import difflib
@@ -19,27 +19,27 @@ _ACCEPTED = {bool: "True or False", int: "an int", float: "a float or an int", s
 
 
 def untyped_keys(node: _FvcoreCfgNode) -> set[str]:
-    """Names of the keys of a node whose type nothing declares."""
+    """Names of the keys without a declared type."""
     return node.__dict__.setdefault(_UNTYPED, set())
 
 
 def parse_literal(text: str) -> Any:
-    """A Python literal, a list or node in YAML, one of YAML's words for True, False and None, or else the text."""
+    """A Python literal, a list or node in YAML, YAML's true, false and null, or else the text itself."""
     if text.lower() in _YAML_WORDS:
         return _YAML_WORDS[text.lower()]
     try:
         value = ast.literal_eval(text.strip())
-        str(value)  # of an int with thousands of digits, such as 0xfff..., that Python does not write
+        str(value)  # raises for an int with thousands of digits, such as 0xfff..., which Python cannot write
         return value
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return parse_flow(text)
 
 
 def merge_node(node: _FvcoreCfgNode, other: Mapping[str, Any], root: _FvcoreCfgNode, prefix: str) -> None:
-    """Merge a mapping into the node of ``root`` whose full key is ``prefix`` (with its dot); stops at the first error.
+    """Merge a mapping into the node of ``root`` whose full key is ``prefix`` (with its dot); stop at the first error.
 
     Raises:
-        ConfigError: a key or value does not fit.
+        ConfigError: a key or value is wrong.
     """
     for name, value in other.items():
         full_key = f"{prefix}{name}"
@@ -59,7 +59,7 @@ def merge_node(node: _FvcoreCfgNode, other: Mapping[str, Any], root: _FvcoreCfgN
             coerced = _coerce(full_key, value, old)
             if full_key != "VERSION":
                 node[name] = coerced
-            elif value not in (old, 2):  # 2: detectron2's, whose keys mean the same here
+            elif value not in (old, 2):  # 2: detectron2's version, whose keys mean the same here
                 raise ConfigError(f"this config is of VERSION {value}, and VERSION {old} is read here; update its keys")
 
 
@@ -78,7 +78,7 @@ def _check_new_key(node: _FvcoreCfgNode, name: object, value: object, root: _Fvc
         except KeyError as error:
             raise UnknownKeyError(error.args[0]) from None
     if not node.is_new_allowed():
-        while isinstance(value, Mapping) and value:  # the innermost key says best what was meant
+        while isinstance(value, Mapping) and value:  # the innermost key shows best what was meant
             name, value = next(iter(value.items()))
             full_key = f"{full_key}.{name}"
         known = {key.upper(): key for key, is_node in _full_keys(root) if is_node == isinstance(value, Mapping)}
@@ -88,7 +88,7 @@ def _check_new_key(node: _FvcoreCfgNode, name: object, value: object, root: _Fvc
 
 
 def _full_keys(node: _FvcoreCfgNode, prefix: str = "") -> Iterator[tuple[str, bool]]:
-    """(full key, is it a node) of everything below a node."""
+    """(full key, whether it is a node) of everything below a node."""
     for name, value in node.items():
         is_node = isinstance(value, _FvcoreCfgNode)
         yield f"{prefix}{name}", is_node
@@ -97,10 +97,10 @@ def _full_keys(node: _FvcoreCfgNode, prefix: str = "") -> Iterator[tuple[str, bo
 
 
 def _coerce(full_key: str, value: object, old: object) -> object:
-    """``value`` as the type of ``old``."""
+    """Convert ``value`` to the type of ``old``."""
     is_list = isinstance(old, list | tuple)
     if is_list and isinstance(value, str):
-        literal = parse_literal(value)  # YAML has no tuples, so (1, 2) in a file is text; configs of detectron2 use it
+        literal = parse_literal(value)  # YAML has no tuples, so (1, 2) is text; detectron2 configs use it
         value = literal if isinstance(literal, list | tuple) else value
     if full_key in LENGTH_KEYS:
         if is_list != isinstance(value, list | tuple):
@@ -127,7 +127,7 @@ def _coerce(full_key: str, value: object, old: object) -> object:
 
 
 def _new_value(full_key: str, value: object, root: _FvcoreCfgNode) -> object:
-    """A value whose type nothing declares; a mapping becomes a node, which takes new keys as its parent does."""
+    """Convert a value without a declared type; a mapping becomes a node that takes new keys."""
     if not isinstance(value, Mapping):
         return plain_value(full_key, value)
     node = type(root)(new_allowed=True)
@@ -136,7 +136,7 @@ def _new_value(full_key: str, value: object, root: _FvcoreCfgNode) -> object:
 
 
 def plain_value(full_key: str, value: object) -> Any:
-    """A copy made of exactly the types that YAML gives back, so that a dump can be read as an equal config."""
+    """A copy that has only the types that YAML reads, so that a dump can be read as an equal config."""
     if isinstance(value, Mapping):
         return {key: plain_value(f"{full_key}.{key}", item) for key, item in value.items()}
     if isinstance(value, list | tuple):

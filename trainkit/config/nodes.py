@@ -1,4 +1,4 @@
-"""Nodes of a `LazyConfig`: those of omegaconf, an optional package, and what they look like as plain Python."""
+"""Nodes of a `LazyConfig`, which are omegaconf's (an optional package), and their form as plain Python."""
 
 import dataclasses
 import functools
@@ -9,22 +9,22 @@ from typing import Any
 from trainkit.config.errors import ConfigError
 from trainkit.utils.registry import locate
 
-TARGET = "_target_"  # in a node that describes a call: what is called
+TARGET = "_target_"  # in a node that describes a call: the callable
 
 
 def is_node(value: Any) -> bool:
-    """Whether it is a node, or a dict that can become one."""
+    """Whether ``value`` is a node, or a dict that can become one."""
     return isinstance(value, dict) or bool(_omegaconf().OmegaConf.is_config(value))
 
 
 def to_node(value: Any, where: str) -> Any:
-    """A node of what a dict, a list or another node holds, in the form of `to_plain`.
+    """Make a node from a dict, a list or another node, with values as in `to_plain`.
 
     Args:
-        where: what errors call it, such as the name of its file.
+        where: the name in errors, such as the file.
 
     Raises:
-        ConfigError: a value cannot stand in a node.
+        ConfigError: a node cannot hold a value.
     """
     omegaconf = _omegaconf()
     try:
@@ -39,9 +39,9 @@ def to_plain(value: Any, key: str = "", *, resolve: bool = False, paths: bool = 
     """Nodes as dicts, lists and tuples as lists, dataclasses as the calls that make them.
 
     Args:
-        key: where ``value`` stands.
-        paths: whether each target is given by its dotted path, if it has one. Classes of dataclasses, dicts and lists
-            always are: omegaconf takes them for instances.
+        key: the place of ``value``, for errors.
+        paths: give each target by its dotted path, if it has one. Classes of dataclasses, dicts and lists always are,
+            since omegaconf takes them for instances.
 
     Raises:
         ConfigError: a reference is wrong; a value is the class of a dataclass, which omegaconf takes for an instance.
@@ -75,10 +75,10 @@ def _plain_target(target: Any, key: str, paths: bool) -> Any:
 
 
 def to_container(value: Any, *, resolve: bool) -> Any:
-    """A node as dicts, lists and tuples; everything else as it is.
+    """A node as dicts, lists and tuples; any other value as it is.
 
     Args:
-        resolve: whether references give what they refer to; then a value that is still missing is an error as well.
+        resolve: replace references by their values; a missing value is then an error.
 
     Raises:
         ConfigError: a reference is wrong.
@@ -87,7 +87,7 @@ def to_container(value: Any, *, resolve: bool) -> Any:
     if not omegaconf.OmegaConf.is_config(value):
         return value
     try:
-        mode = omegaconf.SCMode.INSTANTIATE  # dataclasses stay what they are
+        mode = omegaconf.SCMode.INSTANTIATE  # keeps dataclasses
         container = omegaconf.OmegaConf.to_container
         return container(value, resolve=resolve, throw_on_missing=resolve, structured_config_mode=mode)
     except omegaconf.errors.OmegaConfBaseException as error:
@@ -95,7 +95,7 @@ def to_container(value: Any, *, resolve: bool) -> Any:
 
 
 def update(cfg: Any, key: str, value: Any) -> None:
-    """Set what stands under a dotted key, or merge a dict into a node there."""
+    """Set the value of a dotted key, or merge a dict into the node there."""
     _omegaconf().OmegaConf.update(cfg, key, to_plain(value), merge=True)
 
 
@@ -109,14 +109,14 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def name_of(target: Any) -> str:
-    """What errors call a target."""
+    """The name of a target in errors."""
     if isinstance(target, str):
         return target
     return f"{target.__module__}.{target.__qualname__}" if hasattr(target, "__qualname__") else repr(target)
 
 
 def _path_of(target: Any) -> Any:
-    """The dotted path under which ``target`` is found, or itself."""
+    """The dotted path of ``target``; itself if there is none."""
     if not hasattr(target, "__qualname__"):
         return target
     try:
@@ -128,7 +128,7 @@ def _path_of(target: Any) -> Any:
 def _omegaconf() -> Any:
     """
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: omegaconf is not installed.
     """
     try:
         return importlib.import_module("omegaconf")

@@ -13,13 +13,13 @@ from trainkit.config.nodes import to_node
 
 
 def run_file(path: str, importing: tuple[str, ...] = ()) -> ModuleType:
-    """Run a config file in a module of its own, which nobody else finds.
+    """Run a config file as a separate module, which is not in ``sys.modules``.
 
     Args:
-        importing: the files that are being run, each of which imports the next one.
+        importing: the chain of files being run, each of which imports the next one.
 
     Raises:
-        ConfigError: the file cannot be read, or imports itself. What its code raises is passed on.
+        ConfigError: the file cannot be read, or imports itself. Errors of its code are not changed.
     """
     chain = (*importing, os.path.realpath(path))
     if chain[-1] in importing:
@@ -29,7 +29,7 @@ def run_file(path: str, importing: tuple[str, ...] = ()) -> ModuleType:
     except OSError as error:
         raise ConfigError(f"cannot read the config file {path!r}: {error.strerror}") from error
     module = ModuleType(f"<config {path}>")
-    # An import statement calls the __import__ of the namespace that it stands in: this reaches no other code.
+    # An import statement calls __import__ of its own namespace: this changes no other code
     own_builtins = {**vars(builtins), "__import__": partial(_import, path, chain)}
     vars(module).update(__file__=path, __builtins__=own_builtins)
     exec(compile(source, path, "exec", dont_inherit=True), vars(module))
@@ -45,7 +45,7 @@ def _import(
     fromlist: Sequence[str] | None = (),
     level: int = 0,
 ) -> Any:
-    """What an import statement of the config file ``path`` does; a relative one runs the file that it names."""
+    """The import statement of the config file ``path``; a relative import runs the named file."""
     if level == 0:
         return builtins.__import__(name, globals, locals, fromlist or (), level)
     folder = os.path.join(os.path.dirname(path), *[os.pardir] * (level - 1))

@@ -1,4 +1,4 @@
-"""A config for another number of workers, or another batch size, than the one it was made for."""
+"""Adapt a config to another number of workers or another batch size."""
 
 import logging
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ _SCHEDULE_LENGTHS = {"BEGIN", "END", "LENGTH", "STEP_SIZE", "MILESTONES", "PERIO
 
 
 def optimizer_argument(solver: CfgNode, name: str) -> tuple[str, Any]:
-    """The key that gives an argument of the optimizer, and its value: one of SOLVER.OPTIMIZER wins over one of SOLVER.
+    """The key and the value of an optimizer argument: SOLVER.OPTIMIZER wins over SOLVER.
 
     Args:
         name: such as LR, which SOLVER calls BASE_LR.
@@ -26,16 +26,16 @@ def optimizer_argument(solver: CfgNode, name: str) -> tuple[str, Any]:
 
 
 def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
-    """Adapt a config that was made for SOLVER.REFERENCE_WORLD_SIZE ranks to another number of them.
+    """Adapt a config for SOLVER.REFERENCE_WORLD_SIZE ranks to another number of ranks.
 
-    Batch size and learning rate are multiplied by the ratio of the numbers, lengths and periods in iterations are
-    divided by it (lengths in epochs are right as they are): the linear scaling rule of Goyal et al.,
-    "Accurate, Large Minibatch SGD". In SOLVER.SCHEDULES that goes for what trainkit's own schedules take. Inactive if
-    the reference is 0 or the number itself. A default WARMUP_ITERS gets no longer than the run; it stays as it is if
-    the run is given in epochs.
+    With r the ratio of the numbers, batch size and learning rate are multiplied by r, and lengths and periods in
+    iterations are divided by r (lengths in epochs stay): the linear scaling rule of Goyal et al., "Accurate, Large
+    Minibatch SGD". In SOLVER.SCHEDULES this covers the arguments of trainkit's own schedules. Nothing changes if the
+    reference is 0 or equals ``num_workers``. A default WARMUP_ITERS is limited to the length of the run; it stays if
+    that length is in epochs.
 
     Returns:
-        ``cfg`` itself if inactive, else a changed copy, whose reference is ``num_workers``.
+        ``cfg`` itself if nothing changes, else a changed copy with ``num_workers`` as reference.
     """
     reference = cfg.SOLVER.REFERENCE_WORLD_SIZE
     if reference in (0, num_workers):
@@ -59,7 +59,7 @@ def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
         _scale_lr(solver, scale)
         for key in ("MAX_ITER", "WARMUP_ITERS", "STEPS", "CHECKPOINT_PERIOD"):
             solver[key] = shorter(solver[key])
-        if warmup_iters == get_cfg().SOLVER.WARMUP_ITERS:  # nobody has chosen it for this run
+        if warmup_iters == get_cfg().SOLVER.WARMUP_ITERS:  # the user has not chosen it
             if not isinstance(solver.MAX_ITER, str):
                 warmup_iters = min(solver.WARMUP_ITERS, solver.MAX_ITER - solver.RESCALE_INTERVAL)
             solver.WARMUP_ITERS = warmup_iters
@@ -67,7 +67,7 @@ def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
             for key, value in entry.items():
                 if key in _SCHEDULE_LENGTHS:
                     entry[key] = shorter(value)
-                elif key == "GAMMA" and entry["NAME"] == "Exponential":  # that of one iteration
+                elif key == "GAMMA" and entry["NAME"] == "Exponential":  # a factor per iteration
                     entry[key] = value**scale
         cfg.TEST.EVAL_PERIOD = shorter(cfg.TEST.EVAL_PERIOD)
         solver.REFERENCE_WORLD_SIZE = num_workers
@@ -79,13 +79,13 @@ def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
 
 
 def scale_lr_to_batch(cfg: CfgNode) -> CfgNode:
-    """Adapt learning rates that were made for SOLVER.REFERENCE_BATCH_SIZE samples per iteration to those there are.
+    """Multiply learning rates by the ratio of the samples per iteration to SOLVER.REFERENCE_BATCH_SIZE.
 
-    They are multiplied by IMS_PER_BATCH * ACCUMULATION_STEPS / REFERENCE_BATCH_SIZE (IMS_PER_BATCH is over all ranks);
-    nothing else changes. Inactive if the reference is 0 or the number itself.
+    Samples per iteration are IMS_PER_BATCH (over all ranks) * ACCUMULATION_STEPS. Nothing changes if the reference is 0
+    or equals this number.
 
     Returns:
-        ``cfg`` itself if inactive, else a changed copy, whose reference is the number there is.
+        ``cfg`` itself if nothing changes, else a changed copy with this number as reference.
     """
     reference, batch_size = cfg.SOLVER.REFERENCE_BATCH_SIZE, cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATION_STEPS
     if reference in (0, batch_size):
@@ -101,11 +101,11 @@ def scale_lr_to_batch(cfg: CfgNode) -> CfgNode:
 
 
 def split_batch(cfg: CfgNode, num_workers: int, present: int) -> CfgNode:
-    """Divide the batch of an iteration that was divided for ``num_workers`` ranks over ``present`` ones.
+    """Divide the batch of an iteration, made for ``num_workers`` ranks, over ``present`` ranks.
 
-    Each rank gets as many samples per forward as before, and ACCUMULATION_STEPS makes up for the ranks, so that
-    IMS_PER_BATCH * ACCUMULATION_STEPS stays as it is, and learning rates and lengths with it. Where that does not come
-    out even, both stay as they are. Inactive if the numbers are equal.
+    Each rank keeps its samples per forward pass, and ACCUMULATION_STEPS changes, so that IMS_PER_BATCH *
+    ACCUMULATION_STEPS, learning rates and lengths stay. If that does not divide evenly, IMS_PER_BATCH and
+    ACCUMULATION_STEPS are chosen differently, with the same product.
 
     Returns:
         ``cfg`` itself if nothing changes, else a changed copy.
@@ -125,7 +125,7 @@ def split_batch(cfg: CfgNode, num_workers: int, present: int) -> CfgNode:
             raise ConfigError(
                 f"this run started with {num_workers} processes, and {present} cannot share its {samples} samples per "
                 f"iteration (SOLVER.IMS_PER_BATCH {solver.IMS_PER_BATCH}, ACCUMULATION_STEPS "
-                f"{solver.ACCUMULATION_STEPS}); go on with {', '.join(map(str, fitting))} processes, or set another "
+                f"{solver.ACCUMULATION_STEPS}); use {', '.join(map(str, fitting))} processes, or set another "
                 "SOLVER.IMS_PER_BATCH"
             )
     logger.warning(
@@ -143,7 +143,7 @@ def split_batch(cfg: CfgNode, num_workers: int, present: int) -> CfgNode:
 
 @contextmanager
 def _changed(cfg: CfgNode) -> Iterator[CfgNode]:
-    """A copy that can be changed inside, and is frozen afterwards if ``cfg`` is."""
+    """A copy that can be changed inside; it is frozen afterwards if ``cfg`` is."""
     copy = cfg.clone()
     copy.defrost()
     yield copy

@@ -1,4 +1,4 @@
-"""Config files: YAML that cannot run code, ``_BASE_`` and ``_DELETE_``."""
+"""Config files: YAML that cannot run code, with ``_BASE_`` and ``_DELETE_``."""
 
 import os
 import re
@@ -10,25 +10,22 @@ from trainkit.config.arithmetic import evaluate_arithmetic
 from trainkit.config.errors import ConfigError
 
 BASE_KEY = "_BASE_"  # at the top of a file: the file or files it inherits from
-DELETE_KEY = "_DELETE_"  # in a node of a file: forget what the inherited files said about this node
+DELETE_KEY = "_DELETE_"  # in a node of a file: ignore the inherited files for this node
 
-# Limits that no sane config meets: a few lines with aliases can stand for billions of values.
-_MAX_VALUES = 50_000  # of a file, with its aliases written out
+# Limits beyond any real config: with aliases, a few lines can stand for billions of values.
+_MAX_VALUES = 50_000  # of a file, with aliases expanded
 _MAX_DEPTH = 100
 _MAX_DIGITS = 100
-_MAX_FILES = 100  # that a file inherits from, each as often as it is named
+_MAX_FILES = 100  # that a file inherits from, counted each time they are named
 
 _EXPONENT = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+\Z")
 _EXPONENT_START = list("-+.0123456789")
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain values only, within limits, and refuses a key that stands twice in a node.
+    """Reads plain values only, within limits, and refuses a key that is twice in a node (PyYAML uses the last one)."""
 
-    PyYAML lets the last of two such keys win silently.
-    """
-
-    _depth = 0  # of the node that is being read
+    _depth = 0  # of the current node
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node:
         if self._depth >= _MAX_DEPTH:
@@ -41,7 +38,7 @@ class _Loader(yaml.SafeLoader):
     def get_single_data(self) -> Any:
         root = self.get_single_node()
         num_values, pending = 1, [(root, 1)] if root is not None else []
-        while pending:  # with aliases written out
+        while pending:  # with aliases expanded
             node, depth = pending.pop()
             if depth > _MAX_DEPTH:
                 raise _too_deep(node.start_mark)
@@ -55,7 +52,7 @@ class _Loader(yaml.SafeLoader):
         return None if root is None else self.construct_document(root)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # Here, because a merge ("<<") repeats keys rightfully and is resolved only later.
+        # Check here, because a merge ("<<"), which is resolved later, may repeat keys.
         node = super().compose_mapping_node(anchor)
         seen = set()
         for key_node, _ in node.value:
@@ -84,7 +81,7 @@ def _error(problem: str, mark: Any) -> yaml.MarkedYAMLError:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what ``_Loader`` reads back as the same value."""
+    """Writes YAML that ``_Loader`` reads back as the same values."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -102,7 +99,7 @@ _Dumper.add_representer(CodeName, _represent_code)
 
 
 def _construct_arithmetic(loader: _Loader, node: yaml.Node) -> Any:
-    """``!!python/object/apply:eval ["2 ** 0.5"]``, as configs of detectron2 have it; nothing is called."""
+    """``!!python/object/apply:eval ["2 ** 0.5"]``, as in detectron2 configs; no code is run."""
     texts = loader.construct_sequence(node) if isinstance(node, yaml.SequenceNode) else []
     if len(texts) != 1 or not isinstance(texts[0], str):
         raise _error('eval takes one text in a list, such as ["2 * 3"]; write it so', node.start_mark)
@@ -114,13 +111,13 @@ def _construct_arithmetic(loader: _Loader, node: yaml.Node) -> Any:
 
 _Loader.add_constructor("tag:yaml.org,2002:python/object/apply:eval", _construct_arithmetic)
 
-# YAML 1.1 takes 1e-3 for text, because it has no dot and no sign; a text of that form is then written with quotes.
+# YAML 1.1 reads 1e-3 as text, because it has no dot and no sign; a text of that form is written with quotes.
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, _EXPONENT_START)
 
 
 def parse_flow(text: str) -> Any:
-    """A list or a node that is written in one line, such as ``[{NAME: EMAHook, DECAY: 0.999}]``; else the text."""
+    """A list or node written in one line, such as ``[{NAME: EMAHook, DECAY: 0.999}]``; else the text."""
     if not text.lstrip().startswith(("[", "{")):
         return text
     try:
@@ -133,7 +130,7 @@ def load_yaml(stream: str | IO[str], name: str) -> dict[str, Any]:
     """Read one YAML mapping; an empty document is ``{}``.
 
     Args:
-        name: what errors call the text, such as its file name.
+        name: the name in errors, such as the file.
 
     Raises:
         ConfigError: invalid YAML (with its line), a tag that names code, or a top level that is no mapping.
@@ -160,18 +157,18 @@ def load_yaml(stream: str | IO[str], name: str) -> dict[str, Any]:
 
 
 def dump_yaml(content: dict[str, Any], **kwargs: Any) -> str:
-    """Write ``content`` so that ``load_yaml`` gives it back; ``kwargs`` are those of ``yaml.dump``."""
+    """Write ``content`` so that ``load_yaml`` reads it back; ``kwargs`` are those of ``yaml.dump``."""
     return yaml.dump(content, Dumper=_Dumper, **kwargs)
 
 
 def read_layers(filename: str | os.PathLike[str]) -> list[tuple[str, dict[str, Any]]]:
-    """Read a config file and all it inherits from.
+    """Read a config file and all files that it inherits from.
 
     Returns:
-        (path, content) of each file, inherited ones first, without ``_BASE_``; ``overlay`` puts them together.
+        (path, content) of each file, inherited ones first, without ``_BASE_``; ``overlay`` merges them.
 
     Raises:
-        ConfigError: a file is missing, cannot be read as YAML, or inherits from itself.
+        ConfigError: a file is missing, is no YAML, or inherits from itself.
     """
     layers: list[tuple[str, dict[str, Any]]] = []
     _read_layers(os.path.expanduser(filename), [], layers)
@@ -179,7 +176,7 @@ def read_layers(filename: str | os.PathLike[str]) -> list[tuple[str, dict[str, A
 
 
 def overlay(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
-    """Merge the nodes of ``top`` into those of ``base``, or replace them where ``_DELETE_`` is True."""
+    """Merge the nodes of ``top`` into those of ``base``; a node with ``_DELETE_`` True replaces the old one."""
     merged = {} if top.get(DELETE_KEY) else dict(base)
     for key, value in top.items():
         if isinstance(value, dict):
@@ -191,7 +188,7 @@ def overlay(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_layers(path: str, chain: list[str], layers: list[tuple[str, dict[str, Any]]]) -> None:
-    """Add a file to ``layers``, after those that it inherits from; ``chain``: those that inherit from it."""
+    """Add a file to ``layers``, after the files that it inherits from; ``chain``: the files that inherit from it."""
     real = os.path.realpath(path)
     if real in map(os.path.realpath, chain):
         raise ConfigError(f"{BASE_KEY} goes in a circle; leave out one of these: {' -> '.join([*chain, path])}")
@@ -217,7 +214,7 @@ def _bases(value: object, path: str) -> list[str]:
 
 
 def _check_marks(value: Any, name: str, prefix: str) -> None:
-    """Refuse a mark that means nothing."""
+    """Refuse a ``_DELETE_`` whose value is no bool."""
     if not isinstance(value, dict | list):
         return
     for key, item in value.items() if isinstance(value, dict) else enumerate(value):

@@ -20,22 +20,22 @@ _GAMMA = {"annealing": 100.0, "warmup": 2000.0, "mmcv": 100.0}
 
 
 class AveragingRule:
-    """How much the new weights count when their average is updated: ``average += weight * (new - average)``.
+    """The weight of the new values in an average: ``average += weight * (new - average)``.
 
-    The first update copies. Of the later ones, each ``interval``-th changes the average, and all count as steps. With
-    ``m = 1 - decay``, which OpenMMLab calls momentum, and ``steps`` updates before this one, the weight is
+    The first update copies. Of the later ones, only each ``interval``-th changes the average, but all count as steps.
+    With ``m = 1 - decay`` (momentum in OpenMMLab) and ``steps`` updates before this one, the weight is
 
     - "exponential": ``m``;
     - "annealing": ``max(m, gamma / (gamma + steps))``, OpenMMLab's ``MomentumAnnealingEMA``;
     - "warmup": ``m + (1 - m) * exp(-(1 + steps) / gamma)``, mmdet's ``ExpMomentumEMA``;
-    - "mean": ``1 / (1 + steps // interval)``, so that all count the same: SWA, https://arxiv.org/abs/1803.05407;
-    - "mmcv": ``min(m ** interval, (1 + steps) / (gamma + steps))``, as in mmcv 1.x, where ``gamma`` is ``warm_up``. It
-      has no effect at a usual ``m``; for a warm-up take "warmup" or "annealing".
+    - "mean": ``1 / (1 + steps // interval)``, the plain mean: SWA, https://arxiv.org/abs/1803.05407;
+    - "mmcv": ``min(m ** interval, (1 + steps) / (gamma + steps))``, as in mmcv 1.x, where ``gamma`` is ``warm_up``.
+    With a usual ``m`` this is not a warm-up; use "warmup" or "annealing" for one.
 
     Args:
-        decay: how much the old average counts, from 0 to below 1; default is 0.999. "mean" has none.
-        gamma: for about how many updates the start lasts; default is 2000 for "warmup" and 100 for "annealing" and
-            "mmcv". The others have none.
+        decay: weight of the old average, from 0 to below 1; default is 0.999. Not for "mean".
+        gamma: about the number of updates that the start lasts; default is 2000 for "warmup" and 100 for "annealing"
+            and "mmcv". Not for the others.
 
     Raises:
         ValueError: an argument is not accepted.
@@ -51,7 +51,7 @@ class AveragingRule:
         if kind not in _KINDS:
             raise ValueError(f"kind must be one of {', '.join(_KINDS)}; got {kind!r}")
         if decay is not None and kind == "mean":
-            raise ValueError(f'decay is {decay!r}, but kind is "mean", which has none; leave out one of the two')
+            raise ValueError(f'decay is {decay!r}, but kind "mean" has no decay; leave out one of the two')
         if gamma is not None and kind not in _GAMMA:
             raise ValueError(
                 f'gamma is {gamma!r}, but kind "{kind}" has none; leave it out, or use {", ".join(_GAMMA)}'
@@ -67,7 +67,7 @@ class AveragingRule:
         self._kind, self._least, self._gamma, self._interval = kind, 1 - decay, gamma, interval
 
     def weight(self, steps: int) -> float:
-        """How much the new weights count after ``steps`` updates: 1 copies them, 0 leaves the average as it is."""
+        """The weight after ``steps`` updates: 1 copies the new values, 0 keeps the average."""
         if steps == 0:
             return 1.0
         if steps % self._interval != 0:
@@ -86,16 +86,15 @@ class AveragingRule:
 class ModelAverage:
     """A running average of ``model``, in a copy of it; of a sharded model each rank averages its shards.
 
-    Parameters are averaged, buffers too if ``average_buffers``; buffers are copied otherwise, and so is whatever holds
-    no floating-point numbers. Buffers that are not part of a state dict stay those of the copy. Nothing waits for the
-    device.
+    Parameters are averaged; buffers are averaged if ``average_buffers``, else copied. Tensors that are not
+    floating-point are copied. Non-persistent buffers of the copy are never changed. Nothing waits for the device.
 
     Attributes:
-        module: the copy, in eval mode. Its tensors are the average. What requires grad in the model does so in it: an
-            evaluation of losses tells by that which are minimized. A sharded model cannot be copied, so this is the
-            model itself, which holds the average inside ``standing_in`` only.
-        stands_in: whether the model holds the average at the moment instead of its own weights.
-        steps: updates so far.
+        module: the copy, in eval mode; its tensors are the average, with the ``requires_grad`` of the model, so that an
+            evaluation of losses knows which are minimized. For a sharded model, which cannot be copied, this is the
+            model itself, and it holds the average only inside ``standing_in``.
+        stands_in: whether a sharded model holds the average now.
+        steps: number of updates so far.
 
     Raises:
         TypeError: the model cannot be copied.
@@ -108,14 +107,14 @@ class ModelAverage:
             averages = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         else:
             self.module = model
-            # keep_vars: what modules share is one tensor, and has one average
+            # keep_vars: a tensor that modules share gets one average
             own = model.state_dict(keep_vars=True)
             once = {id(tensor): tensor.detach().clone() for tensor in own.values()}
             averages = self._shards = {name: once[id(tensor)] for name, tensor in own.items()}
         self.stands_in = False
         self.steps = 0
         self._model, self._rule, self._average_buffers = model, rule, average_buffers
-        # (averages, sources), each pair of one device and dtype, for which one foreach call suffices
+        # (averages, sources): one foreach call for all tensors of one device and dtype
         self._groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         for name, source in model.named_parameters():
             self._add(averages[name], source.detach(), True)
@@ -124,7 +123,7 @@ class ModelAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights that the model has now."""
+        """Update the average with the model's current weights."""
         weight = self._rule.weight(self.steps)
         self.steps += 1
         self._find_buffers()
@@ -137,28 +136,25 @@ class ModelAverage:
 
     @torch.no_grad()
     def copy(self) -> None:
-        """Take what is copied and not averaged as the model has it now, which may be later than its last update.
-
-        With the buffers that the model has made since.
-        """
+        """Copy the tensors that are not averaged again, with buffers that the model has created since then."""
         self._follow_buffers()
         self._find_buffers()
         _copy_all(self._copied)
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Be a copy of the model as it is now, without any update so far."""
+        """Make the average a copy of the model's current weights, with 0 updates."""
         self.steps = 0
         self._find_buffers()
         _copy_all([*self._averaged, *self._copied])
 
     def state_dict(self) -> dict[str, Any]:
-        """The average: that of a module."""
+        """The averaged tensors, under the names of the model's state dict."""
         return self._shards or self.module.state_dict()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Be the average that gave ``state_dict``, which may be that of a model with other shards, or none."""
+        """Load an average, which may be of a model with other shards or none."""
         if not self._shards:
             self.module.load_state_dict(state_dict, strict=False)
         for name, average in self._shards.items():
@@ -166,10 +162,7 @@ class ModelAverage:
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Inside, ``module`` holds the average; needed for a sharded model, which has its own weights back after it.
-
-        Every rank enters it.
-        """
+        """Context in which ``module`` holds the average; changes only a sharded model. Every rank enters it."""
         if not self._shards:
             yield
             return
@@ -194,7 +187,7 @@ class ModelAverage:
         return sources
 
     def _follow_buffers(self, averages: Mapping[str, Tensor] | None = None) -> None:
-        """Of all buffers of the model that are not followed yet; ``averages``: by name, else they are made."""
+        """Add all new buffers of the model; ``averages``: name -> its average, else a new one is made."""
         for path, buffer in self._model.named_buffers():
             owner_path, _, name = path.rpartition(".")
             owner = self._model.get_submodule(owner_path)
@@ -211,7 +204,7 @@ class ModelAverage:
         self._copied = [group for (averaged, _, _), group in self._groups.items() if not averaged]
 
     def _find_buffers(self) -> None:
-        # parameters stay the same tensors, but a model may well put a new tensor in the place of a buffer
+        # a model may replace a buffer by a new tensor; parameters stay the same tensors
         for sources, i, buffers, name in self._buffers.values():
             sources[i] = buffers[name]
 
@@ -226,6 +219,6 @@ def _copy_of(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model)
     except Exception as error:
         raise TypeError(
-            f"{type(model).__name__} cannot be copied, which its average needs ({type(error).__name__}: {error}). Keep "
-            "open files, locks and tensors with a gradient history out of its attributes, or give it a __deepcopy__"
+            f"{type(model).__name__} cannot be copied, as EMAHook needs ({type(error).__name__}: {error}). Remove "
+            "open files, locks and tensors with a gradient history from its attributes, or give it a __deepcopy__"
         ) from error

@@ -1,4 +1,4 @@
-"""An optimizer from a config."""
+"""Build an optimizer from a config."""
 
 import contextlib
 import inspect
@@ -52,11 +52,11 @@ __all__ = [
 _logger = logging.getLogger(__name__)
 
 OPTIMIZER_REGISTRY = Registry("OPTIMIZER")
-"""Classes and functions that take ``(params, **kwargs)`` and give an optimizer; they win over ``torch.optim``."""
+"""Classes and functions that take ``(params, **kwargs)`` and return an optimizer; preferred over ``torch.optim``."""
 OPTIMIZER_REGISTRY.register(LARS)
 
 PARAM_GROUP_REGISTRY = Registry("PARAM_GROUP")
-"""Functions that take ``(cfg, model)`` and give parameter groups, which the optimizer gets as they are."""
+"""Functions that take ``(cfg, model)`` and return the parameter groups of the optimizer."""
 
 _NODE = "SOLVER.OPTIMIZER"
 _OF_SOLVER = ("MOMENTUM", "NESTEROV", "WEIGHT_DECAY", "WEIGHT_DECAY_NORM", "WEIGHT_DECAY_BIAS")
@@ -64,22 +64,22 @@ _GROUPS = "SOLVER.PARAM_GROUPS"
 
 
 def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
-    """Build the optimizer ``SOLVER.OPTIMIZER.NAME`` over the parameter groups that ``SOLVER.PARAM_GROUPS`` asks for.
+    """Build the optimizer ``SOLVER.OPTIMIZER.NAME`` over the parameter groups of ``SOLVER.PARAM_GROUPS``.
 
-    The other keys of ``SOLVER.OPTIMIZER`` are its constructor arguments in upper case; None means not given. They win
-    over the keys of ``SOLVER``: ``BASE_LR``, and each of ``MOMENTUM``, ``NESTEROV`` and ``WEIGHT_DECAY`` that the
-    optimizer takes, even at its default (so RMSprop has momentum 0.9); likewise keys that your code has added there.
-    Without ``FUSED`` or ``FOREACH``, a class runs in its fused implementation where that works for all parameters, else
-    on an accelerator in its foreach one. With ``SOLVER.CLIP_GRADIENTS`` its ``step()`` clips, see
+    The other keys of ``SOLVER.OPTIMIZER`` are constructor arguments in upper case; None means not given. Arguments that
+    are not given there come from ``SOLVER``: ``BASE_LR``, and ``MOMENTUM``, ``NESTEROV`` and ``WEIGHT_DECAY`` if the
+    optimizer takes them, even at their defaults (so RMSprop gets momentum 0.9); also keys that your code has added to
+    ``SOLVER``. Without ``FUSED`` or ``FOREACH``, the fused implementation is used if it works for all parameters, else,
+    on an accelerator, the foreach one. With ``SOLVER.CLIP_GRADIENTS``, ``step()`` clips, see
     `maybe_add_gradient_clipping`.
 
     Raises:
-        ConfigError: the optimizer or one of its arguments is unknown, or it refuses a value; a key of ``SOLVER`` that
-            it does not take is set, to other than the default and 0; likewise the rules for the groups, see
-            ``ParamRules`` and ``build_layer_decay``; or the model has no trainable parameter.
+        ConfigError: the optimizer or an argument is unknown, or the optimizer refuses a value; a key of ``SOLVER`` that
+            it does not take is set to a value other than its default and 0; the rules for groups are wrong, see
+            ``ParamRules`` and ``build_layer_decay``; the model has no trainable parameter.
     """
     check_is_ours(cfg)
-    if isinstance(cfg.SOLVER.OPTIMIZER, str):  # many who come from detectron2 have made it a name
+    if isinstance(cfg.SOLVER.OPTIMIZER, str):  # many detectron2 users have made it a name
         cfg = CfgNode({**cfg, "SOLVER": {**cfg.SOLVER, "OPTIMIZER": {"NAME": cfg.SOLVER.OPTIMIZER}}})
     factory = _find_optimizer(cfg.SOLVER.OPTIMIZER.NAME)
     arguments = _collect_arguments(cfg, factory)
@@ -179,7 +179,7 @@ def _find_optimizer(name: str) -> Callable[..., Optimizer]:
 
 
 def _collect_arguments(cfg: CfgNode, factory: Callable[..., Optimizer]) -> dict[str, tuple[str, Any]]:
-    """The constructor's arguments by name, each with its key in the config; ``lr`` is always among them."""
+    """argument -> (key in the config, value) for the constructor; always includes ``lr``."""
     solver = cfg.SOLVER
     _, *parameters = inspect.signature(factory).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
@@ -211,16 +211,16 @@ def _taken_of_solver(solver: CfgNode, accepted: Collection[str], takes_any: bool
         ConfigError: a key is set that the optimizer does not take.
     """
     defaults = get_cfg().SOLVER
-    taken = [key for key in solver if key in accepted and key not in defaults]  # of the user's own code
+    taken = [key for key in solver if key in accepted and key not in defaults]  # added by the user's own code
     for key in _OF_SOLVER:
-        argument = key.removesuffix("_NORM").removesuffix("_BIAS")  # without which these mean nothing
+        argument = key.removesuffix("_NORM").removesuffix("_BIAS")  # the other two need weight decay
         is_set = bool(solver[key]) and solver[key] != defaults[key]
         if argument in accepted or (takes_any and (is_set or argument == "WEIGHT_DECAY")):
             taken += [key] if key == argument else []
         elif is_set:
             raise ConfigError(
                 f"SOLVER.{key} is {solver[key]!r}, but {solver.OPTIMIZER.NAME} takes no {argument.lower()}; leave "
-                f"SOLVER.{key} at its default {defaults[key]!r}, which then means nothing, or choose another optimizer"
+                f"SOLVER.{key} at its default {defaults[key]!r}, which then has no effect, or choose another optimizer"
             )
     return taken
 
@@ -228,14 +228,14 @@ def _taken_of_solver(solver: CfgNode, accepted: Collection[str], takes_any: bool
 def _fastest_implementation(
     factory: Callable[..., Optimizer], values: Mapping[str, Any], params: list[Tensor], model: nn.Module
 ) -> dict[str, bool]:
-    """The argument that selects the fused or the foreach implementation; empty for the optimizer's own choice."""
+    """The argument for the fused or foreach implementation; empty if the optimizer shall choose."""
     if not isinstance(factory, type) or "fused" in values or "foreach" in values:
         return {}
     known = inspect.signature(factory).parameters
     on_accelerator = all(param.device.type != "cpu" for param in params)
     for name in ("fused", "foreach") if on_accelerator else ("fused",):
         if name in known:
-            # not ValueError: a wrong value is the caller's to report
+            # not ValueError: the user must see the error of a wrong value
             with contextlib.suppress(RuntimeError, AssertionError):
                 _step_stand_ins(factory, {**values, name: True}, params, model)
                 return {name: True}
@@ -243,7 +243,7 @@ def _fastest_implementation(
 
 
 def _start_late_buffers(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """For a parameter whose first gradient comes after those of others, which torch's fused SGD has no momentum for."""
+    """Give momentum to parameters whose first gradient comes later than others', which torch's fused SGD does not."""
     state, groups = optimizer.state, optimizer.param_groups
     if state and len(state) < sum(len(group["params"]) for group in groups):
         for group in groups:
@@ -259,18 +259,17 @@ def _check_that_it_updates_shards(
     except RuntimeError as error:
         reason, fused = str(error).partition("\n")[0], "without FUSED, or " if values.get("fused") else ""
         raise ConfigError(
-            f"{cfg.SOLVER.OPTIMIZER.NAME} cannot update the shards of MODEL.PARALLEL fsdp ({reason}); take it {fused}"
-            "under MODEL.PARALLEL ddp, or another optimizer, such as AdamW or SGD"
+            f"{cfg.SOLVER.OPTIMIZER.NAME} cannot update the shards of MODEL.PARALLEL fsdp ({reason}); use it "
+            f"{fused}with MODEL.PARALLEL ddp, or choose another optimizer, such as AdamW or SGD"
         ) from error
 
 
 def _step_stand_ins(
     factory: Callable[..., Optimizer], values: Mapping[str, Any], params: Iterable[Tensor], model: nn.Module
 ) -> None:
-    """A step on a stand-in of one element for each kind of parameter; every rank calls it if they are sharded.
+    """Do a step on one small tensor for each kind of parameter; every rank calls it if they are sharded.
 
-    Which optimizer is fused on which device, for which types and options, sharded or not, differs between releases of
-    torch, and torch says so only in the first step.
+    Only the first step tells whether torch supports an implementation for a device, type and option; releases differ.
     """
     sparse = {
         module.weight

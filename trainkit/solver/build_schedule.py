@@ -1,4 +1,4 @@
-"""A learning rate schedule from a config."""
+"""Build a learning-rate schedule from a config."""
 
 import inspect
 import logging
@@ -30,16 +30,16 @@ _EXAMPLE = '{NAME: Linear, END: 500} or {NAME: Cosine, BEGIN: 500, END: "90ep"}'
 
 
 def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
-    """Build ``SOLVER.SCHEDULES`` or else ``SOLVER.LR_SCHEDULER_NAME``; the last value is kept past ``MAX_ITER``.
+    """Build ``SOLVER.SCHEDULES``, or else ``SOLVER.LR_SCHEDULER_NAME``; after ``MAX_ITER`` the last value stays.
 
-    ``SCHEDULES`` is a list as ``build_schedule`` takes it. The names are those of schedules with a warm-up:
-    ``WarmupMultiStepLR`` multiplies by ``GAMMA`` at each of ``STEPS``, ``WarmupCosineLR`` falls to ``BASE_LR_END``, and
-    ``WarmupStepWithFixedGammaLR`` multiplies by ``GAMMA`` at ``NUM_DECAYS`` times that divide the training evenly.
-    All lengths are in iterations; ``trainkit.config.resolve_lengths`` turns epochs into them. ``MAX_ITER`` cuts off
-    ``WARMUP_ITERS`` and ``STEPS`` that are the defaults.
+    ``SCHEDULES`` is a list as for ``build_schedule``. The named schedules have a warm-up: ``WarmupMultiStepLR``
+    multiplies by ``GAMMA`` at each of ``STEPS``, ``WarmupCosineLR`` falls to ``BASE_LR_END``, and
+    ``WarmupStepWithFixedGammaLR`` multiplies by ``GAMMA`` at ``NUM_DECAYS`` evenly spaced times. All lengths are in
+    iterations; ``trainkit.config.resolve_lengths`` converts epochs. Default ``WARMUP_ITERS`` and ``STEPS`` beyond
+    ``MAX_ITER`` are cut off.
 
     Raises:
-        ConfigError: the name is unknown, or a value that the schedule uses is not accepted.
+        ConfigError: the name is unknown, or a value is not accepted.
     """
     check_is_ours(cfg)
     solver = cfg.SOLVER
@@ -50,8 +50,8 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
     if solver.LR_SCHEDULER_NAME not in _SCHEDULES:
         raise unknown_name("SOLVER.LR_SCHEDULER_NAME", solver.LR_SCHEDULER_NAME, "accepted", _SCHEDULES)
     warmup_iters = _iters("SOLVER.WARMUP_ITERS", solver.WARMUP_ITERS, at_least=0)
-    if warmup_iters == get_cfg().SOLVER.WARMUP_ITERS:  # nobody has chosen it for this run
-        warmup_iters = min(warmup_iters, max_iter - solver.RESCALE_INTERVAL)  # which needs an iteration after it
+    if warmup_iters == get_cfg().SOLVER.WARMUP_ITERS:  # the user has not chosen it
+        warmup_iters = min(warmup_iters, max_iter - solver.RESCALE_INTERVAL)  # rescaling needs an iteration after it
     if warmup_iters > max_iter:
         raise ConfigError(
             f"SOLVER.WARMUP_ITERS={warmup_iters} is longer than SOLVER.MAX_ITER={max_iter}; "

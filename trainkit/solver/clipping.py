@@ -1,4 +1,4 @@
-"""Gradient clipping: a callable for training loops, and the same as a part of an optimizer."""
+"""Gradient clipping, as a function or inside an optimizer."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,7 +21,7 @@ _CLIPPED_BY = "_gradients_are_clipped_by"
 
 
 class GradientClipType(Enum):
-    """What is limited."""
+    """Which value is limited."""
 
     VALUE = "value"  # every element of a gradient
     NORM = "norm"  # the norm of each parameter's gradient
@@ -30,16 +30,16 @@ class GradientClipType(Enum):
 
 @dataclass(frozen=True)
 class GradientClipper:
-    """Clip gradients in place; the device is never waited for. Sharded gradients (DTensor) are clipped as one.
+    """Clip gradients in place, without waiting for the device. A sharded gradient (DTensor) is clipped as a whole.
 
-    Clippers of the same rule are equal.
+    Clippers with the same arguments are equal.
 
     Args:
         clip_type: a ``GradientClipType`` or its value.
-        norm_type: p of the p-norm, also ``inf``; for ``value`` only that of the norm that is returned.
+        norm_type: p of the p-norm, also ``inf``; for ``value`` it affects only the returned norm.
 
     Raises:
-        ValueError: ``clip_type`` is unknown, ``clip_value`` or ``norm_type`` is not greater than 0.
+        ValueError: ``clip_type`` is unknown, or ``clip_value`` or ``norm_type`` is not greater than 0.
     """
 
     clip_type: GradientClipType | str
@@ -63,7 +63,7 @@ class GradientClipper:
 
     @torch.no_grad()
     def __call__(self, parameters: Iterable[Tensor]) -> Tensor:
-        """Clip the gradients of ``parameters``; those without a gradient are passed over.
+        """Clip the gradients of ``parameters``; parameters without a gradient are skipped.
 
         Returns:
             The norm of all gradients together before clipping, shape ``[]``, on the device of the gradients.
@@ -74,17 +74,17 @@ class GradientClipper:
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         total_norm = get_total_norm(grads, self.norm_type)
         if self.clip_type is GradientClipType.NORM:
-            # clip_grad_norm_([parameter]) does the same for each in more than twice the time (318 on a CPU: 20 ms).
+            # clip_grad_norm_([parameter]) for each takes more than twice the time (318 on a CPU: 20 ms).
             for grad in grads:
                 norm = torch.linalg.vector_norm(grad, self.norm_type)
                 grad.mul_((self.clip_value / (norm + 1e-6)).clamp_(max=1.0))
-        elif grads:  # torch fails without any gradient
+        elif grads:  # torch fails if there is no gradient
             clip_grad_value_(parameters, self.clip_value)
         return whole(total_norm)
 
 
 def build_gradient_clipper(cfg: CfgNode) -> GradientClipper | None:
-    """The clipper that ``SOLVER.CLIP_GRADIENTS`` asks for; None when it is not enabled.
+    """The clipper of ``SOLVER.CLIP_GRADIENTS``; None if clipping is off.
 
     Raises:
         ConfigError: a value is not accepted; see ``GradientClipper``.
@@ -103,16 +103,16 @@ def maybe_add_gradient_clipping(cfg: CfgNode, optimizer: _OptimizerT) -> _Optimi
 def maybe_add_gradient_clipping(cfg: CfgNode, optimizer: Any) -> Any:
     """Let an optimizer clip by ``SOLVER.CLIP_GRADIENTS`` at the start of each step; `build_optimizer` calls this.
 
-    A trainer that has clipped by the same rule uses `already_clipped`. Under a ``GradScaler``, a fused optimizer gets
-    gradients that are still scaled, so ``scaler.unscale_(optimizer)`` has to come before ``scaler.step(optimizer)``;
-    without it the step raises RuntimeError. Gradients that a closure computes during the step are not clipped.
+    A trainer that has clipped by the same rule uses `already_clipped`. With a ``GradScaler`` and a fused optimizer,
+    call ``scaler.unscale_(optimizer)`` before ``scaler.step(optimizer)``; otherwise gradients are still scaled, and the
+    step raises RuntimeError. Gradients that a closure computes during the step are not clipped.
 
     Args:
         optimizer: an instance or a class.
 
     Returns:
-        The same instance, or a subclass of the class. It has the rule as ``gradient_clipper``; one that has the same
-        rule already, and everything when clipping is not enabled, comes back unchanged.
+        The same instance, or a subclass of the class, with the rule as ``gradient_clipper``. It is unchanged if it has
+        the same rule already or clipping is off.
 
     Raises:
         ConfigError: a value is not accepted; see ``GradientClipper``.
@@ -146,7 +146,7 @@ def _clip_before_step(optimizer: Optimizer, clipper: GradientClipper) -> None:
     def clip(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if getattr(optimizer, _CLIPPED_BY, None) == clipper:
             return
-        # GradScaler.step leaves this attribute with an optimizer that unscales by itself, in its fused kernel.
+        # GradScaler.step sets this attribute on an optimizer whose fused kernel unscales
         if getattr(optimizer, "grad_scale", None) is not None:
             raise RuntimeError(
                 f"the gradients of this fused {type(optimizer).__name__} are still scaled, so clipping them would be "
@@ -154,7 +154,7 @@ def _clip_before_step(optimizer: Optimizer, clipper: GradientClipper) -> None:
             )
         clipper(parameter for group in optimizer.param_groups for parameter in group["params"])
 
-    def reduce(protocol: object) -> tuple[Any, ...]:  # for copies, which torch's state would leave without the clipper
+    def reduce(protocol: object) -> tuple[Any, ...]:  # torch's state of a copy would not have the clipper
         return _restore, (type(optimizer), optimizer.__getstate__(), clipper)
 
     optimizer.register_step_pre_hook(clip)
@@ -170,9 +170,9 @@ def _restore(optimizer_class: type[Optimizer], state: dict[str, Any], clipper: G
 
 
 def already_clipped(optimizer: Any, clipper: Any) -> AbstractContextManager[None]:
-    """In here the optimizer does not clip by the rule of ``clipper``, by which its gradients are clipped already."""
+    """Context in which the optimizer does not clip by the rule of ``clipper``: the trainer has clipped already."""
     if clipper is None or getattr(optimizer, "gradient_clipper", None) != clipper:
-        return nullcontext()  # in each step of most runs
+        return nullcontext()  # the usual case, in each step
     return _without_clipping(optimizer, clipper)
 
 

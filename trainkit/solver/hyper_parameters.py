@@ -1,4 +1,4 @@
-"""What an optimizer's settings were, and what a checkpoint has made of them."""
+"""The hyper-parameters of an optimizer, and their changes by a checkpoint."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ _MAX_ROWS = 20
 
 
 def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """name -> value of each parameter group; of what a schedule sets, the value that it started with."""
+    """name -> value of each parameter group; for a scheduled value, its first value."""
     return [
         {
             name: value.tolist() if isinstance(value, Tensor) else value
@@ -25,16 +25,16 @@ def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def learning_rates(optimizer: Any) -> list[Any]:
-    """Of each parameter group; a copy of one that is a tensor, which a schedule changes in place."""
-    groups = getattr(optimizer, "param_groups", ())  # a wrapper may not show them
+    """The learning rate of each parameter group; a tensor is copied, since a schedule changes it in place."""
+    groups = getattr(optimizer, "param_groups", ())  # a wrapper may not have them
     return [rate if type(rate := group.get("lr")) is not Tensor else rate.clone() for group in groups]
 
 
 def check_saved_groups(saved: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
-    """Find out before loading, which notices the former late and with a bare ``KeyError``.
+    """Check before loading: torch would notice another kind of optimizer late, by a bare ``KeyError``.
 
     Raises:
-        ConfigError: the parameter groups are those of an optimizer of another kind, or of another number.
+        ConfigError: the saved parameter groups are of another kind of optimizer, or their number differs.
     """
     remedy = (
         "resume with the SOLVER settings of that run, or leave out --resume and set MODEL.WEIGHTS to its checkpoint"
@@ -55,7 +55,7 @@ def check_saved_groups(saved: Sequence[Mapping[str, Any]], optimizer: torch.opti
 
 
 def describe_changes(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> str:
-    """A table of the values that differ; empty if none does."""
+    """A table of the values that differ; empty if all are equal."""
     rows = [
         (group, name, old.get(name, "-"), new.get(name, "-"))
         for group, (old, new) in enumerate(zip(before, after, strict=True))

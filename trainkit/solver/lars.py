@@ -11,23 +11,22 @@ from trainkit.utils.sharding import whole
 
 
 class LARS(Optimizer):
-    """SGD whose rate is scaled by the norms of each parameter and its gradient; You et al., "Large Batch Training of
-    Convolutional Networks".
+    """SGD with a learning rate per parameter, scaled by the norms of the parameter and its gradient.
 
-    For each parameter ``w`` with gradient ``g``::
+    You et al., "Large Batch Training of Convolutional Networks". For each parameter ``w`` with gradient ``g``::
 
         local = eta * |w| / (|g| + weight_decay * |w| + eps)  # 1 if |w| or |g| is 0, or the group is excluded
         update = lr * local * (g + weight_decay * w)
         buffer = update at first, later momentum * buffer + (1 - dampening) * update
         w -= update + momentum * buffer if nesterov else buffer
 
-    The learning rate is inside the buffer, unlike in ``torch.optim.SGD``. Groups that say ``lars_exclude: True`` have
-    no local rate and keep their weight decay; where they should have none, their ``weight_decay`` is 0. The norms are
-    computed in float32, or float64 for such parameters. A step never waits for the device; it has no
-    fused form, so a ``GradScaler`` waits for the device once per step to see whether to skip it.
+    The learning rate is inside the buffer, unlike in ``torch.optim.SGD``. Groups with ``lars_exclude: True`` have no
+    local rate, but keep their weight decay. Norms are computed in float32, or float64 for such parameters. A step does
+    not wait for the device. There is no fused form, so a ``GradScaler`` waits for the device once per step to decide
+    whether to skip it.
 
     Raises:
-        ValueError: a value is negative, or ``nesterov`` comes without momentum or with dampening.
+        ValueError: a value is negative, or ``nesterov`` is given without momentum or with dampening.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class LARS(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # what one foreach call takes
+            alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # tensors of one foreach call
             for param in group["params"]:
                 if param.grad is not None:
                     if param.grad.is_sparse:
@@ -105,7 +104,7 @@ class LARS(Optimizer):
         torch._foreach_sub_(params, updates)
 
     def _accumulate(self, params: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        """Take the updates into the momentum buffers, which come back."""
+        """Add the updates to the momentum buffers, and return the buffers."""
         states = [self.state[param] for param in params]
         later = [index for index, state in enumerate(states) if "momentum_buffer" in state]
         if later:
@@ -118,7 +117,7 @@ class LARS(Optimizer):
 def _rates(params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
     """The learning rate of each parameter, shape ``[]``."""
     dtype = torch.promote_types(params[0].dtype, torch.float32)  # the norm of many small values overflows in float16
-    # cast before the norm: torch 2.15 takes the argument dtype of the norm of sharded tensors for a dimension
+    # cast before the norm: for sharded tensors, torch 2.15 takes the norm's argument dtype for a dimension
     param_norms, grad_norms = (
         whole(torch.stack(torch._foreach_norm([tensor.to(dtype) for tensor in tensors]))) for tensors in (params, grads)
     )

@@ -1,4 +1,4 @@
-"""A learning rate that falls from the last layer of a model to the first one."""
+"""Learning rates that fall from the last layer of a model to the first."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +12,7 @@ from trainkit.utils.registry import Registry, locate
 LAYER_DEPTH_REGISTRY = Registry("LAYER_DEPTH")
 """Functions from a parameter's full name to ``(depth, num_layers)``: depth 0 is first, ``num_layers - 1`` last."""
 
-# the names of OpenMMLab, timm and Hugging Face
+# names in OpenMMLab, timm and Hugging Face
 _STEM = r"(?:cls_token|mask_token|pos_embed)$|(?:patch_embed|embeddings)\."
 _STEM_OF_SWIN = r"mask_token$|(?:patch_embed|embeddings)\."
 _STEM_OF_MIXMIM = r"(?:absolute_)?pos_embed$|patch_embed\."
@@ -25,10 +25,11 @@ _DOWNSAMPLE_OF_CONVNEXT = re.compile(r"(?:downsample_layers\.([0-3])|(?:encoder\
 
 
 class _Layers(NamedTuple):
-    """How deep the parameters of a backbone are, by their name without prefix."""
+    """The depths of a backbone's parameters, by name without prefix."""
 
     stem: str  # names at depth 0
-    depth_of: Callable[[str, Sequence[str]], int | None]  # of the others, and all; None: after the blocks, as heads are
+    # (name, all names) -> depth; None: after the blocks, such as heads
+    depth_of: Callable[[str, Sequence[str]], int | None]
     last_block: int
     rest: int
     num_layers: int
@@ -44,18 +45,18 @@ def build_layer_decay(
 ) -> Callable[[str], float]:
     """A function from a parameter's full name to the factor ``rate ** (num_layers - 1 - depth)``.
 
-    It fits ``ParamRules.lr_factor_func`` and that of ``get_default_optimizer_params``. Only learning rates depend on
-    the depth: what has no weight decay is said by the other rules (OpenMMLab's constructors do both at once).
+    Pass it as ``lr_factor_func`` to ``ParamRules`` or ``get_default_optimizer_params``. It changes learning rates only;
+    other rules choose the weight decay (OpenMMLab's constructors do both).
 
     ============================  ============  ===============================================================
     ``scheme``                    takes         depth
     ============================  ============  ===============================================================
     ``vit``, ``beit``, ``mae``    num_layers    tokens, position and patch embedding 0; block b: b + 1; rest last
     ``swin``                      depths        mask token and patch embedding 0; blocks, counted through all
-                                                stages: b + 1; downsampling as the block before it; rest last,
-                                                ``absolute_pos_embed`` too
-    ``mixmim``                    depths        as ``swin`` with the position embedding at 0 and the rest
-                                                beside the last block, whose factor so is 1
+                                                stages: b + 1; downsampling like the block before it; rest last,
+                                                with ``absolute_pos_embed``
+    ``mixmim``                    depths        as ``swin``, but position embedding 0, and the rest at the depth
+                                                of the last block, so that its factor is 1
     ``mixmim_mmselfsup``          depths        as MMSelfSup: every factor of ``mixmim`` once more times ``rate``
     ``convnext``                  num_layers    layer-wise: stages 0 and 1 are one layer each, stage 2 one per three
                                                 blocks, stage 3 one; num_layers is 6 or 12 in the paper
@@ -67,19 +68,19 @@ def build_layer_decay(
     ``package.module.function``   nothing       likewise
     ============================  ============  ===============================================================
 
-    The names are those of OpenMMLab, of timm (``blocks.3.``, ``stages.2.blocks.0.``, ``stem.``) and of Hugging Face
-    (``embeddings.``, ``encoder.layer.3.``, ``encoder.stages.2.layers.0.``).
+    Names of OpenMMLab, timm (``blocks.3.``, ``stages.2.blocks.0.``, ``stem.``) and Hugging Face (``embeddings.``,
+    ``encoder.layer.3.``, ``encoder.stages.2.layers.0.``) are recognized.
 
     Args:
         rate: in (0, 1].
         num_layers: number of blocks (``vit``), or of layers (``convnext``).
         depths: number of blocks of each stage.
-        prefix: what the names of the backbone's parameters start with, as ``encoder.``; everything else is the rest.
-            None is ``backbone.`` or the ``base_model_prefix`` of a Hugging Face model, if there are such parameters,
-            else nothing. For the schemes above only.
+        prefix: start of the names of the backbone's parameters, such as ``encoder.``; all others are the rest. None:
+            ``backbone.`` or the ``base_model_prefix`` of a Hugging Face model, if there are such parameters, else
+            nothing. Only for the named schemes above.
 
     Raises:
-        ValueError: the scheme is unknown, does not fit the model's names, or lacks an argument or has one too many.
+        ValueError: the scheme is unknown or does not fit the model's names; an argument is missing or not taken.
     """
     if not 0 < rate <= 1:
         raise ValueError(f"rate must be in (0, 1], got {rate}")
@@ -111,8 +112,8 @@ def _named_depths(layers: _Layers, scheme: str, names: Sequence[str], prefix: st
     if not known:
         raise ValueError(
             f"no parameter has a name of the scheme {scheme!r} after the prefix {prefix!r} (there are "
-            f"{', '.join(names[:3])}, ...); give another prefix or scheme, or a get_layer_depth(name) to the model and "
-            "scheme 'model'"
+            f"{', '.join(names[:3])}, ...); give another prefix or scheme, or use scheme 'model' and give the model a "
+            "method get_layer_depth(name)"
         )
     if max(known) != layers.last_block:
         raise ValueError(
@@ -161,7 +162,8 @@ def _vit_depth(name: str, _: Sequence[str]) -> int | None:
 def _depth_in_stages(depths: Sequence[int], name: str, names: Sequence[str]) -> int | None:
     if downsample := _DOWNSAMPLE_OF_STAGE.match(name):
         stages = {match[1] for match in map(_DOWNSAMPLE_OF_STAGE.match, names) if match}
-        stage = int(downsample[1])  # with its downsampling at the end, in timm at the start, so that the first has none
+        # OpenMMLab downsamples at the end of a stage, timm at the start, so its first stage has none
+        stage = int(downsample[1])
         return sum(depths[: stage + ("0" in stages)])
     block = _BLOCK_OF_STAGE.match(name)
     if not block:
@@ -211,12 +213,12 @@ def _mixmim_mmselfsup(depths: Sequence[int]) -> _Layers:
 
 
 def _in_stages(stem: str, depths: Sequence[int], rest: int, num_layers: int) -> _Layers:
-    """``rest`` and ``num_layers`` beyond the number of blocks."""
+    """``rest`` and ``num_layers`` are added to the number of blocks."""
     n = sum(depths)
     return _Layers(stem, partial(_depth_in_stages, depths), last_block=n, rest=n + rest, num_layers=n + num_layers)
 
 
-# name -> the argument that it needs, and how it counts
+# name -> (argument that it needs, its layers)
 _SCHEMES: dict[str, tuple[str | None, Callable[[Any], _Layers]]] = {
     "vit": ("num_layers", _vit),
     "beit": ("num_layers", _vit),

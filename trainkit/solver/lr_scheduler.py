@@ -1,4 +1,4 @@
-"""Learning rates that are functions of the iteration, or of the progress ``where``: 0 at the start, 1 at the end."""
+"""Learning rates as functions of the iteration, or of ``where``: 0 at the start of training, 1 at the end."""
 
 import math
 from bisect import bisect_right
@@ -12,21 +12,21 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainkit.solver.schedules import Schedule, compute_values
 
-# fvcore's step-like schedules add WHERE_EPSILON before they round down, and fail from 1 - WHERE_EPSILON on.
+# fvcore's step-like schedules add WHERE_EPSILON before they round down, and raise from 1 - WHERE_EPSILON on.
 _JUST_BEFORE_END = 1.0 - 2 * ParamScheduler.WHERE_EPSILON
 
 
 class KeepLastValue(ParamScheduler):
-    """A schedule that keeps its last value at and past the end, where fvcore's step-like ones fail and others go on.
+    """A schedule that keeps its last value at and after the end, where fvcore's step-like ones raise.
 
-    The last value is the one at 1.0; for schedules that are not defined there, the one just before.
+    The last value is the one at 1.0; if the schedule is not defined there, the one just before.
     """
 
     def __init__(self, scheduler: ParamScheduler) -> None:
         self._scheduler, self._last_where = scheduler, 1.0
         try:
             scheduler(1.0)
-        except Exception:  # which one is up to the schedule: fvcore's raise RuntimeError and IndexError
+        except Exception:  # fvcore's schedules raise RuntimeError or IndexError, others may raise anything
             self._last_where = _JUST_BEFORE_END
 
     def __call__(self, where: float) -> float:
@@ -34,18 +34,18 @@ class KeepLastValue(ParamScheduler):
 
 
 class WarmupParamScheduler(ParamScheduler):
-    """A schedule after a warm-up, which starts at ``warmup_factor`` times the schedule's first value.
+    """A schedule after a warm-up. The warm-up starts at ``warmup_factor`` times the schedule's first value.
 
     Args:
-        warmup_length: share of the training, in [0, 1].
-        warmup_method: ``linear`` rises to the value that the schedule has when the warm-up ends, ``exponential`` too,
-            by the same factor in each iteration, ``constant`` stays.
-        rescale_interval: squeeze the whole schedule into the time after the warm-up; if False, the warm-up replaces
-            the schedule's start.
+        warmup_length: fraction of the training, in [0, 1].
+        warmup_method: ``linear`` rises to the schedule's value at the end of the warm-up; ``exponential`` does so by
+            the same factor in each iteration; ``constant`` stays.
+        rescale_interval: True: the whole schedule runs after the warm-up. False: the warm-up replaces the start of the
+            schedule.
 
     Raises:
-        ValueError: ``warmup_length`` or ``warmup_method`` is not accepted, nothing is left to squeeze into, or an
-            exponential warm-up starts or ends at 0.
+        ValueError: ``warmup_length`` or ``warmup_method`` is not accepted, no time is left for a rescaled schedule, or
+            an exponential warm-up starts or ends at 0.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class WarmupParamScheduler(ParamScheduler):
                 f"warmup_method (SOLVER.WARMUP_METHOD) must be linear, constant or exponential, got {warmup_method!r}"
             )
         if not 0.0 <= warmup_length <= 1.0:
-            raise ValueError(f"warmup_length must be between 0 and 1, a share of the training, got {warmup_length}")
+            raise ValueError(f"warmup_length must be between 0 and 1, a fraction of the training, got {warmup_length}")
         if rescale_interval and warmup_length == 1.0:
             raise ValueError(
                 "rescale_interval (SOLVER.RESCALE_INTERVAL) needs a warm-up that is shorter than the training"
@@ -89,16 +89,16 @@ class WarmupParamScheduler(ParamScheduler):
 
 
 class ScheduledLR(LRScheduler):
-    """A learning rate that is a function of the iteration, and of reductions; a subclass defines ``compute``.
+    """A learning rate that depends on the iteration and on reductions; a subclass defines ``compute``.
 
-    Like every torch scheduler, it is stepped once after each optimizer step. Groups that say ``fixed_lr: True`` keep
-    their first learning rate.
+    Step it once after each optimizer step, like every torch scheduler. Groups with ``fixed_lr: True`` keep their first
+    learning rate.
 
     Args:
-        last_iter: the iteration done last, when a training goes on; -1 at its start.
+        last_iter: the last iteration done, if training continues; -1 at its start.
 
     Attributes:
-        factors: by which every value is multiplied, one after the other; see ``reduce``.
+        factors: every learning rate is multiplied by all of them; see ``reduce``.
     """
 
     def __init__(self, optimizer: Optimizer, last_iter: int = -1) -> None:
@@ -106,11 +106,11 @@ class ScheduledLR(LRScheduler):
         super().__init__(optimizer, last_epoch=last_iter)
 
     def compute(self, iter: int, base_lrs: list[float]) -> list[float]:
-        """The learning rates in an iteration for these first ones, before reductions."""
+        """The learning rates in an iteration, from the base ones, before reductions."""
         raise NotImplementedError(f"{type(self).__name__} must define compute(iter, base_lrs)")
 
     def get_lr(self) -> list[float | Tensor]:
-        if {*map(type, self.base_lrs)} != {float}:  # a tensor is read from its device once, not at each step
+        if {*map(type, self.base_lrs)} != {float}:  # read a tensor from its device once, not in each step
             self.base_lrs = [float(base_lr) for base_lr in self.base_lrs]
         base_lrs = cast(list[float], self.base_lrs)
         lrs: list[float | Tensor] = [*self.compute(self.last_epoch, base_lrs)]
@@ -127,40 +127,40 @@ class ScheduledLR(LRScheduler):
         if epoch is None and self._step_count > 1:
             self._step_count += 1
             self.seek(self.last_epoch + 1)
-        else:  # the checks that torch makes at the first step
+        else:  # torch makes its checks at the first step
             super().step(epoch)
 
     def reduce(self, factor: float, floor: float = 0.0) -> None:
-        """Multiply the learning rates by one more factor, from now on; all factors together stay at ``floor``."""
+        """Multiply the learning rates by one more factor; the product of all factors stays at or above ``floor``."""
         factors = [*self.factors, factor]
         self.set_factors(factors if math.prod(factors) > floor else [floor])
 
     def set_factors(self, factors: Iterable[float]) -> None:
-        """Replace ``factors``, and apply them at once."""
+        """Replace ``factors`` and set the learning rates."""
         self.factors = list(factors)
         self.seek(self.last_epoch)
 
     def seek(self, iter: int) -> None:
-        """Go to the learning rates of an iteration."""
+        """Set the learning rates of an iteration."""
         self.last_epoch = iter
         lrs = self.get_lr()
         for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lr)  # in place: a captured graph reads this one
+                group["lr"].fill_(lr)  # in place: a captured graph reads this tensor
             else:
                 group["lr"] = lr
         self._last_lr = lrs
 
     def state_dict(self) -> dict[str, Any]:
-        """The first learning rates, the position and the factors; the schedule and its length come from the config."""
+        """The base learning rates, iteration and factors; the schedule and its length come from the config."""
         base_lrs = [float(base_lr) for base_lr in self.base_lrs]
         return {"base_lrs": base_lrs, "last_epoch": self.last_epoch, "factors": self.factors}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a ``state_dict``; the learning rates in use are part of the optimizer's state.
+        """Load a state; the learning rates in use are part of the optimizer's state.
 
         Raises:
-            ValueError: it belongs to an optimizer with another number of parameter groups.
+            ValueError: the state is for another number of parameter groups.
         """
         base_lrs = list(state_dict["base_lrs"])
         if len(base_lrs) != len(self.base_lrs):
@@ -174,10 +174,9 @@ class ScheduledLR(LRScheduler):
 
 
 class LRMultiplier(ScheduledLR):
-    """Sets the learning rate of each group to its first one times ``multiplier(iter / max_iter)``.
+    """Sets the learning rate of each group to its base one times ``multiplier(iter / max_iter)``.
 
-    Past ``max_iter`` it does what the multiplier does there, which may be to raise; ``KeepLastValue`` makes one that
-    does not.
+    After ``max_iter`` some multipliers raise an error; wrap them in ``KeepLastValue``.
 
     Raises:
         TypeError: ``multiplier`` is not a ``ParamScheduler``.
@@ -199,7 +198,7 @@ class LRMultiplier(ScheduledLR):
 
 
 class LRFunction(ScheduledLR):
-    """Sets the learning rate of each group to ``schedule(iter, its first one)``; see `trainkit.solver.schedules`.
+    """Sets the learning rate of each group to ``schedule(iter, base one)``; see `trainkit.solver.schedules`.
 
     Raises:
         TypeError: ``schedule`` cannot be called.
@@ -216,10 +215,10 @@ class LRFunction(ScheduledLR):
 
 
 class WarmupMultiStepLR(ScheduledLR):
-    """``gamma`` to the number of ``milestones`` (iterations) passed, times the warm-up; for code of detectron2's users.
+    """``gamma ** (number of milestones passed)`` times the warm-up, in iterations; for detectron2 users' code.
 
     Raises:
-        ValueError: the milestones do not grow.
+        ValueError: the milestones are not in ascending order.
     """
 
     def __init__(
@@ -233,7 +232,7 @@ class WarmupMultiStepLR(ScheduledLR):
         last_epoch: int = -1,
     ) -> None:
         if list(milestones) != sorted(milestones):
-            raise ValueError(f"milestones must grow from one to the next, got {milestones}")
+            raise ValueError(f"milestones must be in ascending order, got {milestones}")
         self.milestones, self.gamma = milestones, gamma
         self.warmup_factor, self.warmup_iters, self.warmup_method = warmup_factor, warmup_iters, warmup_method
         super().__init__(optimizer, last_epoch)
@@ -244,7 +243,7 @@ class WarmupMultiStepLR(ScheduledLR):
 
 
 class WarmupCosineLR(ScheduledLR):
-    """Half a cosine, which is 0 after ``max_iters`` iterations, times the warm-up; for code of detectron2's users."""
+    """Half a cosine, down to 0 after ``max_iters`` iterations, times the warm-up; for detectron2 users' code."""
 
     def __init__(
         self,
@@ -265,7 +264,7 @@ class WarmupCosineLR(ScheduledLR):
 
 
 def _get_warmup_factor_at_iter(method: str, iter: int, warmup_iters: int, warmup_factor: float) -> float:
-    """The factor on the learning rate in an iteration; schedules of detectron2's users call it."""
+    """The factor of the warm-up in an iteration; detectron2 users' schedules call it."""
     if method not in ("linear", "constant"):
         raise ValueError(f"the method of a warm-up must be linear or constant, got {method!r}")
     if iter >= warmup_iters:

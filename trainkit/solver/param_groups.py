@@ -1,4 +1,4 @@
-"""Which hyper-parameters each parameter of a model gets."""
+"""Sort the parameters of a model into groups with their hyper-parameters."""
 
 import difflib
 import logging
@@ -17,41 +17,41 @@ from trainkit.utils.tables import format_table
 _logger = logging.getLogger(__name__)
 
 ParamKind = Literal["norm", "bias", "dwconv", "embedding", "flat"]
-"""What a parameter is; see ``ParamRules``."""
+"""The kind of a parameter; see ``ParamRules``."""
 
 # _NormBase: all batch and instance norms
 _NORM_LAYERS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm, nn.RMSNorm)
 
 _KEY_MATCHES = ("longest", "shortest", "exact")
-# what other libraries and slips of the pen call a factor, none of which an optimizer would read from a group
+# other libraries' names and misspellings of the factors; optimizers ignore these keys
 _NO_OPTIONS = ("lr", "lr_mult", "lr_factors", "weight_decay", "weight_decay_factor", "decay_mult", "decay_factors")
 
 
 @dataclass(frozen=True)
 class ParamRules:
-    """By what the learning rate and the weight decay of a parameter are multiplied, and what else its group says.
+    """Factors of the learning rate and weight decay of each parameter, and further options of its group.
 
-    The factors of a parameter's kind, of its custom key and of ``lr_factor_func`` are multiplied with each other.
-    A parameter may be of several kinds; the first one in this order that has a factor counts:
+    The factors of a parameter's kind, of its custom key and of ``lr_factor_func`` are multiplied. A parameter may be of
+    several kinds; only the first kind in this order that has a factor counts:
 
-    - ``norm``: weight or bias of a norm layer of ``torch.nn`` or a subclass of one
-    - ``bias``: called ``bias``; the learning rate of a norm layer's bias is that of its kind alone
-    - ``dwconv``: of a convolution with as many groups as input channels, which is depth-wise, or has one channel
+    - ``norm``: weight or bias of a norm layer of ``torch.nn`` or of a subclass
+    - ``bias``: named ``bias``; for a norm layer's bias, ``lr_factors`` of this kind never count
+    - ``dwconv``: of a convolution with as many groups as input channels (depth-wise)
     - ``embedding``: of an ``nn.Embedding`` or ``nn.EmbeddingBag``
     - ``flat``: of one dimension
 
     Args:
-        weight_decay_norm, weight_decay_bias: the weight decay that is multiplied for parameters of norm layers and for
-            those called ``bias`` (which wins), instead of the common one; None is the common one.
-        bias_lr_factor: for everything called ``bias``, beside the factor of its kind.
-        lr_factors, decay_factors: by kind; 1 is a factor as well, and hides those of later kinds.
+        weight_decay_norm, weight_decay_bias: base weight decay for parameters of norm layers and for those named
+            ``bias`` (which wins); None: the common one.
+        bias_lr_factor: for everything named ``bias``, in addition to the factor of its kind.
+        lr_factors, decay_factors: by kind; a factor of 1 hides those of later kinds, too.
         custom_keys: part of a parameter's full name -> ``lr_factor``, ``decay_factor``, and further options, such as
             ``lars_exclude`` or ``momentum``, which are copied into its group.
-        key_match: which of several matching keys counts. ``longest`` takes the longest (the alphabetically first
-            among equals), ``shortest`` does the opposite, as MMSelfSup's layer decay does; a parameter of the model
-            itself is ``.pos_embed`` to both, as in OpenMMLab. With ``exact`` a key is a whole name, as ``pos_embed`` is
-            to MMSegmentation's layer decay, which so decays ``backbone.pos_embed``.
-        custom_keys_only: a custom key switches all other rules off for its parameters, as in OpenMMLab.
+        key_match: which matching key counts. ``longest``: the longest key (of equal length, the alphabetically first).
+            ``shortest``: the opposite, as in MMSelfSup's layer decay. For both, a parameter of the model itself is
+            ``.pos_embed``, as in OpenMMLab. ``exact``: a key must be the whole name, as in MMSegmentation's layer
+            decay: its key ``pos_embed`` does not match ``backbone.pos_embed``.
+        custom_keys_only: a custom key switches off all other rules for its parameters, as in OpenMMLab.
         lr_factor_func: takes a parameter's full name, such as ``backbone.conv1.weight``; see ``build_layer_decay``.
 
     Raises:
@@ -83,7 +83,7 @@ class ParamRules:
                 _check_option(f"custom_keys[{key!r}]", name, value)
 
     def key_of(self, full_name: str) -> str | None:
-        """The custom key that counts for a parameter."""
+        """The custom key that counts for a parameter; None if no key matches."""
         if self.key_match == "exact":
             return full_name if full_name in self.custom_keys else None
         dotted = full_name if "." in full_name else f".{full_name}"
@@ -93,7 +93,7 @@ class ParamRules:
         return matching[0] if self.key_match == "longest" else matching[-1]
 
     def changes_decay(self) -> bool:
-        """Whether it takes a weight decay to follow these rules."""
+        """Whether these rules need a weight decay."""
         return (
             any(value is not None for value in (self.weight_decay_norm, self.weight_decay_bias))
             or bool(self.decay_factors)
@@ -104,23 +104,23 @@ class ParamRules:
 def build_param_groups(
     model: nn.Module, base_lr: float, weight_decay: float | None, rules: ParamRules
 ) -> list[dict[str, Any]]:
-    """Sort the trainable parameters of a model into as few groups for an optimizer as possible, by factors.
+    """Put the trainable parameters of a model into as few groups for an optimizer as possible.
 
-    Frozen parameters are left out, shared ones come once, under their first name. The same model and arguments
-    give the same groups in the same order, which a resumed run relies on. A custom key that counts for no parameter
-    draws a warning.
+    Frozen parameters are left out; a shared parameter comes once, under its first name. The same model and arguments
+    give the same groups in the same order, so that a run can resume. If a custom key matches no parameter, a warning is
+    logged.
 
     Args:
         weight_decay: None leaves it to the optimizer.
 
     Raises:
-        ValueError: the rules change the weight decay, which is None.
+        ValueError: the rules change the weight decay, but ``weight_decay`` is None.
     """
     if weight_decay is None and rules.changes_decay():
         raise ValueError("the rules change the weight decay, which is None; give weight_decay, or leave them out")
     named_params = list(_named_params(model))
     if unused := {*rules.custom_keys} - {rules.key_of(named.full_name) for named in named_params}:
-        _logger.warning("Custom keys that count for no parameter, so have no effect: %s", ", ".join(sorted(unused)))
+        _logger.warning("Custom keys that match no parameter and have no effect: %s", ", ".join(sorted(unused)))
     return reduce_param_groups(
         {"params": [named.param], **_hyperparams(named, base_lr, weight_decay, rules)}
         for named in named_params
@@ -138,13 +138,13 @@ def get_default_optimizer_params(
     lr_factor_func: Callable[[str], float] | None = None,
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """The groups of ``build_param_groups`` by absolute values, as in detectron2; ``ParamRules`` explains the arguments.
+    """Parameter groups by absolute values, as in detectron2; see ``build_param_groups`` and ``ParamRules``.
 
     Args:
         base_lr: None leaves the learning rate to the optimizer.
         weight_decay: None leaves it to the optimizer.
-        overrides: leaf name (``bias``) or full name of parameters -> hyper-parameters that replace all of the
-            above; a full name wins over a leaf name. One that matches no parameter draws a warning.
+        overrides: leaf name (``bias``) or full name of a parameter -> hyper-parameters that replace all others; a full
+            name wins over a leaf name. If a name matches no parameter, a warning is logged.
 
     Raises:
         ValueError: a factor is given without ``base_lr``, or a hyper-parameter of biases is given twice.
@@ -175,10 +175,10 @@ def get_default_optimizer_params(
 
 
 def reduce_param_groups(params: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Merge parameter groups of equal hyper-parameters: optimizers work through few large groups faster.
+    """Merge parameter groups with equal hyper-parameters: optimizers are faster with few large groups.
 
-    Groups keep the order of their first appearance, parameters their order within a group. A parameter that is
-    listed again takes over the later hyper-parameters and keeps its place.
+    The order of groups and parameters stays. If a parameter is listed twice, it gets the later hyper-parameters at its
+    first place.
     """
     merged: dict[tuple[Any, ...], dict[str, Any]] = {}
     for group in _expand_param_groups(params):
@@ -199,9 +199,9 @@ def _expand_param_groups(params: Iterable[Mapping[str, Any]]) -> list[dict[str, 
 
 
 def describe_param_groups(groups: Optimizer | Iterable[Mapping[str, Any]], model: nn.Module) -> str:
-    """A table of the groups of an optimizer: rates, sizes, names; of further options those that tell groups apart.
+    """A table of an optimizer's groups: rates, sizes, names, and the further options in which groups differ.
 
-    Reads the learning rate, so one that is a tensor on a device is waited for.
+    It reads the learning rates, and so waits for the device of one that is a tensor.
     """
     groups = list(groups.param_groups if isinstance(groups, Optimizer) else groups)
     names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
@@ -228,7 +228,7 @@ class _NamedParam(NamedTuple):
 
 
 def _named_params(model: nn.Module) -> Iterator[_NamedParam]:
-    """Every parameter once, under its first name."""
+    """Each parameter once, under its first name."""
     seen: set[nn.Parameter] = set()
     for module_name, module in model.named_modules():
         for leaf_name, param in module.named_parameters(recurse=False):
@@ -263,7 +263,7 @@ def _hyperparams(named: _NamedParam, lr: float | None, weight_decay: float | Non
 
 
 def _kinds(named: _NamedParam) -> Iterator[ParamKind]:
-    """In the order in which their factors count."""
+    """The kinds of a parameter, in the order in which their factors count."""
     module = named.module
     if isinstance(module, _NORM_LAYERS):
         yield "norm"

@@ -1,9 +1,9 @@
 """Schedules as functions of the iteration: ``schedule(t, base)`` is the value ``t`` iterations after its start.
 
-``base`` is the value that is scheduled: a learning rate, a weight decay, a momentum. ``length`` is always the number of
-iterations of the schedule, by default those of its entry in the config. What is said to reach its end does so in its
-last iteration, ``length - 1``, as in OpenMMLab, and stays there; torch's ``total_iters`` is ``length - 1``.
-Where torch has the same rule, the values are those of its closed form, bit by bit.
+``base`` is the base value: a learning rate, a weight decay, a momentum. ``length`` is the number of iterations of the
+schedule, by default that of its entry in the config. A schedule with an end value reaches it in its last iteration,
+``length - 1``, as in OpenMMLab, and keeps it; torch's ``total_iters`` is ``length - 1``. If torch has the same rule,
+the values equal its closed form bit by bit.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ Schedule: TypeAlias = Callable[[int, float], float]
 Anneal: TypeAlias = Literal["cos", "linear"]
 
 SCHEDULE_REGISTRY = Registry("SCHEDULE")
-"""Classes and functions that give a `Schedule`. A ``length`` that a config does not give is that of the entry."""
+"""Classes and functions that return a `Schedule`. If a config gives no ``length``, it is that of the entry."""
 
 
 _SHORTEST = {"warmup": 0, "begin": 0, "end": 0, "decay": 1, "step_size": 1, "timescale": 1}  # in iterations
@@ -32,10 +32,10 @@ _ABOVE_0 = ("power", "div_factor", "final_div_factor")
 
 
 class _Checked:
-    """Fields are checked by their names.
+    """Checks each field by its name.
 
     Raises:
-        ValueError: one is not accepted.
+        ValueError: a field is not accepted.
     """
 
     _shortest = 2  # iterations of a ``length``
@@ -60,7 +60,7 @@ class _Checked:
 @SCHEDULE_REGISTRY.register()
 @dataclass
 class Constant(_Checked):
-    """``factor`` times the base; in the last iteration the base itself, so that what follows starts with it."""
+    """``factor`` times the base; in the last iteration the base itself, so that the next schedule starts with it."""
 
     length: int
     factor: float = 1 / 3
@@ -72,7 +72,7 @@ class Constant(_Checked):
 @SCHEDULE_REGISTRY.register()
 @dataclass
 class Linear(_Checked):
-    """In a line from ``start_factor`` times the base to ``end_factor`` times the base; the usual warm-up."""
+    """A straight line from ``start_factor`` times the base to ``end_factor`` times the base; the usual warm-up."""
 
     length: int
     start_factor: float = 1 / 3
@@ -86,7 +86,7 @@ class Linear(_Checked):
 @SCHEDULE_REGISTRY.register()
 @dataclass
 class ExponentialWarmup(_Checked):
-    """From ``factor`` times the base to the base, by the same factor in each iteration."""
+    """From ``factor`` times the base to the base; each iteration multiplies by the same number."""
 
     length: int
     factor: float = 1 / 3
@@ -103,7 +103,7 @@ class ExponentialWarmup(_Checked):
 @SCHEDULE_REGISTRY.register()
 @dataclass
 class Step(_Checked):
-    """Times ``gamma`` every ``step_size`` iterations."""
+    """Multiply by ``gamma`` every ``step_size`` iterations."""
 
     step_size: int
     gamma: float = 0.1
@@ -115,7 +115,7 @@ class Step(_Checked):
 @SCHEDULE_REGISTRY.register()
 @dataclass
 class MultiStep(_Checked):
-    """Times ``gamma`` from each of ``milestones`` on, counted from the start; one that stands twice counts twice."""
+    """Multiply by ``gamma`` at each of ``milestones``, in iterations from the start; equal milestones count each."""
 
     milestones: Sequence[int]
     gamma: float = 0.1
@@ -127,7 +127,7 @@ class MultiStep(_Checked):
 @SCHEDULE_REGISTRY.register()
 @dataclass
 class Exponential(_Checked):
-    """Times ``gamma`` in each iteration."""
+    """Multiply by ``gamma`` in each iteration."""
 
     gamma: float
 
@@ -137,7 +137,7 @@ class Exponential(_Checked):
 
 @dataclass(kw_only=True)
 class _HasEnd(_Checked):
-    """An end as a value, or as a ratio of the base, which suits groups with different bases; by default 0."""
+    """The end as a value, or as a ratio of the base (for groups with different bases); default is 0."""
 
     end_value: float | None = None
     end_ratio: float | None = None
@@ -158,8 +158,8 @@ class _HasEnd(_Checked):
 class Cosine(_HasEnd):
     """From the base to the end along half a period of a cosine.
 
-    As in torch and OpenMMLab, the end is that of iteration ``length``, which a schedule of that length does not have:
-    its last value lies a little above. Past ``length`` the cosine goes up again.
+    As in torch and OpenMMLab, iteration ``length`` has the end value; the last iteration is one earlier, so its value
+    is a little above the end. After ``length`` the cosine rises again.
     """
 
     length: int
@@ -173,10 +173,10 @@ class Cosine(_HasEnd):
 @SCHEDULE_REGISTRY.register()
 @dataclass
 class CosineRestarts(_HasEnd):
-    """One `Cosine` after the other, of ``periods`` iterations each; the last value stays.
+    """Several `Cosine` in a row, of ``periods`` iterations each; the last value stays.
 
     Args:
-        weights: each period starts at its weight times the base; by default 1.
+        weights: each period starts at its weight times the base; default is 1 for all.
     """
 
     periods: Sequence[int]
@@ -221,8 +221,8 @@ class OneCycle(_Checked):
     The base is torch's ``max_lr``, so each group keeps its own. Smith and Topin, "Super-Convergence".
 
     Args:
-        pct_start: share of the iterations in which it goes up.
-        three_phase: go down to where it started as fast as it went up, then on to the end.
+        pct_start: fraction of the iterations in which it rises.
+        three_phase: fall to the start value as fast as it rose, then to the end.
     """
 
     length: int
@@ -238,7 +238,7 @@ class OneCycle(_Checked):
         most = (self.length - 1) / 2 if self.three_phase else self.length - 1
         if peak == 0 or peak >= most:
             raise ValueError(
-                f"pct_start must leave room for going up and down in the {self.length} iterations, got "
+                f"pct_start must leave room to rise and fall in the {self.length} iterations, got "
                 f"{self.pct_start!r}, with which the top is in iteration {peak:g}"
             )
 
@@ -259,10 +259,8 @@ class OneCycle(_Checked):
 @SCHEDULE_REGISTRY.register()
 @dataclass
 class InverseSquareRoot(_Checked):
-    """``base * sqrt(timescale / (t + timescale))``.
-
-    After a warm-up of ``timescale`` iterations it is the rule of Vaswani et al., "Attention Is All You Need".
-    """
+    """``base * sqrt(timescale / (t + timescale))``; after a warm-up of ``timescale`` iterations it is the rule of
+    Vaswani et al., "Attention Is All You Need"."""
 
     timescale: int
 
@@ -273,10 +271,8 @@ class InverseSquareRoot(_Checked):
 @SCHEDULE_REGISTRY.register()
 @dataclass
 class WarmupStableDecay(_HasEnd):
-    """Up in a line from ``start_factor`` times the base in ``warmup`` iterations, flat, and to the end in ``decay``.
-
-    Hu et al., "MiniCPM".
-    """
+    """A linear rise from ``start_factor`` times the base in ``warmup`` iterations, flat, then ``decay`` iterations to
+    the end; Hu et al., "MiniCPM"."""
 
     length: int
     warmup: int
@@ -314,10 +310,10 @@ class Segment(_Checked):
 
 @dataclass
 class Chain:
-    """Each segment takes what the ones listed before it give as its base.
+    """The result of each segment is the base of the next one in the list.
 
-    Before its start it does nothing, from its end on the value of its last iteration stays. So segments one after the
-    other go on from each other, and those that overlap, such as a warm-up and milestones, are multiplied.
+    Before its start a segment does nothing; after its end its last value stays. So segments in a row continue each
+    other, and overlapping ones, such as a warm-up and milestones, are multiplied.
     """
 
     segments: Sequence[Segment]
@@ -330,7 +326,7 @@ class Chain:
 
 
 def compute_values(schedule: Schedule, t: int, bases: Iterable[float]) -> list[float]:
-    """The value of each base; equal ones, such as those of many parameter groups, are computed once."""
+    """The value of each base; equal bases, such as those of many parameter groups, are computed once."""
     bases = list(bases)
     values = {base: schedule(t, base) for base in set(bases)}
     return [values[base] for base in bases]
