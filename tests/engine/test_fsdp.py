@@ -616,7 +616,7 @@ def test_a_renamed_checkpoint_keeps_its_shards(two):
 
 def test_a_file_without_its_shards_says_what_is_missing(two):
     for text in two["copied_alone"]:
-        assert "are not beside it; copy that folder too" in text
+        assert "are not in its folder; copy that folder too" in text
 
 
 def test_a_block_that_is_not_there_is_named(two):

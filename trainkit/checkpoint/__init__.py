@@ -1,4 +1,4 @@
-"""Checkpoints that are written whole or not at all, verified when loaded, and rotated."""
+"""Checkpoints: written completely or not at all, verified when loaded, and rotated."""
 
 from trainkit.checkpoint.atomic import CheckpointError
 from trainkit.checkpoint.checkpointer import Checkpointer

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files that are written completely or not at all."""
 
 import contextlib
 import errno
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 _CHUNK = 1 << 20
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.trainkit-tmp")
-_being_written: list[str] = []  # names of this process's temporary files, which no thread of it may remove
+_being_written: list[str] = []  # temporary files of this process, which none of its threads may remove
 
 
 class CheckpointError(OSError):
@@ -20,7 +20,7 @@ class CheckpointError(OSError):
 
 @contextlib.contextmanager
 def replacing(path: str) -> "Iterator[Output]":
-    """Yield a temporary file that takes the place of ``path`` once the block has succeeded."""
+    """Yield a temporary file that replaces ``path`` after the block has succeeded."""
     folder, name = os.path.split(os.path.abspath(path))
     temporary_name = f".{name}.{secrets.token_hex(4)}.trainkit-tmp"
     temporary = os.path.join(folder, temporary_name)
@@ -49,11 +49,11 @@ def replacing(path: str) -> "Iterator[Output]":
 class Output:
     """The file object that ``torch.save`` writes to.
 
-    A failed write is kept for :meth:`commit`, and what follows is only counted: raised at once, it would come out of
-    torch's writer as an error about positions in the file, and the size needed would stay unknown.
+    The error of a failed write is raised by :meth:`commit`; later writes are only counted. Raised at once, it would
+    become an error of torch's writer about file positions, and the needed size would stay unknown.
 
     Attributes:
-        size: bytes handed to ``write``.
+        size: bytes given to ``write``.
     """
 
     def __init__(self, path: str) -> None:
@@ -66,7 +66,7 @@ class Output:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):  # what a failed write has left in the buffer
+        with contextlib.suppress(OSError):  # the buffer may hold data of a failed write
             self._file.close()
 
     def write(self, data: bytes | memoryview) -> int:
@@ -79,10 +79,10 @@ class Output:
         return len(data)
 
     def flush(self) -> None:
-        """torch.save asks for this method; :meth:`commit` does it."""
+        """Does nothing; torch.save needs this method, and :meth:`commit` flushes."""
 
     def commit(self) -> None:
-        """Bring everything onto the disk, or raise what went wrong."""
+        """Write everything to the disk, or raise the error of a write."""
         if self._error is not None:
             raise self._error
         self._file.flush()
@@ -90,7 +90,7 @@ class Output:
 
 
 def write_text(text: str, path: str | os.PathLike[str]) -> None:
-    """Write a small text file in the same all-or-nothing way.
+    """Write a small text file completely or not at all.
 
     Raises:
         CheckpointError: it cannot be written.
@@ -100,8 +100,8 @@ def write_text(text: str, path: str | os.PathLike[str]) -> None:
 
 
 def remove_leftovers(folder: str | os.PathLike[str]) -> None:
-    """Remove the temporary files of writers that were killed; no other process may be writing to ``folder``."""
-    with contextlib.suppress(OSError):  # they cost space, no more
+    """Remove temporary files of killed processes; no other process may be writing to ``folder``."""
+    with contextlib.suppress(OSError):  # they only cost space
         for name in os.listdir(folder):
             if _TEMPORARY.fullmatch(name) and name not in _being_written:
                 os.remove(os.path.join(folder, name))

@@ -1,7 +1,7 @@
 """Averaged weights in a checkpoint.
 
-A file that was chosen by the score of averaged weights holds these under ``model``, and those that the run goes on with
-under ``trained_model``; its entry ``evaluated`` says so: "ema", or "model" where the model's own were scored.
+If a file was chosen by the score of averaged weights, its ``model`` is the average, and its ``trained_model`` the
+weights for resuming. Its entry ``evaluated`` is "ema" then, and "model" if the model's own weights were scored.
 """
 
 from collections.abc import Mapping
@@ -12,10 +12,7 @@ AVERAGED_PATH = "trainer.hooks.EMAHook.model"
 
 
 def averaged_weights(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The weights that an `EMAHook` has averaged, in the state that a file holds; None if there are none.
-
-    Of several such hooks, the first one's.
-    """
+    """The average of the (first) `EMAHook` in the state of a file; None if there is none."""
     found: Any = state
     for key in AVERAGED_PATH.split("."):
         found = found.get(key) if isinstance(found, Mapping) else None

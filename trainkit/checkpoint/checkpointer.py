@@ -1,4 +1,4 @@
-"""Checkpointer: saves a model and what belongs to its training, and finds, verifies and loads it again."""
+"""Checkpointer: saves, finds, verifies and loads a model with its training state."""
 
 import contextlib
 import itertools
@@ -51,16 +51,16 @@ from trainkit.utils.sharding import first_shard, is_sharded, shard_like
 _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _numbers = itertools.count()
-_NEW_BUFFERS = "new_buffers"  # names of those that the model has made since its checkpointer was built
+_NEW_BUFFERS = "new_buffers"  # names of buffers that the model has created since its checkpointer was built
 
 
 class Stateful(Protocol):
-    """What can stand in a checkpoint.
+    """An object that can be saved in a checkpoint.
 
-    If it also has ``before_save(state)`` or ``after_load(state)``, as a trainer has, these get the whole state
-    before it is written, and as it was read, before anybody takes a part of it; they may change it. ``rank_keys``, if
-    there are any, name the entries of its state that differ between ranks: those of each rank are saved. With its state
-    the model gets the weights that were trained, unless ``only_evaluates``; alone it gets those that were evaluated.
+    Optional: ``before_save(state)`` and ``after_load(state)``, which trainers have, get the whole state before it is
+    written and after it is read, and may change it. ``rank_keys`` names the entries of its own state that differ
+    between ranks; these are saved for each rank. If an object is loaded together with the model, the model gets the
+    trained weights, unless the object has ``only_evaluates``; a model loaded alone gets the evaluated weights.
     """
 
     def state_dict(self) -> Mapping[str, Any]: ...
@@ -71,23 +71,23 @@ class Stateful(Protocol):
 class Checkpointer:
     """Saves and loads a model together with other stateful objects.
 
-    ``save("model_0004999")`` writes ``model_0004999.pth`` and names it in the text file ``last_checkpoint``, which is
-    where ``resume_or_load`` goes on. A save that fails at any instant leaves all earlier files as they were.
-    One process writes to a folder.
+    ``save("model_0004999")`` writes ``model_0004999.pth`` and puts its name into the text file ``last_checkpoint``,
+    where ``resume_or_load`` finds it. If a save fails at any time, earlier files stay unchanged. Only one process may
+    write to a folder.
 
-    With ``async_save``, ``save`` copies the state to host memory, and a thread writes it while training goes on. One
-    save is under way at a time: the next one, and whatever reads the folder, waits for it. The memory of the copy is
-    kept for the next save, because fresh memory costs several times the copying.
+    With ``async_save``, ``save`` copies the state to host memory, and a thread writes it during training. There is one
+    save at a time: the next save, and all methods that read the folder, wait for it. The memory of the copy is reused,
+    because allocating takes several times as long as copying.
 
-    A persistent buffer that the model makes after this was built, as in its first forward pass, is made again when the
-    file is loaded. What else is new in the model by then is named in a warning.
+    If the model creates a persistent buffer later, as in its first forward pass, loading creates it again. A warning
+    names other things that the model creates later.
 
-    A subclass that converts weights from elsewhere overrides one of fvcore's methods: ``_load_file(filename)``,
+    To convert foreign weights, override one of fvcore's methods in a subclass: ``_load_file(filename)``,
     ``_load_model(checkpoint)``, ``_convert_ndarray_to_tensor(state_dict)``, ``_log_incompatible_keys(incompatible)``.
 
     Args:
         model: data-parallel wrappers are removed.
-        save_dir: made when first needed; with ``""`` there is no saving and no resuming.
+        save_dir: created when first needed; ``""`` switches off saving and resuming.
         save_to_disk: whether this process writes; None: rank 0 does.
         checkpointables: name in the file -> object.
 
@@ -112,19 +112,20 @@ class Checkpointer:
         self.save_to_disk = comm.is_main_process() if save_to_disk is None else save_to_disk
         self.async_save = async_save
         self._thread = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._group_name = f"checkpointer {next(_numbers)}"  # two may write at the same time
+        # a group for each checkpointer, since two may write at the same time
+        self._group_name = f"checkpointer {next(_numbers)}"
         self._writing: futures.Future[None] | None = None
-        self._memory: dict[bool, Tensor] = {}  # of the last copy, for the next one
-        self._source = "the checkpoint", False  # that is being loaded, and whether it has to fit
-        # what has to be on the disk at the end: the last tagged file, and all untagged ones
+        self._memory: dict[bool, Tensor] = {}  # of the last copy, reused by the next one
+        self._source = "the checkpoint", False  # (path, strict) of the current load
+        # these files must be on the disk at the end: the last tagged one and all untagged ones
         self._tagged, self._untagged = "", set[str]()
-        self._last_entries: dict[str, Any] = {}  # of the tagged one, on every rank
+        self._last_entries: dict[str, Any] = {}  # entries of the tagged file, on every rank
         self.checkpointables: dict[str, Stateful] = {}
         for key, obj in checkpointables.items():
             self.add_checkpointable(key, obj)
 
     def add_checkpointable(self, key: str, checkpointable: Stateful) -> None:
-        """Save and load one more object.
+        """Add an object that is saved and loaded.
 
         Raises:
             ValueError: ``key`` is taken.
@@ -143,22 +144,22 @@ class Checkpointer:
     def save(
         self, name: str, *, tag_last: bool = True, on_commit: Callable[[], None] | None = None, **kwargs: Any
     ) -> futures.Future[None] | None:
-        """Write ``<save_dir>/<name>.pth``; every rank calls it, because states may be gathered over ranks.
+        """Write ``<save_dir>/<name>.pth``; every rank calls it, since states may be gathered over ranks.
 
         Args:
             name: without a folder or suffix.
-            tag_last: whether a later resume starts here; False for a best checkpoint.
-            on_commit: called where the file is written, once everything is on the disk; by the thread if that does it.
+            tag_last: whether a later resume starts from this file; False for a best checkpoint.
+            on_commit: called on the rank that writes, by the thread that writes, after the file is on the disk.
             kwargs: further entries, such as ``iteration=99``; tensors or plain Python values.
 
         Returns:
-            The write that goes on in the thread; None if there is none, because everything is done.
+            The write that continues in the thread; None if everything is done.
 
         Raises:
             ValueError: ``name`` has a folder in it, or an entry of ``kwargs`` has the name of another one.
-            TypeError: a state holds something else than tensors and plain Python values; its path is named.
-            CheckpointError: the file cannot be written; earlier files are unchanged. What the thread cannot write
-                is raised by :meth:`wait` or :meth:`raise_error`, or logged by the next ``save``.
+            TypeError: a state holds a value that is no tensor and no plain Python value; the message has its path.
+            CheckpointError: the file cannot be written; earlier files are unchanged. For an asynchronous save this is
+                raised by :meth:`wait` or :meth:`raise_error`, or logged by the next ``save``.
         """
         if not name or os.path.basename(name) != name:
             raise ValueError(f"name must be a file name without a folder, got {name!r}; the folder is save_dir")
@@ -196,7 +197,7 @@ class Checkpointer:
         return None
 
     def wait(self) -> None:
-        """Wait until nothing is being written any more.
+        """Wait until nothing is being written.
 
         Raises:
             CheckpointError: the asynchronous save has failed; raised once, here or by :meth:`raise_error`.
@@ -205,13 +206,13 @@ class Checkpointer:
         self.raise_error()
 
     def raise_error(self) -> None:
-        """Raise the error of an asynchronous save that has failed, once; does not wait."""
+        """Raise the error of a failed asynchronous save, once; does not wait."""
         if self._writing is not None and self._writing.done():
             writing, self._writing = self._writing, None
             writing.result()
 
     def _finish_writing(self) -> None:
-        """Wait; a failure is left to those who ask for it."""
+        """Wait, without raising an error."""
         if self._writing is not None:
             futures.wait([self._writing])
 
@@ -235,12 +236,12 @@ class Checkpointer:
         return state, shards
 
     def _deleted(self) -> list[str]:
-        """Those that this process has written last, and that somebody else has deleted."""
+        """Files that this process has written last and that are gone, so that another program has deleted them."""
         names = {self._tagged, *self._untagged} - {""}
         return sorted(name for name in names if not os.path.lexists(os.path.join(self.save_dir, name + SUFFIX)))
 
     def _find_new_buffers(self, weights: Mapping[str, Any]) -> list[str]:
-        """Those that loading can make; what it cannot make is warned about once."""
+        """New buffers that loading can create; log a warning, once, for tensors that it cannot create."""
         own = _tensors_of(self.model)
         new = [name for name in weights if name in own and name not in self._tensors]
         can_make = [
@@ -251,8 +252,9 @@ class Checkpointer:
         if lost := [name for name in new if name not in can_make]:
             self._tensors.update(lost)
             _logger.warning(
-                "The model has made %s since the trainer was built. A run can be resumed from this checkpoint only if "
-                "the model has them before it is loaded: make them in the constructor of the model, not in its forward",
+                "The model has created %s since the trainer was built. A run can be resumed from this checkpoint "
+                "only if the model has them before loading: create them in the constructor of the model, not in its "
+                "forward",
                 ", ".join(lost),
             )
         return can_make
@@ -265,7 +267,7 @@ class Checkpointer:
             os.makedirs(self.save_dir, exist_ok=True)
         except OSError as error:
             raise CheckpointError(
-                f"cannot make the checkpoint folder '{self.save_dir}': {error.strerror or error}. Choose another one"
+                f"cannot create the checkpoint folder '{self.save_dir}': {error.strerror or error}; choose another one"
             ) from error
         if deleted := self._deleted():
             _logger.error(
@@ -296,7 +298,7 @@ class Checkpointer:
         write: Callable[[dict[str, Any]], None],
         state: dict[str, Any],
     ) -> None:
-        """Write the parts of all ranks, then the file that names them; a failure is raised on every rank."""
+        """Write the parts of all ranks, then the file that names them; an error is raised on every rank."""
         with being_written(folder):
             manifest = shards.write(folder, group)
             together(lambda: write({**state, SHARDS: manifest}) if self.save_to_disk else None, group)
@@ -310,7 +312,8 @@ class Checkpointer:
             text = str(error)
         else:
             return
-        del copy, state, shards, write  # an error that waits to be asked for must not keep a copy of the model
+        # the error is kept until somebody asks for it, and must not keep a copy of the model
+        del copy, state, shards, write
         raise CheckpointError(text)
 
     def tag_last_checkpoint(self, last_filename_basename: str) -> None:
@@ -323,12 +326,12 @@ class Checkpointer:
 
     # ---------------------------------------------------------------------------------------- the end of a run
     def mark_finished(self, info: dict[str, Any]) -> None:
-        """Note beside the checkpoints that the run has finished; every rank calls it.
+        """Record in the folder that the run has finished; every rank calls it.
 
-        If somebody has deleted the last checkpoint, it is written again.
+        If the last checkpoint was deleted, it is written again.
 
         Args:
-            info: what JSON can hold.
+            info: values that JSON can hold.
 
         Raises:
             CheckpointError: it cannot be written, an asynchronous save has failed, or a best file was deleted.
@@ -349,11 +352,11 @@ class Checkpointer:
             write_text(json.dumps(info), os.path.join(self.save_dir, FINISHED_FILE))
 
     def finished(self) -> dict[str, Any] | None:
-        """What :meth:`mark_finished` has noted, as rank 0 reads it, or None; every rank calls it."""
+        """The ``info`` of :meth:`mark_finished`, as rank 0 reads it, or None; every rank calls it."""
         return comm.broadcast(self._read_finished() if comm.is_main_process() else None)
 
     def forget_finished(self) -> None:
-        """Remove that note: the run goes on.
+        """Remove the record of :meth:`mark_finished`: the run continues.
 
         Raises:
             CheckpointError: it cannot be removed.
@@ -384,10 +387,10 @@ class Checkpointer:
         return bool(self.get_checkpoint_file())
 
     def get_checkpoint_file(self) -> str:
-        """Path of the checkpoint that ``last_checkpoint`` names; without that file the newest of ours; else ``""``.
+        """Path of the file in ``last_checkpoint``; without it, of the newest trainkit checkpoint; else ``""``.
 
         Raises:
-            CheckpointError: ``last_checkpoint`` leads out of ``save_dir``.
+            CheckpointError: ``last_checkpoint`` names a file outside ``save_dir``.
         """
         self._finish_writing()
         return find_checkpoint(self.save_dir)
@@ -402,15 +405,15 @@ class Checkpointer:
     ) -> dict[str, Any]:
         """Load a file into the model and the checkpointables; a rank may call it alone.
 
-        Keys of the model that differ are logged as one table, the rest is loaded.
+        If keys of the model differ, they are logged as one table, and the other keys are loaded.
 
         Args:
-            path: a file of ours or fvcore's, or of a bare model state dict; None and ``""`` load nothing.
+            path: a file of trainkit or fvcore, or a bare model state dict; None and ``""`` load nothing.
             checkpointables: the keys to load besides the model; None: all.
-            strict: whether a difference in the model's keys and an absent checkpointable are errors.
+            strict: whether different model keys and a missing checkpointable are errors.
 
         Returns:
-            The entries of the file that nobody took.
+            The entries of the file that were not used.
 
         Raises:
             CheckpointError: the file is missing, damaged or refused, or does not fit. Nothing has been loaded then.
@@ -431,13 +434,13 @@ class Checkpointer:
         return self._apply(state, path, keys, strict)
 
     def resume_or_load(self, path: str | os.PathLike[str] | None, *, resume: bool = True) -> dict[str, Any]:
-        """Go on from the last checkpoint in ``save_dir``, or load the model alone from ``path``; every rank calls it.
+        """Resume from the last checkpoint in ``save_dir``, or load only the model from ``path``; every rank calls it.
 
-        Resuming loads everything. If the last checkpoint is damaged, the newest intact one is taken, with a warning.
-        Rank 0 chooses the file for all ranks, and removes what a killed one has left half written.
+        Resuming loads everything. If the last checkpoint is damaged, the newest intact one is used, with a warning.
+        Rank 0 chooses the file for all ranks, and removes incomplete files of killed processes.
 
         Returns:
-            The entries of the file that nobody took.
+            The entries of the file that were not used.
 
         Raises:
             CheckpointError: no checkpoint of the folder is intact, a rank cannot read the file, or it does not fit.
@@ -454,7 +457,7 @@ class Checkpointer:
         return self._apply(self._read_on_all_ranks(path), path, [], strict=False)
 
     def _choose_and_read(self) -> tuple[str, dict[str, Any]]:
-        """The path and what is in the file, on every rank."""
+        """The path and the content of the file, on every rank."""
         broken: dict[str, str] = {}
 
         def choose() -> tuple[str, Any]:
@@ -475,7 +478,7 @@ class Checkpointer:
                 broken[path] = str(error)
 
     def _local(self, path: str | os.PathLike[str]) -> str:
-        """A path, or the local copy that ``path_manager`` makes of an address such as ``https://...``."""
+        """A local path; ``path_manager`` downloads an address such as ``https://...``."""
         path = os.fspath(path)
         return self.path_manager.get_local_path(path) if "://" in path else path
 
@@ -509,7 +512,7 @@ class Checkpointer:
                 self._log_incompatible_keys(incompatible)
         finally:
             self._source = former
-        for key in ("model", _NEW_BUFFERS):  # which an overridden method may have left there
+        for key in ("model", _NEW_BUFFERS):  # an overridden method may not have removed them
             state.pop(key, None)
         if absent:
             _logger.warning("'%s' holds no state for %s, which stay as they are", path, absent)
@@ -517,20 +520,20 @@ class Checkpointer:
             if key in state:
                 try:
                     self.checkpointables[key].load_state_dict(state.pop(key))
-                except (LookupError, TypeError, AttributeError) as error:  # of a damaged or a made-up state
+                except (LookupError, TypeError, AttributeError) as error:  # the state is damaged or not from trainkit
                     _logger.debug("Loading %r of '%s' has failed:", key, path, exc_info=True)
                     raise CheckpointError(
-                        f"'{path}': its entry {key!r} has other contents than what it is to be loaded into "
+                        f"'{path}': the content of its entry {key!r} does not fit "
                         f"({type(error).__name__}: {error}); use another checkpoint"
                     ) from error
         _logger.info("Loaded %s", path)
         return state
 
     def _load_file(self, filename: str) -> dict[str, Any]:
-        """What is in a file: the weights under "model", or nothing else than them.
+        """The content of a file: a dict with the weights under "model", or the weights alone.
 
-        Override it to read other formats or to rename weights; `load_trusted_pickle` reads what this refuses. It is
-        called on each rank, also when a run is resumed.
+        Override it to read other formats or to rename weights; `load_trusted_pickle` reads files that this refuses. It
+        is called on each rank, also when a run is resumed.
         """
         return read_file(filename)
 
@@ -538,8 +541,8 @@ class Checkpointer:
         """Load ``checkpoint.pop("model")`` into the model; numpy arrays in it become tensors.
 
         Returns:
-            An object with the lists ``missing_keys``, ``unexpected_keys`` and ``incorrect_shapes``, which
-            ``_log_incompatible_keys`` gets; or None, to log nothing.
+            An object for ``_log_incompatible_keys``, with the lists ``missing_keys``, ``unexpected_keys`` and
+            ``incorrect_shapes``; None logs nothing.
         """
         path, strict = self._source
         weights, new_buffers = checkpoint.pop("model"), checkpoint.pop(_NEW_BUFFERS, None)
@@ -567,7 +570,7 @@ class Checkpointer:
         }
         try:
             self.model.load_state_dict(fitting, strict=False)
-        except RuntimeError as error:  # such as of a sparse tensor
+        except RuntimeError as error:  # such as for a sparse tensor
             raise CheckpointError(f"'{path}' does not fit the model; name another file: {error}") from error
         return differences
 
@@ -578,7 +581,7 @@ class Checkpointer:
                 state_dict[key] = torch.as_tensor(value)
 
     def _log_incompatible_keys(self, incompatible: Any) -> None:
-        """Log what ``_load_model`` has returned."""
+        """Log the result of ``_load_model``."""
         if table := table_of(incompatible):
             _logger.warning(
                 "Some weights in '%s' do not fit the model:\n%s\n"
@@ -587,11 +590,11 @@ class Checkpointer:
             )
 
     def _read_on_all_ranks(self, path: str, state: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Read and verify the same file on every rank; one that has its ``state`` already does not read it again.
+        """Read and verify the same file on every rank; a rank that passes its ``state`` does not read it again.
 
         Raises:
             CheckpointError: on every rank, if one of them cannot read it.
-            _DamagedShards: on every rank; each looks at a part of the files.
+            _DamagedShards: on every rank; each verifies a part of the files.
         """
         found = together(lambda: self._load_file(path) if state is None else state)
         error = ""

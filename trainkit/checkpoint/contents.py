@@ -1,4 +1,4 @@
-"""What is in the state of a checkpoint, part by part, and where two states differ, bit by bit."""
+"""The parts of a checkpoint's state, and the differences between two states, bit by bit."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CONTAINERS = ("trainer", "trainer/hooks", "trainer/_trainer")  # the parts of which have owners of their own
+CONTAINERS = ("trainer", "trainer/hooks", "trainer/_trainer")  # their entries belong to different objects
 CLOCK_READINGS = frozenset(
     ["time", "data_time", "rank_data_time", "eta_seconds", "epoch_time", "samples_per_sec", "tokens_per_sec", "mfu_pct"]
 )
@@ -17,18 +17,15 @@ _OF_FILES = re.compile(rf"{_TRAINER}/{_WRITER}/(length|sizes|id)|{_TRAINER}/orig
 
 
 def is_of_the_clock(path: str) -> bool:
-    """Whether an entry of a checkpoint has readings of a clock, or the size of files that are full of them, or says
-    where and by which command the run was started.
-
-    Two runs that do the same differ in these.
-    """
+    """Whether an entry differs between equal runs: clock readings, sizes of files with them, and how the run
+    started."""
     scalar = _SCALAR.fullmatch(path)
     is_of_clock = scalar is not None and scalar["name"] in CLOCK_READINGS
     return is_of_clock or _OF_FILES.fullmatch(path) is not None
 
 
 def parts_of(state: Mapping[str, Any], path: str = "") -> list[str]:
-    """Paths of everything that a checkpoint saves, as far as it has an owner of its own."""
+    """Paths of all entries of a checkpoint; the entries of a container are listed one by one."""
     parts = []
     for key, value in state.items():
         here = f"{path}/{key}".lstrip("/")
@@ -48,16 +45,16 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def differing(
     left: Any, right: Any, path: str = "", skip: Callable[[Any, str], bool] = lambda key, path: False
 ) -> Iterator[str]:
-    """Where two nested values are not the same bit by bit, and how they differ there; nothing if they are the same.
+    """Each place where two nested values differ, with a description; values are compared bit by bit.
 
     Args:
-        path: of both values, its names joined by "/".
-        skip: called with the key and the path of each entry of a mapping; what it says yes to is not compared.
+        path: of both values, with names joined by "/".
+        skip: called with the key and the path of each entry of a mapping; True leaves the entry out.
     """
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         if difference := _difference_of_tensors(_dense(left), _dense(right)):
             yield f"{path}: {difference}"
-    elif isinstance(left, Mapping) and isinstance(right, Mapping):  # of any classes: programs differ in that
+    elif isinstance(left, Mapping) and isinstance(right, Mapping):  # of any classes: programs may use different ones
         for key in [*left, *(key for key in right if key not in left)]:
             here = f"{path}/{key}".lstrip("/")
             if skip(key, here):
@@ -73,7 +70,7 @@ def differing(
             yield f"{path}: {len(left)} and {len(right)} entries"
         for index, pair in enumerate(zip(left, right, strict=False)):
             yield from differing(*pair, f"{path}/{index}", skip)
-    elif repr(left) != repr(right):  # of floats as well, which it tells apart bit by bit, but equals NaN with NaN
+    elif repr(left) != repr(right):  # repr tells floats apart bit by bit, but NaN equals NaN
         yield f"{path}: {left!r:.60} and {right!r:.60}"
 
 
@@ -99,5 +96,5 @@ def _describe(tensor: Tensor) -> str:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """``[values, bytes of a value]``"""
+    """The bytes of each value, ``[values, bytes]``."""
     return tensor.contiguous().reshape(-1, 1).view(torch.uint8)

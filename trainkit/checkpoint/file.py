@@ -1,8 +1,8 @@
-"""One checkpoint file: written whole or not at all, and verified before it is read.
+"""One checkpoint file: written completely or not at all, and verified before it is read.
 
-It is what ``torch.save`` writes: a zip archive, which has a CRC of each of its records. ``torch.load`` does not look at
-these, so readers here do. The saved dict has one more key, ``MARKER``, which tells our files from those of others;
-readers here remove it. Older files of ours have a digest after the archive, which is left alone.
+It has the format of ``torch.save``: a zip archive with a CRC for each record. ``torch.load`` ignores these CRCs, so the
+readers here check them. The saved dict has one more key, ``MARKER``, which marks trainkit's files; readers here remove
+it. Older trainkit files have a digest after the archive, which is ignored.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ from trainkit.utils.registry import did_you_mean
 SUFFIX = ".pth"
 MARKER = "__trainkit_format__"
 
-_FOLDER = 0x10  # among the attributes of a record
+_FOLDER = 0x10  # bit of a record's attributes
 
 
 def write_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write ``state`` to ``path``; whatever interrupts this, ``path`` is the old file or the complete new one.
+    """Write ``state`` to ``path``; if this is interrupted, ``path`` is the old file or the complete new one.
 
     Raises:
-        TypeError: ``state`` holds something else than tensors and plain Python values.
-        CheckpointError: it cannot be written; nothing is left behind.
+        TypeError: ``state`` holds a value that is no tensor and no plain Python value.
+        CheckpointError: it cannot be written; no partial file stays.
     """
     payload = {MARKER: 2, **plain_state(dict(state))}
     with replacing(os.fspath(path)) as output:
@@ -40,10 +40,10 @@ def write_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def read_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
-    """Verify and read a checkpoint of ours, or read a plain file of ``torch.save``.
+    """Verify and read a checkpoint of trainkit, or read a plain file of ``torch.save``.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or holds other things than tensors and plain Python values.
+        CheckpointError: the file is missing or damaged, or holds values that are no tensors and no plain Python values.
     """
     path = os.fspath(path)
     with _opened(path) as file:
@@ -58,8 +58,9 @@ def read_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[s
 
 
 def load_trusted_pickle(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a pickle, or any file of ``torch.save``. **It runs the code that is in the file**: whoever wrote it can do
-    here what you can do. For an overridden `Checkpointer._load_file`, and files that you trust.
+    """Read a pickle, or any file of ``torch.save``. **This runs code from the file**, with all your rights.
+
+    For an overridden `Checkpointer._load_file`, and only for files that you trust.
 
     Raises:
         CheckpointError: the file is missing or damaged, needs a class that cannot be imported, or holds no dict.
@@ -69,11 +70,11 @@ def load_trusted_pickle(path: str | os.PathLike[str]) -> dict[str, Any]:
         is_archive = file.read(2) == b"PK"
         file.seek(0)
         try:
-            state = None if is_archive else pickle.load(file, encoding="latin1")  # of Python 2, as many are
+            state = None if is_archive else pickle.load(file, encoding="latin1")  # latin1 for pickles of Python 2
             if is_archive or state == torch.serialization.MAGIC_NUMBER:
                 file.seek(0)
                 state = torch.load(file, map_location="cpu", weights_only=False)
-        except Exception as error:  # whatever its code raises
+        except Exception as error:  # code in the file may raise anything
             raise CheckpointError(
                 f"'{path}' cannot be read as a pickle: {type(error).__name__}: {error}; install what it needs, or use "
                 "another file"
@@ -84,7 +85,7 @@ def load_trusted_pickle(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def is_ours(path: str | os.PathLike[str]) -> bool:
-    """Whether a file says that it was written by :func:`write_file`; it is not verified."""
+    """Whether a file has the marker of :func:`write_file`; the file is not verified."""
     try:
         with zipfile.ZipFile(path) as archive, archive.open("archive/data.pkl") as pickled:
             return MARKER.encode() in pickled.read(200)
@@ -93,13 +94,13 @@ def is_ours(path: str | os.PathLike[str]) -> bool:
 
 
 def is_file_of(folder: str, name: str) -> bool:
-    """Whether this is the bare name of a file in the folder, and no link out of it; the file need not exist."""
+    """Whether ``name`` is a bare file name in ``folder`` and no link out of it; the file need not exist."""
     is_name = name.isprintable() and name not in (os.curdir, os.pardir) and os.path.basename(name) == name
     return is_name and os.path.dirname(os.path.realpath(os.path.join(folder, name))) == os.path.realpath(folder)
 
 
 def sha256_of(path: str | os.PathLike[str]) -> str:
-    """That of a whole file of any kind, in hexadecimal digits."""
+    """SHA-256 of a file, in hexadecimal digits."""
     sha256 = hashlib.sha256()
     with open(path, "rb") as file:
         while data := file.read(1 << 20):
@@ -156,6 +157,6 @@ def _unpickle(file: io.BufferedReader, path: str, map_location: Any) -> Any:
         ) from None
     except Exception as error:  # torch raises many types on damaged archives
         reason = str(error).partition(". ")[0] or "it is empty, or ends too early"
-        if "pickle protocol" in reason:  # of another program
+        if "pickle protocol" in reason:  # written by another program
             reason += ". If you trust it, convert it by tools/convert_checkpoint.py"
         raise CheckpointError(f"'{path}' is damaged or not a file of torch.save: {reason}") from error

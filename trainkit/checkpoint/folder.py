@@ -1,4 +1,4 @@
-"""The files of a folder: which are checkpoints, and which one a run goes on from."""
+"""Find the checkpoints of a folder, and the one to resume from."""
 
 import contextlib
 import logging
@@ -27,18 +27,18 @@ def checkpoint_files(folder: str) -> list[str]:
 
 
 def newest_first(folder: str) -> list[str]:
-    """The same without published weights, sorted by the time of writing; of equal times, the last name comes first."""
+    """Paths of all checkpoints without published weights, newest first; of equal times, the last name first."""
     dated = []
     for path in checkpoint_files(folder):
-        if _PUBLISHED.fullmatch(os.path.basename(path)):  # no run can go on from these
+        if _PUBLISHED.fullmatch(os.path.basename(path)):  # no run can resume from these
             continue
-        with contextlib.suppress(OSError):  # another process may rotate meanwhile; a link may lead nowhere
+        with contextlib.suppress(OSError):  # another process may remove files; a link may lead nowhere
             dated.append((os.stat(path).st_mtime_ns, path))
     return [path for _, path in sorted(dated, reverse=True)]
 
 
 def published_name(name: str, digest: str = "") -> str:
-    """File name for the published weights of checkpoint ``name``, once the digest of the file is known with it."""
+    """File name for the published weights of checkpoint ``name``; with ``digest`` after the file is written."""
     return f"{name}_published{digest and '-' + digest[:8]}{SUFFIX}"
 
 
@@ -49,15 +49,15 @@ def published_files(folder: str, name: str) -> list[str]:
 
 
 def tagged_file(folder: str) -> str:
-    """Path of the file that ``last_checkpoint`` names, whether it exists or not; ``""`` if that names none.
+    """Path of the file that ``last_checkpoint`` names, which may not exist; ``""`` if there is no name.
 
     Raises:
-        CheckpointError: it holds no name of a file, or leads out of the folder.
+        CheckpointError: ``last_checkpoint`` holds no file name, or names a file outside the folder.
     """
     if not folder:
         return ""
     tag_file = os.path.join(folder, TAG_FILE)
-    if not is_file_of(folder, TAG_FILE):  # and is not read: what stands there would be shown
+    if not is_file_of(folder, TAG_FILE):  # not read, since errors would show its content
         raise CheckpointError(
             f"'{tag_file}' is a link out of its folder; delete it to resume from the newest checkpoint"
         )
@@ -79,7 +79,7 @@ def tagged_file(folder: str) -> str:
 
 
 def find_checkpoint(folder: str) -> str:
-    """Path of the checkpoint that ``last_checkpoint`` names; without that file the newest of ours; else ``""``.
+    """Path of the file in ``last_checkpoint``; without it, of the newest trainkit checkpoint; else ``""``.
 
     Raises:
         CheckpointError: as `tagged_file`.
@@ -88,10 +88,10 @@ def find_checkpoint(folder: str) -> str:
 
 
 def choose(folder: str) -> str:
-    """Return the checkpoint to resume from, verified: the tagged one, else the newest intact one, else ``""``.
+    """The verified checkpoint to resume from: the tagged one, else the newest intact one, else ``""``.
 
     Raises:
-        CheckpointError: there are checkpoints, and none is intact.
+        CheckpointError: there are checkpoints, but none is intact.
     """
     return choose_and_read(folder)[0]
 
@@ -99,10 +99,10 @@ def choose(folder: str) -> str:
 def choose_and_read(
     folder: str, known_as_broken: Mapping[str, str] | None = None, read: Callable[[str], Any] = read_file
 ) -> tuple[str, Any]:
-    """The same, and what is in it: one reading verifies and loads the file, but not what is in the files of its shards.
+    """As `choose`, with the content: one read verifies and loads the file, but not the content of its shards.
 
     Args:
-        known_as_broken: path -> what is wrong with it.
+        known_as_broken: path -> its error.
         read: reads a file.
 
     Raises:
@@ -119,7 +119,7 @@ def choose_and_read(
         except CheckpointError as error:
             broken.append(str(error))
             continue
-        # A file from elsewhere counts if it is tagged; else it may be some weights that were put into the folder.
+        # A foreign file counts only if it is tagged; otherwise it may be weights that somebody has put into the folder.
         if path == tagged or is_ours(path):
             if broken:
                 _logger.warning("%s. Resuming from '%s' instead", "; ".join(broken), path)
@@ -133,7 +133,7 @@ def choose_and_read(
 
 
 def remove_checkpoint(path: str) -> None:
-    """Remove a file, and then its shards.
+    """Remove a file, then its shards.
 
     Raises:
         OSError: something cannot be removed.

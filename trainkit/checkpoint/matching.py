@@ -1,4 +1,4 @@
-"""How the weights of a file fit a model."""
+"""Compare the weights of a file with a model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,16 +8,16 @@ from torch import Tensor, nn
 
 from trainkit.utils.tables import format_table
 
-_PREFIX = "module."  # DistributedDataParallel and DataParallel put it before every key
+_PREFIX = "module."  # added to every key by DistributedDataParallel and DataParallel
 _MAX_ROWS = 60
 
 
 class Differences:
-    """The keys that a model and a file do not share, with their shapes; the lists have fvcore's names.
+    """The keys that only a model or only a file has, and different shapes; the lists have fvcore's names.
 
     Attributes:
         incorrect_shapes: (key, shape in the file, shape in the model).
-        shapes: key -> that shape, of what is missing or unexpected.
+        shapes: key -> shape, of the missing and unexpected keys.
     """
 
     def __init__(self, weights: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -39,7 +39,7 @@ class Differences:
 
 
 def table_of(incompatible: Any) -> str:
-    """A row for each key in the lists of `Differences`, or in fvcore's or torch's of the same names; "" for none."""
+    """A row for each key in the lists of `Differences`, or in fvcore's or torch's equivalents; "" if there is none."""
     shapes = getattr(incompatible, "shapes", {})
     rows: list[tuple[Any, ...]] = [
         ("missing", key, "-", shapes.get(key, "")) for key in getattr(incompatible, "missing_keys", ())
@@ -61,7 +61,7 @@ def strip_wrapper_prefix(weights: Mapping[str, Any], model: nn.Module) -> Mappin
 
 
 def _fits(value: Any, own: Any) -> bool:
-    if not isinstance(own, Tensor):  # extra state: the module itself judges
+    if not isinstance(own, Tensor):  # extra state: the module checks it
         return True
     # A lazy parameter takes its shape from the file.
     return isinstance(value, Tensor) and (torch.nn.parameter.is_lazy(own) or value.shape == own.shape)

@@ -1,4 +1,4 @@
-"""PeriodicCheckpointer: when to save, and which old files to remove."""
+"""PeriodicCheckpointer: saves regularly and removes old files."""
 
 import logging
 import os
@@ -18,18 +18,19 @@ _logger = logging.getLogger(__name__)
 class PeriodicCheckpointer:
     """Saves every ``period`` iterations as ``<file_prefix>_<iteration>`` and at the end as ``<file_prefix>_final``.
 
-    A periodic save that falls on the last iteration is written as ``<file_prefix>_final`` only, and counts as one of
-    ``max_to_keep``. Files beyond these are removed once the new one is on the disk; they are found by listing the
-    folder, so a restarted run goes on with the rotation.
+    If a periodic save is due in the last iteration, only ``<file_prefix>_final`` is written, and counts as one of
+    ``max_to_keep``. Older files are removed after the new one is on the disk; they are found by listing the folder, so
+    a restarted run continues the rotation.
 
     Args:
-        checkpointer: ours or fvcore's.
+        checkpointer: a trainkit or an fvcore checkpointer.
         period: in iterations; 0: only at the end.
         max_iter: iterations of the run; None: no end.
-        max_to_keep: periodic saves to keep, at least 1; None: all. Final and best files are never removed.
+        max_to_keep: number of periodic saves to keep, at least 1; None: all. Final and best files are never removed.
         file_prefix: of the file names.
-        start: iterations before the first periodic save, from which the others are counted; 0: the first is ``period``.
-        save_last: whether there is a final file.
+        start: iterations before the first periodic save, from which the period counts; 0: the first is after
+            ``period``.
+        save_last: whether to write a final file.
     """
 
     def __init__(
@@ -54,10 +55,10 @@ class PeriodicCheckpointer:
         self.file_prefix, self.start, self.save_last = file_prefix, start, save_last
 
     def step(self, iteration: int, **kwargs: Any) -> Future[None] | None:
-        """Save if it is time; call it after each iteration. Returns and raises what :meth:`Checkpointer.save` does.
+        """Save if it is due; call it after each iteration. Returns and raises what :meth:`Checkpointer.save` does.
 
         Args:
-            iteration: the one just done, from 0; stands in the file as ``iteration``.
+            iteration: the one just done, from 0; saved as ``iteration``.
             kwargs: further entries of the file.
         """
         name = self.name_at(iteration)
@@ -74,11 +75,11 @@ class PeriodicCheckpointer:
         return f"{self.file_prefix}_{iteration:07d}" if is_nth(iteration + 1, self.period, self.start) else None
 
     def save(self, name: str, **kwargs: Any) -> Future[None] | None:
-        """Save now, under a name of your own."""
+        """Save now, under any name."""
         return self.checkpointer.save(name, **kwargs)
 
     def save_and_rotate(self, name: str, iteration: int, **kwargs: Any) -> Future[None] | None:
-        """Save now; remove the oldest numbered files once the new one is on the disk."""
+        """Save now, then remove the oldest numbered files."""
         if isinstance(self.checkpointer, Checkpointer):
             kwargs["on_commit"] = partial(self._remove_old, iteration)
             return self.save(name, iteration=iteration, **kwargs)
@@ -87,7 +88,7 @@ class PeriodicCheckpointer:
         return None
 
     def rotate(self, iteration: int) -> None:
-        """Remove what a run that was killed after its save of this iteration had yet to remove."""
+        """Remove old files that a killed run did not remove after its save of this iteration."""
         if os.path.isdir(self.checkpointer.save_dir) and (
             is_nth(iteration + 1, self.period, self.start) or iteration in self._numbered_files()
         ):
@@ -98,7 +99,7 @@ class PeriodicCheckpointer:
             return
         try:
             numbered = self._numbered_files()
-            # Files of later iterations belong to an earlier run in this folder; they are neither counted nor removed.
+            # Files of later iterations are of an earlier run in this folder; they are neither counted nor removed.
             newest_first = sorted((number for number in numbered if number < iteration), reverse=True)
             for number in newest_first[self.max_to_keep - 1 :]:
                 remove_checkpoint(os.path.join(self.checkpointer.save_dir, numbered[number]))
@@ -106,7 +107,7 @@ class PeriodicCheckpointer:
             _logger.warning("Old checkpoints are not removed, the next save tries again: %s", error)
 
     def _numbered_files(self) -> dict[int, str]:
-        """iteration -> file name"""
+        """iteration -> file name."""
         pattern = re.compile(re.escape(self.file_prefix) + r"_(\d{7,})\.pth")
         matches = map(pattern.fullmatch, os.listdir(self.checkpointer.save_dir))
         return {int(match[1]): match[0] for match in matches if match}
@@ -115,7 +116,7 @@ class PeriodicCheckpointer:
 def check_file_prefix(file_prefix: object) -> None:
     """
     Raises:
-        ValueError: it is no text, empty, or has a folder in it.
+        ValueError: ``file_prefix`` is no text, empty, or has a folder in it.
     """
     if not isinstance(file_prefix, str) or not file_prefix or os.path.basename(file_prefix) != file_prefix:
         raise ValueError(

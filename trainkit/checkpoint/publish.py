@@ -1,4 +1,4 @@
-"""Weights for others: those of a checkpoint and nothing else, in a file that is named after its content."""
+"""Publish the weights of a checkpoint alone, in a file with the digest of its content in its name."""
 
 import logging
 import os
@@ -15,13 +15,13 @@ _logger = logging.getLogger(__name__)
 
 
 def publish_weights(path: str | os.PathLike[str], weights: Literal["model", "ema"] = "model") -> str:
-    """Write ``{"model": weights}`` of a checkpoint beside it: one plain file, also of a checkpoint in shards.
+    """Write ``{"model": weights}`` of a checkpoint into the same folder: one plain file, also for a sharded checkpoint.
 
-    The file is called ``<name>_published-<first 8 hex digits of its SHA-256>.pth``, which ``torch.hub`` verifies. Older
-    ones of the same checkpoint are removed once it is there. No run is resumed from it.
+    The file is called ``<name>_published-<first 8 hex digits of its SHA-256>.pth``, which ``torch.hub`` verifies. Then
+    older published files of the same checkpoint are removed. A run cannot resume from it.
 
     Args:
-        weights: the model's, or the averaged ones of the `EMAHook`; what is not averaged is then the model's.
+        weights: the model's, or the average of the `EMAHook`, with the model's own weights where nothing is averaged.
 
     Returns:
         Its path.
@@ -38,7 +38,7 @@ def publish_weights(path: str | os.PathLike[str], weights: Literal["model", "ema
     state = fill_shards(state, path, wanted=("model.", AVERAGED_PATH))
     try:
         write_file({"model": _choose(state, weights, path)}, unnamed)
-    except TypeError as error:  # it was written by another program
+    except TypeError as error:  # written by another program
         raise CheckpointError(f"the weights of '{path}' cannot be published: {error}") from error
     published = os.path.join(folder, published_name(name, sha256_of(unnamed)))
     os.replace(unnamed, published)

@@ -1,4 +1,4 @@
-"""What each rank has for itself, gathered into the one file of a checkpoint."""
+"""State that differs between ranks, gathered into the one file of a checkpoint."""
 
 import hashlib
 import logging
@@ -19,15 +19,15 @@ KEY = "ranks"
 
 
 class _Same:
-    """Stands for a tensor that equals the one of rank 0 at the same path."""
+    """Replaces a tensor that equals the one of rank 0 at the same path."""
 
 
 def gather_rank_states(state: Mapping[str, Any], model: nn.Module, keys: Mapping[str, Iterable[str]]) -> list[Any]:
-    """The own parts of every rank, on rank 0; every rank calls it.
+    """Each rank's own part of the state, on rank 0; every rank calls it.
 
-    A rank's own part are the buffers of its models, which ranks do not share where each sees other batches, and the
-    entries that ``keys`` names for each key of ``state``. Tensors that equal those of rank 0 are not sent, and are the
-    same objects there, so that a file holds them once.
+    The own part is the buffers of the model (ranks see different batches), and for each key of ``state`` the entries
+    that ``keys`` names. Tensors equal to those of rank 0 are not sent; they become the same objects, so that the file
+    holds them once.
     """
     held = {key: state[key] for key in ("model", TRAINED) if key in state}
     buffers = {key: {name: held[key][name] for name, _ in model.named_buffers() if name in held[key]} for key in held}
@@ -45,7 +45,7 @@ def gather_rank_states(state: Mapping[str, Any], model: nn.Module, keys: Mapping
 
 
 def take_rank_state(state: dict[str, Any], path: str) -> None:
-    """Put this rank's own part into ``state``, which is that of rank 0, and remove the others' from it."""
+    """Put this rank's own part into ``state``, which is rank 0's, and remove the parts of all ranks from it."""
     parts = state.pop(KEY, None)
     if parts is not None and not (isinstance(parts, list) and all(isinstance(part, dict) for part in parts)):
         raise CheckpointError(f"'{path}' is damaged: its entry {KEY!r} has to be a list with the states of each rank")
@@ -59,7 +59,7 @@ def take_rank_state(state: dict[str, Any], path: str) -> None:
 
 
 def _map_tensors(value: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
-    """A copy of nested dicts, lists and tuples with ``change(path, leaf)`` for each tensor, or what stands for one."""
+    """A copy of nested dicts, lists and tuples with ``change(path, leaf)`` for each tensor or `_Same`."""
     if isinstance(value, Tensor | _Same):
         return change(path, value)
     if isinstance(value, Mapping):
@@ -72,6 +72,6 @@ def _map_tensors(value: Any, change: Callable[[str, Any], Any], path: str = "") 
 def _digest(tensor: Tensor) -> str:
     tensor = tensor.detach() if tensor.is_meta else tensor.detach().cpu().contiguous()
     text = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest_size=16)
-    if tensor.numel() and not tensor.is_meta:  # one on the meta device stands for a sharded one
+    if tensor.numel() and not tensor.is_meta:  # a tensor on the meta device replaces a sharded one
         text.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return text.hexdigest()

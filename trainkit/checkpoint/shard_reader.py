@@ -1,7 +1,7 @@
-"""Reads a folder of shards without running anything that is in it; imported on demand, with what it needs of torch.
+"""Reads a folder of shards without running code from it. Imported only when needed, since it imports much of torch.
 
-torch unpickles the file ``.metadata`` without limits. Here nothing that it names is looked up, but types of numbers: an
-empty record stands for every object and keeps what the file says about it. From the records the metadata is built anew.
+torch unpickles the file ``.metadata`` without limits. Here the only names that are looked up are number types; every
+other object becomes an empty record that keeps its state. The metadata is rebuilt from these records.
 """
 
 import pickle
@@ -19,14 +19,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-_MODULES = ("torch", "torch.serialization", "torch.distributed.checkpoint.", "pathlib")  # of the classes that it names
+# modules of the classes in the file
+_MODULES = ("torch", "torch.serialization", "torch.distributed.checkpoint.", "pathlib")
 
 
 class ShardReader(FileSystemReader):
-    """Reads tensors only; what stands for other objects would be unpickled without limits.
+    """Reads tensors only, since torch would unpickle other objects without limits.
 
     Args:
-        files: the names of those that may be read.
+        files: the names of the files that may be read.
     """
 
     def __init__(self, folder: str, files: Collection[str]) -> None:
@@ -38,7 +39,7 @@ class ShardReader(FileSystemReader):
 
 
 class _Place(NamedTuple):
-    """Where the part of a tensor is; the reader asks for attributes of these names."""
+    """The place of a part of a tensor; torch's reader uses these attribute names."""
 
     relative_path: str
     offset: int
@@ -47,12 +48,12 @@ class _Place(NamedTuple):
 
 
 class _Record:
-    """Stands for an object: ``state`` is what the file says of it."""
+    """Replaces an object: ``state`` is its state in the file."""
 
     state: Any = None
 
     def __init__(self, *args: object) -> None:
-        """Called in place of a function or a class of the file."""
+        """Called in place of a function or class of the file."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -71,7 +72,7 @@ def _read_metadata(path: str, files: Collection[str]) -> Metadata:
     """
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no such file, or names a file that may not be read.
+        ValueError: it is no metadata, or names a file that may not be read.
     """
     with open(path, "rb") as file:
         try:
@@ -80,7 +81,7 @@ def _read_metadata(path: str, files: Collection[str]) -> Metadata:
             places = {_index(index.state): _place(place.state) for index, place in found["storage_data"].items()}
         except pickle.UnpicklingError as error:
             raise ValueError(f"'{path}' is refused: {error}") from None
-        except Exception as error:  # of many types, where something else stands in it
+        except Exception as error:  # of many types, for a file with other content
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(f"'{path}' describes no tensors ({reason}); use another checkpoint") from error
     if unknown := {place.relative_path for place in places.values()}.difference(files):

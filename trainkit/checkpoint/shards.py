@@ -1,9 +1,9 @@
-"""Sharded tensors of a checkpoint: each rank writes its part, by ``torch.distributed.checkpoint``, beside the file.
+"""Sharded tensors of a checkpoint: each rank writes its part, by ``torch.distributed.checkpoint``.
 
-The file ``model_0000099.pth`` holds everything else, and for each sharded tensor an empty one of its shape (on the meta
-device). What is in the tensors stands in the folder ``model_0000099.shards-<8 hex digits>``, which the entry ``shards``
-names together with the sizes and digests of its files. The folder is written first, under a new name each time, and
-counts only once the file that names it is there: replacing that file is what commits a save.
+The file ``model_0000099.pth`` holds everything else; each sharded tensor is in it as an empty tensor of its shape (on
+the meta device). The content of these tensors is in the folder ``model_0000099.shards-<8 hex digits>``. The entry
+``shards`` of the file has the name of the folder and the sizes and digests of its files. The folder is written first,
+under a new name each time. Replacing the file commits the save.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ _being_written: list[str] = []  # names of folders
 
 
 class Shards:
-    """The sharded tensors of a state on their way to the disk.
+    """The sharded tensors of a state, ready to be written.
 
     Attributes:
-        local: path in the state -> this rank's part. It may be replaced by a copy in host memory.
+        local: path in the state -> this rank's part; may be replaced by a copy in host memory.
     """
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
@@ -49,7 +49,7 @@ class Shards:
         return bool(self.local)
 
     def write(self, folder: str, group: dist.ProcessGroup | None) -> dict[str, Any]:
-        """Write all of them; every rank calls it, in any thread, and ``group`` is used by nothing else meanwhile.
+        """Write all shards; every rank calls it, in any thread. ``group`` must not be used by others meanwhile.
 
         Returns:
             The entry ``shards`` of the file.
@@ -61,7 +61,7 @@ class Shards:
         tensors = {}
         for path, part in self.local.items():
             ranks, placements, shape, stride = self._layouts[path]
-            # on the CPU, where the parts may be copies already; nothing is exchanged over this mesh
+            # on the CPU, since the parts may be host copies; nothing is exchanged over this mesh
             mesh = sharding.DeviceMesh("cpu", ranks, _init_backend=False)
             tensors[path] = sharding.DTensor.from_local(
                 part.cpu(), mesh, placements, run_check=False, shape=shape, stride=stride
@@ -85,7 +85,7 @@ class Shards:
 
 @contextlib.contextmanager
 def being_written(folder: str) -> Iterator[None]:
-    """Inside, no thread of this process removes it as stray."""
+    """Inside, no thread of this process removes the folder as stray."""
     name = os.path.basename(folder)
     _being_written.append(name)
     try:
@@ -95,7 +95,7 @@ def being_written(folder: str) -> Iterator[None]:
 
 
 def take_shards(state: dict[str, Any]) -> tuple[dict[str, Any], Shards]:
-    """A copy of ``state`` with an empty tensor in the place of each sharded one, and these.
+    """A copy of ``state`` with an empty tensor in place of each sharded one, and the sharded ones.
 
     Raises:
         TypeError: as `plain_state`.
@@ -114,14 +114,14 @@ def take_shards(state: dict[str, Any]) -> tuple[dict[str, Any], Shards]:
 def fill_shards(
     state: dict[str, Any], path: str, like: Tensor | None = None, wanted: Iterable[str] = ("",)
 ) -> dict[str, Any]:
-    """Read what the empty tensors of a state stand for, which comes from the file ``path``; a rank may call it alone.
+    """Read the shards of a state that was read from the file ``path``; a rank may call it alone.
 
     Args:
-        like: a tensor as whose the result is sharded; None: whole tensors.
-        wanted: how the paths of those that are read start; the others stay empty.
+        like: shard the tensors like this one; None: read whole tensors.
+        wanted: starts of the paths to read; other tensors stay empty.
 
     Returns:
-        A copy of ``state`` without its entry ``shards``; itself if there is none.
+        A copy of ``state`` without its entry ``shards``; ``state`` itself if it has none.
 
     Raises:
         CheckpointError: they cannot be read.
@@ -147,7 +147,7 @@ def fill_shards(
 
         filled = plain_state(state, take_shard=make)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank reads by itself, as is meant
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank reads by itself on purpose
             dcp.load(found, storage_reader=reader, no_dist=True)
     except (OSError, RuntimeError, TypeError, ValueError, dcp.CheckpointException) as error:
         reason = next(iter(error.failures.values()))[0] if isinstance(error, dcp.CheckpointException) else error
@@ -156,13 +156,13 @@ def fill_shards(
 
 
 def verify_shards(state: Mapping[str, Any], path: str, *, part: int = 0, num_parts: int = 1) -> None:
-    """Check the files that a state of the file ``path`` names: that all are there, and the content of every n-th.
+    """Check that all shard files of a state exist, and the content of some; ``path`` is the file of the state.
 
     Args:
-        part, num_parts: the n-th files whose content is compared with their digests; with 0 parts none.
+        part, num_parts: compare the digests of each ``num_parts``-th file, starting with ``part``; 0 parts: of none.
 
     Raises:
-        CheckpointError: one is missing or damaged.
+        CheckpointError: a file is missing or damaged.
     """
     manifest = state.get(KEY)
     if manifest is None:
@@ -170,7 +170,8 @@ def verify_shards(state: Mapping[str, Any], path: str, *, part: int = 0, num_par
     folder, files = _checked(manifest, path)
     if not os.path.isdir(folder):
         raise CheckpointError(
-            f"'{path}' is one part of a checkpoint, whose shards '{os.path.basename(folder)}' are not beside it; copy "
+            f"'{path}' is one part of a checkpoint, but its shards '{os.path.basename(folder)}' are not in its "
+            "folder; copy "
             "that folder too, or use the file that publish_weights writes"
         )
     for i, (name, (size, digest)) in enumerate(sorted(files.items())):
@@ -187,7 +188,7 @@ def verify_shards(state: Mapping[str, Any], path: str, *, part: int = 0, num_par
 
 
 def remove_shards(path: str, *, but: str = "") -> None:
-    """Remove the folders with shards of the checkpoint file ``path``, all of them or all ``but`` the one of this name.
+    """Remove the shard folders of the checkpoint file ``path``, except the one named ``but``.
 
     Raises:
         OSError: one cannot be removed.
@@ -199,12 +200,12 @@ def remove_shards(path: str, *, but: str = "") -> None:
 
 
 def remove_stray_shards(folder: str) -> None:
-    """Remove what saves that were killed have left, folders that no file names; no other process may write there."""
-    with contextlib.suppress(OSError):  # they cost space, no more; where a file is damaged, all stay
+    """Remove shard folders of killed saves, which no file names; no other process may write to ``folder``."""
+    with contextlib.suppress(OSError):  # they only cost space; if a file is damaged, all stay
         found = dict(_shard_folders(folder))
         owners = Counter(found.values())
         stems = {name.removesuffix(SUFFIX) for name in os.listdir(folder) if name.endswith(SUFFIX)}
-        # as a rule a file has one folder, of its own name; the others may have been renamed by hand
+        # usually a file has one folder, with its own name; in other cases somebody may have renamed the folder
         unclear = {stem for stem in stems if owners[stem] != 1} if found else set()
         named = {_folder_of(os.path.join(folder, stem + SUFFIX)) for stem in unclear}
         for name, owner in found.items():
@@ -219,10 +220,10 @@ def _folder_of(path: str) -> str:
 
 
 def _checked(manifest: Any, path: str) -> tuple[str, dict[str, tuple[int, str]]]:
-    """Path of the folder, and name -> (size, digest) of its files, as the entry ``shards`` of the file ``path`` says.
+    """The folder, and name -> (size, digest) of its files, from the entry ``shards`` of the file ``path``.
 
     Raises:
-        CheckpointError: it says something else, or leads out of the folder of the file.
+        CheckpointError: the entry is malformed, or names files in other folders.
     """
     try:
         name = str(manifest["folder"])
@@ -244,13 +245,13 @@ def _checked(manifest: Any, path: str) -> tuple[str, dict[str, tuple[int, str]]]
 
 
 def _shard_folders(folder: str) -> list[tuple[str, str]]:
-    """(name, start of the name of the file that it belongs to)."""
+    """(name of a shard folder, name of its checkpoint file without suffix)."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
     return [(name, match[1]) for name in names if (match := FOLDER.fullmatch(name))]
 
 
 def _digest_own_files(folder: str) -> dict[str, tuple[int, str]]:
-    """Name -> (size, digest) of those that this rank has written; those of all ranks on rank 0 of a single process."""
+    """name -> (size, digest) of the files that this rank has written."""
     begin = f"__{comm.get_rank()}_"
     names = [name for name in os.listdir(folder) if name.startswith(begin)]
     if comm.is_main_process():

@@ -1,4 +1,4 @@
-"""The copy of a state in host memory that a thread writes while training goes on."""
+"""The copy of a state in host memory, which a thread writes during training."""
 
 import ctypes
 import itertools
@@ -16,16 +16,16 @@ _Address: TypeAlias = tuple[torch.device, int, int]  # where, and how many bytes
 
 
 class HostCopy:
-    """Copies a state; from a device that runs ahead, without waiting for it.
+    """Copies a state, without waiting for a device that runs ahead.
 
-    Tensors that share their memory share it in the copy too, so that a file holds them once.
+    Tensors that share memory share it in the copy too, so that a file holds them once.
 
     Args:
-        state: what is copied.
-        memory: that of an earlier copy which nobody needs any more. Fresh memory costs several times the copying.
+        state: the state to copy.
+        memory: of an earlier copy that is no longer needed; allocating takes several times as long as copying.
 
     Attributes:
-        memory: whether pinned -> one block for all tensors; for those of a device it is pinned.
+        memory: whether pinned -> one block for all tensors; tensors of a device are in the pinned one.
 
     Raises:
         TypeError: as `plain_state`.
@@ -33,9 +33,9 @@ class HostCopy:
 
     def __init__(self, state: Mapping[str, Any], memory: Mapping[bool, Tensor] = {}) -> None:
         self.memory: dict[bool, Tensor] = {}
-        # the original of each copy is held: an address says which memory is meant as long as that is not given back
+        # holds each original: its address stays valid only while its memory is in use
         self._originals: dict[_Address, UntypedStorage] = {}
-        self._tensors: list[tuple[Tensor, Tensor]] = []  # (the copy, still without memory; the original)
+        self._tensors: list[tuple[Tensor, Tensor]] = []  # (copy, still without memory; original)
         self._state = plain_state(dict(state), take_tensor=self._take)
         copies = self._copy_storages(memory)
         for copy, tensor in self._tensors:
@@ -46,7 +46,7 @@ class HostCopy:
         self._arrivals = [new_event(device) for device in devices]
 
     def state(self) -> dict[str, Any]:
-        """The copy; waits until it has arrived."""
+        """The copy; waits until it is complete."""
         for arrival in self._arrivals:
             arrival.synchronize()
         return self._state
@@ -63,7 +63,7 @@ class HostCopy:
 
     def _copy_storages(self, memory: Mapping[bool, Tensor]) -> dict[_Address, UntypedStorage]:
         copies = {}
-        for pinned in (False, True):  # in pinned memory what comes from a device, whose size stays the same
+        for pinned in (False, True):  # pinned: tensors of a device, whose total size stays the same
             originals = {where: it for where, it in self._originals.items() if (where[0].type != "cpu") == pinned}
             places = [0, *itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for _, _, size in originals)]
             block = memory.get(pinned)
@@ -76,7 +76,7 @@ class HostCopy:
                 if pinned:
                     copy.copy_(original, non_blocking=True)
                 else:
-                    # in one thread: where another core has work, the threads of copy_ wait up to 20 times as long
+                    # in one thread: on a busy machine copy_, which uses several threads, takes up to 20 times as long
                     ctypes.memmove(copy.data_ptr(), start, size)
                 copies[address] = copy
         return copies
@@ -89,7 +89,7 @@ def _new_memory(size: int) -> Tensor:
 def _new_pinned(size: int) -> Tensor:
     if size == 0:
         return _new_memory(0)
-    deterministic: Any = torch.utils.deterministic  # under which all new memory is filled; here all of it is written
+    deterministic: Any = torch.utils.deterministic  # would fill new memory, but here all of it is written
     fills, deterministic.fill_uninitialized_memory = deterministic.fill_uninitialized_memory, False
     try:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -103,6 +103,6 @@ def _address(tensor: Tensor) -> _Address:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether its memory, shape and strides are all there is to it."""
+    """Whether a tensor is fully described by its memory, shape and strides."""
     is_view = tensor.is_conj() or tensor.is_neg()
     return tensor.layout is torch.strided and not tensor.is_quantized and not is_view and tensor.numel() > 0

@@ -1,4 +1,4 @@
-"""What a checkpoint may hold: tensors and plain Python values, the things that load without running code."""
+"""The values that a checkpoint may hold: tensors and plain Python values, which load without running code."""
 
 import collections
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from trainkit.utils.sharding import is_sharded
 
 _PLAIN_TYPES = (str, bool, float, complex, type(None), torch.Size, torch.dtype, torch.device)
 _KEY_TYPES = (str, int, float, bool)
-_MAX_INT_BITS = 2000  # torch's reader refuses an int that the pickle stores with a four-byte length
+_MAX_INT_BITS = 2000  # torch's reader refuses larger ints
 
 
 def plain_state(
@@ -21,27 +21,27 @@ def plain_state(
     take_tensor: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     take_shard: Callable[[Tensor, str], Tensor] | None = None,
 ) -> Any:
-    """Return a copy of ``value`` that is safe to write; containers are new, tensors share memory with the originals.
+    """A copy of ``value`` that is safe to write; containers are new, tensors share memory with the originals.
 
-    Tensors come back detached. One that shows only a part of its storage is cloned, because the file would
-    otherwise hold the whole storage.
+    Tensors are detached. A tensor that uses only a part of its storage is cloned, because the file would hold the whole
+    storage.
 
     Args:
         value: nested dicts, lists and tuples of tensors and plain values.
-        path: where ``value`` stands in the state, for the error message.
-        take_tensor: what stands for each tensor in the copy.
-        take_shard: what stands for a sharded tensor, or for one on the meta device; gets its path as well. None: as for
-            other tensors, and the former are refused.
+        path: of ``value`` in the state, for the error message.
+        take_tensor: gives the replacement of each tensor.
+        take_shard: gives the replacement of each tensor that is sharded or on the meta device, from the tensor and its
+            path. None: sharded tensors are refused.
 
     Raises:
-        TypeError: something else is in it; the message names its path.
+        TypeError: there is a value of another type; the message has its path.
     """
     # Types are compared exactly: numpy.float64 is a subclass of float, and loads only by running code.
     kind = type(value)
     if kind in _PLAIN_TYPES or (kind is bytes and value):  # torch's reader refuses empty bytes
         return value
     if isinstance(value, int) and value.bit_length() <= _MAX_INT_BITS:
-        return int(value)  # also a length that was rounded, or of an IntEnum
+        return int(value)  # converts an IntEnum or a rounded length
     if take_shard is not None and isinstance(value, Tensor) and (value.is_meta or is_sharded(value)):
         return take_shard(value.detach(), path)
     if kind in (Tensor, torch.nn.Parameter):
@@ -60,7 +60,7 @@ def plain_state(
             )
         here = f"{path}[{key!r}]" if not isinstance(key, str) else f"{path}.{key}" if path else key
         copy[int(key) if is_int else key] = plain_state(item, here, take_tensor, take_shard)
-    metadata = getattr(value, "_metadata", None)  # of a module's state dict: the version of each submodule
+    metadata = getattr(value, "_metadata", None)  # a module's state dict has the version of each submodule
     if metadata is not None:
         copy._metadata = plain_state(metadata, f"{path}._metadata")
     return copy

@@ -1,4 +1,4 @@
-"""Evaluators, the loop that feeds them, and what is done with their results."""
+"""Evaluators, the evaluation loop, and their results."""
 
 from trainkit.evaluation.build import EVALUATOR_REGISTRY, build_evaluator
 from trainkit.evaluation.classification import ClassificationEvaluator

@@ -1,4 +1,4 @@
-"""Evaluators by name."""
+"""Build evaluators by name."""
 
 from trainkit.config.config import CfgNode
 from trainkit.config.errors import ConfigError, look_up
@@ -9,7 +9,7 @@ from trainkit.evaluation.segmentation import SemSegEvaluator
 from trainkit.utils.registry import Registry
 
 EVALUATOR_REGISTRY = Registry("EVALUATOR")
-"""Classes or functions that are called with ``(cfg, dataset_name)`` and give a ``DatasetEvaluator``."""
+"""Classes or functions that take ``(cfg, dataset_name)`` and return a ``DatasetEvaluator``."""
 
 EVALUATOR_REGISTRY.register(ClassificationEvaluator)
 EVALUATOR_REGISTRY.register(LossEvaluator)
@@ -17,7 +17,7 @@ EVALUATOR_REGISTRY.register(SemSegEvaluator)
 
 
 def build_evaluator(cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
-    """Build what ``cfg.TEST.EVALUATORS`` names, several of them as one ``DatasetEvaluators``.
+    """Build the evaluators of ``cfg.TEST.EVALUATORS``; several become one ``DatasetEvaluators``.
 
     Raises:
         ConfigError: ``cfg.TEST.EVALUATORS`` is empty, or nothing is registered under a name.

@@ -16,13 +16,13 @@ logger = logging.getLogger(__name__)
 
 
 class ClassificationEvaluator(LabelledEvaluator):
-    """Accuracy of one label per sample, all in percent.
+    """Accuracy of one label per sample, in percent.
 
-    A batch is a mapping with labels ``[N]`` under ``label_key``, or a list of N samples with one label each; the
+    A batch is a mapping with labels ``[N]`` under ``label_key``, or a list of N samples with one label each. The
     model's output is scores ``[N, C]``, bare or under ``"logits"`` or ``"scores"``.
 
     Args:
-        topk: each k gives a metric ``top<k>``: samples whose label is among the k highest scores.
+        topk: each k gives a metric ``top<k>``: the label is among the k highest scores.
         class_names: C names for the table; None: their numbers.
         task: the key of the results.
     """
@@ -49,8 +49,8 @@ class ClassificationEvaluator(LabelledEvaluator):
         """Combine the ranks and log the table of classes.
 
         Returns:
-            On rank 0 ``{task: {"top<k>": ..., "mean_class_accuracy": ...}}`` in percent, the mean being over the
-            classes that have samples; on the other ranks ``{}``.
+            On rank 0 ``{task: {"top<k>": ..., "mean_class_accuracy": ...}}`` in percent; the mean is over the classes
+            with samples. On other ranks ``{}``.
 
         Raises:
             ValueError: no sample was processed, or a label was outside [0, C).

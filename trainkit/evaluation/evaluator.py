@@ -1,4 +1,4 @@
-"""What an evaluator is, and running a model over a data set for it."""
+"""The base class of evaluators, and the loop that runs a model over a dataset for them."""
 
 import logging
 import time
@@ -28,31 +28,31 @@ logger = logging.getLogger(__name__)
 
 
 class DatasetEvaluator:
-    """Sees every batch of a data set with the model's outputs for it, and sums them up in the end.
+    """Gets every batch of a dataset with the model's outputs, and computes results at the end.
 
     ``inference_on_dataset`` calls ``bind`` and ``reset``, then ``process`` per batch, then ``evaluate``.
     """
 
     def bind(self, model: Any) -> None:
-        """Learn which model is evaluated; called before ``reset``."""
+        """Get the evaluated model; called before ``reset``."""
 
     def reset(self) -> None:
-        """Forget everything processed so far."""
+        """Forget all batches."""
 
     def process(self, inputs: Any, outputs: Any) -> None:
-        """Take in one batch, with its tensors on the model's device, and what the model returned for it."""
+        """Process one batch, with its tensors on the model's device, and the model's outputs for it."""
 
     def keep_up(self, inputs: Any) -> None:
-        """Run the model as often as ``process`` does, and take nothing in; for evaluators that run it themselves.
+        """Run the model as often as ``process`` does, and ignore the outputs; for evaluators that run the model.
 
-        Each forward pass of a sharded model is one of all ranks together, so ranks without a batch repeat one.
+        All ranks do each forward pass of a sharded model together, so a rank without a batch repeats one.
         """
 
     def evaluate(self) -> dict[str, Any] | None:
-        """Sum up; called on every rank, also on one that processed nothing.
+        """Compute the results; called on every rank, also on one that processed nothing.
 
         Returns:
-            task -> metric -> value on rank 0; on the other ranks anything that is empty.
+            task -> metric -> value on rank 0; something empty on other ranks.
         """
 
 
@@ -64,7 +64,7 @@ class DatasetEvaluators(DatasetEvaluator):
 
     def bind(self, model: Any) -> None:
         for evaluator in self._evaluators:
-            if hasattr(evaluator, "bind"):  # an evaluator of detectron2's kind has neither this nor keep_up
+            if hasattr(evaluator, "bind"):  # detectron2's evaluators have neither this nor keep_up
                 evaluator.bind(model)
 
     def reset(self) -> None:
@@ -81,7 +81,7 @@ class DatasetEvaluators(DatasetEvaluator):
                 evaluator.keep_up(inputs)
 
     def evaluate(self) -> dict[str, Any]:
-        """Merge the results of all.
+        """Merge the results of all evaluators.
 
         Raises:
             ValueError: two evaluators report the same key.
@@ -107,26 +107,26 @@ def inference_on_dataset(
     *,
     name: str = "",
 ) -> dict[str, Any]:
-    """Run ``model`` over ``data_loader`` in eval mode without gradients, and evaluate what it returns.
+    """Run ``model`` over ``data_loader`` in eval mode without gradients, and evaluate its outputs.
 
-    The mode of every submodule and the global random state are left as they were found, also on an error. The
-    caller's ``torch.autocast`` is in force. The device is waited for once, at the end.
+    The mode of every submodule and the global random state are restored, also after an error. The caller's
+    ``torch.autocast`` applies. The device is waited for once, at the end.
 
     Args:
-        model: an ``nn.Module`` (batches are moved to its device, a data-parallel wrapper is looked through),
-            or any function of a batch.
+        model: an ``nn.Module`` (batches are moved to its device; a data-parallel wrapper is removed), or any function
+            of a batch.
         data_loader: needs no length; each rank passes its own part, which may be empty.
         evaluator: None only runs the model.
         callbacks: called once each: ``on_start`` first, ``before_inference`` and ``after_inference`` around all
             batches, ``on_end`` last.
-        name: of the dataset, for the hooks that look on (see `observe_inference`).
+        name: of the dataset, for the observer (see `observe_inference`).
 
     Returns:
-        What ``evaluator.evaluate()`` returned, ``{}`` for None.
+        The result of ``evaluator.evaluate()``; ``{}`` for None.
 
     Raises:
         ValueError: the loader gave no batch on any rank, or a callback has an unknown name.
-        TypeError: the evaluator, or what it returned, is of the wrong kind.
+        TypeError: the evaluator or its result has a wrong type.
         EvaluationAbandoned: on every rank, if the observer of some rank is stopping.
     """
     evaluator = _as_one_evaluator(evaluator)
@@ -140,7 +140,7 @@ def inference_on_dataset(
         device = None
         if isinstance(model, nn.Module):
             stack.enter_context(inference_context(model))
-            # a wrapper's forward broadcasts buffers, which hangs when ranks have different numbers of batches
+            # the wrapper's forward broadcasts buffers, which hangs when ranks have different numbers of batches
             model = unwrap_model(model)
             device = device_of(model)
         callbacks["on_start"]()
@@ -153,7 +153,8 @@ def inference_on_dataset(
         if is_sharded_model(model):
             batches = _in_step_with_all_ranks(batches, model, evaluator, observer.is_stopping, name)
         for inputs in batches:
-            is_stopping = not is_sharded and observer.is_stopping()  # there all ranks have just agreed on it
+            # the ranks of a sharded model agree on it before each batch
+            is_stopping = not is_sharded and observer.is_stopping()
             if is_stopping:
                 break
             if device is not None:
@@ -167,7 +168,7 @@ def inference_on_dataset(
         if any(stopping for _, stopping in by_rank):
             raise _abandoned(name)
         callbacks["after_inference"]()
-        # A rank's own part may be empty when there are more ranks than samples.
+        # one rank's part may be empty
         if not any(num for num, _ in by_rank):
             raise ValueError(f"the loader {type(data_loader).__name__} gave no batch; there is nothing to evaluate")
         results = evaluator.evaluate()
@@ -178,7 +179,7 @@ def inference_on_dataset(
 
 @contextmanager
 def inference_context(model: nn.Module) -> Iterator[None]:
-    """Put ``model`` into eval mode, and on leaving every submodule back into the mode that it had."""
+    """Put ``model`` into eval mode; at the end restore the mode of every submodule."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
@@ -192,7 +193,7 @@ def inference_context(model: nn.Module) -> Iterator[None]:
 def _in_step_with_all_ranks(
     batches: Iterable[Any], model: nn.Module, evaluator: DatasetEvaluator, is_stopping: Callable[[], bool], name: str
 ) -> Iterator[Any]:
-    """The batches of this rank. It goes on with the others when it has none left: each forward pass is one of all.
+    """The batches of this rank, then forward passes for other ranks that still have batches: a sharded model needs all.
 
     Raises:
         EvaluationAbandoned: on every rank, if some rank is stopping.
@@ -250,10 +251,9 @@ def _evaluate(evaluator: DatasetEvaluator) -> dict[str, Any]:
 
 
 def _with_progress(data_loader: Iterable[Any], device: torch.device | None, name: str) -> Iterator[Any]:
-    """The batches, with a bar, or a line now and then, and a line at the end.
+    """The batches, with a progress bar or regular log lines, and a summary at the end.
 
-    Between the lines times are the host's, which on an accelerator runs ahead of the device; the last line
-    waits for the device.
+    Times in the regular lines are the host's, which runs ahead of an accelerator; the summary waits for the device.
     """
     try:
         total: int | None = len(data_loader)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What evaluators of scores against labels have in common."""
+"""The common part of evaluators that compare scores with labels."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,14 +11,14 @@ from trainkit.utils import comm
 
 
 class LabelledEvaluator(DatasetEvaluator):
-    """Counts how often each class was predicted for each label; a subclass turns that into metrics.
+    """Counts how often each class was predicted for each label; a subclass computes metrics from the counts.
 
-    The counts stay on the device of the scores, and ``process`` does not wait for it: a label out of range is counted
-    as such, and reported at the end.
+    Counts stay on the device of the scores, and ``process`` does not wait for it, so labels out of range are counted
+    and reported at the end.
 
     Args:
-        dims: a letter per dimension of the scores, such as ``NC``; labels have the same without C.
-        ignore_label: what has this label does not count; None: everything counts.
+        dims: one letter per dimension of the scores, such as ``NC``; labels have the same without C.
+        ignore_label: labels to leave out; None: count all.
         largest_k: how many of the highest scores are compared with the label of a sample; 0: none.
     """
 
@@ -38,16 +38,17 @@ class LabelledEvaluator(DatasetEvaluator):
         self.reset()
 
     def reset(self) -> None:
-        # int64: [C, C] label and prediction; [largest k] how often the label has the j-th highest score; [] bad labels
+        # int64: [C, C] label and prediction; [largest k] how often the label has the j-th highest score; [] labels out
+        # of range
         self._counts: list[Tensor] = []
 
     def process(self, inputs: Any, outputs: Any) -> None:
         """Count one batch.
 
         Raises:
-            TypeError: inputs or outputs are none of the forms above.
+            TypeError: inputs or outputs have another form.
             KeyError: the labels are missing.
-            ValueError: shapes do not fit, or C does not fit the arguments or differs from the batches before.
+            ValueError: shapes do not match, or C differs from the arguments or the batches before.
         """
         scores = scores_of(outputs, self._dims)
         labels = labels_of(inputs, self._label_key, scores.device)
@@ -118,7 +119,7 @@ class LabelledEvaluator(DatasetEvaluator):
 
 
 def scores_of(outputs: Any, dims: str) -> Tensor:
-    """What a model has returned, bare or under "logits" or "scores".
+    """The scores in a model's output, bare or under "logits" or "scores".
 
     Raises:
         KeyError: a mapping has neither key.
@@ -142,11 +143,11 @@ def scores_of(outputs: Any, dims: str) -> Tensor:
 
 
 def labels_of(inputs: Any, key: str, device: torch.device) -> Tensor:
-    """The labels of a batch, which is a mapping that has them under ``key``, or a list of such samples.
+    """The labels of a batch: a mapping with the labels under ``key``, or a list of such samples.
 
     Raises:
-        KeyError: there are none.
-        TypeError: the batch is neither.
+        KeyError: there are no labels.
+        TypeError: the batch has another form.
     """
     samples = inputs if isinstance(inputs, list | tuple) else [inputs]
     for sample in samples:
@@ -157,8 +158,8 @@ def labels_of(inputs: Any, key: str, device: torch.device) -> Tensor:
             )
         if key not in sample:
             raise KeyError(
-                f"no labels under {key!r} (keys: {sorted(map(str, sample))}); an evaluated data set "
-                "must keep its labels, label_key says where"
+                f"no labels under {key!r} (keys: {sorted(map(str, sample))}); keep the labels in the samples of an "
+                "evaluated data set, or set label_key to their key"
             )
     if isinstance(inputs, Mapping):
         return torch.as_tensor(inputs[key], device=device)

@@ -1,4 +1,4 @@
-"""The losses of a model on data that it is not trained on."""
+"""The losses of a model on an evaluated dataset."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -18,22 +18,23 @@ from trainkit.utils.batches import num_samples
 from trainkit.utils.losses import parse_losses
 from trainkit.utils.model import unwrap_model
 
-# What acts randomly or keeps running statistics while training: dropout, also that inside recurrent and attention
-# layers, batch and instance norm.
+# Modules that act randomly or update running statistics in train mode: dropout (also inside recurrent and attention
+# layers), batch and instance norm.
 _FROZEN_TYPES = (_NormBase, _DropoutNd, nn.RNNBase, nn.MultiheadAttention, nn.RReLU)
 
 
 class LossEvaluator(DatasetEvaluator):
-    """Means over all samples of the losses that ``model`` returns, and of their sum.
+    """The mean over all samples of each loss that ``model`` returns, and of their sum.
 
-    Where ``model`` has a method ``losses(batch)``, that is called, in eval mode. Otherwise ``model(batch)`` is called
-    in train mode, with everything in eval mode that keeps running statistics or drops out (batch and instance norm,
-    dropout, recurrent and attention layers, ``freeze``). Modes and buffers are put back after every batch. As in
-    training, ``total_loss`` is the sum of the entries that require grad. Each batch counts with its number of samples.
+    If ``model`` has a method ``losses(batch)``, it is called in eval mode. Otherwise ``model(batch)`` is called in
+    train mode, but modules that keep running statistics or drop out stay in eval mode (batch and instance norm,
+    dropout, recurrent and attention layers, ``freeze``). Modes and buffers are restored after every batch. As in
+    training, ``total_loss`` is the sum of the entries that require grad. Each batch is weighted by its number of
+    samples.
 
     Args:
-        model: a data-parallel wrapper is looked through; default is the one that is evaluated.
-        freeze: further module classes to keep in eval mode, such as a stochastic depth of your own.
+        model: default is the evaluated one; a data-parallel wrapper is removed.
+        freeze: further module classes to keep in eval mode, such as your own stochastic depth.
         num_samples: number of samples of a batch.
         task: the key of the results.
     """
@@ -64,7 +65,7 @@ class LossEvaluator(DatasetEvaluator):
 
     def reset(self) -> None:
         self._sums: dict[str, Tensor] = {}  # name -> sum over samples, on the device
-        self._counts: dict[str, int] = {}  # name -> samples, for losses that not every batch has
+        self._counts: dict[str, int] = {}  # name -> number of samples; batches may have different losses
 
     def process(self, inputs: Any, outputs: Any) -> None:
         """Add one batch.
@@ -87,8 +88,8 @@ class LossEvaluator(DatasetEvaluator):
         """Combine the ranks.
 
         Returns:
-            On rank 0 ``{task: {"total_loss": mean, <name>: mean, ...}}``, the names being those of a dict of
-            losses; on the other ranks ``{}``.
+            On rank 0 ``{task: {"total_loss": mean, <name>: mean, ...}}``, with the names of a dict of losses; on other
+            ranks ``{}``.
 
         Raises:
             ValueError: no sample was processed.
@@ -105,11 +106,11 @@ class LossEvaluator(DatasetEvaluator):
         return {self._task: means} if comm.is_main_process() else {}
 
     def _losses(self, inputs: Any) -> dict[str, Tensor]:
-        """``total_loss`` first, then the single ones; detached, on the device."""
+        """``total_loss`` first, then the single losses; detached, on the device."""
         if self._model is None:
             raise RuntimeError("no model is known: give LossEvaluator a model, or let inference_on_dataset call bind()")
         losses_of = getattr(self._model, "losses", None)
-        # With gradients switched on, because which entries require one says which are losses.
+        # With gradients on: an entry that requires grad is a loss.
         with inference_context(self._model), _preserve_buffers(self._model), torch.enable_grad():
             if callable(losses_of):
                 returned = losses_of(inputs)
@@ -125,7 +126,7 @@ class LossEvaluator(DatasetEvaluator):
 
 @contextmanager
 def _preserve_buffers(model: nn.Module) -> Iterator[None]:
-    """Put the buffers back on leaving, whether they were written to or replaced."""
+    """At the end restore the buffers, whether changed in place or replaced."""
     saved = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()

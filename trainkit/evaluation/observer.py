@@ -1,4 +1,4 @@
-"""Who looks on while a model is run over a data set."""
+"""The observer of an evaluation, which is a trainer with its hooks."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -7,18 +7,18 @@ from typing import Any, Literal, TypeAlias
 from trainkit.utils.logger import NOT_ON_TERMINAL
 from trainkit.utils.waiting import Abandoned
 
-Phase: TypeAlias = Literal["val", "test"]  # the periodic evaluation, and that of the test data
+Phase: TypeAlias = Literal["val", "test"]  # the periodic evaluation and that of the test data
 
 
 class EvaluationAbandoned(Abandoned):
-    """The observer is stopping, on some rank: the evaluation has no results, on any of them."""
+    """The observer of some rank is stopping, so the evaluation has no results on any rank."""
 
 
 class InferenceObserver:
-    """The points of an evaluation, and nothing happens there; `trainkit.engine.HookBase` says what they mean."""
+    """An observer whose methods do nothing; see `trainkit.engine.HookBase` for the points."""
 
     def is_stopping(self) -> bool:
-        """Whether an evaluation under way is to be abandoned; it asks before each batch, and ranks may differ."""
+        """Whether to abandon the evaluation; asked before each batch. Ranks may differ."""
         return False
 
     def is_training(self) -> bool:
@@ -43,10 +43,7 @@ _stack: list[tuple[InferenceObserver, Phase]] = [(InferenceObserver(), "test")]
 
 @contextmanager
 def observe_inference(observer: InferenceObserver, phase: Phase) -> Iterator[None]:
-    """Inside, each ``inference_on_dataset`` calls the points of ``observer``, wherever it is called from.
-
-    Of nested observers the innermost counts.
-    """
+    """Inside, each ``inference_on_dataset`` calls the points of ``observer``; the innermost observer counts."""
     _stack.append((observer, phase))
     try:
         yield
@@ -55,7 +52,7 @@ def observe_inference(observer: InferenceObserver, phase: Phase) -> Iterator[Non
 
 
 def current_observer() -> tuple[InferenceObserver, Phase]:
-    """The innermost observer and its phase; one that does nothing if there is none."""
+    """The innermost observer and its phase; without one, an observer that does nothing."""
     return _stack[-1]
 
 

@@ -1,4 +1,4 @@
-"""Intersection over union, and accuracy, of one label per pixel."""
+"""Intersection over union and accuracy of one label per pixel."""
 
 import logging
 import math
@@ -17,15 +17,15 @@ logger = logging.getLogger(__name__)
 
 
 class SemSegEvaluator(LabelledEvaluator):
-    """Mean intersection over union, and accuracies, of semantic segmentation, all in percent.
+    """Mean intersection over union, and accuracies, of semantic segmentation, in percent.
 
-    A batch is a mapping with labels ``[N, H, W]`` under ``label_key``, or a list of N samples with ``[H, W]`` each; the
-    model's output is scores ``[N, C, H, W]``, bare or under ``"logits"`` or ``"scores"``. H and W may differ from batch
-    to batch.
+    A batch is a mapping with labels ``[N, H, W]`` under ``label_key``, or a list of N samples with ``[H, W]`` each. The
+    model's output is scores ``[N, C, H, W]``, bare or under ``"logits"`` or ``"scores"``. H and W may differ between
+    batches.
 
     Args:
         class_names: C names for the results and the table; None: their numbers.
-        ignore_label: pixels with this label do not count, whatever is predicted there.
+        ignore_label: pixels with this label do not count.
         task: the key of the results.
     """
 
@@ -40,7 +40,8 @@ class SemSegEvaluator(LabelledEvaluator):
     ) -> None:
         if type(ignore_label) is not int:
             raise TypeError(
-                f"ignore_label must be an integer, got {ignore_label!r}; one that is no label ignores nothing"
+                f"ignore_label must be an integer, got {ignore_label!r}; to ignore nothing, use a number that is no "
+                "label"
             )
         if class_names is not None and len(set(class_names)) < len(class_names):
             raise ValueError(f"class_names must differ, as they name the results, got {list(class_names)}")
@@ -55,9 +56,9 @@ class SemSegEvaluator(LabelledEvaluator):
         """Combine the ranks and log the table of classes.
 
         Returns:
-            On rank 0 ``{task: {"mIoU": ..., "aAcc": ..., "mAcc": ..., "IoU-<class>": ...}}`` in percent, on the other
-            ranks ``{}``. The IoU of a class that is nowhere labelled nor predicted is NaN and no part of the mean;
-            ``aAcc`` is the share of all pixels that are right, ``mAcc`` its mean over the classes that are labelled.
+            On rank 0 ``{task: {"mIoU": ..., "aAcc": ..., "mAcc": ..., "IoU-<class>": ...}}`` in percent, on other ranks
+            ``{}``. The IoU of a class without labels and predictions is NaN and left out of the mean. ``aAcc`` is the
+            accuracy over all pixels, ``mAcc`` the mean accuracy of the labelled classes.
 
         Raises:
             ValueError: no pixel was counted, or a label was neither in [0, C) nor ``ignore_label``.

@@ -1,4 +1,4 @@
-"""Results: as a table, as a flat dict, and against what was expected."""
+"""Results as a table, as a flat dict, and compared with expected ones."""
 
 import logging
 import math
@@ -24,7 +24,7 @@ def print_csv_format(results: Mapping[str, Any], *, outermost: str = "") -> None
 
     Args:
         results: ``{task: {metric: value}}``, or ``{dataset: {task: {metric: value}}}``, which adds a column.
-        outermost: the name of one more level around these, which becomes the first column.
+        outermost: if there is one more level outside, the title of its column.
 
     Raises:
         TypeError: ``results`` is no mapping.
@@ -46,10 +46,10 @@ def print_csv_format(results: Mapping[str, Any], *, outermost: str = "") -> None
 
 
 def verify_results(cfg: CfgNode, results: Mapping[str, Any]) -> bool:
-    """Compare ``results`` with ``cfg.TEST.EXPECTED_RESULTS``; on a mismatch log both and exit with code 1.
+    """Compare ``results`` with ``cfg.TEST.EXPECTED_RESULTS``; if they differ, log both and exit with code 1.
 
-    An entry is ``[task, metric, value, tolerance]``, or with several data sets ``["dataset/task", ...]``. A missing
-    or non-finite result is a mismatch.
+    An entry is ``[task, metric, value, tolerance]``; with several datasets the task is ``"dataset/task"``. A missing or
+    non-finite result counts as different.
 
     Returns:
         True.
@@ -62,7 +62,7 @@ def verify_results(cfg: CfgNode, results: Mapping[str, Any]) -> bool:
     check_expected_results(cfg)
     for task, metric, expected, tolerance in cfg.TEST.EXPECTED_RESULTS:
         actual = float(flat.get(f"{task}/{metric}", math.nan))
-        # Written so that NaN, which compares false with everything, does not pass.
+        # isfinite, since a NaN must not pass
         if not (math.isfinite(actual) and abs(actual - expected) <= tolerance):
             shown = actual if f"{task}/{metric}" in flat else "missing"
             mismatches.append(f"{task}/{metric}: expected {expected} +- {tolerance}, got {shown}")
