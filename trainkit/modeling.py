@@ -1,4 +1,4 @@
-"""Models by name."""
+"""Build models by name."""
 
 import torch
 from torch import nn
@@ -12,14 +12,14 @@ from trainkit.utils.registry import Registry
 __all__ = ["MODEL_REGISTRY", "build_model"]
 
 MODEL_REGISTRY = Registry("MODEL")
-"""Classes or functions that are called with ``cfg`` and give an ``nn.Module``."""
+"""Classes or functions that take ``cfg`` and return an ``nn.Module``."""
 
 
 def device_of_config(cfg: CfgNode) -> torch.device:
-    """The device that ``cfg.MODEL.DEVICE`` names; with a number it becomes the current one.
+    """The device ``cfg.MODEL.DEVICE``; a device with a number becomes the current one.
 
     Raises:
-        ConfigError: the machine lacks it.
+        ConfigError: the machine does not have it.
     """
     try:
         return use_device(cfg.MODEL.DEVICE)
@@ -28,13 +28,13 @@ def device_of_config(cfg: CfgNode) -> torch.device:
 
 
 def build_model(cfg: CfgNode) -> nn.Module:
-    """Build the model that ``cfg.MODEL.NAME`` names, on the device that ``cfg.MODEL.DEVICE`` names.
+    """Build the model ``cfg.MODEL.NAME`` on the device ``cfg.MODEL.DEVICE``.
 
-    Weights are those of its constructor; ``cfg.MODEL.WEIGHTS`` is the checkpointer's.
+    It has its initial weights; the checkpointer loads ``cfg.MODEL.WEIGHTS``.
 
     Raises:
-        ConfigError: ``cfg.MODEL.NAME`` is empty, or nothing is registered under it; the machine lacks the device; the
-            registered entry cannot be called with ``cfg`` alone, or gives something that is no ``nn.Module``.
+        ConfigError: ``cfg.MODEL.NAME`` is empty, or nothing is registered under it; the machine does not have the
+            device; the registered entry does not take ``cfg`` alone, or returns no ``nn.Module``.
     """
     check_is_ours(cfg)
     name = cfg.MODEL.NAME
@@ -42,7 +42,7 @@ def build_model(cfg: CfgNode) -> nn.Module:
         registered = ", ".join(sorted(entry for entry, _ in MODEL_REGISTRY)) or "none"
         raise ConfigError(
             f"MODEL.NAME is empty; set it to a model in MODEL_REGISTRY (registered: {registered}). "
-            "A module that registers models is named in IMPORTS"
+            "Name the module that registers it in IMPORTS"
         )
     entry = look_up(MODEL_REGISTRY, name, "MODEL.NAME")
     device = device_of_config(cfg)
@@ -50,7 +50,7 @@ def build_model(cfg: CfgNode) -> nn.Module:
     try:
         model = entry(cfg)
     except TypeError as error:
-        if error.__traceback__ and error.__traceback__.tb_next:  # from the code of the model
+        if error.__traceback__ and error.__traceback__.tb_next:  # the error comes from the model's code
             raise
         raise ConfigError(f"{maker}, must take the config as its one argument: {error}") from error
     if not isinstance(model, nn.Module):

@@ -273,7 +273,9 @@ def test_what_loading_cannot_make_is_named_at_the_first_save(tmp_path, caplog):
     checkpointer.save("model_0000000")
     checkpointer.save("model_0000001")
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert warning.startswith("The model has created scale, norm.running_mean, norm.running_var, norm.num_batches_tracked")
+    assert warning.startswith(
+        "The model has created scale, norm.running_mean, norm.running_var, norm.num_batches_tracked"
+    )
 
 
 # ---------------------------------------------------------------------------------------- loading

@@ -109,7 +109,7 @@ def test_a_read_only_folder_is_named_with_the_remedy(run_folder, monkeypatch, nu
 def test_a_file_where_the_folder_should_be_is_named_at_once(tmp_path, async_save):
     (tmp_path / "run").touch()
     for folder in (tmp_path / "run", tmp_path / "run" / "below"):
-        with pytest.raises(CheckpointError, match=f"cannot create the checkpoint folder '{folder}': .*Choose another"):
+        with pytest.raises(CheckpointError, match=f"cannot create the checkpoint folder '{folder}': .*choose another"):
             Checkpointer(linear(1), folder, async_save=async_save).save("model")
 
 

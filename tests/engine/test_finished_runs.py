@@ -167,7 +167,7 @@ def test_a_run_whose_folder_is_deleted_writes_everything_again_that_it_still_has
     assert [row.get("total_loss") for row in rows[0]] == [row.get("total_loss") for row in rows[1]]
     log = (folder / "log.txt").read_text()
     assert "trainkit.engine.setup]: Rank 0 of 1" in log
-    assert f"The folder {folder} was deleted while the run goes on" in log
+    assert f"The folder {folder} was deleted during the run" in log
     assert resumed(folder).iter == 10
 
 

@@ -114,7 +114,7 @@ def test_json_keeps_what_it_cuts_off_in_a_new_file_each_time_and_says_where(tmp_
     assert (tmp_path / "metrics.json.cut_2").read_text() == '{"iteration": 1, "lr": 1.0}\n'
     assert path.read_text() == before[0] + '{"iteration": 2, "lr": 1.0}\n'
     assert caplog.messages == [
-        f"{path} goes on after byte {len(before[0])}; the lines that stood there are in metrics.json.cut_{n}"
+        f"{path} continues after byte {len(before[0])}; the lines that were there are in metrics.json.cut_{n}"
         for n in (1, 2)
     ]
 
@@ -151,7 +151,7 @@ def test_json_that_has_become_shorter_goes_on_behind_its_last_whole_line_with_a_
     behind = [line for line in lines if int(line.split(b'"iteration": ')[1].split(b",")[0].rstrip(b"}\n")) > 6]
     assert path.read_bytes().splitlines(keepends=True) == lines[:kept] + behind
     assert f"{path} has {left} of the" in caplog.text
-    assert "the lines that are missing are lost" in caplog.text
+    assert "the missing lines are lost" in caplog.text
 
 
 def test_json_that_has_gone_is_begun_anew_with_a_warning(tmp_path, caplog):
@@ -168,7 +168,7 @@ def test_json_of_another_run_is_moved_aside_whole(tmp_path, caplog):
     kill_and_resume(lambda: JSONWriter(path), 7, 7, 20, meanwhile=lambda: path.write_text(other))
     assert (tmp_path / "metrics.json.cut_1").read_text() == other
     assert "other" not in path.read_text()
-    assert "bytes that this run has written, or others; the lines that are missing are lost" in caplog.text
+    assert "bytes that this run has written, or other ones; the missing lines are lost" in caplog.text
 
 
 def test_json_makes_and_cuts_no_file_by_loading(tmp_path):
@@ -215,7 +215,7 @@ def test_a_text_file_that_is_deleted_is_written_again_as_a_whole(tmp_path, caplo
         writer.close()
 
     assert paths[1].read_bytes() == paths[0].read_bytes()
-    assert caplog.messages == [f"{paths[1]} was deleted while the run goes on; all of it is written again"]
+    assert caplog.messages == [f"{paths[1]} was deleted during the run; all of it is written again"]
 
 
 def test_json_goes_on_in_the_file_that_somebody_has_put_in_the_place_of_its_own(tmp_path, expected, caplog):
@@ -228,7 +228,7 @@ def test_json_goes_on_in_the_file_that_somebody_has_put_in_the_place_of_its_own(
     writer.close()
 
     assert path.read_bytes() == b"".join(expected.splitlines(keepends=True)[-path.read_bytes().count(b"\n") :])
-    assert caplog.messages == [f"{path} is another file now; the lines that follow are in it"]
+    assert caplog.messages == [f"{path} was replaced by another file; later lines are written to that file"]
 
 
 @pytest.mark.parametrize("by_state", [False, True])
@@ -244,7 +244,7 @@ def test_tensorboards_events_that_are_deleted_come_back(tmp_path, caplog, by_sta
     writer.close()
 
     assert [event.step for event in shown(folder).Scalars("lr")] == [2, 5, 8, 11, 14, 17]
-    assert caplog.messages == [f"TensorBoard's events in {folder} were deleted while the run goes on; they are back"]
+    assert caplog.messages == [f"TensorBoard's events in {folder} were deleted during the run; they are written again"]
 
 
 # ---------------------------------------------------------------------- a disk without room

@@ -218,8 +218,8 @@ def test_events_after_the_checkpoint_are_kept_where_tensorboard_does_not_look_an
     assert (tmp_path / "events.cut_2").read_bytes() == before[removed]
     assert [(event.step, event.value) for event in events_in(tmp_path).Scalars("loss")] == [(0, 1.0), (1, 2.0)]
     assert [record.getMessage() for record in caplog.records if record.name.startswith("trainkit")] == [
-        f"{cut} ends at byte {length} now; the events that stood there are in events.cut_1",
-        f"{removed} ends at byte 0 now; the events that stood there are in events.cut_2",
+        f"{cut} is cut at byte {length}; the later events are in events.cut_1",
+        f"{removed} is cut at byte 0; the later events are in events.cut_2",
     ]
 
 

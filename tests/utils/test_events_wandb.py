@@ -261,7 +261,7 @@ def test_a_mode_in_which_nothing_is_kept_is_said(tmp_path, broken, caplog):
     write(writer, 0, loss=1.0)
     write(writer, 1, loss=1.0)
 
-    assert caplog.messages == ["Nothing is written for Weights & Biases: WANDB_MODE says so, or nobody is logged in"]
+    assert caplog.messages == ["Nothing is written for Weights & Biases, because of WANDB_MODE or a missing login"]
 
 
 # ---------------------------------------------------------------------- a training

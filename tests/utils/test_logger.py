@@ -143,7 +143,7 @@ def test_a_log_that_is_deleted_is_written_again_as_a_whole(tmp_path):
     assert messages(path.read_text()) == [
         "one",
         "two",
-        f"{path} was deleted while the run goes on; all of it is written again",
+        f"{path} was deleted during the run; all of it is written again",
     ]
 
 

@@ -156,7 +156,7 @@ def test_a_folder_that_was_deleted_is_taken_again_with_its_small_files(tmp_path,
     renew_folders()
     assert sorted(path.name for path in folder.iterdir()) == ["file", LOCK_FILE]
     assert caplog.messages == [
-        f"The folder {folder} was deleted while the run goes on; what the run still has is written again"
+        f"The folder {folder} was deleted during the run; the files that the run can restore are written again"
     ]
     release_folder(folder)
     assert not (folder / LOCK_FILE).exists()

@@ -1,1 +1,1 @@
-"""What every other package stands on: processes, scalars, logs, environment, registries."""
+"""Used by every other package: processes, scalars, logs, environment, registries."""

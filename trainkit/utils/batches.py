@@ -1,4 +1,4 @@
-"""How many samples are in a batch."""
+"""The number of samples in a batch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def num_samples(batch: Any) -> int:
-    """The leading dimension of the first tensor; the length of a list without one, which is a list of samples.
+    """The leading dimension of the first tensor; the length of a list that has no tensors (a list of samples).
 
     Raises:
         TypeError: the batch is no list of samples, and holds no tensor.
@@ -18,7 +18,7 @@ def num_samples(batch: Any) -> int:
     if size is None:
         raise TypeError(
             f"cannot count the samples of a batch of type {type(batch).__name__}: it is no list of samples and holds "
-            "no tensor; pass num_samples to LossEvaluator, override count_samples() of Throughput"
+            "no tensor; pass num_samples to LossEvaluator, or override count_samples() of Throughput"
         )
     return size
 

@@ -1,4 +1,4 @@
-"""What a bug report should say about a machine: ``python -m trainkit.utils.collect_env``."""
+"""Machine information for bug reports: ``python -m trainkit.utils.collect_env``."""
 
 import importlib.metadata
 import os
@@ -32,7 +32,7 @@ def collect_env_info() -> str:
 
 
 def describe_load() -> str:
-    """What to do if other programs keep all cores busy, so that threads of torch wait for each other; else ``""``."""
+    """A hint if other programs keep all cores busy, so that torch's threads wait for each other; else ``""``."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load <= (os.cpu_count() or 1) or torch.get_num_threads() == 1:
         return ""

@@ -1,7 +1,7 @@
-"""Who am I among the processes of a run, and exchanging Python objects between them.
+"""The rank of a process, and the exchange of Python objects between processes.
 
-Everything works without an initialized process group as well: that is a world of one process. What is kept about a
-process group is kept with that group, so that a group can be destroyed and another one made.
+Without an initialized process group there is one process, and everything works too. Side groups belong to their default
+group, so that it can be destroyed and another one made.
 """
 
 import os
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 _T = TypeVar("_T")
-# Default group -> what was made beside it; weakly, so that an entry goes when its default group is destroyed.
+# Default group -> its side groups; weak, so that an entry goes when its default group is destroyed.
 _side_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
 _local_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
 
@@ -25,7 +25,7 @@ def get_world_size() -> int:
 
 
 def get_rank() -> int:
-    """Number of this process among all, from 0."""
+    """Number of this process in the run, from 0."""
     return dist.get_rank() if _is_initialized() else 0
 
 
@@ -35,11 +35,11 @@ def is_main_process() -> bool:
 
 
 def create_local_process_group(num_workers_per_machine: int) -> None:
-    """Make known which processes share a machine: ranks 0 to n-1, n to 2n-1, and so on; all ranks must call it, once.
+    """Declare which processes share a machine: ranks 0 to n-1, n to 2n-1, and so on; all ranks must call it, once.
 
     Raises:
-        RuntimeError: there is no process group, or it has its local group already.
-        ValueError: the machines cannot have ``num_workers_per_machine`` processes each.
+        RuntimeError: there is no process group, or its local group exists already.
+        ValueError: ``num_workers_per_machine`` does not divide the world size.
     """
     if not _is_initialized():
         raise RuntimeError("there is no process group to divide; call torch.distributed.init_process_group first")
@@ -57,7 +57,7 @@ def get_local_process_group() -> dist.ProcessGroup:
     """The group of the processes on this machine.
 
     Raises:
-        RuntimeError: it was not made for the present process group.
+        RuntimeError: `create_local_process_group` was not called for the current process group.
     """
     group = _find_local_group()
     if group is None:
@@ -66,7 +66,7 @@ def get_local_process_group() -> dist.ProcessGroup:
 
 
 def get_local_rank() -> int:
-    """Number of this process among those of its machine, from 0.
+    """Number of this process on its machine, from 0.
 
     Raises:
         RuntimeError: there are several processes, but neither a local group nor torchrun's variables.
@@ -82,9 +82,10 @@ def get_local_size() -> int:
 
 
 def side_group(purpose: str) -> dist.ProcessGroup | None:
-    """All processes over Gloo, in a group for one purpose, so that exchanges go on side by side; None with one process.
+    """All processes over Gloo, in a separate group per purpose for exchanges at the same time; None with one process.
 
-    The first call makes it: on all ranks in the thread of the loop, where the order of making groups is the same.
+    The first call creates the group: make it on all ranks in the thread of the loop, so that ranks create groups in the
+    same order.
     """
     if get_world_size() == 1:
         return None
@@ -95,10 +96,10 @@ def side_group(purpose: str) -> dist.ProcessGroup | None:
 
 
 def synchronize() -> None:
-    """Wait until all processes have come here."""
+    """Wait until all processes have called this."""
     if get_world_size() == 1:
         return
-    if dist.get_backend_config() == "cuda:nccl":  # it would guess the device, and warn
+    if dist.get_backend_config() == "cuda:nccl":  # without device_ids, NCCL would guess the device and warn
         dist.barrier(device_ids=[torch.cuda.current_device()])
     else:
         dist.barrier()
@@ -109,7 +110,7 @@ def all_gather(data: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
 
     Args:
         data: any object that can be pickled; tensors best on the CPU.
-        group: whose backend exchanges objects; by default all processes, over Gloo.
+        group: its backend exchanges the objects; default is all processes, over Gloo.
     """
     if get_world_size() == 1:
         return [data]
@@ -120,7 +121,7 @@ def all_gather(data: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
 
 
 def gather(data: _T, dst: int = 0, group: dist.ProcessGroup | None = None) -> list[_T]:
-    """As ``all_gather``, but on rank ``dst`` of the run alone; ``[]`` on the others."""
+    """As ``all_gather``, but only on rank ``dst`` of the run; ``[]`` on other ranks."""
     if get_world_size() == 1:
         return [data]
     group = _object_group() if group is None else group
@@ -130,10 +131,10 @@ def gather(data: _T, dst: int = 0, group: dist.ProcessGroup | None = None) -> li
 
 
 def broadcast(data: _T, src: int = 0) -> _T:
-    """The ``data`` of rank ``src``, on every rank: for what one rank decides; all ranks must call it.
+    """The ``data`` of rank ``src``, on every rank; all ranks must call it.
 
     Args:
-        data: any object that can be pickled; ignored on the other ranks.
+        data: any object that can be pickled; ignored on other ranks.
     """
     if get_world_size() == 1:
         return data
@@ -143,27 +144,26 @@ def broadcast(data: _T, src: int = 0) -> _T:
 
 
 def shared_random_seed() -> int:
-    """A random number from 0 to 2**31 - 1, the same on all ranks; drawn from NumPy's global state, as seeded there."""
+    """A random number from 0 to 2**31 - 1, the same on all ranks, drawn from NumPy's global state."""
     return broadcast(int(np.random.randint(2**31)))  # every rank draws, so that equal states stay equal
 
 
 def reduce_dict(input_dict: dict[str, Tensor], average: bool = True) -> dict[str, Tensor]:
-    """Add or average tensors over all ranks; all ranks must call it.
-
-    Waits for the device: for results, not for each step.
+    """Add or average tensors over all ranks; all ranks must call it. It waits for the device: do not use it in each
+    step.
 
     Args:
         input_dict: name -> tensor; the same names and shapes on every rank.
 
     Returns:
-        Name -> sum or mean over ranks, by sorted name, the same bits on every rank.
+        Name -> sum or mean over ranks, sorted by name, with the same bits on every rank.
 
     Raises:
         ValueError: on every rank, if the names or shapes differ.
     """
     if get_world_size() == 1:
         return dict(sorted(input_dict.items()))
-    # One exchange of names and values together: nobody waits in a collective that another rank does not enter.
+    # One exchange of names and values: no rank waits in a collective that another rank does not enter.
     by_rank = all_gather({name: input_dict[name].detach().cpu() for name in sorted(input_dict)})
     shapes = [{name: list(value.shape) for name, value in values.items()} for values in by_rank]
     if differing := [rank for rank, theirs in enumerate(shapes) if theirs != shapes[0]]:
@@ -183,7 +183,7 @@ def _is_initialized() -> bool:
 
 def _default_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
-    assert group is not None  # asked only while initialized
+    assert group is not None  # called only while initialized
     return group
 
 
@@ -197,7 +197,7 @@ def _from_torchrun(variable: str, alone: int) -> int:
     if get_world_size() == 1:
         return alone
     raise RuntimeError(
-        f"{variable} is not set, so nothing says which processes share a machine; start with torchrun, or call "
+        f"{variable} is not set, so trainkit cannot tell which processes share a machine; start with torchrun, or call "
         "create_local_process_group after init_process_group"
     )
 

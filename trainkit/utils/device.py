@@ -1,4 +1,4 @@
-"""Devices by name, and moving whatever a loader yields to one of them."""
+"""Find devices by name, and move data to a device."""
 
 import itertools
 from collections import UserDict
@@ -11,10 +11,10 @@ from torch import nn
 
 
 def resolve_device(name: str | torch.device) -> torch.device:
-    """The device of a config: ``"auto"`` takes the accelerator that torch sees (CUDA, XPU, MPS), else the CPU.
+    """The device of a config: ``"auto"`` is the accelerator that torch sees (CUDA, XPU, MPS), else the CPU.
 
     Raises:
-        ValueError: torch does not know the name, or the machine lacks the device.
+        ValueError: torch does not know the name, or the machine does not have the device.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if name == "auto":
@@ -33,7 +33,7 @@ def resolve_device(name: str | torch.device) -> torch.device:
 
 
 def use_device(name: str | torch.device) -> torch.device:
-    """`resolve_device`, and make ``cuda:N`` the current device, on which everything is that names no number."""
+    """`resolve_device`, and make ``cuda:N`` the current device, which "cuda" without a number then means."""
     device = resolve_device(name)
     if device.index is not None and device.type not in ("cpu", "meta"):
         torch.accelerator.set_device_index(device)
@@ -52,9 +52,9 @@ def first_tensor(model: nn.Module) -> torch.Tensor | None:
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Whether it works while the host goes on, with streams and pinned memory; MPS is used as if it did not.
+    """Whether the device works asynchronously, with streams and pinned memory. MPS is used as if it did not.
 
-    It is tried on CUDA; XPU has the same interface of torch.
+    Tested on CUDA; XPU has the same interface in torch.
     """
     return device.type in ("cuda", "xpu")
 
@@ -67,14 +67,14 @@ def has_unused_tf32() -> bool:
 
 
 def accelerator_runs_ahead() -> bool:
-    """Whether there is a device that `runs_ahead`; ``torch.accelerator.memory`` knows it then."""
+    """Whether there is a device that `runs_ahead`; ``torch.accelerator.memory`` then works for it."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator is not None and runs_ahead(accelerator)
 
 
 def new_event(device: torch.device) -> Any:
     """An event on the current stream of ``device``; a thread that waits for it sleeps."""
-    stream = torch.accelerator.current_stream(device)  # not that of the current device
+    stream = torch.accelerator.current_stream(device)  # not the stream of the current device
     event = torch.cuda.Event(blocking=True) if device.type == "cuda" else torch.Event(device)
     event.record(stream)
     return event
@@ -83,23 +83,24 @@ def new_event(device: torch.device) -> Any:
 def move_to_device(data: Any, device: torch.device) -> Any:
     """Move every tensor in nested mappings, lists, tuples and named tuples, and every object with ``to(device)``.
 
-    Copies from pinned memory do not block. What is already there, and what is no tensor, is returned as it is.
+    Copies from pinned memory do not block. Tensors that are on the device, and other objects, are returned as they are.
     """
     return _move(data, device, [], None)
 
 
 def _move(data: Any, device: torch.device, copies: list[torch.Tensor], outer: torch.Stream | None) -> Any:
-    """As `move_to_device`. ``copies`` gets the tensors that are copied; what is no plain one is moved on ``outer``."""
+    """As `move_to_device`. ``copies`` gets the copied plain tensors; other objects are moved on the stream
+    ``outer``."""
     if isinstance(data, torch.Tensor):
         if data.device == device:
             return data
-        non_blocking = runs_ahead(device)  # what is not pinned is read when this returns
+        non_blocking = runs_ahead(device)  # memory that is not pinned is read before this returns
         if type(data) is torch.Tensor and data.layout is torch.strided and not data.is_nested:
             copies.append(data.to(device, non_blocking=non_blocking))
             return copies[-1]
         with outer or nullcontext():
             return data.to(device, non_blocking=non_blocking)
-    # a user's own batch class, torch's PackedSequence; but a dict is rebuilt, as its own `to` waits for the device
+    # such as a user's own batch class or torch's PackedSequence; not dicts, whose own `to` may wait for the device
     if not isinstance(data, dict | UserDict) and callable(getattr(data, "to", None)):
         with outer or nullcontext():
             return data.to(device)
@@ -114,11 +115,10 @@ def _move(data: Any, device: torch.device, copies: list[torch.Tensor], outer: to
 
 
 class Prefetcher:
-    """``move_to_device`` for a loop that runs ahead of its device: the next batch is copied while this one computes.
+    """``move_to_device`` for a loop that runs ahead of its device: the next batch is copied during the computation.
 
-    The copies have a stream of their own, and that of the computation waits for them on the device. It is the
-    host that must not wait for the device. Nothing is drawn from a loader before its turn, so that what a loader says
-    about its position is true.
+    Copies use a separate stream, and the stream of the computation waits for them on the device; the host does not
+    wait. No batch is drawn earlier than without a prefetcher, so the loader's saved position is correct.
     """
 
     def __init__(self) -> None:
@@ -135,12 +135,12 @@ class Prefetcher:
             moved = _move(data, device, copies, current)
         current.wait_stream(self._stream)
         for copy in copies:
-            copy.record_stream(current)  # its memory is not given to the next batch while this one computes
+            copy.record_stream(current)  # keeps its memory from the next batch during this computation
         return moved
 
 
 def _rebuild(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Keep the mapping's class where it can be made from a dict; a plain dict otherwise."""
+    """A mapping of the same class if it can be made from a dict; else a dict."""
     try:
         return type(original)(items)  # type: ignore[call-arg]
     except TypeError:

@@ -1,4 +1,4 @@
-"""The version of torch, and the seed of every random number generator."""
+"""The version of torch, and seeds for all random number generators."""
 
 import logging
 import os

@@ -7,6 +7,6 @@ from iopath.common.file_io import PathManager as _PathManager
 __all__ = ["PathManager"]
 
 PathManager = _PathManager()
-"""Opens local paths, and http(s) and ftp addresses by way of a local copy; a project registers further handlers."""
+"""Opens local paths, and http(s) and ftp addresses by a local copy; a project can register further handlers."""
 
 PathManager.register_handler(HTTPURLHandler())

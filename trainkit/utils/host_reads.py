@@ -1,4 +1,4 @@
-"""Which line of a model makes the host wait for the device."""
+"""Find the line of a model that makes the host wait for the device."""
 
 import traceback
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,10 @@ _READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_selec
 
 
 class HostReads(TorchDispatchMode):
-    """Within it the first operation is noted that a CUDA graph cannot record: a read, or a copy from or to the host.
+    """Context that notes the first operation that a CUDA graph cannot record: a read, or a copy from or to the host.
 
     Attributes:
-        found: the operation and the line that asked for it; None if there is none.
+        found: the operation and its line; None if there is none.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ def _crosses(args: Sequence[Any], results: Any) -> bool:
 
 
 def _place() -> str:
-    """The innermost line that is neither of torch nor of trainkit."""
+    """The innermost line that is not in torch or trainkit."""
     libraries = ("<", str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
     inner = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(libraries)]
     return f"{inner[-1].filename}:{inner[-1].lineno}" if inner else "a place without a line of Python (a backward pass)"

@@ -1,4 +1,4 @@
-"""Setting up the log of a process, and log lines that do not repeat themselves too often."""
+"""Set up the log of a process, and limit repeated log lines."""
 
 import logging
 import math
@@ -20,9 +20,9 @@ _MAX_PENDING = 1000  # lines that a full disk can hold up before the oldest ones
 _GREEN, _YELLOW, _RED, _RESET = "\x1b[32m", "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
 
-NOT_ON_TERMINAL = {"not_on_terminal": True}  # the ``extra`` of a line for the files of the log only
+NOT_ON_TERMINAL = {"not_on_terminal": True}  # the ``extra`` of a line for the log files only
 
-# logger -> what `setup_logger` has added to it, and the level and propagation that it had before
+# logger -> handlers that `setup_logger` has added, and the level and propagation before
 _setups: dict[str, tuple[list[logging.Handler], int, bool]] = {}
 _counts: Counter[Hashable] = Counter()
 _last_times: dict[Hashable, float] = {}
@@ -41,19 +41,19 @@ def setup_logger(
 ) -> logging.Logger:
     """Write a logger's lines, from DEBUG on, to stdout (rank 0, from ``stdout_level`` on) and to a file (every rank).
 
-    A further call replaces what an earlier one with the same ``name`` did; ``close_logger`` takes it back.
+    A second call with the same ``name`` replaces the first; ``close_logger`` undoes it.
 
     Args:
-        output: a file, if it ends in ``.txt`` or ``.log``, else a folder, which gets ``log.txt``; other ranks append
-            ``.rankN``. Files are appended to, line by line; one that is deleted is written again. On a full disk lines
-            wait, and stderr says so once. None: no file.
-        color: colours, if stdout is a terminal.
-        name: root of the logger names; ``""`` is the root of all.
-        abbrev_name: what stands for ``name`` in the lines.
+        output: a file, if it ends in ``.txt`` or ``.log``, else a folder for ``log.txt``; other ranks add ``.rankN``.
+            Lines are appended to the file. If it is deleted, it is written again. While the disk is full, lines wait,
+            and one message goes to stderr. None: no file.
+        color: use colours if stdout is a terminal.
+        name: root of the logger names; ``""`` is the root logger.
+        abbrev_name: replaces ``name`` in the lines.
         enable_propagation: whether handlers of parent loggers, such as pytest's, get the records too.
 
     Raises:
-        OSError: the file or its folder cannot be written; the logger is then as it was.
+        OSError: the file or its folder cannot be written; the logger is unchanged.
     """
     handlers: list[logging.Handler] = []
     if output is not None:
@@ -75,7 +75,7 @@ def setup_logger(
 
 
 def close_logger(name: str = "trainkit") -> None:
-    """Take back what ``setup_logger`` did to a logger, and close its file; nothing if it did nothing."""
+    """Undo ``setup_logger`` for a logger, and close its file; does nothing if it was not set up."""
     if name not in _setups:
         return
     logger = logging.getLogger(name)
@@ -97,8 +97,8 @@ def log_first_n(
     """Log only the first ``n`` times.
 
     Args:
-        name: of the logger; by default the calling module.
-        key: what counts as the same: the calling line, the message, or both.
+        name: of the logger; default is the calling module.
+        key: calls count together if they have the same calling line ("caller"), the same message, or both.
     """
     parts = (key,) if isinstance(key, str) else tuple(key)
     if not parts or not set(parts) <= {"caller", "message"}:
@@ -122,7 +122,7 @@ def log_every_n(lvl: int, msg: str, n: int = 1, *, name: str | None = None) -> N
 
 
 def log_every_n_seconds(lvl: int, msg: str, n: float = 1, *, name: str | None = None) -> None:
-    """Log unless the same line did so less than ``n`` seconds ago."""
+    """Log unless the same line has logged less than ``n`` seconds ago."""
     module, line = _caller()
     now = time.monotonic()
     if now - _last_times.get(line, -math.inf) >= n:
@@ -131,18 +131,18 @@ def log_every_n_seconds(lvl: int, msg: str, n: float = 1, *, name: str | None = 
 
 
 def _log_api_usage(identifier: str) -> None:
-    """Count a use of ``trainkit.<identifier>`` where torch counts such."""
+    """Count a use of ``trainkit.<identifier>`` with torch's usage logging."""
     torch._C._log_api_usage_once(f"trainkit.{identifier}")
 
 
 def create_small_table(small_dict: Mapping[str, Any]) -> str:
-    """A table of one row under the keys, for a handful of values."""
+    """A table of one row with the keys as header, for a few values."""
     center: dict[str, Any] = {"stralign": "center", "numalign": "center"}
     return format_table([list(small_dict.values())], list(small_dict), tablefmt="pipe", floatfmt=".3f", **center)
 
 
 class _StdoutHandler(logging.Handler):
-    """Writes to what ``sys.stdout`` is at the time, also after it was redirected."""
+    """Writes to the current ``sys.stdout``, also after it was redirected."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stdout is None or hasattr(record, "not_on_terminal"):
@@ -158,7 +158,7 @@ class _StdoutHandler(logging.Handler):
 
 
 class _FileHandler(logging.Handler):
-    """Appends to a file; lines wait while that is impossible."""
+    """Appends to a file; while that fails, lines wait."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class _FileHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._waiting.append(f"{self.format(record)}\n")
-            lines = [self._waiting.popleft() for _ in range(len(self._waiting))]  # the file may log as well
+            lines = [self._waiting.popleft() for _ in range(len(self._waiting))]  # the file may log too
             try:
                 self._file.append("".join(lines))
                 self._is_failing = False
@@ -190,12 +190,12 @@ class _FileHandler(logging.Handler):
 
 
 class _Formatter(logging.Formatter):
-    """``[time logger] LEVEL: message``, the level only from WARNING on."""
+    """``[time logger] LEVEL: message``; the level only from WARNING on."""
 
     def __init__(self, name: str, abbrev_name: str, color: bool) -> None:
         super().__init__("%(asctime)s%(message)s", datefmt="%m/%d %H:%M:%S")
         self._name, self._abbrev_name, self._color = name, abbrev_name, color
-        self._second = (-1, "")  # and its text, which costs more than all the rest of a short line
+        self._second = (-1, "")  # (second, its text): formatting the time is the slowest part of a short line
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
         if self._second[0] != int(record.created):

@@ -1,4 +1,4 @@
-"""What a model returns in training: one loss or several by name. Training and evaluation read it by one rule."""
+"""Read the losses that a model returns; one rule for training and evaluation."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ OUTPUTS = "outputs"
 
 
 class Losses(NamedTuple):
-    """What a model returned: its losses by name, which of them are summed into ``total``, and what came with them."""
+    """A model's losses by name, the names that are summed into ``total``, and its further outputs."""
 
     values: dict[str, Tensor]  # each of shape []
     trained: list[str]  # those that require grad
@@ -33,14 +33,13 @@ class Losses(NamedTuple):
 
 
 def parse_losses(returned: object) -> Losses:
-    """Take what a model returned in training: a scalar tensor, or a dict of scalar tensors by name.
+    """Read the result of a model in training: a scalar tensor, or a dict of scalar tensors by name.
 
-    Entries that require grad are trained on; the others are only logged. The entry ``outputs`` may be anything and is
-    passed on as it is.
+    Entries that require grad are trained; others are only logged. The entry ``outputs`` may be anything.
 
     Raises:
-        TypeError: it is neither, an entry is no tensor, or its name is no text.
-        ValueError: an entry is no scalar, none requires grad, or one is called ``total_loss``.
+        TypeError: ``returned`` is neither, an entry is no tensor, or its name is no text.
+        ValueError: an entry is no scalar, no entry requires grad, or one is called ``total_loss``.
     """
     if isinstance(returned, Tensor):
         values = {"total_loss": returned}
@@ -67,7 +66,7 @@ def parse_losses(returned: object) -> Losses:
                 raise ValueError(
                     f"the model's loss {name!r} must be a scalar, got shape {list(value.shape)}; reduce it first"
                 )
-            values[name] = value.reshape(())  # only where it is needed: it is a step of the backward pass as well
+            values[name] = value.reshape(())  # only if needed: it adds a step to the backward pass
         if value.requires_grad:
             trained.append(name)
     if not trained:

@@ -1,4 +1,4 @@
-"""What to do when the memory of a GPU is full."""
+"""Retry when the memory of a GPU is full."""
 
 import functools
 import logging
@@ -11,10 +11,10 @@ _logger = logging.getLogger(__name__)
 
 
 def retry_if_cuda_oom(func: Callable[..., Any]) -> Callable[..., Any]:
-    """``func``, called again where the memory of a GPU does not suffice: with an empty cache, then on the CPU.
+    """Wrap ``func``: if the GPU runs out of memory, call it again with an empty cache, then on the CPU.
 
-    The last call gets its tensors, those that are arguments themselves, on the CPU, and what it returns may be there.
-    ``func`` must have no state.
+    In the last call, arguments that are tensors are on the CPU, and the result may be on the CPU. ``func`` must have no
+    state.
     """
 
     @functools.wraps(func)
@@ -22,11 +22,11 @@ def retry_if_cuda_oom(func: Callable[..., Any]) -> Callable[..., Any]:
         for _ in range(2):
             try:
                 return func(*args, **kwargs)
-            except RuntimeError as error:  # of extensions, too
+            except RuntimeError as error:  # extensions raise it too
                 if "CUDA out of memory. " not in str(error):
                     raise
-            torch.cuda.empty_cache()  # without the error, which holds the tensors of its frames
-        _logger.warning("The memory of the GPU does not suffice for %s; it runs on the CPU, which is slow", func)
+            torch.cuda.empty_cache()  # outside except: the error holds the tensors of its frames
+        _logger.warning("The GPU has not enough memory for %s, so it runs on the CPU, which is slow", func)
         return func(*map(_to_cpu, args), **{name: _to_cpu(value) for name, value in kwargs.items()})
 
     return wrapped

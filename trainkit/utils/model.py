@@ -1,4 +1,4 @@
-"""What is inside a model, and what its forward pass has added to it."""
+"""The modules and buffers of a model."""
 
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -12,21 +12,21 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def is_part_of(model: nn.Module, whole: nn.Module) -> bool:
-    """Whether every parameter of ``model`` is one of ``whole``; that of a wrapper is one of the model inside."""
+    """Whether every parameter of ``model`` is a parameter of ``whole``, such as for a model and its wrapper."""
     return {*map(id, model.parameters())} <= {*map(id, whole.parameters())}
 
 
 def can_take_buffer(model: nn.Module, path: str) -> bool:
-    """Whether the module that ``path`` leads to is there, and has nothing of this name yet, or None."""
+    """Whether the module of ``path`` exists, and has no attribute of this name or has None."""
     owner, _, name = path.rpartition(".")
     module = dict(model.named_modules()).get(owner)
     return name != "" and module is not None and getattr(module, name, None) is None
 
 
 def put_buffer(model: nn.Module, path: str, buffer: Tensor) -> None:
-    """Make ``buffer`` a persistent one of ``model``, in place of what may be there."""
+    """Register ``buffer`` as a persistent buffer of ``model``, in place of an existing attribute."""
     owner_path, _, name = path.rpartition(".")
     owner = model.get_submodule(owner_path)
     if hasattr(owner, name):
-        delattr(owner, name)  # torch refuses to register what has been a plain attribute
+        delattr(owner, name)  # torch refuses to register a name that is a plain attribute
     owner.register_buffer(name, buffer)

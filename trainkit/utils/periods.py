@@ -1,10 +1,10 @@
-"""The one rule of everything that happens every so often."""
+"""The one rule for everything periodic."""
 
 from fractions import Fraction
 
 
 class RoundedLength(int):
-    """A number of iterations, at least 1, for an ``exact`` one, from which `is_nth` rounds its multiples."""
+    """A number of iterations, at least 1, rounded from ``exact``; `is_nth` uses multiples of ``exact``."""
 
     exact: Fraction
 
@@ -15,35 +15,35 @@ class RoundedLength(int):
 
 
 def exact(length: int | Fraction) -> int | Fraction:
-    """The number of iterations before it was rounded."""
+    """The length in iterations before it was rounded."""
     return getattr(length, "exact", length)
 
 
 def whole_or_rounded(length: Fraction) -> int:
-    """An int, or a `RoundedLength` where it is not whole."""
+    """An int if ``length`` is whole, else a `RoundedLength`."""
     return length.numerator if length.denominator == 1 else RoundedLength(length)
 
 
 def periods_done(done: int, period: int | Fraction, offset: int | Fraction = 0) -> int:
-    """The largest ``n`` with ``round(offset + n * period) <= done``, 0 at the start; an epoch is a period as well."""
+    """The largest ``n`` with ``round(offset + n * period) <= done``, 0 at the start; an epoch is a period too."""
     if type(period) is int and type(offset) is int:
         return (done - offset) // period
     period, offset = exact(period), exact(offset)
-    half = (2 * done + 1) * offset.denominator - 2 * offset.numerator  # done + 1/2 - offset; in ints, as they are fast
+    half = (2 * done + 1) * offset.denominator - 2 * offset.numerator  # done + 1/2 - offset, in ints for speed
     n, rest = divmod(half * period.denominator, 2 * offset.denominator * period.numerator)
     n -= rest == 0 and done % 2  # round() goes from done + 1/2 to the even neighbour
-    return n if done > 0 else min(n, 0)  # none is shorter than an iteration
+    return n if done > 0 else min(n, 0)  # a period has at least one iteration
 
 
 def is_nth(done: int, period: int | Fraction, offset: int | Fraction = 0) -> bool:
-    """Whether ``done`` things that are counted from 1 end a period: at ``offset``, ``offset + period``, ...
+    """Whether a period ends after ``done`` iterations: at ``offset``, ``offset + period``, ...
 
-    With an offset of 0 the first one is ``period``. A period of 0 or less never ends. A period or offset that is not
-    whole is rounded after it is multiplied and added.
+    With an offset of 0 the first one is ``period``. A period of 0 or less never ends. If a period or offset is not
+    whole, the sum ``offset + n * period`` is rounded.
     """
     if period <= 0 or done <= 0:
         return False
-    if type(period) is int and type(offset) is int:  # nearly always
+    if type(period) is int and type(offset) is int:  # the usual case
         return (done - offset) % period == 0 and done >= offset
     n = periods_done(done, period, offset)
     return n >= (offset == 0) and n > periods_done(done - 1, period, offset)

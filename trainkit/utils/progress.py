@@ -1,4 +1,4 @@
-"""Bars at the foot of a terminal, below what is logged."""
+"""Progress bars at the bottom of a terminal, below the log lines."""
 
 import errno
 import logging
@@ -13,12 +13,12 @@ from tqdm import tqdm
 logger = logging.getLogger(__name__)
 
 _stdout_is_lost = False
-_shown_in: int | None = None  # the process that shows bars; a fork of it shows none
+_shown_in: int | None = None  # id of the process that shows bars; a fork of it shows none
 _num_open = 0
 
 
 def show_bars(on: bool) -> None:
-    """Show bars from now on, if stdout is a terminal or a notebook; or none any more."""
+    """Switch bars on, if stdout is a terminal or a notebook, or off."""
     global _shown_in
     _shown_in = os.getpid() if on and (_is_terminal() or is_notebook()) else None
 
@@ -28,16 +28,16 @@ def are_bars_shown() -> bool:
 
 
 def above_bars() -> AbstractContextManager[Any]:
-    """Inside, lines can be written to stdout; the bars that are open stand below them afterwards."""
+    """Context for writing lines to stdout; open bars stay below these lines."""
     if _num_open and not are_bars_shown() and _is_terminal():
-        sys.stdout.write("\r\x1b[K")  # a fork, such as a loader worker: the bar that stands there is drawn anew later
+        sys.stdout.write("\r\x1b[K")  # in a fork, such as a loader worker: clear the bar; its process draws it again
     return tqdm.external_write_mode(file=sys.stdout) if _num_open and are_bars_shown() else nullcontext()
 
 
 def let_stdout_go(error: OSError) -> None:
-    """Go on without stdout, which could not be written; the log says so once.
+    """Continue without stdout, which cannot be written; log this once.
 
-    If nobody reads it any more (a closed pipe or terminal), what follows goes nowhere.
+    If stdout has no reader any more (a closed pipe or terminal), later output is discarded.
     """
     global _stdout_is_lost
     was_lost, _stdout_is_lost = _stdout_is_lost, True
@@ -57,14 +57,14 @@ def _may_lose_stdout() -> Iterator[None]:
 
 
 class Bar:
-    """A line ``description 42%|####    | 336/800 details``; nothing where no bars are shown.
+    """A line ``description 42%|####    | 336/800 details``; nothing if bars are off.
 
-    Of several that are open the later one stands below; a notebook shows the first one only.
+    Several open bars are drawn in the order of opening; a notebook shows only the first.
 
     Args:
         total: of ``unit``; None: unknown.
-        initial: how much of it was done before.
-        stays: whether it is still there after `close`.
+        initial: number done before.
+        stays: whether the bar stays after `close`.
     """
 
     def __init__(self, total: int | None, description: str, *, initial: int = 0, stays: bool = True) -> None:
@@ -84,7 +84,7 @@ class Bar:
                 _num_open += 1
 
     def go_to(self, done: int) -> None:
-        """Costs less than a microsecond, as it is drawn ten times a second at most."""
+        """Set the progress; takes less than a microsecond, since bars are drawn at most ten times a second."""
         if self._bar is not None:
             try:
                 self._bar.update(done - self._bar.n)
@@ -92,7 +92,7 @@ class Bar:
                 let_stdout_go(error)
 
     def describe(self, description: str, details: str) -> None:
-        """What stands before and after the bar when it is drawn the next time; from any thread."""
+        """Set the texts before and after the bar, for its next drawing; from any thread."""
         if self._bar is not None:
             self._bar.set_description_str(description, refresh=False)
             self._bar.set_postfix_str(details, refresh=False)
@@ -107,7 +107,7 @@ class Bar:
 
 
 class _Tqdm(tqdm):
-    monitor_interval = 0  # else a thread of its own watches over it, and processes are forked beside that
+    monitor_interval = 0  # 0: no monitor thread, since processes are forked during its life
 
 
 def _is_terminal() -> bool:

@@ -1,4 +1,4 @@
-"""Objects by name: registries, and dotted paths."""
+"""Find objects by name: registries and dotted paths."""
 
 import contextlib
 import difflib
@@ -12,7 +12,7 @@ _T = TypeVar("_T")
 
 
 class Registry:
-    """Maps names to classes or functions that registered themselves, so that a config can name them.
+    """Maps names to registered classes or functions, so that a config can name them.
 
     ::
 
@@ -36,7 +36,7 @@ class Registry:
     def register(self, obj: _T) -> _T: ...
 
     def register(self, obj: Any = None) -> Any:
-        """Register an object under its ``__name__``; as a call, or as a decorator ``@REGISTRY.register()``.
+        """Register an object under its ``__name__``; also as a decorator, ``@REGISTRY.register()``.
 
         Raises:
             ValueError: the name is taken.
@@ -53,7 +53,7 @@ class Registry:
         return obj
 
     def get(self, name: str) -> Any:
-        """The object that was registered under ``name``.
+        """The object registered under ``name``.
 
         Raises:
             KeyError: there is none.
@@ -72,7 +72,7 @@ class Registry:
         Its other entries are arguments by name, in upper or lower case; they win over ``kwargs``.
 
         Raises:
-            TypeError: ``cfg`` names nothing, or the object does not take these arguments.
+            TypeError: ``cfg`` has no name, or the object does not take these arguments.
             KeyError: no object has this name.
         """
         named = [key for key in ("NAME", "type") if isinstance(cfg, Mapping) and isinstance(cfg.get(key), str)]
@@ -92,7 +92,7 @@ class Registry:
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """The start of a sentence about an unknown name; empty if no known one is similar. Case does not count."""
+    """A question that suggests the most similar known name, without regard to case; empty if none is similar."""
     by_upper = {candidate.upper(): candidate for candidate in known}
     nearest = difflib.get_close_matches(str(name).upper(), by_upper, n=1)
     return f"did you mean {by_upper[nearest[0]]!r}? " if nearest else ""
@@ -113,7 +113,7 @@ def locate(name: str) -> Any:
             found = getattr(found, part)
         elif depth and not isinstance(found, ModuleType):
             raise ImportError(f"cannot locate {name!r}: {'.'.join(parts[:depth])} has no {part!r}{_hint(part, found)}")
-        else:  # a module that nobody has imported yet
+        else:  # a module that is not imported yet
             found = _import(".".join(parts[: depth + 1]), f"cannot locate {name!r}")
     return found
 
@@ -132,7 +132,7 @@ def _convert_target_to_string(t: Any) -> str:
 def _import(module_name: str, context: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
-    except Exception as error:  # whatever the module's own code raises
+    except Exception as error:  # the module's code may raise anything
         if isinstance(error, ModuleNotFoundError) and error.name == module_name:
             parent, _, name = module_name.rpartition(".")
             if parent:

@@ -19,7 +19,7 @@ _logger = logging.getLogger(__name__)
 def get_rng_state() -> dict[str, Any]:
     """The state of every global generator of this process, as tensors and plain values.
 
-    A CUDA device counts if CUDA is in use; asking an uninitialized one for its state would initialize it.
+    CUDA devices are included if CUDA is in use; reading the state would initialize CUDA.
     """
     kind, keys, *rest = np.random.get_state(legacy=True)
     state = {
@@ -35,7 +35,7 @@ def get_rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put back what ``get_rng_state`` gave; the state of a device that is not there is left, with a warning."""
+    """Restore the state from ``get_rng_state``; states of missing devices are ignored with a warning."""
     if "seed" in state:
         seed_all_rng(state["seed"])
         return
@@ -48,27 +48,27 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(cuda_state, device)
     if len(cuda_states) > torch.cuda.device_count():
         _logger.warning(
-            "The random state is that of %d CUDA devices, here are %d; that of the others is left out",
+            "The random state is of %d CUDA devices, but there are %d here; the states of the others are ignored",
             len(cuda_states),
             torch.cuda.device_count(),
         )
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"])
     elif "mps" in state:
-        _logger.warning("The random state is that of an MPS device, here is none; it is left out")
+        _logger.warning("The random state is of an MPS device, but there is none here; its state is ignored")
 
 
 def _cuda_devices() -> list[int]:
-    """The current one first: it may have another number when the run is resumed."""
+    """All CUDA devices, the current one first, since its number may differ in a resumed run."""
     current = torch.cuda.current_device()
     return [current, *(device for device in range(torch.cuda.device_count()) if device != current)]
 
 
 def rng_state_for_rank(state: dict[str, Any] | None, world_size: int, iteration: int) -> dict[str, Any] | None:
-    """The saved ``state`` of this rank, derived anew if it was saved by another number of processes.
+    """The saved ``state`` of this rank; a new one derived from it if the number of processes has changed.
 
     Raises:
-        KeyError: it lacks a generator.
+        KeyError: a generator is missing.
     """
     if state is None:
         return None
@@ -77,7 +77,7 @@ def rng_state_for_rank(state: dict[str, Any] | None, world_size: int, iteration:
     if world_size == comm.get_world_size():
         return state
     _logger.warning(
-        "The checkpoint was written by %s processes, now there are %d: their random state is derived anew, from the "
+        "The checkpoint was written by %s processes, now there are %d: new random states are derived from the "
         "checkpoint, the rank and the iteration",
         world_size,
         comm.get_world_size(),
@@ -86,14 +86,14 @@ def rng_state_for_rank(state: dict[str, Any] | None, world_size: int, iteration:
 
 
 def derive_rng_state(state: dict[str, Any], *key: int) -> dict[str, Any]:
-    """A state for ``set_rng_state``, from ``state`` and ``key`` alone; different keys give independent ones."""
+    """A state for ``set_rng_state``, from ``state`` and ``key`` alone; different keys give independent states."""
     entropy = zlib.crc32(repr(state["python"]).encode())
     return {"seed": int(np.random.SeedSequence(entropy, spawn_key=key).generate_state(1, np.uint32)[0])}
 
 
 @contextmanager
 def preserve_rng_state() -> Iterator[None]:
-    """Put the global random state back on leaving, of this process and the devices that it uses."""
+    """At the end restore the global random state of this process and of the devices that it uses."""
     state = get_rng_state()
     try:
         yield

@@ -1,4 +1,4 @@
-"""The file to which a run appends lines."""
+"""A file to which a run appends lines."""
 
 import contextlib
 import logging
@@ -15,28 +15,28 @@ _CHUNK = 1 << 20
 
 
 class RunFile:
-    """It only grows, by whole lines; a run that is resumed cuts off what it is going to write again.
+    """A file that grows by whole lines; a resumed run first cuts off the lines that it will write again.
 
-    Nothing is touched before the first ``append``. A file that is deleted afterwards is written again as a whole.
+    The file is not changed before the first ``append``. If it is deleted later, it is written again completely.
     """
 
     def __init__(self, path: str | Path, header: str = "") -> None:
-        """``header`` is the first line, in front of those that are appended."""
+        """``header`` is the first line of a new file."""
         self._path, self._header = Path(path), header
         self._file: FileIO | None = None
-        self._pid = 0  # of the process that has opened it
-        self._length: int | None = None  # of what belongs to the run; None: all that is there when it is opened
+        self._pid = 0  # id of the process that has opened it
+        self._length: int | None = None  # length that belongs to the run; None: all of the file when it is opened
 
     def append(self, lines: str) -> None:
         """Write all of the lines.
 
         Raises:
-            OSError: none of them has been written, and a later call may succeed.
+            OSError: none of them is written; a later call may succeed.
         """
         try:
             was_deleted = self.restore()
             file = self._open()
-            # another process may have written; the errors: a name can hold what is no character
+            # another process may have written; backslashreplace: a name can hold invalid characters
             self._length = file.seek(0, os.SEEK_END)
             rest = memoryview((lines if self._length else self._header + lines).encode(errors="backslashreplace"))
             while rest:
@@ -45,11 +45,11 @@ class RunFile:
         except OSError:
             self._take_back()
             raise
-        if was_deleted:  # last: it may go into this very file
-            logger.error("%s was deleted while the run goes on; all of it is written again", self._path)
+        if was_deleted:  # last: this line may go into the same file
+            logger.error("%s was deleted during the run; all of it is written again", self._path)
 
     def restore(self) -> bool:
-        """If the file was deleted, write it again from what is still open; whether it was.
+        """Write a deleted file again from its open descriptor; return whether it was deleted.
 
         Raises:
             OSError: it cannot be written.
@@ -61,10 +61,11 @@ class RunFile:
             if not os.path.samestat(os.fstat(file.fileno()), os.stat(self._path)):
                 renew_folders()
                 self.close()
-                logger.warning("%s is another file now; the lines that follow are in it", self._path)
+                logger.warning("%s was replaced by another file; later lines are written to that file", self._path)
             return False
         except FileNotFoundError:
-            if self._pid != os.getpid():  # a fork: the process that has opened the file writes it, with these lines too
+            # in a fork: the process that has opened the file writes it, with these lines too
+            if self._pid != os.getpid():
                 return False
         renew_folders()
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +73,7 @@ class RunFile:
             with self._path.open("xb") as copy:
                 while block := os.pread(file.fileno(), _CHUNK, copy.tell()):
                     copy.write(block)
-        except FileExistsError:  # written again by what renewing the folder has logged
+        except FileExistsError:  # written by a log line while the folder was renewed
             return False
         except OSError:
             self._path.unlink(missing_ok=True)
@@ -82,7 +83,7 @@ class RunFile:
         return True
 
     def sync(self) -> int:
-        """Bring the lines onto the disk; returns the length in bytes, for ``go_on_at``."""
+        """Write the lines to the disk; return the length in bytes, for ``go_on_at``."""
         if self._file is not None:
             try:
                 os.fsync(self._file.fileno())
@@ -93,12 +94,12 @@ class RunFile:
         return self._length
 
     def go_on_at(self, length: int) -> None:
-        """With the next ``append``, cut off what comes after ``length`` and keep it in a file beside this one."""
+        """At the next ``append``, move everything after ``length`` bytes into a new file in the same folder."""
         self.close()
         self._length = length
 
     def close(self) -> None:
-        """What follows is appended to what is there then."""
+        """Close the file; later lines are appended to whatever is in it then."""
         self._length = None
         if self._file is not None:
             file, self._file = self._file, None
@@ -106,10 +107,10 @@ class RunFile:
 
     def _open(self) -> FileIO:
         if self._file is None:
-            renew_folders()  # or refuse, if another run has the folder now
-        if self._file is None:  # else opened by a line of the log
+            renew_folders()  # raises an error if another run has the folder
+        if self._file is None:  # a log line may have opened it
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            file = FileIO(self._path, "ab+")  # it is also read, if it is deleted
+            file = FileIO(self._path, "ab+")  # readable, to copy it if it is deleted
             try:
                 size = os.fstat(file.fileno()).st_size
                 self._length = size if self._length is None else self._cut(file, self._length, size)
@@ -123,14 +124,14 @@ class RunFile:
         if self._file is not None:
             try:
                 self._file.truncate(self._length)
-            except OSError:  # its disk may be gone; the next append opens the file again
+            except OSError:  # its disk may be gone; the next append opens it again
                 file, self._file = self._file, None
                 with contextlib.suppress(OSError):
                     file.close()
 
     def _cut(self, file: FileIO, length: int, size: int) -> int:
         if size < length or (length > 0 and self._byte(length - 1) != b"\n"):
-            text = "%s has %d of the %d bytes that this run has written, or others; the lines that are missing are lost"
+            text = "%s has %d of the %d bytes that this run has written, or other ones; the missing lines are lost"
             logger.warning(text, self._path, size, length)
             length = self._path.read_bytes().rfind(b"\n") + 1 if size < length else 0
         if size > length:
@@ -138,7 +139,7 @@ class RunFile:
             file.truncate(length)
             os.fsync(file.fileno())
             logger.info(
-                "%s goes on after byte %d; the lines that stood there are in %s", self._path, length, aside.name
+                "%s continues after byte %d; the lines that were there are in %s", self._path, length, aside.name
             )
         return length
 
@@ -149,10 +150,11 @@ class RunFile:
 
 
 def copy_tail(path: Path, length: int, name: str) -> Path:
-    """Bring what comes after ``length`` bytes onto the disk, in a new file ``name.cut_<n>`` beside this one.
+    """Copy everything after ``length`` bytes to a new file ``name.cut_<n>`` in the same folder, and write it to the
+    disk.
 
     Raises:
-        OSError: there is no such file then.
+        OSError: it failed; there is no new file.
     """
     n = 1
     while os.path.lexists(aside := path.with_name(f"{name}.cut_{n}")):

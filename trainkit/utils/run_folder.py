@@ -1,4 +1,4 @@
-"""The folders that a run writes to: no other run may use them meanwhile, and one that is deleted is made again."""
+"""The folders of a run: no other run may use them at the same time, and deleted ones are created again."""
 
 import atexit
 import contextlib
@@ -15,7 +15,7 @@ from datetime import datetime
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
-_PATIENCE_SEC = 2.0  # a process that was killed lets go of its files last
+_PATIENCE_SEC = 2.0  # a killed process releases its files last
 _PAUSE_SEC = 0.05
 
 _owned: dict[str, "OwnedFolder"] = {}  # by real path
@@ -27,14 +27,15 @@ class FolderInUseError(OSError):
 
 
 class OwnedFolder:
-    """A folder with the file ``run.lock``, which names the process, the host and the start of the run that owns it.
+    """A folder with the file ``run.lock``, which names the process, the host and the start time of the run that owns
+    it.
 
-    The file is locked by the operating system (POSIX locks, over NFS too), which drops the lock with the process. On
-    a file system without locks it counts as long as its process is alive; on another host, until it is deleted.
+    The operating system locks the file (POSIX locks, also over NFS) and drops the lock when the process ends. On a file
+    system without locks, the file counts while its process is alive; for another host, until it is deleted.
 
     Attributes:
-        former: the run that has left its file here without ending properly; "" as a rule.
-        restore: name -> writes that small file again.
+        former: the run that has left its file here without ending properly; usually "".
+        restore: name -> function that writes this small file again.
 
     Raises:
         FolderInUseError: another run owns it.
@@ -49,7 +50,7 @@ class OwnedFolder:
         self._descriptor = self._take(_PATIENCE_SEC)
 
     def renew(self) -> bool:
-        """Take the folder again if it was deleted; whether it was."""
+        """Own the folder again if it was deleted; return whether it was."""
         if self._is_there(self._descriptor):
             return False
         deleted, self._descriptor = self._descriptor, self._take(0)
@@ -76,11 +77,11 @@ class OwnedFolder:
                 text = f"process {self.pid} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}"
                 os.pwrite(descriptor, text.encode(), 0)
                 return descriptor
-            os.close(descriptor)  # no other descriptor of this file may be open here: any close drops the lock
+            os.close(descriptor)  # required before the next try: closing any descriptor of the file drops the lock
             if time.monotonic() > deadline:
                 raise FolderInUseError(
                     f"the folder {self._folder!r} belongs to another run, {owner}; wait for it or stop it. If it has "
-                    f"ended for sure, delete {self._path!r}"
+                    f"certainly ended, delete {self._path!r}"
                 )
             time.sleep(_PAUSE_SEC)
 
@@ -92,7 +93,7 @@ class OwnedFolder:
 
 
 def own_folder(folder: str | os.PathLike[str]) -> OwnedFolder:
-    """Make a folder that of this process, until `release_folder` or its end; raises as `OwnedFolder`."""
+    """Own a folder until `release_folder` or the end of this process; raises as `OwnedFolder`."""
     path = os.path.realpath(folder)
     if not _is_owned(path):
         _owned[path] = OwnedFolder(path)
@@ -101,28 +102,30 @@ def own_folder(folder: str | os.PathLike[str]) -> OwnedFolder:
 
 
 def release_folder(folder: str | os.PathLike[str]) -> None:
-    """Let other runs have it; nothing if it is not that of this process."""
+    """Release the folder for other runs; does nothing if this process does not own it."""
     path = os.path.realpath(folder)
     if _is_owned(path):
         _owned.pop(path).release()
 
 
 def renew_folders() -> None:
-    """Take those that were deleted again, and write their small files again.
+    """Own deleted folders again, and write their small files again.
 
     Raises:
-        OSError: it is impossible, or another run has taken one.
+        OSError: it is impossible, or another run owns one.
     """
     with _renewing:
         renewed = [(path, folder) for path, folder in [*_owned.items()] if _is_owned(path) and folder.renew()]
-    for path, folder in renewed:  # not under the lock: a line of the log may come here again
-        logger.error("The folder %s was deleted while the run goes on; what the run still has is written again", path)
+    for path, folder in renewed:  # not under the lock: a log line may call this again
+        logger.error(
+            "The folder %s was deleted during the run; the files that the run can restore are written again", path
+        )
         for restore in folder.restore.values():
             restore()
 
 
 def is_owned_by_another(folder: str | os.PathLike[str]) -> bool:
-    """Whether a run of another process owns it."""
+    """Whether a run of another process owns the folder."""
     path = os.path.realpath(folder)
     if _is_owned(path):
         return False
@@ -137,24 +140,24 @@ def is_owned_by_another(folder: str | os.PathLike[str]) -> bool:
 
 
 def _is_owned(path: str) -> bool:
-    """By this process: a fork, such as a loader worker, has no share in the locks."""
+    """Whether this process owns it; a fork, such as a loader worker, does not share the locks."""
     return path in _owned and _owned[path].pid == os.getpid()
 
 
 def _lock(descriptor: int, owner: str) -> bool:
-    """Whether this process has the file now; ``owner`` is what stands in it."""
+    """Whether this process has the lock now; ``owner`` is the content of the file."""
     try:
         fcntl = importlib.import_module("fcntl")
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return False
-    except (ImportError, OSError):  # no locks: Windows; some network file systems
+    except (ImportError, OSError):  # no locks: Windows, some network file systems
         return not owner or _has_ended(owner)
     return True
 
 
 def _has_ended(owner: str) -> bool:
-    """Whether its process has, for sure."""
+    """Whether the process of ``owner`` has certainly ended."""
     found = re.match(r"process (\d+) on (.+), since ", owner)
     if found is None or found[2] != socket.gethostname():
         return False
@@ -164,4 +167,4 @@ def _has_ended(owner: str) -> bool:
         return True
     except (OSError, OverflowError):
         return False
-    return int(found[1]) == os.getpid()  # another process of this number, before the machine was started again
+    return int(found[1]) == os.getpid()  # then a process before the last reboot had the same id

@@ -1,4 +1,4 @@
-"""Objects that pickle refuses: functions that no module holds, such as lambdas."""
+"""Pickle functions that pickle refuses, such as lambdas."""
 
 import importlib
 import io
@@ -10,10 +10,10 @@ from typing import Any
 
 
 class PicklableWrapper:
-    """Is called and read like the object inside, which is what unpickling gives.
+    """Acts like the object inside; unpickling returns that object.
 
-    Lambdas and functions made in functions, also those inside the object, are pickled as their code with all that it
-    uses; the same version of Python must unpickle them.
+    Lambdas and nested functions, also inside the object, are pickled as their code with all names that they use;
+    unpickle with the same version of Python.
     """
 
     def __init__(self, obj: Any) -> None:
@@ -28,7 +28,7 @@ class PicklableWrapper:
         return self._obj(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_obj":  # of an object that is not made yet
+        if name == "_obj":  # the object is not initialized yet
             raise AttributeError(name)
         return getattr(self._obj, name)
 
@@ -42,7 +42,7 @@ class _Pickler(pickle.Pickler):
         used = {name: obj.__globals__[name] for name in _names(obj.__code__) & obj.__globals__.keys()}
         cells = [cell.cell_contents for cell in obj.__closure__ or ()]
         made = marshal.dumps(obj.__code__), len(cells), obj.__module__
-        # what it uses comes after the function, which may be among it
+        # the names come after the function, since they may refer to it
         return _make, made, (used, cells, obj.__defaults__, obj.__kwdefaults__), None, None, _fill
 
 

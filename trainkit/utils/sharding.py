@@ -1,6 +1,6 @@
-"""Tensors of which each rank holds a part (DTensor), as those of a model under ``fully_shard``.
+"""Sharded tensors (DTensor), of which each rank holds a part, as in a model under ``fully_shard``.
 
-torch's own module for them takes as long to import as torch itself, so nothing here imports it before there is one.
+torch's module for them takes as long to import as torch itself, so it is imported only when there is such a tensor.
 """
 
 import importlib
@@ -18,23 +18,24 @@ def is_sharded(value: object) -> bool:
 
 
 def first_shard(model: nn.Module) -> Any:
-    """A sharded parameter of the model, whose mesh and placements are those of the others; None if there is none."""
+    """The first sharded parameter, which has the mesh and placements of all; None if there is none."""
     reshard(model)
     return next((parameter for parameter in model.parameters() if is_sharded(parameter)), None)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of it, in the same memory; a tensor that is not sharded is all here."""
+    """This rank's part, in the same memory; a tensor that is not sharded is returned as it is."""
     return cast(Any, tensor).to_local() if is_sharded(tensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of it, on every rank; itself if it is not sharded. Every rank calls it."""
+    """The full tensor, on every rank; a tensor that is not sharded is returned as it is. Every rank calls it."""
     return cast(Any, tensor).full_tensor() if is_sharded(tensor) else tensor
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor, which every rank has, as ``like`` is sharded; no exchange. Itself if ``like`` is not."""
+    """Shard a full tensor, which every rank has, like ``like``, without an exchange; no change if ``like`` is not
+    sharded."""
     if not is_sharded(like) or is_sharded(tensor):
         return tensor
     sharded = cast(Any, like)
@@ -44,19 +45,19 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def empty_like_shard(size: torch.Size, dtype: torch.dtype, like: Tensor) -> Tensor:
-    """A tensor of global shape ``size``, sharded as ``like`` is, whose values are not set."""
+    """A tensor of global shape ``size``, sharded like ``like``, with uninitialized values."""
     sharded = cast(Any, like)
     return _import_dtensor().empty(size, dtype=dtype, device_mesh=sharded.device_mesh, placements=sharded.placements)
 
 
 def is_sharded_model(model: object) -> TypeGuard[nn.Module]:
-    """Whether it went through ``fully_shard``: every forward pass of it is then one of all ranks together."""
+    """Whether ``fully_shard`` was called on it: then all ranks must do each forward pass together."""
     return hasattr(model, "set_requires_gradient_sync")
 
 
 @contextmanager
 def without_reduction(model: nn.Module) -> Iterator[None]:
-    """Inside, gradients of a sharded model are added up whole on each rank; the next backward pass averages them."""
+    """Inside, each rank sums full gradients of a sharded model; the next backward pass averages them over ranks."""
     cast(Any, model).set_requires_gradient_sync(False)
     try:
         yield
@@ -65,7 +66,7 @@ def without_reduction(model: nn.Module) -> Iterator[None]:
 
 
 def shard_optimizer_state(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of an optimizer, as its parameters are sharded: that of one whose parameters were whole fits too."""
+    """The state of an optimizer, sharded like its parameters; it may come from unsharded parameters."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(map(is_sharded, parameters)):
         return state
@@ -82,10 +83,8 @@ def shard_optimizer_state(state: dict[str, Any], optimizer: torch.optim.Optimize
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of parameters that a forward pass has gathered and no backward pass has let go of.
-
-    They would be used once more, whatever happens to the shards meanwhile.
-    """
+    """Release parameters that a forward pass without a backward pass has gathered; the next one would use old
+    values."""
     for module in model.modules():
         if is_sharded_model(module):
             cast(Any, module).reshard()

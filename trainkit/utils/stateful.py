@@ -1,14 +1,14 @@
-"""What every base class with a state does by default."""
+"""The default for classes with a state."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def refuse_state(owner: object, state: Mapping[str, Any]) -> None:
-    """The ``load_state_dict`` of a class that has no state.
+    """The default ``load_state_dict``.
 
     Raises:
-        NotImplementedError: there is a state, and the class of ``owner`` does not say how to load it.
+        NotImplementedError: there is a state, but the class of ``owner`` does not override ``load_state_dict``.
     """
     if state:
         raise NotImplementedError(

@@ -1,4 +1,4 @@
-"""For tests of configs."""
+"""Helpers for tests of configs."""
 
 import os
 import tempfile
@@ -8,7 +8,7 @@ from trainkit.config.lazy import LazyConfig
 
 
 def reload_lazy_config(cfg: Any) -> Any:
-    """What ``LazyConfig.load`` gives after ``LazyConfig.save``."""
+    """Save a config with ``LazyConfig.save`` and load it again."""
     with tempfile.TemporaryDirectory() as folder:
         LazyConfig.save(cfg, os.path.join(folder, "config.yaml"))
         return LazyConfig.load(os.path.join(folder, "config.yaml"))

@@ -1,4 +1,4 @@
-"""Waiting for the next batch: runs that are to stop meanwhile, and data that only seem to end."""
+"""Wait for the next batch: stop requests during the wait, and errors that look like the end of the data."""
 
 import time
 import traceback
@@ -6,25 +6,25 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
-POLL_SEC = 5.0  # how long one waits before anything is looked up
+POLL_SEC = 5.0  # interval of the checks for a stop request
 
 
 class Abandoned(BaseException):
-    """The run is to stop, and leaves what it is doing. No Exception, as it may be raised while a dataset reads."""
+    """The run stops and leaves its current work. Not an Exception, since dataset code may catch those."""
 
-    nothing_done = False  # whether all of its step is left to do
+    nothing_done = False  # True: the step has not started to use data
 
 
 class Waiter:
-    """Who waits for data here; this one cannot be asked to stop."""
+    """The object that waits for data; this one is never asked to stop."""
 
-    since: float | None = None  # ``time.monotonic()`` when it started to wait; None: it does not wait
+    since: float | None = None  # ``time.monotonic()`` at the start of the wait; None: it does not wait
 
     def look_up(self) -> None:
         """Called every `POLL_SEC` of a wait.
 
         Raises:
-            Abandoned: it was asked to stop.
+            Abandoned: a stop was requested.
         """
 
 
@@ -36,8 +36,8 @@ def next_batch(batches: Iterator[Any], end: Any) -> Any:
     """The next of ``batches``, or ``end`` if there is none.
 
     Raises:
-        Abandoned: the run was asked to stop while it waited.
-        RuntimeError: what reads a sample raised StopIteration, which a loader passes on as if it had ended.
+        Abandoned: a stop was requested during the wait.
+        RuntimeError: reading a sample raised StopIteration, which a loader would treat as its end.
     """
     waiting = waiter.get()
     waiting.since = time.monotonic()
@@ -53,8 +53,8 @@ def next_batch(batches: Iterator[Any], end: Any) -> Any:
 def refuse_end_by_sample(error: StopIteration) -> None:
     """
     Raises:
-        RuntimeError: ``error`` comes out of a ``__getitem__``, here or in a loader worker, whose traceback it then has
-            as its text. What ends an iterator never does.
+        RuntimeError: ``error`` comes from a ``__getitem__``, here or in a loader worker (then with its traceback). The
+            end of an iterator never does.
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         code = frame.f_code

@@ -1,4 +1,4 @@
-"""The recent values of one scalar, at a constant cost per value."""
+"""The recent values of a scalar, at a constant cost per value."""
 
 import math
 from array import array
@@ -10,22 +10,22 @@ import torch
 
 
 class HistoryBuffer:
-    """The last ``max_length`` values of a scalar, each with its iteration; older ones only count in ``global_avg``.
+    """The last ``max_length`` values of a scalar, each with its iteration; older ones count only in ``global_avg``.
 
-    Methods as in ``fvcore.common.history_buffer``, whose ``update`` takes longer the more it holds.
+    Methods as in ``fvcore.common.history_buffer``, whose ``update`` becomes slower as it grows.
     """
 
     def __init__(self, max_length: int = 10_000) -> None:
         if max_length < 1:
             raise ValueError(f"max_length must be >= 1 value, got {max_length}")
         self._max_length, self._length_to_drop = max_length, 2 * max_length
-        # arrays, since every checkpoint copies them; up to twice the length, since dropping old values moves the others
+        # arrays, which checkpoints copy fast; up to twice the length, since dropping old values moves all others
         self._values, self._iterations = array("d"), array("q")
         self._count = 0
         self._sum = 0.0
 
     def update(self, value: float, iteration: int | None = None) -> None:
-        """Append a value; ``iteration`` defaults to the number of values so far."""
+        """Append a value; ``iteration`` defaults to the number of values before."""
         self._iterations.append(self._count if iteration is None else iteration)
         self._values.append(value)
         self._count += 1
@@ -40,10 +40,10 @@ class HistoryBuffer:
         return self._values[-1], self._iterations[-1]
 
     def median(self, window_size: int) -> float:
-        """The median of the last ``window_size`` values (of two middle ones, their mean); NaN if one of them is."""
+        """The median of the last ``window_size`` values (with two middle ones, their mean); NaN if one is NaN."""
         ordered = sorted(self._last(window_size))
         total = sum(ordered)
-        if total != total and any(value != value for value in ordered):  # sorting has put them anywhere
+        if total != total and any(value != value for value in ordered):  # NaNs make the sorted order wrong
             return math.nan
         middle = len(ordered) // 2
         return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
@@ -54,19 +54,19 @@ class HistoryBuffer:
         return sum(last) / len(last)
 
     def global_avg(self) -> float:
-        """The mean of all values ever, also of those that are no longer held."""
+        """The mean of all values ever, also of dropped ones."""
         return self._sum / self._count
 
     def values(self) -> list[tuple[float, int]]:
-        """The held ``(value, iteration)`` pairs, oldest first."""
+        """The stored ``(value, iteration)`` pairs, oldest first."""
         return list(zip(self._values[-self._max_length :], self._iterations[-self._max_length :], strict=True))
 
     def count_within(self, window_iters: int) -> int:
-        """How many values the last ``window_iters`` iterations have, counted back from the newest value."""
+        """Number of values in the last ``window_iters`` iterations before and with that of the newest value."""
         iterations, start = self._iterations, self._iterations[-1] - window_iters
         length = min(len(iterations), self._max_length)
         if window_iters < length and iterations[-window_iters - 1] <= start < iterations[-window_iters]:
-            return window_iters  # one value in each iteration, as a rule
+            return window_iters  # the usual case: one value per iteration
         count = 0
         for iteration in islice(reversed(iterations), length):
             if iteration <= start:
@@ -84,7 +84,7 @@ class HistoryBuffer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the buffer that gave ``state``; a shorter one takes the newest values."""
+        """Continue like the buffer that gave ``state``; a shorter buffer takes the newest values."""
         self._values = array("d", state["values"].numpy().tobytes())
         self._iterations = array("q", state["iterations"].numpy().tobytes())
         self._count, self._sum = state["count"], state["sum"]

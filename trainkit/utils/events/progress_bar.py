@@ -1,4 +1,4 @@
-"""The progress of a run as a bar at the foot of a terminal."""
+"""The progress of a run as a bar at the bottom of a terminal."""
 
 import datetime
 from typing import Any
@@ -11,10 +11,10 @@ from trainkit.utils.progress import Bar
 
 
 class ProgressBar(CommonMetricPrinter):
-    """A bar with epoch, ETA, total loss, learning rate and samples per second; the log line goes to files only.
+    """A bar with epoch, ETA, total loss, learning rate and samples per second; log lines go only to files.
 
-    It is for a process in which bars are shown, see `trainkit.utils.progress`. The bar grows with every iteration, the
-    numbers change with every ``write()``.
+    Use it where bars are shown, see `trainkit.utils.progress`. The bar moves in every iteration, its numbers change
+    with every ``write()``.
     """
 
     _extra = NOT_ON_TERMINAL
@@ -40,14 +40,14 @@ class ProgressBar(CommonMetricPrinter):
 
     @staticmethod
     def _count_samples(trainer: Any) -> int:
-        """In an iteration over all ranks, by the batch size of the loader; 0 if it does not say."""
+        """Samples per iteration over all ranks, from the loader's batch size; 0 if it has none."""
         batch_size = getattr(getattr(trainer, "data_loader", None), "batch_size", None) or 0
         return int(batch_size) * getattr(trainer, "accumulation_steps", 1) * comm.get_world_size()
 
     def _show(self, storage: EventStorage, latest: Any, eta_sec: float | None) -> None:
         if self._bar is None:
             return
-        # what matters least comes last, where a narrow terminal cuts the line
+        # the least important last: a narrow terminal cuts the line
         details = [] if eta_sec is None else [f"eta {datetime.timedelta(seconds=int(eta_sec))}"]
         details += [
             f"{name} {latest[key][0]:.4g}" for name, key in (("loss", "total_loss"), ("lr", "lr")) if key in latest

@@ -1,4 +1,4 @@
-"""Where the loop, the model and the hooks put what happened in an iteration."""
+"""The storage for values that the loop, the model and the hooks put in each iteration."""
 
 import logging
 import operator
@@ -17,17 +17,17 @@ from trainkit.utils.events.history import HistoryBuffer
 logger = logging.getLogger(__name__)
 
 _stack: list["EventStorage"] = []
-_thread = threading.local()  # .stack: as _stack, in the worker thread of a storage
+_thread = threading.local()  # .stack: like _stack, for the worker thread of a storage
 
-_MAX_CALLS = 1000  # if nobody reads or publishes, memory must not grow and an error must not wait for the end
-_MAX_IMAGES = 100  # a rank without a writer never empties the list
+_MAX_CALLS = 1000  # hand over after this many: memory must stay bounded, and errors must not wait until the end
+_MAX_IMAGES = 100  # limit for a rank without a writer, which never clears them
 
 
 def get_event_storage() -> "EventStorage":
     """The innermost storage whose ``with`` block is open.
 
     Raises:
-        RuntimeError: none is open; code that also runs outside training asks ``has_event_storage()`` first.
+        RuntimeError: none is open; code that also runs outside training should check ``has_event_storage()`` first.
     """
     stack = _open_storages()
     if not stack:
@@ -39,7 +39,7 @@ def get_event_storage() -> "EventStorage":
 
 
 def has_event_storage() -> bool:
-    """Whether one is open, so that ``get_event_storage()`` has something to return."""
+    """Whether a storage is open."""
     return bool(_open_storages())
 
 
@@ -62,14 +62,16 @@ class Histogram(NamedTuple):
 class EventStorage:
     """Scalars with their history, and the newest images and histograms.
 
-    Writers read it; ``get_event_storage()`` finds it inside ``with storage:``. Histories are bounded by
-    ``history_length`` values each (see `HistoryBuffer`). What is put is stored at once. After ``start_deferring`` it
-    waits in one list, which ``publish`` hands over to one worker thread; the worker stores it in the same order, and
-    whoever reads waits for the worker. What a read returns is of that moment: ask again instead of keeping it.
+    Writers read it; ``get_event_storage()`` finds it inside ``with storage:``. Each history keeps ``history_length``
+    values (see `HistoryBuffer`).
+
+    Values are stored at once. After ``start_deferring`` they wait in a list; ``publish`` hands the list to a worker
+    thread, which stores it in the same order. Reads wait for the worker. Read again for new values: results may be
+    copies.
     """
 
     def __init__(self, start_iter: int = 0, history_length: int = 10_000) -> None:
-        self._place = start_iter, ""  # iteration and name scope of what is put now
+        self._place = start_iter, ""  # current iteration and name scope
         self._history_length = history_length
         self._history: dict[str, HistoryBuffer] = {}
         self._smoothing_hints: dict[str, bool] = {}
@@ -77,14 +79,14 @@ class EventStorage:
         self._images: deque[Image] = deque(maxlen=_MAX_IMAGES)
         self._histograms: deque[Histogram] = deque(maxlen=_MAX_IMAGES)
         self._holds_images = False
-        # of a storage that defers
+        # only used after start_deferring
         self._pool: ThreadPoolExecutor | None = None
-        self._worker: int | None = None  # its thread
-        self._late_place = self._place  # of the call that the worker makes: where that was put
+        self._worker: int | None = None  # id of its thread
+        self._late_place = self._place  # iteration and name scope of the call that the worker makes
         self._calls: deque[tuple[tuple[int, str], Callable[..., None], tuple[Any, ...]]] = deque()
-        self._lock = threading.Lock()  # another thread may read; appending needs none
+        self._lock = threading.Lock()  # for reads from another thread; appending needs no lock
         self._jobs: list[Future[None]] = []
-        self._before: tuple[int, list[Future[None]]] = -1, []  # at the last catch_up: iteration, jobs under way
+        self._before: tuple[int, list[Future[None]]] = -1, []  # at the last catch_up: iteration, unfinished jobs
 
     # ------------------------------------------------------------------ put
 
@@ -100,11 +102,11 @@ class EventStorage:
         """Store one number; writers show its median over a window if ``smoothing_hint``, else the number itself.
 
         Args:
-            epoch: where writers show it, if they are to show it over epochs.
+            epoch: writers show the scalar over epochs, at this epoch.
 
         Raises:
-            ValueError: the name was used before with the other hint, or is one that writers use themselves:
-                ``iteration``, and ``epoch`` together with the argument ``epoch``. The value is not one number.
+            ValueError: the name has the other hint already; it is ``iteration``, or ``epoch`` while the argument
+                ``epoch`` is given (writers use these names); the value is not one number.
             TypeError: the name is no text.
         """
         self.put_row({name: value}, smoothing_hint, cur_iter, epoch=epoch)
@@ -121,7 +123,7 @@ class EventStorage:
         *,
         epoch: int | None = None,
     ) -> None:
-        """``put_scalar`` for each item, whatever its name is."""
+        """``put_scalar`` for each item, with any names."""
         iter, prefix = self._place if self._pool is None else self._present_place()
         if cur_iter is not None:
             iter = operator.index(cur_iter)
@@ -132,13 +134,13 @@ class EventStorage:
         row, hints = {}, self._smoothing_hints
         try:
             for name, value in values.items():
-                if prefix or hints.get(name) is not smoothing_hint:  # else it was accepted before
+                if prefix or hints.get(name) is not smoothing_hint:  # False: accepted before
                     name = self._accepted(prefix, name, smoothing_hint)
                 row[name] = float(value)
         except (TypeError, ValueError):
             _name_what_is_no_number(values)
             raise
-        if not row.keys() <= hints.keys():  # what is refused leaves nothing behind
+        if not row.keys() <= hints.keys():  # only now, so that a refused row changes nothing
             hints.update(dict.fromkeys(row, smoothing_hint))
         if self._pool is None:
             self._store_row(row, iter, epoch)
@@ -146,7 +148,7 @@ class EventStorage:
             self._put(self._store_row, row, iter, epoch)
 
     def _accepted(self, prefix: str, name: str, smoothing_hint: bool) -> str:
-        """The whole name of a scalar."""
+        """Check the full name of a scalar and return it."""
         name = _writable(prefix, name)
         if name == "iteration":
             raise ValueError("'iteration' is the name under which writers show the iteration; use another name")
@@ -165,7 +167,7 @@ class EventStorage:
             else:
                 history = HistoryBuffer(self._history_length)
                 history.update(value, iter)
-                self._history[name] = history  # never empty: another thread may read
+                self._history[name] = history  # only with a value: another thread may read
             if epoch is not None:
                 self._epochs[name] = epoch
             elif self._epochs:
@@ -174,13 +176,13 @@ class EventStorage:
     def put_image(self, img_name: str, img_tensor: torch.Tensor) -> None:
         """Keep an image for the writers: shape ``[channel, height, width]``, RGB, float in [0, 1] or uint8.
 
-        A writer that shows images lets them go; the newest 100 are kept until then.
+        The newest 100 are kept until a writer that shows images clears them.
         """
         iter, prefix = self._present_place()
         self._put(self._images.append, Image(_writable(prefix, img_name), img_tensor, iter))
 
     def put_histogram(self, hist_name: str, hist_tensor: torch.Tensor, bins: int = 1000) -> None:
-        """Keep the histogram of a tensor of any shape, kept like an image. Synchronizes its device."""
+        """Keep the histogram of a tensor of any shape, like an image. Synchronizes its device."""
         values = hist_tensor.detach().float().flatten().cpu()
         low, high = values.min().item(), values.max().item()
         raw = {
@@ -197,7 +199,7 @@ class EventStorage:
 
     @contextmanager
     def name_scope(self, name: str) -> Iterator[None]:
-        """Everything put inside has ``name/`` before its name."""
+        """Inside, names get the prefix ``name/``."""
         iter, before = self._present_place()
         self._go_to(iter, name.rstrip("/") + "/")
         try:
@@ -206,7 +208,7 @@ class EventStorage:
             self._go_to(self.iter, before)
 
     def _put(self, store: Callable[..., None], *args: Any) -> None:
-        """Store it now, or let the worker do it in its turn."""
+        """Store it now, or in the worker after everything before."""
         if self._pool is None or self._is_worker():
             store(*args)
             return
@@ -249,7 +251,7 @@ class EventStorage:
         return {name: history.latest_with_iter() for name, history in [*self._history.items()]}
 
     def latest_with_smoothing_hint(self, window_size: int = 20) -> dict[str, tuple[float, int]]:
-        """Like ``latest``; a smoothed scalar gives its median over the last ``window_size`` iterations."""
+        """Like ``latest``; for a smoothed scalar, its median over the last ``window_size`` iterations."""
         self.flush()
         smoothed = {}
         for name, history in [*self._history.items()]:  # another thread may add to it
@@ -260,7 +262,7 @@ class EventStorage:
         return smoothed
 
     def count_samples(self, name: str, window_size: int = 20) -> int:
-        """How many values the last ``window_size`` iterations have, counted back from the newest value."""
+        """Number of values in the last ``window_size`` iterations before and with that of the newest value."""
         return self.history(name).count_within(window_size)
 
     def smoothing_hints(self) -> dict[str, bool]:
@@ -268,7 +270,7 @@ class EventStorage:
         return self._smoothing_hints
 
     def epochs(self) -> dict[str, int]:
-        """name -> the epoch that its newest value was put with, where it was put with one."""
+        """name -> epoch of the newest value, if it has one."""
         self.flush()
         return self._epochs
 
@@ -294,7 +296,7 @@ class EventStorage:
 
     @contextmanager
     def hold_images(self) -> Iterator[None]:
-        """For several writers in turn: images and histograms stay, whoever clears them."""
+        """Inside, clearing has no effect, so that several writers see the images and histograms."""
         self._holds_images = True
         try:
             yield
@@ -309,7 +311,7 @@ class EventStorage:
 
     @property
     def iter(self) -> int:
-        """The iteration that what is put now belongs to, counted from 0."""
+        """The current iteration, counted from 0."""
         return self._present_place()[0]
 
     @iter.setter
@@ -321,11 +323,11 @@ class EventStorage:
         return self.iter
 
     def step(self) -> None:
-        """Go on to the next iteration, in a loop without a trainer, which sets ``iter``."""
+        """Go to the next iteration; for a loop without a trainer (a trainer sets ``iter``)."""
         self.iter += 1
 
     def begin_iter(self, iter: int) -> None:
-        """What the loop puts from now on belongs to ``iter``; raises as ``raise_error``."""
+        """Set the iteration for values that the loop puts; raises as ``raise_error``."""
         self._place = iter, self._place[1]
         if self._jobs:
             self.raise_error()
@@ -333,7 +335,7 @@ class EventStorage:
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that was put and is still held; not ``iter``, which is the loop's."""
+        """Everything stored; not ``iter``, which belongs to the loop."""
         self.flush()
         return {
             "histories": {name: history.state_dict() for name, history in self._history.items()},
@@ -344,7 +346,7 @@ class EventStorage:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Hold what the storage that gave ``state`` held, instead of what is there; ``history_length`` stays."""
+        """Replace the content by that of ``state``; ``history_length`` stays."""
         self.flush()
         self._history = {}
         for name, saved in state["histories"].items():
@@ -357,7 +359,7 @@ class EventStorage:
     # ------------------------------------------------------------------ storing later
 
     def start_deferring(self) -> None:
-        """From now on a worker thread stores what is put; until the ``with`` block ends."""
+        """Let a worker thread store values from now on, until the ``with`` block ends."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "trainkit-metrics", initializer=self._start_worker)
 
@@ -365,33 +367,34 @@ class EventStorage:
         self._worker, _thread.stack = threading.get_ident(), [self]
 
     def put_later(self, store: Callable[..., None], *args: Any) -> None:
-        """Call ``store(*args)`` in its turn: at once, or in the worker, where it may wait for a device.
+        """Call ``store(*args)`` after everything put before: at once, or in the worker, where it may wait for a device.
 
-        What it puts belongs to the iteration and the name scope of now.
+        Values that it puts belong to the current iteration and name scope.
         """
         self._put(self._call, store, args)
 
     def _call(self, store: Callable[..., None], args: tuple[Any, ...]) -> None:
         stack = _open_storages()
-        stack.append(self)  # another one may be open now, for an evaluation
+        stack.append(self)  # another storage may be open now, for an evaluation
         try:
             store(*args)
         finally:
             stack.pop()
 
     def publish(self, write: Callable[[], None]) -> None:
-        """Call ``write()`` after everything put so far: at once, or in the worker without being waited for."""
+        """Call ``write()`` after everything put so far: at once, or in the worker, without waiting."""
         self.put_later(write)
         self.hand_over()
 
     def catch_up(self) -> None:
-        """Wait for what the worker had at the last call in an earlier iteration, whose errors must not come later."""
+        """Wait for the jobs that were unfinished at the last call in an earlier iteration, so that their errors come
+        now."""
         if self._before[0] != self.iter:
             wait(self._before[1])
             self._before = self.iter, [*self._jobs]
 
     def hand_over(self) -> None:
-        """Let the worker start with everything put so far; never waits for it."""
+        """Let the worker start with everything put so far; does not wait."""
         if self._pool is None or self._is_worker():
             return
         with self._lock:
@@ -400,7 +403,7 @@ class EventStorage:
                 self._jobs.append(self._pool.submit(self._make, calls))
 
     def _make(self, calls: list[tuple[tuple[int, str], Callable[..., None], tuple[Any, ...]]]) -> None:
-        """In the worker. An exception does not keep later calls from being made; the first one is raised."""
+        """Make the calls, in the worker; after an error, make the later calls too, then raise the first error."""
         error: Exception | None = None
         for self._late_place, call, args in calls:
             try:
@@ -411,17 +414,17 @@ class EventStorage:
             raise error
 
     def raise_error(self) -> None:
-        """Raise what has gone wrong in the worker since the last call. Never waits."""
+        """Raise the first error of finished jobs since the last call; does not wait."""
         while self._jobs and self._jobs[0].done():
             self._jobs.pop(0).result()
 
     def flush(self) -> None:
-        """Wait until everything put so far is stored; raise what has gone wrong."""
+        """Wait until everything put so far is stored; raise errors of the worker."""
         if self._is_worker():
             return
         self.hand_over()
         if self._jobs:
-            wait(self._jobs)  # all of them, before one of them raises: a writer may be closed next
+            wait(self._jobs)  # for all of them before one raises, since a writer may be closed next
             self.raise_error()
 
     # ------------------------------------------------------------------ context
@@ -447,7 +450,7 @@ class EventStorage:
 
 
 def _writable(prefix: str, name: str) -> str:
-    """The whole name; a lone surrogate, which no file takes, becomes its escape: ``"\\ud800"``."""
+    """The full name; a lone surrogate, which no file accepts, is escaped: ``"\\ud800"``."""
     if not isinstance(name, str):
         raise TypeError(f"the name of a scalar or an image must be text, got {name!r}; use str(name)")
     whole = prefix + name
@@ -465,5 +468,5 @@ def _name_what_is_no_number(values: Mapping[str, Any]) -> None:
 
 
 def _plain(image: Any) -> torch.Tensor:
-    """Some put arrays, and subclasses of tensors, which a checkpoint does not take."""
+    """A plain tensor on the CPU: users also put arrays and tensor subclasses, which a checkpoint refuses."""
     return torch.as_tensor(image).detach().cpu().as_subclass(torch.Tensor)

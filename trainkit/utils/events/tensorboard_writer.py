@@ -1,4 +1,4 @@
-"""Scalars, images, histograms and the settings of a run for TensorBoard."""
+"""Scalars, images, histograms and settings of a run for TensorBoard."""
 
 import glob
 import importlib
@@ -22,16 +22,16 @@ _PROBE_BYTES = 1 << 16
 
 
 class TensorboardXWriter(PictureWriter):
-    """Scalars, images and histograms for TensorBoard, smoothed; no file is made before there is something to write.
+    """Scalars, images and histograms for TensorBoard, smoothed; the file is created at the first write.
 
-    The first file also says what the run was made of, in the tabs HPARAMS and TEXT. ``kwargs`` go to
+    The first file also has the settings and the config of the run, for the tabs HPARAMS and TEXT. ``kwargs`` go to
     ``torch.utils.tensorboard.SummaryWriter``. A resumed run moves the events after its checkpoint into files that
-    TensorBoard does not read, ``events.cut_1`` and so on; where it is open already, ``purge_step`` hides them. While
-    the disk is full, scalars are kept like those of `JSONWriter`; images are lost, and so are the events that stand in
-    TensorBoard's own queue by then (10, as a rule).
+    TensorBoard does not read, ``events.cut_1`` and so on; a TensorBoard that is already open hides them by
+    ``purge_step``. While the disk is full, scalars are kept like those of `JSONWriter`; images and the events in
+    TensorBoard's own queue (usually 10) are lost.
 
     Args:
-        settings: name -> value of the hyper-parameters by which runs are compared. What is no number is shown as text.
+        settings: name -> value of the hyper-parameters for comparing runs; a value that is no number is shown as text.
         config: the whole config as text.
 
     Raises:
@@ -51,14 +51,14 @@ class TensorboardXWriter(PictureWriter):
             raise ImportError("TensorboardXWriter needs the package tensorboard: pip install 'trainkit[tensorboard]'")
         super().__init__(window_size)
         self._log_dir, self._kwargs = str(log_dir), kwargs
-        self._id = secrets.token_hex(4)  # in the names of its files: those of others in the folder are not cut
+        self._id = secrets.token_hex(4)  # in its file names: files of others in the folder are not cut
         self._settings, self._config = settings or {}, config
-        self._described = False  # settings and config are written
+        self._described = False  # whether settings and config are written
         self._opened: Any = None
-        self._on_disk: list[RunFile] = []  # its files, which come back if they are deleted
+        self._on_disk: list[RunFile] = []  # its files, restored if they are deleted
         self._last_step = -1  # the highest one written
-        self._purge_step: int | None = None  # for the next file, where it goes on after others
-        self._sizes: dict[str, int] | None = None  # of the files that belong to the run; None: all that is there
+        self._purge_step: int | None = None  # for the next file, if it continues others
+        self._sizes: dict[str, int] | None = None  # sizes of the run's files; None: all of each file
 
     def begin(self, trainer: Any) -> None:
         importlib.import_module("torch.utils.tensorboard")
@@ -67,7 +67,7 @@ class TensorboardXWriter(PictureWriter):
 
     @property
     def _writer(self) -> Any:
-        """The ``SummaryWriter``, under detectron2's name; it is opened if it is not."""
+        """The ``SummaryWriter``, under detectron2's name; opened if needed."""
         self._opened = self._opened or self._open()
         return self._opened
 
@@ -84,7 +84,7 @@ class TensorboardXWriter(PictureWriter):
             writer.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """What was written is with the operating system then."""
+        """The state after all events are given to the operating system."""
         if self._opened is not None:
             try:
                 self._restore_deleted()
@@ -93,7 +93,7 @@ class TensorboardXWriter(PictureWriter):
             except OSError as error:
                 logger.error("TensorBoard has lost the newest events in %s: %s", self._log_dir, error)
                 self._let_go()
-        sizes = self._sizes  # still those, as long as nothing is cut
+        sizes = self._sizes  # valid until something is cut
         if sizes is None:
             sizes = {path.name: path.stat().st_size for path in self._files()}
         files = {"id": self._id, "sizes": sizes}
@@ -134,19 +134,19 @@ class TensorboardXWriter(PictureWriter):
                 name: value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
                 for name, value in self._settings.items()
             }
-            # Not the experiment that comes along with it: TensorBoard would take that of one run for all runs, and
-            # show no setting that only others have. Without one it collects settings and scalars from all of them.
+            # Not the experiment that hparams also returns: TensorBoard would use that of one run for all runs, and show
+            # no setting that only others have. Without it, TensorBoard collects settings and scalars from all runs.
             _, session_start, _ = importlib.import_module("torch.utils.tensorboard.summary").hparams(numbers, {})
             writer.file_writer.add_summary(session_start)
         if self._config:
             writer.add_text("config", textwrap.indent(self._config, "    "), 0)  # Markdown shows it as it is
 
     def _open(self) -> Any:
-        # imported here: it takes longer than all of trainkit
+        # imported late: it takes longer than all of trainkit
         tensorboard = importlib.import_module("torch.utils.tensorboard")
         Path(self._log_dir).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=self._log_dir) as probe:
-            probe.write(bytes(_PROBE_BYTES))  # on a full disk every trial would leave an empty file of events
+            probe.write(bytes(_PROBE_BYTES))  # on a full disk, each try would leave an empty event file
         if self._sizes is not None:
             for path in self._files():
                 _cut(path, self._sizes.get(path.name, 0))
@@ -170,7 +170,9 @@ class TensorboardXWriter(PictureWriter):
     def _restore_deleted(self) -> None:
         restored = [file.restore() for file in self._on_disk]
         if any(restored) and self._opened is not None:
-            logger.error("TensorBoard's events in %s were deleted while the run goes on; they are back", self._log_dir)
+            logger.error(
+                "TensorBoard's events in %s were deleted during the run; they are written again", self._log_dir
+            )
             writer = self._opened
             self._let_go()
             writer.close()
@@ -181,15 +183,15 @@ class TensorboardXWriter(PictureWriter):
         self._on_disk = []
 
     def _let_go(self) -> None:
-        """The thread of a `SummaryWriter` that could not write has ended; another file goes on."""
+        """Drop a `SummaryWriter` that failed, since its thread has ended; the next write opens a new file."""
         self._opened, self._purge_step = None, self._last_step + 1
 
 
 def _cut(path: Path, length: int) -> None:
-    """Move what is after ``length`` bytes aside; a file of which nothing is left goes as well."""
+    """Move everything after ``length`` bytes to another file; remove the file if nothing is left."""
     if path.stat().st_size > length:
         aside = copy_tail(path, length, "events")
         os.truncate(path, length)
-        logger.info("%s ends at byte %d now; the events that stood there are in %s", path, length, aside.name)
+        logger.info("%s is cut at byte %d; the later events are in %s", path, length, aside.name)
     if length == 0:
         path.unlink()

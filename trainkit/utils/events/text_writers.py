@@ -1,4 +1,4 @@
-"""Scalars in a text file, for people and their tools."""
+"""Writers of scalars into text files."""
 
 import csv
 import io
@@ -14,14 +14,14 @@ from trainkit.utils.run_file import RunFile
 
 
 class _LinesWriter(EventWriter):
-    """It appends lines for what is new; a variant says which."""
+    """Appends lines for new scalars; a subclass formats them."""
 
     def __init__(self, file: RunFile, window_size: int) -> None:
         self._file = file
         self._news = Unwritten(window_size)
 
     def write(self) -> None:
-        # no fsync: it would cost more than the step
+        # no fsync: it would take longer than a step
         self._file.append("".join(map(self._lines, self._news.take(get_event_storage()))))
         self._news.confirm()
 
@@ -30,7 +30,7 @@ class _LinesWriter(EventWriter):
         self._file.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The lines that it counts are on the disk then."""
+        """The state after all lines are written to the disk."""
         return {"length": self._file.sync(), **self._news.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -42,13 +42,13 @@ class _LinesWriter(EventWriter):
 
 
 class JSONWriter(_LinesWriter):
-    """One line of JSON per iteration that has new scalars, smoothed; ``null`` stands for a value that is not finite.
+    """One line of JSON per iteration with new scalars, smoothed; a value that is not finite is ``null``.
 
-    Scalars that were put with an epoch have a line of their own, with ``epoch`` beside ``iteration``.
+    Scalars that were put with an epoch get separate lines, with ``epoch`` and ``iteration``.
 
-    ``[json.loads(line) for line in open(path)]`` or ``pandas.read_json(path, lines=True)`` reads the file. It is
-    opened at the first write and appended to. In a resumed run that write first moves the lines after the checkpoint
-    into ``<json_file>.cut_1`` (or ``_2``, ...). The rows of the last 200 writes are kept while none succeeds.
+    Read the file by ``[json.loads(line) for line in open(path)]`` or ``pandas.read_json(path, lines=True)``. It is
+    opened at the first write. In a resumed run, that write first moves the lines after the checkpoint into
+    ``<json_file>.cut_1`` (or ``_2``, ...). While writing fails, the rows of the last 200 writes are kept.
     """
 
     def __init__(self, json_file: str | Path, window_size: int = 20) -> None:
@@ -58,7 +58,7 @@ class JSONWriter(_LinesWriter):
         lines = []
         for iter, epoch, row in rows_by_iteration(scalars):
             line = {"iteration": iter, **row} if epoch is None else {"iteration": iter, "epoch": epoch, **row}
-            # an encoder for whatever there is takes three times as long
+            # json.dumps takes three times as long
             items = [
                 f"{_quoted(name)}: {value!r}" if math.isfinite(value) else f"{_quoted(name)}: null"
                 for name, value in sorted(line.items())
@@ -75,10 +75,10 @@ def _quoted(name: str) -> str:
 class CSVWriter(_LinesWriter):
     """One line ``iteration,epoch,name,value`` per new scalar, smoothed, below a line with these names.
 
-    ``epoch`` is empty for a scalar that was put without one; a value that is not finite is ``nan``, ``inf`` or
-    ``-inf``; a name that a spreadsheet would take for a formula has an apostrophe in front. The file grows and is cut
-    like that of `JSONWriter`. For a column per scalar, with pandas:
-    ``pandas.read_csv(path).pivot_table(index="iteration", columns="name", values="value")``.
+    ``epoch`` is empty for a scalar without one. A value that is not finite is ``nan``, ``inf`` or ``-inf``. A name that
+    a spreadsheet would read as a formula gets an apostrophe in front. The file grows and is cut like that of
+    `JSONWriter`. For a column per scalar, use pandas: ``pandas.read_csv(path).pivot_table(index="iteration",
+    columns="name", values="value")``.
     """
 
     def __init__(self, csv_file: str | Path, window_size: int = 20) -> None:
@@ -95,6 +95,6 @@ class CSVWriter(_LinesWriter):
 
 
 def _text_cell(name: str) -> str:
-    """The name as text: a spreadsheet would compute a formula, and ``csv`` leaves a carriage return without quotes."""
+    """The name as text: not a formula for a spreadsheet, and without carriage returns, which ``csv`` does not quote."""
     name = name.replace("\r", " ")
     return f"'{name}" if name[:1].isspace() or name.startswith(("=", "+", "-", "@")) else name

@@ -1,4 +1,4 @@
-"""Scalars, images, histograms and the config of a run for Weights & Biases."""
+"""Scalars, images, histograms and config of a run for Weights & Biases."""
 
 import contextlib
 import importlib
@@ -24,31 +24,30 @@ from trainkit.utils.events.writers import (
 
 logger = logging.getLogger(__name__)
 
-_MAX_BINS = 512  # of a wandb.Histogram
+_MAX_BINS = 512  # limit of wandb.Histogram
 _SETTINGS = {
-    **{"silent": True, "show_warnings": False, "console": "off"},  # it leaves stdout and stderr alone
-    "x_transaction_log_flush_interval": 0.1,  # of what is read offline; 15 s as a rule, which a kill would lose
+    **{"silent": True, "show_warnings": False, "console": "off"},  # do not change stdout and stderr
+    "x_transaction_log_flush_interval": 0.1,  # for the offline file; the default of 15 s would lose more in a kill
 }
 
 
 class WandbWriter(PictureWriter):
     """Scalars, smoothed, images and histograms for Weights & Biases.
 
-    Everything is in ``<output_dir>/wandb``; ``WANDB_MODE=offline`` keeps it there, for ``wandb sync`` to send later.
-    The step of a row is its iteration, or the next free one where that is taken: steps only grow, wandb drops what
-    comes below. Each row has its ``iteration``, over which charts are drawn; rows of scalars that were put with an
-    epoch have ``epoch`` as well, and theirs are drawn over that.
+    All files are in ``<output_dir>/wandb``; with ``WANDB_MODE=offline`` nothing is sent, and ``wandb sync`` sends it
+    later. The step of a row is its iteration, or the next free one: wandb drops rows whose step is not larger than the
+    last one. Each row has its ``iteration`` for the x-axis; scalars that were put with an epoch are drawn over
+    ``epoch``.
 
-    A resumed run goes on in the same run of W&B and repeats the steps after the checkpoint with the same values.
-    Online, W&B keeps those that it has. Offline, each start has a folder of its own, named by time and run id, where
-    nothing is cut off: one that was killed and the next have these steps both. Rows written at a stop stay.
+    A resumed run continues the same W&B run and writes the steps after the checkpoint again, with the same values.
+    Online, W&B keeps the first ones. Offline, each start has its own folder, named by time and run id, and nothing is
+    cut: a killed start and the next one both have these steps. Rows written at a stop stay.
 
-    The start of training, else the first write, starts the process of wandb, which takes seconds; without an answer of
-    the server, as many as ``init_timeout`` in ``settings`` says. An error of wandb is logged, and this training writes
-    nothing more to it.
+    The wandb process starts with training, or at the first write. That takes seconds; if the server does not answer,
+    ``init_timeout`` of ``settings``. An error of wandb is logged, and nothing more is written to it in this training.
 
     Args:
-        kwargs: for ``wandb.init``, ahead of what is set here; ``settings`` as a dict.
+        kwargs: for ``wandb.init``; they win over the values set here. ``settings`` is a dict.
 
     Raises:
         ImportError: the package ``wandb`` is missing.
@@ -61,18 +60,18 @@ class WandbWriter(PictureWriter):
         self._dir, self._kwargs = Path(output_dir).absolute(), kwargs
         self._run: Any = None
         self._has_failed = False
-        # from the start, so that every checkpoint has it; a sweep gives the variable
+        # set here, so that every checkpoint has it; a sweep sets the variable
         self._run_id: str = kwargs.get("id") or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8]
         self._next_step = 0
 
     def begin(self, trainer: Any) -> None:
         import_image_formats()
-        import_if_installed("pandas")  # wandb looks whether a value is one of its tables
+        import_if_installed("pandas")  # wandb checks whether a value is a pandas table
         try:
             self._run = self._run or self._open()
         except OSError:
-            pass  # the first write says so
-        except Exception as error:  # there is no base class of all that wandb raises
+            pass  # the first write raises it
+        except Exception as error:  # wandb's errors have no common base class
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
@@ -92,7 +91,7 @@ class WandbWriter(PictureWriter):
                 logger.error("The run of Weights & Biases could not be finished: %s", error)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was written is with the process of wandb, which needs a tenth of a second to bring it into its file."""
+        """The state; the wandb process needs a tenth of a second to write the last rows to its file."""
         return {"run_id": self._run_id, "next_step": self._next_step, **self._news.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -129,34 +128,34 @@ class WandbWriter(PictureWriter):
 
     def _log(self, iter: int, row: Mapping[str, Any]) -> None:
         step = max(iter, self._next_step)
-        self._run.log(dict(row), step=step, commit=True)  # else it waits for a later step
+        self._run.log(dict(row), step=step, commit=True)  # without commit a row waits for a later step
         self._next_step = step + 1
 
     def _open(self) -> Any:
         wandb_dir = self._dir / "wandb"
         wandb_dir.mkdir(parents=True, exist_ok=True)
-        # its process writes a log into the cache, and reports errors to its makers; at a terminal it would ask for a
-        # key, and wait for the answer
+        # by default wandb's process logs into the cache and reports errors to its makers, and asks for a key at a
+        # terminal
         defaults = {
             "WANDB_CACHE_DIR": str(wandb_dir / "cache"),
             "WANDB_ERROR_REPORTING": "false",
             "WANDB_LOGIN_TIMEOUT": "1",
         }
         with _environment(defaults):
-            wandb = importlib.import_module("wandb")  # here: it takes as long as torch
-            # without create_new it would be a run that somebody else has started
+            wandb = importlib.import_module("wandb")  # imported late: it takes as long as torch
+            # without create_new it could be a run that other code has started
             options = {"dir": str(self._dir), "resume": "allow", "reinit": "create_new", **self._kwargs}
             options["settings"] = _SETTINGS | options.get("settings", {})
             run = wandb.init(**{**options, "id": self._run_id})
         if run.disabled:
-            logger.warning("Nothing is written for Weights & Biases: WANDB_MODE says so, or nobody is logged in")
+            logger.warning("Nothing is written for Weights & Biases, because of WANDB_MODE or a missing login")
         run.define_metric("*", step_metric="iteration")
         return run
 
 
 @contextlib.contextmanager
 def _environment(defaults: Mapping[str, str]) -> Iterator[None]:
-    """Variables that are not set have these values."""
+    """Inside, set the variables that are not set."""
     added = [name for name in defaults if name not in os.environ]
     os.environ.update({name: defaults[name] for name in added})
     try:
@@ -175,7 +174,7 @@ def _to_array(image: Any) -> np.ndarray:
 
 
 def _bins(histogram: Histogram) -> tuple[list[float], list[float]]:
-    """Counts and edges; neighbours are added up if there are too many."""
+    """Counts and edges; if there are too many bins, neighbours are merged."""
     counts, edges = histogram.raw["bucket_counts"], [histogram.raw["min"], *histogram.raw["bucket_limits"]]
     width = -(-len(counts) // _MAX_BINS)
     return [sum(counts[i : i + width]) for i in range(0, len(counts), width)], [*edges[:-1:width], edges[-1]]

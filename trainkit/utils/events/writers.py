@@ -1,4 +1,4 @@
-"""The base of the writers, which read the storage in which they are called and show it, and that of the console."""
+"""The base class of writers, and the console writer."""
 
 import contextlib
 import datetime
@@ -18,41 +18,41 @@ from trainkit.utils.stateful import refuse_state
 
 logger = logging.getLogger(__name__)
 
-_ETA_WINDOW = 100  # iterations; the median over them ignores an evaluation or a slow first batch
-_MAX_PENDING = 200  # writes that a full disk can hold up before the oldest ones are lost
+_ETA_WINDOW = 100  # in iterations; the median ignores an evaluation or a slow first batch
+_MAX_PENDING = 200  # number of writes kept while the disk is full
 
 
 class EventWriter:
-    """Base of the writers: ``write()`` shows what is new in ``get_event_storage()``, ``close()`` ends the output.
+    """Base of the writers: ``write()`` shows new values of ``get_event_storage()``, ``close()`` ends the output.
 
-    After ``close()`` a writer can be used with another storage: it goes on after what it wrote.
+    After ``close()`` a writer can be used with another storage; it continues its output.
     """
 
     def write(self) -> None:
         """
         Raises:
-            OSError: it is impossible now; what was to be written is kept for a later call.
+            OSError: writing fails now; the values are kept for a later call.
         """
         raise NotImplementedError(f"{type(self).__name__} must define write()")
 
     def begin(self, trainer: Any) -> None:
-        """Called before a run, or a part of it, by `PeriodicWriter`."""
+        """Called by `PeriodicWriter` before each ``train()``."""
 
     def advance(self, trainer: Any) -> None:
-        """Called in the loop after each step, in front of a ``write()`` that is due there; only if overridden."""
+        """Called in the loop after each step, before ``write()``; only if overridden."""
 
     def close(self) -> None:
         pass
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on after the last ``write()``: tensors and plain Python values only."""
+        """The state for continuing after the last ``write()``: tensors and plain Python values only."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the ``write()`` that ``state`` is of; the next one hides or cuts off what came later.
+        """Continue after the ``write()`` of ``state``; the next write hides or cuts off everything later.
 
         Raises:
-            NotImplementedError: there is a state, and the writer does not say how to load it.
+            NotImplementedError: there is a state, but the writer does not override this method.
         """
         refuse_state(self, state)
 
@@ -61,11 +61,11 @@ class Scalar(NamedTuple):
     name: str
     value: float  # smoothed
     iter: int
-    epoch: int | None  # if it was put with one
+    epoch: int | None  # if it has one
 
 
 class Unwritten:
-    """Which scalars have a newer value than at the last call, each name on its own, so that none is lost."""
+    """Finds the scalars with a newer value than at the last call, for each name separately."""
 
     def __init__(self, window_size: int) -> None:
         if window_size < 1:
@@ -75,7 +75,7 @@ class Unwritten:
         self._pending: deque[list[Scalar]] = deque(maxlen=_MAX_PENDING)
 
     def take(self, storage: EventStorage) -> list[list[Scalar]]:
-        """The scalars of this call, after those of earlier calls that no ``confirm`` has followed."""
+        """The scalars of this call, after those of earlier calls that were not confirmed."""
         epochs = storage.epochs()
         news = [
             Scalar(name, value, iter, epochs.get(name))
@@ -88,11 +88,11 @@ class Unwritten:
         return list(self._pending)
 
     def confirm(self) -> None:
-        """Everything that was taken is written."""
+        """All taken scalars are written."""
         self._pending.clear()
 
     def forget(self) -> None:
-        """Begin with another storage, whose iterations may be the same again."""
+        """Start again, for another storage with the same iterations."""
         self._taken.clear()
         self._pending.clear()
 
@@ -105,7 +105,7 @@ class Unwritten:
 
 
 def rows_by_iteration(scalars: Iterable[Scalar]) -> list[tuple[int, int | None, dict[str, float]]]:
-    """Iteration, epoch and scalars of each row, by iteration; those with an epoch have rows of their own."""
+    """Iteration, epoch and scalars of each row, by iteration; scalars with an epoch have separate rows."""
     rows: dict[tuple[int, int], dict[str, float]] = {}
     for name, value, iter, epoch in scalars:
         rows.setdefault((iter, -1 if epoch is None else epoch), {})[name] = value
@@ -113,19 +113,19 @@ def rows_by_iteration(scalars: Iterable[Scalar]) -> list[tuple[int, int | None, 
 
 
 def import_if_installed(name: str) -> None:
-    """For `EventWriter.begin`: loader workers that are forked while another thread imports may wait for it for ever."""
+    """For `EventWriter.begin`: import before loader workers are forked; a fork during an import could wait for ever."""
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
 
 
 def import_image_formats() -> None:
-    """Import what is needed to write images."""
+    """Import the modules that write images."""
     with contextlib.suppress(ImportError):
         importlib.import_module("PIL.Image").preinit()
 
 
 class PictureWriter(EventWriter):
-    """Base of the writers that show images and histograms as well, which then go from the storage."""
+    """Base of writers that also show images and histograms, and then clear them in the storage."""
 
     def __init__(self, window_size: int) -> None:
         self._news = Unwritten(window_size)
@@ -148,22 +148,21 @@ class PictureWriter(EventWriter):
         raise NotImplementedError
 
 
-_Latest: TypeAlias = Mapping[str, tuple[float, int]]  # name of a scalar -> its smoothed value, its iteration
+_Latest: TypeAlias = Mapping[str, tuple[float, int]]  # name of a scalar -> (smoothed value, iteration)
 
 
 class CommonMetricPrinter(EventWriter):
-    """One log line: ETA (or the ``eta_seconds`` of this iteration), epoch, iteration, every smoothed scalar, times,
-    learning rate, peak memory of CUDA.
+    """One log line: ETA, epoch, iteration, every smoothed scalar, times, learning rate, peak memory of CUDA.
 
-    Silent once ``iter == max_iter``, when nothing has been trained since the last line. Without ``max_iter``
-    there is no ETA.
+    The ETA is the scalar ``eta_seconds`` of this iteration, else an estimate; there is none without ``max_iter``. When
+    ``iter == max_iter``, nothing is logged, since nothing was trained after the last line.
 
     Args:
         iters_per_epoch: None: there are no epochs.
     """
 
     _extra: Mapping[str, Any] | None = None  # of the log record
-    # these have places of their own in the line, or are told better by another value of it
+    # shown elsewhere in the line
     _PLACED = frozenset({"time", "data_time", "rank_data_time", "lr", "eta_seconds"})
 
     def __init__(
@@ -186,14 +185,14 @@ class CommonMetricPrinter(EventWriter):
         self._show(storage, latest, eta_sec)
 
     def begin(self, trainer: Any) -> None:
-        if self._max_iter is not None:  # as long as this one may be
+        if self._max_iter is not None:  # another train() may be longer or shorter
             self._max_iter = trainer.max_iter
 
     def close(self) -> None:
-        self._last_write = None  # the time until the next run belongs to no iteration
+        self._last_write = None  # the time until the next run must not count
 
     def _show(self, storage: EventStorage, latest: _Latest, eta_sec: float | None) -> None:
-        """For a variant that shows more than the line."""
+        """For a subclass that shows more than the line."""
 
     def _fields(self, storage: EventStorage, latest: _Latest, eta_sec: float | None) -> list[str]:
         hints = storage.smoothing_hints()
@@ -223,7 +222,7 @@ class CommonMetricPrinter(EventWriter):
             eta_sec = estimate_eta_sec(storage, self._max_iter)
         now = time.perf_counter()
         if eta_sec is None and self._last_write is not None and storage.iter > self._last_write[0]:
-            # nobody times the iterations: take the time since the last line
+            # no hook times the iterations: use the time since the last line
             iter_sec = (now - self._last_write[1]) / (storage.iter - self._last_write[0])
             eta_sec = iter_sec * (self._max_iter - storage.iter - 1)
         self._last_write = (storage.iter, now)
@@ -237,6 +236,6 @@ def name_epoch(iter: int, iters_per_epoch: int, max_iter: int | None) -> str:
 
 
 def estimate_eta_sec(storage: EventStorage, max_iter: int) -> float | None:
-    """Seconds until ``max_iter`` at the recent median time per iteration; None while no ``time`` was put."""
+    """Seconds until ``max_iter`` at the recent median time per iteration; None if there is no ``time``."""
     time_history = storage.histories().get("time")
     return None if time_history is None else time_history.median(_ETA_WINDOW) * (max_iter - storage.iter - 1)
