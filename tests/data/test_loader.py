@@ -289,7 +289,7 @@ def test_the_seeds_of_the_checkpoint_win_and_are_logged(caplog):
 
     assert take(resumed, 2) == expected
     assert [record.getMessage() for record in caplog.records] == [
-        "The data goes on in the order of the checkpoint's seed 5, not of 6"
+        "The data continues in the order of the checkpoint's seed 5, not of 6"
     ]
 
 
@@ -302,7 +302,7 @@ def test_grouped_batches_leave_waiting_samples_out_at_another_world_size(as_rank
     resumed.load_state_dict(state)
 
     assert waiting > 0
-    assert "cannot go from 1 ranks to 2" in caplog.text
+    assert "cannot be moved from 1 to 2 ranks" in caplog.text
     assert resumed.state_dict()["order"]["open"] == {}
     assert resumed.state_dict()["position"] == 4 + waiting
 
@@ -311,7 +311,7 @@ def test_the_order_of_another_kind_of_sampler_is_not_taken_over(caplog):
     loader = make("repeat")
     loader.load_state_dict(make_state("training", 3))
 
-    assert "drawn by TrainingSampler, which says nothing of the order of RepeatFactor" in caplog.text
+    assert "order is from TrainingSampler, which cannot be used with RepeatFactor" in caplog.text
     assert take(loader, 4) == take(make("repeat"), 4)
 
 
@@ -506,16 +506,16 @@ def keep_even(sample):
         (lambda: ResumableLoader([1, 2], shuffle=True), "RandomSampler has no state_dict.* sampler of trainkit.data"),
         (lambda: build_batch_data_loader([1], InferenceSampler(1), 1), "InferenceSampler has no state_dict"),
         (lambda: build_batch_data_loader(Stateless(), None, 1), "Stateless has no state_dict.* map-style"),
-        (lambda: build_batch_data_loader(Stream(), None, 1, num_workers=2), "each of the 2 workers reads a copy"),
+        (lambda: build_batch_data_loader(Stream(), None, 1, num_workers=2), "each of the 2 workers reads its own copy"),
         (
             lambda: build_batch_data_loader(
                 ToIterableDataset([1], TrainingSampler(1), shard_sampler=False), None, 1, num_workers=2
             ),
-            "each of the 2 workers reads a copy",
+            "each of the 2 workers reads its own copy",
         ),
         (
             lambda: ResumableLoader([1], batch_sampler=GroupedBatchSampler(RandomSampler([1]), [0], 1)),
-            "GroupedBatchSampler has no place in a RandomSampler",
+            "GroupedBatchSampler has no position in a RandomSampler",
         ),
         (
             lambda: build_batch_data_loader(MapDataset(ToIterableDataset([1], TrainingSampler(1)), str), None, 1),

@@ -123,7 +123,7 @@ def test_a_stream_names_its_workers(clock):
     assert next(batches) == [0, 1]
     clock.step = 20
     pid = pids()[0]
-    assert f": worker (pid {pid}, alive). Mend" in fail(batches)
+    assert f": worker (pid {pid}, alive). Correct" in fail(batches)
 
 
 @pytest.mark.parametrize("sampler", [TrainingSampler(8, shuffle=False), InferenceSampler(8)])

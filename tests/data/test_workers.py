@@ -178,8 +178,8 @@ def test_workers_that_could_not_hand_over_what_they_load_are_refused(temporary_f
     with pytest.raises(ConfigError) as caught:
         loader_of_tensors(num_workers=1)
     assert str(caught.value) == (
-        f"loader workers cannot hand over what they load: the folder for temporary files, {folder}, has 76 "
-        "characters, 75 at most; set TMPDIR to a shorter path, or DATALOADER.NUM_WORKERS to 0"
+        f"loader workers cannot send what they load: the folder for temporary files, {folder}, has 76 "
+        "characters, but at most 75 are possible; set TMPDIR to a shorter path, or DATALOADER.NUM_WORKERS to 0"
     )
     assert torch.equal(next(iter(loader_of_tensors(num_workers=0)))[0], torch.ones(2))
 

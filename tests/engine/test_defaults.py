@@ -202,7 +202,7 @@ def test_a_hook_that_sets_the_model_the_optimizer_or_the_step_trainer_to_another
     ]:
         trainer = DefaultTrainer(tiny_cfg(tmp_path))
         trainer.register_hooks([hooks.CallbackHook(after_step=lambda t, n=name, m=make: setattr(t, n, m(t)))])
-        with pytest.raises(RuntimeError, match=f"trainer.{what} cannot become another {what} during a run"):
+        with pytest.raises(RuntimeError, match=f"trainer.{what} cannot be replaced during a run"):
             trainer.train()
         assert trainer.iter == 0
 

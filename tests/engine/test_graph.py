@@ -470,7 +470,7 @@ def test_a_setting_that_changes_in_each_iteration_keeps_the_steps_ordinary_and_i
     _, recorded, are_equal = both(steps=30, hooks=hooks)
     assert are_equal
     assert recorded.recorder.num_recorded == 0
-    assert caplog.text.count("has changed before iteration 1, so steps are recorded anew") == 1
+    assert caplog.text.count("has changed before iteration 1, so steps are recorded again") == 1
 
 
 def test_a_step_that_has_failed_is_followed_by_ordinary_ones():
@@ -569,8 +569,8 @@ def adam(model):
 
 
 def test_an_optimizer_that_skips_on_the_host_is_refused_where_updates_are_skipped():
-    refused("whether Adam skips an update is decided on the host.*FUSED True", adam, non_finite="skip")
-    refused("whether Adam skips an update", adam, trainer_type=RecordedAMPTrainer)
+    refused("Adam decides on the host whether to skip an update.*FUSED True", adam, non_finite="skip")
+    refused("Adam decides on the host whether to skip an update", adam, trainer_type=RecordedAMPTrainer)
     make(RecordedAMPTrainer, make_optimizer=adam, precision=torch.bfloat16)
     make(RecordedTrainer, make_optimizer=adam)
 

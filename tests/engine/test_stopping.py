@@ -331,7 +331,7 @@ def found(tmp_path_factory):
 def test_a_rank_that_waits_for_data_in_vain_ends_all_since_the_others_wait_for_it(found):
     assert found["wait_for_data"][0] == [None, None, None]
     assert found["wait_for_data"][1][:2] == [None, None]
-    assert "asked to stop (enough), and no data came for 25 s, while the other ranks" in found["wait_for_data"][1][2]
+    assert "asked to stop (enough), but no data came for 25 s, while the other ranks" in found["wait_for_data"][1][2]
 
 
 def test_a_request_on_one_rank_stops_both_after_the_same_step(found):

@@ -1115,7 +1115,7 @@ def test_a_hook_that_sets_another_model_or_optimizer_is_refused():
     ]:
         trainer = SimpleTrainer(model, batches(3), sgd(model))
         trainer.register_hooks([_set_in_iteration_1(name, value)])
-        with pytest.raises(RuntimeError, match=f"trainer.{name} cannot become another .* during a run: .*{remedy}"):
+        with pytest.raises(RuntimeError, match=f"trainer.{name} cannot be replaced during a run: .*{remedy}"):
             trainer.train(0, 3)
         assert getattr(trainer, name) is not value
 

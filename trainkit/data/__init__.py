@@ -1,4 +1,4 @@
-"""Datasets by name, samplers whose order is a function of seed and position, and loaders built from a config."""
+"""Datasets by name, samplers whose order depends on seed and position alone, and loaders built from a config."""
 
 from trainkit.data.build import (
     build_batch_data_loader,

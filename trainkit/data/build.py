@@ -1,4 +1,4 @@
-"""Loaders, from datasets and samplers or from a config."""
+"""Build loaders from datasets and samplers, or from a config."""
 
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
@@ -52,26 +52,26 @@ def build_batch_data_loader(
 ) -> ResumableLoader:
     """A loader of this rank's part of every global batch.
 
-    With a map-style dataset the batches do not depend on the number of workers, and an endless sampler makes an endless
-    loader, whose length raises TypeError. Iterating draws nothing from the global random state.
+    With a map-style dataset, batches do not depend on the number of workers. With an endless sampler the loader is
+    endless, and its length raises TypeError. Iterating does not use the global random state.
 
     Args:
-        dataset: map-style or iterable; an iterable one divides itself between ranks and workers.
+        dataset: map-style or iterable; an iterable one must divide itself between ranks and workers.
         sampler: indices of this rank; None for an iterable dataset.
         total_batch_size: samples per batch over all ranks; None if ``single_gpu_batch_size`` is given.
         aspect_ratio_grouping: for detectron2's calls; True is refused.
         collate_fn: list of samples -> batch; None: ``trivial_batch_collator``.
         drop_last: leave out a last batch that is not full.
         single_gpu_batch_size: samples per batch of this rank, instead of ``total_batch_size``.
-        prefetch_factor: batches that each worker loads ahead.
-        pin_memory: without effect where CUDA is not available.
-        seed: seeds the workers, with the rank, and augmentation where the sampler has no seed; None: that of torch's
-            global generator (``torch.initial_seed()``).
+        prefetch_factor: number of batches that each worker loads ahead.
+        pin_memory: only with an accelerator that runs ahead.
+        seed: for the workers (with the rank), and for augmentation if the sampler has no seed; None:
+            ``torch.initial_seed()``.
         kwargs: further arguments of `ResumableLoader`.
 
     Raises:
-        ValueError: not exactly one batch size is given, it is less than 1 or no multiple of the world size, the seed is
-            negative, or the sampler does not fit the kind of dataset.
+        ValueError: not exactly one batch size is given; it is less than 1, or no multiple of the world size; the seed
+            is negative; the sampler does not fit the kind of dataset.
     """
     if aspect_ratio_grouping:
         raise ValueError(
@@ -95,7 +95,7 @@ def build_batch_data_loader(
         drop_last=drop_last,
         num_workers=num_workers,
         collate_fn=trivial_batch_collator if collate_fn is None else collate_fn,
-        prefetch_factor=prefetch_factor if has_workers else None,  # DataLoader takes these two with workers only
+        prefetch_factor=prefetch_factor if has_workers else None,  # DataLoader accepts these two only with workers
         persistent_workers=persistent_workers and has_workers,
         pin_memory=pin_memory and accelerator_runs_ahead(),
         **kwargs,
@@ -118,7 +118,7 @@ def _batch_size_per_rank(total_batch_size: int | None, single_gpu_batch_size: in
         return single_gpu_batch_size
     world_size = comm.get_world_size()
     if total_batch_size < 1 or total_batch_size % world_size:
-        raise ConfigError(  # the one that a command for more processes runs into
+        raise ConfigError(  # ConfigError: a command line with another number of processes can cause it
             f"total_batch_size (SOLVER.IMS_PER_BATCH in a config) must be a positive multiple of the world size "
             f"{world_size}, got {total_batch_size}"
         )
@@ -126,7 +126,7 @@ def _batch_size_per_rank(total_batch_size: int | None, single_gpu_batch_size: in
 
 
 def iters_per_epoch(loader: Iterable[Any]) -> int | None:
-    """Batches in which a loader shows its data once; None for a stream without a length. Starts no worker.
+    """Batches per pass over the data; None for a stream without a length. Starts no worker.
 
     For an endless sampler of this package: ``samples_per_epoch`` over the global batch size, rounded.
     """
@@ -151,7 +151,7 @@ def _train_arguments(
     sampler: Sampler[int] | None = None,
 ) -> dict[str, Any]:
     check_is_ours(cfg)
-    if callable(dataset) and not hasattr(dataset, "__getitem__"):  # where detectron2 takes the mapper
+    if callable(dataset) and not hasattr(dataset, "__getitem__"):  # the place of detectron2's mapper
         dataset, mapper = None, dataset
     if dataset is None:
         if not cfg.DATASETS.TRAIN:
@@ -179,23 +179,22 @@ def build_train_loader(
     total_batch_size: int,
     **kwargs: Any,
 ) -> ResumableLoader:
-    """The endless loader of a dataset, or with ``(cfg)``, ``(cfg, dataset)`` or ``(cfg, mapper)`` that of a config.
+    """The endless loader of a dataset; or of a config, with ``(cfg)``, ``(cfg, dataset)`` or ``(cfg, mapper)``.
 
-    A config gives every argument that the call does not: the dataset by ``DATASETS.TRAIN``, ``mapper`` by
+    A config gives all arguments that the call does not: the dataset by ``DATASETS.TRAIN``, ``mapper`` by
     ``INPUT.TRAIN_TRANSFORM``, ``sampler`` by ``DATALOADER.SAMPLER_TRAIN``, the batch size by ``SOLVER.IMS_PER_BATCH``.
 
     Args:
         dataset: a list of samples, map-style, or iterable. An iterable dataset has its own order, length, and division
             between ranks and workers.
-        mapper: turns a sample into what is collated.
+        mapper: applied to each sample before collating.
         sampler: None: a `TrainingSampler`.
         total_batch_size: samples per batch over all ranks.
         kwargs: further arguments of `build_batch_data_loader`.
 
     Raises:
-        ConfigError: a name is unknown, a dataset is empty or does not fit the others or the sampler, the samples lack
-            the categories that ``RepeatFactorTrainingSampler`` reads, or the batch size is no multiple of the world
-            size.
+        ConfigError: a name is unknown; a dataset is empty or does not fit the others or the sampler; samples lack the
+            categories for ``RepeatFactorTrainingSampler``; the batch size is no multiple of the world size.
     """
     dataset = _as_dataset(dataset, "dataset")
     if sampler is None and not isinstance(dataset, IterableDataset):
@@ -223,9 +222,10 @@ def build_test_loader(
     batch_size: int = 1,
     **kwargs: Any,
 ) -> ResumableLoader:
-    """The loader of a dataset, each sample once over all ranks and in order; or, with ``(cfg, dataset_name)``, of that.
+    """The loader of a dataset, each sample once over all ranks and in order; or of a config, with ``(cfg,
+    dataset_name)``.
 
-    A config gives every argument that the call does not: ``mapper`` by ``INPUT.TEST_TRANSFORM``, the batch size by
+    A config gives all arguments that the call does not: ``mapper`` by ``INPUT.TEST_TRANSFORM``, the batch size by
     ``TEST.IMS_PER_BATCH``.
 
     Args:

@@ -1,4 +1,4 @@
-"""Datasets and facts about them, by name."""
+"""Datasets and their metadata, by name."""
 
 import types
 from collections import UserDict
@@ -13,14 +13,14 @@ _T = TypeVar("_T")
 
 
 class _Catalog(UserDict[str, _T]):
-    """A dict from names to entries, in the order in which they were added."""
+    """A dict from names to entries, in the order of registration."""
 
     def list(self) -> list[str]:
         """The names."""
         return [*self]
 
     def remove(self, name: str) -> None:
-        """Forget an entry, as ``pop`` does.
+        """Remove an entry.
 
         Raises:
             KeyError: there is none of that name.
@@ -28,7 +28,7 @@ class _Catalog(UserDict[str, _T]):
         self.pop(name)
 
     def explain_unknown(self, name: str) -> str:
-        """The text of the error for an unknown name: what there is, and what to do."""
+        """The error text for an unknown name, with the known names and the remedy."""
         known = ", ".join(sorted(self)) or "none"
         return (
             f"{type(self).__name__[1:]} has no {name!r}; {did_you_mean(name, self)}registered: {known}. "
@@ -45,12 +45,12 @@ class _Catalog(UserDict[str, _T]):
 class _DatasetCatalog(_Catalog[Callable[[], Any]]):
     """Names of datasets, each with the function that makes the dataset.
 
-    A function takes no argument and gives a list of samples, a map-style dataset or an ``IterableDataset``. It must
-    give the same samples in the same order whenever it is called: the order of training is made of their indices.
+    A function takes no argument and returns a list of samples, a map-style dataset or an ``IterableDataset``. Each call
+    must give the same samples in the same order, since the training order consists of indices.
     """
 
     def register(self, name: str, func: Callable[[], Any]) -> None:
-        """Make ``func`` the maker of the dataset ``name``; it is not called before the dataset is asked for.
+        """Register the function that makes the dataset ``name``; it is called when the dataset is used.
 
         Raises:
             TypeError: ``func`` cannot be called.
@@ -66,7 +66,7 @@ class _DatasetCatalog(_Catalog[Callable[[], Any]]):
         self[name] = func
 
     def get(self, name: str) -> Any:  # type: ignore[override]
-        """Call the function registered under ``name`` and give what it gives.
+        """Make the dataset ``name``.
 
         Raises:
             KeyError: no dataset has that name.
@@ -75,10 +75,8 @@ class _DatasetCatalog(_Catalog[Callable[[], Any]]):
 
 
 class Metadata(types.SimpleNamespace):
-    """Facts about a dataset, such as the names of its classes, as attributes that can be set once.
-
-    Setting an attribute again to an equal value is allowed, so that a registration may run twice.
-    """
+    """Facts about a dataset, such as its class names, as attributes that can be set once (or again to an equal
+    value)."""
 
     name: str = "N/A"
 
@@ -95,13 +93,13 @@ class Metadata(types.SimpleNamespace):
         facts[key] = value
 
     def __getattr__(self, key: str) -> Any:
-        if key.startswith("__"):  # what copy and pickle look for
+        if key.startswith("__"):  # copy and pickle ask for such names
             raise AttributeError(key)
         known = ", ".join(sorted(self.__dict__)) or "none"
         raise AttributeError(f"metadata of {self.__dict__.get('name')!r} has no attribute {key!r}; it has: {known}")
 
     def set(self, **attributes: Any) -> "Metadata":
-        """Set several attributes and give the object itself.
+        """Set several attributes; return the object itself.
 
         Raises:
             ValueError: an attribute has another value already.
@@ -111,19 +109,19 @@ class Metadata(types.SimpleNamespace):
         return self
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The attribute, or ``default`` where it was never set."""
+        """The attribute, or ``default`` if it was never set."""
         return getattr(self, key, default)
 
     def as_dict(self) -> dict[str, Any]:
-        """All attributes, ``name`` included, as a new dict."""
+        """All attributes, with ``name``, as a new dict."""
         return dict(self.__dict__)
 
 
 class _MetadataCatalog(_Catalog[Metadata]):
-    """One ``Metadata`` per name, made when it is first asked for; the dataset need not be registered."""
+    """One ``Metadata`` per name, created when first used; the dataset need not be registered."""
 
     def get(self, name: str) -> Metadata:  # type: ignore[override]
-        """The metadata of that name: the same object each time.
+        """The metadata of that name, always the same object.
 
         Raises:
             ValueError: the name is empty.

@@ -30,14 +30,14 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-ENDS = StopIteration, SystemExit  # what reads a sample must not raise them
+ENDS = StopIteration, SystemExit  # reading a sample must not raise these
 _WARN_AT_RETRY = 3
 
 
 def add_note(error: Exception, text: str) -> None:
-    """Say it after the traceback, to which loader workers add it too; on Python 3.10 in the log.
+    """Add a text after the traceback; loader workers pass it on. On Python 3.10 it is logged.
 
-    An error of another type would pass by those who handle this one.
+    An error of another type would not reach handlers of this one.
     """
     if sys.version_info >= (3, 11):
         error.add_note(text)
@@ -46,7 +46,7 @@ def add_note(error: Exception, text: str) -> None:
 
 
 def no_end(error: BaseException, doing: str) -> RuntimeError:
-    """The error in the place of one of `ENDS`, which a loader would pass on as if its data had ended."""
+    """An error that replaces one of `ENDS`, which a loader would take for the end of its data."""
     return RuntimeError(
         f"{type(error).__name__}{error.args or ''} while {doing}: it would end the data or their worker; "
         "raise another error, or catch it in the dataset"
@@ -54,9 +54,9 @@ def no_end(error: BaseException, doing: str) -> RuntimeError:
 
 
 def name_sample(dataset: Any, index: Any) -> str:
-    """Which sample that is for the one who wrote the dataset inside, such as "sample 17 of Scans".
+    """The name of a sample for the author of the inner dataset, such as "sample 17 of Scans".
 
-    A dataset with a method ``sample_name(index)`` names its samples itself, such as by their files.
+    If the dataset has a method ``sample_name(index)``, such as for file names, that is used.
     """
     if type(dataset) is MapDataset:
         return name_sample(dataset._dataset, index)
@@ -76,18 +76,18 @@ def _is_index(index: Any, dataset: Sized) -> bool:
 
 
 class MapDataset(data.Dataset[Any]):
-    """The samples of a dataset with a function applied to each; where it gives None, another sample takes the place.
+    """A dataset with a function applied to each sample; if it returns None, another sample is used instead.
 
-    Which one is a function of the index, so that neither workers nor earlier samples change it, and no global
-    random state is touched. An ``IterableDataset`` gives an ``IterableDataset``, which leaves such samples out.
+    Which sample that is depends only on the index, not on workers or earlier samples, and the global random state is
+    not used. With an ``IterableDataset`` the result is an ``IterableDataset``, which skips such samples.
 
     Args:
         dataset: map-style or iterable.
-        map_func: sample -> sample, or None to reject it; see `PicklableWrapper` for what spawned workers take.
+        map_func: sample -> sample, or None to reject it; for spawned workers it is pickled by `PicklableWrapper`.
     """
 
     def __new__(cls, dataset: Any, map_func: Callable[[Any], Any]) -> Any:
-        # DataLoader tells the two kinds apart by their class.
+        # DataLoader tells the two kinds of datasets apart by class.
         return _MapIterableDataset(dataset, map_func) if isinstance(dataset, IterableDataset) else super().__new__(cls)
 
     def __init__(self, dataset: Any, map_func: Callable[[Any], Any]) -> None:
@@ -95,13 +95,13 @@ class MapDataset(data.Dataset[Any]):
         self._map_func = PicklableWrapper(map_func)
 
     def __getnewargs__(self) -> tuple[Any, Callable[[Any], Any]]:
-        return self._dataset, self._map_func  # pickle calls __new__
+        return self._dataset, self._map_func  # for pickle, which calls __new__
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
-        """The mapped sample of that index, or of another one where ``map_func`` rejects it.
+        """The mapped sample of that index, or of another one if ``map_func`` rejects it.
 
         Raises:
             RuntimeError: ``map_func`` gave None for every sample of the dataset.
@@ -119,7 +119,8 @@ class MapDataset(data.Dataset[Any]):
 
 
 def _others(index: int, size: int) -> Iterator[int]:
-    """Every index but one, each once, in an order that depends on that one: steps of a length prime to the size."""
+    """Every other index once, in steps of a length that is coprime to the size; the order depends on ``index``
+    alone."""
     rng, step = random.Random(index), size
     while size > 1 and math.gcd(step, size) != 1:
         step = rng.randrange(1, size)
@@ -133,16 +134,16 @@ class _MapIterableDataset(IterableDataset[Any]):
         self._map_func = PicklableWrapper(map_func)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("state_dict", "load_state_dict"):  # there if the other dataset has them
+        if name in ("state_dict", "load_state_dict"):  # exist if the other dataset has them
             return getattr(self._dataset, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __len__(self) -> int:
-        """The length before samples are left out; TypeError if the stream has none."""
+        """The length with rejected samples; TypeError if the stream has none."""
         return len(self._dataset)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        for sample in self._dataset:  # not by map(), which would end where the function raises StopIteration
+        for sample in self._dataset:  # not map(), which would end if the function raised StopIteration
             mapped = self._map_func(sample)
             if mapped is not None:
                 yield mapped
@@ -153,14 +154,14 @@ class DatasetFromList(data.Dataset[Any]):
 
     Args:
         lst: any picklable samples.
-        copy: hand out deep copies, so that changing a sample leaves the dataset alone; without effect on a serialized
-            list, whose samples are new each time.
-        serialize: keep one buffer of pickled samples instead of the list. Workers share it, while the reference
-            counts of many small Python objects would make each forked worker copy their memory. A function of the
-            list makes what holds the samples instead.
+        copy: return deep copies, so that changing a sample does not change the dataset. A serialized list always makes
+            new samples.
+        serialize: keep one buffer of pickled samples instead of the list. Workers share the buffer; with many small
+            Python objects, reference counting would make each forked worker copy their memory. A function of the list
+            makes another container for the samples.
     """
 
-    name = ""  # in errors and replays
+    name = ""  # for errors and replays
 
     def __init__(
         self, lst: Sequence[Any], copy: bool = True, serialize: bool | Callable[[Sequence[Any]], Any] = True
@@ -179,7 +180,7 @@ class DatasetFromList(data.Dataset[Any]):
 
 
 class _PickledSamples:
-    """Samples in one uint8 tensor: forked workers share its pages, spawned ones get it in shared memory."""
+    """Samples in one uint8 tensor, which forked workers share, and which spawned workers get in shared memory."""
 
     def __init__(self, samples: Iterable[Any]) -> None:
         buffer, ends = bytearray(), [0]
@@ -207,7 +208,7 @@ _serialize_methods: list[Callable[[Sequence[Any]], Any]] = [_PickledSamples]
 
 @contextmanager
 def set_default_dataset_from_list_serialize_method(new: Callable[[Sequence[Any]], Any]) -> Iterator[None]:
-    """Inside, ``new(samples)`` makes what holds the samples of a `DatasetFromList` with ``serialize=True``."""
+    """Inside, `DatasetFromList` with ``serialize=True`` keeps its samples in ``new(samples)``."""
     _serialize_methods.append(new)
     try:
         yield
@@ -218,12 +219,13 @@ def set_default_dataset_from_list_serialize_method(new: Callable[[Sequence[Any]]
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
     try:
         return torch.from_numpy, (tensor.numpy(),)
-    except (TypeError, RuntimeError):  # NumPy has no such dtype or layout, another device, requires grad
+    except (TypeError, RuntimeError):  # not representable in NumPy, on another device, or requires grad
         return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
 class _SamplePickler(pickle.Pickler):
-    """Pickles tensors as arrays: loading one takes 6 us instead of 80, and a view does not drag its storage along."""
+    """Pickles tensors as arrays: loading takes 6 us instead of 80, and a view is saved without the rest of its
+    storage."""
 
     dispatch_table = copyreg.dispatch_table.copy()
     dispatch_table[torch.Tensor] = _reduce_tensor
@@ -234,11 +236,11 @@ class ToIterableDataset(IterableDataset[Any]):
 
     Args:
         dataset: map-style.
-        sampler: indices, already those of this rank.
-        shard_sampler: each loader worker takes its share of the indices; to be turned off only for a sampler that is a
-            different one in each worker.
-        shard_chunk_size: consecutive indices that go to the same worker. The batch size keeps batches as they are
-            without workers.
+        sampler: indices of this rank.
+        shard_sampler: divide the indices between loader workers. Switch it off only if the sampler differs in each
+            worker.
+        shard_chunk_size: number of consecutive indices for the same worker. With the batch size, batches are the same
+            as without workers.
 
     Raises:
         TypeError: ``dataset`` is an ``IterableDataset``, or ``sampler`` is no ``torch.utils.data.Sampler``.
@@ -275,9 +277,9 @@ class ToIterableDataset(IterableDataset[Any]):
 
 
 class AspectRatioGroupedDataset(IterableDataset[list[Any]]):
-    """Lists of ``batch_size`` samples that are all wider than high, or all not.
+    """Lists of ``batch_size`` samples that are either all wider than high or all not.
 
-    What does not fill a list starts the lists of the next iteration.
+    Samples of an incomplete list start a list of the next iteration.
 
     Args:
         dataset: dicts with ``width`` and ``height``.
@@ -293,5 +295,5 @@ class AspectRatioGroupedDataset(IterableDataset[list[Any]]):
             bucket.append(sample)
             if len(bucket) == self.batch_size:
                 batch = bucket[:]
-                bucket.clear()  # before the yield: whoever breaks off there has had the batch
+                bucket.clear()  # before the yield: a loop that breaks there has got the batch
                 yield batch

@@ -1,4 +1,4 @@
-"""A DataLoader that knows where its stream of batches stands, and makes each sample in a random state of its own."""
+"""A DataLoader with a position that can be saved, and a separate random state for each sample."""
 
 import copy
 import logging
@@ -33,21 +33,21 @@ from trainkit.utils import comm, waiting
 
 logger = logging.getLogger(__name__)
 
-LOADER_KEY = 2  # beside the samplers' keys: workers' seeds are independent of the orders
-_MAX_NAMED = 5  # samples of a batch that is not made
-_MAX_REMEMBERED = 64  # batches whose samples can be named after their delivery
+LOADER_KEY = 2  # the samplers have other keys: workers' seeds are independent of the orders
+_MAX_NAMED = 5  # limit of sample names in the error for a batch
+_MAX_REMEMBERED = 64  # number of delivered batches whose samples can be named
 
 
 def trivial_batch_collator(batch: list[Any]) -> list[Any]:
-    """A batch is the list of its samples."""
+    """The list of samples as a batch."""
     return batch
 
 
 def resume_obstacle(loader: Iterable[Any]) -> str:
-    """Why it cannot be saved where a loader stands in its data, and what to do; empty if it can.
+    """The reason why a loader's position cannot be saved, and the remedy; empty if it can.
 
-    Any loader with ``state_dict`` and ``load_state_dict`` is trusted with it, unless it says otherwise in an attribute
-    ``resume_obstacle``, as a `ResumableLoader` does.
+    A loader with ``state_dict`` and ``load_state_dict`` is trusted, unless its attribute ``resume_obstacle`` is not
+    empty.
     """
     if not _is_stateful(loader):
         return (
@@ -58,31 +58,31 @@ def resume_obstacle(loader: Iterable[Any]) -> str:
 
 
 class ResumableLoader(DataLoader[Any]):
-    """A ``DataLoader`` whose place in its data can be saved, and whose samples do not depend on who loads them.
+    """A ``DataLoader`` whose position can be saved, and whose samples do not depend on the process that loads them.
 
-    Place: ``state_dict`` tells which batches were delivered (not those loaded ahead), and the next ``iter()`` after
-    ``load_state_dict`` goes on there, at the same cost everywhere, with any number of workers and, if the sampler is
-    an `InfiniteSampler`, of ranks. Another sampler or batch sampler, or without workers an ``IterableDataset``, takes
-    part by a ``state_dict`` and a ``load_state_dict`` of its own; it is asked after each batch, so it must count a
-    sample before it yields it. ``resume_obstacle`` says why a loader cannot do this, or is empty.
+    Position: ``state_dict`` counts the delivered batches, not those loaded ahead. After ``load_state_dict`` the next
+    ``iter()`` continues there, equally fast everywhere, with any number of workers and, if the sampler is an
+    `InfiniteSampler`, of ranks. Another sampler or batch sampler, or without workers an ``IterableDataset``, needs its
+    own ``state_dict`` and ``load_state_dict``. Its state is read after each batch, so it must count a sample before it
+    yields the sample. ``resume_obstacle`` says why the position cannot be saved; it is empty if it can.
 
-    Samples: before ``dataset[index]`` the global generators of Python, NumPy and torch are seeded from the seed and
-    the sample's position in the stream of all ranks, so that random augmentation depends on these two alone. Without
-    workers, the random state of the process is put back after each batch. Nothing is seeded where nothing can be drawn
-    (lists and tensors, collated by a function of torch or of this package), nor by a loader with an obstacle.
+    Samples: before ``dataset[index]`` the global generators of Python, NumPy and torch are seeded from the seed and the
+    sample's position in the stream of all ranks, so that random augmentation depends on these two alone. Without
+    workers, the random state of the process is restored after each batch. Nothing is seeded if nothing is random (lists
+    and tensors, collated by torch or this package), or if there is an obstacle.
 
-    A `ToIterableDataset` is read by its indices: its batches are consecutive parts of the stream, whoever loads them.
-    What a dataset or ``collate_fn`` raises has a note of the samples (a line of the log on Python 3.10).
+    A `ToIterableDataset` is read by its indices: its batches are consecutive parts of the stream, with any workers. An
+    error of a dataset or ``collate_fn`` gets a note with the samples (on Python 3.10 a log line).
 
     Args:
-        timeout: in seconds: so long a worker may take for the batch that is waited for; 0: for ever. Then an error says
-            what the worker does, and for which samples; a warning does after 60 s.
-        seed: of augmentation if the sampler is no `InfiniteSampler`, which has one; None: ``torch.initial_seed()``.
-        worker_init_fn: is called after `worker_init_reset_seed`.
+        timeout: seconds that a worker may take for the next batch; 0: no limit. Then an error says what the worker
+            does, and for which samples; after 60 s a warning does.
+        seed: for augmentation if the sampler is no `InfiniteSampler`, which has a seed; None: ``torch.initial_seed()``.
+        worker_init_fn: called after `worker_init_reset_seed`.
         kwargs: as for ``DataLoader``.
 
     Raises:
-        ConfigError: there are workers, and the path of the folder for temporary files is too long for them.
+        ConfigError: with workers, if the path of the folder for temporary files is too long.
         ValueError: ``timeout`` is negative.
     """
 
@@ -99,10 +99,10 @@ class ResumableLoader(DataLoader[Any]):
         super().__init__(dataset, **kwargs)
         if timeout < 0:
             raise ValueError(f"timeout must be >= 0 s, got {timeout}; 0 waits for ever")
-        self.timeout = timeout  # that of torch is how often we look
+        self.timeout = timeout  # torch's timeout is used as the interval of our checks
         if self.num_workers > 0:
             check_socket_path()
-        # the loader inside loads whole batches, so that these are no business of its own
+        # the inner loader fetches whole batches, so it does not get these options
         done_by_fetch = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn"}
         self._options = {name: value for name, value in kwargs.items() if name not in done_by_fetch}
         self._inside: DataLoader[Any] | None = None
@@ -114,7 +114,7 @@ class ResumableLoader(DataLoader[Any]):
             self._source = dataset.dataset
             self._batches = BatchSampler(dataset.sampler, self.batch_size, self.drop_last)
         self._is_stream = isinstance(self._source, IterableDataset)
-        # what decides which samples come, and so what has a state
+        # the object that decides the order of samples, and so has the state
         self._order: Any = dataset if self._is_stream else self._batches
         if type(self._order) is BatchSampler:
             self._order = self._order.sampler
@@ -125,11 +125,11 @@ class ResumableLoader(DataLoader[Any]):
         self.resume_obstacle = self._find_obstacle()
         self._tasks = self._new_tasks(position=0)
         if not self.resume_obstacle and self._options.get("generator") is None:
-            # else each pass draws from the global one, and a resumed run may make a pass more or less
+            # otherwise each pass would use the global generator, and a resumed run may have more or fewer passes
             self._options["generator"] = self.generator = new_generator(self._own_seed, LOADER_KEY, comm.get_rank())
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the iterator made last stands after the batches it has delivered, as plain values.
+        """The position of the newest iterator after the delivered batches, as plain values.
 
         Raises:
             TypeError: there is a ``resume_obstacle``.
@@ -140,10 +140,10 @@ class ResumableLoader(DataLoader[Any]):
         return {**state, "over": True} if self._tasks.over else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next ``iter()`` go on there; iterators made before are to be let go.
+        """Continue there with the next ``iter()``; do not use older iterators any more.
 
-        The seeds of the state win over those in use. The order of a sampler of another class is not taken over, with a
-        warning: the data starts anew.
+        The seeds of the state replace those in use. If the state is from a sampler of another class, a warning is
+        logged and the data starts again.
 
         Raises:
             TypeError: there is a ``resume_obstacle``.
@@ -152,24 +152,25 @@ class ResumableLoader(DataLoader[Any]):
         kind = type(self._order).__name__
         if state["kind"] != kind:
             logger.warning(
-                "The checkpoint's data was drawn by %s, which says nothing of the order of %s; the data starts again",
+                "The checkpoint's data order is from %s, which cannot be used with %s; the data starts again",
                 state["kind"],
                 kind,
             )
             return
         self._order.load_state_dict(copy.deepcopy(state["order"]))
         self._own_seed = state["seed"]
-        self._inside = None  # with its persistent workers, and what they have loaded ahead
+        self._inside = None  # ends persistent workers, with the batches that they have loaded ahead
         self._tasks = self._new_tasks(state["position"], "over" if state.get("over") else "here")
 
     def names_of_last(self, num_batches: int) -> list[list[str]]:
-        """The samples of the batches that were delivered last, as errors name them; fewer if it does not know them."""
+        """The sample names of the last delivered batches, as in errors; fewer batches if they are not known."""
         return [[name_sample(self._source, index) for index in batch] for batch in [*self._tasks.recent][-num_batches:]]
 
     def explain(self, error: RuntimeError) -> None:
         """
         Raises:
-            RuntimeError: ``error`` says that a worker has ended, which torch raises anywhere; this says what it did.
+            RuntimeError: ``error`` says that a worker has ended (torch raises this at any place); the new one says what
+                it did.
         """
         if self._inside is not None:
             self._watch.explain(error, self._tasks.owed)
@@ -179,14 +180,14 @@ class ResumableLoader(DataLoader[Any]):
         if not is_kept:
             self._start_inside()
         elif self._is_inference:
-            self._tasks.position = 0  # each pass is the same, also for what it draws
+            self._tasks.position = 0  # each evaluation is the same, also in its random numbers
         with signals_held_back():
             try:
                 fetched = self._watch.iterate(self._inside)
             except RuntimeError as error:
                 if not is_kept or not (is_timeout(error) or is_of_lost_worker(error)):
                     raise
-                logger.warning("The workers of the last pass over the data are replaced: %s", error)
+                logger.warning("The workers of the last pass over the data are replaced by new ones: %s", error)
                 self._start_inside()
                 fetched = self._watch.iterate(self._inside)
         return _Deliveries(fetched, None if self._loads_plainly() else self._tasks, self._watch)
@@ -200,7 +201,7 @@ class ResumableLoader(DataLoader[Any]):
         if self._is_stream:
             what: dict[str, Any] = {"batch_size": self.batch_size, "drop_last": self.drop_last}
         elif not self._loads_plainly():
-            # tasks of their own: an older iterator that is still in use keeps its own count
+            # a new object: an older iterator that is still in use keeps its own count
             self._tasks = self._new_tasks(0 if self._is_inference else self._tasks.position, self._tasks.stage)
             notes = WorkerNotes(self.num_workers) if self.num_workers else None
             source, what = self._fetch(notes), {"batch_size": None, "sampler": self._tasks}
@@ -228,7 +229,7 @@ class ResumableLoader(DataLoader[Any]):
     def _fetch(self, notes: WorkerNotes | None = None) -> "_Fetch":
         draws = self.collate_fn not in (default_collate, trivial_batch_collator) or _may_draw(self._source)
         key = splitmix64(self._seed, 0) if draws else None
-        # workers that are kept go on drawing where they were; without workers an evaluation is the loop's own business
+        # persistent workers would continue their random numbers; without workers, an evaluation may use the loop's
         batch_key = key if self._is_inference and self.num_workers else None
         rank, world_size = self._ranks()
         return _Fetch(
@@ -244,12 +245,12 @@ class ResumableLoader(DataLoader[Any]):
     def _find_obstacle(self) -> str:
         order, remedy = type(self._order).__name__, "a sampler of trainkit.data for training"
         if not self.in_order:
-            return "in_order=False delivers the batches in an order that nobody can tell; leave it out"
+            return "in_order=False delivers the batches in an unknown order; leave it out"
         if self.batch_size is None and self.batch_sampler is None:
-            return "with batch_size=None nobody follows which samples are delivered; give a batch size"
+            return "with batch_size=None the delivered samples are not counted; give a batch size"
         if self._is_stream and self.num_workers > 0:
             return (
-                f"each of the {self.num_workers} workers reads a copy of the iterable dataset ({order}) on its own; "
+                f"each of the {self.num_workers} workers reads its own copy of the iterable dataset ({order}); "
                 "set num_workers to 0, or give a map-style dataset"
             )
         if not _is_stateful(self._order):
@@ -259,12 +260,12 @@ class ResumableLoader(DataLoader[Any]):
                 f"add them, or use {remedy}"
             )
         if isinstance(self._order, GroupedBatchSampler) and self._endless is None:
-            return f"GroupedBatchSampler has no place in a {type(self._order.sampler).__name__}; give it {remedy}"
+            return f"GroupedBatchSampler has no position in a {type(self._order.sampler).__name__}; give it {remedy}"
         return ""
 
     def _refuse_obstacle(self) -> None:
         if self.resume_obstacle:
-            raise TypeError(f"this loader's place in its data cannot be saved or loaded: {self.resume_obstacle}")
+            raise TypeError(f"the position of this loader cannot be saved or loaded: {self.resume_obstacle}")
 
 
 class _Task(NamedTuple):
@@ -278,27 +279,27 @@ _Stage: TypeAlias = Literal["here", "over", "skipped"]
 
 
 class _Tasks(Sampler[_Task]):
-    """Tells the loader inside what to fetch, and remembers what was delivered.
+    """Tells the inner loader what to fetch, and remembers what was delivered.
 
     Args:
-        order: what decides which samples come; None: nobody will ask for its state.
+        order: the object that decides the order of samples; None: its state is not needed.
 
     Attributes:
-        position: samples of that stream in the batches delivered.
-        over: whether the batch delivered last was not full, so that nothing is left of this pass. A `BatchSampler` has
-            exhausted its sampler then, whose state is no longer one of this pass.
-        stage: "over" if that is so in a state that was loaded: the next pass is empty, as the rest of the pass is in a
-            run that goes on. Then it is "skipped": some samplers make an empty pass themselves, which is left out.
+        position: number of samples of the stream in the delivered batches.
+        over: whether the last delivered batch was not full and so ends this pass. A `BatchSampler` has exhausted its
+            sampler then, and the sampler's state belongs to the next pass.
+        stage: "over" after loading such a state: the next pass is empty, like the rest of the pass in a run without a
+            stop. After that "skipped": some samplers make an empty pass themselves, which is left out.
     """
 
     def __init__(self, batches: Any, order: Any, position: int, world_size: int, stage: "_Stage") -> None:
         self._batches, self._order, self._world_size = batches, order, world_size
         self.position, self.stage, self.over = position, stage, stage != "here"
         self._started = False
-        self._state: Any = None  # of the order, after the batches delivered
-        self._ahead: dict[int, tuple[Any, bool]] = {}  # the same, and `over`, by the position after a batch
-        self.owed: Owed = {}  # what was asked for and not delivered
-        self.recent: deque[Any] = deque(maxlen=_MAX_REMEMBERED)  # indices of what was
+        self._state: Any = None  # state of the order after the delivered batches
+        self._ahead: dict[int, tuple[Any, bool]] = {}  # position after a batch -> the same state, and `over`
+        self.owed: Owed = {}  # requested batches that are not delivered
+        self.recent: deque[Any] = deque(maxlen=_MAX_REMEMBERED)  # indices of delivered batches
 
     def state(self) -> tuple[int, Any]:
         """The position, and the state of the order there."""
@@ -309,7 +310,7 @@ class _Tasks(Sampler[_Task]):
 
     def delivered(self, position: int) -> None:
         self.position = position
-        for after in [after for after in self.owed if after <= position]:  # batches that failed among them
+        for after in [after for after in self.owed if after <= position]:  # includes batches that failed
             self.recent.append(self.owed.pop(after))
         self._state, self.over = self._ahead.pop(position, (None, False))
 
@@ -342,22 +343,23 @@ class _Tasks(Sampler[_Task]):
                 return
 
     def _order_state(self) -> Any:
-        # that of an endless sampler is a function of the position
+        # the state of an endless sampler is a function of the position
         is_needless = self._order is None or isinstance(self._order, InfiniteSampler)
         return None if is_needless else copy.deepcopy(self._order.state_dict())
 
 
 class _Deliveries(Iterator[Any]):
-    """What a loader delivers.
+    """The iterator of a loader.
 
     Args:
-        fetched: positions and batches; batches alone without ``tasks``.
+        fetched: (position, batch) pairs; batches alone without ``tasks``.
     """
 
     def __init__(self, fetched: Iterator[Any], tasks: _Tasks | None, watch: Watch) -> None:
         self._fetched, self._tasks, self._watch = fetched, tasks, watch
-        # The collector of cycles, such as a trainer with a checkpointer, closes the queues of the workers before torch
-        # can send them their end, and each of them is waited for, 5 s. Held here, the queues are no part of a cycle.
+        # Python's cycle collection, such as of a trainer with a checkpointer, would close the workers' queues before
+        # torch can tell the workers to end, and torch waits 5 s for each worker. Held here, the queues are not part of
+        # a cycle.
         queues = [getattr(fetched, name, None) for name in ("_index_queues", "_worker_result_queue")]
         weakref.finalize(self, id, queues).atexit = False
 
@@ -369,27 +371,27 @@ class _Deliveries(Iterator[Any]):
             raise
         if self._tasks is None:
             return fetched
-        waiting.waiter.get().since = None  # a batch that counts as delivered is not abandoned
-        # the position comes with the batch, so that it is right after a fetch that has failed as well
+        waiting.waiter.get().since = None  # a delivered batch must not be abandoned
+        # the position comes with the batch, so that it is correct after a failed fetch too
         position, batch = fetched
         self._tasks.delivered(position)
         return batch
 
 
 class _Fetch(Dataset[Any]):
-    """Batches by task. What is read from or set on it is the dataset's, as in ``get_worker_info().dataset.file = ...``.
+    """Batches by task. Other attributes are the dataset's, as in ``get_worker_info().dataset.file = ...``.
 
     Args:
-        key: of the samples' seeds; None: neither dataset nor ``collate_fn`` draws random numbers.
-        notes: of what workers do; None without workers.
-        batch_key: of the seeds of whole batches, in workers.
+        key: for the samples' seeds; None: neither dataset nor ``collate_fn`` uses random numbers.
+        notes: of the workers; None without workers.
+        batch_key: for the seeds of whole batches, in workers.
     """
 
     def __init__(self, **own: Any) -> None:
         self.__dict__.update({f"_{name}": value for name, value in own.items()})
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # pickle asks for some before there is a dataset
+        if name.startswith("__"):  # pickle asks for such names before there is a dataset
             raise AttributeError(name)
         return getattr(self.__dict__["_dataset"], name)
 
@@ -403,7 +405,7 @@ class _Fetch(Dataset[Any]):
         return len(self._dataset)
 
     def __getitem__(self, task: Any) -> Any:
-        """The position after the batch, and the batch; or a sample, for who takes this for the dataset."""
+        """(position after the batch, batch) of a task; for an index, the dataset's sample."""
         if type(task) is not _Task:
             return self._dataset[task]
         position, indices = task
@@ -444,7 +446,7 @@ class _Fetch(Dataset[Any]):
 
 
 def _may_draw(dataset: Any) -> bool:
-    """Whether reading a sample could draw random numbers; what is left of a dataset of tensors or lists does not."""
+    """Whether reading a sample may use random numbers; for a subset or concatenation, its inner datasets decide."""
     if type(dataset) is ConcatDataset:
         return any(_may_draw(part) for part in dataset.datasets)
     if type(dataset) is Subset:

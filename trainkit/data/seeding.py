@@ -1,4 +1,4 @@
-"""The random state in which a sample is made, as a function of a seed and the sample's position in the stream."""
+"""Random states for samples, from a seed and the position in the stream."""
 
 import functools
 import random
@@ -13,7 +13,7 @@ _MASK = (1 << 64) - 1
 
 
 def splitmix64(state: int, n: int) -> int:
-    """Number ``n``, from 0, of the SplitMix64 generator that starts at ``state``: 64 bits, all different for one state.
+    """Number ``n``, from 0, of the SplitMix64 generator with this start state: 64 bits, different for each ``n``.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014), with the constants of
     Vigna's splitmix64.c.
@@ -27,34 +27,34 @@ def splitmix64(state: int, n: int) -> int:
 def seed_globals(number: int) -> None:
     """Seed the global generators of Python, NumPy and torch's CPU with 64 random bits; takes about 6 us.
 
-    ``torch.manual_seed`` would reach all devices, and takes 20 times as long.
+    ``torch.manual_seed`` would seed all devices, and take 20 times as long.
     """
     random.seed(number)
-    # a half each: both use 32 bits for the same algorithm, and would draw the same numbers
+    # half of the bits each: both use the same algorithm with 32 bits, and would draw the same numbers
     torch.default_generator.manual_seed(number & 0xFFFFFFFF)
     np.random.seed(number >> 32)
 
 
 @contextmanager
 def undisturbed_globals() -> Iterator[None]:
-    """Put the global generators of Python, NumPy and torch's CPU back on leaving; takes about 50 us.
+    """At the end restore the global generators of Python, NumPy and torch's CPU; takes about 50 us.
 
-    In a process of its own, such as a loader worker, nobody needs it. See `trainkit.utils.rng` for devices.
+    Not needed in a loader worker. See `trainkit.utils.rng` for devices.
     """
     python_state, torch_state = random.getstate(), torch.default_generator.get_state()
     numpy_state, bit_generator = np.random.get_state(legacy=False), get_bit_generator()
-    set_bit_generator(_spare_bit_generator())  # putting back a generator is free, its state takes 35 us
+    set_bit_generator(_spare_bit_generator())  # swapping generators is free, setting a state takes 35 us
     try:
         yield
     finally:
         random.setstate(python_state)
         torch.default_generator.set_state(torch_state)
         set_bit_generator(bit_generator)
-        # the exchange drops the second half of a pair of normal numbers, and a nested block has used the spare one
+        # swapping loses the second of a pair of normal numbers; a nested block has changed the spare generator
         if numpy_state["has_gauss"] or bit_generator is _spare_bit_generator():
             np.random.set_state(numpy_state)
 
 
 @functools.cache
 def _spare_bit_generator() -> np.random.MT19937:
-    return np.random.MT19937(0)  # takes 150 us to make
+    return np.random.MT19937(0)  # creating it takes 150 us

@@ -1,4 +1,4 @@
-"""The sampler of the training data, from a config."""
+"""Build the sampler of the training data."""
 
 from collections.abc import Collection, Hashable, Mapping
 from typing import Any
@@ -42,9 +42,9 @@ def build_train_sampler(cfg: CfgNode, dataset: Any) -> InfiniteSampler | None:
 
 
 def _categories(sample: Any) -> Collection[Hashable] | Mapping[str, Any]:
-    """What a sample, before its transform, has under "category" or else "label": one category or several.
+    """The category or categories of a sample, before its transform, from "category" or else "label".
 
-    A sample in detectron2's form is given back.
+    A sample in detectron2's form is returned as it is.
     """
     if isinstance(sample, Mapping) and "annotations" in sample:
         return sample
@@ -60,5 +60,5 @@ def _categories(sample: Any) -> Collection[Hashable] | Mapping[str, Any]:
 
 
 def seed_of(cfg: CfgNode) -> int | None:
-    """None for a seed that is to be drawn."""
+    """The seed of a config; None if it must be drawn."""
     return None if cfg.SEED < 0 else cfg.SEED

@@ -1,4 +1,4 @@
-"""Transforms of samples by name."""
+"""Build transforms of samples by name."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,18 +11,18 @@ from trainkit.utils.registry import Registry
 __all__ = ["TRANSFORM_REGISTRY", "build_transform"]
 
 TRANSFORM_REGISTRY = Registry("TRANSFORM")
-"""Classes or functions that are called with ``cfg`` and give a function sample -> sample.
+"""Classes or functions that take ``cfg`` and return a function sample -> sample.
 
-A training transform may give None to have another sample in its place.
+If a training transform returns None, another sample is used instead.
 """
 
 
 def build_transform(cfg: CfgNode, is_train: bool) -> Callable[[Any], Any] | None:
-    """Build what ``cfg.INPUT.TRAIN_TRANSFORM`` or ``cfg.INPUT.TEST_TRANSFORM`` names; None where the name is empty.
+    """Build ``cfg.INPUT.TRAIN_TRANSFORM`` or ``cfg.INPUT.TEST_TRANSFORM``; None if the name is empty.
 
     Raises:
         ConfigError: nothing is registered under that name.
-        TypeError: the registered entry gave something that cannot be called.
+        TypeError: the registered entry returned something that cannot be called.
     """
     key = "TRAIN_TRANSFORM" if is_train else "TEST_TRANSFORM"
     name = cfg.INPUT[key]
@@ -38,7 +38,7 @@ def build_transform(cfg: CfgNode, is_train: bool) -> Callable[[Any], Any] | None
 
 
 def _keep_all(transform: Callable[[Any], Any], name: str, sample: Any) -> Any:
-    """A test transform must not leave samples out: that would change what is measured."""
+    """Refuse a test transform that leaves samples out: that would change the results."""
     sample = transform(sample)
     if sample is None:
         raise ValueError(f"INPUT.TEST_TRANSFORM {name!r} gave None; only a training transform may leave a sample out")

@@ -1,4 +1,4 @@
-"""What the workers of a loader do, for whoever waits for their batches in vain."""
+"""Watch loader workers, to report what they do if no batch comes."""
 
 import logging
 import multiprocessing
@@ -18,19 +18,19 @@ from trainkit.utils import waiting
 logger = logging.getLogger(__name__)
 
 WARN_SEC = 60.0
-ENDING_SEC = 1.0  # the connections of a process are closed before it has ended
-_CUT_OFF = ConnectionError, EOFError  # also where a worker ends while it hands over a batch
-Owed: TypeAlias = dict[int, Sequence[Any]]  # the indices of batches asked for, by the position after them
+ENDING_SEC = 1.0  # connections of a process are closed before it has ended
+_CUT_OFF = ConnectionError, EOFError  # raised, too, if a worker ends while it sends a batch
+Owed: TypeAlias = dict[int, Sequence[Any]]  # position after a requested batch -> its indices
 
 
 class WorkerNotes:
-    """Where each worker notes which batch it makes: its pid, the position after the batch, and the samples it has."""
+    """The current work of each worker: its pid, the position after the batch, and the number of loaded samples."""
 
     def __init__(self, num_workers: int) -> None:
         self._rows: Array[c_int64] = RawArray("q", 3 * num_workers)  # without a lock
 
     def begin(self, position: int) -> int | None:
-        """In a worker: its place for `count`; None elsewhere."""
+        """Note a new batch; return the worker's place for `count`, or None outside of a worker."""
         worker = get_worker_info()
         if worker is None:
             return None
@@ -46,11 +46,11 @@ class WorkerNotes:
 
 
 class Watch:
-    """Waits for what workers load, and says what they do if nothing comes.
+    """Waits for batches of workers, and reports what the workers do if nothing comes.
 
     Args:
-        timeout: in seconds; 0: for ever.
-        name: of samples, by their indices.
+        timeout: in seconds; 0: no limit.
+        name: indices -> names of samples.
     """
 
     def __init__(self, notes: WorkerNotes | None, timeout: float, name: Callable[[Sequence[Any]], str]) -> None:
@@ -58,7 +58,7 @@ class Watch:
         self._processes: list[BaseProcess] = []
 
     def iterate(self, loader: Any) -> Iterator[Any]:
-        """``iter(loader)``, whose workers are watched from here on."""
+        """``iter(loader)``, and watch its workers from now on."""
         before = multiprocessing.active_children()
         batches = iter(loader)
         self._processes = [p for p in multiprocessing.active_children() if p not in before] or self._processes
@@ -69,7 +69,7 @@ class Watch:
 
         Raises:
             RuntimeError: a worker has ended, or nothing came in time.
-            trainkit.utils.waiting.Abandoned: the run is to stop.
+            trainkit.utils.waiting.Abandoned: a stop was requested.
         """
         start, has_warned = time.monotonic(), False
         while True:
@@ -89,26 +89,27 @@ class Watch:
                 self.end_workers()
                 raise RuntimeError(
                     f"no batch for {waited:.0f} s (DATALOADER.TIMEOUT, timeout of a loader): {facts}. "
-                    "Mend what reads the sample, or set a longer timeout (0: none)"
+                    "Correct the code that reads the sample, or set a longer timeout (0: none)"
                 )
             if waited >= WARN_SEC and not has_warned:
                 has_warned = True
                 logger.warning("No batch for %.0f s: %s", waited, self.describe(owed))
 
     def end_workers(self) -> None:
-        """Torch would wait 5 s for each that hangs, before a run that is to stop can be saved."""
+        """End all workers now: torch would wait 5 s for each one that hangs, and delay the save of a stopped run."""
         for process in self._processes:
             process.terminate()
 
     def explain(self, error: Exception, owed: Owed) -> None:
         """
         Raises:
-            RuntimeError: ``error`` says that a worker has ended, it was one of these, and this is what it did.
+            RuntimeError: ``error`` says that a worker has ended, and it was one of these; the new error says what it
+                did.
         """
         if (is_of_lost_worker(error) or isinstance(error, _CUT_OFF)) and self._has_lost_one():
             raise RuntimeError(
-                f"a loader worker has ended: {self.describe(owed)}. Look whether what reads the "
-                "sample ends the process, crashes in a library, or takes so much memory that the system kills it; set "
+                f"a loader worker has ended: {self.describe(owed)}. Check whether the code that reads the sample ends "
+                "the process, crashes in a library, or uses so much memory that the system kills it; set "
                 "DATALOADER.NUM_WORKERS (num_workers of a loader) to 0 to see more"
             ) from error
 
@@ -121,7 +122,7 @@ class Watch:
         return bool(ended)
 
     def describe(self, owed: Owed) -> str:
-        """The workers that have ended, or else the one that owes the next batch."""
+        """The workers that have ended; if none has, the worker with the next batch."""
         by_pid = {process.pid: process for process in self._processes}
         ended = {process.pid for process in self._processes if not process.is_alive()}
         rows = [] if self._notes is None else [row for row in enumerate(self._notes.read()) if row[1][0] in by_pid]
@@ -129,7 +130,7 @@ class Watch:
         said = [row for row in rows if row[1][0] in ended] or [row for row in rows if row[1][1] == next_owed]
         if said:
             return "; ".join(self._describe_worker(n, by_pid[row[0]], row, owed) for n, row in said)
-        # a stream, or all of them are idle
+        # for a stream, or if all workers are idle
         parts = [f"worker {_state(process)}" for pid, process in by_pid.items() if pid in ended or not ended]
         if next_owed is not None:
             parts.append(f"no worker has started the next batch, of {self._name(owed[next_owed])}")

@@ -1,4 +1,4 @@
-"""What happens in a loader worker before it loads anything."""
+"""The start of a loader worker, before it loads data."""
 
 import multiprocessing
 import multiprocessing.util
@@ -17,17 +17,17 @@ from torch.utils.data import get_worker_info
 from trainkit.config.errors import ConfigError
 from trainkit.utils.env import seed_all_rng
 
-_MAX_SOCKET_PATH = 107  # bytes, of Linux
+_MAX_SOCKET_PATH = 107  # limit of Linux, in bytes
 
 
 def worker_init_reset_seed(worker_id: int) -> None:
-    """Seed Python, NumPy and torch in a loader worker, and keep signals from ending it, but for its parent's SIGTERM.
+    """Seed Python, NumPy and torch in a loader worker, and make it ignore signals except a SIGTERM of its parent.
 
-    The seed is that which the loader gave the worker. A terminal, a scheduler and torchrun signal the whole process
-    group, while a run that is stopped still needs batches for its last step. Workers end when their loader lets them
-    go, or some seconds after the death of their parent. Programs that a worker starts inherit the blocked SIGTERM.
+    The seed comes from the loader. A terminal, a scheduler and torchrun send signals to the whole process group, but a
+    run that is stopped still needs batches for its last step. Workers end when their loader ends them, or some seconds
+    after their parent has died. Programs started by a worker inherit the blocked SIGTERM.
 
-    It is the ``worker_init_fn`` of this package's loaders, and may be that of any other ``DataLoader``.
+    Loaders of this package use it; any other ``DataLoader`` can have it as ``worker_init_fn``.
     """
     seed_all_rng((torch.initial_seed() + worker_id) % 2**32)
     if get_worker_info() is not None and threading.current_thread() is threading.main_thread():
@@ -35,7 +35,7 @@ def worker_init_reset_seed(worker_id: int) -> None:
 
 
 class WorkerInit:
-    """`worker_init_reset_seed`, and then a function of the user's; a class, so that it can be pickled."""
+    """`worker_init_reset_seed`, then the user's function; a class, so that it can be pickled."""
 
     def __init__(self, user_function: Callable[[int], None] | None) -> None:
         self._user_function = user_function
@@ -49,23 +49,25 @@ class WorkerInit:
 def check_socket_path() -> None:
     """
     Raises:
-        ConfigError: the path of the socket over which a worker hands tensors to its loader would be too long: the
-            thread of the worker that makes it would fail, and the loader would wait for ever.
+        ConfigError: the path of the socket over which a worker sends tensors would be too long. The worker's thread
+            would fail, and the loader would wait for ever.
     """
     by_socket = sys.platform == "linux" and torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
-    if not by_socket or hasattr(multiprocessing.util, "_SUN_PATH_MAX"):  # a newer Python finds a shorter folder
+    if not by_socket or hasattr(multiprocessing.util, "_SUN_PATH_MAX"):  # newer Python versions use a shorter folder
         return
     folder, longest = tempfile.gettempdir(), _MAX_SOCKET_PATH - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
     if (length := len(os.fsencode(folder))) > longest:
         raise ConfigError(
-            f"loader workers cannot hand over what they load: the folder for temporary files, {folder}, has {length} "
-            f"characters, {longest} at most; set TMPDIR to a shorter path, or DATALOADER.NUM_WORKERS to 0"
+            f"loader workers cannot send what they load: the folder for temporary files, {folder}, has {length} "
+            f"characters, but at most {longest} are possible; set TMPDIR to a shorter path, or DATALOADER.NUM_WORKERS "
+            "to 0"
         )
 
 
 @contextmanager
 def signals_held_back() -> Iterator[None]:
-    """Start workers that a signal cannot end before their init function has run: they inherit what is blocked here."""
+    """Block signals while workers start: they inherit this, so no signal ends them before their init function has
+    run."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -80,16 +82,16 @@ def _ignore_signals_to_the_group() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "SIGHUP"):  # Windows has none
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    if not hasattr(signal, "sigwaitinfo"):  # macOS, Windows: without a way to see who has sent it
+    if not hasattr(signal, "sigwaitinfo"):  # macOS, Windows: the sender of a signal is unknown
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return
-    # torch's handler looks at the sender as well, but dies of a foreign signal; blocked, it never runs
+    # torch's handler checks the sender too, but ends the worker on a foreign signal; a blocked signal does not call it
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGHUP})
     threading.Thread(target=_exit_on_sigterm_of_parent, args=(os.getppid(),), daemon=True).start()
     creator = multiprocessing.parent_process()
     if creator is not None and creator.pid != os.getppid():
-        # the fork server, whose death torch watches for, lives as long as its children
+        # the parent is the fork server, which torch watches, but which lives as long as its children
         threading.Thread(target=_exit_behind, args=(creator,), daemon=True).start()
 
 
@@ -99,7 +101,7 @@ def _exit_behind(creator: BaseProcess) -> None:
 
 
 def _exit_on_sigterm_of_parent(born_to: int) -> None:
-    creator = multiprocessing.parent_process()  # another process than `born_to` under forkserver
+    creator = multiprocessing.parent_process()  # not `born_to` if forkserver is used
     while True:
         sender = signal.sigwaitinfo({signal.SIGTERM}).si_pid
         is_orphan = os.getppid() != born_to

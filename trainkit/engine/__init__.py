@@ -1,4 +1,4 @@
-"""The loop, the trainers, their hooks, and what assembles them."""
+"""The loop, the trainers, hooks, and the default trainer."""
 
 from trainkit.engine import hooks
 from trainkit.engine.amp import AMPTrainer

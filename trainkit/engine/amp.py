@@ -18,12 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 class AMPTrainer(SimpleTrainer):
-    """`SimpleTrainer` in mixed precision: the forward pass under autocast, float16 with a gradient scaler.
+    """`SimpleTrainer` in mixed precision: the forward pass under autocast; float16 with a gradient scaler.
 
     Parameters, gradients and the optimizer's state stay in float32. bfloat16 has the range of float32 and needs no
-    scaler. An update whose gradients are not finite, by overflow or after ``after_backward``, is skipped by the scaler;
-    ``skipped_updates`` in the storage is their number so far. Schedules are functions of the iteration, so they are not
-    delayed by that.
+    scaler. If gradients are not finite, because of an overflow or ``after_backward``, the scaler skips the update;
+    ``skipped_updates`` in the storage counts these. Schedules are functions of the iteration, so skipping does not
+    delay them.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class AMPTrainer(SimpleTrainer):
         Args:
             grad_scaler: default is a dynamic one for float16 and none for bfloat16.
             precision: ``torch.float16`` or ``torch.bfloat16``.
-            log_grad_scaler: store the scale that each iteration has used as ``[metric]grad_scaler``.
-            loss_scale: for float16, a fixed scale instead of a dynamic one. It is a setting and no part of the state.
+            log_grad_scaler: store the scale of each iteration as ``[metric]grad_scaler``.
+            loss_scale: for float16, a fixed scale instead of a dynamic one; not saved in the state.
             kwargs: as in `SimpleTrainer`.
 
         Raises:
             ValueError: another precision; a ``loss_scale`` that is not greater than 0, or together with a scaler or
-                bfloat16; a model that runs on several devices of one process; fused SGD with dampening under a scaler.
+                bfloat16; a model on several devices of one process; fused SGD with dampening under a scaler.
         """
         super().__init__(
             model, data_loader, optimizer, gather_metric_period, zero_grad_before_forward, async_write_metrics, **kwargs
@@ -87,12 +87,12 @@ class AMPTrainer(SimpleTrainer):
     def prepare_gradients(self) -> None:
         scaler = self.grad_scaler
         if scaler.is_enabled():
-            if self._unscaled:  # the last step failed after this point; the scaler has to forget it
+            if self._unscaled:  # the last step failed after this point; reset the scaler
                 scaler.update(scaler.get_scale())
             self._unscaled = True
             scaler.unscale_(self.optimizer)
             self.finite.has_looked = not self.acts_after_backward()
-            # what decides in step() whether it updates; anything public would wait for the device
+            # the tensors by which step() decides whether to update; the public API would wait for the device
             self.finite.flags = cast(dict[torch.device, Tensor], scaler._found_inf_per_device(self.optimizer))
 
     def judge_gradients(self, losses: Losses) -> dict[str, Tensor]:
@@ -111,7 +111,7 @@ class AMPTrainer(SimpleTrainer):
         self._unscaled = False
 
     def step_state_dict(self) -> dict[str, Any]:
-        """With the scale, unless it is fixed."""
+        """Includes the scale, unless it is fixed."""
         scaler = self.grad_scaler.state_dict() if self._loss_scale is None else {}
         return {**super().step_state_dict(), "grad_scaler": scaler}
 

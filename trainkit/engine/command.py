@@ -1,29 +1,29 @@
-"""What a command asks for, noted in the config that it sets up, so that no option is ignored."""
+"""Note the options of a command line in the config, so that `DefaultTrainer` ignores none."""
 
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
 from trainkit.config import CfgNode
 
-_NOTE = "__command__"  # in the __dict__ of a config, beside the marks of yacs: copies of it have it, files do not
+_NOTE = "__command__"  # in the __dict__ of a config, like yacs's marks: copied with the config, not written to files
 
 RUN_DOES_IT = "call trainkit.engine.run(args, Trainer, cfg), which follows all options"
 
 
 class Command(NamedTuple):
-    """The options of a script that `DefaultTrainer` has to know."""
+    """The options of a script that `DefaultTrainer` checks."""
 
     resume: bool | None = None  # None: the script has no such option
     eval_only: bool = False
 
 
 def note_command(cfg: CfgNode, args: Any) -> None:
-    """Remember the options with which a script sets up ``cfg``."""
+    """Note the options of a script in its ``cfg``."""
     cfg.__dict__[_NOTE] = Command(getattr(args, "resume", None), getattr(args, "eval_only", False))
 
 
 def command_of(cfg: CfgNode) -> Command:
-    """What `note_command` has noted in ``cfg`` or in the config of which it is a copy."""
+    """The noted options of ``cfg``, or of the config from which it was copied."""
     return cfg.__dict__.get(_NOTE, Command())
 
 
@@ -37,10 +37,10 @@ class Replay(Protocol):
     seed: int | None
 
     def set_up(self, cfg: Any) -> None:
-        """Change the config before anything is made from it or written; called again for a config made from it."""
+        """Change the config before it is used or written; called again for a config derived from it."""
 
     def train(self, trainer: Any) -> None:
-        """Called instead of the training; does not return."""
+        """Called instead of training; does not return."""
 
 
 active_replay: ContextVar[Replay | None] = ContextVar("active_replay", default=None)

@@ -1,4 +1,4 @@
-"""The model through ``torch.compile``."""
+"""Compile the model by ``torch.compile``."""
 
 import os
 import re
@@ -13,10 +13,10 @@ from trainkit.utils.device import device_of
 
 
 def compile_model(cfg: CfgNode, model: nn.Module) -> None:
-    """Compile the model in place if MODEL.COMPILE says so; the keys of its state stay as they are.
+    """Compile the model in place if MODEL.COMPILE is enabled; the keys of its state stay.
 
     Raises:
-        ConfigError: torch does not know the backend, or finds no compiler; the mode does not go with accumulation.
+        ConfigError: torch does not know the backend, or finds no compiler; the mode does not allow accumulation.
     """
     options, device = cfg.MODEL.COMPILE, device_of(model)
     if not options.ENABLED:
@@ -39,7 +39,7 @@ def compile_model(cfg: CfgNode, model: nn.Module) -> None:
 def explain_graph_break(cfg: CfgNode, error: RuntimeError) -> None:
     """
     Raises:
-        ConfigError: the error is that of MODEL.COMPILE.FULLGRAPH; it is said in one line.
+        ConfigError: the error is caused by MODEL.COMPILE.FULLGRAPH; the message has one line.
     """
     options = cfg.MODEL.COMPILE
     if not options.ENABLED or not options.FULLGRAPH or not isinstance(error, torch._dynamo.exc.Unsupported):
@@ -68,10 +68,10 @@ def require_cpp_compiler(device: torch.device | None) -> None:
 
 
 def describe_inexact_compilation(cfg: CfgNode) -> list[str]:
-    """What of MODEL.COMPILE a resumed run does not get back."""
+    """Effects of MODEL.COMPILE that a resumed run does not reproduce."""
     options = cfg.MODEL.COMPILE
     reasons = {
-        "kernels depend on the shapes that have come before (MODEL.COMPILE.DYNAMIC None)": options.DYNAMIC is None,
-        "torch.compile chooses its kernels anew by their speed (MODEL.COMPILE.MODE)": "autotune" in options.MODE,
+        "kernels depend on the shapes seen before (MODEL.COMPILE.DYNAMIC None)": options.DYNAMIC is None,
+        "torch.compile chooses kernels again by their speed (MODEL.COMPILE.MODE)": "autotune" in options.MODE,
     }
     return [reason for reason, is_so in reasons.items() if is_so and options.ENABLED]

@@ -1,4 +1,4 @@
-"""Starts and restarts by torchrun: where the ranks of a start meet, and whether the run goes on."""
+"""Starts and restarts by torchrun: the store in which ranks meet, and whether the run resumes."""
 
 import os
 import time
@@ -15,27 +15,27 @@ from trainkit.utils import comm
 _RESTARTED = "TRAINKIT_RESTARTED"
 _STARTS, _OWNS_FOLDER = "trainkit/starts", "trainkit/owns_folder"
 
-_agent_store: dist.Store | None = None  # that of torchrun, which outlives a start
-_store: dist.Store | None = None  # of the ranks of this start
+_agent_store: dist.Store | None = None  # torchrun's store, which lives longer than a start
+_store: dist.Store | None = None  # of this start
 
 
 def is_restarted() -> bool:
-    """Whether torchrun has started the processes of this run again; the same on all ranks under `launch`.
+    """Whether torchrun has restarted the processes of this run; the same on all ranks under `launch`.
 
-    The run then goes on from its last checkpoint. It does not if no earlier start has come to `note_begin`: the output
-    folder may hold another run.
+    The run then resumes from its last checkpoint. If no earlier start has reached `note_begin`, this is False, since
+    the output folder may hold another run.
     """
     return bool(int(os.environ.get(_RESTARTED) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
 
 
 def note_begin() -> None:
-    """The output folder belongs to this run now, so a later start goes on; every rank may call it."""
+    """Note that the output folder belongs to this run, so that a restart resumes; every rank may call it."""
     if _agent_store is not None and comm.is_main_process():
         _agent_store.set(_OWNS_FOLDER, "1")
 
 
 def is_first_to_fail() -> bool:
-    """Whether no other rank has asked before: the first one speaks for all. True outside of `launch`."""
+    """Whether no other rank has called this before: the first rank reports for all. True outside of `launch`."""
     try:
         return _store is None or _store.add("trainkit/failures", 1) == 1
     except dist.DistError:  # the store has ended with rank 0
@@ -50,7 +50,7 @@ def meeting(url: str, rank: int, world_size: int, timeout: timedelta) -> Iterato
     store.set_timeout(timeout)
     if url == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         os.environ[_RESTARTED] = str(int(store.check([_OWNS_FOLDER])))
-        # it keeps the addresses of an earlier start, for which this one would wait
+        # without a prefix the store has the addresses of an earlier start, and this start would wait for them
         _agent_store, number = store, _number_of_start(store, rank, world_size, timeout)
         store = dist.PrefixStore(f"trainkit/start_{number}", store)
     _store = store
@@ -61,10 +61,10 @@ def meeting(url: str, rank: int, world_size: int, timeout: timedelta) -> Iterato
 
 
 def _number_of_start(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> int:
-    """The same on all ranks. torchrun's own count differs between nodes, and leaves out restarts because of new ones.
+    """The number of this start, the same on all ranks. torchrun's count differs between nodes and omits some restarts.
 
-    Rank 0 counts, and confirms the number to the ranks that have told it a name: the number that another rank finds
-    at first may be that of an earlier start.
+    Rank 0 counts. The first number that another rank reads may be that of an earlier start, so each rank sends a random
+    name, and rank 0 confirms the names under its number.
     """
     if rank == 0:
         number = store.add(_STARTS, 1)

@@ -13,11 +13,11 @@ logger = logging.getLogger(__name__)
 
 
 def run(args: argparse.Namespace, trainer_class: type[DefaultTrainer], cfg: CfgNode | None = None) -> dict[str, Any]:
-    """Train, resume, evaluate or try a job, as the options of `default_argument_parser` say; every process calls it.
+    """Train, resume, evaluate or try a job, by the options of `default_argument_parser`; every process calls it.
 
     Args:
-        cfg: the settings of the job, None for the defaults. ``--config-file`` and the ``KEY VALUE`` pairs are merged
-            into a copy; a frozen config is complete, and nothing is merged into it.
+        cfg: the settings of the job; None: the defaults. ``--config-file`` and ``KEY VALUE`` pairs are merged into a
+            copy, unless the config is frozen.
 
     Returns:
         The results of the last evaluation, on rank 0.

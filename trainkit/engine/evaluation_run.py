@@ -1,4 +1,4 @@
-"""An evaluation without training: what ``--eval-only`` does."""
+"""Evaluation without training (``--eval-only``)."""
 
 import logging
 import weakref
@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 def evaluate_models(
     test: Callable[[CfgNode, nn.Module], dict[str, Any]], cfg: CfgNode, model: nn.Module, hooks: Iterable[HookBase]
 ) -> dict[str, Any]:
-    """Call ``test(cfg, model)`` for the weights that the first `EMAHook` of ``hooks`` asks for; every rank calls it.
+    """Call ``test(cfg, model)`` for the weights that the first `EMAHook` of ``hooks`` evaluates; every rank calls it.
 
     Returns:
-        The results; if both are asked for, those of the averaged weights, and those of the model under "raw".
+        The results; for both kinds of weights those of the average, with those of the model under "raw".
     """
     averaging = averaging_hook(hooks)
     if averaging is None:
@@ -47,8 +47,8 @@ def evaluate_models(
 class EvaluationRun(TrainerBase):
     """Load MODEL.WEIGHTS, or else the last checkpoint of the run, and evaluate it on DATASETS.TEST.
 
-    It needs no training data and builds no optimizer. The hooks of HOOKS that have something to do in an evaluation or
-    when a checkpoint is loaded do it here too; those that a trainer class builds or registers itself do not.
+    It needs no training data and builds no optimizer. Hooks of HOOKS that use evaluation points or loading run too;
+    hooks that a trainer class builds or registers do not.
 
     Args:
         trainer_class: a subclass of `DefaultTrainer`, whose ``build_model`` and ``test`` are used.
@@ -61,7 +61,7 @@ class EvaluationRun(TrainerBase):
         super().__init__()
         import_modules(cfg.IMPORTS)
         check_values(cfg)
-        self.cfg = resolve_lengths(cfg, 1)  # how long an epoch would be makes no difference here
+        self.cfg = resolve_lengths(cfg, 1)  # the length of an epoch does not matter here
         build_model = trainer_class.build_model
         self.model = build_sharded(self.cfg, build_model) if is_fsdp(self.cfg) else build_model(self.cfg)
         self.checkpointer = Checkpointer(
@@ -72,12 +72,12 @@ class EvaluationRun(TrainerBase):
 
     @property
     def only_evaluates(self) -> bool:
-        """Whether ``model`` is what a file was chosen by, since no `EMAHook` evaluates its average beside it."""
+        """Whether loading gives ``model`` the evaluated weights: no `EMAHook` evaluates its average separately."""
         averaging = averaging_hook(self.hooks)
         return averaging is None or averaging.evaluate == "raw"
 
     def run(self) -> dict[str, Any]:
-        """The results, on rank 0.
+        """Evaluate; return the results on rank 0.
 
         Raises:
             ConfigError: there is nothing to evaluate.

@@ -1,4 +1,4 @@
-"""Attributes of a trainer that are those of one of its parts."""
+"""Properties of a trainer that forward to one of its parts."""
 
 from operator import attrgetter
 from typing import Any
@@ -29,7 +29,7 @@ def check_exchange(trainer: Any, name: str, new: Any) -> None:
     if is_part_of(new, own) if name == "model" else new.param_groups is own.param_groups:
         return
     raise RuntimeError(
-        f"trainer.{name} cannot become another {name} during a run: hooks, the schedule and the checkpointer would go "
-        f"on with the old one. Change that one in place (load_state_dict), or build the other one before training "
-        f"(build_{name} of DefaultTrainer)"
+        f"trainer.{name} cannot be replaced during a run: hooks, the schedule and the checkpointer would keep the old "
+        f"{name}. Change it in place (load_state_dict), or build the other one before training (build_{name} of "
+        "DefaultTrainer)"
     )

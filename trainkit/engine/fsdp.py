@@ -1,4 +1,4 @@
-"""One model in parts: each rank holds its shard of every parameter (``MODEL.PARALLEL: fsdp``)."""
+"""A sharded model: each rank holds a part of every parameter (``MODEL.PARALLEL: fsdp``)."""
 
 import importlib
 import logging
@@ -23,18 +23,18 @@ _DTYPES = {"": None, "float32": torch.float32, "float16": torch.float16, "bfloat
 
 
 def is_fsdp(cfg: CfgNode) -> bool:
-    """Whether the run shards its model; one process has nobody to share it with."""
+    """Whether the run shards its model; a single process does not."""
     return cfg.MODEL.PARALLEL == "fsdp" and comm.get_world_size() > 1
 
 
 def build_sharded(cfg: CfgNode, build_model: Callable[[CfgNode], nn.Module]) -> nn.Module:
-    """``build_model(cfg)``, sharded as ``MODEL.FSDP`` says; every rank calls it. The weights are those of rank 0.
+    """``build_model(cfg)``, sharded by ``MODEL.FSDP``; every rank calls it. The weights are rank 0's.
 
-    With ``MODEL.FSDP.META_INIT`` rank 0 builds the model in host memory and the others build it without memory.
+    With ``MODEL.FSDP.META_INIT`` rank 0 builds the model in host memory, and other ranks build it without memory.
 
     Raises:
-        ConfigError: a name in BLOCKS fits no module; MESH does not fit the number of processes; META_INIT with a
-            parameter that several modules share.
+        ConfigError: a name in BLOCKS matches no module; MESH does not fit the number of processes; META_INIT is set,
+            but modules share a parameter.
     """
     defaults, options = get_cfg().MODEL.DDP, cfg.MODEL.FSDP
     ignored = [f"MODEL.DDP.{key}" for key, value in cfg.MODEL.DDP.items() if value != defaults.get(key)]
@@ -55,13 +55,14 @@ def build_sharded(cfg: CfgNode, build_model: Callable[[CfgNode], nn.Module]) -> 
 
 
 def blocks_of_lists(model: nn.Module) -> list[nn.Module]:
-    """What ModuleLists hold: the modules whose parameters are gathered together if MODEL.FSDP.BLOCKS names none."""
+    """The entries of ModuleLists. Their parameters are gathered together if MODEL.FSDP.BLOCKS names no classes."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return [block for blocks in lists for block in blocks if not isinstance(block, nn.ModuleList | nn.ModuleDict)]
 
 
 def _build_mesh(device_type: str, shape: Sequence[int]) -> Any:
-    """``[replicate, shard]``: so many groups of ranks, each of which shards the model; or all ranks in one.
+    """A mesh ``[replicate, shard]``: groups of ``shard`` ranks, each of which shards the model; or one group of all
+    ranks.
 
     Raises:
         ConfigError: the product is not the number of processes.
@@ -87,17 +88,17 @@ def shard_model(
     reshard_after_forward: bool = True,
     weights: dict[str, Tensor] | None = None,
 ) -> None:
-    """``fully_shard`` for each block and the whole, in place; every rank calls it, before there is an optimizer.
+    """Call ``fully_shard`` for each block and the model, in place; every rank calls it, before building an optimizer.
 
-    Parameters and buffers are those of rank 0, whatever the others have.
+    Parameters and buffers become those of rank 0.
 
     Args:
-        mesh: over which ranks; None: all of them. On one with two dimensions the first one replicates.
-        blocks: modules of the model; inner ones are sharded before those that they are in.
-        param_dtype: in which forward and backward compute; None: that of the parameters.
-        reduce_dtype: in which gradients are averaged; None: that of the computation.
-        reshard_after_forward: let go of what a block has gathered until the backward pass gathers it again, which
-            halves the memory and costs half as much traffic again. The whole model's own parameters stay.
+        mesh: the ranks; None: all. On a mesh with two dimensions the first one replicates.
+        blocks: modules of the model; inner ones are sharded first.
+        param_dtype: of forward and backward computation; None: that of the parameters.
+        reduce_dtype: of the averaging of gradients; None: that of the computation.
+        reshard_after_forward: release gathered parameters of a block until the backward pass gathers them again: half
+            the memory for half as much traffic again. Parameters of no block stay gathered.
         weights: name -> tensor, on rank 0 of a model on the meta device.
     """
     fsdp = importlib.import_module("torch.distributed.fsdp")
@@ -117,7 +118,7 @@ def shard_model(
 
 @torch.no_grad()
 def _take_from_rank_0(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """One tensor after the other, so that no rank needs room for more than one whole one."""
+    """Copy one tensor at a time, so that no rank needs memory for more than one full tensor."""
     for name, tensor in _named_tensors(model).items():
         if comm.is_main_process():
             whole = weights[name].to(tensor.device).contiguous()
@@ -131,7 +132,7 @@ def _take_from_rank_0(model: nn.Module, weights: dict[str, Tensor]) -> None:
 
 
 def _build_on_meta(cfg: CfgNode, build_model: Callable[[CfgNode], nn.Module]) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A model on the meta device, and on rank 0 what is in it."""
+    """A model on the meta device, and on rank 0 its weights."""
     cfg = cfg.clone()
     cfg.defrost()
     cfg.MODEL.DEVICE = "cpu" if comm.is_main_process() else "meta"
@@ -140,15 +141,15 @@ def _build_on_meta(cfg: CfgNode, build_model: Callable[[CfgNode], nn.Module]) ->
         model = build_model(cfg)
     if shared := [" = ".join(same) for same in _shared_parameters(model)]:
         raise ConfigError(
-            f"MODEL.FSDP.META_INIT is True, but modules share parameters ({'; '.join(shared)}), which torch makes two "
-            "of when it gives them memory; set META_INIT to False"
+            f"MODEL.FSDP.META_INIT is True, but modules share parameters ({'; '.join(shared)}), which would be "
+            "separate parameters afterwards; set META_INIT to False"
         )
     weights = _named_tensors(model) if comm.is_main_process() else {}
     return model.to("meta"), weights
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, without their gradients."""
+    """Parameters and buffers, detached."""
     return {name: tensor.detach() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
 
 
@@ -157,13 +158,13 @@ def _refuse_parameters_of_two_blocks(model: nn.Module, blocks: Collection[nn.Mod
     for same in _shared_parameters(model):
         if len({owners.get(model.get_submodule(name.rpartition(".")[0])) for name in same}) > 1:
             raise ConfigError(
-                f"{' = '.join(same)} is one parameter in different blocks, each of which is gathered by itself; name "
-                "other blocks in MODEL.FSDP.BLOCKS, so that one block holds both"
+                f"{' = '.join(same)} is one parameter in different blocks, which are gathered separately; name other "
+                "blocks in MODEL.FSDP.BLOCKS, so that one block holds both"
             )
 
 
 def _shared_parameters(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several."""
+    """The names of each parameter that has several names."""
     names: dict[Any, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

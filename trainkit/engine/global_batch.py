@@ -1,4 +1,4 @@
-"""The batch of an iteration, kept for starts with more or fewer ranks."""
+"""The batch of an iteration, saved for starts with another number of ranks."""
 
 import json
 import logging
@@ -16,14 +16,14 @@ _FILE = "batch.json"
 
 
 class GlobalBatch:
-    """How a run divides the samples of an iteration over ranks, kept beside its checkpoints for starts with others.
+    """How a run divides the samples of an iteration over ranks, saved in a file beside its checkpoints.
 
     Args:
-        cfg: as the user gave it.
+        cfg: as given by the user.
         folder: of the checkpoints.
 
     Attributes:
-        record: what is kept, as plain values.
+        record: the content of the file, as plain values.
     """
 
     def __init__(self, cfg: CfgNode, folder: str) -> None:
@@ -38,21 +38,21 @@ class GlobalBatch:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks for which the config is meant: that of the first start with its batch size."""
+        """The number of ranks at the first start with this batch size; the config is meant for it."""
         return int(self.record["world_size"])
 
     def split(self, cfg: CfgNode) -> CfgNode:
-        """See `split_batch`; from ``world_size`` ranks to those there are."""
+        """`split_batch` from ``world_size`` ranks to the current number."""
         return split_batch(cfg, self.world_size, comm.get_world_size())
 
     def save(self) -> None:
-        """On rank 0, for the next start."""
+        """Write the file, on rank 0."""
         try:
             if comm.is_main_process():
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 write_text(json.dumps(self.record), self._path)
         except OSError as error:  # a CheckpointError is one
-            logger.warning("Starts with another number of processes will not know the batch of this one: %s", error)
+            logger.warning("A start with another number of processes cannot keep the batch of this run: %s", error)
 
     def _read(self, path: Path) -> dict[str, Any] | None:
         if not path.exists() or not any(path.parent.glob("*.pth")):

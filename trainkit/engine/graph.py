@@ -1,4 +1,4 @@
-"""The step as a static graph: on CUDA recorded and replayed as a whole, elsewhere with a compiled model."""
+"""The step as a static graph: on CUDA recorded and replayed; elsewhere the model is compiled."""
 
 import copy
 import logging
@@ -24,11 +24,11 @@ from trainkit.utils.losses import Losses
 
 logger = logging.getLogger(__name__)
 
-WARM_UP_ITERS = 3  # of each signature, as ordinary steps: optimizers make their state, libraries choose their kernels
-MAX_RECORDINGS = 8  # each holds the gradients and the memory of a backward pass
+WARM_UP_ITERS = 3  # ordinary steps per signature: optimizers create their state, libraries choose their kernels
+MAX_RECORDINGS = 8  # each holds the memory of a backward pass, with gradients
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 _REQUIRES_GRAD, _TRAINING = attrgetter("requires_grad"), itemgetter("training")
-_MAX_SIGNATURES = 100  # that are counted at a time
+_MAX_SIGNATURES = 100  # limit of signatures that are counted
 _WITHOUT = "or train without a graph (SOLVER.GRAPH.ENABLED False)"
 
 
@@ -36,29 +36,29 @@ _WITHOUT = "or train without a graph (SOLVER.GRAPH.ENABLED False)"
 
 
 class Recorder(Protocol):
-    """Records what a device is given to do."""
+    """Records the work of a device."""
 
     def beside(self, inputs: Sequence[Tensor] = ()) -> AbstractContextManager[None]:
-        """Where steps run that may be recorded later; ``inputs`` are read there."""
+        """Context for steps that may be recorded later and read ``inputs``."""
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record ``work`` without executing it; the result executes it, on the tensors that it has used."""
+        """Record ``work`` without executing it; the result executes it, on the same tensors."""
 
 
 class CudaRecorder:
-    """CUDA graphs that share their memory: they are replayed one after the other, as they were recorded."""
+    """CUDA graphs that share memory: they must be replayed one after the other, in the recorded order."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._newest: torch.cuda.CUDAGraph | None = None  # the pool goes with its last graph, and does not come back
+        self._newest: torch.cuda.CUDAGraph | None = None  # kept, since the memory pool is freed with its last graph
 
     @contextmanager
     def beside(self, inputs: Sequence[Tensor] = ()) -> Iterator[None]:
         for tensor in inputs:
             tensor.record_stream(self._stream)  # the model may drop it before this stream has read it
-        # autograd goes on with the stream that it knows, and the one that is recorded must not wait for another
+        # autograd continues on the stream of the forward pass, and a recorded stream must not wait for another
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
@@ -71,7 +71,7 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         with (
             torch.cuda.stream(self._stream),  # torch.cuda.graph does not leave its stream if a recording fails
-            # thread_local: the threads that pin memory and read metrics go on calling CUDA
+            # thread_local: threads that pin memory and read metrics continue to call CUDA
             torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
         ):
             work()
@@ -81,13 +81,13 @@ class CudaRecorder:
 
 @dataclass
 class _Recording:
-    """A step with batches of one signature.
+    """A recorded step for batches of one signature.
 
     Attributes:
-        inputs: the tensors that it reads its batches from.
-        replays: by the part that it starts with; one goes on to the part before the next one.
-        gradients: of the optimizer's parameters, with them.
-        losses, extra, flag, packed: what it computes, as they are before the update; ``packed`` has all of them.
+        inputs: the tensors from which it reads batches.
+        replays: first part -> replay of it and all parts before the next key.
+        gradients: (parameter, gradient) of each of the optimizer's parameters.
+        losses, extra, flag: the results of the step before the update; ``packed`` has all of them in one tensor.
     """
 
     inputs: list[Tensor]
@@ -99,26 +99,25 @@ class _Recording:
     packed: Tensor = field(init=False)
 
     def shows_gradients(self) -> bool:
-        """Whether nobody has set the parameters' gradients to None; looks at the first one."""
+        """Whether the parameters still have gradients; checks the first one only."""
         return all(parameter.grad is gradient for parameter, gradient in self.gradients[:1])
 
 
 class GraphTrainer(SimpleTrainer):
-    """`SimpleTrainer` whose step costs the host next to nothing: the same hooks, checkpoints and numbers.
+    """`SimpleTrainer` with a step that costs the host almost nothing: the same hooks, checkpoints and numbers.
 
-    On CUDA the first `WARM_UP_ITERS` iterations with inputs of one signature (shapes, types, and whatever in a batch
-    is no tensor) are ordinary steps. Then everything from the forward pass to the update is recorded, and from that
-    iteration on replayed; up to `MAX_RECORDINGS` signatures, while others stay ordinary steps. Where something on the
-    host stands in between, the recording is cut: hooks that override ``after_backward``, and, if metrics are not
-    asynchronous, the look at the losses under "raise".
+    On CUDA the first `WARM_UP_ITERS` iterations with inputs of one signature (shapes, types, and all values in a batch
+    that are no tensors) are ordinary steps. Then everything from the forward pass to the update is recorded, and later
+    iterations replay it. At most `MAX_RECORDINGS` signatures are recorded; others stay ordinary steps. The recording
+    has a cut where the host must act: for hooks that override ``after_backward``, and for the check of the losses under
+    "raise" if metrics are not asynchronous.
 
-    A replay repeats what was done on the device, and no Python. What the model does on the host is not repeated, a
-    number that a hook changes in it stays as it was, and a model that reads a tensor on the host is refused. The
-    learning rate may change at each step; when another setting of the optimizer, ``requires_grad``, the mode of a
-    module or a hook changes, steps are recorded anew. ``losses`` and the gradients are overwritten by the next
-    iteration.
+    A replay repeats work of the device, but no Python. The model's work on the host is not repeated; a number that a
+    hook changes in the model keeps its old value; a model that reads a tensor on the host is refused. The learning rate
+    may change at each step. If another setting of the optimizer, ``requires_grad``, the mode of a module or a hook
+    changes, steps are recorded again. The next iteration overwrites ``losses`` and the gradients.
 
-    On other devices the model runs through ``torch.compile`` in training, with fixed shapes.
+    On other devices, training runs the model through ``torch.compile``, with fixed shapes.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -127,20 +126,20 @@ class GraphTrainer(SimpleTrainer):
             args, kwargs: as in the trainer without a graph.
 
         Raises:
-            ConfigError: the step cannot be recorded: several processes, or an optimizer that needs the host. Or the
+            ConfigError: the step cannot be recorded (several processes, or an optimizer that needs the host), or the
                 model cannot be compiled.
         """
         super().__init__(*args, **kwargs)
         self._compiled: tuple[nn.Module | None, Callable[[Any], Any]] = (None, self.model)
         self._recorder = self.make_recorder()
-        self._recording: _Recording | None = None  # of this step, if it is no ordinary one
-        self._recordings: dict[Hashable, _Recording | None] = {}  # None: of steps that cannot be recorded
-        self._seen: dict[Hashable, int] = {}  # how often signatures have come that are not recorded yet
+        self._recording: _Recording | None = None  # of this step; None: an ordinary step
+        self._recordings: dict[Hashable, _Recording | None] = {}  # None: the step cannot be recorded
+        self._seen: dict[Hashable, int] = {}  # number of batches per signature that is not recorded yet
         self._objects: list[object] = []
         self._values: list[object] = []
-        self._shown: _Recording | None = None  # the one whose gradients the parameters have
-        self._settings: list[itemgetter[Any]] = []  # of each parameter group: what a recording has in it for good
-        self._in_step = False  # still, after one that has failed
+        self._shown: _Recording | None = None  # its gradients are those of the parameters
+        self._settings: list[itemgetter[Any]] = []  # get the settings of a group that a recording contains
+        self._in_step = False  # True after a step that has failed
         self._reads: HostReads | None = None  # in the last ordinary step before a recording
         self._newest: Hashable = None
         self._has_warned_of = {"batches": False, "changes": False, "reads": False}
@@ -155,14 +154,14 @@ class GraphTrainer(SimpleTrainer):
         return None if self._sample is None else self._sample.device
 
     def make_recorder(self) -> Recorder | None:
-        """What records the step; None where the model is compiled instead."""
+        """The recorder of the step; None if the model is compiled instead."""
         device = self._device
         return CudaRecorder(device) if device is not None and device.type == "cuda" else None
 
     def compile_model(self) -> Callable[[Any], Any]:
-        """The model as it is run in training where nothing is recorded."""
-        # with shapes that depend on those seen before, a resumed run would have other kernels; and random numbers are
-        # to be those of the ordinary trainers
+        """The model for training without recordings."""
+        # With dynamic shapes, kernels would depend on the shapes seen before, and a resumed run would differ. Random
+        # numbers must be those of the ordinary trainers.
         return torch.compile(self.model, dynamic=False, options={"fallback_random": True})
 
     def call_model(self, batch: Any) -> Any:
@@ -227,14 +226,14 @@ class GraphTrainer(SimpleTrainer):
             recording.replays[part]()
 
     def _take_gradients(self, recording: _Recording) -> None:
-        """Take over gradients that a hook has replaced; those that it has changed in place need nothing."""
+        """Copy gradients that a hook has replaced; gradients changed in place are used as they are."""
         for parameter, gradient in recording.gradients:
             if parameter.grad is gradient:
                 continue
             if parameter.grad is None or gradient is None:
                 raise RuntimeError(
-                    "a hook has removed or added a gradient in after_backward, but the recorded update has the "
-                    f"gradients that the backward pass gives; set it to zero instead, or set requires_grad, {_WITHOUT}"
+                    "a hook has removed or added a gradient in after_backward, but the recorded update uses the "
+                    f"gradients of the backward pass; set it to zero instead, or set requires_grad, {_WITHOUT}"
                 )
             gradient.copy_(parameter.grad)
             parameter.grad = gradient
@@ -242,15 +241,12 @@ class GraphTrainer(SimpleTrainer):
     # ------------------------------------------------------------------ recordings
 
     def _find_recording(self, batches: Sequence[Any], tensors: list[Tensor]) -> _Recording | None:
-        """The recording for these batches, which are copied into it; None if this is to be an ordinary step.
-
-        ``tensors`` gets those of the batches.
-        """
+        """The recording for these batches, which are copied into it; None for an ordinary step. ``tensors`` gets theirs."""
         self._compare_constants()
         self._in_step = True
         signature = _describe(batches, tensors)
         if any(tensor.device != self._device for tensor in tensors):
-            signature = None  # the host may read it
+            signature = None  # the model may read it on the host
         if signature in self._recordings:
             recording = self._recordings[signature]
             if recording is not None and tensors:
@@ -274,7 +270,7 @@ class GraphTrainer(SimpleTrainer):
         return recording
 
     def _refuse(self, found: str) -> None:
-        """Steps with such batches stay ordinary ones: a recording that fails half-way leaves CUDA in its capture."""
+        """Keep such steps ordinary; recording would fail in the middle and leave CUDA in its capture."""
         self._recordings[self._newest] = None
         self._warn_once(
             "reads",
@@ -289,7 +285,7 @@ class GraphTrainer(SimpleTrainer):
             logger.warning(message)
 
     def _record(self, batches: Sequence[Any], tensors: list[Tensor]) -> _Recording:
-        """Record all parts; nothing is executed, but the gradients are from now on those of the recording."""
+        """Record all parts without executing them; from now on gradients are those of the recording."""
         recording = _Recording([tensor.clone() for tensor in tensors])
         inputs = zip(tensors, recording.inputs, strict=True)
         batches = copy.deepcopy([*batches], {id(tensor): static for tensor, static in inputs})
@@ -349,7 +345,7 @@ class GraphTrainer(SimpleTrainer):
     def _may_raise_before_update(self) -> bool:
         return self.non_finite == "raise" and not self.async_write_metrics
 
-    # ------------------------------------------------------------------ what a recording has in it for good
+    # ------------------------------------------------------------------ values that a recording contains
 
     def _compare_constants(self) -> None:
         objects, values = self._constants()
@@ -360,16 +356,16 @@ class GraphTrainer(SimpleTrainer):
             self._warn_once(
                 "changes",
                 "A setting of the optimizer, requires_grad, the mode of a module or a hook has changed before "
-                f"iteration {self.iter}, so steps are recorded anew, each time that this happens; they are ordinary "
-                f"ones until it has been the same for {WARM_UP_ITERS} iterations",
+                f"iteration {self.iter}, so steps are recorded again, each time that this happens; they are ordinary "
+                f"steps until nothing has changed for {WARM_UP_ITERS} iterations",
             )
         self._forget()
 
     def _constants(self) -> tuple[list[object], list[object]]:
-        """(what must be the same objects, what must be equal)."""
-        state = getattr(self.optimizer, "state", None)  # another one when it is loaded
+        """(objects that must stay the same, values that must stay equal)."""
+        state = getattr(self.optimizer, "state", None)  # replaced when a state is loaded
         keeps_flags = self.non_finite == "raise" and not self.finite.scaled
-        flags = self.finite.flags if keeps_flags else None  # other ones after a failure
+        flags = self.finite.flags if keeps_flags else None  # replaced after a failure
         parameters = self._parameters()
         values: list[object] = [self.acts_after_backward(), self._may_raise_before_update()]
         values += map(_REQUIRES_GRAD, parameters)
@@ -379,7 +375,7 @@ class GraphTrainer(SimpleTrainer):
         return [self.model, self.optimizer, state, flags, self.clip_gradients], values
 
     def _forget(self) -> None:
-        """Drop all recordings, and take what there is now as it is."""
+        """Drop all recordings, and note the current constants."""
         self._recordings, self._seen, self._in_step = {}, {}, False
         self._modules = [vars(module) for module in self.model.modules() if "training" in vars(module)]
         groups = self.optimizer.param_groups
@@ -391,7 +387,7 @@ class GraphTrainer(SimpleTrainer):
         self._filled: list[float] = []
         for parameter, state in getattr(self.optimizer, "state", {}).items():
             for name, value in state.items():
-                if isinstance(value, Tensor):  # such as the count of steps, which others keep on the host
+                if isinstance(value, Tensor):  # such as the count of steps, which may be on the host
                     state[name] = value.to(parameter.device)
 
     # ------------------------------------------------------------------ the optimizer
@@ -400,7 +396,7 @@ class GraphTrainer(SimpleTrainer):
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _update_on_device(self) -> None:
-        """The update as it can be recorded; all others find numbers in the groups, which a recording would keep."""
+        """The update with the learning rate as a tensor; a recording would keep numbers as constants."""
         groups = self.optimizer.param_groups
         own: list[dict[str, Any]] = [{k: group[k] for k in ("lr", "capturable") if k in group} for group in groups]
         try:
@@ -426,7 +422,7 @@ class GraphTrainer(SimpleTrainer):
 
 
 def _is_setting(name: str, value: object) -> bool:
-    """Of a parameter group: a number or the like that a recorded update keeps."""
+    """Whether an entry of a parameter group is a constant in a recorded update."""
     return name not in ("params", "lr") and not name.startswith("initial_") and not isinstance(value, Tensor)
 
 
@@ -447,26 +443,23 @@ def _check_recordable(optimizer: torch.optim.Optimizer, *, skips: bool) -> None:
     name = type(optimizer).__name__
     if not all(group.get("fused") or "capturable" in group for group in optimizer.param_groups):
         raise ConfigError(
-            f"the update by {name} cannot be recorded, since its learning rate would stay the same; use SGD or Adagrad "
+            f"the update by {name} cannot be recorded, since its learning rate would never change; use SGD or Adagrad "
             "with fused=True (SOLVER.OPTIMIZER.FUSED True), an optimizer that has the argument capturable (Adam, "
             f"AdamW, RMSprop, ...), {_WITHOUT}"
         )
     if skips and not all(group.get("fused") for group in optimizer.param_groups):
         raise ConfigError(
-            f"whether {name} skips an update is decided on the host, as float16 and SOLVER.NON_FINITE.POLICY skip ask, "
+            f"{name} decides on the host whether to skip an update (for float16 and SOLVER.NON_FINITE.POLICY skip), "
             f"so it cannot be recorded; use fused=True (SOLVER.OPTIMIZER.FUSED True), bfloat16, {_WITHOUT}"
         )
 
 
 def _describe(data: Any, tensors: list[Tensor]) -> Hashable | None:
-    """What batches of the same recording have in common, and in ``tensors`` what they may differ in.
-
-    None: there is something in them that cannot be compared.
-    """
+    """The signature of batches; ``tensors`` gets their tensors. None: some part cannot be compared."""
     if isinstance(data, Tensor):
         if data.layout is not torch.strided or data.is_nested:
             return None
-        # where it has come before, since the copies that a recording reads are as many
+        # the place where it came before: a recording needs as many copies as there are different tensors
         earlier = next((i for i, tensor in enumerate(tensors) if tensor is data), None)
         tensors.append(data)
         return data.shape, data.stride(), data.dtype, data.device, earlier
@@ -476,5 +469,5 @@ def _describe(data: Any, tensors: list[Tensor]) -> Hashable | None:
     if isinstance(data, list | tuple):
         parts = [_describe(part, tensors) for part in data]
         return None if None in parts else (type(data), *parts)
-    # an object of another class may be the same one in each iteration, with other tensors in it
+    # an object of another class may be the same in each iteration, but with other tensors
     return (type(data), data) if isinstance(data, _CONSTANTS) else None

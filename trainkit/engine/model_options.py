@@ -1,4 +1,4 @@
-"""What a config does to a model that is built: its memory format, and activations that are computed again."""
+"""Apply a config's options to a model: memory format and activation checkpointing."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,17 +14,17 @@ from trainkit.config import CfgNode, ConfigError
 
 
 def apply_model_options(cfg: CfgNode, model: nn.Module) -> nn.Module:
-    """``MODEL.CHANNELS_LAST`` and ``MODEL.ACTIVATION_CHECKPOINT``, in place; names and values of the state stay.
+    """Apply ``MODEL.CHANNELS_LAST`` and ``MODEL.ACTIVATION_CHECKPOINT`` in place; names and values of the state stay.
 
     Raises:
-        ConfigError: a name in BLOCKS fits no module, one in KEEP no operation of torch.
+        ConfigError: a name in BLOCKS matches no module, or one in KEEP no operation of torch.
     """
     if cfg.MODEL.CHANNELS_LAST:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     options = cfg.MODEL.ACTIVATION_CHECKPOINT
     kept = [_operation(name) for name in options.KEEP]
     for block in find_blocks(model, options.BLOCKS, "MODEL.ACTIVATION_CHECKPOINT.BLOCKS"):
-        # what torch.compile makes of a block has no side effects, and takes torch's own contexts only
+        # a compiled block has no side effects, and accepts only torch's own contexts
         norms = [] if cfg.MODEL.COMPILE.ENABLED else [m for m in block.modules() if isinstance(m, _NormBase)]
         more: dict[str, Any] = {"context_fn": partial(_contexts, kept, norms)} if norms else {}
         if kept and not norms:
@@ -34,16 +34,16 @@ def apply_model_options(cfg: CfgNode, model: nn.Module) -> nn.Module:
 
 
 def _contexts(kept: Sequence[Any], norms: Sequence[_NormBase]) -> tuple[Any, Any]:
-    """For the forward pass of a block, and for when it is computed again."""
+    """Contexts for the forward pass of a block, and for its recomputation."""
     first, again = create_selective_checkpoint_contexts(kept) if kept else (nullcontext(), nullcontext())
     return first, _without_statistics(norms, again)
 
 
 @contextmanager
 def _without_statistics(norms: Sequence[_NormBase], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    """They have counted the batch in the forward pass already."""
+    """Inside, norms do not update running statistics: they have counted the batch in the forward pass."""
     counting = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms if norm.track_running_stats]
-    for norm, _, _ in counting:  # not track_running_stats, as the same tensors must be kept for the backward pass
+    for norm, _, _ in counting:  # switching off track_running_stats would change the tensors kept for the backward pass
         norm.momentum, norm.num_batches_tracked = 0.0, None
     try:
         with inner:
@@ -54,10 +54,10 @@ def _without_statistics(norms: Sequence[_NormBase], inner: AbstractContextManage
 
 
 def find_blocks(model: nn.Module, names: Sequence[str], key: str) -> list[nn.Module]:
-    """The modules of classes of these names.
+    """The modules whose class has one of these names.
 
     Raises:
-        ConfigError: there is no module of a class of this name; ``key`` is where the names stand.
+        ConfigError: a name matches no module; ``key`` is the config key of the names.
     """
     found = [module for module in model.modules() if type(module).__name__ in names]
     if missing := sorted(set(names) - {type(module).__name__ for module in found}):

@@ -1,4 +1,4 @@
-"""The one rule of all hooks that do something every so often."""
+"""The one rule for hooks that act periodically."""
 
 from typing import Any
 
@@ -7,17 +7,17 @@ from trainkit.utils.periods import is_nth, periods_done
 
 
 def is_due(trainer: Any, period: int, *, offset: int = 0, or_last: bool = False) -> bool:
-    """Whether something with this period happens after the current iteration.
+    """Whether an action with this period is due after the current iteration.
 
-    True after the iterations ``period - 1, 2 * period - 1, ...`` (with an offset, see `is_nth`, which counts them from
-    1), with ``or_last`` also after the last one.
+    True after the iterations ``period - 1, 2 * period - 1, ...``; for ``offset`` see `is_nth`. With ``or_last`` also
+    after the last iteration.
     """
     return is_nth(trainer.iter + 1, period, offset) or (or_last and is_last(trainer))
 
 
 def is_due_epoch(trainer: Any, period: int, *, offset: int = 0, or_last: bool = False) -> bool:
-    """Whether something with this period in epochs happens at the end of the current epoch, or of one of those that
-    end with this iteration."""
+    """Whether an action with this period in epochs is due at the end of an epoch that ends with this iteration; call it
+    at the end of an epoch."""
     last = max(trainer.epoch + 1, periods_done(trainer.iter + 1, trainer.iters_per_epoch))
     ends = any(is_nth(epoch, period, offset) for epoch in range(trainer.epoch + 1, last + 1))
     return ends or (or_last and is_last(trainer))
@@ -31,7 +31,7 @@ def is_last(trainer: Any) -> bool:
 def check_period(name: str, period: int, *, minimum: int = 0) -> int:
     """
     Raises:
-        ValueError: the argument called ``name`` is no whole number of iterations, or below ``minimum``.
+        ValueError: the argument ``name`` is no whole number of iterations, or less than ``minimum``.
     """
     if not is_whole(period, minimum):
         raise ValueError(f"{name} must be a whole number of iterations >= {minimum}, got {period!r}")

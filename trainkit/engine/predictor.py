@@ -1,4 +1,4 @@
-"""The model of a config, for samples outside of datasets."""
+"""Predictions for samples outside of datasets."""
 
 import logging
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 class DefaultPredictor:
     """The model of a config with the weights MODEL.WEIGHTS, for one sample or a list of samples.
 
-    It gives what evaluation gives for the same sample: with the weights that a best checkpoint was chosen by; of other
-    files with the averaged ones where the config evaluates those of an `EMAHook`.
+    It gives the same outputs as evaluation: a best checkpoint is used with the weights that were scored; another file
+    with the average if an `EMAHook` of the config evaluates its average.
 
     Raises:
         ConfigError: MODEL.WEIGHTS is empty.
@@ -46,9 +46,9 @@ class DefaultPredictor:
 
     @torch.no_grad()
     def __call__(self, inputs: Any) -> Any:
-        """The model's output for one sample, or a list of outputs for a list of samples, which is one batch.
+        """The model's output for a sample, or a list of outputs for a list of samples, which is one batch.
 
-        Samples are as in the test dataset, before its transform; what only losses need may be missing.
+        Samples are as in the test dataset, before its transform; parts that only losses use may be missing.
         """
         single = not isinstance(inputs, list)
         samples = [inputs] if single else inputs
@@ -65,12 +65,12 @@ class DefaultPredictor:
 
 
 class _TakeAverage:
-    """Beside a model in a `Checkpointer`: gives it the averaged weights of the file that is loaded."""
+    """A checkpointable that gives the model the averaged weights of the loaded file."""
 
-    paths_read = (AVERAGED_PATH,)  # in after_load, so that they are read from a checkpoint in shards too
+    paths_read = (AVERAGED_PATH,)  # read in after_load; for a sharded checkpoint they must be named
 
     def after_load(self, state: dict[str, Any]) -> None:
-        if EVALUATED in state:  # the file knows it better than the config, and has them there
+        if EVALUATED in state:  # the file says it, and has the evaluated weights as model
             return
         if averaged := averaged_weights(state):
             state["model"] = {**state["model"], **averaged}
@@ -85,7 +85,7 @@ class _TakeAverage:
 
 
 def _take(outputs: Any, i: int) -> Any:
-    """Entry ``i`` of what a model returned for a batch: tensors ``[N, ...]``, in dicts and tuples too, or a list."""
+    """Entry ``i`` of a batch of outputs: tensors ``[N, ...]``, also in dicts and tuples, or a list."""
     if isinstance(outputs, Mapping):
         return {name: _take(value, i) for name, value in outputs.items()}
     if isinstance(outputs, tuple):

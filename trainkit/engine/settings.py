@@ -1,4 +1,4 @@
-"""The settings of a run: where they differ from others, and from those of a checkpoint that it goes on from."""
+"""Compare the settings of a run with the defaults, and with those of its checkpoint."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -8,12 +8,12 @@ from trainkit.config import CfgNode
 from trainkit.utils import comm
 from trainkit.utils.tables import format_table
 
-# they change nothing that is computed; a resumed run does not read MODEL.WEIGHTS
+# these do not change what is computed; a resumed run does not read MODEL.WEIGHTS
 _NO_MATTER = re.compile(
     r"VERSION|OUTPUT_DIR|IMPORTS|STOP_CHECK_PERIOD|MODEL\.WEIGHTS|TEST\.EXPECTED_RESULTS|CHECKPOINT\..*|LOG\..*"
     r"|FORK\..*|DATALOADER\.(NUM_WORKERS|PREFETCH_FACTOR|PERSISTENT_WORKERS|TIMEOUT)"
 )
-# their values are part of the states of the random numbers, the optimizer and the gradient scaler
+# these values are part of the states of random numbers, optimizer and gradient scaler
 _OF_CHECKPOINT = re.compile(
     r"SEED|SOLVER\.(BASE_LR|REFERENCE_BATCH_SIZE|MOMENTUM|NESTEROV|WEIGHT_DECAY(_NORM|_BIAS)?|BIAS_LR_FACTOR"
     r"|OPTIMIZER\.(?!NAME).*|PARAM_GROUPS\..*|AMP\.INIT_SCALE)"
@@ -21,7 +21,7 @@ _OF_CHECKPOINT = re.compile(
 
 
 def changed_settings(cfg: CfgNode, default: CfgNode, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Key and value of each setting of ``cfg`` that ``default`` has not, or has another value of."""
+    """(full key, value) of each setting of ``cfg`` that differs from ``default`` or is not in it."""
     for key, value in cfg.items():
         if isinstance(value, CfgNode):
             yield from changed_settings(value, default.get(key, CfgNode()), f"{prefix}{key}.")
@@ -30,13 +30,13 @@ def changed_settings(cfg: CfgNode, default: CfgNode, prefix: str = "") -> Iterat
 
 
 def settings_of(cfg: CfgNode) -> dict[str, str]:
-    """key -> value, as text, of every setting that changes what a run computes, and the number of processes."""
+    """key -> value as text, of every setting that changes what a run computes, and the number of processes."""
     found = {key: repr(value) for key, value in changed_settings(cfg, CfgNode()) if not _NO_MATTER.fullmatch(key)}
     return {**found, "number of processes": str(comm.get_world_size())}
 
 
 def describe_other_settings(saved: Mapping[str, str], cfg: CfgNode) -> str:
-    """A table of where ``settings_of(cfg)`` differs from those that were saved; empty if nowhere."""
+    """A table of the differences between ``settings_of(cfg)`` and saved settings; empty if there are none."""
     own = settings_of(cfg)
     rows = [
         (key, own.get(key, "-"), saved.get(key, "-"), "checkpoint" if _OF_CHECKPOINT.fullmatch(key) else "this run")

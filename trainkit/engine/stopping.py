@@ -1,4 +1,4 @@
-"""How a run learns that it is to stop, and how its ranks agree after which step."""
+"""Stop requests, and the agreement of all ranks on the last step."""
 
 import contextlib
 import logging
@@ -26,18 +26,18 @@ _HINT = b"\nStopping after this step; once more ends at once\n"
 
 
 class Stop(NamedTuple):
-    """What ends a run: ``signum`` is the signal, or None if it was asked for otherwise."""
+    """The end of a run: ``signum`` is the signal, or None for another request."""
 
     reason: str
     signum: int | None = None
 
     @property
     def exit_code(self) -> int:
-        """Of the process, as a shell gives it."""
+        """The exit code of the process, as in a shell."""
         return 0 if self.signum is None else 128 + self.signum
 
     def pass_on(self) -> None:
-        """Raise KeyboardInterrupt or SystemExit, as the signal would have done; nothing if it was no signal."""
+        """Raise KeyboardInterrupt or SystemExit, like the signal itself; nothing if there was no signal."""
         if self.signum == signal.SIGINT:
             raise KeyboardInterrupt
         if self.signum is not None:
@@ -49,10 +49,10 @@ def _never() -> bool:
 
 
 class StopRequests(Waiter):
-    """What asks this rank to stop, and the agreement of all ranks on it.
+    """The stop requests of this rank, and the agreement of all ranks.
 
-    The ranks exchange a flag beside the steps, started at every ``check_period // 2``-th of them and read at the next
-    such step, so that none waits for another.
+    Ranks exchange a flag in the background: started at every ``check_period // 2``-th step, and read at the next such
+    step, so that no rank waits for another.
     """
 
     def __init__(self, check_period: int = 20) -> None:
@@ -73,17 +73,19 @@ class StopRequests(Waiter):
         self._check_period = check_period("stop_check_period", period, minimum=1)
 
     def request(self, reason: str, signum: int | None = None) -> None:
-        """Ask for a stop; from any thread, and from a signal handler. The first one counts, a signal before others."""
+        """Request a stop, from any thread or a signal handler. A signal counts before others, then the first
+        request."""
         if not self._requests:
             self._asked_at = time.monotonic()
-        self._requests.append(Stop(reason, signum))  # one operation: nothing can come in between
+        self._requests.append(Stop(reason, signum))  # one operation, so a signal cannot interrupt it
 
     def look_up(self) -> None:
         """Called while the thread of the run waits for data, and when a signal comes.
 
         Raises:
-            Abandoned: this one process was asked to stop, and has waited for `waiting.POLL_SEC`.
-            RuntimeError: so has one of several, for `_RANKS_WAIT_SEC`; the others wait for it, so none can save.
+            Abandoned: a single process was asked to stop and has waited for `waiting.POLL_SEC`.
+            RuntimeError: one of several processes has waited for `_RANKS_WAIT_SEC`; the others wait for it, so none can
+                save.
         """
         if not self._requests or self.since is None:
             return
@@ -93,8 +95,8 @@ class StopRequests(Waiter):
                 raise Abandoned(reason)
         elif now - max(self._asked_at, self.since) >= _RANKS_WAIT_SEC:
             raise RuntimeError(
-                f"asked to stop ({reason}), and no data came for {now - self.since:.0f} s, while the other ranks wait "
-                "for this one: the run ends without a checkpoint of where it stands; --resume goes on from the last one"
+                f"asked to stop ({reason}), but no data came for {now - self.since:.0f} s, while the other ranks wait "
+                "for this one: the run ends without a new checkpoint; --resume continues from the last one"
             )
 
     @property
@@ -103,12 +105,12 @@ class StopRequests(Waiter):
         return bool(self._requests)
 
     def reset(self) -> None:
-        """Forget what was asked for; every rank calls it in the thread of the loop when a run starts."""
+        """Forget all requests; every rank calls it in the thread of the loop when a run starts."""
         self._requests, self._agreed, self._exchange = [], None, None
         self._group = comm.side_group("stopping")
 
     def agreed(self, iter: int) -> Stop | None:
-        """What ends the run here, the same on every rank; every rank calls it after each step, with its number."""
+        """The stop that ends the run here, the same on every rank; every rank calls it after each step."""
         if self._group is None:
             return self.agree_now() if self._requests else None
         if self._agreed is None and iter % max(self.check_period // 2, 1) == 0:
@@ -121,7 +123,7 @@ class StopRequests(Waiter):
         return self._agreed
 
     def agree_now(self) -> Stop | None:
-        """As `agreed`, and waits for all ranks."""
+        """Like `agreed`, but it waits for all ranks."""
         if self._agreed is None:
             mine = min(self._requests, key=lambda stop: stop.signum is None, default=None)
             by_rank = [mine] if self._group is None else comm.all_gather(mine, group=self._group)
@@ -133,25 +135,25 @@ class StopRequests(Waiter):
 
     @contextlib.contextmanager
     def listening(self, may_abandon: Callable[[], bool] = _never) -> Iterator[None]:
-        """Inside, SIGTERM, SIGINT and SIGHUP (a closed terminal) are requests, if this is the main thread.
+        """Context in which SIGTERM, SIGINT and SIGHUP (a closed terminal) request a stop, if this is the main thread.
 
-        A second SIGINT is what it was before. A signal that is ignored, as under nohup, stays ignored. Waiting for data
-        is abandoned if ``may_abandon()``. Leaving it without an error waits for the last exchange of the ranks.
+        A second SIGINT has its former effect. An ignored signal, as under nohup, stays ignored. Waiting for data is
+        abandoned if ``may_abandon()``. At the end, without an error, it waits for the last exchange of the ranks.
         """
         former: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             signums = [signal.Signals[name] for name in _SIGNALS if hasattr(signal, name)]
             former = {signum: signal.getsignal(signum) for signum in signums}
-            # None is a handler that Python does not know and could not put back
+            # a None handler was not set by Python, which cannot restore it
             former = {signum: handler for signum, handler in former.items() if handler not in (None, signal.SIG_IGN)}
 
         def ask(signum: int, frame: FrameType | None) -> None:
             self.request(signal.Signals(signum).name, signum)
             if signum == signal.SIGINT:
                 signal.signal(signum, former[signum])
-                if multiprocessing.parent_process() is None:  # else that one says it
+                if multiprocessing.parent_process() is None:  # otherwise the parent prints it
                     with contextlib.suppress(OSError):
-                        os.write(2, _HINT)  # a handler may interrupt a print or a log call, so neither may be used
+                        os.write(2, _HINT)  # neither print nor log, which the signal may have interrupted
             self.look_up()
 
         self._may_abandon = may_abandon
@@ -172,7 +174,7 @@ class StopRequests(Waiter):
         self._exchange = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True), flag
 
     def _read_exchange(self) -> bool:
-        """Whether any rank was asked to stop when the exchange under way started; waits for that one."""
+        """Whether any rank had a request when the current exchange started; waits for the exchange."""
         if self._exchange is None:
             return False
         (work, flag), self._exchange = self._exchange, None

@@ -1,4 +1,4 @@
-"""What a run says at its end."""
+"""The summary at the end of a run."""
 
 import contextlib
 import logging
@@ -24,18 +24,18 @@ logger = logging.getLogger(__name__)
 
 ENDS = {"finished": "has finished", "stopped": "was stopped", "failed": "has failed"}  # by the status of the trainer
 
-_PERIODIC = re.compile(r"model_\d+\..+")  # checkpoints, of which there may be hundreds
+_PERIODIC = re.compile(r"model_\d+\..+")  # there may be hundreds of these checkpoints
 
 
 def summarize(trainer: TrainerBase, hooks: Iterable[HookBase], checkpointer: Any, cfg: CfgNode) -> str:
-    """Some lines: how far it came, what hooks have to say (their ``summary()``), what there is now, how it goes on."""
+    """Some lines: the progress, the ``summary()`` of each hook, the files, and how to continue."""
     lines = [f"The run {ENDS[trainer.status]} {say_done(trainer.iter, trainer.max_iter)}"]
     lines += filter(None, map(_summary_of, hooks))
     files = sorted(path.name + "/" * path.is_dir() for path in Path(cfg.OUTPUT_DIR).glob("*") if path.name != LOCK_FILE)
     lines.append(f"files in {cfg.OUTPUT_DIR}: {', '.join(_shortened(files))}")
     if trainer.status != "finished":
         has_checkpoint = False
-        with contextlib.suppress(CheckpointError, OSError):  # why the run has failed, maybe
+        with contextlib.suppress(CheckpointError, OSError):  # may be the reason of the failure
             has_checkpoint = checkpointer.has_checkpoint()
         how = _how_to_go_on(command_of(cfg).resume)
         lines.append(f"to go on: {how}" if has_checkpoint else "there is no checkpoint")
@@ -45,13 +45,13 @@ def summarize(trainer: TrainerBase, hooks: Iterable[HookBase], checkpointer: Any
 def _summary_of(hook: HookBase) -> str:
     try:
         return hook.summary()
-    except Exception:  # it must not hide how the run has ended
+    except Exception:  # must not hide how the run has ended
         logger.exception("%s.summary() has failed, so its line is left out:", type(hook).__name__)
         return ""
 
 
 def _shortened(files: list[str]) -> list[str]:
-    """Without the periodic checkpoints between the first and the last."""
+    """Replace the periodic checkpoints between the first and the last by "..."."""
     between = [name for name in files if _PERIODIC.fullmatch(name)][1:-1]
     if len(between) > 1:
         files = ["..." if name == between[0] else name for name in files if name not in between[1:]]
@@ -59,7 +59,7 @@ def _shortened(files: list[str]) -> list[str]:
 
 
 def _how_to_go_on(resumes: bool | None) -> str:
-    """By the command, if ``resumes`` says whether it does so as it stands."""
+    """How to continue; ``resumes``: whether the command line has --resume, None if the script has no such option."""
     if is_notebook():
         return "trainer.train()"
     if resumes is None:
@@ -69,7 +69,7 @@ def _how_to_go_on(resumes: bool | None) -> str:
     arguments = sys.argv[1:]
     if multiprocessing.parent_process() is None:
         head = ["python", *sys.orig_argv[1 : len(sys.orig_argv) - len(arguments)]]  # -m and the module, or a script
-    else:  # of a process that was spawned they are others
+    else:  # in a spawned process, sys.orig_argv is another command
         head = ["python", *sys.argv[:1]]
-    # in front, since settings may take the rest of a command line
+    # --resume first, since settings may take the rest of the command line
     return shlex.join([*head, *([] if resumes else ["--resume"]), *arguments])

@@ -1,4 +1,4 @@
-"""detectron2's import path of the loop, the hooks and the trainers."""
+"""detectron2's import path for the loop, hooks and trainers."""
 
 from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.hook_base import HookBase

@@ -1,4 +1,4 @@
-"""Samplers: which samples a rank draws, and in which order."""
+"""Samplers choose the samples of a rank and their order."""
 
 from trainkit.data.samplers.grouped import GroupedBatchSampler
 from trainkit.data.samplers.inference import InferenceSampler

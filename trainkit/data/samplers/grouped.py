@@ -1,4 +1,4 @@
-"""Batches of samples that belong together."""
+"""Batches of samples of the same group."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,14 +14,14 @@ logger = logging.getLogger(__name__)
 
 
 class GroupedBatchSampler(Sampler[list[int]]):
-    """Batches whose samples share a group, in the order in which a sampler fills them.
+    """Batches whose samples are of one group, yielded in the order in which they become full.
 
-    Samples of a group that does not fill its last batch are left out when a finite sampler ends.
+    When a finite sampler ends, samples of batches that are not full are left out.
 
     Args:
         sampler: indices into ``group_ids``, finite or endless.
         group_ids: the group of each sample, integers ``[N]``.
-        batch_size: samples per batch, of this rank.
+        batch_size: samples per batch of this rank.
 
     Raises:
         TypeError: ``sampler`` is no ``torch.utils.data.Sampler``.
@@ -55,18 +55,18 @@ class GroupedBatchSampler(Sampler[list[int]]):
             batch.append(index)
             if len(batch) >= self.batch_size:
                 del open_batches[group]
-                if rest := batch[self.batch_size :]:  # of a state with larger batches
+                if rest := batch[self.batch_size :]:  # the state may be from larger batches
                     open_batches[group] = rest
                 yield batch[: self.batch_size]
 
     @property
     def start(self) -> int:
-        """Samples of the global stream in the batches before the first of an ``iter()``; over an `InfiniteSampler`."""
+        """Samples of the global stream in all batches before the next ``iter()``; only over an `InfiniteSampler`."""
         sampler = self._endless()
         return sampler.start - sampler.world_size * sum(map(len, self._start_with.values()))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler stands after the batches drawn last, and the samples that wait for their batch to fill.
+        """The sampler's position after the last yielded batch, and the samples in batches that are not full.
 
         Raises:
             TypeError: the sampler is no `InfiniteSampler`.
@@ -76,7 +76,8 @@ class GroupedBatchSampler(Sampler[list[int]]):
         return {"sampler": drawn, "open": _copy(self._open), "world_size": sampler.world_size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next ``iter()`` go on there; at another world size without the waiting samples, with a warning.
+        """Continue there with the next ``iter()``; with another world size, without the samples in open batches
+        (warning).
 
         Raises:
             TypeError: the sampler is no `InfiniteSampler`.
@@ -87,7 +88,7 @@ class GroupedBatchSampler(Sampler[list[int]]):
         self._start_with = _copy(state["open"])
         if state["world_size"] != sampler.world_size:
             logger.warning(
-                "The samples that wait for their batch to fill cannot go from %d ranks to %d; they are left out",
+                "The samples in batches that are not full cannot be moved from %d to %d ranks; they are left out",
                 state["world_size"],
                 sampler.world_size,
             )

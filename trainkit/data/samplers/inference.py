@@ -8,9 +8,9 @@ from trainkit.utils import comm
 
 
 class InferenceSampler(Sampler[int]):
-    """A contiguous share of ``range(size)`` per rank: none missing, none twice, and lengths that differ by 1 at most.
+    """A contiguous part of ``range(size)`` per rank: each index once, and lengths that differ by at most 1.
 
-    A rank's share is empty where there are fewer samples than ranks.
+    A part is empty if there are fewer samples than ranks.
 
     Raises:
         ValueError: ``size`` is less than 1.
@@ -23,7 +23,7 @@ class InferenceSampler(Sampler[int]):
 
     @staticmethod
     def _get_local_indices(total_size: int, world_size: int, rank: int) -> range:
-        share, rest = divmod(total_size, world_size)  # the first ranks take one of the rest each
+        share, rest = divmod(total_size, world_size)  # each of the first ranks takes one of the rest
         return range(rank * share + min(rank, rest), (rank + 1) * share + min(rank + 1, rest))
 
     def __iter__(self) -> Iterator[int]:

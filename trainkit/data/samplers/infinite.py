@@ -15,26 +15,26 @@ from trainkit.utils import comm
 
 logger = logging.getLogger(__name__)
 
-_BLOCK = 1 << 16  # indices that become Python ints at a time: an epoch of 1e8 samples as a list takes gigabytes
+_BLOCK = 1 << 16  # number of indices converted to Python ints at a time: a list of 1e8 would take gigabytes
 
 
 class InfiniteSampler(Sampler[int], ABC):
-    """Epochs 0, 1, 2, ... of a dataset, one after the other without end, dealt out to the ranks in turn.
+    """Epochs 0, 1, 2, ... of a dataset without end, distributed over the ranks in turn.
 
-    The global stream is a function: the order of an epoch depends on ``(seed, epoch)`` alone, and sample ``p`` of the
-    stream goes to rank ``p % world_size``. So any number of ranks draws the same global batches, and the stream can be
-    entered at any position. Every ``iter()`` starts at ``start``.
+    The order of an epoch depends on ``(seed, epoch)`` alone, and sample ``p`` of the global stream goes to rank ``p %
+    world_size``. So any number of ranks draws the same global batches, and the stream can start at any position. Every
+    ``iter()`` starts at ``start``.
 
     Args:
-        seed: the same on all ranks, >= 0. None: drawn at random and agreed on, so every rank must make the sampler.
+        seed: the same on all ranks, >= 0. None: drawn at random and shared, so every rank must create the sampler.
 
     Raises:
-        ValueError: the seed is negative; a config's "no seed" must become None, not one particular order.
+        ValueError: the seed is negative; pass None for a config's SEED -1.
     """
 
     def __init__(self, seed: int | None) -> None:
         self.seed = comm.shared_random_seed() if seed is None else check_seed(seed)
-        self.rank = comm.get_rank()  # kept, as a spawned loader worker knows no process group
+        self.rank = comm.get_rank()  # stored, since a spawned loader worker has no process group
         self.world_size = comm.get_world_size()
         self.start = 0
 
@@ -45,7 +45,7 @@ class InfiniteSampler(Sampler[int], ABC):
     @property
     @abstractmethod
     def samples_per_epoch(self) -> int:
-        """Samples over all ranks in what counts as one pass over the data."""
+        """Samples over all ranks in one epoch."""
 
     @abstractmethod
     def epoch_indices(self, epoch: int) -> torch.Tensor:
@@ -58,24 +58,24 @@ class InfiniteSampler(Sampler[int], ABC):
         self.start = num_samples
 
     def state_dict(self, position: int | None = None) -> dict[str, int]:
-        """The seed, and the ``position`` in samples of the global stream; default: that at which ``iter()`` starts."""
+        """The seed, and ``position`` in samples of the global stream; default is ``start``."""
         return {"seed": self.seed, "position": self.start if position is None else position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Let the next ``iter()`` start at the position of the state, in the order of its seed."""
+        """Start the next ``iter()`` at the position of the state, in the order of its seed."""
         if state["seed"] != self.seed:
             logger.info(
-                "The data goes on in the order of the checkpoint's seed %d, not of %d", state["seed"], self.seed
+                "The data continues in the order of the checkpoint's seed %d, not of %d", state["seed"], self.seed
             )
         self.seed = check_seed(state["seed"])
         self.set_position(state["position"])
 
     def locate(self, position: int) -> tuple[int, int]:
-        """The epoch and the offset in it of a sample of the global stream, without walking there."""
+        """(epoch, offset in it) of a sample of the global stream."""
         return divmod(position, self.samples_per_epoch)
 
     def _infinite_indices(self) -> Iterator[int]:
-        """The global stream; one that a subclass defines itself, as for detectron2, is walked through to ``start``."""
+        """The global stream; if a subclass overrides this, as in detectron2, positions are reached by iterating."""
         for epoch in itertools.count():
             yield from self.epoch_indices(epoch).tolist()
 
@@ -90,7 +90,7 @@ class InfiniteSampler(Sampler[int], ABC):
             share = indices[offset :: self.world_size]
             for block in share.split(_BLOCK):
                 yield from block.tolist()
-            offset += len(share) * self.world_size - len(indices)  # the stride goes on in the next epoch
+            offset += len(share) * self.world_size - len(indices)  # the stride continues in the next epoch
             epoch += 1
 
 
@@ -103,10 +103,9 @@ def check_seed(seed: int) -> int:
 
 
 def new_generator(seed: int, *key: int) -> torch.Generator:
-    """A CPU generator whose state depends on the seed and the key; different ones are statistically independent.
+    """A CPU generator that depends on the seed and the key; different ones are statistically independent.
 
-    ``numpy.random.SeedSequence`` does the mixing: with ``seed + epoch`` a run would repeat the epochs of the run with
-    the next seed.
+    ``numpy.random.SeedSequence`` mixes them: with ``seed + epoch``, runs with neighbouring seeds would share epochs.
     """
     state = np.random.SeedSequence(seed, spawn_key=key).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state[0]))

@@ -1,4 +1,4 @@
-"""A sampler that shows samples of rare categories more often."""
+"""A sampler that draws samples of rare categories more often."""
 
 import math
 from collections import Counter
@@ -10,19 +10,19 @@ import torch
 
 from trainkit.data.samplers.infinite import InfiniteSampler, new_generator
 
-_BEFORE_ALL = (-1, 0, 0)  # an epoch, its first sample in the stream, and the first one after it
+_BEFORE_ALL = (-1, 0, 0)  # (epoch, its first position in the stream, the position after it)
 
 
 class RepeatFactorTrainingSampler(InfiniteSampler):
-    """Every sample as often per epoch as its factor says, without end.
+    """Draws each sample as often per epoch as its factor says, without end.
 
-    The fraction of a factor is rounded up with that probability, anew in each epoch, so epochs have random lengths;
-    ``samples_per_epoch`` is the size of the dataset nevertheless. Entering the stream at a position draws the lengths
-    of all epochs before it, back to the last place that was looked up or loaded; a state holds such a place.
+    The fractional part of a factor is the probability of rounding up, drawn again in each epoch, so the lengths of
+    epochs differ; ``samples_per_epoch`` is the size of the dataset nevertheless. To start at a position, the lengths of
+    all epochs before it are drawn, from the last known place on; a state holds such a place.
 
     Args:
         repeat_factors: one per sample, >= 0, shape ``[N]``.
-        shuffle: False draws the repetitions of a sample one after the other, in the order of the dataset.
+        shuffle: False: in the order of the dataset, with the repetitions of a sample in a row.
         seed: as for ``InfiniteSampler``.
 
     Raises:
@@ -51,11 +51,11 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
         """Factors by the rarest category of each sample, float32 ``[N]``, >= 1.
 
         A category in a fraction f of the samples has the factor ``max(1, t / f)``, or ``max(1, sqrt(t / f))`` if
-        ``sqrt``; a sample has the largest of its categories' factors, and 1 without a category. Source: Gupta, Dollar
-        and Girshick, "LVIS" (CVPR 2019), section on repeat factor sampling.
+        ``sqrt``. A sample has the largest factor of its categories, and 1 without a category. Source: Gupta, Dollar and
+        Girshick, "LVIS" (CVPR 2019), section on repeat factor sampling.
 
         Args:
-            dataset_dicts: the categories of each sample; a repeated one counts once. Or detectron2's dict of a sample:
+            dataset_dicts: the categories of each sample, each counted once; or detectron2's dict of a sample:
                 ``{"annotations": [{"category_id": 0}, ...]}``.
             repeat_thresh: t, the frequency below which a category is repeated; 0 repeats none.
 
@@ -91,7 +91,8 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
     def epoch_indices(self, epoch: int) -> torch.Tensor:
         generator = new_generator(self.seed, 0, epoch)
         repeats = self._repeats(generator)
-        indices = torch.from_numpy(np.repeat(np.arange(len(repeats)), repeats.numpy()))  # torch's wakes all its threads
+        # numpy: torch's repeat starts all its threads
+        indices = torch.from_numpy(np.repeat(np.arange(len(repeats)), repeats.numpy()))
         return indices[torch.randperm(len(indices), generator=generator)] if self._shuffle else indices
 
     def _repeats(self, generator: torch.Generator) -> torch.Tensor:
@@ -99,7 +100,7 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
         return self._whole + (drawn < self._fraction)
 
     def locate(self, position: int) -> tuple[int, int]:
-        """The epoch and the offset in it of a sample of the global stream; walks there, from the last one if it can."""
+        """(epoch, offset in it) of a sample of the global stream; draws epoch lengths from the last known place on."""
         epoch, start, end = self._located if self._located[1] <= position else _BEFORE_ALL
         while end <= position:
             epoch, start = epoch + 1, end
@@ -112,7 +113,7 @@ def _categories(sample: Any, i: int) -> set[Hashable]:
     try:
         if isinstance(sample, Mapping):
             return {annotation["category_id"] for annotation in sample["annotations"]}
-        if not isinstance(sample, str | bytes | torch.Tensor):  # the elements of a tensor are never equal in a set
+        if not isinstance(sample, str | bytes | torch.Tensor):  # elements of a tensor are never equal in a set
             return set(sample)
     except (LookupError, TypeError):
         pass

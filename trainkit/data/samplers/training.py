@@ -1,4 +1,4 @@
-"""Samplers that draw every sample, or every one of a subset, once per epoch."""
+"""Samplers that draw every sample, or a random subset, once per epoch."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ import torch
 from trainkit.data.samplers.infinite import InfiniteSampler, check_seed, new_generator
 from trainkit.utils import comm
 
-_SUBSET_KEY = 1  # beside the epochs' 0: the choice of a subset is independent of all orders
+_SUBSET_KEY = 1  # epochs have the key 0: the subset is independent of all orders
 
 
 class TrainingSampler(InfiniteSampler):
@@ -40,11 +40,11 @@ class TrainingSampler(InfiniteSampler):
 
 
 class RandomSubsetTrainingSampler(TrainingSampler):
-    """The samples of a fixed random subset, in a new order each epoch, without end; an epoch is a pass over the subset.
+    """A fixed random subset of the samples, in a new order each epoch, without end; an epoch is a pass over the subset.
 
     Args:
         size: samples in the dataset.
-        subset_ratio: the subset's part of them, in (0, 1].
+        subset_ratio: fraction of the samples in the subset, in (0, 1].
         shuffle: False draws the subset in the order of the dataset.
         seed_shuffle: as ``seed`` for ``InfiniteSampler``.
         seed_subset: chooses the subset; likewise.
