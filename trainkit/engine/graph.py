@@ -241,7 +241,7 @@ class GraphTrainer(SimpleTrainer):
     # ------------------------------------------------------------------ recordings
 
     def _find_recording(self, batches: Sequence[Any], tensors: list[Tensor]) -> _Recording | None:
-        """The recording for these batches, which are copied into it; None for an ordinary step. ``tensors`` gets theirs."""
+        """The recording for these batches, with a copy of them; None for an ordinary step. ``tensors`` gets theirs."""
         self._compare_constants()
         self._in_step = True
         signature = _describe(batches, tensors)
