@@ -90,11 +90,7 @@ class Output:
 
 
 def write_text(text: str, path: str | os.PathLike[str]) -> None:
-    """Write a small text file completely or not at all.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
+    """Write a small text file completely or not at all. Raises CheckpointError if it cannot be written."""
     with replacing(os.fspath(path)) as output:
         output.write(text.encode())
 

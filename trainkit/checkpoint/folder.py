@@ -133,10 +133,6 @@ def choose_and_read(
 
 
 def remove_checkpoint(path: str) -> None:
-    """Remove a file, then its shards.
-
-    Raises:
-        OSError: something cannot be removed.
-    """
+    """Remove a file, then its shards. Raises OSError if something cannot be removed."""
     os.remove(path)
     remove_shards(path)

@@ -71,10 +71,7 @@ _GROUPS = "SOLVER.PARAM_GROUPS"
 
 
 def check_is_ours(cfg: Any) -> None:
-    """
-    Raises:
-        ConfigError: ``cfg`` is a CfgNode of another program, which lacks keys and checks of trainkit.
-    """
+    """Raises ConfigError if ``cfg`` is a CfgNode of another program, which lacks keys and checks of trainkit."""
     if isinstance(cfg, yacs.config.CfgNode) and not isinstance(cfg, CfgNode):
         raise ConfigError(
             f"cfg is a {type(cfg).__module__}.CfgNode, which lacks keys of trainkit; use trainkit's get_cfg "
@@ -117,10 +114,7 @@ def check_values(cfg: CfgNode, *, warn: bool = True) -> None:
 
 
 def check_expected_results(cfg: CfgNode) -> None:
-    """
-    Raises:
-        ConfigError: an entry of TEST.EXPECTED_RESULTS does not have its four parts.
-    """
+    """Raises ConfigError if an entry of TEST.EXPECTED_RESULTS does not have its four parts."""
     for entry in cfg.TEST.EXPECTED_RESULTS:
         if not isinstance(entry, list | tuple) or len(entry) != 4:
             raise ConfigError(

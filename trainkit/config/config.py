@@ -73,11 +73,7 @@ class CfgNode(_FvcoreCfgNode):
         self._take_over(merged if len(layers) == 1 else self._merged(content))
 
     def merge_from_other_cfg(self, cfg_other: Mapping[str, Any]) -> None:
-        """Merge another config or a nested dict.
-
-        Raises:
-            ConfigError: a key or value is wrong.
-        """
+        """Merge another config or a nested dict. Raises ConfigError if a key or value is wrong."""
         self._take_over(self._merged(cfg_other))
 
     def merge_from_list(self, cfg_list: Sequence[Any]) -> None:

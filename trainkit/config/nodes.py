@@ -126,10 +126,7 @@ def _path_of(target: Any) -> Any:
 
 
 def _omegaconf() -> Any:
-    """
-    Raises:
-        ConfigError: omegaconf is not installed.
-    """
+    """Raises ConfigError if omegaconf is not installed."""
     try:
         return importlib.import_module("omegaconf")
     except ModuleNotFoundError as error:

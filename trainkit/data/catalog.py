@@ -20,11 +20,7 @@ class _Catalog(UserDict[str, _T]):
         return [*self]
 
     def remove(self, name: str) -> None:
-        """Remove an entry.
-
-        Raises:
-            KeyError: there is none of that name.
-        """
+        """Remove an entry. Raises KeyError if there is none of that name."""
         self.pop(name)
 
     def explain_unknown(self, name: str) -> str:
@@ -66,11 +62,7 @@ class _DatasetCatalog(_Catalog[Callable[[], Any]]):
         self[name] = func
 
     def get(self, name: str) -> Any:  # type: ignore[override]
-        """Make the dataset ``name``.
-
-        Raises:
-            KeyError: no dataset has that name.
-        """
+        """Make the dataset ``name``. Raises KeyError if no dataset has that name."""
         return self[name]()
 
 
@@ -121,11 +113,7 @@ class _MetadataCatalog(_Catalog[Metadata]):
     """One ``Metadata`` per name, created when first used; the dataset need not be registered."""
 
     def get(self, name: str) -> Metadata:  # type: ignore[override]
-        """The metadata of that name, always the same object.
-
-        Raises:
-            ValueError: the name is empty.
-        """
+        """The metadata of that name, always the same object. Raises ValueError if the name is empty."""
         if not name:
             raise ValueError(f"metadata needs a name that is not empty, got {name!r}; give that of its dataset")
         return self.setdefault(name, Metadata(name=name))

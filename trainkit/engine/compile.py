@@ -37,10 +37,7 @@ def compile_model(cfg: CfgNode, model: nn.Module) -> None:
 
 
 def explain_graph_break(cfg: CfgNode, error: RuntimeError) -> None:
-    """
-    Raises:
-        ConfigError: the error is caused by MODEL.COMPILE.FULLGRAPH; the message has one line.
-    """
+    """Raises ConfigError if the error is caused by MODEL.COMPILE.FULLGRAPH; the message has one line."""
     options = cfg.MODEL.COMPILE
     if not options.ENABLED or not options.FULLGRAPH or not isinstance(error, torch._dynamo.exc.Unsupported):
         return

@@ -524,11 +524,7 @@ class DefaultTrainer(TrainerBase):
 
     @classmethod
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator | list[DatasetEvaluator]:
-        """The evaluators of TEST.EVALUATORS.
-
-        Raises:
-            NotImplementedError: TEST.EVALUATORS is empty.
-        """
+        """The evaluators of TEST.EVALUATORS. Raises NotImplementedError if TEST.EVALUATORS is empty."""
         if not cfg.TEST.EVALUATORS:
             raise NotImplementedError(
                 "name evaluators in TEST.EVALUATORS, or override DefaultTrainer.build_evaluator(cfg, dataset_name) to "

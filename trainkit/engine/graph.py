@@ -431,10 +431,7 @@ class GraphAMPTrainer(GraphTrainer, AMPTrainer):
 
 
 def _check_recordable(optimizer: torch.optim.Optimizer, *, skips: bool) -> None:
-    """
-    Raises:
-        ConfigError: there are several processes, or the update needs the host.
-    """
+    """Raises ConfigError if there are several processes, or the update needs the host."""
     if comm.get_world_size() > 1:
         raise ConfigError(
             f"a recorded step cannot exchange gradients, but there are {comm.get_world_size()} processes; use one, "

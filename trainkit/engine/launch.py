@@ -81,10 +81,7 @@ def launch(
 
 
 def check_processes(num_gpus: int, num_machines: int, machine_rank: int, dist_url: str | None) -> None:
-    """
-    Raises:
-        ValueError: `launch` cannot use these numbers.
-    """
+    """Raises ValueError if `launch` cannot use these numbers."""
     if num_gpus < (num_machines > 1) or not 0 <= machine_rank < num_machines:
         raise ValueError(
             "need at least 1 process per machine (num_gpus; 0 for the CPU) and 0 <= machine_rank < num_machines, got "

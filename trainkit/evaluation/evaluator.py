@@ -81,11 +81,7 @@ class DatasetEvaluators(DatasetEvaluator):
                 evaluator.keep_up(inputs)
 
     def evaluate(self) -> dict[str, Any]:
-        """Merge the results of all evaluators.
-
-        Raises:
-            ValueError: two evaluators report the same key.
-        """
+        """Merge the results of all evaluators. Raises ValueError if two evaluators report the same key."""
         merged: dict[str, Any] = {}
         reported_by: dict[str, DatasetEvaluator] = {}
         for evaluator in self._evaluators:

@@ -206,10 +206,7 @@ def _collect_arguments(cfg: CfgNode, factory: Callable[..., Optimizer]) -> dict[
 
 
 def _taken_of_solver(solver: CfgNode, accepted: Collection[str], takes_any: bool) -> list[str]:
-    """
-    Raises:
-        ConfigError: a key is set that the optimizer does not take.
-    """
+    """Raises ConfigError if a key is set that the optimizer does not take."""
     defaults = get_cfg().SOLVER
     taken = [key for key in solver if key in accepted and key not in defaults]  # added by the user's own code
     for key in _OF_SOLVER:

@@ -66,11 +66,7 @@ class LARS(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient.
-
-        Raises:
-            RuntimeError: a gradient is sparse.
-        """
+        """Update all parameters that have a gradient. Raises RuntimeError if a gradient is sparse."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

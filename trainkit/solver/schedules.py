@@ -32,11 +32,7 @@ _ABOVE_0 = ("power", "div_factor", "final_div_factor")
 
 
 class _Checked:
-    """Checks each field by its name.
-
-    Raises:
-        ValueError: a field is not accepted.
-    """
+    """Checks each field by its name. Raises ValueError if a field is not accepted."""
 
     _shortest = 2  # iterations of a ``length``
 

@@ -109,11 +109,7 @@ def log_first_n(
 
 
 def log_every_n(lvl: int, msg: str, n: int = 1, *, name: str | None = None) -> None:
-    """Log the first of every ``n`` calls from the same line.
-
-    Raises:
-        ValueError: ``n`` is less than 1.
-    """
+    """Log the first of every ``n`` calls from the same line. Raises ValueError if ``n`` is less than 1."""
     if n < 1:
         raise ValueError(f"n must be >= 1 call, got {n}")
     module, line = _caller()

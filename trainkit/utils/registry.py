@@ -53,11 +53,7 @@ class Registry:
         return obj
 
     def get(self, name: str) -> Any:
-        """The object registered under ``name``.
-
-        Raises:
-            KeyError: there is none.
-        """
+        """The object registered under ``name``. Raises KeyError if there is none."""
         if name not in self._objects:
             hint, registered = did_you_mean(name, self._objects), ", ".join(sorted(self._objects)) or "nothing"
             raise KeyError(

@@ -28,11 +28,7 @@ class RunFile:
         self._length: int | None = None  # length that belongs to the run; None: all of the file when it is opened
 
     def append(self, lines: str) -> None:
-        """Write all of the lines.
-
-        Raises:
-            OSError: none of them is written; a later call may succeed.
-        """
+        """Write all of the lines. Raises OSError if none of them is written; a later call may succeed."""
         try:
             was_deleted = self.restore()
             file = self._open()

@@ -161,10 +161,7 @@ class BestCheckpointer(MetricHook, _Saves):
         self._before: dict[str, Any] | None = None  # the state before a save that can still fail
 
     def before_train(self) -> None:
-        """
-        Raises:
-            ValueError: another hook writes the same file.
-        """
+        """Raises ValueError if another hook writes the same file."""
         for hook in self.trainer.hooks:
             if isinstance(hook, BestCheckpointer) and hook is not self and hook.file_prefix == self.file_prefix:
                 raise ConfigError(

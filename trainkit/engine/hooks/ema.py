@@ -118,10 +118,7 @@ class EMAHook(HookBase):
         return self._average.standing_in() if weights == "ema" and self._average is not None else nullcontext()
 
     def before_save(self, state: dict[str, Any]) -> None:
-        """
-        Raises:
-            RuntimeError: the model holds averaged weights.
-        """
+        """Raises RuntimeError if the model holds averaged weights."""
         if self._average is not None and self._average.stands_in:
             raise RuntimeError(
                 "a checkpoint was to be saved in an evaluation of the averaged weights of a sharded model; save in "

@@ -41,10 +41,7 @@ class LRScheduler(HookBase):
         self._loaded: TorchLRScheduler | None = None  # the scheduler that got a state since the last run
 
     def before_train(self) -> None:
-        """
-        Raises:
-            ValueError: the schedule belongs to another optimizer.
-        """
+        """Raises ValueError if the schedule belongs to another optimizer."""
         self._optimizer = self._given_optimizer or self.trainer.optimizer
         iter = self.trainer.next_iter_of(self)
         scheduler = self._given_scheduler or self.trainer.scheduler

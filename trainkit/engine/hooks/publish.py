@@ -36,10 +36,7 @@ class PublishWeights(HookBase):
         self._weights = weights
 
     def before_train(self) -> None:
-        """
-        Raises:
-            ValueError: the run will have nothing to publish.
-        """
+        """Raises ValueError if the run will have nothing to publish."""
         if not list(self._checkpoints()):
             raise ConfigError(
                 "PublishWeights finds no hook whose checkpoint it could publish; register a PeriodicCheckpointer with "

@@ -65,10 +65,7 @@ class PeriodicWriter(HookBase):
         return any(hook.evaluated_iters == done_iters for hook in self._eval_hooks)
 
     def after_train(self) -> None:
-        """
-        Raises:
-            OSError: on every rank, if the run has finished and its last values are not on the disk.
-        """
+        """Raises OSError on every rank if the run has finished and its last values are not on the disk."""
         self._lost.clear()
         with ExitStack() as closing:
             for writer in reversed(self._writers):

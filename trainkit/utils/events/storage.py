@@ -231,10 +231,7 @@ class EventStorage:
     # ------------------------------------------------------------------ read
 
     def history(self, name: str) -> HistoryBuffer:
-        """
-        Raises:
-            KeyError: nothing was put under this name.
-        """
+        """Raises KeyError if nothing was put under this name."""
         self.flush()
         name = _writable("", name)
         if name not in self._history:

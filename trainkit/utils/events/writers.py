@@ -29,10 +29,7 @@ class EventWriter:
     """
 
     def write(self) -> None:
-        """
-        Raises:
-            OSError: writing fails now; the values are kept for a later call.
-        """
+        """Raises OSError if writing fails now; the values are kept for a later call."""
         raise NotImplementedError(f"{type(self).__name__} must define write()")
 
     def begin(self, trainer: Any) -> None:
