@@ -157,7 +157,7 @@ class Checkpointer:
 
         Raises:
             ValueError: ``name`` has a folder in it, or an entry of ``kwargs`` has the name of another one.
-            TypeError: a state holds a value that is no tensor and no plain Python value; the message has its path.
+            TypeError: a value in a state is neither a tensor nor a plain Python value; the message has its path.
             CheckpointError: the file cannot be written; earlier files are unchanged. For an asynchronous save this is
                 raised by :meth:`wait` or :meth:`raise_error`, or logged by the next ``save``.
         """
@@ -212,7 +212,6 @@ class Checkpointer:
             writing.result()
 
     def _finish_writing(self) -> None:
-        """Wait, without raising an error."""
         if self._writing is not None:
             futures.wait([self._writing])
 
@@ -457,7 +456,6 @@ class Checkpointer:
         return self._apply(self._read_on_all_ranks(path), path, [], strict=False)
 
     def _choose_and_read(self) -> tuple[str, dict[str, Any]]:
-        """The path and the content of the file, on every rank."""
         broken: dict[str, str] = {}
 
         def choose() -> tuple[str, Any]:
@@ -615,7 +613,7 @@ def together(call: Callable[[], _T], group: "dist.ProcessGroup | None" = None, *
     """Every rank makes a call; if it fails on one, all of them raise, so that none is left waiting.
 
     Args:
-        is_of_one: only one rank does anything in it, so that no error has to say which.
+        is_of_one: only one rank acts in it, so errors need not name the rank.
     """
     error, result = "", None
     try:
@@ -630,5 +628,4 @@ def together(call: Callable[[], _T], group: "dist.ProcessGroup | None" = None, *
 
 
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, under each of their names."""
     return {**dict(model.named_buffers(remove_duplicate=False)), **dict(model.named_parameters(remove_duplicate=False))}

@@ -31,7 +31,7 @@ def write_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write ``state`` to ``path``; if this is interrupted, ``path`` is the old file or the complete new one.
 
     Raises:
-        TypeError: ``state`` holds a value that is no tensor and no plain Python value.
+        TypeError: ``state`` holds a value that is neither a tensor nor a plain Python value.
         CheckpointError: it cannot be written; no partial file stays.
     """
     payload = {MARKER: 2, **plain_state(dict(state))}
@@ -43,7 +43,7 @@ def read_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[s
     """Verify and read a checkpoint of trainkit, or read a plain file of ``torch.save``.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or holds values that are no tensors and no plain Python values.
+        CheckpointError: the file is missing or damaged, or holds more than tensors and plain Python values.
     """
     path = os.fspath(path)
     with _opened(path) as file:

@@ -72,7 +72,7 @@ def _read_metadata(path: str, files: Collection[str]) -> Metadata:
     """
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no metadata, or names a file that may not be read.
+        ValueError: it is not metadata, or names a file that may not be read.
     """
     with open(path, "rb") as file:
         try:

@@ -55,7 +55,7 @@ class CfgNode(_FvcoreCfgNode):
             allow_unsafe: for detectron2's signature only; YAML that runs code is never read.
 
         Raises:
-            ConfigError: a file cannot be read, is no safe YAML, or has a wrong key or value.
+            ConfigError: a file cannot be read, is not safe YAML, or has a wrong key or value.
         """
         _refuse_unsafe(allow_unsafe)
         content: dict[str, Any] = {}
@@ -79,7 +79,7 @@ class CfgNode(_FvcoreCfgNode):
     def merge_from_list(self, cfg_list: Sequence[Any]) -> None:
         """Merge ``[KEY, VALUE, KEY, VALUE, ...]``, such as the last options of a command line.
 
-        A VALUE of type str is read as a Python literal. It stays text if it is no literal, or if its key takes text.
+        A VALUE of type str is read as a Python literal. It stays text if it is not a literal, or if its key takes text.
 
         Raises:
             ConfigError: the items are not in pairs, or a key or value is wrong.
@@ -118,7 +118,6 @@ class CfgNode(_FvcoreCfgNode):
         untyped_keys(self).update(untyped_keys(merged))
 
     def _parse(self, full_key: str, text: str) -> Any:
-        """The value of ``text`` for a key."""
         node: Any = self
         *parents, name = full_key.split(".")
         for parent in parents:

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
-from yacs.config import CfgNode  # what every config node of yacs is, fvcore's and ours too
+from yacs.config import CfgNode  # the base of all config nodes of yacs, also of fvcore and trainkit
 
 _Func = TypeVar("_Func", bound=Callable[..., Any])
 _R = TypeVar("_R")
@@ -45,7 +45,7 @@ def configurable(
 
     Raises:
         AttributeError: when an object is made: its class has no ``from_config``.
-        TypeError: it decorates something else, or ``from_config`` is no class method or returns no dict.
+        TypeError: it decorates something else, or ``from_config`` is not a class method or does not return a dict.
     """
     if init_func is None:
         return functools.partial(_configurable_function, from_config=from_config) if from_config else configurable
@@ -97,7 +97,6 @@ def _has_config(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _arguments(
     from_config: Callable[..., dict[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of a call with a config."""
     parameters = inspect.signature(from_config).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}

@@ -10,7 +10,7 @@ def import_modules(names: Iterable[str]) -> None:
     """Import the modules of ``cfg.IMPORTS`` in their order; call this when building, never when reading a config.
 
     Raises:
-        ConfigError: an entry is no dotted module name, or its import fails; chained to the original error.
+        ConfigError: an entry is not a dotted module name, or its import fails; chained to the original error.
     """
     for name in names:
         if (

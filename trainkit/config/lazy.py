@@ -93,7 +93,7 @@ class LazyConfig:
         Functions and classes are written by name, with a warning: ``load`` refuses such a file, since it runs no code.
 
         Raises:
-            ConfigError: a value is no number, text, list, node, function or class; the message has its key.
+            ConfigError: a value is not a number, text, list, node, function or class; the message has its key.
         """
         Path(filename).write_text(to_yaml(cfg), encoding="utf-8")
 

@@ -97,7 +97,6 @@ def _full_keys(node: _FvcoreCfgNode, prefix: str = "") -> Iterator[tuple[str, bo
 
 
 def _coerce(full_key: str, value: object, old: object) -> object:
-    """Convert ``value`` to the type of ``old``."""
     is_list = isinstance(old, list | tuple)
     if is_list and isinstance(value, str):
         literal = parse_literal(value)  # YAML has no tuples, so (1, 2) is text; detectron2 configs use it
@@ -119,7 +118,7 @@ def _coerce(full_key: str, value: object, old: object) -> object:
         inner = tuple if old and all(isinstance(item, tuple) for item in old) else list
         items = (plain_value(full_key, item) for item in value)
         return type(old)(inner(item) if isinstance(item, list) else item for item in items)
-    kind = next(kind for kind in _ACCEPTED if isinstance(old, kind))  # bool stands before int
+    kind = next(kind for kind in _ACCEPTED if isinstance(old, kind))  # bool comes first, since a bool is an int
     accepted = (int, float) if kind is float else kind
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise _wrong_type(full_key, value, _ACCEPTED[kind])

@@ -133,7 +133,7 @@ def load_yaml(stream: str | IO[str], name: str) -> dict[str, Any]:
         name: the name in errors, such as the file.
 
     Raises:
-        ConfigError: invalid YAML (with its line), a tag that names code, or a top level that is no mapping.
+        ConfigError: invalid YAML (with its line), a tag that names code, or a top level that is not a mapping.
     """
     try:
         content = yaml.load(stream, Loader=_Loader)  # a SafeLoader
@@ -168,7 +168,7 @@ def read_layers(filename: str | os.PathLike[str]) -> list[tuple[str, dict[str, A
         (path, content) of each file, inherited ones first, without ``_BASE_``; ``overlay`` merges them.
 
     Raises:
-        ConfigError: a file is missing, is no YAML, or inherits from itself.
+        ConfigError: a file is missing, is not YAML, or inherits from itself.
     """
     layers: list[tuple[str, dict[str, Any]]] = []
     _read_layers(os.path.expanduser(filename), [], layers)
@@ -214,7 +214,7 @@ def _bases(value: object, path: str) -> list[str]:
 
 
 def _check_marks(value: Any, name: str, prefix: str) -> None:
-    """Refuse a ``_DELETE_`` whose value is no bool."""
+    """Refuse a ``_DELETE_`` whose value is not a bool."""
     if not isinstance(value, dict | list):
         return
     for key, item in value.items() if isinstance(value, dict) else enumerate(value):

@@ -194,7 +194,7 @@ def build_train_loader(
 
     Raises:
         ConfigError: a name is unknown; a dataset is empty or does not fit the others or the sampler; samples lack the
-            categories for ``RepeatFactorTrainingSampler``; the batch size is no multiple of the world size.
+            categories for ``RepeatFactorTrainingSampler``; the batch size is not a multiple of the world size.
     """
     dataset = _as_dataset(dataset, "dataset")
     if sampler is None and not isinstance(dataset, IterableDataset):

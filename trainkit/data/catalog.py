@@ -16,7 +16,6 @@ class _Catalog(UserDict[str, _T]):
     """A dict from names to entries, in the order of registration."""
 
     def list(self) -> list[str]:
-        """The names."""
         return [*self]
 
     def remove(self, name: str) -> None:

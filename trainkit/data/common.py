@@ -243,7 +243,7 @@ class ToIterableDataset(IterableDataset[Any]):
             as without workers.
 
     Raises:
-        TypeError: ``dataset`` is an ``IterableDataset``, or ``sampler`` is no ``torch.utils.data.Sampler``.
+        TypeError: ``dataset`` is an ``IterableDataset``, or ``sampler`` is not a ``torch.utils.data.Sampler``.
         ValueError: ``shard_chunk_size`` is less than 1.
     """
 

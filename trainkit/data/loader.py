@@ -77,7 +77,7 @@ class ResumableLoader(DataLoader[Any]):
     Args:
         timeout: seconds that a worker may take for the next batch; 0: no limit. Then an error says what the worker
             does, and for which samples; after 60 s a warning does.
-        seed: for augmentation if the sampler is no `InfiniteSampler`, which has a seed; None: ``torch.initial_seed()``.
+        seed: for augmentation, unless the sampler is an `InfiniteSampler` with its own; None: ``torch.initial_seed()``.
         worker_init_fn: called after `worker_init_reset_seed`.
         kwargs: as for ``DataLoader``.
 

@@ -692,7 +692,7 @@ def _test_loader(build: Callable[[CfgNode, str], Iterable[Any]], cfg: CfgNode, n
 
 
 def _plain_results(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested results as numbers of Python; what is no number is left out."""
+    """Nested results as Python numbers; other values are left out."""
     plain: dict[str, Any] = {}
     for name, value in results.items():
         if isinstance(value, Mapping):
@@ -704,7 +704,7 @@ def _plain_results(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _clipper(cfg: CfgNode, optimizer: Any) -> GradientClipper | None:
-    """None too for an optimizer whose class has a step() of the user's own, which clips in Mask2Former and others."""
+    """The clipper of the config; None if the user's optimizer class has its own step(), which may clip already."""
     clipper = build_gradient_clipper(cfg)
     if clipper is None or not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "gradient_clipper"):
         return clipper

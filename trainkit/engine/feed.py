@@ -1,4 +1,4 @@
-"""The batches of a trainer: the iterator, micro-batches, their way to the device, and where the data stand."""
+"""The batches of a trainer: iterator, micro-batches, transfer to the device, position in the data."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +24,7 @@ class Feed:
 
     Attributes:
         accumulation_steps: micro-batches per iteration.
-        before_pass: called before the loader is iterated again, with the share of the iteration that is drawn.
+        before_pass: called before the loader is iterated again, with the fraction of the iteration that is drawn.
     """
 
     def __init__(self, loader: Iterable[Any], accumulation_steps: int = 1) -> None:
@@ -35,7 +35,7 @@ class Feed:
 
     @property
     def loader(self) -> Iterable[Any]:
-        """Another one can be set at any time; batches that the old one has loaded ahead are dropped."""
+        """The loader; it can be replaced at any time. Batches that the old loader has loaded ahead are dropped."""
         return self._loader
 
     @loader.setter
@@ -44,31 +44,31 @@ class Feed:
         self._iterator: Iterator[Any] | None = None
 
     def reset(self, data_loader_builder: Callable[[], Iterable[Any]]) -> None:
-        """Go on with another loader; the old one and its workers are let go before the new one is built.
+        """Replace the loader; the old one and its workers end before the new one is built.
 
-        The new loader starts where it says: to keep the place in the data, give it the ``state_dict`` of the old one.
+        The new loader starts at its own position: to keep the position, give it the ``state_dict`` of the old one.
         """
         self.loader = ()
         self.loader = data_loader_builder()
 
     @property
     def iterator(self) -> Iterator[Any]:
-        """Of the loader, made at the first use: a trainer that only evaluates starts no workers."""
+        """The iterator of the loader, created at the first use: a trainer that only evaluates starts no workers."""
         if self._iterator is None:
             self._iterator = iter(self._loader)
         return self._iterator
 
     def next(self, device: torch.device | None) -> list[Any]:
-        """The micro-batches of the next iteration, on ``device``; the next pass follows where one ends.
+        """The micro-batches of the next iteration, on ``device``; if the loader ends, the next pass continues.
 
         There are fewer only if the loader is an iterator that ends.
 
         Raises:
-            Abandoned: the run stops while it waits; the data then stand as if nothing had been drawn, if they can.
+            Abandoned: the run stops during the wait; the position in the data is then as before this call, if possible.
             ValueError: the loader yields no batch.
         """
         several = self.accumulation_steps > 1
-        # of other loaders it costs too much to ask for it in each iteration
+        # for other loaders, reading the state in each iteration costs too much
         before = self.state_dict() if several and isinstance(self._loader, ResumableLoader) else None
         batches: list[Any] = []
         try:
@@ -92,7 +92,7 @@ class Feed:
     def _draw(self, drawn: int) -> Any:
         batch = next_batch(self.iterator, _END)
         if batch is _END:
-            self._iterator = None  # and its workers end
+            self._iterator = None  # ends its workers
             if self.before_pass is not None:
                 self.before_pass(Fraction(drawn, self.accumulation_steps))
             batch = next_batch(self.iterator, _END)
@@ -100,7 +100,7 @@ class Feed:
 
     @property
     def iters_per_epoch(self) -> int:
-        """Iterations per pass over the data, from the length of the loader or of its dataset.
+        """Iterations per pass over the data, from the length of the loader or its dataset.
 
         Raises:
             ValueError: the data has no length.
@@ -115,26 +115,23 @@ class Feed:
 
     @property
     def obstacle(self) -> str:
-        """Why a resumed run does not get its place in the data back; empty if it does."""
+        """The reason why a resumed run does not continue at its position in the data; empty if it does."""
         return resume_obstacle(self._loader)
 
     def explain(self, error: RuntimeError) -> None:
-        """
-        Raises:
-            RuntimeError: ``error`` says that a loader worker has ended, which torch raises anywhere; this names it.
-        """
+        """Raises RuntimeError, with the name of the worker, if ``error`` says that a loader worker has ended."""
         if isinstance(self._loader, ResumableLoader):
             self._loader.explain(error)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the data stand, after the batches that were given; empty if the loader does not say."""
+        """The position in the data after the batches given so far; empty if the loader does not support it."""
         return {} if self.obstacle else self._loader.state_dict()  # type: ignore[attr-defined]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the loader go on there; batches that it has loaded ahead are dropped."""
+        """Let the loader continue there; batches that it has loaded ahead are dropped."""
         self._iterator = None
         obstacle = self.obstacle
         if state_dict and not obstacle:
             self._loader.load_state_dict(state_dict)  # type: ignore[attr-defined]
         elif state_dict or not obstacle:
-            logger.warning("The data start anew: %s", obstacle or "the checkpoint does not say where they stood")
+            logger.warning("The data start again: %s", obstacle or "the checkpoint does not say where they stood")

@@ -149,7 +149,6 @@ def _build_on_meta(cfg: CfgNode, build_model: Callable[[CfgNode], nn.Module]) ->
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, detached."""
     return {name: tensor.detach() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
 
 
@@ -164,7 +163,6 @@ def _refuse_parameters_of_two_blocks(model: nn.Module, blocks: Collection[nn.Mod
 
 
 def _shared_parameters(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several names."""
     names: dict[Any, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

@@ -229,10 +229,7 @@ def _overrides(hook: HookBase, point: str) -> bool:
 
 
 def sort_key(priority: int | str, first: int = 0, last: int = 100) -> int:
-    """
-    ValueError: ``priority`` is no name of `Priority`, or out of range.
-        ValueError: it is no name of `Priority`, or out of range.
-    """
+    """Raises ValueError if ``priority`` is not a name of `Priority`, or out of range."""
     if isinstance(priority, str) and priority in Priority.__members__:
         return Priority[priority]
     if not is_whole(priority, first) or priority > last:

@@ -35,7 +35,7 @@ class HookPoints(InferenceObserver):
             before, after: a registered hook, its class, or the name of its class: the new hooks are placed next to it.
 
         Raises:
-            TypeError: an entry is no `HookBase` object, or one of its methods does not take the arguments of its point.
+            TypeError: an entry is not a `HookBase` object, or a method of it does not take the arguments of its point.
             ValueError: a hook is already registered; the priority is out of range; more than one of priority, before
                 and after is given; the anchor is absent or matches several hooks.
         """

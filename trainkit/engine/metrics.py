@@ -73,7 +73,7 @@ class StepRecord:
         """
         Args:
             data_time: in seconds.
-            extra: name -> value to store that is no loss and need not be finite, shape ``[]``, detached.
+            extra: name -> value to store that is not a loss and need not be finite, shape ``[]``, detached.
             flag: shape ``[]``, not 0 if the update is not finite.
             packed: the result of `pack`, if it exists already.
 

@@ -34,7 +34,6 @@ def apply_model_options(cfg: CfgNode, model: nn.Module) -> nn.Module:
 
 
 def _contexts(kept: Sequence[Any], norms: Sequence[_NormBase]) -> tuple[Any, Any]:
-    """Contexts for the forward pass of a block, and for its recomputation."""
     first, again = create_selective_checkpoint_contexts(kept) if kept else (nullcontext(), nullcontext())
     return first, _without_statistics(norms, again)
 

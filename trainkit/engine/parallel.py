@@ -21,7 +21,7 @@ from trainkit.utils.sharding import is_sharded_model, without_reduction
 def create_ddp_model(
     model: nn.Module, *, fp16_compression: bool = False, bf16_compression: bool = False, **kwargs: Any
 ) -> nn.Module:
-    """Wrap a model in DistributedDataParallel; with one process it comes back as it is.
+    """Wrap a model in DistributedDataParallel; with one process return it unchanged.
 
     Args:
         fp16_compression: exchange the gradients in float16; ``bf16_compression``: in bfloat16.
@@ -29,7 +29,7 @@ def create_ddp_model(
 
     Raises:
         ConfigError: torch here cannot exchange bfloat16; it needs CUDA with NCCL, or XPU with XCCL.
-        ValueError: both compressions.
+        ValueError: both compressions are given.
     """
     if fp16_compression and bf16_compression:
         raise ValueError("fp16_compression and bf16_compression are both True; set one of them")
@@ -75,11 +75,11 @@ def without_gradient_sync(model: nn.Module) -> AbstractContextManager[Any]:
 
 
 def settle_buckets(model: nn.Module, batch: Any, loss_of: Callable[[Any], Tensor]) -> None:
-    """Backward passes that leave no trace, before the first step: one, or two for a static graph.
+    """Do backward passes without effect before the first step: one, or two for a static graph.
 
-    After its first backward pass DDP reorders its buckets, so gradients are added over three or more ranks in a
-    different order; a resumed run would have the first order where the other has the second. A static graph is recorded
-    in the first pass, which fails under ``no_sync``, and has its order after the second.
+    After its first backward pass DDP reorders its buckets, so three or more ranks add gradients in a different order. A
+    resumed run would use the first order in a step for which the original run used the second. A static graph is
+    recorded in the first pass, which fails under ``no_sync``, and has its order after the second.
     """
     if not isinstance(model, DistributedDataParallel):
         return
@@ -91,7 +91,7 @@ def settle_buckets(model: nn.Module, batch: Any, loss_of: Callable[[Any], Tensor
         for _ in range(passes):
             loss_of(copy.deepcopy(batch)).backward()
     for name, buffer in model.named_buffers():
-        if name in former:  # and not made by these passes
+        if name in former:  # False: created by these passes
             buffer.copy_(former[name])
     for parameter in model.parameters():
         parameter.grad = None

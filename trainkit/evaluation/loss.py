@@ -72,7 +72,7 @@ class LossEvaluator(DatasetEvaluator):
 
         Raises:
             TypeError: the model returns no tensor or dict of tensors.
-            ValueError: a loss is no scalar, or none requires grad.
+            ValueError: a loss is not a scalar, or none requires grad.
         """
         num_samples = self._num_samples(inputs)
         for name, loss in self._losses(inputs).items():

@@ -27,7 +27,7 @@ def print_csv_format(results: Mapping[str, Any], *, outermost: str = "") -> None
         outermost: if there is one more level outside, the title of its column.
 
     Raises:
-        TypeError: ``results`` is no mapping.
+        TypeError: ``results`` is not a mapping.
     """
     if not isinstance(results, Mapping):
         raise TypeError(f"results must be a mapping of task -> metric -> value, got {type(results).__name__}")

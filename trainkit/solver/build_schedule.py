@@ -120,9 +120,9 @@ def build_schedule(entries: Iterable[Any], max_iter: int, where: str) -> Chain:
     """Chain the schedules that a config lists.
 
     Args:
-        entries: each ``{NAME: a name in SCHEDULE_REGISTRY, ...}`` with the arguments in upper case. ``BEGIN`` is 0 and
-            ``END`` (not included) is ``max_iter`` if not given, and an argument ``LENGTH`` the iterations between them.
-        where: what the list is called in errors.
+        entries: each ``{NAME: a name in SCHEDULE_REGISTRY, ...}`` with the arguments in upper case. Defaults: ``BEGIN``
+            0, ``END`` (not included) ``max_iter``, and an argument ``LENGTH`` the iterations between these.
+        where: name of the list in errors.
 
     Raises:
         ConfigError: an entry is malformed, or its schedule is unknown or refuses a value.

@@ -189,7 +189,6 @@ def reduce_param_groups(params: Iterable[Mapping[str, Any]]) -> list[dict[str, A
 
 
 def _expand_param_groups(params: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One group for each parameter."""
     per_param: dict[Any, dict[str, Any]] = {}
     for group in params:
         members = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]

@@ -10,7 +10,7 @@ def num_samples(batch: Any) -> int:
     """The leading dimension of the first tensor; the length of a list that has no tensors (a list of samples).
 
     Raises:
-        TypeError: the batch is no list of samples, and holds no tensor.
+        TypeError: the batch is not a list of samples, and holds no tensor.
     """
     if isinstance(batch, list) and not any(isinstance(entry, Tensor) for entry in batch):
         return len(batch)

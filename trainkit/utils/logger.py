@@ -232,14 +232,14 @@ def _count(*key: Hashable) -> int:
 
 
 def _caller() -> tuple[str, tuple[str, int]]:
-    """Module name, and (file, line), of whoever called into this module."""
+    """(module name, (file, line)) of the code that has called this module."""
     frame = sys._getframe(2)
     return frame.f_globals.get("__name__", "__main__"), (frame.f_code.co_filename, frame.f_lineno)
 
 
 @contextmanager
 def logging_from(level: int) -> Iterator[None]:
-    """Inside, no logger of the process says anything below ``level``."""
+    """Inside, all loggers of the process drop records below ``level``."""
     before = logging.root.manager.disable
     logging.disable(max(before, level - 1))
     try:

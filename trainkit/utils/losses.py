@@ -38,8 +38,8 @@ def parse_losses(returned: object) -> Losses:
     Entries that require grad are trained; others are only logged. The entry ``outputs`` may be anything.
 
     Raises:
-        TypeError: ``returned`` is neither, an entry is no tensor, or its name is no text.
-        ValueError: an entry is no scalar, no entry requires grad, or one is called ``total_loss``.
+        TypeError: ``returned`` is neither, an entry is not a tensor, or its name is not text.
+        ValueError: an entry is not a scalar, no entry requires grad, or one is called ``total_loss``.
     """
     if isinstance(returned, Tensor):
         values = {"total_loss": returned}

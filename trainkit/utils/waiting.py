@@ -21,7 +21,7 @@ class Waiter:
     since: float | None = None  # ``time.monotonic()`` at the start of the wait; None: it does not wait
 
     def look_up(self) -> None:
-        """Called every `POLL_SEC` of a wait. Raises Abandoned if a stop was requested."""
+        """Called every `POLL_SEC` of a wait. Raises `Abandoned` if a stop was requested."""
 
 
 _NOBODY = Waiter()

@@ -24,8 +24,8 @@ class GroupedBatchSampler(Sampler[list[int]]):
         batch_size: samples per batch of this rank.
 
     Raises:
-        TypeError: ``sampler`` is no ``torch.utils.data.Sampler``.
-        ValueError: ``group_ids`` is no vector, or ``batch_size`` is less than 1.
+        TypeError: ``sampler`` is not a ``torch.utils.data.Sampler``.
+        ValueError: ``group_ids`` is not a vector, or ``batch_size`` is less than 1.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class GroupedBatchSampler(Sampler[list[int]]):
         """The sampler's position after the last yielded batch, and the samples in batches that are not full.
 
         Raises:
-            TypeError: the sampler is no `InfiniteSampler`.
+            TypeError: the sampler is not an `InfiniteSampler`.
         """
         sampler = self._endless()
         drawn = sampler.state_dict(sampler.start + self._num_drawn * sampler.world_size)
@@ -80,7 +80,7 @@ class GroupedBatchSampler(Sampler[list[int]]):
         (warning).
 
         Raises:
-            TypeError: the sampler is no `InfiniteSampler`.
+            TypeError: the sampler is not an `InfiniteSampler`.
         """
         sampler = self._endless()
         sampler.load_state_dict(state["sampler"])

@@ -158,7 +158,6 @@ def _parse(entry: Any) -> _Entry:
 
 
 def _required(hook_class: Callable[..., HookBase]) -> list[str]:
-    """Names of the arguments without a default."""
     return [
         name
         for name, parameter in inspect.signature(hook_class).parameters.items()

@@ -65,7 +65,6 @@ class PublishWeights(HookBase):
             logger.warning("There is no '%s' to publish: no value of its metric was finite", path)
 
     def _checkpoints(self) -> Iterator[tuple[Any, str]]:
-        """(checkpointer, file name) of each checkpoint to publish."""
         for hook in self.trainer.hooks:
             if isinstance(hook, PeriodicCheckpointer) and hook.save_last:
                 yield hook.checkpointer, f"{hook.file_prefix}_final"

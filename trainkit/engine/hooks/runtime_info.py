@@ -43,7 +43,6 @@ class RuntimeInfo(HookBase):
                 self.trainer.storage.put_later(store_values, self._of_optimizer())
 
     def _of_optimizer(self) -> dict[str, Any]:
-        """Scalars by name."""
         groups = self.trainer.optimizer.param_groups
         names = [str(group.get("name", i)) for i, group in enumerate(groups)]
         momenta = [group.get("momentum", group.get("betas", (None,))[0]) for group in groups]

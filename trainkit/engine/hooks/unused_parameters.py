@@ -110,6 +110,6 @@ class _Uses(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):  # reading a shape or a device is no use
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):  # reading a shape or a device is not a use
             self.seen.update(id(leaf) for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, Tensor))
         return result

@@ -107,7 +107,7 @@ class EventStorage:
         Raises:
             ValueError: the name has the other hint already; it is ``iteration``, or ``epoch`` while the argument
                 ``epoch`` is given (writers use these names); the value is not one number.
-            TypeError: the name is no text.
+            TypeError: the name is not text.
         """
         self.put_row({name: value}, smoothing_hint, cur_iter, epoch=epoch)
 
@@ -148,7 +148,6 @@ class EventStorage:
             self._put(self._store_row, row, iter, epoch)
 
     def _accepted(self, prefix: str, name: str, smoothing_hint: bool) -> str:
-        """Check the full name of a scalar and return it."""
         name = _writable(prefix, name)
         if name == "iteration":
             raise ValueError("'iteration' is the name under which writers show the iteration; use another name")

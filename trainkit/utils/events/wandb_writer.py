@@ -155,7 +155,6 @@ class WandbWriter(PictureWriter):
 
 @contextlib.contextmanager
 def _environment(defaults: Mapping[str, str]) -> Iterator[None]:
-    """Inside, set the variables that are not set."""
     added = [name for name in defaults if name not in os.environ]
     os.environ.update({name: defaults[name] for name in added})
     try:

@@ -141,7 +141,6 @@ class PictureWriter(EventWriter):
         self._news.forget()
 
     def _show(self, scalars: list[Scalar], storage: EventStorage) -> None:
-        """Write these scalars, and the images and histograms of the storage."""
         raise NotImplementedError
 
 
