@@ -465,7 +465,7 @@ def test_batch_norm_under_accumulation_is_warned_about_once(caplog):
         return [record.message[:47] for record in caplog.records]
 
     with_norm = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3))
-    assert messages(with_norm, 4) == ["Batch norm treats each micro-batch by itself: 4"]
+    assert messages(with_norm, 4) == ["Batch norm treats each micro-batch separately: 4"]
     assert messages(with_norm, 1) == messages(nn.GroupNorm(1, 3), 4) == []
 
 

@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite: found on the device without waiting for it, judged on the host."""
+"""Losses and gradients that are not finite: flagged on the device without waiting, handled on the host."""
 
 import logging
 import math
@@ -23,25 +23,25 @@ NonFinitePolicy: TypeAlias = Literal["raise", "skip", "ignore"]
 
 
 class FiniteCheck:
-    """Finds updates that are not finite, and does with them what ``policy`` says; part of the trainer's state.
+    """Finds updates that are not finite, and applies ``policy``; part of the trainer's state.
 
-    On the device a flag of each iteration is set by `flag_update`. On the host `look` gets it together with the losses,
-    in the order of the iterations, maybe later and in another thread.
+    On the device, `flag_update` sets a flag in each iteration. On the host, `look` gets the flag and the losses in the
+    order of the iterations, possibly later and in another thread.
 
     Attributes:
         flag: float32, shape ``[]``, on the device: 1 if the update of this iteration is not finite. None under
             "ignore".
-        flags: the same by device. A gradient scaler puts its own here, which decide whether it updates.
-        scaled: whether there is such a scaler.
-        has_looked: whether it has looked at the gradients of this iteration, and nobody has changed them since.
-        skipped: how many updates have been left out.
-        in_row: how many of the last updates have been.
+        flags: device -> flag. A gradient scaler puts its own flags here, by which it decides whether to update.
+        scaled: whether there is a gradient scaler.
+        has_looked: whether the scaler has checked this iteration's gradients, and no hook has changed them since.
+        skipped: number of skipped updates.
+        in_row: number of skipped updates in a row, up to the last one.
     """
 
     def __init__(self, policy: NonFinitePolicy, max_in_row: int) -> None:
         """
         Args:
-            max_in_row: so many updates in a row that are left out are a failure.
+            max_in_row: this number of skipped updates in a row is a failure.
 
         Raises:
             ValueError: the policy is unknown, or ``max_in_row`` less than 1.
@@ -54,36 +54,36 @@ class FiniteCheck:
         self.skipped = self.in_row = 0
         self._failure: str | None = None
         self._parameters: list[Tensor] = []
-        self._groups: list[tuple[torch.device, list[Tensor]]] = []  # the same, by device, dtype and kind
-        self._former_buffers: dict[str, Tensor] = {}  # what a step that is skipped puts back
-        self._never_finite: set[str] = set()  # in the model: masks of -inf and the like
+        self._groups: list[tuple[torch.device, list[Tensor]]] = []  # parameters by device, dtype and kind
+        self._former_buffers: dict[str, Tensor] = {}  # restored after a skipped step
+        self._never_finite: set[str] = set()  # parts of the model: masks of -inf and the like
         self.reset()
 
     @property
     def skips(self) -> bool:
-        """Whether an update that is flagged is left out, by the policy or by a gradient scaler."""
+        """Whether flagged updates are skipped, by the policy or by a gradient scaler."""
         return self.scaled or self.policy == "skip"
 
     def reset(self) -> None:
-        """Forget what a run that failed has left."""
+        """Forget the results of a failed run."""
         self.flag: Tensor | None = None
         self.flags: dict[torch.device, Tensor] = {}
         self._failure = None
 
     def watch(self, model: nn.Module) -> None:
-        """Take what is not finite in the model now as meant to be so; waits for the device."""
+        """Accept values of the model that are not finite now; waits for the device."""
         self._never_finite = set() if self.policy == "ignore" else {*non_finite_names(model)}
 
     # ------------------------------------------------------------------ on the device
 
     def keep_buffers(self, model: nn.Module) -> None:
-        """Before a forward pass, which may change them though its update is skipped."""
+        """Copy the buffers before a forward pass, which changes them even if the update is skipped."""
         if self.policy == "skip":
             self._former_buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
             self.flags = {}
 
     def flag_update(self, model: nn.Module, optimizer: torch.optim.Optimizer, total: Tensor) -> None:
-        """Look at all gradients; under "skip" also at the loss, and on all ranks. Does not wait for the device."""
+        """Check all gradients; under "skip" also the loss, on all ranks. Does not wait for the device."""
         if self.policy != "ignore" and not self.has_looked:
             self._mark_gradients(model, optimizer)
         skips = self.policy == "skip"
@@ -96,14 +96,14 @@ class FiniteCheck:
         if self._former_buffers:
             skipped = self.flag.bool()
             for name, buffer in model.named_buffers():
-                if name in self._former_buffers:  # and not made by this forward pass
+                if name in self._former_buffers:  # False: created by this forward pass
                     torch.where(skipped.to(buffer.device), self._former_buffers[name], buffer, out=buffer)
             self._former_buffers = {}
 
     def _mark_gradients(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Set the flag of each device where a gradient is not finite; those of shards are the same on all ranks."""
+        """Set the flag of each device that has a gradient which is not finite; flags of shards agree on all ranks."""
         parameters = parameters_of(optimizer, model)
-        # to look at the device of each takes longer than to see that they are the same as in the last step
+        # comparing with the parameters of the last step is faster than reading the device of each
         if len(parameters) != len(self._parameters) or not all(map(operator.is_, parameters, self._parameters)):
             self._parameters, self._groups = parameters, _by_kind(parameters)
         for device, group in self._groups:
@@ -113,12 +113,13 @@ class FiniteCheck:
                     flag = self.flags[device] = torch.zeros((), device=device)
                 try:
                     _mark(grads, flag)
-                except RuntimeError:  # not all of them are plain tensors
+                except RuntimeError:  # some are not plain tensors
                     for grad in grads:
                         _mark([_as_plain(grad)], flag)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer.step()``, under "skip" unless the flag is 1; only optimizers that are not fused wait for that."""
+        """``optimizer.step()``; under "skip" only if the flag is 0. Only optimizers that are not fused wait for the
+        flag."""
         if self.policy != "skip" or self.flag is None:
             optimizer.step()
         elif not _skips_on_device(optimizer):
@@ -134,10 +135,10 @@ class FiniteCheck:
     # ------------------------------------------------------------------ on the host
 
     def look(self, iter: int, losses: Mapping[str, float], flagged: bool) -> None:
-        """Count, and remember the first failure until `take_failure`: a rank must not raise alone.
+        """Count, and keep the first failure for `take_failure`, since a rank must not raise alone.
 
         Args:
-            losses: those of this rank by name, the total among them, and what else is stored of the iteration.
+            losses: this rank's losses by name, with the total and other stored values of the iteration.
         """
         bad_loss = not math.isfinite(losses["total_loss"])
         if not (flagged or bad_loss):
@@ -150,12 +151,12 @@ class FiniteCheck:
             return
         what = "loss is" if bad_loss else "gradients are"
         if not skipped:
-            self.flags = {}  # they would stay 1
+            self.flags = {}  # otherwise they would stay 1
             self._failure = self._failure or describe_failure(what, iter, losses)
         elif self.in_row >= self._max_in_row:
             more = f"; this is update {self.in_row} in a row that is skipped"
             self._failure = self._failure or describe_failure(what, iter, losses, more)
-        elif bad_loss or not self.scaled:  # a scaler tries now and then how far it can go
+        elif bad_loss or not self.scaled:  # a scaler skips regularly, to find the largest possible scale
             logger.warning("The update of iteration %d is skipped: the %s not finite", iter, what)
 
     def take_failure(self) -> str | None:
@@ -164,7 +165,8 @@ class FiniteCheck:
         return failure
 
     def describe_model(self, model: nn.Module, iter: int) -> str | None:
-        """What is not finite in the model on this rank, though no iteration was; None if nothing is. Waits."""
+        """Values of the model on this rank that are not finite, although no iteration was; None if there are none.
+        Waits."""
         if self.policy == "ignore":
             return None
         names = [name for name in non_finite_names(model) if name not in self._never_finite]
@@ -183,7 +185,7 @@ class FiniteCheck:
 
 
 def parameters_of(optimizer: Any, model: nn.Module) -> list[Tensor]:
-    """Those of the optimizer, in its order; those of the model for a wrapper that does not show them."""
+    """The optimizer's parameters in its order; the model's for a wrapper without ``param_groups``."""
     groups = getattr(optimizer, "param_groups", None)
     if groups is None:
         return [*model.parameters()]
@@ -199,12 +201,12 @@ def _by_kind(parameters: Iterable[Tensor]) -> list[tuple[torch.device, list[Tens
 
 def _mark(tensors: list[Tensor], flag: Tensor) -> None:
     """Set the flag to 1 if a value is not finite."""
-    # the kernel of GradScaler.unscale_; with a scale of 1 the values stay as they are
+    # the kernel of GradScaler.unscale_; a scale of 1 does not change the values
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, _one(flag.device))
 
 
 def _as_plain(grad: Tensor) -> Tensor:
-    grad = grad.detach()  # it may have a graph of its own
+    grad = grad.detach()  # it may have a graph
     if grad.is_sparse:
         grad = grad._values()
     return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
@@ -216,7 +218,7 @@ def _one(device: torch.device) -> Tensor:
 
 
 def _join(flags: dict[torch.device, Tensor], device: torch.device) -> Tensor:
-    """Leave one flag, on ``device``: a GradScaler adds them up, and fused optimizers skip at exactly 1."""
+    """Merge into one flag on ``device``: a GradScaler adds flags up, and fused optimizers skip at exactly 1."""
     joined = flags.get(device)
     if joined is None or len(flags) != 1:
         on_one = [flag.to(device, non_blocking=True) for flag in flags.values()]
@@ -226,15 +228,15 @@ def _join(flags: dict[torch.device, Tensor], device: torch.device) -> Tensor:
 
 
 def prepare_to_skip(optimizer: torch.optim.Optimizer, device_type: str) -> None:
-    """Say it if updates wait for the device, and let fused SGD skip its very first update.
+    """Log if updates wait for the device, and let fused SGD skip its very first update.
 
-    Fused SGD leaves its momentum uninitialised then; zeros are what it means. With dampening 0 the first update from
-    zeros equals the usual one: ``momentum * 0 + grad``.
+    If fused SGD skips its first update, its momentum stays uninitialised, so it is set to zeros here. With dampening 0
+    the first update from zeros equals the usual one: ``momentum * 0 + grad``.
 
     Raises:
         ConfigError: fused SGD with dampening.
     """
-    if not _skips_on_device(optimizer):  # its step() is not even called
+    if not _skips_on_device(optimizer):  # a skipped step() is not called at all
         if device_type != "cpu":
             logger.warning(
                 "%s has no fused implementation here, so under float16, or if updates that are not finite are skipped, "
@@ -260,7 +262,7 @@ def _skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 @torch.no_grad()
 def non_finite_names(model: nn.Module) -> list[str]:
-    """The parameters and buffers, by name, that hold something not finite on this rank; waits for the device."""
+    """Names of parameters and buffers with a value that is not finite on this rank; waits for the device."""
     finite: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor) or tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):

@@ -1,4 +1,4 @@
-"""How a run was started, as its checkpoints hold it: what a replay needs to do it again, and to see what differs."""
+"""How a run was started, saved in its checkpoints, so that a replay can repeat it and find differences."""
 
 import hashlib
 import importlib.metadata
@@ -45,7 +45,7 @@ def describe_origin(config: str, device: torch.device | None, batch: Mapping[str
 
 
 def describe_other_origin(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """A line for each thing that is another one now than in the origin that was saved; the config is left out."""
+    """A line for each difference to the saved origin, except the config."""
     lines = [
         f"{name}: {saved.get(key)} in the run, {own.get(key)} now"
         for key, name in _FACTS.items()
@@ -66,20 +66,20 @@ def describe_other_origin(saved: Mapping[str, Any], own: Mapping[str, Any]) -> l
 
 
 def digest_of(*files: Path) -> str:
-    """Of what is in the files, one after the other."""
+    """The digest of the contents of the files, one after the other."""
     digest = hashlib.blake2b(digest_size=8)
     for file in files:
         digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
-@cache  # a process may train many times, and has imported what was there then
+@cache  # a process may train many times, with the code that it has imported once
 def _digest_of_trainkit() -> str:
     return digest_of(*sorted(_own().rglob("*.py")))
 
 
 def _project_files() -> Iterator[Path]:
-    """Those of the imported modules that are installed nowhere, without trainkit's own."""
+    """Files of the imported modules, without installed packages and trainkit."""
     left_out = (str(_own()) + os.sep, sysconfig.get_path("stdlib") + os.sep)
     for module in [*sys.modules.values()]:
         file = getattr(module, "__file__", None)
@@ -121,9 +121,9 @@ def _name_of(device: torch.device | None) -> str:
     return "none" if device is None else device.type
 
 
-@cache  # likewise
+@cache  # cached for the same reason
 def _commit(folder: str) -> str:
-    """That of the git repository of a folder; "" if there is none."""
+    """The commit of a folder's git repository; "" if there is none."""
     try:
         found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.SubprocessError):

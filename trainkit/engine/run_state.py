@@ -1,4 +1,4 @@
-"""Where a run stands, and what a checkpoint holds of it."""
+"""The position of a run, and its state in a checkpoint."""
 
 import logging
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
@@ -17,7 +17,7 @@ Status: TypeAlias = Literal["not started", "running", "finished", "stopped", "fa
 
 
 class Position(NamedTuple):
-    """Where a run stands: in stage 1 of an iteration (its update is not done) or in stage 2 (it is)."""
+    """The position of a run: stage 1 of an iteration (its update is not done) or stage 2 (it is done)."""
 
     iteration: int
     stage: Literal[1, 2]
@@ -40,9 +40,9 @@ class RunState(HookPoints):
 
     def __init__(self) -> None:
         super().__init__()
-        self._early: tuple[str, int] | None = None  # why the run has finished early, and the end that it had then
-        self._is_before_step_done = False  # in a run that was stopped while it waited for the batch of this iteration
-        self._rng_state: dict[str, Any] | None = None  # of a checkpoint, until all iterators exist
+        self._early: tuple[str, int] | None = None  # why the run has finished early, and its former max_iter
+        self._is_before_step_done = False  # True after a stop during the wait for this iteration's batch
+        self._rng_state: dict[str, Any] | None = None  # of a checkpoint; restored after all iterators exist
         self._ranks_agree = True
         self.rank_keys = self.own_keys
         self.position = Position(0, 1)
@@ -55,9 +55,9 @@ class RunState(HookPoints):
         self._early, self._rng_state, self._is_before_step_done = None, None, False
 
     def next_iter_of(self, hook: HookBase) -> int:
-        """In ``before_train``: the iteration whose ``after_step`` reaches this hook next.
+        """In ``before_train``: the next iteration in which this hook's ``after_step`` is called.
 
-        That is ``start_iter``, or the one before for a hook below the save point, if stage 2 of that is left to do.
+        That is ``start_iter``; for a hook below the save point the one before it, if its stage 2 is not done.
         """
         return self.position.iteration if self._hook_list.is_below(hook) else self.start_iter
 
@@ -67,29 +67,30 @@ class RunState(HookPoints):
         return self.position.iteration - (self.position.stage == 1)
 
     def check_finite(self) -> None:
-        """Called before what is trained is saved or evaluated, by every rank; waits for the device.
+        """Call before saving or evaluating, on every rank; waits for the device.
 
         Raises:
-            FloatingPointError: it, or an update so far, is not finite on some rank.
+            FloatingPointError: the model, or an update so far, is not finite on some rank.
         """
         raise_failure(self.gather(self.find_failure(self._ranks_agree)))
 
     def find_failure(self, everywhere: bool = True) -> str | None:
-        """What is not finite on this rank; ``everywhere``: every rank calls it now, so it may exchange."""
+        """A description of values that are not finite on this rank. ``everywhere``: every rank calls it and may
+        exchange."""
         return None
 
     def gather(self, value: _T) -> list[_T]:
-        """The ``value`` of every rank; this one's alone if ranks have different hooks: not all may call it."""
+        """The ``value`` of every rank; only this rank's if ranks have different hooks, since not all may call it."""
         return comm.all_gather(value) if self._ranks_agree else [value]
 
     def describe_inexact(self) -> list[str]:
-        """What a resumed run of this trainer does not get back; empty if it goes on bit for bit."""
+        """The reasons why a resumed run of this trainer may differ; empty if it continues bit for bit."""
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands, and what its hooks (by unique names), storage and random generators hold.
+        """The position, and the states of hooks (by unique names), storage and random generators.
 
-        ``iteration`` is the last one whose update is done; ``stage`` is 2 if its stage 2 is left to do.
+        ``iteration`` is the last one whose update is done; ``stage`` is 2 if its stage 2 is not done.
         """
         reason, max_iter = self._early or (None, self.max_iter)
         return {
@@ -107,12 +108,12 @@ class RunState(HookPoints):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The next ``train()`` goes on where the state was taken; states of hooks that come later wait for them.
+        """Continue from the state with the next ``train()``; states of hooks that are registered later wait for them.
 
-        Entries that are missing, as in files of detectron2, stay as they are.
+        Missing entries, as in files of detectron2, are ignored.
         """
         self._hook_list.load_state_dict(state_dict.get("hooks", {}))
-        if self.status == "running":  # a hook sets the model back, and the run goes on from where it is
+        if self.status == "running":  # a hook has restored the model; the run keeps its position
             return
         iteration, saved = state_dict["iteration"], state_dict.get("position", {"stage": 1, "finished_early": None})
         if not isinstance(iteration, int) or iteration < -1:
@@ -122,7 +123,7 @@ class RunState(HookPoints):
         reason = saved["finished_early"]
         self._early = None if reason is None else (reason, saved["max_iter"])
         self._is_before_step_done = saved.get("before_step_done", False)
-        self.max_iter = self.max_iter or saved.get("max_iter", 0)  # a config knows better
+        self.max_iter = self.max_iter or saved.get("max_iter", 0)  # a config's max_iter is preferred
         if "position" not in state_dict and "hooks" in state_dict:
             logger.warning(
                 "The checkpoint was written by an earlier version of trainkit: what hooks had yet to do in iteration "

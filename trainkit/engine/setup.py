@@ -1,4 +1,4 @@
-"""What an entry script does before it trains: arguments, output folder, log, seed, writers."""
+"""The start of an entry script: arguments, output folder, log, seed, writers."""
 
 import argparse
 import importlib.util
@@ -50,7 +50,7 @@ from trainkit.utils.run_folder import own_folder, release_folder
 logger = logging.getLogger(__name__)
 
 _TRIAL_FOLDER = "fast_dev_run"
-# what a run writes into its output folder
+# the files of a run in its output folder
 _RUN_FILES = re.compile(
     r"log\.txt(\.rank\d+)?|config\.yaml|batch\.json|metrics\.(json|csv)(\.cut_\d+)?"
     rf"|last_checkpoint|finished|{CAPSULE_FILE.pattern}|.+\.pth|events\.out\.tfevents\..+|events\.cut_\d+"
@@ -58,7 +58,7 @@ _RUN_FILES = re.compile(
 
 
 class _Parser(argparse.ArgumentParser):
-    """Options may also stand after the ``KEY VALUE`` pairs."""
+    """Accepts options after the ``KEY VALUE`` pairs too."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found = self.parse_intermixed_args(args, namespace)
@@ -72,7 +72,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParser:
-    """The options of a training script; ``epilog`` replaces the examples below the help."""
+    """The options of a training script; ``epilog`` replaces the examples at the end of the help."""
     parser = _Parser(
         epilog=epilog
         or f"""
@@ -116,15 +116,15 @@ Examples:
 
 
 def checkpoint_dir(cfg: CfgNode) -> str:
-    """Where the checkpoints of a run are."""
+    """The folder of a run's checkpoints."""
     return cfg.CHECKPOINT.DIR or cfg.OUTPUT_DIR
 
 
 @contextmanager
 def user_errors_exit() -> Iterator[None]:
-    """End the process with one message instead of a traceback.
+    """Context that ends the process with one message instead of a traceback.
 
-    The code is 2 for a mistake in the config, the command or a file they name, and 130 for Ctrl-C.
+    The exit code is 2 for an error in the config, the command line or a file that they name, and 130 for Ctrl-C.
     """
     try:
         yield
@@ -142,7 +142,7 @@ def own_folders(cfg: CfgNode) -> list[str]:
     """Lock OUTPUT_DIR and CHECKPOINT.DIR for this run, on rank 0; returns lines for the log.
 
     Raises:
-        ConfigError: another run writes there, or a folder cannot be written.
+        ConfigError: another run uses a folder, or it cannot be written.
     """
     notes = []
     folders = {"OUTPUT_DIR": cfg.OUTPUT_DIR, "CHECKPOINT.DIR": checkpoint_dir(cfg)} if comm.is_main_process() else {}
@@ -230,7 +230,7 @@ def default_setup(cfg: Any, args: Any) -> None:
     seed_all_rng(drawn if cfg.SEED < 0 else cfg.SEED + comm.get_rank())
     torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK and not eval_only
     if cfg.DETERMINISTIC:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
         torch.use_deterministic_algorithms(True)
     if cfg.FLOAT32_PRECISION:
         torch.set_float32_matmul_precision(cfg.FLOAT32_PRECISION)
@@ -258,12 +258,14 @@ def default_writers(
     *,
     cfg: CfgNode | None = None,
 ) -> list[EventWriter]:
-    """Writers by name: "console" (a bar where `default_setup` has found a terminal, else lines), "json"
-    (``metrics.json``), "csv" (``metrics.csv``), "tensorboard" (left out if the package is missing), "wandb".
+    """Writers by name.
+
+    Names: "console" (a bar if `default_setup` has found a terminal, else lines), "json" (``metrics.json``), "csv"
+    (``metrics.csv``), "tensorboard" (skipped if the package is missing), "wandb".
 
     Args:
         iters_per_epoch: None: there are no epochs.
-        cfg: what TensorBoard and Weights & Biases show as the settings of the run.
+        cfg: shown by TensorBoard and Weights & Biases as the settings of the run.
 
     Raises:
         ConfigError: another name, or the package ``wandb`` is missing.
@@ -291,7 +293,7 @@ def default_writers(
 
 
 def fast_dev_config(cfg: CfgNode) -> CfgNode:
-    """A copy for a trial of every part of the run in seconds, in a folder of its own: ``OUTPUT_DIR/fast_dev_run``."""
+    """A copy that tries every part of the run in seconds, in its own folder ``OUTPUT_DIR/fast_dev_run``."""
     cfg = cfg.clone()
     cfg.defrost()
     cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR, cfg.FORK.RUN = os.path.join(cfg.OUTPUT_DIR, _TRIAL_FOLDER), "", ""
@@ -301,7 +303,7 @@ def fast_dev_config(cfg: CfgNode) -> CfgNode:
     cfg.TEST.EVAL_AT_START, cfg.TEST.MAX_BATCHES, cfg.TEST.EXPECTED_RESULTS = True, 2, []
     cfg.TEST.PRECISE_BN.NUM_ITER = 2
     cfg.LOG.PERIOD = 1
-    # with the periods and starts of a long run most hooks would do nothing, and schedules do not fit into six steps
+    # with periods and starts of a long run most hooks would not act; schedules do not fit into six steps
     early = {"PERIOD": 1, "INTERVAL": 1, "BEGIN": 0}
     cfg.HOOKS = [
         {key: early.get(key, value) for key, value in entry.items()} if isinstance(entry, Mapping) else entry
@@ -313,7 +315,7 @@ def fast_dev_config(cfg: CfgNode) -> CfgNode:
 
 
 def _check_command(cfg: CfgNode, args: Any) -> None:
-    """The script has done what ``--fast-dev-run`` and ``--num-gpus`` ask for; 0 of these is done here."""
+    """Check that the script follows ``--fast-dev-run`` and ``--num-gpus``; ``--num-gpus 0`` is applied here."""
     if getattr(args, "fast_dev_run", False) and Path(cfg.OUTPUT_DIR).name != _TRIAL_FOLDER:
         raise ConfigError(
             "--fast-dev-run is given, but the config is that of the whole run; "
@@ -327,13 +329,13 @@ def _check_command(cfg: CfgNode, args: Any) -> None:
     if num_gpus == 0:
         if cfg.MODEL.DEVICE not in ("auto", "cpu"):
             raise ConfigError(f"--num-gpus is 0, but MODEL.DEVICE is {cfg.MODEL.DEVICE!r}; leave one of them out")
-        cfg.MODEL["DEVICE"] = "cpu"  # as an item: the config may be frozen
+        cfg.MODEL["DEVICE"] = "cpu"  # by item, since the config may be frozen
 
 
 def _check_settings(cfg: CfgNode) -> None:
     import_modules(cfg.IMPORTS)
-    check_values(cfg, warn=False)  # whoever builds from it does so, into the log
-    if (largest := 2**32 - comm.get_world_size()) < cfg.SEED:  # NumPy takes 32 bits, and each rank has its own
+    check_values(cfg, warn=False)  # the code that builds from the config logs the warnings
+    if (largest := 2**32 - comm.get_world_size()) < cfg.SEED:  # NumPy takes 32 bits, and each rank has another seed
         raise ConfigError(f"SEED is {cfg.SEED}; accepted: 0 to {largest}, or -1 to have one drawn")
     if cfg.DETERMINISTIC and cfg.CUDNN_BENCHMARK:
         raise ConfigError("DETERMINISTIC and CUDNN_BENCHMARK, which chooses kernels by their speed: switch one off")
@@ -341,15 +343,15 @@ def _check_settings(cfg: CfgNode) -> None:
 
 def _has_checkpoint(folder: Path) -> bool:
     try:
-        return bool(find_checkpoint(str(folder)) or choose(str(folder)))  # the latter reads the files
-    except CheckpointError:  # there is one; what is wrong with it is said to all ranks when it is loaded
+        return bool(find_checkpoint(str(folder)) or choose(str(folder)))  # `choose` reads the files
+    except CheckpointError:  # there is a checkpoint; its error is raised on all ranks when it is loaded
         return True
 
 
 def _move_aside(output_dir: Path, weights: str, is_new: bool) -> Path | None:
-    """Move what a run has left into a new folder ``previous_<n>``; the folder, or None if there was nothing.
+    """Move the files of a run into a new folder ``previous_<n>``; return the folder, or None if there were no files.
 
-    If the run goes on, only the links out of the folder are moved through which it would write.
+    If the run continues, only links are moved, since the run would write through them to other folders.
     """
     found = [*output_dir.iterdir()] if output_dir.is_dir() else []
     # shards before the files that name them

@@ -1,4 +1,4 @@
-"""The trainer whose iteration is one update of one model by one optimizer."""
+"""The trainer for one model, one loss and one optimizer."""
 
 import logging
 import time
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def _of_step(name: str, path: str, doc: str) -> Any:
-    """A property that is there until the save point of an iteration."""
+    """A property that can be read until the save point of an iteration."""
     source, get = attrgetter(path.partition(".")[0]), attrgetter(path)
 
     def read(trainer: Any) -> Any:
@@ -55,18 +55,18 @@ class SimpleTrainer(TrainerBase):
 
     own_keys = (*TrainerBase.own_keys, "data")
 
-    batch = _of_step("batch", "_batch", "The batch of this iteration; several if accumulated.")
+    batch = _of_step("batch", "_batch", "The batch of this iteration; a list of micro-batches if accumulated.")
     losses = _of_step("losses", "_losses.detached", "Name -> scalar on the device.")
-    trained_losses = _of_step("trained_losses", "_losses.trained", "Those that are minimized.")
-    outputs = _of_step("outputs", "_losses.outputs", "What the model gave as ``outputs``.")
-    data_loader = forwarded("feed.loader", "Another one can be set at any time: the next iteration draws from it.")
+    trained_losses = _of_step("trained_losses", "_losses.trained", "Names of the losses that are minimized.")
+    outputs = _of_step("outputs", "_losses.outputs", "The entry ``outputs`` that the model returned.")
+    data_loader = forwarded("feed.loader", "Can be replaced at any time; the next iteration uses the new one.")
     reset_data_loader = forwarded("feed.reset")
     accumulation_steps = forwarded("feed.accumulation_steps", "Micro-batches per iteration.")
     iters_per_epoch = forwarded("feed.iters_per_epoch", "Iterations per pass over the data; ValueError if endless.")
     gather_metric_period = forwarded("metrics.gather_period")
     non_finite = forwarded("finite.policy")
     _data_loader_iter = forwarded("feed.iterator")
-    _data_loader_iter_obj = forwarded("feed._iterator", "None: the next iteration iterates over the loader anew.")
+    _data_loader_iter_obj = forwarded("feed._iterator", "None: the next iteration iterates over the loader again.")
     write_metrics = staticmethod(write_metrics)
 
     def __init__(
@@ -117,15 +117,15 @@ class SimpleTrainer(TrainerBase):
         self.async_write_metrics = async_write_metrics
         self.concurrent_executor = LaterCalls() if async_write_metrics else None  # detectron2's name
         self.clip_gradients = clip_gradients
-        self._batch: Any = None  # this and the next: of this iteration, until the save point
+        self._batch: Any = None  # like _losses: of this iteration, until the save point
         self._losses: Losses | None = None
-        self._used_lr: list[Any] | None = None  # of the last update; during a step None
+        self._used_lr: list[Any] | None = None  # of the last update; None during a step
         self._is_first_step = True
         self.model = model
         self.optimizer = optimizer
         if accumulation_steps > 1 and any(isinstance(module, _BatchNorm) for module in model.modules()):
             logger.warning(
-                "Batch norm treats each micro-batch by itself: %d do not equal one large batch. Group norm would",
+                "Batch norm treats each micro-batch separately: %d do not equal one large batch. Group norm would",
                 accumulation_steps,
             )
 
@@ -135,7 +135,7 @@ class SimpleTrainer(TrainerBase):
             raise RuntimeError("the model is in eval mode; whoever called model.eval() must call model.train() again")
         try:
             start = time.perf_counter()
-            self._batch = self._losses = self._used_lr = None  # let go before the next batch is made
+            self._batch = self._losses = self._used_lr = None  # release them before the next batch is made
             batches = self.fetch()
             data_time = time.perf_counter() - start
             self._losses = losses = self.compute_gradients(batches)
@@ -147,14 +147,14 @@ class SimpleTrainer(TrainerBase):
             raise
 
     def end_update(self) -> None:
-        self._used_lr = learning_rates(getattr(self, "optimizer", None))  # a subclass may have others instead
+        self._used_lr = learning_rates(getattr(self, "optimizer", None))  # a subclass may have no attribute optimizer
 
     def end_step(self) -> None:
         self._batch = self._losses = None
 
     @property
     def used_lr(self) -> list[Any]:
-        """The learning rate of each parameter group in the update of this iteration, also after the schedule's step."""
+        """The learning rates of this iteration's update by parameter group, also after the schedule's step."""
         return learning_rates(self.optimizer) if self._used_lr is None else self._used_lr
 
     def _write_metrics(
@@ -173,14 +173,14 @@ class SimpleTrainer(TrainerBase):
         return batches
 
     def compute_gradients(self, batches: Sequence[Any]) -> Losses:
-        """From the micro-batches to the gradients of their mean loss: zero_grad, forward, backward, unscale."""
+        """Compute the gradients of the micro-batches' mean loss: zero_grad, forward, backward, unscale."""
         if self._is_first_step:
             settle_buckets(self.model, batches[0], lambda batch: self.compute_losses(batch).total)
         self.finite.keep_buffers(self.model)
         if self.zero_grad_before_forward:
             self.optimizer.zero_grad()
         found: list[Losses] = []
-        for batch in batches[:-1]:  # gradients are averaged over ranks once, with the last micro-batch
+        for batch in batches[:-1]:  # ranks average gradients once, with the last micro-batch
             with without_gradient_sync(self.model):
                 found.append(self._add_gradients(batch, len(batches), is_first=not found))
         found.append(self._add_gradients(batches[-1], len(batches), is_first=not found))
@@ -192,7 +192,7 @@ class SimpleTrainer(TrainerBase):
         if is_first and not self.zero_grad_before_forward:
             self.optimizer.zero_grad()
         self.backward(losses.total if num_batches == 1 else losses.total / num_batches)
-        # one alone is let go with its graph at the next fetch, as in a plain loop
+        # a single batch keeps its graph until the next fetch, as in a plain loop
         return losses if num_batches == 1 else losses.detach()
 
     def compute_losses(self, batch: Any) -> Losses:
@@ -234,7 +234,7 @@ class SimpleTrainer(TrainerBase):
 
     def _set_model(self, model: nn.Module) -> None:
         check_exchange(self, "model", model)
-        self._model, self._sample = model, first_tensor(model)  # the device is that of the sample
+        self._model, self._sample = model, first_tensor(model)  # the sample shows the device
         self.finite.watch(model)
 
     model: Any = property(attrgetter("_model"), _set_model, doc="Exchanged between runs only; wrapped at any time.")
@@ -279,22 +279,22 @@ class SimpleTrainer(TrainerBase):
         self.load_step_state_dict(state_dict)
 
     def step_state_dict(self) -> dict[str, Any]:
-        """What the steps have changed, the model aside; equal on all ranks."""
+        """The state changed by steps, without the model; equal on all ranks."""
         if has_event_storage():
-            get_event_storage().flush()  # what is counted is counted when it is stored
+            get_event_storage().flush()  # updates are counted when they are stored
         state = {"optimizer": self.optimizer.state_dict(), "non_finite": self.finite.state_dict()}
         return {**state, "used_lr": self._used_lr}
 
     def load_step_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what ``step_state_dict`` gave; its hyper-parameters win over those of this run.
+        """Load a state; its hyper-parameters replace those of this run.
 
         Raises:
-            ConfigError: it is of an optimizer of another kind, or with another number of parameter groups.
+            ConfigError: it is of another kind of optimizer, or has another number of parameter groups.
         """
         check_saved_groups(state_dict["optimizer"]["param_groups"], self.optimizer)
         before = hyper_parameters(self.optimizer)
         self.optimizer.load_state_dict(shard_optimizer_state(state_dict["optimizer"], self.optimizer))
-        self.finite.load_state_dict(state_dict.get("non_finite", {}))  # detectron2 does not count
+        self.finite.load_state_dict(state_dict.get("non_finite", {}))  # detectron2 has no such entry
         self._used_lr = state_dict.get("used_lr")
         if changes := describe_changes(before, hyper_parameters(self.optimizer)):
             logger.warning("The optimizer goes on with the values of the checkpoint, not of this run:\n%s", changes)
