@@ -69,5 +69,5 @@ def test_an_error_in_the_code_of_a_model_stays_what_it_is():
 @pytest.mark.parametrize("method", ["build_model", "build_optimizer", "build_train_loader"])
 def test_a_build_method_without_a_return_is_named(tmp_path, method):
     trainer_type = type("MyTrainer", (DefaultTrainer,), {method: classmethod(lambda cls, *args: None)})
-    with pytest.raises(TypeError, match=rf"MyTrainer.{method}\(\) gave None; return what it builds"):
+    with pytest.raises(TypeError, match=rf"MyTrainer.{method}\(\) returned None; return the object that it builds"):
         trainer_type(tiny_cfg(tmp_path))

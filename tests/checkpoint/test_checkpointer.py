@@ -296,7 +296,7 @@ def test_differences_are_one_table_and_the_rest_is_loaded(tmp_path, caplog):
 missing     steps  -                    [4, 5]
 unexpected  extra  [1]                  -
 mismatched  bias   [3]                  [2]
-What is missing or mismatched stays as it was; to load all, build the model of the file"""
+Missing and mismatched weights stay as they were; to load all, build the model of the file"""
     )
 
 

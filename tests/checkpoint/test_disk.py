@@ -156,7 +156,7 @@ def test_a_save_that_does_not_fit_leaves_the_one_before_and_training_goes_on(
         5: (["last_checkpoint", "model_final.pth"], "model_final.pth"),
     }
     (error,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert "is not saved, training goes on: cannot write" in error
+    assert "is not saved, training continues: cannot write" in error
     assert "model_0000003.pth" in error
     missing = re.search(r"needs ([\d,]+) bytes, there is room for 100,000, so ([\d,]+) are missing", error)
     needed, lacking = (int(number.replace(",", "")) for number in missing.groups())

@@ -72,7 +72,7 @@ def test_unsafe_loading_does_not_exist(write):
         ("SEED: 1\nSOLVER: [1", r"a\.yaml, line 2: "),
         ("- 1\n- 2", r"a\.yaml: a config is a mapping of keys to values, got list"),
         ("just text", r"a\.yaml: a config is a mapping of keys to values, got str"),
-        ("SEED: 1\nSEED: 2", r"a\.yaml, line 2: the key 'SEED' stands twice"),
+        ("SEED: 1\nSEED: 2", r"a\.yaml, line 2: the key 'SEED' is twice"),
         ("SOLVER: {BASE_LRR: 1}", r"a\.yaml: unknown key SOLVER\.BASE_LRR; did you mean SOLVER\.BASE_LR\?"),
         ("SOLVER:", r"a\.yaml: SOLVER: got None \(NoneType\); accepted: a node"),
         ("MODEL: {WHEN: 2020-01-01}", r"a\.yaml: MODEL\.WHEN: got .* \(date\)"),
@@ -180,10 +180,10 @@ def bomb(item, levels=9, width=9):
 
 
 LARGE = {
-    "aliases": (bomb("[lol]"), r"line \d: this stands for more than 50,000 values; write fewer aliases"),
+    "aliases": (bomb("[lol]"), r"line \d: this expands to more than 50,000 values; write fewer aliases"),
     "merged": (
         "L0: &l0 {k: 1}\n" + "\n".join(f"L{i}: &l{i} {{<<: [{f'*l{i - 1}, ' * 9}]}}" for i in range(1, 9)),
-        r"line \d: this stands for more than 50,000 values",
+        r"line \d: this expands to more than 50,000 values",
     ),
     "levels of aliases": (
         "L0: &l0 []\n" + "\n".join(f"L{i}: &l{i} [*l{i - 1}]" for i in range(1, 200)),

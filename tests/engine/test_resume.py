@@ -143,7 +143,7 @@ def test_a_checkpointer_of_the_trainer_saves_what_is_asked_for_by_name(tmp_path,
     trainer.train(0, 3)
     saved = torch.load(tmp_path / "mine.pth", weights_only=True)
     assert (saved["iteration"], saved["trainer"]["iteration"], saved["trainer"]["position"]["stage"]) == (1, 1, 2)
-    assert caplog.text.count("The checkpoint 'full' is not saved, training goes on: cannot write") == 3
+    assert caplog.text.count("The checkpoint 'full' is not saved, training continues: cannot write") == 3
 
 
 def test_a_hook_that_saves_itself_is_warned_about_once_and_its_file_goes_on_with_the_next_iteration(tmp_path, caplog):

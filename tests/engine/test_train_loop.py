@@ -611,12 +611,12 @@ def test_the_anchor_of_a_class_is_also_found_as_a_subclass():
 @pytest.mark.parametrize(
     ("anchor", "message"),
     [
-        ("Absent", r"the anchor 'Absent' stands for no registered hook; it must stand for one of: B, B, Late"),
-        (Early, r"stands for no registered hook"),
-        (B, r"the anchor .*B.* stands for 2 registered hooks"),
-        ("B", r"the anchor 'B' stands for 2 registered hooks; it must stand for one of: B, B, Late"),
-        (A, r"stands for 3 registered hooks"),
-        (B(), r"stands for no registered hook"),
+        ("Absent", r"the anchor 'Absent' matches no registered hook; it must match one of: B, B, Late"),
+        (Early, r"matches no registered hook"),
+        (B, r"the anchor .*B.* matches 2 registered hooks"),
+        ("B", r"the anchor 'B' matches 2 registered hooks; it must match one of: B, B, Late"),
+        (A, r"matches 3 registered hooks"),
+        (B(), r"matches no registered hook"),
     ],
 )
 @pytest.mark.parametrize("where", ["before", "after"])
@@ -758,7 +758,7 @@ def test_hooks_are_described_by_point_in_order_and_the_description_is_logged(cap
         "  before_train      Both\n"  # a point that nobody overrides has no line
         "  after_backward    CallbackHook\n"
         "  after_step        Early, Both\n"
-        "  -- save point --  checkpoints are written; batch and losses are let go\n"
+        "  -- save point --  checkpoints are written; batch and losses are released\n"
         "  after_step        Late"
     )
     trainer.train(2, 2)

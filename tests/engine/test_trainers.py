@@ -462,7 +462,7 @@ def test_batch_norm_under_accumulation_is_warned_about_once(caplog):
     def messages(model, accumulation_steps):
         caplog.clear()
         SimpleTrainer(model, [], sgd(model), accumulation_steps=accumulation_steps)
-        return [record.message[:47] for record in caplog.records]
+        return [record.message[:48] for record in caplog.records]
 
     with_norm = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3))
     assert messages(with_norm, 4) == ["Batch norm treats each micro-batch separately: 4"]

@@ -42,12 +42,12 @@ HOOKS = [
     (hook("EMAHook", ENABLED="no"), "ENABLED must be True or False, got 'no'"),
     (hook("EMAHook", PRIORITY="FIRST"), "one of HIGHEST, VERY_HIGH, "),
     (hook("EMAHook", PRIORITY=3, BEFORE="EvalHook"), "give one of PRIORITY, BEFORE, AFTER"),
-    (hook("EMAHook", BEFORE="EvalHok"), "must stand for one of: IterationTimer, "),
+    (hook("EMAHook", BEFORE="EvalHok"), "must match one of: IterationTimer, "),
     (
         hooks(
             {"NAME": "TorchMemoryStats"}, {"NAME": "TorchMemoryStats"}, {"NAME": "EMAHook", "AFTER": "TorchMemoryStats"}
         ),
-        "the anchor 'TorchMemoryStats' stands for 2 registered hooks",
+        "the anchor 'TorchMemoryStats' matches 2 registered hooks",
     ),
     (hook("EmptyCache", BEFORE_EPOCH="no"), "BEFORE_EPOCH must be True or False, got 'no'"),
     (hook("EMAHook", PRIORITY=True), "got True"),

@@ -231,7 +231,7 @@ def test_an_error_of_wandb_is_one_line_in_the_log_and_nothing_more_is_written_in
 
     assert wandb.calls == [0, -1]
     assert caplog.messages == [
-        "Nothing more is written for Weights & Biases, training goes on: no answer",
+        "Nothing more is written for Weights & Biases, training continues: no answer",
         "The run of Weights & Biases could not be finished: no answer",
     ]
     wandb.error = None

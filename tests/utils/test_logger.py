@@ -162,7 +162,7 @@ def test_on_a_full_disk_stderr_says_so_once_and_the_lines_wait(tmp_path, capsys,
     for Disk.full, text in ((False, "one"), (True, "two"), (True, "three"), (False, "four"), (True, "five")):
         logger.info(text)
     assert messages((tmp_path / "log.txt").read_text()) == ["one", "two", "three", "four"]
-    full = "the log cannot be written, the run goes on: [Errno 28] No space left on device\n"
+    full = "the log cannot be written, the run continues: [Errno 28] No space left on device\n"
     assert capsys.readouterr().err == 2 * full
     Disk.full = False
     close_logger(NAME)
@@ -188,7 +188,7 @@ def test_a_stdout_that_nobody_reads_is_one_line_in_the_log(tmp_path, monkeypatch
     assert capsys.readouterr().err == ""
     assert messages((tmp_path / "log.txt").read_text()) == [
         "one",
-        "sys.stdout cannot be written, the run goes on without it: [Errno 32] Broken pipe",
+        "sys.stdout cannot be written, the run continues without it: [Errno 32] Broken pipe",
         "two",
         "three",
     ]

@@ -270,7 +270,7 @@ class Checkpointer:
             ) from error
         if deleted := self._deleted():
             _logger.error(
-                "%s deleted from '%s' while the run goes on; checkpoints from before cannot be written again",
+                "%s deleted from '%s' during the run; earlier checkpoints cannot be written again",
                 *(f"{', '.join(deleted)} {'were' if deleted[1:] else 'was'}", self.save_dir),
             )
         remove_leftovers(self.save_dir)
@@ -583,7 +583,7 @@ class Checkpointer:
         if table := table_of(incompatible):
             _logger.warning(
                 "Some weights in '%s' do not fit the model:\n%s\n"
-                "What is missing or mismatched stays as it was; to load all, build the model of the file",
+                "Missing and mismatched weights stay as they were; to load all, build the model of the file",
                 *(self._source[0], table),
             )
 

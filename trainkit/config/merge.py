@@ -70,7 +70,7 @@ def _check_new_key(node: _FvcoreCfgNode, name: object, value: object, root: _Fvc
         raise ConfigError(f"{full_key!r} is one key with dots; write nested nodes, such as SOLVER: {{BASE_LR: 0.1}}")
     if name in (BASE_KEY, DELETE_KEY):
         raise ConfigError(
-            f"{full_key} is misplaced: {BASE_KEY} stands at the top of a file, {DELETE_KEY} in a file's node; move it"
+            f"{full_key} is misplaced: {BASE_KEY} belongs at the top of a file, {DELETE_KEY} in a file's node; move it"
         )
     if root.key_is_renamed(full_key):
         try:

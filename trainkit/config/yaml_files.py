@@ -46,7 +46,7 @@ class _Loader(yaml.SafeLoader):
                 pairs = node.value if isinstance(node, yaml.MappingNode) else [node.value]
                 num_values += sum(map(len, pairs))
                 if num_values > _MAX_VALUES:
-                    text = f"this stands for more than {_MAX_VALUES:,} values; write fewer aliases"
+                    text = f"this expands to more than {_MAX_VALUES:,} values; write fewer aliases"
                     raise _error(text, root.start_mark)
                 pending += [(item, depth + 1) for pair in pairs for item in pair]
         return None if root is None else self.construct_document(root)
@@ -58,7 +58,7 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             if isinstance(key_node, yaml.ScalarNode) and key_node.value != "<<":
                 if key_node.value in seen:
-                    raise _error(f"the key {key_node.value!r} stands twice in one node", key_node.start_mark)
+                    raise _error(f"the key {key_node.value!r} is twice in one node", key_node.start_mark)
                 seen.add(key_node.value)
         return node
 

@@ -583,7 +583,7 @@ class DefaultTrainer(TrainerBase):
     def _build(self, method: str, *args: Any) -> Any:
         built = getattr(self, method)(*args)
         if built is None:  # without this check, the error would come in code that is not the user's
-            raise TypeError(f"{type(self).__name__}.{method}() gave None; return what it builds")
+            raise TypeError(f"{type(self).__name__}.{method}() returned None; return the object that it builds")
         return built
 
     def _build_model(self, cfg: CfgNode) -> nn.Module:

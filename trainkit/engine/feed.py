@@ -134,4 +134,4 @@ class Feed:
         if state_dict and not obstacle:
             self._loader.load_state_dict(state_dict)  # type: ignore[attr-defined]
         elif state_dict or not obstacle:
-            logger.warning("The data start again: %s", obstacle or "the checkpoint does not say where they stood")
+            logger.warning("The data start again: %s", obstacle or "their position is not in the checkpoint")

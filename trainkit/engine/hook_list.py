@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 Anchor: TypeAlias = type[HookBase] | HookBase | str
 
 _LINE_LENGTH = 80
-_SAVE_POINT_LINE = "  -- save point --  checkpoints are written; batch and losses are let go"
+_SAVE_POINT_LINE = "  -- save point --  checkpoints are written; batch and losses are released"
 
 
 class HookList:
@@ -91,7 +91,7 @@ class HookList:
             _check_hook(hook, self.hooks + new[:i])
         if sum(argument is not None for argument in (priority, before, after)) > 1:
             raise ValueError(
-                "give one of priority, before and after to register_hooks(): an anchor has a priority of its own"
+                "give one of priority, before and after to register_hooks(): an anchor has a priority already"
             )
         # only hooks themselves may choose -1 (timer) and 101 (writers)
         keys = [sort_key(hook.priority, -1, 101) if priority is None else sort_key(priority) for hook in new]
@@ -190,7 +190,7 @@ class HookList:
         if len(found) != 1:
             names = ", ".join(type(hook).__name__ for hook in self.hooks) or "none"
             problem = "no registered hook" if not found else f"{len(found)} registered hooks"
-            raise ValueError(f"the anchor {anchor!r} stands for {problem}; it must stand for one of: {names}")
+            raise ValueError(f"the anchor {anchor!r} matches {problem}; it must match one of: {names}")
         return found[0]
 
 

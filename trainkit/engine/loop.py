@@ -115,7 +115,7 @@ class TrainerBase(RunState):
             try:
                 save()
             except CheckpointError as error:
-                logger.error("The checkpoint %r is not saved, training goes on: %s", name, error)
+                logger.error("The checkpoint %r is not saved, training continues: %s", name, error)
 
     def _save(self, name: str) -> None:
         self.checkpointer.save(name, iteration=self.last_done_iter)  # type: ignore[attr-defined]

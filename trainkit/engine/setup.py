@@ -221,7 +221,7 @@ def default_setup(cfg: Any, args: Any) -> None:
     if comm.is_main_process() and (text := describe_load()):
         logger.warning("%s", text)
     if is_restarted() and not eval_only:
-        logger.info("torchrun has started the run again; it goes on from its last checkpoint, if there is one")
+        logger.info("torchrun has restarted the run; it resumes from its last checkpoint, if there is one")
     changes = "\n".join(f"  {key}: {value!r}" for key, value in changed_settings(cfg, get_cfg()))
     logger.info("Configuration, as far as it differs from the defaults:\n%s", changes or "  nowhere")
     for note in [*notes, *(f"The files of an earlier run in {aside.parent} are now in {aside}" for aside in moved)]:

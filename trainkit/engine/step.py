@@ -132,7 +132,7 @@ class SimpleTrainer(TrainerBase):
     def run_step(self) -> None:
         """Fetch, zero_grad, forward, backward, after_backward, clip, metrics, update."""
         if not self.model.training:
-            raise RuntimeError("the model is in eval mode; whoever called model.eval() must call model.train() again")
+            raise RuntimeError("the model is in eval mode; code that calls model.eval() must call model.train() again")
         try:
             start = time.perf_counter()
             self._batch = self._losses = self._used_lr = None  # release them before the next batch is made
@@ -267,7 +267,7 @@ class SimpleTrainer(TrainerBase):
         if device is not None and device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
             inexact.append(f"kernels on {device.type} may add in any order (DETERMINISTIC in a config changes that)")
         if torch.backends.cudnn.benchmark and device is not None and device.type == "cuda":
-            inexact.append("cuDNN chooses its kernels anew by their speed (CUDNN_BENCHMARK in a config)")
+            inexact.append("cuDNN chooses kernels again by their speed (CUDNN_BENCHMARK in a config)")
         return inexact
 
     def state_dict(self) -> dict[str, Any]:
@@ -297,4 +297,4 @@ class SimpleTrainer(TrainerBase):
         self.finite.load_state_dict(state_dict.get("non_finite", {}))  # detectron2 has no such entry
         self._used_lr = state_dict.get("used_lr")
         if changes := describe_changes(before, hyper_parameters(self.optimizer)):
-            logger.warning("The optimizer goes on with the values of the checkpoint, not of this run:\n%s", changes)
+            logger.warning("The optimizer uses the values of the checkpoint, not of this run:\n%s", changes)

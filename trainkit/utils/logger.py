@@ -174,7 +174,7 @@ class _FileHandler(logging.Handler):
                 self._waiting.extendleft(reversed(lines))
                 if not self._is_failing:
                     self._is_failing = True
-                    print(f"the log cannot be written, the run goes on: {error}", file=sys.stderr)
+                    print(f"the log cannot be written, the run continues: {error}", file=sys.stderr)
         except Exception:
             self.handleError(record)
 

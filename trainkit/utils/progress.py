@@ -45,7 +45,7 @@ def let_stdout_go(error: OSError) -> None:
         with suppress(OSError), open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
     if not was_lost:
-        logger.warning("sys.stdout cannot be written, the run goes on without it: %s", error)
+        logger.warning("sys.stdout cannot be written, the run continues without it: %s", error)
 
 
 @contextmanager

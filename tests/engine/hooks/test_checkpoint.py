@@ -140,7 +140,7 @@ def test_a_periodic_save_that_fails_is_logged_and_the_run_goes_on(caplog):
     trainer.train(0, 7)
     assert trainer.status == "finished"
     assert recorder.saved == [("model_0000001", 1), ("model_0000005", 5), ("model_final", 6)]
-    assert "The checkpoint 'model_0000003' is not saved, training goes on: no space left" in caplog.messages
+    assert "The checkpoint 'model_0000003' is not saved, training continues: no space left" in caplog.messages
 
 
 def test_a_final_save_that_fails_fails_the_run():
@@ -293,7 +293,7 @@ def test_an_asynchronous_save_that_fails_is_logged_at_the_next_step_and_the_run_
     assert trainer.status == "finished"
     assert errors == [0, 0, 1, 1, 1, 1]
     (error,) = [text for text in caplog.messages if "is not saved" in text]
-    assert error.startswith("A checkpoint is not saved, training goes on: cannot write")
+    assert error.startswith("A checkpoint is not saved, training continues: cannot write")
     assert "model_0000001.pth" in error
     assert files(tmp_path) == ["last_checkpoint", "model_0000001.pth", "model_0000003.pth", "model_final.pth"]
 
@@ -435,7 +435,7 @@ def test_the_final_evaluation_counts_once():
 
 def test_a_best_save_that_fails_is_logged_and_the_next_better_value_is_saved(caplog):
     assert best_saves([50.0, 80.0, 70.0, 60.0], full=[3]) == [1, 5]
-    assert "The checkpoint 'model_best' is not saved, training goes on: no space left" in caplog.messages
+    assert "The checkpoint 'model_best' is not saved, training continues: no space left" in caplog.messages
     with pytest.raises(CheckpointError):
         best_saves([50.0, 80.0], full=[3])  # the final one
 

@@ -166,8 +166,8 @@ def test_required_arguments_that_the_trainer_has_are_taken_from_it(tmp_path):
         ({"NAME": "Recorder", "ENABLED": "no"}, r"ENABLED must be True or False, got 'no'"),
         ({"NAME": "Recorder", "PRIORITY": 1, "BEFORE": "EvalHook"}, r"give one of PRIORITY, BEFORE, AFTER"),
         ({"NAME": "Recorder", "PRIORITY": "FIRST"}, r"HOOKS: Recorder: priority must be .*got 'FIRST'"),
-        ({"NAME": "Recorder", "BEFORE": "EvalHok"}, r"HOOKS: Recorder: the anchor 'EvalHok' stands for no registered"),
-        ({"NAME": "Recorder", "AFTER": "Recorder"}, r"HOOKS: Recorder: the anchor 'Recorder' stands for no registered"),
+        ({"NAME": "Recorder", "BEFORE": "EvalHok"}, r"HOOKS: Recorder: the anchor 'EvalHok' matches no registered"),
+        ({"NAME": "Recorder", "AFTER": "Recorder"}, r"HOOKS: Recorder: the anchor 'Recorder' matches no registered"),
     ],
 )
 def test_a_wrong_entry_is_named_with_its_remedy_before_training(tmp_path, entry, message):

@@ -307,7 +307,7 @@ def test_a_writer_without_room_is_named_once_until_it_has_written_and_the_run_go
 
     assert trainer.status == "finished"
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
-        "Disk cannot write, training goes on: no space left"
+        "Disk cannot write, training continues: no space left"
     ] * 2
     assert (disk.count, log.calls) == (9, ["write"] * 9 + ["close"])
 

@@ -57,7 +57,7 @@ class _Saves(HookBase):
             try:
                 self.checkpointer.wait() if wait else self.checkpointer.raise_error()
             except CheckpointError as error:
-                logger.error("A checkpoint is not saved, training goes on: %s", error)
+                logger.error("A checkpoint is not saved, training continues: %s", error)
 
     def _raise_failure(self) -> None:
         """Raise on every rank if one has failed, so that no rank waits for one that has raised."""

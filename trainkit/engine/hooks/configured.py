@@ -147,7 +147,7 @@ def _parse(entry: Any) -> _Entry:
         raise ConfigError(f"HOOKS: {name}: ENABLED must be True or False, got {enabled!r}")
     place = {key.lower(): entry[key] for key in _PLACES if entry.get(key) is not None}
     if len(place) > 1:
-        raise ConfigError(f"HOOKS: {name}: give one of {', '.join(_PLACES)}; an anchor has a priority of its own")
+        raise ConfigError(f"HOOKS: {name}: give one of {', '.join(_PLACES)}; an anchor has a priority already")
     if "priority" in place:
         try:
             sort_key(place["priority"])

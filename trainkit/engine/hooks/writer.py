@@ -90,7 +90,7 @@ class PeriodicWriter(HookBase):
         failed = self._write()
         for i, error in failed.items():
             if i not in self._failing:
-                logger.error("%s cannot write, training goes on: %s", type(self._writers[i]).__name__, error)
+                logger.error("%s cannot write, training continues: %s", type(self._writers[i]).__name__, error)
         self._failing = set(failed)
 
     def _write_at_the_end(self) -> None:

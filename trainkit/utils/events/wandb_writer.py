@@ -76,7 +76,7 @@ class WandbWriter(PictureWriter):
 
     def _give_up(self, error: Exception) -> None:
         self._has_failed = True
-        logger.error("Nothing more is written for Weights & Biases, training goes on: %s", error)
+        logger.error("Nothing more is written for Weights & Biases, training continues: %s", error)
 
     def close(self) -> None:
         super().close()
