@@ -241,5 +241,5 @@ def sort_key(priority: int | str, first: int = 0, last: int = 100) -> int:
 
 
 def _fill(line: str, indent: int) -> str:
-    """In lines that fit into a terminal."""
+    """Lines of the hooks' names, each short enough for a terminal."""
     return textwrap.fill(line, _LINE_LENGTH, subsequent_indent=" " * indent, break_long_words=False)

@@ -22,7 +22,7 @@ class InferenceObserver:
         return False
 
     def is_training(self) -> bool:
-        """Whether training goes on after the evaluation; its details then go to the files of the log only."""
+        """Whether training continues after the evaluation; its details then go to the log files only."""
         return False
 
     def before_eval(self, phase: Phase, name: str) -> None:
@@ -57,5 +57,5 @@ def current_observer() -> tuple[InferenceObserver, Phase]:
 
 
 def for_details() -> dict[str, bool] | None:
-    """The ``extra`` of a log line with the details of an evaluation."""
+    """The ``extra`` of a log line with details of an evaluation."""
     return NOT_ON_TERMINAL if current_observer()[0].is_training() else None

@@ -50,6 +50,6 @@ def is_nth(done: int, period: int | Fraction, offset: int | Fraction = 0) -> boo
 
 
 def say_done(done: int, max_iter: int | None = None) -> str:
-    """``after 10 of 20 iterations``: how people are told where a run stands."""
+    """``after 10 of 20 iterations``: the wording of a run's progress for people."""
     of_all = "" if max_iter is None else f" of {max_iter}"
     return f"after {done}{of_all} iteration{'s' * ((max_iter or done) != 1)}"
