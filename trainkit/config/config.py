@@ -125,10 +125,10 @@ class CfgNode(_FvcoreCfgNode):
         declared = node.get(name) if isinstance(node, _FvcoreCfgNode) and name not in untyped_keys(node) else None
         value = parse_literal(text)
         if isinstance(declared, str) and not isinstance(value, str) and full_key not in LENGTH_KEYS:
-            return text  # OUTPUT_DIR 2024
+            return text  # such as OUTPUT_DIR 2024
         if isinstance(declared, float) and isinstance(value, str):
             with contextlib.suppress(ValueError):
-                return float(value)  # inf
+                return float(value)  # such as inf
         return value
 
 

@@ -46,9 +46,9 @@ def launch(
     """Call ``main_func(*args)`` in every process of the run; returns the result of this or the first spawned process.
 
     Under torchrun the process already exists, and the other arguments are not needed. Otherwise this machine gets
-    ``num_gpus_per_machine`` processes: spawned ones if the run has several processes, else this one. 0 is this process
-    alone, which `default_setup` leaves on the CPU. With CUDA each process has a device; tensors on it go over NCCL,
-    those on the CPU over Gloo.
+    ``num_gpus_per_machine`` processes: spawned ones if the run has several, else this one. With 0 the run is this
+    process alone, which `default_setup` leaves on the CPU. With CUDA each process has a device; tensors on it go over
+    NCCL, those on the CPU over Gloo.
 
     SIGTERM, SIGHUP and SIGINT are passed on to the spawned processes as one SIGTERM; a second SIGINT kills them.
 

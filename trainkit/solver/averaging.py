@@ -136,7 +136,7 @@ class ModelAverage:
 
     @torch.no_grad()
     def copy(self) -> None:
-        """Copy the tensors that are not averaged again, with buffers that the model has created since then."""
+        """Copy the tensors that are not averaged once more, with buffers that the model has created since."""
         self._follow_buffers()
         self._find_buffers()
         _copy_all(self._copied)

@@ -31,7 +31,7 @@ class TensorboardXWriter(PictureWriter):
     TensorBoard's own queue (usually 10) are lost.
 
     Args:
-        settings: name -> value of the hyper-parameters for comparing runs; others than numbers are shown as text.
+        settings: name -> value of the hyper-parameters for comparing runs; values that are not numbers are text.
         config: the whole config as text.
 
     Raises:
