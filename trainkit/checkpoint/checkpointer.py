@@ -178,7 +178,7 @@ class Checkpointer:
         write = partial(self._write, path, tag_last=tag_last, on_commit=on_commit)
         if shards:
             together(self._prepare_save_dir)
-            # in a folder that no other save has had: until this one is committed, the former one is needed
+            # a new folder for each save: the old one is needed until this save is committed
             token = comm.broadcast(secrets.token_hex(4) if self.save_to_disk else "")
             if not token:
                 return None
@@ -610,7 +610,7 @@ class _DamagedShards(CheckpointError):
 
 
 def together(call: Callable[[], _T], group: "dist.ProcessGroup | None" = None, *, is_of_one: bool = False) -> _T:
-    """Every rank makes a call; if it fails on one, all of them raise, so that none is left waiting.
+    """Make a call on every rank; if it fails on one, raise on all, so that no rank waits for ever.
 
     Args:
         is_of_one: only one rank acts in it, so errors need not name the rank.

@@ -28,9 +28,9 @@ def command_of(cfg: CfgNode) -> Command:
 
 
 class Replay(Protocol):
-    """Takes the place of a run that a script sets up; see `trainkit.replay`. ``origin`` is that of the run.
+    """Replaces the run of a script; see `trainkit.replay`. ``origin`` is that of the run.
 
-    ``seed`` is the one that the run has drawn, if it is done again from its beginning.
+    ``seed`` is the one that the run has drawn, if the run is repeated from its start.
     """
 
     origin: dict[str, Any]

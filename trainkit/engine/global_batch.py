@@ -33,7 +33,7 @@ class GlobalBatch:
         self.record: dict[str, Any] = {"world_size": comm.get_world_size(), "asked": asked}
         former = self._read(self._path) or self._read(Path(cfg.FORK.RUN) / _FILE) if comm.is_main_process() else None
         former = comm.broadcast(former)
-        if former is not None and former["asked"] == asked:  # else the user has chosen for this number of ranks
+        if former is not None and former["asked"] == asked:  # else the user has set it for this number of ranks
             self.record = former
 
     @property
@@ -56,7 +56,7 @@ class GlobalBatch:
 
     def _read(self, path: Path) -> dict[str, Any] | None:
         if not path.exists() or not any(path.parent.glob("*.pth")):
-            return None  # without a checkpoint to go on from it may be of another job
+            return None  # without a checkpoint it may be of another job
         try:
             record = json.loads(path.read_text())
             record = {"world_size": int(record["world_size"]), "asked": list(record["asked"])}

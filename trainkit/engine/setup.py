@@ -88,7 +88,7 @@ Examples:
         allow_abbrev=False,  # --res is a typing error, not --resume
     )
     parser.add_argument("--config-file", default="", metavar="FILE", help="a YAML file with changes to the defaults")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in OUTPUT_DIR, if any")
+    parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint in OUTPUT_DIR, if any")
     parser.add_argument(
         "--fork",
         default="",

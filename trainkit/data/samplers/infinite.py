@@ -52,7 +52,7 @@ class InfiniteSampler(Sampler[int], ABC):
         """The dataset indices of one epoch over all ranks, in order, int64 ``[N]``."""
 
     def set_position(self, num_samples: int) -> None:
-        """Let the next ``iter()`` start after the first ``num_samples`` >= 0 of the stream, counted over all ranks."""
+        """Start the next ``iter()`` after the first ``num_samples`` >= 0 of the stream, counted over all ranks."""
         if num_samples < 0:
             raise ValueError(f"num_samples must be >= 0 samples of the global stream, got {num_samples}")
         self.start = num_samples
@@ -95,7 +95,7 @@ class InfiniteSampler(Sampler[int], ABC):
 
 
 def check_seed(seed: int) -> int:
-    """The seed as an int; a TypeError if it is no integer, a ValueError if it is negative."""
+    """The seed as an int; a TypeError if it is not an integer, a ValueError if it is negative."""
     seed = operator.index(seed)
     if seed < 0:
         raise ValueError(f"seed must be None (drawn at random) or >= 0, got {seed}; turn a config's SEED -1 into None")
