@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Write the reference of all config keys, which is made of the comments in ``trainkit/config/defaults.py``.
+"""Write the reference of all config keys from the comments in ``trainkit/config/defaults.py``.
 
 ::
 
@@ -22,17 +22,17 @@ from trainkit.config.lengths import LENGTH_KEYS
 INTRODUCTION = """\
 # Config reference
 
-Every key with its default, from `trainkit/config/defaults.py` by `tools/config_reference.py`. A config is a YAML file
-with some of these keys; options after a command override it:
+This page lists every key with its default. `tools/config_reference.py` writes it from `trainkit/config/defaults.py`. A
+config is a YAML file with some of these keys. Options after a command override it:
 
 ```sh
 python tools/train_net.py --config-file projects/digits/config.yaml SOLVER.BASE_LR 0.05 SOLVER.MAX_ITER 20ep
 ```
 
 - Keys marked with * take iterations (`500`) or epochs (`3ep`, `0.5ep`).
-- `_BASE_: other.yaml` starts with another file; in a node, `_DELETE_: True` replaces what the base has there.
-- A key that does not exist, or a value of a wrong type, is an error that names what is accepted. `MODEL`, `INPUT` and
-  `SOLVER.OPTIMIZER` take keys of your own as well; one that looks like another key there draws a warning.
+- `_BASE_: other.yaml` loads another file first. A node with `_DELETE_: True` replaces the one of that file.
+- A key that does not exist, or a value of the wrong type, is an error that says what is accepted. `MODEL`, `INPUT` and
+  `SOLVER.OPTIMIZER` accept keys of your own too; you get a warning for a key there that looks like an existing one.
 """
 
 _SECTION = r"# -{5,} (?P<section>.+)"
@@ -41,12 +41,12 @@ _LINE = re.compile(rf"^(?:{_SECTION}|{_KEY})$", re.MULTILINE)
 
 
 def describe_keys() -> Iterator[tuple[str, str, Any, str]]:
-    """Section, key, default (a node for those above other keys), and the comment, in the order of the file."""
+    """Section, key, default (a node if it holds other keys) and comment of each key, in the order of the file."""
     cfg, section = get_cfg(), "general"
     found: dict[str, tuple[str, str]] = {}
     for line in _LINE.finditer(inspect.getsource(defaults)):
         section = line["section"] or section
-        if line["key"]:  # maybe once more: a first default of another type says that this is accepted too
+        if line["key"]:  # a key may come twice: its first default has another type, which is accepted too
             found[line["key"]] = section, line["text"] or ""
     for key, (section, text) in found.items():
         yield section, key, reduce(lambda node, name: node[name], key.split("."), cfg), text
@@ -62,11 +62,11 @@ def main() -> None:
             if text
         ]
         print(f"\n## {section.capitalize()}\n")
-        print(tabulate(rows, ["key", "default", ""], tablefmt="pipe"))
+        print(tabulate(rows, ["key", "default", "what it does"], tablefmt="pipe"))
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line, which has no options of its own."""
+    """Parse the command line, which has only ``--help``."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

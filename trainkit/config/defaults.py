@@ -6,186 +6,186 @@ Keys in ``trainkit.config.lengths.LENGTH_KEYS`` take iterations (``500``) or epo
 from trainkit.config.config import CfgNode as CN
 
 _C = CN()
-_C.VERSION = 1  # of this set of keys
-_C.OUTPUT_DIR = "./output"  # the folder of the run; a new run moves what an earlier one left there into previous_<n>
-_C.SEED = -1  # -1: drawn at random and logged
-_C.IMPORTS = []  # dotted module names, imported when building: where models, datasets and hooks register themselves
-_C.CUDNN_BENCHMARK = False  # let cuDNN try its kernels and take the fastest
-_C.DETERMINISTIC = False  # kernels that give the same bits each time, so that a run on a GPU is resumed exactly; slower
-_C.FLOAT32_PRECISION = ""  # "", "highest", "high" or "medium": torch.set_float32_matmul_precision
-_C.STOP_CHECK_PERIOD = 20  # iterations after which at most all ranks have stopped when one was asked to
-_C.VIS_PERIOD = 0  # for models that draw while they train; nothing else reads it
-_C.FORK = CN()  # the run starts with the state of another one, as --fork says
-_C.FORK.RUN = ""  # the folder of its checkpoints; "": it starts anew
-_C.FORK.ITER = -1  # of the checkpoint, the last iteration that it has done; -1: the newest one
-_C.FORK.CHANGES = []  # [key, value of that run, value of this run], written by --fork
+_C.VERSION = 1  # The version of this set of keys.
+_C.OUTPUT_DIR = "./output"  # The folder of the run. A new run moves the files of an earlier run there to previous_<n>.
+_C.SEED = -1  # The seed of all random numbers. -1: draw one and log it.
+_C.IMPORTS = []  # Modules (dotted names) that register models, datasets or hooks; imported before the job is built.
+_C.CUDNN_BENCHMARK = False  # True: cuDNN tries its kernels and uses the fastest ones.
+_C.DETERMINISTIC = False  # True: use kernels that always give the same bits, as exact resume on a GPU needs; slower.
+_C.FLOAT32_PRECISION = ""  # For torch.set_float32_matmul_precision: "highest", "high", "medium". "": not called.
+_C.STOP_CHECK_PERIOD = 20  # If one rank is asked to stop, all ranks stop after at most this many iterations.
+_C.VIS_PERIOD = 0  # How often a model draws while it trains. trainkit itself does not use it.
+_C.FORK = CN()  # The run starts with the state of another run; --fork sets these keys.
+_C.FORK.RUN = ""  # The folder with the checkpoints of the other run. "": no fork.
+_C.FORK.ITER = -1  # The last iteration that the checkpoint has done. -1: the newest checkpoint.
+_C.FORK.CHANGES = []  # [key, value in the other run, value in this run], written by --fork.
 
 # ---------------------------------------------------------------------------- model
-_C.MODEL = CN(new_allowed=True)  # a model's own keys go beside these
-_C.MODEL.NAME = ""  # in MODEL_REGISTRY
-_C.MODEL.DEVICE = "auto"  # CUDA, then MPS, then CPU; or a torch device such as "cuda:1"
-_C.MODEL.WEIGHTS = ""  # a checkpoint file; only its model is loaded, unless a run is resumed
-_C.MODEL.CHANNELS_LAST = False  # the memory format of weights of convolutions, which are faster with it on GPUs
-_C.MODEL.ACTIVATION_CHECKPOINT = CN()  # saves memory: what blocks compute is computed again in the backward pass
-_C.MODEL.ACTIVATION_CHECKPOINT.BLOCKS = []  # class names of these blocks, such as ["Block"]; []: none
-_C.MODEL.ACTIVATION_CHECKPOINT.KEEP = []  # operations whose results are kept all the same, such as ["mm", "addmm"]
-_C.MODEL.COMPILE = CN()  # torch.compile; --eval-only runs the model as it is
-_C.MODEL.COMPILE.ENABLED = False  # compile the model
-_C.MODEL.COMPILE.BACKEND = "inductor"  # of torch.compile
-_C.MODEL.COMPILE.MODE = "default"  # "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
-_C.MODEL.COMPILE.FULLGRAPH = False  # True: an error where a part of the model cannot be compiled
-_C.MODEL.COMPILE.DYNAMIC = None  # so that it takes None
-_C.MODEL.COMPILE.DYNAMIC = False  # kernels for shapes that vary; None: for those that have varied so far
-_C.MODEL.PARALLEL = "ddp"  # or "fsdp": each of several processes holds a part of the model
-_C.MODEL.FSDP = CN()  # fully_shard of torch
-_C.MODEL.FSDP.BLOCKS = []  # class names of what is gathered together, such as ["Block"]; []: what ModuleLists hold
-_C.MODEL.FSDP.MESH = []  # [replicate, shard]: groups of ranks that shard the model; []: all ranks are one
-_C.MODEL.FSDP.PARAM_DTYPE = ""  # of the computation: "bfloat16", "float16", "float32"; "": that of the parameters
-_C.MODEL.FSDP.REDUCE_DTYPE = ""  # in which gradients are averaged; "": that of the computation
-_C.MODEL.FSDP.RESHARD_AFTER_FORWARD = True  # False: more memory, less traffic
-_C.MODEL.FSDP.META_INIT = False  # only rank 0 builds the weights, in host memory, and the others take theirs from it
-_C.MODEL.DDP = CN()  # DistributedDataParallel, with several processes
-_C.MODEL.DDP.BROADCAST_BUFFERS = False  # give all ranks the buffers of rank 0 before each forward pass
-_C.MODEL.DDP.FIND_UNUSED_PARAMETERS = False  # parameters may get no gradient; costs a look at the graph in each step
-_C.MODEL.DDP.GRADIENT_AS_BUCKET_VIEW = False  # saves memory as large as the gradients
-_C.MODEL.DDP.STATIC_GRAPH = False  # each step uses the same parameters in the same way
-_C.MODEL.DDP.COMPRESSION = ""  # "fp16" or "bf16": of the gradients that are exchanged; "bf16" needs CUDA and NCCL
+_C.MODEL = CN(new_allowed=True)  # Add the keys of your own model here.
+_C.MODEL.NAME = ""  # The name of the model in MODEL_REGISTRY.
+_C.MODEL.DEVICE = "auto"  # A torch device such as "cuda:1". "auto": CUDA if there is one, else MPS, else the CPU.
+_C.MODEL.WEIGHTS = ""  # A checkpoint to start from; only its model is loaded. A resumed run loads its own instead.
+_C.MODEL.CHANNELS_LAST = False  # True: store convolution weights in torch's channels_last format, faster on GPUs.
+_C.MODEL.ACTIVATION_CHECKPOINT = CN()  # Saves memory: the backward pass computes the outputs of some blocks again.
+_C.MODEL.ACTIVATION_CHECKPOINT.BLOCKS = []  # The class names of these blocks, such as ["Block"]. []: none.
+_C.MODEL.ACTIVATION_CHECKPOINT.KEEP = []  # Operations whose results are kept anyway, such as ["mm", "addmm"].
+_C.MODEL.COMPILE = CN()  # torch.compile. --eval-only does not compile the model.
+_C.MODEL.COMPILE.ENABLED = False  # True: compile the model.
+_C.MODEL.COMPILE.BACKEND = "inductor"  # The backend of torch.compile.
+_C.MODEL.COMPILE.MODE = "default"  # Or "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs".
+_C.MODEL.COMPILE.FULLGRAPH = False  # True: raise an error if a part of the model cannot be compiled.
+_C.MODEL.COMPILE.DYNAMIC = None  # This first default makes None acceptable.
+_C.MODEL.COMPILE.DYNAMIC = False  # True: kernels for shapes that vary. None: for shapes that have varied so far.
+_C.MODEL.PARALLEL = "ddp"  # With several processes: "ddp", or "fsdp", where each process holds a part of the model.
+_C.MODEL.FSDP = CN()  # torch's fully_shard.
+_C.MODEL.FSDP.BLOCKS = []  # Class names of modules to gather as a unit, such as ["Block"]. []: items of ModuleLists.
+_C.MODEL.FSDP.MESH = []  # [replicate, shard]: groups of ranks that shard the model. []: all ranks are one group.
+_C.MODEL.FSDP.PARAM_DTYPE = ""  # The dtype of the computation: "bfloat16", "float16", "float32". "": as the parameters.
+_C.MODEL.FSDP.REDUCE_DTYPE = ""  # The dtype in which gradients are averaged. "": as the computation.
+_C.MODEL.FSDP.RESHARD_AFTER_FORWARD = True  # False: needs more memory, but exchanges less data.
+_C.MODEL.FSDP.META_INIT = False  # True: only rank 0 builds the weights, in host memory, and sends them to the others.
+_C.MODEL.DDP = CN()  # torch's DistributedDataParallel, used with several processes.
+_C.MODEL.DDP.BROADCAST_BUFFERS = False  # True: before each forward pass, all ranks get the buffers of rank 0.
+_C.MODEL.DDP.FIND_UNUSED_PARAMETERS = False  # True: parameters may get no gradient; each step searches the graph.
+_C.MODEL.DDP.GRADIENT_AS_BUCKET_VIEW = False  # True: saves as much memory as the gradients take.
+_C.MODEL.DDP.STATIC_GRAPH = False  # True: each step uses the same parameters in the same way.
+_C.MODEL.DDP.COMPRESSION = ""  # Exchange gradients as "fp16" or as "bf16" (needs CUDA and NCCL). "": uncompressed.
 
 # ---------------------------------------------------------------------------- data
 _C.INPUT = CN(new_allowed=True)
-_C.INPUT.TRAIN_TRANSFORM = ""  # in TRANSFORM_REGISTRY; "": samples as they are
-_C.INPUT.TEST_TRANSFORM = ""  # likewise, of the samples of VAL and TEST
+_C.INPUT.TRAIN_TRANSFORM = ""  # The transform of training samples, a name in TRANSFORM_REGISTRY. "": none.
+_C.INPUT.TEST_TRANSFORM = ""  # The transform of samples of DATASETS.VAL and DATASETS.TEST. "": none.
 
 _C.DATASETS = CN()
-_C.DATASETS.TRAIN = ()  # names in DatasetCatalog; several are concatenated
-_C.DATASETS.VAL = ()  # evaluated every TEST.EVAL_PERIOD; feeds best checkpoint and early stopping; (): TEST
-_C.DATASETS.TEST = ()  # evaluated at the end and by --eval-only
+_C.DATASETS.TRAIN = ()  # Names of training datasets in DatasetCatalog. Several are concatenated.
+_C.DATASETS.VAL = ()  # Evaluated every TEST.EVAL_PERIOD; decides the best checkpoint and early stopping. (): TEST.
+_C.DATASETS.TEST = ()  # Evaluated at the end and by --eval-only.
 
 _C.DATALOADER = CN()
-_C.DATALOADER.NUM_WORKERS = 4  # processes per rank that load samples; 0: the process of the rank does
-_C.DATALOADER.TIMEOUT = 600.0  # seconds that a worker may take for the batch that is waited for; 0: for ever
-_C.DATALOADER.PREFETCH_FACTOR = 2  # batches that each worker loads ahead
-_C.DATALOADER.PERSISTENT_WORKERS = False  # keep workers from one pass over the data to the next
-_C.DATALOADER.COLLATE = "default"  # "default": torch's default_collate; "list": a batch is the list of its samples
-_C.DATALOADER.SAMPLER_TRAIN = "TrainingSampler"  # RandomSubsetTrainingSampler, RepeatFactorTrainingSampler
-_C.DATALOADER.RANDOM_SUBSET_RATIO = 1.0  # RandomSubsetTrainingSampler: the part of the dataset
-_C.DATALOADER.REPEAT_THRESHOLD = 0.0  # RepeatFactorTrainingSampler: rarer categories than this part are repeated
-_C.DATALOADER.REPEAT_SQRT = True  # RepeatFactorTrainingSampler: by the square root of how much rarer
-_C.DATALOADER.SKIP = []  # [[100, 120]]: leave out the batches of iterations 100 to 119, counted from 0
-_C.DATALOADER.SKIP_MODE = "shift"  # the batches after them follow; "consume": iterations 100 to 119 make no step
+_C.DATALOADER.NUM_WORKERS = 4  # Processes per rank that load samples. 0: the process of the rank loads them.
+_C.DATALOADER.TIMEOUT = 600.0  # If a worker delivers no batch for this many seconds, the run fails. 0: wait for ever.
+_C.DATALOADER.PREFETCH_FACTOR = 2  # The number of batches that each worker loads ahead.
+_C.DATALOADER.PERSISTENT_WORKERS = False  # True: keep the workers after each pass over the data for the next one.
+_C.DATALOADER.COLLATE = "default"  # "default": torch's default_collate makes a batch. "list": it is a list of samples.
+_C.DATALOADER.SAMPLER_TRAIN = "TrainingSampler"  # Or "RandomSubsetTrainingSampler", "RepeatFactorTrainingSampler".
+_C.DATALOADER.RANDOM_SUBSET_RATIO = 1.0  # RandomSubsetTrainingSampler: the fraction of the dataset that is used.
+_C.DATALOADER.REPEAT_THRESHOLD = 0.0  # RepeatFactorTrainingSampler: repeat categories rarer than this fraction.
+_C.DATALOADER.REPEAT_SQRT = True  # RepeatFactorTrainingSampler: repeat by the square root of how much rarer they are.
+_C.DATALOADER.SKIP = []  # [[100, 120]]: leave out the batches of iterations 100 to 119, counted from 0.
+_C.DATALOADER.SKIP_MODE = "shift"  # The next batches follow. "consume": iterations 100 to 119 make no step.
 
 # ---------------------------------------------------------------------------- optimization
 _C.SOLVER = CN()
-_C.SOLVER.OPTIMIZER = CN(new_allowed=True)  # constructor arguments in upper case; they win over the keys of SOLVER
-_C.SOLVER.OPTIMIZER.NAME = "SGD"  # a class of torch.optim, or in OPTIMIZER_REGISTRY
-_C.SOLVER.MAX_ITER = 40000  # length of the run; an iteration is an update
-_C.SOLVER.IMS_PER_BATCH = 16  # samples per micro-batch over all ranks
-_C.SOLVER.ACCUMULATION_STEPS = 1  # micro-batches per iteration
-_C.SOLVER.REFERENCE_WORLD_SIZE = 0  # see DefaultTrainer.auto_scale_workers
-_C.SOLVER.REFERENCE_BATCH_SIZE = 0  # samples per iteration for which BASE_LR is meant; 0: for those there are
-_C.SOLVER.BASE_LR = 0.001  # learning rate after the warm-up, without factors
-_C.SOLVER.BASE_LR_END = 0.0  # WarmupCosineLR: learning rate at the end
-_C.SOLVER.MOMENTUM = 0.9  # of SGD, LARS, RMSprop, ...; where the optimizer takes none, another value is an error
-_C.SOLVER.NESTEROV = False  # likewise
-_C.SOLVER.WEIGHT_DECAY = 0.0001  # likewise; of weights
-_C.SOLVER.WEIGHT_DECAY_NORM = 0.0  # of the parameters of normalization layers
-_C.SOLVER.WEIGHT_DECAY_BIAS = None  # None: WEIGHT_DECAY
-_C.SOLVER.BIAS_LR_FACTOR = 1.0  # on the learning rate of biases
-_C.SOLVER.PARAM_GROUPS = CN()  # factors on the rates above; those that apply to a parameter are multiplied
-_C.SOLVER.PARAM_GROUPS.BUILDER = ""  # a function in PARAM_GROUP_REGISTRY, instead of all that follows
-_C.SOLVER.PARAM_GROUPS.NORM_LR_FACTOR = None  # of NORM, BIAS, ... the first that is given and describes a parameter
-_C.SOLVER.PARAM_GROUPS.NORM_DECAY_FACTOR = None  # multiplies WEIGHT_DECAY_NORM
-_C.SOLVER.PARAM_GROUPS.BIAS_LR_FACTOR = None  # multiplies SOLVER.BIAS_LR_FACTOR; not of norm layers
-_C.SOLVER.PARAM_GROUPS.BIAS_DECAY_FACTOR = None  # multiplies WEIGHT_DECAY_BIAS
-_C.SOLVER.PARAM_GROUPS.DWCONV_LR_FACTOR = None  # of convolutions with as many groups as channels
-_C.SOLVER.PARAM_GROUPS.DWCONV_DECAY_FACTOR = None  # likewise
-_C.SOLVER.PARAM_GROUPS.EMBEDDING_LR_FACTOR = None  # of nn.Embedding and nn.EmbeddingBag
-_C.SOLVER.PARAM_GROUPS.EMBEDDING_DECAY_FACTOR = None  # likewise
-_C.SOLVER.PARAM_GROUPS.FLAT_LR_FACTOR = None  # of parameters with one dimension
-_C.SOLVER.PARAM_GROUPS.FLAT_DECAY_FACTOR = None  # likewise
+_C.SOLVER.OPTIMIZER = CN(new_allowed=True)  # Other keys: constructor arguments in upper case. They win over SOLVER.
+_C.SOLVER.OPTIMIZER.NAME = "SGD"  # A class of torch.optim, or a name in OPTIMIZER_REGISTRY.
+_C.SOLVER.MAX_ITER = 40000  # The length of the run. An iteration is one update.
+_C.SOLVER.IMS_PER_BATCH = 16  # Samples per micro-batch, over all ranks.
+_C.SOLVER.ACCUMULATION_STEPS = 1  # Micro-batches per iteration.
+_C.SOLVER.REFERENCE_WORLD_SIZE = 0  # The number of ranks this config is for, see DefaultTrainer.auto_scale_workers.
+_C.SOLVER.REFERENCE_BATCH_SIZE = 0  # BASE_LR is meant for this many samples per iteration and is scaled. 0: not scaled.
+_C.SOLVER.BASE_LR = 0.001  # The learning rate after the warm-up, before any factors.
+_C.SOLVER.BASE_LR_END = 0.0  # WarmupCosineLR: the learning rate at the end.
+_C.SOLVER.MOMENTUM = 0.9  # For SGD, LARS, RMSprop, ... An error if you change it and the optimizer does not take it.
+_C.SOLVER.NESTEROV = False  # Nesterov momentum. An error if you change it and the optimizer does not take it.
+_C.SOLVER.WEIGHT_DECAY = 0.0001  # The weight decay. An error if you change it and the optimizer does not take it.
+_C.SOLVER.WEIGHT_DECAY_NORM = 0.0  # The weight decay of parameters of normalization layers.
+_C.SOLVER.WEIGHT_DECAY_BIAS = None  # The weight decay of biases. None: WEIGHT_DECAY.
+_C.SOLVER.BIAS_LR_FACTOR = 1.0  # Multiplies the learning rate of biases.
+_C.SOLVER.PARAM_GROUPS = CN()  # Factors on the rates above. All factors that apply to a parameter are multiplied.
+_C.SOLVER.PARAM_GROUPS.BUILDER = ""  # A function in PARAM_GROUP_REGISTRY that replaces all of the following keys.
+_C.SOLVER.PARAM_GROUPS.NORM_LR_FACTOR = None  # The first of NORM, BIAS, ..., FLAT that fits a parameter counts.
+_C.SOLVER.PARAM_GROUPS.NORM_DECAY_FACTOR = None  # Multiplies WEIGHT_DECAY_NORM.
+_C.SOLVER.PARAM_GROUPS.BIAS_LR_FACTOR = None  # Multiplies SOLVER.BIAS_LR_FACTOR, but not in normalization layers.
+_C.SOLVER.PARAM_GROUPS.BIAS_DECAY_FACTOR = None  # Multiplies WEIGHT_DECAY_BIAS.
+_C.SOLVER.PARAM_GROUPS.DWCONV_LR_FACTOR = None  # For convolutions with as many groups as input channels.
+_C.SOLVER.PARAM_GROUPS.DWCONV_DECAY_FACTOR = None  # For the same convolutions.
+_C.SOLVER.PARAM_GROUPS.EMBEDDING_LR_FACTOR = None  # For nn.Embedding and nn.EmbeddingBag.
+_C.SOLVER.PARAM_GROUPS.EMBEDDING_DECAY_FACTOR = None  # For nn.Embedding and nn.EmbeddingBag.
+_C.SOLVER.PARAM_GROUPS.FLAT_LR_FACTOR = None  # For parameters with one dimension.
+_C.SOLVER.PARAM_GROUPS.FLAT_DECAY_FACTOR = None  # For parameters with one dimension.
 _C.SOLVER.PARAM_GROUPS.CUSTOM_KEYS = []  # [{KEY: part of names, LR_FACTOR: 0.1, DECAY_FACTOR: 0.0, LARS_EXCLUDE: True}]
-_C.SOLVER.PARAM_GROUPS.KEY_MATCH = "longest"  # or "shortest", or "exact" for whole names
-_C.SOLVER.PARAM_GROUPS.CUSTOM_KEYS_ONLY = False  # a custom key switches all other factors off for its parameters
-_C.SOLVER.PARAM_GROUPS.LAYER_DECAY = CN()  # see trainkit.solver.build_layer_decay
-_C.SOLVER.PARAM_GROUPS.LAYER_DECAY.RATE = 1.0  # 1: off
-_C.SOLVER.PARAM_GROUPS.LAYER_DECAY.SCHEME = ""  # "vit", "swin", "convnext", ..., "model", or a function's dotted name
-_C.SOLVER.PARAM_GROUPS.LAYER_DECAY.NUM_LAYERS = 0  # "vit", "beit", "mae": blocks; "convnext": 6 or 12
-_C.SOLVER.PARAM_GROUPS.LAYER_DECAY.DEPTHS = ()  # "swin", "mixmim": blocks of each stage
-_C.SOLVER.PARAM_GROUPS.LAYER_DECAY.PREFIX = None  # of the backbone's names; None: "backbone." if there is one
-_C.SOLVER.SCHEDULES = []  # {NAME: Linear, END: 500} and so on, see trainkit.solver.build_schedule; []: the keys below
-_C.SOLVER.LR_SCHEDULER_NAME = "WarmupMultiStepLR"  # WarmupCosineLR, WarmupStepWithFixedGammaLR
-_C.SOLVER.GAMMA = 0.1  # the factor at each of STEPS
-_C.SOLVER.STEPS = (30000,)  # where the rate falls
-_C.SOLVER.NUM_DECAYS = 3  # WarmupStepWithFixedGammaLR: how often the rate falls
-_C.SOLVER.WARMUP_FACTOR = 1.0 / 1000  # on the learning rate at the start
-_C.SOLVER.WARMUP_ITERS = 1000  # length of the warm-up
-_C.SOLVER.WARMUP_METHOD = "linear"  # "constant", "exponential"
-_C.SOLVER.RESCALE_INTERVAL = False  # True: the schedule starts after the warm-up; False: both start together
-_C.SOLVER.CHECKPOINT_PERIOD = 5000  # from save to save; 0: only at the end
-_C.SOLVER.ZERO_GRAD_BEFORE_FORWARD = False  # zero the gradients before the forward pass rather than after it
+_C.SOLVER.PARAM_GROUPS.KEY_MATCH = "longest"  # Which matching key counts: "longest", "shortest". "exact": whole names.
+_C.SOLVER.PARAM_GROUPS.CUSTOM_KEYS_ONLY = False  # True: no other factors apply to parameters with a custom key.
+_C.SOLVER.PARAM_GROUPS.LAYER_DECAY = CN()  # Earlier layers learn more slowly, see trainkit.solver.build_layer_decay.
+_C.SOLVER.PARAM_GROUPS.LAYER_DECAY.RATE = 1.0  # The factor from one layer to the layer before it. 1: off.
+_C.SOLVER.PARAM_GROUPS.LAYER_DECAY.SCHEME = ""  # "vit", "swin", "convnext", ..., "model", or a function's dotted name.
+_C.SOLVER.PARAM_GROUPS.LAYER_DECAY.NUM_LAYERS = 0  # "vit", "beit", "mae": number of blocks. "convnext": 6 or 12.
+_C.SOLVER.PARAM_GROUPS.LAYER_DECAY.DEPTHS = ()  # "swin", "mixmim": the number of blocks in each stage.
+_C.SOLVER.PARAM_GROUPS.LAYER_DECAY.PREFIX = None  # The backbone's name prefix. None: "backbone." if there is one.
+_C.SOLVER.SCHEDULES = []  # [{NAME: Linear, END: 500}, ...], see trainkit.solver.build_schedule. []: use the keys below.
+_C.SOLVER.LR_SCHEDULER_NAME = "WarmupMultiStepLR"  # Or "WarmupCosineLR", "WarmupStepWithFixedGammaLR".
+_C.SOLVER.GAMMA = 0.1  # The learning rate is multiplied by this factor at each of STEPS.
+_C.SOLVER.STEPS = (30000,)  # The iterations at which the learning rate falls.
+_C.SOLVER.NUM_DECAYS = 3  # WarmupStepWithFixedGammaLR: how often the learning rate falls.
+_C.SOLVER.WARMUP_FACTOR = 1.0 / 1000  # The warm-up starts at BASE_LR times this factor.
+_C.SOLVER.WARMUP_ITERS = 1000  # The length of the warm-up.
+_C.SOLVER.WARMUP_METHOD = "linear"  # Or "constant", "exponential".
+_C.SOLVER.RESCALE_INTERVAL = False  # True: the schedule starts after the warm-up. False: both start together.
+_C.SOLVER.CHECKPOINT_PERIOD = 5000  # How often a checkpoint is saved. 0: only at the end.
+_C.SOLVER.ZERO_GRAD_BEFORE_FORWARD = False  # True: zero the gradients before the forward pass, not after it.
 _C.SOLVER.CLIP_GRADIENTS = CN()
-_C.SOLVER.CLIP_GRADIENTS.ENABLED = False  # clip gradients before each update
-_C.SOLVER.CLIP_GRADIENTS.CLIP_TYPE = "value"  # "value" and "norm": each parameter; "full_model": the norm of all
-_C.SOLVER.CLIP_GRADIENTS.CLIP_VALUE = 1.0  # the largest value, or norm
-_C.SOLVER.CLIP_GRADIENTS.NORM_TYPE = 2.0  # also of the norm that is stored as grad_norm, whatever CLIP_TYPE
+_C.SOLVER.CLIP_GRADIENTS.ENABLED = False  # True: clip gradients before each update.
+_C.SOLVER.CLIP_GRADIENTS.CLIP_TYPE = "value"  # "value", "norm": clip each parameter. "full_model": clip the total norm.
+_C.SOLVER.CLIP_GRADIENTS.CLIP_VALUE = 1.0  # The largest value, or the largest norm.
+_C.SOLVER.CLIP_GRADIENTS.NORM_TYPE = 2.0  # The order of the norm, also of the stored grad_norm, with every CLIP_TYPE.
 _C.SOLVER.NON_FINITE = CN()
-_C.SOLVER.NON_FINITE.POLICY = "raise"  # a loss or gradient that is not finite: end the run; "skip" the update; "ignore"
-_C.SOLVER.NON_FINITE.MAX_IN_ROW = 25  # skipped updates in a row that end the run, also those of float16
+_C.SOLVER.NON_FINITE.POLICY = "raise"  # For NaN or inf in losses or gradients: "raise", "skip" the update, or "ignore".
+_C.SOLVER.NON_FINITE.MAX_IN_ROW = 25  # The run ends after this many skipped updates in a row, also those of float16.
 _C.SOLVER.GRAPH = CN()
-_C.SOLVER.GRAPH.ENABLED = False  # CUDA: the step recorded and replayed; elsewhere: torch.compile. See GraphTrainer
+_C.SOLVER.GRAPH.ENABLED = False  # True: record the step as a CUDA graph; without CUDA: torch.compile. See GraphTrainer.
 _C.SOLVER.AMP = CN()
-_C.SOLVER.AMP.ENABLED = False  # automatic mixed precision
-_C.SOLVER.AMP.PRECISION = "float16"  # "float16" (with a grad scaler) or "bfloat16" (without)
-_C.SOLVER.AMP.LOSS_SCALE = None  # so that it takes text and numbers
-_C.SOLVER.AMP.LOSS_SCALE = "dynamic"  # for float16; a number: that scale, fixed
-_C.SOLVER.AMP.INIT_SCALE = 65536.0  # with which a dynamic scale starts
+_C.SOLVER.AMP.ENABLED = False  # True: automatic mixed precision.
+_C.SOLVER.AMP.PRECISION = "float16"  # "float16" (with a grad scaler) or "bfloat16" (without).
+_C.SOLVER.AMP.LOSS_SCALE = None  # This first default makes text and numbers acceptable.
+_C.SOLVER.AMP.LOSS_SCALE = "dynamic"  # The loss scale with float16: "dynamic", or a number for a fixed scale.
+_C.SOLVER.AMP.INIT_SCALE = 65536.0  # The first value of a dynamic scale.
 
 # ---------------------------------------------------------------------------- checkpoints, evaluation, logs
 _C.CHECKPOINT = CN()
-_C.CHECKPOINT.DIR = ""  # "": OUTPUT_DIR
-_C.CHECKPOINT.START = 0  # before the first save by SOLVER.CHECKPOINT_PERIOD, if not 0
-_C.CHECKPOINT.SAVE_LAST = True  # model_final
-_C.CHECKPOINT.ASYNC = False  # copy what is saved to host memory, and write it in a thread while training goes on
-_C.CHECKPOINT.MAX_TO_KEEP = None  # None: keep all; model_final and model_best are never rotated away
-_C.CHECKPOINT.BEST_METRIC = None  # such as "classification/top1", or a list of such; None: no best checkpoint
-_C.CHECKPOINT.BEST_MODE = "auto"  # "max", "min"; "auto": by the name of the metric
-_C.CHECKPOINT.PUBLISH = ""  # "model" or "ema": weights of model_final and the best files alone, at the end of the run
+_C.CHECKPOINT.DIR = ""  # The folder for checkpoints. "": OUTPUT_DIR.
+_C.CHECKPOINT.START = 0  # If not 0, the first periodic checkpoint is saved after this many iterations.
+_C.CHECKPOINT.SAVE_LAST = True  # True: save model_final at the end of the run.
+_C.CHECKPOINT.ASYNC = False  # True: copy the state to host memory, and write it in a thread while training continues.
+_C.CHECKPOINT.MAX_TO_KEEP = None  # How many periodic files are kept. None: all. model_final and model_best always stay.
+_C.CHECKPOINT.BEST_METRIC = None  # Such as "classification/top1", or a list of names. None: no best checkpoint.
+_C.CHECKPOINT.BEST_MODE = "auto"  # "max" or "min" is better. "auto": the name of the metric decides.
+_C.CHECKPOINT.PUBLISH = ""  # At the end, also save only the "model" or "ema" weights of model_final and the best files.
 
-_C.HOOKS = []  # {NAME: EMAHook, DECAY: 0.999} and so on, see trainkit.engine.hooks.ConfiguredHooks
+_C.HOOKS = []  # [{NAME: EMAHook, DECAY: 0.999}, ...], see trainkit.engine.hooks.ConfiguredHooks.
 
 _C.TEST = CN()
-_C.TEST.EVALUATORS = []  # names in EVALUATOR_REGISTRY, used by DefaultTrainer.build_evaluator
-_C.TEST.IMS_PER_BATCH = 64  # samples per rank
-_C.TEST.PERSISTENT_WORKERS = True  # keep workers from one evaluation by EVAL_PERIOD to the next; False: data change
-_C.TEST.MAX_BATCHES = 0  # evaluate at most so many batches per rank; 0: all
-_C.TEST.EVAL_PERIOD = 0  # 0: only at the end
-_C.TEST.EVAL_START = 0  # the first of these evaluations, if not 0
-_C.TEST.EVAL_AT_START = False  # finds a broken evaluator before hour ten
-_C.TEST.EXPECTED_RESULTS = []  # [[task, metric, value, tolerance], ...]
+_C.TEST.EVALUATORS = []  # Names in EVALUATOR_REGISTRY that DefaultTrainer.build_evaluator uses.
+_C.TEST.IMS_PER_BATCH = 64  # Samples per batch on each rank.
+_C.TEST.PERSISTENT_WORKERS = True  # True: keep workers between periodic evaluations. False: if the data change then.
+_C.TEST.MAX_BATCHES = 0  # Evaluate at most this many batches per rank. 0: all.
+_C.TEST.EVAL_PERIOD = 0  # How often the model is evaluated during training. 0: only at the end.
+_C.TEST.EVAL_START = 0  # If not 0, the first periodic evaluation comes after this many iterations.
+_C.TEST.EVAL_AT_START = False  # True: also evaluate before training, which finds a broken evaluator early.
+_C.TEST.EXPECTED_RESULTS = []  # [[task, metric, value, tolerance], ...]: the final results are checked against these.
 _C.TEST.PRECISE_BN = CN()
-_C.TEST.PRECISE_BN.ENABLED = False  # compute the statistics of batch norms anew before each evaluation
-_C.TEST.PRECISE_BN.NUM_ITER = 200  # batches that are used for that
+_C.TEST.PRECISE_BN.ENABLED = False  # True: compute the statistics of batch norm layers again before each evaluation.
+_C.TEST.PRECISE_BN.NUM_ITER = 200  # The number of batches for these statistics.
 
 _C.EARLY_STOPPING = CN()
-_C.EARLY_STOPPING.METRIC = ""  # such as "classification/top1"; "": no early stopping
-_C.EARLY_STOPPING.MODE = "auto"  # as CHECKPOINT.BEST_MODE
-_C.EARLY_STOPPING.PATIENCE = 3  # evaluations without an improvement of more than MIN_DELTA
-_C.EARLY_STOPPING.MIN_DELTA = 0.0  # what is less counts as no improvement
-_C.EARLY_STOPPING.THRESHOLD = None  # a number: stop as well when METRIC is better than it
+_C.EARLY_STOPPING.METRIC = ""  # Such as "classification/top1". "": no early stopping.
+_C.EARLY_STOPPING.MODE = "auto"  # "max" or "min" is better. "auto": the name of the metric decides.
+_C.EARLY_STOPPING.PATIENCE = 3  # Stop after this many evaluations without an improvement of more than MIN_DELTA.
+_C.EARLY_STOPPING.MIN_DELTA = 0.0  # A smaller improvement does not count.
+_C.EARLY_STOPPING.THRESHOLD = None  # A number: also stop as soon as METRIC is better than it.
 
 _C.LOG = CN()
-_C.LOG.PERIOD = 20  # iterations from one call of the writers to the next
-_C.LOG.WINDOW = 20  # iterations that are smoothed by their median
-_C.LOG.GATHER_PERIOD = 1  # store the losses every so many iterations; 1: several ranks exchange them per PERIOD
-_C.LOG.ASYNC = None  # on an accelerator, store metrics in a worker thread; None: yes
-_C.LOG.WRITERS = ["console", "json", "tensorboard"]  # those that show the scalars
-_C.LOG.LEVEL = "INFO"  # the terminal shows lines from this level on: DEBUG, INFO, WARNING or ERROR; log.txt has all
-_C.LOG.PROGRESS = True  # bars instead of lines where the output is a terminal or a notebook
-_C.LOG.EVAL_AXIS = "iter"  # or "epoch": over what writers show the results of evaluations
+_C.LOG.PERIOD = 20  # The number of iterations from one call of the writers to the next.
+_C.LOG.WINDOW = 20  # A loss is shown as its median over this many iterations.
+_C.LOG.GATHER_PERIOD = 1  # Store losses every so many iterations. 1: all; several ranks exchange them per PERIOD.
+_C.LOG.ASYNC = None  # True: store metrics in a worker thread if the model is on an accelerator. None: True.
+_C.LOG.WRITERS = ["console", "json", "tensorboard"]  # The writers of scalars: also "csv", "wandb".
+_C.LOG.LEVEL = "INFO"  # The terminal shows lines from this level on: DEBUG, INFO, WARNING or ERROR. log.txt has all.
+_C.LOG.PROGRESS = True  # True: show progress bars instead of log lines in a terminal or notebook.
+_C.LOG.EVAL_AXIS = "iter"  # Writers show evaluation results over "iter" or "epoch".
 
 
 def get_cfg() -> CN:
-    """A fresh copy of the defaults, free to be changed."""
+    """A new copy of the defaults, which you may change."""
     return _C.clone()
 
 
@@ -194,6 +194,6 @@ global_cfg = CN()
 
 
 def set_global_cfg(cfg: CN) -> None:
-    """Give ``global_cfg`` the keys of ``cfg``, instead of those it has."""
+    """Replace the content of ``global_cfg`` by the keys of ``cfg``."""
     global_cfg.clear()
     global_cfg.update(cfg)
