@@ -1,1 +1,1 @@
-"""Users of trainkit's public API; each folder is a job of its own."""
+"""Example jobs; each folder is one job that uses trainkit's public API."""

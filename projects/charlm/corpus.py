@@ -22,10 +22,10 @@ logger = logging.getLogger("trainkit.projects.charlm")
 UNKNOWN = 0  # the token of every character that is not in the vocabulary
 VOCABULARY = "\N{REPLACEMENT CHARACTER}\n" + "".join(map(chr, range(32, 127)))  # a token is an index into it
 
-_TOKEN_OF_CODE = np.full(128, UNKNOWN, np.uint8)  # what is beyond ASCII counts as 127, which is in no vocabulary
+_TOKEN_OF_CODE = np.full(128, UNKNOWN, np.uint8)  # characters beyond ASCII count as 127, which is not in the vocabulary
 _TOKEN_OF_CODE[[ord(character) for character in VOCABULARY[1:]]] = np.arange(1, len(VOCABULARY))
 
-# tests, what others have installed, programs, and tables rather than code
+# tests, installed packages, programs, and tables instead of code
 _LEFT_OUT = {"__pycache__", "dist-packages", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data"}
 _LEFT_OUT |= {"site-packages", "test", "tests", "turtledemo"}
 _HELD_OUT = {"val": range(26), "test": range(26, 52)}  # of 256, so about a tenth of the files each
@@ -41,7 +41,7 @@ def decode(tokens: Iterable[int]) -> str:
 
 
 def split_of(path: str) -> str:
-    """ "train", "val" or "test", by a hash of a file's path below the library, with "/" between its parts."""
+    """ "train", "val" or "test", from a hash of a file's path in the library, with "/" between its parts."""
     draw = hashlib.sha256(path.encode()).digest()[0]
     return next((split for split, draws in _HELD_OUT.items() if draw in draws), "train")
 
@@ -81,7 +81,7 @@ def _paths(root: Path) -> Iterator[str]:
 
 @cache
 def python_corpus() -> Corpus:
-    """The library of the Python that runs this; read once, and named in the log."""
+    """The library of the running Python; it is read once, and the log names it."""
     corpus = read_corpus(sysconfig.get_path("stdlib"))
     logger.info(
         "Corpus: the standard library of Python %s, %d files, %s characters, SHA-256 %s",
@@ -95,7 +95,7 @@ def python_corpus() -> Corpus:
 
 @HOOK_REGISTRY.register()
 class SameCorpus(HookBase):
-    """A run goes on with the corpus that it started with, or not at all."""
+    """Refuses to resume a run with another corpus than the one that it started with."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"python": platform.python_version(), "digest": python_corpus().digest}
@@ -103,7 +103,7 @@ class SameCorpus(HookBase):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """
         Raises:
-            ConfigError: the library is another one.
+            ConfigError: the library is different.
         """
         here = self.state_dict()
         if state_dict["digest"] != here["digest"]:

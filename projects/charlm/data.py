@@ -16,14 +16,14 @@ NUM_EVALUATED = 1_000  # windows of the texts for validation and testing
 class TextWindows(Dataset[dict[str, Any]]):
     """Windows of a text, at equal distances from its start to its end.
 
-    A sample is a dict with ``tokens``, int64 ``[WINDOW]``, and ``targets``, which are the same one character later.
+    A sample is a dict with ``tokens``, int64 ``[WINDOW]``, and ``targets``, the same text shifted by one character.
 
     Args:
         tokens: of the text, uint8 ``[length]``.
-        num_windows: default is as many as there are without an overlap.
+        num_windows: default is the largest number without an overlap.
 
     Raises:
-        ValueError: there are fewer than ``num_windows`` without an overlap.
+        ValueError: ``num_windows`` is larger than that.
     """
 
     def __init__(self, tokens: np.ndarray, num_windows: int | None = None) -> None:
@@ -38,8 +38,8 @@ class TextWindows(Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < len(self):
             raise IndexError(f"there are {len(self)} windows, got index {index}")
-        begin = index * len(self._tokens) // len(self)
-        window = torch.from_numpy(self._tokens[begin : begin + WINDOW + 1].astype(np.int64))
+        start = index * len(self._tokens) // len(self)
+        window = torch.from_numpy(self._tokens[start : start + WINDOW + 1].astype(np.int64))
         return {"tokens": window[:-1], "targets": window[1:]}
 
 

@@ -16,9 +16,9 @@ _LONGEST_WAVE = 1000.0  # of the positions, as a multiple of the shortest
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward network, each after a norm and added to what came in.
+    """Causal self-attention and a feed-forward network, each with a norm before it and a residual connection.
 
-    Both start as zero, so that the block starts as the identity.
+    The last weights of both start as zero, so the block starts as the identity.
     """
 
     def __init__(self, width: int, num_heads: int) -> None:
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 def _rotate(x: Tensor, waves: Tensor) -> Tensor:
-    """Tell queries and keys ``[N, heads, T, dim]`` their positions (RoPE, arXiv:2104.09864)."""
+    """Rotate queries or keys ``[N, heads, T, dim]`` by their positions (RoPE, arXiv:2104.09864)."""
     cos, sin = waves.to(x.dtype)
     left, right = x.chunk(2, dim=3)
     return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=3)
@@ -52,11 +52,11 @@ def _rotate(x: Tensor, waves: Tensor) -> Tensor:
 
 @MODEL_REGISTRY.register()
 class GPT(nn.Module):
-    """A transformer that tells the next character from those before it.
+    """A transformer that predicts the next character from those before it.
 
-    A batch is a dict with ``tokens``, int64 ``[N, T]``, T being at most ``WINDOW``, and, for the losses, ``targets``
-    ``[N, T]``. Train mode returns ``losses(batch)``, eval mode logits ``[N, T, 97]``. The embedding is the output layer
-    too.
+    A batch is a dict with ``tokens``, int64 ``[N, T]`` with T at most ``WINDOW``, and, for the losses, ``targets``
+    ``[N, T]``. Train mode returns ``losses(batch)``, eval mode logits ``[N, T, 97]``. The embedding is also the output
+    layer.
 
     Args:
         width: of a token, a multiple of ``2 * num_heads``.
@@ -84,7 +84,7 @@ class GPT(nn.Module):
         return self.losses(batch) if self.training else self.logits(batch["tokens"])
 
     def losses(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """In nats per character, and the same in bits."""
+        """The loss in nats per character, and the same in bits."""
         loss = F.cross_entropy(self.logits(batch["tokens"]).flatten(0, 1), batch["targets"].flatten())
         return {"loss_char": loss, "bits_per_char": loss.detach() / math.log(2)}
 
@@ -95,7 +95,7 @@ class GPT(nn.Module):
         return F.linear(self.norm(x), self.embedding.weight)
 
     def flops_per_sample(self) -> int:
-        """Of forward and backward pass, see Chowdhery et al., "PaLM", appendix B."""
+        """FLOPs of forward and backward pass, see Chowdhery et al., "PaLM", appendix B."""
         num_params = sum(parameter.numel() for parameter in self.parameters())
         return WINDOW * (6 * num_params + 12 * len(self.blocks) * self.embedding.embedding_dim * WINDOW)
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Let a trained model write on.
+"""Let a trained model continue a text.
 
 ::
 
@@ -31,9 +31,9 @@ def generate(
     """Draw the characters that follow a prompt, one after the other.
 
     Args:
-        predictor: gives the logits of the characters after each of the tokens, as a `DefaultPredictor` does.
-        temperature: by which logits are divided; below 1 what is likely becomes more so.
-        top_k: draw only from so many of the likeliest characters; None: from all.
+        predictor: returns the logits of the next character after each token, such as a `DefaultPredictor`.
+        temperature: logits are divided by it; below 1, likely characters become even more likely.
+        top_k: draw only from this many of the likeliest characters; None: from all.
 
     Raises:
         ValueError: the prompt is empty, or a number is not positive.

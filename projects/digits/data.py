@@ -1,4 +1,4 @@
-"""The scans with their split, and how they become the model's input."""
+"""The scans with their split, and the transforms that turn them into inputs of the model."""
 
 import math
 from functools import partial
@@ -36,7 +36,7 @@ def load_split(split: str) -> list[dict[str, Any]]:
 
 @TRANSFORM_REGISTRY.register()
 class DigitsTransform:
-    """A scan, uint8 ``[8, 8]``, as float32 ``[1, 8, 8]`` in [0, 1]; the rest of the sample stays."""
+    """Turns a scan, uint8 ``[8, 8]``, into float32 ``[1, 8, 8]`` in [0, 1]; the rest of the sample does not change."""
 
     def __init__(self, cfg: CfgNode | None = None) -> None:
         pass
@@ -47,7 +47,7 @@ class DigitsTransform:
 
 @TRANSFORM_REGISTRY.register()
 class DigitsTrainTransform(DigitsTransform):
-    """The same, slightly rotated, scaled, sheared and shifted at random, by torch's global generator."""
+    """The same, with small random rotation, scaling, shear and shift, drawn from torch's global generator."""
 
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
         sample = super().__call__(sample)

@@ -1,4 +1,4 @@
-"""The digits in batches, with arguments that a config can give."""
+"""The loaders of the digits, as functions that a config can call."""
 
 from collections.abc import Callable
 from typing import Any

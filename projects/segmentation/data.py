@@ -16,7 +16,7 @@ NUM_CANVASES = {"train": 20_000, "val": 200, "test": 500}
 
 _SIZES = (16, 24)  # of a digit, in pixels
 _IS_INK = 0.4  # of the darkest that a scan can have; more is labelled as the digit
-_NUM_TRIES = 8  # to place a digit; what touches another one is left out
+_NUM_TRIES = 8  # to place a digit; a digit that touches another one is left out
 _NUM_STROKES = 6  # of clutter
 _STROKE_LENGTH = (3, 14)
 _INK = (0.8, 1.0)
@@ -28,7 +28,7 @@ class DigitCanvases(Dataset[dict[str, Any]]):
     """Digits of different sizes and darkness on shaded, noisy paper with strokes of clutter in between.
 
     A sample is a dict with ``image``, float32 ``[1, 48, 48]``, and ``label``, int64 ``[48, 48]``: 0 for paper and
-    clutter, and one more than the digit for ink. It is a function of split, seed and index alone.
+    clutter, digit + 1 for ink. It depends only on split, seed and index.
 
     Args:
         split: of the scans, "train", "val" or "test".
@@ -67,14 +67,14 @@ class DigitCanvases(Dataset[dict[str, Any]]):
 
 
 def _enlarge(scan: np.ndarray, size: int) -> np.ndarray:
-    """Bilinear."""
+    """Bilinear interpolation."""
     weights = _weights(len(scan), size)
     return weights @ scan @ weights.T
 
 
 @cache
 def _weights(old: int, new: int) -> np.ndarray:
-    """``[new, old]``: each new pixel as a mean of the two old ones whose middles are next to its own."""
+    """``[new, old]``: each new pixel is a weighted mean of the two old pixels with the nearest centres."""
     middles = np.clip((np.arange(new) + 0.5) * old / new - 0.5, 0, old - 1)
     return np.clip(1 - np.abs(middles[:, None] - np.arange(old)), 0, None)
 
@@ -83,7 +83,7 @@ _ROWS, _COLUMNS = np.mgrid[:CANVAS_SIZE, :CANVAS_SIZE]
 
 
 def _stroke(rng: np.random.Generator) -> np.ndarray:
-    """A straight one, one or two pixels wide."""
+    """A straight stroke, one or two pixels wide."""
     row, column = rng.uniform(0, CANVAS_SIZE, 2)
     angle, length, half_width = rng.uniform(0, np.pi), rng.uniform(*_STROKE_LENGTH), rng.uniform(0.5, 1)
     rows, columns = _ROWS - row, _COLUMNS - column

@@ -16,7 +16,7 @@ _NUM_CLASSES = len(CLASS_NAMES)
 
 
 class Segmenter(nn.Module):
-    """What the networks share; each has a ``logits``.
+    """The base class of the networks; each defines ``logits``.
 
     A batch is a dict with ``image``, float32 ``[N, 1, 48, 48]``, and, for the losses, ``label`` ``[N, 48, 48]`` int64.
     Train mode returns ``losses(batch)``, eval mode logits ``[N, 11, 48, 48]``.
@@ -49,10 +49,10 @@ def _upsample(x: Tensor) -> Tensor:
 
 
 class Pyramid(nn.Module):
-    """Features of an image in four sizes, each half of the one before.
+    """Features of an image in four sizes; each size is half of the one before.
 
     Args:
-        width: channels at full size; they double with each halving but the last.
+        width: channels at full size; they double with each halving except the last.
 
     Returns:
         ``[N, width, 48, 48]`` to ``[N, 4 * width, 6, 6]``.
@@ -74,7 +74,7 @@ class Pyramid(nn.Module):
 
 @MODEL_REGISTRY.register()
 class UNet(Segmenter):
-    """The features of a `Pyramid`, joined from the smallest on (arXiv:1505.04597)."""
+    """Joins the features of a `Pyramid`, starting with the smallest (arXiv:1505.04597)."""
 
     @configurable
     def __init__(self, width: int) -> None:
@@ -97,7 +97,7 @@ class UNet(Segmenter):
 
 @MODEL_REGISTRY.register()
 class FCN(Segmenter):
-    """Scores from each of the features of a `Pyramid`, added up from the smallest on (arXiv:1411.4038)."""
+    """Adds up scores from each feature map of a `Pyramid`, starting with the smallest (arXiv:1411.4038)."""
 
     @configurable
     def __init__(self, width: int) -> None:
@@ -118,9 +118,9 @@ class FCN(Segmenter):
 
 
 class ViT(nn.Module):
-    """Patches of 4 x 4 pixels as tokens through transformer layers (arXiv:2010.11929), without a class token.
+    """Transformer layers on patches of 4 x 4 pixels (arXiv:2010.11929), without a class token.
 
-    What was hard to learn from a few thousand canvases is given to it: patches come from three convolutions
+    Two parts are hard to learn from a few thousand canvases. So three convolutions compute the patches
     (arXiv:2106.14881), and positions start as sines and cosines (arXiv:2205.01580).
 
     Args:
@@ -163,7 +163,7 @@ def _sines_and_cosines(dim: int, size: int) -> Tensor:
 
 @MODEL_REGISTRY.register()
 class ViTSegmenter(Segmenter):
-    """A `ViT` whose every token scores the pixels of its patch."""
+    """A `ViT` in which each token scores the pixels of its patch."""
 
     @configurable
     def __init__(self, dim: int, depth: int, num_heads: int) -> None:

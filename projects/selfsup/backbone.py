@@ -1,4 +1,4 @@
-"""The network that all methods train, and what their models share."""
+"""The network that all methods train, and the common parts of their models."""
 
 import itertools
 from typing import Any
@@ -21,7 +21,7 @@ class Backbone(nn.Module):
     """Four convolutions with batch norm: ``[N, 1, 8, 8]`` to a map ``[N, out_channels, 4, 4]``.
 
     Args:
-        width: channels of the first two; ``out_channels`` is four times as many.
+        width: channels of the first two convolutions; ``out_channels`` is four times as many.
     """
 
     def __init__(self, width: int) -> None:
@@ -47,7 +47,7 @@ def pool(features: Tensor) -> Tensor:
 
 
 def mlp(*widths: int) -> nn.Sequential:
-    """Linear layers with batch norm and ReLU between them; the last one is bare."""
+    """Linear layers with batch norm and ReLU between them, but not after the last one."""
     layers: list[nn.Module] = []
     for width_in, width_out in itertools.pairwise(widths[:-1]):
         layers += [nn.Linear(width_in, width_out, bias=False), nn.BatchNorm1d(width_out), nn.ReLU(inplace=True)]
@@ -55,7 +55,7 @@ def mlp(*widths: int) -> nn.Sequential:
 
 
 class Head(nn.Linear):
-    """A classifier of clusters, which a hook starts again when clusters are new."""
+    """A classifier of clusters; a hook initializes it again when the clusters change."""
 
     def init_weights(self) -> None:
         nn.init.normal_(self.weight, std=0.01)
@@ -63,12 +63,12 @@ class Head(nn.Linear):
 
 
 class SelfSupModel(nn.Module):
-    """A backbone and what trains it, which is for a method to add: its ``losses``.
+    """A backbone; each method adds the ``losses`` that train it.
 
     A batch is a dict, for the losses with ``view1`` and ``view2``, float32 ``[N, 1, 8, 8]``, and ``index``, int64
     ``[N]``. Train mode returns ``losses(batch)``, eval mode the pooled features ``[N, C]`` of ``batch["image"]``.
 
-    The backbone is built first, so that with the same seed it starts with the same weights in every method.
+    The backbone is built first. So with the same seed it starts with the same weights in every method.
     """
 
     @configurable

@@ -1,4 +1,4 @@
-"""Train all methods with several seeds, and print one table of what their features are worth."""
+"""Train all methods with several seeds, and print a table of the quality of their features."""
 
 import argparse
 import statistics
@@ -24,7 +24,7 @@ _NUM_BATCHES = 20  # of precise batch-norm statistics
 
 
 class RandomBackbone(SelfSupModel):
-    """A backbone that nothing trains; train mode only runs it, for the statistics of its batch norm."""
+    """A backbone that is not trained; train mode only runs it, for the statistics of its batch norm."""
 
     def losses(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         for view in ("view1", "view2"):
@@ -33,7 +33,7 @@ class RandomBackbone(SelfSupModel):
 
 
 def config(name: str, seed: int, output_dir: Path, options: Sequence[str] = ()) -> CfgNode:
-    """That of ``<name>.yaml`` with a seed, a folder for the run, and the options of a command line."""
+    """The config in ``<name>.yaml`` with a seed, a folder for the run, and the options of the command line."""
     cfg = get_cfg()
     cfg.merge_from_file(str(_FOLDER / f"{name}.yaml"))
     cfg.merge_from_list(["SEED", seed, "OUTPUT_DIR", str(output_dir / f"{name}_{seed}"), *options])
@@ -41,7 +41,7 @@ def config(name: str, seed: int, output_dir: Path, options: Sequence[str] = ()) 
 
 
 def train(cfg: CfgNode) -> Mapping[str, float]:
-    """The metrics on the test scans after the last iteration; a run that was interrupted goes on."""
+    """The metrics on the test scans after the last iteration; an interrupted run is resumed."""
     default_setup(cfg, argparse.Namespace(resume=True))
     trainer = DefaultTrainer(cfg)
     trainer.resume_or_load()
@@ -49,11 +49,10 @@ def train(cfg: CfgNode) -> Mapping[str, float]:
 
 
 def evaluate_random(cfg: CfgNode) -> tuple[Mapping[str, float], Mapping[str, float]]:
-    """The metrics of the backbone as every method with this seed finds it, on the test scans.
+    """The metrics on the test scans of the backbone with which every method starts for this seed.
 
     Returns:
-        With batch-norm statistics as they are initialized, mean 0 and variance 1, and with those over 20 batches of
-        views.
+        The metrics with initial batch-norm statistics (mean 0, variance 1), and with those of 20 batches of views.
     """
     seed_all_rng(cfg.SEED)
     model = RandomBackbone(cfg)

@@ -1,4 +1,4 @@
-"""Scans without labels, two random views of each, and what frozen features are evaluated on."""
+"""Scans without labels, two random views of each, and the datasets on which frozen features are evaluated."""
 
 import math
 from collections import Counter
@@ -12,10 +12,10 @@ from projects.digits import DigitsTransform, load_split
 from trainkit.data import TRANSFORM_REGISTRY, DatasetCatalog, MetadataCatalog
 
 NUM_LABELLED = 10
-"""Training scans per class whose labels a linear probe sees: the first ones in the order of the source."""
+"""Training scans per class whose labels the linear probe sees: the first ones in the order of the source."""
 
 LABELLED, UNLABELLED, EVALUATED = range(3)
-"""The part that a sample of an evaluation dataset has."""
+"""The values of ``part`` in a sample of an evaluation dataset."""
 
 _MAX_ROTATION = math.radians(15)
 _MAX_SCALING = 0.15  # per axis
@@ -26,14 +26,14 @@ _NOISE = 0.05
 
 
 def load_unlabeled() -> list[dict[str, Any]]:
-    """The training scans: dicts with ``image``, uint8 ``[8, 8]`` from 0 to 16, and ``index``, their number."""
+    """The training scans: dicts with ``image``, uint8 ``[8, 8]`` from 0 to 16, and its number ``index``."""
     return [{"image": sample["image"], "index": index} for index, sample in enumerate(load_split("train"))]
 
 
 def load_frozen(split: str) -> list[dict[str, Any]]:
-    """Training scans and those of ``split``, with ``label`` and ``part``, see `LABELLED`.
+    """The training scans and those of ``split``, with ``label`` and ``part``, see `LABELLED`.
 
-    The unlabelled ones, which only add neighbours, are the last: a trial run sees the first few hundred.
+    Unlabelled scans, which only add neighbours, are the last: a trial run uses only the first few hundred scans.
     """
     seen: Counter[int] = Counter()
     by_part: dict[int, list[dict[str, Any]]] = {LABELLED: [], UNLABELLED: []}
@@ -49,7 +49,7 @@ def load_frozen(split: str) -> list[dict[str, Any]]:
 class TwoViews(DigitsTransform):
     """Two random views of a scan, ``view1`` and ``view2``, float32 ``[1, 8, 8]``, in place of its ``image``.
 
-    Each is rotated, scaled, sheared and shifted, changed in contrast, and noisy; by torch's global generator.
+    Each view has a random rotation, scaling, shear, shift, contrast and noise, drawn from torch's global generator.
     """
 
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class TwoViews(DigitsTransform):
 def _matrix(
     rotation: float, scale_x: float, scale_y: float, shear: float, shift_x: float, shift_y: float
 ) -> list[list[float]]:
-    """An affine map, from numbers in [-1, 1)."""
+    """The matrix of an affine map, computed from numbers in [-1, 1)."""
     cos, sin = math.cos(_MAX_ROTATION * rotation), math.sin(_MAX_ROTATION * rotation)
     scale_x, scale_y = 1 + _MAX_SCALING * scale_x, 1 + _MAX_SCALING * scale_y
     return [

@@ -13,12 +13,12 @@ from trainkit.modeling import MODEL_REGISTRY
 
 @MODEL_REGISTRY.register()
 class DeepCluster(SelfSupModel):
-    """Both views are to be told to belong to their sample's cluster, its ``label``; see `DeepClusterHook`.
+    """Classifies both views of a sample into the sample's cluster, its ``label``; see `DeepClusterHook`.
 
-    With a power of 1 each cluster counts as much as if the samples were drawn evenly from all clusters (section 3.4).
+    With a power of 1 all clusters have the same weight, as if the samples were drawn evenly from them (section 3.4).
 
     Args:
-        num_clusters: best several times as many as there are classes.
+        num_clusters: should be several times the number of classes.
     """
 
     loss_weight: Tensor

@@ -14,7 +14,7 @@ from trainkit.modeling import MODEL_REGISTRY
 
 
 class Heads(nn.Module):
-    """Embeddings of a map of features ``[N, C, H, W]``: of the whole image, and of each of its P places.
+    """Embeddings of a map of features ``[N, C, H, W]``: of the whole image, and of each of its P positions.
 
     Returns:
         ``[N, dim]``, ``[N, dim, P]``, and the features as ``[N, C, P]``; all of unit length along dimension 1.
@@ -32,16 +32,16 @@ class Heads(nn.Module):
 
 @MODEL_REGISTRY.register()
 class DenseCL(SelfSupModel):
-    """Contrast of images, and of places that match; see `trainkit_selfsup.DenseCLHook`.
+    """Contrast of images, and of matching positions; see `trainkit_selfsup.DenseCLHook`.
 
-    The first view is to be closer to the second one, and each place of it to the place there that is most alike, than
-    to those of former images. The second view goes through the key encoder, a slowly moving average of the trained one.
-    Under several ranks each has queues of its own.
+    The loss is small if the first view is closer to the second view than to earlier images, and if each position of it
+    is closer to the most similar position of the second view than to positions of earlier images. The second view goes
+    through the key encoder, a slowly moving average of the trained encoder. Each rank has its own queues.
 
     Args:
         dim: of an embedding.
-        queue_length: former images that a view is told from.
-        loss_lambda: the weight of the dense loss; that of the other one is ``1 - loss_lambda``.
+        queue_length: the number of earlier images to contrast with.
+        loss_lambda: the weight of the dense loss; the weight of the other loss is ``1 - loss_lambda``.
     """
 
     queue: Tensor  # [queue_length, dim]
@@ -91,7 +91,7 @@ class DenseCL(SelfSupModel):
 
 
 def match(features: Tensor, key_features: Tensor) -> Tensor:
-    """For each place the one of the other view whose features are most alike, int64 ``[N, P]``.
+    """For each position the most similar position of the other view, int64 ``[N, P]``.
 
     Args:
         features, key_features: ``[N, C, P]``, of unit length along C.
@@ -100,9 +100,9 @@ def match(features: Tensor, key_features: Tensor) -> Tensor:
 
 
 def contrast(queries: Tensor, keys: Tensor, queue: Tensor, temperature: float) -> Tensor:
-    """InfoNCE: each of ``queries`` ``[N, D]`` is to be told to belong to its key ``[N, D]``, and not to the queue."""
+    """InfoNCE: finds for each of ``queries`` ``[N, D]`` its key in ``[N, D]`` among the embeddings of the queue."""
     positive = (queries * keys).sum(dim=1, keepdim=True)
-    # a copy: the queue moves on before the backward pass
+    # a copy: the queue changes before the backward pass
     logits = torch.cat([positive, queries @ queue.clone().T], dim=1) / temperature
     return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
 

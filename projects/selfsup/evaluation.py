@@ -1,4 +1,4 @@
-"""How good frozen features are: nearest neighbours, a linear probe with few labels, agreement of clusters."""
+"""Metrics of frozen features: nearest neighbours, a linear probe with few labels, agreement of clusters."""
 
 from typing import Any, NamedTuple
 
@@ -28,11 +28,11 @@ class _Part(NamedTuple):
 class FrozenFeatureEvaluator(DatasetEvaluator):
     """Evaluates the features that a model returns, ``[N, C]``, without training it; all in percent.
 
-    A batch has ``label`` and ``part``, see `projects.selfsup.data`. Of the evaluated scans ``knn`` are told right by
-    the votes of the 20 training scans nearest by cosine, all of which have labels there; ``probe`` by a
-    linear classifier on standardized features that was fitted to the labelled training scans alone; ``nmi`` is the
-    normalized mutual information between their labels and as many clusters of k-means. The result is a function of
-    features and labels.
+    A batch has ``label`` and ``part``, see `projects.selfsup.data`. ``knn`` is the accuracy of the votes of the 20
+    training scans nearest by cosine, of all of which the labels are used. ``probe`` is the accuracy of a linear
+    classifier on standardized features that is fitted only to the labelled training scans. ``nmi`` is the normalized
+    mutual information between the labels and as many clusters of k-means. The result depends only on features and
+    labels.
     """
 
     @configurable
@@ -55,7 +55,7 @@ class FrozenFeatureEvaluator(DatasetEvaluator):
             On rank 0 ``{"frozen": {"probe": ..., "knn": ..., "nmi": ...}}``, on the other ranks ``{}``.
 
         Raises:
-            ValueError: no labelled scan was seen, or none that is evaluated.
+            ValueError: there was no labelled scan, or no scan to evaluate.
         """
         mine = [[column.cpu() for column in batch] for batch in self._batches]
         batches = [batch for rank in comm.gather(mine) for batch in rank]
@@ -81,7 +81,7 @@ class FrozenFeatureEvaluator(DatasetEvaluator):
 
 
 def nearest_neighbours(features: Tensor, labels: Tensor, queries: Tensor) -> Tensor:
-    """The label for each of ``queries`` that the samples nearest by cosine vote for, weighted by ``exp(cosine / T)``.
+    """The label of each of ``queries``, by a vote of the nearest samples by cosine, weighted by ``exp(cosine / T)``.
 
     Args:
         features, labels: ``[N, C]`` and ``[N]``.
@@ -97,8 +97,8 @@ def linear_probe(unlabelled: Tensor, features: Tensor, labels: Tensor, queries: 
     """The label for each of ``queries`` by logistic regression with an L2 penalty; the optimum is unique.
 
     Args:
-        unlabelled: ``[U, C]``, by whose mean and deviation all features are standardized.
-        features, labels: ``[N, C]`` and ``[N]``, what it is fitted to.
+        unlabelled: ``[U, C]``; their mean and deviation standardize all features.
+        features, labels: ``[N, C]`` and ``[N]``, the training data.
         queries: ``[M, C]``.
     """
     deviation, mean = torch.std_mean(unlabelled, dim=0)

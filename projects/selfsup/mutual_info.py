@@ -1,11 +1,11 @@
-"""How much two partitions of the same samples have in common."""
+"""The similarity of two partitions of the same samples."""
 
 import torch
 from torch import Tensor
 
 
 def normalized_mutual_info(a: Tensor, b: Tensor) -> float:
-    """Mutual information of two labelings over the mean of their entropies, in [0, 1]; 1 if both are constant.
+    """Mutual information of two labelings divided by the mean of their entropies, in [0, 1]; 1 if both are constant.
 
     Args:
         a, b: int64 ``[N]``, from 0.

@@ -15,13 +15,13 @@ from trainkit_selfsup import ODCMemory
 
 @MODEL_REGISTRY.register()
 class ODC(SelfSupModel):
-    """A view is to be told to belong to the cluster that the memory has for its sample.
+    """Classifies a view into the cluster that the memory has for its sample.
 
     `trainkit_selfsup.DeepClusterHook` fills the memory, and `trainkit_selfsup.ODCHook` keeps it and ``loss_weight``.
 
     Args:
         num_samples: of the training data.
-        hidden_dim, dim: of the layers between the backbone and the head; the memory holds what the second one gives.
+        hidden_dim, dim: of the layers between the backbone and the head; the memory holds the output of the second one.
         momentum, min_cluster: see `ODCMemory`.
     """
 
@@ -39,7 +39,7 @@ class ODC(SelfSupModel):
         min_cluster: int,
     ) -> None:
         super().__init__(width)
-        # centred, so that features differ in direction
+        # centred: then features differ in direction
         self.neck = nn.Sequential(mlp(self.backbone.out_channels, hidden_dim, dim), nn.BatchNorm1d(dim, affine=False))
         self.head = Head(dim, num_clusters)
         self.memory_bank = ODCMemory(num_samples, dim, momentum, num_clusters, min_cluster)

@@ -1,4 +1,4 @@
-"""Embeddings of former batches, as buffers of a model: each rank has its own, and a checkpoint holds them all."""
+"""Embeddings of earlier batches, as buffers of a model: each rank has its own, and a checkpoint holds all of them."""
 
 import torch
 from torch import Tensor
@@ -6,11 +6,11 @@ from torch.nn import functional as F
 
 
 def new_queue(length: int, dim: int) -> Tensor:
-    """``[length, dim]``, filled with random directions, which real embeddings soon push out."""
+    """``[length, dim]``, filled with random directions, which real embeddings soon replace."""
     return F.normalize(torch.randn(length, dim))
 
 
 @torch.no_grad()
 def push(queue: Tensor, rows: Tensor) -> None:
-    """Put ``rows`` ``[N, dim]`` in front of ``queue`` ``[length, dim]``, in place; the oldest ones fall out."""
+    """Insert ``rows`` ``[N, dim]`` at the front of ``queue`` ``[length, dim]``, in place; remove the oldest rows."""
     queue.copy_(torch.cat([rows, queue])[: len(queue)])

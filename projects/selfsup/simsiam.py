@@ -12,13 +12,13 @@ from trainkit.modeling import MODEL_REGISTRY
 
 @MODEL_REGISTRY.register()
 class SimSiam(SelfSupModel):
-    """From each view a predictor foretells the projection of the other one, through which no gradient flows.
+    """From each view, a predictor predicts the projection of the other view; no gradient flows through the target.
 
-    The predictor is to learn at a constant rate (section 4.2): in the config its group says ``FIXED_LR: True``.
+    The predictor needs a constant learning rate (section 4.2): in the config its group has ``FIXED_LR: True``.
 
     Args:
         dim: of a projection.
-        hidden_dim: inside the predictor, where it is narrow.
+        hidden_dim: of the bottleneck in the predictor.
     """
 
     @configurable
@@ -32,7 +32,7 @@ class SimSiam(SelfSupModel):
         return {**super().from_config(cfg), "dim": cfg.MODEL.SIMSIAM.DIM, "hidden_dim": cfg.MODEL.SIMSIAM.HIDDEN_DIM}
 
     def losses(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """``loss_sim`` is from -1 to 0 or more; ``output_std`` falls from 1 to 0 if all outputs become the same."""
+        """``loss_sim`` is at least -1; ``output_std`` falls from 1 to 0 if all outputs become the same."""
         targets, predictions = [], []
         for view in (batch["view1"], batch["view2"]):
             projection = self.projector(pool(self.backbone(view)))

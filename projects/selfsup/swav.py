@@ -19,11 +19,11 @@ _EPSILON = 0.05
 class SwAVLoss(nn.Module):
     """Predict from each of two embeddings the prototypes to which the other one is assigned.
 
-    Prototypes have unit length wherever they are used, and not, as in the paper, from time to time.
+    Prototypes are normalized to unit length at every use; the paper normalizes them from time to time.
 
     Attributes:
-        queue: former embeddings ``[2, rows, dim]`` of this rank, newest first; None or made by a `SwAVHook`.
-        use_queue: whether they are assigned together with those of the batch: as soon as the queue is full.
+        queue: earlier embeddings ``[2, rows, dim]`` of this rank, newest first; a `SwAVHook` creates it, else None.
+        use_queue: whether they are assigned together with those of the batch; True as soon as the queue is full.
     """
 
     queue: Tensor | None
@@ -51,7 +51,7 @@ class SwAVLoss(nn.Module):
 
 
 class SwAVHead(nn.Module):
-    """MMSelfSup's path to the loss, ``head.loss``."""
+    """Holds the loss where MMSelfSup expects it: ``head.loss``."""
 
     def __init__(self, loss: SwAVLoss) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class SwAV(SelfSupModel):
 
 @torch.no_grad()
 def sinkhorn(scores: Tensor, num_iters: int = 3) -> Tensor:
-    """Soft assignments of samples to prototypes of which all get about the same share; over all ranks together.
+    """Soft assignments of samples to prototypes; each prototype gets about the same share, over all ranks together.
 
     The Sinkhorn-Knopp algorithm of section 3.1.
 

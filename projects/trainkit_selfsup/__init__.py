@@ -1,6 +1,6 @@
 """MMSelfSup's five hooks for any model that has the attributes they need. Importing this registers them for HOOKS.
 
-It is a package beside ``trainkit``, and not a part of its core: no other job needs k-means or a memory of all samples.
+This package is not a part of ``trainkit``: no other job needs k-means or a memory of all samples.
 """
 
 from trainkit_selfsup.deepcluster import DeepClusterHook

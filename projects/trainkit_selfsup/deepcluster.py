@@ -34,34 +34,35 @@ logger = logging.getLogger(__name__)
 
 @HOOK_REGISTRY.register()
 class DeepClusterHook(HookBase):
-    """Cluster the features of the training data, which are then loaded with the clusters as labels; start a new head.
+    """Cluster the features of the training data, use the clusters as labels, and initialize the head again.
 
-    The model has ``extract_feat(batch)``, which gives ``[n, D]``, or maps of which the mean counts, or a tuple of which
-    the last counts; ``neck``, if there is one, is called with that. It has ``head`` with ``init_weights()``, whose
-    parameters start again with every clustering, and the optimizer forgets the old ones. With ``reweight`` it has
-    ``loss_weight``, a buffer ``[k]``; if ``head.loss`` has ``class_weight``, that is set too. With ``init_memory`` it
-    has ``memory_bank.init_memory(features, labels)``, which gets tensors ``[N, D]`` and ``[N]``.
+    The model has ``extract_feat(batch)``, which returns ``[n, D]``, or maps (their mean is used), or a tuple (its last
+    entry is used). If the model has a ``neck``, it gets this output. The model has ``head`` with ``init_weights()``.
+    Every clustering initializes the parameters of the head again, and the optimizer drops their state. With
+    ``reweight`` the model has ``loss_weight``, a buffer ``[k]``; if ``head.loss`` has ``class_weight``, it is set too.
+    With ``init_memory`` it has ``memory_bank.init_memory(features, labels)``, for tensors ``[N, D]`` and ``[N]``.
 
     The data: the dataset of the trainer's loader has ``assign_labels(labels)``, with one int per sample, and for
-    ``unif_sampling`` the sampler has ``set_uniform_indices(labels, k)``. Or the trainer has a config, whose one
-    dataset is a list of dicts, or has ``assign_labels(labels)``; a dict gets its label under ``label_key``, and
+    ``unif_sampling`` the sampler has ``set_uniform_indices(labels, k)``. Or the trainer has a config with one dataset,
+    which is a list of dicts or has ``assign_labels(labels)``; a dict gets its label under ``label_key``, and
     `trainkit.data.build_train_loader` makes the new loader. Batches that were loaded ahead with old labels are dropped.
-    The data go on from the place that was reached if the loader can tell it; another loader starts a new pass.
+    If the loader knows its position in the data, training continues from there; another loader starts a new pass.
 
-    It acts before checkpoints are written. Rank 0 finds the clusters for all ranks.
+    The hook runs before checkpoints are written. Rank 0 finds the clusters for all ranks.
 
     Args:
-        clustering: ``k`` clusters of the ``pca_dim`` (256) first principal components, whitened and with length 1
-            (section 4.1); with ``pca_dim: None`` of the features with length 1. ``type`` is Kmeans.
+        clustering: ``k`` is the number of clusters. They are found in the first ``pca_dim`` (256) principal components,
+            whitened and with length 1 (section 4.1), or with ``pca_dim: None`` in the features with length 1. ``type``
+            is Kmeans.
         unif_sampling: draw each cluster equally often.
         reweight: set ``loss_weight``.
-        reweight_pow: a cluster of n samples counts as ``(n + 1e-10) ** -reweight_pow``, in parts of the sum.
+        reweight_pow: a cluster of n samples has the weight ``(n + 1e-10) ** -reweight_pow``, divided by their sum.
         init_memory: fill the memory of ODC.
-        initial: cluster before the first iteration, too.
+        initial: also cluster before the first iteration.
         interval: epochs from one clustering to the next.
         period: the same in iterations, instead of ``interval``; in a config a text such as "6ep" is a period.
-        extract_dataloader: gives all training data in their order, for the features; default is that of the config with
-            INPUT.TEST_TRANSFORM.
+        extract_dataloader: loads all training data in their order, for the features; default is the training data of
+            the config with INPUT.TEST_TRANSFORM.
         label_key: see above.
 
     Raises:

@@ -9,14 +9,14 @@ from trainkit_selfsup.protocol import Kind, model_of
 
 @HOOK_REGISTRY.register()
 class DenseCLHook(HookBase):
-    """Leave the dense loss out of the first iterations: at first the features cannot match the places of two views.
+    """Leave out the dense loss in the first iterations, because early features cannot match positions of two views.
 
-    The model has ``loss_lambda``, a number that its loss reads in each forward pass. It is 0 before iteration
-    ``start_iters``, and the model's own from there on; the model has its own again when the run ends.
+    The model has ``loss_lambda``, a number that its loss reads in each forward pass. The hook sets it to 0 before
+    iteration ``start_iters``. From there on, and after the end of the run, it has the model's own value.
 
     Args:
-        start_iters: iterations.
-        momentum: if it is given, ``update_key_encoder(momentum)`` of the model is called after each update.
+        start_iters: iterations without the dense loss.
+        momentum: if given, the hook calls ``update_key_encoder(momentum)`` of the model after each update.
 
     Raises:
         ValueError: ``start_iters`` is negative or no whole number, or ``momentum`` is outside [0, 1].

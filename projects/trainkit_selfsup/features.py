@@ -1,4 +1,4 @@
-"""The features of the whole training set, and what is made of clusters of them."""
+"""The features of the whole training set, and functions for their clusters."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -28,9 +28,9 @@ def train_dataset_name(cfg: CfgNode) -> str:
 
 
 def embed(model: Any, batch: Any) -> Tensor:
-    """``[n, D]``: what ``extract_feat(batch)`` gives, through ``neck`` if the model has one.
+    """``[n, D]``: the output of ``extract_feat(batch)``, and then of ``neck`` if the model has one.
 
-    Of a tuple or list the last counts, and of a map its mean over all places.
+    For a tuple or list its last entry is used, for a map its mean over all positions.
     """
     found = model.extract_feat(batch)
     if getattr(model, "neck", None) is not None:
@@ -44,11 +44,11 @@ def embed(model: Any, batch: Any) -> Tensor:
 def extract_features(model: nn.Module, embed: Callable[[Any], Tensor], source: CfgNode | Iterable[Any]) -> Tensor:
     """``embed(batch)`` ``[n, D]`` of the training data in their order: ``[N, D]`` on the CPU, equal on all ranks.
 
-    ``model`` is in eval mode meanwhile; its mode and the random state are left as they were. Every rank calls it.
+    ``model`` runs in eval mode; its mode and the random state are restored. Every rank calls it.
 
     Args:
-        source: a config, whose training data every rank reads a part of, without augmentation; or a loader that gives
-            all of the data, of which only rank 0 reads.
+        source: a config: every rank reads a part of its training data, without augmentation. Or a loader of all of the
+            data: only rank 0 reads it.
     """
     divided = isinstance(source, CfgNode)
     with preserve_rng_state(), inference_context(model):
@@ -63,7 +63,7 @@ def extract_features(model: nn.Module, embed: Callable[[Any], Tensor], source: C
 def whiten(features: Tensor, dim: int) -> Tensor:
     """The ``dim`` principal components of ``[N, D]``, each with variance 1, in rows of length 1; float64 ``[N, dim]``.
 
-    Directions in which nothing varies give zeros.
+    Directions without variance give zeros.
     """
     centered = (features - features.mean(0)).double()
     variances, directions = torch.linalg.eigh(centered.T @ centered / len(centered))  # in ascending order
@@ -72,9 +72,9 @@ def whiten(features: Tensor, dim: int) -> Tensor:
 
 
 def uniform_indices(labels: Tensor, generator: torch.Generator) -> Tensor:
-    """As many indices as there are labels ``[N]``, of which each cluster that is not empty has the same number, +- 1.
+    """``N`` indices for labels ``[N]``; each cluster that is not empty has the same number of indices, +- 1.
 
-    Of a cluster that has enough samples each is drawn once at most; of a smaller one they are drawn with replacement.
+    If a cluster has enough samples, each sample is drawn at most once; from a smaller one, with replacement.
     """
     clusters = labels.unique()
     sizes = torch.full([len(clusters)], len(labels) // len(clusters))
@@ -103,7 +103,7 @@ def check_power(reweight_pow: float) -> float:
 
 
 def loss_weights(sizes: Tensor, power: float) -> Tensor:
-    """Of clusters of these sizes ``[K]``: ``(size + 1e-10) ** -power``, divided by the sum."""
+    """The weights of clusters with these sizes ``[K]``: ``(size + 1e-10) ** -power``, divided by their sum."""
     weights = (sizes.float() + 1e-10) ** -power
     return weights / weights.sum()
 
@@ -111,7 +111,7 @@ def loss_weights(sizes: Tensor, power: float) -> Tensor:
 def use_loss_weight(model: Any) -> None:
     """Let ``head.loss`` weight classes by ``loss_weight`` of the model, if it has ``class_weight``.
 
-    That is no part of a checkpoint, so it is done at the start of every run, a resumed one too.
+    A checkpoint does not hold this, so it is done at the start of every run, also of a resumed one.
     """
     loss: Any = getattr(getattr(model, "head", None), "loss", None)
     if hasattr(loss, "class_weight"):

@@ -17,16 +17,16 @@ class ODCMemory(nn.Module):
     Attributes:
         feature_bank: ``[length, feat_dim]``, rows of length 1.
         label_bank: the cluster of each sample, int64 ``[length]``.
-        centroids: ``[num_classes, feat_dim]``, the means of the members when they were last updated.
+        centroids: ``[num_classes, feat_dim]``, the means of the members at the last update of the centroids.
 
     Args:
-        length: samples.
-        momentum: how much a new feature counts, beside ``1 - momentum`` of the old one.
-        num_classes: clusters.
-        min_cluster: clusters with less samples are small.
+        length: the number of samples.
+        momentum: the weight of a new feature; the old one has the weight ``1 - momentum``.
+        num_classes: the number of clusters.
+        min_cluster: clusters with fewer samples are small.
         assign_by: a sample belongs to the centroid with the largest inner product, as in the authors' code, or to the
-            nearest one by distance. They differ since a centroid is a mean, which is shorter than 1 if its members
-            point into different directions.
+            nearest one by distance. They differ because a centroid is a mean, which is shorter than 1 if its members
+            have different directions.
 
     Raises:
         ValueError: a number is out of range, or all clusters could be small.
@@ -73,12 +73,12 @@ class ODCMemory(nn.Module):
 
     @torch.no_grad()
     def update_samples_memory(self, idx: Tensor, feature: Tensor) -> Tensor:
-        """Mix in the features ``[n, feat_dim]`` of the samples ``idx`` ``[n]``, and find their clusters anew.
+        """Mix in the features ``[n, feat_dim]`` of the samples ``idx`` ``[n]``, and update their clusters.
 
-        Every rank calls it with its own samples; the model does so after its loss has read the labels.
+        Every rank calls it with its own samples; the model calls it after its loss has read the labels.
 
         Returns:
-            The change ratio, shape ``[]``: the part of these samples, of all ranks, whose label has changed.
+            The change ratio, shape ``[]``: the fraction of these samples, over all ranks, whose label has changed.
         """
         idx, feature = _of_all_ranks(idx), _of_all_ranks(F.normalize(feature.float()))
         mixed = F.normalize(self.feature_bank[idx].lerp(feature, self.momentum))
@@ -89,15 +89,15 @@ class ODCMemory(nn.Module):
         return ratio
 
     def update_centroids_memory(self) -> None:
-        """Every centroid is the mean of its members; an empty cluster keeps the one that it has."""
+        """Set every centroid to the mean of its members; an empty cluster keeps its centroid."""
         found = means(self.feature_bank, self.label_bank, self.num_classes)
         self.centroids.copy_(torch.where(self.sizes()[:, None] > 0, found, self.centroids))
 
     def deal_with_small_clusters(self) -> None:
-        """Give the samples of small clusters to the others; then each takes half of the cluster that is largest then.
+        """Give the samples of small clusters to the others; then each small one takes half of the largest cluster.
 
-        The halves are those of k-means with two clusters, found on rank 0. The centroids of both are the means of the
-        halves, and the other centroids stay, as in the authors' code.
+        Rank 0 finds the halves by k-means with two clusters. The centroids of both clusters become the means of the
+        halves. The other centroids do not change, as in the authors' code.
         """
         if comm.is_main_process():
             self._dissolve_small()
@@ -124,7 +124,7 @@ class ODCMemory(nn.Module):
 
 
 def _of_all_ranks(tensor: Tensor) -> Tensor:
-    """``[n, ...]`` of each rank as ``[world size * n, ...]``."""
+    """``[n, ...]`` of each rank, concatenated to ``[world size * n, ...]``."""
     if comm.get_world_size() == 1:
         return tensor
     parts = [torch.empty_like(tensor) for _ in range(comm.get_world_size())]

@@ -17,21 +17,21 @@ class ODCHook(HookBase):
 
     The model has ``memory_bank`` with ``label_bank``, int64 ``[N]`` in which the model writes the labels of a batch,
     ``num_classes``, ``update_centroids_memory()`` and ``deal_with_small_clusters()``; an `ODCMemory` has them. With
-    ``reweight`` it has ``loss_weight``, a buffer ``[num_classes]``; if ``head.loss`` has ``class_weight``, that is set
-    too. A `DeepClusterHook` with ``init_memory`` fills the memory at the start of a run. What the hook does follows
-    from the iteration and the memory, so it has no state.
+    ``reweight`` it has ``loss_weight``, a buffer ``[num_classes]``; if ``head.loss`` has ``class_weight``, it is set
+    too. A `DeepClusterHook` with ``init_memory`` fills the memory at the start of a run. The hook depends only on the
+    iteration and the memory, so it has no state.
 
     Args:
         centroids_update_interval: iterations from one update of all centroids to the next.
-        deal_with_small_clusters_interval: iterations from one look for small clusters to the next.
+        deal_with_small_clusters_interval: iterations from one search for small clusters to the next.
         evaluate_interval: iterations from one record of cluster sizes in the storage to the next.
-        reweight: set ``loss_weight`` after each iteration. (That of MMSelfSup does so even if this is False.)
-        reweight_pow: a cluster of n samples counts as ``(n + 1e-10) ** -reweight_pow``, in parts of the sum. (That of
-            MMSelfSup always takes 0.5.)
+        reweight: set ``loss_weight`` after each iteration. (MMSelfSup's hook does so even if this is False.)
+        reweight_pow: a cluster of n samples has the weight ``(n + 1e-10) ** -reweight_pow``, divided by their sum.
+            (MMSelfSup's hook always uses 0.5.)
 
     Raises:
-        ValueError: an interval is less than 1, or the power negative.
-        ConfigError: before training, if the model lacks something, or is sharded.
+        ValueError: an interval is less than 1, or the power is negative.
+        ConfigError: before training, if the model lacks an attribute, or is sharded.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a hook needs of a model, checked before training."""
+"""Checks before training that a model has the attributes that a hook needs."""
 
 from typing import Any, Literal, TypeAlias, TypeGuard
 
@@ -15,14 +15,14 @@ _ABSENT = object()
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether it is an int or a float, and no bool."""
+    """Whether it is an int or a float, but not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_count(name: str, count: int, minimum: int = 1) -> int:
     """
     Raises:
-        ValueError: the argument called ``name`` is no whole number, or below ``minimum``.
+        ValueError: the argument ``name`` is not a whole number, or below ``minimum``.
     """
     if not isinstance(count, int) or isinstance(count, bool) or count < minimum:
         raise ValueError(f"{name} must be a whole number >= {minimum}, got {count!r}")
@@ -33,10 +33,10 @@ def model_of(hook: HookBase, needed: dict[str, Kind]) -> Any:
     """The model that ``hook`` is trained with, without wrappers.
 
     Args:
-        needed: path of an attribute, such as "head.loss.queue" -> what it must be.
+        needed: path of an attribute, such as "head.loss.queue" -> the kind of value that it must have.
 
     Raises:
-        ConfigError: an attribute is absent or of another kind.
+        ConfigError: an attribute is missing or of another kind.
     """
     model: Any = unwrap_model(hook.trainer.model)
     for path, kind in needed.items():

@@ -12,16 +12,17 @@ from trainkit_selfsup.protocol import is_number
 
 @HOOK_REGISTRY.register()
 class SimSiamHook(HookBase):
-    """Keep the predictor's learning rate at ``lr`` in every iteration, whatever the schedule sets (section 4.2).
+    """Keep the predictor's learning rate at ``lr`` in every iteration; the schedule does not change it (section 4.2).
 
-    Nothing is asked of the model. The optimizer has parameter groups with ``fix_lr: True`` or ``fixed_lr: True``; in a
-    config an entry of ``SOLVER.PARAM_GROUPS.CUSTOM_KEYS`` makes them: ``{KEY: predictor, FIXED_LR: True}``.
+    The model needs no special attributes. The optimizer has parameter groups with ``fix_lr: True`` or
+    ``fixed_lr: True``. In a config, an entry of ``SOLVER.PARAM_GROUPS.CUSTOM_KEYS`` makes them:
+    ``{KEY: predictor, FIXED_LR: True}``.
 
     Args:
-        fix_pred_lr: False does nothing.
+        fix_pred_lr: if False, the hook does nothing.
 
     Raises:
-        ValueError: ``lr`` is no number, or negative.
+        ValueError: ``lr`` is not a number, or is negative.
         ConfigError: before training, if no group has the flag.
     """
 

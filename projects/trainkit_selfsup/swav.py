@@ -19,28 +19,28 @@ logger = logging.getLogger(__name__)
 
 @HOOK_REGISTRY.register()
 class SwAVHook(HookBase):
-    """Make the queue of the loss when its epoch comes, and freeze layers at first.
+    """Create the queue of the loss in its first epoch, and freeze layers in the first iterations.
 
     The model has ``head.loss`` with ``queue`` and ``use_queue``. The hook sets ``queue`` to zeros
     ``[len(crops_for_assign), rows, feat_dim]`` on the model's device; before that it is None. The loss fills it, and
-    sets ``use_queue`` when it is full. Both are part of every checkpoint, for each rank its own.
+    sets ``use_queue`` when it is full. Every checkpoint holds both, for each rank.
 
-    The gradients of a frozen layer are None at the update, so that neither weight decay nor momentum moves it.
+    The gradients of a frozen layer are None at the update, so neither weight decay nor momentum changes it.
 
     Args:
         batch_size: samples per iteration of one rank.
         epoch_queue_starts: the first epoch with a queue, counted from 0.
         crops_for_assign: the crops that are assigned to prototypes; the queue has a part for each.
         feat_dim: of an embedding.
-        queue_length: rows over all ranks, rounded down to whole batches of all ranks; each rank has its share. 0: there
+        queue_length: rows over all ranks, rounded down to whole batches of all ranks; each rank has its part. 0: there
             is no queue.
-        interval: MMSelfSup saves the queue every so many epochs. It has no effect here.
+        interval: has no effect. In MMSelfSup, the queue is saved every ``interval`` epochs.
         frozen_layers_cfg: part of a parameter's name -> the first iteration that updates it.
 
     Raises:
         ValueError: a number is out of range.
         ConfigError: before training, if the model has no such loss, no parameter has such a name, the data have no
-            epochs, ``queue_length`` is less than one batch, or fused SGD with dampening is to update a frozen layer.
+            epochs, ``queue_length`` is less than one batch, or fused SGD with dampening would update a frozen layer.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class SwAVHook(HookBase):
 
 
 def _let_start_late(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
-    """Fused SGD fails if some parameters of a group have a momentum and others do not; give these a momentum of zeros.
+    """Give parameters without a momentum buffer one of zeros: fused SGD fails if only some of a group have one.
 
     With dampening 0 the first update from zeros equals the usual one: ``momentum * 0 + grad``.
     """

@@ -1,4 +1,4 @@
-"""What every job says about its training; a job changes what it needs in its own copy."""
+"""The training settings of every job; a job changes values in its own copy."""
 
 train = dict(
     output_dir="./output",
