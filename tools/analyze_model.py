@@ -6,9 +6,9 @@
     python tools/analyze_model.py --config-file projects/digits/config.yaml
     python tools/analyze_model.py --config-file cfg.yaml --depth 2 --input-shape image=3,224,224 MODEL.WIDTH 32
 
-They are counted in eval mode for one sample: the first one of the test data, or zeros of --input-shape. FLOPs are
-the multiply-adds of convolutions, matrix products and attention, activations the values that these give. Averaged
-weights are no part of the model and are not counted. Nothing is written.
+The tool counts them in eval mode for one sample: the first one of the test data, or zeros of --input-shape. FLOPs are
+the multiply-adds of convolutions, matrix products and attention; activations are their output values. Averaged weights
+are not part of the model and are not counted. The tool writes no files.
 """
 
 import argparse
@@ -38,7 +38,7 @@ DEPTH = 3
 
 
 def sample_batch(cfg: CfgNode) -> Any:
-    """A batch of the first sample of DATASETS.TEST, or else DATASETS.VAL.
+    """A batch with the first sample of DATASETS.TEST, or else of DATASETS.VAL.
 
     Raises:
         ConfigError: the config names no dataset, or one that does not exist.
@@ -53,10 +53,10 @@ def sample_batch(cfg: CfgNode) -> Any:
 
 
 def batch_of_shapes(cfg: CfgNode, shapes: Iterable[tuple[str, list[int]]]) -> Any:
-    """Zeros for one sample, collated as DATALOADER.COLLATE says; the name "" is that of a sample that is a tensor.
+    """Zeros for one sample, collated by DATALOADER.COLLATE; the name "" means that the sample is a tensor.
 
     Raises:
-        ConfigError: there are other names beside "", or one is given twice.
+        ConfigError: there are other names beside "", or a name is given twice.
     """
     sample: dict[str, Tensor] = {}
     for name, shape in shapes:
@@ -75,18 +75,18 @@ def batch_of_shapes(cfg: CfgNode, shapes: Iterable[tuple[str, list[int]]]) -> An
 
 
 class Counts:
-    """What one forward pass of a model takes.
+    """FLOPs and activations of one forward pass of a model.
 
-    The counts of a module are those of all modules in it, whoever calls them.
+    The counts of a module include those of all modules in it, whoever calls them.
 
     Attributes:
         flops, activations: module name -> number; "" is the model. Modules without any are left out.
-        uncounted: class -> how many modules of it were called in which nothing is counted; those with modules of their
-            own are left out.
-        not_called: names of the modules that took no part, nor any module in them.
+        uncounted: class -> number of its modules that were called but not counted; modules with submodules are left
+            out.
+        not_called: names of modules that were not called, if none of their submodules was called either.
 
     Raises:
-        ConfigError: the model does not take the batch.
+        ConfigError: the model does not accept the batch.
     """
 
     def __init__(self, model: nn.Module, batch: Any) -> None:
@@ -110,7 +110,7 @@ def _count(model: nn.Module, batch: Any) -> tuple[Counter[str], Counter[str]]:
     """FLOPs and activations of each module that is called, without those of the modules that it calls.
 
     Raises:
-        ConfigError: the model does not take the batch.
+        ConfigError: the model does not accept the batch.
     """
     flops = FlopCounterMode(display=False)
     activations = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(flops.flop_registry, _num_values))
@@ -118,7 +118,7 @@ def _count(model: nn.Module, batch: Any) -> tuple[Counter[str], Counter[str]]:
     running: list[str] = []  # the innermost module is the last one
 
     def settle() -> None:
-        """What was counted since the last call belongs to the innermost module."""
+        """Give everything that was counted since the last call to the innermost module."""
         totals = flops.get_total_flops() // 2, activations.get_total_flops()  # torch counts a multiply-add as two
         for counts, total in zip(own, totals, strict=True):
             counts[running[-1]] += total - counts.total()
@@ -141,7 +141,7 @@ def _count(model: nn.Module, batch: Any) -> tuple[Counter[str], Counter[str]]:
         )
     ]
     fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # one operator for all of an encoder layer, which is not counted
+    torch.backends.mha.set_fastpath_enabled(False)  # else an encoder layer is one operator, which is not counted
     try:
         # attention as two matrix products: its other kernels are not counted in all versions of torch
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), flops, activations:
@@ -157,7 +157,7 @@ def _count(model: nn.Module, batch: Any) -> tuple[Counter[str], Counter[str]]:
 
 
 def _num_values(*args: Any, out_shape: Any, **kwargs: Any) -> int:
-    """Of what an operator gives first; attention also gives what its backward pass needs."""
+    """The number of values of an operator's first output; attention also returns values for its backward pass."""
     return (out_shape if isinstance(out_shape, torch.Size) else out_shape[0]).numel()
 
 
@@ -177,7 +177,7 @@ def _describe(value: Any) -> Any:
 
 
 def report(model: nn.Module, batch: Any, depth: int = DEPTH) -> str:
-    """The table, and what is not in it.
+    """The table, and lines that name what it does not count.
 
     Raises:
         ConfigError: as `Counts`.
@@ -206,7 +206,7 @@ def report(model: nn.Module, batch: Any, depth: int = DEPTH) -> str:
 
 
 def _tensors_of(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Parameters, those that are trained, and buffers."""
+    """Parameters, trainable parameters, and buffers."""
     yield [*module.parameters()]
     yield [parameter for parameter in module.parameters() if parameter.requires_grad]
     yield [*module.buffers()]
@@ -241,14 +241,14 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config-file", required=True, metavar="FILE", help="what is to be built; also that of a run")
+    parser.add_argument("--config-file", required=True, metavar="FILE", help="the job; also the config.yaml of a run")
     parser.add_argument("--depth", type=_depth, default=DEPTH, metavar="N", help=f"levels of modules shown ({DEPTH})")
     parser.add_argument(
         "--input-shape",
         action="append",
         type=_named_shape,
         metavar="[NAME=]N,N,...",
-        help="of one sample as the model gets it, float32, instead of the test data; once for each name in it",
+        help="the shape of one input of the model, float32, instead of the test data; give it once for each name",
     )
     parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="changes to the config, such as MODEL.WIDTH 32")
     return parser.parse_intermixed_args(arguments)

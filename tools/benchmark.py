@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Measure what trainkit costs, each row against its goal.
+"""Measure the time and memory that trainkit needs, and compare each row with its goal.
 
 ::
 
     python tools/benchmark.py --rows step,save --rounds 15 --json benchmark.json
 
-prints the machine, the bare loop, and a table. Everything that is compared runs in alternating rounds in the same
-process; a ratio is the median of the ratios within the rounds. A goal that is missed stands in the table and does not
-change the exit code, which is 2 for wrong arguments.
+prints the machine, the bare loop, and a table. The compared variants run in alternating rounds in the same process; a
+ratio is the median of the ratios within the rounds. The table shows missed goals; they do not change the exit code,
+which is 2 for wrong arguments.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def _names(kind: str, known: Collection[str], text: str) -> list[str]:
 
 
 def _new_file(text: str) -> Path:
-    """Where a file can be written in the end: hours would be lost."""
+    """A path that is checked now: if it could not be written at the end, hours would be lost."""
     path = Path(text)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"cannot write {text!r}; name a file in a folder that is there and writable")
@@ -120,7 +120,7 @@ def describe_machine() -> dict[str, str]:
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
-    """The rows of ``args.rows``, in that order."""
+    """The rows of ``args.rows``, in their order."""
     for name in dict.fromkeys(args.rows):
         print(f"measuring {name}", file=sys.stderr)
         options: dict[str, Any] = {} if args.rounds is None else {"rounds": args.rounds}
@@ -133,7 +133,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def find_peers(names: list[str]) -> dict[str, peers.Maker]:
-    """Those that are installed."""
+    """The peers that are installed."""
     found = {name: peers.find(name) for name in names}
     for name in (name for name, make in found.items() if make is None):
         print(f"{name} is not installed and has no row", file=sys.stderr)
@@ -160,7 +160,7 @@ def main(args: argparse.Namespace) -> None:
     rows: list[Row] = []
     try:
         for row in measure(args):
-            rows.append(row)  # those that are measured are written, whatever ends the others
+            rows.append(row)  # the rows measured so far are written, even if a later one fails
     finally:
         print(tabulate([row.as_texts() for row in rows], HEADERS))
         if args.json is not None:

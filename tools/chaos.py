@@ -1,13 +1,14 @@
 #!/usr/bin/env python
-"""Kill a run again and again, resume it with the same command each time, and compare it with a run left alone.
+"""Kill a run again and again, resume it with the same command each time, and compare it with a run that is not killed.
 
 ::
 
     python tools/chaos.py --kills 20 --seed 0 --processes 2
 
-trains the job of ``chaos_job.py``, prints a table of the kills, and ends with "identical" (exit code 0), or "different"
-and where (1). ``--without PART`` is the control: a run that was killed once goes on without that part of its checkpoint
-(``all``: without each in turn), which the comparison has to see. It ends with "seen" (0), or "not seen" and what (1).
+trains the job of ``chaos_job.py``, prints a table of the kills, and ends with "identical" (exit code 0), or with
+"different" and the first difference (1). ``--without PART`` is the control: a run that was killed once continues
+without this part of its checkpoint (``all``: without each part in turn), and the comparison has to see it. It ends with
+"seen" (0), or with "not seen" and the part (1).
 """
 
 import argparse
@@ -37,13 +38,13 @@ from trainkit.checkpoint.contents import CLOCK_READINGS, is_of_the_clock, parts_
 from trainkit.checkpoint.file import read_file
 
 JOB = Path(__file__).with_name("chaos_job.py")
-SURE_OF_CHECKPOINT = 14  # the iteration whose save waits for the first one
+SURE_OF_CHECKPOINT = 14  # the save in this iteration waits for the first save
 
-# They tell of the starts of a run, or hold what a start has found and put aside. Readings of a clock are not compared
-# either, nor is a line of metrics.json that says nothing else.
+# These files describe the starts of a run, or hold files that a start moved aside. Clock readings are not compared
+# either, and neither are lines of metrics.json that hold nothing else.
 UNCOMPARED_FILES = ("log.txt*", "previous_*", "config.yaml", "metrics.json.*", "events.*")
 
-# where a run can be killed -> what that is part of
+# point at which a run can be killed -> the activity that it is part of
 POINTS = {
     "forward": "a step",
     "fetch": "a worker's fetch",
@@ -65,21 +66,21 @@ MAX_COUNTS = {"fetch": 4, "evaluation": 3, "write": 4, "a step during a save": 6
 MAX_COUNTS |= {"write of metrics": 2}
 MAX_COUNTS |= {f"{when} {call}": count for when in ("before", "after") for call, count in (("fsync", 6), ("rename", 3))}
 
-# what every run has to leave behind
+# the files that every run has to write
 FILES = ("model_final.pth", "model_best.pth", "last_checkpoint", "finished", "metrics.json")
-# of the parts, those that nothing misses, and why
+# parts of a checkpoint without which the result is the same -> the reason
 NOT_MISSED = {
     "iteration": "a copy of trainer/iteration, for other readers of the file",
-    "trainer/world_size": "is the same in the run that goes on",
-    "trainer/settings": "are the same in the run that goes on",
-    "trainer/origin": "says how the run was started, and is that of the run that goes on",
+    "trainer/world_size": "is the same in the resumed run",
+    "trainer/settings": "are the same in the resumed run",
+    "trainer/origin": "says how the run was started, and the resumed run has its own",
     "trainer/hooks/FinalEvalHook": "has done nothing yet",
     "trainer/_trainer/non_finite": "there was none",
     "trainer/_trainer/grad_scaler": "bfloat16 needs none",
 }
 
-TIMEOUT_SEC = 300  # of a start
-GRACE_SEC = 60  # for the processes of a start that has ended
+TIMEOUT_SEC = 300  # for a start
+GRACE_SEC = 60  # after a start has ended, for its processes to end
 
 
 # ---------------------------------------------------------------------------- one start of a run
@@ -87,13 +88,13 @@ GRACE_SEC = 60  # for the processes of a start that has ended
 
 @dataclass
 class Kill:
-    """The ``count``-th time that ``rank`` passes a point, from iteration ``iter`` on."""
+    """A kill at the ``count``-th time that ``rank`` passes a point, from iteration ``iter`` on."""
 
     point: str
     iter: int
     count: int = 1
     rank: int = 0
-    alone: bool = False  # the other ranks live
+    alone: bool = False  # the other ranks are not killed
 
     def __str__(self) -> str:
         return f"{self.point}, no. {self.count}" if self.point in MAX_COUNTS else self.point
@@ -101,7 +102,7 @@ class Kill:
 
 @dataclass
 class Start:
-    """What became of one start."""
+    """The outcome of one start."""
 
     kill: Kill | None
     checkpoint: str  # from which it was resumed
@@ -124,7 +125,7 @@ class Job:
         self.num_starts = 0
 
     def start(self, folder: Path, kill: Kill | None = None, without: str = "") -> Start:
-        """Run the command once, until its end or its kill."""
+        """Run the command once, until it ends or is killed."""
         self.num_starts += 1
         log = self._args.output_dir / "starts" / f"{self.num_starts:03d}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -158,13 +159,13 @@ class Job:
 
 
 def _adopt_orphans() -> None:
-    """Processes whose parents die become children of this one, so that it can wait for them."""
+    """Make this process the parent of processes whose parents die, so that it can wait for them."""
     pr_set_child_subreaper = 36  # linux/prctl.h
     ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
 
 
 def _wait_for_group(group: int) -> bool:
-    """Wait for all processes of a group, killing them after a while; whether that was not necessary."""
+    """Wait for all processes of a group, and kill them after a while; returns whether all ended by themselves."""
     deadline, in_time = time.monotonic() + GRACE_SEC, True
     while True:
         try:
@@ -181,10 +182,10 @@ def _wait_for_group(group: int) -> bool:
 
 
 class Planner:
-    """Draws kills so that a run gets on: each some iterations after its start.
+    """Draws kills, each some iterations after its start, so that the run makes progress.
 
     Attributes:
-        num_left: kills that are still to be done.
+        num_left: the number of kills still to do.
     """
 
     def __init__(self, args: argparse.Namespace, num_iters: int) -> None:
@@ -211,7 +212,7 @@ class Planner:
         return kill
 
     def _next_point(self) -> str:
-        """Each has its turn before one comes again."""
+        """All points are used before one is used again."""
         point = next(self._points, None)
         if point is None:
             self._points = iter(self._rng.sample(sorted(POINTS), len(POINTS)))
@@ -232,7 +233,7 @@ def differences(left: Path, right: Path) -> list[str]:
 
 
 def _contents(folder: Path) -> dict[str, Any]:
-    """file -> what it holds"""
+    """file -> its content"""
     return {
         path.name: _content(path) for path in sorted(folder.iterdir()) if not any(map(path.match, UNCOMPARED_FILES))
     }
@@ -247,7 +248,7 @@ def _content(path: Path) -> Any:
 
 
 def differing(left: Any, right: Any) -> Iterator[str]:
-    """Where two nested values are not the same bit by bit, readings of a clock left out."""
+    """Where two nested values differ bit by bit, without clock readings."""
     return contents.differing(left, right, skip=_is_of_the_clock)
 
 
@@ -263,7 +264,7 @@ CONTROL_KILLS = (Kill("forward", 72), Kill("after_train", 0, count=3))
 
 
 def kill_and_compare(args: argparse.Namespace) -> list[str]:
-    """Kill, resume, print the table; where the end differs from that of the run left alone."""
+    """Kill, resume, and print the table; returns the differences from the run that was not killed."""
     job, reference, runs = Job(args), args.output_dir / "reference", [args.output_dir / "killed_1"]
     found = job.start(reference).defects
     starts: list[Start] = []
@@ -285,11 +286,11 @@ def kill_and_compare(args: argparse.Namespace) -> list[str]:
 def leave_out_and_compare(
     output_dir: Path, resume: Callable[[Path, str], object], only: str = ""
 ) -> dict[str, list[str]]:
-    """What differs if a killed run goes on without a part of its checkpoint: of each part, and of "", which is none.
+    """The differences if a killed run continues without a part of its checkpoint, for each part, and for "" (no part).
 
     Args:
-        output_dir: has the folders "reference", of a run that was left alone, and "killed_1" and so on.
-        resume: called with a copy of one of the latter and the part.
+        output_dir: has the folders "reference", of the run that was not killed, and "killed_1" and so on.
+        resume: called with a copy of one of the killed folders and the part.
         only: this part instead of all.
     """
     found: dict[str, list[str]] = {}
@@ -303,7 +304,7 @@ def leave_out_and_compare(
 
 
 def _leave_out(args: argparse.Namespace) -> list[str]:
-    args.config_seed = -1  # a seed that is not saved is drawn anew
+    args.config_seed = -1  # if the seed is not saved, a new one is drawn
     job = Job(args)
 
     def start(folder: Path, part: str = "", kill: Kill | None = None) -> None:
@@ -340,7 +341,7 @@ def _row(start: Start) -> tuple[Any, ...]:
 
 
 def _describe(start: Start) -> str:
-    """What is said before the table, while the next one runs."""
+    """The line about a start that is printed while the next one runs."""
     end = f"killed in iteration {start.killed_at}: {start.kill}" if start.is_hit else f"ended with code {start.code}"
     return f"resumed from {start.checkpoint}, {end}" if start.checkpoint else f"started, {end}"
 

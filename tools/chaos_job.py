@@ -1,14 +1,15 @@
 #!/usr/bin/env python
-"""The run that ``chaos.py`` kills: a small job with everything switched on that has a state.
+"""The run that ``chaos.py`` kills: a small job that uses everything that has a state.
 
-What is special about one start of it stands in the environment variable TRAINKIT_CHAOS, as JSON::
+The environment variable TRAINKIT_CHAOS has the options of one start, as JSON::
 
     {"kill": {"point": "forward", "iter": 30, "count": 1, "rank": 0, "alone": false},
      "without": "trainer/rng", "entropy": 7, "report": "starts/004.jsonl"}
 
-``kill``: from iteration ``iter`` on, the ``count``-th time that ``rank`` passes ``point``, all processes are killed, or
-that rank ``alone``. ``without``: this part of the checkpoint is not loaded. ``entropy``: instead of the random bytes of
-the operating system, from which SEED -1 is drawn. ``report``: gets what happens, in lines of JSON. All are optional.
+``kill``: from iteration ``iter`` on, at the ``count``-th time that ``rank`` passes ``point``, all processes are killed,
+or only this rank if ``alone``. ``without``: this part of the checkpoint is not loaded. ``entropy``: replaces the random
+bytes of the operating system from which SEED -1 is drawn. ``report``: a file for the events, in lines of JSON. All are
+optional.
 """
 
 import argparse
@@ -50,7 +51,7 @@ GRACE_SEC = 30  # as torchrun gives the others when one has died
 
 
 class _Killer:
-    """Is told of the points that the program passes, and at the planned one ends it."""
+    """Is called at each point that the program passes, and kills it at the planned point."""
 
     def __init__(self, plan: Mapping[str, Any]) -> None:
         self.without, self._report = plan.get("without", ""), plan.get("report", "")
@@ -75,7 +76,7 @@ class _Killer:
                 file.write(json.dumps(entries) + "\n")
 
     def at(self, point: str, file: str = "", first: Callable[[], object] | None = None) -> None:
-        """``file`` is what it is about; ``first`` is done before the kill."""
+        """The program passes a point; ``file`` is the file concerned, ``first`` is called before the kill."""
         in_main_thread = threading.current_thread() is threading.main_thread()
         if self._holds_save and in_main_thread:
             self._strike()
@@ -105,7 +106,7 @@ _killer = _Killer({})
 
 
 def _add_fail_points() -> None:
-    """Pass a point wherever a file is written, made durable or renamed: between this process and the system."""
+    """Pass a point at each write, fsync and rename of a file: between this process and the system."""
 
     class File(io.FileIO):
         def write(self, data: Any) -> int:
@@ -158,7 +159,7 @@ DatasetCatalog.register("chaos_test", partial(_samples, 24, 2))
 
 @TRANSFORM_REGISTRY.register()
 class ChaosTransform:
-    """Draws from each of the three global generators."""
+    """Draws numbers from each of the three global generators."""
 
     def __init__(self, cfg: CfgNode) -> None:
         pass
@@ -171,7 +172,7 @@ class ChaosTransform:
 
 @MODEL_REGISTRY.register()
 class ChaosNet(nn.Module):
-    """Draws random numbers while it trains, and has buffers that are other ones on each rank."""
+    """Draws random numbers while it trains, and has buffers that differ between ranks."""
 
     def __init__(self, cfg: CfgNode) -> None:
         super().__init__()
@@ -190,7 +191,7 @@ class ChaosNet(nn.Module):
 
 @HOOK_REGISTRY.register()
 class KillPoint(HookBase):
-    """A place among the hooks where the run can be killed; the "first" one also leaves out a part of what is loaded."""
+    """A place among the hooks where the run can be killed; the "first" one also drops a part of the loaded state."""
 
     def __init__(self, place: str) -> None:
         self._place = place
@@ -231,7 +232,7 @@ class KillPoint(HookBase):
 
 
 class Smoothed(HookBase):
-    """Reads the batch and the losses in ``after_step``, with a state of its own; it is registered last."""
+    """Reads the batch and the losses in ``after_step``, and has a state; it is registered last."""
 
     def __init__(self) -> None:
         self._value = 0.0
@@ -249,7 +250,7 @@ class Smoothed(HookBase):
 
 
 class CountEvaluated(HookBase):
-    """Below the save point, with a state: counts the iterations in which a result is new. Stores the rate of each."""
+    """Below the save point, with a state: counts the iterations with a new result, and stores their learning rate."""
 
     priority = Priority.LOW
 
@@ -271,7 +272,7 @@ class CountEvaluated(HookBase):
 
 
 def replace_part(state: Any, fresh: Any, part: str) -> None:
-    """Let a part of ``state`` be that of ``fresh``, or absent if there is none."""
+    """Replace a part of ``state`` by the same part of ``fresh``; remove it if ``fresh`` does not have it."""
     *parents, key = part.split("/")
     for parent in parents:
         state, fresh = state[parent], fresh.get(parent, {})
@@ -282,7 +283,7 @@ def replace_part(state: Any, fresh: Any, part: str) -> None:
 
 
 def job_config(output_dir: Path, seed: int, config_seed: int, num_workers: int) -> CfgNode:
-    """The job; ``seed`` chooses between its variants. The periods have no common factor."""
+    """The config of the job; ``seed`` chooses between its variants. The periods have no common factor."""
     cfg, rng = get_cfg(), random.Random(seed)
     cfg.OUTPUT_DIR, cfg.SEED, cfg.MODEL.NAME, cfg.MODEL.DEVICE = str(output_dir), config_seed, "ChaosNet", "cpu"
     cfg.INPUT.TRAIN_TRANSFORM = "ChaosTransform"
@@ -315,7 +316,7 @@ def job_config(output_dir: Path, seed: int, config_seed: int, num_workers: int) 
 
 
 def train(args: argparse.Namespace, plan: Mapping[str, Any]) -> None:
-    """One rank of one start."""
+    """Train on one rank of one start."""
     global _killer
     torch.set_num_threads(1)
     _killer = _Killer(plan)
@@ -339,16 +340,16 @@ def _train_killably(args: argparse.Namespace, plan: Mapping[str, Any]) -> None:
 
 
 def _run_rank(rank: int, port: int, args: argparse.Namespace, plan: Mapping[str, Any]) -> None:
-    """With the environment that torchrun gives."""
+    """Run a rank with the environment that torchrun sets."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"WORLD_SIZE": str(args.processes), "LOCAL_WORLD_SIZE": str(args.processes)}
     launch(_train_killably, 1, args=(args, plan))
 
 
 def run_ranks(args: argparse.Namespace, plan: Mapping[str, Any]) -> int:
-    """All ranks, until they end or the first one dies, as torchrun does it; returns the exit code.
+    """Run all ranks until they end or the first one dies, like torchrun; returns the exit code.
 
-    They are forked: a process that imports torch anew would take longer to start than to train.
+    They are forked: a new process would take longer to import torch than to train.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

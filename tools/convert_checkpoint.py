@@ -5,8 +5,8 @@
 
     python tools/convert_checkpoint.py model_final.pkl model_final.pth
 
-This runs the code that is in the first file: convert only what you trust. The second file holds tensors and plain
-Python values, and runs none. NumPy arrays become tensors; entries that hold anything else are left out and named.
+This runs the code in the first file: convert only files that you trust. The second file holds tensors and plain Python
+values, and runs no code. NumPy arrays become tensors; entries that hold anything else are left out and named.
 """
 
 import argparse
@@ -22,10 +22,10 @@ from trainkit.engine import user_errors_exit
 
 
 def convert(source: str, target: str) -> list[str]:
-    """Write what is plain in ``source`` to ``target``; returns what is left out, with the reason.
+    """Write the tensors and plain values in ``source`` to ``target``; returns the entries left out, with the reason.
 
     Raises:
-        CheckpointError: ``source`` cannot be read, or nothing in it is plain; ``target`` cannot be written.
+        CheckpointError: ``source`` cannot be read, or has no such values; ``target`` cannot be written.
     """
     kept: dict[str, Any] = {}
     left_out = []

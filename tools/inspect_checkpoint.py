@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""Tell what is in a checkpoint, whether it is intact, and where it differs from another one.
+"""Show the content of a checkpoint, whether it is intact, and where it differs from another one.
 
 ::
 
     python tools/inspect_checkpoint.py output/digits                        # the checkpoints of a folder
-    python tools/inspect_checkpoint.py output/digits/model_best.pth         # what is in one
+    python tools/inspect_checkpoint.py output/digits/model_best.pth         # the content of one
     python tools/inspect_checkpoint.py A/model_final.pth B/model_final.pth  # where two differ, bit by bit
 
-Nothing is written, and no code from a file is run. The exit code is 0; 1 if two files differ, or if a checkpoint of a
-folder is broken; 2 if a file cannot be read.
+The tool writes nothing, and runs no code from a file. The exit code is 0; 1 if two files differ, or if a checkpoint of
+a folder is broken; 2 if a file cannot be read.
 """
 
 import argparse
@@ -36,14 +36,14 @@ from trainkit.engine.fork import describe_parent
 
 MAX_DIFFERENCES = 10  # of each part of the state, unless --all
 MAX_WIDTH = 70  # of a value
-_MAGIC = b"PK", b"\x80"  # what an archive and a pickle start with
+_MAGIC = b"PK", b"\x80"  # the first bytes of an archive and of a pickle
 
 
 # ---------------------------------------------------------------------------- one file
 
 
 def describe_file(path: str) -> str:
-    """Everything that one file says.
+    """The description of one file.
 
     Raises:
         CheckpointError: it is missing, broken or refused.
@@ -62,7 +62,7 @@ def _read_shapes(path: str) -> dict[str, Any]:
     """The verified state, its tensors without their content, which may be larger than the memory."""
     try:
         state = _read(path, map_location="meta")
-    except CheckpointError:  # there are no quantized tensors on that device; what else is wrong is found again
+    except CheckpointError:  # this device has no quantized tensors; any other error comes again
         state = _read(path)
     verify_shards(state, path)
     return _normalized(state)
@@ -158,7 +158,7 @@ def _at(state: Any, part: str) -> Any:
 
 
 def _summary(value: Any) -> str:
-    """What is no tensor, on one line."""
+    """The values that are not tensors, on one line."""
     if isinstance(value, Tensor):
         text = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     elif isinstance(value, Mapping) and len(value) > 3 and all(isinstance(item, Tensor) for item in value.values()):
@@ -171,7 +171,7 @@ def _summary(value: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    """Nested values by their number, unless there are few of them."""
+    """Nested values as their number, unless there are few of them."""
     if isinstance(value, Tensor):
         return f"tensor {list(value.shape)}"
     if isinstance(value, Mapping | list | tuple) and len(repr(value)) > 40:
@@ -200,10 +200,10 @@ def _bytes(number: float) -> str:
 
 
 def describe_folder(folder: str) -> tuple[str, bool]:
-    """A table of its checkpoints and from which one a run would go on; whether one of them is broken.
+    """A table of its checkpoints, and the one from which a run would continue; whether one of them is broken.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no checkpoint.
     """
     paths = checkpoint_files(folder)
     if not paths:
@@ -228,7 +228,7 @@ def describe_folder(folder: str) -> tuple[str, bool]:
 
 
 def _tagged(folder: str) -> tuple[str, str]:
-    """The path that `last_checkpoint` names, and what is wrong with that."""
+    """The path that `last_checkpoint` names, and an error message if it is wrong."""
     try:
         path = tagged_file(folder or os.curdir)
     except CheckpointError as error:
@@ -270,10 +270,10 @@ def compare_files(left: str, right: str, show_all: bool = False) -> tuple[str, b
     """Where they differ, and whether they do.
 
     Args:
-        show_all: readings of a clock as well, and more than `MAX_DIFFERENCES` of a part of the state.
+        show_all: also clock readings, and more than `MAX_DIFFERENCES` differences in a part of the state.
 
     Raises:
-        CheckpointError: one is missing, broken or refused.
+        CheckpointError: a file is missing, broken or refused.
     """
     states = _normalized(_read_whole(left)), _normalized(_read_whole(right))
     parts = dict.fromkeys(itertools.chain.from_iterable(map(parts_of, states)))
@@ -327,9 +327,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("path", metavar="FILE", help="a checkpoint, or a folder of checkpoints")
-    parser.add_argument("other", nargs="?", metavar="OTHER", help="a second checkpoint, to be compared with the first")
+    parser.add_argument("other", nargs="?", metavar="OTHER", help="a second checkpoint to compare with the first")
     parser.add_argument(
-        "--all", action="store_true", help="every difference, also of entries that have many, and of clocks"
+        "--all", action="store_true", help="show every difference, also if there are many, and those of clocks"
     )
     return parser.parse_args(arguments)
 

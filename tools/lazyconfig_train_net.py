@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Train or evaluate the job of a `LazyConfig`; without arguments, the digits of ``projects/lazy``.
 
-The config has ``model``, ``optimizer``, ``lr_multiplier``, ``dataloader`` and ``train``, and what is built from it
-stands in ``build_trainer``: a project that needs more copies this file and changes that.
+The config has ``model``, ``optimizer``, ``lr_multiplier``, ``dataloader`` and ``train``; ``build_trainer`` builds all
+parts from it. If your project needs more, copy this file and change ``build_trainer``.
 """
 
 import argparse
@@ -47,7 +47,7 @@ logger = logging.getLogger("trainkit.tools.lazyconfig_train_net")
 
 
 def setup(args: argparse.Namespace) -> Any:
-    """The config of the command line, and everything that has to be set up before training."""
+    """Set up everything before training; returns the config with the options of the command line."""
     cfg = LazyConfig.apply_overrides(LazyConfig.load(args.config_file or DEFAULT_CONFIG), args.opts)
     if args.fast_dev_run:
         output_dir = str(Path(cfg.train.output_dir) / "fast_dev_run")
@@ -70,7 +70,7 @@ def evaluate(cfg: Any, model: nn.Module, part: str) -> dict[str, Any]:
 
 
 def build_trainer(cfg: Any) -> tuple[SimpleTrainer, Checkpointer]:
-    """The trainer with its hooks, and what saves and loads it."""
+    """The trainer with its hooks, and its checkpointer."""
     model = build_model(cfg)
     optimizer = instantiate({**cfg.optimizer, "params": {**cfg.optimizer.params, "model": model}})
     data_loader = instantiate(cfg.dataloader.train)
@@ -98,7 +98,7 @@ def build_trainer(cfg: Any) -> tuple[SimpleTrainer, Checkpointer]:
 
 
 def train(cfg: Any, resume: bool) -> None:
-    """Train from the start, or go on from the last checkpoint."""
+    """Train from the start, or continue from the last checkpoint."""
     trainer, checkpointer = build_trainer(cfg)
     checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=resume)
     start_iter = trainer.iter + 1 if resume and checkpointer.has_checkpoint() else 0

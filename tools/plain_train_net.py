@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""The job of ``train_net.py`` as a plain loop, for those who would rather change code than override methods.
+"""The job of ``train_net.py`` as a plain loop, for people who prefer changing code to overriding methods.
 
-No trainer, no hooks: everything that happens stands in ``train``. With the same config it gives the same losses,
-bit for bit. What it leaves out, such as resuming in the middle or running on several GPUs, is what the trainer is for.
+There are no trainer and no hooks: ``train`` has the whole loop. With the same config it gives the same losses, bit for
+bit. It cannot resume in the middle or run on several GPUs; use the trainer for that.
 """
 
 import argparse
@@ -29,7 +29,7 @@ logger = logging.getLogger("trainkit.tools.plain_train_net")
 
 
 def train(cfg: CfgNode, model: torch.nn.Module) -> dict[str, Any]:
-    """Train ``model`` from its weights on; returns the results of the last evaluation."""
+    """Train ``model``, starting from its current weights; returns the results of the last evaluation."""
     model.train()
     optimizer = build_optimizer(cfg, model)
     data_loader = build_train_loader(cfg)

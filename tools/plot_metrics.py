@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Show the metrics of one or several runs side by side, in a picture or on a page for a browser.
+"""Draw the metrics of one or several runs side by side, in a picture or on a page for a browser.
 
 ::
 
     python tools/plot_metrics.py output/digits output/other --output metrics.png
     python tools/plot_metrics.py output/digits output/other --html metrics.html
 
-A run is its output folder, or a JSON file of metrics. Wrong arguments, and runs that cannot be shown, end it with one
-line and exit code 2.
+Name a run by its output folder, or by a JSON file of metrics. If arguments are wrong or a run cannot be shown, the tool
+ends with one line and exit code 2.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def main(args: argparse.Namespace) -> list[Path]:
         The files written.
 
     Raises:
-        RunError: they cannot be.
+        RunError: they cannot be written.
     """
     if args.output or not args.html:
         check_matplotlib()  # before anything is read

@@ -7,21 +7,21 @@
     python tools/predict.py output/digits --input scans.npy --output predictions.pt
     python tools/predict.py --config-file projects/digits/config.yaml --weights model.pth --input samples.jsonl
 
-RUN is the folder of a run: its config.yaml says what the model is, and its best checkpoint, or else its last one, has
-the weights.
+RUN is the folder of a run. Its config.yaml describes the model. The weights are those of its best checkpoint, or else
+of its last one.
 
-Input, one sample after the other, as in the test dataset before its transform:
+Input, one sample after the other, in the form of the test dataset before its transform:
 
   .npy           an array [N, ...] of N samples
   .npz           arrays [N, ...], by the names that their values have in a sample
   .pt, .pth      a tensor [N, ...], a dict of such tensors, or a list of samples
   .jsonl         a sample per line: {"image": [[0, 13], [7, 2]]}; lists of numbers become arrays, int64 or float32
 
-Output is one JSON object per sample, on the standard output or in a .jsonl file. Where a prediction has as many scores
-as the dataset has class_names, these are the best classes with their probabilities, the softmax of the scores unless
-they are probabilities already; for scores of every pixel, the classes with their share of the pixels; for other large
-tensors their shape and range; null is a number that is not finite. A .pt file gets the list of the predictions
-themselves.
+Output is one JSON object per sample, on the standard output or in a .jsonl file. If a prediction has one score for each
+of the dataset's class_names, the output has the best classes with their probabilities. These are the softmax of the
+scores, or the scores if they are probabilities already. For scores of every pixel, it has the classes with their share
+of the pixels; for other large tensors their shape and range. A number that is not finite is null. A .pt file gets the
+list of the predictions without changes.
 """
 
 import argparse
@@ -48,8 +48,8 @@ from trainkit.engine.setup import checkpoint_dir
 from trainkit.utils.device import move_to_device
 
 ROOT = Path(__file__).resolve().parents[1]
-TOP_K = 3  # where classes have names
-MAX_VALUES = 16  # of a tensor, that are printed
+TOP_K = 3  # if classes have names
+MAX_VALUES = 16  # larger tensors are not printed
 
 
 # ---------------------------------------------------------------------------- the model
@@ -89,7 +89,7 @@ def _weights_of_run(cfg: CfgNode) -> str:
 
 
 def samples_of_dataset(name: str) -> Iterator[Any]:
-    """Those of a registered dataset, before any transform.
+    """The samples of a registered dataset, before any transform.
 
     Raises:
         ConfigError: no dataset has that name.
@@ -103,10 +103,10 @@ def samples_of_dataset(name: str) -> Iterator[Any]:
 
 
 def samples_of_file(path: str, key: str) -> Iterator[Any]:
-    """Those of one file; ``key`` is the name that a bare array has in a sample, "" for none.
+    """The samples of one file; ``key`` is the name of a bare array in a sample, "" for none.
 
     Raises:
-        ConfigError: it cannot be read, or does not hold samples.
+        ConfigError: the file cannot be read, or does not hold samples.
     """
     readers: dict[str, Callable[[str], Any]] = {
         ".npy": lambda path: np.load(path, mmap_mode="r"),
@@ -162,7 +162,7 @@ def _with_arrays(value: Any) -> Any:
 
 
 def _split(content: Any, key: str) -> Iterator[Any]:
-    """Samples of what a file holds."""
+    """Split the content of a file into samples."""
     if isinstance(content, Mapping):
         if wrong := [name for name, value in content.items() if not getattr(value, "ndim", 0)]:
             raise ConfigError(f"holds {wrong[0]!r}, which is no array [N, ...]; leave it out")
@@ -188,10 +188,10 @@ def predict(predictor: DefaultPredictor, samples: Iterable[Any], origin: str = "
     """(sample, its prediction), computed in batches of TEST.IMS_PER_BATCH.
 
     Args:
-        origin: whose mistake it is if a batch cannot be predicted; "": no user's.
+        origin: named in the error if a batch cannot be predicted; "": the error is not the user's mistake.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: a batch cannot be predicted.
     """
     iterator, num_done = iter(samples), 0
     while batch := list(itertools.islice(iterator, predictor.cfg.TEST.IMS_PER_BATCH)):
@@ -213,10 +213,10 @@ def _first_line(error: Exception) -> str:
 
 
 def describe(prediction: Any, class_names: Sequence[str], top_k: int | None) -> Any:
-    """What JSON can hold of a prediction, but for NaN and infinities.
+    """A prediction in values that JSON can hold, except NaN and infinities.
 
     Args:
-        top_k: number of classes; None: 3 if there are ``class_names``, and no classes without.
+        top_k: number of classes; None: 3 if there are ``class_names``, else no classes.
     """
     if isinstance(prediction, Mapping):
         return {str(name): describe(value, class_names, top_k) for name, value in prediction.items()}
@@ -241,7 +241,7 @@ def describe(prediction: Any, class_names: Sequence[str], top_k: int | None) -> 
 
 
 def _best_classes(scores: Tensor, names: Sequence[Any], top_k: int) -> list[dict[str, Any]]:
-    """Of ``[C]`` the probabilities, of ``[C, H, W]`` the shares of the pixels."""
+    """The best classes: of ``[C]`` with their probabilities, of ``[C, H, W]`` with their shares of the pixels."""
     if scores.ndim == 1:
         what, shares = "prob", scores if _are_probabilities(scores) else scores.softmax(dim=0)
     else:
@@ -255,7 +255,7 @@ def _best_classes(scores: Tensor, names: Sequence[Any], top_k: int) -> list[dict
 
 
 def _with_nulls(value: Any) -> Any:
-    """None in place of NaN and infinities, for which JSON has no word."""
+    """Replace NaN and infinities, which JSON cannot hold, by None."""
     if isinstance(value, dict):
         return {name: _with_nulls(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -309,7 +309,7 @@ def check_writable(path: str) -> None:
 
 
 def write_outputs(path: str, predicted: Iterable[tuple[Any, Any]]) -> int:
-    """The predictions themselves, as a list for ``torch.load``; returns their number."""
+    """Write the predictions without changes, as a list for ``torch.load``; returns their number."""
     predictions = [move_to_device(prediction, torch.device("cpu")) for _, prediction in predicted]
     torch.save(predictions, path)
     return len(predictions)
@@ -319,7 +319,7 @@ def write_outputs(path: str, predicted: Iterable[tuple[Any, Any]]) -> int:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Writes the predictions, and a line on the standard error about what they come from."""
+    """Write the predictions, and on the standard error a line that names their checkpoint."""
     with user_errors_exit():
         if args.output is not None:
             check_writable(args.output)
@@ -343,7 +343,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _class_names(datasets: Iterable[str]) -> Sequence[Any]:
-    """Those of the first dataset that has any."""
+    """The class names of the first dataset that has any."""
     return next(filter(None, (MetadataCatalog.get(name).get("class_names") for name in datasets)), ())
 
 

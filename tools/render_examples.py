@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Render the pictures in docs/images again: short runs of digits, trained here in about a minute, and how they look.
+"""Train short runs of digits, in about a minute, and draw the pictures in docs/images from them.
 
 ::
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs/images"
 
 _COMMON = ["SOLVER.MAX_ITER", "400", "TEST.EVAL_PERIOD", "40", "LOG.PERIOD", "10"]
-_COMMON += ["HOOKS", "[{NAME: Throughput}]"]  # the scalar of a hook is drawn as well
+_COMMON += ["HOOKS", "[{NAME: Throughput}]"]  # so that the scalar of a hook is drawn too
 _RUNS = {
     "sgd": [],
     "sgd_small_lr": ["SOLVER.BASE_LR", "0.02"],
@@ -32,7 +32,7 @@ _PAGE_SIZE = (1280, 1420)
 
 
 def main(images: Path = IMAGES) -> None:
-    """Write curves.png, and page.png where there is a browser."""
+    """Write curves.png, and page.png if there is a browser."""
     images.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         runs = [train(Path(scratch) / name, settings) for name, settings in _RUNS.items()]
@@ -47,7 +47,7 @@ def main(images: Path = IMAGES) -> None:
 
 
 def train(folder: Path, settings: list[str]) -> Path:
-    """A run of the default job in ``folder``."""
+    """Train a run of the default job in ``folder``."""
     command = [sys.executable, str(ROOT / "tools/train_net.py"), "OUTPUT_DIR", str(folder), *_COMMON, *settings]
     print(f"training {folder.name}", file=sys.stderr)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}  # the model is too small for two

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Train or evaluate the job of a config; without arguments, the digits.
 
-A project that needs more copies this file and subclasses ``DefaultTrainer`` in it.
+If your project needs more, copy this file and add methods to its ``Trainer``.
 """
 
 import argparse

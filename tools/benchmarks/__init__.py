@@ -1,1 +1,1 @@
-"""The rows of ``tools/benchmark.py``: what is measured against what."""
+"""The rows of ``tools/benchmark.py``."""

@@ -1,4 +1,4 @@
-"""What an average of the weights costs over the one operation that it has to be."""
+"""The time of an average of the weights, compared with the one operation that it needs."""
 
 import time
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _DECAY = 0.999
 
 
 class ManyTensors(nn.Module):
-    """Parameters of 64 x 64 numbers, the fewest that one finds in models of so many: larger ones hide the overhead."""
+    """Many parameters of 64 x 64 numbers, the smallest in models with so many: larger ones would hide the overhead."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class ManyTensors(nn.Module):
 
 
 class _Untrained(TrainerBase):
-    """A trainer for the hook to look at."""
+    """A trainer for the hook, which does not train."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class _Untrained(TrainerBase):
 
 
 def ema(rounds: int = 31, *, scratch: Path, updates: int = 100, num_tensors: int = 318) -> list[Row]:
-    """The after_step of an `EMAHook` over torch._foreach_lerp_, and torch's own averaged model."""
+    """The after_step of an `EMAHook` compared with torch._foreach_lerp_, and torch's own averaged model."""
     model = ManyTensors(num_tensors)
     trainer, hook = _Untrained(model), EMAHook(_DECAY)
     trainer.register_hooks([hook])

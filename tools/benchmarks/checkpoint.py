@@ -1,4 +1,4 @@
-"""What a save costs: synchronous, over torch.save; and until an asynchronous one lets the training go on."""
+"""The time of a synchronous save, compared with torch.save; and the time until an asynchronous save returns."""
 
 import os
 import time
@@ -14,20 +14,20 @@ from trainkit.checkpoint import Checkpointer
 
 
 def save(rounds: int = 15, *, scratch: Path, device: str = "cpu", num_layers: int = 24) -> list[Row]:
-    """A save over torch.save and fsync of the same state, and an asynchronous one over a synchronous one.
+    """A save compared with torch.save and fsync of the same state, and an asynchronous one with a synchronous one.
 
-    On a GPU an asynchronous save ends for the clock when the device has done what was asked of it, since the next step
-    comes after that in its queue.
+    On a GPU, an asynchronous save is timed until the device has finished its work, because the next step comes after it
+    in the device's queue.
 
     Args:
-        scratch: a folder on the disk that is meant; 1 GB is written at a time, and removed.
-        num_layers: of 4 MiB of parameters each, and twice that in their optimizer.
+        scratch: a folder on the disk to measure; 1 GB is written at a time, and removed.
+        num_layers: each has 4 MiB of parameters, and twice that in the optimizer.
     """
     model, optimizer = _trained(num_layers, device)
     plain = scratch / "plain.pth"
     synchronous = Checkpointer(model, scratch / "synchronous", optimizer=optimizer)
     asynchronous = Checkpointer(model, scratch / "asynchronous", async_save=True, optimizer=optimizer)
-    asynchronous.save("first")  # whose copy takes fresh memory; the later ones take it over
+    asynchronous.save("first")  # its copy allocates memory, which later copies use again
 
     def timed(action: Callable[[], object]) -> Runner:
         def run() -> float:
@@ -79,7 +79,7 @@ def _finish(device: str) -> None:
 
 
 def _empty(folder: Path) -> None:
-    """Remove the files of the last round for good, so that no save pays for freeing their blocks."""
+    """Remove the files of the last round, so that the time of a save does not include freeing their blocks."""
     for path in folder.rglob("*.pth"):
         path.unlink()
         _sync(path.parent)

@@ -1,4 +1,4 @@
-"""Whether the loop ever waits for a GPU, and what it costs there."""
+"""Whether the loop ever waits for a GPU, and its speed on one."""
 
 import itertools
 import warnings
@@ -20,7 +20,7 @@ from trainkit.engine import DefaultTrainer, HookBase, SimpleTrainer
 from trainkit.utils.device import move_to_device
 
 _NO_GPU = "no GPU"
-_WARM_UP = 40  # steps: kernels are chosen, memory is taken, and two writes are done
+_WARM_UP = 40  # steps in which kernels are chosen, memory is allocated, and two writes are done
 
 SYNCHRONIZATIONS = Row("host synchronizations in 100 steps on CUDA", None, 0, "", note=_NO_GPU)
 RUN_AHEAD = Row("steps that the host finishes while the device sleeps", None, 2, "", at_least=True, note=_NO_GPU)
@@ -29,7 +29,7 @@ SAVE = Row("stall of an asynchronous save on CUDA", None, 1 / 20, note=_NO_GPU)
 
 
 def cuda(rounds: int = 9, *, scratch: Path) -> list[Row]:
-    """Rows without a value where there is no GPU."""
+    """The rows; without values if there is no GPU."""
     if not torch.cuda.is_available():
         return [SYNCHRONIZATIONS, RUN_AHEAD, THROUGHPUT, SAVE]
     with job.logging_to(scratch):
@@ -100,16 +100,16 @@ class Between(HookBase):
 
 
 def _forbid_waiting() -> None:
-    with warnings.catch_warnings():  # torch says once that it does not see everything
+    with warnings.catch_warnings():  # torch warns once that it does not see all of them
         warnings.filterwarnings("ignore", "Synchronization debug mode", UserWarning)
         torch.cuda.set_sync_debug_mode("error")
 
 
 def synchronizations(output_dir: Path, more_hooks: Iterable[HookBase] = (), steps: int = 100) -> Row:
-    """1 and what it was, if anything waits for the device in ``steps`` steps after the first ones; else 0."""
+    """1 and its message if anything waits for the device in ``steps`` steps after the first ones; else 0."""
     watch = Between(
         _WARM_UP,
-        _WARM_UP + steps,  # one more, so that the hooks after this one have had their turn in all
+        _WARM_UP + steps,  # one more, so that hooks after this one run in all of them
         _forbid_waiting,
         partial(torch.cuda.set_sync_debug_mode, "default"),
     )
@@ -126,7 +126,7 @@ def synchronizations(output_dir: Path, more_hooks: Iterable[HookBase] = (), step
 
 
 class _WhileAsleep(HookBase):
-    """Lets the device sleep before iteration `_WARM_UP`, counts the steps that end before it wakes up, then stops."""
+    """Lets the device sleep before iteration `_WARM_UP`, counts the steps until it wakes up, then stops the run."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -152,7 +152,7 @@ class _WhileAsleep(HookBase):
 def run_ahead(output_dir: Path, more_hooks: Iterable[HookBase] = ()) -> Row:
     """How many steps the host finishes while the device sleeps for 2 s, before it waits for an earlier step.
 
-    Each holds its batch on the device, so there should be a few of them and not more.
+    Each step holds its batch on the device, so there should be only a few of them.
     """
     sleeper = _WhileAsleep(2.0)
     everything_on(output_dir, "cuda", [*more_hooks, sleeper]).train()
@@ -160,7 +160,7 @@ def run_ahead(output_dir: Path, more_hooks: Iterable[HookBase] = ()) -> Row:
 
 
 def _cycles(seconds: float) -> int:
-    """So many of ``torch.cuda._sleep`` take about so long, at the clock of now."""
+    """The argument of ``torch.cuda._sleep`` for about this time, at the current clock rate."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     trial = 200_000_000
     torch.cuda._sleep(trial)  # the clock rises first
@@ -175,7 +175,7 @@ def _cycles(seconds: float) -> int:
 
 
 class _Convolutions(nn.Module):
-    """Some 8 TFLOP per step with 256 channels and 64 pictures of 112 x 112."""
+    """About 8 TFLOP per step with 256 channels and 64 pictures of 112 x 112."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -193,9 +193,9 @@ class _Convolutions(nn.Module):
 def throughput(
     output_dir: Path, rounds: int, *, steps: int = 40, channels: int = 256, pictures: int = 64, device: str = "cuda"
 ) -> Row:
-    """The speed of `SimpleTrainer` with asynchronous writing and the hooks of the step rows, over that of a bare loop.
+    """The speed of `SimpleTrainer` with asynchronous writing and the hooks of the step rows, compared with a bare loop.
 
-    Both take pinned batches to the device and have a fused optimizer.
+    Both copy pinned batches to the device and have a fused optimizer.
     """
 
     def finish() -> None:

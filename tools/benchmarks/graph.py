@@ -1,4 +1,4 @@
-"""What a recorded step gains where the device waits for the host."""
+"""The gain of a recorded step if the device waits for the host."""
 
 import itertools
 from collections.abc import Callable
@@ -20,7 +20,7 @@ EAGER = Row("SimpleTrainer on the same model over the bare loop", None, note="no
 
 
 class LaunchBound(nn.Module):
-    """30 small layers with norms, two losses: some 500 kernels per step, each of which takes less than its launch."""
+    """30 small layers with norms, two losses: about 500 kernels per step, each of which takes less than its launch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,9 +33,9 @@ class LaunchBound(nn.Module):
 
 
 def graph(rounds: int = 15, *, scratch: Path, steps: int = 200, device: str = "cuda") -> list[Row]:
-    """The speed of both trainers with the hooks of the step rows; rows without a value where there is no GPU.
+    """The speed of both trainers with the hooks of the step rows; rows without a value if there is no GPU.
 
-    All of them take pinned batches to the device and have the same fused optimizer.
+    All of them copy pinned batches to the device and have the same fused optimizer.
     """
     if device == "cuda" and not torch.cuda.is_available():
         return [GRAPH, EAGER]

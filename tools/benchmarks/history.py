@@ -1,4 +1,4 @@
-"""What histories cost: a step after millions of others, and their memory."""
+"""The cost of histories: the time of a step after millions of others, and their memory."""
 
 import multiprocessing
 import os
@@ -17,10 +17,10 @@ _OLD_STEPS, _YOUNG_STEPS = 2_000_000, 1_000
 
 
 class Past(HookBase):
-    """Fills the new storage of a run that starts somewhere as if its own steps had come before.
+    """Fills the new storage of a run that starts at a later iteration, as if it had done the steps before.
 
     Args:
-        most: so many of them at most, the last ones.
+        most: fill at most this many steps, the last ones.
     """
 
     def __init__(self, most: int = _OLD_STEPS) -> None:
@@ -28,7 +28,7 @@ class Past(HookBase):
 
     def before_train(self) -> None:
         storage = self.trainer.storage
-        if storage.histories():  # the run goes on
+        if storage.histories():  # the run continues
             return
         smoothed = dict.fromkeys(("total_loss", "loss_mse", "loss_l1", "data_time", "rank_data_time", "time"), 1e-4)
         as_they_are = {"lr": job.LR}
@@ -42,10 +42,10 @@ class Past(HookBase):
 def history(
     rounds: int = 150, *, scratch: Path, steps: int = 200, old_steps: int = _OLD_STEPS, pairs: int = 4
 ) -> list[Row]:
-    """Each trainer of the step rows with a storage that holds ``old_steps`` steps, over one that holds 1,000.
+    """Each trainer of the step rows with ``old_steps`` steps in its storage, compared with a trainer with 1,000 steps.
 
-    The old one trains on, the young one is new in each round. A trainer can be a percent faster than another of its
-    kind all its life, by where its memory lies, so there are several old ones.
+    The old trainer continues from round to round; the young one is new in each round. Because of its place in memory, a
+    trainer can always be a percent faster than an equal one. So there are several old ones.
     """
     old_name, young_name = f"after {old_steps:,} steps", f"after {_YOUNG_STEPS:,} steps"
     rows = []
@@ -76,12 +76,12 @@ def _train_young(make: Callable[..., TrainerBase], scratch: Path, steps: int) ->
 
 
 def memory(rounds: int = 1, *, scratch: Path, steps: int = 10_000_000) -> list[Row]:
-    """What a storage adds to the memory of a fresh process while 20 scalars are put per step."""
+    """The memory that a storage adds to a new process if 20 scalars are put per step."""
     few = min(steps, 100_000)
     growths, traces = [], []
     for _ in range(rounds):
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            growths.append(pool.apply(_growth_mib, (steps,)))  # first: a used process has room left
+            growths.append(pool.apply(_growth_mib, (steps,)))  # first, because a used process has free memory
             traces.append(pool.apply(_traced_mib, (few,)))
     note = f"of the process, at its peak; of Python's allocations in {few:,} steps {max(traces):.1f} MiB"
     return [Row(f"storage of 20 scalars, {steps:,} steps", max(growths), 64, "MiB", note=note)]
@@ -100,7 +100,7 @@ def _traced_mib(steps: int) -> float:
 
 
 def _put(steps: int) -> Iterator[None]:
-    """Fill a storage that nobody reads; comes back every 1,000 steps, and at the end."""
+    """Fill a storage that nobody reads; yields every 1,000 steps, and at the end."""
     storage = EventStorage()
     names = [f"scalar_{i}" for i in range(20)]
     for iter in range(steps):

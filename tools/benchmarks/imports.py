@@ -1,4 +1,4 @@
-"""How long the import takes."""
+"""The time of the import."""
 
 import os
 import statistics
@@ -24,9 +24,9 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def imports(rounds: int = 9, *, scratch: Path) -> list[Row]:
-    """``import trainkit.engine`` after ``import torch``, each time in a fresh interpreter.
+    """``import trainkit.engine`` after ``import torch``, each time in a new interpreter.
 
-    From bytecode, which the round that does not count has written if it was not there.
+    It is imported from bytecode, which the first round writes if it is missing; this round does not count.
     """
     torch_secs, heavy = [], set()
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}

@@ -1,4 +1,4 @@
-"""The job whose steps are timed: the bare loop, and the trainers that do the same with everything switched on."""
+"""The job whose steps are timed: the bare loop, and the trainers that do the same with all their features."""
 
 import itertools
 import math
@@ -30,7 +30,7 @@ _WARMUP_LENGTH = WARMUP_ITERS / MAX_ITER
 
 
 class TinyModel(nn.Module):
-    """One linear layer with two losses; a step of it takes about as long as anything can in PyTorch."""
+    """One linear layer with two losses; its step is about the shortest that PyTorch allows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def make_batches(count: int = 100) -> list[Batch]:
 
 
 class PlainLoader:
-    """The batches without end, for trainers that do not take a list for a loader, or wait where one ends."""
+    """The batches without end, for trainers that do not accept a list as a loader, or that pause at its end."""
 
     def __init__(self) -> None:
         self.dataset = make_batches()
@@ -90,10 +90,10 @@ def schedule(iter: int) -> float:
 
 
 class BareLoop:
-    """What everything is compared with: the same steps, with nothing logged, checked or timed.
+    """The baseline of all comparisons: the same steps, with nothing logged, checked or timed.
 
     Args:
-        batches: without end, on the model's device.
+        batches: an endless iterator of batches on the model's device.
         finish: waits for the device.
     """
 
@@ -108,7 +108,7 @@ class BareLoop:
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
 
     def __call__(self, steps: int) -> float:
-        """The seconds of one of so many steps."""
+        """Do this many steps, and return the seconds of one."""
         model, optimizer, scheduler, batches = self.model, self._optimizer, self._scheduler, self._batches
         model.train()
         self._finish()
@@ -133,7 +133,7 @@ def bare_loop(model_class: type[TinyModel] = TinyModel) -> BareLoop:
 
 
 class Stopwatch(HookBase):
-    """Stops a run after so many steps, and has timed the last ``steps`` of them."""
+    """Stops a run after some steps, and times the last ``steps`` of them."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish = finish
@@ -156,10 +156,10 @@ class Stopwatch(HookBase):
 
 
 class Chunks:
-    """Lets a trainer train on by so many steps, in a run that is stopped between the calls.
+    """Continues the training of a trainer by some steps per call, in a run that is stopped between the calls.
 
-    The storage with its histories, the writers' files and the schedule go on. The first steps after a stop, of one log
-    period, are not timed.
+    The storage with its histories, the writers' files and the schedule continue. After each stop, the steps of the
+    first log period are not timed.
 
     Args:
         finish: waits for the device.
@@ -171,7 +171,7 @@ class Chunks:
         trainer.register_hooks([self._stopwatch])
 
     def __call__(self, steps: int, start_iter: int | None = None) -> float:
-        """The seconds of one of so many steps; the run starts again if ``start_iter`` is given."""
+        """Do this many steps, and return the seconds of one; the run starts again if ``start_iter`` is given."""
         start_iter = self.trainer.iter if start_iter is None else start_iter
         self._stopwatch.start(start_iter + LOG_PERIOD - 1, steps)
         self.trainer.train(start_iter, MAX_ITER)
@@ -189,8 +189,8 @@ def simple_trainer(
     """The job in a trainer with the hooks of the step rows; gather period 1 and the finite check are its defaults.
 
     Args:
-        model: instead of the tiny one, for the same batches.
-        options: of the trainer.
+        model: replaces the tiny model; it gets the same batches.
+        options: arguments of the trainer.
     """
     model = make_model() if model is None else model
     optimizer = make_optimizer(model)
@@ -200,7 +200,7 @@ def simple_trainer(
 
 
 def register_hooks(trainer: SimpleTrainer, output_dir: Path, more_hooks: Iterable[HookBase] = ()) -> None:
-    """Timer, LR, console and JSON writer every 20 steps."""
+    """Add the hooks for timer and LR, and console and JSON writers every 20 steps."""
     multiplier = WarmupParamScheduler(CosineParamScheduler(1.0, 0.0), WARMUP_FACTOR, _WARMUP_LENGTH)
     writers = default_writers(output_dir, MAX_ITER, ["console", "json"]) if comm.is_main_process() else []
     trainer.register_hooks(
@@ -238,7 +238,7 @@ class DeepTrainer(TinyTrainer):
 def default_trainer(
     output_dir: Path, *, more_hooks: Iterable[HookBase] = (), trainer_class: type[TinyTrainer] = TinyTrainer
 ) -> TinyTrainer:
-    """No step of it saves; each stop between two chunks does, which is not timed."""
+    """The job in a `DefaultTrainer`. No timed step saves; each stop between two chunks saves, which is not timed."""
     cfg = get_cfg()
     cfg.OUTPUT_DIR, cfg.MODEL.DEVICE = str(output_dir), "cpu"
     cfg.SOLVER.BASE_LR, cfg.SOLVER.MAX_ITER, cfg.SOLVER.CHECKPOINT_PERIOD = LR, MAX_ITER, MAX_ITER
@@ -256,12 +256,12 @@ TRAINERS: dict[str, Callable[..., TrainerBase]] = {
     "SimpleTrainer, asynchronous writing": partial(simple_trainer, async_write_metrics=True),
     "DefaultTrainer": default_trainer,
 }
-"""Those of the step rows: called with a folder, and maybe ``more_hooks``."""
+"""The trainers of the step rows; each is called with a folder, and optionally ``more_hooks``."""
 
 
 @contextmanager
 def logging_to(output_dir: Path) -> Iterator[None]:
-    """Inside, trainkit logs into ``log.txt``, and to a stdout that goes nowhere."""
+    """In this context trainkit logs into ``log.txt``, and to a stdout that is discarded."""
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         setup_logger(output_dir, comm.get_rank())
         try:
@@ -272,7 +272,7 @@ def logging_to(output_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside, torch computes in one thread: tiny models only lose by more."""
+    """In this context torch computes in one thread, because more threads make tiny models slower."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""What a batch costs over one of torch's own loader."""
+"""The time of a batch, compared with a batch of torch's own loader."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -19,7 +19,7 @@ BATCH_SIZE = 32
 
 
 class Trivial(Dataset[tuple[Tensor, int]]):
-    """Samples that cost nothing."""
+    """Samples that take no time to make."""
 
     def __init__(self) -> None:
         self._inputs = torch.randn(10_000, 16)
@@ -47,7 +47,7 @@ class Crops(Dataset[tuple[Tensor, int]]):
 
 
 def loader(rounds: int = 21, *, scratch: Path, batches: int = 100, workers: Iterable[int] = (0, 2)) -> list[Row]:
-    """Seconds per batch, once both loaders are under way."""
+    """Seconds per batch, after both loaders have started."""
     rows = []
     for num_workers in workers:
         for name, dataset, goals in (("trivial samples", Trivial(), (2.0, 1.1)), ("crops", Crops(), (1.15, 1.05))):

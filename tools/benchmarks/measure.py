@@ -1,4 +1,4 @@
-"""Timing in alternating rounds, and what a row of the benchmark's table says."""
+"""Timing in alternating rounds, and the rows of the benchmark's table."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -14,11 +14,11 @@ class Row:
     """One line of the table.
 
     Attributes:
-        name: what is measured.
+        name: the measured quantity.
         value: in ``unit``, which is "x" for a ratio. None: not measured, ``note`` says why.
-        goal: the largest value that is good enough; the least one if ``at_least``. None: there is no goal.
-        sides: what -> seconds, the medians that a ratio is about.
-        note: what the number is of, or why there is none.
+        goal: the largest value that is good enough; the smallest if ``at_least``. None: there is no goal.
+        sides: name of each compared side -> its median in seconds.
+        note: a remark about the number, or why there is none.
     """
 
     name: str
@@ -49,10 +49,10 @@ class Row:
 
 
 def alternate(runners: Mapping[str, Runner], rounds: int) -> dict[str, list[float]]:
-    """name -> what each runner took in each round; every round calls each of them once.
+    """name -> the time of each runner in each round; every round calls each of them once.
 
-    One more round before, whose times do not count, brings caches and allocators to where they stay. The order turns
-    around from round to round: whoever comes second finds another machine than who comes first.
+    One more round before them does not count; it fills caches and allocators. The order is reversed from round to
+    round, because the first runner leaves the machine in another state for the second.
     """
     found: dict[str, list[float]] = {name: [] for name in runners}
     order = list(runners)
@@ -64,7 +64,7 @@ def alternate(runners: Mapping[str, Runner], rounds: int) -> dict[str, list[floa
 
 
 def ratio(values: Sequence[float], base: Sequence[float]) -> float:
-    """The median over the rounds of the ratio within a round: what slows a whole round down cancels out."""
+    """The median over the rounds of the ratio within a round. So a slowdown of a whole round cancels out."""
     return statistics.median(value / other for value, other in zip(values, base, strict=True))
 
 
@@ -78,10 +78,10 @@ def compare(
     at_least: bool = False,
     note: str = "",
 ) -> Row:
-    """The row of the ratio of ``measured`` over ``base`` among what `alternate` has found.
+    """The row for the ratio of ``measured`` to ``base`` in the times of `alternate`.
 
     Args:
-        at_least: the goal is a speed and not a time, and so the value is ``base`` over ``measured``.
+        at_least: the goal is a speed and not a time, so the value is the ratio of ``base`` to ``measured``.
     """
     sides = {side: statistics.median(found[side]) for side in (measured, base)}
     value = ratio(found[base], found[measured]) if at_least else ratio(found[measured], found[base])

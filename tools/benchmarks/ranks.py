@@ -1,4 +1,4 @@
-"""What exchanging the metrics of two ranks costs."""
+"""The cost of exchanging the metrics of two ranks."""
 
 import copy
 import itertools
@@ -24,10 +24,10 @@ _EXCHANGED, _NEVER = "exchanged once per log period", "never stored"
 
 
 def ranks(rounds: int = 45, *, scratch: Path, steps: int = 130, width: int = 1024) -> list[Row]:
-    """`SimpleTrainer` on two processes over Gloo, under DDP, with the exchange period of `DefaultTrainer`; over never.
+    """`SimpleTrainer` with DDP on two processes over Gloo: the exchange period of `DefaultTrainer`, and no exchange.
 
-    The model is that of the step rows, whose step is little more than one exchange, and one with some layers of
-    ``width``, of which a twentieth of the steps is timed. The hooks are those of the step rows, the writers on rank 0.
+    One model is that of the step rows, whose step takes little longer than one exchange. The other has some layers of
+    ``width``, and a twentieth as many steps is timed. The hooks are those of the step rows, the writers are on rank 0.
     A step takes the time of the slower rank.
     """
     models = {"": (job.make_model(), steps), " of a larger model": (_Wide(width), max(1, steps // 20))}
@@ -47,13 +47,13 @@ class _Wide(job.TinyModel):
 
 
 def _without_gpus(run: Callable[[], _Found]) -> _Found:
-    """In a process that finds none, so that the ranks talk over Gloo."""
+    """Hide the GPUs from the processes, so that the ranks use Gloo."""
     with patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""), ProcessPoolExecutor(1, get_context("spawn")) as pool:
         return pool.submit(run).result()
 
 
 def _measure(models: Mapping[str, tuple[nn.Module, int]], rounds: int, scratch: Path) -> _Found:
-    """In every process, which alternate in step: of what model -> what `alternate` has found."""
+    """Runs in every process, in the same order: model -> the times from `alternate`."""
     found = {}
     folder = scratch / f"rank{comm.get_rank()}"
     with job.one_thread(), job.logging_to(folder):

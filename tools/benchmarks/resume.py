@@ -1,4 +1,4 @@
-"""How long it takes until a resumed run has its first batch, early and late in a run."""
+"""The time until a resumed run has its first batch, early and late in a run."""
 
 import time
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ _BATCH_SIZE = 16
 
 
 class _Model(nn.Module):
-    """About ten million parameters, as a small ResNet has. ``first_batch`` is the clock when it was first called."""
+    """About ten million parameters, like a small ResNet. ``first_batch`` is the time of its first call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,10 +54,10 @@ class _StopAtOnce(HookBase):
 
 
 def resume(rounds: int = 15, *, scratch: Path, late: int = _LATE, workers: Sequence[int] = (0, 2)) -> list[Row]:
-    """From the call of resume_or_load to the first batch: a run that has done ``late`` iterations, over one of 10.
+    """From the call of resume_or_load to the first batch: a run after ``late`` iterations, compared with one after 10.
 
-    Histories are as long as they are there, and the data lie where so many batches have been drawn. Every round goes on
-    from the checkpoint that the one before has left, an iteration later.
+    Histories and the data position are those of such a run. Every round continues from the checkpoint of the round
+    before, one iteration later.
     """
     rows = []
     with one_thread(), logging_to(scratch):
@@ -85,7 +85,7 @@ def _cfg(output_dir: Path, num_workers: int) -> CfgNode:
 
 
 def _save_at(iteration: int, cfg: CfgNode) -> None:
-    """A checkpoint of a run that has done so many iterations: it starts there, where they would have left the data."""
+    """Save a checkpoint as if a run had done this many iterations: it starts there, at their position in the data."""
     trainer = _Run(cfg)
     trainer.register_hooks([Past(most=30_000), _StopAtOnce()])  # more than a history holds
     loader: Any = trainer.data_loader

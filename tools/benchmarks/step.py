@@ -1,4 +1,4 @@
-"""What a step costs over that of a bare loop."""
+"""The time of a step, compared with a bare loop."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -9,7 +9,7 @@ from benchmarks.measure import Row, alternate, compare
 from trainkit.engine import TrainerBase
 
 StepRunner = Callable[[int], float]
-"""Does so many steps; returns the seconds of one."""
+"""Called with a number of steps: does them, and returns the seconds of one."""
 
 SKIP = "SimpleTrainer, skip"
 DEEP: dict[str, Callable[..., TrainerBase]] = {
@@ -25,7 +25,7 @@ def step(
     steps: int = 400,
     peers: Mapping[str, Callable[[Path], StepRunner]] | None = None,
 ) -> list[Row]:
-    """Each trainer over the bare loop, for a tiny model and for one of 100 tensors; peers, by name, have no goal."""
+    """Each trainer compared with the bare loop, for a tiny model and one of 100 tensors; peers have no goal."""
     tiny: dict[str, Callable[..., TrainerBase]] = {**job.TRAINERS, SKIP: partial(job.simple_trainer, non_finite="skip")}
     goals = {**dict.fromkeys(job.TRAINERS, 1.10), SKIP: 1.12, **dict.fromkeys(DEEP, 1.02)}
     with job.one_thread(), job.logging_to(scratch):
@@ -37,7 +37,7 @@ def step(
 
 
 def _compare(runners: Mapping[str, StepRunner], steps: int, rounds: int, goals: Mapping[str, float]) -> list[Row]:
-    """All of them over the first."""
+    """All of them, compared with the first."""
     base, *others = runners
     found = alternate({name: partial(run, steps) for name, run in runners.items()}, rounds)
     return [compare(f"step: {name}", found, name, base, goals.get(name)) for name in others]

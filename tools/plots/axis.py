@@ -1,4 +1,4 @@
-"""An axis: where a value lies on it, and the numbers beside it."""
+"""An axis: the position of a value on it, and its tick labels."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ _UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 @dataclass(frozen=True)
 class Axis:
-    """From ``low`` to ``high``, which differ; both are positive if it is logarithmic."""
+    """An axis from ``low`` to ``high``, which differ; both are positive if it is logarithmic."""
 
     low: float
     high: float
@@ -23,7 +23,7 @@ class Axis:
         return (value - low) / (high - low)
 
     def ticks(self, most: int) -> list[tuple[float, str]]:
-        """Round values within the axis, ``most`` or fewer, with their texts."""
+        """Round values on the axis, at most ``most``, with their texts."""
         values = self._log_values(most) if self.log else self._linear_values(most)
         inner = [value for value in values if self.low <= value <= self.high]
         step = min((b - a for a, b in itertools.pairwise(inner)), default=0.0)
@@ -47,7 +47,7 @@ class Axis:
 
 
 def make_axis(values: Collection[float], *, log: bool = False, margin: float = _MARGIN) -> Axis:
-    """Around all values, with some room at both ends."""
+    """An axis for all values, with some room at both ends."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     if log:
         room = (high / low) ** margin
@@ -57,7 +57,7 @@ def make_axis(values: Collection[float], *, log: bool = False, margin: float = _
 
 
 def _text(value: float, step: float) -> str:
-    """As many digits as tell it from a value that is ``step`` away."""
+    """The value with enough digits to distinguish it from a value that is ``step`` away."""
     unit, name = next(((u, n) for u, n in _UNITS if abs(value) >= (10 * u if u == 1e3 else u)), (1.0, ""))
     value, step = value / unit, step / unit
     if value == 0 or step == 0:

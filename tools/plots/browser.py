@@ -1,4 +1,4 @@
-"""A headless Chromium, for those who look at the page: tests and render_examples.py."""
+"""A headless Chromium, which shows the page to the tests and to render_examples.py."""
 
 import shutil
 import subprocess
@@ -14,16 +14,16 @@ def find_chromium() -> str | None:
 
 
 def run_chromium(page: Path, *args: str) -> str:
-    """Show the file without a network.
+    """Show a file without a network.
 
     Args:
         args: such as ``--dump-dom`` or ``--screenshot=FILE``, and ``--window-size=WIDTH,HEIGHT``.
 
     Returns:
-        What it prints.
+        The output of Chromium.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no Chromium.
         subprocess.SubprocessError: it fails, or takes longer than two minutes.
     """
     chromium = find_chromium()

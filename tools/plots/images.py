@@ -23,7 +23,7 @@ def read_images(run: Run, num_runs: int = 1) -> tuple[list[Image], int]:
     """The newest pictures, and how many more there are.
 
     Args:
-        num_runs: share the limits of the page.
+        num_runs: this many runs share the limits of the page.
     """
     files = sorted((run.folder / "visualization").rglob("*.png"), key=_age)
     images: list[Image] = []

@@ -1,4 +1,4 @@
-"""All of it as one HTML file."""
+"""The page: everything as one HTML file."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -12,7 +12,7 @@ from plots.tables import Result, best_runs, config_difference, evaluation_result
 
 _HERE = Path(__file__).parent
 
-# the browser itself refuses whatever would be loaded from elsewhere
+# the browser refuses to load anything from elsewhere
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
@@ -28,7 +28,7 @@ def write_page(path: Path, runs: Sequence[Run], panels: Sequence[Panel]) -> None
 
 
 def make_page(runs: Sequence[Run], panels: Sequence[Panel]) -> str:
-    """The curves, and in what the runs differ; it needs nothing but itself."""
+    """The HTML of the curves and of the differences between the runs; it needs no other file."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     sections = [_runs(runs), _curves(runs, panels), _results(runs), _configs(runs), _pictures(runs)]
     return f"""<!DOCTYPE html>
@@ -53,7 +53,7 @@ def make_page(runs: Sequence[Run], panels: Sequence[Panel]) -> str:
 
 
 def _style_of_runs(num_runs: int) -> str:
-    """The colour of each, and that it is hidden where its box is not checked."""
+    """CSS rules for the colour of each run, and to hide a run if its box is not checked."""
     return "".join(
         f".run{number} {{ --run: {run_color(number)}; }}\n"
         f"body:has(#show{number}:not(:checked)) .run{number}:not(label) {{ display: none; }}\n"

@@ -12,11 +12,11 @@ from plots.runs import Run, RunError, Series
 
 logger = logging.getLogger(__name__)
 
-MOST_METRICS = 4  # in a panel: so many kinds of lines can be told apart
+MOST_METRICS = 4  # in a panel: the number of line styles that one can distinguish
 MOST_PANELS = 24
-_MOST_MARKS = 60  # beyond, they would be a thick line
-_UNLIKE = 10.0  # metrics of one task whose largest values differ by more have another unit
-LOG_RANGE = 50.0  # from which on a logarithmic axis shows more
+_MOST_MARKS = 60  # more marks would look like a thick line
+_UNLIKE = 10.0  # if the largest values of two metrics differ by more than this factor, they have another unit
+LOG_RANGE = 50.0  # if values span this factor, a logarithmic axis shows more
 
 _COLORS = ["#2f7ed8", "#dd7010", "#1f9d63", "#9b5de5", "#dc3f58", "#0d96a8", "#b0713f", "#d152a0"]
 
@@ -24,15 +24,15 @@ Kind: TypeAlias = Literal["loss", "evaluation", "lr", "other", "time"]
 _TITLES: dict[Kind, str] = {"loss": "training loss", "lr": "learning rate", "time": "seconds per step"}
 _ORDER: list[Kind] = ["loss", "evaluation", "lr", "other", "time"]
 _TIMES = ("time", "data_time")
-_NOT_DRAWN = ("eta_seconds", "rank_data_time", "epoch_time")  # they repeat what the times show
+_NOT_DRAWN = ("eta_seconds", "rank_data_time", "epoch_time")  # they repeat other times
 
 
 @dataclass(frozen=True)
 class Curve:
     """
     Attributes:
-        run: its number, which gives the colour.
-        metric: its number in the panel, which gives the kind of line.
+        run: the number of the run, which decides the colour.
+        metric: the number of the metric in the panel, which decides the line style.
         is_test: the values are of the test data, at the end of the run.
     """
 
@@ -43,7 +43,7 @@ class Curve:
 
     @property
     def pieces(self) -> list[list[tuple[int, float]]]:
-        """The points without those that are not finite, at which the line breaks."""
+        """The pieces of the line between points that are not finite."""
         pieces: list[list[tuple[int, float]]] = [[]]
         for iteration, value in self.points:
             if value is not None:
@@ -54,7 +54,7 @@ class Curve:
 
     @property
     def not_finite(self) -> list[int]:
-        """Where values start to be not finite."""
+        """The iterations at which values become not finite."""
         finite = [True, *(value is not None for _, value in self.points)]
         return [iteration for i, (iteration, _) in enumerate(self.points) if finite[i] and not finite[i + 1]]
 
@@ -63,8 +63,8 @@ class Curve:
 class Panel:
     """
     Attributes:
-        metrics: what the kinds of lines stand for.
-        num_classes: how many metrics of single classes the task has besides, which are not drawn.
+        metrics: the metric of each line style.
+        num_classes: the number of metrics of single classes, which are not drawn.
     """
 
     title: str
@@ -79,13 +79,13 @@ class Panel:
 
     @property
     def axis(self) -> Axis:
-        """Of the values; logarithmic where that shows more."""
+        """The axis of the values; logarithmic if that shows more."""
         values = self.values
         may_be_log = self.kind in ("loss", "other", "time") and bool(values) and min(values) > 0
         return make_axis(values, log=may_be_log and max(values) / min(values) >= LOG_RANGE)
 
     def marks(self, curve: Curve) -> bool:
-        """Whether each of its points is marked."""
+        """Whether each point of the curve is marked."""
         return self.kind == "evaluation" and len(curve.points) <= _MOST_MARKS
 
     @property
@@ -94,19 +94,19 @@ class Panel:
 
     @property
     def legend(self) -> list[tuple[int, str]]:
-        """The kinds of lines and their meaning; empty where the title says it."""
+        """The line styles and their meaning; empty if the title says it."""
         return [] if self.metrics in ([self.title], ["lr"]) else [*enumerate(self.metrics)]
 
 
 def iter_axis(panels: Iterable[Panel]) -> Axis:
-    """One for all panels, from iteration 0."""
+    """The axis of iterations, the same for all panels, from iteration 0."""
     return make_axis(
         [0, *(iter for panel in panels for curve in panel.curves for iter, _ in curve.points)], margin=0.02
     )
 
 
 def run_color(run: int) -> str:
-    """Of the ``run``-th run, seen on a white and on a dark ground."""
+    """The colour of the ``run``-th run, visible on a white and on a dark background."""
     if run < len(_COLORS):
         return _COLORS[run]
     hue = 0.618034 * run % 1  # the golden ratio keeps neighbours apart
@@ -120,7 +120,7 @@ def split_key(key: str) -> tuple[str, str]:
 
 
 def class_metrics(metrics: Iterable[str]) -> set[str]:
-    """Those of single classes, such as IoU-0, IoU-1 and IoU-2, where a task has many metrics."""
+    """The metrics of single classes, such as IoU-0, IoU-1 and IoU-2, if a task has many metrics."""
     metrics = [*metrics]
     stems = Counter(metric.rpartition("-")[0] for metric in metrics)
     if len(metrics) <= MOST_METRICS:
@@ -129,10 +129,10 @@ def class_metrics(metrics: Iterable[str]) -> set[str]:
 
 
 def choose_panels(runs: Sequence[Run]) -> list[Panel]:
-    """What there is, each panel with metrics of one kind and size; a warning if there are more than `MOST_PANELS`.
+    """All panels, each with metrics of one kind and size; warns if there are more than `MOST_PANELS`.
 
     Raises:
-        RunError: there is nothing that can be drawn.
+        RunError: there is nothing to draw.
     """
     groups: dict[tuple[int, str], dict[str, str]] = {}
     for key in sorted({key.removeprefix("test/") for run in runs for key in run.series}, key=_key_order):
@@ -171,7 +171,7 @@ def _kind(key: str) -> Kind | None:
 
 
 def _split(title: str, kind: Kind, keys: dict[str, str], runs: Sequence[Run]) -> list[Panel]:
-    """Panels of one task; metrics that are the same in all runs are one line."""
+    """The panels of one task; metrics with equal values in all runs become one line."""
     classes = class_metrics(keys) if kind == "evaluation" else set()
     equal: dict[str, list[str]] = {}
     for metric, key in keys.items():

@@ -1,4 +1,4 @@
-"""The panels as a PNG file, by matplotlib."""
+"""Draws the panels into a PNG file with matplotlib."""
 
 import importlib
 import importlib.util
@@ -13,8 +13,8 @@ from plots.runs import Run, RunError
 
 _PANEL_SIZE = (4.4, 2.9)  # in inches
 _DPI = 110
-_LINE_CHARS = 52  # of the small letters, beside each other in a panel
-_HANDLE_CHARS = 8  # as wide as that is what stands before a text in a legend
+_LINE_CHARS = 52  # the number of small letters in the width of a panel
+_HANDLE_CHARS = 8  # the width of the line sample before a text in a legend, in letters
 _INK, _PALE, _GRID = "#30353c", "#6b727c", "#e8eaed"
 _DASHES = ["-", (0, (5, 2)), (0, (1.2, 1.6)), (0, (6, 2, 1, 2))]
 
@@ -22,7 +22,7 @@ _DASHES = ["-", (0, (5, 2)), (0, (1.2, 1.6)), (0, (6, 2, 1, 2))]
 def check_matplotlib() -> None:
     """
     Raises:
-        RunError: it is missing.
+        RunError: matplotlib is missing.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise RunError(
@@ -81,7 +81,7 @@ def _draw(axes: Any, panel: Panel, x_axis: Axis, legend_rows: int) -> None:
             marker = "D" if curve.is_test else "o" if panel.marks(curve) or len(piece) == 1 else ""
             axes.plot(*zip(*piece, strict=True), **style, marker=marker, markersize=6 if curve.is_test else 3.5)
         iters = curve.not_finite
-        transform = axes.get_xaxis_transform()  # at the lower edge, whatever the values are
+        transform = axes.get_xaxis_transform()  # always at the lower edge
         axes.plot(iters, [0.03] * len(iters), "x", transform=transform, color=style["color"], markeredgewidth=2)
     _scale(axes, x_axis, panel.axis)
     above = 5 + 13 * legend_rows
@@ -103,7 +103,7 @@ def _scale(axes: Any, x_axis: Axis, y_axis: Axis) -> None:
 
 
 def _add_legend(axes: Any, panel: Panel, above: float) -> None:
-    """The kinds of lines; its top is ``above`` points above the curves."""
+    """Add the legend of line styles; its top is ``above`` points above the curves."""
     shift = importlib.import_module("matplotlib.transforms").ScaledTranslation(
         0, above / 72, axes.figure.dpi_scale_trans
     )
@@ -137,7 +137,7 @@ def _legend_rows(panel: Panel) -> int:
 
 
 def _num_columns(texts: Sequence[str], chars: int) -> int:
-    """How many columns of a legend fit beside each other."""
+    """The number of legend columns that fit side by side."""
     return min(len(texts), max(1, chars // (_HANDLE_CHARS + max(map(len, texts)))))
 
 
@@ -147,5 +147,5 @@ def _shorten(text: str, most: int) -> str:
 
 
 def _line(**style: Any) -> Any:
-    """What stands before a text in a legend."""
+    """The line sample before a text in a legend."""
     return importlib.import_module("matplotlib.lines").Line2D([], [], **style)

@@ -1,4 +1,4 @@
-"""What a run has written: its metrics and its config."""
+"""Reads the files of a run: its metrics and its config."""
 
 import json
 import logging
@@ -25,10 +25,10 @@ class Run:
     """One run.
 
     Attributes:
-        name: the shortest part of its path that tells it from the others.
-        folder: where its metrics.json is.
-        series: by the metric's name.
-        config: dotted key -> value; None if there is none that can be read.
+        name: the shortest part of its path that no other run has.
+        folder: the folder of its metrics.json.
+        series: metric name -> its points.
+        config: dotted key -> value; None if no config can be read.
     """
 
     name: str
@@ -42,15 +42,15 @@ class Run:
 
 
 def read_runs(places: Sequence[str]) -> list[Run]:
-    """The runs that have metrics, in the order given; a warning names those that have none.
+    """The runs that have metrics, in the order given; a warning names those without metrics.
 
     After them come the runs of which they are forks, up to the last iteration from which one starts.
 
     Args:
-        places: output folders, or JSON files as `trainkit.utils.events.JSONWriter` writes them.
+        places: output folders, or JSON files from `trainkit.utils.events.JSONWriter`.
 
     Raises:
-        RunError: there is no such file, one is given twice, or none has metrics.
+        RunError: a file does not exist or is given twice, or no run has metrics.
     """
     files = [_metrics_file(place) for place in places]
     for i, file in enumerate(files):
@@ -93,7 +93,7 @@ def _add_parents(found: dict[Path, dict[str, Series]], configs: dict[Path, dict[
 
 
 def shortest_names(paths: Sequence[Path]) -> list[str]:
-    """The end of each path that no other has; first, what all paths end with is dropped."""
+    """The end of each path that no other path has, after the common end of all paths is dropped."""
     parts = [path.parts for path in paths]
     while len(parts) > 1 and len({path[-1] for path in parts}) == 1 and min(map(len, parts)) > 1:
         parts = [path[:-1] for path in parts]
@@ -127,11 +127,11 @@ def _read_series(file: Path) -> dict[str, Series]:
                 broken.append(number)
                 continue
             iteration = row.pop("iteration")
-            row.pop("epoch", None)  # another name of the same place
+            row.pop("epoch", None)  # another form of the iteration
             for name, value in row.items():
                 if value is None or _is_number(value):
                     points = series.setdefault(name, [])
-                    while points and points[-1][0] >= iteration:  # other tools append to what a resumed run does again
+                    while points and points[-1][0] >= iteration:  # other tools append repeated iterations
                         points.pop()
                     points.append((iteration, value if value is not None and math.isfinite(value) else None))
     if broken:

@@ -1,4 +1,4 @@
-"""A panel as SVG, to stand inside HTML; its colours are in page.css."""
+"""Draws a panel as SVG for the page; its colours are in page.css."""
 
 from collections.abc import Iterator
 from html import escape
@@ -12,7 +12,7 @@ _MOST_POINTS = 500  # of a line; more would be narrower than a pixel
 
 
 def draw_svg(panel: Panel, names: list[str], x_axis: Axis) -> str:
-    """The curves, each with what page.js shows of it.
+    """The curves, each with its values for page.js.
 
     Args:
         names: of the runs.
@@ -34,7 +34,7 @@ def draw_svg(panel: Panel, names: list[str], x_axis: Axis) -> str:
 
 
 def draw_sample(metric: int) -> str:
-    """The kind of line of a metric, for a legend."""
+    """A sample of a metric's line style, for a legend."""
     return f'<svg class="sample" viewBox="0 0 26 8"><path class="line dash{metric}" d="M1 4H25"/></svg>'
 
 
@@ -45,7 +45,7 @@ def _draw(curve: Curve, panel: Panel, names: list[str], x_axis: Axis, y_axis: Ax
     label = " · ".join([names[curve.run], panel.metrics[curve.metric], *(["test data"] if curve.is_test else [])])
     data = f'data-label="{escape(label)}" data-iters="{" ".join(str(iter) for iter, _ in points)}" '
     data += f'data-values="{" ".join(f"{value:.6g}" for _, value in points)}"'
-    # a piece of one point is drawn as well: closed, it has round ends
+    # close a piece of one point: its round ends are then drawn
     line = "".join("M" + "L".join(piece) + ("Z" if len(piece) == 1 else "") for piece in places)
     shapes = [f'<path class="line dash{curve.metric}" d="{line}"/>']
     if curve.is_test or panel.marks(curve):
@@ -61,7 +61,7 @@ def _draw(curve: Curve, panel: Panel, names: list[str], x_axis: Axis, y_axis: Ax
 
 
 def thin(points: list[tuple[int, float]], most: int = _MOST_POINTS) -> list[tuple[int, float]]:
-    """The lowest and the highest of neighbours, the first and the last, so that no peak is lost."""
+    """Fewer points: the lowest and the highest of neighbours, the first and the last. So no peak is lost."""
     if len(points) <= most:
         return points
     size = -(-2 * len(points) // (most - 2))

@@ -1,4 +1,4 @@
-"""In what runs differ: their configs and their results."""
+"""The differences between runs: their configs and their results."""
 
 import json
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from plots.runs import Point, Run, Series
 from trainkit.engine.hooks.monitor import infer_mode
 
 _ABSENT = object()
-_PLACE = "OUTPUT_DIR"  # differs always
+_PLACE = "OUTPUT_DIR"  # always differs
 
 
 def config_difference(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Key -> its value in each run, where these are not all the same; "" where a config has none."""
+    """Key -> its value in each run, for keys whose values differ; "" if a config does not have the key."""
     configs = [run.config for run in runs if run.config is not None]
     keys = sorted({key for config in configs for key in config} - {_PLACE})
     values = {key: [(run.config or {}).get(key, _ABSENT) for run in runs] for key in keys}
@@ -33,10 +33,10 @@ def _as_text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one metric in one run; None where there is none that is finite.
+    """The results of one metric in one run; None if no value is finite.
 
     Attributes:
-        best: with its iteration; None too if the metric's name does not tell what is better.
+        best: with its iteration; also None if the metric's name does not tell whether more or less is better.
         test: on the test data.
     """
 
@@ -59,7 +59,7 @@ def evaluation_results(runs: Sequence[Run]) -> dict[str, dict[str, list[Result]]
 
 
 def best_runs(key: str, values: Sequence[float | None]) -> set[int]:
-    """Which runs have the best of the values; empty if they are equal or ``key`` does not tell what is better."""
+    """The runs with the best value; empty if all are equal or ``key`` does not tell whether more or less is better."""
     finite = [value for value in values if value is not None]
     mode = better(key)
     if mode is None or len(set(finite)) < 2:

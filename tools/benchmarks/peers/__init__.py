@@ -1,9 +1,9 @@
-"""Other trainers doing the job of the step rows, one per module; none of them is needed.
+"""Other trainers that do the job of the step rows, one per module; none of them has to be installed.
 
-Each module is called as the package it imports and has ``make(scratch)``, which gives a function as in
-`benchmarks.step.StepRunner`. They are set up as their documentation says: both losses logged where there is a call for
-that, the schedule stepped per iteration, a log line every 20 steps, nothing saved. Their batches come as those of the
-bare loop, without the cost of a DataLoader.
+Each module has the name of the package that it imports, and ``make(scratch)``, which returns a function like
+`benchmarks.step.StepRunner`. They are set up as their documentation says: both losses are logged if there is a call for
+that, the schedule steps per iteration, there is a log line every 20 steps, and nothing is saved. They get their batches
+like the bare loop, without the cost of a DataLoader.
 """
 
 import importlib
