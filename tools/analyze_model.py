@@ -220,7 +220,7 @@ def _number(number: float) -> str:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Prints the report."""
+    """Print the report."""
     with user_errors_exit():
         cfg = get_cfg()
         cfg.merge_from_file(args.config_file)
@@ -234,14 +234,14 @@ def main(args: argparse.Namespace) -> None:
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s --config-file FILE [options] [KEY VALUE ...]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config-file", required=True, metavar="FILE", help="the job; also the config.yaml of a run")
+    parser.add_argument("--config-file", required=True, metavar="FILE", help="a config; also the config.yaml of a run")
     parser.add_argument("--depth", type=_depth, default=DEPTH, metavar="N", help=f"levels of modules shown ({DEPTH})")
     parser.add_argument(
         "--input-shape",
@@ -269,5 +269,5 @@ def _named_shape(text: str) -> tuple[str, list[int]]:
 
 
 if __name__ == "__main__":
-    sys.path += [str(ROOT), str(Path.cwd())]  # projects, and modules in the current folder, can be named in IMPORTS
+    sys.path += [str(ROOT), str(Path.cwd())]  # so that IMPORTS can name projects, and modules in the current folder
     main(parse_args())

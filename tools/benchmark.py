@@ -51,26 +51,28 @@ FEW_STEPS = 1_000_000  # of the memory row, unless --full
 def parse_args(args: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="benchmark.py",
-        usage="%(prog)s [options]",  # one line, since it stands above every error
-        description="Measure what trainkit costs, against goals.",
+        usage="%(prog)s [options]",  # one line, because it is printed before every error
+        description="Measure the time and memory that trainkit needs.",
         allow_abbrev=False,
     )
     rows, others = ",".join(ROWS), ",".join(peers.names())
     parser.add_argument("--rows", type=partial(_names, "row", ROWS), default=[*ROWS], help=f"some of {rows}")
-    parser.add_argument("--rounds", type=_positive, help="instead of each row's own number")
+    parser.add_argument("--rounds", type=_positive, help="this many rounds instead of each row's own number")
     parser.add_argument("--full", action="store_true", help=f"memory after 10 million steps, not after {FEW_STEPS:,}")
     parser.add_argument(
         "--against",
         type=partial(_names, "peer", peers.names()),
         default=[],
         metavar="NAMES",
-        help=f"other trainers beside those of the step rows: some of {others}; those not installed are left out",
+        help=f"also time other trainers in the step rows: some of {others}; those not installed are left out",
     )
-    parser.add_argument("--json", type=_new_file, metavar="FILE", help="for the record")
+    parser.add_argument("--json", type=_new_file, metavar="FILE", help="write the results to this file")
     parser.add_argument(
-        "--markdown", type=_new_file, metavar="FILE", help="for the record as a part of docs/benchmarks.md"
+        "--markdown", type=_new_file, metavar="FILE", help="write the results as a part of docs/benchmarks.md"
     )
-    parser.add_argument("--scratch", type=_folder, metavar="FOLDER", help="on the disk for which saves are measured")
+    parser.add_argument(
+        "--scratch", type=_folder, metavar="FOLDER", help="a folder on the disk on which saves are measured"
+    )
     parsed = parser.parse_args(args)
     if parsed.against and "step" not in parsed.rows:
         parser.error("--against adds to the step rows; add step to --rows")

@@ -195,7 +195,7 @@ class Planner:
         self._points: Iterator[str] = iter(())
 
     def next(self, begin: int) -> Kill:
-        """For a start that goes on after ``begin`` iterations; 0 is without a checkpoint."""
+        """The kill for a start that continues after ``begin`` iterations; 0 means without a checkpoint."""
         rng, point = self._rng, self._next_point()
         first = begin + rng.randint(1, max(2, 2 * (self._num_iters - begin) // (self.num_left + 1)))
         if begin == 0:
@@ -360,7 +360,7 @@ def _print_table(starts: list[Start]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """The exit code."""
+    """Run, and return the exit code."""
     if args.output_dir is None:
         args.output_dir = Path(tempfile.mkdtemp(prefix="chaos_"))
     _adopt_orphans()
@@ -374,14 +374,14 @@ def main(args: argparse.Namespace) -> int:
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="chooses the kills and the variant of the job")
-    parser.add_argument("--config-seed", type=int, default=0, help="SEED of the job; -1 is drawn at random")
+    parser.add_argument("--config-seed", type=int, default=0, help="SEED of the job; -1: draw one")
     parser.add_argument("--processes", type=int, choices=(1, 2, 4), default=1)
     parser.add_argument("--output-dir", type=Path, help="a new folder; default is a temporary one")
-    parser.add_argument("--without", default="", metavar="PART", help="the control, such as trainer/rng; all: of each")
+    parser.add_argument("--without", default="", metavar="PART", help="the control: a part such as trainer/rng, or all")
     return parser.parse_args(arguments)
 
 

@@ -375,14 +375,14 @@ def run_ranks(args: argparse.Namespace, plan: Mapping[str, Any]) -> int:
 
 
 def main() -> int:
-    """The command line; returns the exit code."""
+    """Run with the options of the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0, help="chooses the variant of the job")
-    parser.add_argument("--config-seed", type=int, default=0, help="SEED of the job; -1 is drawn at random")
-    parser.add_argument("--workers", type=int, default=2, help="for the data, of each process")
+    parser.add_argument("--config-seed", type=int, default=0, help="SEED of the job; -1: draw one")
+    parser.add_argument("--workers", type=int, default=2, help="loader workers of each process")
     args, plan = parser.parse_args(), json.loads(os.environ.get("TRAINKIT_CHAOS", "{}"))
     if args.processes > 1:
         return run_ranks(args, plan)

@@ -73,7 +73,7 @@ def _read(path: str, map_location: str = "cpu") -> dict[str, Any]:
     with contextlib.suppress(OSError), open(path, "rb") as file:  # read_file says what fails
         begin = file.read(2)
     if begin and not begin.startswith(_MAGIC):
-        raise CheckpointError(f"'{path}' is no checkpoint; name a file that torch.save wrote, such as *.pth")
+        raise CheckpointError(f"'{path}' is not a checkpoint; name a file that torch.save wrote, such as *.pth")
     return read_file(path, map_location)
 
 
@@ -97,7 +97,7 @@ def _facts(path: str, state: Mapping[str, Any]) -> list[tuple[str, str]]:
         facts.append(("iteration", f"{iteration}, counted from 0{end}"))
     if position:
         with contextlib.suppress(LookupError, TypeError):  # of another program, or damaged on purpose
-            facts.append(("goes on", _describe_position(position, trainer["iteration"])))
+            facts.append(("continues", _describe_position(position, trainer["iteration"])))
     if "world_size" in trainer:
         facts.append(("processes", str(trainer["world_size"])))
     if isinstance(origin := trainer.get("origin"), Mapping) and origin:
@@ -255,7 +255,7 @@ def _describe_resume(folder: str, broken: Mapping[str, str]) -> str:
         path, _ = choose_and_read(folder, broken)
     except CheckpointError:
         return "--resume finds no intact checkpoint."
-    return f"--resume goes on from {os.path.basename(path)}." if path else "--resume finds no checkpoint."
+    return f"--resume continues from {os.path.basename(path)}." if path else "--resume finds no checkpoint."
 
 
 # ---------------------------------------------------------------------------- two files
@@ -293,7 +293,7 @@ def compare_files(left: str, right: str, show_all: bool = False) -> tuple[str, b
         if hidden := len(found) - len(shown):
             lines.append(f"{part}: {hidden} more differences, which --all shows")
     total = sum(map(len, by_part.values()))
-    same = f"identical: {len(parts)} entries, bit by bit" + ("" if show_all else ", but for readings of a clock")
+    same = f"identical: {len(parts)} entries, bit by bit" + ("" if show_all else ", except clock readings")
     lines.append(f"different in {total} places" if total else same)
     return "\n".join(lines), total > 0
 
@@ -308,7 +308,7 @@ def _read_whole(path: str) -> dict[str, Any]:
 
 
 def main(args: argparse.Namespace) -> int:
-    """The exit code."""
+    """Run, and return the exit code."""
     with user_errors_exit():
         if args.other:
             _check_are_files(args.path, args.other)
@@ -322,7 +322,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

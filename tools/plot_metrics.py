@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> list[Path]:
 
 
 def invoke_main() -> None:
-    """The command line."""
+    """Run with the options of the command line."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
         for path in main(parse_args()):

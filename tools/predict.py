@@ -66,7 +66,7 @@ def build_cfg(args: argparse.Namespace) -> CfgNode:
     if args.run is None and not args.config_file:
         raise ConfigError("name the folder of a run, or a --config-file")
     if args.run is not None and not os.path.isdir(args.run):
-        raise ConfigError(f"{args.run!r} is no folder; name that of a run, or a --config-file and --weights")
+        raise ConfigError(f"{args.run!r} is not a folder; name the folder of a run, or a --config-file and --weights")
     cfg.merge_from_file(args.config_file or os.path.join(args.run, "config.yaml"))
     if args.run is not None:
         cfg.OUTPUT_DIR = args.run  # it may have been moved
@@ -144,7 +144,7 @@ def _read_json_lines(path: str) -> Iterator[Any]:
                 try:
                     yield _with_arrays(json.loads(line))
                 except ValueError as error:
-                    raise ConfigError(f"is no JSON in line {number}: {error}") from None
+                    raise ConfigError(f"is not JSON in line {number}: {error}") from None
 
 
 def _with_arrays(value: Any) -> Any:
@@ -165,10 +165,10 @@ def _split(content: Any, key: str) -> Iterator[Any]:
     """Split the content of a file into samples."""
     if isinstance(content, Mapping):
         if wrong := [name for name, value in content.items() if not getattr(value, "ndim", 0)]:
-            raise ConfigError(f"holds {wrong[0]!r}, which is no array [N, ...]; leave it out")
+            raise ConfigError(f"holds {wrong[0]!r}, which is not an array [N, ...]; leave it out")
         if len({len(value) for value in content.values()}) > 1:
             lengths = {name: len(value) for name, value in content.items()}
-            raise ConfigError(f"holds arrays of different lengths: {lengths}; the first axis is that of the samples")
+            raise ConfigError(f"holds arrays of different lengths: {lengths}; the first axis counts the samples")
         for values in zip(*content.values(), strict=True):
             yield dict(zip(content, values, strict=True))
     elif isinstance(content, np.ndarray | Tensor):
@@ -348,7 +348,7 @@ def _class_names(datasets: Iterable[str]) -> Sequence[Any]:
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s RUN (--dataset NAME | --input FILE ...) [options]",
         description=__doc__,
@@ -356,11 +356,15 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("run", nargs="?", metavar="RUN", help="the folder of a run")
-    parser.add_argument("--config-file", default="", metavar="FILE", help="instead of the config.yaml of the run")
-    parser.add_argument("--weights", default="", metavar="FILE", help="instead of the best checkpoint of the run")
+    parser.add_argument(
+        "--config-file", default="", metavar="FILE", help="use this config instead of the config.yaml of the run"
+    )
+    parser.add_argument(
+        "--weights", default="", metavar="FILE", help="use this checkpoint instead of the best one of the run"
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--dataset", metavar="NAME", help="a dataset that the modules of IMPORTS register")
-    source.add_argument("--input", nargs="+", metavar="FILE", help="files of samples, see above")
+    source.add_argument("--input", nargs="+", metavar="FILE", help="files with samples, see above")
     parser.add_argument("--key", default="image", help='name of a bare array in a sample, "" for none (image)')
     parser.add_argument("--num", type=_positive, metavar="N", help="only the first N samples")
     parser.add_argument("--top-k", type=_positive, metavar="K", help=f"number of classes ({TOP_K})")
@@ -384,9 +388,9 @@ def _output(text: str) -> str:
 
 
 def invoke_main() -> None:
-    """The command line."""
+    """Run with the options of the command line."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head
-    sys.path += [str(ROOT), str(Path.cwd())]  # projects, and modules in the current folder, can be named in IMPORTS
+    sys.path += [str(ROOT), str(Path.cwd())]  # so that IMPORTS can name projects, and modules in the current folder
     main(parse_args())
 
 

@@ -16,7 +16,7 @@ DEFAULT_CONFIG = ROOT / "projects/digits/config.yaml"
 
 
 class Trainer(DefaultTrainer):
-    """The place for ``build_*`` methods of your own."""
+    """Add your own ``build_*`` methods here."""
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
@@ -27,9 +27,9 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def invoke_main() -> None:
-    """The command line."""
+    """Run with the options of the command line."""
     args = default_argument_parser().parse_args()
-    # projects, and modules in the current folder, can be named in IMPORTS
+    # so that IMPORTS can name projects, and modules in the current folder
     sys.path += [str(ROOT), str(Path.cwd())]
     launch(main, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, args=(args,))
 

@@ -80,12 +80,14 @@ def _cell(values: Sequence[float]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run with the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=METHODS)
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2))
     parser.add_argument("--output-dir", type=Path, default=Path("output/selfsup/compare"))
-    parser.add_argument("--opts", nargs=argparse.REMAINDER, default=(), help="KEY VALUE pairs for every config; last")
+    parser.add_argument(
+        "--opts", nargs=argparse.REMAINDER, default=(), help="KEY VALUE pairs for every config; give them last"
+    )
     args = parser.parse_args(arguments)
 
     by_seed = [evaluate_random(config("base", seed, args.output_dir, args.opts)) for seed in args.seeds]

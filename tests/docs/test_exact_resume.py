@@ -50,7 +50,7 @@ def test_a_gan_with_two_optimizers_resumes_exactly(page, tmp_path):
     assert resumed.start_iter == 20
     state = read_file(tmp_path / "whole/model_final.pth")
     assert {"optimizers", "data", "rng", "storage"} <= state["trainer"].keys()
-    said = f"identical: {len(parts_of(state))} entries, bit by bit, but for readings of a clock"
+    said = f"identical: {len(parts_of(state))} entries, bit by bit, except clock readings"
     assert compare(tmp_path) == (said, False)
 
 

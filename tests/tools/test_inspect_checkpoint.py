@@ -78,7 +78,7 @@ def test_a_file_of_a_run_is_described(run, inspect):
     assert " ".join(found["intact"]) == "intact yes, its content matches its checksums"
     assert " ".join(found["iteration"]) == "iteration 4"  # the later one, of the entries
     assert "iteration   4, counted from 0; 5 of 10 are done\n" in out
-    assert "goes on     with stage 2 of iteration 4 (evaluation, writers), then with iteration 5\n" in out
+    assert "continues   with stage 2 of iteration 4 (evaluation, writers), then with iteration 5\n" in out
     assert (
         out.count("\ncommand     ")
         == out.count("\nversions    python ")
@@ -226,7 +226,7 @@ def test_a_file_of_a_run_that_is_no_checkpoint_is_called_so(run, inspect):
         expected = (
             2,
             "",
-            f"error: '{run}/{name}' is no checkpoint; name a file that torch.save wrote, such as *.pth\n",
+            f"error: '{run}/{name}' is not a checkpoint; name a file that torch.save wrote, such as *.pth\n",
         )
         assert inspect(run / name) == expected
         assert inspect(run / "model_final.pth", run / name) == expected
@@ -251,7 +251,7 @@ def test_a_folder_is_a_table_of_its_checkpoints(run, inspect):
 
 
 def test_a_broken_checkpoint_of_a_folder_is_named_and_the_one_to_go_on_from_as_well(small, inspect):
-    assert inspect(small)[1].endswith("\n--resume goes on from model_0000029.pth.\n")
+    assert inspect(small)[1].endswith("\n--resume continues from model_0000029.pth.\n")
 
     damage(small / "model_0000029.pth")
     torch.save({"a": np.ones(2)}, small / "numpy.pth")
@@ -263,7 +263,7 @@ def test_a_broken_checkpoint_of_a_folder_is_named_and_the_one_to_go_on_from_as_w
     assert found["numpy.pth"][-1] == "UNREADABLE"
     assert found["model_0000019.pth"][-1] == "intact"
     assert f"'{small}/model_0000029.pth' is damaged: the content of its record 'archive/" in out
-    assert out.endswith("\n--resume goes on from model_0000019.pth.\n")
+    assert out.endswith("\n--resume continues from model_0000019.pth.\n")
 
 
 def test_a_folder_all_of_whose_checkpoints_are_broken_has_none_to_go_on_from(small, inspect):
@@ -433,7 +433,7 @@ def test_shards_belong_to_their_file(sharded, inspect):
     code, out, _ = inspect(one.parent)
     assert code == 1
     assert (rows(out)["one.pth"][-1], rows(out)["other.pth"][-1]) == ("intact", "BROKEN")
-    assert out.endswith("\n--resume goes on from one.pth.\n")
+    assert out.endswith("\n--resume continues from one.pth.\n")
 
 
 # ---------------------------------------------------------------------------- the command

@@ -196,7 +196,7 @@ def test_samples_are_read_when_they_are_predicted(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"x": 1}\n{"x":\n')
     samples = predict.samples_of_file(str(tmp_path / "a.jsonl"), "")
     assert next(samples) == {"x": 1}
-    with pytest.raises(ValueError, match="is no JSON in line 2: "):
+    with pytest.raises(ValueError, match="is not JSON in line 2: "):
         next(samples)
 
 
@@ -339,7 +339,9 @@ def mistake(call, *args):
 def test_mistakes_in_the_command_are_one_line(run, call, tmp_path):
     wanted = ("--dataset", "tiny_test")
     assert mistake(call, *wanted) == "name the folder of a run, or a --config-file"
-    assert mistake(call, tmp_path / "x", *wanted).startswith(f"'{tmp_path}/x' is no folder; name that of a run")
+    assert mistake(call, tmp_path / "x", *wanted).startswith(
+        f"'{tmp_path}/x' is not a folder; name the folder of a run"
+    )
     assert "config.yaml': No such file" in mistake(call, tmp_path, *wanted)
     assert "did you mean 'tiny_test'?" in mistake(call, run, "--dataset", "tiny_tset")
     assert "no such file" in mistake(call, run, *wanted, "--weights", tmp_path / "x.pth")
@@ -364,8 +366,8 @@ def test_mistakes_in_files_of_samples_are_one_line(run, call, tmp_path):
     expected = {
         "absent.npy": "absent.npy' cannot be read: No such file or directory",
         "image.png": "has the suffix '.png'; accepted: .npy, .npz, .pt, .pth, .jsonl",
-        "lengths.npz": "holds arrays of different lengths: {'x': 2, 'y': 3}; the first axis is that of the samples",
-        "number.npz": "holds 'y', which is no array [N, ...]",
+        "lengths.npz": "holds arrays of different lengths: {'x': 2, 'y': 3}; the first axis counts the samples",
+        "number.npz": "holds 'y', which is not an array [N, ...]",
         "number.npy": "holds a single number; samples are an array [N, ...]",
         "objects.npy": "objects.npy' cannot be read: ValueError: ",
         "broken.pt": "broken.pt' cannot be read: ",

@@ -150,7 +150,7 @@ def choose_panels(runs: Sequence[Run]) -> list[Panel]:
         raise RunError(f"nothing to draw in {', '.join(str(run.folder) for run in runs)}; only {', '.join(_NOT_DRAWN)}")
     if len(panels) > MOST_PANELS:
         left_out = ", ".join(metric for panel in panels[MOST_PANELS:] for metric in panel.metrics)
-        logger.warning("Only %d panels are drawn, without those of %s", MOST_PANELS, left_out)
+        logger.warning("Only %d panels are drawn; left out: %s", MOST_PANELS, left_out)
     return panels[:MOST_PANELS]
 
 

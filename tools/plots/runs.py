@@ -135,7 +135,7 @@ def _read_series(file: Path) -> dict[str, Series]:
                         points.pop()
                     points.append((iteration, value if value is not None and math.isfinite(value) else None))
     if broken:
-        logger.warning("%s: what is no line of metrics is left out (%s)", file, _name_lines(broken))
+        logger.warning("%s: lines without metrics are left out (%s)", file, _name_lines(broken))
     return series
 
 

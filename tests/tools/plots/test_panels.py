@@ -75,7 +75,7 @@ def test_metrics_of_another_size_or_too_many_have_a_panel_of_their_own(choose):
 
 def test_too_many_panels_are_named_in_a_warning(choose, caplog):
     assert len(choose(rows({f"x{i:02}": i for i in range(26)}))) == 24
-    assert "without those of x24, x25" in caplog.text
+    assert "left out: x24, x25" in caplog.text
 
 
 def test_nothing_to_draw_is_an_error(choose, load):

@@ -53,7 +53,7 @@ def test_a_line_that_cannot_be_parsed_is_left_out_with_a_warning(runs_module, tm
     (tmp_path / "metrics.json").write_text(line + '\n{"iteration": 1, "loss": 2.0, "large": ' + "9" * 400 + "}\n")
     (run,) = runs_module.read_runs([str(tmp_path)])
     assert run.series == {"loss": [(1, 2.0)]}
-    assert "what is no line of metrics is left out (line 1)" in caplog.text
+    assert "lines without metrics are left out (line 1)" in caplog.text
 
 
 def test_a_line_whose_iteration_is_not_finite_is_left_out_with_a_warning(read, caplog):
