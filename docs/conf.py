@@ -23,16 +23,16 @@ html_static_path = ["_static"]
 html_css_files = ["style.css"]
 html_show_copyright = False
 html_show_sourcelink = False
-smartquotes = False  # --resume stays --resume
+smartquotes = False  # keep --resume as it is
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 3
-highlight_language = "none"  # a block of a page that does not name its language is what a program prints
-rst_prolog = ".. highlight:: python\n"  # and one of the reference is of a docstring
+highlight_language = "none"  # a block without a language is the output of a program
+rst_prolog = ".. highlight:: python\n"  # a block in the reference is from a docstring
 
 add_module_names = False  # the title of a page has the name of the package
 autodoc_default_options = {"member-order": "bysource", "no-value": True}
-autodoc_inherit_docstrings = False  # what a method of HookBase is for is said once
+autodoc_inherit_docstrings = False  # describe the methods of HookBase only once
 default_role = "py:obj"
 maximum_signature_line_length = 100
 toc_object_entries_show_parents = "hide"
@@ -46,7 +46,7 @@ for catalog in ("DatasetCatalog", "MetadataCatalog"):
     kind.__name__ = catalog
     setattr(trainkit.data, catalog, kind)
 
-# What a package imports, such as a registry, has its docstring in the file that makes it.
+# The docstring of an imported object, such as a registry, is in the file that creates it.
 modules = {name: module for name, module in sys.modules.items() if name.startswith("trainkit.")}
 docstrings = {name: ModuleAnalyzer.for_module(name).find_attr_docs() for name in modules}
 made = {key: lines for documented in docstrings.values() for key, lines in documented.items()}
@@ -56,9 +56,9 @@ for package, module in modules.items():
 
 
 def link_by_last_name(app: Sphinx, env: Any, node: Any, contnode: nodes.Element) -> nodes.Element | None:
-    """`EvalHook`, and types in signatures, which are those of the file of a class: by the last part of the name.
+    """Link a name such as `EvalHook`, or a type in a signature, by the last part of the name.
 
-    None, which leaves it as text, if there is no such object of a package, or more than one.
+    Returns None, which leaves it as text, if no public object or more than one has this name.
     """
     if node.get("refdomain") != "py":
         return None
@@ -76,12 +76,12 @@ def link_by_last_name(app: Sphinx, env: Any, node: Any, contnode: nodes.Element)
 
 
 def link_files(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Files outside of this folder come along as downloads."""
+    """Turn links to files outside of this folder into downloads."""
     source[0] = re.sub(r"\[([^\]]+)\]\((\.\./[^)#]+)\)", r"{download}`\1 <\2>`", source[0])
 
 
 def set_dashes(app: Sphinx, doctree: nodes.document) -> None:
-    """Between an argument and its meaning, where Sphinx relies on smartquotes."""
+    """Set a dash between an argument and its meaning, for which Sphinx needs smartquotes."""
     for text in [text for text in doctree.findall(nodes.Text) if text == " -- "]:
         text.parent.replace(text, nodes.Text(" \N{EN DASH} "))
 

@@ -50,7 +50,7 @@ function show(panel, svg, curves, event) {
   const room = panel.clientWidth - tip.offsetWidth - 8;
   const left = pixels + 12 > room ? pixels - tip.offsetWidth - 12 : pixels + 12;
   tip.style.left = `${Math.max(8, Math.min(left, room))}px`;
-  tip.style.top = "100%"; // below the curves, which it would hide
+  tip.style.top = "100%"; // below the curves, so that it does not hide them
 }
 
 function draw(svg, name, attributes) {
