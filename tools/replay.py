@@ -1,17 +1,17 @@
 #!/usr/bin/env python
-"""Perform a step of a past run once more, from its checkpoints, and look at it.
+"""Repeat a step of a past run, from its checkpoints, and inspect it.
 
 ::
 
     python tools/replay.py output/digits --iter 500            # tables, and whether the step is reproducible
-    python tools/replay.py output/digits --iter 500 --prove    # on to the next checkpoint, and compare every byte
-    python tools/replay.py output/digits/capsule.rank0.pt      # the step in which the run has failed, in seconds
+    python tools/replay.py output/digits --iter 500 --prove    # to the next checkpoint, and compare every byte
+    python tools/replay.py output/digits/capsule.rank0.pt      # the step in which the run failed, in seconds
     torchrun --nproc-per-node 2 tools/replay.py RUN --iter 500 # a run of two processes
     python tools/replay.py RUN --range 200:400 --hook mine.py:MyHook --jobs 4  # a new hook, over past iterations
 
-The command of the run is given once more in a folder that is deleted afterwards, and its training is taken over; the
-files of the run stay as they are. **It runs the code of the run.** The exit code is 0; 1 if something differs from the
-run or between executions; 2 if the step cannot be performed.
+The tool starts the command of the run again, in a folder that it deletes afterwards, and takes over its training. It
+does not change the files of the run. **It runs the code of the run.** The exit code is 0; 1 if something differs from
+the run or between executions; 2 if the step cannot be repeated.
 """
 
 import argparse
@@ -39,11 +39,11 @@ RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_S
 
 
 def main(args: argparse.Namespace) -> int:
-    """The exit code."""
+    """Run, and return the exit code."""
     if args.range:
         with user_errors_exit():
             return run_hook(args)
-    # what the script of the run prints is no part of the report
+    # the output of the run's script is not part of the report
     with user_errors_exit(), contextlib.nullcontext() if args.pdb else contextlib.redirect_stdout(sys.stderr):
         files = {"profile": args.profile, "save_state": args.save_state}
         options = {"prove": args.prove, "verdict": not args.once, "bisect": args.bisect}
@@ -57,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def run_hook(args: argparse.Namespace) -> int:
-    """``--range``: each stretch between two checkpoints in a process of its own; the exit code."""
+    """Run ``--range``, each part between two checkpoints in its own process; returns the exit code."""
     (first, end), out = args.range, Path(args.out or f"replay_of_{Path(args.run).resolve().name}")
     file, _, name = (args.hook or "").rpartition(":")
     if args.iter is not None or not os.path.isfile(file) or args.jobs < 1:
@@ -83,7 +83,7 @@ def run_hook(args: argparse.Namespace) -> int:
 
 
 def run_in_parallel(args: argparse.Namespace, parts: list[Stretch], jobs: int, out: Path) -> tuple[list[str], bool]:
-    """This command once for each part; the lines that they print, and whether one has failed."""
+    """Start this command once for each part; returns the lines that they print, and whether one has failed."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
 
         def run_part(part: Stretch) -> subprocess.CompletedProcess[str]:
@@ -102,34 +102,34 @@ def run_in_parallel(args: argparse.Namespace, parts: list[Stretch], jobs: int, o
 
 
 def iterations(text: str) -> tuple[int, int]:
-    """Of ``A:B``."""
+    """The two numbers of ``A:B``."""
     first, _, end = text.partition(":")
     return int(first), int(end)
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add: Any = parser.add_argument
     add("run", metavar="RUN", help="the folder with the checkpoints of a run, or the capsule of a step")
     add("--iter", type=int, help="the step of a run, counted from 0 as in logs")
-    add("--prove", action="store_true", help="go on to the next checkpoint, and compare every byte")
-    add("--once", action="store_true", help="perform the step once; there is no verdict then")
+    add("--prove", action="store_true", help="continue to the next checkpoint, and compare every byte")
+    add("--once", action="store_true", help="repeat the step only once, without a verdict")
     add("--bisect", action="store_true", help="find the samples with which the step fails")
     add("--script", metavar="FILE", help="start this script, with the arguments of the run")
-    add("--module", default="", metavar="PATTERN", help="modules and parameters to show, as layers.*")
-    add("--json", action="store_true", help="everything that was found, as JSON")
-    add("--save-batch", default="", metavar="FILE", help="write the batch by torch.save")
-    add("--save-state", default="", metavar="FILE", help="write the state before the step, a checkpoint")
+    add("--module", default="", metavar="PATTERN", help="modules and parameters to show, such as layers.*")
+    add("--json", action="store_true", help="print all results as JSON")
+    add("--save-batch", default="", metavar="FILE", help="write the batch with torch.save")
+    add("--save-state", default="", metavar="FILE", help="write the state before the step as a checkpoint")
     add("--profile", default="", metavar="FILE", help="write a trace of the step, for chrome://tracing")
-    add("--anomaly", action="store_true", help="have autograd name the operation that gives the first NaN")
+    add("--anomaly", action="store_true", help="let autograd name the operation with the first NaN")
     add("--pdb", action="store_true", help="stop in the debugger before the forward pass")
-    add("--range", type=iterations, metavar="A:B", help="instead of one step: these iterations, B is not included")
-    add("--hook", metavar="FILE:CLASS", help="the hook to run over the range, made without arguments")
-    add("--jobs", type=int, default=1, metavar="K", help="as many processes at a time, one for each checkpoint")
-    add("--out", metavar="FOLDER", help="where metrics.json of the range is written; default: replay_of_<RUN>")
+    add("--range", type=iterations, metavar="A:B", help="repeat these iterations, not one step; B is not included")
+    add("--hook", metavar="FILE:CLASS", help="the hook to run over the range; its class gets no arguments")
+    add("--jobs", type=int, default=1, metavar="K", help="run K processes at a time, one for each checkpoint")
+    add("--out", metavar="FOLDER", help="the folder for metrics.json of the range; default: replay_of_<RUN>")
     return parser.parse_args(arguments)
 
 
