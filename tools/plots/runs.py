@@ -44,7 +44,7 @@ class Run:
 def read_runs(places: Sequence[str]) -> list[Run]:
     """The runs that have metrics, in the order given; a warning names those without metrics.
 
-    After them come the runs of which they are forks, up to the last iteration from which one starts.
+    After them come their parents if they are forks, up to the last iteration from which a fork starts.
 
     Args:
         places: output folders, or JSON files from `trainkit.utils.events.JSONWriter`.
@@ -72,7 +72,7 @@ def read_runs(places: Sequence[str]) -> list[Run]:
 
 
 def _add_parents(found: dict[Path, dict[str, Series]], configs: dict[Path, dict[str, Any] | None]) -> dict[Path, int]:
-    """Those that are not given; returns where each of them ends."""
+    """Add the parents that are not given; returns the iteration at which each of them ends."""
     ends: dict[Path, int] = {}
     given, waiting = set(found), [*found]
     for file in waiting:
