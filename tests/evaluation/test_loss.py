@@ -54,6 +54,14 @@ def modes(model):
     return [module.training for module in model.modules()]
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1)])
+def test_the_mean_does_not_depend_on_the_order_of_the_batches(order):
+    values = [2.0**60, 1.0, -(2.0**60)]
+    batches = [torch.tensor([values[i]]) for i in order]
+    results = inference_on_dataset(model := Constant(), batches, LossEvaluator(model))
+    assert results["loss"]["total_loss"] == 1.0
+
+
 def test_validation_loss_comes_from_a_method_called_losses_where_there_is_one():
     batch = torch.tensor([1.0, 3.0])
     results = inference_on_dataset(Constant(), [batch], LossEvaluator(model := Constant()))

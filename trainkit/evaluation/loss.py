@@ -1,5 +1,6 @@
 """The losses of a model on an evaluated dataset."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -64,7 +65,7 @@ class LossEvaluator(DatasetEvaluator):
         self._model = self._given_model or model
 
     def reset(self) -> None:
-        self._sums: dict[str, Tensor] = {}  # name -> sum over samples, on the device
+        self._sums: dict[str, list[Tensor]] = {}  # name -> sum over samples of each batch, on the device
         self._counts: dict[str, int] = {}  # name -> number of samples; batches may have different losses
 
     def process(self, inputs: Any, outputs: Any) -> None:
@@ -78,7 +79,7 @@ class LossEvaluator(DatasetEvaluator):
         for name, loss in self._losses(inputs).items():
             # MPS has no float64.
             loss = loss.to(torch.float32 if loss.device.type == "mps" else torch.float64) * num_samples
-            self._sums[name] = self._sums[name] + loss if name in self._sums else loss
+            self._sums.setdefault(name, []).append(loss)
             self._counts[name] = self._counts.get(name, 0) + num_samples
 
     def keep_up(self, inputs: Any) -> None:
@@ -94,15 +95,18 @@ class LossEvaluator(DatasetEvaluator):
         Raises:
             ValueError: no sample was processed.
         """
-        sums = torch.stack(list(self._sums.values())).tolist() if self._sums else []  # one transfer
-        totals: Counter[str] = Counter()
+        mine = {name: torch.stack(sums).tolist() for name, sums in self._sums.items()}
+        by_name: dict[str, list[float]] = {}
         counts: Counter[str] = Counter()
-        for theirs, their_counts in comm.all_gather((dict(zip(self._sums, sums, strict=True)), self._counts)):
-            totals.update(theirs)
+        for theirs, their_counts in comm.all_gather((mine, self._counts)):
+            for name, sums in theirs.items():
+                by_name.setdefault(name, []).extend(sums)
             counts.update(their_counts)
         if not counts:
             raise ValueError("no sample was processed on any rank, so there is no loss; call process() first")
-        means = {name: total / counts[name] for name, total in totals.items()}
+        # fsum rounds once, whatever the order: how the batches are spread over processes makes no difference
+        sum_of = {name: math.fsum if all(map(math.isfinite, sums)) else sum for name, sums in by_name.items()}
+        means = {name: sum_of[name](sums) / counts[name] for name, sums in by_name.items()}
         return {self._task: means} if comm.is_main_process() else {}
 
     def _losses(self, inputs: Any) -> dict[str, Tensor]:
