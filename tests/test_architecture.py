@@ -32,6 +32,7 @@ LAYERS = [
     ["trainkit.engine.feed", "trainkit.engine.metrics"],
     ["trainkit.engine.step"],
     ["trainkit.engine.amp"],
+    ["trainkit.engine.logical_ranks"],
     ["trainkit.engine.train_loop"],
     ["trainkit.engine.hooks"],
     ["trainkit.engine.compile", "trainkit.engine.model_options"],

@@ -11,6 +11,7 @@ import yacs.config
 from trainkit.config.config import CfgNode
 from trainkit.config.defaults import get_cfg
 from trainkit.config.errors import ConfigError
+from trainkit.utils import comm
 from trainkit.utils.numbers import is_number, is_whole
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,12 @@ _CONFLICTS: tuple[tuple[str, str, str], ...] = (
     ("MODEL.PARALLEL=fsdp", "SOLVER.GRAPH.ENABLED", "a graph cannot gather parameters"),
     ("MODEL.DDP.STATIC_GRAPH", "MODEL.DDP.FIND_UNUSED_PARAMETERS", "a static graph finds unused parameters itself"),
     ("SOLVER.REFERENCE_BATCH_SIZE", "SOLVER.REFERENCE_WORLD_SIZE", "both scale SOLVER.BASE_LR"),
+    ("SOLVER.LOGICAL_RANKS", "SOLVER.GRAPH.ENABLED", "a graph draws no random numbers of a logical rank"),
+    ("SOLVER.LOGICAL_RANKS", "MODEL.PARALLEL=fsdp", "shards are summed in an order of their own"),
+    ("SOLVER.LOGICAL_RANKS", "MODEL.DDP.COMPRESSION", "it rounds what processes exchange, and one process does not"),
+    ("SOLVER.LOGICAL_RANKS", "MODEL.DDP.BROADCAST_BUFFERS", "all processes have the same buffers already"),
+    ("SOLVER.LOGICAL_RANKS", "MODEL.DDP.GRADIENT_AS_BUCKET_VIEW", "one process has no buckets"),
+    ("SOLVER.LOGICAL_RANKS", "TEST.PRECISE_BN.ENABLED", "its statistics depend on the number of processes"),
 )
 _GROUPS = "SOLVER.PARAM_GROUPS"
 
@@ -103,6 +110,7 @@ def check_values(cfg: CfgNode, *, warn: bool = True) -> None:
     for key in ("OUTPUT_DIR", "CHECKPOINT.DIR"):
         if _URL.match(folder := _get(cfg, key)):
             raise ConfigError(f"{key} is {folder!r}, a URL; accepted: a folder of this machine, or one that is mounted")
+    check_logical_ranks(cfg.SOLVER.LOGICAL_RANKS)
     _check_amp(cfg.SOLVER.AMP)
     check_expected_results(cfg)
     if warn:
@@ -111,6 +119,16 @@ def check_values(cfg: CfgNode, *, warn: bool = True) -> None:
     _check_early_stopping(cfg)
     _check_checkpoints(cfg)
     _check_skip(cfg.DATALOADER.SKIP)
+
+
+def check_logical_ranks(ranks: int) -> None:
+    """Refuse what is no power of two, or what the processes cannot share."""
+    world_size = comm.get_world_size()
+    if ranks < 0 or ranks & (ranks - 1) or ranks % world_size:
+        raise ConfigError(
+            f"SOLVER.LOGICAL_RANKS is {ranks}, and there are {world_size} processes; accepted: a power of two that is "
+            "a multiple of the number of processes, or 0 (off). Change one of the two numbers"
+        )
 
 
 def check_expected_results(cfg: CfgNode) -> None:

@@ -1,5 +1,6 @@
 """Build loaders from datasets and samplers, or from a config."""
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from typing import Any
@@ -14,7 +15,7 @@ from trainkit.config.errors import ConfigError, unknown_name
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.data.common import DatasetFromList, MapDataset, ToIterableDataset, add_note
 from trainkit.data.loader import LOADER_KEY, ResumableLoader, trivial_batch_collator
-from trainkit.data.samplers.inference import InferenceSampler
+from trainkit.data.samplers.inference import InferenceSampler, ShardBatchSampler
 from trainkit.data.samplers.infinite import InfiniteSampler, check_seed, new_generator
 from trainkit.data.samplers.training import TrainingSampler
 from trainkit.data.train_sampler import build_train_sampler, seed_of
@@ -86,13 +87,15 @@ def build_batch_data_loader(
         )
     generator_seed = torch.initial_seed() if seed is None else check_seed(seed)
     has_workers = num_workers > 0
+    batch_size = _batch_size_per_rank(total_batch_size, single_gpu_batch_size, kwargs.get("logical_ranks", 0))
+    batches: dict[str, Any] = {"batch_size": batch_size, "sampler": sampler, "drop_last": drop_last}
+    if kwargs.get("logical_ranks") and isinstance(sampler, InferenceSampler):
+        batches = {"batch_sampler": ShardBatchSampler(sampler, batch_size)}
     kwargs.setdefault("generator", new_generator(generator_seed, LOADER_KEY, comm.get_rank()))
     return ResumableLoader(
         dataset,
         seed=generator_seed,
-        batch_size=_batch_size_per_rank(total_batch_size, single_gpu_batch_size),
-        sampler=sampler,
-        drop_last=drop_last,
+        **batches,
         num_workers=num_workers,
         collate_fn=trivial_batch_collator if collate_fn is None else collate_fn,
         prefetch_factor=prefetch_factor if has_workers else None,  # DataLoader accepts these two only with workers
@@ -102,7 +105,7 @@ def build_batch_data_loader(
     )
 
 
-def _batch_size_per_rank(total_batch_size: int | None, single_gpu_batch_size: int | None) -> int:
+def _batch_size_per_rank(total_batch_size: int | None, single_gpu_batch_size: int | None, logical_ranks: int) -> int:
     if (total_batch_size is None) == (single_gpu_batch_size is None):
         raise ValueError(
             "give either total_batch_size (over all ranks) or single_gpu_batch_size, "
@@ -116,13 +119,22 @@ def _batch_size_per_rank(total_batch_size: int | None, single_gpu_batch_size: in
                 f"got {single_gpu_batch_size}"
             )
         return single_gpu_batch_size
-    world_size = comm.get_world_size()
-    if total_batch_size < 1 or total_batch_size % world_size:
+    num_ranks = logical_ranks or comm.get_world_size()
+    if total_batch_size < 1 or total_batch_size % num_ranks:
         raise ConfigError(  # ConfigError: a command line with another number of processes can cause it
-            f"total_batch_size (SOLVER.IMS_PER_BATCH in a config) must be a positive multiple of the world size "
-            f"{world_size}, got {total_batch_size}"
+            f"total_batch_size (SOLVER.IMS_PER_BATCH in a config) must be a positive multiple of the "
+            f"{'number of logical ranks' if logical_ranks else 'world size'} {num_ranks}, got {total_batch_size}"
         )
-    return total_batch_size // world_size
+    return total_batch_size // num_ranks
+
+
+def first_batches(loader: Iterable[Any], num: int) -> Iterable[Any]:
+    """At most ``num`` batches of a test loader, or of each of its logical ranks."""
+    batches = getattr(loader, "batch_sampler", None)
+    if not isinstance(batches, ShardBatchSampler):
+        return itertools.islice(loader, num)
+    batches.most = num
+    return loader
 
 
 def iters_per_epoch(loader: Iterable[Any]) -> int | None:
@@ -238,7 +250,7 @@ def build_test_loader(
     """
     dataset = _as_dataset(dataset, "dataset")
     if sampler is None and not isinstance(dataset, IterableDataset):
-        sampler = InferenceSampler(len(dataset))
+        sampler = InferenceSampler(len(dataset), kwargs.get("logical_ranks", 0))
     options = {"single_gpu_batch_size": batch_size, "drop_last": False, **kwargs}
     return build_batch_data_loader(_mapped(dataset, mapper), sampler, None, **options)
 
@@ -256,6 +268,7 @@ def _loader_arguments(cfg: CfgNode) -> dict[str, Any]:
         "collate_fn": collate_fns[cfg.DATALOADER.COLLATE],
         "prefetch_factor": cfg.DATALOADER.PREFETCH_FACTOR,
         "timeout": cfg.DATALOADER.TIMEOUT,
+        "logical_ranks": cfg.SOLVER.LOGICAL_RANKS,
         "pin_memory": runs_ahead(resolve_device(cfg.MODEL.DEVICE)),
         "seed": seed_of(cfg),
     }

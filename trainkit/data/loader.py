@@ -22,6 +22,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from trainkit.config.errors import ConfigError
 from trainkit.data.common import ENDS, DatasetFromList, ToIterableDataset, add_note, name_sample, no_end
 from trainkit.data.samplers.grouped import GroupedBatchSampler
 from trainkit.data.samplers.inference import InferenceSampler
@@ -30,6 +31,7 @@ from trainkit.data.seeding import seed_globals, splitmix64, undisturbed_globals
 from trainkit.data.watch import Owed, Watch, WorkerNotes, is_of_lost_worker, is_timeout
 from trainkit.data.workers import WorkerInit, check_socket_path, signals_held_back
 from trainkit.utils import comm, waiting
+from trainkit.utils.logical import own_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -79,10 +81,13 @@ class ResumableLoader(DataLoader[Any]):
             does, and for which samples; after 60 s a warning does.
         seed: for augmentation, unless the sampler is an `InfiniteSampler` with its own; None: ``torch.initial_seed()``.
         worker_init_fn: called after `worker_init_reset_seed`.
+        logical_ranks: if not 0, training batches are those of the `trainkit.utils.logical` ranks of this process, one
+            after the other.
         kwargs: as for ``DataLoader``.
 
     Raises:
-        ConfigError: with workers, if the path of the folder for temporary files is too long.
+        ConfigError: with workers, if the path of the folder for temporary files is too long; ``logical_ranks`` with a
+            sampler that is not of this package.
         ValueError: ``timeout`` is negative.
     """
 
@@ -93,6 +98,7 @@ class ResumableLoader(DataLoader[Any]):
         seed: int | None = None,
         timeout: float = 600,
         worker_init_fn: Callable[[int], None] | None = None,
+        logical_ranks: int = 0,
         **kwargs: Any,
     ) -> None:
         kwargs["worker_init_fn"] = WorkerInit(worker_init_fn)
@@ -100,6 +106,7 @@ class ResumableLoader(DataLoader[Any]):
         if timeout < 0:
             raise ValueError(f"timeout must be >= 0 s, got {timeout}; 0 waits for ever")
         self.timeout = timeout  # torch's timeout is used as the interval of our checks
+        self.logical_ranks = logical_ranks
         if self.num_workers > 0:
             check_socket_path()
         # the inner loader fetches whole batches, so it does not get these options
@@ -121,6 +128,8 @@ class ResumableLoader(DataLoader[Any]):
         base = getattr(self._batches, "sampler", None)
         self._endless = base if isinstance(base, InfiniteSampler) else None
         self._is_inference = isinstance(base, InferenceSampler)
+        if logical_ranks and not self._is_inference:
+            self._divide_batches()
         self._own_seed = torch.initial_seed() if seed is None else check_seed(seed)
         self.resume_obstacle = self._find_obstacle()
         self._tasks = self._new_tasks(position=0)
@@ -136,7 +145,7 @@ class ResumableLoader(DataLoader[Any]):
         """
         self._refuse_obstacle()
         position, order = self._tasks.state()
-        state = {"kind": type(self._order).__name__, "seed": self._seed, "position": position, "order": order}
+        state = {"kind": type(self._order).__name__, "seed": self.seed, "position": position, "order": order}
         return {**state, "over": True} if self._tasks.over else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -215,7 +224,8 @@ class ResumableLoader(DataLoader[Any]):
         self._inside = DataLoader(source, timeout=poll, collate_fn=collate_fn, **what, **self._options)
 
     @property
-    def _seed(self) -> int:
+    def seed(self) -> int:
+        """Of what is drawn for samples: that of the sampler, if it has one."""
         return self._own_seed if self._endless is None else self._endless.seed
 
     def _ranks(self) -> tuple[int, int]:
@@ -224,20 +234,20 @@ class ResumableLoader(DataLoader[Any]):
         return self._endless.rank, self._endless.world_size
 
     def _new_tasks(self, position: int, stage: "_Stage" = "here") -> "_Tasks":
-        return _Tasks(self._batches, None if self.resume_obstacle else self._order, position, self._ranks()[1], stage)
+        rank, world_size = self._ranks()
+        logical_ranks = (0 if self._is_inference else self.logical_ranks) or world_size
+        owned, order = own_ranks(logical_ranks, rank, world_size), None if self.resume_obstacle else self._order
+        return _Tasks(self._batches, order, position, world_size, owned, stage)
 
     def _fetch(self, notes: WorkerNotes | None = None) -> "_Fetch":
         draws = self.collate_fn not in (default_collate, trivial_batch_collator) or _may_draw(self._source)
-        key = splitmix64(self._seed, 0) if draws else None
+        key = splitmix64(self.seed, 0) if draws else None
         # persistent workers would continue their random numbers; without workers, an evaluation may use the loop's
         batch_key = key if self._is_inference and self.num_workers else None
-        rank, world_size = self._ranks()
         return _Fetch(
             dataset=self._source,
             collate_fn=self.collate_fn,
             key=None if self.resume_obstacle else key,
-            rank=rank,
-            world_size=world_size,
             notes=notes,
             batch_key=batch_key,
         )
@@ -263,16 +273,28 @@ class ResumableLoader(DataLoader[Any]):
             return f"GroupedBatchSampler has no position in a {type(self._order.sampler).__name__}; give it {remedy}"
         return ""
 
+    def _divide_batches(self) -> None:
+        if self._endless is None or type(self._batches) is not BatchSampler:
+            raise ConfigError(
+                f"SOLVER.LOGICAL_RANKS needs batches that it can divide, got those of {type(self._order).__name__}; "
+                "take a map-style dataset with a sampler of trainkit.data, or set it to 0"
+            )
+        # so many are drawn at once, and dealt out to the logical ranks
+        size = self._batches.batch_size * self.logical_ranks // self._endless.world_size
+        self._batches = BatchSampler(self._endless, size, drop_last=True)
+
     def _refuse_obstacle(self) -> None:
         if self.resume_obstacle:
             raise TypeError(f"the position of this loader cannot be saved or loaded: {self.resume_obstacle}")
 
 
 class _Task(NamedTuple):
-    """A batch: its position in the stream of all ranks, and its indices."""
+    """A batch: the position after it, its indices, the position of its first sample, the distance to the next one."""
 
-    position: int
+    after: int
     indices: Any
+    first: int
+    stride: int
 
 
 _Stage: TypeAlias = Literal["here", "over", "skipped"]
@@ -283,6 +305,7 @@ class _Tasks(Sampler[_Task]):
 
     Args:
         order: the object that decides the order of samples; None: its state is not needed.
+        owned: the ranks, or logical ranks, among which each of ``batches`` is divided, in this order.
 
     Attributes:
         position: number of samples of the stream in the delivered batches.
@@ -292,8 +315,10 @@ class _Tasks(Sampler[_Task]):
             stop. After that "skipped": some samplers make an empty pass themselves, which is left out.
     """
 
-    def __init__(self, batches: Any, order: Any, position: int, world_size: int, stage: "_Stage") -> None:
-        self._batches, self._order, self._world_size = batches, order, world_size
+    def __init__(
+        self, batches: Any, order: Any, position: int, world_size: int, owned: Sequence[int], stage: "_Stage"
+    ) -> None:
+        self._batches, self._order, self._world_size, self._owned = batches, order, world_size, owned
         self.position, self.stage, self.over = position, stage, stage != "here"
         self._started = False
         self._state: Any = None  # state of the order after the delivered batches
@@ -332,13 +357,16 @@ class _Tasks(Sampler[_Task]):
         position = start
         full = self._batches.batch_size if type(self._batches) is BatchSampler else 0
         for _ in range({"over": 0, "here": 1, "skipped": 2}[stage]):
-            for indices in self._batches:
-                here, position = position, position + len(indices) * self._world_size
-                self.owed[position] = indices
-                state = self._order_state()
-                if state is not None:
-                    self._ahead[position] = state, len(indices) < full
-                yield _Task(here, indices)
+            for drawn in self._batches:
+                here, num = position, len(self._owned)
+                for rank in self._owned:
+                    indices = drawn if num == 1 else drawn[rank // self._world_size :: num]
+                    position += len(indices) * self._world_size
+                    self.owed[position] = indices
+                    state = self._order_state()
+                    if state is not None:
+                        self._ahead[position] = state, len(indices) < full
+                    yield _Task(position, indices, here + rank, num * self._world_size)
             if position > start:
                 return
 
@@ -408,10 +436,8 @@ class _Fetch(Dataset[Any]):
         """(position after the batch, batch) of a task; for an index, the dataset's sample."""
         if type(task) is not _Task:
             return self._dataset[task]
-        position, indices = task
-        after = position + len(indices) * self._world_size
+        after, indices, position, stride = task
         place = None if self._notes is None else self._notes.begin(after)
-        position += self._rank
         if self._batch_key is not None and place is not None:
             seed_globals(splitmix64(self._batch_key, position))
         alone = self._key is None or get_worker_info() is not None
@@ -429,7 +455,7 @@ class _Fetch(Dataset[Any]):
                         if self._key is not None:
                             seed_globals(splitmix64(self._key, position))
                         samples.append(self._dataset[index])
-                        position += self._world_size
+                        position += stride
                 if place is not None:
                     self._notes.count(place, len(indices))
                 doing, now = "making a batch of", indices

@@ -56,7 +56,9 @@ def leave_capsule(trainer: Any, error: BaseException, is_before_update: bool) ->
     iteration = trainer.iter if iteration is None else iteration
     commands = [_replay_of_run(trainer, iteration)]
     try:
-        has_step = is_before_update and iteration == trainer.iter and _is_there(trainer._trainer, error)
+        # a process with logical ranks cannot repeat the part of another one alone; from the checkpoint it repeats all
+        is_whole = is_before_update and iteration == trainer.iter and not trainer.logical_ranks
+        has_step = is_whole and _is_there(trainer._trainer, error)
         path = os.path.abspath(os.path.join(trainer.cfg.OUTPUT_DIR, f"capsule.rank{comm.get_rank()}.pt"))
         write_file(_contents(trainer, error, commands[0], has_step), path)
         if has_step:
@@ -132,7 +134,7 @@ def _replay_of_run(trainer: Any, iteration: int) -> str:
     with contextlib.suppress(Exception):
         saved = torch.load(tagged_file(folder), map_location="cpu", weights_only=True, mmap=True)
         start = saved["trainer"]["iteration"] + 1
-    world_size = comm.get_world_size()
+    world_size = 1 if trainer.logical_ranks else comm.get_world_size()
     program = "python" if world_size == 1 else f"torchrun --nproc-per-node {world_size}"
     replay = f"{program} tools/replay.py {shlex.quote(os.path.abspath(folder))} --iter {iteration}"
     return f"{replay} ({_duration(trainer, 2 * max(iteration - start, 0) + 3)})"

@@ -26,7 +26,7 @@ from trainkit.config import (
     scale_workers,
 )
 from trainkit.config.checks import check_is_ours
-from trainkit.data.build import build_test_loader, build_train_loader
+from trainkit.data.build import build_test_loader, build_train_loader, first_batches
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.engine import hooks
 from trainkit.engine.amp import AMPTrainer
@@ -44,6 +44,7 @@ from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
 from trainkit.engine.hooks.ema import averaging_hook
 from trainkit.engine.hooks.monitor import check_monitored_metrics
+from trainkit.engine.logical_ranks import LogicalAMPTrainer, LogicalTrainer
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.model_options import apply_model_options
 from trainkit.engine.origin import describe_origin
@@ -146,6 +147,8 @@ class DefaultTrainer(TrainerBase):
         self._given_cfg = cfg
         import_modules(cfg.IMPORTS)
         check_values(cfg)
+        if cfg.SOLVER.LOGICAL_RANKS:
+            self.logical_ranks, self.own_keys, self.rank_keys = cfg.SOLVER.LOGICAL_RANKS, (), ()
         self._check_names(cfg)
         self._global_batch = batch = GlobalBatch(cfg, checkpoint_dir(cfg))
         if replay is not None:
@@ -568,7 +571,7 @@ class DefaultTrainer(TrainerBase):
                     continue
             loader = _test_loader(cls.build_test_loader, cfg, name)
             if cfg.TEST.MAX_BATCHES:
-                loader = itertools.islice(loader, cfg.TEST.MAX_BATCHES)
+                loader = first_batches(loader, cfg.TEST.MAX_BATCHES)
             results[name] = inference_on_dataset(model, loader, evaluator, name=name)
             if comm.is_main_process():
                 logger.info("Results on %s:", name, extra=for_details())
@@ -607,9 +610,14 @@ class DefaultTrainer(TrainerBase):
             "non_finite": cfg.SOLVER.NON_FINITE.POLICY,
             "max_non_finite_in_row": cfg.SOLVER.NON_FINITE.MAX_IN_ROW,
         }
-        as_graph = cfg.SOLVER.GRAPH.ENABLED
+        plain: type[SimpleTrainer] = SimpleTrainer
+        mixed: type[AMPTrainer] = AMPTrainer
+        if cfg.SOLVER.GRAPH.ENABLED:
+            plain, mixed = GraphTrainer, GraphAMPTrainer
+        if cfg.SOLVER.LOGICAL_RANKS:
+            plain, mixed, arguments["logical_ranks"] = LogicalTrainer, LogicalAMPTrainer, cfg.SOLVER.LOGICAL_RANKS
         if not cfg.SOLVER.AMP.ENABLED:
-            return (GraphTrainer if as_graph else SimpleTrainer)(model, data_loader, optimizer, **arguments)
+            return plain(model, data_loader, optimizer, **arguments)
         amp = cfg.SOLVER.AMP
         precision = {"float16": torch.float16, "bfloat16": torch.bfloat16}[amp.PRECISION]
         if amp.LOSS_SCALE != "dynamic":
@@ -618,7 +626,7 @@ class DefaultTrainer(TrainerBase):
             device_type = "cpu" if device is None else device.type
             arguments["grad_scaler"] = torch.amp.GradScaler(device_type, init_scale=amp.INIT_SCALE)
         arguments |= {"precision": precision, "log_grad_scaler": True}
-        return (GraphAMPTrainer if as_graph else AMPTrainer)(model, data_loader, optimizer, **arguments)
+        return mixed(model, data_loader, optimizer, **arguments)
 
     @classmethod
     def _is_default(cls, method: str) -> bool:

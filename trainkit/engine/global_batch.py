@@ -30,7 +30,9 @@ class GlobalBatch:
         self._path = Path(folder) / _FILE
         solver = cfg.SOLVER
         asked = [solver.IMS_PER_BATCH, solver.ACCUMULATION_STEPS, solver.REFERENCE_WORLD_SIZE]
-        self.record: dict[str, Any] = {"world_size": comm.get_world_size(), "asked": asked}
+        self._ranks = solver.LOGICAL_RANKS or comm.get_world_size()
+        asked += [solver.LOGICAL_RANKS] * bool(solver.LOGICAL_RANKS)
+        self.record: dict[str, Any] = {"world_size": self._ranks, "asked": asked}
         former = self._read(self._path) or self._read(Path(cfg.FORK.RUN) / _FILE) if comm.is_main_process() else None
         former = comm.broadcast(former)
         if former is not None and former["asked"] == asked:  # else the user has set it for this number of ranks
@@ -42,8 +44,8 @@ class GlobalBatch:
         return int(self.record["world_size"])
 
     def split(self, cfg: CfgNode) -> CfgNode:
-        """`split_batch` from ``world_size`` ranks to the current number."""
-        return split_batch(cfg, self.world_size, comm.get_world_size())
+        """`split_batch` from ``world_size`` ranks to the current number; logical ranks stay as many."""
+        return split_batch(cfg, self.world_size, self._ranks)
 
     def save(self) -> None:
         """Write the file, on rank 0."""

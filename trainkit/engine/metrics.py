@@ -17,6 +17,7 @@ from trainkit.engine.periods import check_period, is_nth
 from trainkit.utils import comm
 from trainkit.utils.device import new_event, runs_ahead
 from trainkit.utils.events import get_event_storage, has_event_storage
+from trainkit.utils.logical import tree_sum
 from trainkit.utils.losses import Losses
 
 # stored by the trainer, by default hooks or by writers
@@ -300,7 +301,7 @@ def exchange_rows(
     if blocks[:, 0, 2].any():
         failures = comm.all_gather(failure, group=group)
     if fits and (blocks[:, 0, :2] == block[0, :2]).all():
-        means, longest = blocks[:, 1:, 1:].mean(0).tolist(), blocks[:, 1:, 0].max(0).tolist()
+        means, longest = (tree_sum(blocks[:, 1:, 1:]) / len(blocks)).tolist(), blocks[:, 1:, 0].max(0).tolist()
         exchanged = [
             Row(row.iter, sec, dict(zip(row.values, values, strict=False)))
             for row, sec, values in zip(rows, longest, means, strict=False)

@@ -34,9 +34,11 @@ class RunState(HookPoints):
         position: where the run stands, as a checkpoint has it.
         own_keys: the entries of the state that each rank has for itself.
         rank_keys: those of them that are gathered over the ranks; none if not all ranks save.
+        logical_ranks: see `trainkit.utils.logical`; 0: the processes are the ranks.
     """
 
     own_keys: tuple[str, ...] = ("hooks", "storage", "rng")
+    logical_ranks = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +103,7 @@ class RunState(HookPoints):
                 "finished_early": reason,
                 "before_step_done": self._is_before_step_done,
             },
-            "world_size": comm.get_world_size(),
+            "world_size": self.logical_ranks or comm.get_world_size(),
             "hooks": self._hook_list.state_dict(),
             "storage": self.storage.state_dict(),
             "rng": self._rng_state or get_rng_state(),
@@ -133,4 +135,5 @@ class RunState(HookPoints):
         self.storage = EventStorage()
         if state_dict.get("storage"):
             self.storage.load_state_dict(state_dict["storage"])
-        self._rng_state = rng_state_for_rank(state_dict.get("rng"), state_dict.get("world_size", 1), iteration)
+        present = self.logical_ranks or comm.get_world_size()
+        self._rng_state = rng_state_for_rank(state_dict.get("rng"), state_dict.get("world_size", 1), present, iteration)

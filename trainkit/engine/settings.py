@@ -4,6 +4,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+
 from trainkit.config import CfgNode
 from trainkit.utils import comm
 from trainkit.utils.tables import format_table
@@ -30,8 +32,10 @@ def changed_settings(cfg: CfgNode, default: CfgNode, prefix: str = "") -> Iterat
 
 
 def settings_of(cfg: CfgNode) -> dict[str, str]:
-    """key -> value as text, of every setting that changes what a run computes, and the number of processes."""
+    """key -> value as text, of every setting that changes what a run computes, and how many processes, or threads."""
     found = {key: repr(value) for key, value in changed_settings(cfg, CfgNode()) if not _NO_MATTER.fullmatch(key)}
+    if cfg.SOLVER.LOGICAL_RANKS:  # the number of processes changes nothing
+        return {**found, "threads of torch": str(torch.get_num_threads())}
     return {**found, "number of processes": str(comm.get_world_size())}
 
 

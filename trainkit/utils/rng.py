@@ -64,8 +64,8 @@ def _cuda_devices() -> list[int]:
     return [current, *(device for device in range(torch.cuda.device_count()) if device != current)]
 
 
-def rng_state_for_rank(state: dict[str, Any] | None, world_size: int, iteration: int) -> dict[str, Any] | None:
-    """The saved ``state`` of this rank; a new one derived from it if the number of processes has changed.
+def rng_state_for_rank(state: dict[str, Any] | None, saved: int, present: int, iteration: int) -> dict[str, Any] | None:
+    """The saved ``state`` of this rank; a new one derived from it if ``saved`` ranks have saved it, not ``present``.
 
     Raises:
         KeyError: a generator is missing.
@@ -74,13 +74,13 @@ def rng_state_for_rank(state: dict[str, Any] | None, world_size: int, iteration:
         return None
     if not {"python", "numpy", "torch"} <= state.keys():
         raise KeyError(f"the random state of a run must have python, numpy and torch, got {[*state]}")
-    if world_size == comm.get_world_size():
+    if saved == present:
         return state
     _logger.warning(
         "The checkpoint was written by %s processes, now there are %d: new random states are derived from the "
         "checkpoint, the rank and the iteration",
-        world_size,
-        comm.get_world_size(),
+        saved,
+        present,
     )
     return derive_rng_state(state, comm.get_rank(), iteration)
 

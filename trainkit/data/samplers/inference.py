@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from torch.utils.data import Sampler
+from torch.utils.data import BatchSampler, Sampler
 
 from trainkit.utils import comm
 
@@ -12,14 +12,20 @@ class InferenceSampler(Sampler[int]):
 
     A part is empty if there are fewer samples than ranks.
 
+    Args:
+        logical_ranks: if not 0, the samples are shared among so many, and a rank has the ``shards`` of some neighbours.
+
     Raises:
         ValueError: ``size`` is less than 1.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, logical_ranks: int = 0) -> None:
         if size < 1:
             raise ValueError(f"size must be >= 1 sample, got {size}: an empty dataset cannot be evaluated on")
-        self._local_indices = self._get_local_indices(size, comm.get_world_size(), comm.get_rank())
+        shards = logical_ranks or comm.get_world_size()
+        own = self._get_local_indices(shards, comm.get_world_size(), comm.get_rank())
+        self.shards = [self._get_local_indices(size, shards, shard) for shard in own]
+        self._local_indices = range(self.shards[0].start, self.shards[-1].stop)
 
     @staticmethod
     def _get_local_indices(total_size: int, world_size: int, rank: int) -> range:
@@ -31,3 +37,22 @@ class InferenceSampler(Sampler[int]):
 
     def __len__(self) -> int:
         return len(self._local_indices)
+
+
+class ShardBatchSampler(BatchSampler):
+    """Batches of the ``shards`` of an `InferenceSampler`; none has samples of two."""
+
+    most = 0  # batches of a shard; 0: all of them
+
+    def __init__(self, sampler: InferenceSampler, batch_size: int) -> None:
+        super().__init__(sampler, batch_size, drop_last=False)
+        self._shards = sampler.shards
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for shard in self._shards:
+            starts = range(0, len(shard), self.batch_size)
+            for start in starts[: self.most or None]:
+                yield [*shard[start : start + self.batch_size]]
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

@@ -1,0 +1,69 @@
+"""With logical ranks, a run ends with the same bits on 1, 2 and 4 processes, and when their number changes."""
+
+import pytest
+
+from tests.engine.logical_job import EVERYTHING, read_metrics, train_on
+from tests.engine.test_exact_runs import content
+from tests.replay.job import Job
+from trainkit.checkpoint.file import read_file
+from trainkit.replay import replay
+
+pytestmark = pytest.mark.slow
+
+SHORT = ("SOLVER.WARMUP_ITERS", 1, "TEST.EVAL_PERIOD", 2)
+PROJECTS = {  # dropout and batch norm; attention, the average of the weights
+    "digits": (*SHORT, "SOLVER.LOGICAL_RANKS", 8, "SOLVER.MAX_ITER", 6),
+    "charlm": (
+        *(*SHORT, "SOLVER.LOGICAL_RANKS", 4, "SOLVER.MAX_ITER", 3, "TEST.MAX_BATCHES", 1, "TEST.IMS_PER_BATCH", 8),
+        *("MODEL.GPT", {"WIDTH": 16, "DEPTH": 2, "NUM_HEADS": 2}),
+        *("HOOKS", [{"NAME": "SameCorpus"}, {"NAME": "EMAHook", "DECAY": 0.98}]),  # without the one that measures time
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def of_four(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("of_four")
+    assert train_on(4, folder, options=EVERYTHING)
+    return folder
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_job_with_everything_ends_with_the_same_bytes_on_any_number_of_processes(of_four, tmp_path, num_ranks):
+    assert train_on(num_ranks, tmp_path, options=EVERYTHING)
+    assert content(tmp_path) == content(of_four)
+    state = read_file(of_four / "model_final.pth")
+    assert state["trainer"]["iteration"] == 7  # it has stopped early
+    assert {"model_best.pth", "model_0000005.pth"} <= content(of_four)[0].keys()
+    assert "ranks" not in state
+    assert {"grad_norm", "loss/total_loss", "classification/top1", "drawn"} <= {*read_metrics(of_four)[2]}
+
+
+def test_a_run_that_is_killed_goes_on_with_2_then_1_then_4_processes_to_the_same_bytes(of_four, tmp_path):
+    for num_ranks, kill_at in ((4, 2), (2, 4), (1, 6)):
+        assert not train_on(num_ranks, tmp_path, options=EVERYTHING, resume=True, kill_at=kill_at)
+    assert train_on(4, tmp_path, options=EVERYTHING, resume=True)
+    assert content(tmp_path) == content(of_four)
+
+
+def test_without_logical_ranks_the_same_job_ends_with_others(of_four, tmp_path):
+    options = (*EVERYTHING, "SOLVER.LOGICAL_RANKS", 0)
+    for num_ranks in (1, 2):
+        assert train_on(num_ranks, tmp_path / str(num_ranks), options=options)
+    files = [content(tmp_path / str(num_ranks))[0] for num_ranks in (1, 2)]
+    weights = [files[i]["model_0000003.pth"]["/model/layers.0.weight"] for i in range(2)]
+    assert weights[0] != weights[1]
+
+
+@pytest.mark.parametrize("project", PROJECTS)
+def test_a_project_ends_with_the_same_bytes_on_one_and_on_two_processes(project, tmp_path):
+    for num_ranks in (1, 2):
+        assert train_on(num_ranks, tmp_path / str(num_ranks), project, PROJECTS[project])
+    assert content(tmp_path / "1") == content(tmp_path / "2")
+
+
+def test_a_step_of_four_processes_is_replayed_in_one_to_the_last_bit(of_four):
+    found = replay(of_four, 5, Job(of_four, *EVERYTHING), prove=True)
+    assert found.proof == "every byte equals model_0000005.pth: model, optimizer, random state, data, hooks, storage"
+    assert found.verdict.startswith("reproducible")
+    assert len(found.samples) == 24

@@ -1,0 +1,221 @@
+"""A step with logical ranks in one process: test_logical_ranks.py has several."""
+
+import itertools
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.job import tiny_cfg
+from tests.engine.tiny import Regression, batches, scalars, sgd
+from trainkit.config import ConfigError, check_values
+from trainkit.engine import DefaultTrainer
+from trainkit.engine.logical_ranks import LogicalTrainer
+from trainkit.engine.step import SimpleTrainer
+
+
+class Parts(list):
+    """Batches of logical ranks, as they come in one process."""
+
+    logical_ranks, seed = 4, 0
+
+
+ORDER = [0, 2, 1, 3]  # in which the process computes them
+
+
+def parts(count, size=2):
+    return Parts(batches(4 * count, size))
+
+
+def trainer(model, data=None, **options):
+    return LogicalTrainer(model, parts(3) if data is None else data, sgd(model), logical_ranks=4, **options)
+
+
+def gradients_of(model, data):
+    """Of each batch, divided by their number."""
+    found = []
+    for batch in data:
+        model.zero_grad()
+        (model(batch) / len(data)).backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+    return found
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_gradients_are_added_in_a_tree_over_logical_ranks_after_the_micro_batches_of_each(steps):
+    model, data = Regression(), parts(steps)
+    made = trainer(model, data, accumulation_steps=steps)
+    made.optimizer.param_groups[0]["lr"] = 0.0
+    made.train(0, 1)
+
+    each = gradients_of(Regression(), data)
+    for place, parameter in enumerate(model.parameters()):
+        # what the loader gives is [micro-batch, logical rank in their order of computation]
+        by_rank = {}
+        for step, rank in itertools.product(range(steps), range(4)):
+            grad = each[4 * step + rank][place]
+            by_rank[ORDER[rank]] = grad if step == 0 else by_rank[ORDER[rank]] + grad
+        tree = (by_rank[0] + by_rank[2]) + (by_rank[1] + by_rank[3])
+        assert torch.equal(parameter.grad, tree)
+
+
+def test_the_losses_are_means_in_double_precision_over_logical_ranks():
+    model, data = Regression(), parts(1)
+    made = trainer(model, data)
+    made.train(0, 1)
+    losses = [Regression()(batch).double() for batch in data]
+    [(stored, _)] = scalars(made)["total_loss"]
+    assert stored == (((losses[0] + losses[1]) + (losses[2] + losses[3])) / 4).item()
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.norm = nn.BatchNorm1d(3)
+        self.drawn = []
+
+    def forward(self, batch):
+        self.drawn.append(torch.rand(()).item())
+        return (self.weight * self.norm(batch[0])).square().mean()
+
+
+def test_random_numbers_are_a_function_of_seed_iteration_and_logical_rank():
+    def drawn(start, seed=0):
+        torch.manual_seed(start)
+        model = Noisy()
+        made = trainer(model)
+        made.data_loader.seed = seed
+        made.train(start, 2)
+        return model.drawn
+
+    whole = drawn(0)
+    assert len({*whole}) == 8
+    assert drawn(1) == whole[4:]
+    assert drawn(0, seed=1)[0] != whole[0]
+
+
+def test_hooks_find_a_random_state_that_depends_on_the_iteration_alone():
+    made = trainer(Noisy())
+    found = []
+    torch.manual_seed(5)
+    made.train(0, 1)
+    found.append(torch.rand(()).item())
+    made = trainer(Noisy())
+    torch.manual_seed(6)
+    made.train(0, 1)
+    assert torch.rand(()).item() == found[0]
+
+
+def test_running_statistics_are_the_mean_of_those_of_the_logical_ranks_each_from_the_state_before_the_step():
+    model, data = Noisy(), parts(2)
+    made = trainer(model, data)
+    made.train(0, 1)
+    for name in ("running_mean", "running_var"):
+        each = []
+        for batch in data[:4]:
+            norm = nn.BatchNorm1d(3)
+            norm(batch[0])
+            each.append(getattr(norm, name).double() / 4)
+        mean = (each[0] + each[1]) + (each[2] + each[3])  # in double precision, rounded once
+        assert torch.equal(getattr(model.norm, name), mean.float())
+    assert model.norm.num_batches_tracked == 1
+
+
+class Choosing(nn.Module):
+    """Uses a weight only where the batch says so; its gradient there is -0."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.at_times, self.never = (nn.Parameter(torch.ones(())) for _ in range(3))
+
+    def forward(self, batch):
+        return self.always * (-0.0 * self.at_times if batch else 1.0)
+
+
+def test_a_gradient_that_a_logical_rank_does_not_give_counts_as_0_as_under_ddp():
+    model = Choosing()
+    trainer(model, Parts([1, 0, 0, 0])).train(0, 1)
+    assert torch.copysign(torch.ones(()), model.at_times.grad) == 1  # 0 and not -0
+    assert model.never.grad is None
+
+
+# ---------------------------------------------------------------------------- what is refused
+
+
+class Queue(Regression):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(3))
+        self.register_buffer("mask", torch.full((3,), torch.finfo(torch.float32).min))
+
+    def forward(self, batch):
+        self.queue[0] += 1
+        return super().forward(batch)
+
+
+def test_a_model_that_writes_other_buffers_is_refused_with_their_names():
+    made = trainer(Queue())
+    with pytest.raises(ValueError, match="changes the buffers queue, which would differ"):
+        made.train(0, 1)
+
+
+@pytest.mark.parametrize("module", [nn.SyncBatchNorm(3), nn.Embedding(3, 3, sparse=True)])
+def test_what_cannot_be_added_in_a_tree_is_refused(module):
+    with pytest.raises(ConfigError, match="neither SyncBatchNorm nor sparse gradients; it has them in 1"):
+        trainer(nn.Sequential(nn.Linear(3, 3), module))
+
+
+def test_losses_of_other_names_in_some_batches_are_refused():
+    class Sometimes(Regression):
+        def forward(self, batch):
+            loss = super().forward(batch)
+            return {"loss": loss, **({"more": loss} if batch[0][0, 0] > 0 else {})}
+
+    with pytest.raises(ValueError, match=r"each batch must give losses of the same names.*\['loss'"):
+        trainer(Sometimes()).train(0, 3)
+
+
+def test_a_loader_without_logical_ranks_is_refused():
+    made = trainer(Regression(), batches(4))
+    with pytest.raises(ConfigError, match=r"\(list\) does not divide its batches among 4 logical ranks"):
+        made.train(0, 1)
+
+
+OFF = {
+    "SOLVER.GRAPH.ENABLED": True,
+    "MODEL.PARALLEL": "fsdp",
+    "MODEL.DDP.COMPRESSION": "fp16",
+    "MODEL.DDP.BROADCAST_BUFFERS": True,
+    "MODEL.DDP.GRADIENT_AS_BUCKET_VIEW": True,
+    "TEST.PRECISE_BN.ENABLED": True,
+}
+
+
+@pytest.mark.parametrize("key", OFF)
+def test_settings_whose_sums_depend_on_the_number_of_processes_are_refused(key, tmp_path):
+    cfg = tiny_cfg(tmp_path, "SOLVER.LOGICAL_RANKS", 4, key, OFF[key])
+    with pytest.raises(ConfigError, match=f"SOLVER.LOGICAL_RANKS and {key}.* exclude each other"):
+        check_values(cfg)
+
+
+@pytest.mark.parametrize(("number", "world_size"), [(6, 1), (-2, 1), (4, 3), (4, 8)])
+def test_a_number_that_no_tree_has_or_that_processes_cannot_share_is_refused(number, world_size, tmp_path, monkeypatch):
+    monkeypatch.setattr("trainkit.utils.comm.get_world_size", lambda: world_size)
+    with pytest.raises(ConfigError, match=f"LOGICAL_RANKS is {number}, and there are {world_size} processes"):
+        check_values(tiny_cfg(tmp_path, "SOLVER.LOGICAL_RANKS", number))
+
+
+# ---------------------------------------------------------------------------- from a config
+
+
+def test_another_number_of_threads_is_said_when_a_run_goes_on(tmp_path, caplog, monkeypatch):
+    options = ("SOLVER.LOGICAL_RANKS", 2, "SOLVER.MAX_ITER", 2, "DATASETS.TEST", ())
+    DefaultTrainer(tiny_cfg(tmp_path, *options)).train()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    resumed = DefaultTrainer(tiny_cfg(tmp_path, *options, "SOLVER.MAX_ITER", 3))
+    with caplog.at_level(logging.WARNING):
+        resumed.resume_or_load()
+    assert "threads of torch" in caplog.text
+    assert type(DefaultTrainer(tiny_cfg(tmp_path))._trainer) is SimpleTrainer

@@ -1,0 +1,268 @@
+"""Steps that give the same bits on any number of processes: what SOLVER.LOGICAL_RANKS switches on."""
+
+import logging
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import reduce
+from operator import add
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+
+from trainkit.config import ConfigError
+from trainkit.config.checks import check_logical_ranks
+from trainkit.data.seeding import seed_globals, splitmix64
+from trainkit.engine.amp import AMPTrainer
+from trainkit.engine.parallel import settle_buckets, without_gradient_sync
+from trainkit.engine.step import SimpleTrainer
+from trainkit.utils import comm
+from trainkit.utils.logical import own_ranks, tree_sum
+from trainkit.utils.losses import Losses
+from trainkit.utils.model import unwrap_model
+
+logger = logging.getLogger(__name__)
+
+_SEED_KEY = 3  # random numbers of steps are independent of those of the data, which have keys 0 to 2
+_AFTER_STEP, _AT_SAVE_POINT, _OF_BATCHES = 0, 1, 2
+
+_Grads = list[Tensor | None]
+
+
+class LogicalTrainer(SimpleTrainer):
+    """`SimpleTrainer` with the same bits on 1, 2, 4, ... processes, and when that number changes in a resumed run.
+
+    A process computes its logical ranks one after the other. Random numbers are a function of the loader's seed, the
+    iteration, the logical rank and the micro-batch. Gradients, losses and the statistics of normalization layers are
+    added up in one binary tree. Each logical rank normalizes its own samples, from the statistics before the step.
+    """
+
+    own_keys = ()  # nothing differs between processes
+
+    def __init__(self, *args: Any, logical_ranks: int, **kwargs: Any) -> None:
+        """
+        Args:
+            args, kwargs: as in the trainer without logical ranks. The loader has the same ``logical_ranks``.
+            logical_ranks: a power of two, and a multiple of the number of processes.
+
+        Raises:
+            ConfigError: the processes cannot share the logical ranks, or the model has sparse gradients or a
+                `SyncBatchNorm`.
+        """
+        check_logical_ranks(logical_ranks)
+        super().__init__(*args, **kwargs)
+        self.logical_ranks = logical_ranks
+        self._own = own_ranks(logical_ranks, comm.get_rank(), comm.get_world_size())
+        self._names: Any = None  # of the losses
+        self._tree = _Tree(self.model, logical_ranks)
+        self.feed.accumulation_steps *= len(self._own)
+        threads = torch.get_num_threads()
+        logger.info("%d logical ranks; other numbers of threads than %d may round differently", logical_ranks, threads)
+
+    def begin_run(self) -> None:
+        super().begin_run()
+        if getattr(self.data_loader, "logical_ranks", 0) != self.logical_ranks:
+            raise ConfigError(
+                f"the training loader ({type(self.data_loader).__name__}) does not divide its batches among "
+                f"{self.logical_ranks} logical ranks (SOLVER.LOGICAL_RANKS); make it by build_train_loader(cfg), or "
+                "give build_batch_data_loader the argument logical_ranks"
+            )
+
+    def compute_gradients(self, batches: Sequence[Any]) -> Losses:
+        if self._is_first_step:
+            settle_buckets(self.model, batches[0], lambda batch: self.compute_losses(batch).total)
+        self.finite.keep_buffers(self.model)
+        num_own, found = len(self._own), list[Losses]()
+        steps = len(batches) // num_own
+        self._tree.start()
+        for place, rank in enumerate(self._own):
+            if place:
+                self._tree.push()
+            for step, batch in enumerate(batches[place::num_own]):
+                self._seed_for(_OF_BATCHES + rank * steps + step)
+                is_last = len(found) == len(batches) - 1  # DDP exchanges with it
+                with nullcontext() if is_last else without_gradient_sync(self.model):
+                    losses = self.compute_losses(batch)
+                    self.backward(losses.total / (self.logical_ranks * steps))
+                found.append(losses.detach())
+        self._tree.finish()
+        self.prepare_gradients()
+        self._seed_for(_AFTER_STEP)
+        return self._mean(found)
+
+    def _mean(self, found: Sequence[Losses]) -> Losses:
+        """Over the logical ranks of this process; `exchange_rows` goes on with that of all processes."""
+        names = [([*losses.values], losses.trained) for losses in found]
+        if self._names is None:
+            self._names = comm.all_gather(names[0])[0]
+        if wrong := next((other for other in names if other != self._names), None):
+            raise ValueError(
+                "with SOLVER.LOGICAL_RANKS each batch must give losses of the same names, of which the same require "
+                f"grad; got {wrong[0]}, before {self._names[0]}. Give a loss that a batch has not as 0 times another"
+            )
+        rows = [
+            torch.stack([_wide(value).to(losses.total.device) for value in (losses.total, *losses.values.values())])
+            for losses in found
+        ]
+        by_rank = torch.stack(rows).view(len(self._own), -1, len(rows[0]))
+        # by torch.sum the order of additions would depend on how many logical ranks there are
+        means = reduce(add, by_rank.unbind(1)) / by_rank.shape[1]
+        ascending = sorted(range(len(self._own)), key=self._own.__getitem__)
+        total, *values = (tree_sum(means[ascending]) / len(self._own)).unbind()
+        by_name = dict(zip(self._names[0], values, strict=True))
+        return Losses(by_name, self._names[1], total, [losses.outputs for losses in found])
+
+    def end_step(self) -> None:
+        super().end_step()
+        self._seed_for(_AT_SAVE_POINT)  # what hooks have drawn may differ between processes
+
+    def _seed_for(self, number: int) -> None:
+        seed = splitmix64(splitmix64(splitmix64(self.data_loader.seed, _SEED_KEY), self.iter), number)
+        seed_globals(seed)
+        if self._sample is not None and self._sample.device.type != "cpu":
+            torch.get_device_module(self._sample.device).manual_seed(seed)
+
+
+class LogicalAMPTrainer(LogicalTrainer, AMPTrainer):
+    """`AMPTrainer` with logical ranks; see `LogicalTrainer`."""
+
+
+class _Tree:
+    """Adds up gradients and statistics over the logical ranks, in the order of `trainkit.utils.logical`.
+
+    Sums of a process are kept like the digits of a binary counter: one over 1, one over 2, one over 4, ... logical
+    ranks. The last of its logical ranks is added to all of them. Then the processes exchange what they have.
+    """
+
+    def __init__(self, model: nn.Module, logical_ranks: int) -> None:
+        modules = dict(unwrap_model(model).named_modules())
+        wrong = [name for name, m in modules.items() if isinstance(m, nn.SyncBatchNorm) or getattr(m, "sparse", False)]
+        if wrong:
+            raise ConfigError(
+                "with SOLVER.LOGICAL_RANKS the model can have neither SyncBatchNorm nor sparse gradients; it has them "
+                f"in {', '.join(wrong)}. Take BatchNorm, and sparse=False"
+            )
+        self._logical_ranks = logical_ranks
+        self._parameters = [*model.parameters()]
+        self._places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
+        # forward passes write them, and nothing else
+        norms = [module for module in modules.values() if isinstance(module, _NormBase)]
+        self._statistics = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
+        self._other_modules = [(name, module) for name, module in modules.items() if module not in norms]
+        self._floating = [buffer for buffer in self._statistics if buffer.is_floating_point()]
+        self._sums: list[tuple[int, _Grads, Tensor]] = []  # over how many logical ranks; gradients, statistics
+        self._under_way: list[tuple[_Exchange, torch.futures.Future[Tensor]]] = []
+        self._is_ddp = isinstance(model, DistributedDataParallel)
+        if isinstance(model, DistributedDataParallel):
+            model.register_comm_hook(None, self._exchange_bucket)
+
+    def start(self) -> None:
+        """Before the first logical rank."""
+        self._sums, self._under_way = [], []
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._former = [buffer.clone() for buffer in self._statistics]
+        self._others = self._other_buffers()
+
+    @torch.no_grad()
+    def push(self) -> None:
+        """After each logical rank but the last: take what it has computed, and put the statistics back."""
+        num, packed, grads = 1, self._packed(), [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        for buffer, former in zip(self._statistics, self._former, strict=True):
+            buffer.copy_(former)
+        while self._sums and self._sums[-1][0] == num:
+            num, former_grads, former_packed = self._sums.pop()
+            num, grads, packed = 2 * num, _add(former_grads, grads), former_packed + packed
+        self._sums.append((num, grads, packed))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """After the last one: gradients are the sums over all, and statistics the means.
+
+        Raises:
+            ValueError: the model has written other buffers.
+        """
+        if changed := [name for name, version in self._other_buffers().items() if self._others.get(name) != version]:
+            raise ValueError(
+                "with SOLVER.LOGICAL_RANKS only the statistics of normalization layers may change in training, but the "
+                f"model changes the buffers {', '.join(changed)}, which would differ between processes; set it to 0"
+            )
+        packed, grads = self._packed(), [parameter.grad for parameter in self._parameters]
+        for _, sums, more in reversed(self._sums):
+            packed = more + packed
+            grads = grads if self._is_ddp else _add(sums, grads)
+        for parameter, grad in zip(self._parameters, grads, strict=True):
+            parameter.grad = grad
+        if self._floating and comm.get_world_size() > 1:
+            exchange = _Exchange(packed)
+            exchange.go_on()
+            packed = exchange.result()
+        parts = packed.split([buffer.numel() for buffer in self._floating])
+        for buffer, part in zip(self._floating, parts, strict=True):
+            buffer.copy_(part.view_as(buffer))
+
+    def _packed(self) -> Tensor:
+        parts = [_wide(buffer).flatten() for buffer in self._floating]
+        return torch.cat(parts) / self._logical_ranks if parts else torch.zeros(0)
+
+    def _other_buffers(self) -> dict[str, tuple[int, int]]:
+        return {
+            f"{name}.{key}".lstrip("."): (id(buffer), buffer._version)
+            for name, module in self._other_modules
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+        }
+
+    def _exchange_bucket(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """DDP calls it with each bucket, in the same order on all processes, during the last backward pass."""
+        places = [self._places[id(parameter)] for parameter in bucket.parameters()]
+        for _, sums, _ in reversed(self._sums):
+            _add([*bucket.gradients()], [sums[place] for place in places])
+        flat = bucket.buffer()
+        total = torch.futures.Future[Tensor](devices=None if flat.device.type == "cpu" else [flat.device])
+        self._under_way.append((_Exchange(flat), total))
+        if bucket.is_last():
+            for exchange, _ in self._under_way:
+                exchange.go_on()
+            for exchange, future in self._under_way:
+                future.set_result(exchange.result())
+        return total
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.to(torch.float32 if value.device.type == "mps" else torch.float64)
+
+
+def _add(into: _Grads, more: _Grads) -> _Grads:
+    """The sums, in the memory of ``into``. None counts as 0, since DDP may have a gradient of 0 instead of it."""
+    pairs: Any = [*zip(into, more, strict=True)]
+    if both := [(a, b) for a, b in pairs if a is not None and b is not None]:
+        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
+    if alone := [a if b is None else b for a, b in pairs if (a is None) != (b is None)]:
+        torch._foreach_add_(alone, 0.0)  # -0 + 0 is 0
+    return [b if a is None else a for a, b in pairs]
+
+
+class _Exchange:
+    """The sum of a vector over the processes, in the order of the tree: each of them adds up its part of it for all."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self._size, self._world_size = flat.numel(), comm.get_world_size()
+        missing = -self._size % self._world_size
+        self._sent = nn.functional.pad(flat, (0, missing)) if missing else flat
+        self._received = torch.empty_like(self._sent)
+        self._work: Any = dist.all_to_all_single(self._received, self._sent, async_op=True)
+
+    def go_on(self) -> None:
+        self._work.wait()
+        self._part = tree_sum(self._received.view(self._world_size, -1))
+        self._work = dist.all_gather_single(self._received, self._part, async_op=True)
+
+    def result(self) -> Tensor:
+        self._work.wait()
+        return self._received[: self._size]

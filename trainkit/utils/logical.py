@@ -1,0 +1,25 @@
+"""Logical ranks: the parts of a batch, the same ones on any number of processes that divides theirs.
+
+Logical rank ``i`` gets the samples ``p`` of the stream with ``p % logical_ranks == i``, so a process gets those ``i``
+for which ``i % world_size`` is its rank. Sums over them are made in one binary tree: the ranks that are equal modulo
+``m`` have two children, which are equal modulo ``2 * m``. A process has a whole subtree.
+"""
+
+from typing import Any
+
+
+def own_ranks(logical_ranks: int, rank: int, world_size: int) -> list[int]:
+    """The logical ranks of a process, in an order in which neighbours have the same parent in the tree."""
+    owned, stride = [rank], world_size
+    while stride < logical_ranks:
+        owned = [own + more for own in owned for more in (0, stride)]
+        stride *= 2
+    return owned
+
+
+def tree_sum(parts: Any) -> Any:
+    """The sum over the first dimension of an array or a tensor, which are ranks in ascending order, in that tree."""
+    while len(parts) % 2 == 0:
+        half = len(parts) // 2
+        parts = parts[:half] + parts[half:]
+    return parts.sum(0)  # of one, or of an odd number of processes, which cannot have logical ranks
