@@ -40,6 +40,7 @@ ROWS: dict[str, Callable[..., list[Row]]] = {
     "import": imports.imports,
     "resume": resume.resume,
     "ranks": ranks.ranks,
+    "logical": ranks.logical,
     "loader": loader.loader,
     "cuda": cuda.cuda,
     "graph": graph.graph,

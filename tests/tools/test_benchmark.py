@@ -250,6 +250,17 @@ def test_the_rows_of_two_ranks(tool, tmp_path):
     assert all(row.sides.keys() == {"exchanged once per log period", "never stored"} for row in rows)
 
 
+@pytest.mark.slow
+def test_the_rows_of_logical_ranks(tool, tmp_path):
+    rows = tool.ranks.logical(1, scratch=tmp_path, steps=2, width=4)
+
+    assert described(rows) == [
+        (f"logical ranks on {on}, {of}", 1.25, "x", False)
+        for on in ("1 process", "2 processes", "4 processes")
+        for of in ("a small model", "two million parameters")
+    ]
+
+
 def test_the_rows_of_loaders_draw_the_same_number_of_batches(tool, tmp_path):
     rows = tool.loader.loader(1, scratch=tmp_path, batches=2, workers=[0])
 
@@ -336,6 +347,7 @@ def test_all_rows_are_measured_with_their_own_rounds_by_default(tool, monkeypatc
         "import",
         "resume",
         "ranks",
+        "logical",
         "loader",
         "cuda",
         "graph",

@@ -58,9 +58,11 @@ def make_model(model_class: type[TinyModel] = TinyModel) -> TinyModel:
     return model_class()
 
 
-def make_batches(count: int = 100) -> list[Batch]:
+def make_batches(count: int = 100, size: int = 8) -> list[Batch]:
     generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 16, generator=generator), torch.randn(8, 16, generator=generator)) for _ in range(count)]
+    return [
+        (torch.randn(size, 16, generator=generator), torch.randn(size, 16, generator=generator)) for _ in range(count)
+    ]
 
 
 class PlainLoader:

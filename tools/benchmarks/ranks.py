@@ -8,6 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -15,12 +16,14 @@ from torch import nn
 
 from benchmarks import job
 from benchmarks.measure import Row, alternate, compare
-from trainkit.engine import create_ddp_model, launch
+from trainkit.engine import SimpleTrainer, create_ddp_model, launch
+from trainkit.engine.logical_ranks import LogicalTrainer
 from trainkit.utils import comm
 
 _Found = dict[str, dict[str, list[float]]]
 
 _EXCHANGED, _NEVER = "exchanged once per log period", "never stored"
+_LOGICAL, _PLAIN, _LOGICAL_RANKS = "in one tree", "as usual", 4
 
 
 def ranks(rounds: int = 45, *, scratch: Path, steps: int = 130, width: int = 1024) -> list[Row]:
@@ -36,6 +39,50 @@ def ranks(rounds: int = 45, *, scratch: Path, steps: int = 130, width: int = 102
     return [
         compare(f"metric exchange on two ranks{of}", times, _EXCHANGED, _NEVER, 1.05) for of, times in found.items()
     ]
+
+
+def logical(rounds: int = 15, *, scratch: Path, steps: int = 60, width: int = 1024, batch: int = 32) -> list[Row]:
+    """A step with `_LOGICAL_RANKS` logical ranks over one with the same micro-batches added up as usual, under DDP.
+
+    The models are a small one of 50 layers and one of two million parameters; each logical rank has ``batch`` samples.
+    """
+    models = {"a small model": (job.make_model(job.DeepModel), steps), "two million parameters": (_Wide(width), steps)}
+    rows = []
+    for processes in (1, 2, _LOGICAL_RANKS):
+        run = partial(launch, _measure_logical, processes, args=(models, rounds, scratch / str(processes), batch))
+        found = _without_gpus(run) if torch.cuda.is_available() else run()
+        on = f"{processes} process{'es' * (processes > 1)}"
+        rows += [compare(f"logical ranks on {on}, {of}", times, _LOGICAL, _PLAIN, 1.25) for of, times in found.items()]
+    return rows
+
+
+def _measure_logical(
+    models: Mapping[str, tuple[nn.Module, int]], rounds: int, scratch: Path, batch: int
+) -> dict[str, dict[str, list[float]]]:
+    """As `_measure`."""
+    found = {}
+    folder = scratch / f"rank{comm.get_rank()}"
+    per_process = _LOGICAL_RANKS // comm.get_world_size()
+    with job.one_thread(), job.logging_to(folder):
+        for of, (model, steps) in models.items():
+            runners = {}
+            for name in (_LOGICAL, _PLAIN):
+                wrapped = create_ddp_model(copy.deepcopy(model))
+                arguments = wrapped, _Batches(job.make_batches(size=batch)), job.make_optimizer(wrapped)
+                options: Any = {"exchange_period": job.LOG_PERIOD}
+                trainer = (
+                    LogicalTrainer(*arguments, **options, logical_ranks=_LOGICAL_RANKS)
+                    if name == _LOGICAL
+                    else SimpleTrainer(*arguments, **options, accumulation_steps=per_process)
+                )
+                job.register_hooks(trainer, folder / of / name)
+                runners[name] = partial(_slowest, job.Chunks(trainer), steps)
+            found[of] = alternate(runners, rounds)
+    return found
+
+
+class _Batches(list[job.Batch]):
+    logical_ranks, seed = _LOGICAL_RANKS, 0
 
 
 class _Wide(job.TinyModel):
