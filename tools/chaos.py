@@ -8,7 +8,8 @@
 trains the job of ``chaos_job.py``, prints a table of the kills, and ends with "identical" (exit code 0), or with
 "different" and the first difference (1). ``--without PART`` is the control: a run that was killed once continues
 without this part of its checkpoint (``all``: without each part in turn), and the comparison has to see it. It ends with
-"seen" (0), or with "not seen" and the part (1).
+"seen" (0), or with "not seen" and the part (1). With ``--logical-ranks 4`` each start of the killed run has another
+number of processes: 1, 2 or 4.
 """
 
 import argparse
@@ -42,7 +43,7 @@ SURE_OF_CHECKPOINT = 14  # the save in this iteration waits for the first save
 
 # These files describe the starts of a run, or hold files that a start moved aside. Clock readings are not compared
 # either, and neither are lines of metrics.json that hold nothing else.
-UNCOMPARED_FILES = ("log.txt*", "previous_*", "config.yaml", "metrics.json.*", "events.*")
+UNCOMPARED_FILES = ("log.txt*", "previous_*", "config.yaml", "metrics.json.*", "events.*", "capsule.*")
 
 # point at which a run can be killed -> the activity that it is part of
 POINTS = {
@@ -79,6 +80,7 @@ NOT_MISSED = {
     "trainer/_trainer/grad_scaler": "bfloat16 needs none",
 }
 
+PROCESSES = (1, 2, 4)
 TIMEOUT_SEC = 300  # for a start
 GRACE_SEC = 60  # after a start has ended, for its processes to end
 
@@ -95,6 +97,7 @@ class Kill:
     count: int = 1
     rank: int = 0
     alone: bool = False  # the other ranks are not killed
+    processes: int = 0  # of this start; 0: as the command says
 
     def __str__(self) -> str:
         return f"{self.point}, no. {self.count}" if self.point in MAX_COUNTS else self.point
@@ -134,7 +137,9 @@ class Job:
         entropy = None if start.checkpoint else self._args.seed
         report = log.with_suffix(".jsonl")
         plan = {"kill": kill and asdict(kill), "without": without, "entropy": entropy, "report": str(report)}
-        options = {"seed": self._args.seed, "config-seed": self._args.config_seed, "processes": self._args.processes}
+        processes = kill.processes if kill and kill.processes else self._args.processes
+        options = {"seed": self._args.seed, "config-seed": self._args.config_seed, "processes": processes}
+        options |= {"logical-ranks": self._args.logical_ranks}
         command = [sys.executable, str(JOB), "--resume", "--output-dir", str(folder)]
         command += itertools.chain.from_iterable((f"--{name}", str(value)) for name, value in options.items())
         environment = os.environ | {"TRAINKIT_CHAOS": json.dumps(plan), "OMP_NUM_THREADS": "1"}
@@ -189,7 +194,10 @@ class Planner:
     """
 
     def __init__(self, args: argparse.Namespace, num_iters: int) -> None:
-        self._rng, self._num_processes = random.Random(args.seed), args.processes
+        self._rng = random.Random(args.seed)
+        self._nums_processes = [args.processes]
+        if args.logical_ranks:
+            self._nums_processes = [num for num in PROCESSES if num <= args.logical_ranks]
         self._num_iters = num_iters  # of the whole run
         self._num_kills, self.num_left, self._num_fresh = args.kills, args.kills, 0
         self._points: Iterator[str] = iter(())
@@ -207,8 +215,9 @@ class Planner:
             point = "after_train"
         kill = Kill(point, 0 if point == "before_train" else min(first, self._num_iters - 2))
         kill.count = rng.randint(1, MAX_COUNTS.get(point, 1))
-        kill.rank = 0 if "write" in POINTS.get(point, "") else rng.randrange(self._num_processes)
-        kill.alone = self._num_processes > 1 and rng.random() < 0.3
+        kill.processes = rng.choice(self._nums_processes) if self._nums_processes[1:] else self._nums_processes[0]
+        kill.rank = 0 if "write" in POINTS.get(point, "") else rng.randrange(kill.processes)
+        kill.alone = kill.processes > 1 and rng.random() < 0.3
         return kill
 
     def _next_point(self) -> str:
@@ -331,12 +340,14 @@ def _num_iters_done(folder: Path) -> int:
     return _last_checkpoint(folder).get("iteration", -1) + 1
 
 
-_HEADER = ("point", "at or after", "killed at", "in", "resumed from", "starts at", "exit code")
+_HEADER = ("point", "processes", "at or after", "killed at", "in", "resumed from", "starts at", "exit code")
 
 
 def _row(start: Start) -> tuple[Any, ...]:
     kill = start.kill
-    where = (str(kill), kill.iter, start.killed_at if start.is_hit else "MISSED") if kill else ("none", "", "")
+    where: tuple[Any, ...] = ("none", "", "", "")
+    if kill:
+        where = (str(kill), kill.processes, kill.iter, start.killed_at if start.is_hit else "MISSED")
     return *where, start.by, start.checkpoint or "-", start.start_iter, start.code
 
 
@@ -379,7 +390,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="chooses the kills and the variant of the job")
     parser.add_argument("--config-seed", type=int, default=0, help="SEED of the job; -1: draw one")
-    parser.add_argument("--processes", type=int, choices=(1, 2, 4), default=1)
+    parser.add_argument("--processes", type=int, choices=PROCESSES, default=1)
+    parser.add_argument("--logical-ranks", type=int, choices=(0, *PROCESSES), default=0, help="of the job; 0: none")
     parser.add_argument("--output-dir", type=Path, help="a new folder; default is a temporary one")
     parser.add_argument("--without", default="", metavar="PART", help="the control: a part such as trainer/rng, or all")
     return parser.parse_args(arguments)

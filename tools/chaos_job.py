@@ -282,7 +282,7 @@ def replace_part(state: Any, fresh: Any, part: str) -> None:
         del state[key]
 
 
-def job_config(output_dir: Path, seed: int, config_seed: int, num_workers: int) -> CfgNode:
+def job_config(output_dir: Path, seed: int, config_seed: int, num_workers: int, logical_ranks: int = 0) -> CfgNode:
     """The config of the job; ``seed`` chooses between its variants. The periods have no common factor."""
     cfg, rng = get_cfg(), random.Random(seed)
     cfg.OUTPUT_DIR, cfg.SEED, cfg.MODEL.NAME, cfg.MODEL.DEVICE = str(output_dir), config_seed, "ChaosNet", "cpu"
@@ -298,7 +298,8 @@ def job_config(output_dir: Path, seed: int, config_seed: int, num_workers: int) 
     cfg.CHECKPOINT.ASYNC, cfg.CHECKPOINT.MAX_TO_KEEP, cfg.LOG.ASYNC = True, 2, rng.random() < 0.5
     cfg.LOG.WRITERS = ["json"]
     cfg.TEST.EVALUATORS, cfg.TEST.IMS_PER_BATCH = ["ClassificationEvaluator", "LossEvaluator"], 2
-    cfg.TEST.PRECISE_BN.ENABLED, cfg.TEST.PRECISE_BN.NUM_ITER = True, 2
+    cfg.SOLVER.LOGICAL_RANKS = logical_ranks
+    cfg.TEST.PRECISE_BN.ENABLED, cfg.TEST.PRECISE_BN.NUM_ITER = not logical_ranks, 2  # they refuse it
     metric = "loss/total_loss"
     cfg.CHECKPOINT.BEST_METRIC = cfg.EARLY_STOPPING.METRIC = metric
     cfg.EARLY_STOPPING.PATIENCE = rng.choice([4, 100])
@@ -321,11 +322,12 @@ def train(args: argparse.Namespace, plan: Mapping[str, Any]) -> None:
     torch.set_num_threads(1)
     _killer = _Killer(plan)
     with user_errors_exit():
-        cfg = job_config(args.output_dir, args.seed, args.config_seed, args.workers)
+        cfg = job_config(args.output_dir, args.seed, args.config_seed, args.workers, args.logical_ranks)
         default_setup(cfg, args)
         trainer = DefaultTrainer(cfg)
         trainer.resume_or_load(resume=args.resume)
-        trainer.register_hooks([Smoothed(), CountEvaluated()])  # as scripts for detectron2 do
+        # as scripts for detectron2 do; the losses of one process differ if the number of processes does
+        trainer.register_hooks([CountEvaluated()] if args.logical_ranks else [Smoothed(), CountEvaluated()])
         trainer.train()
 
 
@@ -382,6 +384,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0, help="chooses the variant of the job")
     parser.add_argument("--config-seed", type=int, default=0, help="SEED of the job; -1: draw one")
+    parser.add_argument("--logical-ranks", type=int, default=0, help="SOLVER.LOGICAL_RANKS of the job")
     parser.add_argument("--workers", type=int, default=2, help="loader workers of each process")
     args, plan = parser.parse_args(), json.loads(os.environ.get("TRAINKIT_CHAOS", "{}"))
     if args.processes > 1:

@@ -32,6 +32,17 @@ def test_a_run_killed_three_times_ends_as_one_that_was_left_alone(tmp_path):
     assert "; 2 follow a resume from a checkpoint, 0 were of one rank only" in done.stdout
 
 
+@pytest.mark.slow
+def test_with_logical_ranks_a_run_may_be_killed_and_resumed_by_other_numbers_of_processes(tmp_path):
+    command = [sys.executable, "tools/chaos.py", "--kills", "3", "--seed", "1", "--logical-ranks", "4"]
+    command += ["--output-dir", str(tmp_path / "runs")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert (done.stdout.splitlines()[-1], done.returncode) == ("identical", 0), done.stdout + done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if "model_00" in line and "rank" in line]
+    assert rows
+
+
 @pytest.fixture(scope="module")
 def control(tmp_path_factory):
     """What differs by the part that is left out, "" being none; SEED is drawn at random."""
