@@ -60,6 +60,7 @@ LATE_IMPORTS = {
     "trainkit.config.python_files": "what the import statements of a config file call",
     "trainkit.engine.fsdp": "torch.distributed.fsdp takes as long to import as torch",
     "trainkit.engine.hooks.visualization": "Pillow, which nobody needs before the first picture",
+    "trainkit.utils.events.mlflow_writer": "mlflow, an optional package",
     "trainkit.utils.events.writers": "optional packages, which writers need before training",
     "trainkit.utils.events.tensorboard_writer": "tensorboard, an optional package",
     "trainkit.utils.events.wandb_writer": "wandb, an optional package",

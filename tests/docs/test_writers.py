@@ -12,7 +12,7 @@ from trainkit.engine import DefaultTrainer, default_writers
 from trainkit.utils import events
 
 PAGE = "docs/writers.md"
-WITH_PANDAS, WITH_TENSORBOARD, OWN = blocks(PAGE, "python")
+WITH_PANDAS, WITH_TENSORBOARD, REGISTERED, OWN = blocks(PAGE, "python")
 (CONFIG,) = blocks(PAGE, "yaml")
 
 
@@ -32,6 +32,15 @@ def test_a_writer_of_ones_own_writes_with_the_others(trained, tmp_path):
     assert len(lines) == len(latest) > 5
     assert f"total_loss {latest['total_loss'][0]:.4g} (9)" in lines
     assert {"metrics.json", "metrics.csv"} < {path.name for path in (tmp_path / "output/digits").iterdir()}
+
+
+def test_a_registered_writer_is_named_in_the_config(tmp_path, monkeypatch):
+    monkeypatch.setattr(events.WRITER_REGISTRY, "_objects", {})
+    run(REGISTERED, PAGE)
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, "LOG.WRITERS", ["NumberOfScalars"]))
+    trainer.train()
+
+    assert int((tmp_path / "number.txt").read_text()) == len(trainer.storage.latest())
 
 
 def test_the_files_are_read(trained):
@@ -59,7 +68,7 @@ def test_the_config_is_one_and_the_table_has_all_names(tmp_path):
     assert {"LOG.WRITERS", "LOG.PERIOD"} <= keys_named_in(page(PAGE))
 
     rows = dict(re.findall(r"^\| `(\w+)` \| `(\w+)`", page(PAGE), re.MULTILINE))
-    with pytest.raises(ValueError, match=f"LOG.WRITERS takes {', '.join(rows)}$"):
+    with pytest.raises(ValueError, match=f"LOG.WRITERS takes {', '.join(rows)}\\. "):
         default_writers(tmp_path, names=["another"])
     assert all(issubclass(getattr(events, name), events.EventWriter) for name in rows.values())
     built = default_writers(tmp_path, names=cfg.LOG.WRITERS)

@@ -20,9 +20,12 @@ from trainkit.engine import (
     user_errors_exit,
 )
 from trainkit.utils.events import (
+    WRITER_REGISTRY,
     CommonMetricPrinter,
     CSVWriter,
+    EventWriter,
     JSONWriter,
+    MLflowWriter,
     ProgressBar,
     TensorboardXWriter,
     WandbWriter,
@@ -349,19 +352,38 @@ def test_the_default_writers(tmp_path):
     kinds = [type(writer) for writer in default_writers(tmp_path, 10)]
     assert kinds == [CommonMetricPrinter, JSONWriter, TensorboardXWriter]
     assert [type(writer) for writer in default_writers(tmp_path, names=["json"])] == [JSONWriter]
-    accepted = "console, json, csv, tensorboard, wandb"
-    with pytest.raises(ConfigError, match=f"no writer called 'jsn'; LOG.WRITERS takes {accepted}"):
+    accepted = "console, json, csv, tensorboard, wandb, mlflow"
+    with pytest.raises(ConfigError, match=f"no writer called 'jsn'; LOG.WRITERS takes {accepted}.*WRITER_REGISTRY"):
         default_writers(tmp_path, names=["jsn"])
 
 
-def test_csv_and_weights_and_biases_are_there_by_name(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "kind"), [("wandb", WandbWriter), ("mlflow", MLflowWriter)])
+def test_writers_of_other_packages_are_there_by_name(tmp_path, monkeypatch, name, kind):
     cfg = cfg_for(tmp_path, "SEED", 3)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
-    kinds = [type(writer) for writer in default_writers(tmp_path, names=["csv", "wandb"], cfg=cfg)]
-    assert kinds == [CSVWriter, WandbWriter]
+    kinds = [type(writer) for writer in default_writers(tmp_path, names=["csv", name], cfg=cfg)]
+    assert kinds == [CSVWriter, kind]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"WandbWriter needs the package wandb: pip install 'trainkit\[wandb\]'"):
-        default_writers(tmp_path, names=["wandb"])
+    error = rf"{kind.__name__} needs the package {name}: pip install 'trainkit\[{name}\]'"
+    with pytest.raises(ConfigError, match=error):
+        default_writers(tmp_path, names=[name])
+
+
+def test_a_registered_writer_gets_the_folder_and_the_window(tmp_path, monkeypatch):
+    monkeypatch.setattr(WRITER_REGISTRY, "_objects", {})
+
+    @WRITER_REGISTRY.register()
+    class Mine(EventWriter):
+        def __init__(self, output_dir, window_size):
+            self.given = output_dir, window_size
+
+    @WRITER_REGISTRY.register()
+    class NoArguments(EventWriter): ...
+
+    first, second = default_writers(tmp_path, names=["json", "Mine"], window_size=7)
+    assert (type(first), type(second), second.given) == (JSONWriter, Mine, (tmp_path, 7))
+    with pytest.raises(ConfigError, match=r"LOG.WRITERS cannot be built: .*NoArguments.* takes no arguments"):
+        default_writers(tmp_path, names=["NoArguments"])
 
 
 def test_on_a_terminal_the_console_is_a_bar(tmp_path):

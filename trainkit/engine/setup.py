@@ -35,10 +35,12 @@ from trainkit.utils.collect_env import collect_env_info, describe_load
 from trainkit.utils.device import has_unused_tf32
 from trainkit.utils.env import seed_all_rng
 from trainkit.utils.events import (
+    WRITER_REGISTRY,
     CommonMetricPrinter,
     CSVWriter,
     EventWriter,
     JSONWriter,
+    MLflowWriter,
     ProgressBar,
     TensorboardXWriter,
     WandbWriter,
@@ -261,14 +263,15 @@ def default_writers(
     """Writers by name.
 
     Names: "console" (a bar if `default_setup` has found a terminal, else lines), "json" (``metrics.json``), "csv"
-    (``metrics.csv``), "tensorboard" (skipped if the package is missing), "wandb".
+    (``metrics.csv``), "tensorboard" (skipped if the package is missing), "wandb", "mlflow", and those of
+    ``WRITER_REGISTRY``.
 
     Args:
         iters_per_epoch: None: there are no epochs.
-        cfg: shown by TensorBoard and Weights & Biases as the settings of the run.
+        cfg: shown by TensorBoard, Weights & Biases and MLflow as the settings of the run.
 
     Raises:
-        ConfigError: another name, or the package ``wandb`` is missing.
+        ConfigError: another name, or the package that a writer needs is missing.
     """
     settings = dict(changed_settings(cfg, get_cfg())) if cfg is not None else {}
     config = cfg.dump() if cfg is not None else ""
@@ -279,16 +282,21 @@ def default_writers(
         "csv": lambda: CSVWriter(Path(output_dir) / "metrics.csv", window_size),
         "tensorboard": lambda: TensorboardXWriter(Path(output_dir), window_size, settings=settings, config=config),
         "wandb": lambda: WandbWriter(output_dir, window_size, config=load_yaml(config, "cfg")),
+        "mlflow": lambda: MLflowWriter(output_dir, window_size, settings=settings, config=config),
+        **{name: partial(entry, output_dir, window_size) for name, entry in WRITER_REGISTRY},
     }
     unknown = [name for name in names if name not in makers]
     if unknown:
-        raise ConfigError(f"there is no writer called {unknown[0]!r}; LOG.WRITERS takes {', '.join(makers)}")
+        raise ConfigError(
+            f"there is no writer called {unknown[0]!r}; LOG.WRITERS takes {', '.join(makers)}. "
+            "A writer of your own: register it in WRITER_REGISTRY, and name its module in IMPORTS"
+        )
     if "tensorboard" in names and importlib.util.find_spec("tensorboard") is None:
         logger.info("Nothing is written for TensorBoard; to change that: pip install 'trainkit[tensorboard]'")
         names = [name for name in names if name != "tensorboard"]
     try:
         return [makers[name]() for name in names]
-    except ImportError as error:
+    except (ImportError, TypeError) as error:  # a package is missing, or a registered writer takes other arguments
         raise ConfigError(f"LOG.WRITERS cannot be built: {error}") from error
 
 

@@ -1,25 +1,21 @@
 """Scalars, images, histograms and config of a run for Weights & Biases."""
 
-import contextlib
 import importlib
 import importlib.util
 import logging
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from trainkit.utils.events.storage import EventStorage, Histogram
 from trainkit.utils.events.writers import (
-    PictureWriter,
     Scalar,
-    import_if_installed,
-    import_image_formats,
+    ServiceWriter,
+    default_environment,
     rows_by_iteration,
+    to_uint8_array,
 )
 
 logger = logging.getLogger(__name__)
@@ -31,7 +27,7 @@ _SETTINGS = {
 }
 
 
-class WandbWriter(PictureWriter):
+class WandbWriter(ServiceWriter):
     """Scalars, smoothed, images and histograms for Weights & Biases.
 
     All files are in ``<output_dir>/wandb``; with ``WANDB_MODE=offline`` nothing is sent, and ``wandb sync`` sends it
@@ -53,42 +49,16 @@ class WandbWriter(PictureWriter):
         ImportError: the package ``wandb`` is missing.
     """
 
+    _service = "Weights & Biases"
+
     def __init__(self, output_dir: str | os.PathLike[str], window_size: int = 20, **kwargs: Any) -> None:
         if importlib.util.find_spec("wandb") is None:
             raise ImportError("WandbWriter needs the package wandb: pip install 'trainkit[wandb]'")
         super().__init__(window_size)
         self._dir, self._kwargs = Path(output_dir).absolute(), kwargs
-        self._run: Any = None
-        self._has_failed = False
         # set here, so that every checkpoint has it; a sweep sets the variable
         self._run_id: str = kwargs.get("id") or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8]
         self._next_step = 0
-
-    def begin(self, trainer: Any) -> None:
-        import_image_formats()
-        import_if_installed("pandas")  # wandb checks whether a value is a pandas table
-        try:
-            self._run = self._run or self._open()
-        except OSError:
-            pass  # the first write raises it
-        except Exception as error:  # wandb's errors have no common base class
-            self._give_up(error)
-
-    def _give_up(self, error: Exception) -> None:
-        self._has_failed = True
-        logger.error("Nothing more is written for Weights & Biases, training continues: %s", error)
-
-    def close(self) -> None:
-        super().close()
-        self._has_failed = False
-        run, self._run = self._run, None
-        if run is not None:
-            try:
-                run.finish()
-            except OSError:
-                raise
-            except Exception as error:
-                logger.error("The run of Weights & Biases could not be finished: %s", error)
 
     def state_dict(self) -> dict[str, Any]:
         """The state; the wandb process needs a tenth of a second to write the last rows to its file."""
@@ -99,18 +69,7 @@ class WandbWriter(PictureWriter):
         self._run_id, self._next_step = state["run_id"], state["next_step"]
         self._news.load_state_dict(state)
 
-    def _show(self, scalars: list[Scalar], storage: EventStorage) -> None:
-        if self._has_failed:
-            return
-        try:
-            self._log_all(scalars, storage)
-        except OSError:
-            raise
-        except Exception as error:
-            self._give_up(error)
-
     def _log_all(self, scalars: list[Scalar], storage: EventStorage) -> None:
-        self._run = self._run or self._open()
         for iter, epoch, row in rows_by_iteration(scalars):
             if epoch is not None:
                 for name in row:
@@ -119,7 +78,7 @@ class WandbWriter(PictureWriter):
         pictures: dict[int, dict[str, Any]] = {}
         wandb = importlib.import_module("wandb")
         for image in storage.images():
-            pictures.setdefault(image.iter, {})[image.name] = wandb.Image(_to_array(image.tensor))
+            pictures.setdefault(image.iter, {})[image.name] = wandb.Image(to_uint8_array(image.tensor))
         for histogram in storage.histograms():
             counts_and_edges = _bins(histogram)
             pictures.setdefault(histogram.iter, {})[histogram.name] = wandb.Histogram(np_histogram=counts_and_edges)
@@ -131,6 +90,9 @@ class WandbWriter(PictureWriter):
         self._run.log(dict(row), step=step, commit=True)  # without commit a row waits for a later step
         self._next_step = step + 1
 
+    def _finish(self, run: Any) -> None:
+        run.finish()
+
     def _open(self) -> Any:
         wandb_dir = self._dir / "wandb"
         wandb_dir.mkdir(parents=True, exist_ok=True)
@@ -141,7 +103,7 @@ class WandbWriter(PictureWriter):
             "WANDB_ERROR_REPORTING": "false",
             "WANDB_LOGIN_TIMEOUT": "1",
         }
-        with _environment(defaults):
+        with default_environment(defaults):
             wandb = importlib.import_module("wandb")  # imported late: it takes as long as torch
             # without create_new it could be a run that other code has started
             options = {"dir": str(self._dir), "resume": "allow", "reinit": "create_new", **self._kwargs}
@@ -151,25 +113,6 @@ class WandbWriter(PictureWriter):
             logger.warning("Nothing is written for Weights & Biases, because of WANDB_MODE or a missing login")
         run.define_metric("*", step_metric="iteration")
         return run
-
-
-@contextlib.contextmanager
-def _environment(defaults: Mapping[str, str]) -> Iterator[None]:
-    added = [name for name in defaults if name not in os.environ]
-    os.environ.update({name: defaults[name] for name in added})
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]
-
-
-def _to_array(image: Any) -> np.ndarray:
-    """Shape ``[height, width, channel]``, without the last for one channel; uint8."""
-    tensor = torch.as_tensor(image).detach().cpu()
-    if tensor.is_floating_point():
-        tensor = tensor.mul(255).clamp(0, 255).to(torch.uint8)
-    return tensor.permute(1, 2, 0).squeeze(-1).numpy()
 
 
 def _bins(histogram: Histogram) -> tuple[list[float], list[float]]:

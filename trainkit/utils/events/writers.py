@@ -4,19 +4,25 @@ import contextlib
 import datetime
 import importlib
 import logging
+import os
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 
 from trainkit.utils.device import accelerator_runs_ahead
 from trainkit.utils.events.storage import EventStorage, get_event_storage
 from trainkit.utils.periods import periods_done, say_done
+from trainkit.utils.registry import Registry
 from trainkit.utils.stateful import refuse_state
 
 logger = logging.getLogger(__name__)
+
+WRITER_REGISTRY = Registry("WRITER")
+"""Classes or functions that ``LOG.WRITERS`` can name; called with ``(output_dir, window_size)``, they give a writer."""
 
 _ETA_WINDOW = 100  # in iterations; the median ignores an evaluation or a slow first batch
 _MAX_PENDING = 200  # number of writes kept while the disk is full
@@ -142,6 +148,88 @@ class PictureWriter(EventWriter):
 
     def _show(self, scalars: list[Scalar], storage: EventStorage) -> None:
         raise NotImplementedError
+
+
+class ServiceWriter(PictureWriter):
+    """Base of the writers for other people's services, whose errors do not end a run.
+
+    An error is logged, and this training writes nothing more to the service. Only an ``OSError`` is raised.
+    """
+
+    _service: str  # its name in messages
+
+    def __init__(self, window_size: int) -> None:
+        super().__init__(window_size)
+        self._run: Any = None
+        self._has_failed = False
+
+    def begin(self, trainer: Any) -> None:
+        import_image_formats()
+        import_if_installed("pandas")  # services check whether a value is one of its tables
+        try:
+            self._run = self._run or self._open()
+        except OSError:
+            pass  # the first write raises it
+        except Exception as error:  # services have no common base class of their errors
+            self._give_up(error)
+
+    def close(self) -> None:
+        super().close()
+        self._has_failed = False
+        run, self._run = self._run, None
+        if run is not None:
+            try:
+                self._finish(run)
+            except OSError:
+                raise
+            except Exception as error:
+                logger.error("The run of %s could not be finished: %s", self._service, error)
+
+    def _show(self, scalars: list[Scalar], storage: EventStorage) -> None:
+        if self._has_failed:
+            return
+        try:
+            self._run = self._run or self._open()
+            self._log_all(scalars, storage)
+        except OSError:
+            raise
+        except Exception as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._has_failed = True
+        logger.error("Nothing more is written for %s, training continues: %s", self._service, error)
+
+    def _open(self) -> Any:
+        """Start the run of the service, or continue it."""
+        raise NotImplementedError
+
+    def _finish(self, run: Any) -> None:
+        """End what ``_open`` returned."""
+        raise NotImplementedError
+
+    def _log_all(self, scalars: list[Scalar], storage: EventStorage) -> None:
+        raise NotImplementedError
+
+
+@contextlib.contextmanager
+def default_environment(defaults: Mapping[str, str]) -> Iterator[None]:
+    """Variables that are not set have these values."""
+    added = [name for name in defaults if name not in os.environ]
+    os.environ.update({name: defaults[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+def to_uint8_array(image: Any) -> np.ndarray:
+    """Shape ``[height, width, channel]``, without the last for one channel; uint8. Floats are in 0 to 1."""
+    tensor = torch.as_tensor(image).detach().cpu()
+    if tensor.is_floating_point():
+        tensor = tensor.mul(255).clamp(0, 255).to(torch.uint8)
+    return tensor.permute(1, 2, 0).squeeze(-1).numpy()
 
 
 _Latest: TypeAlias = Mapping[str, tuple[float, int]]  # name of a scalar -> (smoothed value, iteration)

@@ -1,0 +1,120 @@
+"""Scalars, images and the settings of a run for MLflow."""
+
+import errno
+import importlib
+import importlib.util
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainkit.utils.events.storage import EventStorage
+from trainkit.utils.events.writers import Scalar, ServiceWriter, default_environment, to_uint8_array
+
+_ENVIRONMENT = {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
+_NOT_IN_A_NAME = re.compile(r"[^\w\-./: ]")
+_MAX_PER_CALL = 100  # parameters, or scalars, that every store takes at once
+_MAX_CHARS = 6000  # of a parameter
+
+
+class MLflowWriter(ServiceWriter):
+    """Scalars, smoothed, and images for MLflow; histograms are left out, MLflow has none.
+
+    Everything is in ``<output_dir>/mlruns``, unless ``MLFLOW_TRACKING_URI`` names a server or a database. The step of a
+    value is its iteration, or its epoch if it was put with one. Images are files ``images/<name>/<iteration>.png``.
+    ``MLFLOW_EXPERIMENT_NAME`` and ``MLFLOW_RUN_ID`` have their usual meaning.
+
+    A resumed run continues the same run of MLflow. Values that are already there are not written again, so each point
+    of an exactly resumed run is stored once.
+
+    Args:
+        settings: name -> value of the hyper-parameters by which runs are compared.
+        config: the whole config as text, for the artifact ``config.yaml``.
+
+    Raises:
+        ImportError: the package ``mlflow`` is missing.
+    """
+
+    _service = "MLflow"
+
+    def __init__(
+        self,
+        output_dir: str | os.PathLike[str],
+        window_size: int = 20,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        config: str = "",
+    ) -> None:
+        if importlib.util.find_spec("mlflow") is None:
+            raise ImportError("MLflowWriter needs the package mlflow: pip install 'trainkit[mlflow]'")
+        super().__init__(window_size)
+        self._dir = Path(output_dir).absolute()
+        self._settings, self._config = settings or {}, config
+        self._run_id: str | None = os.environ.get("MLFLOW_RUN_ID")
+        self._there: dict[
+            str, set[tuple[int, str]]
+        ] = {}  # name -> steps and values that the run had when it was opened
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"run_id": self._run_id, **self._news.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.close()
+        self._run_id = state["run_id"]
+        self._news.load_state_dict(state)
+
+    def _open(self) -> Any:
+        self._there.clear()
+        with default_environment(_ENVIRONMENT):
+            mlflow = importlib.import_module("mlflow")  # here: it takes as long as torch
+            uri = os.environ.get("MLFLOW_TRACKING_URI") or (self._dir / "mlruns").as_uri()
+            client = mlflow.MlflowClient(tracking_uri=uri)
+        if self._run_id is not None:
+            client.update_run(self._run_id, status="RUNNING")
+            return client
+        experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
+        experiment = client.get_experiment_by_name(experiment_name)
+        experiment_id = experiment.experiment_id if experiment else client.create_experiment(experiment_name)
+        self._run_id = client.create_run(experiment_id, run_name=self._dir.name).info.run_id
+        params = [
+            mlflow.entities.Param(_NOT_IN_A_NAME.sub("_", name), str(value)[:_MAX_CHARS])
+            for name, value in self._settings.items()
+        ]
+        for start in range(0, len(params), _MAX_PER_CALL):
+            client.log_batch(self._run_id, params=params[start : start + _MAX_PER_CALL])
+        if self._config:
+            client.log_text(self._run_id, self._config, "config.yaml")
+        return client
+
+    def _finish(self, run: Any) -> None:
+        run.set_terminated(self._run_id)
+
+    def _log_all(self, scalars: list[Scalar], storage: EventStorage) -> None:
+        metric = importlib.import_module("mlflow.entities").Metric
+        now_ms = int(time.time() * 1000)
+        try:
+            metrics = [
+                metric(name, value, now_ms, step)
+                for name, value, step in (
+                    (_NOT_IN_A_NAME.sub("_", s.name), s.value, s.iter if s.epoch is None else s.epoch) for s in scalars
+                )
+                if not self._is_there(name, value, step)
+            ]
+            for start in range(0, len(metrics), _MAX_PER_CALL):
+                self._run.log_batch(self._run_id, metrics[start : start + _MAX_PER_CALL])
+            for image in storage.images():
+                path = f"images/{_NOT_IN_A_NAME.sub('_', image.name)}/{image.iter:07d}.png"
+                self._run.log_image(self._run_id, to_uint8_array(image.tensor), path)
+        except Exception as error:
+            self._there.clear()  # some of these values may be written
+            if getattr(error.__context__, "errno", None) == errno.ENOSPC:  # mlflow makes an error of its own of it
+                raise OSError(f"there is no room for the run of MLflow: {error}") from error
+            raise
+
+    def _is_there(self, name: str, value: float, step: int) -> bool:
+        if name not in self._there:
+            history = self._run.get_metric_history(self._run_id, name)
+            self._there[name] = {(point.step, repr(float(point.value))) for point in history}
+        return (step, repr(float(value))) in self._there[name]
