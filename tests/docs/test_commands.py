@@ -38,6 +38,9 @@ RUN_BY = {
         "tests/clients/test_checkpoints.py::test_the_tool_writes_a_checkpoint_that_anybody_can_load"
     ),
     "tools/plot_metrics.py": "tests/docs/test_plots.py::test_each_command_writes_what_the_page_says",
+    "tools/sweep.py": (
+        "tests/tools/test_sweep.py::test_the_table_has_the_best_run_first_and_what_has_failed_is_tried_again"
+    ),
     "tools/config_reference.py": "tests/docs/test_config.py::test_the_page_is_what_the_tool_writes_now",
     "tools/chaos.py": "tests/tools/test_chaos.py::test_a_run_killed_three_times_ends_as_one_that_was_left_alone",
     "tools/benchmark.py": "tests/tools/test_benchmark.py::test_all_rows_are_measured_with_their_own_rounds_by_default",

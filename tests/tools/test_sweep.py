@@ -1,0 +1,213 @@
+"""The sweep: which runs it makes, what it repeats, and what its table says."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tools import sweep
+from trainkit.config import ConfigError
+from trainkit.utils.run_folder import release_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# stands for train_net.py: notes its calls, and writes what a run writes
+STUB = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+words = sys.argv[1:]
+given = dict(zip(words[words.index("OUTPUT_DIR") :: 2], words[words.index("OUTPUT_DIR") + 1 :: 2]))
+folder = Path(given["OUTPUT_DIR"])
+folder.mkdir(exist_ok=True)
+lr = float(given["SOLVER.BASE_LR"])
+with open(folder.parent / "calls", "a") as calls:
+    print(lr, os.environ.get("CUDA_VISIBLE_DEVICES", "-"), *words[: words.index("OUTPUT_DIR")], file=calls)
+if "--wait" in words and not (folder.parent / "go").exists():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    (folder / "waits").touch()
+    time.sleep(60)
+if lr > 1:
+    sys.exit("too large")
+rows = [{"iteration": i, "total_loss": 1 / (i + 1), "val/top1": lr * 100 - abs(i - 3)} for i in range(6)]
+rows.append({"iteration": 6, "val/top1": 99.0})
+(folder / "metrics.json").write_text("\\n".join(map(json.dumps, rows)))
+(folder / "config.yaml").write_text("CHECKPOINT:\\n  BEST_METRIC: val/top1\\n")
+"""
+
+
+@pytest.fixture
+def stub(tmp_path):
+    path = tmp_path / "stub.py"
+    path.write_text(STUB)
+    return path
+
+
+def run(*words):
+    return sweep.main(sweep.parse_args([*map(str, words)]))
+
+
+def calls(folder):
+    return sorted((folder / "calls").read_text().splitlines())
+
+
+# ---------------------------------------------------------------------- which runs
+
+
+def test_a_grid_has_every_combination_and_names_say_the_settings():
+    runs = sweep.make_grid({"A.LR": "0.1, 0.2", "STEPS": "(1,2);(3,)"})
+
+    assert [tuple(settings.values()) for settings in runs] == [
+        ("0.1", "(1,2)"), ("0.1", "(3,)"), ("0.2", "(1,2)"), ("0.2", "(3,)")
+    ]  # fmt: skip
+    assert sweep.name_run({"A.LR": "0.1", "B": "-2"}) == "A.LR=0.1,B=-2"
+    names = [sweep.name_run(settings) for settings in runs]
+    assert len({*names}) == 4
+    assert names[0].startswith("A.LR=0.1,STEPS=_1,2_-")
+    long = [sweep.name_run({"KEY": "x" * 200 + end}) for end in "ab"]
+    assert len({*long}) == 2
+    assert max(map(len, long)) < 100
+
+
+def test_draws_are_in_their_ranges_and_a_larger_number_begins_with_those_of_a_smaller_one():
+    specs = {"LOG": "log:1e-4..1", "FLAT": "0.5..1", "WHOLE": "2..4", "ONE_OF": "a,b"}
+    runs = sweep.draw(specs, 300, seed=1)
+
+    assert sweep.draw(specs, 5, seed=1) == runs[:5]
+    assert sweep.draw(specs, 5, seed=2) != runs[:5]
+    small = [float(settings["LOG"]) < 1e-2 for settings in runs]
+    assert 120 < sum(small) < 180  # half of the decades
+    assert all(1e-4 <= float(settings["LOG"]) <= 1 for settings in runs)
+    assert all(0.5 <= float(settings["FLAT"]) <= 1 for settings in runs)
+    assert {settings["WHOLE"] for settings in runs} == {"2", "3", "4"}
+    assert {settings["ONE_OF"] for settings in runs} == {"a", "b"}
+    assert len(sweep.draw({"SEED": "1,2,3"}, 3, seed=0)) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["SOLVER.BASE_LR"], "'SOLVER.BASE_LR' is no KEY=VALUES"),
+        (["SEED=1", "SEED=2"], "a key is given twice"),
+        (["OUTPUT_DIR=a,b"], "OUTPUT_DIR cannot be varied"),
+        (["SEED=1..3"], "SEED=1..3 is a range, which has no grid"),
+        (["SEED=1,2", "--random", "3"], "--random is 3, but there are only 2 different settings"),
+        (["SEED=3..1", "--random", "3"], "SEED=3..1: write LOW..HIGH with LOW <= HIGH"),
+        (["LR=log:0..1", "--random", "3"], "log:LOW..HIGH with 0 < LOW <= HIGH"),
+        (["SEED=1", "--processes", "0"], "--processes is 0; accepted: 1 or more"),
+        (["SEED=1", "--script", "absent.py"], "there is no file 'absent.py'"),
+        (["SEED=1", "--metric", "speed"], "'speed' does not tell whether more or less is better; give --mode"),
+    ],
+)
+def test_a_mistake_is_an_error_before_anything_is_trained(tmp_path, words, error):
+    with pytest.raises(ConfigError, match=error):
+        run(tmp_path / "sweep", *words)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_dry_run_prints_commands_that_train_net_understands(tmp_path, capsys):
+    assert run(tmp_path, "SEED=1,2", "--dry-run", "--", "--num-gpus", "2", "SOLVER.MAX_ITER", 4) == 0
+
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith(f"train_net.py --resume --num-gpus 2 SOLVER.MAX_ITER 4 OUTPUT_DIR {tmp_path}/SEED=1 SEED 1")
+    assert second.endswith("SEED 2")
+
+
+# ---------------------------------------------------------------------- what is run
+
+
+@pytest.mark.slow
+def test_the_table_has_the_best_run_first_and_what_has_failed_is_tried_again(tmp_path, stub, capsys):
+    words = (tmp_path, "SOLVER.BASE_LR=0.1,2,0.5", "--script", stub, "--processes", 2, "--devices", "3")
+    assert run(*words, "--", "SEED", 1) == 1
+    with (tmp_path / "sweep.csv").open(newline="") as file:
+        table = [*csv.reader(file)]
+    printed = capsys.readouterr().out
+
+    assert table == [
+        ["SOLVER.BASE_LR", "best val/top1", "at iteration", "at the end", "state"],
+        ["0.5", "50.0", "3", "99.0", "finished"],
+        ["0.1", "10.0", "3", "99.0", "finished"],
+        ["2", "", "", "", "failed (1)"],
+    ]
+    assert f"1 runs have failed; see {tmp_path / 'SOLVER.BASE_LR=2'}.txt" in printed
+    assert (tmp_path / "SOLVER.BASE_LR=2.txt").read_text() == "too large\n"
+    assert calls(tmp_path) == [f"{lr} 3 --resume SEED 1" for lr in (0.1, 0.5, 2.0)]
+
+    more = (tmp_path, "SOLVER.BASE_LR=0.1,2,0.5,0.2", "--script", stub)
+    assert run(*more, "--", "SEED", 1) == 1
+    assert [line[:3] for line in calls(tmp_path)] == ["0.1", "0.2", "0.5", "2.0", "2.0"]
+    assert "4 runs, 2 of them finished" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"has the sweep of another command: .*stub.py SEED 1; this one is"):
+        run(*more, "--", "SEED", 2)
+
+
+def start(folder, *words):
+    command = [sys.executable, str(ROOT / "tools/sweep.py"), str(folder), *map(str, words)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(path, process):
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_runs_and_the_same_command_goes_on(tmp_path, stub, number):
+    words = ("SOLVER.BASE_LR=0.1,0.2", "--script", stub, "--", "--wait")
+    first = start(tmp_path, *words)
+    wait_for(tmp_path / "SOLVER.BASE_LR=0.1/waits", first)
+    first.send_signal(number)
+    printed = first.communicate()[0]
+
+    assert first.returncode == 128 + number, printed
+    assert "ended with exit code 143" in printed
+    assert "The same command continues the sweep" in printed
+    (tmp_path / "go").touch()
+    assert run(tmp_path, *words) == 0
+    assert [line[:3] for line in calls(tmp_path)] == ["0.1", "0.1", "0.2"]
+
+
+@pytest.mark.slow
+def test_two_sweeps_do_not_share_a_folder(tmp_path, stub):
+    first = start(tmp_path, "SOLVER.BASE_LR=0.1", "--script", stub, "--", "--wait")
+    wait_for(tmp_path / "SOLVER.BASE_LR=0.1/waits", first)
+    with pytest.raises(ConfigError, match="cannot be used: .* belongs to another run"):
+        run(tmp_path, "SOLVER.BASE_LR=0.1", "--script", stub, "--", "--wait")
+    release_folder(tmp_path)
+    first.terminate()
+    first.communicate()
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_killed_goes_on_waits_for_the_run_that_still_trains_and_repeats_nothing(tmp_path):
+    job = ["SOLVER.MAX_ITER", "300", "SOLVER.WARMUP_ITERS", "1", "SOLVER.CHECKPOINT_PERIOD", "10", "MODEL.WIDTH", "2"]
+    job += ["TEST.EVAL_PERIOD", "100", "LOG.WRITERS", "['json']", "INPUT.TRAIN_TRANSFORM", "DigitsTransform"]
+    words = ("SOLVER.BASE_LR=0.1,0.2", "--", *job)
+    first = start(tmp_path, *words)
+    one, two = (tmp_path / f"SOLVER.BASE_LR={lr}" for lr in (0.1, 0.2))
+    wait_for(two / "last_checkpoint", first)
+    first.kill()
+    first.communicate()
+    before = {path: path.stat().st_mtime_ns for path in one.iterdir()}
+
+    second = start(tmp_path, *words)
+    printed = second.communicate()[0]
+    assert second.returncode == 0, printed
+    assert "2 runs, 1 of them finished" in printed
+    assert "SOLVER.BASE_LR=0.2: finished" in printed
+    assert {path: path.stat().st_mtime_ns for path in one.iterdir()} == before
+    assert (two / "log.txt").read_text().count("Command: ") == 2
+    assert "already finished" in (two / "log.txt").read_text() or "has finished" in (two / "log.txt").read_text()
+    assert json.loads((tmp_path / "sweep.json").read_text())["exit"] == {one.name: 0, two.name: 0}
+    assert os.listdir(two).count("model_final.pth") == 1
