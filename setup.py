@@ -32,6 +32,7 @@ setup(
         "plot": ["matplotlib"],
         "docs": ["sphinx>=8", "myst-parser", "furo"],
         "wandb": ["wandb>=0.31", "pillow"],  # the latter: wandb takes it for images
+        "safetensors": ["safetensors"],
         "mlflow": ["mlflow-skinny>=3", "pillow"],
         "test": [*TEST, *TENSORBOARD, *LAZY],
         "dev": [*TEST, *TENSORBOARD, *LAZY, "ruff", "mypy"],

@@ -54,6 +54,7 @@ LAYERS = [
 LATE_IMPORTS = {
     "tools.benchmarks.peers": "other trainers, which nobody needs",
     "tools.plots.picture": "matplotlib, an optional package",
+    "trainkit.checkpoint.file": "safetensors, an optional package",
     "trainkit.checkpoint.shards": "torch.distributed.checkpoint takes as long to import as torch",
     "trainkit.config.imports": "IMPORTS, the one place where a config names code",
     "trainkit.config.nodes": "omegaconf, an optional package",

@@ -66,7 +66,7 @@ def parse_spec(spec: str) -> tuple[str, str]:
     if not (key and equals and values):
         raise ConfigError(f"{spec!r} is no KEY=VALUES; write SOLVER.BASE_LR=0.01,0.1 or SOLVER.BASE_LR=log:1e-3..1")
     if key in ("OUTPUT_DIR", "CHECKPOINT.DIR"):
-        raise ConfigError(f"{key} cannot be varied: the sweep gives each run a folder of its own")
+        raise ConfigError(f"{key} cannot be varied: the sweep gives each run a folder of its own; leave it out")
     return key, values
 
 
@@ -100,7 +100,7 @@ def draw(specs: dict[str, str], number: int, seed: int) -> list[Settings]:
         settings = {key: _draw_value(generator, key, values) for key, values in specs.items()}
         repeats = repeats + 1 if settings in drawn else 0
         if repeats > _MAX_REPEATS:
-            raise ConfigError(f"--random is {number}, but there are only {len(drawn)} different settings")
+            raise ConfigError(f"--random is {number}, but only {len(drawn)} settings are different; ask for fewer")
         if not repeats:
             drawn.append(settings)
     return drawn
@@ -298,7 +298,7 @@ def main(args: argparse.Namespace) -> int:
         if (value := getattr(args, name)) is not None and value < 1:
             raise ConfigError(f"--{name} is {value}; accepted: 1 or more")
     if not Path(args.script).is_file():
-        raise ConfigError(f"--script: there is no file {args.script!r}")
+        raise ConfigError(f"--script: there is no file {args.script!r}; name a training script")
     if args.mode == "auto" and args.metric:
         choose_metric(args.metric, args.mode, {})  # before hours of training
     runs = make_grid(specs) if args.random is None else draw(specs, args.random, args.seed)

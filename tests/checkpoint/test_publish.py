@@ -1,4 +1,5 @@
 import hashlib
+import importlib
 import logging
 import os
 
@@ -163,3 +164,81 @@ def test_a_damaged_checkpoint_is_not_published(tmp_path):
         publish_weights(path)
 
     assert names(tmp_path) == ["last_checkpoint", "model_final.pth"]
+
+
+# ---------------------------------------------------------------------- safetensors
+
+
+def tied():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    model[1].weight = model[0].weight
+    model[1].bias.data = torch.arange(4.0)[::2]  # not contiguous
+    return model
+
+
+def test_safetensors_hold_every_tensor_by_its_name_and_the_package_reads_them(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = tied()
+    Checkpointer(model, tmp_path).save("model_final")
+    other = publish_weights(tmp_path / "model_final.pth")
+
+    published = publish_weights(tmp_path / "model_final.pth", format="safetensors")
+
+    digest = hashlib.sha256((tmp_path / published).read_bytes()).hexdigest()
+    assert published == str(tmp_path / f"model_final_published-{digest[:8]}.safetensors")
+    assert not os.path.exists(other)  # an older one of the same checkpoint
+    read, own = safetensors.load_file(published), model.state_dict()
+    assert [*sorted(read)] == [*sorted(own)]
+    assert all(torch.equal(read[name], own[name]) and read[name].dtype == own[name].dtype for name in own)
+
+
+def test_safetensors_load_as_weights(tmp_path):
+    pytest.importorskip("safetensors")
+    Checkpointer(tied(), tmp_path / "a").save("model_final")
+    published = publish_weights(tmp_path / "a/model_final.pth", format="safetensors")
+    model = tied()
+
+    Checkpointer(model, tmp_path / "b").resume_or_load(published)
+
+    expected = read_file(tmp_path / "a/model_final.pth")["model"]
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-3], lambda data: b"", lambda data: b"x" * 50])
+def test_damaged_safetensors_are_an_error(tmp_path, damage):
+    pytest.importorskip("safetensors")
+    path = save(tmp_path)
+    published = publish_weights(path, format="safetensors")
+    with open(published, "rb") as file:
+        data = file.read()
+    with open(published, "wb") as file:
+        file.write(damage(data))
+
+    with pytest.raises(CheckpointError, match="cannot be read as safetensors: "):
+        read_file(published)
+    with pytest.raises(CheckpointError, match="no such file"):
+        read_file(tmp_path / "absent.safetensors")
+
+
+def test_what_is_no_tensor_is_not_published_as_safetensors(tmp_path):
+    write_file({"model": {"weight": torch.zeros(1), "extra": {"a": 1}}}, tmp_path / "model_final.pth")
+
+    with pytest.raises(CheckpointError, match="'extra' is a dict; safetensors takes tensors alone"):
+        publish_weights(tmp_path / "model_final.pth", format="safetensors")
+    assert names(tmp_path) == ["model_final.pth"]
+
+
+def test_the_package_is_asked_for(tmp_path, monkeypatch):
+    path, real = save(tmp_path), importlib.import_module
+
+    def missing(name):
+        if name.startswith("safetensors"):
+            raise ImportError(name)
+        return real(name)
+
+    monkeypatch.setattr("importlib.import_module", missing)
+    with pytest.raises(CheckpointError, match=r"needs the package safetensors: pip install 'trainkit\[safetensors\]'"):
+        publish_weights(path, format="safetensors")
+    path.rename(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"pip install 'trainkit\[safetensors\]'"):
+        read_file(tmp_path / "model.safetensors")

@@ -1,7 +1,6 @@
 """Checkpoints, and what else follows from an evaluation."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from tests.tools.settings import (
     metric_is,
 )
 from tests.tools.settings_of_averaging import average
+from trainkit.checkpoint.file import read_file
 
 SAVE_FIFTH = ["SOLVER.CHECKPOINT_PERIOD", 5]
 EVERY_EPOCH = ["TEST.EVAL_PERIOD", "1ep"]
@@ -43,14 +43,17 @@ def logs_no(text: str) -> Callable[[Run], None]:
     return effect
 
 
-def published(weights: Callable[[Run], dict[str, Tensor]], name: str = "model_final") -> Callable[[Run], None]:
+def published(
+    weights: Callable[[Run], dict[str, Tensor]], name: str = "model_final", suffix: str = "pth"
+) -> Callable[[Run], None]:
     """There is one published file of this checkpoint, and it holds these weights and nothing else."""
 
     def effect(run: Run) -> None:
         files = [file for file in run.files if file.startswith(f"{name}_published-")]
         assert len(files) == 1
-        state = run.checkpoint(Path(files[0]).stem)
-        assert {*state} == {"model", "__trainkit_format__"}
+        assert files[0].endswith(f".{suffix}")
+        state = read_file(run.folder / files[0])
+        assert {*state} == {"model"}
         assert all(torch.equal(state["model"][key], value) for key, value in weights(run).items())
 
     return effect
@@ -169,6 +172,12 @@ CHECKPOINTS = [
         ["CHECKPOINT.PUBLISH", "ema"],
         published(average),
         [*hook("EMAHook", DECAY=0.5), "CHECKPOINT.PUBLISH", "model"],
+    ),
+    Setting(
+        "published safetensors",
+        ["CHECKPOINT.PUBLISH", "model", "CHECKPOINT.PUBLISH_FORMAT", "safetensors"],
+        published(lambda run: run.checkpoint()["model"], suffix="safetensors"),
+        ["CHECKPOINT.PUBLISH", "model"],
     ),
     Setting("PublishWeights in HOOKS", hook("PublishWeights"), published(lambda run: run.checkpoint()["model"])),
     Setting(

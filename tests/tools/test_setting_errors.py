@@ -102,6 +102,7 @@ CONTRADICTIONS = [
 CHOICES = [
     ("CHECKPOINT.BEST_MODE", "auto, max, min"),
     ("CHECKPOINT.PUBLISH", '"", model, ema'),
+    ("CHECKPOINT.PUBLISH_FORMAT", "pth, safetensors"),
     ("EARLY_STOPPING.MODE", "auto, max, min"),
     ("LOG.EVAL_AXIS", "iter, epoch"),
     ("SOLVER.AMP.PRECISION", "float16, bfloat16"),

@@ -7,6 +7,7 @@ it. Older trainkit files have a digest after the archive, which is ignored.
 
 import contextlib
 import hashlib
+import importlib
 import io
 import os
 import pickle
@@ -22,6 +23,7 @@ from trainkit.checkpoint.state import plain_state
 from trainkit.utils.registry import did_you_mean
 
 SUFFIX = ".pth"
+SAFETENSORS_SUFFIX = ".safetensors"  # weights alone
 MARKER = "__trainkit_format__"
 
 _FOLDER = 0x10  # bit of a record's attributes
@@ -40,12 +42,20 @@ def write_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def read_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
-    """Verify and read a checkpoint of trainkit, or read a plain file of ``torch.save``.
+    """Verify and read a checkpoint of trainkit, a plain file of ``torch.save``, or a ``.safetensors`` file.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or holds more than tensors and plain Python values.
+        CheckpointError: the file is missing or damaged, or holds more than tensors and plain Python values;
+            or the package ``safetensors`` is missing.
     """
     path = os.fspath(path)
+    if path.endswith(SAFETENSORS_SUFFIX):
+        with _opened(path) as file:
+            try:
+                weights = import_safetensors().load(file.read())
+            except Exception as error:  # a SafetensorError, KeyError for a dtype that torch lacks, ...
+                raise CheckpointError(f"'{path}' cannot be read as safetensors: {error}") from error
+        return {"model": {name: weight.to(map_location) for name, weight in weights.items()}}
     with _opened(path) as file:
         if file.read(2) == b"PK":
             _check_records(file, path)
@@ -55,6 +65,33 @@ def read_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[s
         raise CheckpointError(f"'{path}' holds a {type(state).__name__}; a checkpoint is a dict")
     state.pop(MARKER, None)
     return state
+
+
+def write_safetensors(weights: Mapping[str, Any], path: str) -> None:
+    """Write tensors by name to ``path``, as `write_file` does; tied weights are stored under each of their names.
+
+    Raises:
+        TypeError: one is no tensor.
+        CheckpointError: it cannot be written, or the package ``safetensors`` is missing; nothing is left behind.
+    """
+    for name, weight in weights.items():
+        if not isinstance(weight, torch.Tensor):
+            raise TypeError(f"{name!r} is a {type(weight).__name__}; safetensors takes tensors alone")
+    content = import_safetensors().save({name: weight.clone().contiguous() for name, weight in weights.items()})
+    with replacing(path) as output:
+        output.write(content)
+
+
+def import_safetensors() -> Any:
+    """Its module for torch.
+
+    Raises:
+        CheckpointError: the package ``safetensors`` is missing.
+    """
+    try:
+        return importlib.import_module("safetensors.torch")
+    except ImportError:
+        raise CheckpointError("this needs the package safetensors: pip install 'trainkit[safetensors]'") from None
 
 
 def load_trusted_pickle(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ _logger = logging.getLogger(__name__)
 
 TAG_FILE = "last_checkpoint"
 FINISHED_FILE = "finished"
-_PUBLISHED = re.compile(r"(.+)_published(-[0-9a-f]{8})?\.pth")
+_PUBLISHED = re.compile(r"(.+)_published(-[0-9a-f]{8})?\.(pth|safetensors)")
 
 
 def checkpoint_files(folder: str) -> list[str]:
@@ -37,15 +37,15 @@ def newest_first(folder: str) -> list[str]:
     return [path for _, path in sorted(dated, reverse=True)]
 
 
-def published_name(name: str, digest: str = "") -> str:
+def published_name(name: str, suffix: str, digest: str = "") -> str:
     """File name for the published weights of checkpoint ``name``; with ``digest`` after the file is written."""
-    return f"{name}_published{digest and '-' + digest[:8]}{SUFFIX}"
+    return f"{name}_published{digest and '-' + digest[:8]}{suffix}"
 
 
 def published_files(folder: str, name: str) -> list[str]:
     """Paths of the published weights of checkpoint ``name``."""
-    matches = ((path, _PUBLISHED.fullmatch(os.path.basename(path))) for path in checkpoint_files(folder))
-    return [path for path, match in matches if match and match[1] == name]
+    matches = filter(None, map(_PUBLISHED.fullmatch, sorted(os.listdir(folder))))
+    return [os.path.join(folder, match[0]) for match in matches if match[1] == name]
 
 
 def tagged_file(folder: str) -> str:

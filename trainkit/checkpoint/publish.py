@@ -7,14 +7,18 @@ from typing import Any, Literal
 
 from trainkit.checkpoint.atomic import CheckpointError, sync_folder
 from trainkit.checkpoint.averaged import AVERAGED_PATH, averaged_weights
-from trainkit.checkpoint.file import read_file, sha256_of, write_file
-from trainkit.checkpoint.folder import SUFFIX, published_files, published_name
+from trainkit.checkpoint.file import SAFETENSORS_SUFFIX, SUFFIX, read_file, sha256_of, write_file, write_safetensors
+from trainkit.checkpoint.folder import published_files, published_name
 from trainkit.checkpoint.shards import fill_shards, verify_shards
 
 _logger = logging.getLogger(__name__)
 
 
-def publish_weights(path: str | os.PathLike[str], weights: Literal["model", "ema"] = "model") -> str:
+def publish_weights(
+    path: str | os.PathLike[str],
+    weights: Literal["model", "ema"] = "model",
+    format: Literal["pth", "safetensors"] = "pth",
+) -> str:
     """Write ``{"model": weights}`` of a checkpoint into the same folder: one plain file, also for a sharded checkpoint.
 
     The file is called ``<name>_published-<first 8 hex digits of its SHA-256>.pth``, which ``torch.hub`` verifies. Then
@@ -22,6 +26,7 @@ def publish_weights(path: str | os.PathLike[str], weights: Literal["model", "ema
 
     Args:
         weights: the model's, or the average of the `EMAHook`, with the model's own weights where nothing is averaged.
+        format: "safetensors" writes only the tensors, by their names, to a file that ends in ``.safetensors``.
 
     Returns:
         Its path.
@@ -32,15 +37,20 @@ def publish_weights(path: str | os.PathLike[str], weights: Literal["model", "ema
     path = os.fspath(path)
     folder, basename = os.path.split(os.path.abspath(path))
     name = basename.removesuffix(SUFFIX)
-    unnamed = os.path.join(folder, published_name(name))
+    suffix = SAFETENSORS_SUFFIX if format == "safetensors" else SUFFIX
+    unnamed = os.path.join(folder, published_name(name, suffix))
     state = read_file(path)
     verify_shards(state, path)
     state = fill_shards(state, path, wanted=("model.", AVERAGED_PATH))
+    chosen = _choose(state, weights, path)
     try:
-        write_file({"model": _choose(state, weights, path)}, unnamed)
-    except TypeError as error:  # written by another program
+        if format == "safetensors":
+            write_safetensors(chosen, unnamed)
+        else:
+            write_file({"model": chosen}, unnamed)
+    except TypeError as error:  # written by another program, or a format that cannot store it
         raise CheckpointError(f"the weights of '{path}' cannot be published: {error}") from error
-    published = os.path.join(folder, published_name(name, sha256_of(unnamed)))
+    published = os.path.join(folder, published_name(name, suffix, sha256_of(unnamed)))
     os.replace(unnamed, published)
     sync_folder(folder)
     for old in published_files(folder, name):

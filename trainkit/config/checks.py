@@ -44,6 +44,7 @@ _MINIMA = {
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "CHECKPOINT.BEST_MODE": ("auto", "max", "min"),
     "CHECKPOINT.PUBLISH": ("", "model", "ema"),
+    "CHECKPOINT.PUBLISH_FORMAT": ("pth", "safetensors"),
     "DATALOADER.SKIP_MODE": ("shift", "consume"),
     "EARLY_STOPPING.MODE": ("auto", "max", "min"),
     "FLOAT32_PRECISION": ("", "highest", "high", "medium"),

@@ -151,6 +151,7 @@ _C.CHECKPOINT.MAX_TO_KEEP = None  # How many periodic files are kept. None: all.
 _C.CHECKPOINT.BEST_METRIC = None  # Such as "classification/top1", or a list of names. None: no best checkpoint.
 _C.CHECKPOINT.BEST_MODE = "auto"  # "max" or "min" is better. "auto": the name of the metric decides.
 _C.CHECKPOINT.PUBLISH = ""  # At the end, also save only the "model" or "ema" weights of model_final and the best files.
+_C.CHECKPOINT.PUBLISH_FORMAT = "pth"  # The format of these files: "pth", or "safetensors" (needs that package).
 
 _C.HOOKS = []  # [{NAME: EMAHook, DECAY: 0.999}, ...], see trainkit.engine.hooks.ConfiguredHooks.
 
@@ -179,7 +180,7 @@ _C.LOG.PERIOD = 20  # The number of iterations from one call of the writers to t
 _C.LOG.WINDOW = 20  # A loss is shown as its median over this many iterations.
 _C.LOG.GATHER_PERIOD = 1  # Store losses every so many iterations. 1: all; several ranks exchange them per PERIOD.
 _C.LOG.ASYNC = None  # True: store metrics in a worker thread if the model is on an accelerator. None: True.
-_C.LOG.WRITERS = ["console", "json", "tensorboard"]  # The writers of scalars: also "csv", "wandb", "mlflow", registered names.
+_C.LOG.WRITERS = ["console", "json", "tensorboard"]  # Also "csv", "wandb", "mlflow" or a registered writer.
 _C.LOG.LEVEL = "INFO"  # The terminal shows lines from this level on: DEBUG, INFO, WARNING or ERROR. log.txt has all.
 _C.LOG.PROGRESS = True  # True: show progress bars instead of log lines in a terminal or notebook.
 _C.LOG.EVAL_AXIS = "iter"  # Writers show evaluation results over "iter" or "epoch".

@@ -438,7 +438,12 @@ class DefaultTrainer(TrainerBase):
                 by_epoch=by_epoch,
             ),
             # after the last save
-            *take(hooks.PublishWeights, default=bool(best.PUBLISH), weights=best.PUBLISH or "model"),
+            *take(
+                hooks.PublishWeights,
+                default=bool(best.PUBLISH),
+                weights=best.PUBLISH or "model",
+                format=best.PUBLISH_FORMAT,
+            ),
             # after the hooks that use memory
             *chosen(hooks.EmptyCache),
             *chosen(hooks.GarbageCollection),

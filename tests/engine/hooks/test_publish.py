@@ -1,5 +1,6 @@
 import logging
 import math
+import sys
 
 import pytest
 import torch
@@ -110,15 +111,21 @@ def test_the_average_is_published_if_that_is_asked_for(tmp_path):
         assert [value.tolist() for value in read_file(path)["model"].values()] == [[[0.0]], [0.0]]
 
 
-def test_what_cannot_be_published_is_an_error_before_training(tmp_path):
+def test_what_cannot_be_published_is_an_error_before_training(tmp_path, monkeypatch):
     steps = []
     with pytest.raises(ValueError, match='weights must be "model" or "ema", got \'best\''):
         PublishWeights("best")
+    with pytest.raises(ValueError, match='format must be "pth" or "safetensors", got \'zip\''):
+        PublishWeights(format="zip")
     with pytest.raises(ValueError, match='"ema", but no EMAHook is registered; add one, or publish "model"'):
         make(tmp_path, weights="ema", step=steps.append).train(0, 4)
     checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path)
     alone = [PeriodicCheckpointer(checkpointer, 2, save_last=False), PublishWeights()]
     with pytest.raises(ValueError, match="register a PeriodicCheckpointer with save_last, or a BestCheckpointer"):
+        Steps(alone, step=steps.append).train(0, 4)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    alone = [PeriodicCheckpointer(checkpointer, 2), PublishWeights(format="safetensors")]
+    with pytest.raises(CheckpointError, match=r"pip install 'trainkit\[safetensors\]'"):
         Steps(alone, step=steps.append).train(0, 4)
     assert steps == []
 
@@ -133,12 +140,14 @@ def test_weights_that_cannot_be_published_fail_the_run_and_leave_its_checkpoints
     assert (tmp_path / "model_final.pth").exists()
 
 
-def test_published_weights_predict_as_the_final_checkpoint_does(tmp_path):
-    cfg = tiny_cfg(tmp_path, "TEST.EVAL_PERIOD", 0)
+@pytest.mark.parametrize("format", ["pth", "safetensors"])
+def test_published_weights_predict_as_the_final_checkpoint_does(tmp_path, format):
+    if format != "pth":
+        pytest.importorskip(format)
+    cfg = tiny_cfg(tmp_path, "TEST.EVAL_PERIOD", 0, "CHECKPOINT.PUBLISH", "model", "CHECKPOINT.PUBLISH_FORMAT", format)
     trainer = DefaultTrainer(cfg)
-    trainer.register_hooks([PublishWeights()])
     trainer.train()
-    (path,) = tmp_path.glob("model_final_published-*.pth")
+    (path,) = tmp_path.glob(f"model_final_published-*.{format}")
 
     def predict(weights):
         cfg.MODEL.WEIGHTS = str(weights)

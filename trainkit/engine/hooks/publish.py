@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from trainkit.checkpoint import CheckpointError
+from trainkit.checkpoint.file import import_safetensors
 from trainkit.checkpoint.publish import publish_weights
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import SAVE_POINT, HookBase
@@ -25,18 +26,25 @@ class PublishWeights(HookBase):
 
     Args:
         weights: "model", or "ema" for the average of an `EMAHook`.
+        format: "pth", or "safetensors", which needs that package.
     """
 
     priority = SAVE_POINT + 1
     ends = True
 
-    def __init__(self, weights: Literal["model", "ema"] = "model") -> None:
+    def __init__(
+        self, weights: Literal["model", "ema"] = "model", format: Literal["pth", "safetensors"] = "pth"
+    ) -> None:
         if weights not in ("model", "ema"):
             raise ValueError(f'weights must be "model" or "ema", got {weights!r}')
-        self._weights = weights
+        if format not in ("pth", "safetensors"):
+            raise ValueError(f'format must be "pth" or "safetensors", got {format!r}')
+        self._weights, self._format = weights, format
 
     def before_train(self) -> None:
-        """Raises ValueError if the run will have nothing to publish."""
+        """Raises ValueError if the run will have nothing to publish, CheckpointError if safetensors is missing."""
+        if self._format == "safetensors":
+            import_safetensors()
         if not list(self._checkpoints()):
             raise ConfigError(
                 "PublishWeights finds no hook whose checkpoint it could publish; register a PeriodicCheckpointer with "
@@ -60,7 +68,7 @@ class PublishWeights(HookBase):
 
     def _publish(self, path: str) -> None:
         if os.path.exists(path):
-            logger.info("Weights published as %s", publish_weights(path, self._weights))
+            logger.info("Weights published as %s", publish_weights(path, self._weights, self._format))
         else:
             logger.warning("There is no '%s' to publish: no value of its metric was finite", path)
 
