@@ -33,6 +33,7 @@ setup(
         "docs": ["sphinx>=8", "myst-parser", "furo"],
         "wandb": ["wandb>=0.31", "pillow"],  # the latter: wandb takes it for images
         "safetensors": ["safetensors"],
+        "onnx": ["onnx", "onnxscript", "onnxruntime"],
         "mlflow": ["mlflow-skinny>=3", "pillow"],
         "test": [*TEST, *TENSORBOARD, *LAZY],
         "dev": [*TEST, *TENSORBOARD, *LAZY, "ruff", "mypy"],

@@ -53,6 +53,7 @@ LAYERS = [
 # who may call importlib.import_module, and what for
 LATE_IMPORTS = {
     "tools.benchmarks.peers": "other trainers, which nobody needs",
+    "tools.export": "onnxruntime, an optional package",
     "tools.plots.picture": "matplotlib, an optional package",
     "trainkit.checkpoint.file": "safetensors, an optional package",
     "trainkit.checkpoint.shards": "torch.distributed.checkpoint takes as long to import as torch",

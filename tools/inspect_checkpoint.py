@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.checkpoint.contents import differing, is_of_the_clock, parts_of, tensors_in
-from trainkit.checkpoint.file import is_ours, read_file
+from trainkit.checkpoint.file import SAFETENSORS_SUFFIX, is_ours, read_file
 from trainkit.checkpoint.folder import checkpoint_files, choose_and_read, tagged_file
 from trainkit.checkpoint.shards import KEY as SHARDS
 from trainkit.checkpoint.shards import fill_shards, verify_shards
@@ -72,7 +72,7 @@ def _read(path: str, map_location: str = "cpu") -> dict[str, Any]:
     begin = b""
     with contextlib.suppress(OSError), open(path, "rb") as file:  # read_file says what fails
         begin = file.read(2)
-    if begin and not begin.startswith(_MAGIC):
+    if begin and not (begin.startswith(_MAGIC) or path.endswith(SAFETENSORS_SUFFIX)):
         raise CheckpointError(f"'{path}' is not a checkpoint; name a file that torch.save wrote, such as *.pth")
     return read_file(path, map_location)
 

@@ -303,7 +303,7 @@ def check_writable(path: str) -> None:
         with open(path, "ab"):
             pass
     except OSError as error:
-        raise ConfigError(f"--output {path!r} cannot be written: {error.strerror}; name another file") from error
+        raise ConfigError(f"{path!r} cannot be written: {error.strerror}; name another file") from error
     if is_new:
         os.remove(path)
 

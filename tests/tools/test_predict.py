@@ -383,7 +383,7 @@ def test_mistakes_in_files_of_samples_are_one_line(run, call, tmp_path):
 def test_an_output_that_cannot_be_written_is_one_line_before_anything_is_predicted(run, call, tmp_path, suffix):
     folder = tmp_path / f"folder{suffix}"
     folder.mkdir()
-    text = f"--output '{folder}' cannot be written: Is a directory; name another file"
+    text = f"'{folder}' cannot be written: Is a directory; name another file"
     assert mistake(call, run, "--dataset", "absent", "--output", folder) == text
 
     assert "did you mean" in mistake(call, run, "--dataset", "tiny_tset", "--output", tmp_path / f"new{suffix}")

@@ -1,0 +1,95 @@
+"""A trained model as a file of torch.export and of ONNX."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from tests.tools.digits_run import in_one_piece
+from tools import export
+from trainkit.config import ConfigError
+from trainkit.engine import DefaultPredictor
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a short run of the digits."""
+    return in_one_piece(tmp_path_factory.mktemp("digits"), "SOLVER.MAX_ITER", 4).folder
+
+
+def main(*words):
+    return export.main(export.parse_args([*map(str, words)]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", ["pt2", "onnx"])
+def test_the_file_gives_what_the_model_gives_for_batches_of_any_size(run, tmp_path, capsys, suffix):
+    path = tmp_path / f"digits.{suffix}"
+    if suffix == "onnx":
+        runtime = pytest.importorskip("onnxruntime")
+        pytest.importorskip("onnxscript")
+
+    assert main(run, path) == 0
+
+    printed = capsys.readouterr().out
+    assert "inputs   image [batch, 1, 8, 8]\n" in printed
+    assert printed.splitlines()[-1].split() == ["output", "[batch,", "10]", "float32", printed.split()[-2], "yes"]
+    cfg = export.build(export.parse_args([str(run), str(path)]))
+    model = DefaultPredictor(cfg).model
+    images = torch.rand(7, 1, 8, 8)
+    if suffix == "onnx":
+        session = runtime.InferenceSession(path)
+        assert [entry.name for entry in session.get_inputs()] == ["image"]
+        assert [*tmp_path.iterdir()] == [path]  # weights included
+        (given,) = map(torch.from_numpy, session.run(None, {"image": images.numpy()}))
+    else:
+        given = torch.export.load(path).module()({"image": images})
+    with torch.no_grad():
+        torch.testing.assert_close(given, model({"image": images}), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_other_outputs_are_exit_code_1_and_the_table_says_which(run, tmp_path, capsys, monkeypatch):
+    real = export.export
+
+    def changed(model, batch, path):
+        with torch.no_grad():
+            next(model.parameters()).mul_(1.5)
+        program = real(model, batch, path)
+        with torch.no_grad():
+            next(model.parameters()).div_(1.5)
+        return program
+
+    monkeypatch.setattr(export, "export", changed)
+    assert main(run, tmp_path / "digits.pt2") == 1
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-2].endswith("NO")
+    assert printed[-1].endswith("do not use the file")
+
+
+@pytest.mark.slow
+def test_what_cannot_be_exported_is_said(run, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="has the suffix '.pth'; accepted: .pt2, .onnx"):
+        main(run, tmp_path / "a.pth")
+    with pytest.raises(ConfigError, match="is no folder"):
+        main(tmp_path / "absent", tmp_path / "a.pt2")
+    with pytest.raises(ConfigError, match="cannot be written: .*; name another file"):
+        main(run, tmp_path / "absent/a.pt2")
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(ConfigError, match=r"pip install 'trainkit\[onnx\]'"):
+        main(run, tmp_path / "a.onnx")
+
+    class Branch(nn.Module):
+        def forward(self, batch):
+            return batch["x"] if batch["x"].sum() > 0 else -batch["x"]
+
+    with pytest.raises(ConfigError, match="cannot be exported, change what torch.export does not understand"):
+        export.export(Branch(), {"x": torch.ones(2, 3)}, tmp_path / "a.pt2")
+
+
+def test_outputs_in_containers_have_names():
+    tensor = torch.zeros(1)
+    assert [*export.flat({"a": tensor, "b": [tensor, (tensor,)]})] == ["a", "b_0", "b_1_0"]
+    with pytest.raises(ConfigError, match="the model returns a str in eval mode"):
+        export.flat({"a": "text"})

@@ -1,0 +1,199 @@
+#!/usr/bin/env python
+"""Export a trained model to torch.export or ONNX, and check that the file gives the same outputs as the model.
+
+::
+
+    python tools/export.py output/digits digits.pt2
+    python tools/export.py output/digits digits.onnx --dataset digits_test
+
+RUN is the folder of a run: its config.yaml says what the model is, and its best checkpoint, or else its last one, has
+the weights. The exported program takes a batch after the test transform, of any size, and gives what the model gives in
+eval mode. Entries of a batch that only the losses need, such as labels, are no inputs. Examples come from the first
+test dataset, or from --dataset.
+
+The exit code is 0; 1 if the outputs differ by more than the tolerance; 2 for a mistake in the command or the config, or
+if the model cannot be exported. ONNX needs pip install 'trainkit[onnx]'.
+"""
+
+import argparse
+import copy
+import importlib
+import itertools
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from predict import ROOT, build_cfg, check_writable, samples_of_dataset
+from tabulate import tabulate
+from torch import Tensor
+
+from trainkit.config import CfgNode, ConfigError, import_modules
+from trainkit.engine import DefaultPredictor, user_errors_exit
+
+Program: TypeAlias = Callable[[dict[str, Tensor]], list[Tensor]]  # batch -> its outputs, flat
+
+_SIZES = (2, 1, 5)  # of the batches that are compared; the first one is exported
+_RTOL, _ATOL = 1e-3, 1e-5
+
+
+def flat(outputs: Any, name: str = "output") -> dict[str, Tensor]:
+    """The tensors of what a model returned, by name.
+
+    Raises:
+        ConfigError: something else is in it.
+    """
+    if isinstance(outputs, Tensor):
+        return {name: outputs}
+    if isinstance(outputs, Mapping):
+        return {found: t for key, value in outputs.items() for found, t in flat(value, str(key)).items()}
+    if isinstance(outputs, list | tuple):
+        return {found: t for i, value in enumerate(outputs) for found, t in flat(value, f"{name}_{i}").items()}
+    raise ConfigError(f"the model returns a {type(outputs).__name__} in eval mode; return tensors to have it exported")
+
+
+def example_batches(predictor: DefaultPredictor, samples: Sequence[Any]) -> list[dict[str, Tensor]]:
+    """Batches of the sizes that are compared, as the model gets them, without what it does not need.
+
+    Raises:
+        ConfigError: a batch is no dict of tensors.
+    """
+    batches: list[Any] = []
+    handle = predictor.model.register_forward_pre_hook(lambda module, inputs: batches.append(inputs[0]))
+    for size in _SIZES:
+        chosen = list(itertools.islice(itertools.cycle(samples), size))
+        predictor(chosen)
+    handle.remove()
+    if not isinstance(batches[0], Mapping):
+        raise ConfigError(f"the model takes a {type(batches[0]).__name__}; only a dict of tensors can be exported")
+    needed = dict(batches[0])
+    expected = flat(predictor.model(needed))
+    for name in list(needed):
+        without = {key: value for key, value in needed.items() if key != name}
+        if without and _gives(predictor.model, without, expected):
+            needed = without
+    if wrong := [name for name, value in needed.items() if not isinstance(value, Tensor)]:
+        raise ConfigError(f"the model needs {wrong[0]!r}, which is no tensor; only tensors can be exported")
+    return [{name: batch[name] for name in needed} for batch in batches]
+
+
+def _gives(model: torch.nn.Module, batch: dict[str, Any], expected: dict[str, Tensor]) -> bool:
+    try:
+        outputs = flat(model(dict(batch)))
+    except Exception:  # whatever a model raises that misses something
+        return False
+    return [*outputs] == [*expected] and all(torch.equal(outputs[name], expected[name]) for name in expected)
+
+
+def export(model: torch.nn.Module, batch: dict[str, Tensor], path: Path) -> Program:
+    """Write the file, and load it again.
+
+    Raises:
+        ConfigError: it cannot be exported, or a package is missing.
+    """
+    shapes = ({name: {0: torch.export.Dim("batch")} for name in batch},)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch.export to its own developers
+            program = torch.export.export(copy.deepcopy(model), (batch,), dynamic_shapes=shapes)
+            if path.suffix == ".onnx":
+                return _to_onnx(program, batch, path, [*flat(model(dict(batch)))])
+            torch.export.save(program, path)
+    except ImportError as error:
+        raise ConfigError(f"ONNX needs more packages ({error}): pip install 'trainkit[onnx]'") from error
+    except Exception as error:  # torch.export raises many types
+        raise ConfigError(
+            "the model cannot be exported, change what torch.export does not understand: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    loaded = torch.export.load(path).module()
+    return lambda batch: [*flat(loaded(batch)).values()]
+
+
+def _to_onnx(program: Any, batch: dict[str, Tensor], path: Path, outputs: list[str]) -> Program:
+    runtime = importlib.import_module("onnxruntime")
+    torch.onnx.export(
+        program, (batch,), path, dynamo=True, input_names=[*batch], output_names=outputs, verbose=False,
+        external_data=False,
+    )  # fmt: skip
+    session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    names = [entry.name for entry in session.get_inputs()]
+
+    def run(batch: dict[str, Tensor]) -> list[Tensor]:
+        return [
+            torch.from_numpy(array) for array in session.run(outputs, {name: batch[name].numpy() for name in names})
+        ]
+
+    return run
+
+
+def compare(model: torch.nn.Module, program: Program, batches: Sequence[dict[str, Tensor]]) -> tuple[bool, str]:
+    """Whether all outputs are equal within the tolerance, and a table with the largest difference of each."""
+    rows: dict[str, list[Any]] = {}
+    all_equal = True
+    for batch in batches:
+        expected = flat(model(dict(batch)))
+        for (name, wanted), got in zip(expected.items(), program(batch), strict=True):
+            fits = got.shape == wanted.shape and got.dtype == wanted.dtype
+            difference = (got.double() - wanted.double()).abs().max().item() if fits else float("nan")
+            is_equal = fits and torch.allclose(got, wanted, rtol=_RTOL, atol=_ATOL, equal_nan=True)
+            all_equal &= is_equal
+            row = rows.setdefault(name, [name, ["batch", *wanted.shape[1:]], str(wanted.dtype)[6:], 0.0, "yes"])
+            row[3] = max(row[3], difference) if difference == difference else difference
+            row[4] = row[4] if is_equal else "NO"
+    table = [[name, f"[{', '.join(map(str, shape))}]", *rest] for name, shape, *rest in rows.values()]
+    return all_equal, tabulate(table, ["output", "shape", "dtype", "largest difference", "equal"])
+
+
+def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options, and the file by its suffix."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", metavar="RUN", help="the folder of a run")
+    parser.add_argument("output", type=Path, metavar="FILE", help="to write: .pt2 for torch.export, .onnx for ONNX")
+    parser.add_argument("--weights", default="", help="a checkpoint (default: the best one of the run, or its last)")
+    parser.add_argument("--dataset", default="", help="whose first samples are the examples (default: DATASETS.TEST)")
+    parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="changes to the config")
+    return parser.parse_args(args)
+
+
+def build(args: argparse.Namespace) -> CfgNode:
+    """The config of the run, on a CPU.
+
+    Raises:
+        ConfigError: a mistake in the command.
+    """
+    if args.output.suffix not in (".pt2", ".onnx"):
+        raise ConfigError(f"the file {str(args.output)!r} has the suffix {args.output.suffix!r}; accepted: .pt2, .onnx")
+    check_writable(str(args.output))
+    args.config_file, args.opts = "", [*args.opts, "MODEL.DEVICE", "cpu"]
+    cfg = build_cfg(args)
+    import_modules(cfg.IMPORTS)
+    args.dataset = args.dataset or next(iter(cfg.DATASETS.TEST), "")
+    if not args.dataset:
+        raise ConfigError("DATASETS.TEST is empty, so there are no examples; name a dataset with --dataset")
+    return cfg
+
+
+@torch.no_grad()
+def main(args: argparse.Namespace) -> int:
+    """The exit code."""
+    cfg = build(args)
+    predictor = DefaultPredictor(cfg)
+    samples = list(itertools.islice(samples_of_dataset(args.dataset), sum(_SIZES)))
+    batches = example_batches(predictor, samples)
+    program = export(predictor.model, batches[0], args.output)
+    is_equal, table = compare(predictor.model, program, batches)
+    inputs = ", ".join(f"{name} [{', '.join(['batch', *map(str, x.shape[1:])])}]" for name, x in batches[0].items())
+    print(f"weights  {cfg.MODEL.WEIGHTS}\nfile     {args.output}, {args.output.stat().st_size:,} bytes")
+    print(f"inputs   {inputs}\n\n{table}")
+    if not is_equal:
+        print(f"The outputs differ by more than {_RTOL} of a value, or {_ATOL}: do not use the file")
+    return int(not is_equal)
+
+
+if __name__ == "__main__":
+    sys.path += [str(ROOT), str(Path.cwd())]  # projects, and modules in the current folder, can be named in IMPORTS
+    with user_errors_exit():
+        sys.exit(main(parse_args()))
