@@ -53,6 +53,7 @@ LAYERS = [
 # who may call importlib.import_module, and what for
 LATE_IMPORTS = {
     "tools.benchmarks.peers": "other trainers, which nobody needs",
+    "tools.find_lr": "matplotlib, an optional package",
     "tools.export": "onnxruntime, an optional package",
     "tools.plots.picture": "matplotlib, an optional package",
     "trainkit.checkpoint.file": "safetensors, an optional package",

@@ -1,0 +1,118 @@
+"""The learning-rate range test."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.job import tiny_cfg
+from tools import find_lr
+from trainkit.config import ConfigError
+from trainkit.engine import DefaultTrainer, HookBase, SimpleTrainer
+from trainkit.engine.hooks import HOOK_REGISTRY
+from trainkit.utils.logger import close_logger
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    yield
+    close_logger()
+
+
+def points_of(losses, low=1e-4, high=1.0):
+    growth = (high / low) ** (1 / (len(losses) - 1))
+    return [find_lr.Point(low * growth**i, loss, loss) for i, loss in enumerate(losses)]
+
+
+def test_the_steepest_place_and_the_lowest_loss_are_found():
+    points = points_of([1 - 1 / (1 + math.exp(-(i - 30) / 2)) + 0.02 * max(0, i - 50) ** 2 for i in range(61)])
+
+    steepest, lowest = find_lr.suggest(points)
+
+    assert points[28].lr < steepest < points[32].lr
+    assert lowest == points[50].lr
+    with pytest.raises(ConfigError, match="the loss does not fall with any of these learning rates"):
+        find_lr.suggest(points_of([1.0 + i for i in range(30)]))
+
+
+def test_rates_grow_by_one_factor_groups_keep_theirs_and_a_loss_that_diverges_ends_the_test():
+    model = nn.Linear(1, 1, bias=False)
+    other = nn.Parameter(torch.zeros(1))
+    groups = [{"params": [*model.parameters()]}, {"params": [other], "lr": 0.05}]
+    optimizer = torch.optim.SGD(groups, lr=0.5)
+    used = []
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.other = model, other
+
+        def forward(self, batch):
+            used.append([group["lr"] for group in optimizer.param_groups])
+            return {"loss": (self.inner.weight * 1e3 - self.other).square().sum()}
+
+    trainer = SimpleTrainer(Model(), [None] * 100, optimizer)
+    test = find_lr.RangeTest(1e-9, 1e-1, base_lr=0.5)
+    trainer.register_hooks([test])
+    trainer.train(0, 81)
+
+    assert used[0] == pytest.approx([1e-9, 1e-10])
+    assert used[20] == pytest.approx([1e-7, 1e-8])
+    assert trainer.status == "stopped"
+    assert len(test.points) < 81
+    assert math.isfinite(test.points[-1].loss)
+    assert [point.lr for point in test.points] == pytest.approx([lrs[0] for lrs in used[: len(test.points)]])
+
+
+class Seen(HookBase):
+    def before_step(self):
+        SEEN.append(self.trainer.iter)
+
+
+SEEN = []
+
+
+def test_the_test_trains_as_the_job_with_its_own_hooks_and_without_those_of_trainkit(tmp_path, monkeypatch):
+    monkeypatch.setitem(HOOK_REGISTRY._objects, "Seen", Seen)
+    hooks = [{"NAME": "Seen"}, {"NAME": "EMAHook"}, {"NAME": "ParamScheduler", "PARAM": "momentum", "SCHEDULES": []}]
+    cfg = tiny_cfg(tmp_path / "job", "HOOKS", hooks, "CHECKPOINT.BEST_METRIC", "classification/top1")
+    SEEN.clear()
+
+    one, two = (find_lr.run_test(cfg, DefaultTrainer, 1e-4, 1e-1, 30) for _ in range(2))
+
+    assert one == two
+    assert [*range(30)] * 2 == SEEN
+    assert [*tmp_path.iterdir()] == []
+    with pytest.raises(ConfigError, match="the loss diverges after . steps; give a smaller --min than 1e"):
+        find_lr.run_test(cfg, DefaultTrainer, 1e30, 1e38, 30)
+
+
+@pytest.mark.slow
+def test_the_picture_is_the_only_file_that_is_written(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    args = find_lr.parse_args(["--output", "lr.png", "--iters", "120", "MODEL.WIDTH", "4"])
+
+    suggested = find_lr.main(args)
+
+    assert [path.name for path in tmp_path.iterdir()] == ["lr.png"]
+    assert (tmp_path / "lr.png").read_bytes().startswith(b"\x89PNG")
+    assert 1e-4 < suggested < 1
+    assert f"suggested: SOLVER.BASE_LR {suggested:.2g}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--min", "1", "--max", "0.1"], "--min is 1 and --max is 0.1; accepted: 0 < min < max"),
+        (["--iters", "5"], "--iters is 5; accepted: 20 or more"),
+        (["--trainer", "absent.Trainer"], "--trainer: cannot locate 'absent.Trainer'"),
+        (["--output", "absent/lr.png"], "'absent/lr.png' cannot be written"),
+    ],
+)
+def test_a_mistake_is_an_error_before_training(tmp_path, monkeypatch, words, error):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=error):
+        find_lr.main(find_lr.parse_args(words))
+    assert [*tmp_path.iterdir()] == []

@@ -1,0 +1,216 @@
+#!/usr/bin/env python
+"""Find a learning rate: train while it grows from --min to --max, and draw the loss over it (a range test).
+
+::
+
+    python tools/find_lr.py --config-file job.yaml
+    python tools/find_lr.py --config-file job.yaml --min 1e-5 --max 1 --iters 400 --output lr.png SEED 1
+
+The suggested BASE_LR is where the smoothed loss falls most steeply. The model starts as in a run of the job, from
+MODEL.WEIGHTS if there are any; parameter groups keep their factors. The job's output folder is not touched: the picture
+is the only file that is written. Hooks of trainkit are left out, those of your own modules are kept.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import itertools
+import logging
+import math
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from predict import ROOT, check_writable
+
+from trainkit.config import CfgNode, ConfigError, get_cfg, import_modules
+from trainkit.engine import DefaultTrainer, user_errors_exit
+from trainkit.engine.hooks import HOOK_REGISTRY, HookBase
+from trainkit.utils.env import seed_all_rng
+from trainkit.utils.registry import locate
+
+_SMOOTHING = 0.9  # share of the former losses in the smoothed one
+_DIVERGED = 4.0  # times the lowest smoothed loss
+_MIN_POINTS = 10  # before anything is said
+
+
+@dataclass(frozen=True)
+class Point:
+    """One step."""
+
+    lr: float
+    loss: float
+    smoothed: float
+
+
+class RangeTest(HookBase):
+    """Let the learning rate grow by the same factor in each step; stop where the loss diverges.
+
+    Args:
+        base_lr: SOLVER.BASE_LR, by which the learning rates of parameter groups are divided.
+    """
+
+    def __init__(self, low: float, high: float, base_lr: float) -> None:
+        self._low, self._high, self._base_lr = low, high, base_lr
+        self._average = 0.0
+        self.points: list[Point] = []
+
+    def before_train(self) -> None:
+        groups = self.trainer.optimizer.param_groups
+        self._factors = [group.get("initial_lr", group["lr"]) / self._base_lr for group in groups]
+
+    def _lr(self) -> float:
+        share = self.trainer.iter / max(1, self.trainer.max_iter - 1)
+        return self._low * (self._high / self._low) ** share
+
+    def before_step(self) -> None:
+        for group, factor in zip(self.trainer.optimizer.param_groups, self._factors, strict=True):
+            group["lr"] = self._lr() * factor
+
+    def after_step(self) -> None:
+        loss = self.trainer.storage.history("total_loss").latest()
+        self._average = _SMOOTHING * self._average + (1 - _SMOOTHING) * loss
+        smoothed = self._average / (1 - _SMOOTHING ** (len(self.points) + 1))
+        lowest = min((point.smoothed for point in self.points), default=math.inf)
+        if not math.isfinite(loss) or (len(self.points) >= _MIN_POINTS and smoothed > _DIVERGED * lowest):
+            self.trainer.request_stop("the loss diverges")
+            return
+        self.points.append(Point(self._lr(), loss, smoothed))
+
+
+def config_of_test(cfg: CfgNode, folder: str, iters: int) -> CfgNode:
+    """A copy that evaluates, saves and writes nothing, but for what ``folder`` gets."""
+    cfg = cfg.clone()
+    cfg.defrost()
+    cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR, cfg.LOG.WRITERS, cfg.LOG.PROGRESS = folder, "", [], False
+    cfg.SOLVER.MAX_ITER, cfg.SOLVER.STEPS, cfg.SOLVER.WARMUP_ITERS, cfg.SOLVER.SCHEDULES = iters, (), 0, []
+    cfg.SOLVER.CHECKPOINT_PERIOD, cfg.CHECKPOINT.START, cfg.CHECKPOINT.SAVE_LAST = 0, 0, False
+    cfg.CHECKPOINT.BEST_METRIC, cfg.CHECKPOINT.PUBLISH, cfg.EARLY_STOPPING.METRIC = "", "", ""
+    cfg.EARLY_STOPPING.THRESHOLD = None
+    cfg.DATASETS.VAL, cfg.DATASETS.TEST, cfg.TEST.EVAL_PERIOD, cfg.TEST.EVAL_AT_START = (), (), 0, False
+    cfg.TEST.EXPECTED_RESULTS, cfg.TEST.PRECISE_BN.ENABLED = [], False
+    # the loss of each step is needed in it
+    cfg.LOG.ASYNC, cfg.LOG.GATHER_PERIOD = False, 1
+    cfg.SOLVER.NON_FINITE.POLICY, cfg.SOLVER.GRAPH.ENABLED = "ignore", False
+    import_modules(cfg.IMPORTS)
+    names = {entry if isinstance(entry, str) else entry.get("NAME") for entry in cfg.HOOKS}
+    own = {name for name in names if name in HOOK_REGISTRY and not _is_of_trainkit(name)}
+    cfg.HOOKS = [entry for entry in cfg.HOOKS if (entry if isinstance(entry, str) else entry.get("NAME")) in own]
+    cfg.freeze()
+    return cfg
+
+
+def _is_of_trainkit(name: Any) -> bool:
+    return str(HOOK_REGISTRY.get(name).__module__).startswith("trainkit.")
+
+
+def run_test(cfg: CfgNode, trainer_class: type[DefaultTrainer], low: float, high: float, iters: int) -> list[Point]:
+    """The steps of a range test.
+
+    Raises:
+        ConfigError: too few steps were possible.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        test_cfg = config_of_test(cfg, folder, iters)
+        seed_all_rng(None if cfg.SEED < 0 else cfg.SEED)
+        trainer = trainer_class(test_cfg)
+        trainer.resume_or_load(resume=False)
+        test = RangeTest(low, high, cfg.SOLVER.BASE_LR)
+        trainer.register_hooks([test])
+        trainer.train()
+    if len(test.points) < _MIN_POINTS:
+        raise ConfigError(f"the loss diverges after {len(test.points)} steps; give a smaller --min than {low:g}")
+    return test.points
+
+
+def suggest(points: Sequence[Point]) -> tuple[float, float]:
+    """The learning rate where the smoothed loss falls most steeply over its logarithm, and that of the lowest loss.
+
+    Raises:
+        ConfigError: the loss never falls.
+    """
+    lowest = min(range(len(points)), key=lambda i: points[i].smoothed)
+    # the first steps say how the smoothing starts
+    slopes = [
+        ((after.smoothed - before.smoothed) / math.log(after.lr / before.lr), math.sqrt(before.lr * after.lr))
+        for before, after in itertools.pairwise(points[_MIN_POINTS // 2 : lowest + 1])
+    ]
+    if not slopes or min(slopes)[0] >= 0:
+        raise ConfigError(
+            "the loss does not fall with any of these learning rates; give a smaller --min or more --iters"
+        )
+    return min(slopes)[1], points[lowest].lr
+
+
+def draw(points: Sequence[Point], suggested: float, path: Path) -> None:
+    """The loss over the learning rate, as a PNG file."""
+    figure = importlib.import_module("matplotlib.figure").Figure((6.4, 4.0), dpi=110, layout="constrained")
+    axes = figure.add_subplot()
+    lrs = [point.lr for point in points]
+    axes.plot(lrs, [point.loss for point in points], color="#c9ced6", linewidth=1, label="loss of each step")
+    axes.plot(lrs, [point.smoothed for point in points], color="#1f6fb2", linewidth=2, label="smoothed")
+    axes.axvline(suggested, color="#d1495b", linestyle="--", label=f"steepest at {suggested:.2g}")
+    top = 1.5 * max(point.smoothed for point in points[: len(points) // 2])
+    axes.set_ylim(min(point.loss for point in points) * 0.95, min(top, max(point.loss for point in points) * 1.05))
+    axes.set(xscale="log", xlabel="learning rate (SOLVER.BASE_LR)", ylabel="total_loss")
+    axes.grid(color="#e8eaed")
+    axes.legend(frameon=False)
+    figure.savefig(path, format="png")
+
+
+def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--config-file", default=str(ROOT / "projects/digits/config.yaml"), metavar="FILE")
+    parser.add_argument("--min", type=float, default=1e-5, help="the first learning rate (default %(default)s)")
+    parser.add_argument("--max", type=float, default=10.0, help="the last learning rate (default %(default)s)")
+    parser.add_argument("--iters", type=int, default=200, help="steps (default %(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("lr.png"), metavar="PNG", help="default: %(default)s")
+    parser.add_argument("--trainer", default="", metavar="MODULE.CLASS", help="your subclass of DefaultTrainer")
+    parser.add_argument("opts", nargs="*", default=[], metavar="KEY VALUE", help="changes to the config")
+    return parser.parse_args(args)
+
+
+def main(args: argparse.Namespace) -> float:
+    """The suggested learning rate."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("the picture needs the package matplotlib: pip install 'trainkit[plot]'")
+    if not 0 < args.min < args.max < math.inf:
+        raise ConfigError(f"--min is {args.min:g} and --max is {args.max:g}; accepted: 0 < min < max")
+    if args.iters < 2 * _MIN_POINTS:
+        raise ConfigError(f"--iters is {args.iters}; accepted: {2 * _MIN_POINTS} or more")
+    check_writable(str(args.output))
+    cfg = get_cfg()
+    cfg.merge_from_file(args.config_file)
+    cfg.merge_from_list(args.opts)
+    try:
+        trainer_class = locate(args.trainer) if args.trainer else DefaultTrainer
+    except ImportError as error:
+        raise ConfigError(f"--trainer: {error}") from error
+    logger = logging.getLogger("trainkit")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        points = run_test(cfg, trainer_class, args.min, args.max, args.iters)
+    finally:
+        logger.setLevel(level)
+    steepest, lowest = suggest(points)
+    draw(points, steepest, args.output)
+    end = "" if len(points) == args.iters else ", where the loss diverged"
+    print(f"{len(points)} steps, learning rates from {args.min:g} to {points[-1].lr:.2g}{end}")
+    print(
+        f"the loss falls most steeply at {steepest:.2g}, and is lowest at {lowest:.2g}; the curve is in {args.output}"
+    )
+    print(f"suggested: SOLVER.BASE_LR {steepest:.2g}")
+    return steepest
+
+
+if __name__ == "__main__":
+    sys.path += [str(ROOT), str(Path.cwd())]  # projects, and modules in the current folder, can be named in IMPORTS
+    with user_errors_exit():
+        main(parse_args())
