@@ -154,7 +154,7 @@ def test_an_error_of_mlflow_is_one_line_in_the_log_and_nothing_more_is_written(t
     writer.close()
 
     [message] = caplog.messages
-    assert message.startswith("Nothing more is written for MLflow, training goes on: Run 'absent' not found")
+    assert message.startswith("Nothing more is written for MLflow, training continues: Run 'absent' not found")
 
 
 def test_a_disk_that_is_full_is_an_os_error_and_each_value_is_there_once_later(tmp_path, client, monkeypatch):

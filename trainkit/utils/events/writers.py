@@ -150,6 +150,9 @@ class PictureWriter(EventWriter):
         raise NotImplementedError
 
 
+_GIVEN_UP = "Nothing more is written for %s, training continues: %s"
+
+
 class ServiceWriter(PictureWriter):
     """Base of the writers for other people's services, whose errors do not end a run.
 
@@ -166,39 +169,34 @@ class ServiceWriter(PictureWriter):
     def begin(self, trainer: Any) -> None:
         import_image_formats()
         import_if_installed("pandas")  # services check whether a value is one of its tables
-        try:
+        with contextlib.suppress(OSError), self._surviving(_GIVEN_UP):  # the first write raises an OSError again
             self._run = self._run or self._open()
-        except OSError:
-            pass  # the first write raises it
-        except Exception as error:  # services have no common base class of their errors
-            self._give_up(error)
 
     def close(self) -> None:
         super().close()
-        self._has_failed = False
         run, self._run = self._run, None
-        if run is not None:
-            try:
-                self._finish(run)
-            except OSError:
-                raise
-            except Exception as error:
-                logger.error("The run of %s could not be finished: %s", self._service, error)
+        try:
+            with self._surviving("The run of %s could not be finished: %s"):
+                if run is not None:
+                    self._finish(run)
+        finally:
+            self._has_failed = False
 
     def _show(self, scalars: list[Scalar], storage: EventStorage) -> None:
-        if self._has_failed:
-            return
+        with self._surviving(_GIVEN_UP):
+            if not self._has_failed:
+                self._run = self._run or self._open()
+                self._log_all(scalars, storage)
+
+    @contextlib.contextmanager
+    def _surviving(self, message: str) -> Iterator[None]:
         try:
-            self._run = self._run or self._open()
-            self._log_all(scalars, storage)
+            yield
         except OSError:
             raise
-        except Exception as error:
-            self._give_up(error)
-
-    def _give_up(self, error: Exception) -> None:
-        self._has_failed = True
-        logger.error("Nothing more is written for %s, training continues: %s", self._service, error)
+        except Exception as error:  # services have no common base class of their errors
+            self._has_failed = True
+            logger.error(message, self._service, error)
 
     def _open(self) -> Any:
         """Start the run of the service, or continue it."""
