@@ -72,7 +72,7 @@ def test_other_outputs_are_exit_code_1_and_the_table_says_which(run, tmp_path, c
 def test_what_cannot_be_exported_is_said(run, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="has the suffix '.pth'; accepted: .pt2, .onnx"):
         main(run, tmp_path / "a.pth")
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         main(tmp_path / "absent", tmp_path / "a.pt2")
     with pytest.raises(ConfigError, match="cannot be written: .*; name another file"):
         main(run, tmp_path / "absent/a.pt2")
