@@ -98,6 +98,7 @@ PUBLIC = {
         "EmptyCache",
         "EvalHook",
         "FinalEvalHook",
+        "Freeze",
         "GarbageCollection",
         "HOOK_REGISTRY",
         "HookBase",

@@ -39,6 +39,7 @@ SMALL = [  # a tenth of the data in a tenth of the time
     *("SOLVER.IMS_PER_BATCH", 40, "TEST.EVALUATORS", ["LossEvaluator"]),
 ]
 ALL_DATA = ["DATALOADER.RANDOM_SUBSET_RATIO", 1.0, "SOLVER.IMS_PER_BATCH", 400]
+EACH = ["SOLVER.CHECKPOINT_PERIOD", 1]
 PROBE = [*OURS, *hook("Probe")]
 
 
@@ -90,6 +91,12 @@ def scans_are_drawn(run: Run) -> None:
     image = torch.from_numpy(decode_png((run.folder / drawn[-1]).read_bytes()))
     assert torch.equal(image[:8], expected[:8])
     torch.testing.assert_close(image[8].int(), expected[8].int(), rtol=0, atol=1)
+
+
+def first_layer_is_frozen(run: Run) -> None:
+    """In epochs 2 and 3."""
+    weights = [run.checkpoint(f"model_{i:07d}")["model"]["layers.0.weight"] for i in (1, 2, 8, 9)]
+    assert [torch.equal(a, b) for a, b in pairwise(weights)] == [False, True, False]
 
 
 def garbage_is_collected_at_epochs_only(run: Run) -> None:
@@ -274,6 +281,7 @@ OTHERS = [
         logs("never used in the forward pass: spare.weight, spare.bias;"),
         [*OURS, "MODEL.NAME", "DigitsWithSpare"],
     ),
+    Setting("Freeze", hook("Freeze", NAMES=["layers.0.*"], BEGIN="1ep", END="3ep"), first_layer_is_frozen, EACH),
     Setting("CheckFiniteLoss", hook("CheckFiniteLoss", INTERVAL=1), hooks_at("after_backward", "CheckFiniteLoss")),
     Setting(
         "hook of a user",

@@ -33,6 +33,7 @@ MAKE = {
     "EmptyCache": lambda job: hooks.EmptyCache(True, True, True),
     "EvalHook": lambda job: hooks.EvalHook(3, lambda: {"other": 1.0}),
     "FinalEvalHook": lambda job: hooks.FinalEvalHook(lambda: {"other": 1.0}),
+    "Freeze": lambda job: hooks.Freeze("*weight", begin=2, end=4),
     "GarbageCollection": lambda job: hooks.GarbageCollection(2),
     "IterationTimer": lambda job: hooks.IterationTimer(),
     "LRScheduler": lambda job: hooks.LRScheduler(job.optimizer, CosineParamScheduler(1.0, 0.5)),

@@ -8,6 +8,7 @@ from trainkit.engine.hooks.configured import ConfiguredHooks
 from trainkit.engine.hooks.early_stopping import EarlyStopping
 from trainkit.engine.hooks.ema import EMAHook
 from trainkit.engine.hooks.evaluation import EvalHook, FinalEvalHook
+from trainkit.engine.hooks.freeze import Freeze
 from trainkit.engine.hooks.lr_scheduler import LRScheduler
 from trainkit.engine.hooks.memory import EmptyCache, GarbageCollection, TorchMemoryStats
 from trainkit.engine.hooks.memory_snapshot import MemorySnapshot
@@ -44,6 +45,7 @@ __all__ = [
     "FinalEvalHook",
     "PeriodicWriter",
     "EMAHook",
+    "Freeze",
     "EarlyStopping",
     "ReduceOnPlateau",
     "ParamScheduler",

@@ -1,0 +1,72 @@
+"""Parameters that are not trained for a while."""
+
+import fnmatch
+
+from torch.nn import Parameter
+
+from trainkit.config import ConfigError
+from trainkit.engine.hook_base import HookBase
+from trainkit.engine.hooks.registry import HOOK_REGISTRY
+from trainkit.engine.periods import check_period
+from trainkit.utils.model import unwrap_model
+from trainkit.utils.registry import did_you_mean
+from trainkit.utils.sharding import is_sharded_model
+
+
+@HOOK_REGISTRY.register()
+class Freeze(HookBase):
+    """Do not train the parameters with certain names in iterations ``begin <= iter < end``.
+
+    A frozen parameter gets no gradient, so weight decay and momentum do not change it either. The statistics of batch
+    norm layers still change. It depends on the iteration alone, so a resumed run is exact. In a model inside
+    DistributedDataParallel or ``fully_shard`` the gradients are computed and then removed, which saves no time.
+
+    Args:
+        names: patterns such as ``backbone.*``, in which ``*`` stands for any text, or one pattern.
+        end: None: the parameters stay frozen.
+
+    Raises:
+        ConfigError: before training, if a pattern fits no trainable parameter.
+    """
+
+    def __init__(self, names: str | list[str], begin: int = 0, end: int | None = None) -> None:
+        self._names = [names] if isinstance(names, str) else list(names)
+        if not self._names or not all(isinstance(name, str) and name for name in self._names):
+            raise ValueError(f"names must be one or more patterns such as 'backbone.*', got {names!r}")
+        self._begin = check_period("begin", begin)
+        self._targets: list[Parameter] = []
+        self._end = end if end is None else check_period("end", end, minimum=begin + 1)
+
+    def before_train(self) -> None:
+        model = unwrap_model(self.trainer.model)
+        trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        for pattern in self._names:
+            if not fnmatch.filter(trainable, pattern):
+                hint = did_you_mean(pattern, trainable)
+                raise ConfigError(
+                    f"names has {pattern!r}, but no trainable parameter has such a name; {hint}correct it"
+                )
+        self._targets = [p for n, p in trainable.items() if any(fnmatch.fnmatchcase(n, own) for own in self._names)]
+        # these wrappers have decided at their start which parameters get gradients
+        self._removes_gradients = model is not self.trainer.model or is_sharded_model(model)
+
+    def _is_active(self) -> bool:
+        return self._begin <= self.trainer.iter and (self._end is None or self.trainer.iter < self._end)
+
+    def before_step(self) -> None:
+        if not self._removes_gradients and self.trainer.iter in (self.trainer.start_iter, self._begin, self._end):
+            self._train_targets(not self._is_active())
+
+    def after_backward(self) -> None:
+        if self._removes_gradients and self._is_active():
+            for param in self._targets:
+                param.grad = None
+
+    def after_train(self) -> None:
+        self._train_targets(True)
+
+    def _train_targets(self, trains: bool) -> None:
+        for param in self._targets:
+            param.requires_grad_(trains)
+            if not trains:
+                param.grad = None
