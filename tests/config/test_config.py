@@ -103,6 +103,7 @@ def test_a_wrong_type_names_key_value_type_and_what_is_accepted(key, value, type
         ("MAX_ITER", "SOLVER.MAX_ITER"),
         ("TEST.PERIOD", "TEST.EVAL_PERIOD"),
         ("SOLVER.LR", "SOLVER.BASE_LR"),
+        ("TEST.PATIENCE", "EARLY_STOPPING.PATIENCE"),
         ("SOLVER.AMP.ENABLE", "SOLVER.AMP.ENABLED"),
     ],
 )
@@ -112,9 +113,10 @@ def test_an_unknown_key_names_its_nearest_neighbour(key, nearest):
     assert str(error.value) == f"unknown key {key}; did you mean {nearest}?"
 
 
-def test_an_unknown_key_without_a_neighbour_says_so():
-    with pytest.raises(ConfigError, match=r"^unknown key QQQ; no key has a similar name$"):
-        get_cfg().merge_from_other_cfg({"QQQ": 1})
+@pytest.mark.parametrize("key", ["QQQ", "SOLVER.LEARNING_RATE", "DATALOADER.DROP_LAST"])
+def test_an_unknown_key_without_a_neighbour_says_so(key):
+    with pytest.raises(ConfigError, match=rf"^unknown key {key}; no key has a similar name$"):
+        get_cfg().merge_from_list([key, 1])
 
 
 @pytest.mark.parametrize(

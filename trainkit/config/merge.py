@@ -81,10 +81,18 @@ def _check_new_key(node: _FvcoreCfgNode, name: object, value: object, root: _Fvc
         while isinstance(value, Mapping) and value:  # the innermost key shows best what was meant
             name, value = next(iter(value.items()))
             full_key = f"{full_key}.{name}"
-        known = {key.upper(): key for key, is_node in _full_keys(root) if is_node == isinstance(value, Mapping)}
+        kind = isinstance(value, Mapping)
+        known = {key.upper(): key for key, is_node in _full_keys(root) if is_node == kind and _is_near(full_key, key)}
         nearest = difflib.get_close_matches(full_key.upper(), known, n=1)
         hint = f"did you mean {known[nearest[0]]}?" if nearest else "no key has a similar name"
         raise UnknownKeyError(f"unknown key {full_key}; {hint}")
+
+
+def _is_near(key: str, known: str) -> bool:
+    """Whether the last parts are similar, or one has all words of the other; equal nodes before them are no reason."""
+    own, other = (full.upper().rpartition(".")[2] for full in (key, known))
+    words = {*own.split("_")}, {*other.split("_")}
+    return words[0] <= words[1] or words[1] <= words[0] or bool(difflib.get_close_matches(own, [other]))
 
 
 def _full_keys(node: _FvcoreCfgNode, prefix: str = "") -> Iterator[tuple[str, bool]]:
