@@ -1,7 +1,11 @@
-"""Build models by name."""
+"""Build models by name, and train models that return logits."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainkit.config.checks import check_is_ours
 from trainkit.config.config import CfgNode
@@ -9,7 +13,7 @@ from trainkit.config.errors import ConfigError, look_up
 from trainkit.utils.device import use_device
 from trainkit.utils.registry import Registry
 
-__all__ = ["MODEL_REGISTRY", "build_model"]
+__all__ = ["MODEL_REGISTRY", "build_model", "losses_from"]
 
 MODEL_REGISTRY = Registry("MODEL")
 """Classes or functions that take ``cfg`` and return an ``nn.Module``."""
@@ -38,13 +42,7 @@ def build_model(cfg: CfgNode) -> nn.Module:
     """
     check_is_ours(cfg)
     name = cfg.MODEL.NAME
-    if not name:
-        registered = ", ".join(sorted(entry for entry, _ in MODEL_REGISTRY)) or "none"
-        raise ConfigError(
-            f"MODEL.NAME is empty; set it to a model in MODEL_REGISTRY (registered: {registered}). "
-            "Name the module that registers it in IMPORTS"
-        )
-    entry = look_up(MODEL_REGISTRY, name, "MODEL.NAME")
+    entry = look_up(MODEL_REGISTRY, name, "MODEL.NAME" if name else "MODEL.NAME is empty; set it")
     device = device_of_config(cfg)
     maker = f"{entry.__module__}.{entry.__qualname__}, registered as MODEL.NAME {name!r}"
     try:
@@ -56,3 +54,55 @@ def build_model(cfg: CfgNode) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{maker}, must return an nn.Module, got {type(model).__name__}")
     return model.to(device)
+
+
+def _split(batch: Any) -> tuple[Any, Any]:
+    if isinstance(batch, Mapping):
+        inputs = dict(batch)
+        target = inputs.pop("label" if "label" in inputs else "labels", None)
+        return inputs if len(inputs) > 1 else [*inputs.values()], target
+    tensors = [batch] if isinstance(batch, Tensor) else batch
+    if isinstance(tensors, list | tuple) and tensors and all(isinstance(entry, Tensor) for entry in tensors):
+        return tensors[:-1] or tensors, tensors[-1]
+    raise TypeError(
+        "losses_from takes batches that are a mapping, a tensor, or a tuple or list of tensors, got "
+        f"{type(batch).__name__}; give it a function split(batch) that returns (inputs, target)"
+    )
+
+
+def losses_from(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    split: Callable[[Any], tuple[Any, Any]] = _split,
+) -> nn.Module:
+    """Let a model that returns logits take whole batches: it gives losses in train mode, and logits in eval mode.
+
+    If it returns an object with ``logits``, as in Hugging Face, these are its output. Calls with several arguments, or
+    with arguments by name, reach it as they are.
+
+    Args:
+        model: its class becomes a subclass of itself, so the names of its state stay; it is returned.
+        loss_fn: called with (output, target), gives a loss or a dict of losses; a module is trained and saved too.
+            None: ``model`` is called with all entries of the batch by name, and returns an object with ``loss``.
+        split: gives (inputs, target) of a batch. Default: the target is the last of several tensors, or ``label`` or
+            ``labels`` of a mapping; its other entries are arguments by name, a single one is an argument by position.
+    """
+    original = type(model).forward
+
+    def call(self: Any, batch: Any) -> tuple[Any, Any]:
+        inputs, target = split(batch)
+        returned = original(self, **inputs) if isinstance(inputs, Mapping) else original(self, *inputs)
+        return getattr(returned, "logits", returned), target
+
+    def losses(self: Any, batch: Any) -> Any:
+        return original(self, **batch).loss if self.trainkit_loss is None else self.trainkit_loss(*call(self, batch))
+
+    @functools.wraps(original)  # generate() of Hugging Face reads the signature
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs:
+            return original(self, *args, **kwargs)
+        return self.losses(*args) if self.training else call(self, *args)[0]
+
+    model.__class__ = type(type(model).__name__, (type(model),), {"forward": forward, "losses": losses})
+    model.trainkit_loss = loss_fn  # type: ignore[assignment]
+    return model

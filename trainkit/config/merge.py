@@ -89,10 +89,9 @@ def _check_new_key(node: _FvcoreCfgNode, name: object, value: object, root: _Fvc
 
 
 def _is_near(key: str, known: str) -> bool:
-    """Whether the last parts are similar, or one has all words of the other; equal nodes before them are no reason."""
+    """Whether their last parts are similar, or one has the other in it; equal nodes before them are no reason."""
     own, other = (full.upper().rpartition(".")[2] for full in (key, known))
-    words = {*own.split("_")}, {*other.split("_")}
-    return words[0] <= words[1] or words[1] <= words[0] or bool(difflib.get_close_matches(own, [other]))
+    return own in other or other in own or bool(difflib.get_close_matches(own, [other]))
 
 
 def _full_keys(node: _FvcoreCfgNode, prefix: str = "") -> Iterator[tuple[str, bool]]:

@@ -1,7 +1,7 @@
 """The batches of a trainer: iterator, micro-batches, transfer to the device, position in the data."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -118,10 +118,22 @@ class Feed:
         """The reason why a resumed run does not continue at its position in the data; empty if it does."""
         return resume_obstacle(self._loader)
 
-    def explain(self, error: RuntimeError) -> None:
-        """Raises RuntimeError, with the name of the worker, if ``error`` says that a loader worker has ended."""
-        if isinstance(self._loader, ResumableLoader):
+    def explain(self, error: Exception, batch: Any) -> None:
+        """Say more about ``error``, if more is known.
+
+        Raises:
+            RuntimeError: ``error`` says that a loader worker has ended; this names the worker.
+            TypeError: the model was called with ``batch``, and ``error`` says that it has the wrong type.
+        """
+        if isinstance(error, RuntimeError) and isinstance(self._loader, ResumableLoader):
             self._loader.explain(error)
+        batch = batch[0] if self.accumulation_steps > 1 and batch else batch
+        kind = type(batch).__name__
+        if isinstance(batch, list | tuple | Mapping) and (kind in str(error) or not str(error)):
+            raise TypeError(
+                f"the model was called with one argument, the batch, a {kind}; if it takes tensors and returns logits, "
+                "give trainkit.modeling.losses_from(model, loss_fn) to the trainer, see docs/bring_your_model.md"
+            ) from error
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data after the batches given so far; empty if the loader does not support it."""

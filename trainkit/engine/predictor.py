@@ -1,10 +1,11 @@
 """Predictions for samples outside of datasets."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import default_collate
 
 from trainkit.checkpoint import Checkpointer
@@ -22,20 +23,20 @@ class DefaultPredictor:
     """The model of a config with the weights MODEL.WEIGHTS, for one sample or a list of samples.
 
     It gives the same outputs as evaluation: a best checkpoint is used with the weights that were scored; another file
-    with the average if an `EMAHook` of the config evaluates its average.
+    with the average if an `EMAHook` of the config evaluates its average. ``build`` makes the model.
 
     Raises:
         ConfigError: MODEL.WEIGHTS is empty.
         trainkit.checkpoint.CheckpointError: the file is missing, broken, or of another model.
     """
 
-    def __init__(self, cfg: CfgNode) -> None:
+    def __init__(self, cfg: CfgNode, build: Callable[[CfgNode], nn.Module] = build_model) -> None:
         check_is_ours(cfg)
         import_modules(cfg.IMPORTS)
         if not cfg.MODEL.WEIGHTS:
             raise ConfigError("MODEL.WEIGHTS is empty; set it to the checkpoint whose model should predict")
         self.cfg = cfg.clone()
-        self.model = build_model(self.cfg).eval()
+        self.model = build(self.cfg).eval()
         checkpointer = Checkpointer(self.model)
         averaging = [entry for entry in self.cfg.HOOKS if entry["NAME"] == "EMAHook" and entry.get("ENABLED", True)]
         if averaging and averaging[0].get("EVALUATE", "ema") != "raw":

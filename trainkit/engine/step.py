@@ -142,8 +142,8 @@ class SimpleTrainer(TrainerBase):
             self.after_backward()
             self.metrics.add(self.record(losses, data_time), is_last=self.iter + 1 == self.max_iter)
             self.update()  # after the record: values that are not finite must not reach the weights
-        except RuntimeError as error:
-            self.feed.explain(error)
+        except (RuntimeError, TypeError, AttributeError) as error:
+            self.feed.explain(error, None if self._losses else self._batch)
             raise
 
     def end_update(self) -> None:

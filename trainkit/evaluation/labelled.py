@@ -143,13 +143,15 @@ def scores_of(outputs: Any, dims: str) -> Tensor:
 
 
 def labels_of(inputs: Any, key: str, device: torch.device) -> Tensor:
-    """The labels of a batch: a mapping with the labels under ``key``, or a list of such samples.
+    """The labels of a batch: under ``key`` of a mapping or of a list of mappings, else the last of several tensors.
 
     Raises:
         KeyError: there are no labels.
         TypeError: the batch has another form.
     """
     samples = inputs if isinstance(inputs, list | tuple) else [inputs]
+    if len(samples) > 1 and all(isinstance(entry, Tensor) for entry in samples):
+        return samples[-1].to(device)
     for sample in samples:
         if not isinstance(sample, Mapping):
             raise TypeError(

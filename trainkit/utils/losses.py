@@ -64,7 +64,8 @@ def parse_losses(returned: object) -> Losses:
         if value.ndim > 0:
             if value.numel() != 1:
                 raise ValueError(
-                    f"the model's loss {name!r} must be a scalar, got shape {list(value.shape)}; reduce it first"
+                    f"the model's loss {name!r} must be a scalar, got shape {list(value.shape)}; reduce it first "
+                    "(trainkit.modeling.losses_from takes models that return logits)"
                 )
             values[name] = value.reshape(())  # only if needed: it adds a step to the backward pass
         if value.requires_grad:

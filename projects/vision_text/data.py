@@ -1,0 +1,90 @@
+"""Pictures and texts that are drawn when they are asked for: nothing is read from a disk or from the net."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from trainkit.config import CfgNode
+from trainkit.data import TRANSFORM_REGISTRY, DatasetCatalog, MetadataCatalog
+
+SIZE = 32  # of a picture, in pixels
+LENGTH = 24  # of a text, in tokens
+VOCABULARY = 40
+CLASS_NAMES = ("disc", "square", "stripes")
+_PERIODS = (2, 3, 5)  # a text repeats itself; its class is the index of its period
+
+
+class Shapes(Dataset[dict[str, Any]]):
+    """Noisy pictures of a disc, a square or stripes in a random color, at a random place.
+
+    A sample is a dict with ``image``, uint8 ``[32, 32, 3]`` as from a file, and ``label``, 0 to 2.
+    """
+
+    def __init__(self, num_samples: int, seed: int) -> None:
+        self._num_samples, self._seed = num_samples, seed
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        rng, label = _generator(self._seed, index, len(self)), index % len(CLASS_NAMES)
+        (x, y), radius = rng.integers(10, SIZE - 10, 2), rng.integers(5, 10)
+        rows, columns = np.mgrid[:SIZE, :SIZE]
+        shape = (
+            (rows - y) ** 2 + (columns - x) ** 2 < radius**2,
+            np.maximum(abs(rows - y), abs(columns - x)) < radius,
+            (rows + x) % radius < radius // 2,
+        )[label]
+        picture = rng.normal(80, 20, (SIZE, SIZE, 3)) + shape[:, :, None] * rng.uniform(60, 140, 3)
+        return {"image": picture.clip(0, 255).astype(np.uint8), "label": label}
+
+
+class Texts(Dataset[dict[str, Any]]):
+    """Token sequences that repeat a random piece of 2, 3 or 5 tokens.
+
+    A sample is a dict with ``input_ids``, int64 ``[24]``, ``attention_mask`` ``[24]`` and ``label``, the index of its
+    period. With ``for_language_model`` it has ``labels`` ``[24]`` instead, which are the ``input_ids``: a causal language
+    model of Hugging Face shifts them itself.
+    """
+
+    def __init__(self, num_samples: int, seed: int, *, for_language_model: bool = False) -> None:
+        self._num_samples, self._seed, self._for_language_model = num_samples, seed, for_language_model
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        rng, label = _generator(self._seed, index, len(self)), index % len(_PERIODS)
+        piece = rng.choice(VOCABULARY, _PERIODS[label], replace=False)
+        tokens = torch.from_numpy(np.resize(piece, LENGTH).astype(np.int64))
+        sample = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        return sample | ({"labels": tokens} if self._for_language_model else {"label": label})
+
+
+def _generator(seed: int, index: int, num_samples: int) -> np.random.Generator:
+    if not 0 <= index < num_samples:
+        raise IndexError(f"there are {num_samples} samples, got index {index}")
+    return np.random.default_rng([seed, index])
+
+
+@TRANSFORM_REGISTRY.register()
+class ToImage:
+    """A picture, uint8 ``[H, W, 3]``, as float32 ``[3, H, W]`` around 0; the rest of the sample stays."""
+
+    def __init__(self, cfg: CfgNode | None = None) -> None:
+        pass
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        image: Tensor = torch.from_numpy(np.array(sample["image"])).permute(2, 0, 1) / 127.5 - 1
+        return sample | {"image": image}
+
+
+for _name, _seed, _num_samples in (("train", 0, 600), ("test", 1, 120)):
+    DatasetCatalog.register(f"shapes_{_name}", lambda n=_num_samples, s=_seed: Shapes(n, s))
+    DatasetCatalog.register(f"texts_{_name}", lambda n=_num_samples, s=_seed: Texts(n, s))
+    DatasetCatalog.register(f"lm_texts_{_name}", lambda n=_num_samples, s=_seed: Texts(n, s, for_language_model=True))
+    MetadataCatalog.get(f"shapes_{_name}").set(class_names=list(CLASS_NAMES))
+    MetadataCatalog.get(f"texts_{_name}").set(class_names=[f"every {period}" for period in _PERIODS])
