@@ -30,6 +30,7 @@ setup(
         "tensorboard": TENSORBOARD,
         "lazy": LAZY,
         "plot": ["matplotlib"],
+        "models": ["torchvision", "timm", "transformers", "torchmetrics"],
         "docs": ["sphinx>=8", "myst-parser", "furo"],
         "wandb": ["wandb>=0.31", "pillow"],  # the latter: wandb takes it for images
         "safetensors": ["safetensors"],

@@ -5,10 +5,12 @@
 
     python tools/analyze_model.py --config-file projects/digits/config.yaml
     python tools/analyze_model.py --config-file cfg.yaml --depth 2 --input-shape image=3,224,224 MODEL.WIDTH 32
+    python tools/analyze_model.py --config-file output/mine/config.yaml --script train.py
 
 The tool counts them in eval mode for one sample: the first one of the test data, or zeros of --input-shape. FLOPs are
 the multiply-adds of convolutions, matrix products and attention; activations are their output values. Averaged weights
-are not part of the model and are not counted. The tool writes no files.
+are not part of the model and are not counted. The tool writes no files. --script names the file of a job in which a
+subclass of DefaultTrainer builds the model or the test loader.
 """
 
 import argparse
@@ -23,11 +25,10 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from user_job import SCRIPT_HELP, find_trainer
 
-from trainkit.config import CfgNode, ConfigError, get_cfg, import_modules
-from trainkit.data import build_test_loader
-from trainkit.engine import user_errors_exit
-from trainkit.modeling import build_model
+from trainkit.config import CfgNode, ConfigError, get_cfg
+from trainkit.engine import DefaultTrainer, user_errors_exit
 from trainkit.utils.device import device_of, move_to_device
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,8 +38,8 @@ DEPTH = 3
 # ---------------------------------------------------------------------------- one sample
 
 
-def sample_batch(cfg: CfgNode) -> Any:
-    """A batch with the first sample of DATASETS.TEST, or else of DATASETS.VAL.
+def sample_batch(cfg: CfgNode, trainer: type[DefaultTrainer] = DefaultTrainer) -> Any:
+    """A batch with the first sample of DATASETS.TEST, or else of DATASETS.VAL, from the test loader of ``trainer``.
 
     Raises:
         ConfigError: the config names no dataset, or one that does not exist.
@@ -49,7 +50,7 @@ def sample_batch(cfg: CfgNode) -> Any:
     cfg = cfg.clone()
     cfg.defrost()
     cfg.TEST.IMS_PER_BATCH, cfg.DATALOADER.NUM_WORKERS = 1, 0
-    return next(iter(build_test_loader(cfg, names[0])))
+    return next(iter(trainer.build_test_loader(cfg, names[0])))
 
 
 def batch_of_shapes(cfg: CfgNode, shapes: Iterable[tuple[str, list[int]]]) -> Any:
@@ -228,9 +229,9 @@ def main(args: argparse.Namespace) -> None:
         if cfg.MODEL.DEVICE.startswith("cuda") and not torch.cuda.is_available():
             cfg.MODEL.DEVICE = "cpu"  # the counts are the same
         cfg.freeze()
-        import_modules(cfg.IMPORTS)
-        batch = batch_of_shapes(cfg, args.input_shape) if args.input_shape else sample_batch(cfg)
-        print(report(build_model(cfg), batch, args.depth))
+        trainer = find_trainer(cfg, args.script)
+        batch = batch_of_shapes(cfg, args.input_shape) if args.input_shape else sample_batch(cfg, trainer)
+        print(report(trainer.build_model(cfg), batch, args.depth))
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -242,6 +243,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("--config-file", required=True, metavar="FILE", help="a config; also the config.yaml of a run")
+    parser.add_argument("--script", default="", metavar="FILE", help=SCRIPT_HELP)
     parser.add_argument("--depth", type=_depth, default=DEPTH, metavar="N", help=f"levels of modules shown ({DEPTH})")
     parser.add_argument(
         "--input-shape",

@@ -6,15 +6,17 @@
     python tools/predict.py output/digits --dataset digits_test --num 5
     python tools/predict.py output/digits --input scans.npy --output predictions.pt
     python tools/predict.py --config-file projects/digits/config.yaml --weights model.pth --input samples.jsonl
+    python tools/predict.py output/mine --script train.py --input *.jpg
 
 RUN is the folder of a run. Its config.yaml describes the model. The weights are those of its best checkpoint, or else
-of its last one.
+of its last one. --script names the file of a job in which a subclass of DefaultTrainer builds the model.
 
 Input, one sample after the other, in the form of the test dataset before its transform:
 
   .npy           an array [N, ...] of N samples
   .npz           arrays [N, ...], by the names that their values have in a sample
   .pt, .pth      a tensor [N, ...], a dict of such tensors, or a list of samples
+  .png, .jpg     one sample: its pixels, uint8 [H, W, 3], or [H, W] of a gray image
   .jsonl         a sample per line: {"image": [[0, 13], [7, 2]]}; lists of numbers become arrays, int64 or float32
 
 Output is one JSON object per sample, on the standard output or in a .jsonl file. If a prediction has one score for each
@@ -37,10 +39,12 @@ from typing import Any, TextIO
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
+from user_job import SCRIPT_HELP, find_trainer
 
 from trainkit.checkpoint.folder import choose
-from trainkit.config import CfgNode, ConfigError, get_cfg, import_modules
+from trainkit.config import CfgNode, ConfigError, get_cfg
 from trainkit.data import DatasetCatalog, MetadataCatalog
 from trainkit.engine import DefaultPredictor, user_errors_exit
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
@@ -114,8 +118,9 @@ def samples_of_file(path: str, key: str) -> Iterator[Any]:
         ".pt": lambda path: torch.load(path, map_location="cpu", weights_only=True),
         ".pth": lambda path: torch.load(path, map_location="cpu", weights_only=True),
         ".jsonl": _read_json_lines,
+        **dict.fromkeys((".png", ".jpg", ".jpeg"), _read_image),
     }
-    suffix = Path(path).suffix
+    suffix = Path(path).suffix.lower()
     if suffix not in readers:
         raise ConfigError(f"--input {path!r} has the suffix {suffix!r}; accepted: {', '.join(readers)}")
     is_empty = True
@@ -135,6 +140,12 @@ def samples_of_file(path: str, key: str) -> Iterator[Any]:
 def _read_npz(path: str) -> dict[str, Any]:
     with np.load(path) as arrays:
         return dict(arrays)
+
+
+def _read_image(path: str) -> np.ndarray:
+    """One sample, ``[1, H, W]`` or ``[1, H, W, 3]``."""
+    with Image.open(path) as image:
+        return np.asarray(image if image.mode in ("L", "RGB") else image.convert("RGB"))[None]
 
 
 def _read_json_lines(path: str) -> Iterator[Any]:
@@ -324,14 +335,14 @@ def main(args: argparse.Namespace) -> None:
         if args.output is not None:
             check_writable(args.output)
         cfg = build_cfg(args)
-        import_modules(cfg.IMPORTS)
+        trainer = find_trainer(cfg, args.script)
         if args.dataset:
             samples, origin = samples_of_dataset(args.dataset), ""
         else:
             samples = itertools.chain.from_iterable(samples_of_file(path, args.key) for path in args.input)
             origin = f"--input {' '.join(args.input)}"
         class_names = _class_names([args.dataset] if args.dataset else [*cfg.DATASETS.TEST, *cfg.DATASETS.VAL])
-        predicted = predict(DefaultPredictor(cfg), itertools.islice(samples, args.num), origin)
+        predicted = predict(DefaultPredictor(cfg, trainer.build_model), itertools.islice(samples, args.num), origin)
         if args.output is None:
             number = write_lines(sys.stdout, predicted, class_names, args.top_k)
         elif args.output.endswith(".jsonl"):
@@ -362,6 +373,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--weights", default="", metavar="FILE", help="use this checkpoint instead of the best one of the run"
     )
+    parser.add_argument("--script", default="", metavar="FILE", help=SCRIPT_HELP)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--dataset", metavar="NAME", help="a dataset that the modules of IMPORTS register")
     source.add_argument("--input", nargs="+", metavar="FILE", help="files with samples, see above")

@@ -1,5 +1,6 @@
 """Pictures and texts that are drawn when they are asked for: nothing is read from a disk or from the net."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,9 @@ from trainkit.data import TRANSFORM_REGISTRY, DatasetCatalog, MetadataCatalog
 
 SIZE = 32  # of a picture, in pixels
 LENGTH = 24  # of a text, in tokens
-VOCABULARY = 40
+VOCABULARY = 42
 CLASS_NAMES = ("disc", "square", "stripes")
-_PERIODS = (2, 3, 5)  # a text repeats itself; its class is the index of its period
+TEXT_CLASS_NAMES = ("low", "middle", "high")
 
 
 class Shapes(Dataset[dict[str, Any]]):
@@ -43,10 +44,10 @@ class Shapes(Dataset[dict[str, Any]]):
 
 
 class Texts(Dataset[dict[str, Any]]):
-    """Token sequences that repeat a random piece of 2, 3 or 5 tokens.
+    """Token sequences that repeat a piece of 2 to 5 tokens, all of them from the same third of the vocabulary.
 
-    A sample is a dict with ``input_ids``, int64 ``[24]``, ``attention_mask`` ``[24]`` and ``label``, the index of its
-    period. With ``for_language_model`` it has ``labels`` ``[24]`` instead, which are the ``input_ids``: a causal language
+    A sample is a dict with ``input_ids``, int64 ``[24]``, ``attention_mask`` ``[24]`` and ``label``, which third that
+    is. With ``for_language_model`` it has ``labels`` ``[24]`` instead, which are the ``input_ids``: a causal language
     model of Hugging Face shifts them itself.
     """
 
@@ -57,8 +58,9 @@ class Texts(Dataset[dict[str, Any]]):
         return self._num_samples
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        rng, label = _generator(self._seed, index, len(self)), index % len(_PERIODS)
-        piece = rng.choice(VOCABULARY, _PERIODS[label], replace=False)
+        rng, label = _generator(self._seed, index, len(self)), index % len(TEXT_CLASS_NAMES)
+        third = VOCABULARY // len(TEXT_CLASS_NAMES)
+        piece = label * third + rng.choice(third, rng.integers(2, 6), replace=False)
         tokens = torch.from_numpy(np.resize(piece, LENGTH).astype(np.int64))
         sample = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         return sample | ({"labels": tokens} if self._for_language_model else {"label": label})
@@ -82,9 +84,9 @@ class ToImage:
         return sample | {"image": image}
 
 
-for _name, _seed, _num_samples in (("train", 0, 600), ("test", 1, 120)):
-    DatasetCatalog.register(f"shapes_{_name}", lambda n=_num_samples, s=_seed: Shapes(n, s))
-    DatasetCatalog.register(f"texts_{_name}", lambda n=_num_samples, s=_seed: Texts(n, s))
-    DatasetCatalog.register(f"lm_texts_{_name}", lambda n=_num_samples, s=_seed: Texts(n, s, for_language_model=True))
+for _name, _seed, _num_samples in (("train", 0, 4800), ("test", 1, 120)):
+    DatasetCatalog.register(f"shapes_{_name}", partial(Shapes, _num_samples, _seed))
+    DatasetCatalog.register(f"texts_{_name}", partial(Texts, _num_samples, _seed))
+    DatasetCatalog.register(f"lm_texts_{_name}", partial(Texts, _num_samples, _seed, for_language_model=True))
     MetadataCatalog.get(f"shapes_{_name}").set(class_names=list(CLASS_NAMES))
-    MetadataCatalog.get(f"texts_{_name}").set(class_names=[f"every {period}" for period in _PERIODS])
+    MetadataCatalog.get(f"texts_{_name}").set(class_names=list(TEXT_CLASS_NAMES))

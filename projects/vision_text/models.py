@@ -13,6 +13,8 @@ from trainkit.config import CfgNode
 from trainkit.modeling import MODEL_REGISTRY, losses_from
 from trainkit.solver import LAYER_DEPTH_REGISTRY
 
+_SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}  # of a layer of Hugging Face
+
 
 @MODEL_REGISTRY.register()
 def Resnet18(cfg: CfgNode) -> nn.Module:
@@ -36,7 +38,12 @@ def BertClassifier(cfg: CfgNode) -> nn.Module:
     """An encoder of Hugging Face with MODEL.DEPTH layers. A batch has ``input_ids``, ``attention_mask``, ``label``."""
     from transformers import BertConfig, BertForSequenceClassification
 
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": cfg.MODEL.DEPTH}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_hidden_layers": cfg.MODEL.DEPTH,
+    }
     texts = {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, "num_labels": len(CLASS_NAMES)}
     return losses_from(BertForSequenceClassification(BertConfig(**sizes, **texts)), F.cross_entropy)
 
@@ -46,7 +53,12 @@ def LlamaLM(cfg: CfgNode) -> nn.Module:
     """A causal language model of Hugging Face with MODEL.DEPTH layers, and with its own loss of ``labels``."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": cfg.MODEL.DEPTH}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_hidden_layers": cfg.MODEL.DEPTH,
+    }
     return losses_from(LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, use_cache=False, **sizes)))
 
 

@@ -50,6 +50,7 @@ RUN_BY = {
         "tests/projects/test_selfsup.py::test_the_comparison_prints_one_row_per_method_with_the_value_of_each_seed"
     ),
     "projects.charlm.sample": "tests/docs/test_commands.py::test_a_language_model_is_trained_and_writes_on",
+    "projects.vision_text.subclasses": "tests/projects/test_vision_text.py::test_a_subclass_trains_it_too",
     TRAIN: "tests/docs/test_commands.py::test_what_trains_runs",
     LAZY: "tests/docs/test_commands.py::test_what_trains_runs",
 }
@@ -216,7 +217,7 @@ ALONE = [words for words in IN_BLOCKS if {TRAIN, LAZY} & {*words[1:2]} and "--nu
 
 
 @pytest.mark.slow
-@each([words for words in ALONE if "charlm" not in IN_BLOCKS[words]])
+@each([words for words in ALONE if "charlm" not in IN_BLOCKS[words] and "vision_text" not in " ".join(words)])
 def test_what_trains_runs(here, capsys, words):
     train(words)
     assert re.search("The run has finished|The trial run was trained|Evaluation results", capsys.readouterr().out)

@@ -1,15 +1,20 @@
 """What is predicted from which weights, for samples from where, and what is told of it."""
 
 import json
+import re
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from tests.engine.job import tiny_cfg
-from tools import predict
+from tools import analyze_model, predict
 from trainkit.checkpoint import Checkpointer
+from trainkit.config import ConfigError
 from trainkit.data import DatasetCatalog, MetadataCatalog
 from trainkit.engine import DefaultPredictor
 from trainkit.modeling import MODEL_REGISTRY, build_model
@@ -365,7 +370,7 @@ def test_mistakes_in_files_of_samples_are_one_line(run, call, tmp_path):
     torch.save("text", tmp_path / "text.pt")
     expected = {
         "absent.npy": "absent.npy' cannot be read: No such file or directory",
-        "image.png": "has the suffix '.png'; accepted: .npy, .npz, .pt, .pth, .jsonl",
+        "image.bmp": "has the suffix '.bmp'; accepted: .npy, .npz, .pt, .pth, .jsonl, .png, .jpg, .jpeg",
         "lengths.npz": "holds arrays of different lengths: {'x': 2, 'y': 3}; the first axis counts the samples",
         "number.npz": "holds 'y', which is not an array [N, ...]",
         "number.npy": "holds a single number; samples are an array [N, ...]",
@@ -408,3 +413,113 @@ def test_a_model_that_fails_for_a_dataset_keeps_its_traceback(answers):
     folder = answers(lambda x: x.nothing)
     with pytest.raises(AttributeError, match="nothing"):
         predict.main(predict.parse_args([str(folder), "--dataset", "tiny_test"]))
+
+
+# ---------------------------------------------------------------------- pictures, and jobs in a file of one's own
+
+
+def image_file(path, array):
+    Image.fromarray(array).save(path)
+    return path
+
+
+def test_a_picture_is_a_sample_of_its_pixels(tmp_path):
+    color = np.arange(60, dtype=np.uint8).reshape(4, 5, 3)
+    gray = color[:, :, 0]
+    files = {name: image_file(tmp_path / name, array) for name, array in (("c.png", color), ("g.PNG", gray))}
+    (sample,), (gray_sample,) = (predict.samples_of_file(str(path), "image") for path in files.values())
+    assert np.array_equal(sample["image"], color)
+    assert np.array_equal(gray_sample["image"], gray)
+    Image.fromarray(color).convert("RGBA").save(tmp_path / "a.png")
+    ((transparent),) = predict.samples_of_file(str(tmp_path / "a.png"), "")
+    assert np.array_equal(transparent, color)
+    for name in ("c.jpg", "c.jpeg"):
+        (sample,) = predict.samples_of_file(str(image_file(tmp_path / name, color)), "image")
+        assert (sample["image"].shape, sample["image"].dtype) == ((4, 5, 3), np.uint8)
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG")
+    with pytest.raises(ConfigError, match="broken.png' cannot be read: .*cannot identify image file"):
+        list(predict.samples_of_file(str(tmp_path / "broken.png"), "image"))
+
+
+SCRIPT = """
+import torch
+from torch import nn
+from trainkit.engine import DefaultTrainer
+
+
+class Base(DefaultTrainer):
+    pass
+
+
+class Trainer(Base):
+    @classmethod
+    def build_model(cls, cfg):
+        model = nn.Linear(4, 2)
+        model.forward = lambda batch: nn.functional.linear(batch["x"], model.weight, model.bias)
+        return model
+
+    @classmethod
+    def build_test_loader(cls, cfg, dataset_name):
+        return [{"x": torch.ones(1, 4)}]
+
+
+if __name__ == "__main__":
+    raise AssertionError("it trains")
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """A run of a job whose model no registry knows: the folder, and its file."""
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "own_job.py").write_text(SCRIPT)
+    cfg = tiny_cfg("elsewhere", "MODEL.NAME", "", "IMPORTS", [], "DATASETS.TEST", ("mine",))
+    (tmp_path / "config.yaml").write_text(cfg.dump())
+    torch.manual_seed(0)
+    Checkpointer(nn.Linear(4, 2), tmp_path).save("model_final")
+    yield str(tmp_path / "own_job.py")
+    sys.modules.pop("own_job", None)
+
+
+def test_the_model_of_a_script_predicts(script, tmp_path, call):
+    torch.manual_seed(0)
+    expected = nn.functional.softmax(nn.Linear(4, 2)(torch.ones(4)), dim=0)
+    (tmp_path / "x.jsonl").write_text('{"x": [1.0, 1.0, 1.0, 1.0]}\n')
+    command = [tmp_path, "--input", tmp_path / "x.jsonl", "--top-k", 2]
+    options = ["--opts", "INPUT.TEST_TRANSFORM", ""]
+    rows, err, code = call(*command, "--script", script, *options)
+    assert code == 0, err
+    assert {entry["index"]: entry["prob"] for entry in rows[0]["prediction"]} == {
+        index: round(prob, 6) for index, prob in enumerate(expected.tolist())
+    }
+    assert call(*command, "--script", f"{script}:Trainer", *options)[0] == rows
+
+    sys.path.insert(0, str(tmp_path))  # by IMPORTS
+    assert call(*command, *options, "IMPORTS", "[own_job]")[0] == rows
+
+    *_, err, code = call(*command, *options)
+    assert code == 2
+    assert "MODEL.NAME is empty; if a subclass of DefaultTrainer builds the model, name its file: --script" in err
+
+
+def test_the_model_and_the_loader_of_a_script_are_analyzed(script, tmp_path, capsys):
+    command = ["--config-file", str(tmp_path / "config.yaml"), "--script", script]
+    analyze_model.main(analyze_model.parse_args(command))
+    assert "For the input {'x': [1, 4]}, in eval mode." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "message"),
+    [
+        ("x = 1", "", "must define a subclass of DefaultTrainer, got no such class; name the file that defines it"),
+        (SCRIPT, ":Model", "must define a subclass of DefaultTrainer, got no Model; name the file that defines it"),
+        (SCRIPT + "\nclass B(Base): pass\n", "", r"got several \(B, Trainer\); name one, such as .*own_job.py:B"),
+        (None, "", "is no file of Python; name the file that trains"),
+    ],
+)
+def test_a_script_without_one_trainer_is_an_error(script, tmp_path, call, content, name, message):
+    path = Path(script)
+    path.unlink() if content is None else path.write_text(content)
+    *_, err, code = call(tmp_path, "--input", "x.npy", "--script", script + name)
+    assert code == 2
+    assert re.search(message, err), err

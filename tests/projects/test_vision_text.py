@@ -1,0 +1,249 @@
+"""Models of torchvision, timm and Hugging Face by a config and by a subclass, and the page that says how."""
+
+import ast
+import inspect
+import json
+import re
+import sys
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from projects.vision_text import Shapes, Texts, ToImage, models, subclasses
+from tests.docs.pages import ROOT, blocks, run
+from tests.projects.torchvision_here import need
+from tools import analyze_model, predict, train_net
+from trainkit.config import get_cfg
+from trainkit.data import DatasetCatalog
+from trainkit.engine import SimpleTrainer, default_argument_parser
+from trainkit.modeling import build_model
+from trainkit.solver import LAYER_DEPTH_REGISTRY, build_optimizer
+from trainkit.utils.logger import close_logger
+
+PAGE = "docs/bring_your_model.md"
+REGISTERED, SCRIPT, LAYERS, METRIC = blocks(PAGE, "python")
+BY_CONFIG, VIT_LAYERS, RESNET_LAYERS = blocks(PAGE, "yaml")
+FOLDER = ROOT / "projects/vision_text"
+NEEDS = {
+    "resnet18": ("torchvision",),
+    "vit": ("torchvision", "timm"),
+    "encoder": ("transformers",),
+    "lm": ("transformers",),
+}
+SHORT = ["SOLVER.MAX_ITER", "3", "SOLVER.WARMUP_ITERS", "1", "TEST.MAX_BATCHES", "1", "MODEL.DEVICE", "cpu"]
+JOBS = pytest.mark.parametrize("job", NEEDS)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    yield
+    close_logger()
+
+
+def config(job, *options):
+    cfg = get_cfg()
+    cfg.merge_from_file(FOLDER / f"{job}.yaml")
+    cfg.merge_from_list([*SHORT, *options])
+    return cfg
+
+
+def model_of(job):
+    need(*NEEDS[job])
+    torch.manual_seed(0)
+    return build_model(config(job))
+
+
+# ---------------------------------------------------------------------- data
+
+
+def test_samples_are_a_function_of_seed_and_index():
+    first, again, other = Shapes(9, 0), Shapes(9, 0), Shapes(9, 1)
+    assert (first[4]["image"] == again[4]["image"]).all()
+    assert (first[4]["image"] != other[4]["image"]).any()
+    image = ToImage()(first[4])["image"]
+    assert (image.shape, image.dtype, first[4]["label"]) == ((3, 32, 32), torch.float32, 1)
+    with pytest.raises(IndexError, match="there are 9 samples, got index 9"):
+        first[9]
+
+
+def test_a_text_repeats_tokens_of_one_third_of_the_vocabulary():
+    for text in (Texts(30, 0)[i] for i in range(30)):
+        assert {token // 14 for token in text["input_ids"].tolist()} == {text["label"]}
+        assert len(set(text["input_ids"].tolist())) <= 5
+
+
+# ---------------------------------------------------------------------- training
+
+
+@pytest.mark.slow
+@JOBS
+def test_a_config_trains_it(job, capsys):
+    need(*NEEDS[job])
+    args = default_argument_parser().parse_args(["--config-file", str(FOLDER / f"{job}.yaml"), *SHORT])
+    results = train_net.main(args)
+    assert "The run has finished after 3 of 3 iterations" in capsys.readouterr().out
+    assert set(results) == ({"loss"} if job == "lm" else {"classification", "loss"})
+
+
+@pytest.mark.slow
+@JOBS
+def test_a_subclass_trains_it_too(job, capsys):
+    need(*NEEDS[job])
+    results = subclasses.main(subclasses.parse_args(["--job", job, *SHORT]))
+    assert set(results) == (set() if job == "lm" else {"classification", "loss"})
+    assert "The run has finished after 3 of 3 iterations" in capsys.readouterr().out
+
+
+def test_a_subclass_has_at_most_15_lines():
+    for node in ast.parse(inspect.getsource(subclasses)).body:
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Trainer"):
+            lines = ast.unparse([part for part in node.body if not isinstance(part, ast.Expr)]).splitlines()
+            assert len([line for line in lines if line]) + 1 <= 15, node.name
+
+
+# ---------------------------------------------------------------------- models
+
+
+def original(job):
+    """The model as its library makes it, with the same weights, and a batch."""
+    model = model_of(job)
+    plain = model_of(job)
+    plain.__class__ = type(plain).__mro__[1]
+    dataset = DatasetCatalog.get(config(job).DATASETS.TRAIN[0])
+    samples = [dataset[i] if "image" not in dataset[i] else ToImage()(dataset[i]) for i in range(4)]
+    return model, plain, torch.utils.data.default_collate(samples)
+
+
+@pytest.mark.slow
+@JOBS
+def test_it_gives_the_loss_and_the_logits_of_the_library_and_keeps_all_names(job):
+    model, plain, batch = original(job)
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    inputs = {name: value for name, value in batch.items() if not name.startswith("label")}
+    for mode in (True, False):
+        model.train(mode), plain.train(mode)
+        torch.manual_seed(1)
+        found = model(batch)
+        torch.manual_seed(1)
+        if job == "lm":
+            returned = plain(**batch)
+            expected = returned.loss if mode else returned.logits
+        else:
+            returned = plain(inputs["image"]) if "image" in inputs else plain(**inputs).logits
+            expected = F.cross_entropy(returned, batch["label"]) if mode else returned
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.slow
+def test_a_language_model_still_generates():
+    model, plain, batch = original("lm")
+    prompt = batch["input_ids"][:1, :8]
+    options = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(prompt), "use_cache": True}
+    generated = [m.eval().generate(prompt, pad_token_id=0, **options) for m in (model, plain)]
+    assert torch.equal(*generated)
+    assert "attention_mask" in inspect.signature(model.forward).parameters
+
+
+@pytest.mark.slow
+@JOBS
+@pytest.mark.parametrize("kind", ["tuple", "mapping"])
+def test_without_losses_from_the_error_names_it(job, kind):
+    _, plain, batch = original(job)
+    batch = tuple(batch.values()) if kind == "tuple" else batch
+    trainer = SimpleTrainer(plain, [batch], torch.optim.SGD(plain.parameters(), 0.1))
+    with pytest.raises(TypeError, match=rf"the batch, a {type(batch).__name__}; .*losses_from\(model, loss_fn\)"):
+        trainer.train(0, 1)
+
+
+@pytest.mark.slow
+@JOBS
+def test_the_learning_rate_falls_from_the_last_layer_to_the_first(job):
+    model = model_of(job)
+    cfg = config(job)
+    optimizer = build_optimizer(cfg, model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    rates = {names[id(p)]: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    first = {"resnet18": "conv1.weight", "vit": "patch_embed.proj.weight", "lm": "model.embed_tokens.weight"}
+    first["encoder"] = "bert.embeddings.word_embeddings.weight"
+    last = {"resnet18": "fc.weight", "vit": "head.weight", "encoder": "classifier.weight", "lm": "lm_head.weight"}
+    layers = 5 if job == "resnet18" else 3
+    assert rates[last[job]] == pytest.approx(0.002)
+    assert rates[first[job]] == pytest.approx(0.002 * 0.8**layers)
+    assert len({round(rate, 9) for rate in rates.values()}) == layers + 1
+
+
+# ---------------------------------------------------------------------- the page
+
+
+@pytest.mark.slow
+def test_the_config_of_the_page_trains_the_model_of_the_page(tmp_path, monkeypatch, capsys):
+    need("torchvision", "torchmetrics")
+    (tmp_path / "mymodels.py").write_text(
+        f"import projects.vision_text.data\n{REGISTERED}\n{METRIC}\n{LAYERS}".replace(
+            "def Resnet18", "def PageResnet18"
+        )
+    )
+    layers = RESNET_LAYERS.strip()
+    (tmp_path / "my.yaml").write_text(f"{BY_CONFIG.replace('Resnet18', 'PageResnet18')}{layers}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    options = ["INPUT.TRAIN_TRANSFORM", "ToImage", "INPUT.TEST_TRANSFORM", "ToImage", "OUTPUT_DIR", "out"]
+    options += [
+        "TEST.EVALUATORS",
+        "[ClassificationEvaluator, F1]",
+        "CHECKPOINT.BEST_METRIC",
+        "torchmetrics/f1",
+        "CHECKPOINT.BEST_MODE",
+        "max",
+    ]
+    options += ["TEST.EVAL_PERIOD", "2", "DATALOADER.NUM_WORKERS", "0", "TEST.IMS_PER_BATCH", "120"]
+    options += ["SOLVER.STEPS", "[]", "SOLVER.IMS_PER_BATCH", "16"]
+    results = train_net.main(default_argument_parser().parse_args(["--config-file", "my.yaml", *SHORT, *options]))
+
+    assert 0 <= results["torchmetrics"]["f1"] <= 1
+    assert (tmp_path / "out/model_best.pth").exists()
+    assert "LAYER_DECAY: {RATE: 0.8, SCHEME: vit, NUM_LAYERS: 2}" in VIT_LAYERS  # as in vit.yaml and encoder.yaml
+    names = [name for name, _ in model_of("resnet18").named_parameters()]
+    assert [*map(LAYER_DEPTH_REGISTRY.get("resnet_layers"), names)] == [*map(models.resnet_depth, names)]
+
+
+@pytest.mark.slow
+def test_torchmetrics_counts_as_by_hand():
+    need("torchmetrics")
+    cls = run(METRIC.replace("class F1", "class PageF1"), PAGE)["PageF1"]
+    cfg = get_cfg()
+    cfg.merge_from_list(["MODEL.NUM_CLASSES", 2])
+    evaluator = cls(cfg, "any")
+    scores = torch.tensor([[2.0, 1.0], [0.0, 1.0], [0.0, 1.0], [1.0, 0.0]])
+    for _ in range(2):  # a second evaluation starts again
+        evaluator.reset()
+        evaluator.process({"label": torch.tensor([0, 1])}, scores[:2])
+        evaluator.process({"label": torch.tensor([0, 0])}, scores[2:])
+        # class 0: 2 of 2 predicted are right, 2 of 3 found: 0.8; class 1: 1 of 2, 1 of 1: 2/3
+        assert evaluator.evaluate() == {"torchmetrics": {"f1": pytest.approx((0.8 + 2 / 3) / 2)}}
+
+
+@pytest.mark.slow
+def test_the_script_of_the_page_is_trained_counted_and_predicts_from_a_picture(tmp_path, monkeypatch, capsys):
+    need("torchvision")
+    from PIL import Image
+
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.setattr(sys, "argv", ["train.py", "MODEL.DEVICE", "cpu"])
+    run(SCRIPT, "train.py", __name__="__main__")
+    assert "The run has finished after 8 of 8 iterations" in capsys.readouterr().out
+
+    analyze_model.main(
+        analyze_model.parse_args(["--config-file", "output/mine/config.yaml", "--script", "train.py", "--depth", "0"])
+    )
+    assert re.search(r"^\(model\) +ResNet +11,178,051 ", capsys.readouterr().out, re.MULTILINE)
+
+    close_logger()
+    Image.fromarray(Shapes(3, 0)[1]["image"]).save(tmp_path / "photo.png")
+    options = ["--opts", "IMPORTS", "[projects.vision_text]", "INPUT.TEST_TRANSFORM", "ToImage"]
+    command = ["output/mine", "--script", "train.py:Trainer", "--input", "photo.png", "--top-k", "3", *options]
+    predict.main(predict.parse_args(command))
+    (row,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(row["prediction"]) == 3
+    del sys.modules["train"]

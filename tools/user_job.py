@@ -1,0 +1,65 @@
+"""The trainer of a job in a file of one's own, for the tools that need its model or its data."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from trainkit.config import CfgNode, ConfigError, import_modules
+from trainkit.engine import DefaultTrainer
+
+SCRIPT_HELP = (
+    "the file of the subclass of DefaultTrainer that builds the model, and of its data; FILE:NAME if it has several"
+)
+
+
+def find_trainer(cfg: CfgNode, script: str = "") -> type[DefaultTrainer]:
+    """Import the modules of IMPORTS and the script, and take the subclass of ``DefaultTrainer`` that one of them has.
+
+    Args:
+        script: a file, or ``FILE:NAME``; what stands under ``if __name__ == "__main__"`` is not run.
+
+    Returns:
+        ``DefaultTrainer`` if there is no script, and not exactly one subclass in the modules of IMPORTS.
+
+    Raises:
+        ConfigError: the script cannot be read, or has no such class, or several; nothing says what the model is.
+    """
+    import_modules(cfg.IMPORTS)
+    path, _, name = script.partition(":")
+    modules = [_load(path)] if script else [sys.modules[module] for module in cfg.IMPORTS]
+    found = {value.__name__: value for module in modules for value in vars(module).values() if _is_trainer(value)}
+    if name:
+        found = {name: found[name]} if name in found else {}
+    elif any(bases := {base for trainer in found.values() for base in trainer.__mro__[1:]}):
+        found = {name: trainer for name, trainer in found.items() if trainer not in bases}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    if script:
+        several = f"several ({', '.join(sorted(found))}); name one, such as {path}:{min(found)}" if found else ""
+        none = f"no {name or 'such class'}; name the file that defines it"
+        raise ConfigError(f"--script {script!r} must define a subclass of DefaultTrainer, got {several or none}")
+    if not cfg.MODEL.NAME:
+        raise ConfigError(
+            "MODEL.NAME is empty; if a subclass of DefaultTrainer builds the model, name its file: --script train.py"
+        )
+    return DefaultTrainer
+
+
+def _is_trainer(value: object) -> bool:
+    is_ours = getattr(value, "__module__", "").startswith("trainkit.")
+    return isinstance(value, type) and issubclass(value, DefaultTrainer) and not is_ours
+
+
+def _load(path: str) -> ModuleType:
+    file = Path(path).resolve()
+    for module in [*sys.modules.values()]:  # it may be one of IMPORTS, and what it registers has its name once
+        if getattr(module, "__file__", None) == str(file):
+            return module
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if not file.is_file() or spec is None or spec.loader is None:
+        raise ConfigError(f"--script {path!r} is no file of Python; name the file that trains")
+    module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(file.parent))
+    spec.loader.exec_module(module)
+    return module
