@@ -14,24 +14,26 @@ SCRIPT_HELP = (
 
 
 def find_trainer(cfg: CfgNode, script: str = "") -> type[DefaultTrainer]:
-    """Import the modules of IMPORTS and the script, and take the subclass of ``DefaultTrainer`` that one of them has.
+    """The subclass of ``DefaultTrainer`` in the script; ``DefaultTrainer`` itself if MODEL.NAME says what the model is.
+
+    With neither, it is the one in the modules of IMPORTS, which are imported.
 
     Args:
         script: a file, or ``FILE:NAME``; what stands under ``if __name__ == "__main__"`` is not run.
 
-    Returns:
-        ``DefaultTrainer`` if there is no script, and not exactly one subclass in the modules of IMPORTS.
-
     Raises:
-        ConfigError: the script cannot be read, or has no such class, or several; nothing says what the model is.
+        ConfigError: the script is no file, or has no such class, or several; nothing says what the model is.
     """
     import_modules(cfg.IMPORTS)
+    if cfg.MODEL.NAME and not script:
+        return DefaultTrainer
     path, _, name = script.partition(":")
     modules = [_load(path)] if script else [sys.modules[module] for module in cfg.IMPORTS]
     found = {value.__name__: value for module in modules for value in vars(module).values() if _is_trainer(value)}
     if name:
         found = {name: found[name]} if name in found else {}
-    elif any(bases := {base for trainer in found.values() for base in trainer.__mro__[1:]}):
+    else:
+        bases = {base for trainer in found.values() for base in trainer.__mro__[1:]}
         found = {name: trainer for name, trainer in found.items() if trainer not in bases}
     if len(found) == 1:
         return next(iter(found.values()))
@@ -39,11 +41,9 @@ def find_trainer(cfg: CfgNode, script: str = "") -> type[DefaultTrainer]:
         several = f"several ({', '.join(sorted(found))}); name one, such as {path}:{min(found)}" if found else ""
         none = f"no {name or 'such class'}; name the file that defines it"
         raise ConfigError(f"--script {script!r} must define a subclass of DefaultTrainer, got {several or none}")
-    if not cfg.MODEL.NAME:
-        raise ConfigError(
-            "MODEL.NAME is empty; if a subclass of DefaultTrainer builds the model, name its file: --script train.py"
-        )
-    return DefaultTrainer
+    raise ConfigError(
+        "MODEL.NAME is empty; if a subclass of DefaultTrainer builds the model, name its file: --script train.py"
+    )
 
 
 def _is_trainer(value: object) -> bool:

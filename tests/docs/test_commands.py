@@ -4,7 +4,7 @@ Each is understood by the program that it calls, with its options and keys. Thos
 a folder of their own; other tests, which are named here, run the others.
 """
 
-import importlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -50,7 +50,7 @@ RUN_BY = {
         "tests/projects/test_selfsup.py::test_the_comparison_prints_one_row_per_method_with_the_value_of_each_seed"
     ),
     "projects.charlm.sample": "tests/docs/test_commands.py::test_a_language_model_is_trained_and_writes_on",
-    "projects.vision_text.subclasses": "tests/projects/test_vision_text.py::test_a_subclass_trains_it_too",
+    "projects.vision_text.vit": "tests/projects/test_vision_text.py::test_a_subclass_trains_it_too",
     TRAIN: "tests/docs/test_commands.py::test_what_trains_runs",
     LAZY: "tests/docs/test_commands.py::test_what_trains_runs",
 }
@@ -140,7 +140,7 @@ def understand(words):
             compile(code, "page", "exec")
             return "tools/predict.py"  # which reads what it makes
         case ["python", "-m", module, *_]:
-            importlib.import_module(module)
+            assert importlib.util.find_spec(module)  # what it imports may not be installed
             return module
         case ["python", ".ci/check_messages.py"]:
             return words[1]

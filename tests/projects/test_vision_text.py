@@ -1,6 +1,7 @@
 """Models of torchvision, timm and Hugging Face by a config and by a subclass, and the page that says how."""
 
 import ast
+import importlib
 import inspect
 import json
 import re
@@ -10,11 +11,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from projects.vision_text import Shapes, Texts, ToImage, models, subclasses
+from projects.vision_text import Shapes, Texts, ToImage
+from projects.vision_text.job import start
 from tests.docs.pages import ROOT, blocks, run
 from tests.projects.torchvision_here import need
 from tools import analyze_model, predict, train_net
-from trainkit.config import get_cfg
+from trainkit.config import get_cfg, import_modules
 from trainkit.data import DatasetCatalog
 from trainkit.engine import SimpleTrainer, default_argument_parser
 from trainkit.modeling import build_model
@@ -52,7 +54,9 @@ def config(job, *options):
 def model_of(job):
     need(*NEEDS[job])
     torch.manual_seed(0)
-    return build_model(config(job))
+    cfg = config(job)
+    import_modules(cfg.IMPORTS)
+    return build_model(cfg)
 
 
 # ---------------------------------------------------------------------- data
@@ -91,16 +95,22 @@ def test_a_config_trains_it(job, capsys):
 @JOBS
 def test_a_subclass_trains_it_too(job, capsys):
     need(*NEEDS[job])
-    results = subclasses.main(subclasses.parse_args(["--job", job, *SHORT]))
+    module = importlib.import_module(f"projects.vision_text.{job}")
+    options = re.search(r"\n    start\(Trainer, (.*)\)\n$", (FOLDER / f"{job}.py").read_text())[1]
+    results = start(module.Trainer, eval(options, vars(module)), SHORT)
     assert set(results) == (set() if job == "lm" else {"classification", "loss"})
     assert "The run has finished after 3 of 3 iterations" in capsys.readouterr().out
 
 
-def test_a_subclass_has_at_most_15_lines():
-    for node in ast.parse(inspect.getsource(subclasses)).body:
-        if isinstance(node, ast.ClassDef) and node.name.endswith("Trainer"):
-            lines = ast.unparse([part for part in node.body if not isinstance(part, ast.Expr)]).splitlines()
-            assert len([line for line in lines if line]) + 1 <= 15, node.name
+@JOBS
+def test_a_subclass_has_at_most_15_lines(job):
+    (node,) = [
+        node
+        for node in ast.parse((FOLDER / f"{job}.py").read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == "Trainer"
+    ]
+    lines = ast.unparse([part for part in node.body if not isinstance(part, ast.Expr)]).splitlines()
+    assert 1 + sum(map(bool, lines)) <= 15
 
 
 # ---------------------------------------------------------------------- models
@@ -205,7 +215,9 @@ def test_the_config_of_the_page_trains_the_model_of_the_page(tmp_path, monkeypat
     assert (tmp_path / "out/model_best.pth").exists()
     assert "LAYER_DECAY: {RATE: 0.8, SCHEME: vit, NUM_LAYERS: 2}" in VIT_LAYERS  # as in vit.yaml and encoder.yaml
     names = [name for name, _ in model_of("resnet18").named_parameters()]
-    assert [*map(LAYER_DEPTH_REGISTRY.get("resnet_layers"), names)] == [*map(models.resnet_depth, names)]
+    assert [*map(LAYER_DEPTH_REGISTRY.get("resnet_layers"), names)] == [
+        *map(LAYER_DEPTH_REGISTRY.get("resnet_depth"), names)
+    ]
 
 
 @pytest.mark.slow
