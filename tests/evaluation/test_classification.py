@@ -153,3 +153,8 @@ def test_it_evaluates_a_model_over_a_loader():
     loader = torch.utils.data.DataLoader([{"row": i, "label": int(LABELS[i])} for i in range(5)], batch_size=2)
     results = inference_on_dataset(lambda batch: SCORES[batch["row"]], loader, ClassificationEvaluator())
     assert results["classification"]["top1"] == 40.0
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_the_last_tensor_of_a_tuple_or_list_of_tensors_is_the_labels(kind):
+    assert evaluate((kind([SCORES, LABELS]), SCORES)) == evaluate(({"label": LABELS}, SCORES))
