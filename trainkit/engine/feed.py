@@ -119,12 +119,7 @@ class Feed:
         return resume_obstacle(self._loader)
 
     def explain(self, error: Exception, batch: Any) -> None:
-        """Say more about ``error``, if more is known.
-
-        Raises:
-            RuntimeError: ``error`` says that a loader worker has ended; this names the worker.
-            TypeError: the model was called with ``batch``, and ``error`` says that it has the wrong type.
-        """
+        """Raise a clearer error if a loader worker has ended, or if the model does not take a batch of this type."""
         if isinstance(error, RuntimeError) and isinstance(self._loader, ResumableLoader):
             self._loader.explain(error)
         batch = batch[0] if self.accumulation_steps > 1 and batch else batch
