@@ -434,6 +434,7 @@ def test_the_key_encoder_is_not_optimized():
 # ---------------------------------------------------------------------- runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_a_run_that_is_killed_and_resumed_ends_as_one_that_was_left_alone(tmp_path, name):
     run(name, tmp_path / "whole")

@@ -84,6 +84,7 @@ LARS = [*BARE, *of_optimizer("LARS", ETA=0.02)]
 OPTIMIZERS = [
     Setting("base learning rate", ["SOLVER.BASE_LR", 0.05], metric_is("lr", {0: 0.05, 11: 0.05}), QUICK),
     Setting("momentum", ["SOLVER.MOMENTUM", 0.5], every_group(momentum=0.5), QUICK),
+    Setting("logical ranks", ["SOLVER.LOGICAL_RANKS", 4], logs("4 logical ranks"), QUICK),
     Setting("no Nesterov momentum", ["SOLVER.NESTEROV", False], every_group(nesterov=False), QUICK),
     Setting(
         "rate and decay of the optimizer itself",

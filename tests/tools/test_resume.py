@@ -61,7 +61,8 @@ def killed(start, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("num_workers", [(0, 0), pytest.param((2, 1), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [(0, 0), (2, 1)])
 def test_a_run_that_is_resumed_twice_inside_one_epoch_ends_as_the_whole_one(
     start, whole, killed, tmp_path, num_workers
 ):

@@ -61,6 +61,7 @@ def test_ctrl_c_at_the_launcher_stops_all_ranks_with_a_checkpoint(tmp_path):
         assert f"Stopped after {stopped_at + 1} of 100000 iterations: SIGTERM" in (tmp_path / log).read_text()
 
 
+@pytest.mark.slow
 def test_sigterm_to_torchrun_leaves_a_checkpoint(tmp_path):
     found, _ = train(tmp_path, *ENDLESS, script=TORCHRUN, signum="SIGTERM", iter=5, to_launcher=True)
     assert found != 0  # torchrun has a code of its own
