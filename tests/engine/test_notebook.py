@@ -49,7 +49,7 @@ def cells(tmp_path_factory):
         folder = str(tmp_path_factory.mktemp("notebook"))
         yield [
             run(BEGIN.format(folder=folder)),
-            run("trainer.train()", "Total inference time"),
+            run("trainer.train()", "Evaluated after"),
             run("trainer.train(max_iter=trainer.iter + 50); print(trainer.status)"),
         ]
     finally:
