@@ -75,6 +75,7 @@ NOT_MISSED = {
     "trainer/world_size": "is the same in the resumed run",
     "trainer/settings": "are the same in the resumed run",
     "trainer/origin": "says how the run was started, and the resumed run has its own",
+    "trainer/left_out": "there was none",
     "trainer/hooks/FinalEvalHook": "has done nothing yet",
     "trainer/_trainer/non_finite": "there was none",
     "trainer/_trainer/grad_scaler": "bfloat16 needs none",

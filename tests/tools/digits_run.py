@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ class Run:
     def hooks_at(self, point: str) -> list[str]:
         """The hooks of a point in the order in which the log gives them."""
         _, _, described = self.log.partition("Hooks in order:\n")
+        described = re.sub(r"\n {5,}", " ", described)  # long lines are filled
         lines = itertools.takewhile(lambda line: line.startswith("  "), described.splitlines())
         found = (line.removeprefix(f"  {point} ") for line in lines if line.startswith(f"  {point} "))
         return ",".join(found).replace(" ", "").split(",")  # after_step has a line above the save point and one below

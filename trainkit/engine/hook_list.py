@@ -5,6 +5,7 @@ import itertools
 import logging
 import textwrap
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, TypeAlias
 
 from trainkit.config import ConfigError
@@ -65,7 +66,7 @@ class HookList:
                 "there are no epochs; use a period in iterations"
             )
         description = self.describe()
-        logger.info("Hooks in order:\n%s", description)
+        logger.info("Hooks in order:\n%s", _fill(description))
         first, *others = comm.all_gather(description)
         for rank, hooks in enumerate(others, 1):
             if hooks != first:
@@ -147,7 +148,7 @@ class HookList:
         for point, hooks in self._at.items():
             stages = [hooks, self._below] if point == "after_step" else [hooks]
             named = [", ".join(names[id(hook)] for hook in stage) for stage in stages if stage]
-            found = [_fill(f"  {point:<{width}}  {text}", width + 4) for text in named]
+            found = [f"  {point:<{width}}  {text}" for text in named]
             if point == "after_step":
                 found.insert(bool(hooks), _SAVE_POINT_LINE)
             lines += found
@@ -240,6 +241,8 @@ def sort_key(priority: int | str, first: int = 0, last: int = 100) -> int:
     return priority
 
 
-def _fill(line: str, indent: int) -> str:
-    """Lines of the hooks' names, each short enough for a terminal."""
-    return textwrap.fill(line, _LINE_LENGTH, subsequent_indent=" " * indent, break_long_words=False)
+def _fill(description: str) -> str:
+    """In lines that fit into a terminal."""
+    indent = " " * (max(map(len, HOOK_POINTS)) + 4)
+    fill = partial(textwrap.fill, width=_LINE_LENGTH, subsequent_indent=indent, break_long_words=False)
+    return "\n".join(map(fill, description.splitlines()))
