@@ -1,4 +1,4 @@
-"""The hunt of docs/replay.md, command by command, prints what the page shows; and on two ranks as well."""
+"""The commands of the example in docs/replay.md print what the page shows, with one process and with two."""
 
 import os
 import shlex

@@ -1,4 +1,4 @@
-"""What a step that has failed leaves behind: one file that repeats it, and the command that does so."""
+"""The capsule: a file with a step that has failed, and the command that repeats the step."""
 
 import contextlib
 import logging
@@ -29,7 +29,7 @@ from trainkit.utils.model import unwrap_model
 logger = logging.getLogger(__name__)
 
 CAPSULE_FILE = re.compile(r"capsule\.rank\d+\.pt")  # not .pth: no run resumes from one
-# what it would cost time in each step to keep, and what is as large as the model
+# to keep the first would cost time in each step; the second is as large as the model
 _NOTES = (
     "random state and buffers are those after the forward pass that has failed",
     "the optimizer has no momentum, so its update is another one",
@@ -37,13 +37,14 @@ _NOTES = (
 
 
 def leave_capsule(trainer: Any, error: BaseException, is_before_update: bool) -> str:
-    """Write the capsule of a step of a `DefaultTrainer` that has failed; it replaces that of an earlier failure.
+    """Write the capsule of a failed step of a `DefaultTrainer`; it replaces the capsule of an earlier failure.
 
-    If the failure belongs to an earlier step, or if the weights have been updated since, it holds no step, but how the
-    run was started and what it has logged since its last checkpoint. Whatever goes wrong here is a warning.
+    If an earlier step has failed, or if the weights have been updated since, the capsule holds no step. It then holds
+    how the run was started and what the run has logged since its last checkpoint. An error while the capsule is written
+    is only a warning.
 
     Args:
-        is_before_update: whether the run is in stage 1 of an iteration, before its update or inside it.
+        is_before_update: True: the run is in stage 1 of an iteration, before its update or inside it.
 
     Returns:
         The command that repeats the step, with an estimate of its time; "" if there is no step to repeat.
@@ -75,11 +76,11 @@ def _is_there(step: Any, error: Exception) -> bool:
 
 
 def _contents(trainer: Any, error: Exception, command: str, has_step: bool) -> dict[str, Any]:
-    """A checkpoint without what the optimizer has gathered, and beside it the batch and the failure."""
+    """A checkpoint without the optimizer's state (momentum), plus the batch and the failure."""
     step, several, notes = trainer._trainer, trainer.accumulation_steps > 1, [*_NOTES]
     state = trainer.state_dict()
     state["_trainer"]["optimizer"] = {**state["_trainer"]["optimizer"], "state": {}}
-    # it stands for itself: whoever repeats it has one process
+    # one process is enough to repeat a capsule
     state["world_size"] = 1
     state["origin"] = state["origin"] or describe_origin(trainer._given_cfg.dump(), device_of(trainer.model), None)
     losses = {}
@@ -104,7 +105,7 @@ def _contents(trainer: Any, error: Exception, command: str, has_step: bool) -> d
 
 
 def _storable(value: Any, path: str, notes: list[str]) -> Any:
-    """``value`` of types that load without running code; the notes tell what was converted or left out."""
+    """``value`` converted to types that load without running code; adds to ``notes`` what was converted or left out."""
     kind, where = type(value), f"the batch{f' at {path}' if path else ''}"
     if isinstance(value, Mapping):
         if lost := [key for key in value if type(key) not in (str, int, float, bool)]:
@@ -129,7 +130,7 @@ def _storable(value: Any, path: str, notes: list[str]) -> Any:
 
 
 def _replay_of_run(trainer: Any, iteration: int) -> str:
-    """The command that goes from the last checkpoint to the step, with an estimate of its time."""
+    """The command that repeats the step from the last checkpoint, with an estimate of its time."""
     folder, start = trainer.checkpointer.save_dir, 0
     with contextlib.suppress(Exception):
         saved = torch.load(tagged_file(folder), map_location="cpu", weights_only=True, mmap=True)

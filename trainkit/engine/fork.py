@@ -1,4 +1,4 @@
-"""A run that starts from a checkpoint of another one: its settings, and what it takes over of that state."""
+"""A fork: a run that starts from a checkpoint of another run, its parent. Its settings and its state."""
 
 import contextlib
 import logging
@@ -26,9 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 def take_settings(cfg: CfgNode, place: str, changes: Sequence[str], resume: bool) -> None:
-    """Give ``cfg`` the settings of the run to fork, but its folders, and then those of the command; FORK names them.
+    """Give ``cfg`` the settings of the run to fork, except its folders, then the changes of the command.
 
-    Every rank calls it. If the run is resumed, the settings are those with which the fork was started.
+    Every rank calls it. FORK records the parent and the changes. If the fork is resumed, it gets the settings with
+    which it was started.
 
     Args:
         place: ``RUN`` or ``RUN@ITER``.
@@ -36,7 +37,7 @@ def take_settings(cfg: CfgNode, place: str, changes: Sequence[str], resume: bool
 
     Raises:
         CheckpointError: there is no such checkpoint.
-        ConfigError: a folder is one of the run to fork, or a change does not fit.
+        ConfigError: the fork has a folder of the run to fork, or a change is not valid.
     """
     name, _, number = place.rpartition("@")
     if not name or not number.isdecimal() or os.path.isdir(place):
@@ -68,7 +69,7 @@ def take_settings(cfg: CfgNode, place: str, changes: Sequence[str], resume: bool
 
 
 def path_of_parent(cfg: CfgNode) -> str:
-    """The checkpoint that FORK names; every rank calls it, and it raises a CheckpointError if there is none."""
+    """The path of the checkpoint that FORK names. Every rank calls it. Raises CheckpointError: there is none."""
     return _of_rank_0(lambda: _find(cfg.FORK.RUN, cfg.FORK.ITER))[0]
 
 
@@ -81,7 +82,7 @@ def _find(run: str, iteration: int) -> tuple[str, int, dict[str, Any]]:
     found: dict[int, tuple[str, int, dict[str, Any]]] = {}
     for path in checkpoint_files(run) if iteration >= 0 else filter(None, [choose(run)]):
         with contextlib.suppress(OSError, RuntimeError, ValueError, LookupError, TypeError, pickle.UnpicklingError):
-            # mapped: of large files only what is looked at is read; the one that is loaded is verified then
+            # mmap: only the entries that are used are read; the checkpoint that is chosen is verified when it is loaded
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             if state["trainer"]["origin"]:
                 found.setdefault(state["iteration"], (path, state["iteration"], state["trainer"]["origin"]))
@@ -95,10 +96,11 @@ def _find(run: str, iteration: int) -> tuple[str, int, dict[str, Any]]:
 
 
 def forked(state: Mapping[str, Any], trainer: Any) -> dict[str, Any]:
-    """The state of another run as ``trainer``, which has not trained, takes it over.
+    """Change the state of another run so that ``trainer``, which has not trained yet, can load it.
 
-    Where settings differ, the trainer's own win, also those that are part of a state: rates of the optimizer, seeds.
-    Writers go on after what they wrote, in files of their own. ``parents`` of the origin names the run.
+    If settings differ, those of the trainer are used, also for values that the state holds: the rates of the optimizer,
+    and seeds. Writers continue at the same iteration, in their own files. The list ``parents`` in the origin gets the
+    other run as its last entry.
     """
     fork, saved, own = trainer.cfg.FORK, state["settings"], settings_of(trainer.cfg)
     parent = {"run": fork.RUN, "iteration": state["iteration"], "changes": fork.CHANGES}
@@ -132,6 +134,6 @@ def forked(state: Mapping[str, Any], trainer: Any) -> dict[str, Any]:
 
 
 def describe_parent(parent: Mapping[str, Any]) -> str:
-    """An entry of ``parents`` in the origin of a checkpoint."""
+    """One line of text for an entry of ``parents`` in the origin of a checkpoint."""
     changes = [f"{key} {now!r} instead of {former!r}" for key, former, now in parent["changes"]]
     return ", ".join([f"{parent['run']}, iteration {parent['iteration']}", *(changes or ["no other settings"])])

@@ -1,4 +1,4 @@
-"""Iterations whose batches are left out."""
+"""Leave out the batches of some iterations (DATALOADER.SKIP)."""
 
 import logging
 from typing import Any
@@ -12,10 +12,11 @@ logger = logging.getLogger(__name__)
 
 
 class Skip:
-    """Draws the batches of the iterations in DATALOADER.SKIP and throws them away; part of the trainer's state.
+    """Draws the batches of the iterations in DATALOADER.SKIP and throws them away.
 
     Attributes:
-        left_out: ``[start, end]`` of the iterations whose batches were, without ``end``; each is left out once.
+        left_out: the iterations whose batches were thrown away so far, as ``[start, end]`` without ``end``. It is part
+            of the trainer's state, so that a resumed run leaves out no batch twice.
     """
 
     def __init__(self, cfg: CfgNode) -> None:
@@ -23,7 +24,7 @@ class Skip:
         self.left_out: list[list[int]] = []
 
     def begin(self, start_iter: int) -> None:
-        """Forget what an earlier run of this trainer has left out; warn of ranges that come too late."""
+        """Call before a run. Forgets the ranges of an earlier run of this trainer; warns of ranges that are too late."""
         self.left_out = [[start, end] for start, end in self.left_out if start <= start_iter]
         for start, end in self._ranges:
             if end <= start_iter and not any(first < end and start < last for first, last in self.left_out):
@@ -31,7 +32,7 @@ class Skip:
                 logger.warning(text, start, end, start_iter)
 
     def leave_out(self, trainer: Any, iter: int) -> bool:
-        """Called before the step of an iteration; whether that is left out as well: hooks see its batch, no losses."""
+        """Call before the step of an iteration. True: make no step; hooks see the unused batch, and no losses."""
         end = next((end for start, end in self._ranges if start <= iter < end), iter)
         first = max([iter, *(last for start, last in self.left_out if start <= iter)])
         due = range(first, min(end, iter + 1) if self._consumes else end)
@@ -42,7 +43,7 @@ class Skip:
             logger.info("DATALOADER.SKIP: the batches of iterations %d to %d are left out, %s", first, end - 1, instead)
         for number in due:
             trainer.fetch()
-            self.left_out = [*done, [start, number + 1]]  # at once: the run may stop while it waits for the next one
+            self.left_out = [*done, [start, number + 1]]  # at once: the run may stop while it waits for the next batch
         if self._consumes and due:
             trainer._losses = Losses({}, [], torch.zeros(()))
         return self._consumes and bool(due)

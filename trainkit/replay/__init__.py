@@ -1,4 +1,4 @@
-"""Any step of a past run again, from its checkpoints or its capsule."""
+"""Repeat any step of a past run, from its checkpoints or from a capsule."""
 
 from trainkit.replay.hindsight import replay_range
 from trainkit.replay.report import Replay

@@ -1,4 +1,4 @@
-"""Which samples of a batch make a step fail, or have the largest loss."""
+"""Find the samples of a batch with which a step fails, or the sample with the largest loss."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +14,17 @@ _Outcome = float | str  # the loss, or the error
 
 
 def find_samples(step: Any, batches: Sequence[Any], names: Sequence[Sequence[str]]) -> str:
-    """Run the forward pass of ``step``, a `SimpleTrainer`, with parts of each batch, from the same state each time.
+    """Run the forward pass of ``step`` with parts of each batch, to find the samples with which it fails.
 
-    No gradients are averaged over ranks, and no hook of the step is called.
+    Each forward pass starts from the same random state and buffers. No gradients are averaged over ranks, and no hook
+    is called.
 
     Args:
-        names: of the samples by batch, as far as they are known.
+        step: a `SimpleTrainer`.
+        names: the names of the samples of each batch; empty if they are not known.
+
+    Returns:
+        For each batch: the samples with which it fails, or if it does not fail, the sample with the largest loss.
     """
     model, rng = unwrap_model(step.model), get_rng_state()
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -72,7 +77,7 @@ def _describe(outcome: Callable[[Any], _Outcome], batch: Any, names: Sequence[st
 
 
 def _alone(outcome: Callable[[Any], _Outcome], batch: Any, row: int, size: int) -> _Outcome:
-    """Of one sample; of the same twice where the model does not take one, as with batch norm."""
+    """The outcome of one sample; of this sample twice if the model does not accept one alone (batch norm)."""
     found = outcome(take(batch, [row], size))
     return found if isinstance(found, float) else outcome(take(batch, [row, row], size))
 
@@ -84,7 +89,10 @@ def _kind(result: _Outcome) -> str:
 
 
 def take(batch: Any, rows: Sequence[int], size: int) -> Any:
-    """These samples of a batch of ``size``: a list of samples, or nested containers of tensors and lists by sample."""
+    """The samples ``rows`` of a batch of ``size`` samples.
+
+    The batch is a list of samples, or nested containers of tensors and lists whose first dimension is the sample.
+    """
     if isinstance(batch, Tensor):
         return batch[[*rows]] if batch.dim() and len(batch) == size else batch
     if isinstance(batch, Mapping):

@@ -1,4 +1,4 @@
-"""The checkpoints of a run in the order of its iterations, read without a change to the run."""
+"""The checkpoints of a run, in the order of iterations, and comparisons with them. They are only read."""
 
 import logging
 import os
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Saved(NamedTuple):
-    """A checkpoint: the run stands in stage 1 of ``iteration`` (its update is not done) or in stage 2."""
+    """A checkpoint. A run continues from it with this stage of ``iteration``; in stage 1 its update is not done."""
 
     iteration: int
     stage: int
@@ -37,17 +37,17 @@ class Saved(NamedTuple):
 
 
 def checkpoints_of(run: str) -> list[Saved]:
-    """All from which a replay can start, in the order of their iterations."""
+    """All checkpoints of a run from which a replay can start, in the order of their iterations."""
     return sorted(_read(checkpoint_files(run)), key=lambda saved: saved[:3])
 
 
 def around(run: str, iteration: int) -> tuple[Saved | None, Saved | None]:
-    """The newest checkpoint from which ``iteration`` can be reached, and the first one that has its update.
+    """The newest checkpoint from which ``iteration`` can be reached, and the first checkpoint after its update.
 
-    If there is no such one, the latter is the capsule of a later step, or of this one, in which the run has failed.
+    If no checkpoint was written after the update, the second one is the capsule of this step or of a later one.
 
     Raises:
-        CheckpointError: there is none of a run that says how it was started, or the run is sharded.
+        CheckpointError: no checkpoint or capsule says how the run was started, or the run is sharded.
     """
     found = checkpoints_of(run)
     names = sorted(name for name in os.listdir(run) if CAPSULE_FILE.fullmatch(name)) if os.path.isdir(run) else []
@@ -67,7 +67,7 @@ def around(run: str, iteration: int) -> tuple[Saved | None, Saved | None]:
 def _read(paths: Iterable[str]) -> Iterator[Saved]:
     for path in paths:
         try:
-            # mapped: of large ones only what is looked at is read; the one that is loaded is verified then
+            # mmap: only the entries that are used are read; the checkpoint that is chosen is verified when it is loaded
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             trainer = state["trainer"]
             done, stage = trainer["iteration"], trainer["position"]["stage"]
@@ -78,9 +78,12 @@ def _read(paths: Iterable[str]) -> Iterator[Saved]:
 
 
 def prove(reached: Sequence[Mapping[str, Any]], saved: Saved) -> str:
-    """How the state that was reached (none, if the replay has failed) compares with that of the file.
+    """Compare the state that the replay has reached with the state in a checkpoint; the result as text.
 
-    Left out: readings of clocks, where writers stand in their files, and the text of settings.
+    Clock readings, positions of writers in their files, and the text of settings are left out.
+
+    Args:
+        reached: one state; empty if the replay has failed.
     """
     name = os.path.basename(saved.path)
     if not reached:
@@ -105,7 +108,7 @@ Values = dict[str, dict[int, float]]
 
 
 def logged_values(storage: Mapping[str, Any], start: int, end: int) -> Values:
-    """Of the iterations ``start`` (included) to ``end`` (excluded), from the state of a storage, clocks aside."""
+    """The values of iterations ``start`` to ``end`` - 1 in the state of a storage, without clock readings."""
     found: Values = {}
     for name, history in storage["histories"].items():
         pairs = zip(history["iterations"].tolist(), history["values"].tolist(), strict=True)
@@ -115,7 +118,7 @@ def logged_values(storage: Mapping[str, Any], start: int, end: int) -> Values:
 
 
 def compare_values(left: Values, right: Values) -> tuple[int, tuple[int, str, float, float] | None]:
-    """How many values both have, and the first that differs: iteration, name, both values."""
+    """The number of values that both have, and the first that differs: iteration, name, both values."""
     count, different = 0, []
     for name in left.keys() & right.keys():
         for iter in left[name].keys() & right[name].keys():
@@ -127,7 +130,7 @@ def compare_values(left: Values, right: Values) -> tuple[int, tuple[int, str, fl
 
 
 def compare_way(values: Values, saved: Saved | None, end: int) -> tuple[str, bool]:
-    """How values that were logged up to iteration ``end`` compare with those of a checkpoint; whether all are equal."""
+    """Compare the values up to iteration ``end`` with those in a checkpoint: text, and whether all are equal."""
     if saved is None:
         return "nothing to compare with: the run has stored nothing after this step", True
     first = min((iter for history in values.values() for iter in history), default=end)

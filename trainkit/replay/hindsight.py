@@ -1,4 +1,4 @@
-"""A hook that did not exist then, over past iterations of a run."""
+"""Run a new hook over past iterations of a run."""
 
 import itertools
 import json
@@ -17,7 +17,7 @@ from trainkit.utils import comm
 
 
 class Stretch(NamedTuple):
-    """Iterations ``first`` (included) to ``end`` (excluded), which are reached from ``start``."""
+    """Iterations ``first`` to ``end`` - 1; to reach them, a replay starts with iteration ``start``."""
 
     start: int
     first: int
@@ -25,7 +25,10 @@ class Stretch(NamedTuple):
 
 
 def stretches(run: str | os.PathLike[str], first: int, end: int) -> tuple[list[Stretch], float]:
-    """A range of iterations, cut at the checkpoints of a run: each part needs no other; and the seconds of a step.
+    """Cut a range of iterations at the checkpoints of a run.
+
+    Returns:
+        The parts, which can run at the same time, and the median time of a step in seconds (0 if it is not known).
 
     Raises:
         CheckpointError: no checkpoint can be used.
@@ -52,18 +55,18 @@ def replay_range(
     output_dir: str | os.PathLike[str],
     start: Callable[[], Any] | str | None = None,
 ) -> str:
-    """Perform iterations ``first`` (included) to ``end`` (excluded) of a run again, with one more hook.
+    """Perform iterations ``first`` to ``end`` - 1 of a run again, with one more hook; the run is not changed.
 
-    Every process of the run calls it. What the hook puts into the storage, and the values of the run, are written to
-    ``metrics.json`` in ``output_dir``, a line for each iteration (null is not finite); the run is not changed.
+    Every process of the run calls it. It writes the values that the hook puts into the storage, and the values of the
+    run, to ``metrics.json`` in ``output_dir``: a line for each iteration, null for a value that is not finite.
 
     Args:
         make_hook: called on each rank.
-        start: as that of `replay`.
+        start: see `replay`.
 
     Returns:
-        How the values compare with those that the run has stored: a hook that changes the run is found out. If an
-        iteration fails, "FAILED", and why; what was put before it is written.
+        A comparison of the values with those that the run has stored; it shows whether the hook has changed the run. If
+        an iteration fails, "FAILED" and the reason; the values before it are written.
 
     Raises:
         CheckpointError: no checkpoint can be used, or the run had another number of processes.

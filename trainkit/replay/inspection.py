@@ -1,4 +1,4 @@
-"""The hook that looks at one step: its batch, losses, modules, gradients and updates. It changes no bit of the run."""
+"""The hook that inspects one step: its batch, losses, modules, gradients and updates. It changes no bit of the run."""
 
 import hashlib
 import pdb
@@ -14,7 +14,7 @@ from trainkit.utils.model import unwrap_model
 
 
 class Output(NamedTuple):
-    """Of one call of a module: numbers of the floating point values of its output, and digests of what it was about."""
+    """One call of a module: statistics of the floating point output, and digests of inputs and outputs."""
 
     module: str
     mean: float | None
@@ -27,7 +27,7 @@ class Output(NamedTuple):
 
 
 class Update(NamedTuple):
-    """Of one parameter; ``ratio`` is the norm of the update over that of the weights, None without either."""
+    """The update of one parameter. ``ratio``: norm of the update / norm of the weights; None if one is missing."""
 
     parameter: str
     grad_norm: float | None
@@ -36,7 +36,7 @@ class Update(NamedTuple):
 
 
 class Field(NamedTuple):
-    """A tensor of a batch; ``bad_samples`` have values that are not finite."""
+    """A tensor of a batch. ``bad_samples``: the names of samples with values that are not finite."""
 
     name: str
     shape: list[int]
@@ -47,14 +47,14 @@ class Field(NamedTuple):
 
 
 class Inspection(HookBase):
-    """Look at the step of iteration ``at``. Register it last and train only once with it, then call ``close``.
+    """Inspect the step of iteration ``at``. Register this hook last, train only once with it, then call ``close``.
 
     Attributes:
-        batch: as the model gets it; several micro-batches are a list.
-        samples: the names of its samples by micro-batch, as far as the loader knows them.
-        losses, gradients: copies; the gradients are those before clipping.
-        outputs: of each call of a module in the order in which the calls end.
-        digests: name -> digest of what two executions are compared by, in the order of the step.
+        batch: the batch as the model gets it; a list of several micro-batches.
+        samples: the names of the samples of each micro-batch; empty if the loader does not know them.
+        losses, gradients: copies; the gradients before clipping.
+        outputs: an `Output` for each call of a module, in the order in which the calls end.
+        digests: name -> digest of each part of the step, in its order; `find_difference` compares them.
     """
 
     def __init__(self, at: int, debug: bool = False) -> None:
@@ -136,7 +136,7 @@ class Inspection(HookBase):
             self._measure(has_updated=True)
 
     def close(self) -> None:
-        """Let go of the model; of a step that has failed, what there is of it is measured now."""
+        """Release the model. If the step has failed, measure its parts as far as they exist."""
         self._remove_handles()
         if not self.updates and self._before:
             self._measure(has_updated=False)
@@ -159,7 +159,10 @@ class Inspection(HookBase):
             self.updates.append(Update(name, norm, grad is None or bool(grad.isfinite().all()), ratio))
 
     def samples_of_first_bad_output(self) -> list[str]:
-        """Those in whose rows the first output that is not finite is so; none if it has no row for each sample."""
+        """The samples that are not finite in the first output that is not finite.
+
+        Empty if the first dimension of this output is not the sample.
+        """
         number, finite = self._first_bad or (0, [])
         samples = [*reversed(self.samples)][len(self._calls) - number :][:1]
         rows = [value for value in finite if samples and value.dim() and len(value) == len(samples[0])]
@@ -195,13 +198,13 @@ def _bad_rows(tensor: Tensor, path: tuple[Any, ...], is_list: bool, samples: lis
 
 
 def _bad_names(finite: Tensor, samples: list[str]) -> list[str]:
-    """Of the samples whose rows are not all true."""
+    """The names of the samples whose rows are not all True."""
     rows = finite.flatten(1).all(1) if finite.dim() > 1 else finite
     return [sample for sample, good in zip(samples, rows.tolist(), strict=True) if not good]
 
 
 def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """The tensors and plain values in nested containers and objects, with where they are."""
+    """The tensors and plain values in nested containers and objects, each with its path."""
     if isinstance(value, list | tuple):
         value = dict(enumerate(value))
     elif not isinstance(value, Mapping | Tensor) and hasattr(value, "__dict__") and not callable(value):
@@ -228,7 +231,7 @@ def _describe(tensors: list[Tensor]) -> tuple[float | None, float | None, float 
 
 
 def digest(value: Any) -> str:
-    """Of every bit of the tensors in ``value``, and of the plain values beside them."""
+    """The digest of all bits of the tensors in ``value``, and of its plain values."""
     found = hashlib.blake2b(digest_size=8)
     for path, leaf in _leaves(value):
         found.update(repr(path).encode())
@@ -242,7 +245,7 @@ def digest(value: Any) -> str:
 
 
 def find_difference(first: Inspection, second: Inspection) -> str:
-    """Where two executions of a step differ first, in the order of the step; "" if nowhere."""
+    """The first part in which two executions of a step differ, in the order of the step; "" if they are equal."""
 
     names = dict.fromkeys([*first.digests, *second.digests])
     different = [name for name in names if first.digests.get(name) != second.digests.get(name)]

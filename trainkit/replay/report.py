@@ -1,4 +1,4 @@
-"""What a replay has found, as a table and as JSON."""
+"""The result of a replay, as tables and as JSON."""
 
 import fnmatch
 import math
@@ -18,19 +18,20 @@ class Replay:
     """A step that was performed again.
 
     Attributes:
-        run: the folder.
-        iteration: of the step, from 0.
-        start: the checkpoint from which the run was repeated; ``first_iteration`` was the first one then.
-        differences: what is another thing now than in the run: settings, code, versions, device, processes.
-        error: that of the step; "" if it has none.
-        inspection: what was seen, on this rank; ``batch``, ``losses``, ``gradients`` by parameter before clipping,
-            ``activations`` (numbers of the output of each call of a module) and names of ``samples`` are taken from it.
-        findings: what is not as it has to be, by rank.
-        on_the_way: how the logged values up to the step compare with those that the run has stored.
-        failure: whether that of a capsule has come back; "" without a capsule.
-        samples_at_fault: those with which the step fails, or the one with the largest loss; "" if not asked for.
-        proof: how the state at the next checkpoint compares with that; "" if it was not asked for.
-        verdict: whether several executions agree; "" if it was not asked for.
+        run: the folder of the run, or the path of the capsule.
+        iteration: the iteration of the step, counted from 0.
+        start: the name of the checkpoint from which the replay started.
+        first_iteration: the first iteration that the replay performed.
+        differences: settings, code, versions, device and processes that differ from those of the run.
+        error: the error of the step; "" if it did not fail.
+        inspection: the `Inspection` of this rank. ``batch``, ``losses``, ``gradients`` (parameter -> gradient before
+            clipping), ``activations`` (an entry per call of a module) and ``samples`` (names) are taken from it.
+        findings: the faults that each rank has found.
+        on_the_way: a comparison of the logged values up to the step with those that the run has stored.
+        failure: whether the step fails as in the capsule; "" without a capsule.
+        samples_at_fault: the samples with which the step fails, or the one with the largest loss; "" if not requested.
+        proof: a comparison of the state with the next checkpoint; "" if not requested.
+        verdict: whether several executions agree; "" if not requested.
     """
 
     run: str
@@ -54,32 +55,32 @@ class Replay:
 
     @property
     def bad_samples(self) -> list[str]:
-        """Those with values that are not finite."""
+        """The names of the samples with values that are not finite."""
         return [*dict.fromkeys(name for field in self.inspection.fields() for name in field.bad_samples)]
 
     @property
     def first_bad_module(self) -> str:
-        """The first one whose output is not finite; "" if all are."""
+        """The first module whose output is not finite; "" if all outputs are finite."""
         return next((output.module for output in self.activations if not output.is_finite), "")
 
     @property
     def samples_of_first_bad_module(self) -> list[str]:
-        """The samples for which it is not, if its output has a row for each."""
+        """The samples for which this output is not finite; empty if its first dimension is not the sample."""
         return self.inspection.samples_of_first_bad_output()
 
     @property
     def first_bad_gradient(self) -> str:
-        """The parameter with one that is not finite to which the backward pass comes first; "" if there is none."""
+        """The first parameter, in the order of the backward pass, whose gradient is not finite; "" if there is none."""
         return next((row.parameter for row in reversed(self.inspection.updates) if not row.grad_is_finite), "")
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing was found that differs from the run, or between executions."""
+        """Whether the replay equals the run, and all executions are equal."""
         found = (self.failure, self.on_the_way, self.proof, self.verdict)
         return not any(word in text for text in found for word in ("DIFFERENT", "different on", "transient"))
 
     def find(self) -> dict[str, str]:
-        """What is not as it has to be on this rank."""
+        """The faults on this rank: name -> text."""
         found = {
             "the step has failed": self.error.partition(". ")[0],
             "not finite before the step": _some(self.inspection.not_finite_before),
@@ -91,7 +92,7 @@ class Replay:
         return {name: text for name, text in found.items() if text}
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """The result as plain values, for JSON."""
         facts = ["run", "iteration", "start", "differences", "error", "findings"]
         facts += ["failure", "samples_at_fault", "on_the_way", "proof", "verdict"]
         return {
@@ -103,10 +104,10 @@ class Replay:
         }
 
     def text(self, pattern: str = "") -> str:
-        """Tables of at most 100 columns.
+        """The result as tables, at most 100 characters wide.
 
         Args:
-            pattern: of the modules and parameters to show, such as ``layers.*``; "": the first ones of each table.
+            pattern: which modules and parameters to show, such as ``layers.*``; "": the first rows of each table.
         """
         done = self.iteration - self.first_iteration
         way = f", from {self.start} and {done} iterations after it" if not self.failure else ""
@@ -154,10 +155,14 @@ class Replay:
 def judge(
     first: Inspection, again: Inspection, other: Inspection | None = None, way: str = "", stored_is_equal: bool = True
 ) -> str:
-    """Whether executions of a step agree, two in place and maybe one from the checkpoint, and with what is stored.
+    """Whether the executions of a step agree with each other and with the values that the run has stored.
 
     Args:
-        way: where the values of two ways from the checkpoint have differed first.
+        first: the first execution.
+        again: the second one, from a copy of the same state.
+        other: an execution from the checkpoint; None: there was none.
+        way: text: where the logged values of two executions from the checkpoint differ first; "" if they are equal.
+        stored_is_equal: whether the logged values equal those that the run has stored.
     """
     if where := find_difference(first, again):
         return f"transient: performed twice in place, the step differs in {where}"
@@ -171,7 +176,7 @@ def judge(
 
 
 def compare_failure(capsule: Mapping[str, Any], result: Replay) -> str:
-    """Whether the failure of a capsule has come back, and with which losses."""
+    """Whether the step fails as in the capsule, and how many of its losses are equal; as text."""
     losses = {name: loss.item() for name, loss in result.losses.items()}
     same = [name for name, loss in capsule["losses"].items() if repr(losses.get(name)) == repr(loss)]
     count = f"; {len(same)} of {len(capsule['losses'])} losses equal those of the run" if capsule["losses"] else ""

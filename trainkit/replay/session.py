@@ -1,4 +1,4 @@
-"""The command of a past run is given again, and what it would train is handed over: nothing of the run is changed."""
+"""Run the command of a past run again and take over its ``train()``; the run is not changed."""
 
 import contextlib
 import logging
@@ -38,7 +38,7 @@ class _Done(SystemExit):
 
 
 def _run_command(origin: dict[str, Any], script: str | None, alone: bool) -> None:
-    """In this process, as ``python script arguments`` or ``python -m module arguments`` did."""
+    """Run it in this process, as ``python script arguments`` or ``python -m module arguments`` did."""
     former = sys.argv, [*sys.path], os.getcwd()
     module = "" if script else origin["module"]
     spawns = any(word.startswith("--num-gpus") for word in origin["argv"])  # of which the last one counts
@@ -61,23 +61,23 @@ def _run_command(origin: dict[str, Any], script: str | None, alone: bool) -> Non
 
 
 class Session:
-    """Takes the place of the training in the command of a run; a subclass says what is done instead.
+    """Runs the command of a run again, and calls ``work`` where the command would train. A subclass defines ``work``.
 
     Attributes:
         origin: how the run was started.
-        result: what ``work`` has returned; None if the command has not come to its training.
+        result: what ``work`` has returned; None if the command has not called ``train()``.
     """
 
-    anomaly = False  # whether warnings are shown, which name the operation
+    anomaly = False  # True shows warnings: they name the operation
     _trainer: Any
 
     def __init__(self, run: str, start: Saved | None, origin: dict[str, Any], at: int, processes: int) -> None:
         """
         Args:
-            run: its folder, or the file of one step.
-            start: the checkpoint from which the run goes on; None: it starts at its beginning.
-            at: the first iteration that is looked at.
-            processes: as many have to take part.
+            run: the folder of the run, or a capsule.
+            start: the checkpoint from which the replay starts; None: it starts at iteration 0.
+            at: the first iteration to inspect.
+            processes: the number of processes that the replay needs.
         """
         self._run, self._start, self.origin, self._at, self._processes = run, start, origin, at, processes
         self.seed = origin["seed"] if start is None and origin["seed"] < 2**32 else None
@@ -86,14 +86,14 @@ class Session:
         self.scratch = tempfile.mkdtemp(prefix="replay-")
 
     def work(self, trainer: Any) -> Any:
-        """What is done instead of the training; the hooks that save, evaluate and write are left out by now."""
+        """Called instead of the training, with a trainer without the hooks that save, evaluate and write."""
         raise NotImplementedError
 
     def perform(self, start: Callable[[], Any] | str | None) -> Any:
-        """Give the command, and return the result.
+        """Run the command, and return what ``work`` returns.
 
         Raises:
-            ConfigError: the command does not come to ``train()``, or has no such iteration.
+            ConfigError: the command does not call ``train()``, or the run has no such iteration.
             CheckpointError: the run had another number of processes.
         """
         token, disabled = active_replay.set(self), logging.root.manager.disable
@@ -121,7 +121,7 @@ class Session:
             self._redirect(cfg)
 
     def _redirect(self, cfg: CfgNode) -> None:
-        """Take over the settings of the run, and write nothing there."""
+        """Give ``cfg`` the settings of the run, and a temporary folder for output."""
         frozen, given = cfg.is_frozen(), cfg.clone()
         cfg.defrost()
         path = Path(self.scratch, "given.yaml")
@@ -167,7 +167,7 @@ class Session:
         raise _Done(0)
 
     def _go_on(self, last: int, *own: HookBase) -> str:
-        """Train up to iteration ``last``, included; the error of the step that is looked at, if it fails."""
+        """Train up to iteration ``last`` (included); return the error of the inspected step, "" if it did not fail."""
         trainer = self._trainer
         if trainer.last_done_iter >= last:
             return ""
@@ -190,7 +190,7 @@ class Session:
         return ""
 
     def _collect(self) -> dict[str, Any]:
-        """A copy of what a checkpoint would hold now."""
+        """A copy of the state that a checkpoint would hold now."""
         trainer = self._trainer
         state, _ = trainer.checkpointer._collect({"iteration": trainer.last_done_iter})
         return copy_of(state)
@@ -210,5 +210,5 @@ class Session:
 
 
 def copy_of(state: Any) -> Any:
-    """With tensors of its own."""
+    """A copy of a checkpoint's state, with copies of its tensors."""
     return plain_state(state, take_tensor=torch.clone)

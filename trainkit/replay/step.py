@@ -1,4 +1,4 @@
-"""A step of a past run again, from a checkpoint or from the capsule that it has left when it failed."""
+"""Repeat a step of a past run, from a checkpoint or from the capsule of a failed step."""
 
 import contextlib
 import os
@@ -33,27 +33,27 @@ def replay(
     profile: str = "",
     save_state: str = "",
 ) -> Replay:
-    """Perform step ``iter`` of a run once more, from its checkpoints, and look at it; ``run`` is not changed.
+    """Repeat and inspect step ``iter`` of a run, from its checkpoints; the run is not changed.
 
-    Every process of the run calls it; one is enough for a capsule.
+    Every process of the run calls it. For a capsule one process is enough.
 
     Args:
-        run: the folder of its checkpoints; or the capsule of a step that has failed, which names its iteration itself.
-        iter: from 0, as in logs and metrics.
-        start: sets up the run as its command did and calls ``train()``; or the script to run with the arguments of the
-            run. None: the command that the checkpoint names.
-        prove: go on to the next checkpoint, and compare all that it holds.
-        verdict: perform the step three times (of a capsule, twice), and say whether that gave the same.
-        bisect: find the samples with which it fails, or the one with the largest loss.
-        anomaly: perform it under ``torch.autograd.detect_anomaly``; there is no verdict then.
+        run: the folder of the checkpoints; or the capsule of a failed step, which holds its iteration.
+        iter: the iteration of the step, counted from 0, as in logs and metrics.
+        start: a function that sets up the run as its command did and calls ``train()``; or the path of a script to run
+            with the arguments of the run. None: the command in the checkpoint.
+        prove: continue to the next checkpoint, and compare everything in it.
+        verdict: perform the step three times (twice for a capsule), and say whether all executions are equal.
+        bisect: find the samples with which the step fails, or the sample with the largest loss.
+        anomaly: perform the step under ``torch.autograd.detect_anomaly``; there is no verdict then.
         debug: stop in the debugger before the forward pass.
         profile: where to write a trace of the step, for chrome://tracing.
         save_state: where to write the state before the step, as a checkpoint.
 
     Raises:
         CheckpointError: no checkpoint can be used, or the run had another number of processes.
-        ConfigError: the command does not come to ``train()``, or has no such iteration; or ``iter`` is given with a
-            capsule, or not with a run.
+        ConfigError: the command does not call ``train()``; the run has no such iteration; ``iter`` is missing for a
+            run, or given for a capsule.
     """
     run, is_capsule = os.path.abspath(run), os.path.isfile(run)
     if (iter is None) != is_capsule or (is_capsule and prove):
@@ -71,17 +71,17 @@ def replay(
 
 
 class _Looked(Exception):
-    """Ends a step whose samples were looked at."""
+    """Ends a step after `find_samples`."""
 
 
 class _Step(Session):
-    """A step that is reached from a checkpoint, or from the beginning."""
+    """A step that is reached from a checkpoint or from iteration 0."""
 
     def __init__(self, run: str, at: int, options: dict[str, Any]) -> None:
         start, self._next = around(run, at)
         if options["prove"] and (self._next is None or "capsule" in self._next.state):
             raise CheckpointError(f"'{run}' has no checkpoint after iteration {at}; leave out --prove")
-        # the process that wrote a file has done the steps before it: its settings may be others than those of the start
+        # the process that wrote the next checkpoint has done the step; its settings may differ from those of the start
         governing = self._next or start
         assert governing is not None
         super().__init__(run, start, governing.origin, at, governing.origin["processes"])
@@ -94,7 +94,7 @@ class _Step(Session):
         before = self._collect()
         result = self._look(before, first)
         values = logged_values(trainer.storage.state_dict(), first, self._at + 1)
-        # rank 0 has the whole of what is stored
+        # only rank 0 has all stored values
         way = compare_way(values, self._next, self._at) if comm.is_main_process() else ("", True)
         result.on_the_way, stored_is_equal = comm.broadcast(way)
         result.samples_at_fault = self._bisect(before, result)
@@ -122,7 +122,7 @@ class _Step(Session):
         return Replay(self._run, self._at, start, first, self._notes, error, seen)
 
     def _bisect(self, before: dict[str, Any], result: Replay) -> str:
-        """In the middle of the step, where it has its batches and has not computed anything."""
+        """Call `find_samples` in the step, after it has fetched its batches and before it computes anything."""
         if not self._options["bisect"]:
             return ""
         self._load(before)
@@ -141,7 +141,7 @@ class _Step(Session):
         return by_rank[0] if len(by_rank) == 1 else "; ".join(f"rank {i}: {text}" for i, text in enumerate(by_rank))
 
     def _from_start(self) -> tuple[Inspection, str]:
-        """The step from the checkpoint, and on to the next one if that is to be compared with what is reached there."""
+        """Perform the step from the checkpoint; for ``prove``, continue to the next checkpoint and compare."""
         self._load_start()
         inspection, last, own = Inspection(self._at), self._at, []
         kept: list[dict[str, Any]] = []
@@ -159,7 +159,7 @@ class _Step(Session):
         return inspection, prove(kept, self._next) if own and self._next and comm.is_main_process() else ""
 
     def _perform(self, state: dict[str, Any], special: bool = False) -> tuple[Inspection, str]:
-        """The step from a state of this process; what was seen, and its error if it has failed."""
+        """Perform the step from a state of this process; return its inspection, and its error ("" if it has none)."""
         self._load(state)
         inspection = Inspection(self._at, debug=special and self._options["debug"])
         with contextlib.ExitStack() as stack:
@@ -212,7 +212,7 @@ class _Capsule(_Step):
     def _perform(self, state: dict[str, Any], special: bool = False) -> tuple[Inspection, str]:
         inspection, error = super()._perform(state, special)
         inspection.samples = self._capsule["samples"]
-        # of buffers it is not known: the forward pass that has failed has changed them
+        # not known for buffers: the forward pass that failed has changed them
         before, own = inspection.not_finite_before, dict(unwrap_model(self._trainer.model).named_parameters())
         inspection.not_finite_before = [name for name in before if name in own]
         return inspection, error
