@@ -24,7 +24,7 @@ class Skip:
         self.left_out: list[list[int]] = []
 
     def begin(self, start_iter: int) -> None:
-        """Call before a run. Forgets the ranges of an earlier run of this trainer; warns of ranges that are too late."""
+        """Call before a run. Forgets the ranges of an earlier run of this trainer; warns of ranges that come late."""
         self.left_out = [[start, end] for start, end in self.left_out if start <= start_iter]
         for start, end in self._ranges:
             if end <= start_iter and not any(first < end and start < last for first, last in self.left_out):
