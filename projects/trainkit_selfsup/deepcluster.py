@@ -217,7 +217,7 @@ class DeepClusterHook(HookBase):
         return samples if self._drawn is None else [samples[index] for index in self._drawn.tolist()]
 
     def state_dict(self) -> dict[str, Any]:
-        """``labels`` ``[N]`` of all samples, ``drawn``, the indices of uniform sampling, and ``num_clusterings``."""
+        """``labels`` ``[N]`` of all samples; ``drawn``: the indices of uniform sampling; ``num_clusterings``."""
         return {"labels": self._labels, "drawn": self._drawn, "num_clusterings": self._num_clusterings}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

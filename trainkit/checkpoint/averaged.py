@@ -1,7 +1,8 @@
 """Averaged weights in a checkpoint.
 
-If a file was chosen by the score of averaged weights, its ``model`` is the average, and its ``trained_model`` the
-weights for resuming. Its entry ``evaluated`` is "ema" then, and "model" if the model's own weights were scored.
+If a file was chosen by the score of averaged weights, its entry ``model`` is the average, and ``trained_model`` has the
+weights for resuming. The entry ``evaluated`` says which weights were scored: "ema" for the average, "model" for the
+model's own.
 """
 
 from collections.abc import Mapping

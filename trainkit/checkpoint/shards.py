@@ -85,7 +85,7 @@ class Shards:
 
 @contextlib.contextmanager
 def being_written(folder: str) -> Iterator[None]:
-    """Inside, no thread of this process removes the folder as stray."""
+    """Context in which no thread of this process removes this folder as a leftover."""
     name = os.path.basename(folder)
     _being_written.append(name)
     try:

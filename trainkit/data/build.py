@@ -193,7 +193,7 @@ def build_train_loader(
 ) -> ResumableLoader:
     """The endless loader of a dataset; or of a config, with ``(cfg)``, ``(cfg, dataset)`` or ``(cfg, mapper)``.
 
-    A config gives all arguments that the call does not: the dataset by ``DATASETS.TRAIN``, ``mapper`` by
+    If the call leaves an argument out, the config gives it: the dataset by ``DATASETS.TRAIN``, ``mapper`` by
     ``INPUT.TRAIN_TRANSFORM``, ``sampler`` by ``DATALOADER.SAMPLER_TRAIN``, the batch size by ``SOLVER.IMS_PER_BATCH``.
 
     Args:
@@ -205,8 +205,9 @@ def build_train_loader(
         kwargs: further arguments of `build_batch_data_loader`.
 
     Raises:
-        ConfigError: a name is unknown; a dataset is empty or does not fit the others or the sampler; samples lack the
-            categories for ``RepeatFactorTrainingSampler``; the batch size is not a multiple of the world size.
+        ConfigError: a name is unknown; a dataset is empty, or of a kind that the other datasets or the sampler do not
+            allow; samples lack the categories for ``RepeatFactorTrainingSampler``; the batch size is not a multiple of
+            the world size.
     """
     dataset = _as_dataset(dataset, "dataset")
     if sampler is None and not isinstance(dataset, IterableDataset):
@@ -237,7 +238,7 @@ def build_test_loader(
     """The loader of a dataset, each sample once over all ranks and in order; or of a config, with ``(cfg,
     dataset_name)``.
 
-    A config gives all arguments that the call does not: ``mapper`` by ``INPUT.TEST_TRANSFORM``, the batch size by
+    If the call leaves an argument out, the config gives it: ``mapper`` by ``INPUT.TEST_TRANSFORM``, the batch size by
     ``TEST.IMS_PER_BATCH``.
 
     Args:

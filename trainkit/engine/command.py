@@ -28,9 +28,11 @@ def command_of(cfg: CfgNode) -> Command:
 
 
 class Replay(Protocol):
-    """Replaces the run of a script; see `trainkit.replay`. ``origin`` is that of the run.
+    """Replaces the training in a script; see `trainkit.replay`.
 
-    ``seed`` is the one that the run has drawn, if the run is repeated from its start.
+    Attributes:
+        origin: how the run was started.
+        seed: the seed that the run used, if the replay starts at iteration 0; else None.
     """
 
     origin: dict[str, Any]

@@ -83,7 +83,7 @@ class FiniteCheck:
             self.flags = {}
 
     def flag_update(self, model: nn.Module, optimizer: torch.optim.Optimizer, total: Tensor) -> None:
-        """Check all gradients; under "skip" also the loss, on all ranks. Does not wait for the device."""
+        """Check all gradients; under "skip", check the loss too and share the flag with all ranks. Does not wait."""
         if self.policy != "ignore" and not self.has_looked:
             self._mark_gradients(model, optimizer)
         skips = self.policy == "skip"
@@ -135,7 +135,7 @@ class FiniteCheck:
     # ------------------------------------------------------------------ on the host
 
     def look(self, iter: int, losses: Mapping[str, float], flagged: bool) -> None:
-        """Count, and keep the first failure for `take_failure`, since a rank must not raise alone.
+        """Count skipped updates, and keep the first failure for `take_failure`: one rank alone must not raise it.
 
         Args:
             losses: this rank's losses by name, with the total and other stored values of the iteration.
@@ -165,8 +165,10 @@ class FiniteCheck:
         return failure
 
     def describe_model(self, model: nn.Module, iter: int) -> str | None:
-        """Values of the model on this rank that are not finite, although no iteration was; None if there are none.
-        Waits."""
+        """Values of the model on this rank that are not finite, although losses and gradients were finite.
+
+        Waits for the device. None if all values are finite.
+        """
         if self.policy == "ignore":
             return None
         names = [name for name in non_finite_names(model) if name not in self._never_finite]
@@ -185,7 +187,7 @@ class FiniteCheck:
 
 
 def parameters_of(optimizer: Any, model: nn.Module) -> list[Tensor]:
-    """The optimizer's parameters in its order; the model's for a wrapper without ``param_groups``."""
+    """The parameters of the optimizer, in its order; those of the model if the optimizer has no ``param_groups``."""
     groups = getattr(optimizer, "param_groups", None)
     if groups is None:
         return [*model.parameters()]
@@ -286,16 +288,16 @@ def describe_failure(what: str, iter: int, losses: Mapping[str, float], more: st
 
 
 def failed_iteration(error: BaseException) -> int | None:
-    """The one that an error of `raise_failure` names, which may be an earlier one than the trainer's."""
+    """The iteration that an error of `raise_failure` names; the trainer may be in a later one. None: another error."""
     found = re.search(r"not finite in iteration (\d+)", str(error)) if isinstance(error, FloatingPointError) else None
     return int(found[1]) if found else None
 
 
 def raise_failure(by_rank: Sequence[str | None]) -> None:
-    """Raise the first failure, if there is one; every rank passes the same.
+    """Raise the first failure, if there is one; every rank passes the same list.
 
     Raises:
-        FloatingPointError: with the rank, if there are several.
+        FloatingPointError: a rank has a failure; with several ranks the message names it.
     """
     for rank, failure in enumerate(by_rank):
         if failure is not None:

@@ -97,8 +97,8 @@ def shard_model(
         blocks: modules of the model; inner ones are sharded first.
         param_dtype: of forward and backward computation; None: that of the parameters.
         reduce_dtype: of the averaging of gradients; None: that of the computation.
-        reshard_after_forward: release gathered parameters of a block until the backward pass gathers them again: half
-            the memory for half as much traffic again. Parameters of no block stay gathered.
+        reshard_after_forward: release the gathered parameters of a block until the backward pass gathers them again.
+            This needs half the memory and 1.5 times the traffic. Parameters outside of blocks stay gathered.
         weights: name -> tensor, on rank 0 of a model on the meta device.
     """
     fsdp = importlib.import_module("torch.distributed.fsdp")

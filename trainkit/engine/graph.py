@@ -39,7 +39,7 @@ class Recorder(Protocol):
     """Records the work of a device."""
 
     def beside(self, inputs: Sequence[Tensor] = ()) -> AbstractContextManager[None]:
-        """Context for steps that may be recorded later and read ``inputs``."""
+        """Context for ordinary steps, since later ones may be recorded; ``inputs`` are the tensors that they read."""
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """Record ``work`` without executing it; the result executes it, on the same tensors."""
@@ -107,7 +107,7 @@ class GraphTrainer(SimpleTrainer):
     """`SimpleTrainer` with a step that costs the host almost nothing: the same hooks, checkpoints and numbers.
 
     On CUDA the first `WARM_UP_ITERS` iterations with inputs of one signature (shapes, types, and all values in a batch
-    that are no tensors) are ordinary steps. Then everything from the forward pass to the update is recorded, and later
+    that are not tensors) are ordinary steps. Then everything from the forward pass to the update is recorded, and later
     iterations replay it. At most `MAX_RECORDINGS` signatures are recorded; others stay ordinary steps. The recording
     has a cut where the host must act: for hooks that override ``after_backward``, and for the check of the losses under
     "raise" if metrics are not asynchronous.

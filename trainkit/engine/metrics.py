@@ -274,10 +274,10 @@ _MOST_VALUES = 64  # of a row that fits into the block
 def exchange_rows(
     rows: Sequence[Row], most: int, failure: str | None = None, *, purpose: str = "metrics"
 ) -> tuple[list[Row], list[str | None]]:
-    """(Rows with the means over ranks and the longest ``data_time``; failures by rank), the same on every rank.
+    """Returns rows with the means over ranks and the longest ``data_time``, and the failure of each rank.
 
-    One exchange of a block whose size depends on ``most`` alone. If ranks have different names, all of them notice it
-    in that exchange and make a second one.
+    The result is the same on every rank. There is one exchange of a block whose size depends on ``most`` alone. If
+    ranks have different names, all of them notice this in the exchange and make a second one.
 
     Args:
         most: the maximum number of rows, the same on every rank.

@@ -33,8 +33,8 @@ class RunState(HookPoints):
         status: "not started", "running", "finished", "stopped" (by ``request_stop``) or "failed".
         position: where the run stands, as a checkpoint has it.
         own_keys: the entries of the state that each rank has for itself.
-        rank_keys: those of them that are gathered over the ranks; none if not all ranks save.
-        logical_ranks: see `trainkit.utils.logical`; 0: the processes are the ranks.
+        rank_keys: the ``own_keys`` that a save gathers from all ranks; empty if not all ranks save.
+        logical_ranks: the number of logical ranks, see `trainkit.utils.logical`; 0: each process is a rank.
     """
 
     own_keys: tuple[str, ...] = ("hooks", "storage", "rng")
@@ -72,13 +72,16 @@ class RunState(HookPoints):
         """Call before saving or evaluating, on every rank; waits for the device.
 
         Raises:
-            FloatingPointError: the model, or an update so far, is not finite on some rank.
+            FloatingPointError: on some rank the model, or the loss or gradients of an earlier step, are not finite.
         """
         raise_failure(self.gather(self.find_failure(self._ranks_agree)))
 
     def find_failure(self, everywhere: bool = True) -> str | None:
-        """A description of values that are not finite on this rank. ``everywhere``: every rank calls it and may
-        exchange."""
+        """A description of values that are not finite on this rank; None if there are none.
+
+        Args:
+            everywhere: every rank calls it, so it may exchange values with the others.
+        """
         return None
 
     def gather(self, value: _T) -> list[_T]:

@@ -166,7 +166,7 @@ def release_folders(cfg: CfgNode) -> None:
 
 
 def default_setup(cfg: Any, args: Any) -> None:
-    """Make the output folder, set up the log, log what is run on what, write ``config.yaml``, seed everything.
+    """Make the output folder, set up the log, log command and machine, write ``config.yaml``, seed everything.
 
     Every rank calls it. A new run moves the files of an earlier one into ``previous_<n>`` in the folder; a run that
     torchrun has started again counts as resumed.

@@ -51,8 +51,8 @@ def _never() -> bool:
 class StopRequests(Waiter):
     """The stop requests of this rank, and the agreement of all ranks.
 
-    Ranks exchange a flag in the background: started at every ``check_period // 2``-th step, and read at the next such
-    step, so that no rank waits for another.
+    Ranks exchange a flag in the background, so that no rank waits for another. At every ``check_period // 2``-th step
+    they read the result of the last exchange and start the next one.
     """
 
     def __init__(self, check_period: int = 20) -> None:
@@ -73,8 +73,7 @@ class StopRequests(Waiter):
         self._check_period = check_period("stop_check_period", period, minimum=1)
 
     def request(self, reason: str, signum: int | None = None) -> None:
-        """Request a stop, from any thread or a signal handler. A signal counts before others, then the first
-        request."""
+        """Request a stop, from any thread or a signal handler. Of several requests a signal counts, else the first."""
         if not self._requests:
             self._asked_at = time.monotonic()
         self._requests.append(Stop(reason, signum))  # one operation, so a signal cannot interrupt it

@@ -38,8 +38,8 @@ class WarmupParamScheduler(ParamScheduler):
 
     Args:
         warmup_length: fraction of the training, in [0, 1].
-        warmup_method: ``linear`` rises to the schedule's value at the end of the warm-up; ``exponential`` does so by
-            the same factor in each iteration; ``constant`` stays.
+        warmup_method: ``linear`` rises to the schedule's value at the end of the warm-up; ``exponential`` rises to it
+            by the same factor in each iteration; ``constant`` keeps the first value until then.
         rescale_interval: True: the whole schedule runs after the warm-up. False: the warm-up replaces the start of the
             schedule.
 

@@ -111,7 +111,7 @@ class Step(_Checked):
 @SCHEDULE_REGISTRY.register()
 @dataclass
 class MultiStep(_Checked):
-    """Multiply by ``gamma`` at each of ``milestones``, in iterations from the start; equal milestones count each."""
+    """Multiply by ``gamma`` at each of ``milestones``, in iterations from the start; a repeated one counts again."""
 
     milestones: Sequence[int]
     gamma: float = 0.1

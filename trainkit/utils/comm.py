@@ -82,10 +82,10 @@ def get_local_size() -> int:
 
 
 def side_group(purpose: str) -> dist.ProcessGroup | None:
-    """All processes over Gloo, in a separate group per purpose for exchanges at the same time; None with one process.
+    """A Gloo group of all processes for one purpose, so that two threads can exchange at once; None with one process.
 
-    The first call creates the group: make it on all ranks in the thread of the loop, so that ranks create groups in the
-    same order.
+    The first call for a purpose creates the group. All ranks must do this call in the thread of the loop, so that they
+    create their groups in the same order.
     """
     if get_world_size() == 1:
         return None

@@ -34,8 +34,10 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Shard a full tensor, which every rank has, like ``like``, without an exchange; no change if ``like`` is not
-    sharded."""
+    """Shard ``tensor`` like ``like``; every rank has the full tensor, so nothing is exchanged.
+
+    If ``like`` is not sharded, ``tensor`` is returned as it is.
+    """
     if not is_sharded(like) or is_sharded(tensor):
         return tensor
     sharded = cast(Any, like)
@@ -51,7 +53,7 @@ def empty_like_shard(size: torch.Size, dtype: torch.dtype, like: Tensor) -> Tens
 
 
 def is_sharded_model(model: object) -> TypeGuard[nn.Module]:
-    """Whether ``fully_shard`` was called on it: then all ranks must do each forward pass together."""
+    """Whether ``fully_shard`` was called on the model: then all ranks must do each forward pass together."""
     return hasattr(model, "set_requires_gradient_sync")
 
 

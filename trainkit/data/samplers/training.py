@@ -46,8 +46,8 @@ class RandomSubsetTrainingSampler(TrainingSampler):
         size: samples in the dataset.
         subset_ratio: fraction of the samples in the subset, in (0, 1].
         shuffle: False draws the subset in the order of the dataset.
-        seed_shuffle: as ``seed`` for ``InfiniteSampler``.
-        seed_subset: chooses the subset; likewise.
+        seed_shuffle: the seed of the order; see ``seed`` of ``InfiniteSampler``.
+        seed_subset: the seed that chooses the subset; see ``seed`` of ``InfiniteSampler``.
 
     Raises:
         ValueError: the ratio is out of range or leaves no sample, ``size`` is less than 1, or a seed is negative.

@@ -129,14 +129,14 @@ class PeriodicWriter(HookBase):
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """The writers' states after their last regular write, also when they are closed already."""
+        """The writers' states after their last regular write, also if the writers are closed already."""
         storage = getattr(self.trainer, "storage", None)  # there is none before the first run
         if storage is not None:
             storage.flush()
         return {"writers": self._waiting or self._ended or self._writer_states()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the states until training starts, so that nothing is cut before; ignored during a run."""
+        """Keep the states until training starts: only then may writers cut their files. Does nothing during a run."""
         if self.trainer is None or self.trainer.status != "running":
             self._waiting = state_dict["writers"]
 

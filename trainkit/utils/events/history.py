@@ -62,7 +62,7 @@ class HistoryBuffer:
         return list(zip(self._values[-self._max_length :], self._iterations[-self._max_length :], strict=True))
 
     def count_within(self, window_iters: int) -> int:
-        """Number of values in the last ``window_iters`` iterations before and with that of the newest value."""
+        """The number of values in the last ``window_iters`` iterations; the last one is that of the newest value."""
         iterations, start = self._iterations, self._iterations[-1] - window_iters
         length = min(len(iterations), self._max_length)
         if window_iters < length and iterations[-window_iters - 1] <= start < iterations[-window_iters]:

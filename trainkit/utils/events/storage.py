@@ -258,7 +258,7 @@ class EventStorage:
         return smoothed
 
     def count_samples(self, name: str, window_size: int = 20) -> int:
-        """Number of values in the last ``window_size`` iterations before and with that of the newest value."""
+        """The number of values in the last ``window_size`` iterations; the last one is that of the newest value."""
         return self.history(name).count_within(window_size)
 
     def smoothing_hints(self) -> dict[str, bool]:
