@@ -99,11 +99,11 @@ def choose(folder: str) -> str:
 def choose_and_read(
     folder: str, known_as_broken: Mapping[str, str] | None = None, read: Callable[[str], Any] = read_file
 ) -> tuple[str, Any]:
-    """As `choose`, with the content: one read verifies and loads the file, but not the content of its shards.
+    """Like `choose`, but also return the content: one read verifies and loads the file, without its shards.
 
     Args:
-        known_as_broken: path -> its error.
-        read: reads a file.
+        known_as_broken: path -> error, for files that are not read.
+        read: a function that reads a file.
 
     Raises:
         CheckpointError: as `choose`.

@@ -49,7 +49,7 @@ class Shards:
         return bool(self.local)
 
     def write(self, folder: str, group: dist.ProcessGroup | None) -> dict[str, Any]:
-        """Write all shards; every rank calls it, in any thread. ``group`` must not be used by others meanwhile.
+        """Write all shards; every rank calls it, in any thread. Nothing else may use ``group`` during the call.
 
         Returns:
             The entry ``shards`` of the file.

@@ -41,7 +41,7 @@ _MAX_REMEMBERED = 64  # number of delivered batches whose samples can be named
 
 
 def trivial_batch_collator(batch: list[Any]) -> list[Any]:
-    """The list of samples as a batch."""
+    """Return the list of samples itself as the batch."""
     return batch
 
 

@@ -16,9 +16,9 @@ _BEFORE_ALL = (-1, 0, 0)  # (epoch, its first position in the stream, the positi
 class RepeatFactorTrainingSampler(InfiniteSampler):
     """Draws each sample as often per epoch as its factor says, without end.
 
-    The fractional part of a factor is the probability of rounding up, drawn again in each epoch, so the lengths of
-    epochs differ; ``samples_per_epoch`` is the size of the dataset nevertheless. To start at a position, the lengths of
-    all epochs before it are drawn, from the last known place on; a state holds such a place.
+    The fractional part of a factor is the probability that the factor is rounded up. This is drawn again in each epoch,
+    so epochs have different lengths; ``samples_per_epoch`` is still the size of the dataset. To find a position, the
+    lengths of the epochs before it are drawn again, starting with the last known epoch; a state holds this epoch.
 
     Args:
         repeat_factors: one per sample, >= 0, shape ``[N]``.
@@ -100,7 +100,7 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
         return self._whole + (drawn < self._fraction)
 
     def locate(self, position: int) -> tuple[int, int]:
-        """(epoch, offset in it) of a sample of the global stream; draws epoch lengths from the last known place on."""
+        """(epoch, offset in it) of a sample of the global stream; draws the lengths of epochs after the last known one."""
         epoch, start, end = self._located if self._located[1] <= position else _BEFORE_ALL
         while end <= position:
             epoch, start = epoch + 1, end

@@ -27,7 +27,7 @@ class Throughput(HookBase):
 
     If the model has ``flops_per_sample`` (a number, or a method without arguments: operations of forward and backward
     pass), ``mfu_pct`` is stored too: these operations as a percentage of ``peak_tflops``, see Chowdhery et al., "PaLM",
-    appendix B. If the model has ``tokens_per_sample`` (likewise), ``tokens_per_sec`` is stored.
+    appendix B. If the model has ``tokens_per_sample`` (in the same form), ``tokens_per_sec`` is stored.
 
     Args:
         period: in iterations.
