@@ -13,7 +13,7 @@ _MASK = (1 << 64) - 1
 
 
 def splitmix64(state: int, n: int) -> int:
-    """Number ``n``, from 0, of the SplitMix64 generator with this start state: 64 bits, different for each ``n``.
+    """The ``n``-th number (from 0) of the SplitMix64 generator with this start state: 64 bits, each different.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014), with the constants of
     Vigna's splitmix64.c.

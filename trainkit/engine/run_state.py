@@ -31,7 +31,7 @@ class RunState(HookPoints):
         start_iter, max_iter: the first iteration of this ``train()``, and the one with which it ends, not included.
         storage: the `EventStorage` that is open during ``train()``.
         status: "not started", "running", "finished", "stopped" (by ``request_stop``) or "failed".
-        position: where the run stands, as a checkpoint has it.
+        position: the position of the run, as in a checkpoint.
         own_keys: the entries of the state that each rank has for itself.
         rank_keys: the ``own_keys`` that a save gathers from all ranks; empty if not all ranks save.
         logical_ranks: the number of logical ranks, see `trainkit.utils.logical`; 0: each process is a rank.

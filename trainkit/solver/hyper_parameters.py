@@ -31,7 +31,7 @@ def learning_rates(optimizer: Any) -> list[Any]:
 
 
 def check_saved_groups(saved: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
-    """Check before loading: torch would notice another kind of optimizer late, by a bare ``KeyError``.
+    """Check that the optimizer can load saved groups; torch's own check comes late and is a bare ``KeyError``.
 
     Raises:
         ConfigError: the saved parameter groups are of another kind of optimizer, or their number differs.

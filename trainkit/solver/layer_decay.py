@@ -64,8 +64,8 @@ def build_layer_decay(
     ``convnext_stage_mmseg``      num_layers    as MMSegmentation: the rest at num_layers + 1, so that the factor
                                                 of the last stage depends on num_layers and is far from 1
     ``model``                     nothing       ``model.get_layer_depth(name)`` gives ``(depth, num_layers)``
-    in ``LAYER_DEPTH_REGISTRY``   nothing       likewise
-    ``package.module.function``   nothing       likewise
+    in ``LAYER_DEPTH_REGISTRY``   nothing       the function, called with a name, gives the same pair
+    ``package.module.function``   nothing       the same, for the function with this path
     ============================  ============  ===============================================================
 
     Names of OpenMMLab, timm (``blocks.3.``, ``stages.2.blocks.0.``, ``stem.``) and Hugging Face (``embeddings.``,

@@ -31,10 +31,11 @@ class OwnedFolder:
     it.
 
     The operating system locks the file (POSIX locks, also over NFS) and drops the lock when the process ends. On a file
-    system without locks, the file counts while its process is alive; for another host, until it is deleted.
+    system without locks, the run owns the folder as long as its process is alive; if it is on another host, until the
+    file is deleted.
 
     Attributes:
-        former: the run that has left its file here without ending properly; usually "".
+        former: the run that was killed and so has left its file here; usually "".
         restore: name -> function that writes this small file again.
 
     Raises:

@@ -100,7 +100,7 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
         return self._whole + (drawn < self._fraction)
 
     def locate(self, position: int) -> tuple[int, int]:
-        """(epoch, offset in it) of a sample of the global stream; draws the lengths of epochs after the last known one."""
+        """(epoch, offset in it) of a sample of the global stream; draws the lengths of unknown epochs."""
         epoch, start, end = self._located if self._located[1] <= position else _BEFORE_ALL
         while end <= position:
             epoch, start = epoch + 1, end

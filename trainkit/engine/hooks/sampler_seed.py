@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 class SamplerSeed(HookBase):
     """Tell the epoch to a sampler that shuffles by it, such as ``torch.utils.data.DistributedSampler``.
 
-    ``set_epoch(epoch)`` of the loader, its dataset, sampler and batch sampler is called where it exists: before each
+    ``set_epoch(epoch)`` of the loader, its dataset, sampler and batch sampler is called if it exists: before each
     epoch, before a run that starts inside one, and when a new pass over the data starts between micro-batches.
     `DefaultTrainer` adds this hook if one of them has the method. The samplers of `trainkit.data` do not need it.
     """
