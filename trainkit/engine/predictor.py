@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 class DefaultPredictor:
     """The model of a config with the weights MODEL.WEIGHTS, for one sample or a list of samples.
 
-    It gives the same outputs as an evaluation. From a best checkpoint it takes the weights that were scored. From another
-    file it takes the average if an `EMAHook` of the config evaluates its average, else the model's own weights.
+    It gives the same outputs as an evaluation. From a best checkpoint it takes the weights that were scored. From
+    another file it takes the average if an `EMAHook` of the config evaluates it, else the model's own weights.
 
     Args:
         build: makes the model from the config.

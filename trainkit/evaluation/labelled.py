@@ -13,11 +13,11 @@ from trainkit.utils import comm
 class LabelledEvaluator(DatasetEvaluator):
     """Counts how often each class was predicted for each label; a subclass computes metrics from the counts.
 
-    Counts stay on the device of the scores, and ``process`` does not wait for it, so labels out of range are counted
-    and reported at the end.
+    The counts stay on the device of the scores, and ``process`` does not wait for this device. So labels out of range are
+    counted and reported at the end.
 
     Args:
-        dims: one letter per dimension of the scores, such as ``NC``; labels have the same without C.
+        dims: one letter per dimension of the scores, such as ``NC``; labels have the same dimensions except C.
         ignore_label: labels to leave out; None: count all.
         largest_k: how many of the highest scores are compared with the label of a sample; 0: none.
     """

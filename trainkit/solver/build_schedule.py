@@ -120,8 +120,9 @@ def build_schedule(entries: Iterable[Any], max_iter: int, where: str) -> Chain:
     """Chain the schedules that a config lists.
 
     Args:
-        entries: each ``{NAME: a name in SCHEDULE_REGISTRY, ...}`` with the arguments in upper case. Defaults: ``BEGIN``
-            0, ``END`` (not included) ``max_iter``, and an argument ``LENGTH`` the iterations between these.
+        entries: each ``{NAME: a name in SCHEDULE_REGISTRY, ...}`` with the arguments in upper case. ``BEGIN``
+            is 0 by default, ``END`` (not included) is ``max_iter``. If a schedule has an argument ``LENGTH``, its default
+            is ``END - BEGIN``.
         where: name of the list in errors.
 
     Raises:

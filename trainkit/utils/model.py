@@ -17,7 +17,7 @@ def is_part_of(model: nn.Module, whole: nn.Module) -> bool:
 
 
 def can_take_buffer(model: nn.Module, path: str) -> bool:
-    """Whether the module of ``path`` exists, and has no attribute of this name or has None."""
+    """Whether the module of ``path`` exists, and its attribute of this name is missing or None."""
     owner, _, name = path.rpartition(".")
     module = dict(model.named_modules()).get(owner)
     return name != "" and module is not None and getattr(module, name, None) is None
