@@ -13,8 +13,8 @@ from trainkit.utils import comm
 class LabelledEvaluator(DatasetEvaluator):
     """Counts how often each class was predicted for each label; a subclass computes metrics from the counts.
 
-    The counts stay on the device of the scores, and ``process`` does not wait for this device. So labels out of range are
-    counted and reported at the end.
+    The counts stay on the device of the scores, and ``process`` does not wait for this device. So labels out of range
+    are counted and reported at the end.
 
     Args:
         dims: one letter per dimension of the scores, such as ``NC``; labels have the same dimensions except C.

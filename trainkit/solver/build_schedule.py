@@ -121,8 +121,8 @@ def build_schedule(entries: Iterable[Any], max_iter: int, where: str) -> Chain:
 
     Args:
         entries: each ``{NAME: a name in SCHEDULE_REGISTRY, ...}`` with the arguments in upper case. ``BEGIN``
-            is 0 by default, ``END`` (not included) is ``max_iter``. If a schedule has an argument ``LENGTH``, its default
-            is ``END - BEGIN``.
+            is 0 by default, ``END`` (not included) is ``max_iter``. If a schedule has an argument ``LENGTH``, its
+            default is ``END - BEGIN``.
         where: name of the list in errors.
 
     Raises:
