@@ -40,7 +40,7 @@ _RTOL, _ATOL = 1e-3, 1e-5
 
 
 def flat(outputs: Any, name: str = "output") -> dict[str, Tensor]:
-    """The tensors of what a model returned, by name.
+    """The tensors in the output of a model, by name.
 
     Raises:
         ConfigError: something else is in it.

@@ -39,7 +39,7 @@ _MIN_POINTS = 10  # before anything is said
 
 @dataclass(frozen=True)
 class Point:
-    """One step."""
+    """Train one step."""
 
     lr: float
     loss: float
@@ -82,7 +82,7 @@ class RangeTest(HookBase):
 
 
 def config_of_test(cfg: CfgNode, folder: str, iters: int) -> CfgNode:
-    """A copy that evaluates, saves and writes nothing, but for what ``folder`` gets."""
+    """A copy of the config that evaluates, saves and writes nothing, except into ``folder``."""
     cfg = cfg.clone()
     cfg.defrost()
     cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR, cfg.LOG.WRITERS, cfg.LOG.PROGRESS = folder, "", [], False

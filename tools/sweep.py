@@ -88,7 +88,7 @@ def make_grid(specs: dict[str, str]) -> list[Settings]:
 
 
 def draw(specs: dict[str, str], number: int, seed: int) -> list[Settings]:
-    """``number`` different settings; a larger number begins with those of a smaller one.
+    """``number`` different settings; a larger number gives the same first settings as a smaller one.
 
     Raises:
         ConfigError: a range is wrong, or there are not so many different settings.

@@ -1,4 +1,4 @@
-"""The trainer of a job in a file of one's own, for the tools that need its model or its data."""
+"""The trainer in a user's own file, for the tools that need its model or its data."""
 
 import importlib.util
 import sys

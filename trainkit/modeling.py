@@ -75,10 +75,10 @@ def losses_from(
     loss_fn: Callable[[Any, Any], Any] | None = None,
     split: Callable[[Any], tuple[Any, Any]] = _split,
 ) -> nn.Module:
-    """Let a model that returns logits take whole batches: it gives losses in train mode, and logits in eval mode.
+    """Let a model that returns logits take whole batches: it then returns losses in train mode, logits in eval mode.
 
-    If it returns an object with ``logits``, as in Hugging Face, these are its output. Calls with several arguments, or
-    with arguments by name, reach it as they are.
+    If the model returns an object with ``logits``, as in Hugging Face, its output is these logits. Calls with several
+    arguments, or with arguments by name, are not changed.
 
     Args:
         model: its class becomes a subclass of itself, so the names of its state stay; it is returned.

@@ -83,7 +83,7 @@ def write_safetensors(weights: Mapping[str, Any], path: str) -> None:
 
 
 def import_safetensors() -> Any:
-    """Its module for torch.
+    """Import the module of safetensors for torch.
 
     Raises:
         CheckpointError: the package ``safetensors`` is missing.

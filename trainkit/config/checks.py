@@ -123,7 +123,7 @@ def check_values(cfg: CfgNode, *, warn: bool = True) -> None:
 
 
 def check_logical_ranks(ranks: int) -> None:
-    """Refuse what is no power of two, or what the processes cannot share."""
+    """Raises ConfigError if ``ranks`` is not a power of two, or cannot be divided over the processes."""
     world_size = comm.get_world_size()
     if ranks < 0 or ranks & (ranks - 1) or ranks % world_size:
         raise ConfigError(

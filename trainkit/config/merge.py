@@ -89,7 +89,7 @@ def _check_new_key(node: _FvcoreCfgNode, name: object, value: object, root: _Fvc
 
 
 def _is_near(key: str, known: str) -> bool:
-    """Whether their last parts are similar, or one has the other in it; equal nodes before them are no reason."""
+    """Whether the last parts of two keys are similar, or one contains the other; the nodes before them do not count."""
     own, other = (full.upper().rpartition(".")[2] for full in (key, known))
     return own in other or other in own or bool(difflib.get_close_matches(own, [other]))
 

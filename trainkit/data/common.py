@@ -239,8 +239,8 @@ class ToIterableDataset(IterableDataset[Any]):
         sampler: indices of this rank.
         shard_sampler: divide the indices between loader workers. Switch it off only if the sampler differs in each
             worker.
-        shard_chunk_size: number of consecutive indices for the same worker. With the batch size, batches are the same
-            as without workers.
+        shard_chunk_size: number of consecutive indices for the same worker. If it equals the batch size, batches are
+            the same as without workers.
 
     Raises:
         TypeError: ``dataset`` is an ``IterableDataset``, or ``sampler`` is not a ``torch.utils.data.Sampler``.

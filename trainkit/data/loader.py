@@ -225,7 +225,7 @@ class ResumableLoader(DataLoader[Any]):
 
     @property
     def seed(self) -> int:
-        """Of what is drawn for samples: that of the sampler, if it has one."""
+        """The seed of the random numbers of samples: the sampler's own seed if it has one."""
         return self._own_seed if self._endless is None else self._endless.seed
 
     def _ranks(self) -> tuple[int, int]:

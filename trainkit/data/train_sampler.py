@@ -18,7 +18,7 @@ def build_train_sampler(cfg: CfgNode, dataset: Any) -> InfiniteSampler | None:
     """The sampler ``cfg.DATALOADER.SAMPLER_TRAIN`` for a map-style dataset; None for an iterable one.
 
     Raises:
-        ConfigError: it is unknown or does not fit the dataset, or a sample lacks categories.
+        ConfigError: the sampler is unknown or does not fit the dataset, or a sample lacks categories.
     """
     options, name, seed = cfg.DATALOADER, cfg.DATALOADER.SAMPLER_TRAIN, seed_of(cfg)
     if name not in _SAMPLERS:

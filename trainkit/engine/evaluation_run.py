@@ -27,7 +27,7 @@ def evaluate_models(
     """Call ``test(cfg, model)`` for the weights that the first `EMAHook` of ``hooks`` evaluates; every rank calls it.
 
     Returns:
-        The results; for both kinds of weights those of the average, with those of the model under "raw".
+        The results. If both kinds of weights are evaluated: those of the average, and under "raw" those of the model.
     """
     averaging = averaging_hook(hooks)
     if averaging is None:

@@ -44,7 +44,7 @@ class GlobalBatch:
         return int(self.record["world_size"])
 
     def split(self, cfg: CfgNode) -> CfgNode:
-        """`split_batch` from ``world_size`` ranks to the current number; logical ranks stay as many."""
+        """`split_batch` from ``world_size`` ranks to the current number; the number of logical ranks stays the same."""
         return split_batch(cfg, self.world_size, self._ranks)
 
     def save(self) -> None:

@@ -94,7 +94,7 @@ class LogicalTrainer(SimpleTrainer):
         return self._mean(found)
 
     def _mean(self, found: Sequence[Losses]) -> Losses:
-        """Over the logical ranks of this process; `exchange_rows` goes on with that of all processes."""
+        """The means over the logical ranks of this process; `exchange_rows` then averages over all processes."""
         names = [([*losses.values], losses.trained) for losses in found]
         if self._names is None:
             self._names = comm.all_gather(names[0])[0]
@@ -160,7 +160,7 @@ class _Tree:
             model.register_comm_hook(None, self._exchange_bucket)
 
     def start(self) -> None:
-        """Before the first logical rank."""
+        """Call before the first logical rank."""
         self._sums, self._under_way = [], []
         for parameter in self._parameters:
             parameter.grad = None
@@ -169,7 +169,7 @@ class _Tree:
 
     @torch.no_grad()
     def push(self) -> None:
-        """After each logical rank but the last: take what it has computed, and put the statistics back."""
+        """Call after each logical rank except the last: keep its results, and restore the statistics."""
         num, packed, grads = 1, self._packed(), [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -182,7 +182,7 @@ class _Tree:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """After the last one: gradients are the sums over all, and statistics the means.
+        """Call after the last logical rank: gradients become the sums over all ranks, and statistics the means.
 
         Raises:
             ValueError: the model has written other buffers.
@@ -239,7 +239,7 @@ def _wide(value: Tensor) -> Tensor:
 
 
 def _add(into: _Grads, more: _Grads) -> _Grads:
-    """The sums, in the memory of ``into``. None counts as 0, since DDP may have a gradient of 0 instead of it."""
+    """Add ``more`` to ``into``, in its memory. None counts as 0, because DDP may have a gradient of 0 instead."""
     pairs: Any = [*zip(into, more, strict=True)]
     if both := [(a, b) for a, b in pairs if a is not None and b is not None]:
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
@@ -249,7 +249,7 @@ def _add(into: _Grads, more: _Grads) -> _Grads:
 
 
 class _Exchange:
-    """The sum of a vector over the processes, in the order of the tree: each of them adds up its part of it for all."""
+    """The sum of a vector over the processes, in the order of the tree. Each process adds up one part for all."""
 
     def __init__(self, flat: Tensor) -> None:
         self._size, self._world_size = flat.numel(), comm.get_world_size()

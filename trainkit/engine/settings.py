@@ -32,7 +32,7 @@ def changed_settings(cfg: CfgNode, default: CfgNode, prefix: str = "") -> Iterat
 
 
 def settings_of(cfg: CfgNode) -> dict[str, str]:
-    """key -> value as text, of every setting that changes what a run computes, and how many processes, or threads."""
+    """key -> value as text, for each setting that changes what a run computes; plus the processes or threads."""
     found = {key: repr(value) for key, value in changed_settings(cfg, CfgNode()) if not _NO_MATTER.fullmatch(key)}
     if cfg.SOLVER.LOGICAL_RANKS:  # the number of processes changes nothing
         return {**found, "threads of torch": str(torch.get_num_threads())}

@@ -214,7 +214,7 @@ class Polynomial(_HasEnd):
 class OneCycle(_Checked):
     """Up from ``base / div_factor`` to the base, and down to ``base / div_factor / final_div_factor``.
 
-    The base is torch's ``max_lr``, so each group keeps its own. Smith and Topin, "Super-Convergence".
+    The base is what torch calls ``max_lr``; each group has its own base. Smith and Topin, "Super-Convergence".
 
     Args:
         pct_start: fraction of the iterations in which it rises.

@@ -1,8 +1,9 @@
-"""Logical ranks: the parts of a batch, the same ones on any number of processes that divides theirs.
+"""Logical ranks: parts of a batch that stay the same on any number of processes that divides their number.
 
-Logical rank ``i`` gets the samples ``p`` of the stream with ``p % logical_ranks == i``, so a process gets those ``i``
-for which ``i % world_size`` is its rank. Sums over them are made in one binary tree: the ranks that are equal modulo
-``m`` have two children, which are equal modulo ``2 * m``. A process has a whole subtree.
+Logical rank ``i`` gets the samples ``p`` of the stream with ``p % logical_ranks == i``, so a process has the logical
+ranks ``i`` for which ``i % world_size`` is its rank. Sums over logical ranks are made in one binary tree: a node is the
+ranks that are equal modulo ``m``, and its two children are those that are equal modulo ``2 * m``. A process has a whole
+subtree.
 """
 
 from typing import Any
@@ -18,7 +19,7 @@ def own_ranks(logical_ranks: int, rank: int, world_size: int) -> list[int]:
 
 
 def tree_sum(parts: Any) -> Any:
-    """The sum over the first dimension of an array or a tensor, which are ranks in ascending order, in that tree."""
+    """The sum over the first dimension (ranks in ascending order) of an array or a tensor, in the order of the tree."""
     while len(parts) % 2 == 0:
         half = len(parts) // 2
         parts = parts[:half] + parts[half:]

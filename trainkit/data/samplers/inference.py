@@ -40,7 +40,7 @@ class InferenceSampler(Sampler[int]):
 
 
 class ShardBatchSampler(BatchSampler):
-    """Batches of the ``shards`` of an `InferenceSampler`; none has samples of two."""
+    """Batches of an `InferenceSampler`; no batch has samples of two of its ``shards``."""
 
     most = 0  # batches of a shard; 0: all of them
 

@@ -212,7 +212,7 @@ class ServiceWriter(PictureWriter):
 
 @contextlib.contextmanager
 def default_environment(defaults: Mapping[str, str]) -> Iterator[None]:
-    """Variables that are not set have these values."""
+    """Context in which environment variables that are not set have these values."""
     added = [name for name in defaults if name not in os.environ]
     os.environ.update({name: defaults[name] for name in added})
     try:
@@ -223,7 +223,7 @@ def default_environment(defaults: Mapping[str, str]) -> Iterator[None]:
 
 
 def to_uint8_array(image: Any) -> np.ndarray:
-    """Shape ``[height, width, channel]``, without the last for one channel; uint8. Floats are in 0 to 1."""
+    """The image as uint8 ``[height, width, channel]``, or ``[height, width]`` for one channel; floats are in [0, 1]."""
     tensor = torch.as_tensor(image).detach().cpu()
     if tensor.is_floating_point():
         tensor = tensor.mul(255).clamp(0, 255).to(torch.uint8)
