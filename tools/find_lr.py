@@ -39,7 +39,7 @@ _MIN_POINTS = 10  # before anything is said
 
 @dataclass(frozen=True)
 class Point:
-    """Train one step."""
+    """The values of one step."""
 
     lr: float
     loss: float

@@ -164,7 +164,7 @@ class Sweep:
         self.codes: dict[str, int] = state["exit"]
 
     def command(self, name: str) -> list[str]:
-        """Of one run."""
+        """The command of one run."""
         settings = [word for pair in self.runs[name].items() for word in pair]
         return [*self._command, "OUTPUT_DIR", str(self.folder / name), *settings]
 
