@@ -34,9 +34,9 @@ class Heads(nn.Module):
 class DenseCL(SelfSupModel):
     """Contrast of images, and of matching positions; see `trainkit_selfsup.DenseCLHook`.
 
-    The loss is small if the first view is closer to the second view than to earlier images, and if each position of it
-    is closer to the most similar position of the second view than to positions of earlier images. The second view goes
-    through the key encoder, a slowly moving average of the trained encoder. Each rank has its own queues.
+    The loss is small if the first view is closer to the second view than to earlier images, and if each position of the
+    first view is closer to its most similar position in the second view than to positions of earlier images. The second
+    view goes through the key encoder, a slowly moving average of the trained encoder. Each rank has its own queues.
 
     Args:
         dim: of an embedding.

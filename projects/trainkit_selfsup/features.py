@@ -95,7 +95,7 @@ def uniform_indices(labels: Tensor, generator: torch.Generator) -> Tensor:
 def check_power(reweight_pow: float) -> float:
     """
     Raises:
-        ValueError: it is no number, or negative.
+        ValueError: the power is not a number, or is negative.
     """
     if not is_number(reweight_pow) or reweight_pow < 0:
         raise ValueError(f"reweight_pow must be a number >= 0, got {reweight_pow!r}")

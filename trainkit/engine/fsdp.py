@@ -30,7 +30,7 @@ def is_fsdp(cfg: CfgNode) -> bool:
 def build_sharded(cfg: CfgNode, build_model: Callable[[CfgNode], nn.Module]) -> nn.Module:
     """``build_model(cfg)``, sharded by ``MODEL.FSDP``; every rank calls it. The weights are rank 0's.
 
-    With ``MODEL.FSDP.META_INIT`` rank 0 builds the model in host memory, and other ranks build it without memory.
+    With ``MODEL.FSDP.META_INIT`` rank 0 builds the model in host memory, the other ranks on the meta device.
 
     Raises:
         ConfigError: a name in BLOCKS matches no module; MESH does not fit the number of processes; META_INIT is set,

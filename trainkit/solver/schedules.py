@@ -267,8 +267,8 @@ class InverseSquareRoot(_Checked):
 @SCHEDULE_REGISTRY.register()
 @dataclass
 class WarmupStableDecay(_HasEnd):
-    """A linear rise from ``start_factor`` times the base in ``warmup`` iterations, flat, then ``decay`` iterations to
-    the end; Hu et al., "MiniCPM"."""
+    """A linear rise from ``start_factor`` times the base to the base in ``warmup`` iterations, then the base, then a
+    fall to the end value in ``decay`` iterations; Hu et al., "MiniCPM"."""
 
     length: int
     warmup: int

@@ -19,7 +19,7 @@ _logger = logging.getLogger(__name__)
 def get_rng_state() -> dict[str, Any]:
     """The state of every global generator of this process, as tensors and plain values.
 
-    CUDA devices are included if CUDA is in use; reading the state would initialize CUDA.
+    CUDA devices are included only if CUDA is already in use, because reading their state would initialize CUDA.
     """
     kind, keys, *rest = np.random.get_state(legacy=True)
     state = {
