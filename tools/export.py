@@ -58,7 +58,7 @@ def example_batches(predictor: DefaultPredictor, samples: Sequence[Any]) -> list
     """Batches of the sizes that are compared, as the model gets them, without what it does not need.
 
     Raises:
-        ConfigError: a batch is no dict of tensors.
+        ConfigError: a batch is not a dict of tensors.
     """
     batches: list[Any] = []
     handle = predictor.model.register_forward_pre_hook(lambda module, inputs: batches.append(inputs[0]))

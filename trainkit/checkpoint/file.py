@@ -71,7 +71,7 @@ def write_safetensors(weights: Mapping[str, Any], path: str) -> None:
     """Write tensors by name to ``path``, as `write_file` does; tied weights are stored under each of their names.
 
     Raises:
-        TypeError: one is no tensor.
+        TypeError: a value is not a tensor.
         CheckpointError: it cannot be written, or the package ``safetensors`` is missing; nothing is left behind.
     """
     for name, weight in weights.items():

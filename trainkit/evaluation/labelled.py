@@ -123,7 +123,7 @@ def scores_of(outputs: Any, dims: str) -> Tensor:
 
     Raises:
         KeyError: a mapping has neither key.
-        TypeError: they are no tensor.
+        TypeError: the scores are not a tensor.
         ValueError: they have another number of dimensions.
     """
     scores, shape = outputs, f"[{', '.join(dims)}]"

@@ -26,7 +26,7 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
         seed: as for ``InfiniteSampler``.
 
     Raises:
-        ValueError: the factors are no non-empty vector of finite values >= 0, or all are 0, or the seed is negative.
+        ValueError: the factors are empty, not a vector, negative, not finite, or all 0; or the seed is negative.
     """
 
     def __init__(
