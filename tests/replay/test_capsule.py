@@ -254,6 +254,42 @@ def test_values_that_a_file_cannot_hold_are_converted_or_left_out_with_a_note(tm
     ]
 
 
+class PairScans(Scans):
+    def __getitem__(self, index):
+        return Pair(*super().__getitem__(index).values())
+
+
+DatasetCatalog.register("tiny_pairs", PairScans)
+
+
+@MODEL_REGISTRY.register()
+class PairClassifier(TinyClassifier):
+    def forward(self, batch):
+        return super().forward(batch._asdict())
+
+
+PAIRS = ("DATASETS.TRAIN", ("tiny_pairs",), "MODEL.NAME", "PairClassifier", "INPUT.TRAIN_TRANSFORM", "")
+
+
+def test_the_sample_of_a_batch_that_is_a_named_tuple_is_found(tmp_path):
+    job = Job(tmp_path, *PAIRS, "SOLVER.IMS_PER_BATCH", 40)
+    failed(job)
+
+    found = replay(tmp_path, 0, job, bisect=True, verdict=False)
+
+    assert "with scan_017.png (1 of 40 samples" in found.samples_at_fault
+
+
+def test_why_no_sample_can_be_looked_at_is_said(tmp_path, monkeypatch):
+    job = Job(tmp_path)
+    job()
+    monkeypatch.setattr("trainkit.replay.bisect.num_samples", lambda batch: [][0])
+
+    found = replay(tmp_path, 2, job, bisect=True, verdict=False)
+
+    assert found.samples_at_fault.startswith("they cannot be looked at one by one: IndexError: list index")
+
+
 @pytest.mark.slow
 def test_the_capsule_of_a_failure_does_not_count_after_the_run_has_gone_on(tmp_path):
     failed(Job(tmp_path, make_hooks=lambda: [FailAt(7, KeyError("once"))]), KeyError)

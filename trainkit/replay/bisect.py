@@ -100,5 +100,6 @@ def take(batch: Any, rows: Sequence[int], size: int) -> Any:
     if isinstance(batch, list) and len(batch) == size and not any(isinstance(value, Tensor) for value in batch):
         return [batch[row] for row in rows]
     if isinstance(batch, list | tuple):
-        return type(batch)([take(value, rows, size) for value in batch])
+        items = [take(value, rows, size) for value in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     return batch

@@ -134,10 +134,11 @@ class _Step(Session):
 
         step.compute_gradients = look
         try:
-            self._go_on(self._at)
+            error = self._go_on(self._at)
         finally:
             del step.compute_gradients
-        by_rank = comm.all_gather("; ".join(found) or "the step fails before it has its batch")
+        failure = f"they cannot be looked at one by one: {error.partition('. ')[0] or 'the iteration makes no step'}"
+        by_rank = comm.all_gather("; ".join(found) or failure)
         return by_rank[0] if len(by_rank) == 1 else "; ".join(f"rank {i}: {text}" for i, text in enumerate(by_rank))
 
     def _from_start(self) -> tuple[Inspection, str]:
