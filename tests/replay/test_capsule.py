@@ -115,6 +115,17 @@ def test_a_capsule_of_two_micro_batches_in_lists_repeats_them(tmp_path):
     assert found.samples_at_fault.count("not finite with scan_017.png (1 of 8 samples, each alone)") == 1
 
 
+def test_losses_and_gradients_are_seen_if_a_hook_fails_after_the_backward_pass(tmp_path):
+    job = Job(tmp_path, make_hooks=lambda: [FailAt(3, KeyError("mine"))])
+    failed(job, KeyError)
+
+    found = replay(tmp_path / "capsule.rank0.pt", start=job, verdict=False)
+
+    assert found.failure.startswith("it has come back")
+    assert found.losses.keys() == {"loss_cls"}
+    assert len(found.gradients) == len(found.inspection.updates) > 0
+
+
 def test_a_module_at_fault_is_no_sample(tmp_path):
     job = failed(Job(tmp_path, "MODEL.NAME", "OverflowingClassifier"))
 

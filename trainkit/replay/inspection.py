@@ -1,5 +1,6 @@
 """The hook that inspects one step: its batch, losses, modules, gradients and updates. It changes no bit of the run."""
 
+import contextlib
 import hashlib
 import pdb
 from collections.abc import Iterator, Mapping
@@ -139,6 +140,8 @@ class Inspection(HookBase):
         """Release the model. If the step has failed, measure its parts as far as they exist."""
         self._remove_handles()
         if not self.updates and self._before:
+            with contextlib.suppress(RuntimeError):  # there are no losses yet
+                self.after_backward()  # a hook before this one may have failed there
             self._measure(has_updated=False)
         self.digests |= {f"loss {name}": digest(loss) for name, loss in self.losses.items()}
         self.digests |= {f"gradient of {name}": digest(grad) for name, grad in self.gradients.items()}
