@@ -215,6 +215,17 @@ def test_a_run_that_was_stopped_and_resumed_in_between_is_proven(tmp_path):
     assert found.proof == proof("model_final.pth")
 
 
+def test_a_hook_that_was_added_when_the_run_was_resumed_starts_anew_in_each_execution(tmp_path):
+    averaged = ("HOOKS", [{"NAME": "EMAHook", "DECAY": 0.5}])
+    Job(tmp_path, make_hooks=lambda: [StopAt(4)])()
+    Job(tmp_path, *averaged)(True)
+
+    found = replay(tmp_path, 6, Job(tmp_path, *averaged), prove=True)
+
+    assert found.start == "model_0000004.pth"
+    assert found.proof == proof("model_final.pth")
+
+
 def test_the_settings_are_those_of_the_process_that_did_the_step(tmp_path):
     """Resuming with another MAX_ITER writes another config.yaml."""
     Job(tmp_path, make_hooks=lambda: [StopAt(6)])()

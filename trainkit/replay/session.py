@@ -155,6 +155,7 @@ class Session:
             own = describe_origin("", device_of(trainer.model), None)
             self._notes += describe_other_origin(self.origin, own)
             self._beginning = None if self._start is not None else self._collect()
+            self._attributes = [(hook, dict(vars(hook))) for hook in trainer.hooks]
             self._all_hooks = [hook for hook in trainer.hooks if not isinstance(hook, hooks.PeriodicWriter)]
             by_results = any(isinstance(hook, hooks.ReduceOnPlateau) for hook in self._all_hooks)
             left_out = _SAVES if by_results else (*_SAVES, *_EVALUATES)
@@ -201,6 +202,9 @@ class Session:
 
     def _load_start(self) -> None:
         trainer = self._trainer
+        for hook, attributes in self._attributes:  # a hook of which the checkpoint has no state starts anew
+            vars(hook).clear()
+            vars(hook).update(attributes)
         if self._start is not None:
             trainer.checkpointer.load(self._start.path, strict=True)
         elif trainer.status != "not started":
