@@ -65,6 +65,8 @@ def run_hook(args: argparse.Namespace) -> int:
         raise ConfigError(f"--range takes --hook FILE:CLASS of a file, --jobs of at least 1, and no --iter; {text}")
     if Path(args.run).resolve() in [out.resolve(), *out.resolve().parents]:
         raise ConfigError(f"{out} is in the folder of the run, which is not changed; name another one with --out")
+    if (make_hook := runpy.run_path(file).get(name)) is None:
+        raise ConfigError(f"--hook is {args.hook}, but {file} has no {name!r}; name a class of this file")
     parts, step_sec = stretches(args.run, first, end)
     jobs = min(args.jobs, len(parts)) if WORLD_SIZE == 1 else 1
     num_steps = end - parts[0].start if jobs == 1 else sum(part.end - part.start for part in parts)
@@ -74,7 +76,7 @@ def run_hook(args: argparse.Namespace) -> int:
         print(f"iterations {first} to {end - 1} from {len(parts)} checkpoints: {cost}", flush=True)
     if jobs == 1:
         with contextlib.redirect_stdout(sys.stderr):
-            lines, failed = [replay_range(args.run, first, end, runpy.run_path(file)[name], out, args.script)], False
+            lines, failed = [replay_range(args.run, first, end, make_hook, out, args.script)], False
     else:
         lines, failed = run_in_parallel(args, parts, jobs, out)
     if RANK == 0:

@@ -64,6 +64,11 @@ def test_a_hook_that_changes_the_run_is_found_out(run, tmp_path):
     assert text.startswith("DIFFERENT: total_loss of iteration 4 is ")
 
 
+def test_a_range_beyond_the_end_of_the_run_is_refused(run, tmp_path):
+    with pytest.raises(ConfigError, match="--range ends with 11; the run ends with 10; make it smaller"):
+        replay_range(run.folder, 9, 11, Norm, tmp_path, Job(run.folder))
+
+
 def test_a_range_that_ends_in_a_failure_is_written_up_to_it(tmp_path):
     job = Job(tmp_path / "run", make_hooks=lambda: [PlantNan("layers.0.weight", 7)])
     with pytest.raises(FloatingPointError):

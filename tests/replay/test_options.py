@@ -111,6 +111,7 @@ def test_the_debugger_stops_once_in_the_forward_pass_of_the_step(run, monkeypatc
         (["RUN", "--iter", 3, "--range", "3:4", "--hook", f"{__file__}:A"], "and no --iter; got --hook"),
         (["RUN", "--range", "3:4"], "--range takes --hook FILE:CLASS of a file"),
         (["RUN", "--range", "3:4", "--hook", "missing.py:A"], "got --hook missing.py:A, --jobs 1, --iter None"),
+        (["RUN", "--range", "3:4", "--hook", f"{argparse.__file__}:A"], "argparse.py has no 'A'; name a class"),
         (["RUN", "--range", "3:4", "--hook", f"{__file__}:A", "--jobs", 0], "--jobs 0"),
         (["RUN", "--range", "3:4", "--hook", f"{__file__}:A", "--out", "RUN/x"], "in the folder of the run, which is"),
         (["RUN", "--range", "3-4"], "argument --range: invalid iterations value: '3-4'"),

@@ -70,6 +70,7 @@ def replay_range(
 
     Raises:
         CheckpointError: no checkpoint can be used, or the run had another number of processes.
+        ConfigError: the run has not as many iterations.
     """
     values, text = _Range(os.path.abspath(run), first, end, make_hook).perform(start)
     if comm.is_main_process():
@@ -92,6 +93,8 @@ class _Range(Session):
         self._end, self._make_hook = end, make_hook
 
     def work(self, trainer: Any) -> tuple[Values, str]:
+        if self._end > trainer.max_iter:
+            raise ConfigError(f"--range ends with {self._end}; the run ends with {trainer.max_iter}; make it smaller")
         self._load_start()
         self._go_on(self._at - 1)
         error = self._go_on(self._end - 1, self._make_hook())
