@@ -220,6 +220,15 @@ def test_a_disk_that_is_full_does_not_hide_the_error(tmp_path, monkeypatch, capl
     assert f"To repeat the step: python tools/replay.py {tmp_path} --iter 7" in last_line(tmp_path)
 
 
+def test_a_run_that_could_write_neither_checkpoint_nor_capsule_names_no_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(capsule, "write_file", lambda state, path: [][0])
+
+    failed(Job(tmp_path, make_hooks=lambda: [FailAt(2, KeyError("mine"))]), KeyError)
+
+    assert "The capsule of the failed step is not written" in (tmp_path / "log.txt").read_text()
+    assert "To repeat the step" not in (tmp_path / "log.txt").read_text()
+
+
 class Pair(NamedTuple):
     x: torch.Tensor
     label: int

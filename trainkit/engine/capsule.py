@@ -66,6 +66,9 @@ def leave_capsule(trainer: Any, error: BaseException, is_before_update: bool) ->
             commands.insert(0, f"python tools/replay.py {shlex.quote(path)} ({_duration(trainer, 2)})")
     except Exception as other:
         logger.warning("The capsule of the failed step is not written: %s: %s", type(other).__name__, other)
+        with contextlib.suppress(Exception):
+            if not trainer.checkpointer.has_checkpoint():
+                return ""  # nothing says how the run was started
     return ", or from the checkpoint: ".join(commands)
 
 
