@@ -199,10 +199,11 @@ def test_a_batch_given_to_a_model_that_takes_a_tensor_is_an_error_that_names_los
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = SimpleTrainer(model, [batch], optimizer, accumulation_steps=accumulation_steps)
     kind = type(batch).__name__
-    message = rf"^the model was called with one argument, the batch, a {kind}; .*losses_from\(model, loss_fn\)"
-    with pytest.raises(TypeError, match=message) as error:
+    with pytest.raises(TypeError, match=r"linear\(\)") as error:
         trainer.train(0, 1)
-    assert "linear()" in str(error.value.__cause__)
+    [note] = error.value.__notes__
+    assert note.startswith(f"The model was called with one argument, the batch, a {kind}; ")
+    assert "give trainkit.modeling.losses_from(model, loss_fn)" in note
 
 
 def test_other_errors_of_a_step_stay_as_they_are():
@@ -219,10 +220,12 @@ def test_other_errors_of_a_step_stay_as_they_are():
         trainer.register_hooks(hooks)
         trainer.train(0, 1)
 
-    with pytest.raises(TypeError, match="unsupported operand"):
+    with pytest.raises(TypeError, match="unsupported operand") as error:
         train(Broken())
-    with pytest.raises(AttributeError, match="'dict' object has no attribute 'shape'"):
+    assert not hasattr(error.value, "__notes__")
+    with pytest.raises(AttributeError, match="'dict' object has no attribute 'shape'") as error:
         train(losses_from(Takes(), F.cross_entropy), Looks())
+    assert not hasattr(error.value, "__notes__")
 
 
 def test_logits_in_the_place_of_a_loss_are_an_error_that_names_losses_from():

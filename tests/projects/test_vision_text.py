@@ -163,8 +163,10 @@ def test_without_losses_from_the_error_names_it(job, kind):
     _, plain, batch = original(job)
     batch = tuple(batch.values()) if kind == "tuple" else batch
     trainer = SimpleTrainer(plain, [batch], torch.optim.SGD(plain.parameters(), 0.1))
-    with pytest.raises(TypeError, match=rf"the batch, a {type(batch).__name__}; .*losses_from\(model, loss_fn\)"):
+    with pytest.raises((TypeError, AttributeError, RuntimeError)) as error:
         trainer.train(0, 1)
+    assert f"the batch, a {type(batch).__name__}; " in error.value.__notes__[-1]
+    assert "losses_from(model, loss_fn)" in error.value.__notes__[-1]
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from trainkit.data.build import iters_per_epoch
+from trainkit.data.common import add_note
 from trainkit.data.loader import ResumableLoader, resume_obstacle
 from trainkit.engine.periods import check_period
 from trainkit.utils.device import Prefetcher
@@ -119,16 +120,17 @@ class Feed:
         return resume_obstacle(self._loader)
 
     def explain(self, error: Exception, batch: Any) -> None:
-        """Raise a clearer error if a loader worker has ended, or if the model does not take a batch of this type."""
+        """Raise a clearer error if a loader worker has ended; add a note if the model may not take such a batch."""
         if isinstance(error, RuntimeError) and isinstance(self._loader, ResumableLoader):
             self._loader.explain(error)
         batch = batch[0] if self.accumulation_steps > 1 and batch else batch
         kind = type(batch).__name__
         if isinstance(batch, list | tuple | Mapping) and (kind in str(error) or not str(error)):
-            raise TypeError(
-                f"the model was called with one argument, the batch, a {kind}; if it takes tensors and returns logits, "
-                "give trainkit.modeling.losses_from(model, loss_fn) to the trainer, see docs/bring_your_model.md"
-            ) from error
+            note = (
+                f"The model was called with one argument, the batch, a {kind}; if it takes tensors and returns logits, "
+            )
+            remedy = "give trainkit.modeling.losses_from(model, loss_fn) to the trainer, see docs/bring_your_model.md"
+            add_note(error, note + remedy)
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data after the batches given so far; empty if the loader does not support it."""
