@@ -1,6 +1,9 @@
 """Settings of the whole suite."""
 
+import pytest
 import torch
+
+from trainkit.utils.logger import close_logger
 
 # tiny models only lose by more threads, most of all when something else runs on the machine
 torch.set_num_threads(1)
@@ -15,3 +18,10 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     """The longest files first: at the end one of them would keep one worker while the others have nothing left."""
     items.sort(key=lambda item: not item.nodeid.startswith("tests/tools/"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def closed_log():
+    """Jobs that the tests of a file have set up do not log in those of the next file."""
+    yield
+    close_logger()
