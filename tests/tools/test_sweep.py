@@ -191,8 +191,8 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path, stub):
 
 @pytest.mark.slow
 def test_a_sweep_that_is_killed_goes_on_waits_for_the_run_that_still_trains_and_repeats_nothing(tmp_path):
-    job = ["SOLVER.MAX_ITER", "300", "SOLVER.WARMUP_ITERS", "1", "SOLVER.CHECKPOINT_PERIOD", "10", "MODEL.WIDTH", "2"]
-    job += ["TEST.EVAL_PERIOD", "100", "LOG.WRITERS", "['json']", "INPUT.TRAIN_TRANSFORM", "DigitsTransform"]
+    job = ["SOLVER.MAX_ITER", "80", "SOLVER.WARMUP_ITERS", "1", "SOLVER.CHECKPOINT_PERIOD", "10", "MODEL.WIDTH", "2"]
+    job += ["TEST.EVAL_PERIOD", "0", "LOG.WRITERS", "['json']", "INPUT.TRAIN_TRANSFORM", "DigitsTransform"]
     words = ("SOLVER.BASE_LR=0.1,0.2", "--", *job)
     first = start(tmp_path, *words)
     one, two = (tmp_path / f"SOLVER.BASE_LR={lr}" for lr in (0.1, 0.2))

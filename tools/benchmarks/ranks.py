@@ -3,7 +3,7 @@
 import copy
 import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -41,14 +41,23 @@ def ranks(rounds: int = 45, *, scratch: Path, steps: int = 130, width: int = 102
     ]
 
 
-def logical(rounds: int = 15, *, scratch: Path, steps: int = 60, width: int = 1024, batch: int = 32) -> list[Row]:
+def logical(
+    rounds: int = 15,
+    *,
+    scratch: Path,
+    steps: int = 60,
+    width: int = 1024,
+    batch: int = 32,
+    counts: Sequence[int] = (1, 2, _LOGICAL_RANKS),
+) -> list[Row]:
     """A step with `_LOGICAL_RANKS` logical ranks over one with the same micro-batches added up as usual, under DDP.
 
     The models are a small one of 50 layers and one of two million parameters; each logical rank has ``batch`` samples.
+    ``counts``: of processes.
     """
     models = {"a small model": (job.make_model(job.DeepModel), steps), "two million parameters": (_Wide(width), steps)}
     rows = []
-    for processes in (1, 2, _LOGICAL_RANKS):
+    for processes in counts:
         run = partial(launch, _measure_logical, processes, args=(models, rounds, scratch / str(processes), batch))
         found = _without_gpus(run) if torch.cuda.is_available() else run()
         on = f"{processes} process{'es' * (processes > 1)}"
