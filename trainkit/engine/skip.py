@@ -33,6 +33,8 @@ class Skip:
 
     def leave_out(self, trainer: Any, iter: int) -> bool:
         """Call before the step of an iteration. True: make no step; hooks see the unused batch, and no losses."""
+        if not self._ranges:
+            return False
         end = next((end for start, end in self._ranges if start <= iter < end), iter)
         first = max([iter, *(last for start, last in self.left_out if start <= iter)])
         due = range(first, min(end, iter + 1) if self._consumes else end)
