@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.utils.imports import imported_by_writing
+from tests.utils.written import write
 from trainkit.utils.events import EventStorage, MLflowWriter
 
 ROOT = Path(__file__).parents[2]
@@ -41,13 +42,6 @@ def client(monkeypatch, tmp_path):
         from mlflow import MlflowClient
 
         return lambda: MlflowClient((tmp_path / "mlruns").as_uri())
-
-
-def write(writer, iter, **scalars):
-    with EventStorage(iter) as storage:
-        for name, value in scalars.items():
-            storage.put_scalar(name, value, smoothing_hint=False)
-        writer.write()
 
 
 def runs(client):

@@ -17,6 +17,7 @@ import torch
 
 from tests.utils.imports import imported_by_writing
 from tests.utils.wandb_file import finished_runs, read_runs
+from tests.utils.written import write
 from trainkit.utils.events import EventStorage, WandbWriter
 
 ROOT = Path(__file__).parents[2]
@@ -33,13 +34,6 @@ def offline(monkeypatch, tmp_path):
         monkeypatch.delenv(name)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.chdir(tmp_path)
-
-
-def write(writer, iter, **scalars):
-    with EventStorage(iter) as storage:
-        for name, value in scalars.items():
-            storage.put_scalar(name, value, smoothing_hint=False)
-        writer.write()
 
 
 def rows(run):

@@ -23,6 +23,8 @@ from trainkit.checkpoint.state import plain_state
 from trainkit.utils.registry import did_you_mean
 
 SUFFIX = ".pth"
+# raised by `peek_file`, or by looking into its result, if the file is no checkpoint of a trainer
+UNREADABLE = (OSError, RuntimeError, ValueError, LookupError, TypeError, pickle.UnpicklingError)
 SAFETENSORS_SUFFIX = ".safetensors"  # weights alone
 MARKER = "__trainkit_format__"
 
@@ -39,6 +41,11 @@ def write_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     payload = {MARKER: 2, **plain_state(dict(state))}
     with replacing(os.fspath(path)) as output:
         torch.save(payload, output)  # type: ignore[arg-type]  # it only needs write() and flush()
+
+
+def peek_file(path: str | os.PathLike[str]) -> Any:
+    """The content of a checkpoint, not verified. It is mapped: only the entries that are used are read."""
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def read_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:

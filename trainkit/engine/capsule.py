@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainkit.checkpoint.file import write_file
+from trainkit.checkpoint.file import peek_file, write_file
 from trainkit.checkpoint.folder import tagged_file
 from trainkit.checkpoint.state import plain_state
 from trainkit.config import ConfigError
@@ -136,8 +136,7 @@ def _replay_of_run(trainer: Any, iteration: int) -> str:
     """The command that repeats the step from the last checkpoint, with an estimate of its time."""
     folder, start = trainer.checkpointer.save_dir, 0
     with contextlib.suppress(Exception):
-        saved = torch.load(tagged_file(folder), map_location="cpu", weights_only=True, mmap=True)
-        start = saved["trainer"]["iteration"] + 1
+        start = peek_file(tagged_file(folder))["trainer"]["iteration"] + 1
     world_size = 1 if trainer.logical_ranks else comm.get_world_size()
     program = "python" if world_size == 1 else f"torchrun --nproc-per-node {world_size}"
     replay = f"{program} tools/replay.py {shlex.quote(os.path.abspath(folder))} --iter {iteration}"

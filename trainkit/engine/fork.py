@@ -3,15 +3,13 @@
 import contextlib
 import logging
 import os
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.checkpointer import together
+from trainkit.checkpoint.file import UNREADABLE, peek_file
 from trainkit.checkpoint.folder import checkpoint_files, choose
 from trainkit.config import CfgNode, ConfigError
 from trainkit.config.merge import plain_value
@@ -81,9 +79,8 @@ def _find(run: str, iteration: int) -> tuple[str, int, dict[str, Any]]:
     """The checkpoint after this iteration (-1: the one from which the run would go on), and how its run was started."""
     found: dict[int, tuple[str, int, dict[str, Any]]] = {}
     for path in checkpoint_files(run) if iteration >= 0 else filter(None, [choose(run)]):
-        with contextlib.suppress(OSError, RuntimeError, ValueError, LookupError, TypeError, pickle.UnpicklingError):
-            # mmap: only the entries that are used are read; the checkpoint that is chosen is verified when it is loaded
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with contextlib.suppress(*UNREADABLE):
+            state = peek_file(path)  # the checkpoint that is chosen is verified when it is loaded
             if state["trainer"]["origin"]:
                 found.setdefault(state["iteration"], (path, state["iteration"], state["trainer"]["origin"]))
     if not found:

@@ -2,16 +2,13 @@
 
 import logging
 import os
-import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
-
-import torch
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.averaged import EVALUATED, TRAINED
 from trainkit.checkpoint.contents import CLOCK_READINGS, differing, is_of_the_clock
-from trainkit.checkpoint.file import read_file
+from trainkit.checkpoint.file import UNREADABLE, peek_file, read_file
 from trainkit.checkpoint.folder import checkpoint_files
 from trainkit.checkpoint.shards import KEY as SHARDS
 from trainkit.engine.capsule import CAPSULE_FILE
@@ -67,13 +64,12 @@ def around(run: str, iteration: int) -> tuple[Saved | None, Saved | None]:
 def _read(paths: Iterable[str]) -> Iterator[Saved]:
     for path in paths:
         try:
-            # mmap: only the entries that are used are read; the checkpoint that is chosen is verified when it is loaded
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            state = peek_file(path)  # the checkpoint that is chosen is verified when it is loaded
             trainer = state["trainer"]
             done, stage = trainer["iteration"], trainer["position"]["stage"]
             if trainer["origin"]:
                 yield Saved(done + (stage == 1), stage, path, state)
-        except (OSError, RuntimeError, ValueError, LookupError, TypeError, pickle.UnpicklingError) as error:
+        except UNREADABLE as error:
             logger.info("%s is no checkpoint to replay from: %s", path, error)
 
 

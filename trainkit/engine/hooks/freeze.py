@@ -40,13 +40,15 @@ class Freeze(HookBase):
     def before_train(self) -> None:
         model = unwrap_model(self.trainer.model)
         trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        targets: dict[str, Parameter] = {}
         for pattern in self._names:
-            if not fnmatch.filter(trainable, pattern):
+            if not (found := fnmatch.filter(trainable, pattern)):
                 hint = did_you_mean(pattern, trainable)
                 raise ConfigError(
                     f"names has {pattern!r}, but no trainable parameter has such a name; {hint}correct it"
                 )
-        self._targets = [p for n, p in trainable.items() if any(fnmatch.fnmatchcase(n, own) for own in self._names)]
+            targets |= {name: trainable[name] for name in found}
+        self._targets = [*targets.values()]
         # these wrappers have decided at their start which parameters get gradients
         self._removes_gradients = model is not self.trainer.model or is_sharded_model(model)
 

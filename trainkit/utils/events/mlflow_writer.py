@@ -53,9 +53,8 @@ class MLflowWriter(ServiceWriter):
         self._dir = Path(output_dir).absolute()
         self._settings, self._config = settings or {}, config
         self._run_id: str | None = os.environ.get("MLFLOW_RUN_ID")
-        self._there: dict[
-            str, set[tuple[int, str]]
-        ] = {}  # name -> steps and values that the run had when it was opened
+        # name -> steps and values that the run had when it was opened
+        self._there: dict[str, set[tuple[int, str]]] = {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"run_id": self._run_id, **self._news.state_dict()}
