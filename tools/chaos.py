@@ -270,7 +270,7 @@ def _is_of_the_clock(key: Any, path: str) -> bool:
 # ---------------------------------------------------------------------------- the two experiments
 
 # After the save of the last checkpoint before it, something is logged. At the end, the final one is there already.
-CONTROL_KILLS = (Kill("forward", 72), Kill("after_train", 0, count=3))
+CONTROL_KILLS = (Kill("a step, all saved", 72), Kill("after_train", 0, count=3))
 
 
 def kill_and_compare(args: argparse.Namespace) -> list[str]:

@@ -213,6 +213,7 @@ class KillPoint(HookBase):
 
     def after_step(self) -> None:
         _killer.at(f"after_step, {self._place}")
+        _killer.at("a step, all saved", first=self.trainer.checkpointer.wait)
 
     def after_eval_step(self, phase: str, index: int, inputs: Any, outputs: Any) -> None:
         if self._is_first:
