@@ -9,11 +9,10 @@ import torch
 
 from trainkit.data.build import iters_per_epoch
 from trainkit.data.common import add_note
-from trainkit.data.loader import ResumableLoader, resume_obstacle
+from trainkit.data.loader import resume_obstacle
 from trainkit.engine.periods import check_period
 from trainkit.utils.device import Prefetcher
 from trainkit.utils.periods import exact, whole_or_rounded
-from trainkit.utils.waiting import Abandoned, next_batch
 
 logger = logging.getLogger(__name__)
 
@@ -65,20 +64,11 @@ class Feed:
         There are fewer only if the loader is an iterator that ends.
 
         Raises:
-            Abandoned: the run stops during the wait; the position in the data is then as before this call, if possible.
             ValueError: the loader yields no batch.
         """
-        several = self.accumulation_steps > 1
-        # for other loaders, reading the state in each iteration costs too much
-        before = self.state_dict() if several and isinstance(self._loader, ResumableLoader) else None
         batches: list[Any] = []
-        try:
-            while len(batches) < self.accumulation_steps and (batch := self._draw(len(batches))) is not _END:
-                batches.append(batch)
-        except Abandoned as stop:
-            stop.nothing_done = before is not None or not batches
-            self.load_state_dict(self.state_dict() if before is None else before)
-            raise
+        while len(batches) < self.accumulation_steps and (batch := self._draw(len(batches))) is not _END:
+            batches.append(batch)
         if not batches:
             raise ValueError(
                 f"the data loader ({type(self._loader).__name__}) "
@@ -91,12 +81,12 @@ class Feed:
         return batches
 
     def _draw(self, drawn: int) -> Any:
-        batch = next_batch(self.iterator, _END)
+        batch = next(self.iterator, _END)
         if batch is _END:
             self._iterator = None  # ends its workers
             if self.before_pass is not None:
                 self.before_pass(Fraction(drawn, self.accumulation_steps))
-            batch = next_batch(self.iterator, _END)
+            batch = next(self.iterator, _END)
         return batch
 
     @property
@@ -120,9 +110,7 @@ class Feed:
         return resume_obstacle(self._loader)
 
     def explain(self, error: Exception, batch: Any) -> None:
-        """Raise a clearer error if a loader worker has ended; add a note if the model may not take such a batch."""
-        if isinstance(error, RuntimeError) and isinstance(self._loader, ResumableLoader):
-            self._loader.explain(error)
+        """Add a note to an error if the model may not take such a batch."""
         batch = batch[0] if self.accumulation_steps > 1 and batch else batch
         kind = type(batch).__name__
         if isinstance(batch, list | tuple | Mapping) and (kind in str(error) or not str(error)):
