@@ -17,7 +17,8 @@ Check = Callable[[int, str], Any]
 
 SLOW = [pytest.param(None, marks=pytest.mark.slow, id="ranks")]  # params of a fixture: the tests that take it are slow
 
-_IMPORTED_ONCE = ["trainkit.engine", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
+# torch._dynamo: which optimizers import with their first instance
+_IMPORTED_ONCE = ["trainkit.engine", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
 
 
 def on_two_ranks(checks: Sequence[Check], folder: Path, num_ranks: int = 2) -> dict[str, list[Any]]:
@@ -33,6 +34,7 @@ def on_two_ranks(checks: Sequence[Check], folder: Path, num_ranks: int = 2) -> d
 
 def _run_rank(rank: int, checks: list[Check], folder: str, port: int, num_ranks: int) -> None:
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # of the workers of loaders: others import torch anew
     timeout = datetime.timedelta(seconds=60)  # a loaded machine takes long to start a process
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     found = {}

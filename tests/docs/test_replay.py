@@ -1,23 +1,22 @@
 """The commands of the example in docs/replay.md print what the page shows, with one process and with two."""
 
-import os
 import shlex
-import subprocess
-import sys
 
 import pytest
 
 from tests.docs.pages import ROOT, blocks
+from tests.forked import run_forked, script
 from tests.replay.job import digest_of_folder
 
 SCRIPT, HOOK = blocks("docs/replay.md", "python")
 COMMANDS = [shlex.split(block) for block in blocks("docs/replay.md", "sh")]
+TRAIN_NET, CONFIG = ROOT / "tools/train_net.py", ROOT / "projects/digits/config.yaml"
 FAILURE, LAST_LINE, CAPSULE, STEP, PROOF, RANGE = blocks("docs/replay.md", "")
 
 
-def command(words, folder):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+def command(words, folder, num_ranks=1):
+    """What ``python script arguments`` or torchrun does."""
+    return run_forked(script(*words), folder, num_ranks=num_ranks)
 
 
 def assert_shown(shown, printed):
@@ -42,7 +41,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_hunt_prints_what_the_page_shows_and_leaves_the_run_as_it_is(folder):
-    train, *replays = ([sys.executable, *words[1:]] for words in COMMANDS)
+    train, *replays = (words[1:] for words in COMMANDS)
     failed = command(train, folder)
     assert failed.returncode == 1
     assert FAILURE.partition("...")[0].strip() in failed.stderr
@@ -55,7 +54,7 @@ def test_the_hunt_prints_what_the_page_shows_and_leaves_the_run_as_it_is(folder)
         assert found.returncode == 0, found.stderr
         assert_shown(shown, found.stdout)
         assert max(map(len, found.stdout.splitlines()[2:])) <= 104
-    plot = [sys.executable, "tools/plot_metrics.py", "output/signals", "replay_of_signals", "--html", "metrics.html"]
+    plot = ["tools/plot_metrics.py", "output/signals", "replay_of_signals", "--html", "metrics.html"]
     assert command(plot, folder).returncode == 0
     assert "quietest" in (folder / "metrics.html").read_text()
 
@@ -64,17 +63,16 @@ def test_the_hunt_prints_what_the_page_shows_and_leaves_the_run_as_it_is(folder)
 
 @pytest.mark.slow
 def test_a_run_of_two_processes_is_replayed_by_two_and_names_the_rank(folder):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     # metrics are exchanged after iteration 94, in time for its capsule
     options = ["OUTPUT_DIR", "output/two", "LOG.PERIOD", "5"]
-    assert command([*torchrun, "train.py", *options], folder).returncode == 1
+    assert command(["train.py", *options], folder, num_ranks=2).returncode == 1
 
-    step = command([*torchrun, "tools/replay.py", "output/two", "--iter", "94"], folder)
-    proof = command([*torchrun, "tools/replay.py", "output/two", "--iter", "70", "--prove"], folder)
-    alone = command([sys.executable, "tools/replay.py", "output/two", "--iter", "94"], folder)
-    capsule = command([sys.executable, "tools/replay.py", "output/two/capsule.rank0.pt", "--bisect"], folder)
+    step = command(["tools/replay.py", "output/two", "--iter", "94"], folder, num_ranks=2)
+    proof = command(["tools/replay.py", "output/two", "--iter", "70", "--prove"], folder, num_ranks=2)
+    alone = command(["tools/replay.py", "output/two", "--iter", "94"], folder)
+    capsule = command(["tools/replay.py", "output/two/capsule.rank0.pt", "--bisect"], folder)
     hook = ["--range", "60:90", "--hook", "loudness.py:Loudness"]
-    hindsight = command([*torchrun, "tools/replay.py", "output/two", *hook], folder)
+    hindsight = command(["tools/replay.py", "output/two", *hook], folder, num_ranks=2)
 
     assert "rank 0:\nthe step has failed: FloatingPointError" in step.stdout
     assert "first module whose output is not finite: normalize\n  for: signal_237.wav\n" in step.stdout
@@ -92,27 +90,12 @@ def test_a_run_of_two_processes_is_replayed_by_two_and_names_the_rank(folder):
 
 @pytest.mark.slow
 def test_a_command_of_train_net_is_replayed_and_another_script_can_be_named(folder):
-    options = [
-        "SOLVER.MAX_ITER",
-        "8",
-        "SOLVER.WARMUP_ITERS",
-        "2",
-        "SOLVER.CHECKPOINT_PERIOD",
-        "4",
-        "TEST.EVAL_PERIOD",
-        "0",
-    ]
-    script = str(ROOT / "tools/train_net.py")
-    (folder / "moved.py").write_text(
-        (ROOT / "tools/train_net.py").read_text().replace("DEFAULT_CONFIG)", f"'{CONFIG}')")
-    )
-    assert command([sys.executable, script, "OUTPUT_DIR", "output/digits", *options], folder).returncode == 0
+    options = ["SOLVER.MAX_ITER", 8, "SOLVER.WARMUP_ITERS", 2, "SOLVER.CHECKPOINT_PERIOD", 4, "TEST.EVAL_PERIOD", 0]
+    (folder / "moved.py").write_text(TRAIN_NET.read_text().replace("DEFAULT_CONFIG)", f"'{CONFIG}')"))
+    assert command([TRAIN_NET, "OUTPUT_DIR", "output/digits", *options], folder).returncode == 0
 
     for added in ([], ["--script", "moved.py"]):
-        found = command([sys.executable, "tools/replay.py", "output/digits", "--iter", "5", "--prove", *added], folder)
+        found = command(["tools/replay.py", "output/digits", "--iter", "5", "--prove", *added], folder)
         assert found.returncode == 0, found.stdout + found.stderr
         assert "proof: every byte equals model_final.pth: " in found.stdout
     assert found.stdout.count("sample 188 of digits_train") == 1
-
-
-CONFIG = ROOT / "projects/digits/config.yaml"
