@@ -9,10 +9,12 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import wait
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
+import torch._dynamo  # noqa: F401  # which optimizers import with their first instance
 from torch.distributed import TCPStore
 
 from trainkit.utils.logger import close_logger
@@ -37,19 +39,24 @@ def run_forked(
 
     Several ranks find the variables of torchrun, and the first that fails ends the others.
     """
-    context, arguments = multiprocessing.get_context("fork"), []
     # torchrun has such a store too; 0: any port that is free
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if num_ranks > 1 else None
     with tempfile.TemporaryDirectory() as printed:
+        files = [(f"{printed}/{rank}.out", f"{printed}/{rank}.err") for rank in range(num_ranks)]
+        processes = []
         for rank in range(num_ranks):
             of_rank = {} if store is None else _of_torchrun(rank, num_ranks, store.port)
-            arguments.append((call, folder, {**os.environ, **(environ or {}), **of_rank}, f"{printed}/{rank}"))
-        processes = [context.Process(target=_main, args=each) for each in arguments]
-        for process in processes:
-            process.start()
+            processes.append(start_forked(call, folder, {**os.environ, **(environ or {}), **of_rank}, *files[rank]))
         codes = _join(processes)
-        out, err = ("".join(Path(each[-1] + end).read_text() for each in arguments) for end in (".out", ".err"))
+        out, err = ("".join(Path(file).read_text() for file in of_ranks) for of_ranks in zip(*files, strict=True))
     return CompletedProcess(call, next((code for code in codes if code), 0), out, err)
+
+
+def start_forked(call: Callable[[], Any], folder: Path, environ: Mapping[str, str], out: str, err: str) -> ForkProcess:
+    """A process that calls ``call`` and prints into these files."""
+    process = multiprocessing.get_context("fork").Process(target=_main, args=(call, folder, environ, out, err))
+    process.start()
+    return process
 
 
 def _of_torchrun(rank: int, num_ranks: int, port: int) -> dict[str, str]:
@@ -59,7 +66,7 @@ def _of_torchrun(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     return {name: str(number) for name, number in numbers.items()} | texts
 
 
-def _join(processes: list[Any]) -> list[int]:
+def _join(processes: list[ForkProcess]) -> list[int]:
     """The exit codes in the order of the ends."""
     codes, left = [], {process.sentinel: process for process in processes}
     while left:
@@ -72,13 +79,13 @@ def _join(processes: list[Any]) -> list[int]:
     return codes
 
 
-def _main(call: Callable[[], Any], folder: Path, environ: Mapping[str, str], printed: str) -> None:
+def _main(call: Callable[[], Any], folder: Path, environ: Mapping[str, str], out: str, err: str) -> None:
     close_logger()
     logging.root.handlers.clear()  # those of pytest
     warnings.resetwarnings()
     warnings.simplefilter("ignore")
-    for number, end in ((1, ".out"), (2, ".err")):
-        os.dup2(os.open(printed + end, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
+    for number, file in ((1, out), (2, err)):
+        os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     os.environ.clear()
     os.environ.update(environ)

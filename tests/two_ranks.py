@@ -17,15 +17,15 @@ Check = Callable[[int, str], Any]
 
 SLOW = [pytest.param(None, marks=pytest.mark.slow, id="ranks")]  # params of a fixture: the tests that take it are slow
 
-# torch._dynamo: which optimizers import with their first instance
-_IMPORTED_ONCE = ["trainkit.engine", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
+# for processes of a fork server; torch._dynamo: which optimizers import with their first instance
+IMPORTED_ONCE = ["trainkit.engine", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
 
 
 def on_two_ranks(checks: Sequence[Check], folder: Path, num_ranks: int = 2) -> dict[str, list[Any]]:
     """Call ``check(rank, folder)`` for each of them: name -> [what it returned or raised on rank 0, on rank 1]."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # 0: any port that is free
     # a process that has imported torch forks them: each of them would take seconds for that
-    multiprocessing.get_context("forkserver").set_forkserver_preload(_IMPORTED_ONCE)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED_ONCE)
     arguments = (list(checks), str(folder), store.port, num_ranks)
     multiprocessing.start_processes(_run_rank, arguments, nprocs=num_ranks, start_method="forkserver")
     found = [torch.load(folder / f"rank{rank}.pth", weights_only=False) for rank in range(num_ranks)]

@@ -306,6 +306,8 @@ def leave_out_and_compare(
     found: dict[str, list[str]] = {}
     for killed in sorted(output_dir.glob("killed_*")):
         for part in ["", *([only] if only else parts_of(_last_checkpoint(killed)))]:
+            if part and found.get(part):
+                continue  # it was missed in an earlier folder
             folder = output_dir / f"without_{part.replace('/', '_')}_in_{killed.name}"
             shutil.copytree(killed, folder)
             resume(folder, part)

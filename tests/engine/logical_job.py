@@ -10,6 +10,7 @@ import torch
 from torch import multiprocessing
 
 from tests.engine.job import tiny_cfg
+from tests.two_ranks import IMPORTED_ONCE
 from trainkit.config import get_cfg
 from trainkit.data import TRANSFORM_REGISTRY
 from trainkit.engine import DefaultTrainer, HookBase, default_setup
@@ -93,7 +94,7 @@ def train_rank(rank, num_ranks, port, arguments):
 def train_on(num_ranks, folder, project="", options=(), **more):
     """On so many processes; whether none of them was killed."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["trainkit.engine", "tests.engine.logical_job"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED_ONCE)
     arguments = {"folder": folder, "project": project, "options": options, **more}
     try:
         multiprocessing.start_processes(

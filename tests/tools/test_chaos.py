@@ -1,6 +1,7 @@
 """The proof by killing: a short one, its control, and that the comparison sees what it has to see."""
 
 import argparse
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.forked import start_forked
 from tools import chaos, chaos_job
 from trainkit.utils.logger import close_logger
 
@@ -22,25 +24,49 @@ def arguments(output_dir, *options):
 # ---------------------------------------------------------------------------- the proof
 
 
+class Forked:
+    """Stands for ``subprocess.Popen``: a process that has imported torch and is forked from this one."""
+
+    def __init__(self, command, env, start_new_session, stdout, stderr):
+        def call():
+            os.setsid()
+            sys.argv = command[1:]
+            sys.exit(chaos_job.main())
+
+        self._process = start_forked(call, ROOT, env, stdout.name, stdout.name)
+        self.pid = self._process.pid
+
+    def wait(self, timeout=None):
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("chaos_job", timeout)
+        return self._process.exitcode
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """Starts of the job take no time for imports."""
+    names = {"Popen": Forked, "STDOUT": subprocess.STDOUT, "TimeoutExpired": subprocess.TimeoutExpired}
+    monkeypatch.setattr(chaos, "subprocess", argparse.Namespace(**names))
+
+
 @pytest.mark.slow
-def test_a_run_killed_three_times_ends_as_one_that_was_left_alone(tmp_path):
-    command = [sys.executable, "tools/chaos.py", "--kills", "3", "--seed", "5", "--output-dir", str(tmp_path / "runs")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+def test_a_run_killed_three_times_ends_as_one_that_was_left_alone(forked, tmp_path, capsys):
+    code = chaos.main(arguments(tmp_path / "runs", "--kills", "3", "--seed", "5"))
 
-    assert (done.stdout.splitlines()[-1], done.returncode) == ("identical", 0), done.stdout + done.stderr
-    assert "3 kills (0 more were planned and missed): " in done.stdout
-    assert "; 2 follow a resume from a checkpoint, 0 were of one rank only" in done.stdout
+    printed = capsys.readouterr().out
+    assert (printed.splitlines()[-1], code) == ("identical", 0), printed
+    assert "3 kills (0 more were planned and missed): " in printed
+    assert "; 2 follow a resume from a checkpoint, 0 were of one rank only" in printed
 
 
 @pytest.mark.slow
-def test_with_logical_ranks_a_run_may_be_killed_and_resumed_by_other_numbers_of_processes(tmp_path):
-    command = [sys.executable, "tools/chaos.py", "--kills", "2", "--seed", "1", "--logical-ranks", "4"]
-    command += ["--output-dir", str(tmp_path / "runs")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+def test_with_logical_ranks_a_run_may_be_killed_and_resumed_by_other_numbers_of_processes(forked, tmp_path, capsys):
+    code = chaos.main(arguments(tmp_path / "runs", "--kills", "2", "--seed", "1", "--logical-ranks", "4"))
 
-    assert (done.stdout.splitlines()[-1], done.returncode) == ("identical", 0), done.stdout + done.stderr
-    rows = [line.split() for line in done.stdout.splitlines() if "model_00" in line and "rank" in line]
-    assert rows
+    printed = capsys.readouterr().out
+    assert (printed.splitlines()[-1], code) == ("identical", 0), printed
+    assert [line for line in printed.splitlines() if "model_00" in line and "rank" in line]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +74,7 @@ def control(tmp_path_factory):
     """What differs by the part that is left out, "" being none; SEED is drawn at random."""
     folder = tmp_path_factory.mktemp("control")
     job = chaos.Job(arguments(folder, "--config-seed", "-1"))
-    assert job.start(folder / "reference").code == 0
+    assert job.start(folder / "reference").code == 0  # by a new interpreter, as the tool starts it
     for number, kill in enumerate(chaos.CONTROL_KILLS):
         assert job.start(folder / f"killed_{number}", kill).is_hit
 

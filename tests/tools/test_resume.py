@@ -8,6 +8,7 @@ import torch
 
 from tests.engine.test_exact_runs import content
 from tests.tools.digits_run import OPTIONS as DIGITS
+from tests.two_ranks import IMPORTED_ONCE
 from tools import train_net
 from trainkit.checkpoint.file import write_file
 from trainkit.engine import default_argument_parser
@@ -23,7 +24,7 @@ OPTIONS += ["IMPORTS", ["projects.digits", "tests.tools.digits_signals"]]
 def start():
     """Processes that are forked from one which has imported everything, and so begin in no time."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload(IMPORTED_ONCE)
 
     def start(folder, *options, resume=False, num_workers=0, **send):
         """The exit code of a process that is sent a signal."""

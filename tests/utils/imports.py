@@ -11,6 +11,7 @@ import torch
 from trainkit.utils.events import *
 
 writer = {writer}
+first = set(sys.modules)
 if {started}:
     writer.begin(None)
 
@@ -29,12 +30,13 @@ before = set(sys.modules)
 thread = threading.Thread(target=write)
 thread.start()
 thread.join()
+print(*sorted(before - first))
 print(*sorted(set(sys.modules) - before))
 """
 
 
 def imported_by_writing(writer, folder, *, started):
-    """Names of modules.
+    """The names of modules that the writer's ``begin`` has imported, and those that its writing has.
 
     Args:
         writer: what makes it, an expression.
@@ -45,4 +47,5 @@ def imported_by_writing(writer, folder, *, started):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout.split()
+    by_begin, by_writing = done.stdout.splitlines()
+    return by_begin.split(), by_writing.split()
