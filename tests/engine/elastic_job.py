@@ -70,25 +70,11 @@ class KillFirstStart(HookBase):
 
 @HOOK_REGISTRY.register()
 class FailOnRank1(HookBase):
-    """An error in iteration 3, or in the evaluation."""
-
-    def __init__(self, place: str) -> None:
-        self._place = place
-
-    def before_step(self):
-        if self._place == "forward" and self.trainer.iter == 3 and comm.get_rank() == 1:
-            self.trainer.model.register_forward_pre_hook(lambda module, inputs: self._fail())
-
-    def after_step(self):
-        if self._place == "hook" and self.trainer.iter == 3 and comm.get_rank() == 1:
-            self._fail()
+    """An error in the evaluation, in which the ranks exchange nothing."""
 
     def before_eval_step(self, phase, index, inputs):
-        if self._place == "evaluation" and comm.get_rank() == 1:
-            self._fail()
-
-    def _fail(self):
-        raise RuntimeError(f"rank 1 fails in its {self._place}")
+        if comm.get_rank() == 1:
+            raise RuntimeError("rank 1 fails in its evaluation")
 
 
 @HOOK_REGISTRY.register()
