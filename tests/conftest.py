@@ -1,5 +1,7 @@
 """Settings of the whole suite."""
 
+import gc
+
 import pytest
 import torch
 
@@ -18,6 +20,12 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     """The longest files first: at the end one of them would keep one worker while the others have nothing left."""
     items.sort(key=lambda item: not item.nodeid.startswith("tests/tools/"))
+
+
+def pytest_collection_finish():
+    """What is imported and collected stays: a garbage collection, of which jobs do many, need not look through it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -34,6 +34,7 @@ def on_two_ranks(checks: Sequence[Check], folder: Path, num_ranks: int = 2) -> d
 
 def _run_rank(rank: int, checks: list[Check], folder: str, port: int, num_ranks: int) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # so that the collection after each check does not look through all modules
     multiprocessing.set_start_method("fork", force=True)  # of the workers of loaders: others import torch anew
     timeout = datetime.timedelta(seconds=60)  # a loaded machine takes long to start a process
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)

@@ -5,10 +5,7 @@ a folder of their own; other tests, which are named here, run the others.
 """
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,6 +13,7 @@ from torch.distributed.run import get_args_parser
 
 from projects.charlm import sample
 from tests.docs.pages import PAGES, ROOT, blocks, commands, inline_commands, page, shell_lines
+from tests.forked import run_forked, script
 from tools import lazyconfig_train_net, train_net
 from trainkit.config import LazyConfig, check_values, get_cfg
 from trainkit.engine import default_argument_parser
@@ -237,8 +235,8 @@ def test_a_language_model_is_trained_and_writes_on(here, capsys):
 
 @pytest.mark.slow
 def test_several_processes_run(here):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "torch.distributed.run", *TOGETHER[1:], "--fast-dev-run"]
-    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=300)
+    read = get_args_parser().parse_args(TOGETHER[1:])
+    command = script(read.training_script, *read.training_script_args, "--fast-dev-run")
+    done = run_forked(command, here, num_ranks=2)
     assert done.returncode == 0, done.stderr
     assert "The run has finished" in done.stdout

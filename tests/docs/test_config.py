@@ -1,11 +1,10 @@
 """The reference of the config, docs/config.md."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forked import run_forked, script
 from tools import config_reference
 from tools.config_reference import describe_keys, main
 from trainkit.config import CfgNode, get_cfg
@@ -33,10 +32,9 @@ def test_a_row_of_each_kind_is_on_the_page_once(row):
     assert PAGE.read_text().count(row) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("argument", "code"), [("--help", 0), ("docs/config.md", 2)])
-def test_the_tool_tells_what_it_is_for_and_takes_no_argument(argument, code):
-    done = subprocess.run([sys.executable, config_reference.__file__, argument], capture_output=True, text=True)
+def test_the_tool_tells_what_it_is_for_and_takes_no_argument(tmp_path, argument, code):
+    done = run_forked(script(config_reference.__file__, argument), tmp_path)
     assert done.returncode == code
     if code:
         assert (done.stdout, done.stderr.splitlines()[-1].partition("error: ")[2]) == (

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
 
+from tests.two_ranks import on_two_ranks
 from trainkit.utils import comm
 
 
@@ -85,11 +85,12 @@ def test_a_local_group_must_divide_the_world(group_of_one, num_workers):
         comm.create_local_process_group(num_workers)
 
 
-def _in_two_processes(rank, folder):
+def in_three_groups(rank, folder):
     """Backend "other" stands for one that is not Gloo, so that comm makes a Gloo group of its own."""
     dist.Backend.register_backend(
         "other", lambda store, rank, size, timeout: dist.ProcessGroupGloo(store, rank, size, timeout), devices=["cpu"]
     )
+    dist.destroy_process_group()  # that of `on_two_ranks`
     for index, backend in enumerate(("other", "other", "gloo")):
         dist.init_process_group(
             backend,
@@ -99,7 +100,8 @@ def _in_two_processes(rank, folder):
             timeout=timedelta(seconds=60),
         )
         _check_two_ranks(rank)
-        dist.destroy_process_group()
+        if index < 2:
+            dist.destroy_process_group()
 
 
 def _check_two_ranks(rank):
@@ -130,4 +132,4 @@ def _check_two_ranks(rank):
 
 @pytest.mark.slow
 def test_two_processes_exchange_objects_in_each_of_three_groups(tmp_path):
-    multiprocessing.spawn(_in_two_processes, args=(str(tmp_path),), nprocs=2)
+    assert on_two_ranks([in_three_groups], tmp_path) == {"in_three_groups": [None, None]}

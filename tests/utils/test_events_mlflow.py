@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.forked import run_forked, script
 from tests.utils.imports import imported_by_writing
 from tests.utils.written import write
 from trainkit.utils.events import EventStorage, MLflowWriter
@@ -209,11 +210,15 @@ def test_a_run_that_is_killed_goes_on_in_its_run_and_touches_nothing_but_its_fol
     def train(folder, *kills):
         home = tmp_path / folder / "home"
         home.mkdir(parents=True)
+        (home.parent / "job.py").write_text(JOB)
         environment = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
         environment |= {"PYTHONPATH": str(ROOT), "HOME": str(home), "XDG_CONFIG_HOME": str(home)}
         for kill in (*kills, -1):
-            command = [sys.executable, "-c", JOB, str(kill)]
-            done = subprocess.run(command, cwd=home.parent, env=environment, capture_output=True, text=True)
+            if kill == 4:  # by a new interpreter, which imports mlflow by itself
+                command = [sys.executable, "-c", JOB, str(kill)]
+                done = subprocess.run(command, cwd=home.parent, env=environment, capture_output=True, text=True)
+            else:
+                done = run_forked(script(home.parent / "job.py", kill), home.parent, environment)
             assert done.returncode == (0 if kill == -1 else -signal.SIGKILL), done.stderr
         assert [*home.iterdir()] == []
         client = MlflowClient((home.parent / "out/mlruns").as_uri())
