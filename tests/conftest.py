@@ -10,6 +10,13 @@ from trainkit.utils.logger import close_logger
 # tiny models only lose by more threads, most of all when something else runs on the machine
 torch.set_num_threads(1)
 
+# files with the longest slow tests, in this order
+LONGEST = [
+    *("fake_cuda/test_run", "engine/test_fsdp", "tools/test_settings", "tools/test_chaos", "docs/test_replay"),
+    *("engine/test_elastic", "engine/test_logical_ranks", "tools/test_benchmark", "tools/test_resume"),
+    *("test_package", "utils/test_events_wandb", "utils/test_events_mlflow", "engine/test_world_sizes"),
+]
+
 
 def pytest_configure(config):
     """Files run in their order: by the number of its tests a file with a few long ones would be the last."""
@@ -19,7 +26,14 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     """The longest files first: at the end one of them would keep one worker while the others have nothing left."""
-    items.sort(key=lambda item: not item.nodeid.startswith("tests/tools/"))
+    first = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
+    others = {True: len(first), False: len(first) + 1}
+
+    def place(item):
+        file = item.nodeid.partition("::")[0]
+        return first.get(file, others[file.startswith("tests/tools/")])
+
+    items.sort(key=place)
 
 
 def pytest_collection_finish():
