@@ -28,7 +28,7 @@ _RUNS = {
     "sgd_small_lr": ["SOLVER.BASE_LR", "0.02"],
     "adamw": ["SOLVER.OPTIMIZER.NAME", "AdamW", "SOLVER.BASE_LR", "0.005", "SOLVER.NESTEROV", "False"],
 }
-_PAGE_SIZE = (1280, 1420)
+_PAGE_SIZE = (1280, 1030)
 
 
 def main(images: Path = IMAGES) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plots.runs import Run
+from trainkit.utils.periods import say_done
 
 MOST_IMAGES = 24  # of all runs on a page
 MOST_BYTES = 8 << 20
@@ -32,7 +33,9 @@ def read_images(run: Run, num_runs: int = 1) -> tuple[list[Image], int]:
         bytes_left -= file.stat().st_size
         if len(images) == max(1, MOST_IMAGES // num_runs) or bytes_left < 0:
             break
-        images.append(Image(_caption(file), "data:image/png;base64," + base64.b64encode(file.read_bytes()).decode()))
+        images.append(
+            Image(_caption(file, run.num_done), "data:image/png;base64," + base64.b64encode(file.read_bytes()).decode())
+        )
     return images, len(files) - len(images)
 
 
@@ -41,9 +44,11 @@ def _age(file: Path) -> tuple[int, Path]:
     return (-int(match["iter"]) if match else 1), file
 
 
-def _caption(file: Path) -> str:
+def _caption(file: Path, num_done: int) -> str:
     match = _NAME.fullmatch(file.stem)
     if match is None:
         return file.stem
     batch = f"batch {int(match['batch'])}{match['more'].replace('_', ' ')}"
-    return f"{match['data']} ({file.parent.name}), iteration {int(match['iter'])}, {batch}"
+    number = int(match["iter"])
+    done = number + (number != num_done)  # the name has the iteration, but after the last one the length of the run
+    return f"{match['data']} ({file.parent.name}), {say_done(done)}, {batch}"

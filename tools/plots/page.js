@@ -1,11 +1,36 @@
 "use strict";
-// Values of the curves under the pointer. Everything else on the page works without this.
+// Values of the curves under the pointer, and sorted rows. Everything else on the page works without this.
 for (const panel of document.querySelectorAll(".panel")) {
   const svg = panel.querySelector(":scope > svg");
   const curves = [...svg.querySelectorAll(".curve")].map(readCurve);
   svg.addEventListener("pointermove", (event) => show(panel, svg, curves, event));
   svg.addEventListener("pointerdown", (event) => show(panel, svg, curves, event));
   svg.addEventListener("pointerleave", () => clear(panel));
+}
+
+for (const sheet of document.querySelectorAll(".sheet")) {
+  const tables = [...sheet.querySelectorAll("table")].map((table) => ({ table, rows: [...table.tBodies[0].rows] }));
+  for (const { table, rows } of tables) {
+    for (const [column, head] of [...table.querySelectorAll(".sub")].entries()) {
+      const button = document.createElement("button");
+      button.append(...(head.hasChildNodes() ? head.childNodes : ["run"]));
+      head.append(button);
+      button.title = "sort";
+      button.addEventListener("click", () => sort(sheet, tables, head, rows.map((row) => row.cells[column].innerText.trim())));
+    }
+  }
+}
+
+function sort(sheet, tables, head, texts) {
+  const goesDown = head.ariaSort ? head.ariaSort === "ascending" : "down" in head.dataset;
+  sheet.querySelectorAll("th").forEach((other) => other.removeAttribute("aria-sort"));
+  head.ariaSort = goesDown ? "descending" : "ascending";
+  const isEmpty = (text) => text === "-";
+  const areNumbers = texts.every((text) => isEmpty(text) || !isNaN(parseFloat(text)));
+  const compare = (a, b) => (areNumbers ? parseFloat(a) - parseFloat(b) : a.localeCompare(b));
+  const order = texts.map((_, row) => row).sort((i, j) => isEmpty(texts[i]) - isEmpty(texts[j])
+    || (isEmpty(texts[i]) ? 0 : (goesDown ? -1 : 1) * compare(texts[i], texts[j])));
+  for (const { table, rows } of tables) table.tBodies[0].append(...order.map((row) => rows[row]));
 }
 
 function readCurve(element) {
@@ -35,16 +60,16 @@ function show(panel, svg, curves, event) {
   draw(svg, "path", { class: "cursor", d: `M${at} 8V${box.height - 34}` });
   const tip = panel.appendChild(document.createElement("div"));
   tip.className = "tip";
-  tip.append(`iteration ${iter}`);
+  tip.append(`after ${iter} iterations`);
   for (const point of found.filter((point) => Math.abs(point.x - at) < box.width / 6)) {
     const run = [...point.element.classList].find((name) => name.startsWith("run"));
-    draw(svg, "circle", { class: `dot curve ${run}`, cx: point.x, cy: point.y, r: 4 });
+    draw(svg, "circle", { class: `dot curve ${run}`, cx: point.x, cy: Math.min(Math.max(point.y, 8), box.height - 34), r: 4 });
     const row = tip.appendChild(document.createElement("div"));
     const label = row.appendChild(document.createElement("span"));
     label.className = run;
     label.textContent = point.element.dataset.label;
     row.appendChild(document.createElement("b")).textContent =
-      point.value + (point.iter === iter ? "" : ` at ${point.iter}`);
+      point.value + (point.iter === iter ? "" : ` after ${point.iter}`);
   }
   const pixels = (at / box.width) * svg.clientWidth + svg.offsetLeft;
   const room = panel.clientWidth - tip.offsetWidth - 8;

@@ -4,11 +4,13 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
+from plots.confusion import draw_confusion, read_confusions
 from plots.images import read_images
-from plots.panels import Panel, class_metrics, iter_axis, run_color
+from plots.panels import Panel, better, iter_axis, run_color
 from plots.runs import Run, RunError
-from plots.svg import draw_sample, draw_svg
-from plots.tables import Result, best_runs, config_difference, evaluation_results
+from plots.sheet import NONE, Column, draw_sheet
+from plots.svg import class_of, draw_sample, draw_svg
+from plots.tables import Result, Results, best_runs, config_difference, evaluation_results
 
 _HERE = Path(__file__).parent
 
@@ -30,7 +32,10 @@ def write_page(path: Path, runs: Sequence[Run], panels: Sequence[Panel]) -> None
 def make_page(runs: Sequence[Run], panels: Sequence[Panel]) -> str:
     """The HTML of the curves and of the differences between the runs; it needs no other file."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    sections = [_runs(runs), _curves(runs, panels), _results(runs), _configs(runs), _pictures(runs)]
+    results, of_classes = evaluation_results(runs)
+    sections = [_boxes(runs), _curves(runs, panels), _rows(runs, results), _classes(runs, of_classes)]
+    sections += [_confusions(runs), _pictures(runs)]
+    shared = {curve.runs for panel in panels for curve in panel.curves}
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -39,7 +44,7 @@ def make_page(runs: Sequence[Run], panels: Sequence[Panel]) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title>
 <style>
-{(_HERE / "page.css").read_text()}{_style_of_runs(len(runs))}</style>
+{(_HERE / "page.css").read_text()}{_style_of_runs(len(runs), shared)}</style>
 </head>
 <body>
 <main>
@@ -52,23 +57,32 @@ def make_page(runs: Sequence[Run], panels: Sequence[Panel]) -> str:
 """
 
 
-def _style_of_runs(num_runs: int) -> str:
-    """CSS rules for the colour of each run, and to hide a run if its box is not checked."""
-    return "".join(
-        f".run{number} {{ --run: {run_color(number)}; }}\n"
-        f"body:has(#show{number}:not(:checked)) .run{number}:not(label) {{ display: none; }}\n"
-        for number in range(num_runs)
-    )
+def _style_of_runs(num_runs: int, shared: Iterable[tuple[int, ...]]) -> str:
+    """CSS rules for the colour of what belongs to one or several runs.
+
+    It has the colour of the first of these runs whose box is checked, and is hidden if none is.
+    """
+    rules = []
+    for runs in sorted({*shared, *((number,) for number in range(num_runs))}):
+        hidden = ""
+        for number in runs:
+            rules.append(f"{hidden} .{class_of(runs)} {{ --run: {run_color(number)}; }}\n")
+            hidden = (hidden or "body") + f":has(#show{number}:not(:checked))"
+        rules.append(f"{hidden} .{class_of(runs)}:not(label) {{ display: none; }}\n")
+    return "".join(rules)
 
 
-def _runs(runs: Sequence[Run]) -> str:
+def _boxes(runs: Sequence[Run]) -> str:
     labels = [
         f'<label class="run{number}" title="{escape(str(run.folder))}">'
-        f'<input type="checkbox" id="show{number}" checked><i></i>'
-        f"{escape(run.name)} <small>iteration {run.last_iter}</small></label>\n"
+        f'<input type="checkbox" id="show{number}" checked>{_name(run)}</label>\n'
         for number, run in enumerate(runs)
     ]
     return f'<div class="runs">\n{"".join(labels)}</div>\n'
+
+
+def _name(run: Run) -> str:
+    return f"<i></i><span>{escape(run.name)}</span>"
 
 
 def _curves(runs: Sequence[Run], panels: Sequence[Panel]) -> str:
@@ -76,6 +90,9 @@ def _curves(runs: Sequence[Run], panels: Sequence[Panel]) -> str:
     drawn = []
     for panel in panels:
         legend = [f"<span>{draw_sample(number)}{escape(text)}</span>" for number, text in panel.legend]
+        for shared in panel.shared:
+            text = ", ".join(names[number] for number in shared)
+            legend.append(f'<span class="{class_of(shared)}">{draw_sample(0, shared)}{escape(text)}</span>')
         legend += [f"<span>{panel.note}</span>"] if panel.note else []
         if any(curve.is_test for curve in panel.curves):
             legend.append("<span>◆ test data</span>")
@@ -88,73 +105,70 @@ def _curves(runs: Sequence[Run], panels: Sequence[Panel]) -> str:
     return f'<div class="panels">\n{"".join(drawn)}</div>\n'
 
 
-def _results(runs: Sequence[Run]) -> str:
-    tasks = evaluation_results(runs)
-    if not tasks:
-        return ""
-    classes = {task: class_metrics(metrics) for task, metrics in tasks.items()}
-    few = {task: {m: row for m, row in rows.items() if m not in classes[task]} for task, rows in tasks.items()}
-    many = {task: {m: row for m, row in rows.items() if m in classes[task]} for task, rows in tasks.items()}
-    details = ""
-    if any(many.values()):
-        details = f"<details><summary>Single classes</summary>\n{_result_table(runs, many)}</details>\n"
-    return f"<h2>Evaluation</h2>\n{_result_table(runs, few)}{details}"
+def _rows(runs: Sequence[Run], results: Results) -> str:
+    """A row for each run: the settings that differ, and the results."""
+    difference = config_difference(runs) if len(runs) > 1 else {}
+    groups = [[Column("", "iterations", [str(run.num_done) for run in runs], "number")]]
+    for key, values in difference.items():
+        cells = [f"<code>{escape(value)}</code>" if value else NONE for value in values]
+        groups.append([Column("", escape(key).replace(".", ".<wbr>"), cells)])
+    for task, metrics in results.items():
+        groups += [_columns(f"{task} · {metric}", _cells(metric, row), metric) for metric, row in metrics.items()]
+    title, notes = "Results", []
+    if len(runs) > 1:
+        title = "Settings that differ, and results" if difference else title
+        missing = [run.name for run in runs if run.config is None]
+        notes = [f"<p>No config.yaml that can be read: {escape(', '.join(missing))}.</p>\n"] if missing else []
+        if not difference and len(missing) < len(runs) - 1:
+            notes.append("<p>The configs are the same.</p>\n")
+    classes = [class_of([number]) for number in range(len(runs))]
+    return f"<h2>{title}</h2>\n{draw_sheet(map(_name, runs), classes, groups)}{''.join(notes)}"
 
 
-def _result_table(runs: Sequence[Run], tasks: dict[str, dict[str, list[Result]]]) -> str:
-    names = "".join(f'<th colspan="3" class="run{i}">{escape(run.name)}</th>' for i, run in enumerate(runs))
-    columns = "".join(
-        f'<th class="run{i} sub">last</th><th class="run{i} sub">best</th><th class="run{i} sub">test data</th>'
-        for i in range(len(runs))
-    )
-    bodies = []
-    for task, metrics in tasks.items():
-        rows = [f'<tr class="task"><th colspan="{1 + 3 * len(runs)}">{escape(task)}</th></tr>\n'] if metrics else []
-        rows += [f"<tr><th>{escape(metric)}</th>{_result_row(metric, row)}</tr>\n" for metric, row in metrics.items()]
-        bodies += [f"<tbody>\n{''.join(rows)}</tbody>\n"] if rows else []
-    head = f"<thead><tr><th></th>{names}</tr>\n<tr><th></th>{columns}</tr></thead>\n"
-    return f'<div class="wide"><table>\n{head}{"".join(bodies)}</table></div>\n'
+def _classes(runs: Sequence[Run], results: Results) -> str:
+    """A row for each class, with the results of each run."""
+    sheets = []
+    for task, metrics in results.items():
+        rows = [_cells(metric, row) for metric, row in metrics.items()]
+        groups = [
+            _columns(run.name, [row[number] for row in rows], css=class_of([number])) for number, run in enumerate(runs)
+        ]
+        sheets.append(f"<h3>{escape(task)}</h3>\n{draw_sheet(map(escape, metrics), [''] * len(rows), groups)}")
+    return f"<details><summary>Single classes</summary>\n{''.join(sheets)}</details>\n" if sheets else ""
 
 
-def _result_row(metric: str, row: Sequence[Result]) -> str:
+def _cells(metric: str, row: Sequence[Result]) -> list[tuple[str, str, str]]:
+    """The texts of the last and the best value and of the test data, for each run; the best one of all is marked."""
     best_val = best_runs(metric, [result.best and result.best[1] for result in row])
     best_test = best_runs(metric, [result.test for result in row])
     cells = []
     for number, result in enumerate(row):
         best = _number(result.best and result.best[1], number in best_val)
-        at = f" <small>at {result.best[0]}</small>" if result.best else ""
-        for text in (_number(result.last), best + at, _number(result.test, number in best_test)):
-            cells.append(f'<td class="number run{number}">{text}</td>')
-    return "".join(cells)
+        after = f" <small>after {result.best[0]}</small>" if result.best else ""
+        cells.append((_number(result.last), best + after, _number(result.test, number in best_test)))
+    return cells
+
+
+def _columns(over: str, cells: Sequence[tuple[str, str, str]], metric: str = "", css: str = "") -> list[Column]:
+    titles = ("last", "best", "test data")
+    columns = zip(titles, zip(*cells, strict=True), strict=True)
+    return [Column(over, title, [*texts], f"number {css}", better(metric) is max) for title, texts in columns]
 
 
 def _number(value: float | None, is_best: bool = False) -> str:
-    text = "-" if value is None else f"{value:.4g}" if abs(value) < 100 else f"{value:.6g}"
+    text = NONE if value is None else f"{value:.4g}" if abs(value) < 100 else f"{value:.6g}"
     return f"<mark>{text}</mark>" if is_best else text
 
 
-def _configs(runs: Sequence[Run]) -> str:
-    if len(runs) == 1:
-        return ""
-    missing = [run.name for run in runs if run.config is None]
-    notes = [f"<p>No config.yaml that can be read: {escape(', '.join(missing))}.</p>\n"] if missing else []
-    difference = config_difference(runs)
-    if difference:
-        names = "".join(f'<th class="run{i}">{escape(run.name)}</th>' for i, run in enumerate(runs))
-        rows = "".join(f"<tr><th>{escape(key)}</th>{_cells(row)}</tr>\n" for key, row in difference.items())
-        notes.append(
-            f'<div class="wide config"><table>\n<thead><tr><th></th>{names}</tr></thead>\n{rows}</table></div>\n'
-        )
-    elif len(missing) < len(runs) - 1:
-        notes.append("<p>The configs are the same.</p>\n")
-    return f"<h2>Settings that differ</h2>\n{''.join(notes)}"
-
-
-def _cells(values: Iterable[str]) -> str:
-    return "".join(
-        f'<td class="run{number}">{f"<code>{escape(value)}</code>" if value else "-"}</td>'
-        for number, value in enumerate(values)
-    )
+def _confusions(runs: Sequence[Run]) -> str:
+    parts = []
+    for number, run in enumerate(runs):
+        for confusion in read_confusions(run.folder):
+            name = f"{run.name}: {confusion.dataset}" if len(runs) > 1 else confusion.dataset
+            head = f'<section class="panel {class_of([number])}"><h3>{escape(name)}</h3>\n'
+            parts.append(f"{head}{draw_confusion(confusion)}</section>\n")
+    about = "<p>A row is the true class, a column the predicted class.</p>\n"
+    return f'<h2>Confusion</h2>\n{about}<div class="panels">\n{"".join(parts)}</div>\n' if parts else ""
 
 
 def _pictures(runs: Sequence[Run]) -> str:

@@ -2,13 +2,15 @@
 
 import colorsys
 import logging
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from plots.axis import Axis, make_axis
 from plots.runs import Run, RunError, Series
+from trainkit.engine.hooks.monitor import infer_mode
 
 logger = logging.getLogger(__name__)
 
@@ -16,7 +18,9 @@ MOST_METRICS = 4  # in a panel: the number of line styles that one can distingui
 MOST_PANELS = 24
 _MOST_MARKS = 60  # more marks would look like a thick line
 _UNLIKE = 10.0  # if the largest values of two metrics differ by more than this factor, they have another unit
-LOG_RANGE = 50.0  # if values span this factor, a logarithmic axis shows more
+LOG_RANGE = 10.0  # if values span this factor, a logarithmic axis shows more
+_START = 0.1  # the part of a curve that may leave the axis
+_MOST_ZOOM = 6.0  # the axis shows at least this fraction (1/6) of the range of all values
 
 _COLORS = ["#2f7ed8", "#dd7010", "#1f9d63", "#9b5de5", "#dc3f58", "#0d96a8", "#b0713f", "#d152a0"]
 
@@ -31,12 +35,12 @@ _NOT_DRAWN = ("eta_seconds", "rank_data_time", "epoch_time")  # they repeat othe
 class Curve:
     """
     Attributes:
-        run: the number of the run, which decides the colour.
+        runs: the numbers of the runs that have these values; the first one decides the colour.
         metric: the number of the metric in the panel, which decides the line style.
         is_test: the values are of the test data, at the end of the run.
     """
 
-    run: int
+    runs: tuple[int, ...]
     metric: int
     points: Series
     is_test: bool = False
@@ -45,18 +49,24 @@ class Curve:
     def pieces(self) -> list[list[tuple[int, float]]]:
         """The pieces of the line between points that are not finite."""
         pieces: list[list[tuple[int, float]]] = [[]]
-        for iteration, value in self.points:
+        for done, value in self.points:
             if value is not None:
-                pieces[-1].append((iteration, value))
+                pieces[-1].append((done, value))
             elif pieces[-1]:
                 pieces.append([])
         return [piece for piece in pieces if piece]
 
     @property
+    def settled(self) -> list[float]:
+        """The finite values after the first part of the curve."""
+        first, last = self.points[0][0], self.points[-1][0]
+        return [value for done, value in self.points if value is not None and done >= first + _START * (last - first)]
+
+    @property
     def not_finite(self) -> list[int]:
-        """The iterations at which values become not finite."""
+        """The iterations done when values become not finite."""
         finite = [True, *(value is not None for _, value in self.points)]
-        return [iteration for i, (iteration, _) in enumerate(self.points) if finite[i] and not finite[i + 1]]
+        return [done for i, (done, _) in enumerate(self.points) if finite[i] and not finite[i + 1]]
 
 
 @dataclass
@@ -79,10 +89,19 @@ class Panel:
 
     @property
     def axis(self) -> Axis:
-        """The axis of the values; logarithmic if that shows more."""
+        """The axis of the values, without the start of the curves if that fills it; logarithmic if that shows more."""
         values = self.values
-        may_be_log = self.kind in ("loss", "other", "time") and bool(values) and min(values) > 0
-        return make_axis(values, log=may_be_log and max(values) / min(values) >= LOG_RANGE)
+        if self.kind not in ("loss", "other", "time") or not values:
+            return make_axis(values)
+        log = min(values) > 0 and max(values) / min(values) >= LOG_RANGE
+        settled = [math.log(value) if log else value for curve in self.curves for value in curve.settled]
+        low, high = (math.log(end(values)) if log else end(values) for end in (min, max))
+        shown = (high - low) / _MOST_ZOOM
+        if settled and shown > 0 and 3 * (max(settled) - min(settled)) < high - low:
+            high = min(high, max(max(settled), min(settled) + shown))
+            low = max(low, min(min(settled), high - shown))
+        ends = [math.exp(low), math.exp(high)] if log else [low, high]
+        return make_axis(ends, log=log)
 
     def marks(self, curve: Curve) -> bool:
         """Whether each point of the curve is marked."""
@@ -90,18 +109,29 @@ class Panel:
 
     @property
     def note(self) -> str:
-        return f"+ {self.num_classes} of single classes, not drawn" if self.num_classes else ""
+        """What is not drawn."""
+        if self.num_classes:
+            return f"+ {self.num_classes} of single classes, not drawn"
+        axis, values = self.axis, self.values
+        if values and max(values) > axis.high:
+            return f"↑ up to {max(values):.3g} at the start"
+        return f"↓ down to {min(values):.3g} at the start" if values and min(values) < axis.low else ""
 
     @property
     def legend(self) -> list[tuple[int, str]]:
         """The line styles and their meaning; empty if the title says it."""
         return [] if self.metrics in ([self.title], ["lr"]) else [*enumerate(self.metrics)]
 
+    @property
+    def shared(self) -> list[tuple[int, ...]]:
+        """The runs of each curve that stands for several runs."""
+        return [*dict.fromkeys(curve.runs for curve in self.curves if len(curve.runs) > 1)]
+
 
 def iter_axis(panels: Iterable[Panel]) -> Axis:
-    """The axis of iterations, the same for all panels, from iteration 0."""
+    """The axis of iterations done, the same for all panels, from 0."""
     return make_axis(
-        [0, *(iter for panel in panels for curve in panel.curves for iter, _ in curve.points)], margin=0.02
+        [0, *(done for panel in panels for curve in panel.curves for done, _ in curve.points)], margin=0.02
     )
 
 
@@ -135,11 +165,11 @@ def choose_panels(runs: Sequence[Run]) -> list[Panel]:
         RunError: there is nothing to draw.
     """
     groups: dict[tuple[int, str], dict[str, str]] = {}
-    for key in sorted({key.removeprefix("test/") for run in runs for key in run.series}, key=_key_order):
+    for key in sorted({key.removeprefix("test/") for run in runs for key in run.series}, key=key_order):
         kind = _kind(key)
         if kind is not None:
             task, metric = split_key(key)
-            title = _TITLES.get(kind) or task or metric
+            title = _TITLES.get(kind) or ("evaluation loss" if task == "loss" else task) or metric
             groups.setdefault((_ORDER.index(kind), title), {})[metric] = key
     panels = [
         panel
@@ -154,8 +184,9 @@ def choose_panels(runs: Sequence[Run]) -> list[Panel]:
     return panels[:MOST_PANELS]
 
 
-def _key_order(key: str) -> tuple[bool, bool, str]:
-    return key.startswith("raw/"), key not in ("total_loss", "time", "lr"), key
+def key_order(key: str) -> tuple[bool, bool, str]:
+    """Sorts the names of metrics, the most important ones first."""
+    return key.startswith("raw/"), key.rpartition("/")[2] not in ("total_loss", "time", "lr"), key
 
 
 def _kind(key: str) -> Kind | None:
@@ -173,13 +204,8 @@ def _kind(key: str) -> Kind | None:
 def _split(title: str, kind: Kind, keys: dict[str, str], runs: Sequence[Run]) -> list[Panel]:
     """The panels of one task; metrics with equal values in all runs become one line."""
     classes = class_metrics(keys) if kind == "evaluation" else set()
-    equal: dict[str, list[str]] = {}
-    for metric, key in keys.items():
-        if metric not in classes:
-            values = [(run.series.get(key), run.series.get(f"test/{key}")) for run in runs]
-            equal.setdefault(repr(values), []).append(metric)
     panels: list[Panel] = []
-    for metrics in equal.values():
+    for metrics in merge_equal({metric: key for metric, key in keys.items() if metric not in classes}, runs):
         line = Panel(title, kind, [" = ".join(metrics)], _curves(keys[metrics[0]], runs))
         panel = next((panel for panel in panels if _fits(line, panel)), None)
         if panel is None:
@@ -192,13 +218,33 @@ def _split(title: str, kind: Kind, keys: dict[str, str], runs: Sequence[Run]) ->
     return panels
 
 
+def merge_equal(keys: Mapping[str, str], runs: Sequence[Run]) -> list[list[str]]:
+    """The metrics, those with the same values in all runs together; ``keys`` are their names in the runs."""
+    equal: dict[str, list[str]] = {}
+    for metric, key in keys.items():
+        values = [(run.series.get(key), run.series.get(f"test/{key}")) for run in runs]
+        equal.setdefault(repr(values), []).append(metric)
+    return [*equal.values()]
+
+
+def better(key: str) -> Any:
+    """``max`` or ``min``; None if the name of the metric does not tell."""
+    try:
+        return {"max": max, "min": min}[infer_mode(key)]
+    except ValueError:
+        return None
+
+
 def _curves(key: str, runs: Sequence[Run]) -> list[Curve]:
-    return [
-        Curve(number, 0, run.series[name], is_test=name != key)
-        for number, run in enumerate(runs)
-        for name in (key, f"test/{key}")
-        if name in run.series
-    ]
+    """One curve for all runs with the same values; each result on the test data is a curve of its own."""
+    equal: dict[str, list[int]] = {}
+    for number, run in enumerate(runs):
+        if key in run.series:
+            equal.setdefault(repr(run.series[key]), []).append(number)
+    lines = [Curve(tuple(numbers), 0, runs[numbers[0]].series[key]) for numbers in equal.values()]
+    name = f"test/{key}"
+    tests = [Curve((number,), 0, run.series[name], True) for number, run in enumerate(runs) if name in run.series]
+    return lines + tests
 
 
 def _fits(line: Panel, panel: Panel) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from plots.axis import Axis
+from plots.labels import Label, best_labels, place_marks
 from plots.panels import Panel, iter_axis, run_color
 from plots.runs import Run, RunError
 
@@ -34,7 +35,8 @@ def draw_picture(runs: Sequence[Run], panels: Sequence[Panel]) -> Any:
     """A matplotlib ``Figure`` with each of the panels, below a legend of the runs."""
     columns = 1 if len(panels) == 1 else 2 if len(panels) <= 4 else 3
     rows = math.ceil(len(panels) / columns)
-    texts = [_shorten(run.name, _LINE_CHARS) for run in runs]
+    names = [run.name for run in runs]
+    texts = [_shorten(name, _LINE_CHARS) for name in names]
     handles = [_line(color=run_color(number), linewidth=3) for number in range(len(runs))]
     if any(curve.is_test for panel in panels for curve in panel.curves):
         handles.append(_line(color=_PALE, linestyle="", marker="D", markersize=6))
@@ -52,7 +54,8 @@ def draw_picture(runs: Sequence[Run], panels: Sequence[Panel]) -> Any:
     for begin in range(0, len(panels), columns):
         row = panels[begin : begin + columns]
         for number, panel in enumerate(row, begin + 1):
-            _draw(figure.add_subplot(rows, columns, number), panel, x_axis, max(map(_legend_rows, row)))
+            legend_rows = max(_legend_rows(panel, names) for panel in row)
+            _draw(figure.add_subplot(rows, columns, number), panel, names, x_axis, legend_rows)
     figure.legend(
         handles, texts, loc="outside upper left", ncols=legend_columns, frameon=False, labelcolor=_INK, fontsize=10
     )
@@ -70,22 +73,29 @@ def save_picture(path: Path, runs: Sequence[Run], panels: Sequence[Panel]) -> No
         raise RunError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
 
 
-def _draw(axes: Any, panel: Panel, x_axis: Axis, legend_rows: int) -> None:
+def _draw(axes: Any, panel: Panel, names: Sequence[str], x_axis: Axis, legend_rows: int) -> None:
     axes.set_axisbelow(True)
     axes.grid(color=_GRID, linewidth=0.8)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(_PALE)
-    for curve in panel.curves:
-        style = {"color": run_color(curve.run), "linestyle": _DASHES[curve.metric], "linewidth": 1.6}
-        for piece in curve.pieces:
-            marker = "D" if curve.is_test else "o" if panel.marks(curve) or len(piece) == 1 else ""
-            axes.plot(*zip(*piece, strict=True), **style, marker=marker, markersize=6 if curve.is_test else 3.5)
+    y_axis = panel.axis
+    marks = place_marks(panel, x_axis, y_axis)
+    for curve, places in zip(panel.curves, marks, strict=True):
+        color = run_color(curve.runs[0])
+        for piece in [] if curve.is_test else curve.pieces:
+            style = {"linestyle": _DASHES[curve.metric], "linewidth": 1.6, "marker": "o" if len(piece) == 1 else ""}
+            axes.plot(*zip(*piece, strict=True), **style, color=color, markersize=3.5)
+        style = {"linestyle": "", "marker": "D" if curve.is_test else "o", "markersize": 6 if curve.is_test else 4}
+        if places:
+            axes.plot(*zip(*places, strict=True), **style, color=color, mec="white", mew=0.7, transform=axes.transAxes)
         iters = curve.not_finite
         transform = axes.get_xaxis_transform()  # always at the lower edge
-        axes.plot(iters, [0.03] * len(iters), "x", transform=transform, color=style["color"], markeredgewidth=2)
-    _scale(axes, x_axis, panel.axis)
+        axes.plot(iters, [0.03] * len(iters), "x", transform=transform, color=color, markeredgewidth=2)
+    for label in best_labels(panel, x_axis, y_axis, marks):
+        _add_label(axes, label)
+    _scale(axes, x_axis, y_axis)
     above = 5 + 13 * legend_rows
-    _add_legend(axes, panel, above)
+    _add_legend(axes, panel, names, above)
     style = {"pad": above + 5, "color": _INK}
     axes.set_title(_shorten(panel.title, 24 if panel.note else 44), **style, loc="left", fontsize=10.5, weight="bold")
     axes.set_title(panel.note, **style, loc="right", fontsize=8)
@@ -99,18 +109,27 @@ def _scale(axes: Any, x_axis: Axis, y_axis: Axis) -> None:
     axes.set_yticks(*zip(*y_axis.ticks(7), strict=True))
     axes.tick_params(which="minor", length=0, labelleft=False)
     axes.tick_params(which="major", length=0, labelsize=8.5, labelcolor=_PALE)
-    axes.set_xlabel("iteration", fontsize=8.5, color=_PALE, loc="right", labelpad=1)
+    axes.set_xlabel("iterations", fontsize=8.5, color=_PALE, loc="right", labelpad=1)
 
 
-def _add_legend(axes: Any, panel: Panel, above: float) -> None:
-    """Add the legend of line styles; its top is ``above`` points above the curves."""
+def _add_label(axes: Any, label: Label) -> None:
+    color = run_color(label.curve.runs[0])
+    axes.plot(*label.mark, "o", mfc="none", mec=color, mew=1.2, markersize=8, transform=axes.transAxes)
+    text = axes.text(label.left, label.bottom + 0.02, label.text, transform=axes.transAxes, color=color, fontsize=8.5)
+    text.set_path_effects([importlib.import_module("matplotlib.patheffects").withStroke(linewidth=2.5, foreground="w")])
+
+
+def _add_legend(axes: Any, panel: Panel, names: Sequence[str], above: float) -> None:
+    """Add the legend of line styles and of shared curves; its top is ``above`` points above the curves."""
     shift = importlib.import_module("matplotlib.transforms").ScaledTranslation(
         0, above / 72, axes.figure.dpi_scale_trans
     )
-    texts = _legend_texts(panel)
+    texts = _legend_texts(panel, names)
     if texts:
+        styles = [{"color": _PALE, "linestyle": _DASHES[number]} for number, _ in panel.legend]
+        styles += [{"color": run_color(runs[0])} for runs in panel.shared]
         axes.legend(
-            [_line(color=_PALE, linestyle=_DASHES[number], linewidth=1.6) for number in range(len(texts))],
+            [_line(**style, linewidth=1.6) for style in styles],
             texts,
             loc="upper left",
             bbox_to_anchor=(0, 1),
@@ -127,12 +146,13 @@ def _add_legend(axes: Any, panel: Panel, above: float) -> None:
         )
 
 
-def _legend_texts(panel: Panel) -> list[str]:
-    return [_shorten(text, _LINE_CHARS - _HANDLE_CHARS) for _, text in panel.legend]
+def _legend_texts(panel: Panel, names: Sequence[str]) -> list[str]:
+    texts = [text for _, text in panel.legend] + [", ".join(names[run] for run in runs) for runs in panel.shared]
+    return [_shorten(text, _LINE_CHARS - _HANDLE_CHARS) for text in texts]
 
 
-def _legend_rows(panel: Panel) -> int:
-    texts = _legend_texts(panel)
+def _legend_rows(panel: Panel, names: Sequence[str]) -> int:
+    texts = _legend_texts(panel, names)
     return math.ceil(len(texts) / _num_columns(texts, _LINE_CHARS)) if texts else 0
 
 

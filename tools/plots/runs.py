@@ -12,8 +12,8 @@ from trainkit.config import CfgNode, ConfigError
 
 logger = logging.getLogger(__name__)
 
-Point: TypeAlias = tuple[int, float | None]  # iteration, value; None is not finite
-Series: TypeAlias = list[Point]  # by iteration
+Point: TypeAlias = tuple[int, float | None]  # iterations done, value; None is not finite
+Series: TypeAlias = list[Point]  # by iterations done
 
 
 class RunError(Exception):
@@ -37,7 +37,8 @@ class Run:
     config: dict[str, Any] | None
 
     @property
-    def last_iter(self) -> int:
+    def num_done(self) -> int:
+        """The number of iterations that are done."""
         return max(points[-1][0] for points in self.series.values())
 
 
@@ -72,8 +73,8 @@ def read_runs(places: Sequence[str]) -> list[Run]:
 
 
 def _add_parents(found: dict[Path, dict[str, Series]], configs: dict[Path, dict[str, Any] | None]) -> dict[Path, int]:
-    """Add the parents that are not given; returns the iteration at which each of them ends."""
-    ends: dict[Path, int] = {}
+    """Add the parents that are not given; returns the number of iterations that each of them did until the fork."""
+    ends: dict[Path, int] = {}  # in iterations done
     given, waiting = set(found), [*found]
     for file in waiting:
         config = configs.setdefault(file, _read_config(file.parent / "config.yaml")) or {}
@@ -83,8 +84,8 @@ def _add_parents(found: dict[Path, dict[str, Series]], configs: dict[Path, dict[
             continue
         if not parent.is_file():
             logger.warning("%s is a fork of %s, which has no metrics.json and is not drawn", file.parent, run)
-        elif ends.get(parent, -1) < end:
-            ends[parent] = end
+        elif ends.get(parent, -1) <= end:
+            ends[parent] = end + 1
             waiting.append(parent)
     for file, end in ends.items():
         cut = {name: [point for point in points if point[0] <= end] for name, points in _read_series(file).items()}
@@ -126,7 +127,7 @@ def _read_series(file: Path) -> dict[str, Series]:
             if row is None:
                 broken.append(number)
                 continue
-            iteration = row.pop("iteration")
+            iteration = int(row.pop("iteration"))
             row.pop("epoch", None)  # another form of the iteration
             for name, value in row.items():
                 if value is None or _is_number(value):
@@ -136,7 +137,22 @@ def _read_series(file: Path) -> dict[str, Series]:
                     points.append((iteration, value if value is not None and math.isfinite(value) else None))
     if broken:
         logger.warning("%s: lines without metrics are left out (%s)", file, _name_lines(broken))
-    return series
+    return _count_done(series)
+
+
+def _count_done(series: dict[str, Series]) -> dict[str, Series]:
+    """Replace the numbers of iterations, which count from 0, by the number of iterations that were done.
+
+    Only an evaluation before the first iteration (0) or after the last one (the length of the run) has the number of
+    iterations done already. No values of the training are stored there.
+    """
+    trained = {iter for name, points in series.items() if "/" not in name for iter, _ in points}
+    end = max(trained) + 1 if trained else 1 << 63
+    at_start = 0 if trained and 0 not in trained else 1
+    return {
+        name: [(min(iter + 1, end) if iter else at_start, value) for iter, value in points]
+        for name, points in series.items()
+    }
 
 
 def _parse(line: str) -> dict[str, Any] | None:

@@ -3,11 +3,10 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-from plots.panels import split_key
+from plots.panels import better, class_metrics, key_order, merge_equal, split_key
 from plots.runs import Point, Run, Series
-from trainkit.engine.hooks.monitor import infer_mode
 
 _ABSENT = object()
 _PLACE = "OUTPUT_DIR"  # always differs
@@ -36,7 +35,7 @@ class Result:
     """The results of one metric in one run; None if no value is finite.
 
     Attributes:
-        best: with its iteration; also None if the metric's name does not tell whether more or less is better.
+        best: with the iterations done; also None if the metric's name does not tell whether more or less is better.
         test: on the test data.
     """
 
@@ -45,17 +44,31 @@ class Result:
     test: float | None
 
 
-def evaluation_results(runs: Sequence[Run]) -> dict[str, dict[str, list[Result]]]:
-    """Task -> metric -> the result in each run."""
+Results: TypeAlias = dict[str, dict[str, list[Result]]]  # task -> metric -> the result in each run
+
+
+def evaluation_results(runs: Sequence[Run]) -> tuple[Results, Results]:
+    """The results, and those of single classes; metrics with the same values in all runs share an entry."""
     names = {name for run in runs for name in run.series}
-    keys = {name.removeprefix("test/") for name in names if "/" in name}
-    tasks: dict[str, dict[str, list[Result]]] = {}
-    for key in sorted(keys, key=lambda key: (split_key(key)[0], key.startswith("raw/"), key)):
+    keys: dict[str, dict[str, str]] = {}
+    for key in sorted({name.removeprefix("test/") for name in names if "/" in name}, key=key_order):
         task, metric = split_key(key)
-        tasks.setdefault(task, {})[metric] = [
-            _result(key, run.series.get(key, []), run.series.get(f"test/{key}", [])) for run in runs
-        ]
-    return tasks
+        keys.setdefault(task, {})[metric] = key
+    few: Results = {}
+    classes: Results = {}
+    for task, by_metric in sorted(keys.items()):
+        of_classes = class_metrics(by_metric)
+        for metrics in merge_equal(
+            {metric: by_metric[metric] for metric in by_metric if metric not in of_classes}, runs
+        ):
+            few.setdefault(task, {})[" = ".join(metrics)] = _row(by_metric[metrics[0]], runs)
+        for metric in filter(of_classes.__contains__, by_metric):
+            classes.setdefault(task, {})[metric] = _row(by_metric[metric], runs)
+    return few, classes
+
+
+def _row(key: str, runs: Sequence[Run]) -> list[Result]:
+    return [_result(key, run.series.get(key, []), run.series.get(f"test/{key}", [])) for run in runs]
 
 
 def best_runs(key: str, values: Sequence[float | None]) -> set[int]:
@@ -66,14 +79,6 @@ def best_runs(key: str, values: Sequence[float | None]) -> set[int]:
         return set()
     best = mode(finite)
     return {number for number, value in enumerate(values) if value == best}
-
-
-def better(key: str) -> Any:
-    """``max`` or ``min``; None if the name of the metric does not tell."""
-    try:
-        return {"max": max, "min": min}[infer_mode(key)]
-    except ValueError:
-        return None
 
 
 def _result(key: str, points: Series, test: Series) -> Result:

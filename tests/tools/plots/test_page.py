@@ -1,6 +1,7 @@
 """The page: what stands on it, and how a browser shows it."""
 
 import base64
+import json
 import re
 from functools import partial
 
@@ -51,12 +52,11 @@ def test_the_results_are_last_best_and_on_the_test_data_with_the_best_run_marked
     other = [{"iteration": 9, "t/top1": 88.0, "t/speed": 3.0}, {"iteration": 19, "t/top1": None}]
     page = make_page([write_run(tmp_path / "a", ROWS), write_run(tmp_path / "b", other)])
 
-    assert cells(page)[:5] == [
-        ["", "a", "b"],
-        ["", "last", "best", "test data", "last", "best", "test data"],
-        ["t"],
-        ["speed", "-", "-", "-", "3", "-", "-"],
-        ["top1", "90", "90 at 19", "85", "-", "88 at 9", "-"],
+    assert cells(page) == [
+        ["", "", "t · speed", "t · top1"],  # no columns in which no run has a value
+        ["", "iterations", "last", "last", "best", "test data"],
+        ["a", "20", "-", "90", "90 after 20", "85"],
+        ["b", "20", "3", "-", "88 after 10", "-"],
     ]
     assert re.findall(r"<mark>(.*?)</mark>", page) == ["90"]
 
@@ -65,7 +65,11 @@ def test_the_settings_that_differ_are_shown_and_no_others(make_page, write_run, 
     configs = ["A: {LR: 0.1, SAME: 1}\nOUTPUT_DIR: a\n", "A: {LR: 0.2, SAME: 1, NEW: []}\nOUTPUT_DIR: b\n"]
     places = [write_run(tmp_path / name, ROWS, config) for name, config in zip("ab", configs, strict=True)]
 
-    assert cells(make_page(places))[-3:] == [["", "a", "b"], ["A.LR", "0.1", "0.2"], ["A.NEW", "-", "[]"]]
+    assert [row[:4] for row in cells(make_page(places))[1:]] == [
+        ["", "iterations", "A.LR", "A.NEW"],
+        ["a", "20", "0.1", "-"],
+        ["b", "20", "0.2", "[]"],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +88,7 @@ def test_the_page_says_why_no_settings_differ(make_page, write_run, tmp_path, co
 def test_one_run_is_compared_with_nothing(make_page, write_run, tmp_path):
     page = make_page([write_run(tmp_path / "a", ROWS, "A: 1\n")])
 
-    assert re.findall(r"<h\d>(.*?)</h\d>", page) == ["a", "t", "Evaluation"]
+    assert re.findall(r"<h\d>(.*?)</h\d>", page) == ["a", "t", "Results"]
 
 
 def test_the_newest_pictures_come_first_and_the_page_says_how_many_more_there_are(make_page, write_run, tmp_path):
@@ -97,7 +101,8 @@ def test_the_newest_pictures_come_first_and_the_page_says_how_many_more_there_ar
 
     pictures = [base64.b64decode(text) for text in re.findall(r"base64,(.*?)\"", page)]
     assert pictures == [b"picture %d" % iter for iter in range(29, 5, -1)]
-    assert "<figcaption>digits (val), iteration 29, batch 3 1</figcaption>" in page
+    assert "<figcaption>digits (val), after 30 iterations, batch 3 1</figcaption>" in page
+    assert "<figcaption>digits (val), after 20 iterations, batch 3 1</figcaption>" in page  # 20 is the end
     assert f"<p>6 more in {tmp_path}/a/visualization</p>" in page
 
 
@@ -112,6 +117,28 @@ def test_pictures_that_are_too_large_are_left_out(make_page, write_run, tmp_path
 
     assert page.count("<figure>") == 1
     assert "<p>1 more in" in page
+
+
+def test_a_confusion_matrix_is_shown_and_a_file_that_holds_none_is_left_out(make_page, write_run, tmp_path, caplog):
+    place = write_run(tmp_path / "a", ROWS)
+    (tmp_path / "a/inference").mkdir()
+    files = {
+        "good": '{"classes": ["cat", "<dog>"], "matrix": [[3, 1], [0, 4]]}',
+        "large": json.dumps({"classes": [*range(31)], "matrix": [[1] * 31] * 31}),
+        "bad1": '{"classes": ["cat"], "matrix": [[3, 1]]}',
+        "bad2": '{"classes": ["cat"], "matrix": [["<b>"]]}',
+        "bad3": "[" * 100_000,
+    }
+    for name, text in files.items():
+        (tmp_path / f"a/inference/confusion_{name}.json").write_text(text)
+
+    page = make_page([place])
+
+    assert re.findall(r"<h3>(.*?)</h3>", page)[-2:] == ["good", "large"]
+    assert cells(page)[-3:] == [["", "cat", "&lt;dog&gt;"], ["cat", "3", "1"], ["&lt;dog&gt;", "", "4"]]
+    assert 'title="cat, predicted &lt;dog&gt;: 1"' in page
+    assert "31 classes are too many to show." in page
+    assert [f"confusion_bad{i}.json is left out" in caplog.text for i in (1, 2, 3)] == [True] * 3
 
 
 # ---------------------------------------------------------------------- curves as SVG
@@ -157,7 +184,7 @@ def test_no_texts_overlap_and_nothing_is_loaded_or_fails(page, look, width, dark
       const outside = texts().filter((text) => text[1] < 0 && !text[0].startsWith("-"));
       const overCurves = [...document.querySelectorAll(".panel > svg")].flatMap((svg) => {
         const base = svg.querySelector(".base").getBoundingClientRect();
-        const boxes = [...svg.querySelectorAll("text")].map((text) => text.getBoundingClientRect());
+        const boxes = [...svg.querySelectorAll(":scope > text")].map((text) => text.getBoundingClientRect());
         return boxes.filter((box) => box.top < base.top - 10 && box.right > base.left);
       });
       return [texts(), isDark, innerWidth, document.documentElement.scrollWidth, [...outside, ...overCurves]];
@@ -166,7 +193,9 @@ def test_no_texts_overlap_and_nothing_is_loaded_or_fails(page, look, width, dark
     texts, is_dark, inner_width, page_width, misplaced = seen["result"]
 
     assert (seen["loaded"], seen["problems"]) == ([], [])
-    assert {"training loss", "iteration", "grad_norm", "10k", "Settings that differ"} <= {text[0] for text in texts}
+    assert {"training loss", "iterations", "grad_norm", "10k", "Settings that differ, and results"} <= {
+        text[0] for text in texts
+    }
     assert overlapping(texts) == []
     assert (is_dark, inner_width, page_width, misplaced) == (dark, width, width, [])
 
@@ -198,16 +227,16 @@ def test_values_are_shown_under_the_pointer_and_a_run_can_be_hidden(make_page, w
         svg.dispatchEvent(new PointerEvent("pointermove", { clientX: box.x + box.width / 2, clientY: box.y }));
         return tip().slice(1).map((text) => text.replace(/\\s*\\n\\s*/, ": "));
       };
-      const shown = [move(0), move(4)];
+      const shown = [move(0), move(3)];
       document.getElementById("show0").click();
-      const hidden = [move(3), getComputedStyle(document.querySelector("td.run0")).display];
+      const hidden = [move(2), getComputedStyle(document.querySelector("tr.run0")).display];
       svg.dispatchEvent(new PointerEvent("pointerleave"));
       return { shown, hidden, left: tip() };
     """
     assert look(page, script=script) == {
         "result": {
             "shown": [
-                ["a · top1: 80", "a · top1 · test data: 85 at 19", "b · top1: 70"],
+                ["a · top1: 80", "b · top1: 70", "a · top1 · test data: 85 after 20"],
                 ["b · top1: 95.25"],
             ],
             "hidden": [["b · top1: 70"], "none"],
@@ -216,3 +245,37 @@ def test_values_are_shown_under_the_pointer_and_a_run_can_be_hidden(make_page, w
         "loaded": [],
         "problems": [],
     }
+
+
+@pytest.mark.slow
+def test_eight_runs_need_no_sideways_scrolling_and_their_rows_are_sorted_by_a_click(
+    make_page, write_run, tmp_path, look
+):
+    places = []
+    for i in range(8):
+        settings = "".join(f"  SETTING_NUMBER_{j}: {i * j}\n" for j in range(14))
+        rows = [{"iteration": n, **{f"t{k}/top1": 90.0 + i % 5 + n for k in range(5)}} for n in (9, 19)]
+        rows[0] |= {"t4/top1": 50.0 + (i + 3) % 8}
+        places.append(write_run(tmp_path / f"run_number_{i}", rows, f"SOLVER:\n{settings}"))
+    script = """
+      const tables = [...document.querySelectorAll(".sheet table")];
+      const scrolled = [document.documentElement, ...document.querySelectorAll(".wide")].filter(
+        (element) => element.scrollWidth > element.clientWidth);
+      const name = (row) => row.cells[0].innerText.at(-1);
+      const names = () => tables.map((table) => [...table.tBodies[0].rows].map(name).join(""));
+      const buttons = [...document.querySelectorAll(".sub button")];
+      const button = buttons.find((button) => button.innerText.endsWith("NUMBER_3"));
+      const orders = [names()];
+      for (let i = 0; i < 2; i++) {
+        button.click();
+        orders.push(names());
+      }
+      document.querySelectorAll(".sub[data-down] button")[0].click();
+      orders.push(names());
+      return [scrolled.length, orders.map((order) => [...new Set(order)]), tables.length > 1];
+    """
+    seen = look(make_page(places), script=script)
+
+    assert seen["problems"] == []
+    # by the last value of top1, with the largest first; equal runs stay in their order
+    assert seen["result"] == [0, [["01234567"], ["01234567"], ["76543210"], ["43271605"]], True]

@@ -30,7 +30,7 @@ def test_panels_are_chosen_by_what_there_is(choose):
     assert [(panel.title, panel.metrics) for panel in panels] == [
         ("training loss", ["total_loss", "loss_a"]),
         ("classification", ["mean_class_accuracy", "top1", "raw top1"]),
-        ("loss", ["total_loss"]),
+        ("evaluation loss", ["total_loss"]),
         ("learning rate", ["lr"]),
         ("grad_norm", ["grad_norm"]),
         ("seconds per step", ["time", "data_time"]),
@@ -40,11 +40,11 @@ def test_panels_are_chosen_by_what_there_is(choose):
 def test_a_line_is_told_by_its_run_and_metric_and_the_test_data_by_a_mark(choose):
     classification = choose(rows({"t/a": 1.0, "t/b": 2.0}), rows({"t/b": 3.0, "test/t/b": 4.0}, iter=19))[0]
 
-    assert [(curve.run, curve.metric, curve.is_test, curve.points) for curve in classification.curves] == [
-        (0, 0, False, [(9, 1.0)]),
-        (0, 1, False, [(9, 2.0)]),
-        (1, 1, False, [(19, 3.0)]),
-        (1, 1, True, [(19, 4.0)]),
+    assert [(curve.runs, curve.metric, curve.is_test, curve.points) for curve in classification.curves] == [
+        ((0,), 0, False, [(10, 1.0)]),
+        ((0,), 1, False, [(10, 2.0)]),
+        ((1,), 1, False, [(20, 3.0)]),
+        ((1,), 1, True, [(20, 4.0)]),
     ]
 
 
@@ -87,12 +87,12 @@ def test_a_line_breaks_where_values_are_not_finite_and_that_is_marked_once(choos
     values = [None, 1.0, 2.0, None, None, 3.0, None]
     (curve,) = choose([{"iteration": i, "x": value} for i, value in enumerate(values)])[0].curves
 
-    assert curve.pieces == [[(1, 1.0), (2, 2.0)], [(5, 3.0)]]
-    assert curve.not_finite == [0, 3, 6]
+    assert curve.pieces == [[(2, 1.0), (3, 2.0)], [(6, 3.0)]]
+    assert curve.not_finite == [1, 4, 7]
 
 
-def test_all_panels_have_the_same_iterations_from_0(choose, load):
-    axis = load("plots.panels").iter_axis(choose(rows({"lr": 1.0}), rows({"x": 1.0}, iter=1000)))
+def test_all_panels_have_the_same_axis_of_iterations_from_0(choose, load):
+    axis = load("plots.panels").iter_axis(choose(rows({"lr": 1.0}), rows({"x": 1.0}, iter=999)))
 
     assert (axis.low, axis.high) == (-20, 1020)
 
@@ -100,8 +100,8 @@ def test_all_panels_have_the_same_iterations_from_0(choose, load):
 @pytest.mark.parametrize(
     ("key", "values", "log"),
     [
-        ("total_loss", [2.0, 0.04], True),
-        ("total_loss", [2.0, 0.05], False),
+        ("total_loss", [2.0, 0.2], True),
+        ("total_loss", [2.0, 0.21], False),
         ("total_loss", [2.0, 0.0], False),
         ("grad_norm", [1e3, 1.0], True),
         ("lr", [1.0, 1e-6], False),
@@ -113,6 +113,28 @@ def test_the_axis_is_logarithmic_where_positive_values_span_much(choose, key, va
     (panel,) = choose([{"iteration": i, key: value} for i, value in enumerate(values)])
 
     assert panel.axis.log == log
+
+
+def test_runs_with_the_same_values_are_one_curve_but_each_result_on_the_test_data_is_drawn(choose):
+    same, other = rows({"t/a": 1.0, "test/t/a": 5.0}), rows({"t/a": 2.0, "test/t/a": 5.0})
+    (panel,) = choose(same, other, same)
+
+    assert [curve.runs for curve in panel.curves] == [(0, 2), (1,), (0,), (1,), (2,)]
+    assert panel.shared == [(0, 2)]
+
+
+def falling(values):
+    return [{"iteration": i, "total_loss": value} for i, value in enumerate(values)]
+
+
+def test_the_start_of_a_loss_does_not_fill_its_panel(choose):
+    (panel,) = choose(falling([2.2, 1.4, *(0.6 - 0.001 * i for i in range(98))]))
+    assert (panel.axis.log, panel.note) == (False, "↑ up to 2.2 at the start")
+    assert 0.4 < panel.axis.low < 0.6 < panel.axis.high < 0.9
+
+    late_peak = [2.2, 1.4, *(0.6 - 0.001 * i for i in range(97)), 1.9]
+    (panel,) = choose(falling(late_peak))
+    assert (panel.axis.high > 2.2, panel.note) == (True, "")
 
 
 def test_evaluations_are_marked_while_they_are_few(choose):

@@ -10,11 +10,19 @@ def runs_module(load):
     return load("plots.runs")
 
 
-def test_a_metric_is_its_values_by_iteration(read):
+def test_a_metric_is_its_values_by_the_iterations_done(read):
     (run,) = read([{"iteration": 19, "lr": 0.1, "total_loss": 2}, {"iteration": 39, "lr": 0.2}])
 
-    assert run.series == {"lr": [(19, 0.1), (39, 0.2)], "total_loss": [(19, 2)]}
-    assert run.last_iter == 39
+    assert run.series == {"lr": [(20, 0.1), (40, 0.2)], "total_loss": [(20, 2)]}
+    assert run.num_done == 40
+
+
+def test_an_evaluation_before_the_first_or_after_the_last_iteration_has_the_iterations_done(read):
+    trained = [{"iteration": i, "lr": 0.1, **({"t/top1": i} if i == 19 else {})} for i in (9, 19, 29)]
+    (run,) = read([{"iteration": 0, "t/top1": 5}, *trained, {"iteration": 30, "t/top1": 90, "test/t/top1": 91}])
+
+    assert run.series["t/top1"] == [(0, 5), (20, 19), (30, 90)]
+    assert (run.series["test/t/top1"], run.num_done) == ([(30, 91)], 30)
 
 
 def test_null_and_nan_are_not_finite_and_the_epoch_is_no_metric(read):
@@ -22,19 +30,19 @@ def test_null_and_nan_are_not_finite_and_the_epoch_is_no_metric(read):
         [{"iteration": 9, "x": None, "epoch": 1}, {"iteration": 19, "x": float("nan")}, {"iteration": 29, "x": 1}]
     )
 
-    assert run.series == {"x": [(9, None), (19, None), (29, 1)]}
+    assert run.series == {"x": [(10, None), (20, None), (30, 1)]}
 
 
 def test_what_is_no_number_is_no_metric(read):
     (run,) = read([{"iteration": 9, "x": 1, "text": "a", "flag": True, "list": [1]}])
 
-    assert run.series == {"x": [(9, 1)]}
+    assert run.series == {"x": [(10, 1)]}
 
 
 def test_what_a_resumed_run_did_again_replaces_what_it_did_before(read):
     (run,) = read([{"iteration": i, "x": v} for i, v in [(0, 1), (1, 2), (2, 3), (1, 20), (2, 30), (3, 40)]])
 
-    assert run.series == {"x": [(0, 1), (1, 20), (2, 30), (3, 40)]}
+    assert run.series == {"x": [(1, 1), (2, 20), (3, 30), (4, 40)]}
 
 
 def test_a_line_that_a_killed_run_did_not_finish_is_left_out_with_a_warning(runs_module, tmp_path, caplog):
@@ -42,7 +50,7 @@ def test_a_line_that_a_killed_run_did_not_finish_is_left_out_with_a_warning(runs
 
     (run,) = runs_module.read_runs([str(tmp_path)])
 
-    assert run.series == {"x": [(19, 1)]}
+    assert run.series == {"x": [(20, 1)]}
     assert "line 2" in caplog.text
 
 
@@ -52,7 +60,7 @@ def test_a_line_that_a_killed_run_did_not_finish_is_left_out_with_a_warning(runs
 def test_a_line_that_cannot_be_parsed_is_left_out_with_a_warning(runs_module, tmp_path, caplog, line):
     (tmp_path / "metrics.json").write_text(line + '\n{"iteration": 1, "loss": 2.0, "large": ' + "9" * 400 + "}\n")
     (run,) = runs_module.read_runs([str(tmp_path)])
-    assert run.series == {"loss": [(1, 2.0)]}
+    assert run.series == {"loss": [(2, 2.0)]}
     assert "lines without metrics are left out (line 1)" in caplog.text
 
 
@@ -60,7 +68,7 @@ def test_a_line_whose_iteration_is_not_finite_is_left_out_with_a_warning(read, c
     rows = [{"iteration": value, "x": 2} for value in (float("nan"), float("inf"), -float("inf"))]
     (run,) = read([{"iteration": 19, "x": 1}, *rows, {"iteration": 39, "x": 3}])
 
-    assert run.series == {"x": [(19, 1), (39, 3)]}
+    assert run.series == {"x": [(20, 1), (40, 3)]}
     assert "3 lines, the first is line 2" in caplog.text
 
 
@@ -161,20 +169,20 @@ def seen(runs):
 def test_the_parent_of_a_fork_is_drawn_up_to_the_fork(runs_module, family):
     _, b, c, d = family
 
-    assert seen(runs_module.read_runs([b])) == {"b": [11, 21], "a up to 10": [0, 10]}
-    assert seen(runs_module.read_runs([b, c])) == {"b": [11, 21], "c": [25, 35], "a up to 20": [0, 10, 20]}
-    assert seen(runs_module.read_runs([c, b])) == {"c": [25, 35], "b": [11, 21], "a up to 20": [0, 10, 20]}
-    assert seen(runs_module.read_runs([d])) == {"d": [30], "c up to 25": [25], "a up to 20": [0, 10, 20]}
+    assert seen(runs_module.read_runs([b])) == {"b": [12, 22], "a up to 11": [1, 11]}
+    assert seen(runs_module.read_runs([b, c])) == {"b": [12, 22], "c": [26, 36], "a up to 21": [1, 11, 21]}
+    assert seen(runs_module.read_runs([c, b])) == {"c": [26, 36], "b": [12, 22], "a up to 21": [1, 11, 21]}
+    assert seen(runs_module.read_runs([d])) == {"d": [31], "c up to 26": [26], "a up to 21": [1, 11, 21]}
 
 
 def test_a_parent_that_is_given_is_a_branch_as_well(runs_module, family):
     a, b, _, _ = family
 
-    assert seen(runs_module.read_runs([b, a])) == {"b": [11, 21], "a": [0, 10, 20, 30, 40]}
+    assert seen(runs_module.read_runs([b, a])) == {"b": [12, 22], "a": [1, 11, 21, 31, 41]}
 
 
 def test_a_parent_that_is_gone_is_named(runs_module, write_run, tmp_path, caplog):
     fork = write_run(tmp_path / "b", points(11), forked(tmp_path / "gone", 10))
 
-    assert seen(runs_module.read_runs([fork])) == {"b": [11]}
+    assert seen(runs_module.read_runs([fork])) == {"b": [12]}
     assert "is a fork of" in caplog.text
