@@ -239,7 +239,7 @@ def choose_metric(metric: str, mode: str, runs: dict[str, Run]) -> tuple[str, st
 
 
 def make_table(sweep: Sweep, metric: str, mode: str) -> tuple[list[str], list[list[Any]]]:
-    """Columns and rows, the best run first; the best value is that of an evaluation during training."""
+    """Columns and rows, the best run first, by its best value on the validation data."""
     found: dict[str, Run] = {}
     for name in sweep.runs:
         with contextlib.suppress(RunError):  # it has not come so far
@@ -250,16 +250,14 @@ def make_table(sweep: Sweep, metric: str, mode: str) -> tuple[list[str], list[li
     rows = []
     for name, settings in sweep.runs.items():
         series = found[name].series if name in found else {}
-        points = [(value, iteration) for iteration, value in series.get(metric, []) if value is not None]
-        last_step = series["total_loss"][-1][0] if "total_loss" in series else 0
-        # the results of the whole run are at the iteration after the last one, and may be those of the test data
-        during = [point for point in points if point[1] <= last_step] or points
-        best = min(during, key=lambda point: (sign * point[0], point[1]), default=(None, None))
+        points = [(value, done) for done, value in series.get(metric, []) if value is not None]
+        best = min(points, key=lambda point: (sign * point[0], point[1]), default=(None, None))
+        at_end = series.get(f"test/{metric}") or series.get(metric) or [(0, None)]
         code = sweep.codes.get(name)
         state = "finished" if code == 0 else "not finished" if code is None else f"failed ({code})"
-        rows.append([*(settings.get(key, "") for key in keys), *best, points[-1][0] if points else None, state])
+        rows.append([*(settings.get(key, "") for key in keys), *best, at_end[-1][1], state])
     rows.sort(key=lambda row: (row[-4] is None, sign * (row[-4] or 0)))
-    return [*keys, f"best {metric}", "at iteration", "at the end", "state"], rows
+    return [*keys, f"best {metric}", "after iterations", "at the end", "state"], rows
 
 
 # ---------------------------------------------------------------------------- the command

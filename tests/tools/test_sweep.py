@@ -36,7 +36,7 @@ if "--wait" in words and not (folder.parent / "go").exists():
 if lr > 1:
     sys.exit("too large")
 rows = [{"iteration": i, "total_loss": 1 / (i + 1), "val/top1": lr * 100 - abs(i - 3)} for i in range(6)]
-rows.append({"iteration": 6, "val/top1": 99.0})
+rows.append({"iteration": 6, "val/top1": 1.0, "test/val/top1": 99.0})
 (folder / "metrics.json").write_text("\\n".join(map(json.dumps, rows)))
 (folder / "config.yaml").write_text("CHECKPOINT:\\n  BEST_METRIC: val/top1\\n")
 """
@@ -131,9 +131,9 @@ def test_the_table_has_the_best_run_first_and_what_has_failed_is_tried_again(tmp
     printed = capsys.readouterr().out
 
     assert table == [
-        ["SOLVER.BASE_LR", "best val/top1", "at iteration", "at the end", "state"],
-        ["0.5", "50.0", "3", "99.0", "finished"],
-        ["0.1", "10.0", "3", "99.0", "finished"],
+        ["SOLVER.BASE_LR", "best val/top1", "after iterations", "at the end", "state"],
+        ["0.5", "50.0", "4", "99.0", "finished"],
+        ["0.1", "10.0", "4", "99.0", "finished"],
         ["2", "", "", "", "failed (1)"],
     ]
     assert f"1 runs have failed; see {tmp_path / 'SOLVER.BASE_LR=2'}.txt" in printed
