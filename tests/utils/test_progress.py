@@ -12,12 +12,12 @@ from trainkit.utils.progress import Bar, are_bars_shown, show_bars
 def test_a_bar_says_how_far_it_is_and_what_it_was_told():
     with showing_bars() as terminal:
         bar = Bar(800, "[Epoch 2/43]", initial=20)
-        bar.describe("[Epoch 3/43]", "loss 0.5")
+        bar.describe("[Epoch 3/43]", ["loss 0.5"])
         bar.go_to(40)
         bar.close()
         line, end = terminal.lines()
         assert line.startswith("[Epoch 3/43]   5%|")
-        assert line.endswith("| 40/800, loss 0.5")
+        assert line.endswith("| after 40 of 800, loss 0.5")
         assert end == ""
 
 

@@ -4,7 +4,7 @@ import errno
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 _stdout_is_lost = False
 _shown_in: int | None = None  # id of the process that shows bars; a fork of it shows none
 _num_open = 0
+_FORMAT = "{desc} {percentage:3.0f}%|{bar}| after {n_fmt} of {total_fmt}{postfix}"
 
 
 def show_bars(on: bool) -> None:
@@ -35,10 +36,7 @@ def above_bars() -> AbstractContextManager[Any]:
 
 
 def let_stdout_go(error: OSError) -> None:
-    """Continue without stdout, which cannot be written; log this once.
-
-    If stdout has no reader any more (a closed pipe or terminal), later output is discarded.
-    """
+    """Continue without stdout, which cannot be written; log this once. Without a reader, later output is discarded."""
     global _stdout_is_lost
     was_lost, _stdout_is_lost = _stdout_is_lost, True
     if error.errno in (errno.EPIPE, errno.EIO):
@@ -57,7 +55,7 @@ def _may_lose_stdout() -> Iterator[None]:
 
 
 class Bar:
-    """A line ``description 42%|####    | 336/800 details``; nothing if bars are off.
+    """A line ``description 42%|####    | after 336 of 800, details``; nothing if bars are off.
 
     Several open bars are drawn in the order of opening; a notebook shows only the first.
 
@@ -79,7 +77,7 @@ class Bar:
                     leave=stays,
                     file=sys.stdout,
                     dynamic_ncols=True,
-                    bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}" if total else None,
+                    bar_format=_FORMAT if total else None,
                 )
                 _num_open += 1
 
@@ -91,11 +89,13 @@ class Bar:
             except OSError as error:
                 let_stdout_go(error)
 
-    def describe(self, description: str, details: str) -> None:
-        """Set the texts before and after the bar, for its next drawing; from any thread."""
+    def describe(self, description: str, details: Sequence[str]) -> None:
+        """Set the texts before and after the bar, as many as fit, for its next drawing; from any thread."""
         if self._bar is not None:
             self._bar.set_description_str(description, refresh=False)
-            self._bar.set_postfix_str(details, refresh=False)
+            room = (self._bar.format_dict["ncols"] or 200) - len(description) - 40  # for the bar and what it counts
+            fitting = [text for n, text in enumerate(details, 1) if len("  ".join(details[:n])) <= room]
+            self._bar.set_postfix_str("  ".join(fitting), refresh=False)
 
     def close(self) -> None:
         global _num_open

@@ -47,7 +47,7 @@ class ProgressBar(CommonMetricPrinter):
     def _show(self, storage: EventStorage, latest: Any, eta_sec: float | None) -> None:
         if self._bar is None:
             return
-        # the least important last: a narrow terminal cuts the line
+        # the least important last: a narrow terminal leaves out the last ones
         details = [] if eta_sec is None else [f"eta {datetime.timedelta(seconds=int(eta_sec))}"]
         details += [
             f"{name} {latest[key][0]:.4g}" for name, key in (("loss", "total_loss"), ("lr", "lr")) if key in latest
@@ -56,7 +56,7 @@ class ProgressBar(CommonMetricPrinter):
             details.append(f"{latest['samples_per_sec'][0]:.0f} samples/s")
         elif "time" in latest and self._samples_per_iter:
             details.append(f"{self._samples_per_iter / latest['time'][0]:.0f} samples/s")
-        self._bar.describe(self._describe(storage.iter), "  ".join(details))
+        self._bar.describe(self._describe(storage.iter), details)
 
     def _describe(self, iter: int) -> str:
         return "Training" if self._iters_per_epoch is None else name_epoch(iter, self._iters_per_epoch, self._max_iter)
