@@ -4,7 +4,7 @@
 ::
 
     python tools/inspect_checkpoint.py output/digits                        # the checkpoints of a folder
-    python tools/inspect_checkpoint.py output/digits/model_best.pth         # the content of one
+    python tools/inspect_checkpoint.py output/digits/model_best.pth         # what one is; --all shows every entry
     python tools/inspect_checkpoint.py A/model_final.pth B/model_final.pth  # where two differ, bit by bit
 
 The tool writes nothing, and runs no code from a file. The exit code is 0; 1 if two files differ, or if a checkpoint of
@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from zipfile import is_zipfile
 
@@ -31,25 +31,37 @@ from trainkit.checkpoint.file import SAFETENSORS_SUFFIX, is_ours, read_file
 from trainkit.checkpoint.folder import checkpoint_files, choose_and_read, tagged_file
 from trainkit.checkpoint.shards import KEY as SHARDS
 from trainkit.checkpoint.shards import fill_shards, verify_shards
+from trainkit.config import CfgNode, get_cfg
 from trainkit.engine import user_errors_exit
 from trainkit.engine.fork import describe_parent
+from trainkit.engine.settings import changed_settings
+from trainkit.evaluation.testing import flatten_results_dict
+from trainkit.utils.periods import say_done
 
 MAX_DIFFERENCES = 10  # of each part of the state, unless --all
 MAX_WIDTH = 70  # of a value
+MAX_RESULTS = 8  # of the newest evaluation
+_DETAILS = ("written by", "processes", "versions", "code")  # facts that only --all shows
 _MAGIC = b"PK", b"\x80"  # the first bytes of an archive and of a pickle
 
 
 # ---------------------------------------------------------------------------- one file
 
 
-def describe_file(path: str) -> str:
+def describe_file(path: str, show_all: bool = False) -> str:
     """The description of one file.
+
+    Args:
+        show_all: also every tensor and entry, and the exact code with which the run was started.
 
     Raises:
         CheckpointError: it is missing, broken or refused.
     """
     state = _read_shapes(path)
-    tables = [tabulate(_facts(path, state), tablefmt="plain")]
+    facts = [(name, text) for name, text in _facts(path, state) if text and (show_all or name not in _DETAILS)]
+    tables = [tabulate(facts, tablefmt="plain", disable_numparse=True)]
+    if not show_all:
+        return f"{tables[0]}\n\n--all shows every tensor and entry."
     for name in ("model", "state_dict"):
         if isinstance(state.get(name), Mapping):
             tables.append(_table_of_tensors(name, state[name]))
@@ -83,59 +95,97 @@ def _normalized(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _facts(path: str, state: Mapping[str, Any]) -> list[tuple[str, str]]:
-    facts = [
-        ("file", f"{path}, {_bytes(os.path.getsize(path))}"),
-        ("written by", "trainkit" if is_ours(path) else "another program"),
-        ("intact", "yes, its content matches its checksums" if is_zipfile(path) else "it loads; it has no checksums"),
-    ]
+    """What the file says about itself; "" if it does not say it, or another program or a damage has written it."""
     trainer: Any = state.get("trainer")
-    trainer = trainer if isinstance(trainer, Mapping) else {}
-    position, iteration = trainer.get("position"), state.get("iteration")
-    position = position if isinstance(position, Mapping) else {}
-    if isinstance(iteration, int):
-        end = f"; {iteration + 1} of {position.get('max_iter')} are done" if position else ""
-        facts.append(("iteration", f"{iteration}, counted from 0{end}"))
-    if position:
-        with contextlib.suppress(LookupError, TypeError):  # of another program, or damaged on purpose
-            facts.append(("continues", _describe_position(position, trainer["iteration"])))
-    if "world_size" in trainer:
-        facts.append(("processes", str(trainer["world_size"])))
-    if isinstance(origin := trainer.get("origin"), Mapping) and origin:
-        facts += _describe_origin(origin)
-    with contextlib.suppress(LookupError, TypeError, ValueError):  # as above
-        for parent in reversed(origin.get("parents", []) if isinstance(origin, Mapping) else []):
-            facts.append(("forked from", describe_parent(parent)))
-    with contextlib.suppress(TypeError, ValueError):
-        ranges = ", ".join(f"{start} to {end - 1}" for start, end in trainer.get("left_out", []))
-        facts += [("left out", f"the batches of iterations {ranges}")] if ranges else []
-    if SHARDS in state:
-        files = state[SHARDS]["files"].values()
-        facts.append(("shards", f"{state[SHARDS]['folder']}, {_bytes(sum(size for size, _ in files))}"))
-    if notes := _notes(path, _tagged(os.path.dirname(path))[0]):
-        facts.append(("is", notes))
-    return facts
+    origin: Any = trainer.get("origin") if isinstance(trainer, Mapping) else None
+    facts: dict[str, Callable[[], str]] = {
+        "file": lambda: f"{path}, {_bytes(os.path.getsize(path))}",
+        "written by": lambda: "trainkit" if is_ours(path) else "another program",
+        "intact": lambda: "yes, its content matches its checksums" if is_zipfile(path) else "it loads; no checksums",
+        "iteration": lambda: _describe_iteration(state["iteration"], trainer),
+        "continues": lambda: _describe_position(trainer["position"], trainer["iteration"]),
+        "evaluation": lambda: _describe_results(trainer),
+        "best": lambda: _describe_best(trainer),
+        "model": lambda: _describe_model(state.get("model", state.get("state_dict"))),
+        "settings": lambda: _describe_settings(trainer["settings"]),
+        "processes": lambda: str(trainer["world_size"]),
+        "command": lambda: " ".join(
+            [f"-m {origin['module']}" if origin["module"] else origin["argv"][0], *origin["argv"][1:]]
+        ),
+        "started": lambda: f"in {origin['folder']}, on {origin['device']}, with the seed {origin['seed']}",
+        "versions": lambda: ", ".join(f"{name} {version}" for name, version in origin["versions"].items()),
+        "code": lambda: (
+            f"{origin['commit'] or 'no git repository'}; {len(origin['files'])} files of the project are known by "
+            "their digests"
+        ),
+        "forked from": lambda: "\n".join(map(describe_parent, reversed(origin["parents"]))),
+        "left out": lambda: _describe_left_out(trainer["left_out"]),
+        "shards": lambda: (
+            f"{state[SHARDS]['folder']}, {_bytes(sum(size for size, _ in state[SHARDS]['files'].values()))}"
+        ),
+        "is": lambda: _notes(path, _tagged(os.path.dirname(path))[0]),
+    }
+    found = []
+    for name, describe in facts.items():
+        with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):
+            found.append((name, describe()))
+    return found
 
 
-def _describe_origin(origin: Mapping[str, Any]) -> list[tuple[str, str]]:
-    with contextlib.suppress(LookupError, TypeError, AttributeError):  # as above
-        versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items())
-        commit = origin["commit"] or "no git repository"
-        code = f"{commit}; {len(origin['files'])} files of the project are known by their digests"
-        started = [f"-m {origin['module']}" if origin["module"] else origin["argv"][0], *origin["argv"][1:]]
-        where = f"in {origin['folder']}, on {origin['device']}, with the seed {origin['seed']}"
-        return [("command", " ".join(started)), ("started", where), ("versions", versions), ("code", code)]
-    return []
+def _describe_iteration(iteration: int, trainer: Any) -> str:
+    max_iter = None
+    with contextlib.suppress(LookupError, TypeError, ValueError):
+        max_iter = int(trainer["position"]["max_iter"])
+    return f"{say_done(iteration + 1, max_iter)} (number {iteration}, counted from 0)"
 
 
 def _describe_position(position: Mapping[str, Any], iteration: int) -> str:
-    steps = [f"with stage 2 of iteration {iteration} (evaluation, writers)"] if position["stage"] == 2 else []
+    steps = ["with the rest of this iteration (evaluation, writers)"] if position["stage"] == 2 else []
     if position["finished_early"]:
         steps.append(f"no further, finished early: {position['finished_early']}")
     elif iteration + 1 >= position["max_iter"]:
         steps.append("with the end of the run")
     else:
-        steps.append(f"with iteration {iteration + 1}")
+        steps.append("with the next iteration")
     return ", then ".join(steps)
+
+
+def _describe_results(trainer: Mapping[str, Any]) -> str:
+    results = flatten_results_dict(trainer["results"])
+    shown = [f"{name} {value:.5g}" for name, value in [*results.items()][:MAX_RESULTS]]
+    shown += [f"{len(results) - MAX_RESULTS} more"] * (len(results) > MAX_RESULTS)
+    done = max(hook.get("evaluated_iters", -1) for hook in trainer["hooks"].values())
+    return "\n".join([say_done(done), *shown]) if shown and done >= 0 else "\n".join(shown)
+
+
+def _describe_best(trainer: Mapping[str, Any]) -> str:
+    end = trainer["position"]["max_iter"]
+    return "\n".join(
+        # the evaluation at the end counts one more
+        f"{hook['metric']} {hook['best']:.5g} {say_done(min(hook['best_iter'] + 1, end))}"
+        for name, hook in trainer["hooks"].items()
+        if name.startswith("BestCheckpointer") and hook["best"] is not None
+    )
+
+
+def _describe_model(model: Any) -> str:
+    tensors = [*tensors_in(model)]
+    size = f"{sum(tensor.numel() for tensor in tensors):,} values in {len(tensors)} tensors, {_size(model)}"
+    return size if tensors else ""
+
+
+def _describe_settings(settings: Mapping[str, str]) -> str:
+    """Those that change what is computed and differ from the defaults, one on each line."""
+    default = {key: repr(value) for key, value in changed_settings(get_cfg(), CfgNode())}
+    default["SEED"] = settings["SEED"]  # it has a line of its own, as have the processes
+    return "\n".join(
+        f"{key} {value}" for key, value in settings.items() if default.get(key) != value and " " not in key
+    )
+
+
+def _describe_left_out(ranges: Sequence[tuple[int, int]]) -> str:
+    text = ", ".join(f"{start} to {end - 1}" for start, end in ranges)
+    return f"the batches of iterations {text}" if text else ""
 
 
 def _table_of_tensors(name: str, tensors: Mapping[str, Any]) -> str:
@@ -218,11 +268,12 @@ def describe_folder(folder: str) -> tuple[str, bool]:
             row[2] = _bytes(os.stat(path).st_size)
             row[3] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(os.stat(path).st_mtime))
             state = _read_shapes(path)
-            row[1], row[4] = str(state.get("iteration", "")), "intact" if is_zipfile(path) else "loads, no checksums"
+            row[1] = str(state["iteration"] + 1) if isinstance(state.get("iteration"), int) else ""
+            row[4] = "intact" if is_zipfile(path) else "loads, no checksums"
         except OSError as error:  # a CheckpointError is one
             broken[path], row[4] = str(error), "BROKEN" if is_ours(path) else "UNREADABLE"
         rows.append(row)
-    lines = [tabulate(rows, ["checkpoint", "iteration", "size", "written", "state", "is"], disable_numparse=True)]
+    lines = [tabulate(rows, ["checkpoint", "iterations", "size", "written", "state", "is"], disable_numparse=True)]
     lines += [*broken.values(), problem or _describe_resume(folder, broken)]
     return "\n".join(lines), bool(broken or problem)
 
@@ -316,7 +367,7 @@ def main(args: argparse.Namespace) -> int:
         elif os.path.isdir(args.path):
             text, is_bad = describe_folder(args.path)
         else:
-            text, is_bad = describe_file(args.path), False
+            text, is_bad = describe_file(args.path, args.all), False
         print(text)
     return int(is_bad)
 
@@ -329,7 +380,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("path", metavar="FILE", help="a checkpoint, or a folder of checkpoints")
     parser.add_argument("other", nargs="?", metavar="OTHER", help="a second checkpoint to compare with the first")
     parser.add_argument(
-        "--all", action="store_true", help="show every difference, also if there are many, and those of clocks"
+        "--all", action="store_true", help="show every entry of a file, or every difference, also those of clocks"
     )
     return parser.parse_args(arguments)
 

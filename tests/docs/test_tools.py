@@ -62,7 +62,7 @@ def masked(text):
 def test_the_page_has_commands_for_each_of_the_three_tools():
     tools = {f"tools/{name}.py" for name in ("analyze_model", "predict", "inspect_checkpoint")}
     assert {shlex.split(command)[1] for command, _ in COMMANDS} == {*tools, "-c"}
-    assert len(COMMANDS) == 9
+    assert len(COMMANDS) == 10
 
 
 @pytest.mark.parametrize(("command", "shown"), COMMANDS, ids=[command for command, _ in COMMANDS])

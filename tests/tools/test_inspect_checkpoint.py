@@ -1,5 +1,6 @@
 """What a checkpoint is said to hold, whether it is said to be intact, and where two are said to differ."""
 
+import re
 import subprocess
 import sys
 from collections import OrderedDict
@@ -70,15 +71,15 @@ def rows(text):
 
 
 def test_a_file_of_a_run_is_described(run, inspect):
-    code, out, err = inspect(run / "model_0000004.pth")
+    code, out, err = inspect(run / "model_0000004.pth", "--all")
 
     assert (code, err) == (0, "")
     found = rows(out)
     assert " ".join(found["written"]) == "written by trainkit"
     assert " ".join(found["intact"]) == "intact yes, its content matches its checksums"
     assert " ".join(found["iteration"]) == "iteration 4"  # the later one, of the entries
-    assert "iteration   4, counted from 0; 5 of 10 are done\n" in out
-    assert "continues   with stage 2 of iteration 4 (evaluation, writers), then with iteration 5\n" in out
+    assert "iteration   after 5 of 10 iterations (number 4, counted from 0)\n" in out
+    assert "continues   with the rest of this iteration (evaluation, writers), then with the next iteration\n" in out
     assert (
         out.count("\ncommand     ")
         == out.count("\nversions    python ")
@@ -96,9 +97,27 @@ def test_a_file_of_a_run_is_described(run, inspect):
 def test_the_final_file_goes_on_with_the_end_of_the_run(run, inspect):
     out = inspect(run / "model_final.pth")[1]
 
-    assert "iteration   9, counted from 0; 10 of 10 are done\n" in out
+    assert "iteration   after 10 of 10 iterations (number 9, counted from 0)\n" in out
     assert ", then with the end of the run\n" in out
     assert "is          last, final\n" in out
+
+
+def test_the_short_view_of_a_file_has_only_what_one_asks_for_first(run, inspect):
+    _, out, _ = inspect(run / "model_best.pth")
+
+    lines = out.splitlines()
+    names = [line[:12].strip() for line in lines if line[:1].strip()]
+    assert names[:7] == ["file", "intact", "iteration", "continues", "evaluation", "best", "model"]
+    assert names[7:-1] == ["settings", "command", "started", "is"]
+    assert lines[-2:] == ["", "--all shows every tensor and entry."]
+    (done,) = re.findall(r"^iteration   after (\d+) of 10 iterations", out, re.MULTILINE)
+    value, best = re.findall(r"^best        classification/top1 (\S+) after (\d+) iterations$", out, re.MULTILINE)[0]
+    evaluation = lines[lines.index(f"evaluation  after {done} iterations") + 1 :]
+    assert (best, evaluation[0].strip()) == (done, f"classification/top1 {value}")
+    assert re.search(r"^model       91 values in 9 tensors, 368 B$", out, re.MULTILINE)
+    settings = out.partition("\nsettings ")[2].partition("\ncommand ")[0].split("\n")
+    assert "SOLVER.MAX_ITER 10" in map(str.strip, settings)
+    assert not any("SEED" in line or "SOLVER.WARMUP_METHOD" in line for line in settings)  # own line; the default
 
 
 def test_the_runs_of_which_one_is_a_fork_and_the_batches_that_it_has_left_out_are_told(tmp_path, inspect):
@@ -114,7 +133,7 @@ def test_the_runs_of_which_one_is_a_fork_and_the_batches_that_it_has_left_out_ar
     lines = [" ".join(line.split()) for line in out.splitlines()]
     start = lines.index("forked from /runs/b, iteration 9, no other settings")
     assert lines[start + 1 : start + 3] == [
-        "forked from /runs/a, iteration 4, SOLVER.BASE_LR 0.05 instead of 0.1, SEED 2 instead of 1",
+        "/runs/a, iteration 4, SOLVER.BASE_LR 0.05 instead of 0.1, SEED 2 instead of 1",
         "left out the batches of iterations 12 to 14, 20 to 20",
     ]
 
@@ -135,14 +154,14 @@ def test_files_of_other_programs_are_described_as_far_as_they_say_something(tmp_
     torch.save({"model": weights, **others}, tmp_path / "detectron2.pth")
 
     for name in ("bare.pth", "detectron2.pth"):
-        code, out, _ = inspect(tmp_path / name)
+        code, out, _ = inspect(tmp_path / name, "--all")
         found = rows(out)
         assert code == 0
         assert " ".join(found["written"]) == "written by another program"
         assert " ".join(found["intact"]) == "intact yes, its content matches its checksums"
         assert found["a"] == ["a", "[2]", "bfloat16", "4", "B"]
         assert " ".join(found["2"]) == "2 tensors 5 values 16 B"
-    assert "iteration   3, counted from 0\n" in out
+    assert "iteration   after 4 iterations (number 3, counted from 0)\n" in out
     assert found["scheduler"] == ["scheduler", "last_epoch", "3"]
 
 
@@ -204,9 +223,10 @@ def test_a_file_that_cannot_be_read_is_one_line_and_code_2(small, inspect):
 def test_tensors_and_entries_of_any_sort_are_described_and_compared(tmp_path, inspect, make, trainer):
     model = make()
     torch.save({"model": model, "trainer": trainer, "iteration": 2}, tmp_path / "a.pth")
-    code, out, err = inspect(tmp_path / "a.pth")
-    assert (code, err) == (0, "")
-    assert "iteration" in out
+    for words in ([], ["--all"]):
+        code, out, err = inspect(tmp_path / "a.pth", *words)
+        assert (code, err) == (0, "")
+        assert "iteration" in out
     code, out, err = inspect(tmp_path / "a.pth", tmp_path / "a.pth")
     assert (code, err) == (0, "")
     assert out.startswith("identical: ")
@@ -243,10 +263,10 @@ def test_a_folder_is_a_table_of_its_checkpoints(run, inspect):
     assert (code, err) == (0, "")
     found = {name: (cells[1], *cells[6:]) for name, cells in rows(out).items() if name.endswith(".pth")}
     best = found.pop("model_best.pth")
-    assert best[0] in ("4", "9")
+    assert best[0] in ("5", "10")
     assert best[1:] == ("intact", "best")
     assert found.pop(published.name)[-1] == "published"
-    assert found == {"model_0000004.pth": ("4", "intact"), "model_final.pth": ("9", "intact", "last,", "final")}
+    assert found == {"model_0000004.pth": ("5", "intact"), "model_final.pth": ("10", "intact", "last,", "final")}
     assert out.endswith("The run has finished after 10 iterations.\n")
 
 
@@ -419,7 +439,7 @@ def test_shards_belong_to_their_file(sharded, inspect):
     one, folder = sharded("one", 1.0)
     other, folder_of_other = sharded("other", 1.5)
     size = sum(path.stat().st_size for path in folder.iterdir())
-    code, out, _ = inspect(one)
+    code, out, _ = inspect(one, "--all")
     assert code == 0
     assert f"one.shards-01234567, {size / 1024:.4g} KiB\n" in out
     assert rows(out)["weight"] == ["weight", "[4]", "float32", "16", "B"]
@@ -443,6 +463,6 @@ def test_shards_belong_to_their_file(sharded, inspect):
 def test_the_command_can_be_piped_into_one_that_ends_early(tmp_path):
     # whose table is longer than a pipe holds
     write_file({"model": {f"{i:060}": torch.ones(()) for i in range(2000)}}, tmp_path / "a.pth")
-    command = f"{sys.executable} tools/inspect_checkpoint.py {tmp_path}/a.pth | head -1"
+    command = f"{sys.executable} tools/inspect_checkpoint.py {tmp_path}/a.pth --all | head -1"
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=True)
     assert (done.stdout.count("\n"), done.stderr) == (1, "")
