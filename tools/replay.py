@@ -116,7 +116,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add: Any = parser.add_argument
     add("run", metavar="RUN", help="the folder with the checkpoints of a run, or the capsule of a step")
-    add("--iter", type=int, help="the step of a run, counted from 0 as in logs")
+    add("--iter", type=int, help="the step of a run, counted from 0 as in metrics.json")
     add("--prove", action="store_true", help="continue to the next checkpoint, and compare every byte")
     add("--once", action="store_true", help="repeat the step only once, without a verdict")
     add("--bisect", action="store_true", help="find the samples with which the step fails")

@@ -13,7 +13,7 @@ for (const sheet of document.querySelectorAll(".sheet")) {
   for (const { table, rows } of tables) {
     for (const [column, head] of [...table.querySelectorAll(".sub")].entries()) {
       const button = document.createElement("button");
-      button.append(...(head.hasChildNodes() ? head.childNodes : ["run"]));
+      button.append(...head.childNodes);
       head.append(button);
       button.title = "sort";
       button.addEventListener("click", () => sort(sheet, tables, head, rows.map((row) => row.cells[column].innerText.trim())));

@@ -122,7 +122,7 @@ def _rows(runs: Sequence[Run], results: Results) -> str:
         if not difference and len(missing) < len(runs) - 1:
             notes.append("<p>The configs are the same.</p>\n")
     classes = [class_of([number]) for number in range(len(runs))]
-    return f"<h2>{title}</h2>\n{draw_sheet(map(_name, runs), classes, groups)}{''.join(notes)}"
+    return f"<h2>{title}</h2>\n{draw_sheet('run', map(_name, runs), classes, groups)}{''.join(notes)}"
 
 
 def _classes(runs: Sequence[Run], results: Results) -> str:
@@ -133,7 +133,7 @@ def _classes(runs: Sequence[Run], results: Results) -> str:
         groups = [
             _columns(run.name, [row[number] for row in rows], css=class_of([number])) for number, run in enumerate(runs)
         ]
-        sheets.append(f"<h3>{escape(task)}</h3>\n{draw_sheet(map(escape, metrics), [''] * len(rows), groups)}")
+        sheets.append(f"<h3>{escape(task)}</h3>\n{draw_sheet('class', map(escape, metrics), [''] * len(rows), groups)}")
     return f"<details><summary>Single classes</summary>\n{''.join(sheets)}</details>\n" if sheets else ""
 
 

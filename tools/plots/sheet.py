@@ -43,16 +43,17 @@ def _num_letters(html: str) -> float:
     return len(text) + 0.25 * sum(map(str.isupper, text))
 
 
-def draw_sheet(heads: Iterable[str], classes: Sequence[str], groups: Sequence[Sequence[Column]]) -> str:
+def draw_sheet(title: str, heads: Iterable[str], classes: Sequence[str], groups: Sequence[Sequence[Column]]) -> str:
     """The tables; columns without any value are left out.
 
     Args:
+        title: of the column of the heads.
         heads: the HTML at the start of each row.
         classes: the CSS class of each row.
         groups: columns that stay in one table.
     """
     filled = [[column for column in group if any(cell != NONE for cell in column.cells)] for group in groups]
-    first = Column("", "", [*heads])
+    first = Column("", title, [*heads])
     tables = [_draw_table(first, columns, classes) for columns in _pack(filled, _GAP + first.width)]
     return f'<div class="sheet">\n{"".join(tables)}</div>\n'
 

@@ -39,7 +39,7 @@ def replay(
 
     Args:
         run: the folder of the checkpoints; or the capsule of a failed step, which holds its iteration.
-        iter: the iteration of the step, counted from 0, as in logs and metrics.
+        iter: the iteration of the step, counted from 0, as in metrics.json.
         start: a function that sets up the run as its command did and calls ``train()``; or the path of a script to run
             with the arguments of the run. None: the command in the checkpoint.
         prove: continue to the next checkpoint, and compare everything in it.

@@ -54,7 +54,7 @@ def test_the_results_are_last_best_and_on_the_test_data_with_the_best_run_marked
 
     assert cells(page) == [
         ["", "", "t · speed", "t · top1"],  # no columns in which no run has a value
-        ["", "iterations", "last", "last", "best", "test data"],
+        ["run", "iterations", "last", "last", "best", "test data"],
         ["a", "20", "-", "90", "90 after 20", "85"],
         ["b", "20", "3", "-", "88 after 10", "-"],
     ]
@@ -66,7 +66,7 @@ def test_the_settings_that_differ_are_shown_and_no_others(make_page, write_run, 
     places = [write_run(tmp_path / name, ROWS, config) for name, config in zip("ab", configs, strict=True)]
 
     assert [row[:4] for row in cells(make_page(places))[1:]] == [
-        ["", "iterations", "A.LR", "A.NEW"],
+        ["run", "iterations", "A.LR", "A.NEW"],
         ["a", "20", "0.1", "-"],
         ["b", "20", "0.2", "[]"],
     ]
