@@ -1,36 +1,42 @@
-"""The confusion matrices in a run's ``inference/confusion_<dataset>.json``, as tables."""
+"""The confusion matrices in a run's ``confusion_<dataset>.json``, as tables."""
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
+
+from plots.runs import Run
+from trainkit.utils.periods import say_done
 
 logger = logging.getLogger(__name__)
 
 _MOST_CLASSES = 30  # a larger table would not fit
 _MOST_NUMBERS = 12  # in a larger table the numbers are only in the tooltips
+_MOST_MISTAKES = 10  # that are named instead of a table
 
 
 @dataclass(frozen=True)
 class Confusion:
     """
     Attributes:
+        title: the dataset and the progress of the run.
         matrix: the number of samples, by true class and predicted class.
     """
 
-    dataset: str
+    title: str
     classes: list[str]
     matrix: list[list[int]]
 
 
-def read_confusions(folder: Path) -> list[Confusion]:
+def read_confusions(run: Run) -> list[Confusion]:
     """The matrices of a run; a warning names each file that holds something else."""
     found = []
-    for file in sorted(folder.glob("inference/confusion_*.json")):
+    for file in sorted(run.folder.glob("confusion_*.json")):
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
-            classes, matrix = [*map(str, content["classes"])], content["matrix"]
+            classes, matrix = [*map(str, content["class_names"])], content["confusion"]
+            iteration = content.get("iteration")
             if not classes or [len(row) for row in matrix] != [len(classes)] * len(classes):
                 raise ValueError
             if not all(isinstance(number, int) and 0 <= number < 1 << 63 for row in matrix for number in row):
@@ -38,15 +44,16 @@ def read_confusions(folder: Path) -> list[Confusion]:
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             logger.warning("%s is left out: it holds no matrix of counts with a name for each class", file)
         else:
-            found.append(Confusion(file.stem.removeprefix("confusion_"), classes, matrix))
+            when = f", {say_done(run.done_after(iteration))}" if isinstance(iteration, int) else ""
+            found.append(Confusion(file.stem.removeprefix("confusion_") + when, classes, matrix))
     return found
 
 
 def draw_confusion(confusion: Confusion) -> str:
     """The HTML of the matrix; a darker cell has a larger part of its true class."""
-    if len(confusion.classes) > _MOST_CLASSES:
-        return f"<p>{len(confusion.classes)} classes are too many to show.</p>\n"
     names = [*map(escape, confusion.classes)]
+    if len(names) > _MOST_CLASSES:
+        return _name_mistakes(names, confusion.matrix)
     head = "".join(f'<th class="up"><span>{name}</span></th>' for name in names)
     rows = []
     for i, row in enumerate(confusion.matrix):
@@ -61,3 +68,15 @@ def draw_confusion(confusion: Confusion) -> str:
         rows.append(f"<tr><th>{names[i]}</th>{''.join(cells)}</tr>\n")
     head = f"<thead><tr><th></th>{head}</tr></thead>\n"
     return f'<table class="confusion">\n{head}<tbody>\n{"".join(rows)}</tbody>\n</table>\n'
+
+
+def _name_mistakes(names: Sequence[str], matrix: Sequence[Sequence[int]]) -> str:
+    mistakes = [
+        (number, names[i], names[j])
+        for i, row in enumerate(matrix)
+        for j, number in enumerate(row)
+        if number and i != j
+    ]
+    most = sorted(mistakes, key=lambda mistake: -mistake[0])[:_MOST_MISTAKES]
+    items = "".join(f"<li>{true}, predicted {predicted}: {number}</li>\n" for number, true, predicted in most)
+    return f"<p>The most frequent mistakes among {len(names)} classes:</p>\n<ul>\n{items}</ul>\n"

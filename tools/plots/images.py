@@ -34,7 +34,7 @@ def read_images(run: Run, num_runs: int = 1) -> tuple[list[Image], int]:
         if len(images) == max(1, MOST_IMAGES // num_runs) or bytes_left < 0:
             break
         images.append(
-            Image(_caption(file, run.num_done), "data:image/png;base64," + base64.b64encode(file.read_bytes()).decode())
+            Image(_caption(file, run), "data:image/png;base64," + base64.b64encode(file.read_bytes()).decode())
         )
     return images, len(files) - len(images)
 
@@ -44,11 +44,9 @@ def _age(file: Path) -> tuple[int, Path]:
     return (-int(match["iter"]) if match else 1), file
 
 
-def _caption(file: Path, num_done: int) -> str:
+def _caption(file: Path, run: Run) -> str:
     match = _NAME.fullmatch(file.stem)
     if match is None:
         return file.stem
     batch = f"batch {int(match['batch'])}{match['more'].replace('_', ' ')}"
-    number = int(match["iter"])
-    done = number + (number != num_done)  # the name has the iteration, but after the last one the length of the run
-    return f"{match['data']} ({file.parent.name}), {say_done(done)}, {batch}"
+    return f"{match['data']} ({file.parent.name}), {say_done(run.done_after(int(match['iter'])))}, {batch}"

@@ -163,8 +163,8 @@ def _number(value: float | None, is_best: bool = False) -> str:
 def _confusions(runs: Sequence[Run]) -> str:
     parts = []
     for number, run in enumerate(runs):
-        for confusion in read_confusions(run.folder):
-            name = f"{run.name}: {confusion.dataset}" if len(runs) > 1 else confusion.dataset
+        for confusion in read_confusions(run):
+            name = f"{run.name}: {confusion.title}" if len(runs) > 1 else confusion.title
             head = f'<section class="panel {class_of([number])}"><h3>{escape(name)}</h3>\n'
             parts.append(f"{head}{draw_confusion(confusion)}</section>\n")
     about = "<p>A row is the true class, a column the predicted class.</p>\n"

@@ -41,6 +41,10 @@ class Run:
         """The number of iterations that are done."""
         return max(points[-1][0] for points in self.series.values())
 
+    def done_after(self, iteration: int) -> int:
+        """The number of iterations done; in a file, an evaluation at the end has the length of the run already."""
+        return iteration + (iteration != self.num_done)
+
 
 def read_runs(places: Sequence[str]) -> list[Run]:
     """The runs that have metrics, in the order given; a warning names those without metrics.

@@ -121,23 +121,22 @@ def test_pictures_that_are_too_large_are_left_out(make_page, write_run, tmp_path
 
 def test_a_confusion_matrix_is_shown_and_a_file_that_holds_none_is_left_out(make_page, write_run, tmp_path, caplog):
     place = write_run(tmp_path / "a", ROWS)
-    (tmp_path / "a/inference").mkdir()
     files = {
-        "good": '{"classes": ["cat", "<dog>"], "matrix": [[3, 1], [0, 4]]}',
-        "large": json.dumps({"classes": [*range(31)], "matrix": [[1] * 31] * 31}),
-        "bad1": '{"classes": ["cat"], "matrix": [[3, 1]]}',
-        "bad2": '{"classes": ["cat"], "matrix": [["<b>"]]}',
+        "end": '{"class_names": ["cat", "<dog>"], "iteration": 20, "confusion": [[3, 1], [0, 4]]}',
+        "large": json.dumps({"class_names": [*range(31)], "iteration": 9, "confusion": [[*range(31)]] * 31}),
+        "bad1": '{"class_names": ["cat"], "confusion": [[3, 1]]}',
+        "bad2": '{"class_names": ["cat"], "confusion": [["<b>"]]}',
         "bad3": "[" * 100_000,
     }
     for name, text in files.items():
-        (tmp_path / f"a/inference/confusion_{name}.json").write_text(text)
+        (tmp_path / f"a/confusion_{name}.json").write_text(text)
 
     page = make_page([place])
 
-    assert re.findall(r"<h3>(.*?)</h3>", page)[-2:] == ["good", "large"]
+    assert re.findall(r"<h3>(.*?)</h3>", page)[-2:] == ["end, after 20 iterations", "large, after 10 iterations"]
     assert cells(page)[-3:] == [["", "cat", "&lt;dog&gt;"], ["cat", "3", "1"], ["&lt;dog&gt;", "", "4"]]
     assert 'title="cat, predicted &lt;dog&gt;: 1"' in page
-    assert "31 classes are too many to show." in page
+    assert re.findall(r"<li>(.*)</li>", page)[:2] == ["0, predicted 30: 30", "1, predicted 30: 30"]
     assert [f"confusion_bad{i}.json is left out" in caplog.text for i in (1, 2, 3)] == [True] * 3
 
 
