@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -13,7 +12,6 @@ logger = logging.getLogger(__name__)
 
 _MOST_CLASSES = 30  # a larger table would not fit
 _MOST_NUMBERS = 12  # in a larger table the numbers are only in the tooltips
-_MOST_MISTAKES = 10  # that are named instead of a table
 
 
 @dataclass(frozen=True)
@@ -37,9 +35,8 @@ def read_confusions(run: Run) -> list[Confusion]:
             content = json.loads(file.read_text(encoding="utf-8"))
             classes, matrix = [*map(str, content["class_names"])], content["confusion"]
             iteration = content.get("iteration")
-            if not classes or [len(row) for row in matrix] != [len(classes)] * len(classes):
-                raise ValueError
-            if not all(isinstance(number, int) and 0 <= number < 1 << 63 for row in matrix for number in row):
+            is_square = [len(row) for row in matrix] == [len(classes)] * len(classes)
+            if not is_square or not all(0 <= number < 1 << 63 for row in matrix for number in row):
                 raise ValueError
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             logger.warning("%s is left out: it holds no matrix of counts with a name for each class", file)
@@ -53,30 +50,18 @@ def draw_confusion(confusion: Confusion) -> str:
     """The HTML of the matrix; a darker cell has a larger part of its true class."""
     names = [*map(escape, confusion.classes)]
     if len(names) > _MOST_CLASSES:
-        return _name_mistakes(names, confusion.matrix)
+        return f"<p>{len(names)} classes are too many to show.</p>\n"
     head = "".join(f'<th class="up"><span>{name}</span></th>' for name in names)
     rows = []
     for i, row in enumerate(confusion.matrix):
         cells = []
         for j, number in enumerate(row):
             css = ("right" if i == j else "wrong") if number else ""
-            text = str(number) if number and len(names) <= _MOST_NUMBERS else ""
+            text = f"{number:.6g}" if number and len(names) <= _MOST_NUMBERS else ""
             share = f"--part: {100 * number / sum(row):.0f}%" if number else ""
             cells.append(
-                f'<td class="{css}" style="{share}" title="{names[i]}, predicted {names[j]}: {number}">{text}</td>'
+                f'<td class="{css}" style="{share}" title="{names[i]}, predicted {names[j]}: {number:.6g}">{text}</td>'
             )
         rows.append(f"<tr><th>{names[i]}</th>{''.join(cells)}</tr>\n")
     head = f"<thead><tr><th></th>{head}</tr></thead>\n"
     return f'<table class="confusion">\n{head}<tbody>\n{"".join(rows)}</tbody>\n</table>\n'
-
-
-def _name_mistakes(names: Sequence[str], matrix: Sequence[Sequence[int]]) -> str:
-    mistakes = [
-        (number, names[i], names[j])
-        for i, row in enumerate(matrix)
-        for j, number in enumerate(row)
-        if number and i != j
-    ]
-    most = sorted(mistakes, key=lambda mistake: -mistake[0])[:_MOST_MISTAKES]
-    items = "".join(f"<li>{true}, predicted {predicted}: {number}</li>\n" for number, true, predicted in most)
-    return f"<p>The most frequent mistakes among {len(names)} classes:</p>\n<ul>\n{items}</ul>\n"

@@ -94,14 +94,15 @@ class Panel:
         if self.kind not in ("loss", "other", "time") or not values:
             return make_axis(values)
         log = min(values) > 0 and max(values) / min(values) >= LOG_RANGE
-        settled = [math.log(value) if log else value for curve in self.curves for value in curve.settled]
-        low, high = (math.log(end(values)) if log else end(values) for end in (min, max))
-        shown = (high - low) / _MOST_ZOOM
-        if settled and shown > 0 and 3 * (max(settled) - min(settled)) < high - low:
-            high = min(high, max(max(settled), min(settled) + shown))
-            low = max(low, min(min(settled), high - shown))
-        ends = [math.exp(low), math.exp(high)] if log else [low, high]
-        return make_axis(ends, log=log)
+        settled = [value for curve in self.curves for value in curve.settled] or values
+        low, high, first, last = (
+            math.log(value) if log else value for value in (min(values), max(values), min(settled), max(settled))
+        )
+        if 3 * (last - first) >= high - low:
+            return make_axis(values, log=log)
+        last = min(high, max(last, first + (high - low) / _MOST_ZOOM))
+        first = max(low, min(first, last - (high - low) / _MOST_ZOOM))
+        return make_axis([math.exp(first), math.exp(last)] if log else [first, last], log=log)
 
     def marks(self, curve: Curve) -> bool:
         """Whether each point of the curve is marked."""
