@@ -432,4 +432,4 @@ def test_the_table_of_groups_shows_what_tells_them_apart():
 
 def test_the_table_takes_plain_groups_and_parameters_of_another_model():
     (_, row) = cells(describe_param_groups([{"params": nn.Parameter(torch.zeros(2000))}], Net()))
-    assert row == ["0", "", "", "", "1", "2,000", "(not of this model)"]
+    assert row == ["0", "", "", "1", "2,000", "(not of this model)"]  # no options differ

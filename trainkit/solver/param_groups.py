@@ -214,8 +214,8 @@ def describe_param_groups(groups: Optimizer | Iterable[Mapping[str, Any]], model
         others = ", ".join(f"{option}={group[option]}" for option in differing if option in group)
         examples = [names.get(param, "(not of this model)") for param in members[:2]] + ["..."] * (len(members) > 2)
         size = f"{sum(param.numel() for param in members):,}"
-        rows.append([index, *rates, others, len(members), size, ", ".join(examples)])
-    headers = ["group", "lr", "weight decay", "options", "parameters", "values", "names"]
+        rows.append([index, *rates, *[others] * bool(differing), len(members), size, ", ".join(examples)])
+    headers = ["group", "lr", "weight decay", *["options"] * bool(differing), "parameters", "values", "names"]
     return format_table(rows, headers, tablefmt="pipe", disable_numparse=True)
 
 
