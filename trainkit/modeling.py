@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from trainkit.config.checks import check_is_ours
 from trainkit.config.config import CfgNode
 from trainkit.config.errors import ConfigError, look_up
-from trainkit.utils.device import use_device
+from trainkit.utils.device import device_of, use_device
 from trainkit.utils.registry import Registry
 
 __all__ = ["MODEL_REGISTRY", "build_model", "losses_from"]
@@ -29,6 +29,12 @@ def device_of_config(cfg: CfgNode) -> torch.device:
         return use_device(cfg.MODEL.DEVICE)
     except ValueError as error:
         raise ConfigError(f"MODEL.DEVICE: {error}") from error
+
+
+def on_device(cfg: CfgNode, model: nn.Module) -> nn.Module:
+    """Move a model from the CPU to ``cfg.MODEL.DEVICE``; a model that is on an accelerator stays where it is."""
+    device = device_of(model)
+    return model.to(device_of_config(cfg)) if device is not None and device.type == "cpu" else model
 
 
 def build_model(cfg: CfgNode) -> nn.Module:

@@ -18,7 +18,15 @@ from tests.engine.job import TinyClassifier, tiny_cfg
 from trainkit.checkpoint import CheckpointError
 from trainkit.config import ConfigError
 from trainkit.data import DatasetCatalog, build_train_loader
-from trainkit.engine import AMPTrainer, DefaultPredictor, DefaultTrainer, HookBase, SimpleTrainer, hooks
+from trainkit.engine import (
+    AMPTrainer,
+    DefaultPredictor,
+    DefaultTrainer,
+    EvaluationRun,
+    HookBase,
+    SimpleTrainer,
+    hooks,
+)
 from trainkit.evaluation import DatasetEvaluator, inference_on_dataset
 from trainkit.utils.events import EventWriter
 from trainkit.utils.periods import exact
@@ -81,6 +89,23 @@ def test_model_optimizer_and_loader_are_built_in_this_order_and_the_schedule_las
 
     Trainer(tiny_cfg(tmp_path))
     assert built == ["build_model", "build_optimizer", "build_train_loader", "build_lr_scheduler"]
+
+
+@pytest.mark.filterwarnings("ignore:for (weight|bias). copying from a non-meta parameter")
+def test_the_model_of_a_subclass_is_moved_to_the_device_of_the_config(tmp_path):
+    class Trainer(DefaultTrainer):
+        @classmethod
+        def build_model(cls, cfg):
+            return nn.Linear(4, 2)
+
+    trainer = Trainer(tiny_cfg(tmp_path))
+    trainer.checkpointer.save("weights")
+    elsewhere = tiny_cfg(tmp_path, "MODEL.DEVICE", "meta", "MODEL.WEIGHTS", str(tmp_path / "weights.pth"))
+
+    models = [Trainer(elsewhere), EvaluationRun(elsewhere, Trainer), DefaultPredictor(elsewhere, Trainer.build_model)]
+
+    assert [owner.model.weight.device.type for owner in models] == ["meta"] * 3
+    assert trainer.model.weight.device.type == "cpu"
 
 
 def test_every_build_method_can_be_overridden(tmp_path):

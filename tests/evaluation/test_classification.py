@@ -58,6 +58,14 @@ def test_reset_forgets_the_samples_and_the_number_of_classes():
     assert evaluator.evaluate()["classification"]["top1"] == 100.0
 
 
+def test_the_key_of_hugging_face_is_read_if_there_is_no_other():
+    assert evaluate(({"labels": LABELS}, SCORES)) == evaluate(({"label": LABELS}, SCORES))
+    assert evaluate(([{"labels": label} for label in LABELS], SCORES)) == evaluate(({"label": LABELS}, SCORES))
+    assert evaluate(({"label": LABELS, "labels": LABELS * 0}, SCORES)) == evaluate(({"label": LABELS}, SCORES))
+    with pytest.raises(KeyError, match="no labels under 'target'"):
+        evaluate(({"labels": LABELS}, SCORES), label_key="target")
+
+
 def test_the_table_has_samples_and_accuracy_of_each_class(caplog):
     with caplog.at_level(logging.INFO, logger="trainkit.evaluation"):
         evaluate(({"label": LABELS}, SCORES), class_names=["cat", "dog", "1"])

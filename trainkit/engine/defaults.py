@@ -70,7 +70,7 @@ from trainkit.evaluation import (
     verify_results,
 )
 from trainkit.evaluation.observer import for_details
-from trainkit.modeling import build_model, device_of_config
+from trainkit.modeling import build_model, device_of_config, on_device
 from trainkit.solver import GradientClipper, build_gradient_clipper, build_lr_scheduler, build_optimizer
 from trainkit.utils import comm
 from trainkit.utils.device import device_of, runs_ahead
@@ -595,7 +595,7 @@ class DefaultTrainer(TrainerBase):
         return built
 
     def _build_model(self, cfg: CfgNode) -> nn.Module:
-        return apply_model_options(cfg, self._build("build_model", cfg))
+        return apply_model_options(cfg, on_device(cfg, self._build("build_model", cfg)))
 
     # ------------------------------------------------------------------ the trainer of one step
 

@@ -15,6 +15,7 @@ from trainkit.engine.hooks.ema import averaging_hook
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.setup import checkpoint_dir, default_writers
 from trainkit.evaluation import observe_inference, print_csv_format, verify_results
+from trainkit.modeling import on_device
 from trainkit.utils import comm
 from trainkit.utils.events import EventStorage
 
@@ -62,8 +63,8 @@ class EvaluationRun(TrainerBase):
         import_modules(cfg.IMPORTS)
         check_values(cfg)
         self.cfg = resolve_lengths(cfg, 1)  # the length of an epoch does not matter here
-        build_model = trainer_class.build_model
-        self.model = build_sharded(self.cfg, build_model) if is_fsdp(self.cfg) else build_model(self.cfg)
+        build = trainer_class.build_model
+        self.model = build_sharded(self.cfg, build) if is_fsdp(self.cfg) else on_device(self.cfg, build(self.cfg))
         self.checkpointer = Checkpointer(
             self.model, checkpoint_dir(self.cfg), save_to_disk=False, trainer=weakref.proxy(self)
         )

@@ -13,7 +13,7 @@ from trainkit.checkpoint.averaged import AVERAGED_PATH, EVALUATED, averaged_weig
 from trainkit.config import CfgNode, ConfigError, import_modules
 from trainkit.config.checks import check_is_ours
 from trainkit.data.transforms import build_transform
-from trainkit.modeling import build_model
+from trainkit.modeling import build_model, on_device
 from trainkit.utils.device import device_of, move_to_device
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class DefaultPredictor:
         if not cfg.MODEL.WEIGHTS:
             raise ConfigError("MODEL.WEIGHTS is empty; set it to the checkpoint whose model should predict")
         self.cfg = cfg.clone()
-        self.model = build(self.cfg).eval()
+        self.model = on_device(self.cfg, build(self.cfg)).eval()
         checkpointer = Checkpointer(self.model)
         averaging = [entry for entry in self.cfg.HOOKS if entry["NAME"] == "EMAHook" and entry.get("ENABLED", True)]
         if averaging and averaging[0].get("EVALUATE", "ema") != "raw":

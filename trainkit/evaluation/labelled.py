@@ -145,6 +145,8 @@ def scores_of(outputs: Any, dims: str) -> Tensor:
 def labels_of(inputs: Any, key: str, device: torch.device) -> Tensor:
     """The labels of a batch: under ``key`` of a mapping or of a list of mappings, else the last of several tensors.
 
+    If there is no ``label``, the default, ``labels`` is read, as in `losses_from`.
+
     Raises:
         KeyError: there are no labels.
         TypeError: the batch has another form.
@@ -152,6 +154,8 @@ def labels_of(inputs: Any, key: str, device: torch.device) -> Tensor:
     samples = inputs if isinstance(inputs, list | tuple) else [inputs]
     if len(samples) > 1 and all(isinstance(entry, Tensor) for entry in samples):
         return samples[-1].to(device)
+    if key == "label" and all(isinstance(each, Mapping) and key not in each and "labels" in each for each in samples):
+        key = "labels"  # as Hugging Face calls them
     for sample in samples:
         if not isinstance(sample, Mapping):
             raise TypeError(
