@@ -29,6 +29,7 @@ import torch
 from predict import ROOT, build_cfg, check_writable, samples_of_dataset
 from tabulate import tabulate
 from torch import Tensor
+from user_job import SCRIPT_HELP, find_trainer
 
 from trainkit.config import CfgNode, ConfigError, import_modules
 from trainkit.engine import DefaultPredictor, user_errors_exit
@@ -153,6 +154,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("run", metavar="RUN", help="the folder of a run")
     parser.add_argument("output", type=Path, metavar="FILE", help="to write: .pt2 for torch.export, .onnx for ONNX")
     parser.add_argument("--weights", default="", help="a checkpoint (default: the best one of the run, or its last)")
+    parser.add_argument("--script", default="", metavar="SCRIPT", help=SCRIPT_HELP)
     parser.add_argument("--dataset", default="", help="whose first samples are the examples (default: DATASETS.TEST)")
     parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="changes to the config")
     return parser.parse_args(args)
@@ -180,7 +182,7 @@ def build(args: argparse.Namespace) -> CfgNode:
 def main(args: argparse.Namespace) -> int:
     """The exit code."""
     cfg = build(args)
-    predictor = DefaultPredictor(cfg)
+    predictor = DefaultPredictor(cfg, find_trainer(cfg, args.script).build_model)
     samples = list(itertools.islice(samples_of_dataset(args.dataset), sum(_SIZES)))
     batches = example_batches(predictor, samples)
     program = export(predictor.model, batches[0], args.output)

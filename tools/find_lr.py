@@ -5,6 +5,7 @@
 
     python tools/find_lr.py --config-file job.yaml
     python tools/find_lr.py --config-file job.yaml --min 1e-5 --max 1 --iters 400 --output lr.png SEED 1
+    python tools/find_lr.py --config-file output/mine/config.yaml --script train.py
 
 The suggested BASE_LR is where the smoothed loss falls most steeply. The model starts as in a run of the job, from
 MODEL.WEIGHTS if there are any; parameter groups keep their factors. The job's output folder is not touched: the picture
@@ -25,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from predict import ROOT, check_writable
+from user_job import SCRIPT_HELP, find_trainer
 
 from trainkit.config import CfgNode, ConfigError, get_cfg, import_modules
 from trainkit.engine import DefaultTrainer, user_errors_exit
 from trainkit.engine.hooks import HOOK_REGISTRY, HookBase
 from trainkit.utils.env import seed_all_rng
-from trainkit.utils.registry import locate
 
 _SMOOTHING = 0.9  # share of the former losses in the smoothed one
 _DIVERGED = 4.0  # times the lowest smoothed loss
@@ -171,7 +172,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max", type=float, default=10.0, help="the last learning rate (default %(default)s)")
     parser.add_argument("--iters", type=int, default=200, help="steps (default %(default)s)")
     parser.add_argument("--output", type=Path, default=Path("lr.png"), metavar="PNG", help="default: %(default)s")
-    parser.add_argument("--trainer", default="", metavar="MODULE.CLASS", help="your subclass of DefaultTrainer")
+    parser.add_argument("--script", default="", metavar="FILE", help=SCRIPT_HELP)
     parser.add_argument("opts", nargs="*", default=[], metavar="KEY VALUE", help="changes to the config")
     return parser.parse_args(args)
 
@@ -188,10 +189,7 @@ def main(args: argparse.Namespace) -> float:
     cfg = get_cfg()
     cfg.merge_from_file(args.config_file)
     cfg.merge_from_list(args.opts)
-    try:
-        trainer_class = locate(args.trainer) if args.trainer else DefaultTrainer
-    except ImportError as error:
-        raise ConfigError(f"--trainer: {error}") from error
+    trainer_class = find_trainer(cfg, args.script)
     logger = logging.getLogger("trainkit")
     level = logger.level
     logger.setLevel(logging.WARNING)

@@ -1,13 +1,15 @@
 """The learning-rate range test."""
 
 import math
+import sys
 
 import pytest
 import torch
 from torch import nn
 
 from tests.engine.job import tiny_cfg
-from tools import find_lr
+from tools import export, find_lr
+from trainkit.checkpoint import Checkpointer
 from trainkit.config import ConfigError
 from trainkit.engine import DefaultTrainer, HookBase, SimpleTrainer
 from trainkit.engine.hooks import HOOK_REGISTRY
@@ -88,6 +90,34 @@ def test_the_test_trains_as_the_job_with_its_own_hooks_and_without_those_of_trai
         find_lr.run_test(cfg, DefaultTrainer, 1e30, 1e38, 30)
 
 
+def test_the_trainer_of_a_script_is_tested_and_exported(tmp_path, monkeypatch):
+    class Seen(Exception):
+        pass
+
+    def see(cfg, trainer, *args):
+        raise Seen(trainer)
+
+    monkeypatch.setattr("sys.path", [*sys.path])
+    path = tmp_path / "lr_job.py"
+    path.write_text("from trainkit.engine import DefaultTrainer\n\n\nclass Mine(DefaultTrainer):\n    pass\n")
+    (tmp_path / "config.yaml").write_text(tiny_cfg(tmp_path, "MODEL.NAME", "", "IMPORTS", []).dump())
+    Checkpointer(nn.Linear(1, 1), tmp_path).save("model_final")
+    monkeypatch.setattr(find_lr, "run_test", see)
+    monkeypatch.setattr(export, "DefaultPredictor", see)
+    options = ["--config-file", str(tmp_path / "config.yaml"), "--output", str(tmp_path / "lr.png")]
+
+    with pytest.raises(Seen) as tested:
+        find_lr.main(find_lr.parse_args([*options, "--script", str(path)]))
+    with pytest.raises(Seen) as exported:
+        export.main(export.parse_args([str(tmp_path), str(tmp_path / "a.pt2"), "--script", f"{path}:Mine"]))
+
+    mine = sys.modules.pop("lr_job").Mine
+    assert tested.value.args == (mine,)
+    assert exported.value.args[0].__func__ is mine.build_model.__func__
+    with pytest.raises(ConfigError, match=r"MODEL.NAME is empty; .* name its file: --script train.py"):
+        find_lr.main(find_lr.parse_args(options))
+
+
 @pytest.mark.slow
 def test_the_picture_is_the_only_file_that_is_written(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
@@ -107,7 +137,7 @@ def test_the_picture_is_the_only_file_that_is_written(tmp_path, monkeypatch, cap
     [
         (["--min", "1", "--max", "0.1"], "--min is 1 and --max is 0.1; accepted: 0 < min < max"),
         (["--iters", "5"], "--iters is 5; accepted: 20 or more"),
-        (["--trainer", "absent.Trainer"], "--trainer: cannot locate 'absent.Trainer'"),
+        (["--script", "absent.py"], "--script 'absent.py' is no file of Python; name the file that trains"),
         (["--output", "absent/lr.png"], "'absent/lr.png' cannot be written"),
     ],
 )
