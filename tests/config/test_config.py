@@ -113,7 +113,9 @@ def test_an_unknown_key_names_its_nearest_neighbour(key, nearest):
     assert str(error.value) == f"unknown key {key}; did you mean {nearest}?"
 
 
-@pytest.mark.parametrize("key", ["QQQ", "SOLVER.LEARNING_RATE", "DATALOADER.DROP_LAST"])
+@pytest.mark.parametrize(
+    "key", ["QQQ", "SOLVER.LEARNING_RATE", "DATALOADER.DROP_LAST", "LOG.EVERY", "SOLVER.EPOCHS", "TEST.A"]
+)
 def test_an_unknown_key_without_a_neighbour_says_so(key):
     with pytest.raises(ConfigError, match=rf"^unknown key {key}; no key has a similar name$"):
         get_cfg().merge_from_list([key, 1])

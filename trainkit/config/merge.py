@@ -91,7 +91,7 @@ def _check_new_key(node: _FvcoreCfgNode, name: object, value: object, root: _Fvc
 def _is_near(key: str, known: str) -> bool:
     """Whether the last parts of two keys are similar, or one contains the other; the nodes before them do not count."""
     own, other = (full.upper().rpartition(".")[2] for full in (key, known))
-    return own in other or other in own or bool(difflib.get_close_matches(own, [other]))
+    return own in other or other in own or bool(difflib.get_close_matches(own, [other], cutoff=0.7))
 
 
 def _full_keys(node: _FvcoreCfgNode, prefix: str = "") -> Iterator[tuple[str, bool]]:
