@@ -14,6 +14,7 @@ from trainkit.utils.registry import Registry
 
 LOOP, HOOK, MODEL, LOADER = blocks("README.md", "python")
 (ENTRIES,) = blocks("README.md", "yaml")
+(SITE,) = blocks("docs/index.md", "python")
 
 
 def test_the_two_commands_are_those_that_ci_takes_from_the_readme_and_the_slow_tests_are_run_too():
@@ -31,6 +32,7 @@ def test_the_loop_in_short_is_that_of_the_source():
     source = inspect.getsource(TrainerBase.train) + inspect.getsource(TrainerBase._run_iteration)
     in_short = [line.partition("  #")[0].strip() for line in LOOP.splitlines()]
     assert [line for line in in_short if line not in source] == []
+    assert SITE == LOOP
 
 
 def test_the_hook_stores_the_size_of_each_batch(tmp_path):
