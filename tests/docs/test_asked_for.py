@@ -18,10 +18,10 @@ DONE, NOT_DONE = (
     for text in page("docs/asked_for.md").split("## What trainkit does not do")
 )
 REPOSITORIES = {
-    "d2": "facebookresearch/detectron2",
-    "L": "Lightning-AI/pytorch-lightning",
-    "T": "huggingface/transformers",
-    "A": "huggingface/accelerate",
+    "detectron2": "facebookresearch/detectron2",
+    "lightning": "Lightning-AI/pytorch-lightning",
+    "transformers": "huggingface/transformers",
+    "accelerate": "huggingface/accelerate",
     "trl": "huggingface/trl",
 }
 ELSEWHERE = {
@@ -138,7 +138,7 @@ def test_each_row_has_a_test_a_real_repository_and_settings_that_are_accepted():
         file, _, name = test.partition("::")
         assert f"\ndef {name}(" in page(file), test
     for _, threads, answer in [*DONE, *NOT_DONE]:
-        for library, number, link in re.findall(r"\[(\w+) #(\d+)\]\((.+?)\)", threads):
+        for library, number, link in re.findall(r"\[(\w+)#(\d+)\]\((.+?)\)", threads):
             assert re.fullmatch(rf"https://github.com/{REPOSITORIES[library]}/(issues|pull)/{number}", link)
         cfg = get_cfg()
         cfg.merge_from_file(train_net.DEFAULT_CONFIG)
