@@ -143,7 +143,7 @@ class ResumableLoader(DataLoader[Any]):
         return {**state, "over": True} if self._tasks.over else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue there with the next ``iter()``; do not use older iterators any more.
+        """The next ``iter()`` continues at the saved position; do not use older iterators any more.
 
         The seeds of the state replace those in use. If the state is from a sampler of another class, a warning is
         logged and the data starts again.

@@ -73,7 +73,7 @@ class EvaluationRun(TrainerBase):
 
     @property
     def only_evaluates(self) -> bool:
-        """Whether loading gives ``model`` the evaluated weights: no `EMAHook` evaluates its average separately."""
+        """Whether ``model`` has the evaluated weights after loading, and no `EMAHook` has others."""
         averaging = averaging_hook(self.hooks)
         return averaging is None or averaging.evaluate == "raw"
 

@@ -58,7 +58,7 @@ class RunState(HookPoints):
     def next_iter_of(self, hook: HookBase) -> int:
         """In ``before_train``: the next iteration in which this hook's ``after_step`` is called.
 
-        That is ``start_iter``; for a hook below the save point the one before it, if its stage 2 is not done.
+        It is ``start_iter``; for a hook below the save point ``start_iter - 1``, if stage 2 of that is not done.
         """
         return self.position.iteration if self._hook_list.is_below(hook) else self.start_iter
 

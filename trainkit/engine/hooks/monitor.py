@@ -182,8 +182,8 @@ def check_monitored_metrics(hooks: Iterable[Any], evaluate: Callable[[], Mapping
     """Check before training that an evaluation gives each metric that a hook needs (``monitored_metric``).
 
     Args:
-        evaluate: gives results with the names of the later ones, on rank 0. Every rank calls it if a hook needs it. If
-            it fails, a warning is logged, and the first evaluation shows whether the names are right.
+        evaluate: returns, on rank 0, results with the names that later results have. Every rank calls it if a hook
+            needs it. If it fails, a warning is logged, and the first evaluation shows whether the names are right.
 
     Raises:
         ConfigError: there is no such metric.
