@@ -15,7 +15,7 @@ from trainkit.engine import default_argument_parser
 from trainkit.utils.logger import close_logger
 
 PAGE = "docs/getting_started.md"
-SCRIPT, HOOK, REGISTER = blocks(PAGE, "python")
+SCRIPT, HOOK, REGISTER, NOTEBOOK = blocks(PAGE, "python")
 COMMANDS = [shlex.split(line) for block in blocks(PAGE, "sh") for line in block.splitlines()]
 _, TRAIN, CHANGED, PLOT, TRIAL, EVALUATE, RESUME, TWO = COMMANDS
 TABLE_LINE = "| classification | top1                | 100.0000 |"
@@ -105,3 +105,15 @@ def test_two_processes_do_the_same(folder):
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert TABLE_LINE in done.stdout
+
+
+def test_the_cells_of_a_notebook_train_and_show_it(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    cells = SCRIPT.partition("def main(args)")[0] + NOTEBOOK.replace("30ep", "1ep")
+    try:
+        assert run(cells, "notebook")["results"]["classification"]["top1"] > 40
+    finally:
+        DatasetCatalog.remove("spirals_test")
+        close_logger()
+    assert "The run has finished after 20 of 20 iterations\n" in capsys.readouterr().out
+    assert "default_setup(cfg, None)\n" in NOTEBOOK

@@ -17,7 +17,7 @@ import torch
 from tests.docs.pages import ROOT, blocks, contents, page, run
 from tests.engine.job import tiny_cfg
 from trainkit.config import CfgNode, ConfigError, get_cfg
-from trainkit.data import MetadataCatalog, build_train_loader
+from trainkit.data import MetadataCatalog, build_batch_data_loader, build_train_loader
 from trainkit.engine import (
     DefaultTrainer,
     HookBase,
@@ -29,6 +29,7 @@ from trainkit.engine import (
 from trainkit.engine.hook_base import HOOK_POINTS
 from trainkit.engine.hooks import HOOK_REGISTRY, CallbackHook, EMAHook
 from trainkit.evaluation import DatasetEvaluator
+from trainkit.utils import comm
 from trainkit.utils.events import EventWriter
 from trainkit.utils.logger import close_logger
 
@@ -52,7 +53,7 @@ NORM, CHECK, BUILD, OUTPUTS, COUNT = blocks("docs/hooks.md", "python")
 (ENTRIES,) = blocks("docs/hooks.md", "yaml")
 (COMMAND,) = blocks("docs/hooks.md", "sh")
 TRAIN, ITERATION, WITHOUT_CONFIG, COUNTER = blocks("docs/training_loop.md", "python")
-DATASET, LOADER = blocks("docs/data.md", "python")
+DATASET, LOADER, STREAM = blocks("docs/data.md", "python")
 (NUMBERS,) = blocks("docs/data.md", "yaml")
 FULL, SHORTENED = blocks("docs/migrate_from_detectron2.md", "python")
 BEFORE, AFTER = blocks("docs/migrate_from_plain_loop.md", "python")
@@ -276,6 +277,22 @@ def test_the_loader_of_the_page_can_be_resumed():
     other.load_state_dict(state)
     assert (len(first), next(iter(other)), next(iter(fresh))) == (4, second, first)
     assert first != second
+
+
+def test_the_stream_of_the_page_is_divided_among_ranks_and_can_be_resumed(monkeypatch):
+    stream = run(STREAM, "data.md")["Stream"]
+
+    def loader():
+        return build_batch_data_loader(stream(), None, 3)
+
+    whole = list(itertools.islice(loader(), 4))
+    before, after = loader(), loader()
+    batches = iter(before)
+    next(batches)
+    after.load_state_dict(before.state_dict())
+    assert str(next(iter(after))) == str(whole[1]) == str(next(batches))
+    monkeypatch.setattr(comm, "get_world_size", lambda: 2)
+    assert str([*itertools.islice(stream(), 3)]) == str([whole[0][0], whole[0][2], whole[1][1]])
 
 
 # ---------------------------------------------------------------------- moving over
