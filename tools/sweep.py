@@ -179,7 +179,7 @@ class Sweep:
                 if self.signal is None and len(running) < processes:
                     waiting.remove(name)
                     running[name] = self._start(name, processes, places.pop(0))
-            # a run of a sweep that was killed goes on by itself, and is waited for
+            # if a sweep was killed, its run continues by itself; wait for it
             time.sleep(_POLL_SEC)
             for name, child in [*running.items()]:
                 if self.signal is not None and not child.is_told:

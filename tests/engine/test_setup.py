@@ -243,7 +243,7 @@ def test_resuming_with_a_tag_that_leads_away_moves_nothing(tmp_path):
 def test_weights_in_the_folder_that_a_new_run_empties_are_an_error_and_nothing_is_moved(tmp_path):
     weights = tmp_path / "model_final.pth"
     weights.write_text("precious")
-    with pytest.raises(ConfigError, match="give it another OUTPUT_DIR, or go on with the old one by --resume"):
+    with pytest.raises(ConfigError, match="give it another OUTPUT_DIR, or continue the old run with --resume"):
         default_setup(cfg_for(tmp_path, "MODEL.WEIGHTS", str(weights)), NEW)
     assert weights.read_text() == "precious"
 

@@ -127,7 +127,7 @@ def test_a_range_behind_the_run_shifts_nothing_and_is_named(tmp_path, plain, cap
     _, seen = train(tmp_path, "DATALOADER.SKIP", [[2, 4], [8, 9]], resume=True)
 
     assert same(seen.batches, plain, {7: 7, 8: 9, 9: 10})
-    assert "nothing of [2, 4] is left out, since the run goes on with iteration 7" in caplog.text
+    assert "nothing of [2, 4] is left out, since the run continues with iteration 7" in caplog.text
     assert "nothing of [8, 9]" not in caplog.text
 
 

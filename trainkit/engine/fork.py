@@ -76,7 +76,7 @@ def _of_rank_0(find: Callable[[], Any]) -> Any:
 
 
 def _find(run: str, iteration: int) -> tuple[str, int, dict[str, Any]]:
-    """The checkpoint after this iteration (-1: the one from which the run would go on), and how its run was started."""
+    """The checkpoint after this iteration (-1: the one that `--resume` takes), and how its run was started."""
     found: dict[int, tuple[str, int, dict[str, Any]]] = {}
     for path in checkpoint_files(run) if iteration >= 0 else filter(None, [choose(run)]):
         with contextlib.suppress(*UNREADABLE):

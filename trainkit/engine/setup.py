@@ -373,7 +373,7 @@ def _move_aside(output_dir: Path, weights: str, is_new: bool) -> Path | None:
     if weights and Path(weights).resolve() in [path.resolve() for path in old]:
         raise ConfigError(
             f"MODEL.WEIGHTS {weights!r} lies in OUTPUT_DIR, which a new run empties first; give it another OUTPUT_DIR, "
-            "or go on with the old one by --resume"
+            "or continue the old run with --resume"
         )
     n = 1
     while os.path.lexists(aside := output_dir / f"previous_{n}"):

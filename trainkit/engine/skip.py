@@ -28,7 +28,7 @@ class Skip:
         self.left_out = [[start, end] for start, end in self.left_out if start <= start_iter]
         for start, end in self._ranges:
             if end <= start_iter and not any(first < end and start < last for first, last in self.left_out):
-                text = "DATALOADER.SKIP: nothing of [%d, %d] is left out, since the run goes on with iteration %d"
+                text = "DATALOADER.SKIP: nothing of [%d, %d] is left out, since the run continues with iteration %d"
                 logger.warning(text, start, end, start_iter)
 
     def leave_out(self, trainer: Any, iter: int) -> bool:

@@ -202,7 +202,7 @@ class Session:
 
     def _load_start(self) -> None:
         trainer = self._trainer
-        for hook, attributes in self._attributes:  # a hook of which the checkpoint has no state starts anew
+        for hook, attributes in self._attributes:  # a hook without a state in the checkpoint starts again
             vars(hook).clear()
             vars(hook).update(attributes)
         if self._start is not None:

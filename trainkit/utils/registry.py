@@ -14,16 +14,7 @@ _T = TypeVar("_T")
 class Registry:
     """Maps names to registered classes or functions, so that a config can name them.
 
-    ::
-
-        MODEL_REGISTRY = Registry("MODEL")
-
-
-        @MODEL_REGISTRY.register()
-        class Net(nn.Module): ...
-
-
-        MODEL_REGISTRY.get("Net")
+    ``@MODEL_REGISTRY.register()`` before ``class Net`` registers it; ``MODEL_REGISTRY.get("Net")`` gives it.
     """
 
     def __init__(self, name: str) -> None:
