@@ -8,8 +8,9 @@
 
 RUN is the folder of a run: its config.yaml says what the model is, and its best checkpoint, or else its last one, has
 the weights. The exported program takes a batch after the test transform, of any size, and gives what the model gives in
-eval mode. Entries of a batch that only the losses need, such as labels, are no inputs. Examples come from the first
-test dataset, or from --dataset.
+eval mode. Entries of a batch that only the losses need, such as labels, are no inputs. Examples come from the test
+loader of the first test dataset, or of --dataset. --script names the file of a job in which a subclass of
+DefaultTrainer builds the model.
 
 The exit code is 0; 1 if the outputs differ by more than the tolerance; 2 for a mistake in the command or the config, or
 if the model cannot be exported. ONNX needs pip install 'trainkit[onnx]'.
@@ -18,7 +19,6 @@ if the model cannot be exported. ONNX needs pip install 'trainkit[onnx]'.
 import argparse
 import copy
 import importlib
-import itertools
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from predict import ROOT, build_cfg, check_writable, samples_of_dataset
+from predict import ROOT, build_cfg, check_writable
 from tabulate import tabulate
-from torch import Tensor
+from torch import Tensor, nn
 from user_job import SCRIPT_HELP, find_trainer
 
 from trainkit.config import CfgNode, ConfigError, import_modules
@@ -55,32 +55,26 @@ def flat(outputs: Any, name: str = "output") -> dict[str, Tensor]:
     raise ConfigError(f"the model returns a {type(outputs).__name__} in eval mode; return tensors to have it exported")
 
 
-def example_batches(predictor: DefaultPredictor, samples: Sequence[Any]) -> list[dict[str, Tensor]]:
-    """Batches of the sizes that are compared, as the model gets them, without what it does not need.
+def example_batches(model: nn.Module, batch: Any) -> list[dict[str, Tensor]]:
+    """Batches of the sizes that are compared, of samples in ``batch``, with the entries that the model needs.
 
     Raises:
-        ConfigError: a batch is not a dict of tensors.
+        ConfigError: the batch is not a dict of tensors.
     """
-    batches: list[Any] = []
-    handle = predictor.model.register_forward_pre_hook(lambda module, inputs: batches.append(inputs[0]))
-    for size in _SIZES:
-        chosen = list(itertools.islice(itertools.cycle(samples), size))
-        predictor(chosen)
-    handle.remove()
-    if not isinstance(batches[0], Mapping):
-        raise ConfigError(f"the model takes a {type(batches[0]).__name__}; only a dict of tensors can be exported")
-    needed = dict(batches[0])
-    expected = flat(predictor.model(needed))
-    for name in list(needed):
+    if not isinstance(batch, Mapping):
+        raise ConfigError(f"the model takes a {type(batch).__name__}; only a dict of tensors can be exported")
+    needed = dict(batch)
+    expected = flat(model(dict(needed)))
+    for name in batch:
         without = {key: value for key, value in needed.items() if key != name}
-        if without and _gives(predictor.model, without, expected):
+        if without and _gives(model, without, expected):
             needed = without
     if wrong := [name for name, value in needed.items() if not isinstance(value, Tensor)]:
         raise ConfigError(f"the model needs {wrong[0]!r}, which is no tensor; only tensors can be exported")
-    return [{name: batch[name] for name in needed} for batch in batches]
+    return [{name: value[torch.arange(size) % len(value)] for name, value in needed.items()} for size in _SIZES]
 
 
-def _gives(model: torch.nn.Module, batch: dict[str, Any], expected: dict[str, Tensor]) -> bool:
+def _gives(model: nn.Module, batch: dict[str, Any], expected: dict[str, Tensor]) -> bool:
     try:
         outputs = flat(model(dict(batch)))
     except Exception:  # whatever a model raises that misses something
@@ -88,7 +82,7 @@ def _gives(model: torch.nn.Module, batch: dict[str, Any], expected: dict[str, Te
     return [*outputs] == [*expected] and all(torch.equal(outputs[name], expected[name]) for name in expected)
 
 
-def export(model: torch.nn.Module, batch: dict[str, Tensor], path: Path) -> Program:
+def export(model: nn.Module, batch: dict[str, Tensor], path: Path) -> Program:
     """Write the file, and load it again.
 
     Raises:
@@ -130,7 +124,7 @@ def _to_onnx(program: Any, batch: dict[str, Tensor], path: Path, outputs: list[s
     return run
 
 
-def compare(model: torch.nn.Module, program: Program, batches: Sequence[dict[str, Tensor]]) -> tuple[bool, str]:
+def compare(model: nn.Module, program: Program, batches: Sequence[dict[str, Tensor]]) -> tuple[bool, str]:
     """Whether all outputs are equal within the tolerance, and a table with the largest difference of each."""
     rows: dict[str, list[Any]] = {}
     all_equal = True
@@ -169,7 +163,8 @@ def build(args: argparse.Namespace) -> CfgNode:
     if args.output.suffix not in (".pt2", ".onnx"):
         raise ConfigError(f"the file {str(args.output)!r} has the suffix {args.output.suffix!r}; accepted: .pt2, .onnx")
     check_writable(str(args.output))
-    args.config_file, args.opts = "", [*args.opts, "MODEL.DEVICE", "cpu"]
+    own = ["MODEL.DEVICE", "cpu", "DATALOADER.NUM_WORKERS", "0", "TEST.IMS_PER_BATCH", str(max(_SIZES))]
+    args.config_file, args.opts = "", [*args.opts, *own]
     cfg = build_cfg(args)
     import_modules(cfg.IMPORTS)
     args.dataset = args.dataset or next(iter(cfg.DATASETS.TEST), "")
@@ -182,11 +177,11 @@ def build(args: argparse.Namespace) -> CfgNode:
 def main(args: argparse.Namespace) -> int:
     """The exit code."""
     cfg = build(args)
-    predictor = DefaultPredictor(cfg, find_trainer(cfg, args.script).build_model)
-    samples = list(itertools.islice(samples_of_dataset(args.dataset), sum(_SIZES)))
-    batches = example_batches(predictor, samples)
-    program = export(predictor.model, batches[0], args.output)
-    is_equal, table = compare(predictor.model, program, batches)
+    trainer = find_trainer(cfg, args.script)
+    model = DefaultPredictor(cfg, trainer.build_model).model
+    batches = example_batches(model, next(iter(trainer.build_test_loader(cfg, args.dataset))))
+    program = export(model, batches[0], args.output)
+    is_equal, table = compare(model, program, batches)
     inputs = ", ".join(f"{name} [{', '.join(['batch', *map(str, x.shape[1:])])}]" for name, x in batches[0].items())
     print(f"weights  {cfg.MODEL.WEIGHTS}\nfile     {args.output}, {args.output.stat().st_size:,} bytes")
     print(f"inputs   {inputs}\n\n{table}")
