@@ -147,6 +147,7 @@ PUBLIC = {
         "GradientClipper",
         "KeepLastValue",
         "LARS",
+        "CombinedOptimizer",
         "LAYER_DEPTH_REGISTRY",
         "LRFunction",
         "LRMultiplier",

@@ -25,7 +25,7 @@ from trainkit.utils.logger import close_logger
 
 PAGE = "docs/bring_your_model.md"
 REGISTERED, SCRIPT, LAYERS, METRIC = blocks(PAGE, "python")
-BY_CONFIG, VIT_LAYERS, RESNET_LAYERS = blocks(PAGE, "yaml")
+BY_CONFIG, VIT_LAYERS, RESNET_LAYERS, OPTIMIZERS = blocks(PAGE, "yaml")
 FOLDER = ROOT / "projects/vision_text"
 NEEDS = {
     "resnet18": ("torchvision",),
@@ -220,6 +220,19 @@ def test_the_config_of_the_page_trains_the_model_of_the_page(tmp_path, monkeypat
     assert [*map(LAYER_DEPTH_REGISTRY.get("resnet_layers"), names)] == [
         *map(LAYER_DEPTH_REGISTRY.get("resnet_depth"), names)
     ]
+
+
+@pytest.mark.slow
+def test_the_optimizers_of_the_page_share_a_vision_transformer(tmp_path):
+    (tmp_path / "optimizers.yaml").write_text(OPTIMIZERS)
+    model, cfg = model_of("vit"), config("vit")
+    cfg.merge_from_file("optimizers.yaml")
+    names = {param: name for name, param in model.named_parameters()}
+    adamw, muon = build_optimizer(cfg, model).optimizers
+    of_muon = {names[param] for group in muon.param_groups for param in group["params"]}
+    assert of_muon == {name for name, param in model.named_parameters() if "blocks." in name and param.ndim == 2}
+    rates = [group["lr"] for optimizer in (adamw, muon) for group in optimizer.param_groups]
+    assert (max(rates[: len(adamw.param_groups)]), rates[-1]) == (0.001, pytest.approx(0.02 * 0.8))  # layer decay
 
 
 @pytest.mark.slow

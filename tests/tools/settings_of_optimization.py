@@ -41,10 +41,15 @@ def every_group(**options: Any) -> Callable[[Run], None]:
 
 def states(*names: str) -> Callable[[Run], None]:
     """What the optimizer remembers of every parameter in the checkpoint."""
+    return states_of_some(names)
+
+
+def states_of_some(*kinds: tuple[str, ...]) -> Callable[[Run], None]:
+    """What several optimizers remember of their parameters."""
 
     def effect(run: Run) -> None:
         saved = run.checkpoint()["trainer"]["_trainer"]["optimizer"]["state"].values()
-        assert {tuple(sorted(state)) for state in saved} == {names}
+        assert {tuple(sorted(state)) for state in saved} == {*kinds}
 
     return effect
 
@@ -52,10 +57,12 @@ def states(*names: str) -> Callable[[Run], None]:
 # ---------------------------------------------------------------------------- optimizers
 
 
+NO_NESTEROV = ["SOLVER.NESTEROV", False]  # the config of the digits sets it, and not all take it
+
+
 def of_optimizer(name: str, **arguments: Any) -> list[Any]:
     arguments = {"NAME": name, **arguments}
-    of_digits = ["SOLVER.NESTEROV", False]  # which its config sets, and not all take
-    return of_digits + [item for key, value in arguments.items() for item in (f"SOLVER.OPTIMIZER.{key}", value)]
+    return NO_NESTEROV + [item for key, value in arguments.items() for item in (f"SOLVER.OPTIMIZER.{key}", value)]
 
 
 def updates_follow_the_weights(*excluded: str) -> Callable[[Run], None]:
@@ -115,6 +122,12 @@ OPTIMIZERS = [
         "RMSprop",
         of_optimizer("RMSprop", ALPHA=0.9, CENTERED=True),
         all_of(every_group(alpha=0.9, centered=True), states("grad_avg", "momentum_buffer", "square_avg", "step")),
+        QUICK,
+    ),
+    Setting(
+        "Muon beside AdamW",
+        [*NO_NESTEROV, "SOLVER.OPTIMIZERS", [{"NAME": "Muon", "PARAMS": ["*.15.weight"]}, {"NAME": "AdamW"}]],
+        states_of_some(("momentum_buffer",), ("exp_avg", "exp_avg_sq", "step")),
         QUICK,
     ),
     Setting("a user's optimizer", of_optimizer("SignSGD"), every_value_changes_by_the_rate, [*BARE, *IMPORTS]),

@@ -78,6 +78,7 @@ _C.DATALOADER.SKIP_MODE = "shift"  # The next batches follow. "consume": iterati
 _C.SOLVER = CN()
 _C.SOLVER.OPTIMIZER = CN(new_allowed=True)  # Other keys: constructor arguments in upper case. They win over SOLVER.
 _C.SOLVER.OPTIMIZER.NAME = "SGD"  # A class of torch.optim, or a name in OPTIMIZER_REGISTRY.
+_C.SOLVER.OPTIMIZERS = []  # [{NAME: Muon, PARAMS: ["blocks.*.weight"], LR: 0.02}, {NAME: AdamW}]: several, by names.
 _C.SOLVER.MAX_ITER = 40000  # The length of the run. An iteration is one update.
 _C.SOLVER.IMS_PER_BATCH = 16  # Samples per micro-batch, over all ranks.
 _C.SOLVER.ACCUMULATION_STEPS = 1  # Micro-batches per iteration.

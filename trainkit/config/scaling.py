@@ -15,13 +15,14 @@ _SCHEDULE_LENGTHS = {"BEGIN", "END", "LENGTH", "STEP_SIZE", "MILESTONES", "PERIO
 
 
 def optimizer_argument(solver: CfgNode, name: str) -> tuple[str, Any]:
-    """The key and the value of an optimizer argument: SOLVER.OPTIMIZER wins over SOLVER.
+    """The key and the value of an optimizer argument: SOLVER.OPTIMIZER wins over SOLVER, unless OPTIMIZERS are used.
 
     Args:
         name: such as LR, which SOLVER calls BASE_LR.
     """
     key = "BASE_LR" if name == "LR" else name
-    own = None if isinstance(solver.OPTIMIZER, str) else solver.OPTIMIZER.get(name)  # text: its name
+    is_unused = solver.OPTIMIZERS or isinstance(solver.OPTIMIZER, str)  # text: its name
+    own = None if is_unused else solver.OPTIMIZER.get(name)
     return (f"SOLVER.{key}", solver.get(key)) if own is None else (f"SOLVER.OPTIMIZER.{name}", own)
 
 
@@ -155,6 +156,9 @@ def _scale_lr(solver: CfgNode, scale: float) -> None:
     solver.BASE_LR, solver.BASE_LR_END = solver.BASE_LR * scale, solver.BASE_LR_END * scale
     if optimizer_argument(solver, "LR")[0] == "SOLVER.OPTIMIZER.LR":
         solver.OPTIMIZER.LR = solver.OPTIMIZER.LR * scale
+    for entry in solver.OPTIMIZERS:
+        if entry.get("LR") is not None:
+            entry["LR"] = entry["LR"] * scale
     for entry in solver.SCHEDULES:
         if entry.get("END_VALUE") is not None:
             entry["END_VALUE"] = entry["END_VALUE"] * scale

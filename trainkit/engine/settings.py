@@ -18,7 +18,7 @@ _NO_MATTER = re.compile(
 # these values are part of the states of random numbers, optimizer and gradient scaler
 _OF_CHECKPOINT = re.compile(
     r"SEED|SOLVER\.(BASE_LR|REFERENCE_BATCH_SIZE|MOMENTUM|NESTEROV|WEIGHT_DECAY(_NORM|_BIAS)?|BIAS_LR_FACTOR"
-    r"|OPTIMIZER\.(?!NAME).*|PARAM_GROUPS\..*|AMP\.INIT_SCALE)"
+    r"|OPTIMIZER\.(?!NAME).*|OPTIMIZERS|PARAM_GROUPS\..*|AMP\.INIT_SCALE)"
 )
 
 

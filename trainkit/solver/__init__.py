@@ -11,6 +11,7 @@ from trainkit.solver.clipping import (
     build_gradient_clipper,
     maybe_add_gradient_clipping,
 )
+from trainkit.solver.combined import CombinedOptimizer
 from trainkit.solver.lars import LARS
 from trainkit.solver.layer_decay import LAYER_DEPTH_REGISTRY, build_layer_decay
 from trainkit.solver.lr_scheduler import (
@@ -35,6 +36,7 @@ __all__ = [
     "build_optimizer",
     "OPTIMIZER_REGISTRY",
     "LARS",
+    "CombinedOptimizer",
     "build_param_groups",
     "ParamRules",
     "PARAM_GROUP_REGISTRY",

@@ -22,6 +22,7 @@ from trainkit.solver.clipping import (
     build_gradient_clipper,
     maybe_add_gradient_clipping,
 )
+from trainkit.solver.combined import CombinedOptimizer, divide_parameters
 from trainkit.solver.lars import LARS
 from trainkit.solver.layer_decay import build_layer_decay
 from trainkit.solver.param_groups import (
@@ -73,22 +74,59 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     on an accelerator, the foreach one. With ``SOLVER.CLIP_GRADIENTS``, ``step()`` clips, see
     `maybe_add_gradient_clipping`.
 
+    ``SOLVER.OPTIMIZERS`` names several, which become one `CombinedOptimizer`. Each entry is like ``SOLVER.OPTIMIZER``,
+    and ``PARAMS`` lists patterns of its parameters' names; the first pattern that fits counts.
+
     Raises:
         ConfigError: the optimizer or an argument is unknown, or the optimizer refuses a value; a key of ``SOLVER`` that
             it does not take is set to a value other than its default and 0; the rules for groups are wrong, see
-            ``ParamRules`` and ``build_layer_decay``; the model has no trainable parameter.
+            ``ParamRules`` and ``build_layer_decay``; the model has no trainable parameter; a pattern fits no parameter,
+            or a parameter no pattern.
     """
     check_is_ours(cfg)
-    if isinstance(cfg.SOLVER.OPTIMIZER, str):  # many detectron2 users have made it a name
-        cfg = CfgNode({**cfg, "SOLVER": {**cfg.SOLVER, "OPTIMIZER": {"NAME": cfg.SOLVER.OPTIMIZER}}})
+    if not (entries := cfg.SOLVER.OPTIMIZERS):
+        node = cfg.SOLVER.OPTIMIZER  # many detectron2 users have made it a name
+        parts = [_build_one(_with_optimizer(cfg, {"NAME": node}) if isinstance(node, str) else cfg, model)]
+    else:
+        _logger.info("SOLVER.OPTIMIZERS is used; SOLVER.OPTIMIZER has no effect")
+        parts = []
+        for entry, params in zip(entries, divide_parameters(model, entries), strict=True):
+            node = {key: value for key, value in entry.items() if key != "PARAMS"}
+            try:
+                parts.append(_build_one(_with_optimizer(cfg, node), model, params))
+            except ConfigError as error:
+                raise ConfigError(f"SOLVER.OPTIMIZERS, entry of {entry['NAME']}: {error}") from error
+    optimizer = parts[0] if len(parts) == 1 else CombinedOptimizer(parts)
+    if any(type(part) is torch.optim.SGD and part.defaults["fused"] for part in parts):
+        optimizer.register_step_pre_hook(_start_late_buffers)
+    return maybe_add_gradient_clipping(cfg, optimizer)
+
+
+def _with_optimizer(cfg: CfgNode, node: Mapping[str, Any]) -> CfgNode:
+    return CfgNode({**cfg, "SOLVER": {**cfg.SOLVER, "OPTIMIZER": {**node}, "OPTIMIZERS": []}})
+
+
+def _build_one(cfg: CfgNode, model: nn.Module, only: Collection[Tensor] | None = None) -> Optimizer:
+    """The optimizer of SOLVER.OPTIMIZER, for all trainable parameters or ``only`` these."""
     factory = _find_optimizer(cfg.SOLVER.OPTIMIZER.NAME)
     arguments = _collect_arguments(cfg, factory)
     values = {name: value for name, (_, value) in arguments.items()}
     groups = _build_groups(cfg, model, values["lr"], values.get("weight_decay"))
+    if only is not None:
+        groups = [{**group, "params": [param for param in group["params"] if param in only]} for group in groups]
+        groups = [group for group in groups if group["params"]]
     params = [param for group in groups for param in group["params"]]
     if not params:
         raise ConfigError(
             f"{type(model).__name__} has no trainable parameters; at least one needs requires_grad=True to be optimized"
+        )
+    no_matrices = {param for param in params if param.ndim != 2}
+    if factory is torch.optim.Muon and no_matrices:
+        names = [name for name, param in model.named_parameters() if param in no_matrices]
+        raise ConfigError(
+            f"{_NODE}.NAME is Muon, which updates parameters with 2 dimensions only, but {', '.join(names[:5])} "
+            f"({len(names)} in all) have others; give them to another optimizer, such as AdamW, by PARAMS in "
+            "SOLVER.OPTIMIZERS"
         )
     given = ", ".join(f"{key}={value!r}" for key, value in arguments.values())
     try:
@@ -96,8 +134,6 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
         optimizer = factory(groups, **values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{cfg.SOLVER.OPTIMIZER.NAME} refuses {given}: {error}") from error
-    if factory is torch.optim.SGD and values.get("fused"):
-        optimizer.register_step_pre_hook(_start_late_buffers)
     if any(map(is_sharded, params)):
         _check_that_it_updates_shards(cfg, factory, values, params, model)
     _logger.info(
@@ -111,7 +147,7 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     )
     if len(optimizer.param_groups) > 1:
         _logger.info("Parameter groups:\n%s", describe_param_groups(optimizer, model))
-    return maybe_add_gradient_clipping(cfg, optimizer)
+    return optimizer
 
 
 def _build_groups(cfg: CfgNode, model: nn.Module, lr: float, weight_decay: float | None) -> list[dict[str, Any]]:
@@ -244,8 +280,9 @@ def _start_late_buffers(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dic
     state, groups = optimizer.state, optimizer.param_groups
     if state and len(state) < sum(len(group["params"]) for group in groups):
         for group in groups:
-            late = [param for param in group["params"] if param.grad is not None and param not in state]
-            state.update({param: {"momentum_buffer": torch.zeros_like(param)} for param in late if group["momentum"]})
+            if group.get("fused") and group.get("momentum"):
+                late = [param for param in group["params"] if param.grad is not None and param not in state]
+                state.update({param: {"momentum_buffer": torch.zeros_like(param)} for param in late})
 
 
 def _check_that_it_updates_shards(

@@ -1,6 +1,7 @@
 """The hyper-parameters of an optimizer, and their changes by a checkpoint."""
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -44,14 +45,17 @@ def check_saved_groups(saved: Sequence[Mapping[str, Any]], optimizer: torch.opti
             f"the optimizer in the checkpoint has {len(saved)} parameter groups, that of this run has "
             f"{len(optimizer.param_groups)}; {remedy}"
         )
-    options = [name for name in saved[0] if name != "params" and not name.startswith("initial_")]
-    without = [name for name in options if name not in optimizer.param_groups[0]]
-    instead = [name for name in getattr(optimizer, "defaults", ()) if name not in saved[0]]
-    if without and instead:  # only one of them: another version of torch; a wrapper may have no defaults
-        raise ConfigError(
-            f"the optimizer in the checkpoint has {', '.join(without)}, {type(optimizer).__name__} has "
-            f"{', '.join(instead)} instead; {remedy}"
-        )
+    groups = iter(saved)
+    for part in getattr(optimizer, "optimizers", [optimizer]):
+        first, *_ = islice(groups, len(part.param_groups))
+        options = [name for name in first if name != "params" and not name.startswith("initial_")]
+        without = [name for name in options if name not in part.param_groups[0]]
+        instead = [name for name in getattr(part, "defaults", ()) if name not in first]
+        if without and instead:  # only one of them: another version of torch; a wrapper may have no defaults
+            raise ConfigError(
+                f"the optimizer in the checkpoint has {', '.join(without)}, {type(part).__name__} has "
+                f"{', '.join(instead)} instead; {remedy}"
+            )
 
 
 def describe_changes(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> str:

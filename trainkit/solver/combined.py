@@ -1,0 +1,100 @@
+"""Several optimizers as one, each for a part of the parameters."""
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainkit.config.errors import ConfigError
+from trainkit.utils.registry import did_you_mean
+
+
+class CombinedOptimizer(Optimizer):
+    """Optimizers that step together, in the given order.
+
+    ``param_groups`` are those of all optimizers, and ``state`` is one state for all, so schedules, clipping, gradient
+    scalers and checkpoints use it like a single optimizer. It is fused for a scaler if all optimizers are.
+
+    Raises:
+        ValueError: a parameter belongs to two optimizers.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
+        self.optimizers = list(optimizers)
+        for optimizer in optimizers:
+            self.state.update(optimizer.state)
+        self._share()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self.optimizers)
+
+    def _share(self) -> None:
+        """Let the optimizers use this state and these groups."""
+        groups = iter(self.param_groups)
+        for optimizer in self.optimizers:
+            own = [*islice(groups, len(optimizer.param_groups))]
+            optimizer.__setstate__({"state": self.state, "param_groups": own})
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters that have a gradient; ``closure`` is called once."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for optimizer in self.optimizers:
+            for name in ("grad_scale", "found_inf"):  # a scaler's tensors, read by fused optimizers
+                setattr(optimizer, name, getattr(self, name, None))
+            optimizer.step()
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only for the constructor. Raises TypeError later: the optimizer of the group would not be known."""
+        if hasattr(self, "optimizers"):
+            raise TypeError("a CombinedOptimizer takes no further group; build it from optimizers that have the group")
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "optimizers": self.optimizers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # also called by load_state_dict, with new groups and a new state
+        self._share()
+
+
+def divide_parameters(model: nn.Module, entries: Sequence[Mapping[str, Any]]) -> list[set[Tensor]]:
+    """The trainable parameters of each entry of SOLVER.OPTIMIZERS: the first pattern that fits a name counts.
+
+    Raises:
+        ConfigError: an entry is wrong; a pattern fits no parameter that is left; a parameter fits no pattern.
+    """
+    names = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    left, found = dict(names), []
+    for entry in entries:
+        patterns = entry.get("PARAMS", ["*"]) if isinstance(entry, Mapping) else None
+        if not isinstance(patterns, list | tuple) or not patterns or not isinstance(entry.get("NAME"), str):
+            raise ConfigError(
+                f"SOLVER.OPTIMIZERS has the entry {entry!r}; accepted: a node with the NAME of an optimizer, its "
+                'arguments, and PARAMS, a list of patterns such as ["*.weight"]; without PARAMS it takes all others'
+            )
+        found.append(set[Tensor]())
+        for pattern in patterns:
+            if not (fitting := fnmatch.filter(left, str(pattern))):
+                taken = fnmatch.filter(names, str(pattern))
+                reason = "only parameters of patterns before it" if taken else "no trainable parameter"
+                raise ConfigError(
+                    f"SOLVER.OPTIMIZERS: {pattern!r} (PARAMS of {entry['NAME']}) fits {reason}; "
+                    f"{'' if taken else did_you_mean(pattern, names)}correct it, or leave it out"
+                )
+            found[-1].update(left.pop(name) for name in fitting)
+    if left:
+        raise ConfigError(
+            f"SOLVER.OPTIMIZERS: no pattern fits {', '.join([*left][:5])} ({len(left)} in all); name them in PARAMS, "
+            "or add an entry without PARAMS as the last one"
+        )
+    return found
