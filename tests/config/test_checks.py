@@ -29,6 +29,8 @@ def test_the_defaults_are_in_order():
         (["CHECKPOINT.MAX_TO_KEEP", 0], "MAX_TO_KEEP is 0; accepted: a number of at least 1, or None to keep all"),
         (["CHECKPOINT.MAX_TO_KEEP", True], "MAX_TO_KEEP is True; accepted"),
         (["CHECKPOINT.MAX_TO_KEEP", "few"], "MAX_TO_KEEP is 'few'; accepted"),
+        (["CHECKPOINT.BEST_TO_KEEP", 0, "CHECKPOINT.BEST_METRIC", "a/b"], "BEST_TO_KEEP is 0; it must be at least 1"),
+        (["CHECKPOINT.BEST_TO_KEEP", 2], "BEST_TO_KEEP is 2, but BEST_METRIC is empty; set it"),
         (["CHECKPOINT.BEST_METRIC", 5], "BEST_METRIC is 5; accepted: None, a name such as"),
         (["CHECKPOINT.BEST_METRIC", ["a/b", ""]], r"BEST_METRIC is \['a/b', ''\]; accepted"),
         (["CHECKPOINT.PUBLISH", "model", "CHECKPOINT.SAVE_LAST", False], "nothing to publish; set one of them"),

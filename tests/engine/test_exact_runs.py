@@ -41,6 +41,7 @@ OPTIONS += ("SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", "bfloat16", "HOO
 OPTIONS += ("DATASETS.VAL", ("tiny_val",), "CHECKPOINT.BEST_METRIC", "classification/top1", "CHECKPOINT.MAX_TO_KEEP", 2)
 OPTIONS += ("EARLY_STOPPING.METRIC", "classification/top1", "EARLY_STOPPING.PATIENCE", 2, "CHECKPOINT.ASYNC", True)
 OPTIONS += ("SOLVER.OPTIMIZERS", [{"NAME": "Muon", "PARAMS": ["*.4.weight"], "LR": 0.02}, {"NAME": "SGD"}])
+OPTIONS += ("CHECKPOINT.BEST_TO_KEEP", 2)
 
 
 class Killed(BaseException):

@@ -124,6 +124,12 @@ MONITORING = [
         has_files("model_best_loss_total_loss.pth", "model_best_loss_loss_cls.pth"),
         BEST,
     ),
+    Setting(
+        "several best checkpoints",
+        ["CHECKPOINT.BEST_TO_KEEP", 2],
+        all_of(best_is(11), has_files("model_best_0000008.pth", "model_best_0000011.pth"), has_no_files("0000005.pth")),
+        BEST,
+    ),
     Setting("best checkpoint: mode", ["CHECKPOINT.BEST_MODE", "max"], best_is(2), BEST),
     Setting(
         "BestCheckpointer in HOOKS",

@@ -26,6 +26,7 @@ from trainkit.checkpoint.folder import (
     checkpoint_files,
     choose_and_read,
     find_checkpoint,
+    remove_checkpoint,
 )
 from trainkit.checkpoint.matching import Differences, strip_wrapper_prefix, table_of
 from trainkit.checkpoint.ranks import KEY as RANKS
@@ -195,6 +196,17 @@ class Checkpointer:
             return self._writing
         write(state)
         return None
+
+    def remove(self, name: str) -> None:
+        """Remove an untagged file, such as that of a former best value, if it is there; every rank may call it.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        self._untagged.discard(name)
+        if self.save_to_disk:
+            with contextlib.suppress(FileNotFoundError):
+                remove_checkpoint(os.path.join(self.save_dir, name + SUFFIX))
 
     def wait(self) -> None:
         """Wait until nothing is being written.

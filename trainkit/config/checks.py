@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 _DIGITS = re.compile(r"\d+")
 _URL = re.compile(r"[A-Za-z][\w+.-]*://")
 _MINIMA = {
+    "CHECKPOINT.BEST_TO_KEEP": 1,
     "CHECKPOINT.START": 0,
     "DATALOADER.NUM_WORKERS": 0,
     "DATALOADER.TIMEOUT": 0,
@@ -180,6 +181,8 @@ def _check_checkpoints(cfg: CfgNode) -> None:
     names = best if isinstance(best, list | tuple) else [best or "none"]
     if not all(isinstance(name, str) and name for name in names):
         raise ConfigError(f'CHECKPOINT.BEST_METRIC is {best!r}; accepted: None, a name such as "task/top1", or a list')
+    if options.BEST_TO_KEEP > 1 and not best:
+        raise ConfigError(f"CHECKPOINT.BEST_TO_KEEP is {options.BEST_TO_KEEP}, but BEST_METRIC is empty; set it")
     if options.START and cfg.SOLVER.CHECKPOINT_PERIOD == 0:
         raise ConfigError(
             f"CHECKPOINT.START is {options.START}, but SOLVER.CHECKPOINT_PERIOD is 0: nothing is saved before the end; "

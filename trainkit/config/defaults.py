@@ -151,6 +151,7 @@ _C.CHECKPOINT.ASYNC = False  # True: copy the state to host memory, and write it
 _C.CHECKPOINT.MAX_TO_KEEP = None  # How many periodic files are kept. None: all. model_final and model_best always stay.
 _C.CHECKPOINT.BEST_METRIC = None  # Such as "classification/top1", or a list of names. None: no best checkpoint.
 _C.CHECKPOINT.BEST_MODE = "auto"  # "max" or "min" is better. "auto": the name of the metric decides.
+_C.CHECKPOINT.BEST_TO_KEEP = 1  # 3: keep the 3 best also as model_best_<iteration>. 1: only model_best.
 _C.CHECKPOINT.PUBLISH = ""  # At the end, also save only the "model" or "ema" weights of model_final and the best files.
 _C.CHECKPOINT.PUBLISH_FORMAT = "pth"  # The format of these files: "pth", or "safetensors" (needs that package).
 

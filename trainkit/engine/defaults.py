@@ -417,7 +417,13 @@ class DefaultTrainer(TrainerBase):
             *chosen(hooks.ReduceOnPlateau, **evaluated),
             *chosen(hooks.BestCheckpointer, **saved),
             *itertools.chain.from_iterable(
-                take(hooks.BestCheckpointer, **saved, val_metric=metric, file_prefix=prefix)
+                take(
+                    hooks.BestCheckpointer,
+                    **saved,
+                    val_metric=metric,
+                    file_prefix=prefix,
+                    num_to_keep=best.BEST_TO_KEEP,
+                )
                 for metric, prefix in best_file_prefixes(best.BEST_METRIC).items()
             ),
             *take(

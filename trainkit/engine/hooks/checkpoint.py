@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -18,6 +19,7 @@ from trainkit.engine.hooks.ema import averaging_hook
 from trainkit.engine.hooks.monitor import MetricHook, Mode
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.periods import is_last
+from trainkit.utils.numbers import is_whole
 from trainkit.utils.periods import say_done
 
 logger = logging.getLogger(__name__)
@@ -27,26 +29,26 @@ class _Saves(HookBase):
     """A hook that saves and knows whether its last save failed (of an asynchronous save: after it was waited for)."""
 
     checkpointer: Any
-    _writing: Future[None] | None = None
+    _writing: Sequence[Future[None]] = ()
     _failure = ""
 
     def _request(self, name: str, save: Callable[[], Future[None] | None]) -> None:
         self.trainer.request_save(name, partial(self._save, save))
 
     def _save(self, save: Callable[[], Future[None] | None]) -> None:
-        self._failure = ""
         try:
-            self._writing = save()
+            writing = save()
+            self._writing = (*self._writing, *filter(None, [writing]))
         except CheckpointError as error:
             self._failure = str(error)
             raise  # the trainer logs it
 
     def _wait(self) -> None:
         """Wait for the files of this rank, never for other ranks."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
+        writing, self._writing = self._writing, ()
+        for future in writing:
             try:
-                writing.result()
+                future.result()
             except CheckpointError as error:
                 self._failure = str(error)
         self._log_failure(wait=True)
@@ -85,7 +87,7 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, _Saves):
         # a larger number is of another run
         self._final_iter = self._final_iter if self._final_iter <= self.trainer.start_iter else -1
         self._saved: tuple[int, int] | None = None  # the position of the run at its last save
-        self._writing, self._failure = None, ""
+        self._writing, self._failure = (), ""
         if self.trainer.start_iter > 0:
             self.rotate(self.trainer.start_iter - 1)
 
@@ -113,6 +115,7 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, _Saves):
 
     def _save(self, save: Callable[[], Future[None] | None]) -> None:
         self._saved = self.trainer.position
+        self._writing, self._failure = (), ""  # only the last save counts
         super()._save(save)
 
     def _is_saved(self) -> bool:
@@ -140,6 +143,8 @@ class BestCheckpointer(MetricHook, _Saves):
     Args:
         eval_period, offset, val_metric, mode: see `trainkit.engine.hooks.monitor.MetricHook`.
         checkpointer: a trainkit or an fvcore checkpointer.
+        num_to_keep: if more than 1, keep this number of best values as ``<file_prefix>_<iteration>``; the best of them
+            is also ``<file_prefix>``. Of equal values the earlier one is better. Needs a trainkit checkpointer.
     """
 
     min_period = 0
@@ -152,13 +157,23 @@ class BestCheckpointer(MetricHook, _Saves):
         mode: Mode = "max",
         file_prefix: str = "model_best",
         *,
+        num_to_keep: int = 1,
         offset: int = 0,
     ) -> None:
         super().__init__(eval_period, val_metric, mode, offset=offset)
         check_file_prefix(file_prefix)
-        self.checkpointer, self.file_prefix = checkpointer, file_prefix
-        self._writing, self._failure, self._is_saving = None, "", False
-        self._before: dict[str, Any] | None = None  # the state before a save that can still fail
+        if not is_whole(num_to_keep, 1) or (num_to_keep > 1 and not isinstance(checkpointer, Checkpointer)):
+            raise ValueError(
+                "num_to_keep (CHECKPOINT.BEST_TO_KEEP) must be a number of files, at least 1, and 1 with fvcore's "
+                f"checkpointer, got {num_to_keep!r} with {type(checkpointer).__name__}"
+            )
+        self.checkpointer, self.file_prefix, self._num_to_keep = checkpointer, file_prefix, num_to_keep
+        self._writing, self._is_saving, self._num_to_write = (), False, 0
+        self._before: dict[str, Any] | None = None  # the state before saves that can still fail
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._kept: list[list[Any]] = []  # [iteration, value] of numbered files, the best first; on rank 0
 
     def before_train(self) -> None:
         """Raises ValueError if another hook writes the same file."""
@@ -182,21 +197,33 @@ class BestCheckpointer(MetricHook, _Saves):
             self._raise_failure()
 
     def look(self) -> None:
-        self._settle()
-        self._failure, self._before = "", super().state_dict()
+        self._before = self.state_dict()
+        self._failure, self._num_to_write = "", 0
         super().look()
 
-    def judge(self, value: float) -> bool:
-        return self.not_better == 0
+    def judge(self, value: float) -> list[str]:
+        """The names of the files to write."""
+        names = [self.file_prefix] if self.not_better == 0 else []
+        if self._num_to_keep > 1 and math.isfinite(value):
+            entry = [self.trainer.last_done_iter, value]
+            others = [other for other in self._kept if other[0] != entry[0]]
+            self._kept = sorted([*others, entry], key=lambda kept: -self._sign * kept[1])[: self._num_to_keep]
+            names = [self._numbered(entry[0])] * (entry in self._kept) + names
+        return names
 
-    def act(self, decision: bool) -> None:
-        if self.best is not None:  # on rank 0
+    def act(self, decision: list[str]) -> None:
+        if self.best is not None and self.file_prefix in decision:  # on rank 0
             logger.info("%s is %.5g, the best so far", self.monitored_metric, self.best)
         iteration = self.trainer.last_done_iter
-        save: Callable[[], Any] = partial(self._save_and_restore_tag, iteration)
-        if isinstance(self.checkpointer, Checkpointer):
-            save = partial(self.checkpointer.save, self.file_prefix, tag_last=False, iteration=iteration)
-        self._request(self.file_prefix, save)
+        self._num_to_write = len(decision)
+        for name in decision:
+            save: Callable[[], Any] = partial(self._save_and_restore_tag, iteration)
+            if isinstance(self.checkpointer, Checkpointer):
+                save = partial(self.checkpointer.save, name, tag_last=False, iteration=iteration)
+            self._request(name, save)
+
+    def _numbered(self, iteration: int) -> str:
+        return f"{self.file_prefix}_{iteration:07d}"
 
     def _save(self, save: Callable[[], Future[None] | None]) -> None:
         self._is_saving = True
@@ -204,6 +231,7 @@ class BestCheckpointer(MetricHook, _Saves):
             super()._save(save)
         finally:
             self._is_saving = False
+            self._num_to_write -= 1
 
     def before_save(self, state: dict[str, Any]) -> None:
         averaging = averaging_hook(self.trainer.hooks)
@@ -225,12 +253,23 @@ class BestCheckpointer(MetricHook, _Saves):
             tag.unlink(missing_ok=True) if before is None else self.checkpointer.tag_last_checkpoint(before)
 
     def _settle(self) -> None:
-        """Wait for the best file. If it was not written, return to the best value before it."""
-        if self._writing is not None:
+        """Wait for the files, then remove those that are no longer among the best.
+
+        If one was not written, return to the values before it.
+        """
+        if self._writing:
             self._wait()
-        if self._failure and self._before is not None:
-            before, self._before = self._before, None
-            super().load_state_dict(before)
+        if self._before is None or self._num_to_write:
+            return
+        before, self._before, tried = self._before, None, self._kept
+        if self._failure:
+            self.load_state_dict(before)
+        for entry in [*before["kept"], *tried]:
+            if entry not in self._kept:
+                try:
+                    self.checkpointer.remove(self._numbered(entry[0]))
+                except OSError as error:
+                    logger.warning("A checkpoint that is no longer among the best is not removed: %s", error)
 
     def summary(self) -> str:
         """The best value and its iteration; "" if there is none yet."""
@@ -241,7 +280,12 @@ class BestCheckpointer(MetricHook, _Saves):
 
     def state_dict(self) -> dict[str, Any]:
         self._settle()
-        return super().state_dict()
+        return {**super().state_dict(), "kept": self._kept}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self.best is not None:
+            self._kept = state_dict.get("kept", [])  # older states have none
 
 
 def best_file_prefixes(metrics: str | Sequence[str] | None) -> dict[str, str]:
