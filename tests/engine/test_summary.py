@@ -48,7 +48,15 @@ def test_a_finished_run_says_what_was_best_where_the_time_went_and_what_there_is
 def test_of_many_periodic_checkpoints_the_first_and_the_last_are_named(tmp_path, caplog, period, shown):
     lines, _ = summary(tmp_path, caplog, "SOLVER.CHECKPOINT_PERIOD", period)
     names = lines[-1].split(": ", 1)[1].split(", ")
-    assert names == ["batch.json", "finished", "last_checkpoint", "metrics.json", *shown, "model_final.pth"]
+    assert names == [
+        "batch.json",
+        "confusion_tiny_test.json",
+        "finished",
+        "last_checkpoint",
+        "metrics.json",
+        *shown,
+        "model_final.pth",
+    ]
 
 
 def test_a_stopped_run_says_how_it_goes_on(tmp_path, caplog, monkeypatch):

@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 _TRIAL_FOLDER = "fast_dev_run"
 # the files of a run in its output folder
 _RUN_FILES = re.compile(
-    r"log\.txt(\.rank\d+)?|config\.yaml|batch\.json|metrics\.(json|csv)(\.cut_\d+)?"
+    r"log\.txt(\.rank\d+)?|config\.yaml|batch\.json|confusion_.+\.json|metrics\.(json|csv)(\.cut_\d+)?"
     rf"|last_checkpoint|finished|{CAPSULE_FILE.pattern}|.+\.pth|.+_published-\w{{8}}\.safetensors"
     r"|events\.out\.tfevents\..+|events\.cut_\d+"
 )

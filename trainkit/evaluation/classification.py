@@ -1,18 +1,27 @@
-"""Top-k and per-class accuracy."""
+"""Top-k and per-class accuracy, and which classes are taken for which."""
 
+import json
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
+from trainkit.checkpoint.atomic import write_text
 from trainkit.config.config import CfgNode
 from trainkit.config.configurable import configurable
 from trainkit.data.catalog import MetadataCatalog
 from trainkit.evaluation.labelled import LabelledEvaluator
 from trainkit.evaluation.observer import for_details
 from trainkit.utils import comm
+from trainkit.utils.events import get_event_storage, has_event_storage
+from trainkit.utils.run_folder import is_owned
 from trainkit.utils.tables import format_table
 
 logger = logging.getLogger(__name__)
+
+_MOST_LOGGED, _MOST_WRITTEN = 10, 200  # classes of a confusion matrix
 
 
 class ClassificationEvaluator(LabelledEvaluator):
@@ -25,6 +34,9 @@ class ClassificationEvaluator(LabelledEvaluator):
         topk: each k gives a metric ``top<k>``: the label is among the k highest scores.
         class_names: C names for the table; None: their numbers.
         task: the key of the results.
+        confusion_file: gets the confusion matrix of up to 200 classes as JSON: ``confusion[label][prediction]`` is a
+            number of samples; with ``class_names``, ``task`` and the ``iteration`` of the results. "": no file. A run
+            writes ``OUTPUT_DIR/confusion_<dataset>.json``, unless TEST.MAX_BATCHES is set; ``--eval-only`` does not.
     """
 
     @configurable
@@ -35,18 +47,23 @@ class ClassificationEvaluator(LabelledEvaluator):
         *,
         label_key: str = "label",
         task: str = "classification",
+        confusion_file: str = "",
     ) -> None:
         if not topk or any(type(k) is not int or k < 1 for k in topk):
             raise ValueError(f"topk must hold one or more integers >= 1, got {topk!r}")
-        self._topk = sorted(set(topk))
+        self._topk, self._confusion_file = sorted(set(topk)), confusion_file
         super().__init__("NC", class_names, label_key, task, largest_k=self._topk[-1])
 
     @classmethod
     def from_config(cls, cfg: CfgNode, dataset_name: str) -> dict[str, Any]:
-        return {"class_names": MetadataCatalog.get(dataset_name).get("class_names")}
+        arguments = {"class_names": MetadataCatalog.get(dataset_name).get("class_names")}
+        if is_owned(cfg.OUTPUT_DIR) and not cfg.TEST.MAX_BATCHES:
+            name = f"confusion_{dataset_name.replace('/', '_')}.json"
+            arguments["confusion_file"] = os.path.join(cfg.OUTPUT_DIR, name)
+        return arguments
 
     def evaluate(self) -> dict[str, Any]:
-        """Combine the ranks and log the table of classes.
+        """Combine the ranks, log the table of classes, and show the confusion matrix.
 
         Returns:
             On rank 0 ``{task: {"top<k>": ..., "mean_class_accuracy": ...}}`` in percent; the mean is over the classes
@@ -67,7 +84,31 @@ class ClassificationEvaluator(LabelledEvaluator):
         headers, align = ["class", "samples", "accuracy"], ["left", "right", "right"]
         table = format_table(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True)
         logger.info("Accuracy of each class in percent (%s):\n%s", self._task, table, extra=for_details())
+        self._show_confusion(confusion)
         metrics = {f"top{k}": 100.0 * int(hits_at[:k].sum()) / sum(num_samples) for k in self._topk}
         present = [accuracy for samples, accuracy in zip(num_samples, per_class, strict=True) if samples]
         metrics["mean_class_accuracy"] = sum(present) / len(present)
         return {self._task: metrics}
+
+    def _show_confusion(self, confusion: Tensor) -> None:
+        """Log the matrix if it is small, and write its file."""
+        names, counts = self._names(confusion), confusion.tolist()
+        if len(names) <= _MOST_LOGGED:
+            table = format_table(
+                [(name, *row) for name, row in zip(names, counts, strict=True)],
+                ["label", *names],
+                tablefmt="pipe",
+                colalign=["left", *["right"] * len(names)],
+                disable_numparse=True,
+            )
+            text = "Samples of each label by their prediction (%s):\n%s"
+            logger.info(text, self._task, table, extra=for_details())
+        if not self._confusion_file or len(names) > _MOST_WRITTEN:
+            return
+        iteration = get_event_storage().iter if has_event_storage() else None
+        content = {"task": self._task, "iteration": iteration, "class_names": names, "confusion": counts}
+        try:
+            os.makedirs(os.path.dirname(self._confusion_file) or ".", exist_ok=True)
+            write_text(json.dumps(content), self._confusion_file)
+        except OSError as error:
+            logger.warning("The confusion matrix is not written: %s", error)

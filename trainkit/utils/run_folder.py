@@ -140,6 +140,11 @@ def is_owned_by_another(folder: str | os.PathLike[str]) -> bool:
         os.close(descriptor)
 
 
+def is_owned(folder: str | os.PathLike[str]) -> bool:
+    """Whether a run of this process owns the folder."""
+    return _is_owned(os.path.realpath(folder))
+
+
 def _is_owned(path: str) -> bool:
     """Whether this process owns it; a fork, such as a loader worker, does not share the locks."""
     return path in _owned and _owned[path].pid == os.getpid()
