@@ -22,11 +22,13 @@ Input, one sample after the other, in the form of the test dataset before its tr
 Output is one JSON object per sample, on the standard output or in a .jsonl file. If a prediction has one score for each
 of the dataset's class_names, the output has the best classes with their probabilities. These are the softmax of the
 scores, or the scores if they are probabilities already. For scores of every pixel, it has the classes with their share
-of the pixels; for other large tensors their shape and range. A number that is not finite is null. A .pt file gets the
-list of the predictions without changes.
+of the pixels; for other large tensors their shape and range. A number that is not finite is null. A line also has the
+label of the sample, and its id, image_id, name, file_name and path, if it has them. A .pt file gets the list of the
+predictions without changes. A file is written completely or not at all.
 """
 
 import argparse
+import inspect
 import itertools
 import json
 import math
@@ -34,25 +36,31 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, cast
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils.data import Subset, default_collate
 from user_job import SCRIPT_HELP, find_trainer
 
+from trainkit.checkpoint.atomic import replacing
 from trainkit.checkpoint.folder import choose
 from trainkit.config import CfgNode, ConfigError, get_cfg
-from trainkit.data import DatasetCatalog, MetadataCatalog
-from trainkit.engine import DefaultPredictor, user_errors_exit
+from trainkit.data import DatasetCatalog, MetadataCatalog, build_test_loader
+from trainkit.data.transforms import build_transform
+from trainkit.engine import DefaultPredictor, DefaultTrainer, user_errors_exit
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
 from trainkit.engine.setup import checkpoint_dir
+from trainkit.utils.batches import num_samples
 from trainkit.utils.device import move_to_device
 
 ROOT = Path(__file__).resolve().parents[1]
 TOP_K = 3  # if classes have names
+TOLD = ("id", "image_id", "name", "file_name", "path", "label")  # entries of a sample that are in its line
 MAX_VALUES = 16  # larger tensors are not printed
 
 
@@ -98,12 +106,16 @@ def samples_of_dataset(name: str) -> Iterator[Any]:
     Raises:
         ConfigError: no dataset has that name.
     """
-    if name not in DatasetCatalog:
-        raise ConfigError(f"--dataset: {DatasetCatalog.explain_unknown(name)}")
-    dataset = DatasetCatalog.get(name)
+    dataset = _find_dataset(name)
     if not hasattr(dataset, "__getitem__"):
         return iter(dataset)
     return (dataset[index] for index in range(len(dataset)))
+
+
+def _find_dataset(name: str) -> Any:
+    if name not in DatasetCatalog:
+        raise ConfigError(f"--dataset: {DatasetCatalog.explain_unknown(name)}")
+    return DatasetCatalog.get(name)
 
 
 def samples_of_file(path: str, key: str) -> Iterator[Any]:
@@ -195,6 +207,54 @@ def _split(content: Any, key: str) -> Iterator[Any]:
 # ---------------------------------------------------------------------------- the predictions
 
 
+def predict_dataset(
+    predictor: DefaultPredictor, trainer: type[DefaultTrainer], name: str, num: int | None
+) -> Iterator[tuple[Any, Any]]:
+    """(what is told of a sample, its prediction) for the first ``num`` samples of a dataset, or all, in its order.
+
+    The loader is that of an evaluation, with DATALOADER.NUM_WORKERS workers, which also transform the samples. A
+    trainer with its own ``build_test_loader`` gives the batches, in which the names of samples must be.
+
+    Raises:
+        ConfigError: no dataset has that name.
+    """
+    batches: Iterable[tuple[list[Any], Any]]
+    if vars(DefaultTrainer)["build_test_loader"] is not inspect.getattr_static(trainer, "build_test_loader"):
+        loader = trainer.build_test_loader(predictor.cfg, name)
+        batches = ((_told_of_batch(batch), batch) for batch in loader)
+    elif hasattr(dataset := _find_dataset(name), "__getitem__"):
+        batches = _loader_of(predictor.cfg, dataset, num)
+    else:
+        samples = itertools.islice(dataset, num)
+        yield from ((_told(sample), prediction) for sample, prediction in predict(predictor, samples))
+        return
+    predicted = (zip(told, predictor.predict_batch(batch, len(told)), strict=True) for told, batch in batches)
+    yield from itertools.islice(itertools.chain.from_iterable(predicted), num)
+
+
+def _loader_of(cfg: CfgNode, dataset: Any, num: int | None) -> Iterable[tuple[list[Any], Any]]:
+    """Batches of a dataset, each with what is told of its samples, which a transform may leave out."""
+    chosen = Subset(dataset, range(len(dataset))[:num])
+    num_batches = math.ceil(len(chosen) / cfg.TEST.IMS_PER_BATCH)
+    return build_test_loader(
+        chosen,
+        mapper=partial(_transformed, build_transform(cfg, is_train=False)),
+        batch_size=cfg.TEST.IMS_PER_BATCH,
+        num_workers=min(cfg.DATALOADER.NUM_WORKERS, num_batches - 1),  # a process is slower than one batch
+        collate_fn=partial(_collated, default_collate if cfg.DATALOADER.COLLATE == "default" else list),
+        prefetch_factor=cfg.DATALOADER.PREFETCH_FACTOR,
+        timeout=cfg.DATALOADER.TIMEOUT,
+    )
+
+
+def _transformed(transform: Callable[[Any], Any] | None, sample: Any) -> tuple[Any, Any]:
+    return _told(sample), sample if transform is None else transform(sample)
+
+
+def _collated(collate: Callable[[list[Any]], Any], samples: list[tuple[Any, Any]]) -> tuple[list[Any], Any]:
+    return [told for told, _ in samples], collate([sample for _, sample in samples])
+
+
 def predict(predictor: DefaultPredictor, samples: Iterable[Any], origin: str = "") -> Iterator[tuple[Any, Any]]:
     """(sample, its prediction), computed in batches of TEST.IMS_PER_BATCH.
 
@@ -278,28 +338,35 @@ def _are_probabilities(scores: Tensor) -> bool:
     return bool((scores >= 0).all()) and abs(scores.sum().item() - 1) < 1e-3
 
 
-def _describe_sample(sample: Any, class_names: Sequence[Any]) -> dict[str, Any]:
-    """Its label, if it has one."""
-    label: Any = sample.get("label") if isinstance(sample, Mapping) else None
-    label = label.item() if getattr(label, "ndim", None) == 0 else label
-    if type(label) is not int:
-        return {}
-    return {"label": str(class_names[label]) if 0 <= label < len(class_names) else label}
+def _told(sample: Any) -> dict[str, Any]:
+    """The names and the label of a sample, if it has them."""
+    found: Any = {name: sample[name] for name in TOLD if name in sample} if isinstance(sample, Mapping) else {}
+    found = {name: value.item() if getattr(value, "ndim", None) == 0 else value for name, value in found.items()}
+    return {name: value for name, value in found.items() if type(value) in (int, str)}
+
+
+def _told_of_batch(batch: Any) -> list[dict[str, Any]]:
+    num = num_samples(batch)
+    if isinstance(batch, Mapping):
+        columns = {name: batch[name] for name in TOLD if name in batch and len(batch[name]) == num}
+        return [_told({name: values[i] for name, values in columns.items()}) for i in range(num)]
+    return [_told(sample) for sample in batch] if isinstance(batch, list) else [{}] * num
 
 
 # ---------------------------------------------------------------------------- the output
 
 
 def write_lines(
-    file: TextIO, predicted: Iterable[tuple[Any, Any]], class_names: Sequence[Any], top_k: int | None
+    write: Callable[[str], object], predicted: Iterable[tuple[Any, Any]], class_names: Sequence[Any], top_k: int | None
 ) -> int:
     """One JSON object per prediction; returns their number."""
     num_written = 0
-    for sample, prediction in predicted:
-        row: dict[str, Any] = {"sample": num_written, **_describe_sample(sample, class_names)}
-        row["prediction"] = _with_nulls(describe(prediction, class_names, top_k))
-        file.write(json.dumps(row, allow_nan=False) + "\n")
-        file.flush()
+    for told, prediction in predicted:
+        label = told.get("label")
+        if type(label) is int and 0 <= label < len(class_names):
+            told = {**told, "label": str(class_names[label])}
+        row = {"sample": num_written, **told, "prediction": _with_nulls(describe(prediction, class_names, top_k))}
+        write(json.dumps(row, allow_nan=False) + "\n")
         num_written += 1
     return num_written
 
@@ -319,11 +386,14 @@ def check_writable(path: str) -> None:
         os.remove(path)
 
 
-def write_outputs(path: str, predicted: Iterable[tuple[Any, Any]]) -> int:
-    """Write the predictions without changes, as a list for ``torch.load``; returns their number."""
-    predictions = [move_to_device(prediction, torch.device("cpu")) for _, prediction in predicted]
-    torch.save(predictions, path)
-    return len(predictions)
+def write_file(path: str, predicted: Iterable[tuple[Any, Any]], class_names: Sequence[Any], top_k: int | None) -> int:
+    """Write all predictions or no file: lines of JSON, or without changes as a list for ``torch.load``."""
+    with replacing(os.path.realpath(path)) as output:
+        if path.endswith(".jsonl"):
+            return write_lines(lambda line: output.write(line.encode()), predicted, class_names, top_k)
+        predictions = [move_to_device(prediction, torch.device("cpu")) for _, prediction in predicted]
+        torch.save(predictions, cast(Any, output))
+        return len(predictions)
 
 
 # ---------------------------------------------------------------------------- the command line
@@ -336,20 +406,19 @@ def main(args: argparse.Namespace) -> None:
             check_writable(args.output)
         cfg = build_cfg(args)
         trainer = find_trainer(cfg, args.script)
+        predictor = DefaultPredictor(cfg, trainer.build_model)
         if args.dataset:
-            samples, origin = samples_of_dataset(args.dataset), ""
+            predicted = predict_dataset(predictor, trainer, args.dataset, args.num)
         else:
             samples = itertools.chain.from_iterable(samples_of_file(path, args.key) for path in args.input)
-            origin = f"--input {' '.join(args.input)}"
+            chosen = itertools.islice(samples, args.num)
+            found = predict(predictor, chosen, f"--input {' '.join(args.input)}")
+            predicted = ((_told(sample), prediction) for sample, prediction in found)
         class_names = _class_names([args.dataset] if args.dataset else [*cfg.DATASETS.TEST, *cfg.DATASETS.VAL])
-        predicted = predict(DefaultPredictor(cfg, trainer.build_model), itertools.islice(samples, args.num), origin)
         if args.output is None:
-            number = write_lines(sys.stdout, predicted, class_names, args.top_k)
-        elif args.output.endswith(".jsonl"):
-            with open(args.output, "w", encoding="utf-8") as file:
-                number = write_lines(file, predicted, class_names, args.top_k)
+            number = write_lines(partial(print, end="", flush=True), predicted, class_names, args.top_k)
         else:
-            number = write_outputs(args.output, predicted)
+            number = write_file(args.output, predicted, class_names, args.top_k)
     print(f"{number} predictions with {cfg.MODEL.WEIGHTS}", file=sys.stderr)
 
 

@@ -15,7 +15,7 @@ from tests.engine.job import tiny_cfg
 from tools import analyze_model, predict
 from trainkit.checkpoint import Checkpointer
 from trainkit.config import ConfigError
-from trainkit.data import DatasetCatalog, MetadataCatalog
+from trainkit.data import TRANSFORM_REGISTRY, DatasetCatalog, MetadataCatalog
 from trainkit.engine import DefaultPredictor
 from trainkit.modeling import MODEL_REGISTRY, build_model
 
@@ -150,6 +150,31 @@ def test_options_change_the_config(run, call):
     same = call(run, "--dataset", "tiny_test")[0]
     assert call(run, "--dataset", "tiny_test", "--opts", "TEST.IMS_PER_BATCH", 3)[0] == same
     assert call(run, "--dataset", "tiny_test", "--opts", "INPUT.TEST_TRANSFORM", "")[0] != same
+
+
+@TRANSFORM_REGISTRY.register()
+def OnlyX(cfg):
+    return lambda sample: {"x": sample["x"]}
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_whole_dataset_is_predicted_in_its_order_with_the_names_of_its_samples(run, call, tmp_path, workers):
+    """Also if the transform drops the names, and with as many workers as an evaluation."""
+    named = [{**sample, "file_name": f"{i}.png", "image_id": torch.tensor(i)} for i, sample in enumerate(SAMPLES)]
+    DatasetCatalog.register("named", lambda: named)
+    options = ["--opts", "INPUT.TEST_TRANSFORM", "OnlyX", "DATALOADER.NUM_WORKERS", workers, "TEST.IMS_PER_BATCH", 4]
+    try:
+        rows, err, _ = call(run, "--dataset", "named", *options)
+        assert call(run, "--dataset", "named", "--num", 5, *options)[0] == rows[:5]
+    finally:
+        DatasetCatalog.remove("named")
+    told = [(row["sample"], row["file_name"], row["image_id"], row["label"]) for row in rows]
+    assert told == [(i, f"{i}.png", i, sample["label"]) for i, sample in enumerate(SAMPLES)], err
+    expected = call(run, "--dataset", "tiny_test", "--opts", "INPUT.TEST_TRANSFORM", "")[0]
+    scores = [torch.tensor([entry["prob"] for entry in row["prediction"]]) for row in expected]
+    torch.testing.assert_close(
+        [torch.tensor(row["prediction"]).softmax(0).sort(descending=True)[0] for row in rows], scores
+    )
 
 
 # ---------------------------------------------------------------------------- samples of files
@@ -468,6 +493,20 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".pt"])
+def test_a_file_is_replaced_only_when_all_is_predicted(answers, tmp_path, suffix):
+    folder, batches = answers(lambda x: x if len(x) == 4 else x.nothing), ["--opts", "TEST.IMS_PER_BATCH", "4"]
+    file = tmp_path / f"old{suffix}"
+    file.write_text("kept")
+    command = [str(folder), "--dataset", "tiny_test", "--output", str(file)]
+    with pytest.raises(AttributeError, match="nothing"):  # in the third batch, of 2
+        predict.main(predict.parse_args([*command, *batches]))
+    assert file.read_text() == "kept"
+    predict.main(predict.parse_args([*command, "--num", "8", *batches]))
+    assert file.read_bytes() != b"kept"
+    assert [path.name for path in tmp_path.iterdir() if "old" in path.name] == [file.name]
+
+
 @pytest.fixture
 def script(tmp_path, monkeypatch):
     """A run of a job whose model no registry knows: the folder, and its file."""
@@ -500,6 +539,18 @@ def test_the_model_of_a_script_predicts(script, tmp_path, call):
     *_, err, code = call(*command, *options)
     assert code == 2
     assert "MODEL.NAME is empty; if a subclass of DefaultTrainer builds the model, name its file: --script" in err
+
+
+def test_the_loader_of_a_script_is_predicted(script, tmp_path, call):
+    batches = '[{"x": torch.ones(1, 4), "name": ["a"]}, {"x": torch.zeros(2, 4), "name": ["b", "c"]}]'
+    Path(script).write_text(SCRIPT.replace('[{"x": torch.ones(1, 4)}]', batches))
+    rows, err, code = call(tmp_path, "--dataset", "mine", "--script", script, "--opts", "INPUT.TEST_TRANSFORM", "")
+    assert code == 0, err
+    torch.manual_seed(0)
+    outputs = nn.Linear(4, 2)(torch.tensor([[1.0], [0.0], [0.0]]).expand(3, 4)).tolist()
+    assert [(row["sample"], row["name"]) for row in rows] == [(0, "a"), (1, "b"), (2, "c")]
+    assert [row["prediction"] for row in rows] == [pytest.approx(output) for output in outputs]
+    assert call(tmp_path, "--dataset", "mine", "--script", script, "--num", 2)[0] == rows[:2]
 
 
 def test_the_model_and_the_loader_of_a_script_are_analyzed(script, tmp_path, capsys):

@@ -48,7 +48,6 @@ class DefaultPredictor:
         self._transform = build_transform(self.cfg, is_train=False)
         self._device = device_of(self.model)
 
-    @torch.no_grad()
     def __call__(self, inputs: Any) -> Any:
         """The model's output for a sample, or a list of outputs for a list of samples, which is one batch.
 
@@ -61,11 +60,16 @@ class DefaultPredictor:
         if self._transform is not None:
             samples = [self._transform(sample) for sample in samples]
         batch = default_collate(samples) if self.cfg.DATALOADER.COLLATE == "default" else samples
+        predictions = self.predict_batch(batch, len(samples))
+        return predictions[0] if single else predictions
+
+    @torch.no_grad()
+    def predict_batch(self, batch: Any, num_samples: int) -> list[Any]:
+        """The model's outputs for the samples of a batch, which is as a test loader gives it."""
         if self._device is not None:
             batch = move_to_device(batch, self._device)
         outputs = self.model(batch)
-        predictions = [_take(outputs, i) for i in range(len(samples))]
-        return predictions[0] if single else predictions
+        return [_take(outputs, i) for i in range(num_samples)]
 
 
 class _TakeAverage:
