@@ -379,6 +379,7 @@ class DefaultTrainer(TrainerBase):
         by_epoch = cfg.LOG.EVAL_AXIS == "epoch"
         evaluated = {"eval_period": cfg.TEST.EVAL_PERIOD, "offset": cfg.TEST.EVAL_START}
         saved = {**evaluated, "checkpointer": self.checkpointer, "mode": best.BEST_MODE}
+        saved["num_to_keep"] = best.BEST_TO_KEEP
         early_hooks = [
             # first: the time of a step must not include other hooks
             *take(hooks.IterationTimer),
@@ -417,13 +418,7 @@ class DefaultTrainer(TrainerBase):
             *chosen(hooks.ReduceOnPlateau, **evaluated),
             *chosen(hooks.BestCheckpointer, **saved),
             *itertools.chain.from_iterable(
-                take(
-                    hooks.BestCheckpointer,
-                    **saved,
-                    val_metric=metric,
-                    file_prefix=prefix,
-                    num_to_keep=best.BEST_TO_KEEP,
-                )
+                take(hooks.BestCheckpointer, **saved, val_metric=metric, file_prefix=prefix)
                 for metric, prefix in best_file_prefixes(best.BEST_METRIC).items()
             ),
             *take(

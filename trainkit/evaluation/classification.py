@@ -13,11 +13,9 @@ from trainkit.config.config import CfgNode
 from trainkit.config.configurable import configurable
 from trainkit.data.catalog import MetadataCatalog
 from trainkit.evaluation.labelled import LabelledEvaluator
-from trainkit.evaluation.observer import for_details
 from trainkit.utils import comm
 from trainkit.utils.events import get_event_storage, has_event_storage
 from trainkit.utils.run_folder import is_owned
-from trainkit.utils.tables import format_table
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +79,7 @@ class ClassificationEvaluator(LabelledEvaluator):
             (name, samples, f"{accuracy:.2f}" if samples else "-")
             for name, samples, accuracy in zip(self._names(confusion), num_samples, per_class, strict=True)
         ]
-        headers, align = ["class", "samples", "accuracy"], ["left", "right", "right"]
-        table = format_table(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True)
-        logger.info("Accuracy of each class in percent (%s):\n%s", self._task, table, extra=for_details())
+        self._log_table("Accuracy of each class in percent", ["class", "samples", "accuracy"], rows)
         self._show_confusion(confusion)
         metrics = {f"top{k}": 100.0 * int(hits_at[:k].sum()) / sum(num_samples) for k in self._topk}
         present = [accuracy for samples, accuracy in zip(num_samples, per_class, strict=True) if samples]
@@ -94,15 +90,8 @@ class ClassificationEvaluator(LabelledEvaluator):
         """Log the matrix if it is small, and write its file."""
         names, counts = self._names(confusion), confusion.tolist()
         if len(names) <= _MOST_LOGGED:
-            table = format_table(
-                [(name, *row) for name, row in zip(names, counts, strict=True)],
-                ["label", *names],
-                tablefmt="pipe",
-                colalign=["left", *["right"] * len(names)],
-                disable_numparse=True,
-            )
-            text = "Samples of each label by their prediction (%s):\n%s"
-            logger.info(text, self._task, table, extra=for_details())
+            rows = [(name, *row) for name, row in zip(names, counts, strict=True)]
+            self._log_table("Samples of each label by their prediction", ["label", *names], rows)
         if not self._confusion_file or len(names) > _MOST_WRITTEN:
             return
         iteration = get_event_storage().iter if has_event_storage() else None

@@ -1,13 +1,18 @@
 """The common part of evaluators that compare scores with labels."""
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainkit.evaluation.evaluator import DatasetEvaluator
+from trainkit.evaluation.observer import for_details
 from trainkit.utils import comm
+from trainkit.utils.tables import format_table
+
+logger = logging.getLogger(__name__)
 
 
 class LabelledEvaluator(DatasetEvaluator):
@@ -116,6 +121,11 @@ class LabelledEvaluator(DatasetEvaluator):
 
     def _names(self, confusion: Tensor) -> list[str]:
         return self._class_names or [str(label) for label in range(len(confusion))]
+
+    def _log_table(self, title: str, headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        align = ["left", *["right"] * (len(headers) - 1)]
+        table = format_table(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True)
+        logger.info("%s (%s):\n%s", title, self._task, table, extra=for_details())
 
 
 def scores_of(outputs: Any, dims: str) -> Tensor:

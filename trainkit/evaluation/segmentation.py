@@ -1,6 +1,5 @@
 """Intersection over union and accuracy of one label per pixel."""
 
-import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -9,11 +8,7 @@ from trainkit.config.config import CfgNode
 from trainkit.config.configurable import configurable
 from trainkit.data.catalog import MetadataCatalog
 from trainkit.evaluation.labelled import LabelledEvaluator
-from trainkit.evaluation.observer import for_details
 from trainkit.utils import comm
-from trainkit.utils.tables import format_table
-
-logger = logging.getLogger(__name__)
 
 
 class SemSegEvaluator(LabelledEvaluator):
@@ -78,9 +73,7 @@ class SemSegEvaluator(LabelledEvaluator):
             [f"{value:.2f}" if math.isfinite(value) else "-" for value in values.tolist()] for values in (iou, accuracy)
         ]
         rows = list(zip(names, labelled.long().tolist(), *columns, strict=True))
-        headers, align = ["class", "pixels", "IoU", "accuracy"], ["left", "right", "right", "right"]
-        table = format_table(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True)
-        logger.info("Each class in percent (%s):\n%s", self._task, table, extra=for_details())
+        self._log_table("Each class in percent", ["class", "pixels", "IoU", "accuracy"], rows)
         metrics = {
             "mIoU": iou.nanmean().item(),
             "aAcc": (100.0 * right.sum() / labelled.sum()).item(),

@@ -28,25 +28,15 @@ class CombinedOptimizer(Optimizer):
         self.optimizers = list(optimizers)
         for optimizer in optimizers:
             self.state.update(optimizer.state)
-        self._share()
+        self.__setstate__({})
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         return all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self.optimizers)
 
-    def _share(self) -> None:
-        """Let the optimizers use this state and these groups."""
-        groups = iter(self.param_groups)
-        for optimizer in self.optimizers:
-            own = [*islice(groups, len(optimizer.param_groups))]
-            optimizer.__setstate__({"state": self.state, "param_groups": own})
-
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update all parameters that have a gradient; ``closure`` is called once."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for optimizer in self.optimizers:
             for name in ("grad_scale", "found_inf"):  # a scaler's tensors, read by fused optimizers
                 setattr(optimizer, name, getattr(self, name, None))
@@ -63,8 +53,12 @@ class CombinedOptimizer(Optimizer):
         return {**super().__getstate__(), "optimizers": self.optimizers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # also called by load_state_dict, with new groups and a new state
-        self._share()
+        """Let the optimizers use this state and these groups; ``load_state_dict`` calls it with new ones."""
+        super().__setstate__(state)
+        groups = iter(self.param_groups)
+        for optimizer in self.optimizers:
+            own = [*islice(groups, len(optimizer.param_groups))]
+            optimizer.__setstate__({"state": self.state, "param_groups": own})
 
 
 def divide_parameters(model: nn.Module, entries: Sequence[Mapping[str, Any]]) -> list[set[Tensor]]:

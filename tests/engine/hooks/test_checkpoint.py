@@ -500,11 +500,15 @@ def test_the_best_k_files_are_those_of_the_whole_run_after_a_resume(tmp_path):
 
 @ASYNC
 def test_a_best_value_whose_file_cannot_be_written_is_not_one_of_the_best_k(tmp_path, async_save, caplog):
-    (tmp_path / "model_best_0000003.pth").mkdir()
-    trainer = run_of_best(tmp_path, [50.0, 60.0, 55.0, 80.0, 70.0], async_save=async_save)
+    for iteration in (0, 3):
+        (tmp_path / f"model_best_000000{iteration}.pth").mkdir()
+    trainer = run_of_best(tmp_path, [90.0, 60.0, 55.0, 80.0, 70.0], async_save=async_save)
     trainer.train(0, 5)
     assert files_of_best(tmp_path) == {"": 4, "_0000001": 1, "_0000004": 4}
-    assert trainer.state_dict()["hooks"]["BestCheckpointer"]["kept"] == [[4, 70.0], [1, 60.0]]
+    assert trainer.state_dict()["hooks"]["BestCheckpointer"]["kept"] == [
+        ["model_best_0000004", 70.0],
+        ["model_best_0000001", 60.0],
+    ]
     assert any("model_best_0000003" in text and "not saved" in text for text in caplog.messages)
 
 

@@ -173,7 +173,7 @@ class BestCheckpointer(MetricHook, _Saves):
 
     def _forget(self) -> None:
         super()._forget()
-        self._kept: list[list[Any]] = []  # [iteration, value] of numbered files, the best first; on rank 0
+        self._kept: list[list[Any]] = []  # [name, value] of numbered files, the best first; on rank 0
 
     def before_train(self) -> None:
         """Raises ValueError if another hook writes the same file."""
@@ -205,10 +205,11 @@ class BestCheckpointer(MetricHook, _Saves):
         """The names of the files to write."""
         names = [self.file_prefix] if self.not_better == 0 else []
         if self._num_to_keep > 1 and math.isfinite(value):
-            entry = [self.trainer.last_done_iter, value]
-            others = [other for other in self._kept if other[0] != entry[0]]
-            self._kept = sorted([*others, entry], key=lambda kept: -self._sign * kept[1])[: self._num_to_keep]
-            names = [self._numbered(entry[0])] * (entry in self._kept) + names
+            name = f"{self.file_prefix}_{self.trainer.last_done_iter:07d}"
+            others = [other for other in self._kept if other[0] != name]
+            ranked = sorted([*others, [name, value]], key=lambda kept: -self._sign * kept[1])
+            self._kept = ranked[: self._num_to_keep]
+            names = [name] * ([name, value] in self._kept) + names
         return names
 
     def act(self, decision: list[str]) -> None:
@@ -221,9 +222,6 @@ class BestCheckpointer(MetricHook, _Saves):
             if isinstance(self.checkpointer, Checkpointer):
                 save = partial(self.checkpointer.save, name, tag_last=False, iteration=iteration)
             self._request(name, save)
-
-    def _numbered(self, iteration: int) -> str:
-        return f"{self.file_prefix}_{iteration:07d}"
 
     def _save(self, save: Callable[[], Future[None] | None]) -> None:
         self._is_saving = True
@@ -267,7 +265,7 @@ class BestCheckpointer(MetricHook, _Saves):
         for entry in [*before["kept"], *tried]:
             if entry not in self._kept:
                 try:
-                    self.checkpointer.remove(self._numbered(entry[0]))
+                    self.checkpointer.remove(entry[0])
                 except OSError as error:
                     logger.warning("A checkpoint that is no longer among the best is not removed: %s", error)
 
@@ -283,9 +281,8 @@ class BestCheckpointer(MetricHook, _Saves):
         return {**super().state_dict(), "kept": self._kept}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        if self.best is not None:
-            self._kept = state_dict.get("kept", [])  # older states have none
+        self._kept = state_dict.get("kept", [])  # older states have none
+        super().load_state_dict(state_dict)  # forgets all of another metric
 
 
 def best_file_prefixes(metrics: str | Sequence[str] | None) -> dict[str, str]:
@@ -300,9 +297,6 @@ def best_file_prefixes(metrics: str | Sequence[str] | None) -> dict[str, str]:
     if len(names) == 1:
         return {names[0]: "model_best"}
     prefixes = [f"model_best_{name.replace('/', '_')}" for name in names]
-    for prefix in prefixes:
-        if prefixes.count(prefix) > 1:
-            raise ConfigError(
-                f"CHECKPOINT.BEST_METRIC {names} has two metrics for the file {prefix}.pth; leave one out"
-            )
+    if twice := [prefix for prefix in prefixes if prefixes.count(prefix) > 1]:
+        raise ConfigError(f"CHECKPOINT.BEST_METRIC {names} has two metrics for the file {twice[0]}.pth; leave one out")
     return dict(zip(names, prefixes, strict=True))
