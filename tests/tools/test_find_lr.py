@@ -78,7 +78,8 @@ SEEN = []
 def test_the_test_trains_as_the_job_with_its_own_hooks_and_without_those_of_trainkit(tmp_path, monkeypatch):
     monkeypatch.setitem(HOOK_REGISTRY._objects, "Seen", Seen)
     hooks = [{"NAME": "Seen"}, {"NAME": "EMAHook"}, {"NAME": "ParamScheduler", "PARAM": "momentum", "SCHEDULES": []}]
-    cfg = tiny_cfg(tmp_path / "job", "HOOKS", hooks, "CHECKPOINT.BEST_METRIC", "classification/top1")
+    best = ("CHECKPOINT.BEST_METRIC", "classification/top1", "CHECKPOINT.BEST_TO_KEEP", 2)
+    cfg = tiny_cfg(tmp_path / "job", "HOOKS", hooks, *best)
     SEEN.clear()
 
     one, two = (find_lr.run_test(cfg, DefaultTrainer, 1e-4, 1e-1, 30) for _ in range(2))
