@@ -46,7 +46,9 @@ ELSEWHERE = {
         "tests/engine/test_finite.py::test_a_skipped_update_leaves_weights_and_optimizer_as_they_were"
     ),
     "gradient accumulation": "tests/engine/test_trainers.py::test_accumulation_equals_one_batch_of_all_samples",
-    "a GAN with two optimizers": "tests/docs/test_exact_resume.py::test_a_gan_with_two_optimizers_resumes_exactly",
+    "a GAN, which updates two models in turn": (
+        "tests/docs/test_exact_resume.py::test_a_gan_with_two_optimizers_resumes_exactly"
+    ),
 }
 
 
@@ -106,6 +108,11 @@ def check_freeze(folder, *settings):
     assert not torch.equal(first_layer(frozen), first_layer(initial))
 
 
+def check_optimizers(folder, *settings):
+    state = train(folder, *settings).checkpoint()["trainer"]["_trainer"]["optimizer"]
+    assert all(f"'{kept}': tensor" in str(state) for kept in ("exp_avg", "momentum_buffer"))
+
+
 def check_skip(folder, *settings):
     whole, less = (train(folder / name, *more).metric("total_loss") for name, more in (("a", ()), ("b", settings)))
     assert [iter for iter in range(6) if whole[iter] == less[iter]] == [0, 1, 2]
@@ -122,6 +129,7 @@ CHECKS = {
     "keep the best checkpoint": check_best,
     "averaged weights (EMA)": check_average,
     "freeze a part of the model, and unfreeze it later": check_freeze,
+    "several optimizers, each for a part of the parameters": check_optimizers,
     "leave out the batches of some steps": check_skip,
 }
 
