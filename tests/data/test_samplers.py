@@ -12,6 +12,7 @@ from trainkit.data.samplers import (
     RepeatFactorTrainingSampler,
     TrainingSampler,
 )
+from trainkit.data.samplers.limited import LimitedSampler
 from trainkit.utils import comm
 
 INFINITE = {
@@ -19,8 +20,10 @@ INFINITE = {
     "unshuffled": lambda seed: TrainingSampler(3, shuffle=False, seed=seed),
     "subset": lambda seed: RandomSubsetTrainingSampler(20, 0.4, seed_shuffle=seed, seed_subset=seed),
     "repeat_factor": lambda seed: RepeatFactorTrainingSampler([1.5, 0.25, 3.0, 1.0, 0.5, 2.0, 1.0], seed=seed),
+    "limited": lambda seed: LimitedSampler(RepeatFactorTrainingSampler([1.5, 1.0, 3.0, 2.5] * 3, seed=seed), 7),
+    "repeated": lambda seed: LimitedSampler(TrainingSampler(30, seed=seed), 7, repeat_first=True),
 }
-SHUFFLED = ["training", "subset", "repeat_factor"]
+SHUFFLED = ["training", "subset", "repeat_factor", "limited"]
 
 
 def take(sampler, num_samples):
@@ -261,3 +264,10 @@ def test_grouped_batches_refuse_what_they_cannot_group():
         GroupedBatchSampler(TrainingSampler(1), [0], 0)
     with pytest.raises(ValueError, match=r"group_ids must be a vector .* got shape \(1, 1\)"):
         GroupedBatchSampler(TrainingSampler(1), [[0]], 1)
+
+
+def test_short_epochs_go_on_with_the_subset_of_their_state():
+    one, other = (LimitedSampler(RandomSubsetTrainingSampler(50, 0.5), 7) for _ in range(2))
+    assert take(one, 30) != take(other, 30)
+    other.load_state_dict(one.state_dict(10))
+    assert take(other, 20) == take(one, 30)[10:]

@@ -70,6 +70,7 @@ def test_the_defaults_of_the_arguments():
         "config_file": "",
         "resume": False,
         "fork": "",
+        "overfit_batches": 0,
         "eval_only": False,
         "fast_dev_run": False,
         "quiet": False,

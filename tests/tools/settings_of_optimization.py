@@ -224,6 +224,12 @@ STEPS = [
         QUICK,
     ),
     Setting(
+        "short epochs",
+        ["SOLVER.MAX_BATCHES_PER_EPOCH", 2, "SOLVER.CHECKPOINT_PERIOD", "3ep"],
+        lambda run: run.checkpoint("model_0000005"),
+        QUICK,
+    ),
+    Setting(
         "gradients are let go before the forward pass",
         ["SOLVER.ZERO_GRAD_BEFORE_FORWARD", True],
         values("has_gradients", lambda t: 0.0),

@@ -71,6 +71,7 @@ _C.DATALOADER.SAMPLER_TRAIN = "TrainingSampler"  # Or "RandomSubsetTrainingSampl
 _C.DATALOADER.RANDOM_SUBSET_RATIO = 1.0  # RandomSubsetTrainingSampler: the fraction of the dataset that is used.
 _C.DATALOADER.REPEAT_THRESHOLD = 0.0  # RepeatFactorTrainingSampler: repeat categories rarer than this fraction.
 _C.DATALOADER.REPEAT_SQRT = True  # RepeatFactorTrainingSampler: repeat by the square root of how much rarer they are.
+_C.DATALOADER.OVERFIT_BATCHES = 0  # Repeat the data of this many iterations, the first ones. 0: use all data.
 _C.DATALOADER.SKIP = []  # [[100, 120]]: leave out the batches of iterations 100 to 119, counted from 0.
 _C.DATALOADER.SKIP_MODE = "shift"  # The next batches follow. "consume": iterations 100 to 119 make no step.
 
@@ -82,6 +83,7 @@ _C.SOLVER.OPTIMIZERS = []  # [{NAME: Muon, PARAMS: ["blocks.*.weight"], LR: 0.02
 _C.SOLVER.MAX_ITER = 40000  # The length of the run. An iteration is one update.
 _C.SOLVER.IMS_PER_BATCH = 16  # Samples per micro-batch, over all ranks.
 _C.SOLVER.ACCUMULATION_STEPS = 1  # Micro-batches per iteration.
+_C.SOLVER.MAX_BATCHES_PER_EPOCH = 0  # An epoch ends after this many iterations. 0: after all data.
 _C.SOLVER.LOGICAL_RANKS = 0  # The same bits on 1, 2, 4, ... processes, up to this power of two. 0: off.
 _C.SOLVER.REFERENCE_WORLD_SIZE = 0  # The number of ranks this config is for, see DefaultTrainer.auto_scale_workers.
 _C.SOLVER.REFERENCE_BATCH_SIZE = 0  # BASE_LR is meant for this many samples per iteration and is scaled. 0: not scaled.

@@ -18,7 +18,7 @@ from trainkit.data.loader import LOADER_KEY, ResumableLoader, trivial_batch_coll
 from trainkit.data.samplers.inference import InferenceSampler, ShardBatchSampler
 from trainkit.data.samplers.infinite import InfiniteSampler, check_seed, new_generator
 from trainkit.data.samplers.training import TrainingSampler
-from trainkit.data.train_sampler import build_train_sampler, seed_of
+from trainkit.data.train_sampler import build_train_sampler, epoch_limit, seed_of
 from trainkit.data.transforms import build_transform
 from trainkit.data.workers import worker_init_reset_seed
 from trainkit.utils import comm
@@ -153,6 +153,18 @@ def iters_per_epoch(loader: Iterable[Any]) -> int | None:
     if not isinstance(sampler, InfiniteSampler) or not batch_size:
         return None
     return whole_or_rounded(Fraction(sampler.samples_per_epoch, batch_size * sampler.world_size))
+
+
+def check_epoch_limit(cfg: CfgNode, loader: Iterable[Any]) -> None:
+    """Raises ConfigError if the config limits the epochs, and those of a training loader are longer or unknown."""
+    key, limit = epoch_limit(cfg)
+    batches = iters_per_epoch(loader) if limit else 0
+    if batches is None or batches > limit:
+        raise ConfigError(
+            f"{key} allows {limit} batches of SOLVER.IMS_PER_BATCH samples per epoch, but an epoch of the training "
+            f"loader ({type(loader).__name__}) has {batches or 'no known number'}; make it by "
+            "trainkit.data.build_train_loader(cfg), or build_train_loader(cfg, dataset), or leave the key out"
+        )
 
 
 def _train_arguments(

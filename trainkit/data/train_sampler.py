@@ -8,9 +8,11 @@ from torch.utils.data import IterableDataset
 from trainkit.config.config import CfgNode
 from trainkit.config.errors import ConfigError, unknown_name
 from trainkit.data.samplers.infinite import InfiniteSampler
+from trainkit.data.samplers.limited import LimitedSampler
 from trainkit.data.samplers.repeat_factor import RepeatFactorTrainingSampler
 from trainkit.data.samplers.training import RandomSubsetTrainingSampler, TrainingSampler
 
+_OVERFIT = "DATALOADER.OVERFIT_BATCHES"
 _SAMPLERS = ("TrainingSampler", "RandomSubsetTrainingSampler", "RepeatFactorTrainingSampler")
 
 
@@ -30,15 +32,28 @@ def build_train_sampler(cfg: CfgNode, dataset: Any) -> InfiniteSampler | None:
                 "leave the default, which it ignores"
             )
         return None
-    if name == "TrainingSampler":
-        return TrainingSampler(len(dataset), seed=seed)
+    sampler: InfiniteSampler = TrainingSampler(len(dataset), seed=seed)
     if name == "RandomSubsetTrainingSampler":
         ratio = options.RANDOM_SUBSET_RATIO
-        return RandomSubsetTrainingSampler(len(dataset), ratio, seed_shuffle=seed, seed_subset=seed)
-    categories = [_categories(dataset[index]) for index in range(len(dataset))]  # reads every sample once
-    factors_of = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency
-    factors = factors_of(categories, options.REPEAT_THRESHOLD, options.REPEAT_SQRT)
-    return RepeatFactorTrainingSampler(factors, seed=seed)
+        sampler = RandomSubsetTrainingSampler(len(dataset), ratio, seed_shuffle=seed, seed_subset=seed)
+    elif name == "RepeatFactorTrainingSampler":
+        categories = [_categories(dataset[index]) for index in range(len(dataset))]  # reads every sample once
+        factors_of = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency
+        factors = factors_of(categories, options.REPEAT_THRESHOLD, options.REPEAT_SQRT)
+        sampler = RepeatFactorTrainingSampler(factors, seed=seed)
+    key, limit = epoch_limit(cfg)
+    size = limit * cfg.SOLVER.IMS_PER_BATCH
+    is_overfit = key == _OVERFIT
+    if not size or (size >= sampler.samples_per_epoch and not is_overfit):
+        return sampler
+    return LimitedSampler(sampler, size, repeat_first=is_overfit)
+
+
+def epoch_limit(cfg: CfgNode) -> tuple[str, int]:
+    """The key that limits the epochs, and the largest number of batches of IMS_PER_BATCH samples; 0: no limit."""
+    key = _OVERFIT if cfg.DATALOADER.OVERFIT_BATCHES else "SOLVER.MAX_BATCHES_PER_EPOCH"
+    limit = cfg.DATALOADER.OVERFIT_BATCHES or cfg.SOLVER.MAX_BATCHES_PER_EPOCH
+    return key, limit * cfg.SOLVER.ACCUMULATION_STEPS
 
 
 def _categories(sample: Any) -> Collection[Hashable] | Mapping[str, Any]:

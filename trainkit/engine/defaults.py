@@ -26,7 +26,7 @@ from trainkit.config import (
     scale_workers,
 )
 from trainkit.config.checks import check_is_ours
-from trainkit.data.build import build_test_loader, build_train_loader, first_batches
+from trainkit.data.build import build_test_loader, build_train_loader, check_epoch_limit, first_batches
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.engine import hooks
 from trainkit.engine.amp import AMPTrainer
@@ -161,6 +161,7 @@ class DefaultTrainer(TrainerBase):
         model = build_sharded(cfg, self._build_model) if is_fsdp(cfg) else self._build_model(cfg)
         optimizer = self._build("build_optimizer", cfg, model)
         data_loader = self._build("build_train_loader", cfg)
+        check_epoch_limit(cfg, data_loader)
         compile_model(cfg, model)
         if not is_fsdp(cfg):
             model = create_ddp_model(model, **ddp_options(cfg))

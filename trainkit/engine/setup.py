@@ -67,6 +67,8 @@ class _Parser(argparse.ArgumentParser):
         found = self.parse_intermixed_args(args, namespace)
         if found.fork and (found.config_file or found.eval_only or found.fast_dev_run):
             self.error("--fork trains with the settings of RUN; leave out --config-file, --eval-only, --fast-dev-run")
+        if number := found.overfit_batches:
+            found.opts += ["DATALOADER.OVERFIT_BATCHES", str(number), "TEST.MAX_BATCHES", str(number)]
         try:
             check_processes(found.num_gpus, found.num_machines, found.machine_rank, found.dist_url)
         except ValueError as error:
@@ -101,6 +103,13 @@ Examples:
     parser.add_argument("--eval-only", action="store_true", help="evaluate MODEL.WEIGHTS, or the last checkpoint")
     parser.add_argument(
         "--fast-dev-run", action="store_true", help="a few iterations, an evaluation, a save and a load, to find errors"
+    )
+    parser.add_argument(
+        "--overfit-batches",
+        type=int,
+        default=0,
+        metavar="N",
+        help="train on the same N batches again and again, to see whether the model can learn them; evaluate N batches",
     )
     parser.add_argument("--quiet", action="store_true", help="show only warnings and errors; log.txt has all lines")
     parser.add_argument(

@@ -1,0 +1,115 @@
+"""Epochs that end early, and runs that repeat a few batches."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.engine.job import tiny_cfg
+from tests.engine.test_skip import same, train
+from trainkit.config import ConfigError, check_values
+from trainkit.config.scaling import scale_workers
+from trainkit.data import DatasetCatalog, RandomSubsetTrainingSampler, ResumableLoader, TrainingSampler
+from trainkit.engine import DefaultTrainer, HookBase, default_argument_parser
+
+EVERY = ("SOLVER.CHECKPOINT_PERIOD", 1)
+
+
+def inputs_in_order(indices):
+    return torch.stack([DatasetCatalog.get("tiny_train")[index]["x"] / 2 for index in indices])
+
+
+class Epochs(HookBase):
+    def __init__(self):
+        self.points = []
+
+    def before_epoch(self):
+        self.points.append(("before", self.trainer.iter, self.trainer.epoch))
+
+    def after_epoch(self):
+        self.points.append(("after", self.trainer.iter, self.trainer.epoch))
+
+
+def test_an_epoch_of_some_batches_is_the_unit_of_lengths_hooks_and_orders(tmp_path):
+    limit = ("SOLVER.MAX_BATCHES_PER_EPOCH", 2, "SOLVER.IMS_PER_BATCH", 4, "SOLVER.ACCUMULATION_STEPS", 2)
+    cfg = tiny_cfg(tmp_path, *limit, "SOLVER.MAX_ITER", "3ep", "SOLVER.WARMUP_ITERS", 0, "TEST.EVAL_PERIOD", "1ep")
+    trainer, epochs, drawn = DefaultTrainer(cfg), Epochs(), {}
+
+    class Draw(HookBase):
+        def after_backward(self):
+            drawn[self.trainer.iter] = torch.cat([batch["x"] for batch in self.trainer.batch])
+
+    trainer.register_hooks([epochs, Draw()])
+    trainer.train()
+
+    assert (trainer.max_iter, trainer.cfg.TEST.EVAL_PERIOD, trainer.iters_per_epoch) == (6, 2, 2)
+    ends = [(name, 2 * epoch + (name == "after"), epoch) for epoch in range(3) for name in ("before", "after")]
+    assert epochs.points == ends
+    sampler = TrainingSampler(40, seed=1)
+    for epoch in range(3):
+        found = torch.cat([drawn[2 * epoch], drawn[2 * epoch + 1]])
+        assert torch.equal(found, inputs_in_order(sampler.epoch_indices(epoch)[:16]))
+
+
+def test_a_run_repeats_the_first_batches_of_the_order_that_it_would_have(tmp_path):
+    args = default_argument_parser().parse_args(["--overfit-batches", "3"])
+    cfg = tiny_cfg(tmp_path, "DATALOADER.SAMPLER_TRAIN", "RandomSubsetTrainingSampler", *args.opts)
+    cfg.DATALOADER.RANDOM_SUBSET_RATIO = 0.75
+    trainer = DefaultTrainer(cfg)
+
+    found = [batch["x"] for batch in itertools.islice(trainer.data_loader, 7)]
+
+    first = RandomSubsetTrainingSampler(40, 0.75, seed_shuffle=1, seed_subset=1).epoch_indices(0)
+    assert torch.equal(torch.cat(found[:3]), inputs_in_order(first[:24]))
+    assert all(torch.equal(found[i], found[i % 3]) for i in range(7))
+    assert trainer.iters_per_epoch == cfg.TEST.MAX_BATCHES == 3
+
+
+@pytest.mark.parametrize("key", ["DATALOADER.OVERFIT_BATCHES", "SOLVER.MAX_BATCHES_PER_EPOCH"])
+def test_a_run_that_is_stopped_inside_a_short_epoch_goes_on_in_it(tmp_path, key):
+    _, plain = train(tmp_path / "plain", key, 3)
+    train(tmp_path / "stopped", key, 3, *EVERY, last=4)
+    _, resumed = train(tmp_path / "stopped", key, 3, *EVERY, resume=True)
+
+    assert not same({0: plain.batches[0]}, plain.batches, {0: 3})  # random numbers, or another order
+    assert same(resumed.batches, plain.batches, {iter: iter for iter in range(5, 10)})
+
+
+def test_a_limit_beyond_the_data_changes_nothing_and_another_number_of_workers_keeps_its_samples(tmp_path):
+    cfg = tiny_cfg(tmp_path, "SOLVER.MAX_BATCHES_PER_EPOCH", 6, "SOLVER.REFERENCE_WORLD_SIZE", 2)
+    assert DefaultTrainer.build_train_loader(cfg).state_dict()["kind"] == "TrainingSampler"
+    assert [scale_workers(cfg, num).SOLVER.MAX_BATCHES_PER_EPOCH for num in (1, 4, 16, 64)] == [12, 3, 1, 1]
+
+
+class Own(DefaultTrainer):
+    @classmethod
+    def build_train_loader(cls, cfg):
+        return ResumableLoader(DatasetCatalog.get("tiny_train"), batch_size=8)
+
+
+class OfNoLength(DefaultTrainer):
+    @classmethod
+    def build_train_loader(cls, cfg):
+        return iter([])
+
+
+@pytest.mark.parametrize(
+    ("trainer", "found"),
+    [(Own, r"loader \(ResumableLoader\) has 5;"), (OfNoLength, r"loader \(list_iterator\) has no known number;")],
+)
+def test_a_loader_that_ignores_the_limit_is_an_error(tmp_path, trainer, found):
+    with pytest.raises(ConfigError, match=f"DATALOADER.OVERFIT_BATCHES allows 4 batches of .*{found} make it by"):
+        trainer(tiny_cfg(tmp_path, "DATALOADER.OVERFIT_BATCHES", 4))
+    Own(tiny_cfg(tmp_path, "SOLVER.MAX_BATCHES_PER_EPOCH", 5))
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["DATALOADER.OVERFIT_BATCHES", -1], "DATALOADER.OVERFIT_BATCHES is -1; it must be at least 0"),
+        (["DATALOADER.OVERFIT_BATCHES", 1, "SOLVER.MAX_BATCHES_PER_EPOCH", 1], "exclude each other: both say how many"),
+    ],
+)
+def test_limits_that_make_no_sense_are_errors(tmp_path, options, error):
+    with pytest.raises(ConfigError, match=error):
+        check_values(tiny_cfg(tmp_path, *options))
