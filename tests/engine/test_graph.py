@@ -121,6 +121,7 @@ SETTINGS = {
     "float16, asynchronous": {"trainer_type": AMPTrainer, "log_grad_scaler": True, "async_write_metrics": True},
     "float16 of a fixed scale": {"trainer_type": AMPTrainer, "loss_scale": 128.0},
     "accumulation": {"accumulation_steps": 2},
+    "accumulation that changes": {"accumulation_steps": [(0, 1), (40, 2)]},
     "clipping": {"clip_gradients": GradientClipper("full_model", 0.1)},
     "skip": {"non_finite": "skip"},
     "ignore": {"non_finite": "ignore"},

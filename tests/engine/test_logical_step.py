@@ -42,12 +42,12 @@ def gradients_of(model, data):
     return found
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-def test_gradients_are_added_in_a_tree_over_logical_ranks_after_the_micro_batches_of_each(steps):
+@pytest.mark.parametrize(("steps", "given"), [(1, 1), (3, 3), (3, [(0, 1), (5, 3)])])
+def test_gradients_are_added_in_a_tree_over_logical_ranks_after_the_micro_batches_of_each(steps, given):
     model, data = Regression(), parts(steps)
-    made = trainer(model, data, accumulation_steps=steps)
+    made = trainer(model, data, accumulation_steps=given)
     made.optimizer.param_groups[0]["lr"] = 0.0
-    made.train(0, 1)
+    made.train(7, 8)
 
     each = gradients_of(Regression(), data)
     for place, parameter in enumerate(model.parameters()):

@@ -178,9 +178,14 @@ def no_value_is_above(value: float) -> Callable[[Run], None]:
     return effect
 
 
-def twice_as_many_batches_as_iterations(run: Run) -> None:
-    assert run.checkpoint()["model"]["layers.1.num_batches_tracked"] == 2 * MAX_ITER
-    assert [*run.metric("lr")] == [*range(MAX_ITER)]
+def batches_in_all(number: int) -> Callable[[Run], None]:
+    """The micro-batches of all iterations."""
+
+    def effect(run: Run) -> None:
+        assert run.checkpoint()["model"]["layers.1.num_batches_tracked"] == number
+        assert [*run.metric("lr")] == [*range(MAX_ITER)]
+
+    return effect
 
 
 def weights_are_float32(run: Run) -> None:
@@ -220,7 +225,13 @@ STEPS = [
     Setting(
         "accumulation",
         ["SOLVER.ACCUMULATION_STEPS", 2],
-        twice_as_many_batches_as_iterations,
+        batches_in_all(2 * MAX_ITER),
+        QUICK,
+    ),
+    Setting(
+        "accumulation that grows",
+        ["SOLVER.ACCUMULATION_FACTORS", [[6, 2]]],
+        batches_in_all(6 + 2 * (MAX_ITER - 6)),
         QUICK,
     ),
     Setting(

@@ -71,6 +71,8 @@ _CONFLICTS: tuple[tuple[str, str, str], ...] = (
     ("MODEL.PARALLEL=fsdp", "SOLVER.GRAPH.ENABLED", "a graph cannot gather parameters"),
     ("MODEL.DDP.STATIC_GRAPH", "MODEL.DDP.FIND_UNUSED_PARAMETERS", "a static graph finds unused parameters itself"),
     ("DATALOADER.OVERFIT_BATCHES", "SOLVER.MAX_BATCHES_PER_EPOCH", "both say how many batches an epoch has"),
+    ("SOLVER.ACCUMULATION_FACTORS", "SOLVER.MAX_BATCHES_PER_EPOCH", "if the factor changes, there are no epochs"),
+    ("SOLVER.ACCUMULATION_FACTORS", "DATALOADER.SKIP", "the batches of an iteration are known only when it is reached"),
     ("SOLVER.REFERENCE_BATCH_SIZE", "SOLVER.REFERENCE_WORLD_SIZE", "both scale SOLVER.BASE_LR"),
     ("SOLVER.LOGICAL_RANKS", "SOLVER.GRAPH.ENABLED", "a graph draws no random numbers of a logical rank"),
     ("SOLVER.LOGICAL_RANKS", "MODEL.PARALLEL=fsdp", "shards are summed in an order of their own"),
@@ -124,6 +126,7 @@ def check_values(cfg: CfgNode, *, warn: bool = True) -> None:
     _check_early_stopping(cfg)
     _check_checkpoints(cfg)
     _check_skip(cfg.DATALOADER.SKIP)
+    _check_factors(cfg.SOLVER.ACCUMULATION_FACTORS)
 
 
 def check_logical_ranks(ranks: int) -> None:
@@ -205,6 +208,16 @@ def _check_skip(ranges: list[Any]) -> None:
         raise ConfigError(
             f"DATALOADER.SKIP is {ranges!r}; accepted: a list of [start, end] in iterations from 0, without end, which "
             "grow from one to the next, such as [[100, 120], [300, 310]]"
+        )
+
+
+def _check_factors(factors: list[Any]) -> None:
+    pairs = [pair if isinstance(pair, list | tuple) and len(pair) == 2 else [0, 0] for pair in factors]
+    starts = [start for start, _ in pairs]
+    if not all(is_whole(number, 1) for pair in pairs for number in pair) or starts != sorted({*starts}):
+        raise ConfigError(
+            f"SOLVER.ACCUMULATION_FACTORS is {factors!r}; accepted: a list of [iteration, factor], both whole numbers "
+            "from 1 on, whose iterations grow, such as [[1000, 2], [5000, 4]]"
         )
 
 

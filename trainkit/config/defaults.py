@@ -83,6 +83,7 @@ _C.SOLVER.OPTIMIZERS = []  # [{NAME: Muon, PARAMS: ["blocks.*.weight"], LR: 0.02
 _C.SOLVER.MAX_ITER = 40000  # The length of the run. An iteration is one update.
 _C.SOLVER.IMS_PER_BATCH = 16  # Samples per micro-batch, over all ranks.
 _C.SOLVER.ACCUMULATION_STEPS = 1  # Micro-batches per iteration.
+_C.SOLVER.ACCUMULATION_FACTORS = []  # [[1000, 4]]: 4 times as many from iteration 1000 on, counted from 0. No epochs.
 _C.SOLVER.MAX_BATCHES_PER_EPOCH = 0  # An epoch ends after this many iterations. 0: after all data.
 _C.SOLVER.LOGICAL_RANKS = 0  # The same bits on 1, 2, 4, ... processes, up to this power of two. 0: off.
 _C.SOLVER.REFERENCE_WORLD_SIZE = 0  # The number of ranks this config is for, see DefaultTrainer.auto_scale_workers.

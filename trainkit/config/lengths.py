@@ -97,7 +97,7 @@ def _resolve(where: str, value: Any, iters_per_epoch: int | None, *, only_length
         return length
     if iters_per_epoch is None:
         raise ConfigError(
-            f"{where} is {value!r}, but the training data has no length, so there are no epochs; "
-            "give it in iterations (an int)"
+            f"{where} is {value!r}, but the training data has no length, or SOLVER.ACCUMULATION_FACTORS is set, "
+            "so there are no epochs; give it in iterations (an int)"
         )
     return length.to_iters(iters_per_epoch)

@@ -60,6 +60,7 @@ def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
         _scale_lr(solver, scale)
         for key in ("MAX_ITER", "WARMUP_ITERS", "STEPS", "CHECKPOINT_PERIOD"):
             solver[key] = shorter(solver[key])
+        solver.ACCUMULATION_FACTORS = [[shorter(start), factor] for start, factor in solver.ACCUMULATION_FACTORS]
         solver.MAX_BATCHES_PER_EPOCH = solver.MAX_BATCHES_PER_EPOCH and max(1, shorter(solver.MAX_BATCHES_PER_EPOCH))
         if warmup_iters == get_cfg().SOLVER.WARMUP_ITERS:  # the user has not chosen it
             if not isinstance(solver.MAX_ITER, str):

@@ -22,11 +22,12 @@ def compile_model(cfg: CfgNode, model: nn.Module) -> None:
     if not options.ENABLED:
         return
     graphs = options.MODE in ("reduce-overhead", "max-autotune") and device is not None and device.type == "cuda"
-    if graphs and cfg.SOLVER.ACCUMULATION_STEPS > 1:
+    if graphs and (cfg.SOLVER.ACCUMULATION_STEPS > 1 or cfg.SOLVER.ACCUMULATION_FACTORS):
         raise ConfigError(
             f"MODEL.COMPILE.MODE {options.MODE} keeps losses and gradients in memory that the next micro-batch "
-            f"overwrites, but SOLVER.ACCUMULATION_STEPS is {cfg.SOLVER.ACCUMULATION_STEPS}; use MODE default or "
-            "max-autotune-no-cudagraphs, or SOLVER.GRAPH, which records accumulation as a whole"
+            f"overwrites, but SOLVER.ACCUMULATION_STEPS is {cfg.SOLVER.ACCUMULATION_STEPS}, ACCUMULATION_FACTORS "
+            f"{cfg.SOLVER.ACCUMULATION_FACTORS}; use MODE default or max-autotune-no-cudagraphs, or SOLVER.GRAPH, "
+            "which records accumulation as a whole"
         )
     if options.BACKEND == "inductor":
         require_cpp_compiler(device)

@@ -387,7 +387,10 @@ class DefaultTrainer(TrainerBase):
             *chosen(hooks.Throughput),
             # early: all other values belong to the epoch that they store
             *chosen(hooks.RuntimeInfo, period=cfg.LOG.PERIOD),
-            *take(hooks.SamplerSeed, default=self.has_epochs and hooks.SamplerSeed.is_needed(self.data_loader)),
+            *take(
+                hooks.SamplerSeed,  # if the number of micro-batches changes, there are no epochs, which is an error
+                default=hooks.SamplerSeed.is_needed(self.data_loader) and (self.has_epochs or bool(self.feed.schedule)),
+            ),
             # after the update, before anything that evaluates or saves
             *chosen(hooks.EMAHook),
             # early: as after a resume, checkpoint and evaluation already have the next learning rate
@@ -605,14 +608,16 @@ class DefaultTrainer(TrainerBase):
     def _build_step_trainer(
         cfg: CfgNode, model: nn.Module, data_loader: Iterable[Any], optimizer: torch.optim.Optimizer
     ) -> SimpleTrainer:
-        device = device_of(model)
+        device, steps = device_of(model), cfg.SOLVER.ACCUMULATION_STEPS
         arguments: dict[str, Any] = {
             "gather_metric_period": cfg.LOG.GATHER_PERIOD,
             "zero_grad_before_forward": cfg.SOLVER.ZERO_GRAD_BEFORE_FORWARD,
             "async_write_metrics": device is not None and runs_ahead(device)
             if cfg.LOG.ASYNC is None
             else cfg.LOG.ASYNC,
-            "accumulation_steps": cfg.SOLVER.ACCUMULATION_STEPS,
+            "accumulation_steps": steps
+            if not cfg.SOLVER.ACCUMULATION_FACTORS
+            else [(0, steps), *((start, steps * factor) for start, factor in cfg.SOLVER.ACCUMULATION_FACTORS)],
             "clip_gradients": _clipper(cfg, optimizer),
             "non_finite": cfg.SOLVER.NON_FINITE.POLICY,
             "max_non_finite_in_row": cfg.SOLVER.NON_FINITE.MAX_IN_ROW,

@@ -1,8 +1,9 @@
 """The batches of a trainer: iterator, micro-batches, transfer to the device, position in the data."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,11 +25,23 @@ class Feed:
 
     Attributes:
         accumulation_steps: micro-batches per iteration.
+        schedule: pairs (iteration, number): from that iteration on, ``accumulation_steps`` is that number.
         before_pass: called before the loader is iterated again, with the fraction of the iteration that is drawn.
     """
 
-    def __init__(self, loader: Iterable[Any], accumulation_steps: int = 1) -> None:
-        self.accumulation_steps = check_period("accumulation_steps", accumulation_steps, minimum=1)
+    def __init__(self, loader: Iterable[Any], accumulation_steps: int | Sequence[tuple[int, int]] = 1) -> None:
+        """
+        Args:
+            accumulation_steps: a number, or a schedule, whose first iteration is 0.
+        """
+        pairs = [*accumulation_steps] if isinstance(accumulation_steps, Sequence) else [(0, accumulation_steps)]
+        if not pairs or pairs[0][0] != 0 or any(start >= after for (start, _), (after, _) in pairwise(pairs)):
+            raise ValueError(
+                f"accumulation_steps is {accumulation_steps!r}; accepted: a number, or pairs (iteration, number) whose "
+                "iterations start with 0 and grow, such as [(0, 1), (1000, 4)]"
+            )
+        steps = [check_period("accumulation_steps", number, minimum=1) for _, number in pairs]
+        self.accumulation_steps, self.schedule = steps[0], pairs if len(pairs) > 1 else []
         self.loader = loader
         self.before_pass: Callable[[Fraction], None] | None = None
         self._prefetcher = Prefetcher()
@@ -58,14 +71,17 @@ class Feed:
             self._iterator = iter(self._loader)
         return self._iterator
 
-    def next(self, device: torch.device | None) -> list[Any]:
-        """The micro-batches of the next iteration, on ``device``; if the loader ends, the next pass continues.
+    def next(self, device: torch.device | None, iter: int) -> list[Any]:
+        """The micro-batches of the iteration, on ``device``; if the loader ends, the next pass continues.
 
         There are fewer only if the loader is an iterator that ends.
 
         Raises:
             ValueError: the loader yields no batch.
         """
+        for start, steps in self.schedule:
+            if start <= iter:
+                self.accumulation_steps = steps
         batches: list[Any] = []
         while len(batches) < self.accumulation_steps and (batch := self._draw(len(batches))) is not _END:
             batches.append(batch)
@@ -94,8 +110,10 @@ class Feed:
         """Iterations per pass over the data, from the length of the loader or its dataset.
 
         Raises:
-            ValueError: the data has no length.
+            ValueError: the data has no length, or the number of micro-batches changes.
         """
+        if self.schedule:
+            raise ValueError("accumulation_steps has a schedule, so there are no epochs; use iterations")
         batches = iters_per_epoch(self._loader)
         if batches is None:
             raise ValueError(

@@ -62,8 +62,8 @@ class HookList:
         asking = [type(hook).__name__ for point in EPOCH_POINTS for hook in self._at[point]]
         if asking and not has_epochs:
             raise ConfigError(
-                f"{', '.join(dict.fromkeys(asking))}: these hooks use epochs, but the training data has no length, so "
-                "there are no epochs; use a period in iterations"
+                f"{', '.join(dict.fromkeys(asking))}: these hooks use epochs, but the training data has no length, "
+                "or SOLVER.ACCUMULATION_FACTORS is set, so there are no epochs; use a period in iterations"
             )
         description = self.describe()
         logger.info("Hooks in order:\n%s", _fill(description))

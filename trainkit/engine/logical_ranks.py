@@ -59,6 +59,7 @@ class LogicalTrainer(SimpleTrainer):
         self._names: Any = None  # of the losses
         self._tree = _Tree(self.model, logical_ranks)
         self.feed.accumulation_steps *= len(self._own)
+        self.feed.schedule = [(start, steps * len(self._own)) for start, steps in self.feed.schedule]
         threads = torch.get_num_threads()
         logger.info("%d logical ranks; other numbers of threads than %d may round differently", logical_ranks, threads)
 

@@ -78,7 +78,7 @@ class SimpleTrainer(TrainerBase):
         zero_grad_before_forward: bool = False,
         async_write_metrics: bool = False,
         *,
-        accumulation_steps: int = 1,
+        accumulation_steps: int | Sequence[tuple[int, int]] = 1,
         clip_gradients: Callable[[Iterable[Tensor]], Tensor | None] | None = None,
         non_finite: NonFinitePolicy = "raise",
         max_non_finite_in_row: int = 25,
@@ -94,7 +94,7 @@ class SimpleTrainer(TrainerBase):
             zero_grad_before_forward: zero the gradients before the forward pass, not after it; it takes less memory.
             async_write_metrics: a worker thread reads the losses from the device and exchanges them with other ranks.
                 An error there ends the run one log period later at most. On a CPU there is nothing to wait for.
-            accumulation_steps: micro-batches per iteration; if the loss is a mean, they equal one larger batch.
+            accumulation_steps: micro-batches per iteration; for a mean loss they equal one batch. Schedules: `Feed`.
             clip_gradients: called with the optimizer's parameters after ``after_backward``, as a `GradientClipper`; an
                 optimizer with the same rule does not clip again. What it returns, shape ``[]``, becomes ``grad_norm``.
             non_finite: if the total loss, or a gradient after ``after_backward``, is not finite: "raise" ends the run;
@@ -123,9 +123,9 @@ class SimpleTrainer(TrainerBase):
         self._is_first_step = True
         self.model = model
         self.optimizer = optimizer
-        if accumulation_steps > 1 and any(isinstance(module, _BatchNorm) for module in model.modules()):
+        if accumulation_steps != 1 and any(isinstance(module, _BatchNorm) for module in model.modules()):
             logger.warning(
-                "Batch norm treats each micro-batch separately: %d do not equal one large batch. Group norm would",
+                "Batch norm treats each micro-batch separately: %s do not equal one large batch. Group norm would",
                 accumulation_steps,
             )
 
@@ -168,7 +168,7 @@ class SimpleTrainer(TrainerBase):
 
     def fetch(self) -> list[Any]:
         """The micro-batches of this iteration on the model's device."""
-        batches = self.feed.next(None if self._sample is None else self._sample.device)
+        batches = self.feed.next(None if self._sample is None else self._sample.device, self.iter)
         self._batch = batches[0] if self.accumulation_steps == 1 else batches
         return batches
 

@@ -81,7 +81,6 @@ class Inspection(HookBase):
     def before_step(self) -> None:
         if self.trainer.iter != self.at:
             return
-        self._num_passes = self.trainer.accumulation_steps
         model = self._model = unwrap_model(self.trainer.model)
         self.not_finite_before = non_finite_names(model)
         self._before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -118,7 +117,7 @@ class Inspection(HookBase):
 
     def _see_batch(self) -> None:
         if self.batch is None:
-            self.batch = self.trainer.batch
+            self.batch, self._num_passes = self.trainer.batch, self.trainer.accumulation_steps
             self.digests["batch"] = digest(self.batch)
             if hasattr(self.trainer.data_loader, "names_of_last"):
                 self.samples = self.trainer.data_loader.names_of_last(self._num_passes)

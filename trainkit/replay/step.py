@@ -208,7 +208,8 @@ class _Capsule(_Step):
         checkpointer, step = self._trainer.checkpointer, self._trainer._trainer
         checkpointer._apply(copy_of(state), self._run, [*checkpointer.checkpointables], strict=False)
         batches = copy_of(self._capsule["batches"])
-        step.feed.accumulation_steps, step._data_loader_iter_obj = len(batches), iter(batches)
+        step.feed.accumulation_steps, step.feed.schedule = len(batches), []
+        step._data_loader_iter_obj = iter(batches)
 
     def _perform(self, state: dict[str, Any], special: bool = False) -> tuple[Inspection, str]:
         inspection, error = super()._perform(state, special)

@@ -64,7 +64,8 @@ class RuntimeInfo(HookBase):
         yield f"world size {comm.get_world_size()}"
         cfg = getattr(trainer, "cfg", None)
         if cfg is not None:
-            yield f"{cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATION_STEPS} samples per iteration"
+            factors = ", times SOLVER.ACCUMULATION_FACTORS" if cfg.SOLVER.ACCUMULATION_FACTORS else ""
+            yield f"{cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATION_STEPS} samples per iteration{factors}"
             yield "seed " + (str(cfg.SEED) if cfg.SEED >= 0 else "drawn at random")
         model = getattr(trainer, "model", None)
         if isinstance(model, nn.Module):

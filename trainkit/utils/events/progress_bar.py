@@ -29,7 +29,7 @@ class ProgressBar(CommonMetricPrinter):
     def advance(self, trainer: Any) -> None:
         if self._bar is None:
             self._bar = Bar(self._max_iter, self._describe(trainer.iter), initial=trainer.iter)
-            self._samples_per_iter = self._count_samples(trainer)
+        self._samples_per_iter = self._count_samples(trainer)
         self._bar.go_to(trainer.iter + 1)
 
     def close(self) -> None:
