@@ -44,6 +44,7 @@ PUBLIC = {
         "RandomSubsetTrainingSampler",
         "RepeatFactorTrainingSampler",
         "ResumableLoader",
+        "CombinedLoader",
         "TRANSFORM_REGISTRY",
         "ToIterableDataset",
         "TrainingSampler",

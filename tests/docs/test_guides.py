@@ -53,7 +53,7 @@ NORM, CHECK, BUILD, OUTPUTS, COUNT = blocks("docs/hooks.md", "python")
 (ENTRIES,) = blocks("docs/hooks.md", "yaml")
 (COMMAND,) = blocks("docs/hooks.md", "sh")
 TRAIN, ITERATION, WITHOUT_CONFIG, COUNTER = blocks("docs/training_loop.md", "python")
-DATASET, LOADER, STREAM = blocks("docs/data.md", "python")
+DATASET, LOADER, COMBINED, STREAM = blocks("docs/data.md", "python")
 (NUMBERS,) = blocks("docs/data.md", "yaml")
 FULL, SHORTENED = blocks("docs/migrate_from_detectron2.md", "python")
 BEFORE, AFTER = blocks("docs/migrate_from_plain_loop.md", "python")
@@ -269,14 +269,17 @@ def test_the_dataset_of_the_page_is_transformed_and_batched():
     assert torch.equal(batch["x"][:, 0].long(), batch["label"])
 
 
-def test_the_loader_of_the_page_can_be_resumed():
-    loader, other, fresh = (run(LOADER, "data.md")["loader"] for _ in range(3))
+@pytest.mark.parametrize("code", [LOADER, COMBINED])
+def test_the_loaders_of_the_page_can_be_resumed(code):
+    loader, other, fresh = (run(code, "data.md")["loader"] for _ in range(3))
     batches = iter(loader)
     first = next(batches)
     state, second = loader.state_dict(), next(batches)
     other.load_state_dict(state)
-    assert (len(first), next(iter(other)), next(iter(fresh))) == (4, second, first)
+    assert (next(iter(other)), next(iter(fresh))) == (second, first)
     assert first != second
+    sizes = len(first) if code == LOADER else {name: len(batch) for name, batch in first.items()}
+    assert sizes == (4 if code == LOADER else {"photos": 4, "drawings": 2})
 
 
 def test_the_stream_of_the_page_is_divided_among_ranks_and_can_be_resumed(monkeypatch):

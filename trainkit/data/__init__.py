@@ -9,6 +9,7 @@ from trainkit.data.build import (
     worker_init_reset_seed,
 )
 from trainkit.data.catalog import DatasetCatalog, Metadata, MetadataCatalog
+from trainkit.data.combined import CombinedLoader
 from trainkit.data.common import DatasetFromList, MapDataset, ToIterableDataset
 from trainkit.data.loader import ResumableLoader, resume_obstacle
 from trainkit.data.samplers import (
@@ -31,6 +32,7 @@ __all__ = [
     "build_test_loader",
     "build_batch_data_loader",
     "ResumableLoader",
+    "CombinedLoader",
     "resume_obstacle",
     "iters_per_epoch",
     "trivial_batch_collator",

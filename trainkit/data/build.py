@@ -142,6 +142,8 @@ def iters_per_epoch(loader: Iterable[Any]) -> int | None:
 
     For an endless sampler of this package: ``samples_per_epoch`` over the global batch size, rounded.
     """
+    if hasattr(loader, "batches_per_epoch"):  # a CombinedLoader
+        return loader.batches_per_epoch
     try:
         return len(loader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):  # an endless sampler, a stream

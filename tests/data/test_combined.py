@@ -1,0 +1,158 @@
+"""Several training loaders in one."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.engine.job import tiny_cfg
+from trainkit.data import (
+    CombinedLoader,
+    RepeatFactorTrainingSampler,
+    TrainingSampler,
+    build_batch_data_loader,
+    build_train_loader,
+    iters_per_epoch,
+    resume_obstacle,
+)
+from trainkit.engine import DefaultTrainer, HookBase
+from trainkit.utils.env import seed_all_rng
+from trainkit.utils.periods import exact
+
+MODES = ["round_robin", "each"]
+
+
+class Noisy:
+    def __init__(self, start, size):
+        self.start, self.size = start, size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return self.start + index + torch.rand(()).item() / 2
+
+
+def combined(mode, workers=0, names="abc", **options):
+    parts = {
+        "a": lambda: (Noisy(0, 10), TrainingSampler(10, seed=1), 2),
+        "b": lambda: (Noisy(100, 7), TrainingSampler(7, seed=2), 3),
+        "c": lambda: (Noisy(200, 4), RepeatFactorTrainingSampler([1.0, 2.0, 1.5, 1.0], seed=3), 1),
+    }
+    loaders = {name: build_batch_data_loader(*parts[name](), num_workers=workers, seed=5) for name in names}
+    return CombinedLoader(loaders, mode, **options)
+
+
+def take(loader, number):
+    return [*itertools.islice(loader, number)]
+
+
+def test_loaders_give_one_batch_in_turn_or_one_each():
+    alone = {name: take(combined("each", names=name).loaders[name], 4) for name in "abc"}
+
+    assert take(combined("each"), 4) == [{name: alone[name][i] for name in "abc"} for i in range(4)]
+    assert take(combined("round_robin"), 12) == [alone[name][i] for i in range(4) for name in "abc"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 0), (0, 2)])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_state_continues_all_loaders_with_any_number_of_workers(mode, before, after):
+    whole = take(combined(mode), 15)
+
+    first, second = combined(mode, before), combined(mode, after)
+    assert take(first, 7) == whole[:7]  # batches that workers have loaded ahead do not count
+    second.load_state_dict(first.state_dict())
+    assert take(second, 8) == whole[7:]
+
+
+@pytest.mark.parametrize(
+    ("mode", "epoch", "batches"),
+    [("each", "max_cycle", 5), ("each", "min", 7 / 3), ("round_robin", "max_cycle", 15), ("round_robin", "min", 7)],
+)
+def test_an_epoch_is_a_pass_over_the_longest_or_the_shortest(mode, epoch, batches):
+    assert float(exact(iters_per_epoch(combined(mode, epoch=epoch)))) == pytest.approx(batches)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+def test_a_loader_that_ends_starts_again_and_one_without_a_length_or_a_state_is_known():
+    loader = CombinedLoader({"a": [1, 2, 3], "b": "xy"}, "each")
+    assert take(loader, 4) == [{"a": 1, "b": "x"}, {"a": 2, "b": "y"}, {"a": 3, "b": "x"}, {"a": 1, "b": "y"}]
+    assert "the data loader (list) has no state_dict()" in resume_obstacle(loader)
+    assert iters_per_epoch(CombinedLoader({"a": [1], "b": DataLoader(Stream())})) is None
+    assert resume_obstacle(combined("each")) == ""
+    with pytest.raises(ValueError, match=r"the loader 'b' \(list\) of a CombinedLoader yields no batch; give one"):
+        take(CombinedLoader({"a": [1], "b": []}), 2)
+
+
+def test_a_state_of_other_loaders_is_named_and_the_data_start_again(caplog):
+    loader, one = combined("each", names="ab"), combined("each", names="a")
+    take(one, 3)
+    loader.load_state_dict(one.state_dict())
+    assert "data are not from the loaders ['a', 'b']; they start again" in caplog.text
+    assert take(loader, 2) == take(combined("each", names="ab"), 2)
+
+
+@pytest.mark.parametrize("arguments", [({},), ({"a": []}, "all"), ({"a": []}, "each", "max")])
+def test_wrong_arguments_are_errors(arguments):
+    with pytest.raises(ValueError, match=r'CombinedLoader got .*; give at least one loader, mode="round_robin" or'):
+        CombinedLoader(*arguments)
+
+
+class Two(DefaultTrainer):
+    mode = ""
+
+    @classmethod
+    def build_train_loader(cls, cfg):
+        large, small = cfg.clone(), cfg.clone()
+        small.DATASETS.TRAIN, small.SOLVER.IMS_PER_BATCH = ("tiny_val",), 2
+        return CombinedLoader({"large": build_train_loader(large), "small": build_train_loader(small)}, cls.mode)
+
+
+class OfEach(Two):
+    mode = "each"
+
+    @classmethod
+    def build_model(cls, cfg):
+        model = super().build_model(cfg)
+        forward = model.forward
+        model.forward = lambda batch: forward(batch.get("large", batch))
+        return model
+
+
+class InTurn(Two):
+    mode = "round_robin"
+
+
+class StopAt(HookBase):
+    def after_step(self):
+        if self.trainer.iter == 2:
+            self.trainer.request_stop("enough")
+
+
+@pytest.mark.parametrize("trainer_class", [InTurn, OfEach])
+def test_a_run_with_accumulation_that_is_stopped_and_resumed_ends_with_the_same_weights(tmp_path, trainer_class):
+    def train(folder, hooks, resume):
+        seed_all_rng(1)
+        trainer = trainer_class(
+            tiny_cfg(tmp_path / folder, "SOLVER.ACCUMULATION_STEPS", 3, "TEST.EVAL_PERIOD", 0, "SOLVER.MAX_ITER", "2ep")
+        )
+        trainer.register_hooks(hooks)
+        trainer.resume_or_load(resume)
+        trainer.train()
+        return trainer
+
+    whole = train("whole", [], False)
+    train("stopped", [StopAt()], False)
+    resumed = train("stopped", [], True)
+
+    # tiny_val has 12 samples, so 6 batches of 2
+    assert whole.max_iter == {"each": 4, "round_robin": 8}[trainer_class.mode]
+    states = zip(whole.model.state_dict().values(), resumed.model.state_dict().values(), strict=True)
+    assert all(torch.equal(one, other) for one, other in states)
+    assert whole.state_dict()["data"] == resumed.state_dict()["data"]

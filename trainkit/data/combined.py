@@ -1,0 +1,96 @@
+"""Several training loaders as one."""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from fractions import Fraction
+from typing import Any, Literal
+
+from trainkit.data.build import iters_per_epoch
+from trainkit.data.loader import resume_obstacle
+from trainkit.utils.periods import exact, whole_or_rounded
+
+logger = logging.getLogger(__name__)
+
+_END = object()
+
+
+class CombinedLoader:
+    """The batches of several loaders, without end: a loader that ends is iterated again.
+
+    The position can be saved if the position of each loader can.
+
+    Args:
+        loaders: name -> loader, each with its own dataset and batch size.
+        mode: "round_robin": one batch of each loader in turn. "each": a batch is a dict, name -> batch of that loader.
+        epoch: an epoch is one pass over the data of the loader with the most batches ("max_cycle"), or with the fewest
+            ("min").
+
+    Raises:
+        ValueError: there is no loader; ``mode`` or ``epoch`` is unknown.
+    """
+
+    def __init__(
+        self,
+        loaders: Mapping[str, Iterable[Any]],
+        mode: Literal["round_robin", "each"] = "round_robin",
+        epoch: Literal["max_cycle", "min"] = "max_cycle",
+    ) -> None:
+        if not loaders or mode not in ("round_robin", "each") or epoch not in ("max_cycle", "min"):
+            raise ValueError(
+                f"CombinedLoader got the loaders {[*loaders]}, mode={mode!r} and epoch={epoch!r}; give at least one "
+                'loader, mode="round_robin" or "each", and epoch="max_cycle" or "min"'
+            )
+        self.loaders, self._mode, self._epoch = dict(loaders), mode, epoch
+        self._turn = 0  # "round_robin": the place of the next loader
+
+    @property
+    def batches_per_epoch(self) -> int | None:
+        """None if a loader has no known length."""
+        lengths = [iters_per_epoch(loader) for loader in self.loaders.values()]
+        known = [Fraction(exact(length)) for length in lengths if length is not None]
+        if len(known) < len(lengths):
+            return None
+        passes = max(known) if self._epoch == "max_cycle" else min(known)
+        return whole_or_rounded(passes * (len(lengths) if self._mode == "round_robin" else 1))
+
+    @property
+    def resume_obstacle(self) -> str:
+        """See `trainkit.data.resume_obstacle`."""
+        return next(filter(None, map(resume_obstacle, self.loaders.values())), "")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The positions of all loaders after the batches given so far."""
+        states = {name: loader.state_dict() for name, loader in self.loaders.items()}  # type: ignore[attr-defined]
+        return {"loaders": states, "mode": self._mode, "turn": self._turn}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue there with the next ``iter()``; if names or mode differ, a warning is logged and the data start
+        again."""
+        if state.get("mode") != self._mode or [*state["loaders"]] != [*self.loaders]:
+            logger.warning("The checkpoint's data are not from the loaders %s; they start again", [*self.loaders])
+            return
+        self._turn = state["turn"]
+        for name, loader in self.loaders.items():
+            loader.load_state_dict(state["loaders"][name])  # type: ignore[attr-defined]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._draw({name: iter(loader) for name, loader in self.loaders.items()})  # starts workers now
+
+    def _draw(self, iterators: dict[str, Iterator[Any]]) -> Iterator[Any]:
+        while True:
+            if self._mode == "each":
+                yield {name: self._next(name, iterators) for name in iterators}
+            else:
+                batch = self._next([*iterators][self._turn], iterators)
+                self._turn = (self._turn + 1) % len(iterators)
+                yield batch
+
+    def _next(self, name: str, iterators: dict[str, Iterator[Any]]) -> Any:
+        for _ in range(2):
+            if (batch := next(iterators[name], _END)) is not _END:
+                return batch
+            iterators[name] = iter(self.loaders[name])
+        raise ValueError(
+            f"the loader {name!r} ({type(self.loaders[name]).__name__}) of a CombinedLoader yields no batch; give one "
+            "that can be iterated again and has at least one batch"
+        )
