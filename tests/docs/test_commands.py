@@ -37,6 +37,9 @@ RUN_BY = {
     ),
     "tools/plot_metrics.py": "tests/docs/test_plots.py::test_each_command_writes_what_the_page_says",
     "tools/find_lr.py": "tests/tools/test_find_lr.py::test_the_picture_is_the_only_file_that_is_written",
+    "tools/find_batch_size.py": (
+        "tests/tools/test_find_batch_size.py::test_real_steps_are_made_with_each_size_and_a_table_is_printed"
+    ),
     "tools/export.py": "tests/tools/test_export.py::test_the_file_gives_what_the_model_gives_for_batches_of_any_size",
     "tools/sweep.py": (
         "tests/tools/test_sweep.py::test_the_table_has_the_best_run_first_and_what_has_failed_is_tried_again"
