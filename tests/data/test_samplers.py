@@ -12,7 +12,7 @@ from trainkit.data.samplers import (
     RepeatFactorTrainingSampler,
     TrainingSampler,
 )
-from trainkit.data.samplers.limited import LimitedSampler
+from trainkit.data.samplers.training import LimitedSampler
 from trainkit.utils import comm
 
 INFINITE = {

@@ -202,8 +202,7 @@ def _check_checkpoints(cfg: CfgNode) -> None:
 
 
 def _check_skip(ranges: list[Any]) -> None:
-    pairs = [entry if isinstance(entry, list | tuple) and len(entry) == 2 else [-1] for entry in ranges]
-    ends = [end for pair in pairs for end in pair]
+    ends = [end for pair in _pairs(ranges) for end in pair]
     if not all(is_whole(end, 0) for end in ends) or any(end >= after for end, after in pairwise(ends)):
         raise ConfigError(
             f"DATALOADER.SKIP is {ranges!r}; accepted: a list of [start, end] in iterations from 0, without end, which "
@@ -212,13 +211,16 @@ def _check_skip(ranges: list[Any]) -> None:
 
 
 def _check_factors(factors: list[Any]) -> None:
-    pairs = [pair if isinstance(pair, list | tuple) and len(pair) == 2 else [0, 0] for pair in factors]
-    starts = [start for start, _ in pairs]
-    if not all(is_whole(number, 1) for pair in pairs for number in pair) or starts != sorted({*starts}):
+    starts = [start for start, _ in _pairs(factors)]
+    if not all(is_whole(number, 1) for pair in _pairs(factors) for number in pair) or starts != sorted({*starts}):
         raise ConfigError(
             f"SOLVER.ACCUMULATION_FACTORS is {factors!r}; accepted: a list of [iteration, factor], both whole numbers "
             "from 1 on, whose iterations grow, such as [[1000, 2], [5000, 4]]"
         )
+
+
+def _pairs(entries: list[Any]) -> list[Any]:
+    return [entry if isinstance(entry, list | tuple) and len(entry) == 2 else [-1, -1] for entry in entries]
 
 
 def _check_amp(amp: CfgNode) -> None:

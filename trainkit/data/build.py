@@ -165,7 +165,7 @@ def check_epoch_limit(cfg: CfgNode, loader: Iterable[Any]) -> None:
         raise ConfigError(
             f"{key} allows {limit} batches of SOLVER.IMS_PER_BATCH samples per epoch, but an epoch of the training "
             f"loader ({type(loader).__name__}) has {batches or 'no known number'}; make it by "
-            "trainkit.data.build_train_loader(cfg), or build_train_loader(cfg, dataset), or leave the key out"
+            "trainkit.data.build_train_loader(cfg) or (cfg, dataset), or leave the key out"
         )
 
 

@@ -17,7 +17,7 @@ _END = object()
 class CombinedLoader:
     """The batches of several loaders, without end: a loader that ends is iterated again.
 
-    The position can be saved if the position of each loader can.
+    The position can be saved if that of each loader can.
 
     Args:
         loaders: name -> loader, each with its own dataset and batch size.
@@ -47,10 +47,9 @@ class CombinedLoader:
     def batches_per_epoch(self) -> int | None:
         """None if a loader has no known length."""
         lengths = [iters_per_epoch(loader) for loader in self.loaders.values()]
-        known = [Fraction(exact(length)) for length in lengths if length is not None]
-        if len(known) < len(lengths):
+        if None in lengths:
             return None
-        passes = max(known) if self._epoch == "max_cycle" else min(known)
+        passes = (max if self._epoch == "max_cycle" else min)(Fraction(exact(length or 0)) for length in lengths)
         return whole_or_rounded(passes * (len(lengths) if self._mode == "round_robin" else 1))
 
     @property
@@ -90,7 +89,4 @@ class CombinedLoader:
             if (batch := next(iterators[name], _END)) is not _END:
                 return batch
             iterators[name] = iter(self.loaders[name])
-        raise ValueError(
-            f"the loader {name!r} ({type(self.loaders[name]).__name__}) of a CombinedLoader yields no batch; give one "
-            "that can be iterated again and has at least one batch"
-        )
+        raise ValueError(f"the loader {name!r} of a CombinedLoader yields no batch; is it an iterator that has ended?")

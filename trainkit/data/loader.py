@@ -132,11 +132,7 @@ class ResumableLoader(DataLoader[Any]):
             self._options["generator"] = self.generator = new_generator(self._own_seed, LOADER_KEY, comm.get_rank())
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the newest iterator after the delivered batches, as plain values.
-
-        Raises:
-            TypeError: there is a ``resume_obstacle``.
-        """
+        """The position of the newest iterator after the delivered batches. Raises TypeError if there is an obstacle."""
         self._refuse_obstacle()
         position, order = self._tasks.state()
         state = {"kind": type(self._order).__name__, "seed": self.seed, "position": position, "order": order}
@@ -146,19 +142,13 @@ class ResumableLoader(DataLoader[Any]):
         """The next ``iter()`` continues at the saved position; do not use older iterators any more.
 
         The seeds of the state replace those in use. If the state is from a sampler of another class, a warning is
-        logged and the data starts again.
-
-        Raises:
-            TypeError: there is a ``resume_obstacle``.
+        logged and the data starts again. Raises TypeError if there is an obstacle.
         """
         self._refuse_obstacle()
         kind = type(self._order).__name__
         if state["kind"] != kind:
-            logger.warning(
-                "The checkpoint's data order is from %s, which cannot be used with %s; the data starts again",
-                state["kind"],
-                kind,
-            )
+            text = "The checkpoint's data order is from %s, which cannot be used with %s; the data starts again"
+            logger.warning(text, state["kind"], kind)
             return
         self._order.load_state_dict(copy.deepcopy(state["order"]))
         self._own_seed = state["seed"]
@@ -201,13 +191,10 @@ class ResumableLoader(DataLoader[Any]):
         """The seed of the random numbers of samples: the sampler's own seed if it has one."""
         return self._own_seed if self._endless is None else self._endless.seed
 
-    def _ranks(self) -> tuple[int, int]:
-        if self._endless is None:
-            return comm.get_rank(), comm.get_world_size()
-        return self._endless.rank, self._endless.world_size
-
     def _new_tasks(self, position: int, stage: "_Stage" = "here") -> "_Tasks":
-        rank, world_size = self._ranks()
+        rank, world_size = comm.get_rank(), comm.get_world_size()
+        if self._endless is not None:
+            rank, world_size = self._endless.rank, self._endless.world_size
         logical_ranks = (0 if self._is_inference else self.logical_ranks) or world_size
         owned, order = own_ranks(logical_ranks, rank, world_size), None if self.resume_obstacle else self._order
         return _Tasks(self._batches, order, position, world_size, owned, stage)
@@ -217,12 +204,8 @@ class ResumableLoader(DataLoader[Any]):
         key = splitmix64(self.seed, 0) if draws else None
         # persistent workers would continue their random numbers; without workers, an evaluation may use the loop's
         batch_key = key if self._is_inference and self.num_workers else None
-        return _Fetch(
-            dataset=self._source,
-            collate_fn=self.collate_fn,
-            key=None if self.resume_obstacle else key,
-            batch_key=batch_key,
-        )
+        sample_key = None if self.resume_obstacle else key
+        return _Fetch(dataset=self._source, collate_fn=self.collate_fn, key=sample_key, batch_key=batch_key)
 
     def _find_obstacle(self) -> str:
         order, remedy = type(self._order).__name__, "a sampler of trainkit.data for training"

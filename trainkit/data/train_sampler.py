@@ -8,9 +8,8 @@ from torch.utils.data import IterableDataset
 from trainkit.config.config import CfgNode
 from trainkit.config.errors import ConfigError, unknown_name
 from trainkit.data.samplers.infinite import InfiniteSampler
-from trainkit.data.samplers.limited import LimitedSampler
 from trainkit.data.samplers.repeat_factor import RepeatFactorTrainingSampler
-from trainkit.data.samplers.training import RandomSubsetTrainingSampler, TrainingSampler
+from trainkit.data.samplers.training import LimitedSampler, RandomSubsetTrainingSampler, TrainingSampler
 
 _OVERFIT = "DATALOADER.OVERFIT_BATCHES"
 _SAMPLERS = ("TrainingSampler", "RandomSubsetTrainingSampler", "RepeatFactorTrainingSampler")
@@ -32,21 +31,20 @@ def build_train_sampler(cfg: CfgNode, dataset: Any) -> InfiniteSampler | None:
                 "leave the default, which it ignores"
             )
         return None
-    sampler: InfiniteSampler = TrainingSampler(len(dataset), seed=seed)
-    if name == "RandomSubsetTrainingSampler":
+    if name == "TrainingSampler":
+        sampler: InfiniteSampler = TrainingSampler(len(dataset), seed=seed)
+    elif name == "RandomSubsetTrainingSampler":
         ratio = options.RANDOM_SUBSET_RATIO
         sampler = RandomSubsetTrainingSampler(len(dataset), ratio, seed_shuffle=seed, seed_subset=seed)
-    elif name == "RepeatFactorTrainingSampler":
+    else:
         categories = [_categories(dataset[index]) for index in range(len(dataset))]  # reads every sample once
         factors_of = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency
         factors = factors_of(categories, options.REPEAT_THRESHOLD, options.REPEAT_SQRT)
         sampler = RepeatFactorTrainingSampler(factors, seed=seed)
     key, limit = epoch_limit(cfg)
-    size = limit * cfg.SOLVER.IMS_PER_BATCH
-    is_overfit = key == _OVERFIT
-    if not size or (size >= sampler.samples_per_epoch and not is_overfit):
-        return sampler
-    return LimitedSampler(sampler, size, repeat_first=is_overfit)
+    size, repeats = limit * cfg.SOLVER.IMS_PER_BATCH, key == _OVERFIT
+    is_limited = repeats or 0 < size < sampler.samples_per_epoch
+    return LimitedSampler(sampler, size, repeat_first=repeats) if is_limited else sampler
 
 
 def epoch_limit(cfg: CfgNode) -> tuple[str, int]:

@@ -387,10 +387,7 @@ class DefaultTrainer(TrainerBase):
             *chosen(hooks.Throughput),
             # early: all other values belong to the epoch that they store
             *chosen(hooks.RuntimeInfo, period=cfg.LOG.PERIOD),
-            *take(
-                hooks.SamplerSeed,  # if the number of micro-batches changes, there are no epochs, which is an error
-                default=hooks.SamplerSeed.is_needed(self.data_loader) and (self.has_epochs or bool(self.feed.schedule)),
-            ),
+            *take(hooks.SamplerSeed, default=hooks.SamplerSeed.is_needed(self)),
             # after the update, before anything that evaluates or saves
             *chosen(hooks.EMAHook),
             # early: as after a resume, checkpoint and evaluation already have the next learning rate
@@ -615,9 +612,9 @@ class DefaultTrainer(TrainerBase):
             "async_write_metrics": device is not None and runs_ahead(device)
             if cfg.LOG.ASYNC is None
             else cfg.LOG.ASYNC,
-            "accumulation_steps": steps
-            if not cfg.SOLVER.ACCUMULATION_FACTORS
-            else [(0, steps), *((start, steps * factor) for start, factor in cfg.SOLVER.ACCUMULATION_FACTORS)],
+            "accumulation_steps": [
+                (start, steps * times) for start, times in [(0, 1), *cfg.SOLVER.ACCUMULATION_FACTORS]
+            ],
             "clip_gradients": _clipper(cfg, optimizer),
             "non_finite": cfg.SOLVER.NON_FINITE.POLICY,
             "max_non_finite_in_row": cfg.SOLVER.NON_FINITE.MAX_IN_ROW,

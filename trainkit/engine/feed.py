@@ -25,15 +25,12 @@ class Feed:
 
     Attributes:
         accumulation_steps: micro-batches per iteration.
-        schedule: pairs (iteration, number): from that iteration on, ``accumulation_steps`` is that number.
+        schedule: pairs (iteration, number): from that iteration on, ``accumulation_steps`` is that number. The first
+            iteration is 0. Such a feed has no epochs.
         before_pass: called before the loader is iterated again, with the fraction of the iteration that is drawn.
     """
 
     def __init__(self, loader: Iterable[Any], accumulation_steps: int | Sequence[tuple[int, int]] = 1) -> None:
-        """
-        Args:
-            accumulation_steps: a number, or a schedule, whose first iteration is 0.
-        """
         pairs = [*accumulation_steps] if isinstance(accumulation_steps, Sequence) else [(0, accumulation_steps)]
         if not pairs or pairs[0][0] != 0 or any(start >= after for (start, _), (after, _) in pairwise(pairs)):
             raise ValueError(

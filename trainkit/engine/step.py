@@ -123,11 +123,10 @@ class SimpleTrainer(TrainerBase):
         self._is_first_step = True
         self.model = model
         self.optimizer = optimizer
-        if accumulation_steps != 1 and any(isinstance(module, _BatchNorm) for module in model.modules()):
-            logger.warning(
-                "Batch norm treats each micro-batch separately: %s do not equal one large batch. Group norm would",
-                accumulation_steps,
-            )
+        steps = self.feed.schedule or self.feed.accumulation_steps
+        if steps != 1 and any(isinstance(module, _BatchNorm) for module in model.modules()):
+            text = "Batch norm treats each micro-batch separately: %s do not equal one large batch. Group norm would"
+            logger.warning(text, steps)
 
     def run_step(self) -> None:
         """Fetch, zero_grad, forward, backward, after_backward, clip, metrics, update."""

@@ -16,7 +16,8 @@ logger = logging.getLogger(__name__)
 class GroupedBatchSampler(Sampler[list[int]]):
     """Batches whose samples are of one group, yielded in the order in which they become full.
 
-    When a finite sampler ends, samples of batches that are not full are left out.
+    When a finite sampler ends, samples of batches that are not full are left out. Only over an `InfiniteSampler` there
+    is a state; else these methods raise TypeError.
 
     Args:
         sampler: indices into ``group_ids``, finite or endless.
@@ -66,22 +67,14 @@ class GroupedBatchSampler(Sampler[list[int]]):
         return sampler.start - sampler.world_size * sum(map(len, self._start_with.values()))
 
     def state_dict(self) -> dict[str, Any]:
-        """The sampler's position after the last yielded batch, and the samples in batches that are not full.
-
-        Raises:
-            TypeError: the sampler is not an `InfiniteSampler`.
-        """
+        """The sampler's position after the last yielded batch, and the samples in batches that are not full."""
         sampler = self._endless()
         drawn = sampler.state_dict(sampler.start + self._num_drawn * sampler.world_size)
         return {"sampler": drawn, "open": _copy(self._open), "world_size": sampler.world_size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue there with the next ``iter()``; with another world size, without the samples in open batches
-        (warning).
-
-        Raises:
-            TypeError: the sampler is not an `InfiniteSampler`.
-        """
+        (warning)."""
         sampler = self._endless()
         sampler.load_state_dict(state["sampler"])
         self._num_drawn = 0

@@ -1,4 +1,4 @@
-"""Samplers that draw every sample, or a random subset, once per epoch."""
+"""Samplers that draw every sample, a random subset, or the first samples of an order, once per epoch."""
 
 from collections.abc import Mapping
 
@@ -85,3 +85,32 @@ class RandomSubsetTrainingSampler(TrainingSampler):
 
     def epoch_indices(self, epoch: int) -> torch.Tensor:
         return self.subset_indices[super().epoch_indices(epoch)]
+
+
+class LimitedSampler(InfiniteSampler):
+    """The first samples of each epoch of ``sampler``, without end.
+
+    Args:
+        sampler: its epochs have at least ``samples_per_epoch`` samples.
+        size: the largest number of samples in an epoch, over all ranks.
+        repeat_first: every epoch is the start of the first epoch, in the same order.
+    """
+
+    def __init__(self, sampler: InfiniteSampler, size: int, *, repeat_first: bool = False) -> None:
+        super().__init__(sampler.seed)
+        self._sampler, self._size, self._repeat_first = sampler, size, repeat_first
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return min(self._size, self._sampler.samples_per_epoch)
+
+    def epoch_indices(self, epoch: int) -> torch.Tensor:
+        return self._sampler.epoch_indices(0 if self._repeat_first else epoch)[: self.samples_per_epoch]
+
+    def state_dict(self, position: int | None = None) -> dict[str, int]:
+        return {**self._sampler.state_dict(0), **super().state_dict(position)}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._sampler.load_state_dict({**state, "position": 0})
+        self.seed = self._sampler.seed
+        self.set_position(state["position"])

@@ -22,8 +22,9 @@ class SamplerSeed(HookBase):
     """
 
     @staticmethod
-    def is_needed(loader: Any) -> bool:
-        return bool(_listeners(loader))
+    def is_needed(trainer: Any) -> bool:
+        # a feed with a schedule has no epochs, and then the hook is an error
+        return bool(_listeners(trainer.data_loader) and (trainer.has_epochs or trainer.feed.schedule))
 
     def before_train(self) -> None:
         self.before_epoch()
