@@ -135,7 +135,7 @@ class StopAt(HookBase):
             self.trainer.request_stop("enough")
 
 
-@pytest.mark.parametrize("trainer_class", [InTurn, OfEach])
+@pytest.mark.parametrize("trainer_class", [InTurn, pytest.param(OfEach, marks=pytest.mark.slow)])
 def test_a_run_with_accumulation_that_is_stopped_and_resumed_ends_with_the_same_weights(tmp_path, trainer_class):
     def train(folder, hooks, resume):
         seed_all_rng(1)

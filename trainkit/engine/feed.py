@@ -24,7 +24,7 @@ class Feed:
     """Gives the micro-batches of one iteration after another; a loader that ends is iterated again.
 
     Attributes:
-        accumulation_steps: micro-batches per iteration.
+        accumulation_steps: micro-batches per iteration; with a schedule, of the last iteration.
         schedule: pairs (iteration, number): from that iteration on, ``accumulation_steps`` is that number. The first
             iteration is 0. Such a feed has no epochs.
         before_pass: called before the loader is iterated again, with the fraction of the iteration that is drawn.
