@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -291,8 +292,26 @@ def leave_by_an_error(rank, folder):
     return None
 
 
+def wait_for_data(rank, folder):
+    """Whether the wait goes on, for so many seconds behind a request on rank 1."""
+    stops, found = StopRequests(), []
+    stops.reset()
+    with stops.listening(lambda: True), mock.patch("trainkit.engine.stopping.time") as clock:
+        clock.monotonic.return_value = stops.since = 0.0
+        if rank == 1:
+            stops.request("enough")
+        for seconds in (0, 15, 25):
+            clock.monotonic.return_value = seconds
+            try:
+                found.append(stops.look_up())
+            except RuntimeError as error:
+                found.append(str(error))
+    return found
+
+
 CHECKS = [
     *(
+        wait_for_data,
         ask_rank_1,
         ask_rank_0_at_each_step,
         ask_nobody,
@@ -307,6 +326,12 @@ CHECKS = [
 @pytest.fixture(scope="module", params=SLOW)
 def found(tmp_path_factory):
     return on_two_ranks(CHECKS, tmp_path_factory.mktemp("ranks"))
+
+
+def test_a_rank_that_waits_for_data_in_vain_ends_all_since_the_others_wait_for_it(found):
+    assert found["wait_for_data"][0] == [None, None, None]
+    assert found["wait_for_data"][1][:2] == [None, None]
+    assert "asked to stop (enough), but no data came for 25 s, while the other ranks" in found["wait_for_data"][1][2]
 
 
 def test_a_request_on_one_rank_stops_both_after_the_same_step(found):

@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from tests.engine.tiny import (
     CLOCK_READINGS,
@@ -22,6 +22,7 @@ from tests.engine.tiny import (
     sgd,
 )
 from trainkit.config import ConfigError, Epochs
+from trainkit.data import ResumableLoader
 from trainkit.data.build import build_batch_data_loader
 from trainkit.data.samplers import TrainingSampler
 from trainkit.engine.amp import AMPTrainer
@@ -256,10 +257,21 @@ class Ending(Dataset):
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
-def test_a_sample_that_raises_stop_iteration_is_no_end_of_an_epoch(accumulation_steps):
-    model, loader = Weight(lambda weight, batch: weight), build_batch_data_loader(Ending(), TrainingSampler(8), 1)
-    trainer = SimpleTrainer(model, loader, sgd(model), accumulation_steps=accumulation_steps)
-    with pytest.raises(RuntimeError, match="StopIteration while loading sample 5 of Ending"):
+@pytest.mark.parametrize(
+    ("make_loader", "message"),
+    [
+        (lambda: DataLoader(Ending()), "sample 5 of Ending raised StopIteration"),
+        (lambda: ResumableLoader(Ending(), shuffle=True), "sample 5 of Ending raised StopIteration"),
+        (
+            lambda: build_batch_data_loader(Ending(), TrainingSampler(8), 1, num_workers=2),
+            "StopIteration while loading sample 5 of Ending",
+        ),
+    ],
+)
+def test_a_sample_that_raises_stop_iteration_is_no_end_of_an_epoch(make_loader, message, accumulation_steps):
+    model = Weight(lambda weight, batch: weight)
+    trainer = SimpleTrainer(model, make_loader(), sgd(model), accumulation_steps=accumulation_steps)
+    with pytest.raises(RuntimeError, match=message):
         trainer.train(0, 20)
     assert trainer.iter < 8
 

@@ -1,12 +1,13 @@
 import logging
 import random
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from tests.utils.terminal import showing_bars
 from trainkit.data import InferenceSampler, build_batch_data_loader
@@ -339,7 +340,8 @@ class Ending(Dataset):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_sample_that_raises_stop_iteration_is_no_end_of_the_data_set(num_workers):
-    loader = build_batch_data_loader(Ending(), InferenceSampler(8), 1, num_workers=num_workers)
+@pytest.mark.parametrize("make_loader", [DataLoader, partial(build_batch_data_loader, sampler=InferenceSampler(8))])
+def test_a_sample_that_raises_stop_iteration_is_no_end_of_the_data_set(make_loader, num_workers):
+    own = {} if make_loader is DataLoader else {"total_batch_size": 1}
     with pytest.raises(RuntimeError, match="StopIteration"):
-        inference_on_dataset(lambda batch: batch, loader, Recorder())
+        inference_on_dataset(lambda batch: batch, make_loader(Ending(), num_workers=num_workers, **own), Recorder())

@@ -6,12 +6,11 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from trainkit.data.build import iters_per_epoch
-from trainkit.data.loader import resume_obstacle
+from trainkit.data.loader import ResumableLoader, resume_obstacle
+from trainkit.utils import waiting
 from trainkit.utils.periods import exact, whole_or_rounded
 
 logger = logging.getLogger(__name__)
-
-_END = object()
 
 
 class CombinedLoader:
@@ -72,6 +71,12 @@ class CombinedLoader:
         for name, loader in self.loaders.items():
             loader.load_state_dict(state["loaders"][name])  # type: ignore[attr-defined]
 
+    def explain(self, error: RuntimeError) -> None:
+        """See `ResumableLoader`."""
+        for loader in self.loaders.values():
+            if isinstance(loader, ResumableLoader):
+                loader.explain(error)
+
     def __iter__(self) -> Iterator[Any]:
         return self._draw({name: iter(loader) for name, loader in self.loaders.items()})  # starts workers now
 
@@ -86,7 +91,11 @@ class CombinedLoader:
 
     def _next(self, name: str, iterators: dict[str, Iterator[Any]]) -> Any:
         for _ in range(2):
-            if (batch := next(iterators[name], _END)) is not _END:
+            try:
+                batch = next(iterators[name])
+                waiting.waiter.get().since = None  # the step has data now, so it must not be abandoned
                 return batch
+            except StopIteration as error:
+                waiting.refuse_end_by_sample(error)
             iterators[name] = iter(self.loaders[name])
         raise ValueError(f"the loader {name!r} of a CombinedLoader yields no batch; is it an iterator that has ended?")

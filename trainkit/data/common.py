@@ -30,6 +30,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+ENDS = StopIteration, SystemExit  # reading a sample must not raise these
 _WARN_AT_RETRY = 3
 
 
@@ -42,6 +43,14 @@ def add_note(error: Exception, text: str) -> None:
         error.add_note(text)
     else:
         logger.error("%s: %s, %s", type(error).__name__, error, text)
+
+
+def no_end(error: BaseException, doing: str) -> RuntimeError:
+    """An error that replaces one of `ENDS`, which a loader would take for the end of its data."""
+    return RuntimeError(
+        f"{type(error).__name__}{error.args or ''} while {doing}: it would end the data or their worker; "
+        "raise another error, or catch it in the dataset"
+    )
 
 
 def name_sample(dataset: Any, index: Any) -> str:
@@ -260,7 +269,11 @@ class ToIterableDataset(IterableDataset[Any]):
             num, size = worker.num_workers, self._chunk_size
             indices = (index for position, index in chunks if position // size % num == worker.id)
         for index in indices:
-            yield self.dataset[index]
+            try:
+                sample = self.dataset[index]
+            except ENDS as error:
+                raise no_end(error, f"loading {name_sample(self.dataset, index)}") from error
+            yield sample
 
 
 class AspectRatioGroupedDataset(IterableDataset[list[Any]]):

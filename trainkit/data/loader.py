@@ -23,13 +23,14 @@ from torch.utils.data import (
 )
 
 from trainkit.config.errors import ConfigError
-from trainkit.data.common import DatasetFromList, ToIterableDataset, add_note, name_sample
+from trainkit.data.common import ENDS, DatasetFromList, ToIterableDataset, add_note, name_sample, no_end
 from trainkit.data.samplers.grouped import GroupedBatchSampler
 from trainkit.data.samplers.inference import InferenceSampler
 from trainkit.data.samplers.infinite import InfiniteSampler, check_seed, new_generator
 from trainkit.data.seeding import seed_globals, splitmix64, undisturbed_globals
+from trainkit.data.watch import Owed, Watch, WorkerNotes, is_of_lost_worker, is_timeout
 from trainkit.data.workers import WorkerInit, check_socket_path, signals_held_back
-from trainkit.utils import comm
+from trainkit.utils import comm, waiting
 from trainkit.utils.logical import own_ranks
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,8 @@ class ResumableLoader(DataLoader[Any]):
     error of a dataset or ``collate_fn`` gets a note with the samples (on Python 3.10 a log line).
 
     Args:
-        timeout: seconds that the workers may take for the next batch; 0: no limit.
+        timeout: seconds that a worker may take for the next batch; 0: no limit. Then an error says what the worker
+            does, and for which samples; after 60 s a warning does.
         seed: for augmentation, unless the sampler is an `InfiniteSampler` with its own; None: ``torch.initial_seed()``.
         worker_init_fn: called after `worker_init_reset_seed`.
         logical_ranks: if not 0, training batches are those of the `trainkit.utils.logical` ranks of this process, one
@@ -86,6 +88,7 @@ class ResumableLoader(DataLoader[Any]):
     Raises:
         ConfigError: with workers, if the path of the folder for temporary files is too long; ``logical_ranks`` with a
             sampler that is not of this package.
+        ValueError: ``timeout`` is negative.
     """
 
     def __init__(
@@ -99,8 +102,10 @@ class ResumableLoader(DataLoader[Any]):
         **kwargs: Any,
     ) -> None:
         kwargs["worker_init_fn"] = WorkerInit(worker_init_fn)
-        kwargs["timeout"] = timeout if kwargs.get("num_workers") else 0  # DataLoader accepts it only with workers
         super().__init__(dataset, **kwargs)
+        if timeout < 0:
+            raise ValueError(f"timeout must be >= 0 s, got {timeout}; 0 waits for ever")
+        self.timeout = timeout  # torch's timeout is used as the interval of our checks
         self.logical_ranks = logical_ranks
         if self.num_workers > 0:
             check_socket_path()
@@ -108,6 +113,7 @@ class ResumableLoader(DataLoader[Any]):
         done_by_fetch = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn"}
         self._options = {name: value for name, value in kwargs.items() if name not in done_by_fetch}
         self._inside: DataLoader[Any] | None = None
+        self._watch: Watch
         self._source: Any = dataset
         self._batches: Any = self.batch_sampler
         one_sampler = type(dataset) is ToIterableDataset and (dataset.shard_sampler or self.num_workers <= 1)
@@ -159,32 +165,53 @@ class ResumableLoader(DataLoader[Any]):
         """The sample names of the last delivered batches, as in errors; fewer batches if they are not known."""
         return [[name_sample(self._source, index) for index in batch] for batch in [*self._tasks.recent][-num_batches:]]
 
+    def explain(self, error: RuntimeError) -> None:
+        """
+        Raises:
+            RuntimeError: ``error`` says that a worker has ended (torch raises this at any place); the new one says what
+                it did.
+        """
+        if self._inside is not None:
+            self._watch.explain(error, self._tasks.owed)
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if self._inside is None or not self.persistent_workers:
-            self._inside = self._new_inside()
+        is_kept = self._inside is not None and self.persistent_workers
+        if not is_kept:
+            self._start_inside()
         elif self._is_inference:
             self._tasks.position = 0  # each evaluation is the same, also in its random numbers
         with signals_held_back():
-            fetched = iter(self._inside)
-        return _Deliveries(fetched, None if self._loads_plainly() else self._tasks)
+            try:
+                fetched = self._watch.iterate(self._inside)
+            except RuntimeError as error:
+                if not is_kept or not (is_timeout(error) or is_of_lost_worker(error)):
+                    raise
+                logger.warning("The workers of the last pass over the data are replaced by new ones: %s", error)
+                self._start_inside()
+                fetched = self._watch.iterate(self._inside)
+        return _Deliveries(fetched, None if self._loads_plainly() else self._tasks, self._watch)
 
     def _loads_plainly(self) -> bool:
         return self._is_stream or bool(self.resume_obstacle and not self._is_inference)
 
-    def _new_inside(self) -> DataLoader[Any]:
+    def _start_inside(self) -> None:
+        notes = None
         source: Any = self.dataset
         if self._is_stream:
             what: dict[str, Any] = {"batch_size": self.batch_size, "drop_last": self.drop_last}
         elif not self._loads_plainly():
             # a new object: an older iterator that is still in use keeps its own count
             self._tasks = self._new_tasks(0 if self._is_inference else self._tasks.position, self._tasks.stage)
-            source, what = self._fetch(), {"batch_size": None, "sampler": self._tasks}
+            notes = WorkerNotes(self.num_workers) if self.num_workers else None
+            source, what = self._fetch(notes), {"batch_size": None, "sampler": self._tasks}
         elif self.batch_sampler is None:
             what = {"batch_size": None, "sampler": self.sampler}
         else:
             what = {"batch_sampler": self.batch_sampler}
         collate_fn = trivial_batch_collator if source is not self.dataset else self.collate_fn
-        return DataLoader(source, collate_fn=collate_fn, **what, **self._options)
+        poll = min(waiting.POLL_SEC, self.timeout or waiting.POLL_SEC) if self.num_workers else 0
+        self._watch = Watch(notes, self.timeout, self._fetch().name)
+        self._inside = DataLoader(source, timeout=poll, collate_fn=collate_fn, **what, **self._options)
 
     @property
     def seed(self) -> int:
@@ -199,13 +226,15 @@ class ResumableLoader(DataLoader[Any]):
         owned, order = own_ranks(logical_ranks, rank, world_size), None if self.resume_obstacle else self._order
         return _Tasks(self._batches, order, position, world_size, owned, stage)
 
-    def _fetch(self) -> "_Fetch":
+    def _fetch(self, notes: WorkerNotes | None = None) -> "_Fetch":
         draws = self.collate_fn not in (default_collate, trivial_batch_collator) or _may_draw(self._source)
         key = splitmix64(self.seed, 0) if draws else None
         # persistent workers would continue their random numbers; without workers, an evaluation may use the loop's
         batch_key = key if self._is_inference and self.num_workers else None
         sample_key = None if self.resume_obstacle else key
-        return _Fetch(dataset=self._source, collate_fn=self.collate_fn, key=sample_key, batch_key=batch_key)
+        return _Fetch(
+            dataset=self._source, collate_fn=self.collate_fn, key=sample_key, notes=notes, batch_key=batch_key
+        )
 
     def _find_obstacle(self) -> str:
         order, remedy = type(self._order).__name__, "a sampler of trainkit.data for training"
@@ -278,7 +307,7 @@ class _Tasks(Sampler[_Task]):
         self._started = False
         self._state: Any = None  # state of the order after the delivered batches
         self._ahead: dict[int, tuple[Any, bool]] = {}  # position after a batch -> the same state, and `over`
-        self._owed: dict[int, Sequence[Any]] = {}  # position after a requested batch -> its indices
+        self.owed: Owed = {}  # requested batches that are not delivered
         self.recent: deque[Any] = deque(maxlen=_MAX_REMEMBERED)  # indices of delivered batches
 
     def state(self) -> tuple[int, Any]:
@@ -290,8 +319,8 @@ class _Tasks(Sampler[_Task]):
 
     def delivered(self, position: int) -> None:
         self.position = position
-        for after in [after for after in self._owed if after <= position]:  # includes batches that failed
-            self.recent.append(self._owed.pop(after))
+        for after in [after for after in self.owed if after <= position]:  # includes batches that failed
+            self.recent.append(self.owed.pop(after))
         self._state, self.over = self._ahead.pop(position, (None, False))
 
     def __iter__(self) -> Iterator[_Task]:
@@ -303,7 +332,7 @@ class _Tasks(Sampler[_Task]):
         if isinstance(self._order, InfiniteSampler | GroupedBatchSampler):
             self.position = self._order.start
         self._ahead.clear()
-        self._owed.clear()
+        self.owed.clear()
         self._state = self._order_state()
 
     def _draw(self) -> Iterator[_Task]:
@@ -317,7 +346,7 @@ class _Tasks(Sampler[_Task]):
                 for rank in self._owned:
                     indices = drawn if num == 1 else drawn[rank // self._world_size :: num]
                     position += len(indices) * self._world_size
-                    self._owed[position] = indices
+                    self.owed[position] = indices
                     state = self._order_state()
                     if state is not None:
                         self._ahead[position] = state, len(indices) < full
@@ -338,8 +367,8 @@ class _Deliveries(Iterator[Any]):
         fetched: (position, batch) pairs; batches alone without ``tasks``.
     """
 
-    def __init__(self, fetched: Iterator[Any], tasks: _Tasks | None) -> None:
-        self._fetched, self._tasks = fetched, tasks
+    def __init__(self, fetched: Iterator[Any], tasks: _Tasks | None, watch: Watch) -> None:
+        self._fetched, self._tasks, self._watch = fetched, tasks, watch
         # Python's cycle collection, such as of a trainer with a checkpointer, would close the workers' queues before
         # torch can tell the workers to end, and torch waits 5 s for each worker. Held here, the queues are not part of
         # a cycle.
@@ -347,9 +376,14 @@ class _Deliveries(Iterator[Any]):
         weakref.finalize(self, id, queues).atexit = False
 
     def __next__(self) -> Any:
-        fetched = next(self._fetched)
+        try:
+            fetched = self._watch.next(self._fetched, {} if self._tasks is None else self._tasks.owed)
+        except waiting.Abandoned:
+            self._watch.end_workers()
+            raise
         if self._tasks is None:
             return fetched
+        waiting.waiter.get().since = None  # a delivered batch must not be abandoned
         # the position comes with the batch, so that it is correct after a failed fetch too
         position, batch = fetched
         self._tasks.delivered(position)
@@ -361,6 +395,7 @@ class _Fetch(Dataset[Any]):
 
     Args:
         key: for the samples' seeds; None: neither dataset nor ``collate_fn`` uses random numbers.
+        notes: of the workers; None without workers.
         batch_key: for the seeds of whole batches, in workers.
     """
 
@@ -386,27 +421,31 @@ class _Fetch(Dataset[Any]):
         if type(task) is not _Task:
             return self._dataset[task]
         after, indices, position, stride = task
-        is_worker = get_worker_info() is not None
-        if self._batch_key is not None and is_worker:
+        place = None if self._notes is None else self._notes.begin(after)
+        if self._batch_key is not None and place is not None:
             seed_globals(splitmix64(self._batch_key, position))
+        alone = self._key is None or get_worker_info() is not None
         doing, now = "loading", indices
         try:
-            with nullcontext() if self._key is None or is_worker else undisturbed_globals():
+            with nullcontext() if alone else undisturbed_globals():
                 if self._key is None and hasattr(self._dataset, "__getitems__"):
                     samples = self._dataset.__getitems__(indices)
                 else:
                     samples = []
                     for index in indices:
                         now = [index]
+                        if place is not None:
+                            self._notes.count(place, len(samples))
                         if self._key is not None:
                             seed_globals(splitmix64(self._key, position))
                         samples.append(self._dataset[index])
                         position += stride
+                if place is not None:
+                    self._notes.count(place, len(indices))
                 doing, now = "making a batch of", indices
                 return after, self._collate_fn(samples)
-        except StopIteration as error:
-            text = f"StopIteration while {doing} {self.name(now)}: it would end the data; raise another error"
-            raise RuntimeError(text) from error
+        except ENDS as error:
+            raise no_end(error, f"{doing} {self.name(now)}") from error
         except Exception as error:
             add_note(error, f"while {doing} {self.name(now)}")
             raise

@@ -9,15 +9,18 @@ from typing import Any
 import torch
 
 from trainkit.data.build import iters_per_epoch
+from trainkit.data.combined import CombinedLoader
 from trainkit.data.common import add_note
-from trainkit.data.loader import resume_obstacle
+from trainkit.data.loader import ResumableLoader, resume_obstacle
 from trainkit.engine.periods import check_period
 from trainkit.utils.device import Prefetcher
 from trainkit.utils.periods import exact, whole_or_rounded
+from trainkit.utils.waiting import Abandoned, next_batch
 
 logger = logging.getLogger(__name__)
 
 _END = object()
+_OURS = ResumableLoader, CombinedLoader
 
 
 class Feed:
@@ -74,14 +77,23 @@ class Feed:
         There are fewer only if the loader is an iterator that ends.
 
         Raises:
+            Abandoned: the run stops during the wait; the position in the data is then as before this call, if possible.
             ValueError: the loader yields no batch.
         """
         for start, steps in self.schedule:
             if start <= iter:
                 self.accumulation_steps = steps
+        several = self.accumulation_steps > 1
+        # for other loaders, reading the state in each iteration costs too much
+        before = self.state_dict() if several and isinstance(self._loader, _OURS) else None
         batches: list[Any] = []
-        while len(batches) < self.accumulation_steps and (batch := self._draw(len(batches))) is not _END:
-            batches.append(batch)
+        try:
+            while len(batches) < self.accumulation_steps and (batch := self._draw(len(batches))) is not _END:
+                batches.append(batch)
+        except Abandoned as stop:
+            stop.nothing_done = before is not None or not batches
+            self.load_state_dict(self.state_dict() if before is None else before)
+            raise
         if not batches:
             raise ValueError(
                 f"the data loader ({type(self._loader).__name__}) "
@@ -94,12 +106,12 @@ class Feed:
         return batches
 
     def _draw(self, drawn: int) -> Any:
-        batch = next(self.iterator, _END)
+        batch = next_batch(self.iterator, _END)
         if batch is _END:
             self._iterator = None  # ends its workers
             if self.before_pass is not None:
                 self.before_pass(Fraction(drawn, self.accumulation_steps))
-            batch = next(self.iterator, _END)
+            batch = next_batch(self.iterator, _END)
         return batch
 
     @property
@@ -125,7 +137,9 @@ class Feed:
         return resume_obstacle(self._loader)
 
     def explain(self, error: Exception, batch: Any) -> None:
-        """Add a note to an error if the model may not take such a batch."""
+        """Raise a clearer error if a loader worker has ended; add a note if the model may not take such a batch."""
+        if isinstance(error, RuntimeError) and isinstance(self._loader, _OURS):
+            self._loader.explain(error)
         batch = batch[0] if self.accumulation_steps > 1 and batch else batch
         kind = type(batch).__name__
         if isinstance(batch, list | tuple | Mapping) and (kind in str(error) or not str(error)):

@@ -11,9 +11,9 @@ from trainkit.config import ConfigError
 from trainkit.engine.forwarding import forwarded
 from trainkit.engine.run_state import Position, RunState
 from trainkit.engine.stopping import Stop, StopRequests
-from trainkit.evaluation.observer import EvaluationAbandoned
 from trainkit.utils.periods import is_nth
 from trainkit.utils.rng import set_rng_state
+from trainkit.utils.waiting import Abandoned
 
 __all__ = ["Position", "TrainerBase"]
 
@@ -56,7 +56,7 @@ class TrainerBase(RunState):
             KeyboardInterrupt: after a run that was stopped by SIGINT.
         """
         self._start(start_iter, max_iter)
-        with self._stops.listening(), self.storage:
+        with self._stops.listening(self._may_abandon), self.storage:
             try:
                 self.before_train()
                 self._restore_rng()
@@ -64,8 +64,8 @@ class TrainerBase(RunState):
                 while not self._is_over():
                     self._run_iteration()
                 self._finish()
-            except EvaluationAbandoned:
-                self._abandon()
+            except Abandoned as stop:
+                self._abandon(stop)
             except BaseException as error:
                 self._fail(error)
                 raise
@@ -79,9 +79,11 @@ class TrainerBase(RunState):
         self.storage.begin_iter(self.iter)  # raises errors of the metrics worker
         if self.position.stage == 1:
             self._inside = "stage 1"
-            if self._per_epoch and (self.iter == 0 or is_nth(self.iter, self._per_epoch)):
-                self.before_epoch()
-            self.before_step()
+            if not self._is_before_step_done:
+                if self._per_epoch and (self.iter == 0 or is_nth(self.iter, self._per_epoch)):
+                    self.before_epoch()
+                self.before_step()
+            self._is_before_step_done = False
             self.run_step()
             self.position = Position(self.iter, 2)
             self.after_step()
@@ -163,11 +165,12 @@ class TrainerBase(RunState):
             self._early = reason, self.max_iter
 
     def is_stopping(self) -> bool:
-        """Whether this rank was asked to stop and may abandon an evaluation now.
+        """Whether this rank was asked to stop and may abandon an evaluation now."""
+        return self._stops.pending and self._may_abandon()
 
-        False between an update and the save point, where a run cannot be resumed.
-        """
-        return self._stops.pending and (self._inside != "stage 1" or self.position.stage == 1)
+    def _may_abandon(self) -> bool:
+        """False between an update and the save point, where a run cannot be resumed."""
+        return self._inside != "stage 1" or self.position.stage == 1
 
     # ------------------------------------------------------------------ start and end
 
@@ -216,12 +219,17 @@ class TrainerBase(RunState):
             elif self.iter < self.max_iter:
                 self.status = "stopped"
 
-    def _abandon(self) -> None:
-        """Stop the run in an evaluation; a resumed run repeats it."""
+    def _abandon(self, stop: Abandoned) -> None:
+        """Stop the run in an evaluation or while it waits for data; a resumed run repeats that."""
+        where = "an evaluation"
+        if self._inside == "stage 1":
+            where, self._is_before_step_done = "a step, waiting for data", stop.nothing_done
+            if not stop.nothing_done:
+                logger.warning("Data of iteration %d are lost: the run cannot be resumed exactly", self.iter)
         self._stop, self._inside = self._stops.agree_now(), ""
         self.status, self.iter = "stopped", self.last_done_iter + 1
         reason = "" if self._stop is None else self._stop.reason
-        logger.info("Stopped in an evaluation, after %d of %d iterations: %s", self.iter, self.max_iter, reason)
+        logger.info("Stopped in %s, after %d of %d iterations: %s", where, self.iter, self.max_iter, reason)
 
     def _fail(self, error: BaseException) -> None:
         self.status, self._inside = "failed", ""
@@ -244,8 +252,8 @@ class TrainerBase(RunState):
         for name, call in [*calls, ("Storing or writing metrics", self.storage.flush)]:
             try:
                 call()
-            except EvaluationAbandoned:
-                self._abandon()
+            except Abandoned as stop:
+                self._abandon(stop)
             except BaseException as error:
                 traced = isinstance(error, Exception)  # not Ctrl-C
                 logger.error("%s failed in after_train: %s: %s", name, type(error).__name__, error, exc_info=traced)

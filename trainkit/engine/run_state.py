@@ -43,6 +43,7 @@ class RunState(HookPoints):
     def __init__(self) -> None:
         super().__init__()
         self._early: tuple[str, int] | None = None  # why the run has finished early, and its former max_iter
+        self._is_before_step_done = False  # True after a stop during the wait for this iteration's batch
         self._rng_state: dict[str, Any] | None = None  # of a checkpoint; restored after all iterators exist
         self._ranks_agree = True
         self.rank_keys = self.own_keys
@@ -53,7 +54,7 @@ class RunState(HookPoints):
 
     def _begin_anew(self, start_iter: int) -> None:
         self.position, self.storage = Position(start_iter, 1), EventStorage()
-        self._early, self._rng_state = None, None
+        self._early, self._rng_state, self._is_before_step_done = None, None, False
 
     def next_iter_of(self, hook: HookBase) -> int:
         """In ``before_train``: the next iteration in which this hook's ``after_step`` is called.
@@ -103,6 +104,7 @@ class RunState(HookPoints):
                 "stage": self.position.stage,
                 "max_iter": max_iter,
                 "finished_early": reason,
+                "before_step_done": self._is_before_step_done,
             },
             "world_size": self.logical_ranks or comm.get_world_size(),
             "hooks": self._hook_list.state_dict(),
@@ -125,6 +127,7 @@ class RunState(HookPoints):
         self.iter, self.start_iter, self.status = iteration, iteration + 1, "not started"
         reason = saved["finished_early"]
         self._early = None if reason is None else (reason, saved["max_iter"])
+        self._is_before_step_done = saved.get("before_step_done", False)
         self.max_iter = self.max_iter or saved.get("max_iter", 0)  # a config's max_iter is preferred
         if "position" not in state_dict and "hooks" in state_dict:
             logger.warning(

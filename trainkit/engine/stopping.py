@@ -6,7 +6,8 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -14,11 +15,13 @@ import torch
 import torch.distributed as dist
 
 from trainkit.engine.periods import check_period
-from trainkit.utils import comm
+from trainkit.utils import comm, waiting
+from trainkit.utils.waiting import Abandoned, Waiter
 
 logger = logging.getLogger(__name__)
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")  # Windows has no SIGHUP
+_RANKS_WAIT_SEC = 20.0  # torchrun kills after 30 s
 _HINT = b"\nStopping after this step; once more ends at once\n"
 
 
@@ -41,7 +44,11 @@ class Stop(NamedTuple):
             raise SystemExit(self.exit_code)
 
 
-class StopRequests:
+def _never() -> bool:
+    return False
+
+
+class StopRequests(Waiter):
     """The stop requests of this rank, and the agreement of all ranks.
 
     Ranks exchange a flag in the background, so that no rank waits for another. At every ``check_period // 2``-th step
@@ -51,6 +58,8 @@ class StopRequests:
     def __init__(self, check_period: int = 20) -> None:
         self.check_period = check_period
         self._requests: list[Stop] = []
+        self._asked_at = 0.0
+        self._may_abandon = _never
         self._agreed: Stop | None = None
         self._group: dist.ProcessGroup | None = None
         self._exchange: tuple[dist.Work, torch.Tensor] | None = None
@@ -65,7 +74,29 @@ class StopRequests:
 
     def request(self, reason: str, signum: int | None = None) -> None:
         """Request a stop, from any thread or a signal handler. Of several requests a signal counts, else the first."""
+        if not self._requests:
+            self._asked_at = time.monotonic()
         self._requests.append(Stop(reason, signum))  # one operation, so a signal cannot interrupt it
+
+    def look_up(self) -> None:
+        """Called while the thread of the run waits for data, and when a signal comes.
+
+        Raises:
+            Abandoned: a single process was asked to stop and has waited for `waiting.POLL_SEC`.
+            RuntimeError: one of several processes has waited for `_RANKS_WAIT_SEC`; the others wait for it, so none can
+                save.
+        """
+        if not self._requests or self.since is None:
+            return
+        now, reason = time.monotonic(), self._requests[0].reason
+        if self._group is None:
+            if now - self.since >= waiting.POLL_SEC and self._may_abandon():
+                raise Abandoned(reason)
+        elif now - max(self._asked_at, self.since) >= _RANKS_WAIT_SEC:
+            raise RuntimeError(
+                f"asked to stop ({reason}), but no data came for {now - self.since:.0f} s, while the other ranks wait "
+                "for this one: the run ends without a new checkpoint; --resume continues from the last one"
+            )
 
     @property
     def pending(self) -> bool:
@@ -102,11 +133,11 @@ class StopRequests:
         return self._agreed
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
+    def listening(self, may_abandon: Callable[[], bool] = _never) -> Iterator[None]:
         """Context in which SIGTERM, SIGINT and SIGHUP (a closed terminal) request a stop, if this is the main thread.
 
-        A second SIGINT has its former effect. An ignored signal, as under nohup, stays ignored. At the end, without an
-        error, it waits for the last exchange of the ranks.
+        A second SIGINT has its former effect. An ignored signal, as under nohup, stays ignored. Waiting for data is
+        abandoned if ``may_abandon()``. At the end, without an error, it waits for the last exchange of the ranks.
         """
         former: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
@@ -122,7 +153,10 @@ class StopRequests:
                 if multiprocessing.parent_process() is None:  # otherwise the parent prints it
                     with contextlib.suppress(OSError):
                         os.write(2, _HINT)  # neither print nor log, which the signal may have interrupted
+            self.look_up()
 
+        self._may_abandon = may_abandon
+        token = waiting.waiter.set(self)
         try:
             for signum in former:
                 signal.signal(signum, ask)
@@ -131,7 +165,8 @@ class StopRequests:
         finally:
             for signum, handler in former.items():
                 signal.signal(signum, handler)
-            self._exchange = None
+            waiting.waiter.reset(token)
+            self._may_abandon, self._exchange = _never, None
 
     def _start_exchange(self) -> None:
         flag = torch.tensor([self.pending], dtype=torch.int32)

@@ -18,6 +18,7 @@ from trainkit.utils.model import unwrap_model
 from trainkit.utils.progress import Bar, are_bars_shown
 from trainkit.utils.rng import preserve_rng_state
 from trainkit.utils.sharding import is_sharded_model, reshard
+from trainkit.utils.waiting import next_batch
 
 _LOG_PERIOD_SEC = 5.0
 _END: Any = object()
@@ -260,7 +261,7 @@ def _with_progress(data_loader: Iterable[Any], device: torch.device | None, name
     with closing(Bar(total, f"Evaluating {name}".rstrip(), stays=False)) as bar:
         start = last_line = before_fetch = time.perf_counter()
         batches = iter(data_loader)
-        while (inputs := next(batches, _END)) is not _END:
+        while (inputs := next_batch(batches, _END)) is not _END:
             data_sec += time.perf_counter() - before_fetch
             yield inputs
             num_done += 1

@@ -5,15 +5,13 @@ from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
 from trainkit.utils.logger import NOT_ON_TERMINAL
+from trainkit.utils.waiting import Abandoned
 
 Phase: TypeAlias = Literal["val", "test"]  # the periodic evaluation and that of the test data
 
 
-class EvaluationAbandoned(BaseException):
-    """The observer of some rank is stopping, so the evaluation has no results on any rank.
-
-    Not an Exception, since an evaluator's code may catch those.
-    """
+class EvaluationAbandoned(Abandoned):
+    """The observer of some rank is stopping, so the evaluation has no results on any rank."""
 
 
 class InferenceObserver:

@@ -1,0 +1,65 @@
+"""Wait for the next batch: stop requests during the wait, and errors that look like the end of the data."""
+
+import time
+import traceback
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+POLL_SEC = 5.0  # interval of the checks for a stop request
+
+
+class Abandoned(BaseException):
+    """The run stops and leaves its current work. Not an Exception, since dataset code may catch those."""
+
+    nothing_done = False  # True: the step has not started to use data
+
+
+class Waiter:
+    """The object that waits for data; this one is never asked to stop."""
+
+    since: float | None = None  # ``time.monotonic()`` at the start of the wait; None: it does not wait
+
+    def look_up(self) -> None:
+        """Called every `POLL_SEC` of a wait. Raises `Abandoned` if a stop was requested."""
+
+
+_NOBODY = Waiter()
+waiter: ContextVar[Waiter] = ContextVar("waiter", default=_NOBODY)  # of this thread
+
+
+def next_batch(batches: Iterator[Any], end: Any) -> Any:
+    """The next of ``batches``, or ``end`` if there is none.
+
+    Raises:
+        Abandoned: a stop was requested during the wait.
+        RuntimeError: reading a sample raised StopIteration, which a loader would treat as its end.
+    """
+    waiting = waiter.get()
+    waiting.since = time.monotonic()
+    try:
+        return next(batches)
+    except StopIteration as error:
+        refuse_end_by_sample(error)
+        return end
+    finally:
+        waiting.since = None
+
+
+def refuse_end_by_sample(error: StopIteration) -> None:
+    """
+    Raises:
+        RuntimeError: ``error`` comes from a ``__getitem__``, here or in a loader worker (then with its traceback). The
+            end of an iterator never does.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if code.co_name in ("__getitem__", "__getitems__"):
+            owner, index = (frame.f_locals.get(name) for name in code.co_varnames[:2])
+            raise RuntimeError(_message(f"sample {index} of {type(owner).__name__}")) from error
+    if "in DataLoader worker process" in str(error):
+        raise RuntimeError(f"{_message('a sample')}\n{error}") from error
+
+
+def _message(name: str) -> str:
+    return f"{name} raised StopIteration, which would end the data; raise another error, or catch it in the dataset"
