@@ -17,7 +17,8 @@ class CombinedOptimizer(Optimizer):
     """Optimizers that step together, in the given order.
 
     ``param_groups`` are those of all optimizers, and ``state`` is one state for all, so schedules, clipping, gradient
-    scalers and checkpoints use it like a single optimizer. It is fused for a scaler if all optimizers are.
+    scalers and checkpoints use it like a single optimizer. It is fused for a scaler if all optimizers are. They must
+    keep all that changes in ``state`` and ``param_groups``, as those of torch do.
 
     Raises:
         ValueError: a parameter belongs to two optimizers.
