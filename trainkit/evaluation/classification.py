@@ -4,6 +4,7 @@ import json
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from trainkit.data.catalog import MetadataCatalog
 from trainkit.evaluation.labelled import LabelledEvaluator
 from trainkit.utils import comm
 from trainkit.utils.events import get_event_storage, has_event_storage
-from trainkit.utils.run_folder import is_owned
+from trainkit.utils.run_folder import is_owned, own_folder
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +97,12 @@ class ClassificationEvaluator(LabelledEvaluator):
             return
         iteration = get_event_storage().iter if has_event_storage() else None
         content = {"task": self._task, "iteration": iteration, "class_names": names, "confusion": counts}
+        write = partial(write_text, json.dumps(content), self._confusion_file)
+        folder, name = os.path.split(os.path.abspath(self._confusion_file))
         try:
-            os.makedirs(os.path.dirname(self._confusion_file) or ".", exist_ok=True)
-            write_text(json.dumps(content), self._confusion_file)
+            os.makedirs(folder, exist_ok=True)
+            write()
+            if is_owned(folder):
+                own_folder(folder).restore[name] = write  # if somebody deletes the folder
         except OSError as error:
             logger.warning("The confusion matrix is not written: %s", error)
