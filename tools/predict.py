@@ -100,24 +100,6 @@ def _weights_of_run(cfg: CfgNode) -> str:
 # ---------------------------------------------------------------------------- the samples
 
 
-def samples_of_dataset(name: str) -> Iterator[Any]:
-    """The samples of a registered dataset, before any transform.
-
-    Raises:
-        ConfigError: no dataset has that name.
-    """
-    dataset = _find_dataset(name)
-    if not hasattr(dataset, "__getitem__"):
-        return iter(dataset)
-    return (dataset[index] for index in range(len(dataset)))
-
-
-def _find_dataset(name: str) -> Any:
-    if name not in DatasetCatalog:
-        raise ConfigError(f"--dataset: {DatasetCatalog.explain_unknown(name)}")
-    return DatasetCatalog.get(name)
-
-
 def samples_of_file(path: str, key: str) -> Iterator[Any]:
     """The samples of one file; ``key`` is the name of a bare array in a sample, "" for none.
 
@@ -222,7 +204,9 @@ def predict_dataset(
     if vars(DefaultTrainer)["build_test_loader"] is not inspect.getattr_static(trainer, "build_test_loader"):
         loader = trainer.build_test_loader(predictor.cfg, name)
         batches = ((_told_of_batch(batch), batch) for batch in loader)
-    elif hasattr(dataset := _find_dataset(name), "__getitem__"):
+    elif name not in DatasetCatalog:
+        raise ConfigError(f"--dataset: {DatasetCatalog.explain_unknown(name)}")
+    elif hasattr(dataset := DatasetCatalog.get(name), "__getitem__"):
         batches = _loader_of(predictor.cfg, dataset, num)
     else:
         samples = itertools.islice(dataset, num)
