@@ -36,7 +36,7 @@ def _run_rank(rank: int, checks: list[Check], folder: str, port: int, num_ranks:
     torch.set_num_threads(1)
     gc.freeze()  # so that the collection after each check does not look through all modules
     multiprocessing.set_start_method("fork", force=True)  # of the workers of loaders: others import torch anew
-    timeout = datetime.timedelta(seconds=60)  # a loaded machine takes long to start a process
+    timeout = datetime.timedelta(seconds=120)  # a loaded machine takes long to start a process
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     found = {}
     for check in checks:  # each in a group of its own: one that hangs or fails leaves the others alone
@@ -46,6 +46,8 @@ def _run_rank(rank: int, checks: list[Check], folder: str, port: int, num_ranks:
             found[check.__name__] = check(rank, folder)
         except Exception as error:
             found[check.__name__] = f"{type(error).__name__}: {error}"
+        own.set(f"{rank} is done", "")  # a group that ends while others are in the check can fail the next one
+        own.wait([f"{other} is done" for other in range(num_ranks)], timeout)
         gc.collect()  # what still holds the group, as DDP's cycle of references does, can keep the next from starting
         dist.destroy_process_group()
         time.sleep(0.05)  # a thread of Gloo that lets go of its last tensors now would abort the process at its end

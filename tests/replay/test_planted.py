@@ -158,16 +158,11 @@ def test_a_fault_is_found_by_the_capsule_of_the_step(tmp_path, name, fault):
     assert set(named.values()) == {True}, (named, found.text())
 
 
-TWO = [
-    (name, fault)
-    for name in CONFIGS
-    for fault in ("weight", "sample", "module")
-    if (name, fault) != ("charlm", "sample")
-]
+# each fault once; a token that is none, the sample of charlm, ends one process, and with it the run
+TWO = [("digits", "weight"), ("digits", "sample"), ("charlm", "module")]
 
 
 def find_on_two(rank, folder):
-    """A token that is none ends one process, and with it the run: this is the case that is left out."""
     results = {}
     for name, fault in TWO:
         place = Path(folder, f"{name}_{fault}")

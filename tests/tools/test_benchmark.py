@@ -183,11 +183,11 @@ def test_the_history_rows(tool, tmp_path):
 
 @pytest.mark.slow
 def test_the_memory_row(tool, tmp_path):
-    rows = tool.history.memory(scratch=tmp_path, steps=25_000)
+    rows = tool.history.memory(scratch=tmp_path, steps=12_000)
 
-    assert described(rows) == [("storage of 20 scalars, 25,000 steps", 64, "MiB", False)]
+    assert described(rows) == [("storage of 20 scalars, 12,000 steps", 64, "MiB", False)]
     assert rows[0].value > 20 * 10_000 * 16 / 2**20  # what the histories hold at least
-    assert "of Python's allocations in 25,000 steps" in rows[0].note
+    assert "of Python's allocations in 12,000 steps" in rows[0].note
 
 
 # ---------------------------------------------------------------------- the other rows
