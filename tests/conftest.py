@@ -47,3 +47,14 @@ def closed_log():
     """Jobs that the tests of a file have set up do not log in those of the next file."""
     yield
     close_logger()
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch):
+    """The ranks that `launch` starts are forked from this process, in no time: new ones would import torch."""
+    start = torch.multiprocessing.start_processes
+
+    def fork(*args, **kwargs):
+        return start(*args, **{**kwargs, "start_method": "fork"})
+
+    monkeypatch.setattr(torch.multiprocessing, "start_processes", fork)

@@ -16,7 +16,6 @@ sys.path.append(str(ROOT))  # as a script it only finds what is beside it
 from tests.engine.job import tiny_cfg  # noqa: E402
 from trainkit.engine import (  # noqa: E402
     DefaultTrainer,
-    EvaluationRun,
     HookBase,
     default_argument_parser,
     default_setup,
@@ -69,15 +68,6 @@ class KillFirstStart(HookBase):
 
 
 @HOOK_REGISTRY.register()
-class FailOnRank1(HookBase):
-    """An error in the evaluation, in which the ranks exchange nothing."""
-
-    def before_eval_step(self, phase, index, inputs):
-        if comm.get_rank() == 1:
-            raise RuntimeError("rank 1 fails in its evaluation")
-
-
-@HOOK_REGISTRY.register()
 class FailOnBothRanks(HookBase):
     """Rank 1 fails first, but its process ends last."""
 
@@ -104,8 +94,6 @@ def main(args):
     torch.set_num_threads(1)
     cfg = tiny_cfg("", *args.opts)
     default_setup(cfg, args)
-    if args.eval_only:
-        return EvaluationRun(cfg, DefaultTrainer).run()
     trainer = DefaultTrainer(cfg)
     trainer.resume_or_load(resume=args.resume)
     return trainer.train()

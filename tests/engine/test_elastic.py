@@ -147,16 +147,6 @@ def test_a_run_of_two_processes_goes_on_with_one_over_the_same_samples_to_the_sa
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_ends_the_run_and_torchrun_names_it_as_the_cause(tmp_path):
-    codes, output = run(command(ONE_NODE, tmp_path, FailOnRank1={}))
-    assert codes == [1]
-    cause = output[output.index("Root Cause") :]
-    assert re.search(r"rank +: 1 \(local_rank: 1\)", cause)
-    assert "RuntimeError: rank 1 fails in its evaluation\n" in cause
-    assert "[rank1]: RuntimeError: rank 1 fails in its evaluation\n" in output
-
-
-@pytest.mark.slow
 def test_of_several_failures_torchrun_names_the_first_as_the_cause(tmp_path):
     codes, output = run(command(ONE_NODE, tmp_path, FailOnBothRanks={"folder": str(tmp_path)}))
     assert codes == [1]

@@ -145,17 +145,6 @@ def _identity(value):
 
 
 @pytest.fixture
-def forked(monkeypatch):
-    """Processes that are forked from this one, in no time, instead of new ones that import torch."""
-    start = torch.multiprocessing.start_processes
-    monkeypatch.setattr(
-        torch.multiprocessing,
-        "start_processes",
-        lambda *args, **kwargs: start(*args, **{**kwargs, "start_method": "fork"}),
-    )
-
-
-@pytest.fixture
 def interruptible():
     """A process in the background ignores SIGINT, and one under nohup SIGHUP; those that it starts do so too."""
     former = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -180,7 +169,7 @@ def test_two_processes_are_one_run_whose_result_comes_back(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_failing_rank_ends_the_run_with_its_number_and_its_error(forked):
+def test_a_failing_rank_ends_the_run_with_its_number_and_its_error(forked_ranks):
     with pytest.raises(torch.multiprocessing.ProcessRaisedException, match=r"Process 1[\s\S]*rank 1 has a problem"):
         launch(_fail_on_rank_1, 2)
 
@@ -192,7 +181,7 @@ def test_of_several_failures_the_first_is_the_one_that_is_raised(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_process_that_exits_ends_the_run_with_its_code(forked):
+def test_a_process_that_exits_ends_the_run_with_its_code(forked_ranks):
     with pytest.raises(SystemExit) as caught:
         launch(_exit, 2, args=(2,))
     assert caught.value.code == 2
@@ -200,7 +189,7 @@ def test_a_process_that_exits_ends_the_run_with_its_code(forked):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [(0, 1), (0,), (1,)])
-def test_a_mistake_is_told_once_whichever_rank_finds_it(forked, capfd, ranks):
+def test_a_mistake_is_told_once_whichever_rank_finds_it(forked_ranks, capfd, ranks):
     with pytest.raises(SystemExit) as caught:
         launch(_make_a_mistake, 2, args=(ranks,))
     assert caught.value.code == 2
@@ -211,7 +200,7 @@ def test_a_mistake_is_told_once_whichever_rank_finds_it(forked, capfd, ranks):
 @pytest.mark.parametrize(
     ("end", "told"), [(_make_a_mistake, "ConfigError: MAX_ITER is wrong; correct it"), (_exit_with_2, None)]
 )
-def test_torchrun_gets_to_know_the_mistake_behind_an_exit(forked, tmp_path, end, told):
+def test_torchrun_gets_to_know_the_mistake_behind_an_exit(forked_ranks, tmp_path, end, told):
     with pytest.raises(SystemExit):
         launch(_end_under_torchrun, 2, args=(end, tmp_path))
     errors = [json.loads(file.read_text())["message"]["message"] for file in tmp_path.iterdir()]
@@ -219,7 +208,7 @@ def test_torchrun_gets_to_know_the_mistake_behind_an_exit(forked, tmp_path, end,
 
 
 @pytest.mark.slow
-def test_processes_that_exit_without_an_error_have_no_result(forked):
+def test_processes_that_exit_without_an_error_have_no_result(forked_ranks):
     assert launch(_exit, 2, args=(0,)) is None
 
 
@@ -234,7 +223,7 @@ def test_processes_that_exit_without_an_error_have_no_result(forked):
     ],
 )
 def test_a_signal_stops_all_ranks_after_the_same_step(
-    forked, tmp_path, interruptible, signum, to_launcher, reason, code
+    forked_ranks, tmp_path, interruptible, signum, to_launcher, reason, code
 ):
     with pytest.raises(SystemExit) as caught:
         launch(_stop_by, 2, args=(signum, to_launcher, tmp_path))
@@ -245,7 +234,7 @@ def test_a_signal_stops_all_ranks_after_the_same_step(
 
 
 @pytest.mark.slow
-def test_a_run_that_finishes_in_spite_of_a_signal_has_its_result(forked, tmp_path):
+def test_a_run_that_finishes_in_spite_of_a_signal_has_its_result(forked_ranks, tmp_path):
     assert launch(_finish_all_the_same, 2, args=(tmp_path,)) == "finished"
 
 
@@ -258,14 +247,14 @@ def test_ranks_that_do_not_listen_end_of_the_signal_and_the_launcher_has_its_cod
 
 @pytest.mark.slow
 @pytest.mark.parametrize("while_stopping", [False, True])
-def test_a_rank_that_is_killed_ends_the_run_with_its_number(forked, tmp_path, while_stopping):
+def test_a_rank_that_is_killed_ends_the_run_with_its_number(forked_ranks, tmp_path, while_stopping):
     with pytest.raises(torch.multiprocessing.ProcessExitedException, match="process 1 terminated with signal SIGKILL"):
         launch(_be_killed_on_rank_1, 2, args=(tmp_path, while_stopping))
     assert has_ended(tmp_path, 0)
 
 
 @pytest.mark.slow
-def test_a_second_interrupt_kills_the_ranks(forked, tmp_path, interruptible):
+def test_a_second_interrupt_kills_the_ranks(forked_ranks, tmp_path, interruptible):
     with pytest.raises(SystemExit) as caught:
         launch(_interrupt_the_launcher_twice, 2, args=(tmp_path,))
     assert caught.value.code == 130

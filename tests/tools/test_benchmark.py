@@ -240,7 +240,7 @@ def test_the_resumed_runs_stand_where_they_say(tool, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_rows_of_two_ranks(tool, tmp_path):
+def test_the_rows_of_two_ranks(tool, tmp_path, forked_ranks):
     rows = tool.ranks.ranks(1, scratch=tmp_path, steps=2, width=4)
 
     assert described(rows) == [
@@ -251,7 +251,7 @@ def test_the_rows_of_two_ranks(tool, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_rows_of_logical_ranks(tool, tmp_path):
+def test_the_rows_of_logical_ranks(tool, tmp_path, forked_ranks):
     rows = tool.ranks.logical(1, scratch=tmp_path, steps=2, width=4, counts=(2,))
 
     assert described(rows) == [
