@@ -399,8 +399,8 @@ def of_unknown_blocks(rank, folder):
 def with_ddp_keys(rank, folder):
     cfg = job(f"{folder}/ddp", "MODEL.DDP.STATIC_GRAPH", True, "MODEL.DDP.COMPRESSION", "fp16")
     with caplog_of("trainkit.engine.fsdp") as lines:
-        build_sharded(job(f"{folder}/ddp"), Blocks)
-        build_sharded(cfg, Blocks)
+        build_sharded(job(f"{folder}/ddp"), Blocks, None)
+        build_sharded(cfg, Blocks, None)
     return lines
 
 
@@ -724,4 +724,4 @@ def test_a_shared_parameter_cannot_begin_on_the_meta_device():
     cfg = get_cfg()
     cfg.merge_from_list(["MODEL.FSDP.META_INIT", True, "MODEL.DEVICE", "cpu"])
     with pytest.raises(ConfigError, match=r"modules share parameters \(one.weight = two.weight\)"):
-        build_sharded(cfg, Tied)
+        build_sharded(cfg, Tied, None)

@@ -47,7 +47,7 @@ from trainkit.utils.device import device_of
 from trainkit.utils.file_io import PathManager
 from trainkit.utils.model import can_take_buffer, put_buffer, unwrap_model
 from trainkit.utils.run_folder import is_owned_by_another, renew_folders
-from trainkit.utils.sharding import first_shard, is_sharded, shard_like
+from trainkit.utils.sharding import first_shard, is_sharded, layout_for_reading, shard_like
 
 _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -500,7 +500,7 @@ class Checkpointer:
         state.pop(RANKS, None)
         wanted = [f"{key}." for key in ("model", *keys, *([TRAINED] if keys else []))]
         wanted += [read for obj in self.checkpointables.values() for read in getattr(obj, "paths_read", ())]
-        state = fill_shards(state, path, first_shard(self.model), wanted)
+        state = fill_shards(state, path, layout_for_reading(self.model), wanted)
         trained = state.pop(TRAINED, None)
         if trained and any(not getattr(self.checkpointables[key], "only_evaluates", False) for key in keys):
             state["model"] = trained

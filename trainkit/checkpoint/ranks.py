@@ -23,7 +23,7 @@ class _Same:
 
 
 def gather_rank_states(state: Mapping[str, Any], model: nn.Module, keys: Mapping[str, Iterable[str]]) -> list[Any]:
-    """Each rank's own part of the state, on rank 0; every rank calls it.
+    """Each data rank's own part of the state, on rank 0; every rank calls it.
 
     The own part is the buffers of the model (ranks see different batches), and for each key of ``state`` the entries
     that ``keys`` names. Tensors equal to those of rank 0 are not sent; they become the same objects, so that the file
@@ -39,7 +39,7 @@ def gather_rank_states(state: Mapping[str, Any], model: nn.Module, keys: Mapping
     known = comm.broadcast({path: _digest(tensor) for path, tensor in own.items()})
     if not comm.is_main_process():
         mine = _map_tensors(mine, lambda path, tensor: _Same() if known.get(path) == _digest(tensor) else tensor.cpu())
-    parts = comm.gather(None if comm.is_main_process() else mine)
+    parts = comm.gather(None if comm.is_main_process() else mine)[:: comm.get_tensor_parallel()]
     take = partial(_map_tensors, change=lambda path, value: own[path] if isinstance(value, _Same) else value)
     return [mine if part is None else take(part) for part in parts]
 
@@ -49,11 +49,12 @@ def take_rank_state(state: dict[str, Any], path: str) -> None:
     parts = state.pop(KEY, None)
     if parts is not None and not (isinstance(parts, list) and all(isinstance(part, dict) for part in parts)):
         raise CheckpointError(f"'{path}' is damaged: its entry {KEY!r} has to be a list with the states of each rank")
-    if parts is None or len(parts) != comm.get_world_size():
-        if (parts and len(parts)) != comm.get_world_size() > 1:
-            _logger.warning("'%s' holds no states of %d ranks; each takes those of rank 0", path, comm.get_world_size())
+    num = comm.get_data_world_size()
+    if parts is None or len(parts) != num:
+        if (parts and len(parts)) != num > 1:
+            _logger.warning("'%s' holds no states of %d ranks; each takes those of rank 0", path, num)
         return
-    for key, part in parts[comm.get_rank()].items():
+    for key, part in parts[comm.get_data_rank()].items():
         if isinstance(state.get(key), dict):
             state[key].update(part)
 

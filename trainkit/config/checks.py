@@ -28,6 +28,7 @@ _MINIMA = {
     "LOG.GATHER_PERIOD": 1,
     "LOG.PERIOD": 1,
     "LOG.WINDOW": 1,
+    "MODEL.TENSOR_PARALLEL": 1,
     "SOLVER.ACCUMULATION_STEPS": 1,
     "SOLVER.CHECKPOINT_PERIOD": 0,
     "SOLVER.IMS_PER_BATCH": 1,
@@ -118,6 +119,7 @@ def check_values(cfg: CfgNode, *, warn: bool = True) -> None:
         if _URL.match(folder := _get(cfg, key)):
             raise ConfigError(f"{key} is {folder!r}, a URL; accepted: a folder of this machine, or one that is mounted")
     check_logical_ranks(cfg.SOLVER.LOGICAL_RANKS)
+    _check_tensor_parallel(cfg.MODEL)
     _check_amp(cfg.SOLVER.AMP)
     check_expected_results(cfg)
     if warn:
@@ -136,6 +138,19 @@ def check_logical_ranks(ranks: int) -> None:
         raise ConfigError(
             f"SOLVER.LOGICAL_RANKS is {ranks}, and there are {world_size} processes; accepted: a power of two that is "
             "a multiple of the number of processes, or 0 (off). Change one of the two numbers"
+        )
+
+
+def _check_tensor_parallel(model: CfgNode) -> None:
+    size, world_size = model.TENSOR_PARALLEL, comm.get_world_size()
+    if size > 1 and model.PARALLEL != "fsdp":
+        raise ConfigError(
+            f"MODEL.TENSOR_PARALLEL is {size}, and MODEL.PARALLEL is {model.PARALLEL}, which cannot have parameters in "
+            "parts; set MODEL.PARALLEL to fsdp"
+        )
+    if world_size > 1 and world_size % size:
+        raise ConfigError(
+            f"MODEL.TENSOR_PARALLEL is {size}, and there are {world_size} processes; it must divide their number"
         )
 
 

@@ -91,7 +91,7 @@ def build_batch_data_loader(
     batches: dict[str, Any] = {"batch_size": batch_size, "sampler": sampler, "drop_last": drop_last}
     if kwargs.get("logical_ranks") and isinstance(sampler, InferenceSampler):
         batches = {"batch_sampler": ShardBatchSampler(sampler, batch_size)}
-    kwargs.setdefault("generator", new_generator(generator_seed, LOADER_KEY, comm.get_rank()))
+    kwargs.setdefault("generator", new_generator(generator_seed, LOADER_KEY, comm.get_data_rank()))
     return ResumableLoader(
         dataset,
         seed=generator_seed,
@@ -119,7 +119,7 @@ def _batch_size_per_rank(total_batch_size: int | None, single_gpu_batch_size: in
                 f"got {single_gpu_batch_size}"
             )
         return single_gpu_batch_size
-    num_ranks = logical_ranks or comm.get_world_size()
+    num_ranks = logical_ranks or comm.get_data_world_size()
     if total_batch_size < 1 or total_batch_size % num_ranks:
         raise ConfigError(  # ConfigError: a command line with another number of processes can cause it
             f"total_batch_size (SOLVER.IMS_PER_BATCH in a config) must be a positive multiple of the "

@@ -135,7 +135,9 @@ class ResumableLoader(DataLoader[Any]):
         self._tasks = self._new_tasks(position=0)
         if not self.resume_obstacle and self._options.get("generator") is None:
             # otherwise each pass would use the global generator, and a resumed run may have more or fewer passes
-            self._options["generator"] = self.generator = new_generator(self._own_seed, LOADER_KEY, comm.get_rank())
+            self._options["generator"] = self.generator = new_generator(
+                self._own_seed, LOADER_KEY, comm.get_data_rank()
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the newest iterator after the delivered batches. Raises TypeError if there is an obstacle."""
@@ -219,7 +221,7 @@ class ResumableLoader(DataLoader[Any]):
         return self._own_seed if self._endless is None else self._endless.seed
 
     def _new_tasks(self, position: int, stage: "_Stage" = "here") -> "_Tasks":
-        rank, world_size = comm.get_rank(), comm.get_world_size()
+        rank, world_size = comm.get_data_rank(), comm.get_data_world_size()
         if self._endless is not None:
             rank, world_size = self._endless.rank, self._endless.world_size
         logical_ranks = (0 if self._is_inference else self.logical_ranks) or world_size

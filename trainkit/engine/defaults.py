@@ -150,6 +150,7 @@ class DefaultTrainer(TrainerBase):
         if cfg.SOLVER.LOGICAL_RANKS:
             self.logical_ranks, self.own_keys, self.rank_keys = cfg.SOLVER.LOGICAL_RANKS, (), ()
         self._check_names(cfg)
+        comm.set_tensor_parallel(cfg.MODEL.TENSOR_PARALLEL)
         self._global_batch = batch = GlobalBatch(cfg, checkpoint_dir(cfg))
         if replay is not None:
             batch.record = replay.origin["batch"] or batch.record
@@ -158,7 +159,8 @@ class DefaultTrainer(TrainerBase):
 
         device_of_config(cfg)  # so that "cuda" in a build method means this device
         # in this order: users' build_optimizer may need the model, and their build_train_loader both
-        model = build_sharded(cfg, self._build_model) if is_fsdp(cfg) else self._build_model(cfg)
+        parallelize = partial(self._build, "parallelize_model")
+        model = build_sharded(cfg, self._build_model, parallelize) if is_fsdp(cfg) else self._build_model(cfg)
         optimizer = self._build("build_optimizer", cfg, model)
         data_loader = self._build("build_train_loader", cfg)
         check_epoch_limit(cfg, data_loader)
@@ -514,6 +516,14 @@ class DefaultTrainer(TrainerBase):
         """The model MODEL.NAME of the registry, on MODEL.DEVICE."""
         model = build_model(cfg)
         logger.info("Model:\n%s", model, extra=NOT_ON_TERMINAL)
+        return model
+
+    @classmethod
+    def parallelize_model(cls, cfg: CfgNode, model: nn.Module, mesh: Any) -> nn.Module:
+        """Divide the model within ``mesh["tp"]``, before it is sharded; called if MODEL.TENSOR_PARALLEL is above 1.
+
+        Call torch's ``parallelize_module(model, mesh["tp"], plan)``. ``mesh`` is a ``DeviceMesh`` of all ranks.
+        """
         return model
 
     @classmethod

@@ -63,8 +63,11 @@ class EvaluationRun(TrainerBase):
         import_modules(cfg.IMPORTS)
         check_values(cfg)
         self.cfg = resolve_lengths(cfg, 1)  # the length of an epoch does not matter here
-        build = trainer_class.build_model
-        self.model = build_sharded(self.cfg, build) if is_fsdp(self.cfg) else on_device(self.cfg, build(self.cfg))
+        comm.set_tensor_parallel(cfg.MODEL.TENSOR_PARALLEL)
+        build, parallelize = trainer_class.build_model, trainer_class.parallelize_model
+        self.model = (
+            build_sharded(self.cfg, build, parallelize) if is_fsdp(self.cfg) else on_device(self.cfg, build(self.cfg))
+        )
         self.checkpointer = Checkpointer(
             self.model, checkpoint_dir(self.cfg), save_to_disk=False, trainer=weakref.proxy(self)
         )

@@ -86,6 +86,9 @@ class FiniteCheck:
         """Check all gradients; under "skip", check the loss too and share the flag with all ranks. Does not wait."""
         if self.policy != "ignore" and not self.has_looked:
             self._mark_gradients(model, optimizer)
+        if comm.get_tensor_parallel() > 1:  # torch shares a flag with the ranks of one gradient only
+            for flag in self.flags.values():
+                dist.all_reduce(flag, dist.ReduceOp.MAX)
         skips = self.policy == "skip"
         self.flag = _join(self.flags, total.device) if self.flags or skips else None
         if not skips or self.flag is None:

@@ -15,6 +15,7 @@ from trainkit.config import CfgNode, ConfigError, get_cfg
 from trainkit.engine.model_options import find_blocks
 from trainkit.utils import comm
 from trainkit.utils.device import resolve_device
+from trainkit.utils.rng import get_rng_state, set_rng_state
 from trainkit.utils.sharding import is_sharded, local_part, shard_like
 
 logger = logging.getLogger(__name__)
@@ -27,30 +28,54 @@ def is_fsdp(cfg: CfgNode) -> bool:
     return cfg.MODEL.PARALLEL == "fsdp" and comm.get_world_size() > 1
 
 
-def build_sharded(cfg: CfgNode, build_model: Callable[[CfgNode], nn.Module]) -> nn.Module:
+def build_sharded(
+    cfg: CfgNode,
+    build_model: Callable[[CfgNode], nn.Module],
+    parallelize_model: Callable[[CfgNode, nn.Module, Any], nn.Module],
+) -> nn.Module:
     """``build_model(cfg)``, sharded by ``MODEL.FSDP``; every rank calls it. The weights are rank 0's.
 
-    With ``MODEL.FSDP.META_INIT`` rank 0 builds the model in host memory, the other ranks on the meta device.
+    With ``MODEL.FSDP.META_INIT`` rank 0 builds the model in host memory, the other ranks on the meta device. With
+    ``MODEL.TENSOR_PARALLEL`` above 1, ``parallelize_model(cfg, model, mesh)`` is called before sharding, and the random
+    state of a group becomes that of its first rank.
 
     Raises:
         ConfigError: a name in BLOCKS matches no module; MESH does not fit the number of processes; META_INIT is set,
-            but modules share a parameter.
+            but modules share a parameter; ``parallelize_model`` distributes nothing, or separates such modules.
     """
     defaults, options = get_cfg().MODEL.DDP, cfg.MODEL.FSDP
     ignored = [f"MODEL.DDP.{key}" for key, value in cfg.MODEL.DDP.items() if value != defaults.get(key)]
     if ignored:
         logger.warning("%s: no effect under MODEL.PARALLEL fsdp; leave it out", ", ".join(ignored))
     model, weights = _build_on_meta(cfg, build_model) if options.META_INIT else (build_model(cfg), None)
+    mesh = _build_mesh(device_type := resolve_device(cfg.MODEL.DEVICE).type, options.MESH)
+    if (size := comm.get_tensor_parallel()) > 1:
+        if weights is None:
+            weights = _named_tensors(model) if comm.is_main_process() else {}
+        shared = _shared_parameters(model)
+        model = parallelize_model(cfg, model, mesh)
+        if not any(map(is_sharded, model.parameters())):
+            raise ConfigError(
+                f"MODEL.TENSOR_PARALLEL is {size}, but parallelize_model() has distributed no parameter; override it "
+                "in your DefaultTrainer, and call torch's parallelize_module there"
+            )
+        if separated := [" = ".join(same) for same in shared if same not in _shared_parameters(model)]:
+            raise ConfigError(
+                f"parallelize_model() has made separate parameters of {'; '.join(separated)}; assign one to the other "
+                "at its end"
+            )
     shard_model(
         model,
         find_blocks(model, options.BLOCKS, "MODEL.FSDP.BLOCKS") if options.BLOCKS else blocks_of_lists(model),
-        device_type=(device_type := resolve_device(cfg.MODEL.DEVICE).type),
-        mesh=_build_mesh(device_type, options.MESH),
+        device_type=device_type,
+        mesh=mesh[tuple(name for name in mesh.mesh_dim_names if name != "tp")],
         param_dtype=_DTYPES[options.PARAM_DTYPE],
         reduce_dtype=_DTYPES[options.REDUCE_DTYPE],
         reshard_after_forward=options.RESHARD_AFTER_FORWARD,
         weights=weights,
     )
+    if size > 1:
+        set_rng_state(comm.all_gather(get_rng_state(), group=mesh["tp"].get_group())[0])
     return model
 
 
@@ -61,20 +86,24 @@ def blocks_of_lists(model: nn.Module) -> list[nn.Module]:
 
 
 def _build_mesh(device_type: str, shape: Sequence[int]) -> Any:
-    """A mesh ``[replicate, shard]``: groups of ``shard`` ranks, each of which shards the model; or one group of all
-    ranks.
+    """The mesh of all ranks, with the dimensions "dp_replicate" (if ``shape`` is given), "dp_shard", "tp" (if used).
+
+    Args:
+        shape: ``[replicate, shard]``: groups of ``shard`` data ranks, each of which shards the model; []: one group.
 
     Raises:
-        ConfigError: the product is not the number of processes.
+        ConfigError: the product is not the number of data ranks.
     """
-    if not shape:
-        return dist.init_device_mesh(device_type, (comm.get_world_size(),), mesh_dim_names=("shard",))
-    if len(shape) != 2 or min(shape) < 1 or math.prod(shape) != comm.get_world_size():
+    num = comm.get_data_world_size()
+    if shape and (len(shape) != 2 or min(shape) < 1 or math.prod(shape) != num):
         raise ConfigError(
             f"MODEL.FSDP.MESH is {[*shape]}, but it must be [replicate, shard], whose product is the number of "
-            f"processes, {comm.get_world_size()}; [] shards over all of them"
+            f"processes (divided by MODEL.TENSOR_PARALLEL), {num}; [] shards over all of them"
         )
-    return dist.init_device_mesh(device_type, tuple(shape), mesh_dim_names=("replicate", "shard"))
+    dims = dict(zip(("dp_replicate", "dp_shard"), shape, strict=True)) if shape else {"dp_shard": num}
+    if comm.get_tensor_parallel() > 1:
+        dims["tp"] = comm.get_tensor_parallel()
+    return dist.init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
 
 
 def shard_model(

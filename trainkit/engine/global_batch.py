@@ -30,7 +30,7 @@ class GlobalBatch:
         self._path = Path(folder) / _FILE
         solver = cfg.SOLVER
         asked = [solver.IMS_PER_BATCH, solver.ACCUMULATION_STEPS, solver.REFERENCE_WORLD_SIZE]
-        self._ranks = solver.LOGICAL_RANKS or comm.get_world_size()
+        self._ranks = solver.LOGICAL_RANKS or comm.get_data_world_size()
         asked += [solver.LOGICAL_RANKS] * bool(solver.LOGICAL_RANKS)
         self.record: dict[str, Any] = {"world_size": self._ranks, "asked": asked}
         former = self._read(self._path) or self._read(Path(cfg.FORK.RUN) / _FILE) if comm.is_main_process() else None

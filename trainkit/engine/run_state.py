@@ -106,7 +106,7 @@ class RunState(HookPoints):
                 "finished_early": reason,
                 "before_step_done": self._is_before_step_done,
             },
-            "world_size": self.logical_ranks or comm.get_world_size(),
+            "world_size": self.logical_ranks or comm.get_data_world_size(),
             "hooks": self._hook_list.state_dict(),
             "storage": self.storage.state_dict(),
             "rng": self._rng_state or get_rng_state(),
@@ -138,5 +138,5 @@ class RunState(HookPoints):
         self.storage = EventStorage()
         if state_dict.get("storage"):
             self.storage.load_state_dict(state_dict["storage"])
-        present = self.logical_ranks or comm.get_world_size()
+        present = self.logical_ranks or comm.get_data_world_size()
         self._rng_state = rng_state_for_rank(state_dict.get("rng"), state_dict.get("world_size", 1), present, iteration)

@@ -157,7 +157,10 @@ def inference_on_dataset(
                 inputs = move_to_device(inputs, device)
             observer.before_eval_step(phase, num_batches, inputs)
             outputs = model(inputs)
-            evaluator.process(inputs, outputs)
+            if comm.get_rank() % comm.get_tensor_parallel() == 0:
+                evaluator.process(inputs, outputs)
+            else:  # the first rank of the group counts this batch
+                evaluator.keep_up(inputs)
             observer.after_eval_step(phase, num_batches, inputs, outputs)
             num_batches += 1
         by_rank = comm.all_gather((num_batches, is_stopping))

@@ -311,7 +311,8 @@ def _step_stand_ins(
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
     }
     stand_ins = []
-    for like in {(param.device, param.dtype, is_sharded(param), param in sparse): param for param in params}.values():
+    kinds = [(param.device, param.dtype, getattr(param, "device_mesh", None), param in sparse) for param in params]
+    for like in dict(zip(kinds, params, strict=True)).values():
         stand_in = torch.zeros(1, 1, device=like.device, dtype=like.dtype)
         stand_in = shard_like(stand_in, like).requires_grad_()
         stand_in.grad = torch.zeros_like(stand_in).to_sparse(1) if like in sparse else torch.zeros_like(stand_in)

@@ -4,17 +4,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from trainkit.config.config import CfgNode
 from trainkit.config.errors import ConfigError
 from trainkit.utils.numbers import is_number
-from trainkit.utils.sharding import whole
+from trainkit.utils.sharding import by_mesh, whole
 
 _OptimizerT = TypeVar("_OptimizerT", bound=Optimizer)
 _CLIPPED_BY = "_gradients_are_clipped_by"
@@ -68,19 +68,21 @@ class GradientClipper:
         Returns:
             The norm of all gradients together before clipping, shape ``[]``, on the device of the gradients.
         """
-        parameters = list(parameters)
+        parameters = [parameter for parameter in parameters if parameter.grad is not None]
+        grads = [cast(Tensor, parameter.grad) for parameter in parameters]
+        norms = [whole(get_total_norm(group, self.norm_type)) for group in by_mesh(grads)]
+        total_norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), self.norm_type)
         if self.clip_type is GradientClipType.FULL_MODEL:
-            return whole(clip_grad_norm_(parameters, self.clip_value, self.norm_type, error_if_nonfinite=False))
-        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        total_norm = get_total_norm(grads, self.norm_type)
-        if self.clip_type is GradientClipType.NORM:
+            for group in by_mesh(parameters):
+                clip_grads_with_norm_(group, self.clip_value, total_norm)
+        elif self.clip_type is GradientClipType.NORM:
             # clip_grad_norm_([parameter]) for each takes more than twice the time (318 on a CPU: 20 ms).
             for grad in grads:
                 norm = torch.linalg.vector_norm(grad, self.norm_type)
                 grad.mul_((self.clip_value / (norm + 1e-6)).clamp_(max=1.0))
         elif grads:  # torch fails if there is no gradient
             clip_grad_value_(parameters, self.clip_value)
-        return whole(total_norm)
+        return total_norm
 
 
 def build_gradient_clipper(cfg: CfgNode) -> GradientClipper | None:

@@ -17,6 +17,7 @@ _T = TypeVar("_T")
 # Default group -> its side groups; weak, so that an entry goes when its default group is destroyed.
 _side_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
 _local_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
+_tensor_parallel: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
 
 
 def get_world_size() -> int:
@@ -32,6 +33,30 @@ def get_rank() -> int:
 def is_main_process() -> bool:
     """Whether this is rank 0."""
     return get_rank() == 0
+
+
+def set_tensor_parallel(size: int) -> None:
+    """Declare that each ``size`` neighbouring ranks compute one batch together; all ranks must call it.
+
+    ``size`` must divide the world size. A single process stays alone.
+    """
+    if get_world_size() > 1:
+        _tensor_parallel[_default_group()] = size
+
+
+def get_tensor_parallel() -> int:
+    """Number of processes that compute one batch together (MODEL.TENSOR_PARALLEL); usually 1."""
+    return _tensor_parallel.get(_default_group(), 1) if _is_initialized() else 1
+
+
+def get_data_world_size() -> int:
+    """Number of parts of a global batch: the number of processes, divided by `get_tensor_parallel`."""
+    return get_world_size() // get_tensor_parallel()
+
+
+def get_data_rank() -> int:
+    """Number of this process's part of a global batch, from 0; a tensor-parallel group has one part."""
+    return get_rank() // get_tensor_parallel()
 
 
 def create_local_process_group(num_workers_per_machine: int) -> None:

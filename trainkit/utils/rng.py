@@ -82,7 +82,7 @@ def rng_state_for_rank(state: dict[str, Any] | None, saved: int, present: int, i
         saved,
         present,
     )
-    return derive_rng_state(state, comm.get_rank(), iteration)
+    return derive_rng_state(state, comm.get_data_rank(), iteration)
 
 
 def derive_rng_state(state: dict[str, Any], *key: int) -> dict[str, Any]:

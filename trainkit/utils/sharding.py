@@ -10,6 +10,9 @@ from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
+
+from trainkit.utils import comm
 
 
 def is_sharded(value: object) -> bool:
@@ -18,9 +21,28 @@ def is_sharded(value: object) -> bool:
 
 
 def first_shard(model: nn.Module) -> Any:
-    """The first sharded parameter, which has the mesh and placements of all; None if there is none."""
+    """The first sharded parameter; None if there is none. Without tensor parallelism all have its layout."""
     reshard(model)
     return next((parameter for parameter in model.parameters() if is_sharded(parameter)), None)
+
+
+def layout_for_reading(model: nn.Module) -> Any:
+    """A sharded tensor, whose layout suits all tensors of a checkpoint; None if the model is not sharded."""
+    first = first_shard(model)
+    if first is None or comm.get_tensor_parallel() == 1:
+        return first
+    sharding, mesh = _import_dtensor(), dist.init_device_mesh(first.device.type, (comm.get_world_size(),))
+    return sharding.empty(1, device_mesh=mesh, placements=[sharding.Shard(0)])
+
+
+def by_mesh(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Groups that torch can compute with together; one group without tensor parallelism."""
+    if comm.get_tensor_parallel() == 1:
+        return [tensors]
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return [*groups.values()]
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -34,14 +56,16 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Shard ``tensor`` like ``like``; every rank has the full tensor, so nothing is exchanged.
+    """Shard ``tensor`` like ``like``; every rank has the full tensor, or a part of it in another layout.
 
     If ``like`` is not sharded, ``tensor`` is returned as it is.
     """
-    if not is_sharded(like) or is_sharded(tensor):
+    if not is_sharded(like):
         return tensor
-    sharded = cast(Any, like)
-    tensor = tensor.detach().to(sharded.device)
+    sharded, given = cast(Any, like), cast(Any, tensor)
+    if is_sharded(tensor) and (given.device_mesh, given.placements) == (sharded.device_mesh, sharded.placements):
+        return tensor
+    tensor = whole(tensor).detach().to(sharded.device)
     return _import_dtensor().distribute_tensor(tensor, sharded.device_mesh, sharded.placements, src_data_rank=None)
 
 

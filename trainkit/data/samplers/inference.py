@@ -22,8 +22,9 @@ class InferenceSampler(Sampler[int]):
     def __init__(self, size: int, logical_ranks: int = 0) -> None:
         if size < 1:
             raise ValueError(f"size must be >= 1 sample, got {size}: an empty dataset cannot be evaluated on")
-        shards = logical_ranks or comm.get_world_size()
-        own = self._get_local_indices(shards, comm.get_world_size(), comm.get_rank())
+        num = comm.get_data_world_size()
+        shards = logical_ranks or num
+        own = self._get_local_indices(shards, num, comm.get_data_rank())
         self.shards = [self._get_local_indices(size, shards, shard) for shard in own]
         self._local_indices = range(self.shards[0].start, self.shards[-1].stop)
 

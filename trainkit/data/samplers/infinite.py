@@ -34,8 +34,8 @@ class InfiniteSampler(Sampler[int], ABC):
 
     def __init__(self, seed: int | None) -> None:
         self.seed = comm.shared_random_seed() if seed is None else check_seed(seed)
-        self.rank = comm.get_rank()  # stored, since a spawned loader worker has no process group
-        self.world_size = comm.get_world_size()
+        self.rank = comm.get_data_rank()  # stored, since a spawned loader worker has no process group
+        self.world_size = comm.get_data_world_size()
         self.start = 0
 
     _seed = property(attrgetter("seed"))  # detectron2's names, for subclasses

@@ -89,14 +89,13 @@ class Throughput(HookBase):
 
     def _store(self, samples: int, sec: float) -> None:
         [mean], _ = exchange_rows([Row(self.trainer.iter, sec, {"samples": float(samples)})], 1)
-        per_sec_and_rank = mean.values["samples"] / mean.data_time
-        samples_per_sec = per_sec_and_rank * comm.get_world_size()
+        samples_per_sec = mean.values["samples"] / mean.data_time * comm.get_data_world_size()
         storage = self.trainer.storage
         storage.put_scalar("samples_per_sec", samples_per_sec)
         if self._tokens_per_sample is not None:
             storage.put_scalar("tokens_per_sec", samples_per_sec * self._tokens_per_sample)
         if self._mfu_pct_per_sample is not None:
-            storage.put_scalar("mfu_pct", per_sec_and_rank * self._mfu_pct_per_sample)
+            storage.put_scalar("mfu_pct", samples_per_sec / comm.get_world_size() * self._mfu_pct_per_sample)
 
 
 def _number(model: nn.Module, name: str) -> float | None:

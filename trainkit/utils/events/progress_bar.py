@@ -42,7 +42,7 @@ class ProgressBar(CommonMetricPrinter):
     def _count_samples(trainer: Any) -> int:
         """Samples per iteration over all ranks, from the loader's batch size; 0 if it has none."""
         batch_size = getattr(getattr(trainer, "data_loader", None), "batch_size", None) or 0
-        return int(batch_size) * getattr(trainer, "accumulation_steps", 1) * comm.get_world_size()
+        return int(batch_size) * getattr(trainer, "accumulation_steps", 1) * comm.get_data_world_size()
 
     def _show(self, storage: EventStorage, latest: Any, eta_sec: float | None) -> None:
         if self._bar is None:

@@ -1,0 +1,278 @@
+"""The trainer of docs/distributed.md, which divides each block among the two ranks of a group."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.docs.pages import blocks, run
+from tests.engine.test_fsdp import assert_close, assert_same_bits, job, outcome
+from tests.engine.tiny import AfterStep, scalars
+from tests.two_ranks import SLOW, on_two_ranks
+from trainkit.config import ConfigError, check_values, get_cfg
+from trainkit.engine import DefaultTrainer
+from trainkit.engine.evaluation_run import EvaluationRun
+from trainkit.evaluation import DatasetEvaluator
+from trainkit.modeling import MODEL_REGISTRY
+from trainkit.utils import comm
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down, self.up, self.norm = nn.Linear(10, 6), nn.Linear(6, 10), nn.LayerNorm(6)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+@MODEL_REGISTRY.register()
+class Divided(nn.Module):
+    """Norms, the first and the last layer stay whole; what the ranks of a group share does not divide evenly.
+
+    The first parameter is divided by columns, as no vector can be. ``drawn`` shows the random state.
+    """
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block()])
+        self.embed, self.head = nn.Linear(4, 6), nn.Linear(6, 2)
+
+    def forward(self, batch):
+        x = self.embed(batch["x"])
+        for block in self.blocks:
+            x = block(x)
+        if not self.training:
+            return self.head(x)
+        return {"loss_cls": nn.functional.cross_entropy(self.head(x), batch["label"]), "drawn": torch.rand(())}
+
+
+@MODEL_REGISTRY.register()
+class DividedAndTied(Divided):
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.blocks.append(Block())
+        self.blocks[1].up.weight = self.blocks[0].up.weight
+
+
+class Count(DatasetEvaluator):
+    """The number of samples that all ranks have processed."""
+
+    def reset(self):
+        self.num = 0
+
+    def process(self, inputs, outputs):
+        self.num += len(outputs)
+
+    def evaluate(self):
+        by_rank = comm.gather(self.num)
+        return {"count": {"samples": float(sum(by_rank))}} if comm.is_main_process() else {}
+
+
+(PAGE,) = blocks("docs/distributed.md", "python")
+
+
+class Trainer(run(PAGE, "docs/distributed.md")["Trainer"]):
+    @classmethod
+    def build_evaluator(cls, cfg, dataset_name):
+        return [super().build_evaluator(cfg, dataset_name), Count()]
+
+
+def cfg_of(folder, *options):
+    """As in test_fsdp.py, with one evaluation at the end, in batches of two samples."""
+    options = ["MODEL.NAME", "Divided", "MODEL.TENSOR_PARALLEL", 2, "CHECKPOINT.ASYNC", True, *options]
+    cfg = job(folder, *options, "TEST.EVAL_PERIOD", 0, "CHECKPOINT.SAVE_LAST", False)
+    cfg.TEST.IMS_PER_BATCH, cfg.HOOKS = 2, [{"NAME": "EMAHook", "DECAY": 0.5}]
+    return cfg
+
+
+def train(folder, *options, resume=False, until=None, hooks=()):
+    torch.manual_seed(100 + comm.get_rank())  # other weights on each rank
+    trainer = Trainer(cfg_of(folder, *options))
+    seen = []
+    look = AfterStep(lambda trainer: seen.append((trainer.batch, trainer.losses["drawn"])))
+    trainer.register_hooks([look, *hooks])
+    trainer.resume_or_load(resume=resume)
+    trainer.train(max_iter=until)
+    values, found = scalars(trainer), outcome(trainer)
+    found["results"] |= {name: values[name] for name in ("count/samples", "drawn") if name in values}
+    found["skipped"] = [value for value, _ in values.get("skipped_updates", [])]
+    found["batches"], found["drawn"] = zip(*seen, strict=True)
+    if comm.get_world_size() > 1:
+        found["shares"] = {part.to_local().numel() / part.numel() for part in trainer.model.parameters()}
+    return found
+
+
+def from_middle_of(folder, of, name, *options):
+    """Go on from iteration 5 of another run, in a folder of its own."""
+    if comm.is_main_process():
+        shutil.copytree(f"{folder}/{of}/", f"{folder}/{name}", ignore=shutil.ignore_patterns("finished"))
+        Path(folder, name, "last_checkpoint").write_text("model_0000004.pth")
+    comm.synchronize()
+    return train(f"{folder}/{name}", *options, resume=True)
+
+
+# ---------------------------------------------------------------------- on each rank
+
+
+def whole(rank, folder):
+    return train(f"{folder}/whole{comm.get_world_size()}")
+
+
+def resumed(rank, folder):
+    return from_middle_of(folder, f"whole{comm.get_world_size()}", f"resumed{comm.get_world_size()}")
+
+
+def of_four(rank, folder):
+    return from_middle_of(folder, "whole4", "of_four")
+
+
+def undivided(rank, folder):
+    return from_middle_of(folder, "whole2", "undivided", "MODEL.TENSOR_PARALLEL", 1)
+
+
+def from_the_meta_device(rank, folder):
+    return train(f"{folder}/meta", "MODEL.FSDP.META_INIT", True, until=2)
+
+
+def evaluated_alone(rank, folder):
+    return EvaluationRun(cfg_of(f"{folder}/whole2"), Trainer).run()
+
+
+def skipped(rank, folder):
+    """In iteration 1 one rank has a gradient that is not finite, in its part of a matrix."""
+
+    def spoil():
+        if hook.trainer.iter == 1 and rank == 1:
+            hook.trainer.model.blocks[0].up.weight.grad.to_local().fill_(float("nan"))
+
+    hook = AfterStep(lambda trainer: None)
+    hook.after_backward = spoil
+    fp16 = ["SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", "float16", "SOLVER.AMP.INIT_SCALE", 128.0]
+    return train(f"{folder}/skipped", *fp16, hooks=[hook], until=3)
+
+
+def refused(rank, folder):
+    messages = []
+    for trainer, *options in (DefaultTrainer,), (Trainer, "MODEL.NAME", "DividedAndTied"), (Trainer, *LARS):
+        with pytest.raises(ConfigError) as error:
+            trainer(cfg_of(f"{folder}/refused", *options))
+        messages.append(str(error.value))
+    return messages
+
+
+LARS = ["SOLVER.OPTIMIZER.NAME", "LARS"]
+
+# ---------------------------------------------------------------------- the tests
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module", params=SLOW)
+def four(folder):
+    return on_two_ranks([whole, resumed], folder, num_ranks=4)
+
+
+@pytest.fixture(scope="module", params=SLOW)
+def two(four, folder):
+    checks = [whole, resumed, of_four, undivided, from_the_meta_device, evaluated_alone, skipped, refused]
+    return on_two_ranks(checks, folder)
+
+
+@pytest.fixture(scope="module")
+def alone(two, folder):
+    """The same job in one process, where nothing is divided."""
+    return train(folder / "alone")
+
+
+def same_on_all(found):
+    for rank in found[1:]:
+        assert_same_bits({**rank, "norms": {}, "results": {}}, {**found[0], "norms": {}, "results": {}})
+    return found[0]
+
+
+def test_losses_weights_and_results_are_those_of_one_process(four, two, alone):
+    for by_rank in (four, two):
+        found = same_on_all(by_rank["whole"])
+        assert_close(found, alone)
+        assert found["norms"] == [(pytest.approx(norm, abs=1e-5), iter) for norm, iter in alone["norms"]]
+        for name in ("classification/top1", "loss/total_loss", "count/samples"):
+            expected = [(pytest.approx(value, abs=1e-4), iter) for value, iter in alone["results"][name]]
+            assert found["results"][name] == expected
+
+
+def test_a_group_has_one_batch_and_the_same_random_numbers_and_groups_have_different_ones(four, two):
+    zero, one = two["whole"]
+    a, b, c, d = four["whole"]
+    for key in ("batches", "drawn"):
+        torch.testing.assert_close([zero[key], a[key], c[key]], [one[key], b[key], d[key]], atol=0, rtol=0)
+    for whole, *parts in zip(zero["batches"], a["batches"], c["batches"], strict=True):
+        dealt = torch.stack([part["x"] for part in parts], 1).flatten(0, 1)
+        torch.testing.assert_close(dealt, whole["x"], atol=0, rtol=0)
+    assert a["drawn"] != c["drawn"]
+
+
+def test_a_rank_holds_half_of_a_divided_matrix_and_all_of_what_the_plan_does_not_name(four, two):
+    assert [rank["shares"] for rank in two["whole"]] == [{0.5, 1}] * 2
+    assert {min(rank["shares"]) for rank in four["whole"]} == {0.2, 0.25}
+
+
+def test_a_resumed_run_ends_with_the_same_bits(four, two):
+    for by_rank in (four, two):
+        for found, expected in zip(by_rank["resumed"], by_rank["whole"], strict=True):
+            assert_same_bits(found, expected)
+
+
+def test_other_numbers_of_ranks_go_on(two, alone, folder):
+    found, other = two["of_four"]
+    assert_close(found, alone)
+    assert found["drawn"] == other["drawn"]
+    assert_close(from_middle_of(folder, "whole2", "by_one"), alone)
+    found, other = two["undivided"]
+    assert_close(found, alone)
+    assert found["drawn"] != other["drawn"]
+
+
+def test_the_batch_of_a_run_is_that_of_its_groups(four, folder):
+    assert json.loads((folder / "whole4" / "batch.json").read_text())["world_size"] == 2
+
+
+def test_a_model_from_the_meta_device_and_an_evaluation_alone_are_the_same(two):
+    found, expected = two["from_the_meta_device"][0]["losses"], two["whole"][0]["losses"]
+    assert found == expected[:2]
+    [(value, _)] = two["whole"][0]["results"]["loss/total_loss"]
+    assert two["evaluated_alone"][0]["loss"]["total_loss"] == value
+
+
+def test_a_scaler_skips_an_update_on_all_ranks_though_one_has_found_the_value(two):
+    assert same_on_all(two["skipped"])["skipped"] == [0, 1, 1]
+
+
+def test_what_cannot_be_divided_is_refused(two):
+    (nothing, tied, lars), _ = two["refused"]
+    assert nothing.startswith("MODEL.TENSOR_PARALLEL is 2, but parallelize_model() has distributed no parameter; over")
+    assert tied.startswith("parallelize_model() has made separate parameters of blocks.0.up.weight = blocks.1.up.weigh")
+    assert lars.startswith("LARS cannot update the shards of MODEL.PARALLEL fsdp (")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["MODEL.TENSOR_PARALLEL", 0], "MODEL.TENSOR_PARALLEL is 0; it must be at least 1"),
+        (["MODEL.TENSOR_PARALLEL", 2], "MODEL.TENSOR_PARALLEL is 2, and MODEL.PARALLEL is ddp, which cannot"),
+        (["MODEL.TENSOR_PARALLEL", 4, "MODEL.PARALLEL", "fsdp"], "MODEL.TENSOR_PARALLEL is 4, and there are 6 proces"),
+    ],
+)
+def test_a_number_that_does_not_fit_is_named(options, message, monkeypatch):
+    monkeypatch.setattr(comm, "get_world_size", lambda: 6)
+    cfg = get_cfg()
+    cfg.merge_from_list(options)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_values(cfg)
