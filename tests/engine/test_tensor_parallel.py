@@ -266,8 +266,11 @@ def test_what_cannot_be_divided_is_refused(two):
     ("options", "message"),
     [
         (["MODEL.TENSOR_PARALLEL", 0], "MODEL.TENSOR_PARALLEL is 0; it must be at least 1"),
-        (["MODEL.TENSOR_PARALLEL", 2], "MODEL.TENSOR_PARALLEL is 2, and MODEL.PARALLEL is ddp, which cannot"),
-        (["MODEL.TENSOR_PARALLEL", 4, "MODEL.PARALLEL", "fsdp"], "MODEL.TENSOR_PARALLEL is 4, and there are 6 proces"),
+        (["MODEL.TENSOR_PARALLEL", 2], "MODEL.TENSOR_PARALLEL is 2, MODEL.PARALLEL is ddp, and the number"),
+        (
+            ["MODEL.TENSOR_PARALLEL", 4, "MODEL.PARALLEL", "fsdp"],
+            "PARALLEL is fsdp, and the number of processes is 6; accepted",
+        ),
     ],
 )
 def test_a_number_that_does_not_fit_is_named(options, message, monkeypatch):

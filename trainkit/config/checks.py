@@ -143,14 +143,10 @@ def check_logical_ranks(ranks: int) -> None:
 
 def _check_tensor_parallel(model: CfgNode) -> None:
     size, world_size = model.TENSOR_PARALLEL, comm.get_world_size()
-    if size > 1 and model.PARALLEL != "fsdp":
+    if size > 1 and (model.PARALLEL != "fsdp" or (world_size > 1 and world_size % size)):
         raise ConfigError(
-            f"MODEL.TENSOR_PARALLEL is {size}, and MODEL.PARALLEL is {model.PARALLEL}, which cannot have parameters in "
-            "parts; set MODEL.PARALLEL to fsdp"
-        )
-    if world_size > 1 and world_size % size:
-        raise ConfigError(
-            f"MODEL.TENSOR_PARALLEL is {size}, and there are {world_size} processes; it must divide their number"
+            f"MODEL.TENSOR_PARALLEL is {size}, MODEL.PARALLEL is {model.PARALLEL}, and the number of processes is "
+            f"{world_size}; accepted: with MODEL.PARALLEL fsdp, a divisor of the number of processes; else 1"
         )
 
 

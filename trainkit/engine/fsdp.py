@@ -20,8 +20,6 @@ from trainkit.utils.sharding import is_sharded, local_part, shard_like
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {"": None, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
 
 def is_fsdp(cfg: CfgNode) -> bool:
     """Whether the run shards its model; a single process does not."""
@@ -50,9 +48,7 @@ def build_sharded(
     model, weights = _build_on_meta(cfg, build_model) if options.META_INIT else (build_model(cfg), None)
     mesh = _build_mesh(device_type := resolve_device(cfg.MODEL.DEVICE).type, options.MESH)
     if (size := comm.get_tensor_parallel()) > 1:
-        if weights is None:
-            weights = _named_tensors(model) if comm.is_main_process() else {}
-        shared = _shared_parameters(model)
+        weights, shared = weights or _named_tensors(model), _shared_parameters(model)
         model = parallelize_model(cfg, model, mesh)
         if not any(map(is_sharded, model.parameters())):
             raise ConfigError(
@@ -69,8 +65,8 @@ def build_sharded(
         find_blocks(model, options.BLOCKS, "MODEL.FSDP.BLOCKS") if options.BLOCKS else blocks_of_lists(model),
         device_type=device_type,
         mesh=mesh[tuple(name for name in mesh.mesh_dim_names if name != "tp")],
-        param_dtype=_DTYPES[options.PARAM_DTYPE],
-        reduce_dtype=_DTYPES[options.REDUCE_DTYPE],
+        param_dtype=getattr(torch, options.PARAM_DTYPE, None),
+        reduce_dtype=getattr(torch, options.REDUCE_DTYPE, None),
         reshard_after_forward=options.RESHARD_AFTER_FORWARD,
         weights=weights,
     )
@@ -86,13 +82,9 @@ def blocks_of_lists(model: nn.Module) -> list[nn.Module]:
 
 
 def _build_mesh(device_type: str, shape: Sequence[int]) -> Any:
-    """The mesh of all ranks, with the dimensions "dp_replicate" (if ``shape`` is given), "dp_shard", "tp" (if used).
+    """All ranks, in the dimensions "dp_replicate", "dp_shard" (``shape``; []: "dp_shard" alone), and "tp" if used.
 
-    Args:
-        shape: ``[replicate, shard]``: groups of ``shard`` data ranks, each of which shards the model; []: one group.
-
-    Raises:
-        ConfigError: the product is not the number of data ranks.
+    Raises ConfigError if the product of ``shape`` is not the number of data ranks.
     """
     num = comm.get_data_world_size()
     if shape and (len(shape) != 2 or min(shape) < 1 or math.prod(shape) != num):

@@ -98,10 +98,6 @@ class _Recording:
     flag: Tensor | None = field(init=False)
     packed: Tensor = field(init=False)
 
-    def shows_gradients(self) -> bool:
-        """Whether the parameters still have gradients; checks the first one only."""
-        return all(parameter.grad is gradient for parameter, gradient in self.gradients[:1])
-
 
 class GraphTrainer(SimpleTrainer):
     """`SimpleTrainer` with a step that costs the host almost nothing: the same hooks, checkpoints and numbers.
@@ -181,7 +177,8 @@ class GraphTrainer(SimpleTrainer):
             with self._beside(inputs), self._reads or nullcontext():
                 return super().compute_gradients(batches)
         self._replay(recording, "gradients")
-        if self._shown is not recording or "judgement" in recording.replays or not recording.shows_gradients():
+        shows = all(parameter.grad is gradient for parameter, gradient in recording.gradients[:1])  # one tells of all
+        if self._shown is not recording or "judgement" in recording.replays or not shows:
             for parameter, gradient in recording.gradients:
                 if parameter.grad is not gradient:
                     parameter.grad = gradient
@@ -312,7 +309,7 @@ class GraphTrainer(SimpleTrainer):
         for stage in stages:
             recording.replays[next(iter(stage))] = self._record_stage([*stage.values()])
         gradients_of = [(parameter, parameter.grad) for parameter in self._parameters()]
-        recording.gradients = sorted(gradients_of, key=lambda pair: pair[1] is None)  # see shows_gradients
+        recording.gradients = sorted(gradients_of, key=lambda pair: pair[1] is None)  # see compute_gradients
         logger.info("From iteration %d on, this step is replayed: recorded in %d pieces", self.iter, len(stages))
         return recording
 

@@ -55,15 +55,9 @@ def create_ddp_model(
 
 def ddp_options(cfg: CfgNode) -> dict[str, Any]:
     """MODEL.DDP as arguments of `create_ddp_model`."""
-    options = cfg.MODEL.DDP
-    return {
-        "broadcast_buffers": options.BROADCAST_BUFFERS,
-        "find_unused_parameters": options.FIND_UNUSED_PARAMETERS,
-        "gradient_as_bucket_view": options.GRADIENT_AS_BUCKET_VIEW,
-        "static_graph": options.STATIC_GRAPH,
-        "fp16_compression": options.COMPRESSION == "fp16",
-        "bf16_compression": options.COMPRESSION == "bf16",
-    }
+    options = {key.lower(): value for key, value in cfg.MODEL.DDP.items()}
+    kind = options.pop("compression")
+    return {**options, "fp16_compression": kind == "fp16", "bf16_compression": kind == "bf16"}
 
 
 def without_gradient_sync(model: nn.Module) -> AbstractContextManager[Any]:

@@ -36,10 +36,7 @@ def is_main_process() -> bool:
 
 
 def set_tensor_parallel(size: int) -> None:
-    """Declare that each ``size`` neighbouring ranks compute one batch together; all ranks must call it.
-
-    ``size`` must divide the world size. A single process stays alone.
-    """
+    """Declare that each ``size`` ranks, a divisor of the world size, compute one batch together; all ranks call it."""
     if get_world_size() > 1:
         _tensor_parallel[_default_group()] = size
 
