@@ -35,9 +35,8 @@ def create_ddp_model(
         raise ValueError("fp16_compression and bf16_compression are both True; set one of them")
     if comm.get_world_size() == 1:
         return model
-    if "device_ids" not in kwargs:
-        device = device_of(model)
-        kwargs["device_ids"] = None if device is None or device.type == "cpu" else [device]
+    device = device_of(model)
+    kwargs.setdefault("device_ids", None if device is None or device.type == "cpu" else [device])
     known = inspect.signature(DistributedDataParallel).parameters
     if "broadcast_buffers" in kwargs and "forward_sync_buffers" in known:  # its name in newer versions of torch
         kwargs["forward_sync_buffers"] = kwargs.pop("broadcast_buffers")
@@ -87,5 +86,4 @@ def settle_buckets(model: nn.Module, batch: Any, loss_of: Callable[[Any], Tensor
     for name, buffer in model.named_buffers():
         if name in former:  # False: created by these passes
             buffer.copy_(former[name])
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.zero_grad()

@@ -6,6 +6,7 @@ torch's module for them takes as long to import as torch itself, so it is import
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -60,11 +61,10 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
 
     If ``like`` is not sharded, ``tensor`` is returned as it is.
     """
-    if not is_sharded(like):
+    layout = attrgetter("device_mesh", "placements")
+    if not is_sharded(like) or (is_sharded(tensor) and layout(tensor) == layout(like)):
         return tensor
-    sharded, given = cast(Any, like), cast(Any, tensor)
-    if is_sharded(tensor) and (given.device_mesh, given.placements) == (sharded.device_mesh, sharded.placements):
-        return tensor
+    sharded = cast(Any, like)
     tensor = whole(tensor).detach().to(sharded.device)
     return _import_dtensor().distribute_tensor(tensor, sharded.device_mesh, sharded.placements, src_data_rank=None)
 
