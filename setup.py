@@ -11,7 +11,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "trainkit/__init__.py").rea
 TENSORBOARD = ["tensorboard"]
 LAZY = ["omegaconf>=2.3"]
 TEST = ["pytest", "pytest-xdist"]  # the latter: half of the tests' time is that of processes they start
-TEST += ["ipykernel"]  # for the test in a notebook
+TEST += ["ipykernel", "ipywidgets"]  # for the test in a notebook
 
 setup(
     name="trainkit",

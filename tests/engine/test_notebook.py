@@ -29,7 +29,7 @@ def cells(tmp_path_factory):
     try:
 
         def run(code, interrupt_at=None):
-            """What it has printed, and the name of its error."""
+            """What it has printed, with widgets as [[text]], and the name of its error."""
             request, printed, error = client.execute(code), "", None
             while True:
                 message = client.get_iopub_msg(timeout=120)
@@ -41,6 +41,8 @@ def cells(tmp_path_factory):
                     if interrupt_at is not None and interrupt_at in printed:
                         manager.interrupt_kernel()
                         interrupt_at = None
+                elif message["msg_type"] == "display_data":
+                    printed += f"[[{content['data']['text/plain']}]]"
                 elif message["msg_type"] == "error":
                     error = content["ename"]
                 elif content.get("execution_state") == "idle":
@@ -50,7 +52,7 @@ def cells(tmp_path_factory):
         yield [
             run(BEGIN.format(folder=folder)),
             run("trainer.train()", "Evaluated after"),
-            run("trainer.train(max_iter=trainer.iter + 50); print(trainer.status)"),
+            run("trainer.train(max_iter=trainer.iter + 50); print(repr(trainer))"),
         ]
     finally:
         client.stop_channels()
@@ -63,10 +65,14 @@ def test_an_interrupt_stops_behind_a_step_and_train_goes_on_from_there(cells):
     num_done = int(re.search(r"The run was stopped after (\d+) of 1000000 iterations", stopped)[1])
     assert "to go on: trainer.train()\n" in stopped
     assert f"Training from iteration {num_done} to {num_done + 50}" in went_on
-    assert went_on.splitlines()[-1] == "finished"
+    num_done += 50
+    representation = rf"DefaultTrainer\(after {num_done} of {num_done} iterations, finished, \S+notebook0\)"
+    assert re.fullmatch(representation, went_on.splitlines()[-1])
 
 
-def test_each_run_has_one_bar_and_evaluations_none(cells):
+def test_each_run_has_one_bar_which_is_a_widget_and_evaluations_none(cells):
     for printed, _ in cells[1:]:
-        assert re.search(r"\r\[Epoch \d+/\d+\] +\d+%\|", printed)
+        bars = re.findall(r"\[\[(.*?)\]\]|\r\S", printed)
+        assert len(bars) == 1
+        assert re.match(r"\[Epoch \d+/\d+\] +\d+%\|", bars[0])
         assert "Evaluating" not in printed

@@ -65,6 +65,20 @@ def raise_(error):
     raise error
 
 
+def test_the_representation_says_where_the_run_stands():
+    trainer = Trainer(fail_at=3)
+    stands = [repr(trainer)]
+    trainer.train(0, 3)
+    stands.append(repr(trainer))
+    with pytest.raises(RuntimeError):
+        trainer.train(0, 5)
+    assert [*stands, repr(trainer)] == [
+        "Trainer(after 0 of 0 iterations, not started)",
+        "Trainer(after 3 of 3 iterations, finished)",
+        "Trainer(after 3 of 5 iterations, failed)",
+    ]
+
+
 # ---------------------------------------------------------------------- the sequence of calls
 
 

@@ -188,6 +188,9 @@ class DefaultTrainer(TrainerBase):
                 optimizer.param_groups[0]["lr"],
             )
 
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, {self.cfg.OUTPUT_DIR})"
+
     # ------------------------------------------------------------------ running
 
     def resume_or_load(self, resume: bool = True) -> None:

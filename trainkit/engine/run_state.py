@@ -8,6 +8,7 @@ from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_points import HookPoints
 from trainkit.utils import comm
 from trainkit.utils.events import EventStorage
+from trainkit.utils.periods import say_done
 from trainkit.utils.rng import get_rng_state, rng_state_for_rank
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,9 @@ class RunState(HookPoints):
     def _begin_anew(self, start_iter: int) -> None:
         self.position, self.storage = Position(start_iter, 1), EventStorage()
         self._early, self._rng_state, self._is_before_step_done = None, None, False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({say_done(self.last_done_iter + 1, self.max_iter)}, {self.status})"
 
     def next_iter_of(self, hook: HookBase) -> int:
         """In ``before_train``: the next iteration in which this hook's ``after_step`` is called.

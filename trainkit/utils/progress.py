@@ -1,6 +1,7 @@
 """Progress bars at the bottom of a terminal, below the log lines."""
 
 import errno
+import importlib.util
 import logging
 import os
 import sys
@@ -57,7 +58,8 @@ def _may_lose_stdout() -> Iterator[None]:
 class Bar:
     """A line ``description 42%|####    | after 336 of 800, details``; nothing if bars are off.
 
-    Several open bars are drawn in the order of opening; a notebook shows only the first.
+    Several open bars are drawn in the order of opening. A notebook shows only the first, as a widget if the package
+    ipywidgets is installed.
 
     Args:
         total: of ``unit``; None: unknown.
@@ -70,7 +72,7 @@ class Bar:
         self._bar: tqdm[Any] | None = None
         if are_bars_shown() and not (_num_open and is_notebook()):
             with _may_lose_stdout():
-                self._bar = _Tqdm(
+                self._bar = _tqdm_class()(
                     desc=description,
                     total=total,
                     initial=initial,
@@ -106,8 +108,11 @@ class Bar:
                 bar.close()
 
 
-class _Tqdm(tqdm):
-    monitor_interval = 0  # 0: no monitor thread, since processes are forked during its life
+def _tqdm_class() -> type[tqdm]:
+    has_widgets = is_notebook() and importlib.util.find_spec("ipywidgets") is not None
+    base = importlib.import_module("tqdm.notebook").tqdm if has_widgets else tqdm
+    # 0: no monitor thread, since processes are forked during its life
+    return type("_Tqdm", (base,), {"monitor_interval": 0})
 
 
 def _is_terminal() -> bool:
