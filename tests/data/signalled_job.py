@@ -41,7 +41,8 @@ def make_loader(kind):
 def main():
     torch.set_num_threads(1)
     batches = iter(make_loader(sys.argv[1]))
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # now, so that the workers do not inherit it
+    # now, so that the workers do not inherit it
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)  # as a run that finishes its step first
     for line in sys.stdin:
         match line.strip():

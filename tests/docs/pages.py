@@ -70,6 +70,8 @@ def commands(line):
     words.whitespace_split = True
     command = []
     for word in [*words, ";"]:
+        if word == "exec":
+            continue
         if word.strip("&;|"):
             command.append(word)
         elif command:

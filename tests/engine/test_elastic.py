@@ -106,7 +106,7 @@ def test_a_run_whose_worker_is_killed_is_started_again_and_ends_as_one_left_alon
     assert codes == [0], output
     assert begins(tmp_path) == [0, 5]
     log = (tmp_path / "log.txt").read_text()
-    assert log.count("torchrun has restarted the run; it resumes from its last checkpoint") == 1
+    assert log.count("The run was restarted; it resumes from its last checkpoint") == 1
     assert not (tmp_path / "previous_1").exists()
     assert content(tmp_path) == whole
 

@@ -220,11 +220,13 @@ def test_processes_that_exit_without_an_error_have_no_result(forked_ranks):
         (signal.SIGINT, True, "SIGTERM", 130),  # Ctrl-C reaches the ranks too, and a second one would not be a request
         (signal.SIGINT, False, "SIGINT", 130),
         (signal.SIGHUP, False, "SIGHUP", 129),
+        (signal.SIGUSR1, True, "SIGUSR1", 138),
     ],
 )
 def test_a_signal_stops_all_ranks_after_the_same_step(
-    forked_ranks, tmp_path, interruptible, signum, to_launcher, reason, code
+    forked_ranks, tmp_path, monkeypatch, interruptible, signum, to_launcher, reason, code
 ):
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
     with pytest.raises(SystemExit) as caught:
         launch(_stop_by, 2, args=(signum, to_launcher, tmp_path))
     assert caught.value.code == code

@@ -220,7 +220,7 @@ def test_what_torchrun_has_started_again_moves_nothing(tmp_path, monkeypatch, re
     (tmp_path / "model_final.pth").write_text("old")
     default_setup(cfg_for(tmp_path), args)
     assert (tmp_path / "previous_1").exists() is moved
-    said = "torchrun has restarted the run" in (tmp_path / "log.txt").read_text()
+    said = "The run was restarted" in (tmp_path / "log.txt").read_text()
     assert said is (restarts == "1" and args is NEW)
 
 

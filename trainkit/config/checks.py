@@ -60,6 +60,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "MODEL.FSDP.PARAM_DTYPE": ("", "float32", "float16", "bfloat16"),
     "MODEL.FSDP.REDUCE_DTYPE": ("", "float32", "float16", "bfloat16"),
     "MODEL.PARALLEL": ("ddp", "fsdp"),
+    "REQUEUE_SIGNAL": ("", "SIGUSR1", "SIGTERM"),
     "SOLVER.AMP.PRECISION": ("float16", "bfloat16"),
     "SOLVER.NON_FINITE.POLICY": ("raise", "skip", "ignore"),
     "SOLVER.PARAM_GROUPS.KEY_MATCH": ("longest", "shortest", "exact"),

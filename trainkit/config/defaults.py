@@ -14,6 +14,7 @@ _C.CUDNN_BENCHMARK = False  # True: cuDNN tries its kernels and uses the fastest
 _C.DETERMINISTIC = False  # True: use kernels that always give the same bits, as exact resume on a GPU needs; slower.
 _C.FLOAT32_PRECISION = ""  # For torch.set_float32_matmul_precision: "highest", "high", "medium". "": not called.
 _C.STOP_CHECK_PERIOD = 20  # If one rank is asked to stop, all ranks stop after at most this many iterations.
+_C.REQUEUE_SIGNAL = ""  # "SIGUSR1" or "SIGTERM": in a SLURM job it stops the run, which requeues the job. "": off.
 _C.VIS_PERIOD = 0  # How often a model draws while it trains. trainkit itself does not use it.
 _C.FORK = CN()  # The run starts with the state of another run; --fork sets these keys.
 _C.FORK.RUN = ""  # The folder with the checkpoints of the other run. "": no fork.

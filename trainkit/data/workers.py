@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from trainkit.config.errors import ConfigError
-from trainkit.utils.env import seed_all_rng
+from trainkit.utils.env import seed_all_rng, stop_signals
 
 _MAX_SOCKET_PATH = 107  # limit of Linux, in bytes
 
@@ -71,7 +71,7 @@ def signals_held_back() -> Iterator[None]:
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
     try:
         yield
     finally:
@@ -79,15 +79,15 @@ def signals_held_back() -> Iterator[None]:
 
 
 def _ignore_signals_to_the_group() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(signal, "SIGHUP"):  # Windows has none
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    ignored = stop_signals() - {signal.SIGTERM}
+    for signum in ignored:
+        signal.signal(signum, signal.SIG_IGN)
     if not hasattr(signal, "sigwaitinfo"):  # macOS, Windows: the sender of a signal is unknown
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return
     # torch's handler checks the sender too, but ends the worker on a foreign signal; a blocked signal does not call it
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGHUP})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored)
     threading.Thread(target=_exit_on_sigterm_of_parent, args=(os.getppid(),), daemon=True).start()
     creator = multiprocessing.parent_process()
     if creator is not None and creator.pid != os.getppid():

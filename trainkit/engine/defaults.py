@@ -33,7 +33,7 @@ from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.capsule import leave_capsule
 from trainkit.engine.command import RUN_DOES_IT, active_replay, command_of
 from trainkit.engine.compile import compile_model, describe_inexact_compilation, explain_graph_break
-from trainkit.engine.elastic import is_restarted, note_begin
+from trainkit.engine.elastic import is_restarted, note_begin, requeue_job
 from trainkit.engine.evaluation_run import evaluate_models
 from trainkit.engine.fork import forked, path_of_parent
 from trainkit.engine.forwarding import check_exchange, forwarded
@@ -196,7 +196,7 @@ class DefaultTrainer(TrainerBase):
     def resume_or_load(self, resume: bool = True) -> None:
         """Load the last checkpoint in OUTPUT_DIR if ``resume`` and there is one; else load MODEL.WEIGHTS.
 
-        A run that torchrun has restarted always resumes. A fork starts from the checkpoint that FORK names.
+        A run that torchrun or SLURM has restarted always resumes. A fork starts from the checkpoint that FORK names.
 
         Raises:
             trainkit.checkpoint.CheckpointError: no checkpoint is intact, or it is of another model.
@@ -266,6 +266,9 @@ class DefaultTrainer(TrainerBase):
             return self._train(start_iter, self.max_iter if max_iter is None else max_iter)
         finally:
             release_folders(self.cfg)
+            stop = self._stop if self.status == "stopped" and comm.is_main_process() else None
+            if stop is not None and stop.signum is not None and stop.reason == self.cfg.REQUEUE_SIGNAL:
+                requeue_job()
 
     def _train(self, start_iter: int, max_iter: int) -> dict[str, Any]:
         self._how_to_repeat = ""

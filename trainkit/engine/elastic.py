@@ -1,37 +1,71 @@
-"""Starts and restarts by torchrun: the store in which ranks meet, and whether the run resumes."""
+"""Starts and restarts by torchrun and SLURM: the store in which ranks meet, and whether the run resumes."""
 
+import logging
 import os
+import subprocess
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from trainkit.utils import comm
 
+logger = logging.getLogger(__name__)
+
+JOB_FILE = "slurm_job"
 _RESTARTED = "TRAINKIT_RESTARTED"
 _STARTS, _OWNS_FOLDER = "trainkit/starts", "trainkit/owns_folder"
 
 _agent_store: dist.Store | None = None  # torchrun's store, which lives longer than a start
 _store: dist.Store | None = None  # of this start
+_is_requeued = False
 
 
 def is_restarted() -> bool:
-    """Whether torchrun has restarted the processes of this run; the same on all ranks under `launch`.
+    """Whether torchrun or SLURM has restarted this run; the same on all ranks under `launch`.
 
     The run then resumes from its last checkpoint. If no earlier start has reached `note_begin`, this is False, since
-    the output folder may hold another run.
+    the output folder may hold another run. A restart by SLURM is known after `default_setup`.
     """
-    return bool(int(os.environ.get(_RESTARTED) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+    count = os.environ.get(_RESTARTED) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return _is_requeued or bool(int(count))
 
 
-def note_begin() -> None:
+def look_for_requeue(folder: str) -> None:
+    """Find out whether SLURM has requeued this job, and the run in ``folder`` is of this job; every rank calls it."""
+    global _is_requeued
+    job, path = os.environ.get("SLURM_JOB_ID"), Path(folder, JOB_FILE)
+    is_again = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+    _is_requeued = comm.broadcast(is_again and path.is_file() and path.read_text() == job)
+
+
+def note_begin(folder: str = "") -> None:
     """Note that the output folder belongs to this run, so that a restart resumes; every rank may call it."""
-    if _agent_store is not None and comm.is_main_process():
+    if not comm.is_main_process():
+        return
+    if _agent_store is not None:
         _agent_store.set(_OWNS_FOLDER, "1")
+    if folder and (job := os.environ.get("SLURM_JOB_ID")):
+        Path(folder, JOB_FILE).write_text(job)
+
+
+def requeue_job() -> None:
+    """Ask SLURM, if this is one of its jobs, to start it again; called on rank 0, after everything is on the disk."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        return
+    try:
+        subprocess.run(["scontrol", "requeue", job], check=True, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = str(getattr(error, "stderr", "") or error).strip()
+        logger.error("The SLURM job %s is not requeued: %s. Submit it again to continue the run", job, reason)
+    else:
+        logger.info("The SLURM job %s is requeued; it will continue from the last checkpoint", job)
 
 
 def is_first_to_fail() -> bool:

@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from trainkit.engine.elastic import meeting
-from trainkit.engine.stopping import StopRequests
+from trainkit.engine.stopping import Stop, StopRequests
 from trainkit.utils import comm
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """How long a process waits for the others before it fails."""
 
-_STOPPED = (143, 129, 130)  # exit codes of a run stopped by SIGTERM, SIGHUP, SIGINT
+_STOPPED = (143, 129, 130, 138)  # exit codes of a run stopped by SIGTERM, SIGHUP, SIGINT, SIGUSR1
 _PATIENCE_SEC = 30.0  # after this time a rank logs that it waits
 _GRACE_SEC = 10.0  # between SIGTERM and SIGKILL for the remaining processes after one has failed
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -50,7 +50,8 @@ def launch(
     process alone, which `default_setup` leaves on the CPU. With CUDA each process has a device; tensors on it go over
     NCCL, those on the CPU over Gloo.
 
-    SIGTERM, SIGHUP and SIGINT are passed on to the spawned processes as one SIGTERM; a second SIGINT kills them.
+    SIGTERM, SIGHUP and SIGINT are passed on to the spawned processes as one SIGTERM; a second SIGINT kills them. In a
+    SLURM job SIGUSR1 is passed on too.
 
     Args:
         main_func: a function of a module, so that a new process can import it.
@@ -63,7 +64,7 @@ def launch(
             ``dist_url``.
         torch.multiprocessing.ProcessRaisedException: a process failed; the text has its number and its traceback.
         torch.multiprocessing.ProcessExitedException: a process was killed by the signal in the text.
-        SystemExit: a process exited with this code; 143, 129 or 130 if SIGTERM, SIGHUP or SIGINT stopped the run.
+        SystemExit: a process exited with this code; 128 plus its number if a signal has stopped the run.
     """
     if all(name in os.environ for name in _TORCHRUN):
         with _process_group("env://", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout):
@@ -109,7 +110,7 @@ def _spawn(num_local: int, arguments: tuple[Any, ...]) -> Any:
             answers = _join(context, results, stops)
         except mp.ProcessExitedException as error:
             stop = stops.agree_now()
-            if stop is not None and error.exit_code == -signal.SIGTERM:  # the process had no handler, or not yet
+            if stop is not None and error.exit_code == -_passed_on(stop):  # the process had no handler, or not yet
                 sys.exit(stop.exit_code)
             if error.exit_code > 0:  # exit likewise: the process has printed its error
                 sys.exit(error.exit_code)
@@ -137,10 +138,16 @@ def _join(context: Any, results: Any, stops: StopRequests) -> list[tuple[Any, in
         while not results.empty():  # a process cannot end while its large result is in the queue
             answers.append(results.get())
         if stops.pending and not passed_on:
-            passed_on = True
+            passed_on, stop = True, stops.agree_now()
             for process in context.processes:
-                process.terminate()  # not by SIGINT: Ctrl-C reaches them too, and a second SIGINT would kill them
+                if stop is not None and process.is_alive():
+                    os.kill(process.pid, _passed_on(stop))
     return answers
+
+
+def _passed_on(stop: Stop) -> signal.Signals:
+    """The signal for the processes; not SIGINT, since Ctrl-C reaches them too and a second SIGINT would kill them."""
+    return signal.SIGUSR1 if stop.reason == "SIGUSR1" else signal.SIGTERM
 
 
 def _first_failure(context: Any, error: mp.ProcessRaisedException) -> mp.ProcessRaisedException:

@@ -48,11 +48,11 @@ class TrainerBase(RunState):
         """Run the iterations ``start_iter`` (included) to ``max_iter`` (excluded); can be called again.
 
         If a loaded checkpoint or a stop has left stage 2 of the iteration before ``start_iter`` undone, that stage runs
-        first. SIGTERM, SIGHUP and SIGINT stop the run as ``request_stop`` does.
+        first. SIGTERM, SIGHUP, SIGINT and, in a SLURM job, SIGUSR1 stop the run as ``request_stop`` does.
 
         Raises:
             ValueError: ``start_iter`` is negative or larger than ``max_iter``.
-            SystemExit: after a run that was stopped by SIGTERM (code 143) or SIGHUP (129).
+            SystemExit: after a run that was stopped by another signal than SIGINT; the code is 128 plus its number.
             KeyboardInterrupt: after a run that was stopped by SIGINT.
         """
         self._start(start_iter, max_iter)

@@ -12,8 +12,8 @@ from trainkit.utils.tables import format_table
 
 # these do not change what is computed; a resumed run does not read MODEL.WEIGHTS
 _NO_MATTER = re.compile(
-    r"VERSION|OUTPUT_DIR|IMPORTS|STOP_CHECK_PERIOD|MODEL\.WEIGHTS|TEST\.EXPECTED_RESULTS|CHECKPOINT\..*|LOG\..*"
-    r"|FORK\..*|DATALOADER\.(NUM_WORKERS|PREFETCH_FACTOR|PERSISTENT_WORKERS|TIMEOUT)"
+    r"VERSION|OUTPUT_DIR|IMPORTS|STOP_CHECK_PERIOD|REQUEUE_SIGNAL|MODEL\.WEIGHTS|TEST\.EXPECTED_RESULTS|CHECKPOINT\..*"
+    r"|LOG\..*|FORK\..*|DATALOADER\.(NUM_WORKERS|PREFETCH_FACTOR|PERSISTENT_WORKERS|TIMEOUT)"
 )
 # these values are part of the states of random numbers, optimizer and gradient scaler
 _OF_CHECKPOINT = re.compile(

@@ -26,7 +26,7 @@ from trainkit.config.lazy import to_yaml
 from trainkit.config.yaml_files import load_yaml
 from trainkit.engine.capsule import CAPSULE_FILE
 from trainkit.engine.command import RUN_DOES_IT, active_replay, note_command
-from trainkit.engine.elastic import is_first_to_fail, is_restarted, note_begin
+from trainkit.engine.elastic import JOB_FILE, is_first_to_fail, is_restarted, look_for_requeue, note_begin
 from trainkit.engine.fork import take_settings
 from trainkit.engine.launch import check_processes
 from trainkit.engine.settings import changed_settings
@@ -55,7 +55,7 @@ _TRIAL_FOLDER = "fast_dev_run"
 # the files of a run in its output folder
 _RUN_FILES = re.compile(
     r"log\.txt(\.rank\d+)?|config\.yaml|batch\.json|confusion_.+\.json|metrics\.(json|csv)(\.cut_\d+)?"
-    rf"|last_checkpoint|finished|{CAPSULE_FILE.pattern}|.+\.pth|.+_published-\w{{8}}\.safetensors"
+    rf"|last_checkpoint|finished|{JOB_FILE}|{CAPSULE_FILE.pattern}|.+\.pth|.+_published-\w{{8}}\.safetensors"
     r"|events\.out\.tfevents\..+|events\.cut_\d+"
 )
 
@@ -178,7 +178,7 @@ def default_setup(cfg: Any, args: Any) -> None:
     """Make the output folder, set up the log, log command and machine, write ``config.yaml``, seed everything.
 
     Every rank calls it. A new run moves the files of an earlier one into ``previous_<n>`` in the folder; a run that
-    torchrun has started again counts as resumed.
+    torchrun or SLURM has started again counts as resumed.
 
     Args:
         cfg: a config of `get_cfg`; or a node of a `LazyConfig`, of which ``train.output_dir``, ``seed``,
@@ -189,8 +189,9 @@ def default_setup(cfg: Any, args: Any) -> None:
         ConfigError: a folder cannot be written, a setting is not accepted, or the script ignores an option.
     """
     check_is_ours(cfg)
-    resume, eval_only = getattr(args, "resume", False) or is_restarted(), getattr(args, "eval_only", False)
     text, is_lazy, place = None, not isinstance(cfg, CfgNode), getattr(args, "fork", "")
+    look_for_requeue((_settings_of_lazy(cfg) if is_lazy else cfg).OUTPUT_DIR)
+    resume, eval_only = getattr(args, "resume", False) or is_restarted(), getattr(args, "eval_only", False)
     if place:
         if is_lazy:
             raise ConfigError("--fork is given, but the job has a LazyConfig; use get_cfg and a DefaultTrainer")
@@ -219,7 +220,7 @@ def default_setup(cfg: Any, args: Any) -> None:
         except OSError as error:
             raise ConfigError(f"OUTPUT_DIR {cfg.OUTPUT_DIR!r} cannot be written, choose another: {error}") from error
     if not eval_only:
-        note_begin()
+        note_begin(cfg.OUTPUT_DIR)
     comm.synchronize()
 
     note_command(cfg, args)
@@ -233,7 +234,7 @@ def default_setup(cfg: Any, args: Any) -> None:
     if comm.is_main_process() and (text := describe_load()):
         logger.warning("%s", text)
     if is_restarted() and not eval_only:
-        logger.info("torchrun has restarted the run; it resumes from its last checkpoint, if there is one")
+        logger.info("The run was restarted; it resumes from its last checkpoint, if there is one")
     changes = "\n".join(f"  {key}: {value!r}" for key, value in changed_settings(cfg, get_cfg()))
     logger.info("Configuration, as far as it differs from the defaults:\n%s", changes or "  nowhere")
     for note in [*notes, *(f"The files of an earlier run in {aside.parent} are now in {aside}" for aside in moved)]:

@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from trainkit.engine.periods import check_period
 from trainkit.utils import comm, waiting
+from trainkit.utils.env import stop_signals
 from trainkit.utils.waiting import Abandoned, Waiter
 
 logger = logging.getLogger(__name__)
 
-_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")  # Windows has no SIGHUP
 _RANKS_WAIT_SEC = 20.0  # torchrun kills after 30 s
 _HINT = b"\nStopping after this step; once more ends at once\n"
 
@@ -134,17 +134,19 @@ class StopRequests(Waiter):
 
     @contextlib.contextmanager
     def listening(self, may_abandon: Callable[[], bool] = _never) -> Iterator[None]:
-        """Context in which SIGTERM, SIGINT and SIGHUP (a closed terminal) request a stop, if this is the main thread.
+        """Context in which the signals of `stop_signals` request a stop, if this is the main thread.
 
-        A second SIGINT has its former effect. An ignored signal, as under nohup, stays ignored. Waiting for data is
-        abandoned if ``may_abandon()``. At the end, without an error, it waits for the last exchange of the ranks.
+        A second SIGINT has its former effect. An ignored signal, as under nohup, stays ignored, and a program's own
+        handler of SIGUSR1 stays. Waiting for data is abandoned if ``may_abandon()``. At the end, without an error, it
+        waits for the last exchange of the ranks.
         """
         former: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
-            signums = [signal.Signals[name] for name in _SIGNALS if hasattr(signal, name)]
-            former = {signum: signal.getsignal(signum) for signum in signums}
-            # a None handler was not set by Python, which cannot restore it
-            former = {signum: handler for signum, handler in former.items() if handler not in (None, signal.SIG_IGN)}
+            for signum in stop_signals():
+                handler = signal.getsignal(signum)  # None was not set by Python, which cannot restore it
+                is_own = signum.name == "SIGUSR1" and handler != signal.SIG_DFL
+                if not is_own and handler not in (None, signal.SIG_IGN):
+                    former[signum] = handler
 
         def ask(signum: int, frame: FrameType | None) -> None:
             self.request(signal.Signals(signum).name, signum)

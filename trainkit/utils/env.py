@@ -1,8 +1,9 @@
-"""The version of torch, and seeds for all random number generators."""
+"""The version of torch, seeds for all random number generators, and the signals that stop a run."""
 
 import logging
 import os
 import random
+import signal
 
 import numpy as np
 import torch
@@ -34,3 +35,9 @@ def seed_all_rng(seed: int | None = None) -> int:
     np.random.seed(seed)
     torch.manual_seed(seed)
     return seed
+
+
+def stop_signals() -> set[signal.Signals]:
+    """SIGTERM, SIGINT and SIGHUP (a closed terminal); in a SLURM job also SIGUSR1."""
+    names = ["SIGTERM", "SIGINT", "SIGHUP", *(["SIGUSR1"] if "SLURM_JOB_ID" in os.environ else [])]
+    return {signal.Signals[name] for name in names if hasattr(signal, name)}  # Windows has no SIGHUP

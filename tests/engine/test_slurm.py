@@ -1,0 +1,105 @@
+"""A job of SLURM that is told to stop asks to be requeued, and then continues by itself."""
+
+import os
+import signal
+from argparse import Namespace
+
+import pytest
+
+from tests.engine.job import tiny_cfg
+from tests.engine.test_exact_runs import content
+from tests.engine.tiny import AfterStep
+from trainkit.engine import DefaultTrainer, default_setup
+from trainkit.engine.stopping import StopRequests
+from trainkit.utils.logger import close_logger
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="Windows has no SIGUSR1")
+
+
+@pytest.fixture
+def asked(tmp_path, monkeypatch):
+    """Of job 42: the file with the commands that a stand-in of scontrol has got; while ``refuse`` exists, it fails."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "scontrol").write_text(
+        f"#!/bin/sh\ncd {folder}\necho \"$@\" >> asked\nif [ -e refuse ]; then echo 'no such job' >&2; exit 1; fi\n"
+    )
+    (folder / "scontrol").chmod(0o755)
+    (folder / "asked").touch()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    return folder / "asked"
+
+
+def start(folder, *options, signum=None):
+    """A start of the job; returns the exit code. After four iterations it gets a signal."""
+    cfg = tiny_cfg(folder, *options)
+    default_setup(cfg, Namespace(resume=False))
+    trainer = DefaultTrainer(cfg)
+    trainer.resume_or_load(resume=False)
+    if signum is not None:
+        trainer.register_hooks([AfterStep(lambda trainer: trainer.iter == 3 and os.kill(os.getpid(), signum))])
+    try:
+        trainer.train()
+    except SystemExit as exit:
+        return exit.code
+    finally:
+        close_logger()
+    return 0
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGUSR1", 138), ("SIGTERM", 143)])
+def test_a_job_that_was_told_to_stop_is_requeued_and_ends_with_the_bits_of_a_whole_run(
+    tmp_path, monkeypatch, asked, name, code
+):
+    assert start(tmp_path / "whole") == 0
+    options = ("REQUEUE_SIGNAL", name)
+    assert start(tmp_path / "run", *options, signum=signal.Signals[name]) == code
+    assert asked.read_text() == "requeue 42\n"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert start(tmp_path / "run", *options) == 0
+    assert asked.read_text() == "requeue 42\n"
+    log = (tmp_path / "run/log.txt").read_text()
+    assert "The SLURM job 42 is requeued" in log
+    assert "Training from iteration 4 to 10" in log
+    files, lines = content(tmp_path / "run")
+    expected_files, expected_lines = content(tmp_path / "whole")
+    assert (files["model_final.pth"], lines) == (expected_files["model_final.pth"], expected_lines)
+
+
+def test_without_the_key_the_signal_stops_the_run_alone(tmp_path, asked):
+    assert start(tmp_path / "run", signum=signal.SIGUSR1) == 138
+    assert asked.read_text() == ""
+
+
+def test_a_job_that_slurm_does_not_requeue_says_why(tmp_path, asked):
+    (asked.parent / "refuse").touch()
+    assert start(tmp_path / "run", "REQUEUE_SIGNAL", "SIGUSR1", signum=signal.SIGUSR1) == 138
+    log = (tmp_path / "run/log.txt").read_text()
+    assert "The SLURM job 42 is not requeued: no such job. Submit it again to continue the run" in log
+
+
+def test_a_requeued_job_does_not_continue_the_run_of_another_job(tmp_path, monkeypatch, asked):
+    monkeypatch.setenv("SLURM_JOB_ID", "41")
+    assert start(tmp_path / "run") == 0
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # its first start ended before it moved the files of that run
+    assert start(tmp_path / "run") == 0
+    assert "Training from iteration 0 to 10" in (tmp_path / "run/log.txt").read_text()
+    assert (tmp_path / "run/previous_1/model_final.pth").exists()
+
+
+def test_a_handler_of_the_program_stays_and_outside_of_slurm_the_signal_is_its_own(monkeypatch, asked):
+    def inside():
+        with StopRequests().listening():
+            return signal.getsignal(signal.SIGUSR1)
+
+    own = lambda signum, frame: None  # noqa: E731
+    assert inside() not in (signal.SIG_DFL, None)
+    former = signal.signal(signal.SIGUSR1, own)
+    try:
+        assert inside() is own
+    finally:
+        signal.signal(signal.SIGUSR1, former)
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert inside() == signal.SIG_DFL
