@@ -142,11 +142,11 @@ class StopRequests(Waiter):
         """
         former: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
-            for signum in stop_signals():
-                handler = signal.getsignal(signum)  # None was not set by Python, which cannot restore it
-                is_own = signum.name == "SIGUSR1" and handler != signal.SIG_DFL
+            for each in stop_signals():
+                handler = signal.getsignal(each)  # None was not set by Python, which cannot restore it
+                is_own = each.name == "SIGUSR1" and handler != signal.SIG_DFL
                 if not is_own and handler not in (None, signal.SIG_IGN):
-                    former[signum] = handler
+                    former[each] = handler
 
         def ask(signum: int, frame: FrameType | None) -> None:
             self.request(signal.Signals(signum).name, signum)
