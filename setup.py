@@ -35,6 +35,8 @@ setup(
         "wandb": ["wandb>=0.31", "pillow"],  # the latter: wandb takes it for images
         "safetensors": ["safetensors"],
         "onnx": ["onnx", "onnxscript", "onnxruntime"],
+        "s3": ["s3fs"],  # addresses of fsspec, which torch brings
+        "gs": ["gcsfs"],
         "mlflow": ["mlflow-skinny>=3", "pillow"],
         "test": [*TEST, *TENSORBOARD, *LAZY],
         "dev": [*TEST, *TENSORBOARD, *LAZY, "ruff", "mypy"],

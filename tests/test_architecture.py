@@ -67,6 +67,7 @@ LATE_IMPORTS = {
     "trainkit.utils.events.writers": "optional packages, which writers need before training",
     "trainkit.utils.events.tensorboard_writer": "tensorboard, an optional package",
     "trainkit.utils.events.wandb_writer": "wandb, an optional package",
+    "trainkit.utils.file_io": "fsspec, which only addresses need",
     "trainkit.utils.progress": "tqdm's widget, which only notebooks need",
     "trainkit.utils.run_folder": "fcntl, which Windows lacks",
     "trainkit.utils.serialize": "modules that a pickled function uses",

@@ -5,11 +5,15 @@
 
     python tools/convert_checkpoint.py model_final.pkl model_final.pth
 
+Both may be addresses of fsspec, such as ``s3://bucket/model.pkl``.
+
 This runs the code in the first file: convert only files that you trust. The second file holds tensors and plain Python
 values, and runs no code. NumPy arrays become tensors; entries that hold anything else are left out and named.
 """
 
 import argparse
+import os
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -17,8 +21,10 @@ import torch
 
 from trainkit.checkpoint import CheckpointError, load_trusted_pickle
 from trainkit.checkpoint.file import write_file
+from trainkit.checkpoint.remote import download
 from trainkit.checkpoint.state import plain_state
 from trainkit.engine import user_errors_exit
+from trainkit.utils.file_io import PathManager
 
 
 def convert(source: str, target: str) -> list[str]:
@@ -29,14 +35,22 @@ def convert(source: str, target: str) -> list[str]:
     """
     kept: dict[str, Any] = {}
     left_out = []
-    for key, value in load_trusted_pickle(source).items():
+    for key, value in load_trusted_pickle(download(source)).items():
         try:
             kept |= plain_state({key: _without_numpy(value)})
         except TypeError as error:
             left_out.append(str(error))
     if not kept:
         raise CheckpointError(f"'{source}' holds no entry that can be kept; use another file: {'; '.join(left_out)}")
-    write_file(kept, target)
+    if "://" not in target:
+        write_file(kept, target)
+        return left_out
+    with tempfile.TemporaryDirectory() as folder:
+        write_file(kept, local := os.path.join(folder, "converted.pth"))
+        try:
+            PathManager.copy_from_local(local, target)
+        except Exception as error:  # each file system raises types of its own
+            raise CheckpointError(f"'{target}' cannot be written: {error}") from error
     return left_out
 
 

@@ -18,8 +18,6 @@ def test_the_defaults_are_in_order():
         (["TEST.EVAL_PERIOD", -5], "TEST.EVAL_PERIOD is -5; it must be at least 0"),
         (["SOLVER.MAX_ITER", 0], "SOLVER.MAX_ITER is 0"),
         (["OUTPUT_DIR", ""], "OUTPUT_DIR is empty, so nothing could be saved; set it to a folder"),
-        (["OUTPUT_DIR", "s3://bucket/run"], "OUTPUT_DIR is 's3://bucket/run', a URL; accepted: a folder"),
-        (["CHECKPOINT.DIR", "gs://bucket/run"], "CHECKPOINT.DIR is 'gs://bucket/run', a URL; accepted: a folder"),
         (["LOG.EVAL_AXIS", "batch"], "LOG.EVAL_AXIS is 'batch'; accepted: iter, epoch"),
         (["CHECKPOINT.BEST_MODE", "most"], "CHECKPOINT.BEST_MODE is 'most'; accepted: auto, max, min"),
         (["EARLY_STOPPING.MODE", ""], "EARLY_STOPPING.MODE is ''; accepted: auto, max, min"),

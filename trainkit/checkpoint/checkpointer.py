@@ -31,6 +31,7 @@ from trainkit.checkpoint.folder import (
 from trainkit.checkpoint.matching import Differences, strip_wrapper_prefix, table_of
 from trainkit.checkpoint.ranks import KEY as RANKS
 from trainkit.checkpoint.ranks import gather_rank_states, take_rank_state
+from trainkit.checkpoint.remote import download, local_folder, remote_of, upload_soon
 from trainkit.checkpoint.shards import KEY as SHARDS
 from trainkit.checkpoint.shards import (
     Shards,
@@ -88,7 +89,8 @@ class Checkpointer:
 
     Args:
         model: data-parallel wrappers are removed.
-        save_dir: created when first needed; ``""`` switches off saving and resuming.
+        save_dir: created when first needed; ``""`` switches off saving and resuming. For an address of fsspec it is a
+            local folder whose files are uploaded, see `trainkit.checkpoint.remote`.
         save_to_disk: whether this process writes; None: rank 0 does.
         checkpointables: name in the file -> object.
 
@@ -109,7 +111,7 @@ class Checkpointer:
         self._modules = {name for name, _ in self.model.named_modules()}
         self._tensors = {*_tensors_of(self.model)}
         self.logger, self.path_manager = _logger, PathManager  # for subclasses, as in fvcore
-        self.save_dir = os.fspath(save_dir)
+        self.save_dir = local_folder(os.fspath(save_dir))
         self.save_to_disk = comm.is_main_process() if save_to_disk is None else save_to_disk
         self.async_save = async_save
         self._thread = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -300,6 +302,7 @@ class Checkpointer:
             self._untagged.add(name.removesuffix(SUFFIX))
         if on_commit is not None:
             on_commit()
+        upload_soon(self.save_dir)
 
     def _write_sharded(
         self,
@@ -473,9 +476,16 @@ class Checkpointer:
         def choose() -> tuple[str, Any]:
             if not comm.is_main_process():
                 return "", None
+            if (remote := remote_of(self.save_dir)) is not None:
+                remote.download()
             if self.save_to_disk and os.path.isdir(self.save_dir) and not is_owned_by_another(self.save_dir):
                 remove_leftovers(self.save_dir)
-            return choose_and_read(self.save_dir, broken, self._load_file)
+            try:
+                return choose_and_read(self.save_dir, broken, self._load_file)
+            except CheckpointError:
+                if remote is None or not remote.download_older():
+                    raise
+                return choose_and_read(self.save_dir, broken, self._load_file)
 
         while True:
             path, state = together(choose, is_of_one=True)
@@ -488,9 +498,9 @@ class Checkpointer:
                 broken[path] = str(error)
 
     def _local(self, path: str | os.PathLike[str]) -> str:
-        """A local path; ``path_manager`` downloads an address such as ``https://...``."""
+        """A local path; ``path_manager`` downloads an address such as ``https://...`` or ``s3://...``."""
         path = os.fspath(path)
-        return self.path_manager.get_local_path(path) if "://" in path else path
+        return download(path, self.path_manager) if "://" in path else path
 
     def _apply(self, state: dict[str, Any], path: str, keys: list[str], strict: bool) -> dict[str, Any]:
         if not isinstance(state.get("model"), Mapping):  # a bare state dict

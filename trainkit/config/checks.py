@@ -17,7 +17,6 @@ from trainkit.utils.numbers import is_number, is_whole
 logger = logging.getLogger(__name__)
 
 _DIGITS = re.compile(r"\d+")
-_URL = re.compile(r"[A-Za-z][\w+.-]*://")
 _MINIMA = {
     "CHECKPOINT.BEST_TO_KEEP": 1,
     "CHECKPOINT.START": 0,
@@ -116,9 +115,6 @@ def check_values(cfg: CfgNode, *, warn: bool = True) -> None:
             raise ConfigError(f"{one} and {other} exclude each other: {reason}; set one of them")
     if not cfg.OUTPUT_DIR:
         raise ConfigError("OUTPUT_DIR is empty, so nothing could be saved; set it to a folder")
-    for key in ("OUTPUT_DIR", "CHECKPOINT.DIR"):
-        if _URL.match(folder := _get(cfg, key)):
-            raise ConfigError(f"{key} is {folder!r}, a URL; accepted: a folder of this machine, or one that is mounted")
     check_logical_ranks(cfg.SOLVER.LOGICAL_RANKS)
     _check_tensor_parallel(cfg.MODEL)
     _check_amp(cfg.SOLVER.AMP)

@@ -7,7 +7,7 @@ from trainkit.config.config import CfgNode as CN
 
 _C = CN()
 _C.VERSION = 1  # The version of this set of keys.
-_C.OUTPUT_DIR = "./output"  # The folder of the run. A new run moves the files of an earlier run there to previous_<n>.
+_C.OUTPUT_DIR = "./output"  # The folder of the run, or s3://bucket/run. A new run moves older files to previous_<n>.
 _C.SEED = -1  # The seed of all random numbers. -1: draw one and log it.
 _C.IMPORTS = []  # Modules (dotted names) that register models, datasets or hooks; imported before the job is built.
 _C.CUDNN_BENCHMARK = False  # True: cuDNN tries its kernels and uses the fastest ones.
@@ -25,7 +25,7 @@ _C.FORK.CHANGES = []  # [key, value in the other run, value in this run], writte
 _C.MODEL = CN(new_allowed=True)  # Add the keys of your own model here.
 _C.MODEL.NAME = ""  # The name of the model in MODEL_REGISTRY.
 _C.MODEL.DEVICE = "auto"  # A torch device such as "cuda:1". "auto": CUDA if there is one, else MPS, else the CPU.
-_C.MODEL.WEIGHTS = ""  # A checkpoint to start from; only its model is loaded. A resumed run loads its own instead.
+_C.MODEL.WEIGHTS = ""  # A file or address to start from; only its model is loaded. A resumed run loads its own.
 _C.MODEL.CHANNELS_LAST = False  # True: store convolution weights in torch's channels_last format, faster on GPUs.
 _C.MODEL.ACTIVATION_CHECKPOINT = CN()  # Saves memory: the backward pass computes the outputs of some blocks again.
 _C.MODEL.ACTIVATION_CHECKPOINT.BLOCKS = []  # The class names of these blocks, such as ["Block"]. []: none.

@@ -58,6 +58,7 @@ from trainkit.engine.setup import (
     default_writers,
     own_folders,
     release_folders,
+    use_local_folders,
 )
 from trainkit.engine.skip import Skip
 from trainkit.engine.step import SimpleTrainer
@@ -144,6 +145,7 @@ class DefaultTrainer(TrainerBase):
         check_is_ours(cfg)
         if (replay := active_replay.get()) is not None:
             replay.set_up(cfg)
+        use_local_folders(cfg)
         self._given_cfg = cfg
         import_modules(cfg.IMPORTS)
         check_values(cfg)

@@ -38,6 +38,8 @@ def take_settings(cfg: CfgNode, place: str, changes: Sequence[str], resume: bool
         ConfigError: the fork has a folder of the run to fork, or a change is not valid.
     """
     name, _, number = place.rpartition("@")
+    if "://" in place:
+        raise ConfigError(f"--fork {place}: copy the run to a local folder, and fork that one")
     if not name or not number.isdecimal() or os.path.isdir(place):
         name, number = place, "-1"
     run, iteration, own = os.path.abspath(name), int(number), Path(cfg.OUTPUT_DIR, "config.yaml")

@@ -19,6 +19,7 @@ from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.atomic import write_text
 from trainkit.checkpoint.file import is_file_of
 from trainkit.checkpoint.folder import choose, find_checkpoint
+from trainkit.checkpoint.remote import local_folder, remote_of
 from trainkit.checkpoint.shards import FOLDER as SHARD_FOLDER
 from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, import_modules
 from trainkit.config.checks import check_is_ours
@@ -150,11 +151,20 @@ def user_errors_exit() -> Iterator[None]:
         sys.exit(128 + signal.SIGINT)
 
 
-def own_folders(cfg: CfgNode) -> list[str]:
+def use_local_folders(cfg: CfgNode) -> None:
+    """Replace addresses in OUTPUT_DIR and CHECKPOINT.DIR by local folders, whose files are uploaded."""
+    # by item, since the config may be frozen
+    cfg["OUTPUT_DIR"], cfg.CHECKPOINT["DIR"] = local_folder(cfg.OUTPUT_DIR), local_folder(cfg.CHECKPOINT.DIR)
+
+
+def own_folders(cfg: CfgNode, resume: bool | None = None) -> list[str]:
     """Lock OUTPUT_DIR and CHECKPOINT.DIR for this run, on rank 0; returns lines for the log.
+
+    If they are addresses, ``resume`` is as for `RemoteFolder.take`.
 
     Raises:
         ConfigError: another run uses a folder, or it cannot be written.
+        CheckpointError: an address cannot be read or written, or has a run that is not resumed.
     """
     notes = []
     folders = {"OUTPUT_DIR": cfg.OUTPUT_DIR, "CHECKPOINT.DIR": checkpoint_dir(cfg)} if comm.is_main_process() else {}
@@ -166,12 +176,20 @@ def own_folders(cfg: CfgNode) -> list[str]:
         if owned.former:
             notes.append(f"A run has not ended properly in {folder}, which it leaves to this one: {owned.former}")
             owned.former = ""
+        if (remote := remote_of(folder)) is not None and not remote.is_taken:
+            remote.take(resume)
+            notes.append(f"Files are written to {folder}, and uploaded to {remote.address} after each save")
     return notes
 
 
 def release_folders(cfg: CfgNode) -> None:
-    for folder in (cfg.OUTPUT_DIR, checkpoint_dir(cfg)):
+    """Raises CheckpointError if the run ends without an error, but not all of its files are at its address."""
+    folders = (cfg.OUTPUT_DIR, checkpoint_dir(cfg))
+    errors = [error for folder in folders if (remote := remote_of(folder)) and (error := remote.release())]
+    for folder in folders:
         release_folder(folder)
+    if errors and sys.exc_info()[0] is None:
+        raise CheckpointError(f"the run is at its end, but {'; '.join(errors)}; use --resume to upload them")
 
 
 def default_setup(cfg: Any, args: Any) -> None:
@@ -190,6 +208,8 @@ def default_setup(cfg: Any, args: Any) -> None:
     """
     check_is_ours(cfg)
     text, is_lazy, place = None, not isinstance(cfg, CfgNode), getattr(args, "fork", "")
+    if not is_lazy:
+        use_local_folders(cfg)
     look_for_requeue((_settings_of_lazy(cfg) if is_lazy else cfg).OUTPUT_DIR)
     resume, eval_only = getattr(args, "resume", False) or is_restarted(), getattr(args, "eval_only", False)
     if place:
@@ -206,7 +226,7 @@ def default_setup(cfg: Any, args: Any) -> None:
     _check_settings(cfg)  # before anything is moved: a run that cannot start leaves the old one to --resume
     output_dir, checkpoints = Path(cfg.OUTPUT_DIR), Path(checkpoint_dir(cfg))
     moved: list[Path] = []
-    notes = [] if eval_only else own_folders(cfg)
+    notes = [] if eval_only else own_folders(cfg, resume)
     if comm.is_main_process():
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
@@ -214,7 +234,7 @@ def default_setup(cfg: Any, args: Any) -> None:
             folders = dict.fromkeys([output_dir, checkpoints])
             moved = [aside for folder in folders if (aside := _move_aside(folder, cfg.MODEL.WEIGHTS, is_new))]
             if not eval_only:
-                save_config = partial(write_text, text or cfg.dump(), output_dir.absolute() / "config.yaml")
+                save_config = partial(write_text, text or _dump(cfg), output_dir.absolute() / "config.yaml")
                 own_folder(output_dir).restore["config.yaml"] = save_config
                 save_config()
         except OSError as error:
@@ -251,10 +271,21 @@ def default_setup(cfg: Any, args: Any) -> None:
         logger.info("Matrix products are in full float32; FLOAT32_PRECISION high lets this GPU use TF32, faster by far")
 
 
+def _dump(cfg: CfgNode) -> str:
+    """The config as text, with addresses instead of their local folders."""
+    shown = cfg.clone()
+    for node, key in ((shown, "OUTPUT_DIR"), (shown.CHECKPOINT, "DIR")):
+        remote = remote_of(node[key])
+        node[key] = node[key] if remote is None else remote.address
+    return shown.dump()
+
+
 def _settings_of_lazy(cfg: Any) -> CfgNode:
     train, settings = cfg.get("train", {}), get_cfg()
     if not train.get("output_dir"):
         raise ConfigError(f"train.output_dir is missing in the config, which has {', '.join(map(str, cfg))}; set it")
+    if "://" in train.output_dir:
+        raise ConfigError(f"train.output_dir is {train.output_dir!r}; only a config of get_cfg accepts an address")
     settings.OUTPUT_DIR, settings.MODEL.WEIGHTS = train.output_dir, train.get("init_checkpoint") or ""
     settings.CUDNN_BENCHMARK = bool(train.get("cudnn_benchmark"))
     seed = train.get("seed")
@@ -315,7 +346,8 @@ def fast_dev_config(cfg: CfgNode) -> CfgNode:
     """A copy that tries every part of the run in seconds, in its own folder ``OUTPUT_DIR/fast_dev_run``."""
     cfg = cfg.clone()
     cfg.defrost()
-    cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR, cfg.FORK.RUN = os.path.join(cfg.OUTPUT_DIR, _TRIAL_FOLDER), "", ""
+    cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR = os.path.join(local_folder(cfg.OUTPUT_DIR), _TRIAL_FOLDER), ""
+    cfg.FORK.RUN = ""
     cfg.SOLVER.MAX_ITER, cfg.SOLVER.STEPS, cfg.SOLVER.WARMUP_ITERS = 6, (), 1
     cfg.SOLVER.SCHEDULES, cfg.SOLVER.CHECKPOINT_PERIOD, cfg.CHECKPOINT.START = [], 3, 0
     cfg.TEST.EVAL_PERIOD, cfg.TEST.EVAL_START = 3, 0

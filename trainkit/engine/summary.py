@@ -31,7 +31,8 @@ def summarize(trainer: TrainerBase, hooks: Iterable[HookBase], checkpointer: Any
     """Some lines: the progress, the ``summary()`` of each hook, the files, and how to continue."""
     lines = [f"The run {ENDS[trainer.status]} {say_done(trainer.iter, trainer.max_iter)}"]
     lines += filter(None, map(_summary_of, hooks))
-    files = sorted(path.name + "/" * path.is_dir() for path in Path(cfg.OUTPUT_DIR).glob("*") if path.name != LOCK_FILE)
+    paths = [path for path in Path(cfg.OUTPUT_DIR).glob("*") if path.name != LOCK_FILE and path.name[0] != "."]
+    files = sorted(path.name + "/" * path.is_dir() for path in paths)
     lines.append(f"files in {cfg.OUTPUT_DIR}: {', '.join(_shortened(files))}")
     if trainer.status != "finished":
         has_checkpoint = False

@@ -1,12 +1,58 @@
 """Files by path or URL."""
 
-from iopath.common.file_io import HTTPURLHandler
+import importlib
+import os
+import secrets
+from typing import Any
+
+from iopath.common.file_io import HTTPURLHandler, get_cache_dir
 from iopath.common.file_io import PathHandler as PathHandler  # from here too, as in detectron2
 from iopath.common.file_io import PathManager as _PathManager
 
 __all__ = ["PathManager"]
 
+
+def open_address(address: str) -> tuple[Any, str]:
+    """The file system of fsspec and the path in it, of an address such as ``s3://bucket/file``.
+
+    Raises:
+        ImportError: the package for this kind of address is missing.
+        ValueError: there is no such kind.
+    """
+    filesystem, path = importlib.import_module("fsspec.core").url_to_fs(address)
+    return filesystem, path
+
+
+class FsspecHandler(PathHandler):
+    """Reads and writes files at addresses of fsspec; a file is downloaded again if it has changed there."""
+
+    def _get_supported_prefixes(self) -> list[str]:
+        kinds = ["s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hdfs", "webhdfs", "hf", "sftp", "smb", "memory"]
+        return [f"{kind}://" for kind in kinds]
+
+    def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
+        filesystem, remote = open_address(path)
+        folder = os.path.join(get_cache_dir(), "fsspec", filesystem.ukey(remote))
+        local = os.path.join(folder, os.path.basename(remote))
+        if force or not os.path.exists(local):
+            os.makedirs(folder, exist_ok=True)
+            temporary = f"{local}.{secrets.token_hex(4)}"
+            filesystem.get_file(remote, temporary)
+            os.replace(temporary, local)
+        return local
+
+    def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> Any:
+        filesystem, remote = open_address(path)
+        return filesystem.open(remote, mode)
+
+    def _copy_from_local(self, local_path: str, dst_path: str, overwrite: bool = False, **kwargs: Any) -> bool:
+        filesystem, remote = open_address(dst_path)
+        filesystem.put_file(local_path, remote)
+        return True
+
+
 PathManager = _PathManager()
-"""Opens local paths, and http(s) and ftp addresses by a local copy; a project can register further handlers."""
+"""Opens local paths, addresses of fsspec, and http(s) and ftp addresses; a project can register further handlers."""
 
 PathManager.register_handler(HTTPURLHandler())
+PathManager.register_handler(FsspecHandler())

@@ -1,0 +1,282 @@
+"""A run whose OUTPUT_DIR is an address of fsspec, here of a store in memory."""
+
+import json
+import pickle
+from argparse import Namespace
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+from tests.engine.job import tiny_cfg
+from tests.engine.test_exact_runs import content
+from tests.engine.tiny import AfterStep
+from tools.convert_checkpoint import convert
+from trainkit.checkpoint import CheckpointError
+from trainkit.checkpoint.remote import local_folder, remote_of
+from trainkit.engine import DefaultPredictor, DefaultTrainer, default_setup
+from trainkit.utils.file_io import PathManager
+from trainkit.utils.logger import close_logger
+
+ADDRESS, ROOT = "memory://bucket/run", "/bucket/run/"
+KEEP = ("CHECKPOINT.MAX_TO_KEEP", 2, "SOLVER.CHECKPOINT_PERIOD", 2, "CHECKPOINT.BEST_METRIC", "classification/top1")
+
+
+@pytest.fixture(autouse=True)
+def store():
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    return MemoryFileSystem.store
+
+
+@pytest.fixture
+def on(tmp_path, monkeypatch):
+    """Go to a machine with this name, whose local folders are empty at first."""
+    return lambda name: monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / name))
+
+
+def start(*options, folder=ADDRESS, resume=False, do=lambda trainer: None):
+    """One start of a run; the trainer."""
+    cfg = tiny_cfg(folder, *KEEP, *options)
+    try:
+        default_setup(cfg, Namespace(resume=resume))
+        trainer = DefaultTrainer(cfg)
+        trainer.resume_or_load(resume=resume)
+        trainer.register_hooks([AfterStep(do)])
+        trainer.train()
+        return trainer
+    finally:
+        close_logger()
+
+
+def local(trainer):
+    return Path(trainer.cfg.OUTPUT_DIR)
+
+
+def same(trainer, whole):
+    """Whether the run has ended as the whole one; older checkpoints may be only at the address."""
+    files, lines = content(local(trainer))
+    return files.items() <= whole[0].items() and "model_final.pth" in files and lines == whole[1]
+
+
+def there():
+    return {name.removeprefix(ROOT) for name in MemoryFileSystem.store if name.startswith(ROOT)}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    start(folder=folder)
+    return content(folder)
+
+
+def test_a_run_leaves_its_files_at_the_address(on, whole):
+    on("a")
+    folder = local(start())
+    assert content(folder) == whole
+    assert there() == {path.name for path in folder.iterdir() if path.name[0] != "."} | {"last_upload.json"}
+    assert {"model_0000007.pth", "model_best.pth", "model_final.pth", "metrics.json", "log.txt"} <= there()
+    assert "model_0000005.pth" not in there()
+    assert MemoryFileSystem.store[f"{ROOT}last_checkpoint"].getvalue() == b"model_final.pth"
+    assert f"OUTPUT_DIR: {ADDRESS}" in (folder / "config.yaml").read_text()
+    assert f"uploaded to {ADDRESS} after each save" in (folder / "log.txt").read_text()
+
+
+@pytest.fixture
+def states(monkeypatch):
+    """The content of the store after each change of a run."""
+    found = []
+
+    def noted(method):
+        original = getattr(MemoryFileSystem, method)
+
+        def call(self, *arguments, **kwargs):
+            result = original(self, *arguments, **kwargs)
+            found.append(dict(self.store))
+            return result
+
+        monkeypatch.setattr(MemoryFileSystem, method, call)
+
+    for method in ("put_file", "pipe_file", "rm_file"):
+        noted(method)
+    return found
+
+
+@pytest.mark.parametrize("every", [pytest.param(2, marks=pytest.mark.slow), 13])
+def test_a_run_killed_after_a_change_at_the_address_ends_elsewhere_with_the_same_bits(on, states, whole, every):
+    on("a")
+    start()
+    starts = set()
+    for i, state in enumerate(states[::every]):
+        MemoryFileSystem.store.clear()
+        MemoryFileSystem.store.update(state)
+        on(f"machine {i}")
+        trainer = start(resume=True)
+        starts.add(trainer.start_iter)
+        assert same(trainer, whole)
+        assert {name for name in there() if name.endswith(".pth")} == whole[0].keys()
+    assert len(starts) > 2
+
+
+def fail(*arguments, **kwargs):
+    raise ConnectionError("the network is down")
+
+
+def test_what_could_not_be_uploaded_is_uploaded_by_the_next_save(on, monkeypatch, whole):
+    def break_off(trainer):
+        if trainer.iter in (0, 6):
+            monkeypatch.setattr(MemoryFileSystem, "put_file", fail if trainer.iter == 0 else put_file)
+
+    put_file = MemoryFileSystem.put_file
+    on("a")
+    log = (local(start(do=break_off)) / "log.txt").read_text()
+    assert "does not have all files of the run: the network is down. Training continues" in log
+    on("b")
+    assert same(start(resume=True), whole)
+
+
+def test_a_run_whose_last_upload_fails_says_so_and_resumed_here_it_has_lost_nothing(on, monkeypatch, whole):
+    def break_off(trainer):
+        if trainer.iter == 4:
+            monkeypatch.setattr(MemoryFileSystem, "put_file", fail)
+
+    on("a")
+    put_file = MemoryFileSystem.put_file
+    with pytest.raises(CheckpointError, match="the network is down; use --resume to upload"):
+        start(do=break_off)
+    monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
+    assert start(resume=True).start_iter == 10  # nothing is done again
+    on("b")
+    assert same(start(resume=True), whole)
+
+
+def test_a_run_that_another_one_has_replaced_uploads_nothing_more(on):
+    def replace(trainer):
+        if trainer.iter == 0:
+            MemoryFileSystem().pipe_file(f"{ROOT}last_upload.json", json.dumps({**manifest(), "upload": "9"}).encode())
+
+    on("a")
+    with pytest.raises(CheckpointError, match=r"another run writes there \(9\)"):
+        start(do=replace)
+    assert manifest()["upload"] == "9"
+    assert "model_final.pth" not in there()
+
+
+def manifest():
+    return json.loads(MemoryFileSystem.store[f"{ROOT}last_upload.json"].getvalue())
+
+
+def test_a_new_run_does_not_start_where_another_one_is(on):
+    on("a")
+    start()
+    before = dict(MemoryFileSystem.store)
+    for machine in ("a", "b"):
+        on(machine)
+        with pytest.raises(CheckpointError, match=r"it has a run \(upload \d.*\); use --resume, or another address"):
+            start()
+    assert MemoryFileSystem.store == before
+
+
+def test_if_the_newest_checkpoint_is_damaged_the_one_before_is_downloaded(on):
+    on("a")
+    start()
+    MemoryFileSystem().pipe_file(f"{ROOT}model_final.pth", b"PK damaged")
+    MemoryFileSystem().pipe_file(f"{ROOT}model_best.pth", b"PK damaged")
+    on("b")
+    assert start(resume=True).start_iter == 8
+
+
+def test_the_files_of_shards_go_with_their_checkpoint_and_no_file_leaves_the_folder(on, tmp_path):
+    on("a")
+    here = Path(local_folder(ADDRESS))
+    shards = {4: "model_0000004.shards-11111111", 9: "model_0000009.shards-22222222"}
+    for iter, folder in shards.items():
+        (here / folder).mkdir(parents=True)
+        (here / folder / ".metadata").write_text("m")
+        (here / f"model_{iter:07d}.pth").write_text("p")
+    (here / "last_checkpoint").write_text("model_0000009.pth")
+    remote = remote_of(str(here))
+    remote.take()
+    assert remote.release() == ""
+    new = {f"{folder}/.metadata" for folder in shards.values()} | {"model_0000004.pth", "model_0000009.pth"}
+    assert there() == new | {"last_checkpoint", "last_upload.json"}
+
+    outside = ["../evil.pth", "/evil.pth", "../a.shards-11111111/evil", "x/../evil.pth", "a/b.shards-11111111/evil"]
+    changed = {**manifest(), "files": manifest()["files"] + outside}
+    MemoryFileSystem().pipe_file(f"{ROOT}last_upload.json", json.dumps(changed).encode())
+    on("b")
+    here = Path(local_folder(ADDRESS))
+    remote = remote_of(str(here))
+    remote.download()
+    assert not list(tmp_path.rglob("evil*"))
+    assert {path.name for path in here.iterdir()} == {
+        shards[9],
+        "model_0000009.pth",
+        "last_checkpoint",
+        ".uploads.json",
+    }
+    assert remote.forget("model_0000004.pth")
+    assert not remote.forget("model_0000009.pth")
+    remote.take()
+    assert remote.release() == ""
+    assert there() == {f"{shards[9]}/.metadata", "model_0000009.pth", "last_checkpoint", "last_upload.json"}
+
+
+def test_weights_at_an_address_are_loaded_and_downloaded_again_when_they_have_changed(on, tmp_path):
+    on("a")
+    weights = DefaultTrainer(tiny_cfg(tmp_path)).model.state_dict()
+    for value in (1.0, 2.0):
+        torch.save({name: torch.full_like(weight, value) for name, weight in weights.items()}, tmp_path / "weights.pth")
+        PathManager.copy_from_local(str(tmp_path / "weights.pth"), "memory://bucket/weights.pth")
+        cfg = tiny_cfg(tmp_path, "MODEL.WEIGHTS", "memory://bucket/weights.pth")
+        trainer = DefaultTrainer(cfg)
+        trainer.resume_or_load(resume=False)
+        for model in (trainer.model, DefaultPredictor(cfg).model):
+            assert torch.equal(model.layers[0].bias, torch.full((8,), value))
+
+
+def test_a_pickle_is_converted_from_an_address_to_another_one(on):
+    on("a")
+    MemoryFileSystem().pipe_file("/bucket/x.pkl", pickle.dumps({"weight": numpy.ones(3, numpy.float32)}))
+    assert convert("memory://bucket/x.pkl", "memory://bucket/x.pth") == []
+    with PathManager.open("memory://bucket/x.pth", "rb") as file:
+        assert torch.equal(torch.load(file)["weight"], torch.ones(3))
+    with pytest.raises(CheckpointError, match="'s3://bucket/x.pth' cannot be written: Install s3fs"):
+        convert("memory://bucket/x.pkl", "s3://bucket/x.pth")
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("s3://bucket/x", "Install s3fs to access S3"),
+        ("memory://bucket/nothing", "bucket/nothing"),
+    ],
+)
+def test_an_address_that_cannot_be_read_is_named_with_the_reason(on, tmp_path, address, message):
+    on("a")
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, "MODEL.WEIGHTS", address))
+    with pytest.raises(CheckpointError, match=f"'{address}' cannot be downloaded: .*{message}"):
+        trainer.resume_or_load(resume=False)
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("s3://bucket/run", "Install s3fs to access S3"),
+        ("nothing://run", "Protocol not known: nothing"),
+    ],
+)
+def test_an_address_that_cannot_be_written_ends_the_run_before_it_starts(on, address, message):
+    on("a")
+    with pytest.raises(CheckpointError, match=f"'{address}' cannot be the folder of this run: .*{message}"):
+        default_setup(tiny_cfg(address), Namespace())
+
+
+def test_on_several_machines_the_local_folder_has_to_be_shared(monkeypatch):
+    monkeypatch.delenv("FVCORE_CACHE", raising=False)
+    monkeypatch.setattr("trainkit.utils.comm.get_world_size", lambda: 16)
+    monkeypatch.setattr("trainkit.utils.comm.get_local_size", lambda: 8)
+    with pytest.raises(CheckpointError, match="set FVCORE_CACHE to a folder that they share"):
+        local_folder(ADDRESS)
