@@ -14,6 +14,7 @@ import socket
 from collections.abc import Iterable, Iterator
 from concurrent import futures
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from iopath.common.file_io import get_cache_dir
@@ -86,7 +87,7 @@ class RemoteFolder:
 
     def __init__(self, address: str, folder: str) -> None:
         self.address, self.is_taken, self.only_there = address, False, set[str]()
-        self._folder, self._is_known, self._count = folder, False, 0
+        self._folder, self._is_known = folder, False
         self._manifest = _NO_RUN
         self._own = [""]  # the last upload, and those after it of which it is unknown whether they came there
         self._uploaded: dict[str, list[int]] = {}  # name -> size and time of the local file
@@ -109,7 +110,6 @@ class RemoteFolder:
             tagged, names = self._manifest["last_checkpoint"], {*self._manifest["files"]}
             is_newest = self._read_state() and (not tagged or os.path.lexists(self._here(TAG_FILE)))
             if self._manifest["upload"] and not is_newest:
-                _logger.info("Downloading %s (%s) to %s", self.address, self._manifest["upload"], self._folder)
                 for name in [*self._list(), *filter(os.path.lexists, [self._here(TAG_FILE)])]:
                     os.remove(self._here(name))
                 numbered = {name: match[1] for name in names if (match := _NUMBERED.fullmatch(name))}
@@ -138,8 +138,8 @@ class RemoteFolder:
             self.download()
         self._is_known = self._is_known and resume is not False
         with self._explained("cannot be the folder of this run"):
-            if not self._is_known and (upload := self._read_manifest()["upload"]):
-                raise FileExistsError(f"it has a run ({upload}); use --resume, or another address")
+            if not self._is_known and (there := self._read_manifest())["files"]:
+                raise FileExistsError(f"it has a run ({there['upload']}); use --resume, or another address")
             self._filesystem.makedirs(self._root, exist_ok=True)
             self._write_manifest()
         self.is_taken = self._is_known = True
@@ -182,11 +182,9 @@ class RemoteFolder:
 
     def _list(self) -> set[str]:
         """The names of the local files that are uploaded."""
-        found = set()
-        for path, folders, files in os.walk(self._folder):
-            folders[:] = filter(SHARD_FOLDER.fullmatch, folders)
-            found |= {os.path.relpath(os.path.join(path, file), self._folder) for file in files}
-        return {*filter(self._is_of_run, found)}
+        folder = Path(self._folder)
+        paths = [*folder.glob("*"), *folder.glob("*.shards-*/*")]
+        return {*filter(self._is_of_run, (str(path.relative_to(folder)) for path in paths if path.is_file()))}
 
     def _is_of_run(self, name: str) -> bool:
         """Whether a file, named here or at the address, is one of the run, and in its folder or a folder of shards."""
@@ -226,7 +224,11 @@ class RemoteFolder:
         # the newest checkpoint first, before a newer one replaces it here; shards before the file that names them
         for name in sorted(names, key=lambda name: (not name.startswith(stem), name.endswith(SUFFIX))):
             try:
-                self._put(name)
+                signature = _signature(self._here(name))
+                if self._uploaded.get(name) != signature:
+                    self._filesystem.makedirs(os.path.dirname(self._there(name)), exist_ok=True)
+                    self._filesystem.put_file(self._here(name), self._there(name))
+                    self._uploaded[name] = signature
             except FileNotFoundError:
                 if os.path.exists(self._here(name)):
                     raise
@@ -246,28 +248,15 @@ class RemoteFolder:
                 self._filesystem.rm_file(self._there(name))
         self._manifest["removed"] = []
 
-    def _put(self, name: str) -> None:
-        signature = _signature(self._here(name))
-        if self._uploaded.get(name) != signature:
-            if parent := os.path.dirname(name):
-                self._filesystem.makedirs(self._there(parent), exist_ok=True)
-            self._filesystem.put_file(self._here(name), self._there(name))
-            self._uploaded[name] = signature
-
     def _read_manifest(self) -> dict[str, Any]:
         try:
             found = json.loads(self._filesystem.cat_file(self._there(_MANIFEST)))
         except FileNotFoundError:
             return dict(_NO_RUN)
-        for key, value in _NO_RUN.items():
-            found[key] = type(value)(found[key])
-        for key in ("files", "removed"):
-            found[key] = [*filter(self._is_of_run, found[key])]
-        return found
+        return {**found, **{key: [*filter(self._is_of_run, found[key])] for key in ("files", "removed")}}
 
     def _write_manifest(self) -> None:
-        who = f"process {os.getpid()} on {socket.gethostname()}, {datetime.now():%Y-%m-%d %H:%M:%S}"
-        upload, self._count = f"upload {self._count} of {who}", self._count + 1
+        upload = f"last upload by process {os.getpid()} on {socket.gethostname()}, {datetime.now()}"
         self._own.append(upload)
         self._write_state()  # before it, so that after a kill this folder still counts as the newest
         self._manifest = {**self._manifest, "upload": upload}

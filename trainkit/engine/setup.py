@@ -208,9 +208,7 @@ def default_setup(cfg: Any, args: Any) -> None:
     """
     check_is_ours(cfg)
     text, is_lazy, place = None, not isinstance(cfg, CfgNode), getattr(args, "fork", "")
-    if not is_lazy:
-        use_local_folders(cfg)
-    look_for_requeue((_settings_of_lazy(cfg) if is_lazy else cfg).OUTPUT_DIR)
+    look_for_requeue(local_folder((_settings_of_lazy(cfg) if is_lazy else cfg).OUTPUT_DIR))
     resume, eval_only = getattr(args, "resume", False) or is_restarted(), getattr(args, "eval_only", False)
     if place:
         if is_lazy:
@@ -223,18 +221,22 @@ def default_setup(cfg: Any, args: Any) -> None:
             cfg.train.device = "cpu"
         cfg, text = _settings_of_lazy(cfg), to_yaml(cfg)
     _check_command(cfg, args)
+    text = text or cfg.dump()
+    use_local_folders(cfg)
     _check_settings(cfg)  # before anything is moved: a run that cannot start leaves the old one to --resume
     output_dir, checkpoints = Path(cfg.OUTPUT_DIR), Path(checkpoint_dir(cfg))
     moved: list[Path] = []
     notes = [] if eval_only else own_folders(cfg, resume)
     if comm.is_main_process():
+        for remote in filter(None, map(remote_of, [cfg.OUTPUT_DIR, checkpoint_dir(cfg)] * eval_only)):
+            remote.download()
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
             is_new = not eval_only and not (resume and _has_checkpoint(checkpoints))
             folders = dict.fromkeys([output_dir, checkpoints])
             moved = [aside for folder in folders if (aside := _move_aside(folder, cfg.MODEL.WEIGHTS, is_new))]
             if not eval_only:
-                save_config = partial(write_text, text or _dump(cfg), output_dir.absolute() / "config.yaml")
+                save_config = partial(write_text, text, output_dir.absolute() / "config.yaml")
                 own_folder(output_dir).restore["config.yaml"] = save_config
                 save_config()
         except OSError as error:
@@ -269,15 +271,6 @@ def default_setup(cfg: Any, args: Any) -> None:
         torch.set_float32_matmul_precision(cfg.FLOAT32_PRECISION)
     elif has_unused_tf32() and not cfg.SOLVER.AMP.ENABLED:
         logger.info("Matrix products are in full float32; FLOAT32_PRECISION high lets this GPU use TF32, faster by far")
-
-
-def _dump(cfg: CfgNode) -> str:
-    """The config as text, with addresses instead of their local folders."""
-    shown = cfg.clone()
-    for node, key in ((shown, "OUTPUT_DIR"), (shown.CHECKPOINT, "DIR")):
-        remote = remote_of(node[key])
-        node[key] = node[key] if remote is None else remote.address
-    return shown.dump()
 
 
 def _settings_of_lazy(cfg: Any) -> CfgNode:

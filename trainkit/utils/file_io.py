@@ -41,10 +41,6 @@ class FsspecHandler(PathHandler):
             os.replace(temporary, local)
         return local
 
-    def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> Any:
-        filesystem, remote = open_address(path)
-        return filesystem.open(remote, mode)
-
     def _copy_from_local(self, local_path: str, dst_path: str, overwrite: bool = False, **kwargs: Any) -> bool:
         filesystem, remote = open_address(dst_path)
         filesystem.put_file(local_path, remote)
