@@ -179,6 +179,10 @@ def test_a_new_run_does_not_start_where_another_one_is(on):
         ):
             start()
     assert MemoryFileSystem.store == before
+    MemoryFileSystem.store.clear()
+    on("a")
+    start()  # in the process of the first one, whose files are moved aside
+    assert before.keys() == MemoryFileSystem.store.keys()
 
 
 def test_if_the_newest_checkpoint_is_damaged_the_one_before_is_downloaded(on):

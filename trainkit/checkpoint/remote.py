@@ -138,8 +138,12 @@ class RemoteFolder:
             self.download()
         self._is_known = self._is_known and resume is not False
         with self._explained("cannot be the folder of this run"):
-            if not self._is_known and (there := self._read_manifest())["files"]:
-                raise FileExistsError(f"it has a run ({there['upload']}); use --resume, or another address")
+            if not self._is_known:
+                self._manifest, self._uploaded = self._read_manifest(), {}
+                if self._manifest["files"]:
+                    raise FileExistsError(
+                        f"it has a run ({self._manifest['upload']}); use --resume, or another address"
+                    )
             self._filesystem.makedirs(self._root, exist_ok=True)
             self._write_manifest()
         self.is_taken = self._is_known = True
