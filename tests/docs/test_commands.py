@@ -109,6 +109,7 @@ def here(folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
     monkeypatch.syspath_prepend(ROOT / "tools")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setenv("FVCORE_CACHE", str(folder / "cache"))  # for runs at an address
     yield folder
     close_logger()
 
