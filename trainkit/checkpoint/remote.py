@@ -238,6 +238,7 @@ class RemoteFolder:
                     raise
                 if stem and name.startswith(stem):  # the thread that has removed it asks for the next upload
                     return
+                names.discard(name)
         if tagged:
             self._filesystem.pipe_file(self._there(TAG_FILE), tagged.encode())
         self.only_there -= names
