@@ -21,7 +21,8 @@ from trainkit.utils.file_io import PathManager
 from trainkit.utils.logger import close_logger
 
 ADDRESS, ROOT = "memory://bucket/run", "/bucket/run/"
-KEEP = ("CHECKPOINT.MAX_TO_KEEP", 2, "SOLVER.CHECKPOINT_PERIOD", 2, "CHECKPOINT.BEST_METRIC", "classification/top1")
+KEEP = ("CHECKPOINT.MAX_TO_KEEP", 2, "SOLVER.CHECKPOINT_PERIOD", 2, "TEST.EVAL_PERIOD", 3)
+KEEP += ("CHECKPOINT.BEST_METRIC", "classification/top1", "CHECKPOINT.BEST_TO_KEEP", 2)
 
 
 @pytest.fixture(autouse=True)
@@ -187,11 +188,22 @@ def test_a_new_run_does_not_start_where_another_one_is(on):
 
 def test_if_the_newest_checkpoint_is_damaged_the_one_before_is_downloaded(on):
     on("a")
-    start()
-    MemoryFileSystem().pipe_file(f"{ROOT}model_final.pth", b"PK damaged")
-    MemoryFileSystem().pipe_file(f"{ROOT}model_best.pth", b"PK damaged")
+    start("CHECKPOINT.BEST_TO_KEEP", 1)
+    for name in ("model_final.pth", "model_best.pth"):
+        MemoryFileSystem().pipe_file(ROOT + name, b"PK damaged")
     on("b")
-    assert start(resume=True).start_iter == 8
+    assert start("CHECKPOINT.BEST_TO_KEEP", 1, resume=True).start_iter == 8
+
+
+def test_a_machine_with_an_older_state_takes_the_newer_one(on):
+    on("a")
+    folder = local(start("SOLVER.MAX_ITER", 4, "SOLVER.STEPS", (3,)))
+    on("b")
+    start("SOLVER.STEPS", (3,), resume=True)
+    on("a")
+    assert start("SOLVER.STEPS", (3,), resume=True).start_iter == 10
+    assert not (folder / "model_0000001.pth").exists()
+    assert (folder / "metrics.json").read_bytes() == MemoryFileSystem.store[f"{ROOT}metrics.json"].getvalue()
 
 
 def test_the_files_of_shards_go_with_their_checkpoint_and_no_file_leaves_the_folder(on, tmp_path):

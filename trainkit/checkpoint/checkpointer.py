@@ -26,12 +26,11 @@ from trainkit.checkpoint.folder import (
     checkpoint_files,
     choose_and_read,
     find_checkpoint,
-    remove_checkpoint,
 )
 from trainkit.checkpoint.matching import Differences, strip_wrapper_prefix, table_of
 from trainkit.checkpoint.ranks import KEY as RANKS
 from trainkit.checkpoint.ranks import gather_rank_states, take_rank_state
-from trainkit.checkpoint.remote import download, local_folder, remote_of, upload_soon
+from trainkit.checkpoint.remote import download, local_folder, remote_of, remove_from_run, upload_soon
 from trainkit.checkpoint.shards import KEY as SHARDS
 from trainkit.checkpoint.shards import (
     Shards,
@@ -208,7 +207,7 @@ class Checkpointer:
         self._untagged.discard(name)
         if self.save_to_disk:
             with contextlib.suppress(FileNotFoundError):
-                remove_checkpoint(os.path.join(self.save_dir, name + SUFFIX))
+                remove_from_run(os.path.join(self.save_dir, name + SUFFIX))
 
     def wait(self) -> None:
         """Wait until nothing is being written.

@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any
 
 from trainkit.checkpoint.checkpointer import Checkpointer
-from trainkit.checkpoint.folder import remove_checkpoint
-from trainkit.checkpoint.remote import remote_of
+from trainkit.checkpoint.remote import remote_of, remove_from_run
 from trainkit.utils.numbers import is_whole
 from trainkit.utils.periods import is_nth
 
@@ -98,14 +97,12 @@ class PeriodicCheckpointer:
     def _remove_old(self, iteration: int) -> None:
         if self.max_to_keep is None or not self.checkpointer.save_to_disk:
             return
-        remote = remote_of(self.checkpointer.save_dir)
         try:
             numbered = self._numbered_files()
             # Files of later iterations are of an earlier run in this folder; they are neither counted nor removed.
             newest_first = sorted((number for number in numbered if number < iteration), reverse=True)
             for number in newest_first[self.max_to_keep - 1 :]:
-                if remote is None or not remote.forget(numbered[number]):
-                    remove_checkpoint(os.path.join(self.checkpointer.save_dir, numbered[number]))
+                remove_from_run(os.path.join(self.checkpointer.save_dir, numbered[number]))
         except OSError as error:
             _logger.warning("Old checkpoints are not removed, the next save tries again: %s", error)
 

@@ -21,7 +21,7 @@ from iopath.common.file_io import get_cache_dir
 
 from trainkit.checkpoint.atomic import CheckpointError, write_text
 from trainkit.checkpoint.file import SUFFIX, is_file_of
-from trainkit.checkpoint.folder import TAG_FILE
+from trainkit.checkpoint.folder import TAG_FILE, remove_checkpoint
 from trainkit.checkpoint.shards import FOLDER as SHARD_FOLDER
 from trainkit.utils import comm
 from trainkit.utils.file_io import PathManager, open_address
@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 _MANIFEST = "last_upload.json"
 _STATE = ".uploads.json"  # in the local folder: its last upload, and size and time of each uploaded file
-_NUMBERED = re.compile(r"(.+_\d{7,})(\.pth|\.shards-.+)")  # files of periodic checkpoints
+_NUMBERED = re.compile(r"(.+_(\d{7,}))(\.pth|\.shards-.+)")  # files of periodic checkpoints, and of the best k
 
 _NO_RUN: dict[str, Any] = {"upload": "", "last_checkpoint": "", "files": [], "removed": []}
 _remotes: dict[str, "RemoteFolder"] = {}  # by local folder
@@ -77,12 +77,19 @@ def download(address: str, path_manager: Any = PathManager) -> str:
         raise CheckpointError(f"'{address}' cannot be downloaded: {error}") from error
 
 
+def remove_from_run(path: str) -> None:
+    """`remove_checkpoint`; a checkpoint that is only at the address is removed there, with the next upload."""
+    remote = remote_of(os.path.dirname(path))
+    if remote is None or not remote.forget(os.path.basename(path)):
+        remove_checkpoint(path)
+
+
 class RemoteFolder:
     """The files of a run at an address; for rank 0.
 
     Attributes:
         is_taken: whether a run of this process writes there.
-        only_there: names of the periodic checkpoints that were not downloaded.
+        only_there: names of the numbered checkpoints that were not downloaded.
     """
 
     def __init__(self, address: str, folder: str) -> None:
@@ -97,7 +104,7 @@ class RemoteFolder:
     def download(self) -> None:
         """Replace the local files by those at the address, unless the last upload came from here.
 
-        Of the periodic checkpoints only the last one is downloaded.
+        Of the numbered checkpoints only the last one is downloaded.
 
         Raises:
             CheckpointError: the address cannot be read.
@@ -119,7 +126,7 @@ class RemoteFolder:
             self.only_there = names - self._list()
 
     def download_older(self) -> bool:
-        """Download the other periodic checkpoints too; return whether there are any. Raises as `download`."""
+        """Download the other numbered checkpoints too; return whether there are any. Raises as `download`."""
         older, self.only_there = self.only_there, set()
         with self._explained("cannot be read"):
             self._get(older)
@@ -200,7 +207,7 @@ class RemoteFolder:
 
     def _get(self, names: Iterable[str]) -> None:
         # the newest last: if a checkpoint is damaged, the times of the files decide which is the next
-        for name in sorted(names, key=lambda name: (bool(_NUMBERED.fullmatch(name)), name)):
+        for name in sorted(names, key=_iteration_in):
             os.makedirs(os.path.dirname(self._here(name)), exist_ok=True)
             self._filesystem.get_file(self._there(name), self._here(".download"))
             os.replace(self._here(".download"), self._here(name))
@@ -282,6 +289,11 @@ class RemoteFolder:
     def _write_state(self) -> None:
         os.makedirs(self._folder, exist_ok=True)
         write_text(json.dumps({"uploads": self._own, "files": self._uploaded}), self._here(_STATE))
+
+
+def _iteration_in(name: str) -> int:
+    match = _NUMBERED.fullmatch(name)
+    return -1 if match is None else int(match[2])
 
 
 def _signature(path: str) -> list[int]:
