@@ -16,24 +16,26 @@ the run or between executions; 2 if the step cannot be repeated.
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
 import runpy
+import statistics
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from trainkit.config import ConfigError
 from trainkit.engine import user_errors_exit
 from trainkit.replay import replay, replay_range
-from trainkit.replay.hindsight import Stretch, stretches
+from trainkit.replay.checkpoints import around, checkpoints_of
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -82,6 +84,37 @@ def run_hook(args: argparse.Namespace) -> int:
     if RANK == 0:
         print("\n".join([*lines, f"written: {out / 'metrics.json'}"]))
     return int(failed or any("DIFFERENT" in line or "FAILED" in line for line in lines))
+
+
+class Stretch(NamedTuple):
+    """Iterations ``first`` to ``end`` - 1; to reach them, a replay starts with iteration ``start``."""
+
+    start: int
+    first: int
+    end: int
+
+
+def stretches(run: str | os.PathLike[str], first: int, end: int) -> tuple[list[Stretch], float]:
+    """Cut a range of iterations at the checkpoints of a run.
+
+    Returns:
+        The parts, which can run at the same time, and the median time of a step in seconds (0 if it is not known).
+
+    Raises:
+        CheckpointError: no checkpoint can be used.
+        ConfigError: the range is empty.
+    """
+    if not 0 <= first < end:
+        raise ConfigError(f"--range is {first}:{end}; accepted: A:B with 0 <= A < B, B is not included")
+    around(os.fspath(run), first)  # raises
+    found = checkpoints_of(os.fspath(run))
+    starts = [0, *(saved.next_step for saved in found)]
+    cuts = sorted({first, end, *(start for start in starts if first < start < end)})
+    parts = [
+        Stretch(max(start for start in starts if start <= cut), cut, after) for cut, after in itertools.pairwise(cuts)
+    ]
+    history = found[-1].state["trainer"]["storage"]["histories"].get("time") if found else None
+    return parts, 0.0 if history is None else statistics.median(history["values"].tolist())
 
 
 def run_in_parallel(args: argparse.Namespace, parts: list[Stretch], jobs: int, out: Path) -> tuple[list[str], bool]:

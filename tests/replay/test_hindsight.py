@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.replay.job import Job, PlantNan, StopAt, digest_of_folder
+from tools.replay import Stretch, stretches
 from trainkit.config import ConfigError
 from trainkit.engine import HookBase
 from trainkit.replay import replay_range
-from trainkit.replay.hindsight import Stretch, stretches
 
 
 class Norm(HookBase):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property, partial
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -93,9 +93,8 @@ __all__ = [
 ]
 
 
-_Loaders: TypeAlias = dict[str, tuple[CfgNode, Iterable[Any]]]
-# test loaders kept by the current run
-_kept_loaders: ContextVar[_Loaders | None] = ContextVar("kept_loaders", default=None)
+# test loaders that the current run keeps: dataset -> (config, loader)
+_kept_loaders: ContextVar[dict[str, tuple[CfgNode, Iterable[Any]]] | None] = ContextVar("kept_loaders", default=None)
 
 
 class DefaultTrainer(TrainerBase):
@@ -284,6 +283,7 @@ class DefaultTrainer(TrainerBase):
             self._global_batch.save()
             if comm.is_main_process():
                 own_folder(checkpoint_dir(self.cfg)).restore["batch.json"] = self._global_batch.save
+        token = _kept_loaders.set({})
         try:
             super().train(start_iter, max_iter)
             renew_folders()
@@ -297,7 +297,7 @@ class DefaultTrainer(TrainerBase):
             explain_graph_break(self.cfg, error)
             raise
         finally:
-            self._test_loaders.clear()  # ends their workers
+            _kept_loaders.reset(token)  # ends their workers
             if comm.is_main_process() and self.status in ENDS:
                 logger.info("%s", summarize(self, self.hooks, self.checkpointer, self.cfg))
             if self.status == "failed" and self._how_to_repeat:
@@ -489,10 +489,6 @@ class DefaultTrainer(TrainerBase):
     def _configured(self) -> hooks.ConfiguredHooks:
         return hooks.ConfiguredHooks(self.cfg.HOOKS, weakref.proxy(self))
 
-    @cached_property
-    def _test_loaders(self) -> _Loaders:
-        return {}
-
     @property
     def _results(self) -> dict[str, Any]:
         """The results of the last evaluation. detectron2 users check whether ``_last_eval_results`` exists."""
@@ -506,11 +502,7 @@ class DefaultTrainer(TrainerBase):
         return cfg
 
     def _validate(self) -> dict[str, Any]:
-        token = _kept_loaders.set(self._test_loaders)
-        try:
-            self._last_eval_results = evaluate_models(self.test, self._validation_cfg(), self.model, self.hooks)
-        finally:
-            _kept_loaders.reset(token)
+        self._last_eval_results = evaluate_models(self.test, self._validation_cfg(), self.model, self.hooks)
         return self._results
 
     def _test(self) -> dict[str, Any]:

@@ -1,50 +1,17 @@
 """Run a new hook over past iterations of a run."""
 
-import itertools
 import json
 import math
 import os
-import statistics
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from trainkit.checkpoint.atomic import write_text
 from trainkit.config import ConfigError
 from trainkit.engine import HookBase
-from trainkit.replay.checkpoints import Values, around, checkpoints_of, compare_way, logged_values
+from trainkit.replay.checkpoints import Values, around, compare_way, logged_values
 from trainkit.replay.session import Session
 from trainkit.utils import comm
-
-
-class Stretch(NamedTuple):
-    """Iterations ``first`` to ``end`` - 1; to reach them, a replay starts with iteration ``start``."""
-
-    start: int
-    first: int
-    end: int
-
-
-def stretches(run: str | os.PathLike[str], first: int, end: int) -> tuple[list[Stretch], float]:
-    """Cut a range of iterations at the checkpoints of a run.
-
-    Returns:
-        The parts, which can run at the same time, and the median time of a step in seconds (0 if it is not known).
-
-    Raises:
-        CheckpointError: no checkpoint can be used.
-        ConfigError: the range is empty.
-    """
-    if not 0 <= first < end:
-        raise ConfigError(f"--range is {first}:{end}; accepted: A:B with 0 <= A < B, B is not included")
-    around(os.fspath(run), first)  # raises
-    found = checkpoints_of(os.fspath(run))
-    starts = [0, *(saved.next_step for saved in found)]
-    cuts = sorted({first, end, *(start for start in starts if first < start < end)})
-    parts = [
-        Stretch(max(start for start in starts if start <= cut), cut, after) for cut, after in itertools.pairwise(cuts)
-    ]
-    history = found[-1].state["trainer"]["storage"]["histories"].get("time") if found else None
-    return parts, 0.0 if history is None else statistics.median(history["values"].tolist())
 
 
 def replay_range(

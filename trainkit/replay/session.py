@@ -164,7 +164,6 @@ class Session:
         finally:
             # workers end now, not when the collector of cycles finds the trainer
             trainer.reset_data_loader(tuple)
-            trainer._test_loaders.clear()
         raise _Done(0)
 
     def _go_on(self, last: int, *own: HookBase) -> str:

@@ -2,8 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from torch import nn
 
@@ -22,17 +21,6 @@ _BLOCK_OF_STAGE = re.compile(r"(?:encoder\.)?(?:stages|layers)\.(\d+)\.blocks\.(
 _DOWNSAMPLE_OF_STAGE = re.compile(r"(?:encoder\.)?(?:stages|layers)\.(\d+)\.downsample\.")
 _BLOCK_OF_CONVNEXT = re.compile(r"(?:encoder\.)?stages\.([0-3])\.(?:(?:blocks|layers)\.)?(\d+)\.")
 _DOWNSAMPLE_OF_CONVNEXT = re.compile(r"(?:downsample_layers\.([0-3])|(?:encoder\.)?stages\.([0-3])\.downsampl\w+)\.")
-
-
-class _Layers(NamedTuple):
-    """The depths of a backbone's parameters, by name without prefix."""
-
-    stem: str  # names at depth 0
-    # (name, all names) -> depth; None: after the blocks, such as heads
-    depth_of: Callable[[str, Sequence[str]], int | None]
-    last_block: int
-    rest: int
-    num_layers: int
 
 
 def build_layer_decay(
@@ -85,29 +73,31 @@ def build_layer_decay(
     if not 0 < rate <= 1:
         raise ValueError(f"rate must be in (0, 1], got {rate}")
     names = [name for name, _ in model.named_parameters()]
-    needed, layers_of = _SCHEMES.get(scheme, (None, None))
-    given = {"num_layers": num_layers, "depths": depths} | ({} if layers_of else {"prefix": prefix})
+    needed = _SCHEMES[scheme][0] if scheme in _SCHEMES else None
+    given = {"num_layers": num_layers, "depths": depths} | ({} if scheme in _SCHEMES else {"prefix": prefix})
     if needed is not None and not given[needed]:
         raise ValueError(f"scheme {scheme!r} needs {needed} ({needed.upper()}); see build_layer_decay")
     for name, value in given.items():
         if value and name != needed:
             raise ValueError(f"scheme {scheme!r} does not take {name} ({name.upper()}), got {value!r}; leave it out")
-    if layers_of is None:
+    if scheme not in _SCHEMES:
         found = _users_depths(_users_function(model, scheme), scheme, names)
     else:
         if prefix is None:
             usual = ("backbone.", f"{getattr(model, 'base_model_prefix', 'backbone')}.")
             prefix = next((part for part in usual if any(name.startswith(part) for name in names)), "")
-        found = _named_depths(layers_of(given[needed] if needed else None), scheme, names, prefix)
+        found = _named_depths(given[needed] if needed else 4, scheme, names, prefix)
     factors = {name: rate ** (count - 1 - depth) for name, (depth, count) in found.items()}
     return factors.__getitem__
 
 
-def _named_depths(layers: _Layers, scheme: str, names: Sequence[str], prefix: str) -> dict[str, tuple[int, int]]:
+def _named_depths(argument: Any, scheme: str, names: Sequence[str], prefix: str) -> dict[str, tuple[int, int]]:
+    """``argument``: the number of blocks, or their numbers in each stage."""
+    _, stem, depth_of, rest, num_layers, last_block = _SCHEMES[scheme]
+    num_blocks = argument if isinstance(argument, int) else sum(argument)
+    last_block = num_blocks if last_block is None else last_block
     own_names = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
-    depths = {
-        own_names[own]: 0 if re.match(layers.stem, own) else layers.depth_of(own, [*own_names]) for own in own_names
-    }
+    depths = {own_names[own]: 0 if re.match(stem, own) else depth_of(argument, own, [*own_names]) for own in own_names}
     known = {depth: name for name, depth in depths.items() if depth is not None}
     if not known:
         raise ValueError(
@@ -115,13 +105,15 @@ def _named_depths(layers: _Layers, scheme: str, names: Sequence[str], prefix: st
             f"{', '.join(names[:3])}, ...); give another prefix or scheme, or use scheme 'model' and give the model a "
             "method get_layer_depth(name)"
         )
-    if max(known) != layers.last_block:
+    if max(known) != last_block:
         raise ValueError(
             f"the deepest layer of this model is {known[max(known)]} at depth {max(known)}, but num_layers or depths "
-            f"of the scheme {scheme!r} put the last one at {layers.last_block}; correct them"
+            f"of the scheme {scheme!r} put the last one at {last_block}; correct them"
         )
     found = {name: depths.get(name) for name in names}
-    return {name: (layers.rest if depth is None else depth, layers.num_layers) for name, depth in found.items()}
+    return {
+        name: (num_blocks + rest if depth is None else depth, num_blocks + num_layers) for name, depth in found.items()
+    }
 
 
 def _users_function(model: nn.Module, scheme: str) -> Callable[[str], tuple[int, int]]:
@@ -154,7 +146,7 @@ def _users_depths(
     return found
 
 
-def _vit_depth(name: str, _: Sequence[str]) -> int | None:
+def _vit_depth(_: int, name: str, __: Sequence[str]) -> int | None:
     block = _BLOCK_OF_VIT.match(name)
     return int(block[1]) + 1 if block else None
 
@@ -181,52 +173,23 @@ def _convnext_depth(num_layers: int, name: str, _: Sequence[str]) -> int | None:
     return (1, 2, 3 + int(block[2]) // 3, num_layers)[int(block[1])] if block else None
 
 
-def _convnext_stage_depth(name: str, _: Sequence[str]) -> int | None:
+def _convnext_stage_depth(_: int, name: str, __: Sequence[str]) -> int | None:
     if _DOWNSAMPLE_OF_CONVNEXT.match(name):
         return 0
     block = _BLOCK_OF_CONVNEXT.match(name)
     return int(block[1]) + 1 if block else None
 
 
-def _vit(n: int) -> _Layers:
-    return _Layers(_STEM, _vit_depth, last_block=n, rest=n + 1, num_layers=n + 2)
-
-
-def _convnext(n: int) -> _Layers:
-    return _Layers(_STEM_OF_CONVNEXT, partial(_convnext_depth, n), last_block=n, rest=n + 1, num_layers=n + 2)
-
-
-def _convnext_stage(n: int | None) -> _Layers:
-    return _Layers(_STEM_OF_CONVNEXT, _convnext_stage_depth, 4, (n or 4) + 1, (n or 4) + 2)
-
-
-def _swin(depths: Sequence[int]) -> _Layers:
-    return _in_stages(_STEM_OF_SWIN, depths, rest=1, num_layers=2)
-
-
-def _mixmim(depths: Sequence[int]) -> _Layers:
-    return _in_stages(_STEM_OF_MIXMIM, depths, rest=0, num_layers=1)
-
-
-def _mixmim_mmselfsup(depths: Sequence[int]) -> _Layers:
-    return _in_stages(_STEM_OF_MIXMIM, depths, rest=0, num_layers=2)
-
-
-def _in_stages(stem: str, depths: Sequence[int], rest: int, num_layers: int) -> _Layers:
-    """``rest`` and ``num_layers`` are added to the number of blocks."""
-    n = sum(depths)
-    return _Layers(stem, partial(_depth_in_stages, depths), last_block=n, rest=n + rest, num_layers=n + num_layers)
-
-
-# name -> (argument that it needs, its layers)
-_SCHEMES: dict[str, tuple[str | None, Callable[[Any], _Layers]]] = {
-    "vit": ("num_layers", _vit),
-    "beit": ("num_layers", _vit),
-    "mae": ("num_layers", _vit),
-    "swin": ("depths", _swin),
-    "mixmim": ("depths", _mixmim),
-    "mixmim_mmselfsup": ("depths", _mixmim_mmselfsup),
-    "convnext": ("num_layers", _convnext),
-    "convnext_stage": (None, _convnext_stage),
-    "convnext_stage_mmseg": ("num_layers", _convnext_stage),
+# name -> (argument that it needs, stem, depth of a block, what is added to the number of blocks n for the depth of the
+# rest and for the number of layers, depth of the last block if it is not n)
+_SCHEMES: dict[str, tuple[str | None, str, Callable[..., int | None], int, int, int | None]] = {
+    "vit": ("num_layers", _STEM, _vit_depth, 1, 2, None),
+    "beit": ("num_layers", _STEM, _vit_depth, 1, 2, None),
+    "mae": ("num_layers", _STEM, _vit_depth, 1, 2, None),
+    "swin": ("depths", _STEM_OF_SWIN, _depth_in_stages, 1, 2, None),
+    "mixmim": ("depths", _STEM_OF_MIXMIM, _depth_in_stages, 0, 1, None),
+    "mixmim_mmselfsup": ("depths", _STEM_OF_MIXMIM, _depth_in_stages, 0, 2, None),
+    "convnext": ("num_layers", _STEM_OF_CONVNEXT, _convnext_depth, 1, 2, None),
+    "convnext_stage": (None, _STEM_OF_CONVNEXT, _convnext_stage_depth, 1, 2, 4),
+    "convnext_stage_mmseg": ("num_layers", _STEM_OF_CONVNEXT, _convnext_stage_depth, 1, 2, 4),
 }
