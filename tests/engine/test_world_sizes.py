@@ -18,7 +18,7 @@ from trainkit.utils import comm
 
 pytestmark = pytest.mark.slow
 
-NUM_ITER = 16
+NUM_ITER = 30
 
 
 class Net(nn.Module):
