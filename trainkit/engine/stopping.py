@@ -144,8 +144,8 @@ class StopRequests(Waiter):
         if threading.current_thread() is threading.main_thread():
             for each in stop_signals():
                 handler = signal.getsignal(each)  # None was not set by Python, which cannot restore it
-                is_own = each.name == "SIGUSR1" and handler != signal.SIG_DFL
-                if not is_own and handler not in (None, signal.SIG_IGN):
+                is_ours = handler == signal.SIG_DFL or getattr(handler, "__module__", "") == __name__
+                if (is_ours or each.name != "SIGUSR1") and handler not in (None, signal.SIG_IGN):
                     former[each] = handler
 
         def ask(signum: int, frame: FrameType | None) -> None:
