@@ -277,7 +277,7 @@ def test_where_bars_are_shown_the_dataset_has_one_until_it_is_evaluated():
         inference_on_dataset(lambda batch: seen.append(terminal.lines()), range(10), None, name="digits_val")
         assert "".join(terminal.lines()) == ""
     assert seen[0][0].startswith("Evaluating digits_val   0%|")
-    assert seen[0][0].endswith("| 0/10")
+    assert seen[0][0].endswith("| after 0 of 10")
 
 
 def test_the_device_is_waited_for_once_and_not_per_batch(monkeypatch):
