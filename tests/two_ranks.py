@@ -42,13 +42,21 @@ def _run_rank(rank: int, checks: list[Check], folder: str, port: int, num_ranks:
     for check in checks:  # each in a group of its own: one that hangs or fails leaves the others alone
         own = dist.PrefixStore(check.__name__, store)
         dist.init_process_group("gloo", store=own, rank=rank, world_size=num_ranks, timeout=timeout)
+        has_failed = False
         try:
             found[check.__name__] = check(rank, folder)
         except Exception as error:
-            found[check.__name__] = f"{type(error).__name__}: {error}"
+            found[check.__name__], has_failed = f"{type(error).__name__}: {error}", True
+        if has_failed:  # now, since the others may wait for this rank until their timeout
+            _end_group()
         own.set(f"{rank} is done", "")  # a group that ends while others are in the check can fail the next one
         own.wait([f"{other} is done" for other in range(num_ranks)], timeout)
-        gc.collect()  # what still holds the group, as DDP's cycle of references does, can keep the next from starting
-        dist.destroy_process_group()
+        _end_group()
         time.sleep(0.05)  # a thread of Gloo that lets go of its last tensors now would abort the process at its end
     torch.save(found, os.path.join(folder, f"rank{rank}.pth"))
+
+
+def _end_group() -> None:
+    gc.collect()  # what still holds the group, as DDP's cycle of references does, can keep the next from starting
+    if dist.is_initialized():
+        dist.destroy_process_group()

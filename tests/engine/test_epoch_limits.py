@@ -98,7 +98,7 @@ class OfNoLength(DefaultTrainer):
     [(Own, r"loader \(ResumableLoader\) has 5;"), (OfNoLength, r"loader \(list_iterator\) has no known number;")],
 )
 def test_a_loader_that_ignores_the_limit_is_an_error(tmp_path, trainer, found):
-    with pytest.raises(ConfigError, match=f"DATALOADER.OVERFIT_BATCHES allows 4 batches of .*{found} make it by"):
+    with pytest.raises(ConfigError, match=f"DATALOADER.OVERFIT_BATCHES allows 4 batches of .*{found} build it with"):
         trainer(tiny_cfg(tmp_path, "DATALOADER.OVERFIT_BATCHES", 4))
     Own(tiny_cfg(tmp_path, "SOLVER.MAX_BATCHES_PER_EPOCH", 5))
 

@@ -164,8 +164,8 @@ def check_epoch_limit(cfg: CfgNode, loader: Iterable[Any]) -> None:
     if batches is None or batches > limit:
         raise ConfigError(
             f"{key} allows {limit} batches of SOLVER.IMS_PER_BATCH samples per epoch, but an epoch of the training "
-            f"loader ({type(loader).__name__}) has {batches or 'no known number'}; make it by "
-            "trainkit.data.build_train_loader(cfg) or (cfg, dataset), or leave the key out"
+            f"loader ({type(loader).__name__}) has {batches or 'no known number'}; build it with "
+            "trainkit.data.build_train_loader(cfg), which keeps to the limit, or leave the key out"
         )
 
 
