@@ -187,10 +187,10 @@ def test_several_groups_are_listed_in_the_log(caplog):
         build_optimizer(make_cfg({"BIAS_DECAY_FACTOR": 0.0}), nn.Linear(1, 1))
     assert caplog.messages[-1].splitlines() == [
         "Parameter groups:",
-        "| group   | lr   | weight decay   | parameters   | values   | names   |",
-        "|:--------|:-----|:---------------|:-------------|:---------|:--------|",
-        "| 0       | 1    | 1              | 1            | 1        | weight  |",
-        "| 1       | 1    | 0              | 1            | 1        | bias    |",
+        "| group   | lr   | decay   | parameters   | values   | names   |",
+        "|:--------|:-----|:--------|:-------------|:---------|:--------|",
+        "| 0       | 1    | 1       | 1            | 1        | weight  |",
+        "| 1       | 1    | 0       | 1            | 1        | bias    |",
     ]
 
 

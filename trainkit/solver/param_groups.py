@@ -198,7 +198,7 @@ def _expand_param_groups(params: Iterable[Mapping[str, Any]]) -> list[dict[str, 
 
 
 def describe_param_groups(groups: Optimizer | Iterable[Mapping[str, Any]], model: nn.Module) -> str:
-    """A table of an optimizer's groups: rates, sizes, names, and the further options in which groups differ.
+    """A table of an optimizer's groups: rates, sizes, a name, and the further options in which groups differ.
 
     It reads the learning rates, and so waits for the device of one that is a tensor.
     """
@@ -212,10 +212,10 @@ def describe_param_groups(groups: Optimizer | Iterable[Mapping[str, Any]], model
         members = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
         rates = [f"{float(group[key]):g}" if key in group else "" for key in ("lr", "weight_decay")]
         others = ", ".join(f"{option}={group[option]}" for option in differing if option in group)
-        examples = [names.get(param, "(not of this model)") for param in members[:2]] + ["..."] * (len(members) > 2)
+        examples = [names.get(param, "(not of this model)") for param in members[:1]] + ["..."] * (len(members) > 1)
         size = f"{sum(param.numel() for param in members):,}"
         rows.append([index, *rates, *[others] * bool(differing), len(members), size, ", ".join(examples)])
-    headers = ["group", "lr", "weight decay", *["options"] * bool(differing), "parameters", "values", "names"]
+    headers = ["group", "lr", "decay", *["options"] * bool(differing), "parameters", "values", "names"]
     return format_table(rows, headers, tablefmt="pipe", disable_numparse=True)
 
 
