@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from find_lr import config_of_test
 from predict import ROOT
-from user_job import SCRIPT_HELP, find_trainer
+from user_job import SCRIPT_HELP, find_trainer, only_logging
 
 from trainkit.config import CfgNode, ConfigError, get_cfg
 from trainkit.engine import DefaultTrainer, HookBase, user_errors_exit
@@ -157,13 +157,8 @@ def main(args: argparse.Namespace) -> int:
             limit = samples
         return trial.samples_per_sec is not None
 
-    logger = logging.getLogger("trainkit")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)  # memory that runs out is no error here
-    try:
+    with only_logging(logging.CRITICAL):  # memory that runs out is no error here
         largest = search(fits, min(solver.IMS_PER_BATCH, limit), lambda: limit)
-    finally:
-        logger.setLevel(level)
     trials.sort(key=lambda trial: trial.batch_size)
     rows = [
         [

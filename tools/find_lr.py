@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from predict import ROOT, check_writable
-from user_job import SCRIPT_HELP, find_trainer
+from user_job import SCRIPT_HELP, find_trainer, only_logging
 
 from trainkit.config import CfgNode, ConfigError, get_cfg, import_modules
 from trainkit.engine import DefaultTrainer, user_errors_exit
@@ -190,13 +190,8 @@ def main(args: argparse.Namespace) -> float:
     cfg.merge_from_file(args.config_file)
     cfg.merge_from_list(args.opts)
     trainer_class = find_trainer(cfg, args.script)
-    logger = logging.getLogger("trainkit")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
+    with only_logging(logging.WARNING):
         points = run_test(cfg, trainer_class, args.min, args.max, args.iters)
-    finally:
-        logger.setLevel(level)
     steepest, lowest = suggest(points)
     draw(points, steepest, args.output)
     end = "" if len(points) == args.iters else ", where the loss diverged"

@@ -1,7 +1,10 @@
-"""The trainer in a user's own file, for the tools that need its model or its data."""
+"""What tools share that need a user's model or data: the trainer in a user's own file, and a quiet log."""
 
 import importlib.util
+import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -44,6 +47,18 @@ def find_trainer(cfg: CfgNode, script: str = "") -> type[DefaultTrainer]:
     raise ConfigError(
         "MODEL.NAME is empty; if a subclass of DefaultTrainer builds the model, name its file: --script train.py"
     )
+
+
+@contextmanager
+def only_logging(level: int) -> Iterator[None]:
+    """Context in which trainkit logs nothing below this level."""
+    logger = logging.getLogger("trainkit")
+    former = logger.level
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.setLevel(former)
 
 
 def _is_trainer(value: object) -> bool:
