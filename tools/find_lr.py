@@ -179,8 +179,6 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(args: argparse.Namespace) -> float:
     """The suggested learning rate."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("the picture needs the package matplotlib: pip install 'trainkit[plot]'")
     if not 0 < args.min < args.max < math.inf:
         raise ConfigError(f"--min is {args.min:g} and --max is {args.max:g}; accepted: 0 < min < max")
     if args.iters < 2 * _MIN_POINTS:
@@ -190,6 +188,8 @@ def main(args: argparse.Namespace) -> float:
     cfg.merge_from_file(args.config_file)
     cfg.merge_from_list(args.opts)
     trainer_class = find_trainer(cfg, args.script)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("the picture needs the package matplotlib: pip install 'trainkit[plot]'")
     with only_logging(logging.WARNING):
         points = run_test(cfg, trainer_class, args.min, args.max, args.iters)
     steepest, lowest = suggest(points)

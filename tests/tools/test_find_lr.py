@@ -92,6 +92,8 @@ def test_the_test_trains_as_the_job_with_its_own_hooks_and_without_those_of_trai
 
 
 def test_the_trainer_of_a_script_is_tested_and_exported(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+
     class Seen(Exception):
         pass
 
