@@ -63,12 +63,12 @@ def layer_decay(scheme: str, **options: Any) -> list[Any]:
 
 # of the digits' own network: what is no norm, the norms, and the last layer
 REST, NORMS, HEAD = (
-    "layers.0.weight, layers.3.weight, ...",
-    "layers.1.weight, layers.1.bias, ...",
-    "layers.15.weight, layers.15.bias",
+    "layers.0.weight, ...",
+    "layers.1.weight, ...",
+    "layers.15.weight, ...",
 )
-NORM_WEIGHTS, BIASES = "layers.1.weight, layers.4.weight, ...", "layers.1.bias, layers.4.bias, ..."
-DWCONVS = "dwconv.weight, dwconv.bias, ..."
+NORM_WEIGHTS, BIASES = "layers.1.weight, ...", "layers.1.bias, ..."
+DWCONVS = "dwconv.weight, ..."
 
 FACTORS = [
     Setting("weight decay", ["SOLVER.WEIGHT_DECAY", 1e-2], groups((REST, 0.1, 1e-2), (NORMS, 0.1, 0.0)), QUICK),
@@ -90,7 +90,7 @@ FACTORS = [
         groups(
             (REST, 0.1, 1e-3),
             (NORM_WEIGHTS, 0.1, 0.0),
-            ("layers.1.bias, layers.4.bias, ...", 0.2, 0.0),
+            ("layers.1.bias, ...", 0.2, 0.0),
             ("layers.15.bias", 0.2, 1e-3),
         ),
         QUICK,
@@ -99,7 +99,7 @@ FACTORS = [
     Setting(
         "decay factor of norms",
         of("NORM_DECAY_FACTOR", 0.5),
-        groups(("layers.0.weight, layers.3.weight, ...", 0.1, 1e-3), (NORMS, 0.1, 5e-4)),
+        groups(("layers.0.weight, ...", 0.1, 1e-3), (NORMS, 0.1, 5e-4)),
         [*QUICK, "SOLVER.WEIGHT_DECAY_NORM", 1e-3],
     ),
     Setting(
@@ -117,24 +117,22 @@ FACTORS = [
     Setting(
         "factor of depth-wise convolutions",
         of("DWCONV_LR_FACTOR", 0.5),
-        groups(
-            ("scale, embedding.weight, ...", 0.1, 1e-3), (DWCONVS, 0.05, 1e-3), ("norm.weight, norm.bias", 0.1, 0.0)
-        ),
+        groups(("scale, ...", 0.1, 1e-3), (DWCONVS, 0.05, 1e-3), ("norm.weight, ...", 0.1, 0.0)),
         EVERY_KIND,
     ),
     Setting(
         "decay factor of depth-wise convolutions",
         of("DWCONV_DECAY_FACTOR", 0.5),
-        groups(("scale, embedding.weight, ...", 0.1, 1e-3), (DWCONVS, 0.1, 5e-4), ("norm.weight, norm.bias", 0.1, 0.0)),
+        groups(("scale, ...", 0.1, 1e-3), (DWCONVS, 0.1, 5e-4), ("norm.weight, ...", 0.1, 0.0)),
         EVERY_KIND,
     ),
     Setting(
         "factor of embeddings",
         of("EMBEDDING_LR_FACTOR", 0.5),
         groups(
-            ("scale, dwconv.weight, ...", 0.1, 1e-3),
+            ("scale, ...", 0.1, 1e-3),
             ("embedding.weight", 0.05, 1e-3),
-            ("norm.weight, norm.bias", 0.1, 0.0),
+            ("norm.weight, ...", 0.1, 0.0),
         ),
         EVERY_KIND,
     ),
@@ -142,9 +140,9 @@ FACTORS = [
         "decay factor of embeddings",
         of("EMBEDDING_DECAY_FACTOR", 0.5),
         groups(
-            ("scale, dwconv.weight, ...", 0.1, 1e-3),
+            ("scale, ...", 0.1, 1e-3),
             ("embedding.weight", 0.1, 5e-4),
-            ("norm.weight, norm.bias", 0.1, 0.0),
+            ("norm.weight, ...", 0.1, 0.0),
         ),
         EVERY_KIND,
     ),
@@ -152,9 +150,9 @@ FACTORS = [
         "factor of what is flat",
         of("FLAT_LR_FACTOR", 0.5),
         groups(
-            ("scale, dwconv.bias, ...", 0.05, 1e-3),
-            ("embedding.weight, dwconv.weight, ...", 0.1, 1e-3),
-            ("norm.weight, norm.bias", 0.05, 0.0),
+            ("scale, ...", 0.05, 1e-3),
+            ("embedding.weight, ...", 0.1, 1e-3),
+            ("norm.weight, ...", 0.05, 0.0),
         ),
         EVERY_KIND,
     ),
@@ -162,9 +160,9 @@ FACTORS = [
         "decay factor of what is flat",
         of("FLAT_DECAY_FACTOR", 0.5),
         groups(
-            ("scale, dwconv.bias, ...", 0.1, 5e-4),
-            ("embedding.weight, dwconv.weight, ...", 0.1, 1e-3),
-            ("norm.weight, norm.bias", 0.1, 0.0),
+            ("scale, ...", 0.1, 5e-4),
+            ("embedding.weight, ...", 0.1, 1e-3),
+            ("norm.weight, ...", 0.1, 0.0),
         ),
         EVERY_KIND,
     ),
@@ -180,7 +178,7 @@ CUSTOM_KEYS = [
         groups(
             (REST, 0.1, 1e-3),
             (NORMS, 0.05, 0.0),
-            ("layers.4.weight, layers.4.bias, ...", 0.1, 0.0),
+            ("layers.4.weight, ...", 0.1, 0.0),
             ("layers.10.weight", 0.05, 1e-3),
             (HEAD, 0.01, 1e-3),
         ),
@@ -192,8 +190,8 @@ CUSTOM_KEYS = [
         groups(
             (REST, 0.1, 1e-3),
             (NORMS, 0.05, 0.0),
-            ("layers.4.weight, layers.4.bias, ...", 0.1, 0.0),
-            ("layers.10.weight, layers.15.weight, ...", 0.05, 1e-3),
+            ("layers.4.weight, ...", 0.1, 0.0),
+            ("layers.10.weight, ...", 0.05, 1e-3),
         ),
         [*QUICK, *TWO_KEYS],
     ),
@@ -206,7 +204,7 @@ CUSTOM_KEYS = [
     Setting(
         "custom keys that switch other rules off",
         of("CUSTOM_KEYS_ONLY", True),
-        groups((REST, 0.1, 1e-3), (NORMS, 0.1, 0.0), ("layers.11.weight, layers.11.bias", 0.05, 1e-3)),
+        groups((REST, 0.1, 1e-3), (NORMS, 0.1, 0.0), ("layers.11.weight, ...", 0.05, 1e-3)),
         [*QUICK, *NORM_KEY],
     ),
     Setting(
@@ -238,7 +236,7 @@ SWIN = (
     *("stages.1.blocks.0.ffn", "stages.1.blocks.1.ffn", "head"),
 )
 CONVNEXT = ("downsample_layers.0.0", "stages.0.0.mlp", "stages.1.0.mlp", "stages.2.3.mlp", "stages.3.0.mlp", "head")
-SWIN_STAGE_0 = "stages.0.blocks.0.ffn.weight, stages.0.downsample.reduction.weight"
+SWIN_STAGE_0 = "stages.0.blocks.0.ffn.weight, ..."
 
 
 def rates(names: tuple[str, ...], *lrs: float) -> Callable[[Run], None]:
@@ -286,7 +284,7 @@ LAYER_DECAY = [
                 ("patch_embed.projection.weight", 0.0125 * extra, 1e-3),
                 (SWIN_STAGE_0, 0.025 * extra, 1e-3),
                 ("stages.1.blocks.0.ffn.weight", 0.05 * extra, 1e-3),
-                ("stages.1.blocks.1.ffn.weight, head.weight", 0.1 * extra, 1e-3),
+                ("stages.1.blocks.1.ffn.weight, ...", 0.1 * extra, 1e-3),
             ),
             layers(*SWIN),
         )
@@ -316,10 +314,10 @@ LAYER_DECAY = [
         groups(
             ("scale", 0.05, 1e-3),
             ("embedding.weight", 0.003125, 1e-3),
-            ("dwconv.weight, dwconv.bias", 0.00625, 1e-3),
-            ("dwconv2.weight, dwconv2.bias", 0.0125, 1e-3),
-            ("norm.weight, norm.bias", 0.025, 0.0),
-            ("head.weight, head.bias", 0.1, 1e-3),
+            ("dwconv.weight, ...", 0.00625, 1e-3),
+            ("dwconv2.weight, ...", 0.0125, 1e-3),
+            ("norm.weight, ...", 0.025, 0.0),
+            ("head.weight, ...", 0.1, 1e-3),
         ),
         EVERY_KIND,
     ),
@@ -338,7 +336,7 @@ PARAM_GROUPS = [
     Setting(
         "groups by a registered function",
         of("BUILDER", "head_apart"),
-        groups(("layers.0.weight, layers.1.weight, ...", 0.1, 1e-3), (HEAD, 1.0, 1e-3)),
+        groups(("layers.0.weight, ...", 0.1, 1e-3), (HEAD, 1.0, 1e-3)),
         [*QUICK, *IMPORTS],
     ),
     Setting("frozen parameters", ["MODEL.FROZEN", ["dwconv.weight", "dwconv.bias"]], frozen_weights_stay, EVERY_KIND),
