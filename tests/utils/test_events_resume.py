@@ -386,7 +386,8 @@ def test_tensorboard_that_cannot_leave_its_events_with_the_system_says_so_and_go
     assert caplog.messages == [
         f"TensorBoard has lost the newest events in {tmp_path}: [Errno 28] No space left on device"
     ]
-    assert [event.step for event in shown(tmp_path).Scalars("lr")] == [2, 5]
+    # TensorBoard's own thread may or may not have written step 2
+    assert shown(tmp_path).Scalars("lr")[-1].step == 5
 
 
 # ---------------------------------------------------------------------- TensorBoard
