@@ -1,6 +1,7 @@
 """A file from elsewhere runs no code and leads nowhere."""
 
 import contextlib
+import enum
 import hashlib
 import io
 import os
@@ -309,6 +310,15 @@ def test_intact_shards_are_read(sharded):
     model = read_whole(sharded[0])
     assert model.weight.tolist() == [5] * 4
     assert model.scale.tolist() == [[1, 1, 1]] * 2
+
+
+def test_shards_of_python_3_11_0_to_3_11_3_are_read(tmp_path, monkeypatch):
+    """These versions pickle the member of an enum as a call of ``getattr``."""
+    monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda member, _: (getattr, (type(member), member.name)))
+    folder = tmp_path / "model.shards-01234567"
+    write_shards(folder)
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    assert read_whole(tmp_path / "model.pth").weight.tolist() == [5] * 4
 
 
 @pytest.mark.parametrize(
