@@ -1,6 +1,9 @@
 """Settings of the whole suite."""
 
 import gc
+import itertools
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,3 +61,11 @@ def forked_ranks(monkeypatch):
         return start(*args, **{**kwargs, "start_method": "fork"})
 
     monkeypatch.setattr(torch.multiprocessing, "start_processes", fork)
+
+
+@pytest.fixture
+def seconds(monkeypatch):
+    """Each file of events starts in a second of its own, as with processes: its name has to tell the order."""
+    clock = itertools.count(1_700_000_000)
+    time_of_files = SimpleNamespace(time=lambda: next(clock), sleep=time.sleep)
+    monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time", time_of_files)

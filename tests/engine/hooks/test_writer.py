@@ -379,6 +379,7 @@ def test_images_wait_for_a_second_periodic_writer_that_shows_them_later():
     assert gallery.seen == [[0, 1, 2, 3, 2], []]
 
 
+@pytest.mark.usefixtures("seconds")
 @pytest.mark.parametrize("others", [0, 1])
 def test_images_that_a_stop_has_shown_are_shown_again_when_the_run_goes_on(tmp_path, others):
     def shown(name, actions):
