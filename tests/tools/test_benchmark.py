@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -186,8 +187,9 @@ def test_the_memory_row(tool, tmp_path):
     rows = tool.history.memory(scratch=tmp_path, steps=12_000)
 
     assert described(rows) == [("storage of 20 scalars, 12,000 steps", 64, "MiB", False)]
-    assert rows[0].value > 20 * 10_000 * 16 / 2**20  # what the histories hold at least
-    assert "of Python's allocations in 12,000 steps" in rows[0].note
+    assert rows[0].value > 0  # resident pages: the system may take some away meanwhile
+    found = re.search(r"of Python's allocations in 12,000 steps ([\d.]+) MiB", rows[0].note)
+    assert float(found[1]) > 20 * 10_000 * 16 / 2**20  # what the histories hold at least
 
 
 # ---------------------------------------------------------------------- the other rows
