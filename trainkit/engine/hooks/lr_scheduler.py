@@ -37,8 +37,7 @@ class LRScheduler(HookBase):
             raise TypeError("ReduceLROnPlateau steps by a metric, not by the iteration; step it in a hook of your own")
         self._given_optimizer, self._given_scheduler = optimizer, scheduler
         self._scheduler: TorchLRScheduler | None = scheduler if isinstance(scheduler, TorchLRScheduler) else None
-        self._waiting_state: dict[str, Any] = {}
-        self._loaded: TorchLRScheduler | None = None  # the scheduler that got a state since the last run
+        self._state: dict[str, Any] = {}  # loaded since the last run
 
     def before_train(self) -> None:
         """Raises ValueError if the schedule belongs to another optimizer."""
@@ -52,11 +51,9 @@ class LRScheduler(HookBase):
             scheduler = LRMultiplier(
                 self._optimizer, KeepLastValue(scheduler), self.trainer.max_iter, last_iter=iter - 1
             )
-        elif self._waiting_state:
-            scheduler.load_state_dict(self._waiting_state)
-        elif self._loaded is not None and self._loaded is not scheduler:  # the trainer has a new scheduler
-            scheduler.load_state_dict(self._loaded.state_dict())
-        self._waiting_state, self._loaded = {}, None
+        elif self._state and scheduler is not self._scheduler:  # the trainer has got another one since
+            scheduler.load_state_dict(self._state)
+        self._state = {}
         # compare the groups, not the optimizers: an optimizer may be wrapped
         if getattr(scheduler, "optimizer", self._optimizer).param_groups is not self._optimizer.param_groups:
             raise ValueError(
@@ -98,20 +95,17 @@ class LRScheduler(HookBase):
         return rates.index(Counter(rates).most_common(1)[0][0])
 
     def state_dict(self) -> dict[str, Any]:
-        if self._waiting_state or self._scheduler is None:
-            return self._waiting_state
-        return self._scheduler.state_dict()
+        return self._state if self._scheduler is None else self._scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load into a torch scheduler at once; otherwise the state waits for ``before_train``. Ignored during a run."""
-        scheduler = self._given_scheduler or getattr(self.trainer, "scheduler", None)
         if self.trainer is not None and self.trainer.status == "running":
             return
+        scheduler = self._given_scheduler or getattr(self.trainer, "scheduler", None)
+        self._state, self._scheduler = dict(state_dict), None
         if isinstance(scheduler, TorchLRScheduler):
             scheduler.load_state_dict(state_dict)
-            self._scheduler = self._loaded = scheduler
-        else:
-            self._waiting_state = dict(state_dict)
+            self._scheduler = scheduler
 
 
 def store_values(values: Mapping[str, Any]) -> None:
