@@ -68,6 +68,7 @@ class HookBase:
     trainer: Any = None  # a weakref.proxy of the TrainerBase; Any, since a hook may need one subclass of it
     priority: int | str = Priority.NORMAL
     ends: bool = False  # whether after_train saves or evaluates the run; such hooks come first there
+    _state_names: tuple[str, ...] = ()  # names of the attributes that are its state, in the file without "_"
 
     def before_train(self) -> None:
         """Before the first iteration of each ``train()``. At ``start_iter`` 0 reset the state; otherwise the run
@@ -123,7 +124,7 @@ class HookBase:
         evaluation repeats stage 2, so a hook below the save point must do nothing when it is called again for an
         iteration that it has handled.
         """
-        return {}
+        return {name.lstrip("_"): getattr(self, name) for name in self._state_names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` gave; a hook with state overrides both.
@@ -131,4 +132,7 @@ class HookBase:
         Raises:
             NotImplementedError: there is a state, but the hook does not override this method.
         """
-        refuse_state(self, state_dict)
+        if not self._state_names:
+            refuse_state(self, state_dict)
+        for name in self._state_names:
+            setattr(self, name, state_dict[name.lstrip("_")])

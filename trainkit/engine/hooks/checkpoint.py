@@ -46,11 +46,8 @@ class _Saves(HookBase):
     def _wait(self) -> None:
         """Wait for the files of this rank, never for other ranks."""
         writing, self._writing = self._writing, ()
-        for future in writing:
-            try:
-                future.result()
-            except CheckpointError as error:
-                self._failure = str(error)
+        for error in filter(None, [future.exception() for future in writing]):
+            self._failure = str(error)
         self._log_failure(wait=True)
 
     def _log_failure(self, *, wait: bool = False) -> None:
@@ -79,6 +76,7 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, _Saves):
 
     priority = SAVE_POINT
     ends = True
+    _state_names = ("_final_iter",)
 
     _final_iter = -1  # number of iterations done when the final file was written
 
@@ -122,13 +120,6 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, _Saves):
         """Whether the current position is saved. All ranks are asked: only the rank that writes knows of a failure."""
         return all(self.trainer.gather(not self._failure and self._saved == self.trainer.position))
 
-    def state_dict(self) -> dict[str, Any]:
-        """``final_iter``: number of iterations done when the final file was written."""
-        return {"final_iter": self._final_iter}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._final_iter = state_dict["final_iter"]
-
 
 @HOOK_REGISTRY.register()
 class BestCheckpointer(MetricHook, _Saves):
@@ -147,6 +138,7 @@ class BestCheckpointer(MetricHook, _Saves):
             is also ``<file_prefix>``. Of equal values the earlier one is better. Needs a trainkit checkpointer.
     """
 
+    _state_names = (*MetricHook._state_names, "_kept")
     min_period = 0
 
     def __init__(
@@ -168,7 +160,7 @@ class BestCheckpointer(MetricHook, _Saves):
                 f"checkpointer, got {num_to_keep!r} with {type(checkpointer).__name__}"
             )
         self.checkpointer, self.file_prefix, self._num_to_keep = checkpointer, file_prefix, num_to_keep
-        self._writing, self._is_saving, self._num_to_write = (), False, 0
+        self._writing, self._num_to_write = (), 0
         self._before: dict[str, Any] | None = None  # the state before saves that can still fail
 
     def _forget(self) -> None:
@@ -215,40 +207,42 @@ class BestCheckpointer(MetricHook, _Saves):
     def act(self, decision: list[str]) -> None:
         if self.best is not None and self.file_prefix in decision:  # on rank 0
             logger.info("%s is %.5g, the best so far", self.monitored_metric, self.best)
-        iteration = self.trainer.last_done_iter
         self._num_to_write = len(decision)
         for name in decision:
-            save: Callable[[], Any] = partial(self._save_and_restore_tag, iteration)
-            if isinstance(self.checkpointer, Checkpointer):
-                save = partial(self.checkpointer.save, name, tag_last=False, iteration=iteration)
-            self._request(name, save)
+            self._request(name, partial(self._save_untagged, name, self.trainer.last_done_iter))
 
     def _save(self, save: Callable[[], Future[None] | None]) -> None:
-        self._is_saving = True
         try:
             super()._save(save)
         finally:
-            self._is_saving = False
             self._num_to_write -= 1
+
+    def _save_untagged(self, name: str, iteration: int) -> Future[None] | None:
+        if isinstance(self.checkpointer, Checkpointer):
+            evaluated = self._evaluated_weights()
+            return self.checkpointer.save(name, tag_last=False, iteration=iteration, **evaluated)
+        # fvcore's checkpointer always moves last_checkpoint
+        tag = Path(self.checkpointer.save_dir) / "last_checkpoint"
+        before = tag.read_text() if tag.exists() else None
+        self.checkpointer.save(name, iteration=iteration)
+        if self.checkpointer.save_to_disk:
+            tag.unlink(missing_ok=True) if before is None else self.checkpointer.tag_last_checkpoint(before)
+        return None
+
+    def _evaluated_weights(self) -> dict[str, Any]:
+        """The entry of a best file that says which weights were evaluated; none without an average."""
+        averaging = averaging_hook(self.trainer.hooks)
+        if averaging is None or not averaging.was_evaluated:
+            return {}
+        is_raw = averaging.evaluate == "both" and self.monitored_metric.startswith("raw/")
+        return {EVALUATED: "model" if is_raw else "ema"}
 
     def before_save(self, state: dict[str, Any]) -> None:
         averaging = averaging_hook(self.trainer.hooks)
-        if not self._is_saving or averaging is None or not averaging.was_evaluated:
-            return
-        is_raw = averaging.evaluate == "both" and self.monitored_metric.startswith("raw/")
-        state[EVALUATED] = "model" if is_raw else "ema"
-        if not is_raw:
+        if averaging is not None and state.get(EVALUATED) == "ema" and TRAINED not in state:
             trained, average = state["model"], averaging.state_dict()["model"]
             state[TRAINED], state["model"] = trained, copy.copy(trained)  # copy keeps _metadata
             state["model"].update((name, average[name]) for name in trained if name in average)
-
-    def _save_and_restore_tag(self, iteration: int) -> None:
-        """Save with a checkpointer that always moves ``last_checkpoint``, then restore that file."""
-        tag = Path(self.checkpointer.save_dir) / "last_checkpoint"
-        before = tag.read_text() if tag.exists() else None
-        self.checkpointer.save(self.file_prefix, iteration=iteration)
-        if self.checkpointer.save_to_disk:
-            tag.unlink(missing_ok=True) if before is None else self.checkpointer.tag_last_checkpoint(before)
 
     def _settle(self) -> None:
         """Wait for the files, then remove those that are no longer among the best.
@@ -278,11 +272,10 @@ class BestCheckpointer(MetricHook, _Saves):
 
     def state_dict(self) -> dict[str, Any]:
         self._settle()
-        return {**super().state_dict(), "kept": self._kept}
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._kept = state_dict.get("kept", [])  # older states have none
-        super().load_state_dict(state_dict)  # forgets all of another metric
+        super().load_state_dict({"kept": [], **state_dict})  # older states have none
 
 
 def best_file_prefixes(metrics: str | Sequence[str] | None) -> dict[str, str]:

@@ -39,6 +39,7 @@ class EvalHook(HookBase):
 
     priority = SAVE_POINT + 1
     ends = True
+    _state_names = ("evaluated_iters",)
 
     def __init__(
         self,
@@ -113,13 +114,6 @@ class EvalHook(HookBase):
             shown = [f"{name} {number:.4g}" for name, number in [*numbers.items()][:_MOST_SHOWN]]
             shown += ["..."] * (len(numbers) > _MOST_SHOWN)
             logger.info("Evaluated %s: %s", say_done(done, self.trainer.max_iter), ", ".join(shown))
-
-    def state_dict(self) -> dict[str, Any]:
-        """``evaluated_iters``: number of iterations done at the last evaluation."""
-        return {"evaluated_iters": self.evaluated_iters}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.evaluated_iters = state_dict["evaluated_iters"]
 
 
 @HOOK_REGISTRY.register()

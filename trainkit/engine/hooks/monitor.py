@@ -62,6 +62,7 @@ class MetricHook(HookBase):
 
     priority = SAVE_POINT + 1
     ends = True
+    _state_names: tuple[str, ...] = ("best", "best_iter", "not_better", "_seen_iter")
     min_period: ClassVar[int] = 1  # 0 allows an ``eval_period`` of 0
 
     def __init__(
@@ -156,14 +157,7 @@ class MetricHook(HookBase):
         return self._sign * value > self._sign * than
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "metric": self.monitored_metric,
-            "mode": self.mode,
-            "best": self.best,
-            "best_iter": self.best_iter,
-            "not_better": self.not_better,
-            "seen_iter": self._seen_iter,
-        }
+        return {"metric": self.monitored_metric, "mode": self.mode, **super().state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved state; the state of another metric or mode is ignored with a warning."""
@@ -173,9 +167,8 @@ class MetricHook(HookBase):
                 "The best value in the checkpoint is of %s (%s), not of %s (%s); it is ignored", *saved, *own
             )
             self._forget()
-            return
-        self.best, self.best_iter = state_dict["best"], state_dict["best_iter"]
-        self.not_better, self._seen_iter = state_dict["not_better"], state_dict["seen_iter"]
+        else:
+            super().load_state_dict(state_dict)
 
 
 def check_monitored_metrics(hooks: Iterable[Any], evaluate: Callable[[], Mapping[str, Any]]) -> None:

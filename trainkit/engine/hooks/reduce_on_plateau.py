@@ -31,6 +31,8 @@ class ReduceOnPlateau(MetricHook):
         ConfigError: before training, if ``trainer.scheduler`` cannot be reduced, or no `LRScheduler` hook steps it.
     """
 
+    _state_names = (*MetricHook._state_names, "_cooling")
+
     def __init__(
         self,
         eval_period: int,
@@ -98,10 +100,5 @@ class ReduceOnPlateau(MetricHook):
             math.prod(scheduler.factors),
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "cooling": self._cooling}
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        state_dict = {**state_dict.get("monitor", {}), **state_dict}  # older files have a part called monitor
-        self._cooling = state_dict["cooling"]
-        super().load_state_dict(state_dict)
+        super().load_state_dict({**state_dict.get("monitor", {}), **state_dict})  # older files have a part "monitor"

@@ -1,7 +1,5 @@
 """Equal buffers on all ranks."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
@@ -25,9 +23,11 @@ class SyncBuffers(HookBase):
         period: in iterations; 0: at the end of each epoch, if the trainer has epochs.
     """
 
+    _state_names = ("_has_stepped",)
+
     def __init__(self, period: int = 0) -> None:
         self._period = check_period("period", period)
-        self._has_stepped = False
+        self._has_stepped = False  # since the buffers were averaged
 
     def before_train(self) -> None:
         if self.trainer.start_iter == 0:
@@ -62,10 +62,3 @@ class SyncBuffers(HookBase):
         for hook in self.trainer.hooks:
             if isinstance(hook, EMAHook):
                 hook.copy_buffers()
-
-    def state_dict(self) -> dict[str, Any]:
-        """``has_stepped``: whether buffers must be averaged before the next evaluation."""
-        return {"has_stepped": self._has_stepped}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._has_stepped = state_dict["has_stepped"]
