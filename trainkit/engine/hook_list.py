@@ -110,7 +110,7 @@ class HookList:
             for hook, key in zip(new, keys, strict=True):
                 if SAVE_POINT < key <= Priority.LOWEST:
                     below = type(hook).__name__
-                elif below and key == Priority.NORMAL and _overrides(hook, "after_step"):
+                elif below and key == Priority.NORMAL and overrides(hook, "after_step"):
                     logger.warning(
                         "%s stands after %s in the list, but runs before it, so it does not see what that stores in "
                         "the same iteration; to run it later, set its priority to 'LOW'",
@@ -124,7 +124,7 @@ class HookList:
 
     def update(self) -> None:
         """Compute the hooks of each point and the names again, after a change of ``hooks``."""
-        self._at = {point: [hook for hook in self.hooks if _overrides(hook, point)] for point in HOOK_POINTS}
+        self._at = {point: [hook for hook in self.hooks if overrides(hook, point)] for point in HOOK_POINTS}
         self._below = [hook for hook in self._at["after_step"] if self.is_below(hook)]
         self._at["after_step"] = [hook for hook in self._at["after_step"] if not self.is_below(hook)]
         self._at["after_train"].sort(key=self._key_at_end)
@@ -206,7 +206,7 @@ def _check_hook(hook: object, registered: list[HookBase]) -> None:
     if any(hook is other for other in registered):
         raise ValueError(f"this {type(hook).__name__} is registered already; make a second object of the class")
     for point in HOOK_POINTS:
-        if _overrides(hook, point):
+        if overrides(hook, point):
             _check_arguments(hook, point)
 
 
@@ -225,8 +225,9 @@ def _check_arguments(hook: HookBase, point: str) -> None:
         ) from error
 
 
-def _overrides(hook: HookBase, point: str) -> bool:
-    return getattr(getattr(hook, point), "__func__", None) is not getattr(HookBase, point)
+def overrides(hook: HookBase | type[HookBase], point: str) -> bool:
+    method = getattr(hook, point)
+    return getattr(method, "__func__", method) is not getattr(HookBase, point)
 
 
 def sort_key(priority: int | str, first: int = 0, last: int = 100) -> int:

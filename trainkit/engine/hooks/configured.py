@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from trainkit.config import ConfigError
 from trainkit.config.errors import unknown_name
 from trainkit.engine.hook_base import EVALUATION_POINTS, HookBase
-from trainkit.engine.hook_list import sort_key
+from trainkit.engine.hook_list import overrides, sort_key
 from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.loop import TrainerBase
 
@@ -41,7 +41,6 @@ class ConfiguredHooks:
 
     def __init__(self, entries: Iterable[Any], trainer: Any) -> None:
         self._entries = [_parse(entry) for entry in entries]
-        self._switched_off = {entry.name for entry in self._entries if not entry.enabled}
         self._trainer = trainer
         self._anchored: list[tuple[HookBase, dict[str, Any]]] = []
 
@@ -52,8 +51,9 @@ class ConfiguredHooks:
             default: make one hook of ``arguments`` if no entry names the class.
         """
         mine = [entry for entry in self._entries if entry.name == hook_class.__name__]
-        self._entries = [entry for entry in self._entries if entry not in mine]
-        if not mine and default and hook_class.__name__ not in self._switched_off:  # a class can be taken twice
+        # entries that switch it off stay: a class can be taken twice
+        self._entries = [entry for entry in self._entries if entry not in mine or not entry.enabled]
+        if not mine and default:
             return [_construct(hook_class, arguments, "")]
         return self._make(mine, arguments)
 
@@ -91,8 +91,7 @@ class ConfiguredHooks:
                 trainer.register_hooks([hook], **place)
             except ValueError as error:
                 raise ConfigError(f"HOOKS: {type(hook).__name__}: {error}") from error
-        if self._entries:
-            names = ", ".join(entry.name for entry in self._entries)
+        if names := ", ".join(entry.name for entry in self._entries if entry.enabled):
             logger.warning("HOOKS of the config that build_hooks() has not used: %s; call super().build_hooks()", names)
 
     def _make(self, entries: list[_Entry], arguments: dict[str, Any]) -> list[HookBase]:
@@ -167,7 +166,4 @@ def _required(hook_class: Callable[..., HookBase]) -> list[str]:
 
 
 def _acts_on_evaluation(hook: type[HookBase] | HookBase) -> bool:
-    return hasattr(hook, "models_to_evaluate") or any(
-        getattr(found := getattr(hook, point), "__func__", found) is not getattr(HookBase, point)
-        for point in EVALUATION_POINTS
-    )
+    return hasattr(hook, "models_to_evaluate") or any(overrides(hook, point) for point in EVALUATION_POINTS)
