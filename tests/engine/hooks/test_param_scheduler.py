@@ -180,7 +180,7 @@ def test_updates_that_the_scaler_skips_delay_no_schedule():
     ("arguments", "error", "message"),
     [
         ((3, HALVE), TypeError, 'param must be text, such as "weight_decay", got 3'),
-        (("lr", "Cosine"), TypeError, "schedules must be a list of entries or a function .*, got 'Cosine'"),
+        (("lr", "Cosine"), ConfigError, "ParamScheduler of lr must be a list of entries .*; got 'Cosine'"),
         (
             ("lr", [{"NAME": "Cosin"}]),
             ConfigError,

@@ -40,8 +40,6 @@ class ParamScheduler(HookBase):
     ) -> None:
         if not isinstance(param, str):
             raise TypeError(f'param must be text, such as "weight_decay", got {param!r}')
-        if not callable(schedules) and not isinstance(schedules, list | tuple):
-            raise TypeError(f"schedules must be a list of entries or a function (t, base), got {schedules!r}")
         if max_iter is not None:
             check_period("max_iter", max_iter, minimum=1)
         self.param = param

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,9 @@ class TorchProfiler(HookBase):
         assert folder is not None  # since before_train
         folder.mkdir(parents=True, exist_ok=True)
         name = f"trace_iter{self.trainer.iter:07d}" + (f"_rank{comm.get_rank()}" if comm.get_rank() else "")
-        save = profiler.tensorboard_trace_handler(str(folder), worker_name=name)
-        if not self._save_tensorboard:
-
-            def save(profile: profiler.profile) -> None:
-                profile.export_chrome_trace(f"{folder}/{name}.json")
-
+        save: Any = partial(profiler.profile.export_chrome_trace, path=f"{folder}/{name}.json")
+        if self._save_tensorboard:
+            save = profiler.tensorboard_trace_handler(str(folder), worker_name=name)
         self._profile = profiler.profile(
             activities=self._activities,
             on_trace_ready=save,
@@ -70,12 +68,12 @@ class TorchProfiler(HookBase):
             with_stack=True,
             with_flops=True,
         )
-        self._profile.__enter__()
+        self._profile.start()
 
     def after_step(self) -> None:
         if self._profile is not None:
             profile, self._profile = self._profile, None
-            profile.__exit__(None, None, None)
+            profile.stop()
             logger.info("Profile of iteration %d saved in %s", self.trainer.iter, self._output_dir)
 
     def after_train(self) -> None:
