@@ -1,11 +1,15 @@
-"""The base class of hooks: points, priority, state."""
+"""The base class of hooks: points, priority, state; and the registry of hooks."""
 
 from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
 from trainkit.evaluation.observer import Phase
+from trainkit.utils.registry import Registry
 from trainkit.utils.stateful import refuse_state
+
+HOOK_REGISTRY = Registry("HOOK")
+"""Hook classes that HOOKS in a config can name; their arguments are plain values, see `ConfiguredHooks`."""
 
 
 class Priority(IntEnum):

@@ -1,6 +1,6 @@
 """The hooks of trainkit, and the names needed to write one."""
 
-from trainkit.engine.hook_base import HookBase, Priority
+from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase, Priority
 from trainkit.engine.hooks.callback import CallbackHook
 from trainkit.engine.hooks.check_finite_loss import CheckFiniteLoss
 from trainkit.engine.hooks.checkpoint import BestCheckpointer, PeriodicCheckpointer
@@ -17,7 +17,6 @@ from trainkit.engine.hooks.precise_bn import PreciseBN
 from trainkit.engine.hooks.profiler import AutogradProfiler, TorchProfiler
 from trainkit.engine.hooks.publish import PublishWeights
 from trainkit.engine.hooks.reduce_on_plateau import ReduceOnPlateau
-from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.hooks.runtime_info import RuntimeInfo
 from trainkit.engine.hooks.sampler_seed import SamplerSeed
 from trainkit.engine.hooks.sync_buffers import SyncBuffers

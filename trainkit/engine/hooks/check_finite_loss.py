@@ -2,8 +2,7 @@
 
 import math
 
-from trainkit.engine.hook_base import HookBase
-from trainkit.engine.hooks.registry import HOOK_REGISTRY
+from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.engine.periods import check_period, is_due
 from trainkit.utils import comm
 

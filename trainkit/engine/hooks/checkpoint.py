@@ -14,10 +14,9 @@ from trainkit.checkpoint import PeriodicCheckpointer as _PeriodicCheckpointer
 from trainkit.checkpoint.averaged import EVALUATED, TRAINED
 from trainkit.checkpoint.periodic import check_file_prefix
 from trainkit.config import ConfigError
-from trainkit.engine.hook_base import SAVE_POINT, HookBase
+from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
 from trainkit.engine.hooks.ema import averaging_hook
 from trainkit.engine.hooks.monitor import MetricHook, Mode
-from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.periods import is_last
 from trainkit.utils.numbers import is_whole
 from trainkit.utils.periods import say_done

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 from trainkit.config import ConfigError
 from trainkit.config.errors import unknown_name
-from trainkit.engine.hook_base import EVALUATION_POINTS, HookBase
+from trainkit.engine.hook_base import EVALUATION_POINTS, HOOK_REGISTRY, HookBase
 from trainkit.engine.hook_list import overrides, sort_key
-from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.loop import TrainerBase
 
 logger = logging.getLogger(__name__)

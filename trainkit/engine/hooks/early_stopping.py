@@ -2,8 +2,8 @@
 
 import math
 
+from trainkit.engine.hook_base import HOOK_REGISTRY
 from trainkit.engine.hooks.monitor import MetricHook, Mode
-from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.utils.numbers import is_number, is_whole
 
 

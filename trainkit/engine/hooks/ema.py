@@ -9,8 +9,7 @@ from torch import nn
 
 from trainkit.checkpoint.matching import Differences
 from trainkit.config import ConfigError
-from trainkit.engine.hook_base import HookBase
-from trainkit.engine.hooks.registry import HOOK_REGISTRY
+from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.engine.periods import check_period
 from trainkit.solver.averaging import AveragingKind, AveragingRule, ModelAverage
 from trainkit.utils.model import unwrap_model

@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainkit.config import ConfigError
-from trainkit.engine.hook_base import SAVE_POINT, HookBase
-from trainkit.engine.hooks.registry import HOOK_REGISTRY
+from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
 from trainkit.engine.periods import check_period, is_due, is_last
 from trainkit.evaluation.observer import Phase, observe_inference
 from trainkit.evaluation.testing import flatten_results_dict

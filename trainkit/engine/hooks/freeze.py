@@ -5,8 +5,7 @@ import fnmatch
 from torch.nn import Parameter
 
 from trainkit.config import ConfigError
-from trainkit.engine.hook_base import HookBase
-from trainkit.engine.hooks.registry import HOOK_REGISTRY
+from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.engine.periods import check_period
 from trainkit.utils.model import unwrap_model
 from trainkit.utils.registry import did_you_mean

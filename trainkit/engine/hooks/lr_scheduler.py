@@ -10,8 +10,7 @@ from fvcore.common.param_scheduler import ParamScheduler
 from torch.optim.lr_scheduler import LRScheduler as TorchLRScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from trainkit.engine.hook_base import HookBase
-from trainkit.engine.hooks.registry import HOOK_REGISTRY
+from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.solver.lr_scheduler import KeepLastValue, LRMultiplier, ScheduledLR
 from trainkit.utils.events import get_event_storage
 

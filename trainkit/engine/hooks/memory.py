@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from trainkit.engine.hook_base import SAVE_POINT, HookBase
-from trainkit.engine.hooks.registry import HOOK_REGISTRY
+from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
 from trainkit.engine.periods import check_period, is_due
 from trainkit.utils.device import accelerator_runs_ahead
 from trainkit.utils.numbers import is_whole

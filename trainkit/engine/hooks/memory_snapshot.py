@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from trainkit.engine.hook_base import HookBase
-from trainkit.engine.hooks.registry import HOOK_REGISTRY
+from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.utils import comm
 from trainkit.utils.numbers import is_whole
 

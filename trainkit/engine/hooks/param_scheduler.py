@@ -6,9 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from trainkit.config import ConfigError
-from trainkit.engine.hook_base import HookBase
+from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.engine.hooks.lr_scheduler import LRScheduler
-from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.periods import check_period
 from trainkit.solver.build_schedule import build_schedule
 from trainkit.solver.schedules import Schedule, compute_values

@@ -9,9 +9,8 @@ from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import import_safetensors
 from trainkit.checkpoint.publish import publish_weights
 from trainkit.config import ConfigError
-from trainkit.engine.hook_base import SAVE_POINT, HookBase
+from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
 from trainkit.engine.hooks.checkpoint import BestCheckpointer, PeriodicCheckpointer
-from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.utils import comm
 
 logger = logging.getLogger(__name__)

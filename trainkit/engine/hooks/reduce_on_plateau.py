@@ -5,9 +5,9 @@ import math
 from typing import Any, Literal
 
 from trainkit.config import ConfigError
+from trainkit.engine.hook_base import HOOK_REGISTRY
 from trainkit.engine.hooks.lr_scheduler import LRScheduler
 from trainkit.engine.hooks.monitor import MetricHook, Mode
-from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.solver.lr_scheduler import ScheduledLR
 from trainkit.utils.numbers import is_number, is_whole
 

@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from trainkit.engine.hook_base import HookBase
+from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.engine.hooks.lr_scheduler import store_values
-from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.periods import check_period, is_due
 from trainkit.utils import comm
 from trainkit.utils.periods import exact

@@ -5,8 +5,7 @@ from fractions import Fraction
 from math import floor
 from typing import Any
 
-from trainkit.engine.hook_base import HookBase
-from trainkit.engine.hooks.registry import HOOK_REGISTRY
+from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.utils.periods import exact
 
 logger = logging.getLogger(__name__)

@@ -3,9 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from trainkit.engine.hook_base import HookBase
+from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.engine.hooks.ema import EMAHook
-from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.periods import check_period, is_due
 from trainkit.evaluation.observer import Phase
 from trainkit.utils import comm

@@ -7,8 +7,7 @@ from typing import Any
 from torch import nn
 
 from trainkit.config import ConfigError
-from trainkit.engine.hook_base import HookBase
-from trainkit.engine.hooks.registry import HOOK_REGISTRY
+from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.engine.metrics import Row, exchange_rows
 from trainkit.engine.periods import check_period, is_due
 from trainkit.utils import comm

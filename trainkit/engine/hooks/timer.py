@@ -4,8 +4,7 @@ import datetime
 import logging
 import time
 
-from trainkit.engine.hook_base import HookBase, Priority
-from trainkit.engine.hooks.registry import HOOK_REGISTRY
+from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase, Priority
 from trainkit.engine.periods import check_period, is_due, is_nth
 
 logger = logging.getLogger(__name__)

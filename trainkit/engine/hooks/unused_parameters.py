@@ -9,8 +9,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from trainkit.engine.hook_base import HookBase
-from trainkit.engine.hooks.registry import HOOK_REGISTRY
+from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.engine.periods import check_period, is_due
 from trainkit.utils.model import unwrap_model
 

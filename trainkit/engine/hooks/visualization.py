@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from trainkit.config import ConfigError
-from trainkit.engine.hook_base import HookBase
-from trainkit.engine.hooks.registry import HOOK_REGISTRY
+from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.engine.periods import check_period, is_nth
 from trainkit.evaluation.observer import Phase
 from trainkit.utils import comm

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
-from trainkit.engine.hook_base import HookBase, Priority
+from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase, Priority
 from trainkit.engine.hooks.evaluation import EvalHook
-from trainkit.engine.hooks.registry import HOOK_REGISTRY
 from trainkit.engine.periods import check_period, is_due
 from trainkit.utils.events import EventWriter, estimate_eta_sec, get_event_storage
 
