@@ -181,10 +181,10 @@ class BestCheckpointer(MetricHook, _Saves):
         super().after_step()
 
     def after_train(self) -> None:
-        self._settle()
         if self.trainer.status == "finished":
             self.look()
-            self._settle()
+        self._settle()
+        if self.trainer.status == "finished":
             self._raise_failure()
 
     def look(self) -> None:
@@ -263,7 +263,6 @@ class BestCheckpointer(MetricHook, _Saves):
                     logger.warning("A checkpoint that is no longer among the best is not removed: %s", error)
 
     def summary(self) -> str:
-        """The best value and its iteration; "" if there is none yet."""
         if self.best is None or self.best_iter is None:
             return ""
         done = min(self.best_iter + 1, self.trainer.max_iter)  # the final evaluation counts one more

@@ -63,11 +63,7 @@ class EMAHook(HookBase):
         self._waiting_state: dict[str, Any] = {}
 
     def before_train(self) -> None:
-        """
-        Raises:
-            ValueError: ``begin`` is after the end of the run; the saved average is of another model.
-            TypeError: the model cannot be copied.
-        """
+        """Raises ValueError if ``begin`` is after the end of the run, TypeError if the model cannot be copied."""
         cfg = getattr(self.trainer, "cfg", None)  # this train() may be only the first part of the configured run
         end = max(self.trainer.max_iter, cfg.SOLVER.MAX_ITER if cfg is not None else 0)
         if self._begin > end:
@@ -125,6 +121,7 @@ class EMAHook(HookBase):
             )
 
     def _make_average(self, model: nn.Module, state: dict[str, Any]) -> None:
+        """Raises ValueError if the state is of another model."""
         average = ModelAverage(unwrap_model(model), self._rule, average_buffers=self._average_buffers)
         if state:
             if differences := Differences(state["model"], average.state_dict()):

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -72,9 +73,8 @@ class Throughput(HookBase):
         micro_batches = batch if getattr(self.trainer, "accumulation_steps", 1) > 1 else [batch]
         self._samples += sum(map(self.count_samples, micro_batches))
         if is_due(self.trainer, self._period, or_last=True):
-            # put after the metrics of this step, which use the same process group
-            self.trainer.storage.put_later(self._store, self._samples, self._sec)
-            self.trainer.storage.hand_over()
+            # after the metrics of this step, which use the same process group
+            self.trainer.storage.publish(partial(self._store, self._samples, self._sec))
             self._forget()
 
     @staticmethod

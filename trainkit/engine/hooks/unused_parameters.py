@@ -29,10 +29,7 @@ class UnusedParameters(HookBase):
 
     Args:
         period: check the first iteration of a run and every ``period``-th; 0: only the first.
-        raise_error: end the run before the update, instead of logging an error.
-
-    Raises:
-        RuntimeError: in ``after_backward``, if ``raise_error`` and there are such parameters.
+        raise_error: raise RuntimeError before the update, instead of logging an error.
     """
 
     def __init__(self, period: int = 1, raise_error: bool = False) -> None:
