@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from trainkit.config import ConfigError
-from trainkit.config.errors import unknown_name
+from trainkit.config.errors import look_up, unknown_name
 from trainkit.engine.hook_base import EVALUATION_POINTS, HOOK_REGISTRY, HookBase
 from trainkit.engine.hook_list import overrides, sort_key
 from trainkit.engine.loop import TrainerBase
@@ -137,10 +137,7 @@ def _parse(entry: Any) -> _Entry:
     name, enabled = entry["NAME"], entry.get("ENABLED", True)
     if name == "PreciseBN" and name not in HOOK_REGISTRY:  # it needs a data loader of its own
         raise ConfigError(f"HOOKS: PreciseBN is no entry of the list; set TEST.PRECISE_BN.ENABLED to {enabled} instead")
-    try:
-        HOOK_REGISTRY.get(name)
-    except KeyError as error:
-        raise ConfigError(f"HOOKS: {error.args[0]}") from None
+    look_up(HOOK_REGISTRY, name, "HOOKS")
     if not isinstance(enabled, bool):
         raise ConfigError(f"HOOKS: {name}: ENABLED must be True or False, got {enabled!r}")
     place = {key.lower(): entry[key] for key in _PLACES if entry.get(key) is not None}

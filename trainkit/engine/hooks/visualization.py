@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from trainkit.config import ConfigError
+from trainkit.config.errors import look_up
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.engine.periods import check_period, is_nth
 from trainkit.evaluation.observer import Phase
@@ -63,10 +64,7 @@ class VisualizationHook(HookBase):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         if isinstance(draw, str):
-            try:
-                draw = VISUALIZER_REGISTRY.get(draw)
-            except KeyError as error:
-                raise ValueError(f"draw: {error.args[0]}") from None
+            draw = look_up(VISUALIZER_REGISTRY, draw, "draw")
         if not callable(draw):
             raise TypeError(
                 f"draw must be a function of (inputs, outputs), or the name of a registered one; got {draw!r}"
