@@ -186,19 +186,16 @@ def check_monitored_metrics(hooks: Iterable[Any], evaluate: Callable[[], Mapping
         return
     names = ", ".join(monitored)
     logger.info("Evaluating one batch to check that the evaluation gives %s", names)
-    results, failed = None, False
+    known = None
     try:
         with logging_from(logging.WARNING):  # the results of one batch are of no interest
-            results = evaluate()
+            known = ["total_loss", *flatten_results_dict(evaluate() or {})]
     except Exception:  # an evaluator may need the whole dataset
         text = "One batch does not show whether the evaluation gives %s, so the first evaluation will:"
         logger.warning(text, names, exc_info=True)
-        failed = True
-    if any(comm.all_gather(failed)):  # rank 0 has the results and may have failed alone
-        return
-    known = comm.broadcast(["total_loss", *flatten_results_dict(results or {})])
+    known = comm.broadcast(known)  # rank 0 has the results and may have failed alone
     for metric, hook in monitored.items():
-        if metric not in known:
+        if known is not None and metric not in known:
             raise ConfigError(
                 f"{type(hook).__name__} looks at the metric {metric!r}, which the evaluation does not give; "
                 f"{did_you_mean(metric, known)}it gives: {', '.join(known)}"
