@@ -72,24 +72,23 @@ class EvalHook(HookBase):
             self._evaluate()
 
     def after_step(self) -> None:
-        done = self.trainer.iter + 1
         left_to_the_end = self._after_train and is_last(self.trainer)
-        is_new = self.evaluated_iters != done  # False when a stopped run repeats stage 2 of this iteration
-        if is_due(self.trainer, self._period, offset=self._offset) and is_new and not left_to_the_end:
+        if is_due(self.trainer, self._period, offset=self._offset) and not left_to_the_end:
             self._evaluate()
 
     def after_train(self) -> None:
-        # False if early stopping ended the run right after an evaluation
-        is_new = self.evaluated_iters != self.trainer.last_done_iter + 1
-        if self._after_train and self.trainer.status == "finished" and is_new:
+        if self._after_train and self.trainer.status == "finished":
             self._evaluate()
 
     def _evaluate(self) -> None:
+        done = self.trainer.last_done_iter + 1
+        if self.evaluated_iters == done:  # a stopped run repeats stage 2, or early stopping ended the run here
+            return
         self.trainer.storage.flush()
         self.trainer.check_finite()
         with observe_inference(self.trainer, self.phase):
             self._do_eval()
-        self.evaluated_iters = self.trainer.last_done_iter + 1
+        self.evaluated_iters = done
         comm.synchronize()  # ranks take different times; the timeout of the next collective should not include this
 
     def _do_eval(self) -> None:
@@ -99,7 +98,7 @@ class EvalHook(HookBase):
             raise TypeError(f"the evaluation function must return a dict of results or None, got {results!r}")
         done = self.trainer.last_done_iter + 1
         epoch = periods_done(done, self.trainer.iters_per_epoch) if self._by_epoch else None
-        numbers: dict[str, float] = {}
+        shown = []
         for name, value in flatten_results_dict(results or {}).items():
             try:
                 number = float(value)
@@ -108,10 +107,10 @@ class EvalHook(HookBase):
                     f"the evaluation result {name!r} is {value!r}; results are nested dicts whose leaves are numbers"
                 ) from error
             self.trainer.storage.put_scalar(name, number, smoothing_hint=False, epoch=epoch)
-            numbers[name] = number
-        if numbers and self.trainer.is_training():
-            shown = [f"{name} {number:.4g}" for name, number in [*numbers.items()][:_MOST_SHOWN]]
-            shown += ["..."] * (len(numbers) > _MOST_SHOWN)
+            shown.append(f"{name} {number:.4g}")
+        if shown and self.trainer.is_training():
+            if len(shown) > _MOST_SHOWN:
+                shown[_MOST_SHOWN:] = ["..."]
             logger.info("Evaluated %s: %s", say_done(done, self.trainer.max_iter), ", ".join(shown))
 
 

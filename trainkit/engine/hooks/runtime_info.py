@@ -31,12 +31,11 @@ class RuntimeInfo(HookBase):
         self._period = check_period("period", period, minimum=1)
 
     def before_train(self) -> None:
-        self._has_epochs = self.trainer.has_epochs
         logger.info("This run: %s", "; ".join(self._describe()))
 
     def after_step(self) -> None:
         if is_due(self.trainer, self._period, or_last=True):
-            if self._has_epochs:
+            if self.trainer.has_epochs:
                 self.trainer.storage.put_scalar("epoch", self.trainer.epoch, smoothing_hint=False)
             if hasattr(self.trainer, "used_lr"):
                 self.trainer.storage.put_later(store_values, self._of_optimizer())
@@ -56,7 +55,7 @@ class RuntimeInfo(HookBase):
     def _describe(self) -> Iterator[str]:
         trainer = self.trainer
         length = f"{trainer.max_iter} iterations"
-        if self._has_epochs:
+        if trainer.has_epochs:
             per_epoch = exact(trainer.iters_per_epoch)
             length += f" = {float(trainer.max_iter / per_epoch):g} epochs of {float(per_epoch):g}"
         yield length
