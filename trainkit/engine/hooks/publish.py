@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from trainkit.checkpoint import CheckpointError
+from trainkit.checkpoint.checkpointer import together
 from trainkit.checkpoint.file import import_safetensors
 from trainkit.checkpoint.publish import publish_weights
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
 from trainkit.engine.hooks.checkpoint import BestCheckpointer, PeriodicCheckpointer
-from trainkit.utils import comm
 
 logger = logging.getLogger(__name__)
 
@@ -53,23 +53,20 @@ class PublishWeights(HookBase):
             raise ConfigError('weights is "ema", but no EMAHook is registered; add one, or publish "model"')
 
     def after_train(self) -> None:
-        if self.trainer.status != "finished":
-            return
-        error = ""
-        try:
-            for checkpointer, name in self._checkpoints():
-                if checkpointer.save_to_disk and checkpointer.save_dir:
-                    self._publish(os.path.join(checkpointer.save_dir, f"{name}.pth"))
-        except OSError as failure:  # a CheckpointError is one
-            error = str(failure)
-        if errors := list(filter(None, comm.all_gather(error))):
-            raise CheckpointError(f"weights could not be published: {'; '.join(errors)}")
+        if self.trainer.status == "finished":
+            try:
+                together(self._publish, is_of_one=True)
+            except CheckpointError as error:
+                raise CheckpointError(f"weights could not be published: {error}") from error
 
-    def _publish(self, path: str) -> None:
-        if os.path.exists(path):
-            logger.info("Weights published as %s", publish_weights(path, self._weights, self._format))
-        else:
-            logger.warning("There is no '%s' to publish: no value of its metric was finite", path)
+    def _publish(self) -> None:
+        for checkpointer, name in self._checkpoints():
+            if checkpointer.save_to_disk and checkpointer.save_dir:
+                path = os.path.join(checkpointer.save_dir, f"{name}.pth")
+                if os.path.exists(path):
+                    logger.info("Weights published as %s", publish_weights(path, self._weights, self._format))
+                else:
+                    logger.warning("There is no '%s' to publish: no value of its metric was finite", path)
 
     def _checkpoints(self) -> Iterator[tuple[Any, str]]:
         for hook in self.trainer.hooks:
