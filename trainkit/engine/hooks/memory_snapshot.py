@@ -1,11 +1,11 @@
 """A record of the memory when a device runs out of it."""
 
+import contextlib
 import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,11 +83,6 @@ class MemorySnapshot(HookBase):
             for key, value in state.items():
                 if isinstance(value, Tensor):
                     yield "optimizer state", f"{names.get(parameter, '?')}.{key}", value
-        yield from (("batch", str(i), leaf) for i, leaf in enumerate(_leaves(self.trainer)) if isinstance(leaf, Tensor))
-
-
-def _leaves(trainer: Any) -> list[Any]:
-    try:
-        return tree_leaves(trainer.batch)
-    except RuntimeError:  # not available below the save point
-        return []
+        with contextlib.suppress(RuntimeError):  # not available below the save point
+            leaves = tree_leaves(self.trainer.batch)
+            yield from (("batch", str(i), leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
