@@ -159,8 +159,8 @@ class BestCheckpointer(MetricHook, _Saves):
                 f"checkpointer, got {num_to_keep!r} with {type(checkpointer).__name__}"
             )
         self.checkpointer, self.file_prefix, self._num_to_keep = checkpointer, file_prefix, num_to_keep
-        self._writing, self._num_to_write = (), 0
-        self._before: dict[str, Any] | None = None  # the state before saves that can still fail
+        self._writing = ()
+        self._before: dict[str, Any] = {}  # the state before the last saves, which may still fail
 
     def _forget(self) -> None:
         super()._forget()
@@ -189,7 +189,7 @@ class BestCheckpointer(MetricHook, _Saves):
 
     def look(self) -> None:
         self._before = self.state_dict()
-        self._failure, self._num_to_write = "", 0
+        self._failure = ""
         super().look()
 
     def judge(self, value: float) -> list[str]:
@@ -206,20 +206,15 @@ class BestCheckpointer(MetricHook, _Saves):
     def act(self, decision: list[str]) -> None:
         if self.best is not None and self.file_prefix in decision:  # on rank 0
             logger.info("%s is %.5g, the best so far", self.monitored_metric, self.best)
-        self._num_to_write = len(decision)
         for name in decision:
-            self._request(name, partial(self._save_untagged, name, self.trainer.last_done_iter))
+            is_last = name == decision[-1]
+            self._request(name, partial(self._save_untagged, name, self.trainer.last_done_iter, is_last))
 
-    def _save(self, save: Callable[[], Future[None] | None]) -> None:
-        try:
-            super()._save(save)
-        finally:
-            self._num_to_write -= 1
-
-    def _save_untagged(self, name: str, iteration: int) -> Future[None] | None:
+    def _save_untagged(self, name: str, iteration: int, is_last: bool) -> Future[None] | None:
         if isinstance(self.checkpointer, Checkpointer):
-            evaluated = self._evaluated_weights()
-            return self.checkpointer.save(name, tag_last=False, iteration=iteration, **evaluated)
+            entries = {"iteration": iteration, **self._evaluated_weights()}
+            remove = partial(self._remove, self._before.get("kept", [])) if is_last else None
+            return self.checkpointer.save(name, tag_last=False, on_commit=remove, **entries)
         # fvcore's checkpointer always moves last_checkpoint
         tag = Path(self.checkpointer.save_dir) / "last_checkpoint"
         before = tag.read_text() if tag.exists() else None
@@ -244,18 +239,17 @@ class BestCheckpointer(MetricHook, _Saves):
             state["model"].update((name, average[name]) for name in trained if name in average)
 
     def _settle(self) -> None:
-        """Wait for the files, then remove those that are no longer among the best.
-
-        If one was not written, return to the values before it.
-        """
+        """Wait for the files; if one was not written, return to the values before it."""
         if self._writing:
             self._wait()
-        if self._before is None or self._num_to_write:
-            return
-        before, self._before, tried = self._before, None, self._kept
-        if self._failure:
+        if self._failure and self._before:
+            before, self._before, tried = self._before, {}, self._kept
             self.load_state_dict(before)
-        for entry in [*before["kept"], *tried]:
+            self._remove(tried)
+
+    def _remove(self, entries: list[list[Any]]) -> None:
+        """Remove the files of ``entries`` that are not among the best."""
+        for entry in entries:
             if entry not in self._kept:
                 try:
                     self.checkpointer.remove(entry[0])
