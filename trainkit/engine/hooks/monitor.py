@@ -27,10 +27,7 @@ def infer_mode(metric: str) -> Literal["max", "min"]:
     """Guess from the name of a metric whether "max" or "min" is better.
 
     Only the part after the last ``/`` counts, since the parts before it name datasets. "max" if it contains one of
-    OpenMMLab's ``greater_keys``, else "min" if it contains one of its ``less_keys``.
-
-    Raises:
-        ValueError: the name contains none of these keys.
+    OpenMMLab's ``greater_keys``, else "min" if it contains one of its ``less_keys``, else ValueError is raised.
     """
     name = metric.rpartition("/")[2].lower()
     if any(key in name for key in _MAX_KEYS):
@@ -113,11 +110,7 @@ class MetricHook(HookBase):
             self.look()
 
     def look(self) -> None:
-        """Judge the newest value if it is new; every rank calls it.
-
-        Raises:
-            ValueError: the storage has no such metric.
-        """
+        """Judge the newest value if it is new; every rank calls it. Raises ValueError if the storage has none."""
         decision = None
         if comm.is_main_process() and (value := self._take()) is not None:
             decision = self.judge(value)

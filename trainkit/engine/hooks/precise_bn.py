@@ -65,11 +65,7 @@ class PreciseBN(HookBase):
 
     @torch.no_grad()
     def update_stats(self) -> None:
-        """Compute the statistics now; the model must be in train mode.
-
-        Raises:
-            ValueError: the loader yields no batch.
-        """
+        """Compute the statistics now; the model must be in train mode. Raises ValueError if there is no batch."""
         device = next(self._model.parameters()).device
         mean = var = between = torch.zeros_like(_pack(self._layers, "running_mean"))
         count = 0

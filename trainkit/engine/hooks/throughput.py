@@ -79,11 +79,7 @@ class Throughput(HookBase):
 
     @staticmethod
     def count_samples(batch: Any) -> int:
-        """See `trainkit.utils.batches.num_samples`; a subclass may override this.
-
-        Raises:
-            TypeError: the number cannot be found.
-        """
+        """See `trainkit.utils.batches.num_samples`, also for errors; a subclass may override this."""
         return num_samples(batch)
 
     def _store(self, samples: int, sec: float) -> None:
