@@ -1,6 +1,5 @@
 """CfgNode: fvcore's config node with strict merging and errors that give the full key."""
 
-import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
@@ -8,8 +7,7 @@ from typing import IO, Any
 from fvcore.common.config import CfgNode as _FvcoreCfgNode
 
 from trainkit.config.errors import ConfigError
-from trainkit.config.lengths import LENGTH_KEYS
-from trainkit.config.merge import merge_node, parse_literal, plain_value, untyped_keys
+from trainkit.config.merge import OptionText, changes, merge_node, plain_value, untyped_keys
 from trainkit.config.yaml_files import dump_yaml, load_yaml, overlay, read_layers
 
 
@@ -61,20 +59,24 @@ class CfgNode(_FvcoreCfgNode):
         content: dict[str, Any] = {}
         layers = read_layers(cfg_filename)
         for path, layer in layers:
-            is_inherited = layer is not layers[-1][1]
-            if is_inherited and layer and not self.is_new_allowed() and not self.keys() & layer.keys():
+            is_top = layer is layers[-1][1]
+            if not is_top and layer and not self.is_new_allowed() and not self.keys() & layer.keys():
                 # do not show its keys: a foreign config can name any file of this machine
                 raise ConfigError(f"{path}, named by _BASE_, is no config of this program; none of its keys is known")
+            content = overlay(content, layer)
             try:
-                merged = self._merged(overlay({}, layer))  # alone, so that the error is about this file
+                if is_top:
+                    self.merge_from_other_cfg(content)
+                else:  # check it alone, so that the error is about this file
+                    list(changes(self, overlay({}, layer), self))
             except ConfigError as error:
                 raise type(error)(f"{path}: {error}") from None
-            content = overlay(content, layer)
-        self._take_over(merged if len(layers) == 1 else self._merged(content))
 
     def merge_from_other_cfg(self, cfg_other: Mapping[str, Any]) -> None:
         """Merge another config or a nested dict. Raises ConfigError if a key or value is wrong."""
-        self._take_over(self._merged(cfg_other))
+        if self.is_frozen():
+            raise ConfigError("the config is frozen; call defrost() before merging")
+        merge_node(self, cfg_other, self)
 
     def merge_from_list(self, cfg_list: Sequence[Any]) -> None:
         """Merge ``[KEY, VALUE, KEY, VALUE, ...]``, such as the last options of a command line.
@@ -88,48 +90,17 @@ class CfgNode(_FvcoreCfgNode):
         for full_key, value in _pairs(cfg_list):
             if self.key_is_deprecated(full_key):  # this logs it
                 continue
-            layer = self._parse(full_key, value) if isinstance(value, str) else value
+            layer: Any = OptionText(value) if isinstance(value, str) else value
             for name in reversed(full_key.split(".")):
                 layer = {name: layer}
+            list(changes(self, layer, self))  # all of them before the first change
             layers.append(layer)
-        self._take_over(self._merged(*layers))
+        for layer in layers:
+            self.merge_from_other_cfg(layer)
 
     def dump(self, **kwargs: Any) -> str:
         """The config as YAML that ``merge_from_file`` reads back; ``kwargs`` are those of ``yaml.dump``."""
         return dump_yaml({name: plain_value(name, value) for name, value in self.items()}, **kwargs)
-
-    def _merged(self, *others: Mapping[str, Any]) -> "CfgNode":
-        """Merge into a copy, so that an error changes nothing."""
-        if self.is_frozen():
-            raise ConfigError("the config is frozen; call defrost() before merging")
-        copy = self.clone()
-        for other in others:
-            merge_node(copy, other, copy, "")
-        return copy
-
-    def _take_over(self, merged: "CfgNode") -> None:
-        """Copy values from a changed copy into the existing nodes, since other code may hold them."""
-        for name, value in merged.items():
-            own = self.get(name)
-            if isinstance(own, CfgNode) and isinstance(value, CfgNode):
-                own._take_over(value)
-            else:
-                self[name] = value
-        untyped_keys(self).update(untyped_keys(merged))
-
-    def _parse(self, full_key: str, text: str) -> Any:
-        node: Any = self
-        *parents, name = full_key.split(".")
-        for parent in parents:
-            node = node.get(parent) if isinstance(node, _FvcoreCfgNode) else None
-        declared = node.get(name) if isinstance(node, _FvcoreCfgNode) and name not in untyped_keys(node) else None
-        value = parse_literal(text)
-        if isinstance(declared, str) and not isinstance(value, str) and full_key not in LENGTH_KEYS:
-            return text  # such as OUTPUT_DIR 2024
-        if isinstance(declared, float) and isinstance(value, str):
-            with contextlib.suppress(ValueError):
-                return float(value)  # such as inf
-        return value
 
 
 def _refuse_unsafe(allow_unsafe: bool) -> None:

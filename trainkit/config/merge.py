@@ -1,6 +1,7 @@
 """Merge values into a config node, with checks and error messages."""
 
 import ast
+import contextlib
 import difflib
 import logging
 from collections.abc import Iterator, Mapping
@@ -35,32 +36,56 @@ def parse_literal(text: str) -> Any:
         return parse_flow(text)
 
 
-def merge_node(node: _FvcoreCfgNode, other: Mapping[str, Any], root: _FvcoreCfgNode, prefix: str) -> None:
-    """Merge a mapping into the node of ``root`` whose full key is ``prefix`` (with its dot); stop at the first error.
+class OptionText(str):
+    """The text of a value on the command line; the type of its key decides how it is read."""
+
+    def read(self, full_key: str, declared: object) -> Any:
+        text = str(self)
+        value = parse_literal(text)
+        if isinstance(declared, str) and not isinstance(value, str) and full_key not in LENGTH_KEYS:
+            return text  # such as OUTPUT_DIR 2024
+        if isinstance(declared, float) and isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                return float(value)  # such as inf
+        return value
+
+
+def merge_node(node: _FvcoreCfgNode, other: Mapping[str, Any], root: _FvcoreCfgNode, prefix: str = "") -> None:
+    """Merge a mapping into the node of ``root`` whose full key is ``prefix`` (with its dot): all values, or none.
 
     Raises:
         ConfigError: a key or value is wrong.
     """
+    for owner, name, value in list(changes(node, other, root, prefix)):
+        if owner.get(name) is None:
+            untyped_keys(owner).add(name)
+        owner[name] = value
+
+
+def changes(
+    node: _FvcoreCfgNode, other: Mapping[str, Any], root: _FvcoreCfgNode, prefix: str = ""
+) -> Iterator[tuple[_FvcoreCfgNode, str, Any]]:
+    """(node, key, new value) of each change that `merge_node` makes."""
     for name, value in other.items():
         full_key = f"{prefix}{name}"
         old = node.get(name)
-        if name not in node and root.key_is_deprecated(full_key):
-            _logger.warning("The key %s is deprecated and has no effect; leave it out", full_key)
-        elif name not in node:
-            _check_new_key(node, name, value, root, full_key)
-            node[name] = _new_value(full_key, value, root)
-            untyped_keys(node).add(name)
-        elif isinstance(old, _FvcoreCfgNode) and isinstance(value, Mapping):
-            merge_node(old, value, root, full_key + ".")
-        elif old is None or name in untyped_keys(node):
-            node[name] = _new_value(full_key, value, root)
-            untyped_keys(node).add(name)
-        else:
+        is_typed = old is not None and name not in untyped_keys(node)
+        if isinstance(value, OptionText):
+            value = value.read(full_key, old if is_typed else None)
+        if isinstance(old, _FvcoreCfgNode) and isinstance(value, Mapping):
+            yield from changes(old, value, root, full_key + ".")
+        elif is_typed:
             coerced = _coerce(full_key, value, old)
             if full_key != "VERSION":
-                node[name] = coerced
+                yield node, name, coerced
             elif value not in (old, 2):  # 2: detectron2's version, whose keys mean the same here
                 raise ConfigError(f"this config is of VERSION {value}, and VERSION {old} is read here; update its keys")
+        elif name not in node and root.key_is_deprecated(full_key):
+            _logger.warning("The key %s is deprecated and has no effect; leave it out", full_key)
+        else:
+            if name not in node:
+                _check_new_key(node, name, value, root, full_key)
+            yield node, name, _new_value(full_key, value, root)
 
 
 def _check_new_key(node: _FvcoreCfgNode, name: object, value: object, root: _FvcoreCfgNode, full_key: str) -> None:
