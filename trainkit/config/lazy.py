@@ -9,9 +9,9 @@ from typing import Any
 
 from trainkit.config.errors import ConfigError, UnknownKeyError
 from trainkit.config.merge import parse_literal
-from trainkit.config.nodes import TARGET, is_node, leaves, name_of, to_node, to_plain, update
+from trainkit.config.nodes import TARGET, is_node, name_of, path_of, to_node, to_plain, update
 from trainkit.config.python_files import run_file
-from trainkit.config.yaml_files import CodeName, dump_yaml, load_yaml
+from trainkit.config.yaml_files import CodeName, dump_yaml, read_yaml
 from trainkit.utils.registry import did_you_mean
 
 _logger = logging.getLogger(__name__)
@@ -66,8 +66,10 @@ class LazyConfig:
                 Errors of the code in a file are not changed.
         """
         path = os.path.abspath(os.path.expanduser(filename))
+        if not path.endswith((".py", ".yaml", ".yml")):
+            raise ConfigError(f"the config file {path!r} must end with .py, .yaml or .yml")
         is_python = path.endswith(".py")
-        content = vars(run_file(path)) if is_python else _read_yaml(path)
+        content = vars(run_file(path)) if is_python else read_yaml(path)
         if keys is None:
             nodes = {name: value for name, value in content.items() if not name.startswith("_") and is_node(value)}
             return to_node(nodes if is_python else content, path)
@@ -128,42 +130,35 @@ class LazyConfig:
 
 def to_yaml(cfg: Any) -> str:
     """The text that `LazyConfig.save` writes."""
-    plain = to_plain(cfg, paths=True)
-    others = [(key, value) for key, value in leaves(plain) if type(value) not in _WRITABLE]
-    if lost := [f"{key} is {value!r}" for key, value in others if not _is_code(value)]:
+    code: list[str] = []
+    lost: list[str] = []
+
+    def writable(value: Any, key: str) -> Any:
+        if isinstance(value, dict):
+            return {name: writable(item, f"{key}.{name}") for name, item in value.items()}
+        if isinstance(value, list):
+            return [writable(item, f"{key}.{i}") for i, item in enumerate(value)]
+        if key.endswith(f".{TARGET}"):
+            value = path_of(value)
+        if type(value) in _WRITABLE:
+            return value
+        is_code = callable(value) and hasattr(value, "__qualname__")
+        (code if is_code else lost).append(f"{key[1:]} is {name_of(value)}")
+        return CodeName(name_of(value))
+
+    plain = writable(to_plain(cfg), "")
+    if lost:
         raise ConfigError(
             "the config cannot be saved, because YAML holds numbers, texts, lists and nodes, and "
             f"{'; '.join(lost)}; write LazyCall(its class)(...) for an object"
         )
-    if others:
+    if code:
         _logger.warning(
             "The config is saved, but cannot be loaded again: %s. Describe a function or class as an argument by "
             "LazyCall(trainkit.utils.registry.locate)(name='package.module.function')",
-            "; ".join(f"{key} is {name_of(value)}" for key, value in others),
+            "; ".join(code),
         )
-    return dump_yaml(_with_names(plain), sort_keys=False)
-
-
-def _is_code(value: Any) -> bool:
-    return callable(value) and hasattr(value, "__qualname__")
-
-
-def _with_names(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _with_names(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [*map(_with_names, value)]
-    return CodeName(name_of(value)) if _is_code(value) else value
-
-
-def _read_yaml(path: str) -> dict[str, Any]:
-    if not path.endswith((".yaml", ".yml")):
-        raise ConfigError(f"the config file {path!r} must end with .py, .yaml or .yml")
-    try:
-        with open(path, encoding="utf-8") as file:
-            return load_yaml(file, path)
-    except OSError as error:
-        raise ConfigError(f"cannot read the config file {path!r}: {error.strerror}") from error
+    return dump_yaml(plain, sort_keys=False)
 
 
 def _check_key(cfg: Any, names: Sequence[str], *, may_be_new: bool) -> None:

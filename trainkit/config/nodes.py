@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import importlib
-from collections.abc import Iterator
 from typing import Any
 
 from trainkit.config.errors import ConfigError
@@ -35,24 +34,24 @@ def to_node(value: Any, where: str) -> Any:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def to_plain(value: Any, key: str = "", *, resolve: bool = False, paths: bool = False) -> Any:
+def to_plain(value: Any, key: str = "", *, resolve: bool = False) -> Any:
     """Nodes as dicts, lists and tuples as lists, dataclasses as the calls that make them.
+
+    Targets that are classes of dataclasses, dicts and lists become dotted paths: omegaconf takes them for instances.
 
     Args:
         key: the place of ``value``, for errors.
-        paths: give each target by its dotted path, if it has one. Classes of dataclasses, dicts and lists always are,
-            since omegaconf takes them for instances.
 
     Raises:
-        ConfigError: a reference is wrong; a value is the class of a dataclass, which omegaconf takes for an instance.
+        ConfigError: a reference is wrong; a value is the class of a dataclass.
     """
     value = to_container(value, resolve=resolve)
     if isinstance(value, dict):
-        plain = {TARGET: _plain_target(value[TARGET], key, paths)} if TARGET in value else {}
+        plain = {TARGET: _plain_target(value[TARGET], key)} if TARGET in value else {}
         items = {name: item for name, item in value.items() if name != TARGET}
-        return plain | {name: to_plain(items[name], f"{key}.{name}", resolve=resolve, paths=paths) for name in items}
+        return plain | {name: to_plain(items[name], f"{key}.{name}", resolve=resolve) for name in items}
     if isinstance(value, list | tuple):
-        return [to_plain(item, f"{key}.{i}", resolve=resolve, paths=paths) for i, item in enumerate(value)]
+        return [to_plain(item, f"{key}.{i}", resolve=resolve) for i, item in enumerate(value)]
     if not dataclasses.is_dataclass(value):
         return value
     if isinstance(value, type):
@@ -60,17 +59,16 @@ def to_plain(value: Any, key: str = "", *, resolve: bool = False, paths: bool = 
             f"{key[1:]} is the class of a dataclass, which a node cannot hold; write LazyCall({name_of(value)})(...)"
         )
     arguments = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-    return to_plain({TARGET: type(value), **arguments}, key, resolve=resolve, paths=paths)
+    return to_plain({TARGET: type(value), **arguments}, key, resolve=resolve)
 
 
-def _plain_target(target: Any, key: str, paths: bool) -> Any:
-    if isinstance(target, dict) or is_node(target):
-        return to_plain(target, f"{key}.{TARGET}", paths=paths)
+def _plain_target(target: Any, key: str) -> Any:
+    if is_node(target):
+        return to_plain(target, f"{key}.{TARGET}")
     is_dataclass = isinstance(target, type) and dataclasses.is_dataclass(target)
-    is_container = isinstance(target, type) and issubclass(target, (dict, list, tuple))
-    if not (is_dataclass or is_container or paths):
+    if not is_dataclass and not (isinstance(target, type) and issubclass(target, (dict, list, tuple))):
         return target
-    path = _path_of(target)
+    path = path_of(target)
     return functools.partial(path) if is_dataclass and path is target else path
 
 
@@ -99,15 +97,6 @@ def update(cfg: Any, key: str, value: Any) -> None:
     _omegaconf().OmegaConf.update(cfg, key, to_plain(value), merge=True)
 
 
-def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Each value of a tree of dicts and lists, with its dotted key."""
-    if not isinstance(value, dict | list):
-        yield key, value
-        return
-    for name, item in value.items() if isinstance(value, dict) else enumerate(value):
-        yield from leaves(item, f"{key}.{name}" if key else str(name))
-
-
 def name_of(target: Any) -> str:
     """The name of a target in errors."""
     if isinstance(target, str):
@@ -115,7 +104,7 @@ def name_of(target: Any) -> str:
     return f"{target.__module__}.{target.__qualname__}" if hasattr(target, "__qualname__") else repr(target)
 
 
-def _path_of(target: Any) -> Any:
+def path_of(target: Any) -> Any:
     """The dotted path of ``target``; itself if there is none."""
     if not hasattr(target, "__qualname__"):
         return target

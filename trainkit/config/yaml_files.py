@@ -156,6 +156,15 @@ def load_yaml(stream: str | IO[str], name: str) -> dict[str, Any]:
     return content
 
 
+def read_yaml(path: str, wanted_by: str = "") -> dict[str, Any]:
+    """Read the file ``path``, see `load_yaml`; ``wanted_by`` says in an error who has named it."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return load_yaml(file, path)
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {path!r}{wanted_by}: {error.strerror}") from error
+
+
 def dump_yaml(content: dict[str, Any], **kwargs: Any) -> str:
     """Write ``content`` so that ``load_yaml`` reads it back; ``kwargs`` are those of ``yaml.dump``."""
     return yaml.dump(content, Dumper=_Dumper, **kwargs)
@@ -194,12 +203,7 @@ def _read_layers(path: str, chain: list[str], layers: list[tuple[str, dict[str, 
         raise ConfigError(f"{BASE_KEY} goes in a circle; leave out one of these: {' -> '.join([*chain, path])}")
     if len(chain) + len(layers) > _MAX_FILES:
         raise ConfigError(f"{chain[0]} inherits from more than {_MAX_FILES} files by {BASE_KEY}; name each once")
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = load_yaml(file, path)
-    except OSError as error:
-        wanted_by = f" ({BASE_KEY} of {chain[-1]})" if chain else ""
-        raise ConfigError(f"cannot read the config file {path!r}{wanted_by}: {error.strerror}") from error
+    content = read_yaml(path, f" ({BASE_KEY} of {chain[-1]})" if chain else "")
     for base in _bases(content.pop(BASE_KEY, []), path):
         _read_layers(os.path.join(os.path.dirname(path), os.path.expanduser(base)), [*chain, path], layers)
     layers.append((path, content))
