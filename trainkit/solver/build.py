@@ -15,8 +15,8 @@ from trainkit.config.config import CfgNode
 from trainkit.config.defaults import get_cfg
 from trainkit.config.errors import ConfigError, look_up, unknown_name
 from trainkit.config.scaling import optimizer_argument
-from trainkit.solver.build_schedule import build_lr_scheduler
-from trainkit.solver.clipping import (
+from trainkit.solver.build_schedule import build_lr_scheduler  # noqa: F401  detectron2's users find it here
+from trainkit.solver.clipping import (  # noqa: F401  the same
     GradientClipper,
     GradientClipType,
     build_gradient_clipper,
@@ -25,10 +25,10 @@ from trainkit.solver.clipping import (
 from trainkit.solver.combined import CombinedOptimizer, divide_parameters
 from trainkit.solver.lars import LARS
 from trainkit.solver.layer_decay import build_layer_decay
-from trainkit.solver.param_groups import (
+from trainkit.solver.param_groups import (  # noqa: F401  the same
     ParamKind,
     ParamRules,
-    _expand_param_groups,  # noqa: F401  detectron2's users find it here
+    _expand_param_groups,
     build_param_groups,
     describe_param_groups,
     get_default_optimizer_params,
@@ -36,19 +36,6 @@ from trainkit.solver.param_groups import (
 )
 from trainkit.utils.registry import Registry
 from trainkit.utils.sharding import is_sharded, shard_like
-
-__all__ = [
-    "OPTIMIZER_REGISTRY",
-    "PARAM_GROUP_REGISTRY",
-    "build_optimizer",
-    "build_lr_scheduler",
-    "GradientClipType",
-    "GradientClipper",
-    "build_gradient_clipper",
-    "maybe_add_gradient_clipping",
-    "get_default_optimizer_params",
-    "reduce_param_groups",
-]
 
 _logger = logging.getLogger(__name__)
 

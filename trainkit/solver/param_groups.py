@@ -92,14 +92,6 @@ class ParamRules:
             return None
         return matching[0] if self.key_match == "longest" else matching[-1]
 
-    def changes_decay(self) -> bool:
-        """Whether these rules need a weight decay."""
-        return (
-            any(value is not None for value in (self.weight_decay_norm, self.weight_decay_bias))
-            or bool(self.decay_factors)
-            or any("decay_factor" in options for options in self.custom_keys.values())
-        )
-
 
 def build_param_groups(
     model: nn.Module, base_lr: float, weight_decay: float | None, rules: ParamRules
@@ -116,7 +108,10 @@ def build_param_groups(
     Raises:
         ValueError: the rules change the weight decay, but ``weight_decay`` is None.
     """
-    if weight_decay is None and rules.changes_decay():
+    changes_decay = rules.decay_factors or any("decay_factor" in options for options in rules.custom_keys.values())
+    if weight_decay is None and (
+        changes_decay or rules.weight_decay_norm is not None or rules.weight_decay_bias is not None
+    ):
         raise ValueError("the rules change the weight decay, which is None; give weight_decay, or leave them out")
     named_params = list(_named_params(model))
     if unused := {*rules.custom_keys} - {rules.key_of(named.full_name) for named in named_params}:
@@ -141,8 +136,7 @@ def get_default_optimizer_params(
     """Parameter groups by absolute values, as in detectron2; see ``build_param_groups`` and ``ParamRules``.
 
     Args:
-        base_lr: None leaves the learning rate to the optimizer.
-        weight_decay: None leaves it to the optimizer.
+        base_lr, weight_decay: None leaves them to the optimizer.
         overrides: leaf name (``bias``) or full name of a parameter -> hyper-parameters that replace all others; a full
             name wins over a leaf name. If a name matches no parameter, a warning is logged.
 
@@ -183,7 +177,7 @@ def reduce_param_groups(params: Iterable[Mapping[str, Any]]) -> list[dict[str, A
     merged: dict[tuple[Any, ...], dict[str, Any]] = {}
     for group in _expand_param_groups(params):
         [param] = group.pop("params")
-        key = tuple(sorted((name, _hashable(value)) for name, value in group.items()))
+        key = tuple(sorted((name, tuple(value) if isinstance(value, list) else value) for name, value in group.items()))
         merged.setdefault(key, {"params": [], **group})["params"].append(param)
     return list(merged.values())
 
@@ -228,12 +222,9 @@ class _NamedParam(NamedTuple):
 
 def _named_params(model: nn.Module) -> Iterator[_NamedParam]:
     """Each parameter once, under its first name."""
-    seen: set[nn.Parameter] = set()
-    for module_name, module in model.named_modules():
-        for leaf_name, param in module.named_parameters(recurse=False):
-            if param not in seen:
-                seen.add(param)
-                yield _NamedParam(f"{module_name}.{leaf_name}" if module_name else leaf_name, leaf_name, module, param)
+    for full_name, param in model.named_parameters():
+        module_name, _, leaf_name = full_name.rpartition(".")
+        yield _NamedParam(full_name, leaf_name, model.get_submodule(module_name), param)
 
 
 def _hyperparams(named: _NamedParam, lr: float | None, weight_decay: float | None, rules: ParamRules) -> dict[str, Any]:
@@ -287,7 +278,3 @@ def _check_option(where: str, name: str, value: Any) -> None:
 def _check_factor(where: str, factor: Any) -> None:
     if not is_number(factor) or not factor >= 0:
         raise ValueError(f"{where} must be a number >= 0, got {factor!r}")
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
