@@ -121,32 +121,21 @@ class ModelAverage:
         self._buffers: dict[str, tuple[list[Tensor], int, dict[str, Any], str]] = {}
         self._follow_buffers(averages)
 
-    @torch.no_grad()
     def update(self) -> None:
         """Update the average with the model's current weights."""
         weight = self._rule.weight(self.steps)
         self.steps += 1
-        self._find_buffers()
-        for averages, sources in self._averaged:
-            if weight == 1:
-                torch._foreach_copy_(averages, sources)
-            elif weight > 0:
-                torch._foreach_lerp_(averages, sources, weight)
-        _copy_all(self._copied)
+        self._move(weight)
 
-    @torch.no_grad()
     def copy(self) -> None:
         """Copy the tensors that are not averaged once more, with buffers that the model has created since."""
         self._follow_buffers()
-        self._find_buffers()
-        _copy_all(self._copied)
+        self._move(0)
 
-    @torch.no_grad()
     def restart(self) -> None:
         """Make the average a copy of the model's current weights, with 0 updates."""
         self.steps = 0
-        self._find_buffers()
-        _copy_all([*self._averaged, *self._copied])
+        self._move(1)
 
     def state_dict(self) -> dict[str, Any]:
         """The averaged tensors, under the names of the model's state dict."""
@@ -170,13 +159,13 @@ class ModelAverage:
         with torch.no_grad():
             own = [local_part(tensor) for tensor in self.module.state_dict().values()]
             former = [tensor.clone() for tensor in own]
-            _copy_all([(own, [local_part(average) for average in self._shards.values()])])
+            torch._foreach_copy_(own, [local_part(average) for average in self._shards.values()])
             self.stands_in = True
             try:
                 yield
             finally:
                 reshard(self.module)
-                _copy_all([(own, former)])
+                torch._foreach_copy_(own, former)
                 self.stands_in = False
 
     def _add(self, average: Tensor, source: Tensor, averaged: bool) -> list[Tensor]:
@@ -196,22 +185,21 @@ class ModelAverage:
             if averages is None:
                 if self._shards or owner_path not in dict(self.module.named_modules()):
                     continue
-                put_buffer(self.module, path, buffer.clone())
+                put_buffer(self.module, path, buffer.detach().clone())
             average = self.module.get_buffer(path) if averages is None else averages[path]
             sources = self._add(average, buffer, self._average_buffers)
             self._buffers[path] = sources, len(sources) - 1, owner._buffers, name
-        self._averaged = [group for (averaged, _, _), group in self._groups.items() if averaged]
-        self._copied = [group for (averaged, _, _), group in self._groups.items() if not averaged]
 
-    def _find_buffers(self) -> None:
-        # a model may replace a buffer by a new tensor; parameters stay the same tensors
+    @torch.no_grad()
+    def _move(self, weight: float) -> None:
+        """Move the averages to the model's values by ``weight``, from 0 to 1, and copy all other tensors."""
         for sources, i, buffers, name in self._buffers.values():
-            sources[i] = buffers[name]
-
-
-def _copy_all(groups: list[tuple[list[Tensor], list[Tensor]]]) -> None:
-    for targets, sources in groups:
-        torch._foreach_copy_(targets, sources)
+            sources[i] = buffers[name]  # a model may replace a buffer by a new tensor; parameters stay the same tensors
+        for (averaged, _, _), (averages, sources) in self._groups.items():
+            if weight == 1 or not averaged:
+                torch._foreach_copy_(averages, sources)
+            elif weight > 0:
+                torch._foreach_lerp_(averages, sources, weight)
 
 
 def _copy_of(model: nn.Module) -> nn.Module:
