@@ -1,8 +1,6 @@
 """Adapt a config to another number of workers or another batch size."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from trainkit.config.config import CfgNode
@@ -54,26 +52,26 @@ def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
             return type(length)(shorter(item) for item in length)
         return length if isinstance(length, str) else round(length / scale)
 
-    with _changed(cfg) as cfg:
-        solver, warmup_iters = cfg.SOLVER, cfg.SOLVER.WARMUP_ITERS
-        solver.IMS_PER_BATCH = batch_size // reference
-        _scale_lr(solver, scale)
-        for key in ("MAX_ITER", "WARMUP_ITERS", "STEPS", "CHECKPOINT_PERIOD"):
-            solver[key] = shorter(solver[key])
-        solver.ACCUMULATION_FACTORS = [[shorter(start), factor] for start, factor in solver.ACCUMULATION_FACTORS]
-        solver.MAX_BATCHES_PER_EPOCH = solver.MAX_BATCHES_PER_EPOCH and max(1, shorter(solver.MAX_BATCHES_PER_EPOCH))
-        if warmup_iters == get_cfg().SOLVER.WARMUP_ITERS:  # the user has not chosen it
-            if not isinstance(solver.MAX_ITER, str):
-                warmup_iters = min(solver.WARMUP_ITERS, solver.MAX_ITER - solver.RESCALE_INTERVAL)
-            solver.WARMUP_ITERS = warmup_iters
-        for entry in solver.SCHEDULES:
-            for key, value in entry.items():
-                if key in _SCHEDULE_LENGTHS:
-                    entry[key] = shorter(value)
-                elif key == "GAMMA" and entry["NAME"] == "Exponential":  # a factor per iteration
-                    entry[key] = value**scale
-        cfg.TEST.EVAL_PERIOD = shorter(cfg.TEST.EVAL_PERIOD)
-        solver.REFERENCE_WORLD_SIZE = num_workers
+    cfg = cfg.clone()  # items of a frozen node can be assigned
+    solver, warmup_iters = cfg.SOLVER, cfg.SOLVER.WARMUP_ITERS
+    solver["IMS_PER_BATCH"] = batch_size // reference
+    _scale_lr(solver, scale)
+    for key in ("MAX_ITER", "WARMUP_ITERS", "STEPS", "CHECKPOINT_PERIOD"):
+        solver[key] = shorter(solver[key])
+    solver["ACCUMULATION_FACTORS"] = [[shorter(start), factor] for start, factor in solver.ACCUMULATION_FACTORS]
+    solver["MAX_BATCHES_PER_EPOCH"] = solver.MAX_BATCHES_PER_EPOCH and max(1, shorter(solver.MAX_BATCHES_PER_EPOCH))
+    if warmup_iters == get_cfg().SOLVER.WARMUP_ITERS:  # the user has not chosen it
+        if not isinstance(solver.MAX_ITER, str):
+            warmup_iters = min(solver.WARMUP_ITERS, solver.MAX_ITER - solver.RESCALE_INTERVAL)
+        solver["WARMUP_ITERS"] = warmup_iters
+    for entry in solver.SCHEDULES:
+        for key, value in entry.items():
+            if key in _SCHEDULE_LENGTHS:
+                entry[key] = shorter(value)
+            elif key == "GAMMA" and entry["NAME"] == "Exponential":  # a factor per iteration
+                entry[key] = value**scale
+    cfg.TEST["EVAL_PERIOD"] = shorter(cfg.TEST.EVAL_PERIOD)
+    solver["REFERENCE_WORLD_SIZE"] = num_workers
     logger.info(
         "Config scaled from %d to %d workers: batch size %d, learning rate %g, %s iterations",
         *(reference, num_workers, solver.IMS_PER_BATCH, solver.BASE_LR, solver.MAX_ITER),
@@ -93,9 +91,9 @@ def scale_lr_to_batch(cfg: CfgNode) -> CfgNode:
     reference, batch_size = cfg.SOLVER.REFERENCE_BATCH_SIZE, cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATION_STEPS
     if reference in (0, batch_size):
         return cfg
-    with _changed(cfg) as cfg:
-        _scale_lr(cfg.SOLVER, batch_size / reference)
-        cfg.SOLVER.REFERENCE_BATCH_SIZE = batch_size
+    cfg = cfg.clone()
+    _scale_lr(cfg.SOLVER, batch_size / reference)
+    cfg.SOLVER["REFERENCE_BATCH_SIZE"] = batch_size
     logger.info(
         "Learning rate scaled from %d to %d samples per iteration: SOLVER.BASE_LR is %g",
         *(reference, batch_size, cfg.SOLVER.BASE_LR),
@@ -139,28 +137,18 @@ def split_batch(cfg: CfgNode, num_workers: int, present: int) -> CfgNode:
     )
     if batch_size == solver.IMS_PER_BATCH:
         return cfg
-    with _changed(cfg) as cfg:
-        cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.ACCUMULATION_STEPS = batch_size, samples // batch_size
+    cfg = cfg.clone()
+    cfg.SOLVER.update(IMS_PER_BATCH=batch_size, ACCUMULATION_STEPS=samples // batch_size)
     return cfg
 
 
-@contextmanager
-def _changed(cfg: CfgNode) -> Iterator[CfgNode]:
-    """A copy that can be changed inside; it is frozen afterwards if ``cfg`` is."""
-    copy = cfg.clone()
-    copy.defrost()
-    yield copy
-    if cfg.is_frozen():
-        copy.freeze()
-
-
 def _scale_lr(solver: CfgNode, scale: float) -> None:
-    solver.BASE_LR, solver.BASE_LR_END = solver.BASE_LR * scale, solver.BASE_LR_END * scale
+    solver.update(BASE_LR=solver.BASE_LR * scale, BASE_LR_END=solver.BASE_LR_END * scale)
     if optimizer_argument(solver, "LR")[0] == "SOLVER.OPTIMIZER.LR":
-        solver.OPTIMIZER.LR = solver.OPTIMIZER.LR * scale
+        solver.OPTIMIZER["LR"] *= scale
     for entry in solver.OPTIMIZERS:
         if entry.get("LR") is not None:
-            entry["LR"] = entry["LR"] * scale
+            entry["LR"] *= scale
     for entry in solver.SCHEDULES:
         if entry.get("END_VALUE") is not None:
-            entry["END_VALUE"] = entry["END_VALUE"] * scale
+            entry["END_VALUE"] *= scale
