@@ -65,10 +65,8 @@ def configurable(
                 f"{type(self).__qualname__} has @configurable and needs a @classmethod from_config(cls, cfg) "
                 "that returns the arguments of its __init__ as a dict"
             )
-        if _has_config(args, kwargs):
-            init_func(self, **_arguments(from_config, args, kwargs))
-        else:
-            init_func(self, *args, **kwargs)
+        args, kwargs = _translate(from_config, args, kwargs)
+        init_func(self, *args, **kwargs)
 
     return wrapped
 
@@ -82,21 +80,21 @@ def _configurable_function(func: _Func, *, from_config: Callable[..., dict[str, 
 
     @functools.wraps(func)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return func(**_arguments(from_config, args, kwargs)) if _has_config(args, kwargs) else func(*args, **kwargs)
+        args, kwargs = _translate(from_config, args, kwargs)
+        return func(*args, **kwargs)
 
     wrapped.from_config = from_config  # type: ignore[attr-defined]
     return wrapped  # type: ignore[return-value]
 
 
-def _has_config(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _translate(
+    from_config: Callable[..., dict[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the call itself: the given ones, unless one is a config."""
     cfg = args[0] if args else kwargs.get("cfg")
     is_lazy = f"{type(cfg).__module__}.{type(cfg).__name__}" == "omegaconf.dictconfig.DictConfig"  # an optional package
-    return is_lazy or isinstance(cfg, CfgNode)
-
-
-def _arguments(
-    from_config: Callable[..., dict[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
+    if not is_lazy and not isinstance(cfg, CfgNode):
+        return args, kwargs
     parameters = inspect.signature(from_config).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -108,4 +106,4 @@ def _arguments(
         raise TypeError(
             f"{from_config.__qualname__} must return the arguments as a dict, got {type(arguments).__name__}"
         )
-    return arguments | {key: value for key, value in kwargs.items() if key not in to_from_config}
+    return (), arguments | {key: value for key, value in kwargs.items() if key not in to_from_config}

@@ -85,7 +85,12 @@ def changes(
         else:
             if name not in node:
                 _check_new_key(node, name, value, root, full_key)
-            yield node, name, _new_value(full_key, value, root)
+            if isinstance(value, Mapping):
+                new = type(root)(new_allowed=True)
+                merge_node(new, value, root, full_key + ".")
+                yield node, name, new
+            else:
+                yield node, name, plain_value(full_key, value)
 
 
 def _check_new_key(node: _FvcoreCfgNode, name: object, value: object, root: _FvcoreCfgNode, full_key: str) -> None:
@@ -155,15 +160,6 @@ def _coerce(full_key: str, value: object, old: object) -> object:
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise _wrong_type(full_key, value, _ACCEPTED[kind])
     return kind(value)
-
-
-def _new_value(full_key: str, value: object, root: _FvcoreCfgNode) -> object:
-    """Convert a value without a declared type; a mapping becomes a node that takes new keys."""
-    if not isinstance(value, Mapping):
-        return plain_value(full_key, value)
-    node = type(root)(new_allowed=True)
-    merge_node(node, value, root, full_key + ".")
-    return node
 
 
 def plain_value(full_key: str, value: object) -> Any:
