@@ -2,11 +2,11 @@
 
 ``base`` is the base value: a learning rate, a weight decay, a momentum. ``length`` is the number of iterations of the
 schedule, by default that of its entry in the config. A schedule with an end value reaches it in its last iteration,
-``length - 1``, as in OpenMMLab, and keeps it; torch's ``total_iters`` is ``length - 1``. If torch has the same rule,
-the values equal its closed form bit by bit.
+``length - 1``, as in OpenMMLab, and keeps it; torch's ``total_iters`` is ``length - 1``. The end is ``end_value``, or
+``end_ratio`` times the base (for groups with different bases); default is 0. If torch has the same rule, the values
+equal its closed form bit by bit. An argument that is not accepted is a ValueError.
 """
 
-import dataclasses
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -25,193 +25,119 @@ SCHEDULE_REGISTRY = Registry("SCHEDULE")
 """Classes and functions that return a `Schedule`. If a config gives no ``length``, it is that of the entry."""
 
 
-_SHORTEST = {"warmup": 0, "begin": 0, "end": 0, "decay": 1, "step_size": 1, "timescale": 1}  # in iterations
-_LISTS_OF_LENGTHS = ("milestones", "periods")
-_NUMBERS = ("factor", "start_factor", "end_factor", "gamma", "pct_start", "end_value", "end_ratio")  # 0 or more
-_ABOVE_0 = ("power", "div_factor", "final_div_factor")
-
-
-class _Checked:
-    """Checks each field by its name. Raises ValueError if a field is not accepted."""
-
-    _shortest = 2  # iterations of a ``length``
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # a subclass is a dataclass
-            name, value = field.name, getattr(self, field.name)
-            if name == "length" or name in _SHORTEST:
-                _check_length(name, value, _SHORTEST.get(name, self._shortest))
-            elif name in _LISTS_OF_LENGTHS:
-                if not isinstance(value, list | tuple):
-                    raise ValueError(f"{name} must be a list of numbers of iterations, got {value!r}")
-                for item in value:
-                    _check_length(name, item, 1)
-            elif name == "anneal":
-                if value not in _ANNEAL:
-                    raise ValueError(f"anneal must be one of {', '.join(_ANNEAL)}, got {value!r}")
-            elif name in _ABOVE_0 or (name in _NUMBERS and value is not None):
-                _check_number(name, value, is_0_accepted=name not in _ABOVE_0)
-
-
 @SCHEDULE_REGISTRY.register()
-@dataclass
-class Constant(_Checked):
+def Constant(length: int, factor: float = 1 / 3) -> Schedule:
     """``factor`` times the base; in the last iteration the base itself, so that the next schedule starts with it."""
-
-    length: int
-    factor: float = 1 / 3
-
-    def __call__(self, t: int, base: float) -> float:
-        return base * (self.factor + (t >= self.length - 1) * (1 - self.factor))
+    _check_lengths(2, length=length)
+    _check_numbers(factor=factor)
+    return lambda t, base: base * (factor + (t >= length - 1) * (1 - factor))
 
 
 @SCHEDULE_REGISTRY.register()
-@dataclass
-class Linear(_Checked):
+def Linear(length: int, start_factor: float = 1 / 3, end_factor: float = 1.0) -> Schedule:
     """A straight line from ``start_factor`` times the base to ``end_factor`` times the base; the usual warm-up."""
-
-    length: int
-    start_factor: float = 1 / 3
-    end_factor: float = 1.0
-
-    def __call__(self, t: int, base: float) -> float:
-        last = self.length - 1
-        return base * (self.start_factor + (self.end_factor - self.start_factor) * min(last, t) / last)
+    _check_lengths(2, length=length)
+    _check_numbers(start_factor=start_factor, end_factor=end_factor)
+    last = length - 1
+    return lambda t, base: base * (start_factor + (end_factor - start_factor) * min(last, t) / last)
 
 
 @SCHEDULE_REGISTRY.register()
-@dataclass
-class ExponentialWarmup(_Checked):
+def ExponentialWarmup(length: int, factor: float = 1 / 3) -> Schedule:
     """From ``factor`` times the base to the base; each iteration multiplies by the same number."""
-
-    length: int
-    factor: float = 1 / 3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_number("factor", self.factor, is_0_accepted=False)
-
-    def __call__(self, t: int, base: float) -> float:
-        last = self.length - 1
-        return base * self.factor ** (1 - min(last, t) / last)
+    _check_lengths(2, length=length)
+    _check_numbers(is_0_accepted=False, factor=factor)
+    last = length - 1
+    return lambda t, base: base * factor ** (1 - min(last, t) / last)
 
 
 @SCHEDULE_REGISTRY.register()
-@dataclass
-class Step(_Checked):
+def Step(step_size: int, gamma: float = 0.1) -> Schedule:
     """Multiply by ``gamma`` every ``step_size`` iterations."""
-
-    step_size: int
-    gamma: float = 0.1
-
-    def __call__(self, t: int, base: float) -> float:
-        return base * self.gamma ** periods_done(t, self.step_size)
+    _check_lengths(1, step_size=step_size)
+    _check_numbers(gamma=gamma)
+    return lambda t, base: base * gamma ** periods_done(t, step_size)
 
 
 @SCHEDULE_REGISTRY.register()
-@dataclass
-class MultiStep(_Checked):
+def MultiStep(milestones: Sequence[int], gamma: float = 0.1) -> Schedule:
     """Multiply by ``gamma`` at each of ``milestones``, in iterations from the start; a repeated one counts again."""
-
-    milestones: Sequence[int]
-    gamma: float = 0.1
-
-    def __call__(self, t: int, base: float) -> float:
-        return base * self.gamma ** sum(milestone <= t for milestone in self.milestones)
+    _check_list("milestones", milestones)
+    _check_numbers(gamma=gamma)
+    return lambda t, base: base * gamma ** sum(milestone <= t for milestone in milestones)
 
 
 @SCHEDULE_REGISTRY.register()
-@dataclass
-class Exponential(_Checked):
+def Exponential(gamma: float) -> Schedule:
     """Multiply by ``gamma`` in each iteration."""
-
-    gamma: float
-
-    def __call__(self, t: int, base: float) -> float:
-        return base * self.gamma**t
-
-
-@dataclass(kw_only=True)
-class _HasEnd(_Checked):
-    """The end as a value, or as a ratio of the base (for groups with different bases); default is 0."""
-
-    end_value: float | None = None
-    end_ratio: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.end_value is not None and self.end_ratio is not None:
-            raise ValueError(
-                f"end_value {self.end_value!r} and end_ratio {self.end_ratio!r} both say where it ends; give one"
-            )
-        super().__post_init__()
-
-    def end(self, base: float) -> float:
-        return (self.end_value or 0.0) if self.end_ratio is None else base * self.end_ratio
+    _check_numbers(gamma=gamma)
+    return lambda t, base: base * gamma**t
 
 
 @SCHEDULE_REGISTRY.register()
-@dataclass
-class Cosine(_HasEnd):
+def Cosine(length: int, *, end_value: float | None = None, end_ratio: float | None = None) -> Schedule:
     """From the base to the end along half a period of a cosine.
 
     As in torch and OpenMMLab, iteration ``length`` has the end value; the last iteration is one earlier, so its value
     is a little above the end. After ``length`` the cosine rises again.
     """
-
-    length: int
-    _shortest = 1
-
-    def __call__(self, t: int, base: float) -> float:
-        end = self.end(base)
-        return end + (base - end) * (1 + math.cos(math.pi * t / self.length)) / 2
+    _check_lengths(1, length=length)
+    end_of = _end(end_value, end_ratio)
+    return lambda t, base: _half_cosine(base, end_of(base), t, length)
 
 
 @SCHEDULE_REGISTRY.register()
-@dataclass
-class CosineRestarts(_HasEnd):
+def CosineRestarts(
+    periods: Sequence[int],
+    weights: Sequence[float] = (),
+    *,
+    end_value: float | None = None,
+    end_ratio: float | None = None,
+) -> Schedule:
     """Several `Cosine` in a row, of ``periods`` iterations each; the last value stays.
 
     Args:
         weights: each period starts at its weight times the base; default is 1 for all.
     """
+    _check_list("periods", periods)
+    if not periods:
+        raise ValueError(f"periods must have at least one number of iterations, got {periods!r}")
+    if not isinstance(weights, list | tuple) or len(weights) not in (0, len(periods)):
+        raise ValueError(f"weights must be a list, one for each of periods {periods!r}, got {weights!r}")
+    for weight in weights:
+        _check_numbers(weights=weight)
+    end_of = _end(end_value, end_ratio)
+    ends = [round(end) for end in accumulate(map(exact, periods))]
 
-    periods: Sequence[int]
-    weights: Sequence[float] = ()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.periods:
-            raise ValueError(f"periods must have at least one number of iterations, got {self.periods!r}")
-        if not isinstance(self.weights, list | tuple) or len(self.weights) not in (0, len(self.periods)):
-            raise ValueError(f"weights must be a list, one for each of periods {self.periods!r}, got {self.weights!r}")
-        for weight in self.weights:
-            _check_number("weights", weight)
-
-    def __call__(self, t: int, base: float) -> float:
-        ends = [round(end) for end in accumulate(map(exact, self.periods))]
+    def schedule(t: int, base: float) -> float:
         t = min(t, ends[-1] - 1)
         i = bisect_right(ends, t)
-        begin, weight = ends[i - 1] if i else 0, self.weights[i] if self.weights else 1.0
-        end, period = self.end(base), ends[i] - begin
-        return end + (base * weight - end) * (1 + math.cos(math.pi * (t - begin) / period)) / 2
+        begin, weight = ends[i - 1] if i else 0, weights[i] if weights else 1.0
+        return _half_cosine(base * weight, end_of(base), t - begin, ends[i] - begin)
+
+    return schedule
 
 
 @SCHEDULE_REGISTRY.register()
-@dataclass
-class Polynomial(_HasEnd):
+def Polynomial(
+    length: int, power: float = 1.0, *, end_value: float | None = None, end_ratio: float | None = None
+) -> Schedule:
     """From the base to the end by ``(1 - t / (length - 1)) ** power``."""
-
-    length: int
-    power: float = 1.0
-
-    def __call__(self, t: int, base: float) -> float:
-        last, end = self.length - 1, self.end(base)
-        return (base - end) * (1.0 - min(last, t) / last) ** self.power + end
+    _check_lengths(2, length=length)
+    _check_numbers(is_0_accepted=False, power=power)
+    last, end_of = length - 1, _end(end_value, end_ratio)
+    return lambda t, base: (base - end_of(base)) * (1.0 - min(last, t) / last) ** power + end_of(base)
 
 
 @SCHEDULE_REGISTRY.register()
-@dataclass
-class OneCycle(_Checked):
+def OneCycle(
+    length: int,
+    pct_start: float = 0.3,
+    anneal: Anneal = "cos",
+    div_factor: float = 25.0,
+    final_div_factor: float = 1e4,
+    three_phase: bool = False,
+) -> Schedule:
     """Up from ``base / div_factor`` to the base, and down to ``base / div_factor / final_div_factor``.
 
     The base is what torch calls ``max_lr``; each group has its own base. Smith and Topin, "Super-Convergence".
@@ -220,78 +146,70 @@ class OneCycle(_Checked):
         pct_start: fraction of the iterations in which it rises.
         three_phase: fall to the start value as fast as it rose, then to the end.
     """
+    _check_lengths(2, length=length)
+    _check_numbers(pct_start=pct_start)
+    _check_numbers(is_0_accepted=False, div_factor=div_factor, final_div_factor=final_div_factor)
+    interpolate, last = _interpolation(anneal), length - 1
+    peak = float(pct_start * length) - 1
+    if peak == 0 or peak >= (last / 2 if three_phase else last):
+        raise ValueError(
+            f"pct_start must leave room to rise and fall in the {length} iterations, got {pct_start!r}, with which the "
+            f"top is in iteration {peak:g}"
+        )
+    ends = [peak, float(2 * pct_start * length) - 2, last] if three_phase else [peak, last]
 
-    length: int
-    pct_start: float = 0.3
-    anneal: Anneal = "cos"
-    div_factor: float = 25.0
-    final_div_factor: float = 1e4
-    three_phase: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        peak = self.pct_start * self.length - 1
-        most = (self.length - 1) / 2 if self.three_phase else self.length - 1
-        if peak == 0 or peak >= most:
-            raise ValueError(
-                f"pct_start must leave room to rise and fall in the {self.length} iterations, got "
-                f"{self.pct_start!r}, with which the top is in iteration {peak:g}"
-            )
-
-    def __call__(self, t: int, base: float) -> float:
-        start = base / self.div_factor
-        low = start / self.final_div_factor
-        last = self.length - 1
-        peak = float(self.pct_start * self.length) - 1
-        ends, values = [peak, last], [start, base, low]
-        if self.three_phase:
-            ends, values = [peak, float(2 * self.pct_start * self.length) - 2, last], [start, base, start, low]
+    def schedule(t: int, base: float) -> float:
+        start = base / div_factor
+        low = start / final_div_factor
+        values = [start, base, start, low] if three_phase else [start, base, low]
         t = min(t, last)
         i = next(i for i, end in enumerate(ends) if t <= end)
         begin = ends[i - 1] if i else 0.0
-        return _ANNEAL[self.anneal](values[i], values[i + 1], (t - begin) / (ends[i] - begin))
+        return interpolate(values[i], values[i + 1], (t - begin) / (ends[i] - begin))
+
+    return schedule
 
 
 @SCHEDULE_REGISTRY.register()
-@dataclass
-class InverseSquareRoot(_Checked):
+def InverseSquareRoot(timescale: int) -> Schedule:
     """``base * sqrt(timescale / (t + timescale))``; after a warm-up of ``timescale`` iterations it is the rule of
     Vaswani et al., "Attention Is All You Need"."""
-
-    timescale: int
-
-    def __call__(self, t: int, base: float) -> float:
-        return base * math.sqrt(self.timescale / (t + self.timescale))
+    _check_lengths(1, timescale=timescale)
+    return lambda t, base: base * math.sqrt(timescale / (t + timescale))
 
 
 @SCHEDULE_REGISTRY.register()
-@dataclass
-class WarmupStableDecay(_HasEnd):
+def WarmupStableDecay(
+    length: int,
+    warmup: int,
+    decay: int,
+    start_factor: float = 0.0,
+    anneal: Anneal = "linear",
+    *,
+    end_value: float | None = None,
+    end_ratio: float | None = None,
+) -> Schedule:
     """A linear rise from ``start_factor`` times the base to the base in ``warmup`` iterations, then the base, then a
     fall to the end value in ``decay`` iterations; Hu et al., "MiniCPM"."""
+    _check_lengths(2, length=length)
+    _check_lengths(0, warmup=warmup)
+    _check_lengths(1, decay=decay)
+    _check_numbers(start_factor=start_factor)
+    if warmup + decay >= length:
+        raise ValueError(f"warmup {warmup} and decay {decay} must be shorter than length {length} together")
+    interpolate, end_of = _interpolation(anneal), _end(end_value, end_ratio)
 
-    length: int
-    warmup: int
-    decay: int
-    start_factor: float = 0.0
-    anneal: Anneal = "linear"
+    def schedule(t: int, base: float) -> float:
+        if t < warmup:
+            return _linear(base * start_factor, base, t / warmup)
+        decayed = min(t, length - 1) - (length - 1 - decay)
+        return base if decayed <= 0 else interpolate(base, end_of(base), decayed / decay)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.warmup + self.decay >= self.length:
-            raise ValueError(
-                f"warmup {self.warmup} and decay {self.decay} must be shorter than length {self.length} together"
-            )
-
-    def __call__(self, t: int, base: float) -> float:
-        if t < self.warmup:
-            return _linear(base * self.start_factor, base, t / self.warmup)
-        decayed = min(t, self.length - 1) - (self.length - 1 - self.decay)
-        return base if decayed <= 0 else _ANNEAL[self.anneal](base, self.end(base), decayed / self.decay)
+    return schedule
 
 
 @dataclass
-class Segment(_Checked):
+class Segment:
     """A schedule from iteration ``begin`` (included) to ``end`` (excluded)."""
 
     schedule: Schedule
@@ -299,7 +217,7 @@ class Segment(_Checked):
     end: int
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        _check_lengths(0, begin=self.begin, end=self.end)
         if self.end <= self.begin:
             raise ValueError(f"end must be after begin {self.begin}, got {self.end}")
 
@@ -328,22 +246,48 @@ def compute_values(schedule: Schedule, t: int, bases: Iterable[float]) -> list[f
     return [values[base] for base in bases]
 
 
-def _cos(start: float, end: float, done: float) -> float:
-    return end + (start - end) / 2.0 * (math.cos(math.pi * done) + 1)
+def _end(value: float | None, ratio: float | None) -> Callable[[float], float]:
+    """A function from the base to the end."""
+    if value is not None and ratio is not None:
+        raise ValueError(f"end_value {value!r} and end_ratio {ratio!r} both say where it ends; give one")
+    if ratio is not None:
+        _check_numbers(end_ratio=ratio)
+        return lambda base: base * ratio
+    end = 0.0 if value is None else value
+    _check_numbers(end_value=end)
+    return lambda base: end
+
+
+def _half_cosine(start: float, end: float, t: int, length: float) -> float:
+    return end + (start - end) * (1 + math.cos(math.pi * t / length)) / 2
 
 
 def _linear(start: float, end: float, done: float) -> float:
     return (end - start) * done + start
 
 
-_ANNEAL: dict[str, Callable[[float, float, float], float]] = {"cos": _cos, "linear": _linear}
+def _interpolation(anneal: Anneal) -> Callable[[float, float, float], float]:
+    """A function of the start, the end and the fraction done."""
+    if anneal not in ("cos", "linear"):
+        raise ValueError(f"anneal must be one of cos, linear, got {anneal!r}")
+    # torch computes the cosine of OneCycleLR by this formula
+    return _linear if anneal == "linear" else lambda a, b, done: b + (a - b) / 2.0 * (math.cos(math.pi * done) + 1)
 
 
-def _check_length(name: str, value: Any, minimum: int) -> None:
-    if not is_whole(value, minimum):
-        raise ValueError(f"{name} must be a whole number of iterations >= {minimum}, got {value!r}")
+def _check_lengths(minimum: int, **lengths: Any) -> None:
+    for name, length in lengths.items():
+        if not is_whole(length, minimum):
+            raise ValueError(f"{name} must be a whole number of iterations >= {minimum}, got {length!r}")
 
 
-def _check_number(name: str, value: Any, is_0_accepted: bool = True) -> None:
-    if not is_number(value) or not math.isfinite(value) or value < 0 or (value == 0 and not is_0_accepted):
-        raise ValueError(f"{name} must be a number {'>=' if is_0_accepted else '>'} 0, got {value!r}")
+def _check_list(name: str, lengths: Any) -> None:
+    if not isinstance(lengths, list | tuple):
+        raise ValueError(f"{name} must be a list of numbers of iterations, got {lengths!r}")
+    for length in lengths:
+        _check_lengths(1, **{name: length})
+
+
+def _check_numbers(*, is_0_accepted: bool = True, **numbers: Any) -> None:
+    for name, number in numbers.items():
+        if not is_number(number) or not math.isfinite(number) or number < 0 or (number == 0 and not is_0_accepted):
+            raise ValueError(f"{name} must be a number {'>=' if is_0_accepted else '>'} 0, got {number!r}")
