@@ -9,7 +9,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 from torch.overrides import TorchFunctionMode
 
 from tests.cuda import host_never_waits, needs_cuda
-from trainkit.solver.averaging import AveragingRule, ModelAverage
+from trainkit.solver.averaging import ModelAverage, averaging_rule
 
 
 class Value(nn.Module):
@@ -61,7 +61,7 @@ def equal(a, b):
 
 
 def test_the_first_update_copies_and_the_others_are_weighted_by_the_decay():
-    found = averages(AveragingRule("exponential", decay=0.9), [1, 2, 4, 8])
+    found = averages(averaging_rule("exponential", decay=0.9), [1, 2, 4, 8])
     assert found == pytest.approx([1, 1.1, 1.39, 2.051], abs=1e-12)
 
 
@@ -69,7 +69,7 @@ def test_the_first_update_copies_whatever_the_weights_were_before():
     model = Value()
     with torch.no_grad():
         model.value.fill_(float("nan"))
-        average = ModelAverage(model, AveragingRule())
+        average = ModelAverage(model, averaging_rule())
         model.value.fill_(3.0)
     average.update()
     assert average.module.value.item() == 3.0
@@ -80,44 +80,44 @@ def test_an_exponential_average_has_its_closed_form(decay):
     values = [3.0, -1.0, 2.5, 7.0, 0.125]
     k = len(values)
     expected = decay ** (k - 1) * values[0] + (1 - decay) * sum(decay ** (k - 1 - j) * values[j] for j in range(1, k))
-    assert averages(AveragingRule(decay=decay), values)[-1] == pytest.approx(expected, abs=1e-12)
+    assert averages(averaging_rule(decay=decay), values)[-1] == pytest.approx(expected, abs=1e-12)
 
 
 def test_annealing_begins_with_nearly_the_mean_and_ends_at_the_decay():
-    rule = AveragingRule("annealing", decay=0.9998)
-    assert [rule.weight(steps) for steps in (1, 2, 3)] == pytest.approx([0.990099, 0.980392, 0.970874], abs=1e-6)
-    assert rule.weight(499_900) == pytest.approx(0.0002, abs=1e-12)
-    assert rule.weight(10_000_000) == pytest.approx(0.0002, abs=1e-15)
-    assert AveragingRule("annealing", gamma=1).weight(3) == 0.25
+    rule = averaging_rule("annealing", decay=0.9998)
+    assert [rule(steps) for steps in (1, 2, 3)] == pytest.approx([0.990099, 0.980392, 0.970874], abs=1e-6)
+    assert rule(499_900) == pytest.approx(0.0002, abs=1e-12)
+    assert rule(10_000_000) == pytest.approx(0.0002, abs=1e-15)
+    assert averaging_rule("annealing", gamma=1)(3) == 0.25
 
 
 def test_warmup_falls_exponentially_to_the_decay():
-    rule = AveragingRule("warmup", decay=0.9998)
-    found = [rule.weight(steps) for steps in (1, 2000, 10000)]
+    rule = averaging_rule("warmup", decay=0.9998)
+    found = [rule(steps) for steps in (1, 2000, 10000)]
     assert found == pytest.approx([0.9990007, 0.3678220, 0.0069332], abs=1e-7)
-    assert AveragingRule("warmup", decay=0.9998, gamma=1000).weight(999) == pytest.approx(0.3680059, abs=1e-7)
+    assert averaging_rule("warmup", decay=0.9998, gamma=1000)(999) == pytest.approx(0.3680059, abs=1e-7)
 
 
 def test_the_rule_of_mmcv_rises_to_the_power_of_the_interval():
-    weights = [AveragingRule("mmcv", decay=0.5, gamma=10).weight(steps) for steps in (1, 2, 3, 8, 9)]
+    weights = [averaging_rule("mmcv", decay=0.5, gamma=10)(steps) for steps in (1, 2, 3, 8, 9)]
     assert weights == pytest.approx([2 / 11, 3 / 12, 4 / 13, 0.5, 0.5], abs=1e-12)
-    every_second = AveragingRule("mmcv", decay=0.5, gamma=10, interval=2)
-    assert [every_second.weight(steps) for steps in (1, 2, 3, 8)] == [0, 0.25, 0, 0.25]
-    usual = AveragingRule("mmcv", decay=0.9998)
-    assert [usual.weight(steps) for steps in (1, 100)] == pytest.approx([0.0002, 0.0002], abs=1e-12)
+    every_second = averaging_rule("mmcv", decay=0.5, gamma=10, interval=2)
+    assert [every_second(steps) for steps in (1, 2, 3, 8)] == [0, 0.25, 0, 0.25]
+    usual = averaging_rule("mmcv", decay=0.9998)
+    assert [usual(steps) for steps in (1, 100)] == pytest.approx([0.0002, 0.0002], abs=1e-12)
 
 
 @pytest.mark.parametrize("interval", [1, 2, 3])
 def test_the_mean_is_that_of_every_intervalth_value(interval):
     values = [3.0, -1.0, 2.5, 7.0, 0.125, -4.0, 11.0]
-    found = averages(AveragingRule("mean", interval=interval), values)
+    found = averages(averaging_rule("mean", interval=interval), values)
     for i, average in enumerate(found):
         taken = values[: i + 1 : interval]
         assert average == pytest.approx(sum(taken) / len(taken), abs=1e-12)
 
 
 def test_between_intervals_the_average_stays():
-    found = averages(AveragingRule(decay=0.5, interval=3), [1, 2, 4, 8, 16, 32, 64])
+    found = averages(averaging_rule(decay=0.5, interval=3), [1, 2, 4, 8, 16, 32, 64])
     assert found == [1, 1, 1, 4.5, 4.5, 4.5, 34.25]
 
 
@@ -139,7 +139,7 @@ def test_between_intervals_the_average_stays():
 )
 def test_bad_arguments_are_errors_that_name_them(arguments, error, message):
     with pytest.raises(error, match=message):
-        AveragingRule(**arguments)
+        averaging_rule(**arguments)
 
 
 # ---------------------------------------------------------------------- models
@@ -148,9 +148,9 @@ def test_bad_arguments_are_errors_that_name_them(arguments, error, message):
 @pytest.mark.parametrize(
     ("rule", "multi_avg_fn"),
     [
-        (AveragingRule(decay=0.99), get_ema_multi_avg_fn(0.99)),
-        (AveragingRule(decay=0.3), get_ema_multi_avg_fn(0.3)),
-        (AveragingRule("mean"), get_swa_multi_avg_fn()),
+        (averaging_rule(decay=0.99), get_ema_multi_avg_fn(0.99)),
+        (averaging_rule(decay=0.3), get_ema_multi_avg_fn(0.3)),
+        (averaging_rule("mean"), get_swa_multi_avg_fn()),
     ],
     ids=["decay 0.99", "decay 0.3", "mean"],
 )
@@ -160,7 +160,7 @@ def test_parameters_and_averaged_buffers_are_torchs_to_the_last_bit(rule, multi_
     model.layers[1].num_batches_tracked = None  # torch averages integers too, or fails
     ours = ModelAverage(model, rule, average_buffers=average_buffers)
     theirs = AveragedModel(model, multi_avg_fn=multi_avg_fn, use_buffers=average_buffers)
-    others = ModelAverage(model, AveragingRule(decay=0.989999))
+    others = ModelAverage(model, averaging_rule(decay=0.989999))
     for _ in range(6):
         change(model)
         ours.update()
@@ -176,7 +176,7 @@ def test_parameters_and_averaged_buffers_are_torchs_to_the_last_bit(rule, multi_
 @pytest.mark.parametrize("average_buffers", [False, True])
 def test_buffers_are_averaged_or_copied_in_every_update_and_counters_always_copied(average_buffers):
     model = nn.BatchNorm1d(2)
-    average = ModelAverage(model, AveragingRule(decay=0.5, interval=2), average_buffers=average_buffers)
+    average = ModelAverage(model, averaging_rule(decay=0.5, interval=2), average_buffers=average_buffers)
     found = []
     for count in range(1, 5):
         model.running_mean.fill_(2**count)
@@ -189,7 +189,7 @@ def test_buffers_are_averaged_or_copied_in_every_update_and_counters_always_copi
 def test_a_buffer_that_the_model_replaces_is_followed():
     model = nn.Module()
     model.register_buffer("scale", torch.tensor(1.0))
-    average = ModelAverage(model, AveragingRule())
+    average = ModelAverage(model, averaging_rule())
     model.scale = torch.tensor(5.0)
     average.update()
     assert average.module.scale.item() == 5.0
@@ -198,7 +198,7 @@ def test_a_buffer_that_the_model_replaces_is_followed():
 def test_buffers_that_a_checkpoint_does_not_hold_are_left_to_the_copy():
     model = nn.Module()
     model.register_buffer("cache", torch.ones(1), persistent=False)
-    average = ModelAverage(model, AveragingRule())
+    average = ModelAverage(model, averaging_rule())
     model.cache = torch.ones(7)  # grown
     average.update()
     assert average.module.cache.shape == (1,)
@@ -210,7 +210,7 @@ def test_tied_tensors_are_averaged_once():
     model.b = nn.Module()
     model.b.register_buffer("shared", model.a.running_mean)
     model.weight = model.a.weight
-    average = ModelAverage(model, AveragingRule(decay=0.5), average_buffers=True)
+    average = ModelAverage(model, averaging_rule(decay=0.5), average_buffers=True)
     for value in (0.0, 8.0):
         with torch.no_grad():
             model.a.running_mean.fill_(value)
@@ -223,7 +223,7 @@ def test_tied_tensors_are_averaged_once():
 def test_the_average_is_a_module_of_its_own_in_eval_mode_without_gradients():
     model = Net()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    average = ModelAverage(model, AveragingRule(decay=0.5))
+    average = ModelAverage(model, averaging_rule(decay=0.5))
     change(model)
     average.update()
     assert equal(average.module, model)
@@ -241,7 +241,7 @@ def test_the_average_is_a_module_of_its_own_in_eval_mode_without_gradients():
 
 def test_a_restart_copies_everything_and_forgets_the_steps():
     model = Net()
-    average = ModelAverage(model, AveragingRule(decay=0.5), average_buffers=True)
+    average = ModelAverage(model, averaging_rule(decay=0.5), average_buffers=True)
     for _ in range(3):
         change(model)
         average.update()
@@ -253,7 +253,7 @@ def test_a_restart_copies_everything_and_forgets_the_steps():
 
 def test_a_parameter_of_integers_is_copied():
     model = nn.ParameterList([nn.Parameter(torch.tensor([7]), requires_grad=False)])
-    average = ModelAverage(model, AveragingRule(decay=0.5))
+    average = ModelAverage(model, averaging_rule(decay=0.5))
     for _ in range(3):
         change(model)
         average.update()
@@ -275,7 +275,7 @@ class Calls(TorchFunctionMode):
 @pytest.mark.parametrize("kind", ["exponential", "annealing", "warmup", "mean", "mmcv"])
 def test_an_update_is_one_foreach_call_for_parameters_of_a_kind(kind):
     model = nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(5)))
-    average = ModelAverage(model, AveragingRule(kind))
+    average = ModelAverage(model, averaging_rule(kind))
     average.update()
     with Calls() as calls:
         average.update()
@@ -289,7 +289,7 @@ def test_a_model_that_cannot_be_copied_is_an_error_with_a_remedy():
     with pytest.raises(
         TypeError, match=r"Linear cannot be copied, .*\(TypeError: cannot pickle.* or give it a __deepcopy__"
     ):
-        ModelAverage(model, AveragingRule())
+        ModelAverage(model, averaging_rule())
 
 
 @needs_cuda
@@ -297,7 +297,7 @@ def test_a_model_that_cannot_be_copied_is_an_error_with_a_remedy():
 def test_on_cuda_an_update_equals_that_on_the_cpu_and_never_waits(kind):
     models = [nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(device) for device in ("cpu", "cuda")]
     models[1].load_state_dict(models[0].state_dict())
-    found = [ModelAverage(model, AveragingRule(kind)) for model in models]
+    found = [ModelAverage(model, averaging_rule(kind)) for model in models]
     for _ in range(3):
         with torch.no_grad():
             models[0][0].weight.add_(0.5)

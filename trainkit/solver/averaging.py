@@ -2,9 +2,9 @@
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,13 @@ from trainkit.utils.sharding import first_shard, local_part, reshard, shard_like
 
 AveragingKind: TypeAlias = Literal["exponential", "annealing", "warmup", "mean", "mmcv"]
 
-_KINDS = ("exponential", "annealing", "warmup", "mean", "mmcv")
 _GAMMA = {"annealing": 100.0, "warmup": 2000.0, "mmcv": 100.0}
 
 
-class AveragingRule:
-    """The weight of the new values in an average: ``average += weight * (new - average)``.
+def averaging_rule(
+    kind: AveragingKind = "exponential", decay: float | None = None, gamma: float | None = None, interval: int = 1
+) -> Callable[[int], float]:
+    """The weight of the new values in an average, ``average += weight * (new - average)``.
 
     The first update copies. Of the later ones, only each ``interval``-th changes the average, but all count as steps.
     With ``m = 1 - decay`` (momentum in OpenMMLab) and ``steps`` updates before this one, the weight is
@@ -30,57 +31,42 @@ class AveragingRule:
     - "warmup": ``m + (1 - m) * exp(-(1 + steps) / gamma)``, mmdet's ``ExpMomentumEMA``;
     - "mean": ``1 / (1 + steps // interval)``, the plain mean: SWA, https://arxiv.org/abs/1803.05407;
     - "mmcv": ``min(m ** interval, (1 + steps) / (gamma + steps))``, as in mmcv 1.x, where ``gamma`` is ``warm_up``.
-    With a usual ``m`` this is not a warm-up; use "warmup" or "annealing" for one.
+      With a usual ``m`` this is not a warm-up; use "warmup" or "annealing" for one.
 
     Args:
         decay: weight of the old average, from 0 to below 1; default is 0.999. Not for "mean".
         gamma: about the number of updates that the start lasts; default is 2000 for "warmup" and 100 for "annealing"
             and "mmcv". Not for the others.
 
+    Returns:
+        A function from ``steps`` to the weight: 1 copies the new values, 0 keeps the average.
+
     Raises:
         ValueError: an argument is not accepted.
     """
-
-    def __init__(
-        self,
-        kind: AveragingKind = "exponential",
-        decay: float | None = None,
-        gamma: float | None = None,
-        interval: int = 1,
-    ) -> None:
-        if kind not in _KINDS:
-            raise ValueError(f"kind must be one of {', '.join(_KINDS)}; got {kind!r}")
-        if decay is not None and kind == "mean":
-            raise ValueError(f'decay is {decay!r}, but kind "mean" has no decay; leave out one of the two')
-        if gamma is not None and kind not in _GAMMA:
-            raise ValueError(
-                f'gamma is {gamma!r}, but kind "{kind}" has none; leave it out, or use {", ".join(_GAMMA)}'
-            )
-        if not is_whole(interval, 1):
-            raise ValueError(f"interval must be a whole number of updates >= 1, got {interval!r}")
-        decay = 0.999 if decay is None else decay
-        if not is_number(decay) or not 0 <= decay < 1:
-            raise ValueError(f"decay (1 - momentum) must be a number from 0 to below 1, got {decay!r}")
-        gamma = _GAMMA.get(kind, 1.0) if gamma is None else gamma
-        if not is_number(gamma) or not 0 < gamma < math.inf:
-            raise ValueError(f"gamma must be a number of updates > 0, got {gamma!r}")
-        self._kind, self._least, self._gamma, self._interval = kind, 1 - decay, gamma, interval
-
-    def weight(self, steps: int) -> float:
-        """The weight after ``steps`` updates: 1 copies the new values, 0 keeps the average."""
-        if steps == 0:
-            return 1.0
-        if steps % self._interval != 0:
-            return 0.0
-        if self._kind == "annealing":
-            return max(self._least, self._gamma / (self._gamma + steps))
-        if self._kind == "warmup":
-            return (1 - self._least) * math.exp(-(1 + steps) / self._gamma) + self._least
-        if self._kind == "mmcv":
-            return min(self._least**self._interval, (1 + steps) / (self._gamma + steps))
-        if self._kind == "mean":
-            return 1 / (steps // self._interval + 1)
-        return self._least
+    if kind not in get_args(AveragingKind):
+        raise ValueError(f"kind must be one of {', '.join(get_args(AveragingKind))}; got {kind!r}")
+    if decay is not None and kind == "mean":
+        raise ValueError(f'decay is {decay!r}, but kind "mean" has no decay; leave out one of the two')
+    if gamma is not None and kind not in _GAMMA:
+        raise ValueError(f'gamma is {gamma!r}, but kind "{kind}" has none; leave it out, or use {", ".join(_GAMMA)}')
+    if not is_whole(interval, 1):
+        raise ValueError(f"interval must be a whole number of updates >= 1, got {interval!r}")
+    decay = 0.999 if decay is None else decay
+    if not is_number(decay) or not 0 <= decay < 1:
+        raise ValueError(f"decay (1 - momentum) must be a number from 0 to below 1, got {decay!r}")
+    scale = _GAMMA.get(kind, 1.0) if gamma is None else gamma
+    if not is_number(scale) or not 0 < scale < math.inf:
+        raise ValueError(f"gamma must be a number of updates > 0, got {scale!r}")
+    m = 1 - decay
+    later: dict[str, Callable[[int], float]] = {
+        "exponential": lambda steps: m,
+        "annealing": lambda steps: max(m, scale / (scale + steps)),
+        "warmup": lambda steps: (1 - m) * math.exp(-(1 + steps) / scale) + m,
+        "mean": lambda steps: 1 / (steps // interval + 1),
+        "mmcv": lambda steps: min(m**interval, (1 + steps) / (scale + steps)),
+    }
+    return lambda steps: 1.0 if steps == 0 else 0.0 if steps % interval else later[kind](steps)
 
 
 class ModelAverage:
@@ -100,7 +86,7 @@ class ModelAverage:
         TypeError: the model cannot be copied.
     """
 
-    def __init__(self, model: nn.Module, rule: AveragingRule, *, average_buffers: bool = False) -> None:
+    def __init__(self, model: nn.Module, rule: Callable[[int], float], *, average_buffers: bool = False) -> None:
         self._shards: dict[str, Tensor] = {}  # of a sharded model: name -> average
         if first_shard(model) is None:
             self.module = _copy_of(model).eval()
@@ -123,7 +109,7 @@ class ModelAverage:
 
     def update(self) -> None:
         """Update the average with the model's current weights."""
-        weight = self._rule.weight(self.steps)
+        weight = self._rule(self.steps)
         self.steps += 1
         self._move(weight)
 

@@ -11,7 +11,7 @@ from trainkit.checkpoint.matching import Differences
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.engine.periods import check_period
-from trainkit.solver.averaging import AveragingKind, AveragingRule, ModelAverage
+from trainkit.solver.averaging import AveragingKind, ModelAverage, averaging_rule
 from trainkit.utils.model import unwrap_model
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class EMAHook(HookBase):
 
     Args:
         decay: weight of the old average in an update, default 0.999; ``1 - momentum`` in OpenMMLab. For this, ``kind``,
-            ``gamma`` and ``interval`` see `AveragingRule`.
+            ``gamma`` and ``interval`` see `averaging_rule`.
         begin: the average starts with the weights after this many iterations (at least 1). Before that it equals the
             model.
         buffers: "copy" copies the model's buffers, "average" averages the floating-point ones.
@@ -51,7 +51,7 @@ class EMAHook(HookBase):
         buffers: Literal["copy", "average"] = "copy",
         evaluate: Literal["ema", "raw", "both"] = "ema",
     ) -> None:
-        self._rule = AveragingRule(kind, decay, gamma, interval)
+        self._rule = averaging_rule(kind, decay, gamma, interval)
         self._begin = check_period("begin", begin)
         if buffers not in ("copy", "average"):
             raise ValueError(f'buffers must be "copy" or "average", got {buffers!r}')
