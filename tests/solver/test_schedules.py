@@ -261,16 +261,17 @@ def test_before_its_begin_a_segment_does_nothing():
 
 
 def test_segments_that_overlap_are_multiplied_as_chained_schedulers_of_torch_are():
-    ours = Chain([Segment(Linear(5, 0.1), 0, 5), Segment(MultiStep([3, 8], 0.5), 0, 12)])
+    segments = [Segment(Linear(5, 0.1), 0, 5), Segment(MultiStep([3, 8], 0.5), 0, 12)]
+    ours = Chain(segments)
 
     def theirs(optimizer):
         warmup = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4)
         return lr_scheduler.ChainedScheduler([warmup, lr_scheduler.MultiStepLR(optimizer, [3, 8], 0.5)])
 
     assert values_of(ours, 0.3, 12) == pytest.approx(recursive(theirs, 0.3, 12), rel=1e-12)
-    swapped = Chain(ours.segments[::-1])
+    swapped = Chain(segments[::-1])
     assert values_of(swapped, 0.3, 12) == pytest.approx(values_of(ours, 0.3, 12), rel=1e-12)
-    assert values_of(ours, 0.3, 12) != pytest.approx(values_of(Chain(ours.segments[:1]), 0.3, 12), rel=1e-3)
+    assert values_of(ours, 0.3, 12) != pytest.approx(values_of(Chain(segments[:1]), 0.3, 12), rel=1e-3)
 
 
 def test_values_of_equal_bases_are_computed_once():

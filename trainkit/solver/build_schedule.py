@@ -21,7 +21,7 @@ from trainkit.config.defaults import get_cfg
 from trainkit.config.errors import ConfigError, unknown_name
 from trainkit.config.scaling import optimizer_argument
 from trainkit.solver.lr_scheduler import KeepLastValue, LRFunction, LRMultiplier, WarmupParamScheduler
-from trainkit.solver.schedules import SCHEDULE_REGISTRY, Chain, Segment
+from trainkit.solver.schedules import SCHEDULE_REGISTRY, Chain, Schedule, Segment
 from trainkit.utils.numbers import is_whole
 
 _logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ def _iters(key: str, value: object, at_least: int) -> int:
     return value
 
 
-def build_schedule(entries: Iterable[Any], max_iter: int, where: str) -> Chain:
+def build_schedule(entries: Iterable[Any], max_iter: int, where: str) -> Schedule:
     """Chain the schedules that a config lists.
 
     Args:

@@ -7,10 +7,10 @@ schedule, by default that of its entry in the config. A schedule with an end val
 equal its closed form bit by bit. An argument that is not accepted is a ValueError.
 """
 
+import functools
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
@@ -208,35 +208,20 @@ def WarmupStableDecay(
     return schedule
 
 
-@dataclass
-class Segment:
-    """A schedule from iteration ``begin`` (included) to ``end`` (excluded)."""
-
-    schedule: Schedule
-    begin: int
-    end: int
-
-    def __post_init__(self) -> None:
-        _check_lengths(0, begin=self.begin, end=self.end)
-        if self.end <= self.begin:
-            raise ValueError(f"end must be after begin {self.begin}, got {self.end}")
+def Segment(schedule: Schedule, begin: int, end: int) -> Schedule:
+    """A schedule from iteration ``begin`` to ``end`` (excluded): before it the base, after it the last value."""
+    _check_lengths(0, begin=begin, end=end)
+    if end <= begin:
+        raise ValueError(f"end must be after begin {begin}, got {end}")
+    return lambda t, base: base if t < begin else schedule(min(t, end - 1) - begin, base)
 
 
-@dataclass
-class Chain:
+def Chain(segments: Sequence[Schedule]) -> Schedule:
     """The result of each segment is the base of the next one in the list.
 
-    Before its start a segment does nothing; after its end its last value stays. So segments in a row continue each
-    other, and overlapping ones, such as a warm-up and milestones, are multiplied.
+    So segments in a row continue each other, and overlapping ones, such as a warm-up and milestones, are multiplied.
     """
-
-    segments: Sequence[Segment]
-
-    def __call__(self, t: int, base: float) -> float:
-        for segment in self.segments:
-            if t >= segment.begin:
-                base = segment.schedule(min(t, segment.end - 1) - segment.begin, base)
-        return base
+    return lambda t, base: functools.reduce(lambda value, segment: segment(t, value), segments, base)
 
 
 def compute_values(schedule: Schedule, t: int, bases: Iterable[float]) -> list[float]:
