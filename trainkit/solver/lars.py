@@ -67,10 +67,7 @@ class LARS(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update all parameters that have a gradient. Raises RuntimeError if a gradient is sparse."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # tensors of one foreach call
             for param in group["params"]:

@@ -5,7 +5,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -113,13 +113,13 @@ def build_param_groups(
         changes_decay or rules.weight_decay_norm is not None or rules.weight_decay_bias is not None
     ):
         raise ValueError("the rules change the weight decay, which is None; give weight_decay, or leave them out")
-    named_params = list(_named_params(model))
-    if unused := {*rules.custom_keys} - {rules.key_of(named.full_name) for named in named_params}:
+    named_params = dict(model.named_parameters())
+    if unused := {*rules.custom_keys} - {*map(rules.key_of, named_params)}:
         _logger.warning("Custom keys that match no parameter and have no effect: %s", ", ".join(sorted(unused)))
     return reduce_param_groups(
-        {"params": [named.param], **_hyperparams(named, base_lr, weight_decay, rules)}
-        for named in named_params
-        if named.param.requires_grad
+        {"params": [param], **_hyperparams(model, name, param, base_lr, weight_decay, rules)}
+        for name, param in named_params.items()
+        if param.requires_grad
     )
 
 
@@ -153,18 +153,18 @@ def get_default_optimizer_params(
         raise ValueError("weight_decay_bias and overrides['bias']['weight_decay'] are the same; give one of them")
 
     rules = ParamRules(weight_decay_norm, weight_decay_bias, bias_lr_factor, lr_factor_func=lr_factor_func)
-    named_params = list(_named_params(model))
-    if unmatched := {*overrides} - {name for named in named_params for name in (named.leaf_name, named.full_name)}:
+    leaf_names = {name: name.rpartition(".")[2] for name, _ in model.named_parameters()}
+    if unmatched := {*overrides} - {*leaf_names, *leaf_names.values()}:
         _logger.warning("No parameter is called %s; these overrides have no effect", ", ".join(sorted(unmatched)))
     return reduce_param_groups(
         {
-            "params": [named.param],
-            **_hyperparams(named, base_lr, weight_decay, rules),
-            **overrides.get(named.leaf_name, {}),
-            **overrides.get(named.full_name, {}),
+            "params": [param],
+            **_hyperparams(model, name, param, base_lr, weight_decay, rules),
+            **overrides.get(leaf_names[name], {}),
+            **overrides.get(name, {}),
         }
-        for named in named_params
-        if named.param.requires_grad
+        for name, param in model.named_parameters()
+        if param.requires_grad
     )
 
 
@@ -213,38 +213,28 @@ def describe_param_groups(groups: Optimizer | Iterable[Mapping[str, Any]], model
     return format_table(rows, headers, tablefmt="pipe", disable_numparse=True)
 
 
-class _NamedParam(NamedTuple):
-    full_name: str
-    leaf_name: str
-    module: nn.Module
-    param: nn.Parameter
-
-
-def _named_params(model: nn.Module) -> Iterator[_NamedParam]:
-    """Each parameter once, under its first name."""
-    for full_name, param in model.named_parameters():
-        module_name, _, leaf_name = full_name.rpartition(".")
-        yield _NamedParam(full_name, leaf_name, model.get_submodule(module_name), param)
-
-
-def _hyperparams(named: _NamedParam, lr: float | None, weight_decay: float | None, rules: ParamRules) -> dict[str, Any]:
-    key = rules.key_of(named.full_name)
+def _hyperparams(
+    model: nn.Module, name: str, param: Tensor, lr: float | None, weight_decay: float | None, rules: ParamRules
+) -> dict[str, Any]:
+    owner, _, leaf_name = name.rpartition(".")
+    module = model.get_submodule(owner)
+    key = rules.key_of(name)
     options = dict(rules.custom_keys[key]) if key is not None else {}
     lr_factors, decay_factors = [options.pop("lr_factor", 1.0)], [options.pop("decay_factor", 1.0)]
     if key is None or not rules.custom_keys_only:
-        if isinstance(named.module, _NORM_LAYERS) and rules.weight_decay_norm is not None:
+        if isinstance(module, _NORM_LAYERS) and rules.weight_decay_norm is not None:
             weight_decay = rules.weight_decay_norm
-        if named.leaf_name == "bias":
+        if leaf_name == "bias":
             lr_factors.append(rules.bias_lr_factor)
             if rules.weight_decay_bias is not None:
                 weight_decay = rules.weight_decay_bias
-        kinds = list(_kinds(named))
+        kinds = list(_kinds(module, leaf_name, param))
         decay_factors.extend([rules.decay_factors[kind] for kind in kinds if kind in rules.decay_factors][:1])
         if kinds[:2] == ["norm", "bias"]:
             kinds.remove("bias")
         lr_factors.extend([rules.lr_factors[kind] for kind in kinds if kind in rules.lr_factors][:1])
         if rules.lr_factor_func is not None:
-            lr_factors.append(rules.lr_factor_func(named.full_name))
+            lr_factors.append(rules.lr_factor_func(name))
     if lr is not None:
         options["lr"] = math.prod(lr_factors, start=lr)
     if weight_decay is not None:
@@ -252,18 +242,17 @@ def _hyperparams(named: _NamedParam, lr: float | None, weight_decay: float | Non
     return options
 
 
-def _kinds(named: _NamedParam) -> Iterator[ParamKind]:
-    """The kinds of a parameter, in the order in which their factors count."""
-    module = named.module
+def _kinds(module: nn.Module, leaf_name: str, param: Tensor) -> Iterator[ParamKind]:
+    """The kinds of a parameter of a module, in the order in which their factors count."""
     if isinstance(module, _NORM_LAYERS):
         yield "norm"
-    if named.leaf_name == "bias":
+    if leaf_name == "bias":
         yield "bias"
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.groups == module.in_channels:
         yield "dwconv"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         yield "embedding"
-    if named.param.ndim == 1:
+    if param.ndim == 1:
         yield "flat"
 
 
