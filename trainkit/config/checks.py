@@ -1,7 +1,9 @@
 """Checks that every config must pass."""
 
 import difflib
+import functools
 import logging
+import operator
 import re
 from itertools import pairwise
 from typing import Any
@@ -286,10 +288,7 @@ def _check_param_groups(solver: CfgNode) -> None:
 
 
 def _get(cfg: CfgNode, key: str) -> Any:
-    node = cfg
-    for part in key.split("."):
-        node = node[part]
-    return node
+    return functools.reduce(operator.getitem, key.split("."), cfg)
 
 
 def _is_on(cfg: CfgNode, setting: str) -> bool:

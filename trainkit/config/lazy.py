@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.config.errors import ConfigError, UnknownKeyError
-from trainkit.config.merge import parse_literal
 from trainkit.config.nodes import TARGET, is_node, name_of, path_of, to_node, to_plain, update
 from trainkit.config.python_files import run_file
-from trainkit.config.yaml_files import CodeName, dump_yaml, read_yaml
+from trainkit.config.yaml_files import CodeName, dump_yaml, parse_literal, read_yaml
 from trainkit.utils.registry import did_you_mean
 
 _logger = logging.getLogger(__name__)

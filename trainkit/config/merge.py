@@ -1,6 +1,5 @@
 """Merge values into a config node, with checks and error messages."""
 
-import ast
 import contextlib
 import difflib
 import logging
@@ -11,29 +10,16 @@ from fvcore.common.config import CfgNode as _FvcoreCfgNode
 
 from trainkit.config.errors import ConfigError, UnknownKeyError
 from trainkit.config.lengths import LENGTH_FORMS, LENGTH_KEYS, parse_length
-from trainkit.config.yaml_files import BASE_KEY, DELETE_KEY, parse_flow
+from trainkit.config.yaml_files import BASE_KEY, DELETE_KEY, parse_literal
 
 _logger = logging.getLogger(__name__)
 _UNTYPED = "__untyped__"  # in a node's __dict__, as yacs keeps its own marks
-_YAML_WORDS = {"true": True, "false": False, "null": None}
 _ACCEPTED = {bool: "True or False", int: "an int", float: "a float or an int", str: "text"}
 
 
 def untyped_keys(node: _FvcoreCfgNode) -> set[str]:
     """Names of the keys without a declared type."""
     return node.__dict__.setdefault(_UNTYPED, set())
-
-
-def parse_literal(text: str) -> Any:
-    """A Python literal, a list or node in YAML, YAML's true, false and null, or else the text itself."""
-    if text.lower() in _YAML_WORDS:
-        return _YAML_WORDS[text.lower()]
-    try:
-        value = ast.literal_eval(text.strip())
-        str(value)  # raises for an int with thousands of digits, such as 0xfff..., which Python cannot write
-        return value
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return parse_flow(text)
 
 
 class OptionText(str):

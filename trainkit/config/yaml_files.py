@@ -1,5 +1,7 @@
 """Config files: YAML that cannot run code, with ``_BASE_`` and ``_DELETE_``."""
 
+import ast
+import contextlib
 import os
 import re
 from typing import IO, Any
@@ -20,6 +22,7 @@ _MAX_FILES = 100  # that a file inherits from, counted each time they are named
 
 _EXPONENT = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+\Z")
 _EXPONENT_START = list("-+.0123456789")
+_WORDS = {"true": True, "false": False, "null": None}
 
 
 class _Loader(yaml.SafeLoader):
@@ -116,13 +119,17 @@ for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, _EXPONENT_START)
 
 
-def parse_flow(text: str) -> Any:
-    """A list or node written in one line, such as ``[{NAME: EMAHook, DECAY: 0.999}]``; else the text."""
-    if not text.lstrip().startswith(("[", "{")):
-        return text
+def parse_literal(text: str) -> Any:
+    """A Python literal, a list or node in YAML, YAML's true, false and null, or else the text itself."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
     try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError:
+        value = ast.literal_eval(text.strip())
+        str(value)  # raises for an int with thousands of digits, such as 0xfff..., which Python cannot write
+        return value
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        with contextlib.suppress(yaml.YAMLError):
+            return yaml.load(text, Loader=_Loader) if text.lstrip().startswith(("[", "{")) else text
         return text
 
 

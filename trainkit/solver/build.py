@@ -140,7 +140,14 @@ def _build_one(cfg: CfgNode, model: nn.Module, only: Collection[Tensor] | None =
 def _build_groups(cfg: CfgNode, model: nn.Module, lr: float, weight_decay: float | None) -> list[dict[str, Any]]:
     options = cfg.SOLVER.PARAM_GROUPS
     if options.BUILDER:
-        return _build_users_groups(cfg, model)
+        groups = look_up(PARAM_GROUP_REGISTRY, options.BUILDER, f"{_GROUPS}.BUILDER")(cfg, model)
+        try:
+            return [{**group, "params": list(group["params"])} for group in groups]
+        except (TypeError, KeyError) as error:
+            raise TypeError(
+                f"{_GROUPS}.BUILDER {options.BUILDER!r} must give groups, that is dicts with a list 'params', got "
+                f"{groups!r}"
+            ) from error
     lr_factor_func = None
     try:
         if options.LAYER_DECAY.RATE != 1.0:
@@ -171,17 +178,6 @@ def _build_groups(cfg: CfgNode, model: nn.Module, lr: float, weight_decay: float
 def _factors(options: CfgNode, what: str) -> dict[ParamKind, float]:
     factors = {kind: options[f"{kind.upper()}_{what}_FACTOR"] for kind in get_args(ParamKind)}
     return {kind: factor for kind, factor in factors.items() if factor is not None}
-
-
-def _build_users_groups(cfg: CfgNode, model: nn.Module) -> list[dict[str, Any]]:
-    name = cfg.SOLVER.PARAM_GROUPS.BUILDER
-    groups = look_up(PARAM_GROUP_REGISTRY, name, f"{_GROUPS}.BUILDER")(cfg, model)
-    try:
-        return [{**group, "params": list(group["params"])} for group in groups]
-    except (TypeError, KeyError) as error:
-        raise TypeError(
-            f"{_GROUPS}.BUILDER {name!r} must give groups, that is dicts with a list 'params', got {groups!r}"
-        ) from error
 
 
 def _find_optimizer(name: str) -> Callable[..., Optimizer]:
