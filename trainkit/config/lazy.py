@@ -82,10 +82,8 @@ class LazyConfig:
     @staticmethod
     def load_rel(filename: str | os.PathLike[str], keys: str | Sequence[str] | None = None) -> Any:
         """``load`` with a path relative to the file of the calling code."""
-        frame = inspect.currentframe()
-        assert frame is not None
-        assert frame.f_back is not None
-        return LazyConfig.load(os.path.join(os.path.dirname(frame.f_back.f_code.co_filename), filename), keys)
+        folder = os.path.dirname(inspect.stack(0)[1].filename)
+        return LazyConfig.load(os.path.join(folder, filename), keys)
 
     @staticmethod
     def save(cfg: Any, filename: str | os.PathLike[str]) -> None:

@@ -108,10 +108,13 @@ def build_param_groups(
     Raises:
         ValueError: the rules change the weight decay, but ``weight_decay`` is None.
     """
-    changes_decay = rules.decay_factors or any("decay_factor" in options for options in rules.custom_keys.values())
-    if weight_decay is None and (
-        changes_decay or rules.weight_decay_norm is not None or rules.weight_decay_bias is not None
-    ):
+    changes_decay = (
+        rules.weight_decay_norm is not None
+        or rules.weight_decay_bias is not None
+        or rules.decay_factors
+        or any("decay_factor" in options for options in rules.custom_keys.values())
+    )
+    if weight_decay is None and changes_decay:
         raise ValueError("the rules change the weight decay, which is None; give weight_decay, or leave them out")
     named_params = dict(model.named_parameters())
     if unused := {*rules.custom_keys} - {*map(rules.key_of, named_params)}:
