@@ -1,14 +1,29 @@
 """CfgNode: fvcore's config node with strict merging and errors that give the full key."""
 
+import contextlib
+import difflib
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from fvcore.common.config import CfgNode as _FvcoreCfgNode
 
-from trainkit.config.errors import ConfigError
-from trainkit.config.merge import OptionText, changes, merge_node, plain_value, untyped_keys
-from trainkit.config.yaml_files import dump_yaml, load_yaml, overlay, read_layers
+from trainkit.config.errors import ConfigError, UnknownKeyError
+from trainkit.config.lengths import LENGTH_FORMS, LENGTH_KEYS, parse_length
+from trainkit.config.yaml_files import (
+    BASE_KEY,
+    DELETE_KEY,
+    dump_yaml,
+    load_yaml,
+    overlay,
+    parse_literal,
+    read_layers,
+)
+
+_logger = logging.getLogger(__name__)
+_UNTYPED = "__untyped__"  # in a node's __dict__, as yacs keeps its own marks
+_ACCEPTED = {bool: "True or False", int: "an int", float: "a float or an int", str: "text"}
 
 
 class CfgNode(_FvcoreCfgNode):
@@ -23,7 +38,7 @@ class CfgNode(_FvcoreCfgNode):
         was_none = name in self and self[name] is None
         super().__setattr__(name, val)
         if was_none:
-            untyped_keys(self).add(name)
+            _untyped_keys(self).add(name)
 
     @classmethod
     def load_yaml_with_base(cls, filename: str | os.PathLike[str], allow_unsafe: bool = False) -> dict[str, Any]:
@@ -68,7 +83,7 @@ class CfgNode(_FvcoreCfgNode):
                 if is_top:
                     self.merge_from_other_cfg(content)
                 else:  # check it alone, so that the error is about this file
-                    list(changes(self, overlay({}, layer), self))
+                    list(_changes(self, overlay({}, layer), self))
             except ConfigError as error:
                 raise type(error)(f"{path}: {error}") from None
 
@@ -76,7 +91,7 @@ class CfgNode(_FvcoreCfgNode):
         """Merge another config or a nested dict. Raises ConfigError if a key or value is wrong."""
         if self.is_frozen():
             raise ConfigError("the config is frozen; call defrost() before merging")
-        merge_node(self, cfg_other, self)
+        _merge(self, cfg_other, self)
 
     def merge_from_list(self, cfg_list: Sequence[Any]) -> None:
         """Merge ``[KEY, VALUE, KEY, VALUE, ...]``, such as the last options of a command line.
@@ -90,10 +105,10 @@ class CfgNode(_FvcoreCfgNode):
         for full_key, value in _pairs(cfg_list):
             if self.key_is_deprecated(full_key):  # this logs it
                 continue
-            layer: Any = OptionText(value) if isinstance(value, str) else value
+            layer: Any = _OptionText(value) if isinstance(value, str) else value
             for name in reversed(full_key.split(".")):
                 layer = {name: layer}
-            list(changes(self, layer, self))  # all of them before the first change
+            list(_changes(self, layer, self))  # all of them before the first change
             layers.append(layer)
         for layer in layers:
             self.merge_from_other_cfg(layer)
@@ -122,3 +137,148 @@ def _pairs(items: Sequence[Any]) -> Iterator[tuple[str, Any]]:
         if not isinstance(full_key, str) or "" in full_key.split("."):
             raise ConfigError(f"{full_key!r} is no key; write names joined by dots, such as SOLVER.BASE_LR")
         yield full_key, value
+
+
+def _untyped_keys(node: _FvcoreCfgNode) -> set[str]:
+    """Names of the keys without a declared type."""
+    return node.__dict__.setdefault(_UNTYPED, set())
+
+
+class _OptionText(str):
+    """The text of a value on the command line; the type of its key decides how it is read."""
+
+    def read(self, full_key: str, declared: object) -> Any:
+        text = str(self)
+        value = parse_literal(text)
+        if isinstance(declared, str) and not isinstance(value, str) and full_key not in LENGTH_KEYS:
+            return text  # such as OUTPUT_DIR 2024
+        if isinstance(declared, float) and isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                return float(value)  # such as inf
+        return value
+
+
+def _merge(node: _FvcoreCfgNode, other: Mapping[str, Any], root: _FvcoreCfgNode, prefix: str = "") -> None:
+    """Merge a mapping into the node of ``root`` whose full key is ``prefix`` (with its dot): all values, or none."""
+    for owner, name, value in list(_changes(node, other, root, prefix)):
+        if owner.get(name) is None:
+            _untyped_keys(owner).add(name)
+        owner[name] = value
+
+
+def _changes(
+    node: _FvcoreCfgNode, other: Mapping[str, Any], root: _FvcoreCfgNode, prefix: str = ""
+) -> Iterator[tuple[_FvcoreCfgNode, str, Any]]:
+    """(node, key, new value) of each change that `_merge` makes."""
+    for name, value in other.items():
+        full_key = f"{prefix}{name}"
+        old = node.get(name)
+        is_typed = old is not None and name not in _untyped_keys(node)
+        if isinstance(value, _OptionText):
+            value = value.read(full_key, old if is_typed else None)
+        if isinstance(old, _FvcoreCfgNode) and isinstance(value, Mapping):
+            yield from _changes(old, value, root, full_key + ".")
+        elif is_typed:
+            coerced = _coerce(full_key, value, old)
+            if full_key != "VERSION":
+                yield node, name, coerced
+            elif value not in (old, 2):  # 2: detectron2's version, whose keys mean the same here
+                raise ConfigError(f"this config is of VERSION {value}, and VERSION {old} is read here; update its keys")
+        elif name not in node and root.key_is_deprecated(full_key):
+            _logger.warning("The key %s is deprecated and has no effect; leave it out", full_key)
+        else:
+            if name not in node:
+                _check_new_key(node, name, value, root, full_key)
+            if isinstance(value, Mapping):
+                new = type(root)(new_allowed=True)
+                _merge(new, value, root, full_key + ".")
+                yield node, name, new
+            else:
+                yield node, name, plain_value(full_key, value)
+
+
+def _check_new_key(node: _FvcoreCfgNode, name: object, value: object, root: _FvcoreCfgNode, full_key: str) -> None:
+    if not isinstance(name, str):
+        raise ConfigError(f"the key {full_key} must be text, got {type(name).__name__}; quote it")
+    if "." in name:
+        raise ConfigError(f"{full_key!r} is one key with dots; write nested nodes, such as SOLVER: {{BASE_LR: 0.1}}")
+    if name in (BASE_KEY, DELETE_KEY):
+        raise ConfigError(
+            f"{full_key} is misplaced: {BASE_KEY} belongs at the top of a file, {DELETE_KEY} in a file's node; move it"
+        )
+    if root.key_is_renamed(full_key):
+        try:
+            root.raise_key_rename_error(full_key)
+        except KeyError as error:
+            raise UnknownKeyError(error.args[0]) from None
+    if not node.is_new_allowed():
+        while isinstance(value, Mapping) and value:  # the innermost key shows best what was meant
+            name, value = next(iter(value.items()))
+            full_key = f"{full_key}.{name}"
+        kind = isinstance(value, Mapping)
+        known = {key.upper(): key for key, is_node in _full_keys(root) if is_node == kind and _is_near(full_key, key)}
+        nearest = difflib.get_close_matches(full_key.upper(), known, n=1)
+        hint = f"did you mean {known[nearest[0]]}?" if nearest else "no key has a similar name"
+        raise UnknownKeyError(f"unknown key {full_key}; {hint}")
+
+
+def _is_near(key: str, known: str) -> bool:
+    """Whether the last parts of two keys are similar, or one contains the other; the nodes before them do not count."""
+    own, other = (full.upper().rpartition(".")[2] for full in (key, known))
+    return own in other or other in own or bool(difflib.get_close_matches(own, [other], cutoff=0.7))
+
+
+def _full_keys(node: _FvcoreCfgNode, prefix: str = "") -> Iterator[tuple[str, bool]]:
+    """(full key, whether it is a node) of everything below a node."""
+    for name, value in node.items():
+        is_node = isinstance(value, _FvcoreCfgNode)
+        yield f"{prefix}{name}", is_node
+        if is_node:
+            yield from _full_keys(value, f"{prefix}{name}.")
+
+
+def _coerce(full_key: str, value: object, old: object) -> object:
+    is_list = isinstance(old, list | tuple)
+    if is_list and isinstance(value, str):
+        literal = parse_literal(value)  # YAML has no tuples, so (1, 2) is text; detectron2 configs use it
+        value = literal if isinstance(literal, list | tuple) else value
+    if full_key in LENGTH_KEYS:
+        if is_list != isinstance(value, list | tuple):
+            raise _wrong_type(full_key, value, f"a list, each item {LENGTH_FORMS}" if is_list else LENGTH_FORMS)
+        for item in value if isinstance(value, list | tuple) else [value]:
+            try:
+                parse_length(item)
+            except ConfigError as error:
+                raise ConfigError(f"{full_key}: {error}") from None
+        return value if not isinstance(value, list | tuple) else type(old)(value)  # type: ignore[call-arg]
+    if isinstance(old, _FvcoreCfgNode):
+        raise _wrong_type(full_key, value, "a node, that is keys with values")
+    if isinstance(old, list | tuple):
+        if not isinstance(value, list | tuple):
+            raise _wrong_type(full_key, value, f'a list or a tuple, such as "{[value]!s:.80}"')
+        inner = tuple if old and all(isinstance(item, tuple) for item in old) else list
+        items = (plain_value(full_key, item) for item in value)
+        return type(old)(inner(item) if isinstance(item, list) else item for item in items)
+    kind = next(kind for kind in _ACCEPTED if isinstance(old, kind))  # bool comes first, since a bool is an int
+    accepted = (int, float) if kind is float else kind
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        raise _wrong_type(full_key, value, _ACCEPTED[kind])
+    return kind(value)
+
+
+def plain_value(full_key: str, value: object) -> Any:
+    """A copy that has only the types that YAML reads, so that a dump can be read as an equal config."""
+    if isinstance(value, Mapping):
+        return {key: plain_value(f"{full_key}.{key}", item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(full_key, item) for item in value]
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    raise _wrong_type(full_key, value, "text, a number, True, False, None, and lists or nodes of them")
+
+
+def _wrong_type(full_key: str, value: object, accepted: str) -> ConfigError:
+    return ConfigError(f"{full_key}: got {value!r:.200} ({type(value).__name__}); accepted: {accepted}")

@@ -12,7 +12,7 @@ from trainkit.checkpoint.checkpointer import together
 from trainkit.checkpoint.file import UNREADABLE, peek_file
 from trainkit.checkpoint.folder import checkpoint_files, choose
 from trainkit.config import CfgNode, ConfigError
-from trainkit.config.merge import plain_value
+from trainkit.config.config import plain_value
 from trainkit.config.yaml_files import load_yaml
 from trainkit.data.samplers.infinite import InfiniteSampler
 from trainkit.engine.settings import changed_settings, settings_of
