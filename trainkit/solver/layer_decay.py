@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -81,7 +81,7 @@ def build_layer_decay(
         if value and name != needed:
             raise ValueError(f"scheme {scheme!r} does not take {name} ({name.upper()}), got {value!r}; leave it out")
     if scheme not in _SCHEMES:
-        found = _users_depths(_users_function(model, scheme), scheme, names)
+        found = _users_depths(model, scheme, names)
     else:
         if prefix is None:
             usual = ("backbone.", f"{getattr(model, 'base_model_prefix', 'backbone')}.")
@@ -116,27 +116,26 @@ def _named_depths(argument: Any, scheme: str, names: Sequence[str], prefix: str)
     }
 
 
-def _users_function(model: nn.Module, scheme: str) -> Callable[[str], tuple[int, int]]:
-    if "." in scheme:
+def _users_depths(model: nn.Module, scheme: str, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+    if scheme == "model":
+        if not hasattr(model, "get_layer_depth"):
+            name = type(model).__name__
+            raise ValueError(f"scheme 'model' needs a method get_layer_depth(name) of {name}; write one")
+        function: Any = model.get_layer_depth
+    elif "." in scheme:
         try:
-            return cast(Callable[[str], tuple[int, int]], locate(scheme))
+            function = locate(scheme)
         except ImportError as error:
             raise ValueError(f"scheme {scheme!r}: {error}") from error
-    if scheme != "model" and scheme not in LAYER_DEPTH_REGISTRY:
+    elif scheme in LAYER_DEPTH_REGISTRY:
+        function = LAYER_DEPTH_REGISTRY.get(scheme)
+    else:
         registered = sorted(name for name, _ in LAYER_DEPTH_REGISTRY)
         raise ValueError(
             f"unknown scheme {scheme!r}; accepted: {', '.join([*_SCHEMES, 'model', *registered])}, or the dotted "
             "name of a function. A module that registers one must have been imported: name it in IMPORTS"
         )
-    if scheme == "model" and not hasattr(model, "get_layer_depth"):
-        raise ValueError(f"scheme 'model' needs a method get_layer_depth(name) of {type(model).__name__}; write one")
-    return cast(Any, model).get_layer_depth if scheme == "model" else LAYER_DEPTH_REGISTRY.get(scheme)
-
-
-def _users_depths(
-    function: Callable[[str], tuple[int, int]], scheme: str, names: Iterable[str]
-) -> dict[str, tuple[int, int]]:
-    found = {name: function(name) for name in names}
+    found: dict[str, tuple[int, int]] = {name: function(name) for name in names}
     for name, (depth, num_layers) in found.items():
         if not 0 <= depth < num_layers:
             raise ValueError(

@@ -7,7 +7,6 @@ schedule, by default that of its entry in the config. A schedule with an end val
 equal its closed form bit by bit. An argument that is not accepted is a ValueError.
 """
 
-import functools
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -221,7 +220,13 @@ def Chain(segments: Sequence[Schedule]) -> Schedule:
 
     So segments in a row continue each other, and overlapping ones, such as a warm-up and milestones, are multiplied.
     """
-    return lambda t, base: functools.reduce(lambda value, segment: segment(t, value), segments, base)
+
+    def schedule(t: int, base: float) -> float:
+        for segment in segments:
+            base = segment(t, base)
+        return base
+
+    return schedule
 
 
 def compute_values(schedule: Schedule, t: int, bases: Iterable[float]) -> list[float]:
