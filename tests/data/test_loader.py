@@ -21,6 +21,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    SequentialSampler,
     StackDataset,
     Subset,
     default_collate,
@@ -473,6 +474,12 @@ def test_a_sampled_stream_takes_part_like_its_sampler(num_workers):
     assert take(after, 5) == expected[3:]
 
 
+def test_a_sampled_stream_over_a_sampler_without_a_state_is_a_plain_one():
+    loader = ResumableLoader(ToIterableDataset([5, 6, 7], SequentialSampler([0, 1, 2])), batch_size=2, collate_fn=list)
+    assert "SequentialSampler has no state_dict" in resume_obstacle(loader)
+    assert [*loader] == [[5, 6], [7]]
+
+
 @pytest.mark.parametrize("wrap", [lambda stream: stream, lambda stream: MapDataset(stream, keep_even)])
 def test_a_stream_with_a_state_takes_part_without_workers(wrap):
     def loader():
@@ -696,6 +703,7 @@ class Opened(Dataset):
 
 def open_file(worker_id):
     dataset = get_worker_info().dataset
+    assert isinstance(dataset, Opened)
     dataset.file = f"{type(dataset.file).__name__} {len(dataset)} in {worker_id}"
 
 

@@ -142,12 +142,11 @@ def test_a_worker_that_ends_while_it_hands_over_a_batch_is_named(clock):
                 process.terminate()
             raise ConnectionResetError(104, "Connection reset by peer")
 
-    watch = watch_module.Watch(None, 600, str)
-    batches = watch.iterate(make(Bad(print), num_workers=1))
+    batches = iter(make(Bad(print), num_workers=1))
+    batches._fetched, torchs = Lost(), batches._fetched
     pid = pids()[0]
-    with pytest.raises(RuntimeError, match=rf"a loader worker has ended: worker \(pid {pid}, ended with exit code 0\)"):
-        watch.next(Lost(), {})
-    del batches
+    assert f"a loader worker has ended: worker 0 (pid {pid}, ended with exit code 0) " in fail(batches)
+    del torchs
 
 
 def test_a_connection_that_a_dataset_loses_is_its_own_error(clock, monkeypatch):

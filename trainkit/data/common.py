@@ -31,6 +31,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 ENDS = StopIteration, SystemExit  # reading a sample must not raise these
+_MAX_NAMED = 5  # limit of sample names in the error for a batch
 _WARN_AT_RETRY = 3
 
 
@@ -69,6 +70,12 @@ def name_sample(dataset: Any, index: Any) -> str:
         return str(dataset.sample_name(index))
     name = dataset.name if type(dataset) is DatasetFromList else ""
     return f"sample {index} of {name or type(dataset).__name__}"
+
+
+def name_samples(dataset: Any, indices: Sequence[Any]) -> str:
+    """The names of the first samples of a batch."""
+    names = [name_sample(dataset, index) for index in indices[:_MAX_NAMED]]
+    return ", ".join(names) + (f" and {len(indices) - _MAX_NAMED} more" if len(indices) > _MAX_NAMED else "")
 
 
 def _is_index(index: Any, dataset: Sized) -> bool:

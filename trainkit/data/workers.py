@@ -7,7 +7,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 
@@ -32,18 +32,6 @@ def worker_init_reset_seed(worker_id: int) -> None:
     seed_all_rng((torch.initial_seed() + worker_id) % 2**32)
     if get_worker_info() is not None and threading.current_thread() is threading.main_thread():
         _ignore_signals_to_the_group()
-
-
-class WorkerInit:
-    """`worker_init_reset_seed`, then the user's function; a class, so that it can be pickled."""
-
-    def __init__(self, user_function: Callable[[int], None] | None) -> None:
-        self._user_function = user_function
-
-    def __call__(self, worker_id: int) -> None:
-        worker_init_reset_seed(worker_id)
-        if self._user_function is not None:
-            self._user_function(worker_id)
 
 
 def check_socket_path() -> None:

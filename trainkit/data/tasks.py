@@ -1,0 +1,114 @@
+"""Which batches a loader asks for, and which ones it has delivered."""
+
+import copy
+from collections.abc import Iterator, MutableSequence, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch.utils.data import BatchSampler
+
+from trainkit.data.samplers.grouped import GroupedBatchSampler
+from trainkit.data.samplers.infinite import InfiniteSampler
+
+_MAX_REMEMBERED = 64  # number of delivered batches whose samples can be named
+
+
+class Task(NamedTuple):
+    """A batch: the position after it, its indices, the position of its first sample, the distance to the next one."""
+
+    after: int
+    indices: Any
+    first: int
+    stride: int
+
+
+class Owed(NamedTuple):
+    """What is known of a batch until it is delivered: its indices, and `Tasks.state` and `Tasks.over` after it."""
+
+    indices: Any
+    state: Any
+    over: bool
+
+
+@dataclass(eq=False)
+class Tasks:
+    """The tasks of the passes of one loader, and what was delivered of them.
+
+    Attributes:
+        batches: lists of indices; each is divided among ``owned``.
+        order: the object that decides the order of samples; None: its state is not needed.
+        owned: the ranks, or logical ranks, of this process, in the order of their tasks.
+        position: number of samples of the stream in the delivered batches.
+        passes: how often the next pass may iterate ``batches``. After loading a state that is ``over`` it is 0: the
+            next pass is empty, like the rest of the pass in a run without a stop. After that it is 2: some samplers
+            make an empty pass themselves, which is left out.
+        notes: two numbers per worker (without workers: of this process), written there: the position after the batch
+            that it loads, and how many samples it has loaded. Empty if the loader does not fetch by task.
+        over: whether the last delivered batch was not full and so ends this pass. A `BatchSampler` has exhausted its
+            sampler then, and the sampler's state belongs to the next pass.
+        owed: position after a requested batch -> what is known of it.
+        recent: indices of the last delivered batches.
+    """
+
+    batches: Any
+    order: Any
+    world_size: int
+    owned: Sequence[int]
+    position: int = 0
+    passes: int = 1
+    notes: MutableSequence[int] = field(default_factory=list)
+    over: bool = field(init=False, default=False)
+    owed: dict[int, Owed] = field(init=False, default_factory=dict)
+    recent: list[Any] = field(init=False, default_factory=list)
+    _started: bool = field(init=False, default=False)
+    _state: Any = field(init=False, default=None)  # of the order after the delivered batches
+
+    def state(self) -> dict[str, Any]:
+        """The position, the state of the order there, and ``over`` if it is true."""
+        if not self._started:
+            self._start()
+        endless = isinstance(self.order, InfiniteSampler)
+        state = {"position": self.position, "order": self.order.state_dict(self.position) if endless else self._state}
+        return {**state, "over": True} if self.over else state
+
+    def delivered(self, position: int) -> None:
+        """The batch that ends at this position was delivered."""
+        self.position = position
+        for after in [after for after in self.owed if after <= position]:  # includes batches that failed
+            indices, self._state, self.over = self.owed.pop(after)
+            self.recent.append(indices)
+        del self.recent[:-_MAX_REMEMBERED]
+
+    def __iter__(self) -> Iterator[Task]:
+        self._start()
+        self._started = True
+        return self._draw()
+
+    def _start(self) -> None:
+        if self.order is None:
+            self.position = 0  # each evaluation is the same, also in its random numbers
+        elif isinstance(self.order, InfiniteSampler | GroupedBatchSampler):
+            self.position = self.order.start
+        self.over = self.passes != 1
+        self.owed.clear()
+        self._state = self._order_state()
+
+    def _draw(self) -> Iterator[Task]:
+        passes, self.passes = self.passes, 1 if self.passes else 2
+        start = position = self.position
+        full = self.batches.batch_size if type(self.batches) is BatchSampler else 0
+        for _ in range(passes):
+            for drawn in self.batches:
+                first, num, over = position, len(self.owned), len(drawn) < full
+                for rank in self.owned:
+                    indices = drawn if num == 1 else drawn[rank // self.world_size :: num]
+                    position += len(indices) * self.world_size
+                    self.owed[position] = Owed(indices, self._order_state(), over)
+                    yield Task(position, indices, first + rank, num * self.world_size)
+            if position > start:
+                return
+
+    def _order_state(self) -> Any:
+        # the state of an endless sampler is a function of the position
+        is_needless = self.order is None or isinstance(self.order, InfiniteSampler)
+        return None if is_needless else copy.deepcopy(self.order.state_dict())
