@@ -20,19 +20,10 @@ from trainkit.data.samplers.infinite import InfiniteSampler, check_seed, new_gen
 from trainkit.data.samplers.training import TrainingSampler
 from trainkit.data.train_sampler import build_train_sampler, epoch_limit, seed_of
 from trainkit.data.transforms import build_transform
-from trainkit.data.workers import worker_init_reset_seed
+from trainkit.data.workers import worker_init_reset_seed as worker_init_reset_seed  # detectron2's place
 from trainkit.utils import comm
 from trainkit.utils.device import accelerator_runs_ahead, resolve_device, runs_ahead
 from trainkit.utils.periods import whole_or_rounded
-
-__all__ = [
-    "build_batch_data_loader",
-    "build_test_loader",
-    "build_train_loader",
-    "iters_per_epoch",
-    "trivial_batch_collator",
-    "worker_init_reset_seed",
-]
 
 
 def build_batch_data_loader(
@@ -111,21 +102,20 @@ def _batch_size_per_rank(total_batch_size: int | None, single_gpu_batch_size: in
             "give either total_batch_size (over all ranks) or single_gpu_batch_size, "
             f"got {total_batch_size} and {single_gpu_batch_size}"
         )
-    if total_batch_size is None:
-        assert single_gpu_batch_size is not None
+    if single_gpu_batch_size is not None:
         if single_gpu_batch_size < 1:
             raise ValueError(
                 "single_gpu_batch_size (TEST.IMS_PER_BATCH in a config) must be >= 1 sample, "
                 f"got {single_gpu_batch_size}"
             )
         return single_gpu_batch_size
-    num_ranks = logical_ranks or comm.get_data_world_size()
-    if total_batch_size < 1 or total_batch_size % num_ranks:
+    total, num_ranks = total_batch_size or 0, logical_ranks or comm.get_data_world_size()
+    if total < 1 or total % num_ranks:
         raise ConfigError(  # ConfigError: a command line with another number of processes can cause it
             f"total_batch_size (SOLVER.IMS_PER_BATCH in a config) must be a positive multiple of the "
-            f"{'number of logical ranks' if logical_ranks else 'world size'} {num_ranks}, got {total_batch_size}"
+            f"{'number of logical ranks' if logical_ranks else 'world size'} {num_ranks}, got {total}"
         )
-    return total_batch_size // num_ranks
+    return total // num_ranks
 
 
 def first_batches(loader: Iterable[Any], num: int) -> Iterable[Any]:

@@ -7,8 +7,6 @@ from typing import Any, TypeVar
 
 from trainkit.utils.registry import did_you_mean
 
-__all__ = ["DatasetCatalog", "Metadata", "MetadataCatalog"]
-
 _T = TypeVar("_T")
 
 
@@ -32,9 +30,6 @@ class _Catalog(UserDict[str, _T]):
 
     def __missing__(self, name: str) -> _T:
         raise KeyError(self.explain_unknown(name))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__[1:]}({', '.join(self)})"
 
 
 class _DatasetCatalog(_Catalog[Callable[[], Any]]):

@@ -20,14 +20,6 @@ from torch.utils.data import IterableDataset, Sampler
 
 from trainkit.utils.serialize import PicklableWrapper
 
-__all__ = [
-    "AspectRatioGroupedDataset",
-    "DatasetFromList",
-    "MapDataset",
-    "ToIterableDataset",
-    "set_default_dataset_from_list_serialize_method",
-]
-
 logger = logging.getLogger(__name__)
 
 ENDS = StopIteration, SystemExit  # reading a sample must not raise these
@@ -95,7 +87,7 @@ class MapDataset(data.Dataset[Any]):
 
     def __new__(cls, dataset: Any, map_func: Callable[[Any], Any]) -> Any:
         # DataLoader tells the two kinds of datasets apart by class.
-        return _MapIterableDataset(dataset, map_func) if isinstance(dataset, IterableDataset) else super().__new__(cls)
+        return super().__new__(_MapIterableDataset if isinstance(dataset, IterableDataset) else cls)
 
     def __init__(self, dataset: Any, map_func: Callable[[Any], Any]) -> None:
         self._dataset = dataset
@@ -105,6 +97,7 @@ class MapDataset(data.Dataset[Any]):
         return self._dataset, self._map_func  # for pickle, which calls __new__
 
     def __len__(self) -> int:
+        """The length with rejected samples; TypeError if the dataset has none."""
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
@@ -135,19 +128,11 @@ def _others(index: int, size: int) -> Iterator[int]:
         yield (index + k * step) % size
 
 
-class _MapIterableDataset(IterableDataset[Any]):
-    def __init__(self, dataset: IterableDataset[Any], map_func: Callable[[Any], Any]) -> None:
-        self._dataset = dataset
-        self._map_func = PicklableWrapper(map_func)
-
+class _MapIterableDataset(MapDataset, IterableDataset[Any]):
     def __getattr__(self, name: str) -> Any:
         if name in ("state_dict", "load_state_dict"):  # exist if the other dataset has them
             return getattr(self._dataset, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-
-    def __len__(self) -> int:
-        """The length with rejected samples; TypeError if the stream has none."""
-        return len(self._dataset)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
         for sample in self._dataset:  # not map(), which would end if the function raised StopIteration
@@ -173,17 +158,16 @@ class DatasetFromList(data.Dataset[Any]):
     def __init__(
         self, lst: Sequence[Any], copy: bool = True, serialize: bool | Callable[[Sequence[Any]], Any] = True
     ) -> None:
-        self._copy = copy
         method = serialize if callable(serialize) else _serialize_methods[-1] if serialize else list
         self._samples = method(lst)
-        self._serialized = method is _PickledSamples
+        self._copy = copy and method is not _PickledSamples
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def __getitem__(self, index: int) -> Any:
         sample = self._samples[index]
-        return copy.deepcopy(sample) if self._copy and not self._serialized else sample
+        return copy.deepcopy(sample) if self._copy else sample
 
 
 class _PickledSamples:

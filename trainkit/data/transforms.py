@@ -8,8 +8,6 @@ from trainkit.config.config import CfgNode
 from trainkit.config.errors import look_up
 from trainkit.utils.registry import Registry
 
-__all__ = ["TRANSFORM_REGISTRY", "build_transform"]
-
 TRANSFORM_REGISTRY = Registry("TRANSFORM")
 """Classes or functions that take ``cfg`` and return a function sample -> sample.
 

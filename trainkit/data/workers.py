@@ -9,7 +9,6 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.process import BaseProcess
 
 import torch
 from torch.utils.data import get_worker_info
@@ -18,6 +17,7 @@ from trainkit.config.errors import ConfigError
 from trainkit.utils.env import seed_all_rng, stop_signals
 
 _MAX_SOCKET_PATH = 107  # limit of Linux, in bytes
+_POLL_SEC = 5.0  # interval of the checks whether the parent is alive
 
 
 def worker_init_reset_seed(worker_id: int) -> None:
@@ -70,28 +70,21 @@ def _ignore_signals_to_the_group() -> None:
     ignored = stop_signals() - {signal.SIGTERM}
     for signum in ignored:
         signal.signal(signum, signal.SIG_IGN)
-    if not hasattr(signal, "sigwaitinfo"):  # macOS, Windows: the sender of a signal is unknown
+    if not hasattr(signal, "sigtimedwait"):  # macOS, Windows: the sender of a signal is unknown
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return
     # torch's handler checks the sender too, but ends the worker on a foreign signal; a blocked signal does not call it
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored)
-    threading.Thread(target=_exit_on_sigterm_of_parent, args=(os.getppid(),), daemon=True).start()
-    creator = multiprocessing.parent_process()
-    if creator is not None and creator.pid != os.getppid():
-        # the parent is the fork server, which torch watches, but which lives as long as its children
-        threading.Thread(target=_exit_behind, args=(creator,), daemon=True).start()
+    threading.Thread(target=_end_with_creator, args=(os.getppid(),), daemon=True).start()
 
 
-def _exit_behind(creator: BaseProcess) -> None:
-    creator.join()
+def _end_with_creator(born_to: int) -> None:
+    """End this worker by a SIGTERM of the process that created it, or if that has died."""
+    creator = multiprocessing.parent_process()  # not `born_to` if forkserver is used: the server lives on
+    assert creator is not None
+    while os.getppid() == born_to and creator.is_alive():
+        received = signal.sigtimedwait({signal.SIGTERM}, _POLL_SEC)
+        if received is not None and received.si_pid == creator.pid:
+            break
     os._exit(0)
-
-
-def _exit_on_sigterm_of_parent(born_to: int) -> None:
-    creator = multiprocessing.parent_process()  # not `born_to` if forkserver is used
-    while True:
-        sender = signal.sigwaitinfo({signal.SIGTERM}).si_pid
-        is_orphan = os.getppid() != born_to
-        if is_orphan or (creator is not None and sender == creator.pid):
-            os._exit(0)
