@@ -48,18 +48,16 @@ def build_batch_data_loader(
     endless, and its length raises TypeError. Iterating does not use the global random state.
 
     Args:
-        dataset: map-style or iterable; an iterable one must divide itself between ranks and workers.
+        dataset: an iterable one must divide itself between ranks and workers.
         sampler: indices of this rank; None for an iterable dataset.
         total_batch_size: samples per batch over all ranks; None if ``single_gpu_batch_size`` is given.
         aspect_ratio_grouping: for detectron2's calls; True is refused.
         collate_fn: list of samples -> batch; None: ``trivial_batch_collator``.
-        drop_last: leave out a last batch that is not full.
         single_gpu_batch_size: samples per batch of this rank, instead of ``total_batch_size``.
-        prefetch_factor: number of batches that each worker loads ahead.
         pin_memory: only with an accelerator that runs ahead.
         seed: for the workers (with the rank), and for augmentation if the sampler has no seed; None:
             ``torch.initial_seed()``.
-        kwargs: further arguments of `ResumableLoader`.
+        kwargs: further arguments of `ResumableLoader`, others as for ``DataLoader``.
 
     Raises:
         ValueError: not exactly one batch size is given; it is less than 1, or no multiple of the world size; the seed
@@ -81,7 +79,7 @@ def build_batch_data_loader(
     batch_size = _batch_size_per_rank(total_batch_size, single_gpu_batch_size, kwargs.get("logical_ranks", 0))
     batches: dict[str, Any] = {"batch_size": batch_size, "sampler": sampler, "drop_last": drop_last}
     if kwargs.get("logical_ranks") and isinstance(sampler, InferenceSampler):
-        batches = {"batch_sampler": ShardBatchSampler(sampler, batch_size)}
+        batches = {"batch_sampler": ShardBatchSampler(sampler, batch_size, drop_last=False)}
     kwargs.setdefault("generator", new_generator(generator_seed, LOADER_KEY, comm.get_data_rank()))
     return ResumableLoader(
         dataset,

@@ -187,9 +187,7 @@ class _PickledSamples:
         return len(self._ends) - 1
 
     def __getitem__(self, index: int) -> Any:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"index {index} of a dataset of {len(self)} samples")
-        index = int(index) % len(self)
+        index = range(len(self))[index]  # IndexError outside; negative ones count from the end
         start, end = self._ends[index : index + 2].tolist()
         return pickle.loads(self._buffer.numpy()[start:end].data)
 

@@ -1,6 +1,7 @@
 """A sampler that draws every sample once, over all ranks."""
 
 from collections.abc import Iterator
+from itertools import islice
 
 from torch.utils.data import BatchSampler, Sampler
 
@@ -43,17 +44,12 @@ class InferenceSampler(Sampler[int]):
 class ShardBatchSampler(BatchSampler):
     """Batches of an `InferenceSampler`; no batch has samples of two of its ``shards``."""
 
-    most = 0  # batches of a shard; 0: all of them
-
-    def __init__(self, sampler: InferenceSampler, batch_size: int) -> None:
-        super().__init__(sampler, batch_size, drop_last=False)
-        self._shards = sampler.shards
+    sampler: InferenceSampler
+    most: int | None = None  # batches of a shard; None: all of them
 
     def __iter__(self) -> Iterator[list[int]]:
-        for shard in self._shards:
-            starts = range(0, len(shard), self.batch_size)
-            for start in starts[: self.most or None]:
-                yield [*shard[start : start + self.batch_size]]
+        for shard in self.sampler.shards:
+            yield from islice(BatchSampler(shard, self.batch_size, self.drop_last), self.most)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
