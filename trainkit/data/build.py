@@ -136,13 +136,12 @@ def iters_per_epoch(loader: Iterable[Any]) -> int | None:
         return len(loader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):  # an endless sampler, a stream
         pass
-    dataset, batches = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
-    is_stream = isinstance(dataset, ToIterableDataset)
-    sampler = getattr(dataset if is_stream else batches, "sampler", None)
-    batch_size = getattr(loader if is_stream else batches, "batch_size", None)
-    if not isinstance(sampler, InfiniteSampler) or not batch_size:
+    dataset = getattr(loader, "dataset", None)
+    batches: Any = getattr(loader, "batch_sampler", None)
+    sampler = getattr(dataset if isinstance(dataset, ToIterableDataset) else batches, "sampler", None)
+    if not isinstance(sampler, InfiniteSampler) or not hasattr(batches, "batch_size"):
         return None
-    return whole_or_rounded(Fraction(sampler.samples_per_epoch, batch_size * sampler.world_size))
+    return whole_or_rounded(Fraction(sampler.samples_per_epoch, batches.batch_size * sampler.world_size))
 
 
 def check_epoch_limit(cfg: CfgNode, loader: Iterable[Any]) -> None:

@@ -9,7 +9,7 @@ import math
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -53,11 +53,12 @@ def name_sample(dataset: Any, index: Any) -> str:
     """
     if type(dataset) is MapDataset:
         return name_sample(dataset._dataset, index)
-    if type(dataset) is data.ConcatDataset and _is_index(index, dataset):
+    has_parts = type(dataset) in (data.Subset, data.ConcatDataset)
+    if has_parts and isinstance(index, int) and 0 <= index < len(dataset):
+        if type(dataset) is data.Subset:
+            return name_sample(dataset.dataset, dataset.indices[index])
         part = bisect.bisect_right(dataset.cumulative_sizes, index)
         return name_sample(dataset.datasets[part], index - (dataset.cumulative_sizes[part - 1] if part else 0))
-    if type(dataset) is data.Subset and _is_index(index, dataset):
-        return name_sample(dataset.dataset, dataset.indices[index])
     if hasattr(dataset, "sample_name"):
         return str(dataset.sample_name(index))
     name = dataset.name if type(dataset) is DatasetFromList else ""
@@ -68,10 +69,6 @@ def name_samples(dataset: Any, indices: Sequence[Any]) -> str:
     """The names of the first samples of a batch."""
     names = [name_sample(dataset, index) for index in indices[:_MAX_NAMED]]
     return ", ".join(names) + (f" and {len(indices) - _MAX_NAMED} more" if len(indices) > _MAX_NAMED else "")
-
-
-def _is_index(index: Any, dataset: Sized) -> bool:
-    return isinstance(index, int) and 0 <= index < len(dataset)
 
 
 class MapDataset(data.Dataset[Any]):

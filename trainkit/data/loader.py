@@ -270,7 +270,8 @@ class _Fetch(Dataset[Any]):
     def __getitem__(self, task: Task) -> tuple[int, Any]:
         """(position after the batch, batch)."""
         worker = get_worker_info()
-        place = 0 if worker is None else 2 * worker.id
+        # the rest of 2: a loader without workers may stand in a worker of another one
+        place = 0 if worker is None else 2 * worker.id % len(self.notes)
         self.notes[place : place + 2] = [task.after, 0]
         if self.key is not None and self.by_batch:
             seed_globals(splitmix64(self.key, task.first))

@@ -43,11 +43,9 @@ class RandomSubsetTrainingSampler(TrainingSampler):
     """A fixed random subset of the samples, in a new order each epoch, without end; an epoch is a pass over the subset.
 
     Args:
-        size: samples in the dataset.
+        size, shuffle: as for `TrainingSampler`.
         subset_ratio: fraction of the samples in the subset, in (0, 1].
-        shuffle: False draws the subset in the order of the dataset.
-        seed_shuffle: the seed of the order; see ``seed`` of ``InfiniteSampler``.
-        seed_subset: the seed that chooses the subset; see ``seed`` of ``InfiniteSampler``.
+        seed_shuffle, seed_subset: of the order and of the choice, as ``seed`` of ``InfiniteSampler``.
 
     Raises:
         ValueError: the ratio is out of range or leaves no sample, ``size`` is less than 1, or a seed is negative.
