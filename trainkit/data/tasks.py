@@ -23,7 +23,7 @@ class Task(NamedTuple):
 
 
 class Owed(NamedTuple):
-    """What is known of a batch until it is delivered: its indices, and `Tasks.state` and `Tasks.over` after it."""
+    """What is known of a batch until it is delivered: its indices, and the state of the order and ``over`` after it."""
 
     indices: Any
     state: Any
