@@ -202,8 +202,7 @@ def build_train_loader(
             between ranks and workers.
         mapper: applied to each sample before collating.
         sampler: None: a `TrainingSampler`.
-        total_batch_size: samples per batch over all ranks.
-        kwargs: further arguments of `build_batch_data_loader`.
+        total_batch_size, kwargs: as for `build_batch_data_loader`.
 
     Raises:
         ConfigError: a name is unknown; a dataset is empty, or of a kind that the other datasets or the sampler do not
