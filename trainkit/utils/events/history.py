@@ -1,6 +1,7 @@
 """The recent values of a scalar, at a constant cost per value."""
 
 import math
+import statistics
 from array import array
 from itertools import islice
 from typing import Any
@@ -41,12 +42,10 @@ class HistoryBuffer:
 
     def median(self, window_size: int) -> float:
         """The median of the last ``window_size`` values (with two middle ones, their mean); NaN if one is NaN."""
-        ordered = sorted(self._last(window_size))
-        total = sum(ordered)
-        if total != total and any(value != value for value in ordered):  # NaNs make the sorted order wrong
+        last = self._last(window_size)
+        if math.isnan(sum(last)) and any(map(math.isnan, last)):  # the sum is fast; inf - inf is NaN too
             return math.nan
-        middle = len(ordered) // 2
-        return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+        return statistics.median(last)
 
     def avg(self, window_size: int) -> float:
         """The mean of the last ``window_size`` values."""
@@ -67,12 +66,8 @@ class HistoryBuffer:
         length = min(len(iterations), self._max_length)
         if window_iters < length and iterations[-window_iters - 1] <= start < iterations[-window_iters]:
             return window_iters  # the usual case: one value per iteration
-        count = 0
-        for iteration in islice(reversed(iterations), length):
-            if iteration <= start:
-                break
-            count += 1
-        return count
+        newest_first = enumerate(islice(reversed(iterations), length))
+        return next((count for count, iteration in newest_first if iteration <= start), length)
 
     def state_dict(self) -> dict[str, Any]:
         """``values`` and ``iterations``, shape ``[N]``, float64 and int64; ``count`` and ``sum`` of all values ever."""
@@ -90,4 +85,4 @@ class HistoryBuffer:
         self._count, self._sum = state["count"], state["sum"]
 
     def _last(self, window_size: int) -> "array[float]":
-        return self._values[max(0, len(self._values) - min(window_size, self._max_length)) :]
+        return self._values[-min(window_size, self._max_length) :]

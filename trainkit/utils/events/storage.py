@@ -5,9 +5,8 @@ import operator
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -85,8 +84,10 @@ class EventStorage:
         self._late_place = self._place  # iteration and name scope of the call that the worker makes
         self._calls: deque[tuple[tuple[int, str], Callable[..., None], tuple[Any, ...]]] = deque()
         self._lock = threading.Lock()  # for reads from another thread; appending needs no lock
-        self._jobs: list[Future[None]] = []
-        self._before: tuple[int, list[Future[None]]] = -1, []  # at the last catch_up: iteration, unfinished jobs
+        self._job: Future[None] = Future()  # the last one
+        self._job.set_result(None)
+        self._before = -1, self._job  # at the last catch_up: iteration and last job
+        self._errors: list[BaseException] = []  # at most one: the first in the worker since the last raised one
 
     # ------------------------------------------------------------------ put
 
@@ -132,14 +133,16 @@ class EventStorage:
             if not prefix and "epoch" in values:
                 raise ValueError("a scalar called 'epoch' cannot have an epoch itself; give it another name")
         row, hints = {}, self._smoothing_hints
-        try:
-            for name, value in values.items():
-                if prefix or hints.get(name) is not smoothing_hint:  # False: accepted before
-                    name = self._accepted(prefix, name, smoothing_hint)
+        for name, value in values.items():
+            if prefix or hints.get(name) is not smoothing_hint:  # False: accepted before
+                name = self._accepted(prefix, name, smoothing_hint)
+            try:
                 row[name] = float(value)
-        except (TypeError, ValueError):
-            _name_what_is_no_number(values)
-            raise
+            except (TypeError, ValueError) as error:
+                kind = type(value).__name__
+                raise ValueError(
+                    f"scalar {name!r} must be one number or a tensor of one element, got {kind}: {error}"
+                ) from error
         if not row.keys() <= hints.keys():  # only now, so that a refused row changes nothing
             hints.update(dict.fromkeys(row, smoothing_hint))
         if self._pool is None:
@@ -161,15 +164,14 @@ class EventStorage:
     def _store_row(self, row: Mapping[str, float], iter: int, epoch: int | None) -> None:
         for name, value in row.items():
             history = self._history.get(name)
-            if history is not None:
-                history.update(value, iter)
-            else:
+            if history is None:
                 history = HistoryBuffer(self._history_length)
-                history.update(value, iter)
-                self._history[name] = history  # only with a value: another thread may read
-            if epoch is not None:
-                self._epochs[name] = epoch
-            elif self._epochs:
+            history.update(value, iter)
+            self._history[name] = history  # only with a value: another thread may read
+        if epoch is not None:
+            self._epochs.update(dict.fromkeys(row, epoch))
+        elif self._epochs:
+            for name in row:
                 self._epochs.pop(name, None)
 
     def put_image(self, img_name: str, img_tensor: torch.Tensor) -> None:
@@ -216,10 +218,10 @@ class EventStorage:
             self.hand_over()
 
     def _is_worker(self) -> bool:
-        return threading.get_ident() == self._worker
+        return self._pool is not None and threading.get_ident() == self._worker
 
     def _present_place(self) -> tuple[int, str]:
-        return self._late_place if self._pool is not None and self._is_worker() else self._place
+        return self._late_place if self._is_worker() else self._place
 
     def _go_to(self, iter: int, prefix: str) -> None:
         if self._is_worker():
@@ -314,19 +316,16 @@ class EventStorage:
     def iter(self, value: int) -> None:
         self._go_to(int(value), self._present_place()[1])
 
-    @property
-    def iteration(self) -> int:
-        return self.iter
+    iteration = iter
 
     def step(self) -> None:
         """Go to the next iteration; for a loop without a trainer (a trainer sets ``iter``)."""
         self.iter += 1
 
     def begin_iter(self, iter: int) -> None:
-        """Set the iteration for values that the loop puts; raises as ``raise_error``."""
+        """Set the iteration; raises as ``raise_error``."""
         self._place = iter, self._place[1]
-        if self._jobs:
-            self.raise_error()
+        self.raise_error()
 
     # ------------------------------------------------------------------ state
 
@@ -383,11 +382,11 @@ class EventStorage:
         self.hand_over()
 
     def catch_up(self) -> None:
-        """Wait for the jobs that were unfinished at the last call in an earlier iteration, so that their errors come
-        now."""
-        if self._before[0] != self.iter:
-            wait(self._before[1])
-            self._before = self.iter, [*self._jobs]
+        """Wait for the jobs from before the last call in an earlier iteration, so that their errors come now."""
+        iter, job = self._before
+        if iter != self.iter:
+            job.result()
+            self._before = self.iter, self._job
 
     def hand_over(self) -> None:
         """Let the worker start with everything put so far; does not wait."""
@@ -396,31 +395,27 @@ class EventStorage:
         with self._lock:
             calls = [self._calls.popleft() for _ in range(len(self._calls))]
             if calls:
-                self._jobs.append(self._pool.submit(self._make, calls))
+                self._job = self._pool.submit(self._make, calls)
 
     def _make(self, calls: list[tuple[tuple[int, str], Callable[..., None], tuple[Any, ...]]]) -> None:
-        """Make the calls, in the worker; after an error, make the later calls too, then raise the first error."""
-        error: Exception | None = None
+        """Make the calls, in the worker; an error does not keep the later ones from being made."""
         for self._late_place, call, args in calls:
             try:
                 call(*args)
-            except Exception as e:
-                error = error or e
-        if error is not None:
-            raise error
+            except BaseException as error:
+                if not self._errors:
+                    self._errors.append(error)
 
     def raise_error(self) -> None:
-        """Raise the first error of finished jobs since the last call; does not wait."""
-        while self._jobs and self._jobs[0].done():
-            self._jobs.pop(0).result()
+        """Raise the first error of the worker since the last call; does not wait."""
+        if self._errors:
+            raise self._errors.pop()
 
     def flush(self) -> None:
-        """Wait until everything put so far is stored; raise errors of the worker."""
-        if self._is_worker():
-            return
-        self.hand_over()
-        if self._jobs:
-            wait(self._jobs)  # for all of them before one raises, since a writer may be closed next
+        """Wait until everything put so far is stored; raise the first error of the worker."""
+        if self._pool is not None and not self._is_worker():
+            self.hand_over()
+            self._job.result()  # waits for everything before an error is raised, since a writer may be closed next
             self.raise_error()
 
     # ------------------------------------------------------------------ context
@@ -429,9 +424,7 @@ class EventStorage:
         _open_storages().append(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         _open_storages().remove(self)
         try:
             self.flush()
@@ -451,16 +444,6 @@ def _writable(prefix: str, name: str) -> str:
         raise TypeError(f"the name of a scalar or an image must be text, got {name!r}; use str(name)")
     whole = prefix + name
     return whole if whole.isascii() else whole.encode("utf-8", "backslashreplace").decode()
-
-
-def _name_what_is_no_number(values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        try:
-            float(value)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"scalar {name!r} must be one number or a tensor of one element, got {type(value).__name__}: {error}"
-            ) from error
 
 
 def _plain(image: Any) -> torch.Tensor:
