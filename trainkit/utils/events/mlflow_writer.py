@@ -2,11 +2,11 @@
 
 import errno
 import importlib
-import importlib.util
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,6 @@ class MLflowWriter(ServiceWriter):
     Args:
         settings: name -> value of the hyper-parameters by which runs are compared.
         config: the whole config as text, for the artifact ``config.yaml``.
-
-    Raises:
-        ImportError: the package ``mlflow`` is missing.
     """
 
     _service = "MLflow"
@@ -47,9 +44,7 @@ class MLflowWriter(ServiceWriter):
         settings: Mapping[str, Any] | None = None,
         config: str = "",
     ) -> None:
-        if importlib.util.find_spec("mlflow") is None:
-            raise ImportError("MLflowWriter needs the package mlflow: pip install 'trainkit[mlflow]'")
-        super().__init__(window_size)
+        super().__init__(window_size, "mlflow")
         self._dir = Path(output_dir).absolute()
         self._settings, self._config = settings or {}, config
         self._run_id: str | None = os.environ.get("MLFLOW_RUN_ID")
@@ -57,14 +52,13 @@ class MLflowWriter(ServiceWriter):
         self._there: dict[str, set[tuple[int, str]]] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"run_id": self._run_id, **self._news.state_dict()}
+        return {"run_id": self._run_id, **super().state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.close()
+        super().load_state_dict(state)
         self._run_id = state["run_id"]
-        self._news.load_state_dict(state)
 
-    def _open(self) -> Any:
+    def _open(self) -> tuple[Any, Callable[[], None]]:
         self._there.clear()
         with default_environment(_ENVIRONMENT):
             mlflow = importlib.import_module("mlflow")  # here: it takes as long as torch
@@ -72,7 +66,7 @@ class MLflowWriter(ServiceWriter):
             client = mlflow.MlflowClient(tracking_uri=uri)
         if self._run_id is not None:
             client.update_run(self._run_id, status="RUNNING")
-            return client
+            return client, partial(client.set_terminated, self._run_id)
         experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
         experiment = client.get_experiment_by_name(experiment_name)
         experiment_id = experiment.experiment_id if experiment else client.create_experiment(experiment_name)
@@ -85,27 +79,22 @@ class MLflowWriter(ServiceWriter):
             client.log_batch(self._run_id, params=params[start : start + _MAX_PER_CALL])
         if self._config:
             client.log_text(self._run_id, self._config, "config.yaml")
-        return client
-
-    def _finish(self, run: Any) -> None:
-        run.set_terminated(self._run_id)
+        return client, partial(client.set_terminated, self._run_id)
 
     def _log_all(self, scalars: list[Scalar], storage: EventStorage) -> None:
         metric = importlib.import_module("mlflow.entities").Metric
         now_ms = int(time.time() * 1000)
         try:
-            metrics = [
-                metric(name, value, now_ms, step)
-                for name, value, step in (
-                    (_NOT_IN_A_NAME.sub("_", s.name), s.value, s.iter if s.epoch is None else s.epoch) for s in scalars
-                )
-                if not self._is_there(name, value, step)
-            ]
+            metrics = []
+            for name, value, iter, epoch in scalars:
+                name, step = _NOT_IN_A_NAME.sub("_", name), iter if epoch is None else epoch
+                if not self._is_there(name, value, step):
+                    metrics.append(metric(name, value, now_ms, step))
             for start in range(0, len(metrics), _MAX_PER_CALL):
-                self._run.log_batch(self._run_id, metrics[start : start + _MAX_PER_CALL])
+                self._writer.log_batch(self._run_id, metrics[start : start + _MAX_PER_CALL])
             for image in storage.images():
                 path = f"images/{_NOT_IN_A_NAME.sub('_', image.name)}/{image.iter:07d}.png"
-                self._run.log_image(self._run_id, to_uint8_array(image.tensor), path)
+                self._writer.log_image(self._run_id, to_uint8_array(image.tensor), path)
         except Exception as error:
             self._there.clear()  # some of these values may be written
             if getattr(error.__context__, "errno", None) == errno.ENOSPC:  # mlflow makes an error of its own of it
@@ -114,6 +103,6 @@ class MLflowWriter(ServiceWriter):
 
     def _is_there(self, name: str, value: float, step: int) -> bool:
         if name not in self._there:
-            history = self._run.get_metric_history(self._run_id, name)
+            history = self._writer.get_metric_history(self._run_id, name)
             self._there[name] = {(point.step, repr(float(point.value))) for point in history}
         return (step, repr(float(value))) in self._there[name]

@@ -19,17 +19,14 @@ class ProgressBar(CommonMetricPrinter):
 
     _extra = NOT_ON_TERMINAL
 
-    def __init__(
-        self, max_iter: int | None = None, window_size: int = 20, *, iters_per_epoch: int | None = None
-    ) -> None:
-        super().__init__(max_iter, window_size, iters_per_epoch=iters_per_epoch)
-        self._bar: Bar | None = None
-        self._samples_per_iter = 0
+    _bar: Bar | None = None
+    _samples_per_iter = 0  # over all ranks, from the loader's batch size; 0 if it has none
 
     def advance(self, trainer: Any) -> None:
         if self._bar is None:
             self._bar = Bar(self._max_iter, self._describe(trainer.iter), initial=trainer.iter)
-        self._samples_per_iter = self._count_samples(trainer)
+        batch_size = int(getattr(getattr(trainer, "data_loader", None), "batch_size", None) or 0)
+        self._samples_per_iter = batch_size * getattr(trainer, "accumulation_steps", 1) * comm.get_data_world_size()
         self._bar.go_to(trainer.iter + 1)
 
     def close(self) -> None:
@@ -37,12 +34,6 @@ class ProgressBar(CommonMetricPrinter):
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-
-    @staticmethod
-    def _count_samples(trainer: Any) -> int:
-        """Samples per iteration over all ranks, from the loader's batch size; 0 if it has none."""
-        batch_size = getattr(getattr(trainer, "data_loader", None), "batch_size", None) or 0
-        return int(batch_size) * getattr(trainer, "accumulation_steps", 1) * comm.get_data_world_size()
 
     def _show(self, storage: EventStorage, latest: Any, eta_sec: float | None) -> None:
         if self._bar is None:

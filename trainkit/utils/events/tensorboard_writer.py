@@ -2,18 +2,18 @@
 
 import glob
 import importlib
-import importlib.util
 import logging
 import os
 import secrets
 import tempfile
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from trainkit.utils.events.storage import EventStorage
-from trainkit.utils.events.writers import PictureWriter, Scalar, import_image_formats
+from trainkit.utils.events.writers import PictureWriter, Scalar
+from trainkit.utils.numbers import is_number
 from trainkit.utils.run_file import RunFile, copy_tail
 
 logger = logging.getLogger(__name__)
@@ -33,9 +33,6 @@ class TensorboardXWriter(PictureWriter):
     Args:
         settings: name -> value of the hyper-parameters for comparing runs; values that are not numbers are text.
         config: the whole config as text.
-
-    Raises:
-        ImportError: the package ``tensorboard`` is missing.
     """
 
     def __init__(
@@ -47,68 +44,56 @@ class TensorboardXWriter(PictureWriter):
         config: str = "",
         **kwargs: Any,
     ) -> None:
-        if importlib.util.find_spec("tensorboard") is None:
-            raise ImportError("TensorboardXWriter needs the package tensorboard: pip install 'trainkit[tensorboard]'")
-        super().__init__(window_size)
+        super().__init__(window_size, "tensorboard")
         self._log_dir, self._kwargs = str(log_dir), kwargs
         self._id = secrets.token_hex(4)  # in its file names: files of others in the folder are not cut
         self._settings, self._config = settings or {}, config
         self._described = False  # whether settings and config are written
-        self._opened: Any = None
-        self._on_disk: list[RunFile] = []  # its files, restored if they are deleted
+        self._on_disk: dict[Path, RunFile] = {}  # its files, restored if they are deleted
         self._last_step = -1  # the highest one written
         self._purge_step: int | None = None  # for the next file, if it continues others
         self._sizes: dict[str, int] | None = None  # sizes of the run's files; None: all of each file
 
     def begin(self, trainer: Any) -> None:
+        super().begin(trainer)
         importlib.import_module("torch.utils.tensorboard")
         importlib.import_module("tensorboard.plugins.hparams.metadata")
-        import_image_formats()
-
-    @property
-    def _writer(self) -> Any:
-        """The ``SummaryWriter``, under detectron2's name; opened if needed."""
-        self._opened = self._opened or self._open()
-        return self._opened
 
     def write(self) -> None:
         self._restore_deleted()
         super().write()
 
     def close(self) -> None:
-        super().close()
         self._last_step, self._purge_step, self._sizes = -1, None, None
-        writer, self._opened = self._opened, None
-        self._close_files()
-        if writer is not None:
-            writer.close()
+        for file in self._on_disk.values():
+            file.close()
+        self._on_disk.clear()
+        super().close()
 
     def state_dict(self) -> dict[str, Any]:
         """The state after all events are given to the operating system."""
-        if self._opened is not None:
-            try:
-                self._restore_deleted()
-                if self._opened is not None:
-                    self._opened.flush()
-            except OSError as error:
-                logger.error("TensorBoard has lost the newest events in %s: %s", self._log_dir, error)
-                self._let_go()
+        try:
+            self._restore_deleted()
+            if self._opened is not None:
+                self._opened.flush()
+        except OSError as error:
+            logger.error("TensorBoard has lost the newest events in %s: %s", self._log_dir, error)
+            self._let_go()
         sizes = self._sizes  # valid until something is cut
         if sizes is None:
             sizes = {path.name: path.stat().st_size for path in self._files()}
         files = {"id": self._id, "sizes": sizes}
-        return {"last_step": self._last_step, "described": self._described, **files, **self._news.state_dict()}
+        return {"last_step": self._last_step, "described": self._described, **files, **super().state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.close()
+        super().load_state_dict(state)
         self._last_step = state["last_step"]
         self._described = state.get("described", False)
         self._purge_step = self._last_step + 1
         if "id" in state:
             self._id, self._sizes = state["id"], state["sizes"]
-        self._news.load_state_dict(state)
 
-    def _show(self, scalars: list[Scalar], storage: EventStorage) -> None:
+    def _log_all(self, scalars: list[Scalar], storage: EventStorage) -> None:
         steps = [self._last_step]
         try:
             writer = self._writer
@@ -117,12 +102,12 @@ class TensorboardXWriter(PictureWriter):
             for name, value, iter, epoch in scalars:
                 steps.append(iter if epoch is None else epoch)
                 writer.add_scalar(name, value, steps[-1])
-            for image in storage.images():
-                steps.append(image.iter)
-                writer.add_image(image.name, image.tensor, image.iter)
-            for histogram in storage.histograms():
-                steps.append(histogram.iter)
-                writer.add_histogram_raw(histogram.name, **histogram.raw, global_step=histogram.iter)
+            for name, tensor, iter in storage.images():
+                steps.append(iter)
+                writer.add_image(name, tensor, iter)
+            for name, iter, raw in storage.histograms():
+                steps.append(iter)
+                writer.add_histogram_raw(name, **raw, global_step=iter)
         except OSError:
             self._let_go()
             raise
@@ -130,18 +115,15 @@ class TensorboardXWriter(PictureWriter):
 
     def _describe(self, writer: Any) -> None:
         if self._settings:
-            numbers = {
-                name: value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
-                for name, value in self._settings.items()
-            }
+            settings = {name: value if is_number(value) else str(value) for name, value in self._settings.items()}
             # Not the experiment that hparams also returns: TensorBoard would use that of one run for all runs, and show
             # no setting that only others have. Without it, TensorBoard collects settings and scalars from all runs.
-            _, session_start, _ = importlib.import_module("torch.utils.tensorboard.summary").hparams(numbers, {})
+            _, session_start, _ = importlib.import_module("torch.utils.tensorboard.summary").hparams(settings, {})
             writer.file_writer.add_summary(session_start)
         if self._config:
             writer.add_text("config", textwrap.indent(self._config, "    "), 0)  # Markdown shows it as it is
 
-    def _open(self) -> Any:
+    def _open(self) -> tuple[Any, Callable[[], None]]:
         # imported late: it takes longer than all of trainkit
         tensorboard = importlib.import_module("torch.utils.tensorboard")
         Path(self._log_dir).mkdir(parents=True, exist_ok=True)
@@ -151,14 +133,11 @@ class TensorboardXWriter(PictureWriter):
             for path in self._files():
                 _cut(path, self._sizes.get(path.name, 0))
             self._sizes = None
-        purge = {} if self._purge_step is None else {"purge_step": self._purge_step}
-        kwargs = {**purge, **self._kwargs, "filename_suffix": self._suffix}
+        kwargs = {"purge_step": self._purge_step, **self._kwargs, "filename_suffix": self._suffix}
         writer = tensorboard.SummaryWriter(self._log_dir, **kwargs)
-        self._close_files()
-        self._on_disk = [RunFile(path) for path in self._files()]
-        for file in self._on_disk:
-            file.append("")
-        return writer
+        for path in self._files():
+            self._on_disk.setdefault(path, RunFile(path)).append("")  # opens it
+        return writer, writer.close
 
     @property
     def _suffix(self) -> str:
@@ -168,7 +147,7 @@ class TensorboardXWriter(PictureWriter):
         return sorted(Path(self._log_dir).glob(f"*tfevents*{glob.escape(self._suffix)}"))
 
     def _restore_deleted(self) -> None:
-        restored = [file.restore() for file in self._on_disk]
+        restored = [file.restore() for file in self._on_disk.values()]
         if any(restored) and self._opened is not None:
             logger.error(
                 "TensorBoard's events in %s were deleted during the run; they are written again", self._log_dir
@@ -176,11 +155,6 @@ class TensorboardXWriter(PictureWriter):
             writer = self._opened
             self._let_go()
             writer.close()
-
-    def _close_files(self) -> None:
-        for file in self._on_disk:
-            file.close()
-        self._on_disk = []
 
     def _let_go(self) -> None:
         """Drop a `SummaryWriter` that failed, since its thread has ended; the next write opens a new file."""

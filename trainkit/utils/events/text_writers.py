@@ -2,43 +2,34 @@
 
 import csv
 import io
-import json
 import math
-from functools import lru_cache
+from json.encoder import encode_basestring_ascii
 from pathlib import Path
 from typing import Any
 
-from trainkit.utils.events.storage import get_event_storage
-from trainkit.utils.events.writers import EventWriter, Scalar, Unwritten, rows_by_iteration
+from trainkit.utils.events.storage import EventStorage
+from trainkit.utils.events.writers import Scalar, ScalarWriter, rows_by_iteration
 from trainkit.utils.run_file import RunFile
 
 
-class _LinesWriter(EventWriter):
-    """Appends lines for new scalars; a subclass formats them."""
+class _LinesWriter(ScalarWriter):
+    """Base of writers that append lines to a file. They do not fsync a line: it would take longer than a step."""
 
     def __init__(self, file: RunFile, window_size: int) -> None:
+        super().__init__(window_size)
         self._file = file
-        self._news = Unwritten(window_size)
-
-    def write(self) -> None:
-        # no fsync: it would take longer than a step
-        self._file.append("".join(map(self._lines, self._news.take(get_event_storage()))))
-        self._news.confirm()
 
     def close(self) -> None:
-        self._news.forget()
+        super().close()
         self._file.close()
 
     def state_dict(self) -> dict[str, Any]:
         """The state after all lines are written to the disk."""
-        return {"length": self._file.sync(), **self._news.state_dict()}
+        return {"length": self._file.sync(), **super().state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
         self._file.go_on_at(state["length"])
-        self._news.load_state_dict(state)
-
-    def _lines(self, scalars: list[Scalar]) -> str:
-        raise NotImplementedError
 
 
 class JSONWriter(_LinesWriter):
@@ -54,22 +45,17 @@ class JSONWriter(_LinesWriter):
     def __init__(self, json_file: str | Path, window_size: int = 20) -> None:
         super().__init__(RunFile(json_file), window_size)
 
-    def _lines(self, scalars: list[Scalar]) -> str:
+    def _show(self, scalars: list[Scalar], storage: EventStorage) -> None:
         lines = []
         for iter, epoch, row in rows_by_iteration(scalars):
             line = {"iteration": iter, **row} if epoch is None else {"iteration": iter, "epoch": epoch, **row}
             # json.dumps takes three times as long
             items = [
-                f"{_quoted(name)}: {value!r}" if math.isfinite(value) else f"{_quoted(name)}: null"
+                f"{encode_basestring_ascii(name)}: {value if math.isfinite(value) else 'null'}"
                 for name, value in sorted(line.items())
             ]
             lines.append("{" + ", ".join(items) + "}\n")
-        return "".join(lines)
-
-
-@lru_cache(1000)
-def _quoted(name: str) -> str:
-    return json.dumps(name)
+        self._file.append("".join(lines))
 
 
 class CSVWriter(_LinesWriter):
@@ -84,14 +70,14 @@ class CSVWriter(_LinesWriter):
     def __init__(self, csv_file: str | Path, window_size: int = 20) -> None:
         super().__init__(RunFile(csv_file, header="iteration,epoch,name,value\n"), window_size)
 
-    def _lines(self, scalars: list[Scalar]) -> str:
+    def _show(self, scalars: list[Scalar], storage: EventStorage) -> None:
         lines = io.StringIO()
         csv.writer(lines, lineterminator="\n").writerows(
             (iter, epoch, _text_cell(name), repr(value))
             for iter, epoch, row in rows_by_iteration(scalars)
             for name, value in row.items()
         )
-        return lines.getvalue()
+        self._file.append(lines.getvalue())
 
 
 def _text_cell(name: str) -> str:

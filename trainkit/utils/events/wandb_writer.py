@@ -1,15 +1,14 @@
 """Scalars, images, histograms and config of a run for Weights & Biases."""
 
 import importlib
-import importlib.util
 import logging
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainkit.utils.events.storage import EventStorage, Histogram
+from trainkit.utils.events.storage import EventStorage
 from trainkit.utils.events.writers import (
     Scalar,
     ServiceWriter,
@@ -44,17 +43,12 @@ class WandbWriter(ServiceWriter):
 
     Args:
         kwargs: for ``wandb.init``; they win over the values set here. ``settings`` is a dict.
-
-    Raises:
-        ImportError: the package ``wandb`` is missing.
     """
 
     _service = "Weights & Biases"
 
     def __init__(self, output_dir: str | os.PathLike[str], window_size: int = 20, **kwargs: Any) -> None:
-        if importlib.util.find_spec("wandb") is None:
-            raise ImportError("WandbWriter needs the package wandb: pip install 'trainkit[wandb]'")
-        super().__init__(window_size)
+        super().__init__(window_size, "wandb")
         self._dir, self._kwargs = Path(output_dir).absolute(), kwargs
         # set here, so that every checkpoint has it; a sweep sets the variable
         self._run_id: str = kwargs.get("id") or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8]
@@ -62,38 +56,33 @@ class WandbWriter(ServiceWriter):
 
     def state_dict(self) -> dict[str, Any]:
         """The state; the wandb process needs a tenth of a second to write the last rows to its file."""
-        return {"run_id": self._run_id, "next_step": self._next_step, **self._news.state_dict()}
+        return {"run_id": self._run_id, "next_step": self._next_step, **super().state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.close()
+        super().load_state_dict(state)
         self._run_id, self._next_step = state["run_id"], state["next_step"]
-        self._news.load_state_dict(state)
 
     def _log_all(self, scalars: list[Scalar], storage: EventStorage) -> None:
         for iter, epoch, row in rows_by_iteration(scalars):
             if epoch is not None:
                 for name in row:
-                    self._run.define_metric(name, step_metric="epoch")
-            self._log(iter, {**row, "iteration": iter} | ({} if epoch is None else {"epoch": epoch}))
+                    self._writer.define_metric(name, step_metric="epoch")
+            self._log({**row, "iteration": iter} | ({} if epoch is None else {"epoch": epoch}))
         pictures: dict[int, dict[str, Any]] = {}
         wandb = importlib.import_module("wandb")
-        for image in storage.images():
-            pictures.setdefault(image.iter, {})[image.name] = wandb.Image(to_uint8_array(image.tensor))
-        for histogram in storage.histograms():
-            counts_and_edges = _bins(histogram)
-            pictures.setdefault(histogram.iter, {})[histogram.name] = wandb.Histogram(np_histogram=counts_and_edges)
-        for iter, row in sorted(pictures.items()):
-            self._log(iter, {**row, "iteration": iter})
+        for name, tensor, iter in storage.images():
+            pictures.setdefault(iter, {"iteration": iter})[name] = wandb.Image(to_uint8_array(tensor))
+        for name, iter, raw in storage.histograms():
+            pictures.setdefault(iter, {"iteration": iter})[name] = wandb.Histogram(np_histogram=_bins(raw))
+        for _, row in sorted(pictures.items()):
+            self._log(row)
 
-    def _log(self, iter: int, row: Mapping[str, Any]) -> None:
-        step = max(iter, self._next_step)
-        self._run.log(dict(row), step=step, commit=True)  # without commit a row waits for a later step
+    def _log(self, row: dict[str, Any]) -> None:
+        step = max(row["iteration"], self._next_step)
+        self._writer.log(row, step=step, commit=True)  # without commit a row waits for a later step
         self._next_step = step + 1
 
-    def _finish(self, run: Any) -> None:
-        run.finish()
-
-    def _open(self) -> Any:
+    def _open(self) -> tuple[Any, Callable[[], None]]:
         wandb_dir = self._dir / "wandb"
         wandb_dir.mkdir(parents=True, exist_ok=True)
         # by default wandb's process logs into the cache and reports errors to its makers, and asks for a key at a
@@ -112,11 +101,11 @@ class WandbWriter(ServiceWriter):
         if run.disabled:
             logger.warning("Nothing is written for Weights & Biases, because of WANDB_MODE or a missing login")
         run.define_metric("*", step_metric="iteration")
-        return run
+        return run, run.finish
 
 
-def _bins(histogram: Histogram) -> tuple[list[float], list[float]]:
+def _bins(raw: Mapping[str, Any]) -> tuple[list[float], list[float]]:
     """Counts and edges; if there are too many bins, neighbours are merged."""
-    counts, edges = histogram.raw["bucket_counts"], [histogram.raw["min"], *histogram.raw["bucket_limits"]]
+    counts, edges = raw["bucket_counts"], [raw["min"], *raw["bucket_limits"]]
     width = -(-len(counts) // _MAX_BINS)
     return [sum(counts[i : i + width]) for i in range(0, len(counts), width)], [*edges[:-1:width], edges[-1]]

@@ -3,11 +3,12 @@
 import contextlib
 import datetime
 import importlib
+import importlib.util
 import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -67,44 +68,48 @@ class Scalar(NamedTuple):
     epoch: int | None  # if it has one
 
 
-class Unwritten:
-    """Finds the scalars with a newer value than at the last call, for each name separately."""
+class ScalarWriter(EventWriter):
+    """Base of writers that show each new value of a scalar once, smoothed. A subclass defines ``_show``.
+
+    If it fails, its scalars are shown by a later write; those of the last 200 writes are kept.
+    """
 
     def __init__(self, window_size: int) -> None:
         if window_size < 1:
             raise ValueError(f"window_size must be >= 1 iteration, got {window_size}")
         self._window_size = window_size
-        self._taken: dict[str, int] = {}
-        self._pending: deque[list[Scalar]] = deque(maxlen=_MAX_PENDING)
+        self._taken: dict[str, int] = {}  # name -> iteration of the newest value that was read
+        self._pending: deque[list[Scalar]] = deque(maxlen=_MAX_PENDING)  # what each write has read, until it is shown
 
-    def take(self, storage: EventStorage) -> list[list[Scalar]]:
-        """The scalars of this call, after those of earlier calls that were not confirmed."""
+    def write(self) -> None:
+        storage = get_event_storage()
         epochs = storage.epochs()
         news = [
             Scalar(name, value, iter, epochs.get(name))
             for name, (value, iter) in storage.latest_with_smoothing_hint(self._window_size).items()
             if iter > self._taken.get(name, -1)
         ]
-        self._taken.update((scalar.name, scalar.iter) for scalar in news)
+        self._taken |= {scalar.name: scalar.iter for scalar in news}
         if news:
             self._pending.append(news)
-        return list(self._pending)
-
-    def confirm(self) -> None:
-        """All taken scalars are written."""
+        self._show([scalar for news in self._pending for scalar in news], storage)
         self._pending.clear()
 
-    def forget(self) -> None:
-        """Start again, for another storage with the same iterations."""
-        self._taken.clear()
+    def close(self) -> None:
+        self._taken.clear()  # the next storage may have the same iterations
         self._pending.clear()
 
     def state_dict(self) -> dict[str, Any]:
         return {"taken": dict(self._taken), "pending": [[tuple(scalar) for scalar in news] for news in self._pending]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.close()
         self._taken = dict(state["taken"])
-        self._pending = deque(([Scalar(*scalar) for scalar in news] for news in state["pending"]), _MAX_PENDING)
+        self._pending.extend([Scalar(*scalar) for scalar in news] for news in state["pending"])
+
+    def _show(self, scalars: list[Scalar], storage: EventStorage) -> None:
+        """Raises OSError to get these scalars again, with newer ones."""
+        raise NotImplementedError
 
 
 def rows_by_iteration(scalars: Iterable[Scalar]) -> list[tuple[int, int | None, dict[str, float]]]:
@@ -115,42 +120,53 @@ def rows_by_iteration(scalars: Iterable[Scalar]) -> list[tuple[int, int | None, 
     return [(iter, None if epoch == -1 else epoch, row) for (iter, epoch), row in sorted(rows.items())]
 
 
-def import_if_installed(name: str) -> None:
-    """For `EventWriter.begin`: import before loader workers are forked; a fork during an import could wait for ever."""
-    with contextlib.suppress(ImportError):
-        importlib.import_module(name)
+class PictureWriter(ScalarWriter):
+    """Base of writers that also show images and histograms, and then clear them in the storage.
 
+    A subclass defines how its output is opened and written.
 
-def import_image_formats() -> None:
-    """Import the modules that write images."""
-    with contextlib.suppress(ImportError):
+    Raises:
+        ImportError: ``package``, by which they are shown, is missing.
+    """
+
+    _opened: Any = None  # an object of the package of the writer
+    _finish: Callable[[], None]  # ends the output
+
+    def __init__(self, window_size: int, package: str) -> None:
+        super().__init__(window_size)
+        if importlib.util.find_spec(package) is None:
+            raise ImportError(f"{type(self).__name__} needs the package {package}: pip install 'trainkit[{package}]'")
+
+    @property
+    def _writer(self) -> Any:
+        """The opened output, under detectron2's name; opens it if needed."""
+        if self._opened is None:
+            self._opened, self._finish = self._open()
+        return self._opened
+
+    def begin(self, trainer: Any) -> None:
+        # import before loader workers are forked: a fork during an import in another thread could wait for ever
         importlib.import_module("PIL.Image").preinit()
 
-
-class PictureWriter(EventWriter):
-    """Base of writers that also show images and histograms, and then clear them in the storage."""
-
-    def __init__(self, window_size: int) -> None:
-        self._news = Unwritten(window_size)
-
-    def write(self) -> None:
-        storage = get_event_storage()
-        scalars = [scalar for news in self._news.take(storage) for scalar in news]
-        if not (scalars or storage.images() or storage.histograms()):
-            return
-        self._show(scalars, storage)
-        self._news.confirm()
-        storage.clear_images()
-        storage.clear_histograms()
-
     def close(self) -> None:
-        self._news.forget()
+        super().close()
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            self._finish()
 
     def _show(self, scalars: list[Scalar], storage: EventStorage) -> None:
+        if scalars or storage.images() or storage.histograms():
+            self._log_all(scalars, storage)
+            storage.clear_images()
+            storage.clear_histograms()
+
+    def _open(self) -> tuple[Any, Callable[[], None]]:
+        """Start the output, or continue it; return it, and the function that ends it."""
         raise NotImplementedError
 
-
-_GIVEN_UP = "Nothing more is written for %s, training continues: %s"
+    def _log_all(self, scalars: list[Scalar], storage: EventStorage) -> None:
+        """Write the scalars, and the images and histograms of the storage."""
+        raise NotImplementedError
 
 
 class ServiceWriter(PictureWriter):
@@ -160,36 +176,29 @@ class ServiceWriter(PictureWriter):
     """
 
     _service: str  # its name in messages
-
-    def __init__(self, window_size: int) -> None:
-        super().__init__(window_size)
-        self._run: Any = None
-        self._has_failed = False
+    _has_failed = False
 
     def begin(self, trainer: Any) -> None:
-        import_image_formats()
-        import_if_installed("pandas")  # services check whether a value is one of its tables
-        with contextlib.suppress(OSError), self._surviving(_GIVEN_UP):  # the first write raises an OSError again
-            self._run = self._run or self._open()
+        super().begin(trainer)
+        with contextlib.suppress(ImportError):
+            importlib.import_module("pandas")  # services check whether a value is one of its tables
+        with contextlib.suppress(OSError), self._surviving():  # the first write raises an OSError again
+            _ = self._writer
+
+    def write(self) -> None:
+        with self._surviving():
+            if not self._has_failed:
+                super().write()
 
     def close(self) -> None:
-        super().close()
-        run, self._run = self._run, None
         try:
             with self._surviving("The run of %s could not be finished: %s"):
-                if run is not None:
-                    self._finish(run)
+                super().close()
         finally:
             self._has_failed = False
 
-    def _show(self, scalars: list[Scalar], storage: EventStorage) -> None:
-        with self._surviving(_GIVEN_UP):
-            if not self._has_failed:
-                self._run = self._run or self._open()
-                self._log_all(scalars, storage)
-
     @contextlib.contextmanager
-    def _surviving(self, message: str) -> Iterator[None]:
+    def _surviving(self, message: str = "Nothing more is written for %s, training continues: %s") -> Iterator[None]:
         try:
             yield
         except OSError:
@@ -197,17 +206,6 @@ class ServiceWriter(PictureWriter):
         except Exception as error:  # services have no common base class of their errors
             self._has_failed = True
             logger.error(message, self._service, error)
-
-    def _open(self) -> Any:
-        """Start the run of the service, or continue it."""
-        raise NotImplementedError
-
-    def _finish(self, run: Any) -> None:
-        """End what ``_open`` returned."""
-        raise NotImplementedError
-
-    def _log_all(self, scalars: list[Scalar], storage: EventStorage) -> None:
-        raise NotImplementedError
 
 
 @contextlib.contextmanager
@@ -261,9 +259,23 @@ class CommonMetricPrinter(EventWriter):
         storage = get_event_storage()
         if storage.iter == self._max_iter:
             return
-        latest = storage.latest_with_smoothing_hint(self._window_size)
+        latest, hints = storage.latest_with_smoothing_hint(self._window_size), storage.smoothing_hints()
         eta_sec = self._eta_sec(storage, latest)
-        self.logger.info(" ".join(self._fields(storage, latest, eta_sec)), extra=self._extra)
+        fields = []
+        if eta_sec is not None:
+            fields.append(f" eta: {datetime.timedelta(seconds=int(eta_sec))} ")
+        if self._iters_per_epoch is not None:
+            fields.append(f"{name_epoch(storage.iter, self._iters_per_epoch, self._max_iter)} ")
+        fields.append(f"{say_done(storage.iter + 1, self._max_iter)} ")
+        fields += [
+            f"{name}: {value:.4g} " for name, (value, _) in latest.items() if hints[name] and name not in self._PLACED
+        ]
+        for name, digits in (("time", ".4f"), ("data_time", ".4f"), ("lr", ".5g")):
+            if name in latest:
+                fields.append(f"{name}: {latest[name][0]:{digits}} ")
+        if accelerator_runs_ahead() and (max_memory := torch.accelerator.memory.max_memory_allocated()):
+            fields.append(f"max_mem: {max_memory / 2**20:.0f}M")
+        self.logger.info(" ".join(fields), extra=self._extra)
         self._show(storage, latest, eta_sec)
 
     def begin(self, trainer: Any) -> None:
@@ -275,26 +287,6 @@ class CommonMetricPrinter(EventWriter):
 
     def _show(self, storage: EventStorage, latest: _Latest, eta_sec: float | None) -> None:
         """For a subclass that shows more than the line."""
-
-    def _fields(self, storage: EventStorage, latest: _Latest, eta_sec: float | None) -> list[str]:
-        hints = storage.smoothing_hints()
-        fields = []
-        if eta_sec is not None:
-            fields.append(f" eta: {datetime.timedelta(seconds=int(eta_sec))} ")
-        if self._iters_per_epoch is not None:
-            fields.append(f"{name_epoch(storage.iter, self._iters_per_epoch, self._max_iter)} ")
-        fields.append(f"{say_done(storage.iter + 1, self._max_iter)} ")
-        fields += [
-            f"{name}: {value:.4g} " for name, (value, _) in latest.items() if hints[name] and name not in self._PLACED
-        ]
-        for name in ("time", "data_time"):
-            if name in latest:
-                fields.append(f"{name}: {latest[name][0]:.4f} ")
-        if "lr" in latest:
-            fields.append(f"lr: {latest['lr'][0]:.5g} ")
-        if accelerator_runs_ahead() and (max_memory := torch.accelerator.memory.max_memory_allocated()):
-            fields.append(f"max_mem: {max_memory / 2**20:.0f}M")
-        return fields
 
     def _eta_sec(self, storage: EventStorage, latest: _Latest) -> float | None:
         if self._max_iter is None:
