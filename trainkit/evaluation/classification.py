@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -14,7 +15,6 @@ from trainkit.config.config import CfgNode
 from trainkit.config.configurable import configurable
 from trainkit.data.catalog import MetadataCatalog
 from trainkit.evaluation.labelled import LabelledEvaluator
-from trainkit.utils import comm
 from trainkit.utils.events import get_event_storage, has_event_storage
 from trainkit.utils.run_folder import is_owned, own_folder
 
@@ -28,6 +28,8 @@ class ClassificationEvaluator(LabelledEvaluator):
 
     A batch is a mapping with labels ``[N]`` under ``label_key``, or a list of N samples with one label each. The
     model's output is scores ``[N, C]``, bare or under ``"logits"`` or ``"scores"``.
+
+    The results are ``top<k>`` and ``mean_class_accuracy``, the mean over the classes with samples.
 
     Args:
         topk: each k gives a metric ``top<k>``: the label is among the k highest scores.
@@ -61,31 +63,14 @@ class ClassificationEvaluator(LabelledEvaluator):
             arguments["confusion_file"] = os.path.join(cfg.OUTPUT_DIR, name)
         return arguments
 
-    def evaluate(self) -> dict[str, Any]:
-        """Combine the ranks, log the table of classes, and show the confusion matrix.
-
-        Returns:
-            On rank 0 ``{task: {"top<k>": ..., "mean_class_accuracy": ...}}`` in percent; the mean is over the classes
-            with samples. On other ranks ``{}``.
-
-        Raises:
-            ValueError: no sample was processed, or a label was outside [0, C).
-        """
-        confusion, hits_at = self.sum_over_ranks()
-        if not comm.is_main_process():
-            return {}
-        num_samples, num_right = confusion.sum(dim=1).tolist(), confusion.diagonal().tolist()
-        per_class = [100.0 * right / max(samples, 1) for samples, right in zip(num_samples, num_right, strict=True)]
-        rows = [
-            (name, samples, f"{accuracy:.2f}" if samples else "-")
-            for name, samples, accuracy in zip(self._names(confusion), num_samples, per_class, strict=True)
-        ]
-        self._log_table("Accuracy of each class in percent", ["class", "samples", "accuracy"], rows)
+    def compute_metrics(self, confusion: Tensor, hits_at: Tensor) -> dict[str, float]:
+        counts = confusion.double()  # exact up to 2**53 samples
+        accuracy = 100.0 * counts.diagonal() / counts.sum(dim=1)  # 0 / 0 is NaN
+        self._log_classes("Accuracy of each class in percent", "samples", confusion, {"accuracy": accuracy})
         self._show_confusion(confusion)
-        metrics = {f"top{k}": 100.0 * int(hits_at[:k].sum()) / sum(num_samples) for k in self._topk}
-        present = [accuracy for samples, accuracy in zip(num_samples, per_class, strict=True) if samples]
-        metrics["mean_class_accuracy"] = sum(present) / len(present)
-        return {self._task: metrics}
+        present = [value for value in accuracy.tolist() if not math.isnan(value)]
+        metrics = {f"top{k}": 100.0 * int(hits_at[:k].sum()) / int(confusion.sum()) for k in self._topk}
+        return {**metrics, "mean_class_accuracy": sum(present) / len(present)}
 
     def _show_confusion(self, confusion: Tensor) -> None:
         """Log the matrix if it is small, and write its file."""

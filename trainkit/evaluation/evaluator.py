@@ -145,8 +145,8 @@ def inference_on_dataset(
         callbacks["before_inference"]()
         observer.before_eval(phase, name)
         num_batches, is_stopping = 0, False
-        batches, is_sharded = _with_progress(data_loader, device, name), is_sharded_model(model)
-        if is_sharded_model(model):
+        batches = _with_progress(data_loader, device, name)
+        if is_sharded := is_sharded_model(model):
             batches = _in_step_with_all_ranks(batches, model, evaluator, observer.is_stopping, name)
         for inputs in batches:
             # the ranks of a sharded model agree on it before each batch

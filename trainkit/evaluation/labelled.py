@@ -1,6 +1,7 @@
 """The common part of evaluators that compare scores with labels."""
 
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -87,8 +88,11 @@ class LabelledEvaluator(DatasetEvaluator):
         entries = torch.where(valid, labels * num_classes + predicted, 0)
         confusion.view(-1).index_add_(0, entries.flatten(), valid.flatten().to(torch.int64))
 
-    def sum_over_ranks(self) -> tuple[Tensor, Tensor]:
-        """The matrix ``[C, C]`` of labels and predictions, and the hits ``[largest k]``, on the CPU of every rank.
+    def evaluate(self) -> dict[str, Any]:
+        """Add the counts of all ranks, log tables of the classes, and compute the metrics.
+
+        Returns:
+            On rank 0 ``{task: metrics}``, on other ranks ``{}``.
 
         Raises:
             ValueError: nothing was counted, or a label was out of range; on every rank.
@@ -106,7 +110,15 @@ class LabelledEvaluator(DatasetEvaluator):
                 f"{int(num_bad_labels)} labels are outside [0, {len(confusion)}), the classes that the model "
                 f"scores{ignored}; correct them, or give the model more classes"
             )
-        return confusion, hits_at
+        if self._ignore_label is not None and not confusion.any():
+            raise ValueError(
+                f"every pixel has the ignore_label {self._ignore_label}, so there is nothing to evaluate; give another"
+            )
+        return {self._task: self.compute_metrics(confusion, hits_at)} if comm.is_main_process() else {}
+
+    def compute_metrics(self, confusion: Tensor, hits_at: Tensor) -> dict[str, float]:
+        """Metrics by name. ``confusion[label, prediction]`` and ``hits_at[j]``, see ``reset``, are on the CPU."""
+        raise NotImplementedError
 
     def _check_classes(self, num_classes: int) -> None:
         names = self._class_names
@@ -121,6 +133,15 @@ class LabelledEvaluator(DatasetEvaluator):
 
     def _names(self, confusion: Tensor) -> list[str]:
         return self._class_names or [str(label) for label in range(len(confusion))]
+
+    def _log_classes(self, title: str, unit: str, confusion: Tensor, percentages: Mapping[str, Tensor]) -> None:
+        """Log a row for each class: its name, its number of ``unit``, and percentages ``[C]`` by name of the column."""
+        columns = [
+            [f"{value:.2f}" if math.isfinite(value) else "-" for value in values.tolist()]
+            for values in percentages.values()
+        ]
+        rows = zip(self._names(confusion), confusion.sum(dim=1).tolist(), *columns, strict=True)
+        self._log_table(title, ["class", unit, *percentages], rows)
 
     def _log_table(self, title: str, headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         align = ["left", *["right"] * (len(headers) - 1)]
@@ -164,19 +185,19 @@ def labels_of(inputs: Any, key: str, device: torch.device) -> Tensor:
     samples = inputs if isinstance(inputs, list | tuple) else [inputs]
     if len(samples) > 1 and all(isinstance(entry, Tensor) for entry in samples):
         return samples[-1].to(device)
-    if key == "label" and all(isinstance(each, Mapping) and key not in each and "labels" in each for each in samples):
-        key = "labels"  # as Hugging Face calls them
+    keys, labels = [key, "labels"] if key == "label" else [key], []  # "labels", as Hugging Face calls them
     for sample in samples:
         if not isinstance(sample, Mapping):
             raise TypeError(
                 f"a batch must be a mapping with the key {key!r} or a list of such samples, "
                 f"got {type(inputs).__name__}" + (f" of {type(sample).__name__}" if sample is not inputs else "")
             )
-        if key not in sample:
+        found = next((name for name in keys if name in sample), None)
+        if found is None:
             raise KeyError(
                 f"no labels under {key!r} (keys: {sorted(map(str, sample))}); keep the labels in the samples of an "
                 "evaluated data set, or set label_key to their key"
             )
-    if isinstance(inputs, Mapping):
-        return torch.as_tensor(inputs[key], device=device)
-    return torch.stack([torch.as_tensor(sample[key]) for sample in samples]).to(device, non_blocking=True)
+        labels.append(torch.as_tensor(sample[found]))
+    together = labels[0] if isinstance(inputs, Mapping) else torch.stack(labels)
+    return together.to(device, non_blocking=True)
