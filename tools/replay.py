@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from replay_report import as_dict, as_text
 
 from trainkit.config import ConfigError
 from trainkit.engine import user_errors_exit
@@ -54,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
     if RANK == 0:
         if args.save_batch:
             torch.save(found.batch, args.save_batch)
-        print(json.dumps(found.as_dict(), indent=1) if args.json else found.text(args.module))
+        print(json.dumps(as_dict(found), indent=1) if args.json else as_text(found, args.module))
     return int(not found.is_equal)
 
 
@@ -108,7 +109,7 @@ def stretches(run: str | os.PathLike[str], first: int, end: int) -> tuple[list[S
         raise ConfigError(f"--range is {first}:{end}; accepted: A:B with 0 <= A < B, B is not included")
     around(os.fspath(run), first)  # raises
     found = checkpoints_of(os.fspath(run))
-    starts = [0, *(saved.next_step for saved in found)]
+    starts = [0, *(saved.iteration + (saved.stage == 2) for saved in found)]
     cuts = sorted({first, end, *(start for start in starts if first < start < end)})
     parts = [
         Stretch(max(start for start in starts if start <= cut), cut, after) for cut, after in itertools.pairwise(cuts)

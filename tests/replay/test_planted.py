@@ -15,6 +15,7 @@ from projects.digits import load_split
 from projects.selfsup import load_unlabeled
 from tests.replay.job import PlantNan
 from tests.two_ranks import on_two_ranks
+from tools.replay_report import as_text
 from trainkit.config import get_cfg
 from trainkit.data import DatasetCatalog
 from trainkit.engine import DefaultTrainer, HookBase, default_setup
@@ -155,7 +156,7 @@ def test_a_fault_is_found_by_the_capsule_of_the_step(tmp_path, name, fault):
     if fault != "sample":
         assert found.iteration == failed_iteration(error) == project.at
     named = faults_found(project, found, found.samples_at_fault)
-    assert set(named.values()) == {True}, (named, found.text())
+    assert set(named.values()) == {True}, (named, as_text(found))
 
 
 # each fault once; a token that is none, the sample of charlm, ends one process, and with it the run

@@ -7,6 +7,7 @@ import torch
 
 from tests.engine.job import tiny_cfg
 from tests.replay.job import Job, PlantNan, ReadsClock, StopAt, digest_of_folder
+from tools.replay_report import as_dict, as_text
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file, write_file
 from trainkit.config import ConfigError
@@ -99,12 +100,12 @@ def test_a_run_is_not_changed_by_a_replay(run):
 def test_the_report_fits_into_100_columns_and_json_has_all_of_it(run):
     found = replay(run.folder, 6, run, prove=True)
 
-    text = found.text()
+    text = as_text(found)
     assert max(map(len, text.splitlines())) <= 170  # the names of folders and samples; tables are below
     assert max(len(line) for line in text.splitlines() if line.startswith(("layers", "module", "param"))) <= 100
     assert "layers.4.weight" in text
-    assert "layers.4.weight" not in found.text("layers.0*")
-    plain = json.loads(json.dumps(found.as_dict()))
+    assert "layers.4.weight" not in as_text(found, "layers.0*")
+    plain = json.loads(json.dumps(as_dict(found)))
     assert plain["losses"] == {name: loss.item() for name, loss in found.losses.items()}
     assert [row["module"] for row in plain["modules"]] == [row.module for row in found.activations]
 
@@ -319,7 +320,7 @@ def test_what_differs_from_the_run_is_said(run, tmp_path):
         "code: tests/engine/job.py is another one now",
         "code: gone.py is not there now",
     ]
-    assert found.text().splitlines()[2] == f"not as in the run: {found.differences[0]}"
+    assert as_text(found).splitlines()[2] == f"not as in the run: {found.differences[0]}"
 
 
 def test_what_cannot_be_replayed_is_refused_with_the_reason(run, tmp_path):

@@ -25,10 +25,6 @@ class Saved(NamedTuple):
     state: Mapping[str, Any]
 
     @property
-    def next_step(self) -> int:
-        return self.iteration + (self.stage == 2)
-
-    @property
     def origin(self) -> dict[str, Any]:
         return dict(self.state["trainer"]["origin"])
 
@@ -115,14 +111,13 @@ def logged_values(storage: Mapping[str, Any], start: int, end: int) -> Values:
 
 def compare_values(left: Values, right: Values) -> tuple[int, tuple[int, str, float, float] | None]:
     """The number of values that both have, and the first that differs: iteration, name, both values."""
-    count, different = 0, []
-    for name in left.keys() & right.keys():
-        for iter in left[name].keys() & right[name].keys():
-            pair = left[name][iter], right[name][iter]
-            count += 1
-            if repr(pair[0]) != repr(pair[1]):
-                different.append((iter, name, *pair))
-    return count, min(different, key=lambda found: found[:2], default=None)
+    both = [
+        (iter, name, left[name][iter], right[name][iter])
+        for name in left.keys() & right.keys()
+        for iter in left[name].keys() & right[name].keys()
+    ]
+    different = [found for found in both if repr(found[2]) != repr(found[3])]
+    return len(both), min(different, key=lambda found: found[:2], default=None)
 
 
 def compare_way(values: Values, saved: Saved | None, end: int) -> tuple[str, bool]:

@@ -53,10 +53,8 @@ def replay_range(
 
 class _Range(Session):
     def __init__(self, run: str, first: int, end: int, make_hook: Callable[[], HookBase]) -> None:
-        (start, after), self._after = around(run, first), around(run, end - 1)[1]
-        governing = after or start
-        assert governing is not None
-        super().__init__(run, start, governing.origin, first, governing.origin["processes"])
+        super().__init__(run, first, *around(run, first))
+        self._after = around(run, end - 1)[1]
         self._end, self._make_hook = end, make_hook
 
     def work(self, trainer: Any) -> tuple[Values, str]:

@@ -2,8 +2,10 @@
 
 import contextlib
 import hashlib
+import itertools
 import pdb
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +17,7 @@ from trainkit.utils.model import unwrap_model
 
 
 class Output(NamedTuple):
-    """One call of a module: statistics of the floating point output, and digests of inputs and outputs."""
+    """One call of a module: statistics of its floating point output."""
 
     module: str
     mean: float | None
@@ -23,8 +25,6 @@ class Output(NamedTuple):
     max_abs: float | None
     zeros_pct: float | None
     is_finite: bool
-    inputs: str
-    outputs: str
 
 
 class Update(NamedTuple):
@@ -47,6 +47,9 @@ class Field(NamedTuple):
     bad_samples: list[str]
 
 
+_Part = tuple[str, str]  # a part of a step, and its digest
+
+
 class Inspection(HookBase):
     """Inspect the step of iteration ``at``. Register this hook last, train only once with it, then call ``close``.
 
@@ -54,16 +57,16 @@ class Inspection(HookBase):
         batch: the batch as the model gets it; a list of several micro-batches.
         samples: the names of the samples of each micro-batch; empty if the loader does not know them.
         losses, gradients: copies; the gradients before clipping.
-        outputs: an `Output` for each call of a module, in the order in which the calls end.
-        digests: name -> digest of each part of the step, in its order; `find_difference` compares them.
     """
 
     def __init__(self, at: int, debug: bool = False) -> None:
         self.at, self._debug, self._num_passes = at, debug, 1
         self._handles: list[Any] = []
-        self._stack: list[str] = []
-        self._calls: list[list[Output]] = []  # by forward pass of the model
-        self._before: dict[str, Tensor] = {}
+        self._parts_before: list[_Part] = []
+        self._parts_after: list[_Part] = []
+        # by forward pass of the model; a pass that settles the buckets of DDP comes before those of the step
+        self._parts: list[list[_Part]] = []
+        self._outputs: list[list[Output]] = []
         self._first_bad: tuple[int, list[Tensor]] | None = None  # number of the pass, where the output is finite
         self.batch: Any = None
         self.samples: list[list[str]] = []
@@ -71,12 +74,17 @@ class Inspection(HookBase):
         self.gradients: dict[str, Tensor] = {}
         self.updates: list[Update] = []
         self.not_finite_before: list[str] = []
-        self.digests: dict[str, str] = {}
 
     @property
     def outputs(self) -> list[Output]:
-        # a pass that settles the buckets of DDP comes before those of the step
-        return [output for calls in self._calls[-self._num_passes :] for output in calls]
+        """An `Output` for each call of a module, in the order in which the calls end."""
+        return [*itertools.chain.from_iterable(self._outputs[-self._num_passes :])]
+
+    @property
+    def parts(self) -> list[_Part]:
+        """The name and the digest of each part of the step, in its order."""
+        of_modules = itertools.chain.from_iterable(self._parts[-self._num_passes :])
+        return [*self._parts_before, *of_modules, *self._parts_after]
 
     def before_step(self) -> None:
         if self.trainer.iter != self.at:
@@ -84,43 +92,40 @@ class Inspection(HookBase):
         model = self._model = unwrap_model(self.trainer.model)
         self.not_finite_before = non_finite_names(model)
         self._before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        self.digests["model before the step"] = digest(model.state_dict())
-        self.digests["optimizer before the step"] = digest(self.trainer.optimizer.state_dict())
+        self._parts_before = [
+            ("model before the step", digest(model.state_dict())),
+            ("optimizer before the step", digest(self.trainer.optimizer.state_dict())),
+        ]
         for name, module in model.named_modules():
-            self._handles += [
-                module.register_forward_pre_hook(self._enter(name), with_kwargs=True),
-                module.register_forward_hook(self._leave(name or "(model)"), with_kwargs=True),
-            ]
+            enter, leave = partial(self._enter, name or "(model)"), partial(self._leave, name or "(model)")
+            self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(leave))
 
-    def _enter(self, name: str) -> Any:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if not name:
-                self._calls.append([])
-                self._see_batch()
-                if self._debug:
-                    self._debug = False
-                    pdb.set_trace()  # "up" leads to the call of the model, "step" into its forward pass
-            self._stack.append(digest((args, kwargs)))
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module is self._model:
+            self._parts.append([])
+            self._outputs.append([])
+            if self.batch is None:
+                self.batch, self._num_passes = self.trainer.batch, self.trainer.accumulation_steps
+                self._parts_before.append(("batch", digest(self.batch)))
+                if hasattr(self.trainer.data_loader, "names_of_last"):
+                    self.samples = self.trainer.data_loader.names_of_last(self._num_passes)
+            if self._debug:
+                self._debug = False
+                pdb.set_trace()  # "up" leads to the call of the model, "step" into its forward pass
+        if self._parts:
+            text = f"input of the module {name}, though the modules that were called before it agree"
+            self._parts[-1].append((text, digest((args, kwargs))))
 
-        return enter
-
-    def _leave(self, name: str) -> Any:
-        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            inputs, values = self._stack.pop(), [*_floating(output)]
-            if self._calls:
-                numbers = _describe(values) if values else (None, None, None, None, True)
-                self._calls[-1].append(Output(name, *numbers, inputs, digest(output)))
-                if not numbers[-1] and self._first_bad is None:
-                    self._first_bad = len(self._calls), [value.isfinite() for value in values]
-
-        return leave
-
-    def _see_batch(self) -> None:
-        if self.batch is None:
-            self.batch, self._num_passes = self.trainer.batch, self.trainer.accumulation_steps
-            self.digests["batch"] = digest(self.batch)
-            if hasattr(self.trainer.data_loader, "names_of_last"):
-                self.samples = self.trainer.data_loader.names_of_last(self._num_passes)
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._parts:
+            return
+        self._parts[-1].append((f"module {name}: equal inputs and different outputs", digest(output)))
+        values = [*_floating(output)]
+        statistics = _describe(values) if values else (None, None, None, None, True)
+        self._outputs[-1].append(Output(name, *statistics))
+        if not statistics[-1] and self._first_bad is None:
+            self._first_bad = len(self._outputs), [value.isfinite() for value in values]
 
     def after_backward(self) -> None:
         if self.trainer.iter == self.at:
@@ -131,34 +136,32 @@ class Inspection(HookBase):
 
     def after_step(self) -> None:
         if self.trainer.iter == self.at:
-            self._remove_handles()
-            self.digests["model after the update"] = digest(self._model.state_dict())
             self._measure(has_updated=True)
 
     def close(self) -> None:
-        """Release the model. If the step has failed, measure its parts as far as they exist."""
-        self._remove_handles()
-        if not self.updates and self._before:
+        """If the step has failed, measure its parts as far as they exist."""
+        if self._handles:
             with contextlib.suppress(RuntimeError):  # there are no losses yet
                 self.after_backward()  # a hook before this one may have failed there
             self._measure(has_updated=False)
-        self.digests |= {f"loss {name}": digest(loss) for name, loss in self.losses.items()}
-        self.digests |= {f"gradient of {name}": digest(grad) for name, grad in self.gradients.items()}
-        self._before = {}
-
-    def _remove_handles(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
 
     @torch.no_grad()
     def _measure(self, has_updated: bool) -> None:
+        """Describe the gradients and the update; ends the inspection."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._parts_after = [(f"loss {name}", digest(loss)) for name, loss in self.losses.items()]
+        self._parts_after += [(f"gradient of {name}", digest(grad)) for name, grad in self.gradients.items()]
+        if has_updated:
+            self._parts_after.append(("model after the update", digest(self._model.state_dict())))
         for name, parameter in self._model.named_parameters():
             grad, before, ratio = self.gradients.get(name), self._before.get(name), None
             if has_updated and before is not None and before.any():
                 ratio = ((parameter - before).norm() / before.norm()).item()
             norm = None if grad is None else grad.float().norm().item()
             self.updates.append(Update(name, norm, grad is None or bool(grad.isfinite().all()), ratio))
+        self._before = {}
 
     def samples_of_first_bad_output(self) -> list[str]:
         """The samples that are not finite in the first output that is not finite.
@@ -166,7 +169,7 @@ class Inspection(HookBase):
         Empty if the first dimension of this output is not the sample.
         """
         number, finite = self._first_bad or (0, [])
-        samples = [*reversed(self.samples)][len(self._calls) - number :][:1]
+        samples = [*reversed(self.samples)][len(self._outputs) - number :][:1]
         rows = [value for value in finite if samples and value.dim() and len(value) == len(samples[0])]
         return [name for value in rows for name in _bad_names(value, samples[0])]
 
@@ -247,20 +250,10 @@ def digest(value: Any) -> str:
 
 
 def find_difference(first: Inspection, second: Inspection) -> str:
-    """The first part in which two executions of a step differ, in the order of the step; "" if they are equal."""
-
-    names = dict.fromkeys([*first.digests, *second.digests])
-    different = [name for name in names if first.digests.get(name) != second.digests.get(name)]
-    if found := [name for name in ("model before the step", "optimizer before the step", "batch") if name in different]:
-        return f"the {found[0]}"
-    for left, right in zip(first.outputs, second.outputs, strict=False):
-        if left.module != right.module:
-            return f"the order of the modules, at {left.module} and {right.module}"
-        if left.inputs != right.inputs:
-            return f"the input of the module {left.module}, though the modules that were called before it agree"
-        if left.outputs != right.outputs:
-            return f"the module {left.module}: equal inputs and different outputs"
-    if len(first.outputs) != len(second.outputs):
-        return "the number of calls of modules"
-    ordered = [name for kind in ("loss", "gradient", "model after") for name in different if name.startswith(kind)]
-    return f"the {ordered[0]}" if ordered else ""
+    """The first part in which two executions of a step differ; "" if they are equal."""
+    for left, right in itertools.zip_longest(first.parts, second.parts, fillvalue=("end", "")):
+        if left[0] != right[0]:
+            return f"the order of its parts, where one has the {left[0]}, the other the {right[0]}"
+        if left != right:
+            return f"the {left[0]}"
+    return ""

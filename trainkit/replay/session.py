@@ -71,19 +71,22 @@ class Session:
     anomaly = False  # True shows warnings: they name the operation
     _trainer: Any
 
-    def __init__(self, run: str, start: Saved | None, origin: dict[str, Any], at: int, processes: int) -> None:
+    def __init__(self, run: str, at: int, start: Saved | None, after: Saved | None) -> None:
         """
         Args:
             run: the folder of the run, or a capsule.
-            start: the checkpoint from which the replay starts; None: it starts at iteration 0.
             at: the first iteration to inspect.
-            processes: the number of processes that the replay needs.
+            start: the checkpoint from which the replay starts; None: it starts at iteration 0.
+            after: the next one. The process that wrote it has done the step; it may have other settings than the start.
         """
-        self._run, self._start, self.origin, self._at, self._processes = run, start, origin, at, processes
+        governing = after or start
+        assert governing is not None
+        origin = self.origin = governing.origin
+        self._run, self._at, self._start, self._next = run, at, start, after
+        self._processes = origin["processes"]  # that the replay needs
         self.seed = origin["seed"] if start is None and origin["seed"] < 2**32 else None
         self._notes: list[str] = []
         self.result: Any = None
-        self.scratch = tempfile.mkdtemp(prefix="replay-")
 
     def work(self, trainer: Any) -> Any:
         """Called instead of the training, with a trainer without the hooks that save, evaluate and write."""
@@ -96,6 +99,7 @@ class Session:
             ConfigError: the command does not call ``train()``, or the run has no such iteration.
             CheckpointError: the run had another number of processes.
         """
+        self._folder = tempfile.mkdtemp(prefix="replay-")
         token, disabled = active_replay.set(self), logging.root.manager.disable
         logging.disable(logging.ERROR)
         try:
@@ -106,8 +110,8 @@ class Session:
         finally:
             logging.disable(disabled)
             active_replay.reset(token)
-            release_folder(self.scratch)
-            shutil.rmtree(self.scratch, ignore_errors=True)
+            release_folder(self._folder)
+            shutil.rmtree(self._folder, ignore_errors=True)
         if self.result is None:
             raise ConfigError(
                 "the command of the run has ended before it trained; give the script that trains (--script)"
@@ -115,16 +119,14 @@ class Session:
         return self.result
 
     def set_up(self, cfg: Any) -> None:
+        """Give ``cfg`` the settings of the run, and a temporary folder for output; nothing if it has them already."""
         if not isinstance(cfg, CfgNode):
             raise ConfigError("a job with a LazyConfig cannot be replayed; use get_cfg and a DefaultTrainer")
-        if self.scratch != cfg.OUTPUT_DIR:
-            self._redirect(cfg)
-
-    def _redirect(self, cfg: CfgNode) -> None:
-        """Give ``cfg`` the settings of the run, and a temporary folder for output."""
+        if self._folder == cfg.OUTPUT_DIR:
+            return
         frozen, given = cfg.is_frozen(), cfg.clone()
         cfg.defrost()
-        path = Path(self.scratch, "given.yaml")
+        path = Path(self._folder, "given.yaml")
         path.write_text(self.origin["config"])
         cfg.merge_from_file(path)
         counted, before = settings_of(cfg), dict(changed_settings(given, CfgNode()))
@@ -132,7 +134,7 @@ class Session:
             if key in counted:
                 now = before.get(key)
                 self._notes.append(f"setting {key}: {value!r} in the run, which is used; {now!r} in the command now")
-        cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR = self.scratch, ""
+        cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR = self._folder, ""
         cfg.LOG.WRITERS, cfg.LOG.PROGRESS = [], False
         if self._start is not None:
             cfg.MODEL.WEIGHTS = ""

@@ -14,7 +14,7 @@ from trainkit.engine import hooks
 from trainkit.replay.bisect import find_samples
 from trainkit.replay.checkpoints import Saved, around, compare_values, compare_way, logged_values, prove
 from trainkit.replay.inspection import Inspection
-from trainkit.replay.report import Replay, compare_failure, judge
+from trainkit.replay.result import Replay, compare_failure, judge
 from trainkit.replay.session import Session, copy_of
 from trainkit.utils import comm
 from trainkit.utils.model import unwrap_model
@@ -78,13 +78,9 @@ class _Step(Session):
     """A step that is reached from a checkpoint or from iteration 0."""
 
     def __init__(self, run: str, at: int, options: dict[str, Any]) -> None:
-        start, self._next = around(run, at)
+        super().__init__(run, at, *around(run, at))
         if options["prove"] and (self._next is None or "capsule" in self._next.state):
             raise CheckpointError(f"'{run}' has no checkpoint after iteration {at}; leave out --prove")
-        # the process that wrote the next checkpoint has done the step; its settings may differ from those of the start
-        governing = self._next or start
-        assert governing is not None
-        super().__init__(run, start, governing.origin, at, governing.origin["processes"])
         self._options, self.anomaly = options, options["anomaly"]
 
     def work(self, trainer: Any) -> Replay:
@@ -186,9 +182,9 @@ class _Capsule(_Step):
         if not self._capsule["batches"]:
             reason = "the failure was noticed after the weights had been updated, or there was no batch"
             raise CheckpointError(f"'{path}' holds no step: {reason}. Give {self._capsule['command']}")
-        at, origin = self._capsule["iteration"], state["trainer"]["origin"]
-        Session.__init__(self, path, Saved(at, 1, path, state), origin, at, processes=1)
-        self._options, self.anomaly = options, options["anomaly"]
+        at = self._capsule["iteration"]
+        Session.__init__(self, path, at, Saved(at, 1, path, state), None)
+        self._options, self.anomaly, self._processes = options, options["anomaly"], 1
         self._notes += self._capsule["notes"]
 
     def work(self, trainer: Any) -> Replay:

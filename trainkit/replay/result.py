@@ -1,16 +1,10 @@
-"""The result of a replay, as tables and as JSON."""
+"""The result of a replay."""
 
-import fnmatch
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from trainkit.replay.inspection import Inspection, find_difference
-from trainkit.utils.tables import format_table
-
-_MAX_ROWS = 40  # of a table
-_WIDTH = 44  # of a name
 
 
 @dataclass
@@ -83,73 +77,13 @@ class Replay:
         """The faults on this rank: name -> text."""
         found = {
             "the step has failed": self.error.partition(". ")[0],
-            "not finite before the step": _some(self.inspection.not_finite_before),
-            "samples that are not finite": _some(self.bad_samples),
+            "not finite before the step": shortened(self.inspection.not_finite_before),
+            "samples that are not finite": shortened(self.bad_samples),
             "first module whose output is not finite": self.first_bad_module,
-            "  for": _some(self.samples_of_first_bad_module),
+            "  for": shortened(self.samples_of_first_bad_module),
             "first gradient that is not finite": self.first_bad_gradient,
         }
         return {name: text for name, text in found.items() if text}
-
-    def as_dict(self) -> dict[str, Any]:
-        """The result as plain values, for JSON."""
-        facts = ["run", "iteration", "start", "differences", "error", "findings"]
-        facts += ["failure", "samples_at_fault", "on_the_way", "proof", "verdict"]
-        return {
-            **{name: getattr(self, name) for name in (*facts, "samples", "first_bad_module", "bad_samples")},
-            "batch": [field._asdict() for field in self.inspection.fields()],
-            "losses": {name: loss.item() for name, loss in self.losses.items()},
-            "modules": [output._asdict() for output in self.activations],
-            "parameters": [update._asdict() for update in self.inspection.updates],
-        }
-
-    def text(self, pattern: str = "") -> str:
-        """The result as tables, at most 100 characters wide.
-
-        Args:
-            pattern: which modules and parameters to show, such as ``layers.*``; "": the first rows of each table.
-        """
-        done = self.iteration - self.first_iteration
-        way = f", from {self.start} and {done} iterations after it" if not self.failure else ""
-        lines = [f"Iteration {self.iteration} of {self.run}{way}", ""]
-        lines += [f"not as in the run: {text}" for text in self.differences] or [
-            "settings, code and versions are as in the run"
-        ]
-        lines += ["", self._batch_table(), "", self._loss_table()]
-        lines += ["", self._module_table(pattern), "", self._parameter_table(pattern), ""]
-        for rank, found in enumerate(self.findings):
-            lines += [f"rank {rank}:"] if found and len(self.findings) > 1 else []
-            lines += [f"{name}: {text}" for name, text in found.items()]
-        checks = {"failure": self.failure, "samples": self.samples_at_fault, "on the way": self.on_the_way}
-        checks |= {"proof": self.proof, "verdict": self.verdict}
-        return "\n".join([*lines, *(f"{name}: {found}" for name, found in checks.items() if found)])
-
-    def _batch_table(self) -> str:
-        rows = [
-            (_cut(field.name), str(field.shape), field.dtype, _number(field.minimum), _number(field.maximum))
-            for field in self.inspection.fields()
-        ]
-        table = _table(rows, ("batch", "shape", "dtype", "min", "max"), 12)
-        return f"{table}\n\n{len(self.samples)} samples: {_some(self.samples)}" if self.samples else table
-
-    def _loss_table(self) -> str:
-        return _table([(name, _number(loss.item())) for name, loss in self.losses.items()], ("loss", "value"))
-
-    def _module_table(self, pattern: str) -> str:
-        rows = [
-            (_cut(row.module), *map(_number, row[1:5]), _flag(row.is_finite))
-            for row in self.activations
-            if row.mean is not None and fnmatch.fnmatchcase(row.module, pattern or "*")
-        ]
-        return _table(rows, ("module", "mean", "std", "max abs", "zeros %", ""))
-
-    def _parameter_table(self, pattern: str) -> str:
-        rows = [
-            (_cut(row.parameter), _number(row.grad_norm), _number(row.ratio), _flag(row.grad_is_finite))
-            for row in self.inspection.updates
-            if fnmatch.fnmatchcase(row.parameter, pattern or "*")
-        ]
-        return _table(rows, ("parameter", "gradient's norm", "update / weights", ""))
 
 
 def judge(
@@ -186,24 +120,7 @@ def compare_failure(capsule: Mapping[str, Any], result: Replay) -> str:
     return f"DIFFERENT: in the run it was {error:.200}{count}. From the checkpoint: {capsule['command']}"
 
 
-def _flag(is_finite: bool) -> str:
-    return "" if is_finite else "NOT FINITE"
-
-
-def _table(rows: Sequence[Sequence[str]], headers: Sequence[str], max_rows: int = _MAX_ROWS) -> str:
-    return format_table(rows, headers, max_rows=max_rows, disable_numparse=True)
-
-
-def _cut(name: str) -> str:
-    return name if len(name) <= _WIDTH else f"...{name[3 - _WIDTH :]}"
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.4g}" if math.isfinite(value) else str(value)
-
-
-def _some(names: Sequence[str], most: int = 4) -> str:
+def shortened(names: Sequence[str], most: int = 4) -> str:
+    """The first names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
