@@ -1,7 +1,7 @@
-"""Note the options of a command line in the config, so that `DefaultTrainer` ignores none."""
+"""What a script must not ignore: the options of its command line, and a replay that takes over its training."""
 
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from trainkit.config import CfgNode
 
@@ -27,22 +27,5 @@ def command_of(cfg: CfgNode) -> Command:
     return cfg.__dict__.get(_NOTE, Command())
 
 
-class Replay(Protocol):
-    """Replaces the training in a script; see `trainkit.replay`.
-
-    Attributes:
-        origin: how the run was started.
-        seed: the seed that the run used, if the replay starts at iteration 0; else None.
-    """
-
-    origin: dict[str, Any]
-    seed: int | None
-
-    def set_up(self, cfg: Any) -> None:
-        """Change the config before it is used or written; called again for a config derived from it."""
-
-    def train(self, trainer: Any) -> None:
-        """Called instead of training; does not return."""
-
-
-active_replay: ContextVar[Replay | None] = ContextVar("active_replay", default=None)
+active_replay: ContextVar[Any] = ContextVar("active_replay", default=None)
+"""A `trainkit.replay.session.Session`: ``set_up`` changes configs before they are used, ``train`` does not return."""

@@ -158,19 +158,22 @@ class DefaultTrainer(TrainerBase):
         cfg = batch.split(self.auto_scale_workers(cfg, batch.world_size))
         cfg = scale_lr_to_batch(cfg)
 
+        def build(cfg: CfgNode) -> nn.Module:
+            return apply_model_options(cfg, on_device(cfg, self._build("build_model", cfg)))
+
         device_of_config(cfg)  # so that "cuda" in a build method means this device
-        # in this order: users' build_optimizer may need the model, and their build_train_loader both
         parallelize = partial(self._build, "parallelize_model")
-        model = build_sharded(cfg, self._build_model, parallelize) if is_fsdp(cfg) else self._build_model(cfg)
+        # in this order: users' build_optimizer may need the model, and their build_train_loader both
+        model = build_sharded(cfg, build, parallelize) if is_fsdp(cfg) else build(cfg)
         optimizer = self._build("build_optimizer", cfg, model)
         data_loader = self._build("build_train_loader", cfg)
         check_epoch_limit(cfg, data_loader)
         compile_model(cfg, model)
         if not is_fsdp(cfg):
             model = create_ddp_model(model, **ddp_options(cfg))
-        self._trainer = self._build_step_trainer(cfg, model, data_loader, optimizer)
+        self._trainer = _build_step_trainer(cfg, model, data_loader, optimizer)
 
-        self.cfg = cfg = self._resolve_lengths(cfg)
+        self.cfg = cfg = resolve_lengths(cfg, self.iters_per_epoch if self.has_epochs else None)
         if cfg.LOG.GATHER_PERIOD == 1:
             self._trainer.metrics.exchange_period = cfg.LOG.PERIOD
         self.scheduler = self.build_lr_scheduler(cfg, optimizer)
@@ -178,7 +181,6 @@ class DefaultTrainer(TrainerBase):
             model, checkpoint_dir(cfg), async_save=cfg.CHECKPOINT.ASYNC, trainer=weakref.proxy(self)
         )
         self.stop_check_period = cfg.STOP_CHECK_PERIOD
-        self.start_iter = 0
         self.max_iter = cfg.SOLVER.MAX_ITER
         self.register_hooks(self.build_hooks())
         self._configured.register_at_anchors(self)
@@ -273,7 +275,8 @@ class DefaultTrainer(TrainerBase):
 
     def _train(self, start_iter: int, max_iter: int) -> dict[str, Any]:
         self._how_to_repeat = ""
-        self._check_monitored_metrics()
+        if self._is_default("test"):  # find now, not after hours, that no evaluation gives a metric
+            check_monitored_metrics(self.hooks, self._evaluate_one_batch)
         self._skip.begin(start_iter)
         _ = self.origin  # read now: files may change during the run
         marks = isinstance(self.checkpointer, Checkpointer)  # fvcore's checkpointer has no mark
@@ -421,7 +424,7 @@ class DefaultTrainer(TrainerBase):
             *take(
                 hooks.EvalHook,
                 **evaluated,
-                eval_function=lambda: me._validate(),
+                eval_function=lambda: me._evaluate(me._validation_cfg()),
                 eval_at_start=cfg.TEST.EVAL_AT_START,
                 by_epoch=by_epoch,
             ),
@@ -446,7 +449,7 @@ class DefaultTrainer(TrainerBase):
             *take(
                 hooks.FinalEvalHook,
                 default=bool(cfg.DATASETS.VAL),
-                eval_function=lambda: me._test(),
+                eval_function=lambda: {"test": me._evaluate(me.cfg)},  # results of the validation data have no prefix
                 by_epoch=by_epoch,
             ),
             # after the last save
@@ -501,13 +504,9 @@ class DefaultTrainer(TrainerBase):
         cfg.DATASETS.TEST = cfg.DATASETS.VAL or cfg.DATASETS.TEST
         return cfg
 
-    def _validate(self) -> dict[str, Any]:
-        self._last_eval_results = evaluate_models(self.test, self._validation_cfg(), self.model, self.hooks)
-        return self._results
-
-    def _test(self) -> dict[str, Any]:
-        self._last_eval_results = evaluate_models(self.test, self.cfg, self.model, self.hooks)
-        return {"test": self._results}  # results of the validation data have no prefix
+    def _evaluate(self, cfg: CfgNode) -> dict[str, Any]:
+        self._last_eval_results = evaluate_models(self.test, cfg, self.model, self.hooks)
+        return self._last_eval_results
 
     # ------------------------------------------------------------------ parts to override
 
@@ -606,47 +605,6 @@ class DefaultTrainer(TrainerBase):
             raise TypeError(f"{type(self).__name__}.{method}() returned None; return the object that it builds")
         return built
 
-    def _build_model(self, cfg: CfgNode) -> nn.Module:
-        return apply_model_options(cfg, on_device(cfg, self._build("build_model", cfg)))
-
-    # ------------------------------------------------------------------ the trainer of one step
-
-    @staticmethod
-    def _build_step_trainer(
-        cfg: CfgNode, model: nn.Module, data_loader: Iterable[Any], optimizer: torch.optim.Optimizer
-    ) -> SimpleTrainer:
-        device, steps = device_of(model), cfg.SOLVER.ACCUMULATION_STEPS
-        arguments: dict[str, Any] = {
-            "gather_metric_period": cfg.LOG.GATHER_PERIOD,
-            "zero_grad_before_forward": cfg.SOLVER.ZERO_GRAD_BEFORE_FORWARD,
-            "async_write_metrics": device is not None and runs_ahead(device)
-            if cfg.LOG.ASYNC is None
-            else cfg.LOG.ASYNC,
-            "accumulation_steps": [
-                (start, steps * times) for start, times in [(0, 1), *cfg.SOLVER.ACCUMULATION_FACTORS]
-            ],
-            "clip_gradients": _clipper(cfg, optimizer),
-            "non_finite": cfg.SOLVER.NON_FINITE.POLICY,
-            "max_non_finite_in_row": cfg.SOLVER.NON_FINITE.MAX_IN_ROW,
-        }
-        plain: type[SimpleTrainer] = SimpleTrainer
-        mixed: type[AMPTrainer] = AMPTrainer
-        if cfg.SOLVER.GRAPH.ENABLED:
-            plain, mixed = GraphTrainer, GraphAMPTrainer
-        if cfg.SOLVER.LOGICAL_RANKS:
-            plain, mixed, arguments["logical_ranks"] = LogicalTrainer, LogicalAMPTrainer, cfg.SOLVER.LOGICAL_RANKS
-        if not cfg.SOLVER.AMP.ENABLED:
-            return plain(model, data_loader, optimizer, **arguments)
-        amp = cfg.SOLVER.AMP
-        precision = {"float16": torch.float16, "bfloat16": torch.bfloat16}[amp.PRECISION]
-        if amp.LOSS_SCALE != "dynamic":
-            arguments["loss_scale"] = amp.LOSS_SCALE
-        elif precision == torch.float16:
-            device_type = "cpu" if device is None else device.type
-            arguments["grad_scaler"] = torch.amp.GradScaler(device_type, init_scale=amp.INIT_SCALE)
-        arguments |= {"precision": precision, "log_grad_scaler": True}
-        return mixed(model, data_loader, optimizer, **arguments)
-
     @classmethod
     def _is_default(cls, method: str) -> bool:
         return inspect.getattr_static(cls, method) is vars(DefaultTrainer)[method]
@@ -661,11 +619,6 @@ class DefaultTrainer(TrainerBase):
                 if cls._is_default("build_evaluator") and cfg.TEST.EVALUATORS:
                     cls.build_evaluator(cfg, name)
 
-    def _check_monitored_metrics(self) -> None:
-        """Evaluate one batch of each dataset, to find now, not after hours, that no evaluation gives a metric."""
-        if self._is_default("test"):
-            check_monitored_metrics(self.hooks, self._evaluate_one_batch)
-
     def _evaluate_one_batch(self) -> dict[str, Any]:
         if not any(isinstance(hook, hooks.EvalHook) and hook.phase == "val" for hook in self.hooks):
             return {}
@@ -675,13 +628,6 @@ class DefaultTrainer(TrainerBase):
         averaging = averaging_hook(self.hooks)
         both = averaging is not None and averaging.evaluate == "both"
         return {**results, "raw": results} if both else results
-
-    def _resolve_lengths(self, cfg: CfgNode) -> CfgNode:
-        try:
-            iters_per_epoch = self.iters_per_epoch
-        except ValueError:  # a stream; lengths in epochs will raise an error
-            iters_per_epoch = None
-        return resolve_lengths(cfg, iters_per_epoch)
 
     def _set_trainer(self, trainer: SimpleTrainer) -> None:
         """Forward its ``after_backward`` to this trainer, which has the hooks."""
@@ -705,6 +651,38 @@ class _PassOn(HookBase):
 
     def acts_after_backward(self) -> bool:
         return self._outer.acts_after_backward()
+
+
+def _build_step_trainer(
+    cfg: CfgNode, model: nn.Module, data_loader: Iterable[Any], optimizer: torch.optim.Optimizer
+) -> SimpleTrainer:
+    device, steps = device_of(model), cfg.SOLVER.ACCUMULATION_STEPS
+    arguments: dict[str, Any] = {
+        "gather_metric_period": cfg.LOG.GATHER_PERIOD,
+        "zero_grad_before_forward": cfg.SOLVER.ZERO_GRAD_BEFORE_FORWARD,
+        "async_write_metrics": device is not None and runs_ahead(device) if cfg.LOG.ASYNC is None else cfg.LOG.ASYNC,
+        "accumulation_steps": [(start, steps * times) for start, times in [(0, 1), *cfg.SOLVER.ACCUMULATION_FACTORS]],
+        "clip_gradients": _clipper(cfg, optimizer),
+        "non_finite": cfg.SOLVER.NON_FINITE.POLICY,
+        "max_non_finite_in_row": cfg.SOLVER.NON_FINITE.MAX_IN_ROW,
+    }
+    plain: type[SimpleTrainer] = SimpleTrainer
+    mixed: type[AMPTrainer] = AMPTrainer
+    if cfg.SOLVER.GRAPH.ENABLED:
+        plain, mixed = GraphTrainer, GraphAMPTrainer
+    if cfg.SOLVER.LOGICAL_RANKS:
+        plain, mixed, arguments["logical_ranks"] = LogicalTrainer, LogicalAMPTrainer, cfg.SOLVER.LOGICAL_RANKS
+    if not cfg.SOLVER.AMP.ENABLED:
+        return plain(model, data_loader, optimizer, **arguments)
+    amp = cfg.SOLVER.AMP
+    precision = {"float16": torch.float16, "bfloat16": torch.bfloat16}[amp.PRECISION]
+    if amp.LOSS_SCALE != "dynamic":
+        arguments["loss_scale"] = amp.LOSS_SCALE
+    elif precision == torch.float16:
+        device_type = "cpu" if device is None else device.type
+        arguments["grad_scaler"] = torch.amp.GradScaler(device_type, init_scale=amp.INIT_SCALE)
+    arguments |= {"precision": precision, "log_grad_scaler": True}
+    return mixed(model, data_loader, optimizer, **arguments)
 
 
 def _test_loader(build: Callable[[CfgNode, str], Iterable[Any]], cfg: CfgNode, name: str) -> Iterable[Any]:

@@ -207,19 +207,19 @@ def default_setup(cfg: Any, args: Any) -> None:
         ConfigError: a folder cannot be written, a setting is not accepted, or the script ignores an option.
     """
     check_is_ours(cfg)
-    text, is_lazy, place = None, not isinstance(cfg, CfgNode), getattr(args, "fork", "")
-    look_for_requeue(local_folder((_settings_of_lazy(cfg) if is_lazy else cfg).OUTPUT_DIR))
-    resume, eval_only = getattr(args, "resume", False) or is_restarted(), getattr(args, "eval_only", False)
-    if place:
-        if is_lazy:
-            raise ConfigError("--fork is given, but the job has a LazyConfig; use get_cfg and a DefaultTrainer")
-        take_settings(cfg, place, getattr(args, "opts", []), resume)
-    if (replay := active_replay.get()) is not None:
-        replay.set_up(cfg)
-    if is_lazy:
+    text, place, replay = "", getattr(args, "fork", ""), active_replay.get()
+    if not isinstance(cfg, CfgNode):
+        if place or replay is not None:
+            raise ConfigError("a job with a LazyConfig cannot be forked or replayed; use get_cfg and a DefaultTrainer")
         if getattr(args, "num_gpus", 1) == 0:
             cfg.train.device = "cpu"
         cfg, text = _settings_of_lazy(cfg), to_yaml(cfg)
+    look_for_requeue(local_folder(cfg.OUTPUT_DIR))
+    resume, eval_only = getattr(args, "resume", False) or is_restarted(), getattr(args, "eval_only", False)
+    if place:
+        take_settings(cfg, place, getattr(args, "opts", []), resume)
+    if replay is not None:
+        replay.set_up(cfg)
     _check_command(cfg, args)
     text = text or cfg.dump()
     use_local_folders(cfg)

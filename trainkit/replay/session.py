@@ -65,6 +65,7 @@ class Session:
 
     Attributes:
         origin: how the run was started.
+        seed: the seed that the run used, if the replay starts at iteration 0; else None.
         result: what ``work`` has returned; None if the command has not called ``train()``.
     """
 
@@ -118,10 +119,8 @@ class Session:
             )
         return self.result
 
-    def set_up(self, cfg: Any) -> None:
+    def set_up(self, cfg: CfgNode) -> None:
         """Give ``cfg`` the settings of the run, and a temporary folder for output; nothing if it has them already."""
-        if not isinstance(cfg, CfgNode):
-            raise ConfigError("a job with a LazyConfig cannot be replayed; use get_cfg and a DefaultTrainer")
         if self._folder == cfg.OUTPUT_DIR:
             return
         frozen, given = cfg.is_frozen(), cfg.clone()
