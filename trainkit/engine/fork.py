@@ -1,6 +1,5 @@
 """A fork: a run that starts from a checkpoint of another run, its parent. Its settings and its state."""
 
-import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -9,12 +8,12 @@ from typing import Any
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.checkpointer import together
-from trainkit.checkpoint.file import UNREADABLE, peek_file
 from trainkit.checkpoint.folder import checkpoint_files, choose
 from trainkit.config import CfgNode, ConfigError
 from trainkit.config.config import plain_value
 from trainkit.config.yaml_files import load_yaml
 from trainkit.data.samplers.infinite import InfiniteSampler
+from trainkit.engine.origin import checkpoints_with_origin
 from trainkit.engine.settings import changed_settings, settings_of
 from trainkit.solver.hyper_parameters import check_saved_groups
 from trainkit.solver.lr_scheduler import ScheduledLR
@@ -80,11 +79,9 @@ def _of_rank_0(find: Callable[[], Any]) -> Any:
 def _find(run: str, iteration: int) -> tuple[str, int, dict[str, Any]]:
     """The checkpoint after this iteration (-1: the one that `--resume` takes), and how its run was started."""
     found: dict[int, tuple[str, int, dict[str, Any]]] = {}
-    for path in checkpoint_files(run) if iteration >= 0 else filter(None, [choose(run)]):
-        with contextlib.suppress(*UNREADABLE):
-            state = peek_file(path)  # the checkpoint that is chosen is verified when it is loaded
-            if state["trainer"]["origin"]:
-                found.setdefault(state["iteration"], (path, state["iteration"], state["trainer"]["origin"]))
+    for saved in checkpoints_with_origin(checkpoint_files(run) if iteration >= 0 else filter(None, [choose(run)])):
+        done = saved.iteration - (saved.stage == 1)
+        found.setdefault(done, (saved.path, done, saved.origin))
     if not found:
         needed = "name the folder with the checkpoints of a DefaultTrainer, written by this version or a later one"
         raise CheckpointError(f"'{run}' has no checkpoint to fork; {needed}")

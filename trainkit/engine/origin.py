@@ -2,24 +2,54 @@
 
 import hashlib
 import importlib.metadata
+import logging
 import os
 import platform
 import re
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from trainkit.checkpoint.file import UNREADABLE, peek_file
 from trainkit.utils import comm
+
+logger = logging.getLogger(__name__)
 
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _FACTS = {"commit": "commit of the code", "device": "device", "processes": "number of processes"}
+
+
+class Saved(NamedTuple):
+    """A checkpoint. A run continues from it with this stage of ``iteration``; in stage 1 its update is not done."""
+
+    iteration: int
+    stage: int
+    path: str
+    state: Mapping[str, Any]
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        return dict(self.state["trainer"]["origin"])
+
+
+def checkpoints_with_origin(paths: Iterable[str]) -> Iterator[Saved]:
+    """The checkpoints that say how their run was started; they are not verified."""
+    for path in paths:
+        try:
+            state = peek_file(path)
+            trainer = state["trainer"]
+            done, stage = trainer["iteration"], trainer["position"]["stage"]
+            if trainer["origin"]:
+                yield Saved(done + (stage == 1), stage, path, state)
+        except UNREADABLE as error:
+            logger.info("%s does not say how its run was started: %s", path, error)
 
 
 def describe_origin(config: str, device: torch.device | None, batch: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -27,7 +57,7 @@ def describe_origin(config: str, device: torch.device | None, batch: Mapping[str
 
     ``config`` is the YAML of the settings as given, ``batch`` says how the samples of an iteration are divided.
     """
-    files = {_short(path): digest_of(path) for path in sorted({*_project_files()})}
+    files = {_short(path): digest_of(path) for path in _project_files()}
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     return {
         "config": config,
@@ -36,30 +66,30 @@ def describe_origin(config: str, device: torch.device | None, batch: Mapping[str
         "folder": os.getcwd(),
         "seed": torch.initial_seed(),
         "batch": dict(batch or {}),
-        "versions": _versions(),
-        "device": _name_of(device),
-        "processes": comm.get_world_size(),
-        "commit": _commit(os.getcwd()),
+        **_facts(device),
         "files": {"trainkit": _digest_of_trainkit(), **files},
     }
 
 
-def describe_other_origin(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """A line for each difference to the saved origin, except the config."""
-    lines = [
-        f"{name}: {saved.get(key)} in the run, {own.get(key)} now"
-        for key, name in _FACTS.items()
-        if saved.get(key) != own.get(key)
-    ]
+def _facts(device: torch.device | None) -> dict[str, Any]:
+    return {
+        "versions": _versions(),
+        "device": _name_of(device),
+        "processes": comm.get_world_size(),
+        "commit": _commit(os.getcwd()),
+    }
+
+
+def describe_other_origin(saved: Mapping[str, Any], device: torch.device | None) -> list[str]:
+    """A line for each difference between the saved origin and this process, except the config."""
+    own = _facts(device)
+    pairs = {name: (saved.get(key), own[key]) for key, name in _FACTS.items()}
     for name, version in saved["versions"].items():
-        if own["versions"].get(name) != version:
-            lines.append(f"version of {name}: {version} in the run, {own['versions'].get(name)} now")
+        pairs[f"version of {name}"] = version, own["versions"].get(name)
+    lines = [f"{name}: {former} in the run, {now} now" for name, (former, now) in pairs.items() if former != now]
     for name, digest in saved["files"].items():
         file = Path(saved["folder"], name)
-        if name == "trainkit":
-            here = _digest_of_trainkit()
-        else:
-            here = digest_of(file) if file.exists() else ""
+        here = _digest_of_trainkit() if name == "trainkit" else digest_of(file) if file.exists() else ""
         if here != digest:
             lines.append(f"code: {name} is {'another one' if here else 'not there'} now")
     return lines
@@ -78,21 +108,13 @@ def _digest_of_trainkit() -> str:
     return digest_of(*sorted(_own().rglob("*.py")))
 
 
-def _project_files() -> Iterator[Path]:
+def _project_files() -> list[Path]:
     """Files of the imported modules, without installed packages and trainkit."""
     left_out = (str(_own()) + os.sep, sysconfig.get_path("stdlib") + os.sep)
-    for module in [*sys.modules.values()]:
-        file = getattr(module, "__file__", None)
-        if (
-            not isinstance(file, str)
-            or not file.endswith(".py")
-            or _INSTALLED.search(file)
-            or file.startswith(left_out)
-        ):
-            continue
-        path = Path(file).resolve()
-        if path.is_file():
-            yield path
+    names = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
+    python = [name for name in names if isinstance(name, str) and name.endswith(".py")]
+    own = {Path(name).resolve() for name in python if not name.startswith(left_out) and not _INSTALLED.search(name)}
+    return sorted(path for path in own if path.is_file())
 
 
 def _own() -> Path:

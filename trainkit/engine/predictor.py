@@ -13,6 +13,7 @@ from trainkit.checkpoint.averaged import AVERAGED_PATH, EVALUATED, averaged_weig
 from trainkit.config import CfgNode, ConfigError, import_modules
 from trainkit.config.checks import check_is_ours
 from trainkit.data.transforms import build_transform
+from trainkit.engine.hook_base import HookBase
 from trainkit.modeling import build_model, on_device
 from trainkit.utils.device import device_of, move_to_device
 
@@ -72,8 +73,8 @@ class DefaultPredictor:
         return [_take(outputs, i) for i in range(num_samples)]
 
 
-class _TakeAverage:
-    """A checkpointable that gives the model the averaged weights of the loaded file."""
+class _TakeAverage(HookBase):
+    """Gives the model the averaged weights of the loaded file."""
 
     paths_read = (AVERAGED_PATH,)  # read in after_load; for a sharded checkpoint they must be named
 
@@ -84,12 +85,6 @@ class _TakeAverage:
             state["model"] = {**state["model"], **averaged}
         else:
             logger.warning("MODEL.WEIGHTS holds no averaged weights of an EMAHook; predicting with the model's")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        pass
 
 
 def _take(outputs: Any, i: int) -> Any:

@@ -225,7 +225,6 @@ def default_setup(cfg: Any, args: Any) -> None:
     use_local_folders(cfg)
     _check_settings(cfg)  # before anything is moved: a run that cannot start leaves the old one to --resume
     output_dir, checkpoints = Path(cfg.OUTPUT_DIR), Path(checkpoint_dir(cfg))
-    moved: list[Path] = []
     notes = [] if eval_only else own_folders(cfg, resume)
     if comm.is_main_process():
         for remote in filter(None, map(remote_of, [cfg.OUTPUT_DIR, checkpoint_dir(cfg)] * eval_only)):
@@ -233,8 +232,9 @@ def default_setup(cfg: Any, args: Any) -> None:
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
             is_new = not eval_only and not (resume and _has_checkpoint(checkpoints))
-            folders = dict.fromkeys([output_dir, checkpoints])
-            moved = [aside for folder in folders if (aside := _move_aside(folder, cfg.MODEL.WEIGHTS, is_new))]
+            for folder in dict.fromkeys([output_dir, checkpoints]):
+                if aside := _move_aside(folder, cfg.MODEL.WEIGHTS, is_new):
+                    notes.append(f"The files of an earlier run in {folder} are now in {aside}")
             if not eval_only:
                 save_config = partial(write_text, text, output_dir.absolute() / "config.yaml")
                 own_folder(output_dir).restore["config.yaml"] = save_config
@@ -259,7 +259,7 @@ def default_setup(cfg: Any, args: Any) -> None:
         logger.info("The run was restarted; it resumes from its last checkpoint, if there is one")
     changes = "\n".join(f"  {key}: {value!r}" for key, value in changed_settings(cfg, get_cfg()))
     logger.info("Configuration, as far as it differs from the defaults:\n%s", changes or "  nowhere")
-    for note in [*notes, *(f"The files of an earlier run in {aside.parent} are now in {aside}" for aside in moved)]:
+    for note in notes:
         logger.info(note)
     drawn = None if replay is None else replay.seed
     seed_all_rng(drawn if cfg.SEED < 0 else cfg.SEED + comm.get_rank())

@@ -1,37 +1,22 @@
 """The checkpoints of a run, in the order of iterations, and comparisons with them. They are only read."""
 
-import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.averaged import EVALUATED, TRAINED
 from trainkit.checkpoint.contents import CLOCK_READINGS, differing, is_of_the_clock
-from trainkit.checkpoint.file import UNREADABLE, peek_file, read_file
+from trainkit.checkpoint.file import read_file
 from trainkit.checkpoint.folder import checkpoint_files
 from trainkit.checkpoint.shards import KEY as SHARDS
-from trainkit.engine.capsule import CAPSULE_FILE
-
-logger = logging.getLogger(__name__)
-
-
-class Saved(NamedTuple):
-    """A checkpoint. A run continues from it with this stage of ``iteration``; in stage 1 its update is not done."""
-
-    iteration: int
-    stage: int
-    path: str
-    state: Mapping[str, Any]
-
-    @property
-    def origin(self) -> dict[str, Any]:
-        return dict(self.state["trainer"]["origin"])
+from trainkit.engine.origin import Saved, checkpoints_with_origin
 
 
 def checkpoints_of(run: str) -> list[Saved]:
     """All checkpoints of a run from which a replay can start, in the order of their iterations."""
-    return sorted(_read(checkpoint_files(run)), key=lambda saved: saved[:3])
+    return sorted(checkpoints_with_origin(checkpoint_files(run)), key=lambda saved: saved[:3])
 
 
 def around(run: str, iteration: int) -> tuple[Saved | None, Saved | None]:
@@ -43,8 +28,8 @@ def around(run: str, iteration: int) -> tuple[Saved | None, Saved | None]:
         CheckpointError: no checkpoint or capsule says how the run was started, or the run is sharded.
     """
     found = checkpoints_of(run)
-    names = sorted(name for name in os.listdir(run) if CAPSULE_FILE.fullmatch(name)) if os.path.isdir(run) else []
-    capsules = [saved for saved in _read(os.path.join(run, name) for name in names) if saved.iteration >= iteration]
+    paths = sorted(map(str, Path(run).glob("capsule.rank*.pt")))
+    capsules = [saved for saved in checkpoints_with_origin(paths) if saved.iteration >= iteration]
     if not found and not capsules:
         raise CheckpointError(
             f"'{run}' has no checkpoint that says how its run was started; name the folder with the checkpoints of a "
@@ -55,18 +40,6 @@ def around(run: str, iteration: int) -> tuple[Saved | None, Saved | None]:
     before = [saved for saved in found if saved[:2] <= (iteration, 1)]
     after = [saved for saved in found if saved[:2] > (iteration, 1)] or capsules
     return (before[-1] if before else None), (after[0] if after else None)
-
-
-def _read(paths: Iterable[str]) -> Iterator[Saved]:
-    for path in paths:
-        try:
-            state = peek_file(path)  # the checkpoint that is chosen is verified when it is loaded
-            trainer = state["trainer"]
-            done, stage = trainer["iteration"], trainer["position"]["stage"]
-            if trainer["origin"]:
-                yield Saved(done + (stage == 1), stage, path, state)
-        except UNREADABLE as error:
-            logger.info("%s is no checkpoint to replay from: %s", path, error)
 
 
 def prove(reached: Sequence[Mapping[str, Any]], saved: Saved) -> str:

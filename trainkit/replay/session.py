@@ -20,10 +20,9 @@ from trainkit.config import CfgNode, ConfigError
 from trainkit.engine import HookBase, hooks
 from trainkit.engine.command import active_replay
 from trainkit.engine.loop import TrainerBase
-from trainkit.engine.origin import describe_origin, describe_other_origin
+from trainkit.engine.origin import Saved, describe_other_origin
 from trainkit.engine.settings import changed_settings, settings_of
 from trainkit.engine.stopping import Stop
-from trainkit.replay.checkpoints import Saved
 from trainkit.utils import comm
 from trainkit.utils.device import device_of
 from trainkit.utils.rng import set_rng_state
@@ -153,8 +152,7 @@ class Session:
             )
         self._trainer = trainer
         try:
-            own = describe_origin("", device_of(trainer.model), None)
-            self._notes += describe_other_origin(self.origin, own)
+            self._notes += describe_other_origin(self.origin, device_of(trainer.model))
             self._beginning = None if self._start is not None else self._collect()
             self._attributes = [(hook, dict(vars(hook))) for hook in trainer.hooks]
             self._all_hooks = [hook for hook in trainer.hooks if not isinstance(hook, hooks.PeriodicWriter)]

@@ -11,8 +11,9 @@ from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file, write_file
 from trainkit.config import ConfigError
 from trainkit.engine import hooks
+from trainkit.engine.origin import Saved
 from trainkit.replay.bisect import find_samples
-from trainkit.replay.checkpoints import Saved, around, compare_values, compare_way, logged_values, prove
+from trainkit.replay.checkpoints import around, compare_values, compare_way, logged_values, prove
 from trainkit.replay.inspection import Inspection
 from trainkit.replay.result import Replay, compare_failure, judge
 from trainkit.replay.session import Session, copy_of
