@@ -4,7 +4,6 @@ import contextlib
 import logging
 import math
 import os
-import re
 import shlex
 import traceback
 from collections.abc import Mapping
@@ -28,7 +27,6 @@ from trainkit.utils.model import unwrap_model
 
 logger = logging.getLogger(__name__)
 
-CAPSULE_FILE = re.compile(r"capsule\.rank\d+\.pt")  # not .pth: no run resumes from one
 # to keep the first would cost time in each step; the second is as large as the model
 _NOTES = (
     "random state and buffers are those after the forward pass that has failed",
@@ -60,6 +58,7 @@ def leave_capsule(trainer: Any, error: BaseException, is_before_update: bool) ->
         # a process with logical ranks cannot repeat the part of another one alone; from the checkpoint it repeats all
         is_whole = is_before_update and iteration == trainer.iter and not trainer.logical_ranks
         has_step = is_whole and _is_there(trainer._trainer, error)
+        # not .pth: no run resumes from it
         path = os.path.abspath(os.path.join(trainer.cfg.OUTPUT_DIR, f"capsule.rank{comm.get_rank()}.pt"))
         write_file(_contents(trainer, error, commands[0], has_step), path)
         if has_step:

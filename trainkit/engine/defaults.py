@@ -302,7 +302,7 @@ class DefaultTrainer(TrainerBase):
         finally:
             _kept_loaders.reset(token)  # ends their workers
             if comm.is_main_process() and self.status in ENDS:
-                logger.info("%s", summarize(self, self.hooks, self.checkpointer, self.cfg))
+                logger.info("%s", summarize(self))
             if self.status == "failed" and self._how_to_repeat:
                 logger.error("To repeat the step: %s", self._how_to_repeat)  # last
         if comm.is_main_process() and self.cfg.TEST.EXPECTED_RESULTS and self.status == "finished":

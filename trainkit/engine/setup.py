@@ -25,7 +25,6 @@ from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, import_
 from trainkit.config.checks import check_is_ours
 from trainkit.config.lazy import to_yaml
 from trainkit.config.yaml_files import load_yaml
-from trainkit.engine.capsule import CAPSULE_FILE
 from trainkit.engine.command import RUN_DOES_IT, active_replay, note_command
 from trainkit.engine.elastic import JOB_FILE, is_first_to_fail, is_restarted, look_for_requeue, note_begin
 from trainkit.engine.fork import take_settings
@@ -56,7 +55,7 @@ _TRIAL_FOLDER = "fast_dev_run"
 # the files of a run in its output folder
 _RUN_FILES = re.compile(
     r"log\.txt(\.rank\d+)?|config\.yaml|batch\.json|confusion_.+\.json|metrics\.(json|csv)(\.cut_\d+)?"
-    rf"|last_checkpoint|finished|{JOB_FILE}|{CAPSULE_FILE.pattern}|.+\.pth|.+_published-\w{{8}}\.safetensors"
+    rf"|last_checkpoint|finished|{JOB_FILE}|capsule\.rank\d+\.pt|.+\.pth|.+_published-\w{{8}}\.safetensors"
     r"|events\.out\.tfevents\..+|events\.cut_\d+"
 )
 

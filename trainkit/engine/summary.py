@@ -7,15 +7,12 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from trainkit.checkpoint import CheckpointError
-from trainkit.config import CfgNode
 from trainkit.engine.command import command_of
 from trainkit.engine.hook_base import HookBase
-from trainkit.engine.loop import TrainerBase
 from trainkit.utils.periods import say_done
 from trainkit.utils.progress import is_notebook
 from trainkit.utils.run_folder import LOCK_FILE
@@ -27,17 +24,18 @@ ENDS = {"finished": "has finished", "stopped": "was stopped", "failed": "has fai
 _PERIODIC = re.compile(r"model_\d+\..+")  # there may be hundreds of these checkpoints
 
 
-def summarize(trainer: TrainerBase, hooks: Iterable[HookBase], checkpointer: Any, cfg: CfgNode) -> str:
-    """Some lines: the progress, the ``summary()`` of each hook, the files, and how to continue."""
+def summarize(trainer: Any) -> str:
+    """The end of a `DefaultTrainer`'s run: progress, the ``summary()`` of each hook, the files, how to continue."""
+    cfg = trainer.cfg
     lines = [f"The run {ENDS[trainer.status]} {say_done(trainer.iter, trainer.max_iter)}"]
-    lines += filter(None, map(_summary_of, hooks))
+    lines += filter(None, map(_summary_of, trainer.hooks))
     paths = [path for path in Path(cfg.OUTPUT_DIR).glob("*") if path.name != LOCK_FILE and path.name[0] != "."]
     files = sorted(path.name + "/" * path.is_dir() for path in paths)
     lines.append(f"files in {cfg.OUTPUT_DIR}: {', '.join(_shortened(files))}")
     if trainer.status != "finished":
         has_checkpoint = False
         with contextlib.suppress(CheckpointError, OSError):  # may be the reason of the failure
-            has_checkpoint = checkpointer.has_checkpoint()
+            has_checkpoint = trainer.checkpointer.has_checkpoint()
         how = _how_to_go_on(command_of(cfg).resume)
         lines.append(f"to go on: {how}" if has_checkpoint else "there is no checkpoint")
     return "\n  ".join(lines)
