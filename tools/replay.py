@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from replay_bisect import find_samples
 from replay_report import as_dict, as_text
 
 from trainkit.config import ConfigError
@@ -49,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
     # the output of the run's script is not part of the report
     with user_errors_exit(), contextlib.nullcontext() if args.pdb else contextlib.redirect_stdout(sys.stderr):
         files = {"profile": args.profile, "save_state": args.save_state}
-        options = {"prove": args.prove, "verdict": not args.once, "bisect": args.bisect}
+        options = {"prove": args.prove, "verdict": not args.once, "find_samples": find_samples if args.bisect else None}
         options |= {"anomaly": args.anomaly, "debug": args.pdb}
         found = replay(args.run, args.iter, args.script, **options, **files)
     if RANK == 0:

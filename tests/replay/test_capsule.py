@@ -12,6 +12,7 @@ import torch
 from tests.cuda import needs_cuda
 from tests.engine.job import TinyClassifier
 from tests.replay.job import Job, PlantNan, Scans
+from tools.replay_bisect import find_samples
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file
 from trainkit.config import ConfigError
@@ -61,7 +62,7 @@ def test_a_capsule_repeats_a_loss_that_is_not_finite_and_names_the_sample(tmp_pa
     file = tmp_path / "capsule.rank0.pt"
     at = read_file(file)["capsule"]["iteration"]
 
-    found = replay(file, start=job, bisect=True)
+    found = replay(file, start=job, find_samples=find_samples)
     from_the_start = replay(tmp_path, at, job, verdict=False)
 
     assert found.failure == "it has come back; 1 of 1 losses equal those of the run"
@@ -91,7 +92,7 @@ def test_an_exception_in_a_step_leaves_a_capsule_and_bisect_names_the_sample(tmp
     job = failed(Job(tmp_path, *SCANS, "MODEL.NAME", "RaisingClassifier"), kind)
     state = read_file(tmp_path / "capsule.rank0.pt")
 
-    found = replay(tmp_path / "capsule.rank0.pt", start=job, bisect=True)
+    found = replay(tmp_path / "capsule.rank0.pt", start=job, find_samples=find_samples)
 
     assert found.failure == "it has come back"
     assert found.samples_at_fault == (
@@ -107,7 +108,7 @@ def test_a_capsule_of_two_micro_batches_in_lists_repeats_them(tmp_path):
     lists = ("MODEL.NAME", "ListClassifier", "DATALOADER.COLLATE", "list", "SOLVER.ACCUMULATION_STEPS", 2)
     job = failed(Job(tmp_path, *SCANS, *lists))
 
-    found = replay(tmp_path / "capsule.rank0.pt", start=job, bisect=True)
+    found = replay(tmp_path / "capsule.rank0.pt", start=job, find_samples=find_samples)
 
     assert [len(batch) for batch in found.batch] == [8, 8]
     assert found.failure.startswith("it has come back")
@@ -129,7 +130,7 @@ def test_losses_and_gradients_are_seen_if_a_hook_fails_after_the_backward_pass(t
 def test_a_module_at_fault_is_no_sample(tmp_path):
     job = failed(Job(tmp_path, "MODEL.NAME", "OverflowingClassifier"))
 
-    found = replay(tmp_path, 7, job, bisect=True, verdict=False)
+    found = replay(tmp_path, 7, job, find_samples=find_samples, verdict=False)
 
     assert found.samples_at_fault == (
         "the loss is not finite with each of the 8 samples alone, so none of them is the cause"
@@ -259,7 +260,7 @@ def test_values_that_a_file_cannot_hold_are_converted_or_left_out_with_a_note(tm
     odd = ("DATASETS.TRAIN", ("tiny_odd",), "DATALOADER.COLLATE", "list", "MODEL.NAME", "OddBatchClassifier")
     job = failed(Job(tmp_path, *odd, "INPUT.TRAIN_TRANSFORM", "", "SOLVER.IMS_PER_BATCH", 40))
 
-    found = replay(tmp_path / "capsule.rank0.pt", start=job, bisect=True)
+    found = replay(tmp_path / "capsule.rank0.pt", start=job, find_samples=find_samples)
 
     assert found.failure.startswith("it has come back")
     assert found.batch[0]["array"].tolist() == [0, 1]
@@ -295,7 +296,7 @@ def test_the_sample_of_a_batch_that_is_a_named_tuple_is_found(tmp_path):
     job = Job(tmp_path, *PAIRS, "SOLVER.IMS_PER_BATCH", 40)
     failed(job)
 
-    found = replay(tmp_path, 0, job, bisect=True, verdict=False)
+    found = replay(tmp_path, 0, job, find_samples=find_samples, verdict=False)
 
     assert "with scan_017.png (1 of 40 samples" in found.samples_at_fault
 
@@ -303,9 +304,9 @@ def test_the_sample_of_a_batch_that_is_a_named_tuple_is_found(tmp_path):
 def test_why_no_sample_can_be_looked_at_is_said(tmp_path, monkeypatch):
     job = Job(tmp_path)
     job()
-    monkeypatch.setattr("trainkit.replay.bisect.num_samples", lambda batch: [][0])
+    monkeypatch.setattr("tools.replay_bisect.num_samples", lambda batch: [][0])
 
-    found = replay(tmp_path, 2, job, bisect=True, verdict=False)
+    found = replay(tmp_path, 2, job, find_samples=find_samples, verdict=False)
 
     assert found.samples_at_fault.startswith("they cannot be looked at one by one: IndexError: list index")
 
@@ -347,7 +348,7 @@ def test_what_is_no_capsule_is_refused(tmp_path):
 def test_a_capsule_of_a_gpu_repeats_the_step_there(tmp_path):
     job = failed(Job(tmp_path, *SCANS, "MODEL.DEVICE", "cuda", "LOG.ASYNC", False))
 
-    found = replay(tmp_path / "capsule.rank0.pt", start=job, bisect=True)
+    found = replay(tmp_path / "capsule.rank0.pt", start=job, find_samples=find_samples)
 
     assert found.failure.startswith("it has come back")
     assert found.batch["x"].is_cuda

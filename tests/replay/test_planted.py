@@ -15,6 +15,7 @@ from projects.digits import load_split
 from projects.selfsup import load_unlabeled
 from tests.replay.job import PlantNan
 from tests.two_ranks import on_two_ranks
+from tools.replay_bisect import find_samples
 from tools.replay_report import as_text
 from trainkit.config import get_cfg
 from trainkit.data import DatasetCatalog
@@ -150,7 +151,7 @@ def test_a_fault_is_found_by_the_capsule_of_the_step(tmp_path, name, fault):
     project = Project(name, fault, tmp_path)
     error = fail(project)
 
-    found = replay(tmp_path / "capsule.rank0.pt", start=project, bisect=True)
+    found = replay(tmp_path / "capsule.rank0.pt", start=project, find_samples=find_samples)
 
     assert found.failure.startswith("it has come back")
     if fault != "sample":
@@ -169,7 +170,7 @@ def find_on_two(rank, folder):
         place = Path(folder, f"{name}_{fault}")
         project = Project(name, fault, place)
         at = failed_iteration(fail(project))
-        found = replay(place, at, project, bisect=True, verdict=False)
+        found = replay(place, at, project, find_samples=find_samples, verdict=False)
         results[name, fault] = (at, project.at, found.findings, found.samples_at_fault)
         results[name, fault] += (faults_found(project, found, found.samples_at_fault),)
     return results

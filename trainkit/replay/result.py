@@ -23,7 +23,7 @@ class Replay:
         findings: the faults that each rank has found.
         on_the_way: a comparison of the logged values up to the step with those that the run has stored.
         failure: whether the step fails as in the capsule; "" without a capsule.
-        samples_at_fault: the samples with which the step fails, or the one with the largest loss; "" if not requested.
+        samples_at_fault: what ``find_samples`` has found on each rank; "" if not requested.
         proof: a comparison of the state with the next checkpoint; "" if not requested.
         verdict: whether several executions agree; "" if not requested.
     """

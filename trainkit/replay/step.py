@@ -12,7 +12,6 @@ from trainkit.checkpoint.file import read_file, write_file
 from trainkit.config import ConfigError
 from trainkit.engine import hooks
 from trainkit.engine.origin import Saved
-from trainkit.replay.bisect import find_samples
 from trainkit.replay.checkpoints import around, compare_values, compare_way, logged_values, prove
 from trainkit.replay.inspection import Inspection
 from trainkit.replay.result import Replay, compare_failure, judge
@@ -28,7 +27,7 @@ def replay(
     *,
     prove: bool = False,
     verdict: bool = True,
-    bisect: bool = False,
+    find_samples: Callable[[Any, list[Any], list[list[str]]], str] | None = None,
     anomaly: bool = False,
     debug: bool = False,
     profile: str = "",
@@ -45,7 +44,8 @@ def replay(
             with the arguments of the run. None: the command in the checkpoint.
         prove: continue to the next checkpoint, and compare everything in it.
         verdict: perform the step three times (twice for a capsule), and say whether all executions are equal.
-        bisect: find the samples with which the step fails, or the sample with the largest loss.
+        find_samples: finds the samples with which the step fails. Called in the step, after it has fetched its batches,
+            with the `SimpleTrainer`, the batches and the names of their samples; returns text.
         anomaly: perform the step under ``torch.autograd.detect_anomaly``; there is no verdict then.
         debug: stop in the debugger before the forward pass.
         profile: where to write a trace of the step, for chrome://tracing.
@@ -65,14 +65,14 @@ def replay(
         )
         raise ConfigError(f"{run!r} {accepted}; got iter={iter}, prove={prove}")
     files = {"profile": profile and os.path.abspath(profile), "save_state": save_state and os.path.abspath(save_state)}
-    options: dict[str, Any] = {"prove": prove, "verdict": verdict and not anomaly, "bisect": bisect, "anomaly": anomaly}
-    options |= {"debug": debug, **files}
+    options: dict[str, Any] = {"prove": prove, "verdict": verdict and not anomaly, "find_samples": find_samples}
+    options |= {"anomaly": anomaly, "debug": debug, **files}
     session = _Capsule(run, options) if is_capsule else _Step(run, iter or 0, options)
     return session.perform(start)
 
 
 class _Looked(Exception):
-    """Ends a step after `find_samples`."""
+    """Ends a step after ``find_samples``."""
 
 
 class _Step(Session):
@@ -119,8 +119,9 @@ class _Step(Session):
         return Replay(self._run, self._at, start, first, self._notes, error, seen)
 
     def _bisect(self, before: dict[str, Any], result: Replay) -> str:
-        """Call `find_samples` in the step, after it has fetched its batches and before it computes anything."""
-        if not self._options["bisect"]:
+        """Call ``find_samples`` in the step, after it has fetched its batches and before it computes anything."""
+        find_samples = self._options["find_samples"]
+        if find_samples is None:
             return ""
         self._load(before)
         step, found = self._trainer._trainer, []
