@@ -14,7 +14,7 @@ from trainkit.config.config import plain_value
 from trainkit.config.yaml_files import load_yaml
 from trainkit.data.samplers.infinite import InfiniteSampler
 from trainkit.engine.origin import checkpoints_with_origin
-from trainkit.engine.settings import changed_settings, settings_of
+from trainkit.engine.settings import changes_since, settings_of
 from trainkit.solver.hyper_parameters import check_saved_groups
 from trainkit.solver.lr_scheduler import ScheduledLR
 from trainkit.utils import comm
@@ -57,10 +57,9 @@ def take_settings(cfg: CfgNode, place: str, changes: Sequence[str], resume: bool
             raise ConfigError(f"OUTPUT_DIR or CHECKPOINT.DIR is {folder!r}, a folder of the run to fork; name another")
     cfg.defrost()
     cfg.merge_from_other_cfg(load_yaml(text, run))
-    before = dict(changed_settings(cfg, CfgNode()))
+    before = cfg.clone()
     cfg.merge_from_list(changes)
-    counted, now = settings_of(cfg), changed_settings(cfg, CfgNode())
-    done += [[key, before.get(key), value] for key, value in now if key in counted and value != before.get(key)]
+    done += map(list, changes_since(cfg, before))
     cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR = own_folders
     cfg.FORK.RUN, cfg.FORK.ITER, cfg.FORK.CHANGES = run, iteration, plain_value("FORK.CHANGES", done)
     if frozen:

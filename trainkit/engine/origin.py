@@ -57,13 +57,17 @@ def describe_origin(config: str, device: torch.device | None, batch: Mapping[str
 
     ``config`` is the YAML of the settings as given, ``batch`` says how the samples of an iteration are divided.
     """
-    files = {_short(path): digest_of(path) for path in _project_files()}
+    folder = Path.cwd()
+    files = {
+        str(path.relative_to(folder) if path.is_relative_to(folder) else path): digest_of(path)
+        for path in _project_files()
+    }
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     return {
         "config": config,
         "argv": [*sys.argv],
         "module": spec.name.removesuffix(".__main__") if spec is not None else "",  # of python -m
-        "folder": os.getcwd(),
+        "folder": str(folder),
         "seed": torch.initial_seed(),
         "batch": dict(batch or {}),
         **_facts(device),
@@ -119,11 +123,6 @@ def _project_files() -> list[Path]:
 
 def _own() -> Path:
     return Path(__file__).resolve().parents[1]
-
-
-def _short(path: Path) -> str:
-    folder = Path.cwd()
-    return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
 
 
 def _versions() -> dict[str, str]:

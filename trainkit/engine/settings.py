@@ -31,6 +31,12 @@ def changed_settings(cfg: CfgNode, default: CfgNode, prefix: str = "") -> Iterat
             yield prefix + key, value
 
 
+def changes_since(cfg: CfgNode, former: CfgNode) -> list[tuple[str, Any, Any]]:
+    """(full key, former value, value) of each setting that changes what a run computes and differs from ``former``."""
+    before, counted = dict(changed_settings(former, CfgNode())), settings_of(cfg)
+    return [(key, before.get(key), value) for key, value in changed_settings(cfg, former) if key in counted]
+
+
 def settings_of(cfg: CfgNode) -> dict[str, str]:
     """key -> value as text, for each setting that changes what a run computes; plus the processes or threads."""
     found = {key: repr(value) for key, value in changed_settings(cfg, CfgNode()) if not _NO_MATTER.fullmatch(key)}

@@ -68,36 +68,36 @@ def _with_trained_weights(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "model": state.get(TRAINED, state["model"])}
 
 
-Values = dict[str, dict[int, float]]
-"""name -> iteration -> the value that was logged."""
+Values = dict[int, dict[str, float]]
+"""iteration -> name -> the value that was logged."""
 
 
 def logged_values(storage: Mapping[str, Any], start: int, end: int) -> Values:
     """The values of iterations ``start`` to ``end`` - 1 in the state of a storage, without clock readings."""
     found: Values = {}
-    for name, history in storage["histories"].items():
-        pairs = zip(history["iterations"].tolist(), history["values"].tolist(), strict=True)
-        if name not in CLOCK_READINGS:
-            found[name] = {iter: value for iter, value in pairs if start <= iter < end}
+    for name, history in sorted(storage["histories"].items()):
+        for iter, value in zip(history["iterations"].tolist(), history["values"].tolist(), strict=True):
+            if name not in CLOCK_READINGS and start <= iter < end:
+                found.setdefault(iter, {})[name] = value
     return found
 
 
 def compare_values(left: Values, right: Values) -> tuple[int, tuple[int, str, float, float] | None]:
     """The number of values that both have, and the first that differs: iteration, name, both values."""
     both = [
-        (iter, name, left[name][iter], right[name][iter])
-        for name in left.keys() & right.keys()
-        for iter in left[name].keys() & right[name].keys()
+        (iter, name, value, right[iter][name])
+        for iter, row in sorted(left.items())
+        for name, value in row.items()
+        if name in right.get(iter, {})
     ]
-    different = [found for found in both if repr(found[2]) != repr(found[3])]
-    return len(both), min(different, key=lambda found: found[:2], default=None)
+    return len(both), next((found for found in both if repr(found[2]) != repr(found[3])), None)
 
 
 def compare_way(values: Values, saved: Saved | None, end: int) -> tuple[str, bool]:
     """Compare the values up to iteration ``end`` with those in a checkpoint: text, and whether all are equal."""
     if saved is None:
         return "nothing to compare with: the run has stored nothing after this step", True
-    first = min((iter for history in values.values() for iter in history), default=end)
+    first = min(values, default=end)
     count, different = compare_values(values, logged_values(saved.state["trainer"]["storage"], first, end + 1))
     where = f"in {os.path.basename(saved.path)}, iterations {first} to {end}"
     if different is None:

@@ -41,13 +41,12 @@ def replay_range(
     """
     values, text = _Range(os.path.abspath(run), first, end, make_hook).perform(start)
     if comm.is_main_process():
-        rows: dict[int, dict[str, Any]] = {}
-        for name, history in sorted(values.items()):
-            for iter, value in history.items():
-                rows.setdefault(iter, {"iteration": iter})[name] = value if math.isfinite(value) else None
+        lines = []
+        for iter, row in sorted(values.items()):
+            finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
+            lines.append(json.dumps({"iteration": iter, **finite}) + "\n")
         os.makedirs(output_dir, exist_ok=True)
-        text_of_rows = "".join(f"{json.dumps(rows[iter])}\n" for iter in sorted(rows))
-        write_text(text_of_rows, os.path.join(output_dir, "metrics.json"))
+        write_text("".join(lines), os.path.join(output_dir, "metrics.json"))
     return str(text)
 
 

@@ -9,7 +9,6 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,11 +16,12 @@ import torch
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.state import plain_state
 from trainkit.config import CfgNode, ConfigError
+from trainkit.config.yaml_files import load_yaml
 from trainkit.engine import HookBase, hooks
 from trainkit.engine.command import active_replay
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.origin import Saved, describe_other_origin
-from trainkit.engine.settings import changed_settings, settings_of
+from trainkit.engine.settings import changes_since
 from trainkit.engine.stopping import Stop
 from trainkit.utils import comm
 from trainkit.utils.device import device_of
@@ -124,14 +124,9 @@ class Session:
             return
         frozen, given = cfg.is_frozen(), cfg.clone()
         cfg.defrost()
-        path = Path(self._folder, "given.yaml")
-        path.write_text(self.origin["config"])
-        cfg.merge_from_file(path)
-        counted, before = settings_of(cfg), dict(changed_settings(given, CfgNode()))
-        for key, value in changed_settings(cfg, given):
-            if key in counted:
-                now = before.get(key)
-                self._notes.append(f"setting {key}: {value!r} in the run, which is used; {now!r} in the command now")
+        cfg.merge_from_other_cfg(load_yaml(self.origin["config"], self._run))
+        for key, now, value in changes_since(cfg, given):
+            self._notes.append(f"setting {key}: {value!r} in the run, which is used; {now!r} in the command now")
         cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR = self._folder, ""
         cfg.LOG.WRITERS, cfg.LOG.PROGRESS = [], False
         if self._start is not None:
