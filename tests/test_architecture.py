@@ -15,7 +15,6 @@ LAYERS = [
     ["trainkit.checkpoint", "trainkit.data", "trainkit.modeling", "trainkit.solver", "trainkit.utils.testing"],
     ["trainkit.evaluation"],
     [
-        "trainkit.engine.command",
         "trainkit.engine.elastic",
         "trainkit.engine.forwarding",
         "trainkit.engine.global_batch",
@@ -35,7 +34,7 @@ LAYERS = [
     ["trainkit.engine.logical_ranks"],
     ["trainkit.engine.train_loop"],
     ["trainkit.engine.hooks"],
-    ["trainkit.engine.compile", "trainkit.engine.model_options"],
+    ["trainkit.engine.model_options"],
     ["trainkit.engine.graph"],
     ["trainkit.engine.fsdp"],
     ["trainkit.engine.summary"],

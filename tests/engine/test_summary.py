@@ -10,7 +10,7 @@ import pytest
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import AfterStep
 from trainkit.engine import DefaultTrainer, HookBase
-from trainkit.engine.command import note_command
+from trainkit.engine.origin import note_command
 
 
 def summary(tmp_path, caplog, *options, hooks=(), resume=False):

@@ -18,9 +18,8 @@ from trainkit.checkpoint.file import peek_file, write_file
 from trainkit.checkpoint.folder import tagged_file
 from trainkit.checkpoint.state import plain_state
 from trainkit.config import ConfigError
-from trainkit.engine.command import active_replay
 from trainkit.engine.finite import failed_iteration
-from trainkit.engine.origin import describe_origin
+from trainkit.engine.origin import active_replay, describe_origin
 from trainkit.utils import comm
 from trainkit.utils.device import device_of
 from trainkit.utils.model import unwrap_model

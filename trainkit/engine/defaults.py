@@ -31,8 +31,6 @@ from trainkit.data.catalog import DatasetCatalog
 from trainkit.engine import hooks
 from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.capsule import leave_capsule
-from trainkit.engine.command import RUN_DOES_IT, active_replay, command_of
-from trainkit.engine.compile import compile_model, describe_inexact_compilation, explain_graph_break
 from trainkit.engine.elastic import is_restarted, note_begin, requeue_job
 from trainkit.engine.evaluation_run import evaluate_models
 from trainkit.engine.fork import forked, path_of_parent
@@ -46,8 +44,13 @@ from trainkit.engine.hooks.ema import averaging_hook
 from trainkit.engine.hooks.monitor import check_monitored_metrics
 from trainkit.engine.logical_ranks import LogicalAMPTrainer, LogicalTrainer
 from trainkit.engine.loop import TrainerBase
-from trainkit.engine.model_options import apply_model_options
-from trainkit.engine.origin import describe_origin
+from trainkit.engine.model_options import (
+    apply_model_options,
+    compile_model,
+    describe_inexact_compilation,
+    explain_graph_break,
+)
+from trainkit.engine.origin import RUN_DOES_IT, active_replay, command_of, describe_origin
 from trainkit.engine.parallel import create_ddp_model, ddp_options
 from trainkit.engine.predictor import DefaultPredictor
 from trainkit.engine.settings import describe_other_settings, settings_of

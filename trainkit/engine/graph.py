@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from trainkit.config import ConfigError
 from trainkit.engine.amp import AMPTrainer
-from trainkit.engine.compile import require_cpp_compiler
 from trainkit.engine.metrics import StepRecord, pack
+from trainkit.engine.model_options import require_cpp_compiler
 from trainkit.engine.step import SimpleTrainer
 from trainkit.utils import comm
 from trainkit.utils.events import EventStorage

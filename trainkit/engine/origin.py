@@ -1,4 +1,4 @@
-"""How a run was started, saved in its checkpoints, so that a replay can repeat it and find differences."""
+"""How a run was started: what its script must follow, and what checkpoints save so that a replay can repeat it."""
 
 import hashlib
 import importlib.metadata
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,12 +19,36 @@ import numpy as np
 import torch
 
 from trainkit.checkpoint.file import UNREADABLE, peek_file
+from trainkit.config import CfgNode
 from trainkit.utils import comm
 
 logger = logging.getLogger(__name__)
 
+active_replay: ContextVar[Any] = ContextVar("active_replay", default=None)
+"""A `trainkit.replay.session.Session`: ``set_up`` changes configs before they are used, ``train`` does not return."""
+
+_NOTE = "__command__"  # in the __dict__ of a config, like yacs's marks: copied with the config, not written to files
+
+RUN_DOES_IT = "call trainkit.engine.run(args, Trainer, cfg), which follows all options"
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _FACTS = {"commit": "commit of the code", "device": "device", "processes": "number of processes"}
+
+
+class Command(NamedTuple):
+    """The options of a script that `DefaultTrainer` checks."""
+
+    resume: bool | None = None  # None: the script has no such option
+    eval_only: bool = False
+
+
+def note_command(cfg: CfgNode, args: Any) -> None:
+    """Note the options of a script in its ``cfg``."""
+    cfg.__dict__[_NOTE] = Command(getattr(args, "resume", None), getattr(args, "eval_only", False))
+
+
+def command_of(cfg: CfgNode) -> Command:
+    """The noted options of ``cfg``, or of the config from which it was copied."""
+    return cfg.__dict__.get(_NOTE, Command())
 
 
 class Saved(NamedTuple):

@@ -25,10 +25,10 @@ from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, import_
 from trainkit.config.checks import check_is_ours
 from trainkit.config.lazy import to_yaml
 from trainkit.config.yaml_files import load_yaml
-from trainkit.engine.command import RUN_DOES_IT, active_replay, note_command
 from trainkit.engine.elastic import JOB_FILE, is_first_to_fail, is_restarted, look_for_requeue, note_begin
 from trainkit.engine.fork import take_settings
 from trainkit.engine.launch import check_processes
+from trainkit.engine.origin import RUN_DOES_IT, active_replay, note_command
 from trainkit.engine.settings import changed_settings
 from trainkit.utils import comm
 from trainkit.utils.collect_env import collect_env_info, describe_load

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.checkpoint import CheckpointError
-from trainkit.engine.command import command_of
 from trainkit.engine.hook_base import HookBase
+from trainkit.engine.origin import command_of
 from trainkit.utils.periods import say_done
 from trainkit.utils.progress import is_notebook
 from trainkit.utils.run_folder import LOCK_FILE

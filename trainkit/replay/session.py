@@ -18,9 +18,8 @@ from trainkit.checkpoint.state import plain_state
 from trainkit.config import CfgNode, ConfigError
 from trainkit.config.yaml_files import load_yaml
 from trainkit.engine import HookBase, hooks
-from trainkit.engine.command import active_replay
 from trainkit.engine.loop import TrainerBase
-from trainkit.engine.origin import Saved, describe_other_origin
+from trainkit.engine.origin import Saved, active_replay, describe_other_origin
 from trainkit.engine.settings import changes_since
 from trainkit.engine.stopping import Stop
 from trainkit.utils import comm
