@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,8 +68,8 @@ def launch(
         SystemExit: a process exited with this code; 128 plus its number if a signal has stopped the run.
     """
     if all(name in os.environ for name in _TORCHRUN):
-        with _process_group("env://", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout):
-            result, exit_code = _result_or_stop(main_func, args)
+        world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+        result, exit_code = _run_rank(main_func, args, "env://", world_size, timeout, rank)
         if exit_code:
             sys.exit(exit_code)
         return result
@@ -78,7 +79,8 @@ def launch(
         return main_func(*args)
     if dist_url in (None, "auto"):
         dist_url = f"tcp://127.0.0.1:{_free_port()}"
-    return _spawn(num_gpus_per_machine, (main_func, world_size, machine_rank, dist_url, args, timeout))
+    run = partial(_run_rank, main_func, args, dist_url, world_size, timeout)
+    return _spawn(num_gpus_per_machine, machine_rank * num_gpus_per_machine, run)
 
 
 def check_processes(num_gpus: int, num_machines: int, machine_rank: int, dist_url: str | None) -> None:
@@ -94,14 +96,14 @@ def check_processes(num_gpus: int, num_machines: int, machine_rank: int, dist_ur
         raise ValueError(f"num_gpus is {num_gpus}, but this machine has {torch.cuda.device_count()} GPUs; lower it")
 
 
-def _spawn(num_local: int, arguments: tuple[Any, ...]) -> Any:
-    """Run ``_spawned_main`` in ``num_local`` new processes; return the result of the first."""
+def _spawn(num_local: int, first_rank: int, run: Callable[[int], tuple[Any, int]]) -> Any:
+    """Call ``run(rank)`` in ``num_local`` new processes; return the result of the first."""
     results = mp.get_context("spawn").SimpleQueue()
     stops = StopRequests()
     with stops.listening():
         context = mp.start_processes(
             _spawned_main,
-            args=(num_local, results, *arguments),
+            args=(num_local, first_rank, results, run),
             nprocs=num_local,
             join=False,
             start_method="spawn",
@@ -163,37 +165,31 @@ def _first_failure(context: Any, error: mp.ProcessRaisedException) -> mp.Process
 
 
 def _spawned_main(
-    local_rank: int,
-    num_local: int,
-    results: Any,
-    main_func: Callable[..., Any],
-    world_size: int,
-    machine_rank: int,
-    dist_url: str,
-    args: tuple[Any, ...],
-    timeout: timedelta,
+    local_rank: int, num_local: int, first_rank: int, results: Any, run: Callable[[int], tuple[Any, int]]
 ) -> None:
     # comm reads these variables, which torchrun sets too
     os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(local_rank), str(num_local)
-    with _process_group(dist_url, machine_rank * num_local + local_rank, world_size, timeout):
-        result, exit_code = _result_or_stop(main_func, args)
+    result, exit_code = run(first_rank + local_rank)
     if local_rank == 0 or exit_code:
         results.put((result, exit_code))
 
 
-def _result_or_stop(main_func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, int]:
+def _run_rank(
+    main_func: Callable[..., Any], args: tuple[Any, ...], url: str, world_size: int, timeout: timedelta, rank: int
+) -> tuple[Any, int]:
     """(result, 0), or (None, exit code) if a signal has stopped ``main_func`` or it has exited without an error.
 
     Such an exit must not look like a failure: the launcher would kill the other processes while rank 0 still writes.
     """
-    try:
-        return main_func(*args), 0
-    except KeyboardInterrupt:
-        return None, 128 + signal.SIGINT
-    except SystemExit as error:
-        if error.code not in (None, 0, *_STOPPED):
-            raise
-        return None, error.code or 0
+    with _process_group(url, rank, world_size, timeout):
+        try:
+            return main_func(*args), 0
+        except KeyboardInterrupt:
+            return None, 128 + signal.SIGINT
+        except SystemExit as error:
+            if error.code not in (None, 0, *_STOPPED):
+                raise
+            return None, error.code or 0
 
 
 @contextmanager
