@@ -28,7 +28,7 @@ from trainkit.config import (
 from trainkit.config.checks import check_is_ours
 from trainkit.data.build import build_test_loader, build_train_loader, check_epoch_limit, first_batches
 from trainkit.data.catalog import DatasetCatalog
-from trainkit.engine import hooks
+from trainkit.engine import hooks, model_options
 from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.capsule import leave_capsule
 from trainkit.engine.elastic import is_restarted, note_begin, requeue_job
@@ -44,12 +44,6 @@ from trainkit.engine.hooks.ema import averaging_hook
 from trainkit.engine.hooks.monitor import check_monitored_metrics
 from trainkit.engine.logical_ranks import LogicalAMPTrainer, LogicalTrainer
 from trainkit.engine.loop import TrainerBase
-from trainkit.engine.model_options import (
-    apply_model_options,
-    compile_model,
-    describe_inexact_compilation,
-    explain_graph_break,
-)
 from trainkit.engine.origin import RUN_DOES_IT, active_replay, command_of, describe_origin
 from trainkit.engine.parallel import create_ddp_model, ddp_options
 from trainkit.engine.predictor import DefaultPredictor
@@ -162,7 +156,7 @@ class DefaultTrainer(TrainerBase):
         cfg = scale_lr_to_batch(cfg)
 
         def build(cfg: CfgNode) -> nn.Module:
-            return apply_model_options(cfg, on_device(cfg, self._build("build_model", cfg)))
+            return model_options.apply_model_options(cfg, on_device(cfg, self._build("build_model", cfg)))
 
         device_of_config(cfg)  # so that "cuda" in a build method means this device
         parallelize = partial(self._build, "parallelize_model")
@@ -171,7 +165,7 @@ class DefaultTrainer(TrainerBase):
         optimizer = self._build("build_optimizer", cfg, model)
         data_loader = self._build("build_train_loader", cfg)
         check_epoch_limit(cfg, data_loader)
-        compile_model(cfg, model)
+        model_options.compile_model(cfg, model)
         if not is_fsdp(cfg):
             model = create_ddp_model(model, **ddp_options(cfg))
         self._trainer = _build_step_trainer(cfg, model, data_loader, optimizer)
@@ -300,7 +294,7 @@ class DefaultTrainer(TrainerBase):
             self.status = "failed"
             raise
         except RuntimeError as error:
-            explain_graph_break(self.cfg, error)
+            model_options.explain_graph_break(self.cfg, error)
             raise
         finally:
             _kept_loaders.reset(token)  # ends their workers
@@ -352,7 +346,7 @@ class DefaultTrainer(TrainerBase):
         return Skip(self.cfg)
 
     def describe_inexact(self) -> list[str]:
-        compilation = describe_inexact_compilation(self.cfg)
+        compilation = model_options.describe_inexact_compilation(self.cfg)
         return [*super().describe_inexact(), *self._trainer.describe_inexact(), *compilation]
 
     def state_dict(self) -> dict[str, Any]:

@@ -30,21 +30,10 @@ from trainkit.engine.fork import take_settings
 from trainkit.engine.launch import check_processes
 from trainkit.engine.origin import RUN_DOES_IT, active_replay, note_command
 from trainkit.engine.settings import changed_settings
-from trainkit.utils import comm
+from trainkit.utils import comm, events
 from trainkit.utils.collect_env import collect_env_info, describe_load
 from trainkit.utils.device import has_unused_tf32
 from trainkit.utils.env import seed_all_rng
-from trainkit.utils.events import (
-    WRITER_REGISTRY,
-    CommonMetricPrinter,
-    CSVWriter,
-    EventWriter,
-    JSONWriter,
-    MLflowWriter,
-    ProgressBar,
-    TensorboardXWriter,
-    WandbWriter,
-)
 from trainkit.utils.logger import NOT_ON_TERMINAL, setup_logger
 from trainkit.utils.progress import are_bars_shown, show_bars
 from trainkit.utils.run_folder import own_folder, release_folder
@@ -293,7 +282,7 @@ def default_writers(
     iters_per_epoch: int | None = None,
     *,
     cfg: CfgNode | None = None,
-) -> list[EventWriter]:
+) -> list[events.EventWriter]:
     """Writers by name.
 
     Names: "console" (a bar if `default_setup` has found a terminal, else lines), "json" (``metrics.json``), "csv"
@@ -309,15 +298,16 @@ def default_writers(
     """
     settings = dict(changed_settings(cfg, get_cfg())) if cfg is not None else {}
     config = cfg.dump() if cfg is not None else ""
-    console = ProgressBar if are_bars_shown() else CommonMetricPrinter
-    makers: dict[str, Callable[[], EventWriter]] = {
+    console = events.ProgressBar if are_bars_shown() else events.CommonMetricPrinter
+    folder = Path(output_dir)
+    makers: dict[str, Callable[[], events.EventWriter]] = {
         "console": lambda: console(max_iter, window_size, iters_per_epoch=iters_per_epoch),
-        "json": lambda: JSONWriter(Path(output_dir) / "metrics.json", window_size),
-        "csv": lambda: CSVWriter(Path(output_dir) / "metrics.csv", window_size),
-        "tensorboard": lambda: TensorboardXWriter(Path(output_dir), window_size, settings=settings, config=config),
-        "wandb": lambda: WandbWriter(output_dir, window_size, config=load_yaml(config, "cfg")),
-        "mlflow": lambda: MLflowWriter(output_dir, window_size, settings=settings, config=config),
-        **{name: partial(entry, output_dir, window_size) for name, entry in WRITER_REGISTRY},
+        "json": lambda: events.JSONWriter(folder / "metrics.json", window_size),
+        "csv": lambda: events.CSVWriter(folder / "metrics.csv", window_size),
+        "tensorboard": lambda: events.TensorboardXWriter(folder, window_size, settings=settings, config=config),
+        "wandb": lambda: events.WandbWriter(output_dir, window_size, config=load_yaml(config, "cfg")),
+        "mlflow": lambda: events.MLflowWriter(output_dir, window_size, settings=settings, config=config),
+        **{name: partial(entry, output_dir, window_size) for name, entry in events.WRITER_REGISTRY},
     }
     unknown = [name for name in names if name not in makers]
     if unknown:
