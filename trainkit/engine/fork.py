@@ -80,7 +80,7 @@ def _find(run: str, iteration: int) -> tuple[str, int, dict[str, Any]]:
     found: dict[int, tuple[str, int, dict[str, Any]]] = {}
     for saved in checkpoints_with_origin(checkpoint_files(run) if iteration >= 0 else filter(None, [choose(run)])):
         done = saved.iteration - (saved.stage == 1)
-        found.setdefault(done, (saved.path, done, saved.origin))
+        found.setdefault(done, (saved.path, done, saved.state["trainer"]["origin"]))
     if not found:
         needed = "name the folder with the checkpoints of a DefaultTrainer, written by this version or a later one"
         raise CheckpointError(f"'{run}' has no checkpoint to fork; {needed}")

@@ -59,10 +59,6 @@ class Saved(NamedTuple):
     path: str
     state: Mapping[str, Any]
 
-    @property
-    def origin(self) -> dict[str, Any]:
-        return dict(self.state["trainer"]["origin"])
-
 
 def checkpoints_with_origin(paths: Iterable[str]) -> Iterator[Saved]:
     """The checkpoints that say how their run was started; they are not verified."""

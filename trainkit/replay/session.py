@@ -80,7 +80,7 @@ class Session:
         """
         governing = after or start
         assert governing is not None
-        origin = self.origin = governing.origin
+        origin = self.origin = governing.state["trainer"]["origin"]
         self._run, self._at, self._start, self._next = run, at, start, after
         self._processes = origin["processes"]  # that the replay needs
         self.seed = origin["seed"] if start is None and origin["seed"] < 2**32 else None
