@@ -464,6 +464,24 @@ def test_what_changes_in_the_middle_is_followed(change):
     assert (recorded.recorder.num_recorded, recorded.recorder.num_replays) == (2, 40 - 2 * 3)
 
 
+def test_a_group_that_is_added_in_the_middle_is_trained():
+    def add_group(trainer):
+        if trainer.iter == 20:
+            trainer.optimizer.add_param_group({"params": [*trainer.model.first.parameters()]})
+
+    found = []
+    for trainer_type in (SimpleTrainer, RecordedTrainer):
+        model = Net()
+        optimizer = torch.optim.SGD(model.last.parameters(), lr=0.1, momentum=0.9, fused=True)
+        trainer = trainer_type(model, batches(5), optimizer)
+        trainer.register_hooks([AfterStep(add_group)])
+        torch.manual_seed(2)
+        trainer.train(0, 40)
+        found.append(result(trainer))
+    assert same(*found)
+    assert trainer.recorder.num_recorded == 2 * 2
+
+
 def test_a_setting_that_changes_in_each_iteration_keeps_the_steps_ordinary_and_is_said_once(caplog):
     def hooks(trainer):
         return [ParamScheduler("weight_decay", lambda t, base: 0.001 * t)]

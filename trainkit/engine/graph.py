@@ -2,18 +2,20 @@
 
 import copy
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from operator import attrgetter, itemgetter
-from typing import Any, Protocol
+from operator import attrgetter, is_, itemgetter
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trainkit.config import ConfigError
 from trainkit.engine.amp import AMPTrainer
+from trainkit.engine.finite import parameters_of
 from trainkit.engine.metrics import StepRecord, pack
 from trainkit.engine.model_options import require_cpp_compiler
 from trainkit.engine.step import SimpleTrainer
@@ -35,16 +37,6 @@ _WITHOUT = "or train without a graph (SOLVER.GRAPH.ENABLED False)"
 # ---------------------------------------------------------------------- recording
 
 
-class Recorder(Protocol):
-    """Records the work of a device."""
-
-    def beside(self, inputs: Sequence[Tensor] = ()) -> AbstractContextManager[None]:
-        """Context for ordinary steps, since later ones may be recorded; ``inputs`` are the tensors that they read."""
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record ``work`` without executing it; the result executes it, on the same tensors."""
-
-
 class CudaRecorder:
     """CUDA graphs that share memory: they must be replayed one after the other, in the recorded order."""
 
@@ -56,6 +48,7 @@ class CudaRecorder:
 
     @contextmanager
     def beside(self, inputs: Sequence[Tensor] = ()) -> Iterator[None]:
+        """Context for ordinary steps, since later ones may be recorded; ``inputs`` are the tensors that they read."""
         for tensor in inputs:
             tensor.record_stream(self._stream)  # the model may drop it before this stream has read it
         # autograd continues on the stream of the forward pass, and a recorded stream must not wait for another
@@ -68,6 +61,7 @@ class CudaRecorder:
             current.wait_stream(self._stream)
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record ``work`` without executing it; the result executes it, on the same tensors."""
         graph = torch.cuda.CUDAGraph()
         with (
             torch.cuda.stream(self._stream),  # torch.cuda.graph does not leave its stream if a recording fails
@@ -138,7 +132,7 @@ class GraphTrainer(SimpleTrainer):
         self._in_step = False  # True after a step that has failed
         self._reads: HostReads | None = None  # in the last ordinary step before a recording
         self._newest: Hashable = None
-        self._has_warned_of = {"batches": False, "changes": False, "reads": False}
+        self._warned_of: set[str] = set()
         if self._recorder is None:
             require_cpp_compiler(self._device)
         else:
@@ -149,7 +143,7 @@ class GraphTrainer(SimpleTrainer):
     def _device(self) -> torch.device | None:
         return None if self._sample is None else self._sample.device
 
-    def make_recorder(self) -> Recorder | None:
+    def make_recorder(self) -> CudaRecorder | None:
         """The recorder of the step; None if the model is compiled instead."""
         device = self._device
         return CudaRecorder(device) if device is not None and device.type == "cuda" else None
@@ -177,8 +171,8 @@ class GraphTrainer(SimpleTrainer):
             with self._beside(inputs), self._reads or nullcontext():
                 return super().compute_gradients(batches)
         self._replay(recording, "gradients")
-        shows = all(parameter.grad is gradient for parameter, gradient in recording.gradients[:1])  # one tells of all
-        if self._shown is not recording or "judgement" in recording.replays or not shows:
+        first, gradient = recording.gradients[0]  # tells of all, unless hooks act on them
+        if self._shown is not recording or "judgement" in recording.replays or first.grad is not gradient:
             for parameter, gradient in recording.gradients:
                 if parameter.grad is not gradient:
                     parameter.grad = gradient
@@ -205,10 +199,9 @@ class GraphTrainer(SimpleTrainer):
         elif self._recorder is None:
             super().update()
         else:
-            with self._beside():
-                self._fill_rates()
-                with self._reads or nullcontext():
-                    self._update_on_device()
+            self._fill_rates()
+            with self._beside(), self._reads or nullcontext():
+                self._update_on_device()
             if self._reads is not None and self._reads.found:
                 self._refuse(self._reads.found)
             self._reads = None
@@ -242,13 +235,13 @@ class GraphTrainer(SimpleTrainer):
         self._compare_constants()
         self._in_step = True
         signature = _describe(batches, tensors)
+        recording = self._recordings.get(signature)
+        if recording is not None and tensors:
+            torch._foreach_copy_(recording.inputs, tensors)
+        if signature in self._recordings:
+            return recording
         if any(tensor.device != self._device for tensor in tensors):
             signature = None  # the model may read it on the host
-        if signature in self._recordings:
-            recording = self._recordings[signature]
-            if recording is not None and tensors:
-                torch._foreach_copy_(recording.inputs, tensors)
-            return recording
         if signature is None or len(self._recordings) == MAX_RECORDINGS or len(self._seen) == _MAX_SIGNATURES:
             self._warn_once(
                 "batches",
@@ -277,8 +270,8 @@ class GraphTrainer(SimpleTrainer):
         )
 
     def _warn_once(self, of: str, message: str) -> None:
-        if not self._has_warned_of[of]:
-            self._has_warned_of[of] = True
+        if of not in self._warned_of:
+            self._warned_of.add(of)
             logger.warning(message)
 
     def _record(self, batches: Sequence[Any], tensors: list[Tensor]) -> _Recording:
@@ -308,7 +301,7 @@ class GraphTrainer(SimpleTrainer):
             stages[-1].update(part)
         for stage in stages:
             recording.replays[next(iter(stage))] = self._record_stage([*stage.values()])
-        gradients_of = [(parameter, parameter.grad) for parameter in self._parameters()]
+        gradients_of = [(parameter, parameter.grad) for parameter in parameters_of(self.optimizer, self.model)]
         recording.gradients = sorted(gradients_of, key=lambda pair: pair[1] is None)  # see compute_gradients
         logger.info("From iteration %d on, this step is replayed: recorded in %d pieces", self.iter, len(stages))
         return recording
@@ -347,7 +340,7 @@ class GraphTrainer(SimpleTrainer):
     def _compare_constants(self) -> None:
         objects, values = self._constants()
         changed = values != self._values
-        if not self._in_step and not changed and all(a is b for a, b in zip(objects, self._objects, strict=True)):
+        if not self._in_step and not changed and all(map(is_, objects, self._objects)):
             return
         if changed and (self._recordings or self._seen):
             self._warn_once(
@@ -363,12 +356,15 @@ class GraphTrainer(SimpleTrainer):
         state = getattr(self.optimizer, "state", None)  # replaced when a state is loaded
         keeps_flags = self.non_finite == "raise" and not self.finite.scaled
         flags = self.finite.flags if keeps_flags else None  # replaced after a failure
-        parameters = self._parameters()
-        values: list[object] = [self.acts_after_backward(), self._may_raise_before_update()]
-        values += map(_REQUIRES_GRAD, parameters)
-        values += map(Tensor.data_ptr, parameters)
-        values += map(_TRAINING, self._modules)
-        values += [settings(group) for group, settings in zip(self.optimizer.param_groups, self._settings, strict=True)]
+        groups, parameters = self.optimizer.param_groups, parameters_of(self.optimizer, self.model)
+        values = [
+            self.acts_after_backward(),
+            self._may_raise_before_update(),
+            *map(_REQUIRES_GRAD, parameters),
+            *map(Tensor.data_ptr, parameters),
+            *map(_TRAINING, self._modules),
+            *map(itemgetter.__call__, self._settings, groups),
+        ]
         return [self.model, self.optimizer, state, flags, self.clip_gradients], values
 
     def _forget(self) -> None:
@@ -376,9 +372,11 @@ class GraphTrainer(SimpleTrainer):
         self._recordings, self._seen, self._in_step = {}, {}, False
         self._modules = [vars(module) for module in self.model.modules() if "training" in vars(module)]
         groups = self.optimizer.param_groups
-        self._settings = [
-            itemgetter(*(key for key, value in group.items() if _is_setting(key, value))) for group in groups
-        ]
+        self._settings = []
+        for group in groups:
+            names = [name for name, value in group.items() if not isinstance(value, Tensor)]
+            kept = (name for name in names if name not in ("params", "lr") and not name.startswith("initial_"))
+            self._settings.append(itemgetter(*kept))
         self._objects, self._values = self._constants()
         self._rates = torch.zeros(len(groups), device=self._device)
         self._filled: list[float] = []
@@ -388,9 +386,6 @@ class GraphTrainer(SimpleTrainer):
                     state[name] = value.to(parameter.device)
 
     # ------------------------------------------------------------------ the optimizer
-
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _update_on_device(self) -> None:
         """The update with the learning rate as a tensor; a recording would keep numbers as constants."""
@@ -406,21 +401,14 @@ class GraphTrainer(SimpleTrainer):
 
     def _fill_rates(self) -> None:
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        if rates == self._filled:
-            return
-        self._filled = []
-        if any(isinstance(rate, Tensor) for rate in rates):
+        if Tensor in map(type, rates):
+            self._filled = []
             for rate, here in zip(rates, self._rates.unbind(), strict=True):
                 here.copy_(rate.reshape(())) if isinstance(rate, Tensor) else here.fill_(rate)
-        else:
-            pinned = self._rates.device.type != "cpu"
-            self._rates.copy_(torch.tensor(rates, pin_memory=pinned), non_blocking=True)
+        elif rates != self._filled:
+            host = torch.from_numpy(np.array(rates, np.float32))
+            self._rates.copy_(host if self._rates.is_cpu else host.pin_memory(), non_blocking=True)
             self._filled = rates
-
-
-def _is_setting(name: str, value: object) -> bool:
-    """Whether an entry of a parameter group is a constant in a recorded update."""
-    return name not in ("params", "lr") and not name.startswith("initial_") and not isinstance(value, Tensor)
 
 
 class GraphAMPTrainer(GraphTrainer, AMPTrainer):
@@ -457,11 +445,11 @@ def _describe(data: Any, tensors: list[Tensor]) -> Hashable | None:
         earlier = next((i for i, tensor in enumerate(tensors) if tensor is data), None)
         tensors.append(data)
         return data.shape, data.stride(), data.dtype, data.device, earlier
-    if isinstance(data, dict | Mapping):
-        parts = [_describe(part, tensors) for part in (*data, *data.values())]
-        return None if None in parts else (type(data), *parts)
-    if isinstance(data, list | tuple):
-        parts = [_describe(part, tensors) for part in data]
-        return None if None in parts else (type(data), *parts)
-    # an object of another class may be the same in each iteration, but with other tensors
-    return (type(data), data) if isinstance(data, _CONSTANTS) else None
+    if isinstance(data, (list, tuple)):
+        parts: Iterable[Any] = data
+    elif isinstance(data, (dict, Mapping)):
+        parts = *data, *data.values()
+    else:  # an object of another class may be the same in each iteration, but with other tensors
+        return (type(data), data) if isinstance(data, _CONSTANTS) else None
+    found = [_describe(part, tensors) for part in parts]
+    return None if None in found else (type(data), *found)
