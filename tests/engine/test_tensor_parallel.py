@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 
 from tests.docs.pages import blocks, run
 from tests.engine.test_fsdp import assert_close, assert_same_bits, job, outcome
@@ -68,6 +69,13 @@ class EmbedFirst(Divided):
         self.blocks = self._modules.pop("blocks")
 
 
+@MODEL_REGISTRY.register()
+class LossParallel(Divided):
+    def forward(self, batch):
+        with loss_parallel():
+            return nn.functional.cross_entropy(self.head(self.embed(batch["x"])), batch["label"])
+
+
 class Count(DatasetEvaluator):
     """The number of samples that all ranks have processed."""
 
@@ -89,6 +97,15 @@ class Trainer(run(PAGE, "docs/distributed.md")["Trainer"]):
     @classmethod
     def build_evaluator(cls, cfg, dataset_name):
         return [super().build_evaluator(cfg, dataset_name), Count()]
+
+
+class DividedHead(Trainer):
+    """Each rank has the outputs of some classes."""
+
+    @classmethod
+    def parallelize_model(cls, cfg, model, mesh):
+        plan = {"head": ColwiseParallel(use_local_output=False)}
+        return parallelize_module(super().parallelize_model(cfg, model, mesh), mesh["tp"], plan)
 
 
 def cfg_of(folder, *options):
@@ -174,6 +191,10 @@ def refused(rank, folder):
     return messages
 
 
+def with_loss_parallel(rank, folder):
+    DividedHead(cfg_of(f"{folder}/loss_parallel", "MODEL.NAME", "LossParallel")).train()
+
+
 LARS = ["SOLVER.OPTIMIZER.NAME", "LARS"]
 
 # ---------------------------------------------------------------------- the tests
@@ -192,6 +213,7 @@ def four(folder):
 @pytest.fixture(scope="module", params=SLOW)
 def two(four, folder):
     checks = [whole, resumed, of_four, undivided, from_the_meta_device, evaluated_alone, skipped, refused]
+    checks += [with_loss_parallel]
     return on_two_ranks(checks, folder)
 
 
@@ -269,6 +291,8 @@ def test_what_cannot_be_divided_is_refused(two):
     assert nothing.startswith("MODEL.TENSOR_PARALLEL is 2, but parallelize_model() has distributed no parameter; over")
     assert tied.startswith("parallelize_model() has made separate parameters of blocks.0.up.weight = blocks.1.up.weigh")
     assert lars.startswith("LARS cannot update the shards of MODEL.PARALLEL fsdp (")
+    for message in two["with_loss_parallel"]:
+        assert message.startswith("ValueError: the model returned ['total_loss'] as DTensors, but losses must be whole")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from trainkit.utils.device import new_event, runs_ahead
 from trainkit.utils.events import get_event_storage, has_event_storage
 from trainkit.utils.logical import tree_sum
 from trainkit.utils.losses import Losses
+from trainkit.utils.sharding import is_sharded
 
 # stored by the trainer, by default hooks or by writers
 STORED_BESIDE_LOSSES = frozenset(
@@ -50,6 +51,21 @@ def _scalars(losses: Losses, extra: Mapping[str, Tensor] | None) -> dict[str, Te
         raise ValueError(f"the trainer stores {taken} itself; give the model's entry another name")
     values = losses.values if len(losses.values) > 1 else {}  # a single loss is the total
     return {"total_loss": losses.total, **values, **(extra or {})}
+
+
+def check_losses(losses: Losses) -> None:
+    """Check what a model returns in its first step.
+
+    Raises:
+        ValueError: a loss has a name that the trainer stores itself, or is a DTensor.
+    """
+    if taken := sorted(losses.values.keys() & STORED_BESIDE_LOSSES):
+        raise ValueError(f"the trainer stores {taken} itself; give the model's entry another name")
+    if distributed := [name for name, value in losses.values.items() if is_sharded(value)]:
+        raise ValueError(
+            f"the model returned {distributed} as DTensors, but losses must be whole; torch's loss_parallel is not "
+            "supported: give the last layer ColwiseParallel(output_layouts=Replicate()) and leave loss_parallel out"
+        )
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from trainkit.engine.feed import Feed
 from trainkit.engine.finite import FiniteCheck, NonFinitePolicy, parameters_of, prepare_to_skip
 from trainkit.engine.forwarding import check_exchange, forwarded
 from trainkit.engine.loop import TrainerBase
-from trainkit.engine.metrics import STORED_BESIDE_LOSSES, LaterCalls, MetricPath, StepRecord, mean_losses, write_metrics
+from trainkit.engine.metrics import LaterCalls, MetricPath, StepRecord, check_losses, mean_losses, write_metrics
 from trainkit.engine.parallel import settle_buckets, without_gradient_sync
 from trainkit.solver.clipping import already_clipped
 from trainkit.solver.hyper_parameters import check_saved_groups, describe_changes, hyper_parameters, learning_rates
@@ -199,8 +199,7 @@ class SimpleTrainer(TrainerBase):
         losses = parse_losses(self.call_model(batch))
         if self._is_first_step:
             self._is_first_step = False
-            if taken := sorted(losses.values.keys() & STORED_BESIDE_LOSSES):
-                raise ValueError(f"the trainer stores {taken} itself; give the model's entry another name")
+            check_losses(losses)
             logged = [name for name in losses.values if name not in losses.trained]
             logger.info("Minimizing %s%s", " + ".join(losses.trained), f"; only logging {logged}" if logged else "")
         return losses
