@@ -7,7 +7,7 @@
     python tools/find_lr.py --config-file job.yaml --min 1e-5 --max 1 --iters 400 --output lr.png SEED 1
     python tools/find_lr.py --config-file output/mine/config.yaml --script train.py
 
-The suggested BASE_LR is where the smoothed loss falls most steeply. The model starts as in a run of the job, from
+The suggested BASE_LR is where the loss falls most steeply. The model starts as in a run of the job, from
 MODEL.WEIGHTS if there are any; parameter groups keep their factors. The job's output folder is not touched: the picture
 is the only file that is written. Hooks of trainkit are left out, those of your own modules are kept.
 """
@@ -15,7 +15,6 @@ is the only file that is written. Hooks of trainkit are left out, those of your 
 import argparse
 import importlib
 import importlib.util
-import itertools
 import logging
 import math
 import sys
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from predict import ROOT, check_writable
 from user_job import SCRIPT_HELP, find_trainer, only_logging
 
@@ -36,6 +36,8 @@ from trainkit.utils.env import seed_all_rng
 _SMOOTHING = 0.9  # share of the former losses in the smoothed one
 _DIVERGED = 4.0  # times the lowest smoothed loss
 _MIN_POINTS = 10  # before anything is said
+_DECADES = 1.5  # of the learning rate, over which the fall of the loss is measured
+_FEW = 100  # steps
 
 
 @dataclass(frozen=True)
@@ -128,22 +130,27 @@ def run_test(cfg: CfgNode, trainer_class: type[DefaultTrainer], low: float, high
 
 
 def suggest(points: Sequence[Point]) -> tuple[float, float]:
-    """The learning rate where the smoothed loss falls most steeply over its logarithm, and that of the lowest loss.
+    """The learning rate where the loss falls most steeply over its logarithm, and that of the lowest loss.
+
+    Both are the middle of a part of `_DECADES`, in which a line is fitted to the losses: from one step to the next they
+    differ mostly by the noise of the batches.
 
     Raises:
         ConfigError: the loss never falls.
     """
-    lowest = min(range(len(points)), key=lambda i: points[i].smoothed)
-    # the first steps say how the smoothing starts
-    slopes = [
-        ((after.smoothed - before.smoothed) / math.log(after.lr / before.lr), math.sqrt(before.lr * after.lr))
-        for before, after in itertools.pairwise(points[_MIN_POINTS // 2 : lowest + 1])
-    ]
-    if not slopes or min(slopes)[0] >= 0:
+    logs, losses = np.log10([point.lr for point in points]), np.array([point.loss for point in points])
+    per_decade = (len(points) - 1) / (logs[-1] - logs[0])
+    width = min(max(_MIN_POINTS // 2, round(_DECADES * per_decade)), len(points) // 2)
+    parts = [slice(start, start + width) for start in range(len(points) - width + 1)]
+    lowest = int(np.argmin([losses[part].mean() for part in parts]))
+    slopes = [np.polyfit(logs[part], losses[part], 1)[0] for part in parts[: lowest + 1]]
+    steepest = int(np.argmin(slopes))
+    if slopes[steepest] >= 0:
         raise ConfigError(
-            "the loss does not fall with any of these learning rates; give a smaller --min or more --iters"
+            f"the loss does not fall with any of these learning rates ({len(points)} steps, {points[0].lr:.2g} to "
+            f"{points[-1].lr:.2g}); give more --iters (200 are usual), larger batches, or a smaller --min"
         )
-    return min(slopes)[1], points[lowest].lr
+    return 10 ** logs[parts[steepest]].mean(), 10 ** logs[parts[lowest]].mean()
 
 
 def draw(points: Sequence[Point], suggested: float, path: Path) -> None:
@@ -200,6 +207,8 @@ def main(args: argparse.Namespace) -> float:
         f"the loss falls most steeply at {steepest:.2g}, and is lowest at {lowest:.2g}; the curve is in {args.output}"
     )
     print(f"suggested: SOLVER.BASE_LR {steepest:.2g}")
+    if args.iters < _FEW:
+        print(f"few steps show more of the batches than of the learning rate; --iters {2 * _FEW} is more reliable")
     return steepest
 
 

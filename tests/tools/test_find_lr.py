@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.engine.job import tiny_cfg
+from tests.engine.tiny import Weight
 from tools import export, find_lr
 from trainkit.checkpoint import Checkpointer
 from trainkit.config import ConfigError
@@ -33,9 +34,27 @@ def test_the_steepest_place_and_the_lowest_loss_are_found():
     steepest, lowest = find_lr.suggest(points)
 
     assert points[28].lr < steepest < points[32].lr
-    assert lowest == points[50].lr
+    assert points[38].lr < lowest < points[50].lr
     with pytest.raises(ConfigError, match="the loss does not fall with any of these learning rates"):
         find_lr.suggest(points_of([1.0 + i for i in range(30)]))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("iters", [40, 200])
+def test_the_noise_of_the_batches_is_not_taken_for_the_steepest_place(iters, seed):
+    torch.manual_seed(seed)
+    model = Weight(lambda weight, batch: (batch[0] @ weight - batch[1]).square().mean())
+    model.weight = nn.Parameter(torch.randn(3))
+    xs = torch.randn(64, 8, 3)
+    data = [(x, x @ torch.tensor([1.0, -2.0, 0.5]) + 0.1 * torch.randn(8)) for x in xs]
+    trainer = SimpleTrainer(model, data, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), non_finite="ignore")
+    test = find_lr.RangeTest(1e-5, 10.0, base_lr=0.1)
+    trainer.register_hooks([test])
+    trainer.train(0, iters)
+
+    steepest, lowest = find_lr.suggest(test.points)
+
+    assert 2e-4 < steepest < lowest < 0.2
 
 
 def test_rates_grow_by_one_factor_groups_keep_theirs_and_a_loss_that_diverges_ends_the_test():
