@@ -96,10 +96,11 @@ def test_lengths_in_epochs_are_in_order():
     [
         (["MODEL.NAM"], "MODEL.NAME"),
         (["MODEL.weights"], "MODEL.WEIGHTS"),
+        (["MODEL.DEVISE"], "MODEL.DEVICE"),
         (["INPUT.TRAIN_TRANFORM"], "INPUT.TRAIN_TRANSFORM"),
         (["MODEL.WIDTH", "MODEL.WIDHT"], "MODEL.WIDTH"),
         (["MODEL.WIDTH", "MODEL.DEPTH", "INPUT.CROP", "MODEL.CONV1", "MODEL.CONV12"], None),
-        (["INPUT.MIN_SIZE_TRAIN", "INPUT.MAX_SIZE_TRAIN", "MODEL.KERNEL_H", "MODEL.KERNEL_W"], None),
+        (["INPUT.MIN_SIZE_TRAIN", "INPUT.MAX_SIZE_TRAIN", "MODEL.KERNEL_H", "MODEL.KERNEL_W", "MODEL.GAME"], None),
     ],
 )
 def test_a_new_key_that_looks_like_another_one_draws_a_warning(caplog, keys, meant):

@@ -6,6 +6,7 @@ import logging
 import operator
 import re
 from itertools import pairwise
+from operator import ne
 from typing import Any
 
 import yacs.config
@@ -167,9 +168,11 @@ def _warn_of_similar_keys(node: CfgNode, default: CfgNode, prefix: str = "") -> 
                 _warn_of_similar_keys(node[name], default[name], f"{prefix}{name}.")
             continue
         for known in difflib.get_close_matches(name.upper(), names[:place], n=1, cutoff=0.8):
-            # a typing error has one letter more or less, or the same letters in another order; other differences have a
-            # meaning
+            # a typing error has one letter more or less, or the same letters in another order; another letter may have
+            # a meaning (KERNEL_H and KERNEL_W), but not where trainkit has the key
             is_likely = abs(len(name) - len(known)) == 1 or sorted(name.upper()) == sorted(known)
+            if known in default and len(name) == len(known):
+                is_likely |= sum(map(ne, name.upper(), known)) == 1
             if is_likely and _DIGITS.sub("", name) != _DIGITS.sub("", known):
                 logger.warning(
                     "%s is used as a new key, beside %s; correct it if you meant that one",
