@@ -187,6 +187,8 @@ def test_a_module_that_overflows_is_found(tmp_path):
             "TEST.EVAL_PERIOD",
             2,
         ],
+        # stops after iteration 7
+        ["EARLY_STOPPING.METRIC", TOP1, "EARLY_STOPPING.MIN_DELTA", 1000.0, "TEST.EVAL_PERIOD", 2],
         ["SEED", -1],
         ["SOLVER.CLIP_GRADIENTS.ENABLED", True, "SOLVER.OPTIMIZER.NAME", "AdamW"],
     ],

@@ -13,6 +13,8 @@ from trainkit.checkpoint.folder import checkpoint_files
 from trainkit.checkpoint.shards import KEY as SHARDS
 from trainkit.engine.origin import Saved, checkpoints_with_origin
 
+_NOT_REPEATED = (EVALUATED, "trainer/settings", "trainer/position/finished_early")
+
 
 def checkpoints_of(run: str) -> list[Saved]:
     """All checkpoints of a run from which a replay can start, in the order of their iterations."""
@@ -45,7 +47,7 @@ def around(run: str, iteration: int) -> tuple[Saved | None, Saved | None]:
 def prove(reached: Sequence[Mapping[str, Any]], saved: Saved) -> str:
     """Compare the state that the replay has reached with the state in a checkpoint; the result as text.
 
-    Clock readings, positions of writers in their files, and the text of settings are left out.
+    Clock readings, what has been written to files, the text of settings, and the reason of an early end are left out.
 
     Args:
         reached: one state; empty if the replay has failed.
@@ -55,7 +57,7 @@ def prove(reached: Sequence[Mapping[str, Any]], saved: Saved) -> str:
         return f"DIFFERENT: the replay has not reached {name}"
 
     def skip(key: Any, path: str) -> bool:
-        return is_of_the_clock(path) or "/hooks/PeriodicWriter" in path or path in (EVALUATED, "trainer/settings")
+        return is_of_the_clock(path) or "/hooks/Periodic" in path or path in _NOT_REPEATED
 
     states = _with_trained_weights(reached[0]), _with_trained_weights(read_file(saved.path))
     if difference := next(differing(*states, skip=skip), ""):
