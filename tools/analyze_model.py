@@ -16,7 +16,7 @@ subclass of DefaultTrainer builds the model or the test loader.
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -184,17 +184,16 @@ def report(model: nn.Module, batch: Any, depth: int = DEPTH) -> str:
         ConfigError: as `Counts`.
     """
     counts = Counts(model, batch)
-    rows = [
-        (
-            name or "(model)",
-            type(module).__name__,
-            *(_number(sum(map(Tensor.numel, tensors))) for tensors in _tensors_of(module)),
-            "-" if name in counts.not_called else _number(counts.flops.get(name, 0)),
-            "-" if name in counts.not_called else _number(counts.activations.get(name, 0)),
-        )
-        for name, module in model.named_modules()
-        if name.count(".") + bool(name) <= depth
-    ]
+    rows = []
+    for name, module in model.named_modules():
+        if name.count(".") + bool(name) > depth:
+            continue
+        trainable = (parameter for parameter in module.parameters() if parameter.requires_grad)
+        sizes = [sum(map(Tensor.numel, tensors)) for tensors in (module.parameters(), trainable, module.buffers())]
+        counted = [_number(found.get(name, 0)) for found in (counts.flops, counts.activations)]
+        if name in counts.not_called:
+            counted = ["-", "-"]
+        rows.append([name or "(model)", type(module).__name__, *map(_number, sizes), *counted])
     headers = ["module", "class", "parameters", "trainable", "buffers", "FLOPs", "activations"]
     lines = [tabulate(rows, headers, disable_numparse=True, colalign=["left"] * 2 + ["right"] * 5)]
     lines.append(f"For the input {_describe(batch)}, in eval mode.")
@@ -206,15 +205,8 @@ def report(model: nn.Module, batch: Any, depth: int = DEPTH) -> str:
     return "\n".join(lines)
 
 
-def _tensors_of(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Parameters, trainable parameters, and buffers."""
-    yield [*module.parameters()]
-    yield [parameter for parameter in module.parameters() if parameter.requires_grad]
-    yield [*module.buffers()]
-
-
-def _number(number: float) -> str:
-    return f"{int(number):,}" if number else ""
+def _number(number: int) -> str:
+    return f"{number:,}" if number else ""
 
 
 # ---------------------------------------------------------------------------- the command line

@@ -312,11 +312,6 @@ def _describe_resume(folder: str, broken: Mapping[str, str]) -> str:
 # ---------------------------------------------------------------------------- two files
 
 
-def _check_are_files(*paths: str) -> None:
-    if folders := [path for path in paths if os.path.isdir(path)]:
-        raise CheckpointError(f"'{folders[0]}' is a folder; name two files to compare")
-
-
 def compare_files(left: str, right: str, show_all: bool = False) -> tuple[str, bool]:
     """Where they differ, and whether they do.
 
@@ -324,9 +319,9 @@ def compare_files(left: str, right: str, show_all: bool = False) -> tuple[str, b
         show_all: also clock readings, and more than `MAX_DIFFERENCES` differences in a part of the state.
 
     Raises:
-        CheckpointError: a file is missing, broken or refused.
+        CheckpointError: a file is missing, broken or refused, or a folder.
     """
-    states = _normalized(_read_whole(left)), _normalized(_read_whole(right))
+    states = _read_whole(left), _read_whole(right)
     parts = dict.fromkeys(itertools.chain.from_iterable(map(parts_of, states)))
     by_part: dict[str, list[str]] = {}
     try:
@@ -350,9 +345,11 @@ def compare_files(left: str, right: str, show_all: bool = False) -> tuple[str, b
 
 
 def _read_whole(path: str) -> dict[str, Any]:
+    if os.path.isdir(path):
+        raise CheckpointError(f"'{path}' is a folder; name two files to compare")
     state = _read(path)
     verify_shards(state, path)
-    return fill_shards(state, path)
+    return _normalized(fill_shards(state, path))
 
 
 # ---------------------------------------------------------------------------- the command line
@@ -362,7 +359,6 @@ def main(args: argparse.Namespace) -> int:
     """Run, and return the exit code."""
     with user_errors_exit():
         if args.other:
-            _check_are_files(args.path, args.other)
             text, is_bad = compare_files(args.path, args.other, args.all)
         elif os.path.isdir(args.path):
             text, is_bad = describe_folder(args.path)

@@ -66,12 +66,8 @@ def invoke_main() -> None:
         for path in main(parse_args()):
             print(path)
     except RunError as error:
-        sys.exit(_fail(error))
-
-
-def _fail(error: RunError) -> int:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

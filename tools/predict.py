@@ -298,7 +298,8 @@ def describe(prediction: Any, class_names: Sequence[str], top_k: int | None) -> 
 def _best_classes(scores: Tensor, names: Sequence[Any], top_k: int) -> list[dict[str, Any]]:
     """The best classes: of ``[C]`` with their probabilities, of ``[C, H, W]`` with their shares of the pixels."""
     if scores.ndim == 1:
-        what, shares = "prob", scores if _are_probabilities(scores) else scores.softmax(dim=0)
+        are_probabilities = bool((scores >= 0).all()) and abs(scores.sum().item() - 1) < 1e-3
+        what, shares = "prob", scores if are_probabilities else scores.softmax(dim=0)
     else:
         what, shares = "pixels", scores.argmax(dim=0).flatten().bincount(minlength=len(scores)) / scores[0].numel()
     values, indices = shares.topk(min(top_k, len(shares)))
@@ -316,10 +317,6 @@ def _with_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [_with_nulls(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _are_probabilities(scores: Tensor) -> bool:
-    return bool((scores >= 0).all()) and abs(scores.sum().item() - 1) < 1e-3
 
 
 def _told(sample: Any) -> dict[str, Any]:
@@ -398,17 +395,14 @@ def main(args: argparse.Namespace) -> None:
             chosen = itertools.islice(samples, args.num)
             found = predict(predictor, chosen, f"--input {' '.join(args.input)}")
             predicted = ((_told(sample), prediction) for sample, prediction in found)
-        class_names = _class_names([args.dataset] if args.dataset else [*cfg.DATASETS.TEST, *cfg.DATASETS.VAL])
+        datasets = [args.dataset] if args.dataset else [*cfg.DATASETS.TEST, *cfg.DATASETS.VAL]
+        names = (MetadataCatalog.get(name).get("class_names") for name in datasets)
+        class_names: Sequence[Any] = next(filter(None, names), ())  # of the first dataset that has any
         if args.output is None:
             number = write_lines(partial(print, end="", flush=True), predicted, class_names, args.top_k)
         else:
             number = write_file(args.output, predicted, class_names, args.top_k)
     print(f"{number} predictions with {cfg.MODEL.WEIGHTS}", file=sys.stderr)
-
-
-def _class_names(datasets: Iterable[str]) -> Sequence[Any]:
-    """The class names of the first dataset that has any."""
-    return next(filter(None, (MetadataCatalog.get(name).get("class_names") for name in datasets)), ())
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
