@@ -1,3 +1,4 @@
+import contextlib
 import io
 import json
 import re
@@ -475,3 +476,26 @@ def test_a_worker_that_is_at_most_one_period_behind_is_not_waited_for(num_writer
     trainer = Steps([CallbackHook(before_step=before_step), *writers])
     trainer.train(0, 12)
     assert waited == [True]
+
+
+def break_at(iter):
+    def fail(trainer):
+        if trainer.iter == iter:
+            raise ValueError("planted")
+
+    return AfterStep(fail)
+
+
+def finish_at(iter):
+    return AfterStep(lambda trainer: trainer.iter == iter and trainer.request_stop("good enough", finished=True))
+
+
+@pytest.mark.parametrize("end", [stop_at, finish_at, break_at])
+def test_the_last_line_counts_the_iterations_that_were_done(caplog, end):
+    caplog.set_level("INFO", "trainkit.utils.events")
+    trainer = Steps([end(4), PeriodicWriter([CommonMetricPrinter(8, iters_per_epoch=5)], period=3)])
+    with contextlib.suppress(ValueError):
+        trainer.train(0, 8)
+
+    lines = [message for message in caplog.messages if "iterations" in message]
+    assert re.search(r"\[Epoch .+?\]  after \d of \d", lines[-1])[0] == "[Epoch 1/2]  after 5 of 8"

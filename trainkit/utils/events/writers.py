@@ -242,6 +242,7 @@ class CommonMetricPrinter(EventWriter):
     """
 
     _extra: Mapping[str, Any] | None = None  # of the log record
+    _trainer: Any = None  # a weak reference, if there is a trainer
     # shown elsewhere in the line
     _PLACED = frozenset({"time", "data_time", "rank_data_time", "lr", "eta_seconds"})
 
@@ -260,13 +261,15 @@ class CommonMetricPrinter(EventWriter):
         if storage.iter == self._max_iter:
             return
         latest, hints = storage.latest_with_smoothing_hint(self._window_size), storage.smoothing_hints()
-        eta_sec = self._eta_sec(storage, latest)
+        eta_sec, last_iter = self._eta_sec(storage, latest), storage.iter
+        if self._trainer is not None and not self._trainer.is_training():
+            last_iter = self._trainer.last_done_iter  # at the end of a run, storage.iter is the next iteration
         fields = []
         if eta_sec is not None:
             fields.append(f" eta: {datetime.timedelta(seconds=int(eta_sec))} ")
         if self._iters_per_epoch is not None:
-            fields.append(f"{name_epoch(storage.iter, self._iters_per_epoch, self._max_iter)} ")
-        fields.append(f"{say_done(storage.iter + 1, self._max_iter)} ")
+            fields.append(f"{name_epoch(last_iter, self._iters_per_epoch, self._max_iter)} ")
+        fields.append(f"{say_done(last_iter + 1, self._max_iter)} ")
         fields += [
             f"{name}: {value:.4g} " for name, (value, _) in latest.items() if hints[name] and name not in self._PLACED
         ]
@@ -279,6 +282,7 @@ class CommonMetricPrinter(EventWriter):
         self._show(storage, latest, eta_sec)
 
     def begin(self, trainer: Any) -> None:
+        self._trainer = trainer
         if self._max_iter is not None:  # another train() may be longer or shorter
             self._max_iter = trainer.max_iter
 
