@@ -6,7 +6,8 @@ group, so that it can be destroyed and another one made.
 
 import os
 import weakref
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -14,10 +15,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 _T = TypeVar("_T")
-# Default group -> its side groups; weak, so that an entry goes when its default group is destroyed.
-_side_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
-_local_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
-_tensor_parallel: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
+# default group -> its local group, side groups and size of tensor parallelism, by name; weak, so that they go with it
+_by_world: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]]" = weakref.WeakKeyDictionary()
 
 
 def get_world_size() -> int:
@@ -38,12 +37,12 @@ def is_main_process() -> bool:
 def set_tensor_parallel(size: int) -> None:
     """Declare that each ``size`` ranks, a divisor of the world size, compute one batch together; all ranks call it."""
     if get_world_size() > 1:
-        _tensor_parallel[_default_group()] = size
+        _entries()["tensor parallel"] = size
 
 
 def get_tensor_parallel() -> int:
     """Number of processes that compute one batch together (MODEL.TENSOR_PARALLEL); usually 1."""
-    return _tensor_parallel.get(_default_group(), 1) if _is_initialized() else 1
+    return int(_entries().get("tensor parallel", 1))
 
 
 def get_data_world_size() -> int:
@@ -65,14 +64,13 @@ def create_local_process_group(num_workers_per_machine: int) -> None:
     """
     if not _is_initialized():
         raise RuntimeError("there is no process group to divide; call torch.distributed.init_process_group first")
-    world = _default_group()
-    if world in _local_groups:
+    if "local group" in _entries():
         raise RuntimeError("the local process group exists already; create_local_process_group is called once")
     if num_workers_per_machine < 1 or dist.get_world_size() % num_workers_per_machine:
         raise ValueError(
             f"num_workers_per_machine must divide the world size {get_world_size()}, got {num_workers_per_machine}"
         )
-    _local_groups[world], _ = dist.new_subgroups(num_workers_per_machine)
+    _entries()["local group"], _ = dist.new_subgroups(num_workers_per_machine)
 
 
 def get_local_process_group() -> dist.ProcessGroup:
@@ -81,10 +79,9 @@ def get_local_process_group() -> dist.ProcessGroup:
     Raises:
         RuntimeError: `create_local_process_group` was not called for the current process group.
     """
-    group = _find_local_group()
-    if group is None:
+    if "local group" not in _entries():
         raise RuntimeError("there is no local process group; call create_local_process_group on all ranks first")
-    return group
+    return cast(dist.ProcessGroup, _entries()["local group"])
 
 
 def get_local_rank() -> int:
@@ -93,14 +90,12 @@ def get_local_rank() -> int:
     Raises:
         RuntimeError: there are several processes, but neither a local group nor torchrun's variables.
     """
-    group = _find_local_group()
-    return dist.get_rank(group) if group is not None else _from_torchrun("LOCAL_RANK", alone=0)
+    return _ask_machine(dist.get_rank, "LOCAL_RANK", alone=0)
 
 
 def get_local_size() -> int:
     """Number of processes on this machine; raises as `get_local_rank`."""
-    group = _find_local_group()
-    return dist.get_world_size(group) if group is not None else _from_torchrun("LOCAL_WORLD_SIZE", alone=1)
+    return _ask_machine(dist.get_world_size, "LOCAL_WORLD_SIZE", alone=1)
 
 
 def side_group(purpose: str) -> dist.ProcessGroup | None:
@@ -111,10 +106,10 @@ def side_group(purpose: str) -> dist.ProcessGroup | None:
     """
     if get_world_size() == 1:
         return None
-    groups = _side_groups.setdefault(_default_group(), {})
-    if purpose not in groups:
-        groups[purpose] = dist.new_group(backend="gloo")
-    return groups[purpose]
+    key = f"side group for {purpose}"
+    if key not in _entries():
+        _entries()[key] = dist.new_group(backend="gloo")
+    return cast(dist.ProcessGroup, _entries()[key])
 
 
 def synchronize() -> None:
@@ -203,17 +198,14 @@ def _is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _default_group() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None  # called only while initialized
-    return group
+def _entries() -> dict[str, Any]:
+    """What belongs to the default group, by name; empty without a group."""
+    return _by_world.setdefault(cast(dist.ProcessGroup, dist.group.WORLD), {}) if _is_initialized() else {}
 
 
-def _find_local_group() -> dist.ProcessGroup | None:
-    return _local_groups.get(_default_group()) if _is_initialized() else None
-
-
-def _from_torchrun(variable: str, alone: int) -> int:
+def _ask_machine(ask: Callable[[dist.ProcessGroup], int], variable: str, alone: int) -> int:
+    if "local group" in _entries():
+        return ask(get_local_process_group())
     if _is_initialized() and variable in os.environ:
         return int(os.environ[variable])
     if get_world_size() == 1:
@@ -225,9 +217,5 @@ def _from_torchrun(variable: str, alone: int) -> int:
 
 
 def _object_group() -> dist.ProcessGroup | None:
-    """All processes over Gloo, which exchanges objects without a device."""
-    return _default_group() if _has_gloo() else side_group("objects")
-
-
-def _has_gloo() -> bool:
-    return "cpu:gloo" in dist.get_backend_config()
+    """All processes over Gloo, which exchanges objects without a device; None: the default group is one."""
+    return None if "cpu:gloo" in dist.get_backend_config() else side_group("objects")
