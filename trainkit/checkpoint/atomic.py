@@ -8,10 +8,11 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
+from typing import Any
 
 _CHUNK = 1 << 20
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.trainkit-tmp")
-_being_written: list[str] = []  # temporary files of this process, which none of its threads may remove
+_being_written: list[str] = []  # names of files and folders, which no thread of this process may remove
 
 
 class CheckpointError(OSError):
@@ -22,32 +23,39 @@ class CheckpointError(OSError):
 def replacing(path: str) -> "Iterator[Output]":
     """Yield a temporary file that replaces ``path`` after the block has succeeded."""
     folder, name = os.path.split(os.path.abspath(path))
-    temporary_name = f".{name}.{secrets.token_hex(4)}.trainkit-tmp"
-    temporary = os.path.join(folder, temporary_name)
-    size = written = 0
-    _being_written.append(temporary_name)
-    try:
+    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.trainkit-tmp")
+    output: Output | None = None
+    with being_written(temporary):
         try:
             with Output(temporary) as output:
-                try:
-                    yield output
-                    output.commit()
-                finally:
-                    size, written = output.size, os.path.getsize(temporary)
+                yield output
+                output.commit()
             os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
+            sync_folder(folder)
+        except OSError as error:
+            raise CheckpointError(_write_failure(error, path, temporary, output.size if output else 0)) from error
+        finally:
+            with contextlib.suppress(OSError):  # such as that it has been renamed
                 os.remove(temporary)
-            raise
-        sync_folder(folder)
-    except OSError as error:
-        raise CheckpointError(_write_failure(error, path, folder, size, written)) from error
+
+
+@contextlib.contextmanager
+def being_written(path: str) -> Iterator[None]:
+    """Inside, no thread of this process removes this file or folder as a leftover."""
+    name = os.path.basename(path)
+    _being_written.append(name)
+    try:
+        yield
     finally:
-        _being_written.remove(temporary_name)
+        _being_written.remove(name)
 
 
-class Output:
-    """The file object that ``torch.save`` writes to.
+def is_being_written(name: str) -> bool:
+    return name in _being_written
+
+
+class Output(io.BufferedWriter):
+    """The file that ``torch.save`` writes to.
 
     The error of a failed write is raised by :meth:`commit`; later writes are only counted. Raised at once, it would
     become an error of torch's writer about file positions, and the needed size would stay unknown.
@@ -57,36 +65,28 @@ class Output:
     """
 
     def __init__(self, path: str) -> None:
+        super().__init__(open(path, "xb", buffering=0), _CHUNK)  # noqa: SIM115
         self.size = 0
         self._error: BaseException | None = None
-        self._raw = open(path, "xb", buffering=0)  # noqa: SIM115
-        self._file = io.BufferedWriter(self._raw, _CHUNK)
 
-    def __enter__(self) -> "Output":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):  # the buffer may hold data of a failed write
-            self._file.close()
-
-    def write(self, data: bytes | memoryview) -> int:
+    def write(self, data: Any) -> int:
         self.size += len(data)
         if self._error is None:
             try:
-                self._file.write(data)
+                super().write(data)
             except BaseException as error:
                 self._error = error
         return len(data)
 
     def flush(self) -> None:
-        """Does nothing; torch.save needs this method, and :meth:`commit` flushes."""
+        """Does nothing: torch.save and ``close`` would raise the error of a failed write."""
 
     def commit(self) -> None:
         """Write everything to the disk, or raise the error of a write."""
         if self._error is not None:
             raise self._error
-        self._file.flush()
-        os.fsync(self._raw.fileno())
+        super().flush()
+        os.fsync(self.fileno())
 
 
 def write_text(text: str, path: str | os.PathLike[str]) -> None:
@@ -99,7 +99,7 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> None:
     """Remove temporary files of killed processes; no other process may be writing to ``folder``."""
     with contextlib.suppress(OSError):  # they only cost space
         for name in os.listdir(folder):
-            if _TEMPORARY.fullmatch(name) and name not in _being_written:
+            if _TEMPORARY.fullmatch(name) and not is_being_written(name):
                 os.remove(os.path.join(folder, name))
 
 
@@ -124,9 +124,11 @@ _REMEDIES = {
 }
 
 
-def _write_failure(error: OSError, path: str, folder: str, size: int, written: int) -> str:
+def _write_failure(error: OSError, path: str, temporary: str, size: int) -> str:
+    folder = os.path.dirname(temporary)
     text = f"cannot write '{path}' in folder '{folder}': {error.strerror or error}"
     if error.errno in _REMEDIES:
+        written = os.path.getsize(temporary) if os.path.exists(temporary) else size
         room = written if written < size else shutil.disk_usage(folder).free  # fsync and rename fail after the writing
         missing = f", so {size - room:,} are missing" if room < size else ""
         text += f"; the file needs {size:,} bytes, there is room for {room:,}{missing}. {_REMEDIES[error.errno]}"

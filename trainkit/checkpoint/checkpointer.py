@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.checkpoint.atomic import CheckpointError, remove_leftovers, sync_folder, write_text
+from trainkit.checkpoint.atomic import CheckpointError, being_written, remove_leftovers, sync_folder, write_text
 from trainkit.checkpoint.averaged import TRAINED
 from trainkit.checkpoint.file import read_file, write_file
 from trainkit.checkpoint.folder import (
@@ -34,7 +34,6 @@ from trainkit.checkpoint.remote import download, local_folder, remote_of, remove
 from trainkit.checkpoint.shards import KEY as SHARDS
 from trainkit.checkpoint.shards import (
     Shards,
-    being_written,
     fill_shards,
     remove_shards,
     remove_stray_shards,

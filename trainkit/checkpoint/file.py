@@ -40,7 +40,7 @@ def write_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """
     payload = {MARKER: 2, **plain_state(dict(state))}
     with replacing(os.fspath(path)) as output:
-        torch.save(payload, output)  # type: ignore[arg-type]  # it only needs write() and flush()
+        torch.save(payload, output)
 
 
 def peek_file(path: str | os.PathLike[str]) -> Any:

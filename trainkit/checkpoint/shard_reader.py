@@ -9,18 +9,15 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
+from torch import Size
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-
-# modules of the classes in the file
-_MODULES = ("torch", "torch.serialization", "torch.distributed.checkpoint.", "pathlib")
 
 
 class ShardReader(FileSystemReader):
@@ -48,12 +45,11 @@ class _Place(NamedTuple):
 
 
 class _Record:
-    """Replaces an object: ``state`` is its state in the file."""
+    """Replaces an object, also one that a function returns: ``state`` is its state in the file."""
 
     state: Any = None
 
-    def __init__(self, *args: object) -> None:
-        """Called in place of a function or class of the file."""
+    def __init__(self, *args: object) -> None: ...
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -63,11 +59,11 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):  # a member of an enum, from Python 3.11.0 to 3.11.3
             return _Record
-        if not f"{module}.".startswith(_MODULES):
+        if not f"{module}.".startswith(("torch.", "pathlib.")):
             raise pickle.UnpicklingError(f"it needs {module}.{name}, and only tensors are accepted")
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
-        return torch.Size if (module, name) == ("torch", "Size") else _Record
+        return Size if (module, name) == ("torch", "Size") else _Record
 
 
 def _read_metadata(path: str, files: Collection[str]) -> Metadata:
@@ -80,7 +76,7 @@ def _read_metadata(path: str, files: Collection[str]) -> Metadata:
         try:
             found = _Unpickler(file).load().state
             tensors = {str(name): _tensor(entry.state) for name, entry in found["state_dict_metadata"].items()}
-            places = {_index(index.state): _place(place.state) for index, place in found["storage_data"].items()}
+            places = dict(_place(index.state, place.state) for index, place in found["storage_data"].items())
         except pickle.UnpicklingError as error:
             raise ValueError(f"'{path}' is refused: {error}") from None
         except Exception as error:  # of many types, for a file with other content
@@ -91,18 +87,11 @@ def _read_metadata(path: str, files: Collection[str]) -> Metadata:
     return Metadata(state_dict_metadata=tensors, storage_data=places)
 
 
-def _tensor(state: dict[str, Any]) -> TensorStorageMetadata | BytesStorageMetadata:
-    chunks = [ChunkStorageMetadata(_size(x.state["offsets"]), _size(x.state["sizes"])) for x in state["chunks"]]
-    return TensorStorageMetadata(TensorProperties(state["properties"].state[0]), _size(state["size"]), chunks)
+def _tensor(state: dict[str, Any]) -> Any:
+    chunks = [ChunkStorageMetadata(Size(x.state["offsets"]), Size(x.state["sizes"])) for x in state["chunks"]]
+    return TensorStorageMetadata(TensorProperties(state["properties"].state[0]), Size(state["size"]), chunks)
 
 
-def _index(state: dict[str, Any]) -> MetadataIndex:
-    return MetadataIndex(str(state["fqn"]), _size(state["offset"]))
-
-
-def _place(state: dict[str, Any]) -> _Place:
-    return _Place(str(state["relative_path"]), int(state["offset"]), int(state["length"]))
-
-
-def _size(numbers: Any) -> torch.Size:
-    return torch.Size(numbers)
+def _place(index: dict[str, Any], place: dict[str, Any]) -> tuple[MetadataIndex, _Place]:
+    where = _Place(str(place["relative_path"]), int(place["offset"]), int(place["length"]))
+    return MetadataIndex(str(index["fqn"]), Size(index["offset"])), where

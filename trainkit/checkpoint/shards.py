@@ -13,14 +13,14 @@ import re
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.checkpoint.atomic import CheckpointError, sync_folder
+from trainkit.checkpoint.atomic import CheckpointError, is_being_written, sync_folder
 from trainkit.checkpoint.file import SUFFIX, is_file_of, read_file, sha256_of
 from trainkit.checkpoint.state import plain_state
 from trainkit.utils import comm
@@ -28,7 +28,6 @@ from trainkit.utils.sharding import empty_like_shard, is_sharded, local_part
 
 KEY = "shards"
 FOLDER = re.compile(r"(.+)\.shards-[0-9a-f]{8}")
-_being_written: list[str] = []  # names of folders
 
 
 class Shards:
@@ -81,17 +80,6 @@ class Shards:
         if errors := [text for _, text in by_rank if text]:
             raise CheckpointError(f"cannot write '{folder}': {errors[0]}. Checkpoints written before are unchanged")
         return {"folder": os.path.basename(folder), "files": {k: v for files, _ in by_rank for k, v in files.items()}}
-
-
-@contextlib.contextmanager
-def being_written(folder: str) -> Iterator[None]:
-    """Context in which no thread of this process removes this folder as a leftover."""
-    name = os.path.basename(folder)
-    _being_written.append(name)
-    try:
-        yield
-    finally:
-        _being_written.remove(name)
 
 
 def take_shards(state: dict[str, Any]) -> tuple[dict[str, Any], Shards]:
@@ -209,7 +197,7 @@ def remove_stray_shards(folder: str) -> None:
         unclear = {stem for stem in stems if owners[stem] != 1} if found else set()
         named = {_folder_of(os.path.join(folder, stem + SUFFIX)) for stem in unclear}
         for name, owner in found.items():
-            is_in_use = name in named or (owner in stems and owners[owner] == 1) or name in _being_written
+            is_in_use = name in named or (owner in stems and owners[owner] == 1) or is_being_written(name)
             if not is_in_use:
                 shutil.rmtree(os.path.join(folder, name))
 
