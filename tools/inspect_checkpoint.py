@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from zipfile import is_zipfile
 
@@ -26,7 +26,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from trainkit.checkpoint import Checkpointer, CheckpointError
-from trainkit.checkpoint.contents import differing, is_of_the_clock, parts_of, tensors_in
+from trainkit.checkpoint.contents import differing, is_of_the_clock
 from trainkit.checkpoint.file import SAFETENSORS_SUFFIX, is_ours, read_file
 from trainkit.checkpoint.folder import checkpoint_files, choose_and_read, tagged_file
 from trainkit.checkpoint.shards import KEY as SHARDS
@@ -38,6 +38,7 @@ from trainkit.engine.settings import changed_settings
 from trainkit.evaluation.testing import flatten_results_dict
 from trainkit.utils.periods import say_done
 
+CONTAINERS = ("trainer", "trainer/hooks", "trainer/_trainer")  # their entries belong to different objects
 MAX_DIFFERENCES = 10  # of each part of the state, unless --all
 MAX_WIDTH = 70  # of a value
 MAX_RESULTS = 8  # of the newest evaluation
@@ -198,6 +199,24 @@ def _table_of_tensors(name: str, tensors: Mapping[str, Any]) -> str:
     found = [*tensors_in(tensors)]
     total = (f"{len(found)} tensors", f"{sum(tensor.numel() for tensor in found):,} values", "", _size(tensors))
     return tabulate([*rows, total], [name, "shape", "dtype", "size"], disable_numparse=True)
+
+
+def parts_of(state: Mapping[str, Any], path: str = "") -> list[str]:
+    """Paths of all entries of a checkpoint; the entries of a container are listed one by one."""
+    parts = []
+    for key, value in state.items():
+        here = f"{path}/{key}".lstrip("/")
+        parts += parts_of(value, here) if here in CONTAINERS and isinstance(value, Mapping) else [here]
+    return parts
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested mappings, lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(item)
 
 
 def _at(state: Any, part: str) -> Any:

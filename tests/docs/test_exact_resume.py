@@ -5,8 +5,7 @@ import torch
 
 from tests.docs.pages import blocks, run
 from tests.engine.job import tiny_cfg
-from tools.inspect_checkpoint import compare_files
-from trainkit.checkpoint.contents import parts_of
+from tools.inspect_checkpoint import compare_files, parts_of
 from trainkit.checkpoint.file import read_file
 from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import CallbackHook

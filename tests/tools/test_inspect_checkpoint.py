@@ -15,7 +15,7 @@ from tests.checkpoint.conftest import Counter, linear
 from tests.engine.job import tiny_cfg
 from tools import inspect_checkpoint
 from trainkit.checkpoint import Checkpointer
-from trainkit.checkpoint.contents import differing, parts_of
+from trainkit.checkpoint.contents import differing
 from trainkit.checkpoint.file import read_file, sha256_of, write_file
 from trainkit.checkpoint.publish import publish_weights
 from trainkit.engine import DefaultTrainer
@@ -410,6 +410,7 @@ def test_mappings_of_different_classes_are_the_same_if_their_entries_are():
 
 
 def test_an_entry_whose_container_is_none_is_a_part_itself():
+    parts_of = inspect_checkpoint.parts_of
     assert parts_of({"trainer": 3, "model": {"w": 1}}) == ["trainer", "model"]
     assert parts_of({"trainer": {"hooks": {"A": 1}, "rng": {"x": 1}}}) == ["trainer/hooks/A", "trainer/rng"]
 

@@ -46,7 +46,7 @@ from trainkit.utils.device import device_of
 from trainkit.utils.file_io import PathManager
 from trainkit.utils.model import can_take_buffer, put_buffer, unwrap_model
 from trainkit.utils.run_folder import is_owned_by_another, renew_folders
-from trainkit.utils.sharding import first_shard, is_sharded, layout_for_reading, shard_like
+from trainkit.utils.sharding import first_shard, layout_for_reading, shard_like
 
 _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -576,16 +576,12 @@ class Checkpointer:
         nothing_fits = len(differences.unexpected_keys) + len(mismatched) == len(weights)
         if differences and (strict or nothing_fits):
             raise CheckpointError(
-                f"'{path}' holds another model than this one:\n{differences.table()}\n"
+                f"'{path}' holds another model than this one:\n{table_of(differences)}\n"
                 "build the model of the file (MODEL in a config), or name another file"
             )
         for name in new:
             put_buffer(self.model, name, torch.empty_like(weights[name], device=device_of(self.model)))
-        fitting = {
-            key: shard_like(value, own[key]) if is_sharded(own.get(key)) else value
-            for key, value in weights.items()
-            if key not in mismatched
-        }
+        fitting = {key: shard_like(value, own.get(key)) for key, value in weights.items() if key not in mismatched}
         try:
             self.model.load_state_dict(fitting, strict=False)
         except RuntimeError as error:  # such as for a sparse tensor

@@ -1,4 +1,4 @@
-"""The parts of a checkpoint's state, and the differences between two states, bit by bit."""
+"""The differences between the states of two checkpoints, bit by bit."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CONTAINERS = ("trainer", "trainer/hooks", "trainer/_trainer")  # their entries belong to different objects
 CLOCK_READINGS = frozenset(
     ["time", "data_time", "rank_data_time", "eta_seconds", "epoch_time", "samples_per_sec", "tokens_per_sec", "mfu_pct"]
 )
@@ -22,24 +21,6 @@ def is_of_the_clock(path: str) -> bool:
     scalar = _SCALAR.fullmatch(path)
     is_of_clock = scalar is not None and scalar["name"] in CLOCK_READINGS
     return is_of_clock or _OF_FILES.fullmatch(path) is not None
-
-
-def parts_of(state: Mapping[str, Any], path: str = "") -> list[str]:
-    """Paths of all entries of a checkpoint; the entries of a container are listed one by one."""
-    parts = []
-    for key, value in state.items():
-        here = f"{path}/{key}".lstrip("/")
-        parts += parts_of(value, here) if here in CONTAINERS and isinstance(value, Mapping) else [here]
-    return parts
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested mappings, lists and tuples."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(item)
 
 
 def differing(

@@ -15,37 +15,25 @@ _logger = logging.getLogger(__name__)
 
 TAG_FILE = "last_checkpoint"
 FINISHED_FILE = "finished"
-_PUBLISHED = re.compile(r"(.+)_published(-[0-9a-f]{8})?\.(pth|safetensors)")
+PUBLISHED = re.compile(r"(.+)_published(-[0-9a-f]{8})?\.(pth|safetensors)")
 
 
 def checkpoint_files(folder: str) -> list[str]:
     """Paths of all ``.pth`` files, sorted by name; none if the folder does not exist."""
-    if not os.path.isdir(folder):
-        return []
-    names = sorted(name for name in os.listdir(folder) if name.endswith(SUFFIX) and not name.startswith("."))
-    return [os.path.join(folder, name) for name in names]
+    # glob would hide that a folder cannot be read
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    return [os.path.join(folder, name) for name in names if name.endswith(SUFFIX) and name[0] != "."]
 
 
-def newest_first(folder: str) -> list[str]:
+def _newest_first(folder: str) -> list[str]:
     """Paths of all checkpoints without published weights, newest first; of equal times, the last name first."""
     dated = []
     for path in checkpoint_files(folder):
-        if _PUBLISHED.fullmatch(os.path.basename(path)):  # no run can resume from these
+        if PUBLISHED.fullmatch(os.path.basename(path)):  # no run can resume from these
             continue
         with contextlib.suppress(OSError):  # another process may remove files; a link may lead nowhere
             dated.append((os.stat(path).st_mtime_ns, path))
     return [path for _, path in sorted(dated, reverse=True)]
-
-
-def published_name(name: str, suffix: str, digest: str = "") -> str:
-    """File name for the published weights of checkpoint ``name``; with ``digest`` after the file is written."""
-    return f"{name}_published{digest and '-' + digest[:8]}{suffix}"
-
-
-def published_files(folder: str, name: str) -> list[str]:
-    """Paths of the published weights of checkpoint ``name``."""
-    matches = filter(None, map(_PUBLISHED.fullmatch, sorted(os.listdir(folder))))
-    return [os.path.join(folder, match[0]) for match in matches if match[1] == name]
 
 
 def tagged_file(folder: str) -> str:
@@ -84,7 +72,7 @@ def find_checkpoint(folder: str) -> str:
     Raises:
         CheckpointError: as `tagged_file`.
     """
-    return tagged_file(folder) or next(filter(is_ours, newest_first(folder)), "")
+    return tagged_file(folder) or next(filter(is_ours, _newest_first(folder)), "")
 
 
 def choose(folder: str) -> str:
@@ -110,7 +98,7 @@ def choose_and_read(
     """
     tagged = tagged_file(folder)
     broken: list[str] = []
-    for path in dict.fromkeys([*filter(None, [tagged]), *newest_first(folder)]):
+    for path in dict.fromkeys([*filter(None, [tagged]), *_newest_first(folder)]):
         try:
             if known_as_broken and path in known_as_broken:
                 raise CheckpointError(known_as_broken[path])

@@ -34,9 +34,6 @@ class Differences:
     def __bool__(self) -> bool:
         return bool(self.missing_keys or self.unexpected_keys or self.incorrect_shapes)
 
-    def table(self) -> str:
-        return table_of(self)
-
 
 def table_of(incompatible: Any) -> str:
     """A row for each key in the lists of `Differences`, or in fvcore's or torch's equivalents; "" if there is none."""
@@ -53,9 +50,8 @@ def table_of(incompatible: Any) -> str:
 
 def strip_wrapper_prefix(weights: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
     """Remove the ``module.`` of a data-parallel wrapper from every key, unless ``model`` has such keys itself."""
-    if not weights or not all(str(key).startswith(_PREFIX) for key in weights):
-        return weights
-    if any(key.startswith(_PREFIX) for key in model.state_dict()):
+    is_prefixed = all(str(key).startswith(_PREFIX) for key in weights)
+    if not is_prefixed or any(key.startswith(_PREFIX) for key in model.state_dict()):
         return weights
     return {key[len(_PREFIX) :]: value for key, value in weights.items()}
 

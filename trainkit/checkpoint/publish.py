@@ -8,7 +8,7 @@ from typing import Any, Literal
 from trainkit.checkpoint.atomic import CheckpointError, sync_folder
 from trainkit.checkpoint.averaged import AVERAGED_PATH, averaged_weights
 from trainkit.checkpoint.file import SAFETENSORS_SUFFIX, SUFFIX, read_file, sha256_of, write_file, write_safetensors
-from trainkit.checkpoint.folder import published_files, published_name
+from trainkit.checkpoint.folder import PUBLISHED
 from trainkit.checkpoint.shards import fill_shards, verify_shards
 
 _logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def publish_weights(
     folder, basename = os.path.split(os.path.abspath(path))
     name = basename.removesuffix(SUFFIX)
     suffix = SAFETENSORS_SUFFIX if format == "safetensors" else SUFFIX
-    unnamed = os.path.join(folder, published_name(name, suffix))
+    unnamed = os.path.join(folder, f"{name}_published{suffix}")
     state = read_file(path)
     verify_shards(state, path)
     state = fill_shards(state, path, wanted=("model.", AVERAGED_PATH))
@@ -50,11 +50,12 @@ def publish_weights(
             write_file({"model": chosen}, unnamed)
     except TypeError as error:  # written by another program, or a format that cannot store it
         raise CheckpointError(f"the weights of '{path}' cannot be published: {error}") from error
-    published = os.path.join(folder, published_name(name, suffix, sha256_of(unnamed)))
+    published = os.path.join(folder, f"{name}_published-{sha256_of(unnamed)[:8]}{suffix}")
     os.replace(unnamed, published)
     sync_folder(folder)
-    for old in published_files(folder, name):
-        if old != published:
+    for other in os.listdir(folder):
+        old, match = os.path.join(folder, other), PUBLISHED.fullmatch(other)
+        if match and match[1] == name and old != published:
             try:
                 os.remove(old)
             except OSError as error:

@@ -127,10 +127,7 @@ def fill_shards(
         def make(tensor: Tensor, place: str) -> Tensor:
             if place not in known or not place.startswith(prefixes):
                 return tensor
-            if like is None:
-                found[place] = torch.empty(tensor.shape, dtype=tensor.dtype)
-            else:
-                found[place] = empty_like_shard(tensor.shape, tensor.dtype, like)
+            found[place] = empty_like_shard(tensor.shape, tensor.dtype, like)
             return found[place]
 
         filled = plain_state(state, take_shard=make)

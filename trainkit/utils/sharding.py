@@ -56,7 +56,7 @@ def whole(tensor: Tensor) -> Tensor:
     return cast(Any, tensor).full_tensor() if is_sharded(tensor) else tensor
 
 
-def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
+def shard_like(tensor: Tensor, like: object) -> Tensor:
     """Shard ``tensor`` like ``like``; every rank has the full tensor, or a part of it in another layout.
 
     If ``like`` is not sharded, ``tensor`` is returned as it is.
@@ -70,8 +70,10 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def empty_like_shard(size: torch.Size, dtype: torch.dtype, like: Tensor) -> Tensor:
-    """A tensor of global shape ``size``, sharded like ``like``, with uninitialized values."""
+def empty_like_shard(size: torch.Size, dtype: torch.dtype, like: Tensor | None) -> Tensor:
+    """A tensor of global shape ``size`` with uninitialized values, sharded like ``like``; None: a whole one."""
+    if like is None:
+        return torch.empty(size, dtype=dtype)
     sharded = cast(Any, like)
     return _import_dtensor().empty(size, dtype=dtype, device_mesh=sharded.device_mesh, placements=sharded.placements)
 

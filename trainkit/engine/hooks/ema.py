@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from trainkit.checkpoint.matching import Differences
+from trainkit.checkpoint.matching import Differences, table_of
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.engine.periods import check_period
@@ -126,7 +126,7 @@ class EMAHook(HookBase):
         if state:
             if differences := Differences(state["model"], average.state_dict()):
                 raise ValueError(
-                    f"the saved average of EMAHook is of another model; build that of its run:\n{differences.table()}"
+                    f"the saved average of EMAHook is of another model; build that of its run:\n{table_of(differences)}"
                 )
             average.load_state_dict(state["model"])
             average.steps = state["steps"]
