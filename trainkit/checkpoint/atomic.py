@@ -8,7 +8,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 _CHUNK = 1 << 20
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.trainkit-tmp")
@@ -20,22 +20,24 @@ class CheckpointError(OSError):
 
 
 @contextlib.contextmanager
-def replacing(path: str) -> "Iterator[Output]":
+def replacing(path: str) -> Iterator[BinaryIO]:
     """Yield a temporary file that replaces ``path`` after the block has succeeded."""
     folder, name = os.path.split(os.path.abspath(path))
     temporary = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.trainkit-tmp")
-    output: Output | None = None
+    file: _File | None = None
     with being_written(temporary):
         try:
-            with Output(temporary) as output:
+            file = _File(temporary)
+            with io.BufferedWriter(file, _CHUNK) as output:
                 yield output
-                output.commit()
+                output.flush()
+                file.sync()
             os.replace(temporary, path)
             sync_folder(folder)
         except OSError as error:
-            raise CheckpointError(_write_failure(error, path, temporary, output.size if output else 0)) from error
+            raise CheckpointError(_write_failure(error, path, temporary, file.size if file else 0)) from error
         finally:
-            with contextlib.suppress(OSError):  # such as that it has been renamed
+            with contextlib.suppress(OSError):  # it may have been renamed
                 os.remove(temporary)
 
 
@@ -54,39 +56,42 @@ def is_being_written(name: str) -> bool:
     return name in _being_written
 
 
-class Output(io.BufferedWriter):
-    """The file that ``torch.save`` writes to.
+class _File(io.RawIOBase):
+    """A new file. After a write that fails, later writes are only counted; :meth:`sync` raises the error.
 
-    The error of a failed write is raised by :meth:`commit`; later writes are only counted. Raised at once, it would
-    become an error of torch's writer about file positions, and the needed size would stay unknown.
+    Raised at once, it would become an error of torch's writer about file positions, and the needed size would stay
+    unknown.
 
     Attributes:
         size: bytes given to ``write``.
     """
 
     def __init__(self, path: str) -> None:
-        super().__init__(open(path, "xb", buffering=0), _CHUNK)  # noqa: SIM115
-        self.size = 0
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115
         self._error: BaseException | None = None
+        self.size = 0
+
+    def writable(self) -> bool:
+        return True
 
     def write(self, data: Any) -> int:
-        self.size += len(data)
+        count = len(data)
         if self._error is None:
             try:
-                super().write(data)
+                count = self._file.write(data)
             except BaseException as error:
                 self._error = error
-        return len(data)
+        self.size += count
+        return count
 
-    def flush(self) -> None:
-        """Does nothing: torch.save and ``close`` would raise the error of a failed write."""
-
-    def commit(self) -> None:
-        """Write everything to the disk, or raise the error of a write."""
+    def sync(self) -> None:
         if self._error is not None:
             raise self._error
-        super().flush()
-        os.fsync(self.fileno())
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def write_text(text: str, path: str | os.PathLike[str]) -> None:
