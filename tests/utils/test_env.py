@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from trainkit.utils.env import TORCH_VERSION, seed_all_rng
+from trainkit.utils.rng import get_rng_state, set_rng_state
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +54,17 @@ def test_the_ends_of_the_range_are_seeds(seed):
 def test_a_seed_out_of_range_is_an_error(seed):
     with pytest.raises(ValueError, match=rf"seed must be None or 0 <= seed < 2\*\*32, got {seed}"):
         seed_all_rng(seed)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without CUDA")
+def test_without_cuda_the_random_state_of_its_devices_is_left_out_with_a_warning(caplog):
+    state = get_rng_state()
+    first = draw()
+    set_rng_state({**state, "cuda": [torch.get_rng_state()]})
+    assert draw() == first
+    assert caplog.messages == [
+        "The random state is of 1 CUDA devices, but there are 0 here; the states of the others are ignored"
+    ]
 
 
 def test_seeding_leaves_the_environment_alone():

@@ -258,8 +258,7 @@ class Checkpointer:
         can_make = [
             name for name in new if not isinstance(own[name], nn.Parameter) and name.rpartition(".")[0] in self._modules
         ]
-        if first_shard(self.model) is not None:
-            can_make = []
+        can_make = can_make if first_shard(self.model) is None else []
         if lost := [name for name in new if name not in can_make]:
             self._tensors.update(lost)
             _logger.warning(
@@ -365,7 +364,14 @@ class Checkpointer:
 
     def finished(self) -> dict[str, Any] | None:
         """The ``info`` of :meth:`mark_finished`, as rank 0 reads it, or None; every rank calls it."""
-        return comm.broadcast(self._read_finished() if comm.is_main_process() else None)
+        path, info = os.path.join(self.save_dir, FINISHED_FILE), None
+        if comm.is_main_process() and self.save_dir and os.path.lexists(path):
+            try:
+                with open(path, encoding="utf-8") as file:
+                    info = dict(json.load(file))
+            except (OSError, TypeError, ValueError, RecursionError) as error:
+                _logger.warning("'%s' is damaged and is ignored: %s", path, error)
+        return comm.broadcast(info)
 
     def forget_finished(self) -> None:
         """Remove the record of :meth:`mark_finished`: the run continues.
@@ -381,17 +387,6 @@ class Checkpointer:
             sync_folder(self.save_dir)
         except OSError as error:
             raise CheckpointError(f"cannot remove '{path}': {error.strerror}; remove it by hand") from error
-
-    def _read_finished(self) -> dict[str, Any] | None:
-        path = os.path.join(self.save_dir, FINISHED_FILE)
-        if not self.save_dir or not os.path.lexists(path):
-            return None
-        try:
-            with open(path, encoding="utf-8") as file:
-                return dict(json.load(file))
-        except (OSError, TypeError, ValueError, RecursionError) as error:
-            _logger.warning("'%s' is damaged and is ignored: %s", path, error)
-            return None
 
     # ---------------------------------------------------------------------------------------- finding
     def has_checkpoint(self) -> bool:

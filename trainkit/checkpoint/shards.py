@@ -156,8 +156,7 @@ def verify_shards(state: Mapping[str, Any], path: str, *, part: int = 0, num_par
     if not os.path.isdir(folder):
         raise CheckpointError(
             f"'{path}' is one part of a checkpoint, but its shards '{os.path.basename(folder)}' are not in its "
-            "folder; copy "
-            "that folder too, or use the file that publish_weights writes"
+            "folder; copy that folder too, or use the file that publish_weights writes"
         )
     for i, (name, (size, digest)) in enumerate(sorted(files.items())):
         file = os.path.join(folder, name)

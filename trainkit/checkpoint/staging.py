@@ -65,10 +65,12 @@ class HostCopy:
         copies = {}
         for pinned in (False, True):  # pinned: tensors of a device, whose total size stays the same
             originals = {where: it for where, it in self._originals.items() if (where[0].type != "cpu") == pinned}
+            if not originals:
+                continue
             places = [0, *itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for _, _, size in originals)]
             block = memory.get(pinned)
             if block is None or len(block) < places[-1]:
-                block = _new_pinned(places[-1]) if pinned else _new_memory(places[-1] + places[-1] // 4)
+                block = _new_memory(places[-1], pinned)
             self.memory[pinned], whole = block, block.numpy()
             for (address, original), place in zip(originals.items(), places, strict=False):
                 _, start, size = address
@@ -82,13 +84,9 @@ class HostCopy:
         return copies
 
 
-def _new_memory(size: int) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(UntypedStorage(size))
-
-
-def _new_pinned(size: int) -> Tensor:
-    if size == 0:
-        return _new_memory(0)
+def _new_memory(size: int, pinned: bool) -> Tensor:
+    if not pinned:
+        return torch.empty(0, dtype=torch.uint8).set_(UntypedStorage(size + size // 4))  # the next state may be larger
     deterministic: Any = torch.utils.deterministic  # would fill new memory, but here all of it is written
     fills, deterministic.fill_uninitialized_memory = deterministic.fill_uninitialized_memory, False
     try:

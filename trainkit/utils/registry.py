@@ -101,7 +101,7 @@ def locate(name: str) -> Any:
         elif depth and not isinstance(found, ModuleType):
             raise ImportError(f"cannot locate {name!r}: {'.'.join(parts[:depth])} has no {part!r}{_hint(part, found)}")
         else:  # a module that is not imported yet
-            found = _import(".".join(parts[: depth + 1]), f"cannot locate {name!r}")
+            found = _import(".".join(parts[: depth + 1]), name)
     return found
 
 
@@ -116,19 +116,18 @@ def _convert_target_to_string(t: Any) -> str:
     return _describe(t)
 
 
-def _import(module_name: str, context: str) -> ModuleType:
+def _import(module_name: str, path: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except Exception as error:  # the module's code may raise anything
-        if isinstance(error, ModuleNotFoundError) and error.name == module_name:
-            parent, _, name = module_name.rpartition(".")
-            if parent:
-                reason = f"{parent} has no {name!r}{_hint(name, sys.modules[parent])}"
-            else:
-                reason = f"there is no module {name!r}; install it, or put its folder on PYTHONPATH"
-        else:
+        parent, _, name = module_name.rpartition(".")
+        if not isinstance(error, ModuleNotFoundError) or error.name != module_name:
             reason = f"importing {module_name} failed: {type(error).__name__}: {error}"
-        raise ImportError(f"{context}: {reason}") from error
+        elif parent:
+            reason = f"{parent} has no {name!r}{_hint(name, sys.modules[parent])}"
+        else:
+            reason = f"there is no module {name!r}; install it, or put its folder on PYTHONPATH"
+        raise ImportError(f"cannot locate {path!r}: {reason}") from error
 
 
 def _hint(name: str, owner: object) -> str:

@@ -43,9 +43,9 @@ def set_rng_state(state: dict[str, Any]) -> None:
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
-    cuda_states = state.get("cuda", [])
-    for device, cuda_state in zip(_cuda_devices() if cuda_states else [], cuda_states, strict=False):
-        torch.cuda.set_rng_state(cuda_state, device)
+    if cuda_states := state.get("cuda", []):
+        for device, cuda_state in zip(_cuda_devices(), cuda_states, strict=False):
+            torch.cuda.set_rng_state(cuda_state, device)
     if len(cuda_states) > torch.cuda.device_count():
         _logger.warning(
             "The random state is of %d CUDA devices, but there are %d here; the states of the others are ignored",
@@ -60,12 +60,11 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 def _cuda_devices() -> list[int]:
     """All CUDA devices, the current one first, since its number may differ in a resumed run."""
-    current = torch.cuda.current_device()
-    return [current, *(device for device in range(torch.cuda.device_count()) if device != current)]
+    return sorted(range(torch.cuda.device_count()), key=lambda device: device != torch.cuda.current_device())
 
 
 def rng_state_for_rank(state: dict[str, Any] | None, saved: int, present: int, iteration: int) -> dict[str, Any] | None:
-    """The saved ``state`` of this rank; a new one derived from it if ``saved`` ranks have saved it, not ``present``.
+    """The state for `set_rng_state`: the saved one; if ``saved`` ranks saved it, not ``present``, one derived from it.
 
     Raises:
         KeyError: a generator is missing.
@@ -82,12 +81,7 @@ def rng_state_for_rank(state: dict[str, Any] | None, saved: int, present: int, i
         saved,
         present,
     )
-    return derive_rng_state(state, comm.get_data_rank(), iteration)
-
-
-def derive_rng_state(state: dict[str, Any], *key: int) -> dict[str, Any]:
-    """A state for ``set_rng_state``, from ``state`` and ``key`` alone; different keys give independent states."""
-    entropy = zlib.crc32(repr(state["python"]).encode())
+    entropy, key = zlib.crc32(repr(state["python"]).encode()), (comm.get_data_rank(), iteration)
     return {"seed": int(np.random.SeedSequence(entropy, spawn_key=key).generate_state(1, np.uint32)[0])}
 
 

@@ -126,7 +126,7 @@ class RunFile:
                     file.close()
 
     def _cut(self, file: FileIO, length: int, size: int) -> int:
-        if size < length or (length > 0 and self._byte(length - 1) != b"\n"):
+        if size < length or (length > 0 and os.pread(file.fileno(), 1, length - 1) != b"\n"):
             text = "%s has %d of the %d bytes that this run has written, or other ones; the missing lines are lost"
             logger.warning(text, self._path, size, length)
             length = self._path.read_bytes().rfind(b"\n") + 1 if size < length else 0
@@ -138,11 +138,6 @@ class RunFile:
                 "%s continues after byte %d; the lines that were there are in %s", self._path, length, aside.name
             )
         return length
-
-    def _byte(self, position: int) -> bytes:
-        with self._path.open("rb") as file:
-            file.seek(position)
-            return file.read(1)
 
 
 def copy_tail(path: Path, length: int, name: str) -> Path:

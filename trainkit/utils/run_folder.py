@@ -96,7 +96,7 @@ class OwnedFolder:
 def own_folder(folder: str | os.PathLike[str]) -> OwnedFolder:
     """Own a folder until `release_folder` or the end of this process; raises as `OwnedFolder`."""
     path = os.path.realpath(folder)
-    if not _is_owned(path):
+    if not is_owned(path):
         _owned[path] = OwnedFolder(path)
         atexit.register(release_folder, path)
     return _owned[path]
@@ -104,9 +104,8 @@ def own_folder(folder: str | os.PathLike[str]) -> OwnedFolder:
 
 def release_folder(folder: str | os.PathLike[str]) -> None:
     """Release the folder for other runs; does nothing if this process does not own it."""
-    path = os.path.realpath(folder)
-    if _is_owned(path):
-        _owned.pop(path).release()
+    if is_owned(folder):
+        _owned.pop(os.path.realpath(folder)).release()
 
 
 def renew_folders() -> None:
@@ -116,7 +115,7 @@ def renew_folders() -> None:
         OSError: it is impossible, or another run owns one.
     """
     with _renewing:
-        renewed = [(path, folder) for path, folder in [*_owned.items()] if _is_owned(path) and folder.renew()]
+        renewed = [(path, folder) for path, folder in [*_owned.items()] if is_owned(path) and folder.renew()]
     for path, folder in renewed:  # not under the lock: a log line may call this again
         logger.error(
             "The folder %s was deleted during the run; the files that the run can restore are written again", path
@@ -127,11 +126,10 @@ def renew_folders() -> None:
 
 def is_owned_by_another(folder: str | os.PathLike[str]) -> bool:
     """Whether a run of another process owns the folder."""
-    path = os.path.realpath(folder)
-    if _is_owned(path):
+    if is_owned(folder):
         return False
     try:
-        descriptor = os.open(os.path.join(path, LOCK_FILE), os.O_RDWR)
+        descriptor = os.open(os.path.join(folder, LOCK_FILE), os.O_RDWR)
     except OSError:
         return False
     try:
@@ -141,12 +139,8 @@ def is_owned_by_another(folder: str | os.PathLike[str]) -> bool:
 
 
 def is_owned(folder: str | os.PathLike[str]) -> bool:
-    """Whether a run of this process owns the folder."""
-    return _is_owned(os.path.realpath(folder))
-
-
-def _is_owned(path: str) -> bool:
-    """Whether this process owns it; a fork, such as a loader worker, does not share the locks."""
+    """Whether a run of this process owns the folder; a fork, such as a loader worker, does not share the locks."""
+    path = os.path.realpath(folder)
     return path in _owned and _owned[path].pid == os.getpid()
 
 
