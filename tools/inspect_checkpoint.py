@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.checkpoint.contents import differing, is_of_the_clock
 from trainkit.checkpoint.file import SAFETENSORS_SUFFIX, is_ours, read_file
-from trainkit.checkpoint.folder import checkpoint_files, choose_and_read, tagged_file
+from trainkit.checkpoint.folder import checkpoint_files, choose, tagged_file
 from trainkit.checkpoint.shards import KEY as SHARDS
 from trainkit.checkpoint.shards import fill_shards, verify_shards
 from trainkit.config import CfgNode, get_cfg
@@ -322,7 +322,7 @@ def _describe_resume(folder: str, broken: Mapping[str, str]) -> str:
     if finished is not None:
         return f"The run has finished after {finished.get('iterations')} iterations."
     try:
-        path, _ = choose_and_read(folder, broken)
+        path, _ = choose(folder, broken)
     except CheckpointError:
         return "--resume finds no intact checkpoint."
     return f"--resume continues from {os.path.basename(path)}." if path else "--resume finds no checkpoint."

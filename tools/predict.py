@@ -91,7 +91,7 @@ def build_cfg(args: argparse.Namespace) -> CfgNode:
 def _weights_of_run(cfg: CfgNode) -> str:
     folder = checkpoint_dir(cfg)
     best = [os.path.join(folder, f"{prefix}.pth") for prefix in best_file_prefixes(cfg.CHECKPOINT.BEST_METRIC).values()]
-    path = next(filter(os.path.exists, best), "") or choose(folder)
+    path = next(filter(os.path.exists, best), "") or choose(folder)[0]
     if not path:
         raise ConfigError(f"there is no checkpoint in {folder!r}; name one with --weights")
     return path

@@ -19,14 +19,7 @@ from torch import Tensor, nn
 from trainkit.checkpoint.atomic import CheckpointError, being_written, remove_leftovers, sync_folder, write_text
 from trainkit.checkpoint.averaged import TRAINED
 from trainkit.checkpoint.file import read_file, write_file
-from trainkit.checkpoint.folder import (
-    FINISHED_FILE,
-    SUFFIX,
-    TAG_FILE,
-    checkpoint_files,
-    choose_and_read,
-    find_checkpoint,
-)
+from trainkit.checkpoint.folder import FINISHED_FILE, SUFFIX, TAG_FILE, checkpoint_files, choose, find_checkpoint
 from trainkit.checkpoint.matching import Differences, strip_wrapper_prefix, table_of
 from trainkit.checkpoint.ranks import KEY as RANKS
 from trainkit.checkpoint.ranks import gather_rank_states, take_rank_state
@@ -465,23 +458,8 @@ class Checkpointer:
 
     def _choose_and_read(self) -> tuple[str, dict[str, Any]]:
         broken: dict[str, str] = {}
-
-        def choose() -> tuple[str, Any]:
-            if not comm.is_main_process():
-                return "", None
-            if (remote := remote_of(self.save_dir)) is not None:
-                remote.download()
-            if self.save_to_disk and os.path.isdir(self.save_dir) and not is_owned_by_another(self.save_dir):
-                remove_leftovers(self.save_dir)
-            try:
-                return choose_and_read(self.save_dir, broken, self._load_file)
-            except CheckpointError:
-                if remote is None or not remote.download_older():
-                    raise
-                return choose_and_read(self.save_dir, broken, self._load_file)
-
         while True:
-            path, state = together(choose, is_of_one=True)
+            path, state = together(partial(self._choose, broken), is_of_one=True)
             path = comm.broadcast(path)
             if not path:
                 return "", {}
@@ -489,6 +467,20 @@ class Checkpointer:
                 return path, self._read_on_all_ranks(path, state)
             except _DamagedShards as error:
                 broken[path] = str(error)
+
+    def _choose(self, broken: dict[str, str]) -> tuple[str, Any]:
+        if not comm.is_main_process():
+            return "", None
+        if (remote := remote_of(self.save_dir)) is not None:
+            remote.download()
+        if self.save_to_disk and os.path.isdir(self.save_dir) and not is_owned_by_another(self.save_dir):
+            remove_leftovers(self.save_dir)
+        try:
+            return choose(self.save_dir, broken, self._load_file)
+        except CheckpointError:
+            if remote is None or not remote.download_older():
+                raise
+            return choose(self.save_dir, broken, self._load_file)
 
     def _local(self, path: str | os.PathLike[str]) -> str:
         """A local path; ``path_manager`` downloads an address such as ``https://...`` or ``s3://...``."""

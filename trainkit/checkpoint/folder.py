@@ -9,7 +9,7 @@ from typing import Any
 
 from trainkit.checkpoint.atomic import CheckpointError
 from trainkit.checkpoint.file import SUFFIX, is_file_of, is_ours, read_file
-from trainkit.checkpoint.shards import remove_shards, verify_shards
+from trainkit.checkpoint.shards import verify_shards
 
 _logger = logging.getLogger(__name__)
 
@@ -75,32 +75,25 @@ def find_checkpoint(folder: str) -> str:
     return tagged_file(folder) or next(filter(is_ours, _newest_first(folder)), "")
 
 
-def choose(folder: str) -> str:
-    """The verified checkpoint to resume from: the tagged one, else the newest intact one, else ``""``.
-
-    Raises:
-        CheckpointError: there are checkpoints, but none is intact.
-    """
-    return choose_and_read(folder)[0]
-
-
-def choose_and_read(
-    folder: str, known_as_broken: Mapping[str, str] | None = None, read: Callable[[str], Any] = read_file
+def choose(
+    folder: str, known_as_broken: Mapping[str, str] = {}, read: Callable[[str], Any] = read_file
 ) -> tuple[str, Any]:
-    """Like `choose`, but also return the content: one read verifies and loads the file, without its shards.
+    """The checkpoint to resume from: the tagged one, else the newest intact one; its path, and its content.
+
+    One read verifies and loads the file, without its shards. If there is no checkpoint, the path is ``""``.
 
     Args:
         known_as_broken: path -> error, for files that are not read.
         read: a function that reads a file.
 
     Raises:
-        CheckpointError: as `choose`.
+        CheckpointError: there are checkpoints, but none is intact.
     """
     tagged = tagged_file(folder)
     broken: list[str] = []
     for path in dict.fromkeys([*filter(None, [tagged]), *_newest_first(folder)]):
         try:
-            if known_as_broken and path in known_as_broken:
+            if path in known_as_broken:
                 raise CheckpointError(known_as_broken[path])
             content = read(path)
             verify_shards(content, path, num_parts=0)
@@ -118,9 +111,3 @@ def choose_and_read(
             "leave out --resume"
         )
     return "", None
-
-
-def remove_checkpoint(path: str) -> None:
-    """Remove a file, then its shards. Raises OSError if something cannot be removed."""
-    os.remove(path)
-    remove_shards(path)

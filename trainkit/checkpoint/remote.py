@@ -21,8 +21,9 @@ from iopath.common.file_io import get_cache_dir
 
 from trainkit.checkpoint.atomic import CheckpointError, write_text
 from trainkit.checkpoint.file import SUFFIX, is_file_of
-from trainkit.checkpoint.folder import TAG_FILE, remove_checkpoint
+from trainkit.checkpoint.folder import TAG_FILE
 from trainkit.checkpoint.shards import FOLDER as SHARD_FOLDER
+from trainkit.checkpoint.shards import remove_shards
 from trainkit.utils import comm
 from trainkit.utils.file_io import PathManager, open_address
 from trainkit.utils.run_folder import LOCK_FILE, is_owned_by_another
@@ -78,10 +79,15 @@ def download(address: str, path_manager: Any = PathManager) -> str:
 
 
 def remove_from_run(path: str) -> None:
-    """`remove_checkpoint`; a checkpoint that is only at the address is removed there, with the next upload."""
+    """Remove a checkpoint with its shards; one that is only at the address is removed there, with the next upload.
+
+    Raises:
+        OSError: something cannot be removed.
+    """
     remote = remote_of(os.path.dirname(path))
     if remote is None or not remote.forget(os.path.basename(path)):
-        remove_checkpoint(path)
+        os.remove(path)
+        remove_shards(path)
 
 
 class RemoteFolder:

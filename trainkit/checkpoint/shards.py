@@ -96,7 +96,7 @@ def take_shards(state: dict[str, Any]) -> tuple[dict[str, Any], Shards]:
         taken[path] = tensor
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
-    return plain_state(state, take_shard=take), Shards(taken)
+    return plain_state(state, take=take), Shards(taken)
 
 
 def fill_shards(
@@ -125,12 +125,12 @@ def fill_shards(
         known = reader.read_metadata().state_dict_metadata
 
         def make(tensor: Tensor, place: str) -> Tensor:
-            if place not in known or not place.startswith(prefixes):
+            if not tensor.is_meta or place not in known or not place.startswith(prefixes):
                 return tensor
             found[place] = empty_like_shard(tensor.shape, tensor.dtype, like)
             return found[place]
 
-        filled = plain_state(state, take_shard=make)
+        filled = plain_state(state, take=make)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank reads by itself on purpose
             dcp.load(found, storage_reader=reader, no_dist=True)

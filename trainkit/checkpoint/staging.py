@@ -36,7 +36,7 @@ class HostCopy:
         # holds each original: its address stays valid only while its memory is in use
         self._originals: dict[_Address, UntypedStorage] = {}
         self._tensors: list[tuple[Tensor, Tensor]] = []  # (copy, still without memory; original)
-        self._state = plain_state(dict(state), take_tensor=self._take)
+        self._state = plain_state(dict(state), take=self._take)
         copies = self._copy_storages(memory)
         for copy, tensor in self._tensors:
             copy.set_(copies[_address(tensor)], tensor.storage_offset(), tensor.size(), tensor.stride())
@@ -51,7 +51,7 @@ class HostCopy:
             arrival.synchronize()
         return self._state
 
-    def _take(self, tensor: Tensor) -> Tensor:
+    def _take(self, tensor: Tensor, path: str) -> Tensor:
         if tensor.is_meta:
             return tensor
         if not _is_plain(tensor) or not (tensor.is_cpu or runs_ahead(tensor.device)):

@@ -15,12 +15,7 @@ _KEY_TYPES = (str, int, float, bool)
 _MAX_INT_BITS = 2000  # torch's reader refuses larger ints
 
 
-def plain_state(
-    value: Any,
-    path: str = "",
-    take_tensor: Callable[[Tensor], Tensor] = lambda tensor: tensor,
-    take_shard: Callable[[Tensor, str], Tensor] | None = None,
-) -> Any:
+def plain_state(value: Any, path: str = "", take: Callable[[Tensor, str], Tensor] | None = None) -> Any:
     """A copy of ``value`` that is safe to write; containers are new, tensors share memory with the originals.
 
     Tensors are detached. A tensor that uses only a part of its storage is cloned, because the file would hold the whole
@@ -29,9 +24,7 @@ def plain_state(
     Args:
         value: nested dicts, lists and tuples of tensors and plain values.
         path: of ``value`` in the state, for the error message.
-        take_tensor: gives the replacement of each tensor.
-        take_shard: gives the replacement of each tensor that is sharded or on the meta device, from the tensor and its
-            path. None: sharded tensors are refused.
+        take: gives the replacement of each tensor, from the tensor and its path. None: sharded tensors are refused.
 
     Raises:
         TypeError: there is a value of another type; the message has its path.
@@ -42,12 +35,11 @@ def plain_state(
         return value
     if isinstance(value, int) and value.bit_length() <= _MAX_INT_BITS:
         return int(value)  # converts an IntEnum or a rounded length
-    if take_shard is not None and isinstance(value, Tensor) and (value.is_meta or is_sharded(value)):
-        return take_shard(value.detach(), path)
-    if kind in (Tensor, torch.nn.Parameter):
-        return take_tensor(_compact(value.detach()))
+    if kind in (Tensor, torch.nn.Parameter) or (take is not None and is_sharded(value)):
+        tensor = _compact(value.detach())
+        return tensor if take is None else take(tensor, path)
     if kind in (list, tuple):
-        return kind(plain_state(item, f"{path}[{i}]", take_tensor, take_shard) for i, item in enumerate(value))
+        return kind(plain_state(item, f"{path}[{i}]", take) for i, item in enumerate(value))
     if kind not in (dict, collections.OrderedDict, collections.Counter):  # a Counter: torch's MultiStepLR
         raise TypeError(_refusal(value, path))
     copy: Any = kind()
@@ -59,7 +51,7 @@ def plain_state(
                 "takes keys of type str, int, float and bool"
             )
         here = f"{path}[{key!r}]" if not isinstance(key, str) else f"{path}.{key}" if path else key
-        copy[int(key) if is_int else key] = plain_state(item, here, take_tensor, take_shard)
+        copy[int(key) if is_int else key] = plain_state(item, here, take)
     metadata = getattr(value, "_metadata", None)  # a module's state dict has the version of each submodule
     if metadata is not None:
         copy._metadata = plain_state(metadata, f"{path}._metadata")
@@ -67,7 +59,7 @@ def plain_state(
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    if tensor.layout is not torch.strided or tensor.is_quantized:
+    if tensor.layout is not torch.strided or tensor.is_quantized or is_sharded(tensor):
         return tensor
     is_part = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
     return tensor.clone() if is_part else tensor

@@ -78,7 +78,7 @@ def _of_rank_0(find: Callable[[], Any]) -> Any:
 def _find(run: str, iteration: int) -> tuple[str, int, dict[str, Any]]:
     """The checkpoint after this iteration (-1: the one that `--resume` takes), and how its run was started."""
     found: dict[int, tuple[str, int, dict[str, Any]]] = {}
-    for saved in checkpoints_with_origin(checkpoint_files(run) if iteration >= 0 else filter(None, [choose(run)])):
+    for saved in checkpoints_with_origin(checkpoint_files(run) if iteration >= 0 else filter(None, [choose(run)[0]])):
         done = saved.iteration - (saved.stage == 1)
         found.setdefault(done, (saved.path, done, saved.state["trainer"]["origin"]))
     if not found:

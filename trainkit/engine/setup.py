@@ -376,7 +376,7 @@ def _check_settings(cfg: CfgNode) -> None:
 
 def _has_checkpoint(folder: Path) -> bool:
     try:
-        return bool(find_checkpoint(str(folder)) or choose(str(folder)))  # `choose` reads the files
+        return bool(find_checkpoint(str(folder)) or choose(str(folder))[0])  # `choose` reads the files
     except CheckpointError:  # there is a checkpoint; its error is raised on all ranks when it is loaded
         return True
 

@@ -11,8 +11,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.state import plain_state
 from trainkit.config import CfgNode, ConfigError
@@ -207,4 +205,4 @@ class Session:
 
 def copy_of(state: Any) -> Any:
     """A copy of a checkpoint's state, with copies of its tensors."""
-    return plain_state(state, take_tensor=torch.clone)
+    return plain_state(state, take=lambda tensor, path: tensor.clone())
