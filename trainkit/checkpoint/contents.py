@@ -61,7 +61,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 def _difference_of_tensors(left: Tensor, right: Tensor) -> str:
     if (left.dtype, left.shape) != (right.dtype, right.shape):
-        return f"{_describe(left)} and {_describe(right)}"
+        return " and ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in (left, right))
     bits = [_bits(tensor) for tensor in (left, right)]
     num_different = int((bits[0] != bits[1]).any(dim=1).sum())
     if not num_different:
@@ -70,10 +70,6 @@ def _difference_of_tensors(left: Tensor, right: Tensor) -> str:
     if not left.is_complex():
         found += f", by at most {(left.double() - right.double()).abs().max().item():.3g}"
     return found
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
 """Machine information for bug reports: ``python -m trainkit.utils.collect_env``."""
 
-import importlib.metadata
 import os
 import platform
 import sys
 
+import fvcore
 import numpy as np
 import torch
 
@@ -20,13 +20,13 @@ def collect_env_info() -> str:
         ("trainkit", f"{trainkit.__version__} @ {os.path.dirname(trainkit.__file__)}"),
         ("torch", f"{torch.__version__} @ {os.path.dirname(torch.__file__)}"),
         ("numpy", np.__version__),
-        ("fvcore", _version("fvcore")),
+        ("fvcore", fvcore.__version__),
         ("CPU count", f"{os.cpu_count()} (torch uses {torch.get_num_threads()} threads)"),
         ("CUDA of torch", torch.version.cuda or "none"),
         ("CUDA available", str(torch.cuda.is_available())),
     ]
     if torch.cuda.is_available():
-        rows += [(f"GPU {i}", _describe_gpu(i)) for i in range(torch.cuda.device_count())]
+        rows += [(f"GPU {i}", str(torch.cuda.get_device_properties(i))) for i in range(torch.cuda.device_count())]
         rows.append(("cuDNN", str(torch.backends.cudnn.version())))
     return format_table(rows)
 
@@ -40,19 +40,6 @@ def describe_load() -> str:
         f"This machine is busy: its load is {load:.1f} on {os.cpu_count()} cores. Steps on the CPU may take several "
         f"times as long as usual; set OMP_NUM_THREADS=1 (torch uses {torch.get_num_threads()} threads)"
     )
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _describe_gpu(index: int) -> str:
-    properties = torch.cuda.get_device_properties(index)
-    memory_gib = properties.total_memory / 2**30
-    return f"{properties.name}, {memory_gib:.1f} GiB, compute capability {properties.major}.{properties.minor}"
 
 
 if __name__ == "__main__":

@@ -215,15 +215,12 @@ def _open_log_file(output: str, rank: int) -> _FileHandler:
     path = output if output.endswith((".txt", ".log")) else os.path.join(output, "log.txt")
     if rank > 0:
         path = f"{path}.rank{rank}"
-    folder = os.path.dirname(os.path.abspath(path))
     try:
-        os.makedirs(folder, exist_ok=True)
         return _FileHandler(path)
     except OSError as error:
-        raise OSError(
-            error.errno,
-            f"cannot write {os.path.basename(path)} in the folder {folder!r}: {error.strerror}; choose another",
-        ) from error
+        folder, name = os.path.split(os.path.abspath(path))
+        text = f"cannot write {name} in the folder {folder!r}: {error.strerror}; choose another"
+        raise OSError(error.errno, text) from error
 
 
 def _count(*key: Hashable) -> int:
