@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.checkpoint.atomic import CheckpointError, is_being_written, sync_folder
-from trainkit.checkpoint.file import SUFFIX, is_file_of, read_file, sha256_of
+from trainkit.checkpoint.file import SUFFIX, UNREADABLE, is_file_of, peek_file, sha256_of
 from trainkit.checkpoint.state import plain_state
 from trainkit.utils import comm
 from trainkit.utils.sharding import empty_like_shard, is_sharded, local_part
@@ -185,22 +184,13 @@ def remove_shards(path: str, *, but: str = "") -> None:
 
 def remove_stray_shards(folder: str) -> None:
     """Remove shard folders of killed saves, which no file names; no other process may write to ``folder``."""
-    with contextlib.suppress(OSError):  # they only cost space; if a file is damaged, all stay
-        found = dict(_shard_folders(folder))
-        owners = Counter(found.values())
-        stems = {name.removesuffix(SUFFIX) for name in os.listdir(folder) if name.endswith(SUFFIX)}
-        # usually a file has one folder, with its own name; in other cases somebody may have renamed the folder
-        unclear = {stem for stem in stems if owners[stem] != 1} if found else set()
-        named = {_folder_of(os.path.join(folder, stem + SUFFIX)) for stem in unclear}
-        for name, owner in found.items():
-            is_in_use = name in named or (owner in stems and owners[owner] == 1) or is_being_written(name)
-            if not is_in_use:
-                shutil.rmtree(os.path.join(folder, name))
-
-
-def _folder_of(path: str) -> str:
-    manifest = read_file(path).get(KEY)
-    return "" if manifest is None else os.path.basename(_checked(manifest, path)[0])
+    with contextlib.suppress(*UNREADABLE, AttributeError):  # they only cost space; if a file is damaged, all stay
+        strays = {name for name, _ in _shard_folders(folder) if not is_being_written(name)}
+        for name in os.listdir(folder) if strays else ():
+            if name.endswith(SUFFIX):
+                strays.discard(peek_file(os.path.join(folder, name)).get(KEY, {}).get("folder"))
+        for name in strays:
+            shutil.rmtree(os.path.join(folder, name))
 
 
 def _checked(manifest: Any, path: str) -> tuple[str, dict[str, tuple[int, str]]]:

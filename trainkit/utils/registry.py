@@ -4,11 +4,9 @@ import contextlib
 import difflib
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
-from typing import Any, TypeVar, overload
-
-_T = TypeVar("_T")
+from typing import Any
 
 
 class Registry:
@@ -20,11 +18,6 @@ class Registry:
     def __init__(self, name: str) -> None:
         self._name = name
         self._objects: dict[str, Any] = {}
-
-    @overload
-    def register(self, obj: None = None) -> Callable[[_T], _T]: ...
-    @overload
-    def register(self, obj: _T) -> _T: ...
 
     def register(self, obj: Any = None) -> Any:
         """Register an object under its ``__name__``; also as a decorator, ``@REGISTRY.register()``.

@@ -56,7 +56,7 @@ def whole(tensor: Tensor) -> Tensor:
     return cast(Any, tensor).full_tensor() if is_sharded(tensor) else tensor
 
 
-def shard_like(tensor: Tensor, like: object) -> Tensor:
+def shard_like(tensor: Tensor, like: Any) -> Tensor:
     """Shard ``tensor`` like ``like``; every rank has the full tensor, or a part of it in another layout.
 
     If ``like`` is not sharded, ``tensor`` is returned as it is.
@@ -64,18 +64,16 @@ def shard_like(tensor: Tensor, like: object) -> Tensor:
     layout = attrgetter("device_mesh", "placements")
     if not is_sharded(like) or (is_sharded(tensor) and layout(tensor) == layout(like)):
         return tensor
-    sharded = cast(Any, like)
-    tensor = whole(tensor).detach().to(sharded.device)
-    return _import_dtensor().distribute_tensor(tensor, sharded.device_mesh, sharded.placements, src_data_rank=None)
+    tensor = whole(tensor).detach().to(like.device)
+    return _import_dtensor().distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
 @torch.no_grad()
-def empty_like_shard(size: torch.Size, dtype: torch.dtype, like: Tensor | None) -> Tensor:
+def empty_like_shard(size: torch.Size, dtype: torch.dtype, like: Any) -> Tensor:
     """A tensor of global shape ``size`` with uninitialized values, sharded like ``like``; None: a whole one."""
     if like is None:
         return torch.empty(size, dtype=dtype)
-    sharded = cast(Any, like)
-    return _import_dtensor().empty(size, dtype=dtype, device_mesh=sharded.device_mesh, placements=sharded.placements)
+    return _import_dtensor().empty(size, dtype=dtype, device_mesh=like.device_mesh, placements=like.placements)
 
 
 def is_sharded_model(model: object) -> TypeGuard[nn.Module]:
