@@ -161,7 +161,6 @@ class _FileHandler(logging.Handler):
         self._file = RunFile(path)
         self._file.append("")
         self._waiting: deque[str] = deque(maxlen=_MAX_PENDING)
-        self._is_failing = False
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -169,12 +168,10 @@ class _FileHandler(logging.Handler):
             lines = [self._waiting.popleft() for _ in range(len(self._waiting))]  # the file may log too
             try:
                 self._file.append("".join(lines))
-                self._is_failing = False
             except OSError as error:
-                self._waiting.extendleft(reversed(lines))
-                if not self._is_failing:
-                    self._is_failing = True
+                if len(lines) == 1 and not self._waiting:  # else this was said before
                     print(f"the log cannot be written, the run continues: {error}", file=sys.stderr)
+                self._waiting.extendleft(reversed(lines))
         except Exception:
             self.handleError(record)
 

@@ -11,8 +11,6 @@ from trainkit.utils.run_folder import renew_folders
 
 logger = logging.getLogger(__name__)
 
-_CHUNK = 1 << 20
-
 
 class RunFile:
     """A file that grows by whole lines; a resumed run first cuts off the lines that it will write again.
@@ -67,8 +65,8 @@ class RunFile:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with self._path.open("xb") as copy:
-                while block := os.pread(file.fileno(), _CHUNK, copy.tell()):
-                    copy.write(block)
+                file.seek(0)
+                shutil.copyfileobj(file, copy)
         except FileExistsError:  # written by a log line while the folder was renewed
             return False
         except OSError:
