@@ -1,7 +1,6 @@
 """The copy of a state in host memory, which a thread writes during training."""
 
 import ctypes
-import itertools
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -32,18 +31,27 @@ class HostCopy:
     """
 
     def __init__(self, state: Mapping[str, Any], memory: Mapping[bool, Tensor] = {}) -> None:
-        self.memory: dict[bool, Tensor] = {}
         # holds each original: its address stays valid only while its memory is in use
-        self._originals: dict[_Address, UntypedStorage] = {}
-        self._tensors: list[tuple[Tensor, Tensor]] = []  # (copy, still without memory; original)
-        self._state = plain_state(dict(state), take=self._take)
-        copies = self._copy_storages(memory)
-        for copy, tensor in self._tensors:
+        originals: dict[_Address, UntypedStorage] = {}
+        tensors: list[tuple[Tensor, Tensor]] = []  # (copy, still without memory; original)
+
+        def take(tensor: Tensor, path: str) -> Tensor:
+            if tensor.is_meta:
+                return tensor
+            if not _is_plain(tensor) or not (tensor.is_cpu or runs_ahead(tensor.device)):
+                return tensor.to("cpu", copy=True)
+            originals.setdefault(_address(tensor), tensor.untyped_storage())
+            tensors.append((torch.empty(0, dtype=tensor.dtype), tensor))
+            return tensors[-1][0]
+
+        self._state = plain_state(dict(state), take=take)
+        self.memory: dict[bool, Tensor] = {}
+        copies = self._copy_storages(originals, memory)
+        for copy, tensor in tensors:
             copy.set_(copies[_address(tensor)], tensor.storage_offset(), tensor.size(), tensor.stride())
-        devices = {device for device, _, _ in self._originals if device.type != "cpu"}
-        self._originals.clear()
-        self._tensors.clear()
-        self._arrivals = [new_event(device) for device in devices]
+        self._arrivals = [
+            new_event(device) for device in {device for device, _, _ in originals if device.type != "cpu"}
+        ]
 
     def state(self) -> dict[str, Any]:
         """The copy; waits until it is complete."""
@@ -51,32 +59,27 @@ class HostCopy:
             arrival.synchronize()
         return self._state
 
-    def _take(self, tensor: Tensor, path: str) -> Tensor:
-        if tensor.is_meta:
-            return tensor
-        if not _is_plain(tensor) or not (tensor.is_cpu or runs_ahead(tensor.device)):
-            return tensor.to("cpu", copy=True)
-        self._originals.setdefault(_address(tensor), tensor.untyped_storage())
-        copy = torch.empty(0, dtype=tensor.dtype)
-        self._tensors.append((copy, tensor))
-        return copy
-
-    def _copy_storages(self, memory: Mapping[bool, Tensor]) -> dict[_Address, UntypedStorage]:
+    def _copy_storages(
+        self, originals: Mapping[_Address, UntypedStorage], memory: Mapping[bool, Tensor]
+    ) -> dict[_Address, UntypedStorage]:
         copies = {}
         for pinned in (False, True):  # pinned: tensors of a device, whose total size stays the same
-            originals = {where: it for where, it in self._originals.items() if (where[0].type != "cpu") == pinned}
-            if not originals:
+            places, end = {}, 0
+            for address in originals:
+                if (address[0].type != "cpu") == pinned:
+                    places[address] = end
+                    end += -(-address[2] // _ALIGNMENT) * _ALIGNMENT
+            if not places:
                 continue
-            places = [0, *itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for _, _, size in originals)]
             block = memory.get(pinned)
-            if block is None or len(block) < places[-1]:
-                block = _new_memory(places[-1], pinned)
+            if block is None or len(block) < end:
+                block = _new_memory(end, pinned)
             self.memory[pinned], whole = block, block.numpy()
-            for (address, original), place in zip(originals.items(), places, strict=False):
+            for address, place in places.items():
                 _, start, size = address
                 copy = torch.frombuffer(whole, dtype=torch.uint8, count=size, offset=place).untyped_storage()
                 if pinned:
-                    copy.copy_(original, non_blocking=True)
+                    copy.copy_(originals[address], non_blocking=True)
                 else:
                     # in one thread: on a busy machine copy_, which uses several threads, takes up to 20 times as long
                     ctypes.memmove(copy.data_ptr(), start, size)
