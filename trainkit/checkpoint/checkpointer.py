@@ -598,13 +598,11 @@ class Checkpointer:
             _DamagedShards: on every rank; each verifies a part of the files.
         """
         found = together(lambda: self._load_file(path) if state is None else state)
-        error = ""
+        rank, num_ranks = comm.get_rank(), comm.get_world_size()
         try:
-            verify_shards(found, path, part=comm.get_rank(), num_parts=comm.get_world_size())
-        except CheckpointError as failure:
-            error = str(failure)
-        if errors := [text for text in comm.all_gather(error) if text]:
-            raise _DamagedShards(errors[0])
+            together(partial(verify_shards, found, path, part=rank, num_parts=num_ranks), is_of_one=True)
+        except CheckpointError as error:
+            raise _DamagedShards(str(error)) from error
         return found
 
 
@@ -616,7 +614,7 @@ def together(call: Callable[[], _T], group: "dist.ProcessGroup | None" = None, *
     """Make a call on every rank; if it fails on one, raise on all, so that no rank waits for ever.
 
     Args:
-        is_of_one: only one rank acts in it, so errors need not name the rank.
+        is_of_one: only one rank has to do with an error, so errors need not name the rank.
     """
     error, result = "", None
     try:

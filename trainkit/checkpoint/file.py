@@ -56,14 +56,13 @@ def read_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[s
             or the package ``safetensors`` is missing.
     """
     path = os.fspath(path)
-    if path.endswith(SAFETENSORS_SUFFIX):
-        with _opened(path) as file:
+    with _opened(path) as file:
+        if path.endswith(SAFETENSORS_SUFFIX):
             try:
                 weights = import_safetensors().load(file.read())
             except Exception as error:  # a SafetensorError, KeyError for a dtype that torch lacks, ...
                 raise CheckpointError(f"'{path}' cannot be read as safetensors: {error}") from error
-        return {"model": {name: weight.to(map_location) for name, weight in weights.items()}}
-    with _opened(path) as file:
+            return {"model": {name: weight.to(map_location) for name, weight in weights.items()}}
         if file.read(2) == b"PK":
             _check_records(file, path)
         file.seek(0)
