@@ -27,7 +27,7 @@ def replacing(path: str) -> Iterator[BinaryIO]:
     file: _File | None = None
     with being_written(temporary):
         try:
-            file = _File(temporary)
+            file = _File(open(temporary, "xb", buffering=0))  # noqa: SIM115
             with io.BufferedWriter(file, _CHUNK) as output:
                 yield output
                 output.flush()
@@ -57,7 +57,7 @@ def is_being_written(name: str) -> bool:
 
 
 class _File(io.RawIOBase):
-    """A new file. After a write that fails, later writes are only counted; :meth:`sync` raises the error.
+    """Writes to a file. After a write that fails, later writes are only counted; :meth:`sync` raises the error.
 
     Raised at once, it would become an error of torch's writer about file positions, and the needed size would stay
     unknown.
@@ -66,8 +66,8 @@ class _File(io.RawIOBase):
         size: bytes given to ``write``.
     """
 
-    def __init__(self, path: str) -> None:
-        self._file = open(path, "xb", buffering=0)  # noqa: SIM115
+    def __init__(self, file: io.FileIO) -> None:
+        self._file = file
         self._error: BaseException | None = None
         self.size = 0
 
