@@ -59,7 +59,7 @@ def plain_state(value: Any, path: str = "", take: Callable[[Tensor, str], Tensor
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    if tensor.layout is not torch.strided or tensor.is_quantized or is_sharded(tensor):
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
         return tensor
     is_part = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
     return tensor.clone() if is_part else tensor
