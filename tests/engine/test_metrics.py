@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,8 +31,8 @@ def test_one_process_keeps_its_own_values():
 
 def test_the_host_waits_for_the_step_before_the_last_one(monkeypatch):
     waits = []
-    monkeypatch.setattr(StepRecord, "is_under_way", lambda record: True)
-    monkeypatch.setattr(StepRecord, "wait", lambda record: waits.append(record.iter))
+    event = property(lambda record: SimpleNamespace(synchronize=lambda: waits.append(record.iter)))
+    monkeypatch.setattr(StepRecord, "arrived", event)
     seen = []
     model = Weight()
     trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model), async_write_metrics=True)

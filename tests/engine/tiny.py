@@ -1,6 +1,7 @@
 """Small things that the tests of the engine train."""
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,5 +115,5 @@ def scalars(trainer):
 def metrics_by_worker():
     """Inside, asynchronous metrics are stored by the worker, as on CUDA."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepRecord, "is_under_way", lambda record: True)
+        patch.setattr(StepRecord, "arrived", SimpleNamespace(synchronize=lambda: None))
         yield

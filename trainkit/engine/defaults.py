@@ -266,7 +266,7 @@ class DefaultTrainer(TrainerBase):
             return self._train(start_iter, self.max_iter if max_iter is None else max_iter)
         finally:
             release_folders(self.cfg)
-            stop = self._stop if self.status == "stopped" and comm.is_main_process() else None
+            stop = self._stops.stop if self.status == "stopped" and comm.is_main_process() else None
             if stop is not None and stop.signum is not None and stop.reason == self.cfg.REQUEUE_SIGNAL:
                 requeue_job()
 

@@ -52,7 +52,6 @@ class FiniteCheck:
         self._max_in_row = check_period("max_non_finite_in_row", max_in_row, minimum=1)
         self.scaled = self.has_looked = False
         self.skipped = self.in_row = 0
-        self._failure: str | None = None
         self._parameters: list[Tensor] = []
         self._groups: list[tuple[torch.device, list[Tensor]]] = []  # parameters by device, dtype and kind
         self._former_buffers: dict[str, Tensor] = {}  # restored after a skipped step
@@ -68,7 +67,6 @@ class FiniteCheck:
         """Forget the results of a failed run."""
         self.flag: Tensor | None = None
         self.flags: dict[torch.device, Tensor] = {}
-        self._failure = None
 
     def watch(self, model: nn.Module) -> None:
         """Accept values of the model that are not finite now; waits for the device."""
@@ -137,35 +135,33 @@ class FiniteCheck:
 
     # ------------------------------------------------------------------ on the host
 
-    def look(self, iter: int, losses: Mapping[str, float], flagged: bool) -> None:
-        """Count skipped updates, and keep the first failure for `take_failure`: one rank alone must not raise it.
+    def look(self, iter: int, losses: Mapping[str, float], flagged: bool) -> str | None:
+        """Count skipped updates.
 
         Args:
             losses: this rank's losses by name, with the total and other stored values of the iteration.
+
+        Returns:
+            A description of the failure, if it is one; not raised here, since all ranks must raise it together.
         """
         bad_loss = not math.isfinite(losses["total_loss"])
         if not (flagged or bad_loss):
             self.in_row = 0
-            return
+            return None
         skipped = flagged and self.skips
         self.skipped += skipped
         self.in_row = self.in_row + 1 if skipped else 0
         if self.policy == "ignore":
-            return
+            return None
         what = "loss is" if bad_loss else "gradients are"
         if not skipped:
             self.flags = {}  # otherwise they would stay 1
-            self._failure = self._failure or describe_failure(what, iter, losses)
-        elif self.in_row >= self._max_in_row:
-            more = f"; this is update {self.in_row} in a row that is skipped"
-            self._failure = self._failure or describe_failure(what, iter, losses, more)
-        elif bad_loss or not self.scaled:  # a scaler skips regularly, to find the largest possible scale
+            return describe_failure(what, iter, losses)
+        if self.in_row >= self._max_in_row:
+            return describe_failure(what, iter, losses, f"; this is update {self.in_row} in a row that is skipped")
+        if bad_loss or not self.scaled:  # a scaler skips regularly, to find the largest possible scale
             logger.warning("The update of iteration %d is skipped: the %s not finite", iter, what)
-
-    def take_failure(self) -> str | None:
-        """The first failure since the last call."""
-        failure, self._failure = self._failure, None
-        return failure
+        return None
 
     def describe_model(self, model: nn.Module, iter: int) -> str | None:
         """Values of the model on this rank that are not finite, although losses and gradients were finite.

@@ -36,7 +36,6 @@ class TrainerBase(RunState):
     def __init__(self) -> None:
         super().__init__()
         self._stops = StopRequests()
-        self._stop: Stop | None = None
         self._inside: Literal["", "stage 1", "save point", "stage 2"] = ""  # of an iteration
         self._saves: dict[str, Callable[[], object]] = {}  # by name; written at the next opportunity
         self._has_warned_of_save = False
@@ -71,8 +70,8 @@ class TrainerBase(RunState):
                 raise
             finally:
                 self.after_train()
-        if self.status == "stopped" and self._stop is not None:
-            self._stop.pass_on()
+        if self.status == "stopped":
+            self._stops.pass_on()
 
     def _run_iteration(self) -> None:
         """One iteration, or its stage 2 alone after a resume."""
@@ -87,17 +86,15 @@ class TrainerBase(RunState):
             self.run_step()
             self.position = Position(self.iter, 2)
             self.after_step()
-            self._reach_save_point()
-        self._run_stage_2()
+        self._end_iteration()
         self.iter += 1
 
-    def _reach_save_point(self) -> None:
-        self.end_step()
-        self._inside = "save point"
-        if self._saves:
-            self._write_saves()
-
-    def _run_stage_2(self) -> None:
+    def _end_iteration(self) -> None:
+        if self._inside == "stage 1":
+            self.end_step()
+            self._inside = "save point"
+            if self._saves:
+                self._write_saves()
         self._inside = "stage 2"
         self._hook_list.call("after_step", below=True)
         if is_nth(self.iter + 1, self._per_epoch):
@@ -109,7 +106,6 @@ class TrainerBase(RunState):
 
     def _write_saves(self) -> None:
         saves, self._saves = self._saves, {}
-        self.storage.flush()
         self.check_finite()
         for name, save in saves.items():
             try:
@@ -123,9 +119,7 @@ class TrainerBase(RunState):
     def _is_over(self) -> bool:
         if self.position.stage == 2:  # an iteration is completed first
             return False
-        if self._stop is None:
-            self._stop = self._stops.agreed(self.iter - 1)
-        return self._stop is not None or self.iter >= self.max_iter
+        return bool(self._early or self._stops.agreed(self.iter - 1)) or self.iter >= self.max_iter
 
     def run_step(self) -> None:
         """One iteration: one update of whatever is trained."""
@@ -160,8 +154,7 @@ class TrainerBase(RunState):
         """
         if not finished:
             self._stops.request(reason)
-        elif self._stop is None:
-            self._stop = Stop(reason)
+        elif self._early is None:
             self._early = reason, self.max_iter
 
     def is_stopping(self) -> bool:
@@ -181,13 +174,12 @@ class TrainerBase(RunState):
             self._begin_anew(start_iter)  # not where a checkpoint or a stop has left the run
         if self._early and max_iter > self._early[1]:
             self._early = None
-        self._stop = Stop(self._early[0]) if self._early else None
+        self._stops.reset()
         self.iter, self.start_iter, self.max_iter, self.storage.iter = start_iter, start_iter, max_iter, start_iter
         self._per_epoch = self.iters_per_epoch if self.has_epochs else 0
         self._ranks_agree = self._hook_list.check(has_epochs=self._per_epoch > 0)
         self.rank_keys = self.own_keys if self._ranks_agree else ()
         self.status, self._inside, self._saves = "running", "", {}
-        self._stops.reset()
         self.begin_run()
         logger.info("Training from iteration %d to %d", start_iter, max_iter)
         self._warn_of_inexact()
@@ -209,11 +201,11 @@ class TrainerBase(RunState):
         """Create the data iterators. Called before random state is restored, since a loader may draw random numbers."""
 
     def _finish(self) -> None:
-        self.storage.flush()  # an error of the metrics worker still makes the run fail
         self.check_finite()
         self.status = "finished"
-        if self._stop is not None:
-            logger.info("Stopped after %d of %d iterations: %s", self.iter, self.max_iter, self._stop.reason)
+        stop = Stop(self._early[0]) if self._early else self._stops.stop
+        if stop is not None:
+            logger.info("Stopped after %d of %d iterations: %s", self.iter, self.max_iter, stop.reason)
             if self._early:
                 self.max_iter = self.iter
             elif self.iter < self.max_iter:
@@ -226,9 +218,9 @@ class TrainerBase(RunState):
             where, self._is_before_step_done = "a step, waiting for data", stop.nothing_done
             if not stop.nothing_done:
                 logger.warning("Data of iteration %d are lost: the run cannot be resumed exactly", self.iter)
-        self._stop, self._inside = self._stops.agree_now(), ""
-        self.status, self.iter = "stopped", self.last_done_iter + 1
-        reason = "" if self._stop is None else self._stop.reason
+        agreed = self._stops.agree_now()
+        self.status, self.iter, self._inside = "stopped", self.last_done_iter + 1, ""
+        reason = "" if agreed is None else agreed.reason
         logger.info("Stopped in %s, after %d of %d iterations: %s", where, self.iter, self.max_iter, reason)
 
     def _fail(self, error: BaseException) -> None:
@@ -238,8 +230,7 @@ class TrainerBase(RunState):
         try:
             self.storage.flush()
         except Exception as later:
-            if later is not error:
-                logger.error("Storing or writing metrics failed as well: %s: %s", type(later).__name__, later)
+            logger.error("Storing or writing metrics failed as well: %s: %s", type(later).__name__, later)
 
     def after_train(self) -> None:
         """Call ``after_train`` of every hook, whatever happened; raise the first failure of them at the end."""
@@ -286,8 +277,7 @@ class TrainerBase(RunState):
             self._inside, self.position = "stage 1", Position(self.iter, 2)
         super().after_step()
         if own_loop:
-            self._reach_save_point()
-            self._run_stage_2()
+            self._end_iteration()
 
     def before_save(self, state: dict[str, Any]) -> None:
         if self._inside.startswith("stage") and not self._has_warned_of_save:

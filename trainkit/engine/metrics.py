@@ -76,7 +76,14 @@ def pack(losses: Losses, extra: Mapping[str, Tensor] | None, flag: Tensor | None
 
 
 class StepRecord:
-    """The scalars of one iteration; if the device runs ahead, they are copied to the host as one small tensor."""
+    """The scalars of one iteration; if the device runs ahead, they are copied to the host as one small tensor.
+
+    Attributes:
+        arrived: the event of the end of this copy; None: there is nothing to wait for.
+    """
+
+    arrived: Any = None
+    _host: Tensor | None = None
 
     def __init__(
         self,
@@ -99,36 +106,24 @@ class StepRecord:
         """
         self.data_time, self.iter = data_time, iter
         tensors = _scalars(losses, extra)
-        self._arrived: Any = None  # an event, if values are copied
         device = losses.total.device  # a logged entry may be on another device
         if not runs_ahead(device):
-            self._flagged = flag is not None and flag.item() != 0
-            self._values = {name: tensor.item() for name, tensor in tensors.items()}
+            flagged = flag is not None and flag.item() != 0
+            self._read = {name: tensor.item() for name, tensor in tensors.items()}, flagged
             return
         if packed is None:
             packed = pack(losses, extra, flag)
         self._names = list(tensors)
         self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True).copy_(packed, non_blocking=True)
-        self._arrived = new_event(device)
-
-    def is_under_way(self) -> bool:
-        """Whether ``read`` may have to wait."""
-        return self._arrived is not None
-
-    def wait(self) -> None:
-        """Wait until the values are on the host."""
-        arrived = self._arrived
-        if arrived is not None:
-            arrived.synchronize()
+        self.arrived = new_event(device)
 
     def read(self) -> tuple[dict[str, float], bool]:
         """(name -> value: the total, the losses, ``extra``; the flag). Waits until they are on the host."""
-        if self._arrived is not None:
-            self.wait()
-            values = self._host.tolist()
-            self._values, flag = dict(zip(self._names, values)), values[len(self._names) :]  # noqa: B905
-            self._flagged, self._arrived = any(flag), None
-        return self._values, self._flagged
+        if self._host is None:
+            return self._read
+        self.arrived.synchronize()
+        values = self._host.tolist()
+        return dict(zip(self._names, values)), any(values[len(self._names) :])  # noqa: B905
 
 
 class Row(NamedTuple):
@@ -176,8 +171,7 @@ class LaterCalls:
         comm.side_group("write_metrics")  # created here, in the thread of the loop
         storage = get_event_storage()
         storage.start_deferring()
-        storage.put_later(partial(call, *args, **kwargs))
-        storage.hand_over()
+        storage.publish(partial(call, *args, **kwargs))
 
 
 class MetricPath:
@@ -195,15 +189,13 @@ class MetricPath:
         self._finite, self._asynchronous = finite, asynchronous
         self.gather_period = check_period("gather_metric_period", gather_period, minimum=1)
         self.exchange_period = check_period("exchange_period", exchange_period, minimum=1)
-        self._recent: deque[StepRecord] = deque(maxlen=3)
         self.reset()
 
     def reset(self) -> None:
         """Forget a run that failed."""
-        self._group: dist.ProcessGroup | str | None = "unknown"
         self._records: list[StepRecord] = []  # since the last exchange
         self._num_rows = 0  # number of records that will be stored
-        self._recent.clear()
+        self._recent: deque[StepRecord] = deque(maxlen=3)
         self._has_failed = False
 
     def add(self, record: StepRecord, *, is_last: bool = False) -> None:
@@ -214,13 +206,11 @@ class MetricPath:
                 storage defers.
         """
         self._records.append(record)
-        if record.is_under_way():
+        if record.arrived is not None:
             self._recent.append(record)
-            if len(self._recent) == 3:
-                self._recent[0].wait()  # bound how far the host runs ahead: each step ahead holds device memory
-        if self._group == "unknown":
-            self._group = comm.side_group("metrics")  # created here, in the thread of the loop
-        if self._group is None:
+            if len(self._recent) == 3:  # bound how far the host runs ahead: each step ahead holds device memory
+                self._recent[0].arrived.synchronize()
+        if comm.side_group("metrics") is None:  # the group is created here, in the thread of the loop
             self._pass_on()
             return
         self._num_rows += self._is_stored(record)
@@ -241,23 +231,24 @@ class MetricPath:
 
     def _pass_on(self) -> None:
         records, self._records, self._num_rows = self._records, [], 0
-        if not (self._asynchronous and records[-1].is_under_way()):
+        if not self._asynchronous or records[-1].arrived is None:
             self._store(records)
             return
         storage = get_event_storage()
         storage.start_deferring()
         storage.put_later(self._store, records)
-        if self._group is not None:
+        if comm.get_world_size() > 1:
             storage.hand_over()  # now: the other ranks wait for this one
 
     def _store(self, records: Sequence[StepRecord]) -> None:
         """Store in the order of the iterations. A failure is raised after the exchange, so on all ranks together."""
         if self._has_failed and self._asynchronous:
             return  # the loops may be at different iterations: no rank exchanges the rest
-        rows = []
+        rows, failure = [], None
         for record in records:
             values, flagged = record.read()
-            self._finite.look(record.iter, values, flagged)
+            found = self._finite.look(record.iter, values, flagged)
+            failure = failure or found
             counts = {SCALE: values.pop(SCALE)} if SCALE in values else {}
             if self._is_stored(record):
                 if self._finite.skips:
@@ -265,9 +256,7 @@ class MetricPath:
                 rows.append(Row(record.iter, record.data_time, values))
             if counts:  # equal on all ranks, and not to be smoothed
                 get_event_storage().put_row(counts, smoothing_hint=False, cur_iter=record.iter)
-        means, failures = rows, [self._finite.take_failure()]
-        if self._group is not None:
-            means, failures = exchange_rows(rows, self.exchange_period, *failures)
+        means, failures = exchange_rows(rows, self.exchange_period, failure)
         for row, mean in zip(rows, means, strict=True):
             if not math.isfinite(mean.values["total_loss"]) and self._finite.policy != "ignore":
                 # a value that is not finite would spoil every average

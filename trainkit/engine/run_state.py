@@ -73,11 +73,12 @@ class RunState(HookPoints):
         return self.position.iteration - (self.position.stage == 1)
 
     def check_finite(self) -> None:
-        """Call before saving or evaluating, on every rank; waits for the device.
+        """Call before saving or evaluating, on every rank; waits for the device and for the metrics worker.
 
         Raises:
             FloatingPointError: on some rank the model, or the loss or gradients of an earlier step, are not finite.
         """
+        self.storage.flush()
         raise_failure(self.gather(self.find_failure(self._ranks_agree)))
 
     def find_failure(self, everywhere: bool = True) -> str | None:

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -178,21 +179,18 @@ class SimpleTrainer(TrainerBase):
         self.finite.keep_buffers(self.model)
         if self.zero_grad_before_forward:
             self.optimizer.zero_grad()
-        found: list[Losses] = []
-        for batch in batches[:-1]:  # ranks average gradients once, with the last micro-batch
-            with without_gradient_sync(self.model):
-                found.append(self._add_gradients(batch, len(batches), is_first=not found))
-        found.append(self._add_gradients(batches[-1], len(batches), is_first=not found))
+        found, num = list[Losses](), len(batches)
+        for batch in batches:
+            is_last = len(found) == num - 1  # ranks average gradients once, with the last micro-batch
+            with nullcontext() if is_last else without_gradient_sync(self.model):
+                losses = self.compute_losses(batch)
+                if not (found or self.zero_grad_before_forward):
+                    self.optimizer.zero_grad()
+                self.backward(losses.total if num == 1 else losses.total / num)
+            # a single batch keeps its graph until the next fetch, as in a plain loop
+            found.append(losses if num == 1 else losses.detach())
         self.prepare_gradients()
         return mean_losses(found)
-
-    def _add_gradients(self, batch: Any, num_batches: int, *, is_first: bool) -> Losses:
-        losses = self.compute_losses(batch)
-        if is_first and not self.zero_grad_before_forward:
-            self.optimizer.zero_grad()
-        self.backward(losses.total if num_batches == 1 else losses.total / num_batches)
-        # a single batch keeps its graph until the next fetch, as in a plain loop
-        return losses if num_batches == 1 else losses.detach()
 
     def compute_losses(self, batch: Any) -> Losses:
         """The forward pass."""

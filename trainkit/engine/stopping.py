@@ -36,13 +36,6 @@ class Stop(NamedTuple):
         """The exit code of the process, as in a shell."""
         return 0 if self.signum is None else 128 + self.signum
 
-    def pass_on(self) -> None:
-        """Raise KeyboardInterrupt or SystemExit, like the signal itself; nothing if there was no signal."""
-        if self.signum == signal.SIGINT:
-            raise KeyboardInterrupt
-        if self.signum is not None:
-            raise SystemExit(self.exit_code)
-
 
 def _never() -> bool:
     return False
@@ -53,6 +46,9 @@ class StopRequests(Waiter):
 
     Ranks exchange a flag in the background, so that no rank waits for another. At every ``check_period // 2``-th step
     they read the result of the last exchange and start the next one.
+
+    Attributes:
+        stop: the agreed stop, the same on every rank; None: the run continues.
     """
 
     def __init__(self, check_period: int = 20) -> None:
@@ -60,7 +56,7 @@ class StopRequests(Waiter):
         self._requests: list[Stop] = []
         self._asked_at = 0.0
         self._may_abandon = _never
-        self._agreed: Stop | None = None
+        self.stop: Stop | None = None
         self._group: dist.ProcessGroup | None = None
         self._exchange: tuple[dist.Work, torch.Tensor] | None = None
 
@@ -105,32 +101,39 @@ class StopRequests(Waiter):
 
     def reset(self) -> None:
         """Forget all requests; every rank calls it in the thread of the loop when a run starts."""
-        self._requests, self._agreed, self._exchange = [], None, None
+        self._requests, self.stop, self._exchange = [], None, None
         self._group = comm.side_group("stopping")
 
     def agreed(self, iter: int) -> Stop | None:
-        """The stop that ends the run here, the same on every rank; every rank calls it after each step."""
+        """``stop``; every rank calls it after each step."""
         if self._group is None:
-            return self.agree_now() if self._requests else None
-        if self._agreed is None and iter % max(self.check_period // 2, 1) == 0:
+            return self.agree_now() if self._requests else self.stop
+        if self.stop is None and iter % max(self.check_period // 2, 1) == 0:
             if self.check_period == 1:
                 self._start_exchange()
             if self._read_exchange():
                 return self.agree_now()
             if self.check_period > 1:
                 self._start_exchange()
-        return self._agreed
+        return self.stop
 
     def agree_now(self) -> Stop | None:
         """Like `agreed`, but it waits for all ranks."""
-        if self._agreed is None:
+        if self.stop is None:
             mine = min(self._requests, key=lambda stop: stop.signum is None, default=None)
             by_rank = [mine] if self._group is None else comm.all_gather(mine, group=self._group)
             asked = [(stop.signum is None, rank, stop) for rank, stop in enumerate(by_rank) if stop is not None]
             if asked:
-                _, rank, self._agreed = min(asked)
-                logger.info("Rank %d was asked to stop: %s", rank, self._agreed.reason)
-        return self._agreed
+                _, rank, self.stop = min(asked)
+                logger.info("Rank %d was asked to stop: %s", rank, self.stop.reason)
+        return self.stop
+
+    def pass_on(self) -> None:
+        """Raise KeyboardInterrupt or SystemExit if the run was stopped by a signal, as the signal itself would."""
+        if self.stop is not None and self.stop.signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.stop is not None and self.stop.signum is not None:
+            raise SystemExit(self.stop.exit_code)
 
     @contextlib.contextmanager
     def listening(self, may_abandon: Callable[[], bool] = _never) -> Iterator[None]:

@@ -166,7 +166,7 @@ class Session:
 
         def stop(_: Any) -> None:
             if trainer.iter == last:
-                trainer._stop = Stop("replayed")  # not by request_stop, after which other ranks go on for a while
+                trainer._stops.stop = Stop("replayed")  # not by request_stop, after which other ranks go on for a while
 
         trainer.register_hooks([*own, hooks.CallbackHook(after_step=stop)])
         try:
