@@ -16,10 +16,10 @@ from tests.engine.tiny import AfterStep, Regression, Weight, batches, metrics_by
 from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer
 from trainkit.engine.hooks import BestCheckpointer, CallbackHook, EarlyStopping, EvalHook, PeriodicWriter, PreciseBN
-from trainkit.engine.metrics import Row, StepRecord, exchange_rows, mean_losses
+from trainkit.engine.metrics import Row, StepRecord, exchange_rows
 from trainkit.engine.parallel import create_ddp_model
 from trainkit.engine.step import SimpleTrainer
-from trainkit.utils.losses import parse_losses
+from trainkit.utils.losses import mean_losses, parse_losses
 
 
 def test_one_process_keeps_its_own_values():

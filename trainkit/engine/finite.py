@@ -4,7 +4,7 @@ import logging
 import math
 import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -80,8 +80,8 @@ class FiniteCheck:
             self._former_buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
             self.flags = {}
 
-    def flag_update(self, model: nn.Module, optimizer: torch.optim.Optimizer, total: Tensor) -> None:
-        """Check all gradients; under "skip", check the loss too and share the flag with all ranks. Does not wait."""
+    def flag_update(self, model: nn.Module, optimizer: torch.optim.Optimizer, total: Tensor) -> Tensor | None:
+        """Set and return ``flag``; under "skip" it is also for the loss, and shared by all ranks. Does not wait."""
         if self.policy != "ignore" and not self.has_looked:
             self._mark_gradients(model, optimizer)
         if comm.get_tensor_parallel() > 1:  # torch shares a flag with the ranks of one gradient only
@@ -90,7 +90,7 @@ class FiniteCheck:
         skips = self.policy == "skip"
         self.flag = _join(self.flags, total.device) if self.flags or skips else None
         if not skips or self.flag is None:
-            return
+            return self.flag
         _mark([_as_plain(total)], self.flag)
         if comm.get_world_size() > 1:
             dist.all_reduce(self.flag, dist.ReduceOp.MAX)
@@ -100,13 +100,17 @@ class FiniteCheck:
                 if name in self._former_buffers:  # False: created by this forward pass
                     torch.where(skipped.to(buffer.device), self._former_buffers[name], buffer, out=buffer)
             self._former_buffers = {}
+        return self.flag
 
     def _mark_gradients(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Set the flag of each device that has a gradient which is not finite; flags of shards agree on all ranks."""
         parameters = parameters_of(optimizer, model)
         # comparing with the parameters of the last step is faster than reading the device of each
         if len(parameters) != len(self._parameters) or not all(map(operator.is_, parameters, self._parameters)):
-            self._parameters, self._groups = parameters, _by_kind(parameters)
+            groups: dict[tuple[Any, ...], list[Tensor]] = {}
+            for parameter in parameters:
+                groups.setdefault((parameter.device, parameter.dtype, type(parameter)), []).append(parameter)
+            self._parameters, self._groups = parameters, [(device, group) for (device, *_), group in groups.items()]
         for device, group in self._groups:
             if grads := [grad for parameter in group if (grad := parameter.grad) is not None]:
                 flag = self.flags.get(device)
@@ -191,13 +195,6 @@ def parameters_of(optimizer: Any, model: nn.Module) -> list[Tensor]:
     if groups is None:
         return [*model.parameters()]
     return [parameter for group in groups for parameter in group["params"]]
-
-
-def _by_kind(parameters: Iterable[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
-    groups: dict[tuple[Any, ...], list[Tensor]] = {}
-    for parameter in parameters:
-        groups.setdefault((parameter.device, parameter.dtype, type(parameter)), []).append(parameter)
-    return [(device, group) for (device, *_), group in groups.items()]
 
 
 def _mark(tensors: list[Tensor], flag: Tensor) -> None:

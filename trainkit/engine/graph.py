@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trainkit.config import ConfigError
 from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.finite import parameters_of
-from trainkit.engine.metrics import StepRecord, pack
+from trainkit.engine.metrics import FLAG, StepRecord, pack
 from trainkit.engine.model_options import require_cpp_compiler
 from trainkit.engine.step import SimpleTrainer
 from trainkit.utils import comm
@@ -81,7 +81,7 @@ class _Recording:
         inputs: the tensors from which it reads batches.
         replays: first part -> replay of it and all parts before the next key.
         gradients: (parameter, gradient) of each of the optimizer's parameters.
-        losses, extra, flag: the results of the step before the update; ``packed`` has all of them in one tensor.
+        losses, extra: the results of the step before the update; ``packed`` has all of them in one tensor.
     """
 
     inputs: list[Tensor]
@@ -89,7 +89,6 @@ class _Recording:
     gradients: list[tuple[Tensor, Tensor | None]] = field(init=False)
     losses: Losses = field(init=False)
     extra: dict[str, Tensor] = field(init=False)
-    flag: Tensor | None = field(init=False)
     packed: Tensor = field(init=False)
 
 
@@ -186,12 +185,11 @@ class GraphTrainer(SimpleTrainer):
         if "judgement" in self._recording.replays:
             self._take_gradients(self._recording)
         self._replay(self._recording, "judgement")
-        self.finite.flag = self._recording.flag
         return {**self._recording.extra}
 
     def record(self, losses: Losses, data_time: float) -> StepRecord:
         packed = None if self._recording is None else self._recording.packed
-        return StepRecord(losses, data_time, self.iter, self.judge_gradients(losses), self.finite.flag, packed)
+        return StepRecord({**losses.scalars, **self.judge_gradients(losses)}, data_time, self.iter, packed)
 
     def update(self) -> None:
         if self._recording is not None:
@@ -287,9 +285,8 @@ class GraphTrainer(SimpleTrainer):
 
         def judgement() -> None:
             extra = super(GraphTrainer, self).judge_gradients(recording.losses)
-            recording.extra = {name: value.clone() for name, value in extra.items()}
-            recording.flag = self.finite.flag
-            recording.packed = pack(recording.losses, recording.extra, recording.flag)
+            recording.extra = {name: value if name == FLAG else value.clone() for name, value in extra.items()}
+            recording.packed = pack({**recording.losses.scalars, **recording.extra})
 
         stages: list[dict[str, Callable[[], None]]] = [{"gradients": gradients}]
         for is_cut, part in (

@@ -21,45 +21,27 @@ from trainkit.utils.logical import tree_sum
 from trainkit.utils.losses import Losses
 from trainkit.utils.sharding import is_sharded
 
+SCALE = "[metric]grad_scaler"  # stored in each iteration, as in detectron2
+FLAG = "[flag]not_finite"  # of an update, see `FiniteCheck.flag`; not stored
 # stored by the trainer, by default hooks or by writers
 STORED_BESIDE_LOSSES = frozenset(
-    {"data_time", "rank_data_time", "skipped_updates"}
+    {"data_time", "rank_data_time", "skipped_updates", SCALE, FLAG}
     | {"iteration", "epoch", "lr", "time", "eta_seconds", "epoch_time"}
 )
-SCALE = "[metric]grad_scaler"  # stored in each iteration, as in detectron2
 _MOST_RECORDS = 1000  # exchange after this many, even if few are stored: a failure must not wait for ever
 
 
-def mean_losses(losses: Sequence[Losses]) -> Losses:
-    """The mean of each entry over micro-batches, and the list of their outputs.
-
-    If a micro-batch lacks an entry: a loss counts as 0 there, as in the minimized sum; a value that is only logged is
-    averaged over the others.
-    """
-    if len(losses) == 1:
-        return losses[0]
-    trained = list(dict.fromkeys(name for part in losses for name in part.trained))
-    means = {}
-    for name in dict.fromkeys(name for part in losses for name in part.values):
-        values = torch.stack([part.values[name] for part in losses if name in part.values])
-        means[name] = values.sum() / (len(losses) if name in trained else len(values))
-    return Losses.of(means, trained, [part.outputs for part in losses])
-
-
-def _scalars(losses: Losses, extra: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    if extra and (taken := sorted(losses.values.keys() & extra.keys())):
-        raise ValueError(f"the trainer stores {taken} itself; give the model's entry another name")
-    values = losses.values if len(losses.values) > 1 else {}  # a single loss is the total
-    return {"total_loss": losses.total, **values, **(extra or {})}
-
-
-def check_losses(losses: Losses) -> None:
+def check_losses(losses: Losses, *, clips: bool) -> None:
     """Check what a model returns in its first step.
+
+    Args:
+        clips: whether the trainer clips gradients.
 
     Raises:
         ValueError: a loss has a name that the trainer stores itself, or is a DTensor.
     """
-    if taken := sorted(losses.values.keys() & STORED_BESIDE_LOSSES):
+    stored = STORED_BESIDE_LOSSES | ({"grad_norm"} if clips else set())
+    if taken := sorted(losses.values.keys() & stored):
         raise ValueError(f"the trainer stores {taken} itself; give the model's entry another name")
     if distributed := [name for name, value in losses.values.items() if is_sharded(value)]:
         raise ValueError(
@@ -69,10 +51,10 @@ def check_losses(losses: Losses) -> None:
 
 
 @torch.no_grad()
-def pack(losses: Losses, extra: Mapping[str, Tensor] | None, flag: Tensor | None) -> Tensor:
-    """The scalars of one iteration, float64, on the device of the total loss: the losses, ``extra``, ``flag``."""
-    scalars = [*_scalars(losses, extra).values(), *([] if flag is None else [flag])]
-    return torch.stack([tensor.to(losses.total.device, torch.float64, non_blocking=True) for tensor in scalars])
+def pack(scalars: Mapping[str, Tensor]) -> Tensor:
+    """The scalars of one iteration, float64, on the device of the total loss."""
+    device = scalars["total_loss"].device  # a logged entry may be on another one
+    return torch.stack([scalar.to(device, torch.float64, non_blocking=True) for scalar in scalars.values()])
 
 
 class StepRecord:
@@ -86,44 +68,31 @@ class StepRecord:
     _host: Tensor | None = None
 
     def __init__(
-        self,
-        losses: Losses,
-        data_time: float,
-        iter: int,
-        extra: Mapping[str, Tensor] | None = None,
-        flag: Tensor | None = None,
-        packed: Tensor | None = None,
+        self, scalars: Mapping[str, Tensor], data_time: float, iter: int, packed: Tensor | None = None
     ) -> None:
         """
         Args:
+            scalars: name -> value, shape ``[]``: the total, the losses, other values to store, and `FLAG`.
             data_time: in seconds.
-            extra: name -> value to store that is not a loss and need not be finite, shape ``[]``, detached.
-            flag: shape ``[]``, not 0 if the update is not finite.
             packed: the result of `pack`, if it exists already.
-
-        Raises:
-            ValueError: the model returns a loss with a name of ``extra``.
         """
         self.data_time, self.iter = data_time, iter
-        tensors = _scalars(losses, extra)
-        device = losses.total.device  # a logged entry may be on another device
+        device = scalars["total_loss"].device
         if not runs_ahead(device):
-            flagged = flag is not None and flag.item() != 0
-            self._read = {name: tensor.item() for name, tensor in tensors.items()}, flagged
+            self._values = {name: scalar.item() for name, scalar in scalars.items()}
             return
         if packed is None:
-            packed = pack(losses, extra, flag)
-        self._names = list(tensors)
+            packed = pack(scalars)
+        self._names = list(scalars)
         self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True).copy_(packed, non_blocking=True)
         self.arrived = new_event(device)
 
-    def read(self) -> tuple[dict[str, float], bool]:
-        """(name -> value: the total, the losses, ``extra``; the flag). Waits until they are on the host."""
-        if self._host is None:
-            return self._read
-        self.arrived.synchronize()
-        values = self._host.tolist()
-        return dict(zip(self._names, values)), any(values[len(self._names) :])  # noqa: B905
+    def read(self) -> dict[str, float]:
+        """name -> value. Waits until they are on the host."""
+        if self._host is not None:
+            self.arrived.synchronize()
+            self._values = dict(zip(self._names, self._host.tolist(), strict=True))
+        return self._values
 
 
 class Row(NamedTuple):
@@ -156,7 +125,7 @@ def write_metrics(loss_dict: Mapping[str, Tensor | float], data_time: float, cur
         raise ValueError("loss_dict is empty; there is nothing to write")
     tensors = {name: torch.as_tensor(value) for name, value in loss_dict.items()}
     trained = [name for name, value in tensors.items() if value.requires_grad] or list(tensors)
-    values, _ = StepRecord(Losses.of(tensors, trained), data_time, cur_iter).read()
+    values = StepRecord(Losses.of(tensors, trained).scalars, data_time, cur_iter).read()
     [mean], _ = exchange_rows([Row(cur_iter, data_time, values)], 1, purpose="write_metrics")
     if not math.isfinite(mean.values["total_loss"]):
         raise FloatingPointError(describe_failure("loss is", cur_iter, mean.values))
@@ -246,8 +215,8 @@ class MetricPath:
             return  # the loops may be at different iterations: no rank exchanges the rest
         rows, failure = [], None
         for record in records:
-            values, flagged = record.read()
-            found = self._finite.look(record.iter, values, flagged)
+            values = record.read()
+            found = self._finite.look(record.iter, values, values.pop(FLAG, 0) != 0)
             failure = failure or found
             counts = {SCALE: values.pop(SCALE)} if SCALE in values else {}
             if self._is_stored(record):

@@ -15,13 +15,13 @@ from trainkit.engine.feed import Feed
 from trainkit.engine.finite import FiniteCheck, NonFinitePolicy, parameters_of, prepare_to_skip
 from trainkit.engine.forwarding import check_exchange, forwarded
 from trainkit.engine.loop import TrainerBase
-from trainkit.engine.metrics import LaterCalls, MetricPath, StepRecord, check_losses, mean_losses, write_metrics
+from trainkit.engine.metrics import FLAG, LaterCalls, MetricPath, StepRecord, check_losses, write_metrics
 from trainkit.engine.parallel import settle_buckets, without_gradient_sync
 from trainkit.solver.clipping import already_clipped
 from trainkit.solver.hyper_parameters import check_saved_groups, describe_changes, hyper_parameters, learning_rates
 from trainkit.utils.device import device_of, first_tensor
 from trainkit.utils.events import get_event_storage, has_event_storage
-from trainkit.utils.losses import Losses, parse_losses
+from trainkit.utils.losses import Losses, mean_losses, parse_losses
 from trainkit.utils.sharding import shard_optimizer_state
 
 logger = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ class SimpleTrainer(TrainerBase):
         losses = parse_losses(self.call_model(batch))
         if self._is_first_step:
             self._is_first_step = False
-            check_losses(losses)
+            check_losses(losses, clips=self.clip_gradients is not None)
             logged = [name for name in losses.values if name not in losses.trained]
             logger.info("Minimizing %s%s", " + ".join(losses.trained), f"; only logging {logged}" if logged else "")
         return losses
@@ -212,15 +212,14 @@ class SimpleTrainer(TrainerBase):
         """Make the gradients true ones before anybody looks at them."""
 
     def record(self, losses: Losses, data_time: float) -> StepRecord:
-        return StepRecord(losses, data_time, self.iter, self.judge_gradients(losses), self.finite.flag)
+        return StepRecord({**losses.scalars, **self.judge_gradients(losses)}, data_time, self.iter)
 
     def judge_gradients(self, losses: Losses) -> dict[str, Tensor]:
-        """Flag what is not finite, and clip the gradients; returns what is worth storing of that, on the device."""
-        self.finite.flag_update(self.model, self.optimizer, losses.total)
-        if self.clip_gradients is None:
-            return {}
-        norm = self.clip_gradients(parameters_of(self.optimizer, self.model))
-        return {} if norm is None else {"grad_norm": norm}
+        """Flag what is not finite, and clip the gradients; returns the flag and values to store, on the device."""
+        flag, norm = self.finite.flag_update(self.model, self.optimizer, losses.total), None
+        if self.clip_gradients is not None:
+            norm = self.clip_gradients(parameters_of(self.optimizer, self.model))
+        return {name: value for name, value in ((FLAG, flag), ("grad_norm", norm)) if value is not None}
 
     def update(self) -> None:
         with already_clipped(self.optimizer, self.clip_gradients):

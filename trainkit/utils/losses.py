@@ -1,8 +1,9 @@
 """Read the losses that a model returns; one rule for training and evaluation."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 OUTPUTS = "outputs"
@@ -27,6 +28,11 @@ class Losses(NamedTuple):
     def detached(self) -> dict[str, Tensor]:
         """The values without their graph."""
         return {name: value.detach() for name, value in self.values.items()}
+
+    @property
+    def scalars(self) -> dict[str, Tensor]:
+        """The values to store, with the total; a single loss is the total."""
+        return {"total_loss": self.total, **(self.values if len(self.values) > 1 else {})}
 
     def detach(self) -> "Losses":
         return Losses(self.detached, self.trained, self.total.detach(), self.outputs)
@@ -76,3 +82,19 @@ def parse_losses(returned: object) -> Losses:
             "Is a parameter frozen that should be trained, or the loss computed under no_grad or detached?"
         )
     return Losses.of(values, trained, outputs)
+
+
+def mean_losses(losses: Sequence[Losses]) -> Losses:
+    """The mean of each entry over micro-batches, and the list of their outputs.
+
+    If a micro-batch lacks an entry: a loss counts as 0 there, as in the minimized sum; a value that is only logged is
+    averaged over the others.
+    """
+    if len(losses) == 1:
+        return losses[0]
+    trained = list(dict.fromkeys(name for part in losses for name in part.trained))
+    means = {}
+    for name in dict.fromkeys(name for part in losses for name in part.values):
+        values = torch.stack([part.values[name] for part in losses if name in part.values])
+        means[name] = values.sum() / (len(losses) if name in trained else len(values))
+    return Losses.of(means, trained, [part.outputs for part in losses])
