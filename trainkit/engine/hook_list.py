@@ -17,36 +17,34 @@ logger = logging.getLogger(__name__)
 
 Anchor: TypeAlias = type[HookBase] | HookBase | str
 
-_LINE_LENGTH = 80
 _SAVE_POINT_LINE = "  -- save point --  checkpoints are written; batch and losses are released"
 
 
 class HookList:
     """Hooks in their order. Each hook has one sort key, computed from its priority or anchor.
 
+    Args:
+        trainer: a weak reference, given to each hook.
+
     Attributes:
         hooks: the list itself; call ``update`` after changing it.
+        at: point -> the hooks that override it, in the order in which they are called. At ``after_step`` these are the
+            hooks above the save point. At ``after_train`` hooks that save or evaluate the run (``ends``) come first,
+            since others may need the results; writers come last.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
         self.hooks: list[HookBase] = []
         self._keys: dict[int, int] = {}  # id of a hook -> its sort key
         self._names: dict[str, HookBase] = {}
-        self._at: dict[str, list[HookBase]] = {point: [] for point in HOOK_POINTS}
+        self.at: dict[str, list[HookBase]] = {point: [] for point in HOOK_POINTS}
         self._below: list[HookBase] = []  # hooks with after_step below the save point
         self._unclaimed_states: dict[str, dict[str, Any]] = {}
 
-    def at(self, point: str) -> list[HookBase]:
-        """The hooks that override ``point``, in the order in which they are called.
-
-        At ``after_step`` these are the hooks above the save point. At ``after_train`` hooks that save or evaluate the
-        run (``ends``) come first, since others may need the results; writers come last.
-        """
-        return self._at[point]
-
     def call(self, point: str, *args: Any, below: bool = False) -> None:
         """Call ``point`` of its hooks; for ``after_step``, those above the save point, or those ``below`` it."""
-        for hook in self._below if below else self._at[point]:
+        for hook in self._below if below else self.at[point]:
             getattr(hook, point)(*args)
 
     def check(self, *, has_epochs: bool) -> bool:
@@ -59,14 +57,15 @@ class HookList:
             ConfigError: a hook uses epoch points, but there are no epochs.
         """
         self.update()  # a user may have changed the list
-        asking = [type(hook).__name__ for point in EPOCH_POINTS for hook in self._at[point]]
+        asking = [type(hook).__name__ for point in EPOCH_POINTS for hook in self.at[point]]
         if asking and not has_epochs:
             raise ConfigError(
                 f"{', '.join(dict.fromkeys(asking))}: these hooks use epochs, but the training data has no length, "
                 "or SOLVER.ACCUMULATION_FACTORS is set, so there are no epochs; use a period in iterations"
             )
-        description = self.describe()
-        logger.info("Hooks in order:\n%s", _fill(description))
+        description, indent = self.describe(), " " * (max(map(len, HOOK_POINTS)) + 4)
+        fill = partial(textwrap.fill, width=80, subsequent_indent=indent, break_long_words=False)
+        logger.info("Hooks in order:\n%s", "\n".join(map(fill, description.splitlines())))
         first, *others = comm.all_gather(description)
         for rank, hooks in enumerate(others, 1):
             if hooks != first:
@@ -83,7 +82,7 @@ class HookList:
         priority: int | str | None,
         before: Anchor | None,
         after: Anchor | None,
-    ) -> list[HookBase]:
+    ) -> None:
         """Insert hooks and load the states that wait for them; see `TrainerBase.register_hooks`."""
         if not isinstance(hooks, Iterable):
             raise TypeError(f"register_hooks takes a list of hooks, got {hooks!r}; put it into a list")
@@ -119,33 +118,35 @@ class HookList:
                 followers = (i for i, other in enumerate(self.hooks) if self._key(other) > key)
                 self.hooks.insert(next(followers, len(self.hooks)), hook)
                 self._keys[id(hook)] = key
+        for hook in new:
+            hook.trainer = self._trainer
         self.update()
-        return new
+        self._hand_out_states()
 
     def update(self) -> None:
         """Compute the hooks of each point and the names again, after a change of ``hooks``."""
-        self._at = {point: [hook for hook in self.hooks if overrides(hook, point)] for point in HOOK_POINTS}
-        self._below = [hook for hook in self._at["after_step"] if self.is_below(hook)]
-        self._at["after_step"] = [hook for hook in self._at["after_step"] if not self.is_below(hook)]
-        self._at["after_train"].sort(key=self._key_at_end)
+        self.at = {point: [hook for hook in self.hooks if overrides(hook, point)] for point in HOOK_POINTS}
+        self._below = [hook for hook in self.at["after_step"] if self.is_below(hook)]
+        self.at["after_step"] = [hook for hook in self.at["after_step"] if not self.is_below(hook)]
+        self.at["after_train"].sort(key=lambda hook: 2 if self._key(hook) > Priority.LOWEST else int(not hook.ends))
         self._names = {name: hook for name, hook in self._names.items() if any(hook is other for other in self.hooks)}
         for hook in self.hooks:
             if all(hook is not named for named in self._names.values()):
-                self._name(hook)
+                base = type(hook).__qualname__.rpartition("<locals>.")[2]
+                # further hooks of a class get Name#2, Name#3 in the order of registration
+                names = itertools.chain([base], (f"{base}#{count}" for count in itertools.count(2)))
+                self._names[next(name for name in names if name not in self._names)] = hook
 
     def is_below(self, hook: HookBase) -> bool:
         """Whether the hook runs below the save point."""
         return self._key(hook) > SAVE_POINT
-
-    def _key_at_end(self, hook: HookBase) -> int:
-        return 2 if self._key(hook) > Priority.LOWEST else 0 if hook.ends else 1
 
     def describe(self) -> str:
         """One line per point that a hook overrides, with the names under which the hooks are saved."""
         names = {id(hook): name for name, hook in self._names.items()}
         width = max(map(len, HOOK_POINTS))
         lines = []
-        for point, hooks in self._at.items():
+        for point, hooks in self.at.items():
             stages = [hooks, self._below] if point == "after_step" else [hooks]
             named = [", ".join(names[id(hook)] for hook in stage) for stage in stages if stage]
             found = [f"  {point:<{width}}  {text}" for text in named]
@@ -164,19 +165,13 @@ class HookList:
     def load_state_dict(self, states: dict[str, Any]) -> None:
         """Give each hook its state; other states wait for hooks that are registered later."""
         self._unclaimed_states = dict(states)
-        self.hand_out_states()
+        self._hand_out_states()
 
-    def hand_out_states(self) -> None:
+    def _hand_out_states(self) -> None:
         for name in [name for name in self._unclaimed_states if name in self._names]:
             self._names[name].load_state_dict(self._unclaimed_states.pop(name))
 
     # ------------------------------------------------------------------
-
-    def _name(self, hook: HookBase) -> None:
-        """Use the class name; further hooks of a class get ``Name#2``, ``Name#3`` in the order of registration."""
-        base = type(hook).__qualname__.rpartition("<locals>.")[2]
-        names = itertools.chain([base], (f"{base}#{count}" for count in itertools.count(2)))
-        self._names[next(name for name in names if name not in self._names)] = hook
 
     def _key(self, hook: HookBase) -> int:
         key = self._keys.get(id(hook))
@@ -240,10 +235,3 @@ def sort_key(priority: int | str, first: int = 0, last: int = 100) -> int:
             f"got {priority!r}"
         )
     return priority
-
-
-def _fill(description: str) -> str:
-    """In lines that fit into a terminal."""
-    indent = " " * (max(map(len, HOOK_POINTS)) + 4)
-    fill = partial(textwrap.fill, width=_LINE_LENGTH, subsequent_indent=indent, break_long_words=False)
-    return "\n".join(map(fill, description.splitlines()))

@@ -17,7 +17,7 @@ class HookPoints(InferenceObserver):
     status: str
 
     def __init__(self) -> None:
-        self._hook_list = HookList()
+        self._hook_list = HookList(weakref.proxy(self))
 
     def register_hooks(
         self,
@@ -39,9 +39,7 @@ class HookPoints(InferenceObserver):
             ValueError: a hook is already registered; the priority is out of range; more than one of priority, before
                 and after is given; the anchor is absent or matches several hooks.
         """
-        for hook in self._hook_list.add(hooks, priority, before, after):
-            hook.trainer = weakref.proxy(self)
-        self._hook_list.hand_out_states()
+        self._hook_list.add(hooks, priority, before, after)
 
     @property
     def hooks(self) -> Sequence[HookBase]:
@@ -105,7 +103,7 @@ class HookPoints(InferenceObserver):
 
     def acts_after_backward(self) -> bool:
         """Whether a hook or a subclass does anything in ``after_backward``."""
-        hooks = self._hook_list.at("after_backward")
+        hooks = self._hook_list.at["after_backward"]
         if type(self).after_backward is not HookPoints.after_backward:
             return True
         # a hook that forwards the point to an outer trainer asks that trainer

@@ -238,7 +238,7 @@ class TrainerBase(RunState):
             done = self.last_done_iter + 1 >= self.max_iter
             self.status, self._inside = "failed" if sys.exc_info()[0] else "finished" if done else "stopped", ""
         self.storage.iter = self.iter
-        calls = [(type(hook).__name__, hook.after_train) for hook in self._hook_list.at("after_train")]
+        calls = [(type(hook).__name__, hook.after_train) for hook in self._hook_list.at["after_train"]]
         first_error: BaseException | None = None
         for name, call in [*calls, ("Storing or writing metrics", self.storage.flush)]:
             try:
