@@ -25,7 +25,6 @@ LAYERS = [
     ],
     ["trainkit.engine.fork", "trainkit.engine.hook_base", "trainkit.engine.periods"],
     ["trainkit.engine.finite", "trainkit.engine.hook_list", "trainkit.engine.stopping"],
-    ["trainkit.engine.hook_points"],
     ["trainkit.engine.run_state"],
     ["trainkit.engine.loop"],
     ["trainkit.engine.feed", "trainkit.engine.metrics"],

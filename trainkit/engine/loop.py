@@ -3,7 +3,6 @@
 import logging
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 from trainkit.checkpoint import CheckpointError
@@ -113,9 +112,6 @@ class TrainerBase(RunState):
             except CheckpointError as error:
                 logger.error("The checkpoint %r is not saved, training continues: %s", name, error)
 
-    def _save(self, name: str) -> None:
-        self.checkpointer.save(name, iteration=self.last_done_iter)  # type: ignore[attr-defined]
-
     def _is_over(self) -> bool:
         if self.position.stage == 2:  # an iteration is completed first
             return False
@@ -140,9 +136,10 @@ class TrainerBase(RunState):
         Raises:
             ValueError: there is neither ``save`` nor a checkpointer.
         """
-        if save is None and not hasattr(self, "checkpointer"):
+        checkpointer: Any = getattr(self, "checkpointer", None)
+        if save is None and checkpointer is None:
             raise ValueError(f"{type(self).__name__} has no checkpointer; give request_save() a function that saves")
-        self._saves[name] = save or partial(self._save, name)
+        self._saves[name] = save or (lambda: checkpointer.save(name, iteration=self.last_done_iter))
         if not self._inside:
             self._write_saves()
 
