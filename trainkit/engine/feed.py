@@ -143,11 +143,11 @@ class Feed:
         batch = batch[0] if self.accumulation_steps > 1 and batch else batch
         kind = type(batch).__name__
         if isinstance(batch, list | tuple | Mapping) and (kind in str(error) or not str(error)):
-            note = (
+            add_note(
+                error,
                 f"The model was called with one argument, the batch, a {kind}; if it takes tensors and returns logits, "
+                "give trainkit.modeling.losses_from(model, loss_fn) to the trainer, see docs/bring_your_model.md",
             )
-            remedy = "give trainkit.modeling.losses_from(model, loss_fn) to the trainer, see docs/bring_your_model.md"
-            add_note(error, note + remedy)
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data after the batches given so far; empty if the loader does not support it."""

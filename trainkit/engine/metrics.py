@@ -163,7 +163,6 @@ class MetricPath:
     def reset(self) -> None:
         """Forget a run that failed."""
         self._records: list[StepRecord] = []  # since the last exchange
-        self._num_rows = 0  # number of records that will be stored
         self._recent: deque[StepRecord] = deque(maxlen=3)
         self._has_failed = False
 
@@ -182,9 +181,8 @@ class MetricPath:
         if comm.side_group("metrics") is None:  # the group is created here, in the thread of the loop
             self._pass_on()
             return
-        self._num_rows += self._is_stored(record)
-        due = is_last or is_nth(record.iter + 1, self.exchange_period) or self._num_rows >= self.exchange_period
-        if (due and self._num_rows) or len(self._records) >= _MOST_RECORDS:
+        due = is_last or is_nth(record.iter + 1, self.exchange_period)
+        if (due and any(map(self._is_stored, self._records))) or len(self._records) >= _MOST_RECORDS:
             self._pass_on()
 
     def finish(self) -> None:
@@ -199,7 +197,7 @@ class MetricPath:
             get_event_storage().flush()
 
     def _pass_on(self) -> None:
-        records, self._records, self._num_rows = self._records, [], 0
+        records, self._records = self._records, []
         if not self._asynchronous or records[-1].arrived is None:
             self._store(records)
             return

@@ -84,6 +84,7 @@ def move_to_device(data: Any, device: torch.device) -> Any:
     """Move every tensor in nested mappings, lists, tuples and named tuples, and every object with ``to(device)``.
 
     Copies from pinned memory do not block. Tensors that are on the device, and other objects, are returned as they are.
+    A mapping whose class is not made from a dict becomes a dict.
     """
     return _move(data, device, [], None)
 
@@ -106,7 +107,10 @@ def _move(data: Any, device: torch.device, copies: list[torch.Tensor], outer: to
             return data.to(device)
     if isinstance(data, Mapping):
         items = {key: _move(value, device, copies, outer) for key, value in data.items()}
-        return items if type(data) is dict else _rebuild(data, items)
+        try:
+            return items if type(data) is dict else type(data)(items)  # type: ignore[call-arg]
+        except TypeError:  # this class is not made from a dict
+            return items
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(_move(value, device, copies, outer) for value in data))
     if isinstance(data, list | tuple):
@@ -137,11 +141,3 @@ class Prefetcher:
         for copy in copies:
             copy.record_stream(current)  # keeps its memory from the next batch during this computation
         return moved
-
-
-def _rebuild(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """A mapping of the same class if it can be made from a dict; else a dict."""
-    try:
-        return type(original)(items)  # type: ignore[call-arg]
-    except TypeError:
-        return items

@@ -30,13 +30,10 @@ class HostReads(TorchDispatchMode):
         results = func(*args, **(kwargs or {}))
         if self.found is None:
             name = func._schema.name.removeprefix("aten::")
-            if name in _READS or (name in ("copy_", "_to_copy") and _crosses(args, results)):
+            devices = {leaf.device.type for leaf in tree_leaves((args, results)) if isinstance(leaf, Tensor)}
+            if name in _READS or (name in ("copy_", "_to_copy") and len(devices) > 1):
                 self.found = f"{name} at {_place()}"
         return results
-
-
-def _crosses(args: Sequence[Any], results: Any) -> bool:
-    return len({leaf.device.type for leaf in tree_leaves((args, results)) if isinstance(leaf, Tensor)}) > 1
 
 
 def _place() -> str:
