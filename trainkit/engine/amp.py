@@ -60,7 +60,7 @@ class AMPTrainer(SimpleTrainer):
             raise ValueError(f"precision must be torch.float16 or torch.bfloat16, got {precision}")
         if isinstance(model, nn.DataParallel) or len(getattr(model, "device_ids", None) or ()) > 1:
             raise ValueError("AMPTrainer needs one device per process; use create_ddp_model instead of DataParallel")
-        self._device_type = "cpu" if self._sample is None else self._sample.device.type
+        self._device_type = self._device.type
         self.precision, self.log_grad_scaler, self._loss_scale = precision, log_grad_scaler, loss_scale
         if loss_scale is not None:
             if grad_scaler is not None or precision != torch.float16 or not 0 < loss_scale < math.inf:

@@ -71,7 +71,7 @@ class Feed:
             self._iterator = iter(self._loader)
         return self._iterator
 
-    def next(self, device: torch.device | None, iter: int) -> list[Any]:
+    def next(self, device: torch.device, iter: int) -> list[Any]:
         """The micro-batches of the iteration, on ``device``; if the loader ends, the next pass continues.
 
         There are fewer only if the loader is an iterator that ends.
@@ -101,7 +101,7 @@ class Feed:
                 + "; give a loader that can be iterated again and has at least one batch (is the dataset smaller than "
                 "a batch, with drop_last?)"
             )
-        if device is not None and device.type != "cpu":
+        if device.type != "cpu":
             batches = self._prefetcher.move(batches, device)
         return batches
 

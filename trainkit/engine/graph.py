@@ -138,14 +138,9 @@ class GraphTrainer(SimpleTrainer):
             _check_recordable(self.optimizer, skips=self.finite.skips)
             self._forget()
 
-    @property
-    def _device(self) -> torch.device | None:
-        return None if self._sample is None else self._sample.device
-
     def make_recorder(self) -> CudaRecorder | None:
         """The recorder of the step; None if the model is compiled instead."""
-        device = self._device
-        return CudaRecorder(device) if device is not None and device.type == "cuda" else None
+        return CudaRecorder(self._device) if self._device.type == "cuda" else None
 
     def compile_model(self) -> Callable[[Any], Any]:
         """The model for training without recordings."""

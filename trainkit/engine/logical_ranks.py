@@ -17,7 +17,7 @@ from trainkit.config import ConfigError
 from trainkit.config.checks import check_logical_ranks
 from trainkit.data.seeding import seed_globals, splitmix64
 from trainkit.engine.amp import AMPTrainer
-from trainkit.engine.parallel import settle_buckets, without_gradient_sync
+from trainkit.engine.parallel import without_gradient_sync
 from trainkit.engine.step import SimpleTrainer
 from trainkit.utils import comm
 from trainkit.utils.logical import own_ranks, tree_sum
@@ -73,8 +73,6 @@ class LogicalTrainer(SimpleTrainer):
             )
 
     def compute_gradients(self, batches: Sequence[Any]) -> Losses:
-        if self._is_first_step:
-            settle_buckets(self.model, batches[0], lambda batch: self.compute_losses(batch).total)
         self.finite.keep_buffers(self.model)
         num_own, found = len(self._own), list[Losses]()
         steps = len(batches) // num_own
@@ -123,8 +121,8 @@ class LogicalTrainer(SimpleTrainer):
     def _seed_for(self, number: int) -> None:
         seed = splitmix64(splitmix64(splitmix64(self.data_loader.seed, _SEED_KEY), self.iter), number)
         seed_globals(seed)
-        if self._sample is not None and self._sample.device.type != "cpu":
-            torch.get_device_module(self._sample.device).manual_seed(seed)
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).manual_seed(seed)
 
 
 class LogicalAMPTrainer(LogicalTrainer, AMPTrainer):

@@ -19,7 +19,7 @@ from trainkit.engine.metrics import FLAG, LaterCalls, MetricPath, StepRecord, ch
 from trainkit.engine.parallel import settle_buckets, without_gradient_sync
 from trainkit.solver.clipping import already_clipped
 from trainkit.solver.hyper_parameters import check_saved_groups, describe_changes, hyper_parameters, learning_rates
-from trainkit.utils.device import device_of, first_tensor
+from trainkit.utils.device import first_tensor
 from trainkit.utils.events import get_event_storage, has_event_storage
 from trainkit.utils.losses import Losses, mean_losses, parse_losses
 from trainkit.utils.sharding import shard_optimizer_state
@@ -138,6 +138,8 @@ class SimpleTrainer(TrainerBase):
             self._batch = self._losses = self._used_lr = None  # release them before the next batch is made
             batches = self.fetch()
             data_time = time.perf_counter() - start
+            if self._is_first_step:
+                settle_buckets(self.model, batches[0], lambda batch: self.compute_losses(batch).total)
             self._losses = losses = self.compute_gradients(batches)
             self.after_backward()
             self.metrics.add(self.record(losses, data_time), is_last=self.iter + 1 == self.max_iter)
@@ -168,14 +170,12 @@ class SimpleTrainer(TrainerBase):
 
     def fetch(self) -> list[Any]:
         """The micro-batches of this iteration on the model's device."""
-        batches = self.feed.next(None if self._sample is None else self._sample.device, self.iter)
+        batches = self.feed.next(self._device, self.iter)
         self._batch = batches[0] if self.accumulation_steps == 1 else batches
         return batches
 
     def compute_gradients(self, batches: Sequence[Any]) -> Losses:
         """Compute the gradients of the micro-batches' mean loss: zero_grad, forward, backward, unscale."""
-        if self._is_first_step:
-            settle_buckets(self.model, batches[0], lambda batch: self.compute_losses(batch).total)
         self.finite.keep_buffers(self.model)
         if self.zero_grad_before_forward:
             self.optimizer.zero_grad()
@@ -229,8 +229,13 @@ class SimpleTrainer(TrainerBase):
 
     def _set_model(self, model: nn.Module) -> None:
         check_exchange(self, "model", model)
-        self._model, self._sample = model, first_tensor(model)  # the sample shows the device
+        self._model, self._sample = model, first_tensor(model)
         self.finite.watch(model)
+
+    @property
+    def _device(self) -> torch.device:
+        """The device of the model, which may be moved between runs."""
+        return torch.device("cpu") if self._sample is None else self._sample.device
 
     model: Any = property(attrgetter("_model"), _set_model, doc="Exchanged between runs only; wrapped at any time.")
 
@@ -238,7 +243,7 @@ class SimpleTrainer(TrainerBase):
         check_exchange(self, "optimizer", optimizer)
         self._optimizer = optimizer
         if self.finite.skips:
-            prepare_to_skip(optimizer, "cpu" if self._sample is None else self._sample.device.type)
+            prepare_to_skip(optimizer, self._device.type)
 
     optimizer: Any = property(attrgetter("_optimizer"), _set_optimizer, doc="Set to another one between two runs only.")
 
@@ -258,10 +263,10 @@ class SimpleTrainer(TrainerBase):
 
     def describe_inexact(self) -> list[str]:
         inexact = [*super().describe_inexact(), *filter(None, [self.feed.obstacle])]
-        device = device_of(self.model)
-        if device is not None and device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
-            inexact.append(f"kernels on {device.type} may add in any order (DETERMINISTIC in a config changes that)")
-        if torch.backends.cudnn.benchmark and device is not None and device.type == "cuda":
+        device = self._device.type
+        if device != "cpu" and not torch.are_deterministic_algorithms_enabled():
+            inexact.append(f"kernels on {device} may add in any order (DETERMINISTIC in a config changes that)")
+        if torch.backends.cudnn.benchmark and device == "cuda":
             inexact.append("cuDNN chooses kernels again by their speed (CUDNN_BENCHMARK in a config)")
         return inexact
 
