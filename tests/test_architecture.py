@@ -23,7 +23,7 @@ LAYERS = [
         "trainkit.engine.settings",
         "trainkit.engine.skip",
     ],
-    ["trainkit.engine.fork", "trainkit.engine.hook_base", "trainkit.engine.periods"],
+    ["trainkit.engine.fork", "trainkit.engine.hook_base"],
     ["trainkit.engine.finite", "trainkit.engine.hook_list", "trainkit.engine.stopping"],
     ["trainkit.engine.run_state"],
     ["trainkit.engine.loop"],

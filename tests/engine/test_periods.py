@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainkit.engine.periods import check_period, is_due, is_due_epoch, is_last, is_nth
-from trainkit.utils.periods import periods_done, whole_or_rounded
+from trainkit.utils.periods import check_period, is_due, is_due_epoch, is_last, is_nth, periods_done, whole_or_rounded
 
 
 def every_n(done, n, start=0):

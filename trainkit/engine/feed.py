@@ -12,9 +12,8 @@ from trainkit.data.build import iters_per_epoch
 from trainkit.data.combined import CombinedLoader
 from trainkit.data.common import add_note
 from trainkit.data.loader import ResumableLoader, resume_obstacle
-from trainkit.engine.periods import check_period
 from trainkit.utils.device import Prefetcher
-from trainkit.utils.periods import exact, whole_or_rounded
+from trainkit.utils.periods import check_period, exact, whole_or_rounded
 from trainkit.utils.waiting import Abandoned, next_batch
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainkit.config import ConfigError
-from trainkit.engine.periods import check_period
 from trainkit.utils import comm
+from trainkit.utils.periods import check_period
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from trainkit.engine.periods import check_period
 from trainkit.utils import comm, waiting
 from trainkit.utils.env import stop_signals
+from trainkit.utils.periods import check_period
 from trainkit.utils.waiting import Abandoned, Waiter
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from trainkit.engine.hooks.timer import IterationTimer
 from trainkit.engine.hooks.unused_parameters import UnusedParameters
 from trainkit.engine.hooks.visualization import VISUALIZER_REGISTRY, VisualizationHook
 from trainkit.engine.hooks.writer import PeriodicWriter
-from trainkit.engine.periods import check_period, is_due, is_due_epoch, is_last, is_nth
+from trainkit.utils.periods import check_period, is_due, is_due_epoch, is_last, is_nth
 
 __all__ = [
     "HookBase",

@@ -3,8 +3,8 @@
 import math
 
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
-from trainkit.engine.periods import check_period, is_due
 from trainkit.utils import comm
+from trainkit.utils.periods import check_period, is_due
 
 
 @HOOK_REGISTRY.register()

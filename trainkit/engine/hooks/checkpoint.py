@@ -17,9 +17,8 @@ from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
 from trainkit.engine.hooks.ema import averaging_hook
 from trainkit.engine.hooks.monitor import MetricHook, Mode
-from trainkit.engine.periods import is_last
 from trainkit.utils.numbers import is_whole
-from trainkit.utils.periods import say_done
+from trainkit.utils.periods import is_last, say_done
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from torch import nn
 from trainkit.checkpoint.matching import Differences, table_of
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
-from trainkit.engine.periods import check_period
 from trainkit.solver.averaging import AveragingKind, ModelAverage, averaging_rule
 from trainkit.utils.model import unwrap_model
+from trainkit.utils.periods import check_period
 
 logger = logging.getLogger(__name__)
 

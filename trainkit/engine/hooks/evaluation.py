@@ -6,11 +6,10 @@ from typing import Any
 
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
-from trainkit.engine.periods import check_period, is_due, is_last
 from trainkit.evaluation.observer import Phase, observe_inference
 from trainkit.evaluation.testing import flatten_results_dict
 from trainkit.utils import comm
-from trainkit.utils.periods import periods_done, say_done
+from trainkit.utils.periods import check_period, is_due, is_last, periods_done, say_done
 
 logger = logging.getLogger(__name__)
 

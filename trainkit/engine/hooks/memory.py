@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
-from trainkit.engine.periods import check_period, is_due
 from trainkit.utils.device import accelerator_runs_ahead
 from trainkit.utils.numbers import is_whole
+from trainkit.utils.periods import check_period, is_due
 
 logger = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import SAVE_POINT, HookBase
-from trainkit.engine.periods import check_period, is_due, is_last
 from trainkit.evaluation.testing import flatten_results_dict
 from trainkit.utils import comm
 from trainkit.utils.logger import logging_from
 from trainkit.utils.numbers import is_number
+from trainkit.utils.periods import check_period, is_due, is_last
 from trainkit.utils.registry import did_you_mean
 
 logger = logging.getLogger(__name__)

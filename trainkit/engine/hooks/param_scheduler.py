@@ -8,10 +8,10 @@ from torch import Tensor
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.engine.hooks.lr_scheduler import LRScheduler
-from trainkit.engine.periods import check_period
 from trainkit.solver.build_schedule import build_schedule
 from trainkit.solver.schedules import Schedule, compute_values
 from trainkit.utils.numbers import is_number
+from trainkit.utils.periods import check_period
 from trainkit.utils.registry import did_you_mean
 
 _ANY_LENGTH = 2**40  # stands for the unknown length of the run

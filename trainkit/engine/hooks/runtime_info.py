@@ -8,9 +8,8 @@ from torch import nn
 
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.engine.hooks.lr_scheduler import store_values
-from trainkit.engine.periods import check_period, is_due
 from trainkit.utils import comm
-from trainkit.utils.periods import exact
+from trainkit.utils.periods import check_period, exact, is_due
 
 logger = logging.getLogger(__name__)
 

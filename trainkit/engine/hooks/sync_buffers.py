@@ -5,10 +5,10 @@ import torch.distributed as dist
 
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.engine.hooks.ema import EMAHook
-from trainkit.engine.periods import check_period, is_due
 from trainkit.evaluation.observer import Phase
 from trainkit.utils import comm
 from trainkit.utils.model import unwrap_model
+from trainkit.utils.periods import check_period, is_due
 
 
 @HOOK_REGISTRY.register()

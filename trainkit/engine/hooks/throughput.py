@@ -10,10 +10,10 @@ from torch import nn
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.engine.metrics import Row, exchange_rows
-from trainkit.engine.periods import check_period, is_due
 from trainkit.utils import comm
 from trainkit.utils.batches import num_samples
 from trainkit.utils.model import unwrap_model
+from trainkit.utils.periods import check_period, is_due
 
 logger = logging.getLogger(__name__)
 

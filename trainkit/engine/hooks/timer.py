@@ -5,7 +5,7 @@ import logging
 import time
 
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase, Priority
-from trainkit.engine.periods import check_period, is_due, is_nth
+from trainkit.utils.periods import check_period, is_due, is_nth
 
 logger = logging.getLogger(__name__)
 

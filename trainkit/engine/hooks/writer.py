@@ -7,8 +7,8 @@ from typing import Any
 
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase, Priority
 from trainkit.engine.hooks.evaluation import EvalHook
-from trainkit.engine.periods import check_period, is_due
 from trainkit.utils.events import EventWriter, estimate_eta_sec, get_event_storage
+from trainkit.utils.periods import check_period, is_due
 
 logger = logging.getLogger(__name__)
 
