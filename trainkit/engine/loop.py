@@ -253,17 +253,15 @@ class TrainerBase(RunState):
     # ------------------------------------------------------------------ a user's own loop calls the next four itself
 
     def before_train(self) -> None:
-        own_loop = self.status != "running"
-        if own_loop:
+        if self.status != "running":
             storage = self.storage  # opened by the user's loop
             self._start(self.start_iter, self.max_iter)
             self.storage = storage
         super().before_train()
-        if own_loop:
-            self._restore_rng()
 
     def before_step(self) -> None:
         if not self._inside:
+            self._restore_rng()
             self.storage.iter, self.position = self.iter, Position(self.iter, 1)
         super().before_step()
 
