@@ -35,7 +35,7 @@ def test_a_step_waits_at_most_for_the_event_of_two_steps_before(options, graph, 
     found = waits_by_iteration(tmp_path, *options, *graph)
 
     settled = {iter: waits for iter, waits in found.items() if iter >= 10}
-    assert {wait for waits in settled.values() for wait in waits} == {("event", "metrics.py:wait")}
+    assert {wait for waits in settled.values() for wait in waits} == {("event", "metrics.py:add")}
     assert max(len(waits) for waits in settled.values()) == 1
 
 

@@ -138,7 +138,6 @@ class HookList:
                 self._names[next(name for name in names if name not in self._names)] = hook
 
     def is_below(self, hook: HookBase) -> bool:
-        """Whether the hook runs below the save point."""
         return self._key(hook) > SAVE_POINT
 
     def describe(self) -> str:

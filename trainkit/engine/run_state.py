@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from trainkit.engine.finite import raise_failure
 from trainkit.engine.hook_base import HookBase
@@ -17,7 +17,6 @@ from trainkit.utils.rng import get_rng_state, rng_state_for_rank
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-Status: TypeAlias = Literal["not started", "running", "finished", "stopped", "failed"]
 
 
 class Position(NamedTuple):
@@ -56,7 +55,7 @@ class RunState(InferenceObserver):
         self.position = Position(0, 1)
         self.iter = self.start_iter = self.max_iter = 0
         self.storage = EventStorage()
-        self.status: Status = "not started"
+        self.status: Literal["not started", "running", "finished", "stopped", "failed"] = "not started"
 
     def _begin_anew(self, start_iter: int) -> None:
         self.position, self.storage = Position(start_iter, 1), EventStorage()

@@ -193,7 +193,6 @@ class SimpleTrainer(TrainerBase):
         return mean_losses(found)
 
     def compute_losses(self, batch: Any) -> Losses:
-        """The forward pass."""
         losses = parse_losses(self.call_model(batch))
         if self._is_first_step:
             self._is_first_step = False

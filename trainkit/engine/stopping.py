@@ -22,7 +22,6 @@ from trainkit.utils.waiting import Abandoned, Waiter
 logger = logging.getLogger(__name__)
 
 _RANKS_WAIT_SEC = 20.0  # torchrun kills after 30 s
-_HINT = b"\nStopping after this step; once more ends at once\n"
 
 
 class Stop(NamedTuple):
@@ -156,8 +155,8 @@ class StopRequests(Waiter):
             if signum == signal.SIGINT:
                 signal.signal(signum, former[signum])
                 if multiprocessing.parent_process() is None:  # otherwise the parent prints it
-                    with contextlib.suppress(OSError):
-                        os.write(2, _HINT)  # neither print nor log, which the signal may have interrupted
+                    with contextlib.suppress(OSError):  # neither print nor log, which the signal may have interrupted
+                        os.write(2, b"\nStopping after this step; once more ends at once\n")
             self.look_up()
 
         self._may_abandon = may_abandon

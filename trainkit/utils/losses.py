@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-OUTPUTS = "outputs"
-
 
 class Losses(NamedTuple):
     """A model's losses by name, the names that are summed into ``total``, and its further outputs."""
@@ -58,7 +56,7 @@ def parse_losses(returned: object) -> Losses:
             "a model must give its training loss as a tensor or as a dict of tensors by name; "
             f"this one gave {type(returned).__name__}"
         )
-    outputs = values.pop(OUTPUTS, None)
+    outputs = values.pop("outputs", None)
     trained = []
     for name, value in values.items():
         if not isinstance(name, str):
