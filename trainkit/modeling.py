@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from trainkit.config.checks import check_is_ours
 from trainkit.config.config import CfgNode
 from trainkit.config.errors import ConfigError, look_up
-from trainkit.utils.device import device_of, use_device
+from trainkit.utils.device import device_of, resolve_device
 from trainkit.utils.registry import Registry
 
 __all__ = ["MODEL_REGISTRY", "build_model", "losses_from"]
@@ -26,9 +26,12 @@ def device_of_config(cfg: CfgNode) -> torch.device:
         ConfigError: the machine does not have it.
     """
     try:
-        return use_device(cfg.MODEL.DEVICE)
+        device = resolve_device(cfg.MODEL.DEVICE)
     except ValueError as error:
         raise ConfigError(f"MODEL.DEVICE: {error}") from error
+    if device.index is not None and device.type not in ("cpu", "meta"):
+        torch.accelerator.set_device_index(device)  # "cuda" without a number then means this one
+    return device
 
 
 def on_device(cfg: CfgNode, model: nn.Module) -> nn.Module:

@@ -32,14 +32,6 @@ def resolve_device(name: str | torch.device) -> torch.device:
     return device
 
 
-def use_device(name: str | torch.device) -> torch.device:
-    """`resolve_device`, and make ``cuda:N`` the current device, which "cuda" without a number then means."""
-    device = resolve_device(name)
-    if device.index is not None and device.type not in ("cpu", "meta"):
-        torch.accelerator.set_device_index(device)
-    return device
-
-
 def device_of(model: nn.Module) -> torch.device | None:
     """The device of the first parameter or buffer; None if ``model`` has neither."""
     tensor = first_tensor(model)
