@@ -87,20 +87,20 @@ class FiniteCheck:
         if comm.get_tensor_parallel() > 1:  # torch shares a flag with the ranks of one gradient only
             for flag in self.flags.values():
                 dist.all_reduce(flag, dist.ReduceOp.MAX)
-        skips = self.policy == "skip"
-        self.flag = _join(self.flags, total.device) if self.flags or skips else None
-        if not skips or self.flag is None:
+        if self.policy != "skip":
+            self.flag = _join(self.flags, total.device) if self.flags else None
             return self.flag
-        _mark([_as_plain(total)], self.flag)
+        self.flag = flag = _join(self.flags, total.device)
+        _mark([_as_plain(total)], flag)
         if comm.get_world_size() > 1:
-            dist.all_reduce(self.flag, dist.ReduceOp.MAX)
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
         if self._former_buffers:
-            skipped = self.flag.bool()
+            skipped = flag.bool()
             for name, buffer in model.named_buffers():
                 if name in self._former_buffers:  # False: created by this forward pass
                     torch.where(skipped.to(buffer.device), self._former_buffers[name], buffer, out=buffer)
             self._former_buffers = {}
-        return self.flag
+        return flag
 
     def _mark_gradients(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Set the flag of each device that has a gradient which is not finite; flags of shards agree on all ranks."""
