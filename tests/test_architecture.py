@@ -75,7 +75,8 @@ LATE_IMPORTS = {
 }
 
 PURE = {"compile", "copy", "frozenset", "getLogger", "int", "list", "local", "object", "split", "tuple", "type"}
-PURE |= {"_of_step", "attrgetter", "count", "field", "forwarded", "itemgetter", "property", "staticmethod", "timedelta"}
+PURE |= {"_of_step", "attrgetter", "count", "field", "forwarded", "itemgetter", "property", "startswith"}
+PURE |= {"staticmethod", "timedelta", "vars"}
 
 
 class Sources:

@@ -29,21 +29,6 @@ class Priority(IntEnum):
 SAVE_POINT = 55
 """The priority of the save point, where checkpoints are written: hooks with a higher number run below it."""
 
-HOOK_POINTS = (
-    "before_train",
-    "before_epoch",
-    "before_step",
-    "after_backward",
-    "after_step",
-    "after_epoch",
-    "after_train",
-    "before_eval",
-    "before_eval_step",
-    "after_eval_step",
-    "after_eval",
-    "before_save",
-    "after_load",
-)
 EPOCH_POINTS = ("before_epoch", "after_epoch")
 # also of --eval-only
 EVALUATION_POINTS = ("before_eval", "before_eval_step", "after_eval_step", "after_eval", "after_load")
@@ -140,3 +125,6 @@ class HookBase:
             refuse_state(self, state_dict)
         for name in self._state_names:
             setattr(self, name, state_dict[name.lstrip("_")])
+
+
+HOOK_POINTS = tuple(name for name in vars(HookBase) if name.startswith(("before_", "after_")))
