@@ -180,9 +180,8 @@ class SimpleTrainer(TrainerBase):
         if self.zero_grad_before_forward:
             self.optimizer.zero_grad()
         found, num = list[Losses](), len(batches)
-        for batch in batches:
-            is_last = len(found) == num - 1  # ranks average gradients once, with the last micro-batch
-            with nullcontext() if is_last else without_gradient_sync(self.model):
+        for batch in batches:  # ranks average gradients once, with the last micro-batch
+            with nullcontext() if len(found) == num - 1 else without_gradient_sync(self.model):
                 losses = self.compute_losses(batch)
                 if not (found or self.zero_grad_before_forward):
                     self.optimizer.zero_grad()
