@@ -151,7 +151,7 @@ def code_of(function):
 
 def test_the_loop_is_that_of_the_source():
     assert TRAIN.splitlines() == code_of(TrainerBase.train)
-    parts = (TrainerBase._run_iteration, TrainerBase._end_iteration)
+    parts = (TrainerBase._run_iteration, TrainerBase._reach_save_point, TrainerBase._run_stage_2)
     assert "\n\n\n".join("\n".join(code_of(part)) for part in parts) + "\n" == ITERATION
 
 
@@ -165,7 +165,16 @@ def test_as_many_lines_are_read_as_the_guide_says():
         lines = [line.strip() for name in names for line in code_of(getattr(cls, name))]
         return sum(bool(line) and not line.startswith("#") for line in lines)
 
-    of_run = ("train", "_start", "_is_over", "_run_iteration", "_end_iteration", "_write_saves", "_finish")
+    of_run = (
+        "train",
+        "_start",
+        "_is_over",
+        "_run_iteration",
+        "_reach_save_point",
+        "_run_stage_2",
+        "_write_saves",
+        "_finish",
+    )
     of_step = ("run_step", "compute_gradients", "compute_losses", "judge_gradients", "update")
     assert (count(TrainerBase, *of_run), count(SimpleTrainer, *of_step)) == (run, step)
 

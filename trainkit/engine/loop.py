@@ -85,15 +85,17 @@ class TrainerBase(RunState):
             self.run_step()
             self.position = Position(self.iter, 2)
             self.after_step()
-        self._end_iteration()
+            self._reach_save_point()
+        self._run_stage_2()
         self.iter += 1
 
-    def _end_iteration(self) -> None:
-        if self._inside == "stage 1":
-            self.end_step()
-            self._inside = "save point"
-            if self._saves:
-                self._write_saves()
+    def _reach_save_point(self) -> None:
+        self.end_step()
+        self._inside = "save point"
+        if self._saves:
+            self._write_saves()
+
+    def _run_stage_2(self) -> None:
         self._inside = "stage 2"
         self._hook_list.call("after_step", below=True)
         if is_nth(self.iter + 1, self._per_epoch):
@@ -272,7 +274,8 @@ class TrainerBase(RunState):
             self._inside, self.position = "stage 1", Position(self.iter, 2)
         super().after_step()
         if own_loop:
-            self._end_iteration()
+            self._reach_save_point()
+            self._run_stage_2()
 
     def before_save(self, state: dict[str, Any]) -> None:
         if self._inside.startswith("stage") and not self._has_warned_of_save:
