@@ -173,12 +173,12 @@ class TrainerBase(RunState):
             self._begin_anew(start_iter)  # not where a checkpoint or a stop has left the run
         if self._early and max_iter > self._early[1]:
             self._early = None
-        self._stops.reset()
         self.iter, self.start_iter, self.max_iter, self.storage.iter = start_iter, start_iter, max_iter, start_iter
         self._per_epoch = self.iters_per_epoch if self.has_epochs else 0
         self._ranks_agree = self._hook_list.check(has_epochs=self._per_epoch > 0)
         self.rank_keys = self.own_keys if self._ranks_agree else ()
         self.status, self._inside, self._saves = "running", "", {}
+        self._stops.reset()
         self.begin_run()
         logger.info("Training from iteration %d to %d", start_iter, max_iter)
         self._warn_of_inexact()
