@@ -130,10 +130,10 @@ def run_test(cfg: CfgNode, trainer_class: type[DefaultTrainer], low: float, high
 
 
 def suggest(points: Sequence[Point]) -> tuple[float, float]:
-    """The learning rate where the loss falls most steeply over its logarithm, and that of the lowest loss.
+    """The learning rate where the loss falls most steeply over its logarithm, and the later one of the lowest loss.
 
-    Both are the middle of a part of `_DECADES`, in which a line is fitted to the losses: from one step to the next they
-    differ mostly by the noise of the batches.
+    The first is the middle of a part of `_DECADES`, in which a line is fitted to the losses: from one step to the next
+    they differ mostly by the noise of the batches. For the second the smoothed losses are compared.
 
     Raises:
         ConfigError: the loss never falls.
@@ -150,7 +150,8 @@ def suggest(points: Sequence[Point]) -> tuple[float, float]:
             f"the loss does not fall with any of these learning rates ({len(points)} steps, {points[0].lr:.2g} to "
             f"{points[-1].lr:.2g}); give more --iters (200 are usual), larger batches, or a smaller --min"
         )
-    return 10 ** logs[parts[steepest]].mean(), 10 ** logs[parts[lowest]].mean()
+    later = points[steepest + width // 2 :]
+    return 10 ** logs[parts[steepest]].mean(), min(later, key=lambda point: point.smoothed).lr
 
 
 def draw(points: Sequence[Point], suggested: float, path: Path) -> None:
