@@ -6,7 +6,7 @@ import os
 import threading
 
 import pytest
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from trainkit.data import InferenceSampler, ResumableLoader, TrainingSampler
 from trainkit.data import watch as watch_module
@@ -156,6 +156,24 @@ def test_a_connection_that_a_dataset_loses_is_its_own_error(clock, monkeypatch):
     monkeypatch.setattr(watch_module, "ENDING_SEC", 0)
     with pytest.raises(ConnectionResetError, match="Connection reset by peer"):
         next(iter(make(Bad(lose, bad=1))))
+
+
+class Truncated(IterableDataset):
+    """The first worker is done early, the second finds a file that ends too soon."""
+
+    def __iter__(self):
+        if get_worker_info().id == 0:
+            return
+        yield from range(4)
+        raise EOFError("image.jpg is truncated")
+
+
+def test_an_error_of_a_stream_is_its_own_although_another_worker_is_done(clock):
+    batches = iter(make(Truncated(), sampler=None))
+    assert next(batches) == [0, 1]
+    batches._workers[0].join(30)
+    with pytest.raises(EOFError, match="image.jpg is truncated"):
+        list(batches)
 
 
 def test_a_kept_worker_that_has_ended_is_replaced(clock, caplog):

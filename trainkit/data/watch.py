@@ -94,7 +94,8 @@ class Deliveries(Iterator[Any]):
             RuntimeError: ``error`` says that a worker has ended, and it was one of these; the new error says what it
                 did.
         """
-        if not self._workers or not (str(error).startswith(LOST) or isinstance(error, _CUT_OFF)):
+        of_dataset = str(error).startswith("Caught ")  # torch's start of what a worker's code has raised
+        if not self._workers or of_dataset or not (str(error).startswith(LOST) or isinstance(error, _CUT_OFF)):
             return
         ended = multiprocessing.connection.wait([worker.sentinel for worker in self._workers], ENDING_SEC)
         for worker in self._workers:
