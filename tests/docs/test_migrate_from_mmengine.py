@@ -151,8 +151,8 @@ def test_all_hook_points_are_there_once_and_those_of_the_first_tutorial_have_a_s
 
 
 def test_the_priorities_are_those_of_the_enum():
-    table = next(table for table in tables(TEXT) if "Priority there" in table[0])
-    found = [re.fullmatch(r"(\w+) \((\d+)\)", row["Priority there"]).groups() for row in table]
+    table = next(table for table in tables(TEXT) if "Priority in MMEngine" in table[0])
+    found = [re.fullmatch(r"(\w+) \((\d+)\)", row["Priority in MMEngine"]).groups() for row in table]
 
     assert [(name, int(value)) for name, value in found] == [(name, Priority[name].value) for name, _ in found]
 
