@@ -30,7 +30,7 @@ def device_of_config(cfg: CfgNode) -> torch.device:
     except ValueError as error:
         raise ConfigError(f"MODEL.DEVICE: {error}") from error
     if device.index is not None and device.type not in ("cpu", "meta"):
-        torch.accelerator.set_device_index(device)  # "cuda" without a number then means this one
+        torch.accelerator.set_device_index(device)  # "cuda" without a number now means this device
     return device
 
 
@@ -43,7 +43,7 @@ def on_device(cfg: CfgNode, model: nn.Module) -> nn.Module:
 def build_model(cfg: CfgNode) -> nn.Module:
     """Build the model ``cfg.MODEL.NAME`` on the device ``cfg.MODEL.DEVICE``.
 
-    It has its initial weights; the checkpointer loads ``cfg.MODEL.WEIGHTS``.
+    The model has its initial weights; the checkpointer loads ``cfg.MODEL.WEIGHTS``.
 
     Raises:
         ConfigError: ``cfg.MODEL.NAME`` is empty, or nothing is registered under it; the machine does not have the
@@ -90,11 +90,11 @@ def losses_from(
     arguments, or with arguments by name, are not changed.
 
     Args:
-        model: its class becomes a subclass of itself, so the names of its state stay; it is returned.
+        model: changed in place and returned; it gets a subclass of its class, so the names in its state stay.
         loss_fn: called with (output, target), gives a loss or a dict of losses; a module is trained and saved too.
             None: ``model`` is called with all entries of the batch by name, and returns an object with ``loss``.
         split: gives (inputs, target) of a batch. Default: the target is the last of several tensors, or ``label`` or
-            ``labels`` of a mapping; its other entries are arguments by name, a single one is an argument by position.
+            ``labels`` of a mapping; the other entries are arguments by name (by position if there is only one).
     """
     original = type(model).forward
 

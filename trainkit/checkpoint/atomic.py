@@ -37,13 +37,13 @@ def replacing(path: str) -> Iterator[BinaryIO]:
         except OSError as error:
             raise CheckpointError(_write_failure(error, path, temporary, file.size if file else 0)) from error
         finally:
-            with contextlib.suppress(OSError):  # it may have been renamed
+            with contextlib.suppress(OSError):  # the file may have been renamed
                 os.remove(temporary)
 
 
 @contextlib.contextmanager
 def being_written(path: str) -> Iterator[None]:
-    """Inside, no thread of this process removes this file or folder as a leftover."""
+    """Context in which no thread of this process removes this file or folder as a leftover."""
     name = os.path.basename(path)
     _being_written.append(name)
     try:
@@ -59,8 +59,8 @@ def is_being_written(name: str) -> bool:
 class _File(io.RawIOBase):
     """Writes to a file. After a write that fails, later writes are only counted; :meth:`sync` raises the error.
 
-    Raised at once, it would become an error of torch's writer about file positions, and the needed size would stay
-    unknown.
+    If the error were raised at once, torch's writer would hide it behind an error about file positions, and the needed
+    size would stay unknown.
 
     Attributes:
         size: bytes given to ``write``.
@@ -102,7 +102,7 @@ def write_text(text: str, path: str | os.PathLike[str]) -> None:
 
 def remove_leftovers(folder: str | os.PathLike[str]) -> None:
     """Remove temporary files of killed processes; no other process may be writing to ``folder``."""
-    with contextlib.suppress(OSError):  # they only cost space
+    with contextlib.suppress(OSError):  # leftovers only cost space
         for name in os.listdir(folder):
             if _TEMPORARY.fullmatch(name) and not is_being_written(name):
                 os.remove(os.path.join(folder, name))
@@ -116,7 +116,7 @@ def sync_folder(folder: str) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot do this
             raise
     finally:
         os.close(descriptor)
@@ -134,7 +134,7 @@ def _write_failure(error: OSError, path: str, temporary: str, size: int) -> str:
     text = f"cannot write '{path}' in folder '{folder}': {error.strerror or error}"
     if error.errno in _REMEDIES:
         written = os.path.getsize(temporary) if os.path.exists(temporary) else size
-        room = written if written < size else shutil.disk_usage(folder).free  # fsync and rename fail after the writing
+        room = written if written < size else shutil.disk_usage(folder).free  # all is written if fsync or rename fails
         missing = f", so {size - room:,} are missing" if room < size else ""
         text += f"; the file needs {size:,} bytes, there is room for {room:,}{missing}. {_REMEDIES[error.errno]}"
     elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):

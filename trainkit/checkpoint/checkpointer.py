@@ -80,7 +80,7 @@ class Checkpointer:
 
     Args:
         model: data-parallel wrappers are removed.
-        save_dir: created when first needed; ``""`` switches off saving and resuming. For an address of fsspec it is a
+        save_dir: created when first needed; ``""`` switches off saving and resuming. An address of fsspec becomes a
             local folder whose files are uploaded, see `trainkit.checkpoint.remote`.
         save_to_disk: whether this process writes; None: rank 0 does.
         checkpointables: name in the file -> object.
@@ -109,7 +109,7 @@ class Checkpointer:
         # a group for each checkpointer, since two may write at the same time
         self._group_name = f"checkpointer {next(_numbers)}"
         self._writing: futures.Future[None] | None = None
-        self._memory: dict[bool, Tensor] = {}  # of the last copy, reused by the next one
+        self._memory: dict[bool, Tensor] = {}  # the memory of the last copy, for the next one
         self._source = "the checkpoint", False  # (path, strict) of the current load
         # these files must be on the disk at the end: the last tagged one and all untagged ones
         self._tagged, self._untagged = "", set[str]()
@@ -143,14 +143,14 @@ class Checkpointer:
         Args:
             name: without a folder or suffix.
             tag_last: whether a later resume starts from this file; False for a best checkpoint.
-            on_commit: called on the rank that writes, by the thread that writes, after the file is on the disk.
+            on_commit: called after the file is on the disk, in the rank and the thread that write it.
             kwargs: further entries, such as ``iteration=99``; tensors or plain Python values.
 
         Returns:
             The write that continues in the thread; None if everything is done.
 
         Raises:
-            ValueError: ``name`` has a folder in it, or an entry of ``kwargs`` has the name of another one.
+            ValueError: ``name`` has a folder in it, or an entry of ``kwargs`` has the name of another entry.
             TypeError: a value in a state is neither a tensor nor a plain Python value; the message has its path.
             CheckpointError: the file cannot be written; earlier files are unchanged. For an asynchronous save this is
                 raised by :meth:`wait` or :meth:`raise_error`, or logged by the next ``save``.
@@ -191,7 +191,7 @@ class Checkpointer:
         return None
 
     def remove(self, name: str) -> None:
-        """Remove an untagged file, such as that of a former best value, if it is there; every rank may call it.
+        """Remove an untagged file, such as an old best checkpoint, if it is there; every rank may call it.
 
         Raises:
             OSError: it cannot be removed.
@@ -240,7 +240,7 @@ class Checkpointer:
         return state, shards
 
     def _deleted(self) -> list[str]:
-        """Files that this process has written last and that are gone, so that another program has deleted them."""
+        """Files of the last saves of this process that no longer exist: another program has deleted them."""
         names = {self._tagged, *self._untagged} - {""}
         return sorted(name for name in names if not os.path.lexists(os.path.join(self.save_dir, name + SUFFIX)))
 
@@ -316,7 +316,7 @@ class Checkpointer:
             text = str(error)
         else:
             return
-        # the error is kept until somebody asks for it, and must not keep a copy of the model
+        # the error is kept until it is asked for, and must not keep a copy of the model alive
         del copy, state, shards, write
         raise CheckpointError(text)
 
@@ -488,7 +488,7 @@ class Checkpointer:
         return download(path, self.path_manager) if "://" in path else path
 
     def _apply(self, state: dict[str, Any], path: str, keys: list[str], strict: bool) -> dict[str, Any]:
-        if not isinstance(state.get("model"), Mapping):  # a bare state dict
+        if not isinstance(state.get("model"), Mapping):  # the state dict of a model alone
             state = {"model": state}
         if any(getattr(self.checkpointables[key], "rank_keys", ()) for key in keys):
             take_rank_state(state, path)
@@ -517,7 +517,7 @@ class Checkpointer:
                 self._log_incompatible_keys(incompatible)
         finally:
             self._source = former
-        for key in ("model", _NEW_BUFFERS):  # an overridden method may not have removed them
+        for key in ("model", _NEW_BUFFERS):  # an overridden method may have left them
             state.pop(key, None)
         if absent:
             _logger.warning("'%s' holds no state for %s, which stay as they are", path, absent)
@@ -537,8 +537,8 @@ class Checkpointer:
     def _load_file(self, filename: str) -> dict[str, Any]:
         """The content of a file: a dict with the weights under "model", or the weights alone.
 
-        Override it to read other formats or to rename weights; `load_trusted_pickle` reads files that this refuses. It
-        is called on each rank, also when a run is resumed.
+        Override it to read other formats or to rename weights; `load_trusted_pickle` reads files that this method
+        refuses. It is called on each rank, also when a run is resumed.
         """
         return read_file(filename)
 
@@ -595,7 +595,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: on every rank, if one of them cannot read it.
-            _DamagedShards: on every rank; each verifies a part of the files.
+            _DamagedShards: on every rank, although each rank verifies only some of the files.
         """
         found = together(lambda: self._load_file(path) if state is None else state)
         rank, num_ranks = comm.get_rank(), comm.get_world_size()
@@ -614,12 +614,12 @@ def together(call: Callable[[], _T], group: "dist.ProcessGroup | None" = None, *
     """Make a call on every rank; if it fails on one, raise on all, so that no rank waits for ever.
 
     Args:
-        is_of_one: only one rank has to do with an error, so errors need not name the rank.
+        is_of_one: only one rank can fail, so errors need not name the rank.
     """
     error, result = "", None
     try:
         result = call()
-    except OSError as failure:  # a CheckpointError is one
+    except OSError as failure:  # a CheckpointError is an OSError
         error = str(failure)
         if comm.get_world_size() > 1 and not is_of_one:
             error = f"rank {comm.get_rank()}: {error}"

@@ -16,8 +16,7 @@ _OF_FILES = re.compile(rf"{_TRAINER}/{_WRITER}/(length|sizes|id)|{_TRAINER}/orig
 
 
 def is_of_the_clock(path: str) -> bool:
-    """Whether an entry differs between equal runs: clock readings, sizes of files with them, and how the run
-    started."""
+    """Whether an entry differs between equal runs: clock readings, sizes of files with them, how a run started."""
     scalar = _SCALAR.fullmatch(path)
     is_of_clock = scalar is not None and scalar["name"] in CLOCK_READINGS
     return is_of_clock or _OF_FILES.fullmatch(path) is not None
@@ -29,13 +28,13 @@ def differing(
     """Each place where two nested values differ, with a description; values are compared bit by bit.
 
     Args:
-        path: of both values, with names joined by "/".
+        path: the path of both values, with names joined by "/".
         skip: called with the key and the path of each entry of a mapping; True leaves the entry out.
     """
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         if difference := _difference_of_tensors(_dense(left), _dense(right)):
             yield f"{path}: {difference}"
-    elif isinstance(left, Mapping) and isinstance(right, Mapping):  # of any classes: programs may use different ones
+    elif isinstance(left, Mapping) and isinstance(right, Mapping):  # of any class: programs may use different classes
         for key in [*left, *(key for key in right if key not in left)]:
             here = f"{path}/{key}".lstrip("/")
             if skip(key, here):
@@ -51,7 +50,7 @@ def differing(
             yield f"{path}: {len(left)} and {len(right)} entries"
         for index, pair in enumerate(zip(left, right, strict=False)):
             yield from differing(*pair, f"{path}/{index}", skip)
-    elif repr(left) != repr(right):  # repr tells floats apart bit by bit, but NaN equals NaN
+    elif repr(left) != repr(right):  # repr shows every bit of a float, but NaN equals NaN
         yield f"{path}: {left!r:.60} and {right!r:.60}"
 
 

@@ -23,12 +23,12 @@ from trainkit.checkpoint.state import plain_state
 from trainkit.utils.registry import did_you_mean
 
 SUFFIX = ".pth"
-# raised by `peek_file`, or by looking into its result, if the file is no checkpoint of a trainer
+# errors of `peek_file`, or of reading its result, if the file is not a checkpoint of a trainer
 UNREADABLE = (OSError, RuntimeError, ValueError, LookupError, TypeError, pickle.UnpicklingError)
-SAFETENSORS_SUFFIX = ".safetensors"  # weights alone
+SAFETENSORS_SUFFIX = ".safetensors"  # such a file holds only weights
 MARKER = "__trainkit_format__"
 
-_FOLDER = 0x10  # bit of a record's attributes
+_FOLDER = 0x10  # the bit for folders in a record's attributes
 
 
 def write_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
@@ -36,7 +36,7 @@ def write_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
     Raises:
         TypeError: ``state`` holds a value that is neither a tensor nor a plain Python value.
-        CheckpointError: it cannot be written; no partial file stays.
+        CheckpointError: the file cannot be written; no partial file stays.
     """
     payload = {MARKER: 2, **plain_state(dict(state))}
     with replacing(os.fspath(path)) as output:
@@ -44,7 +44,7 @@ def write_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def peek_file(path: str | os.PathLike[str]) -> Any:
-    """The content of a checkpoint, not verified. It is mapped: only the entries that are used are read."""
+    """The content of a checkpoint, not verified. The file is memory-mapped: only entries that are used are read."""
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
@@ -60,7 +60,7 @@ def read_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[s
         if path.endswith(SAFETENSORS_SUFFIX):
             try:
                 weights = import_safetensors().load(file.read())
-            except Exception as error:  # a SafetensorError, KeyError for a dtype that torch lacks, ...
+            except Exception as error:  # a SafetensorError, a KeyError for a dtype that torch does not have, ...
                 raise CheckpointError(f"'{path}' cannot be read as safetensors: {error}") from error
             return {"model": {name: weight.to(map_location) for name, weight in weights.items()}}
         if file.read(2) == b"PK":
@@ -78,7 +78,7 @@ def write_safetensors(weights: Mapping[str, Any], path: str) -> None:
 
     Raises:
         TypeError: a value is not a tensor.
-        CheckpointError: it cannot be written, or the package ``safetensors`` is missing; nothing is left behind.
+        CheckpointError: the file cannot be written, or the package ``safetensors`` is missing; no partial file stays.
     """
     for name, weight in weights.items():
         if not isinstance(weight, torch.Tensor):
@@ -137,7 +137,7 @@ def is_ours(path: str | os.PathLike[str]) -> bool:
 
 
 def is_file_of(folder: str, name: str) -> bool:
-    """Whether ``name`` is a bare file name in ``folder`` and no link out of it; the file need not exist."""
+    """Whether ``name`` is a file name in ``folder`` without a path, and not a link out of it; it need not exist."""
     is_name = name.isprintable() and name not in (os.curdir, os.pardir) and os.path.basename(name) == name
     return is_name and os.path.dirname(os.path.realpath(os.path.join(folder, name))) == os.path.realpath(folder)
 
@@ -179,7 +179,7 @@ def _check_records(file: io.BufferedReader, path: str) -> None:
             if any(record.external_attr & _FOLDER for record in records):
                 raise zipfile.BadZipFile("a record is marked as a folder, which torch.load leaves out without a word")
             size = sum(record.file_size for record in records)
-            if size > os.fstat(file.fileno()).st_size:  # torch.save compresses nothing
+            if size > os.fstat(file.fileno()).st_size:  # torch.save does not compress
                 raise zipfile.BadZipFile(f"its records hold {size:,} bytes, more than the file")
             if damaged := archive.testzip():
                 raise zipfile.BadZipFile(f"the content of its record '{damaged}' does not match its checksum")
@@ -193,13 +193,13 @@ def _unpickle(file: io.BufferedReader, path: str, map_location: Any) -> Any:
     except pickle.UnpicklingError as error:
         name = re.search(r"GLOBAL (\S+)", str(error))
         reason = f"it needs {name[1]}" if name else "its pickle is not plain"
-        # Not chained: torch's message recommends to load without protection.
+        # Not chained: torch's message recommends loading without protection.
         raise CheckpointError(
             f"'{path}' is refused: {reason}. Only tensors and plain Python values are accepted, because anything "
             "else runs code from the file. If you trust it, convert it by tools/convert_checkpoint.py"
         ) from None
     except Exception as error:  # torch raises many types on damaged archives
         reason = str(error).partition(". ")[0] or "it is empty, or ends too early"
-        if "pickle protocol" in reason:  # written by another program
+        if "pickle protocol" in reason:  # another program has written it
             reason += ". If you trust it, convert it by tools/convert_checkpoint.py"
         raise CheckpointError(f"'{path}' is damaged or not a file of torch.save: {reason}") from error

@@ -26,10 +26,10 @@ def checkpoint_files(folder: str) -> list[str]:
 
 
 def _newest_first(folder: str) -> list[str]:
-    """Paths of all checkpoints without published weights, newest first; of equal times, the last name first."""
+    """Paths of all checkpoints except published weights, newest first; if times are equal, the last name first."""
     dated = []
     for path in checkpoint_files(folder):
-        if PUBLISHED.fullmatch(os.path.basename(path)):  # no run can resume from these
+        if PUBLISHED.fullmatch(os.path.basename(path)):  # no run can resume from published weights
             continue
         with contextlib.suppress(OSError):  # another process may remove files; a link may lead nowhere
             dated.append((os.stat(path).st_mtime_ns, path))
@@ -45,7 +45,7 @@ def tagged_file(folder: str) -> str:
     if not folder:
         return ""
     tag_file = os.path.join(folder, TAG_FILE)
-    if not is_file_of(folder, TAG_FILE):  # not read, since errors would show its content
+    if not is_file_of(folder, TAG_FILE):  # do not read it, since errors would show its content
         raise CheckpointError(
             f"'{tag_file}' is a link out of its folder; delete it to resume from the newest checkpoint"
         )
@@ -78,7 +78,7 @@ def find_checkpoint(folder: str) -> str:
 def choose(
     folder: str, known_as_broken: Mapping[str, str] = {}, read: Callable[[str], Any] = read_file
 ) -> tuple[str, Any]:
-    """The checkpoint to resume from: the tagged one, else the newest intact one; its path, and its content.
+    """The path and the content of the checkpoint to resume from: the tagged one, else the newest intact one.
 
     One read verifies and loads the file, without its shards. If there is no checkpoint, the path is ``""``.
 
@@ -100,7 +100,7 @@ def choose(
         except CheckpointError as error:
             broken.append(str(error))
             continue
-        # A foreign file counts only if it is tagged; otherwise it may be weights that somebody has put into the folder.
+        # A foreign file is used only if it is tagged; otherwise it may be weights that a user has put there.
         if path == tagged or is_ours(path):
             if broken:
                 _logger.warning("%s. Resuming from '%s' instead", "; ".join(broken), path)

@@ -36,7 +36,7 @@ class Differences:
 
 
 def table_of(incompatible: Any) -> str:
-    """A row for each key in the lists of `Differences`, or in fvcore's or torch's equivalents; "" if there is none."""
+    """A row for each key in the lists of `Differences`, or in similar lists of fvcore or torch; "" if there is none."""
     shapes = getattr(incompatible, "shapes", {})
     rows: list[tuple[Any, ...]] = [
         ("missing", key, "-", shapes.get(key, "")) for key in getattr(incompatible, "missing_keys", ())
@@ -49,7 +49,7 @@ def table_of(incompatible: Any) -> str:
 
 
 def strip_wrapper_prefix(weights: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
-    """Remove the ``module.`` of a data-parallel wrapper from every key, unless ``model`` has such keys itself."""
+    """Remove the prefix ``module.`` of a data-parallel wrapper from every key, unless keys of ``model`` have it too."""
     is_prefixed = all(str(key).startswith(_PREFIX) for key in weights)
     if not is_prefixed or any(key.startswith(_PREFIX) for key in model.state_dict()):
         return weights
@@ -57,7 +57,7 @@ def strip_wrapper_prefix(weights: Mapping[str, Any], model: nn.Module) -> Mappin
 
 
 def _fits(value: Any, own: Any) -> bool:
-    if not isinstance(own, Tensor):  # extra state: the module checks it
+    if not isinstance(own, Tensor):  # extra state, which the module checks itself
         return True
     # A lazy parameter takes its shape from the file.
     return isinstance(value, Tensor) and (torch.nn.parameter.is_lazy(own) or value.shape == own.shape)

@@ -25,11 +25,10 @@ class PeriodicCheckpointer:
     Args:
         checkpointer: a trainkit or an fvcore checkpointer.
         period: in iterations; 0: only at the end.
-        max_iter: iterations of the run; None: no end.
+        max_iter: iterations of the run; None: the run has no end.
         max_to_keep: number of periodic saves to keep, at least 1; None: all. Final and best files are never removed.
-        file_prefix: of the file names.
-        start: iterations before the first periodic save, from which the period counts; 0: the first is after
-            ``period``.
+        file_prefix: the start of the file names.
+        start: number of iterations before the first periodic save; 0: one ``period``. The period counts from there.
         save_last: whether to write a final file.
     """
 
@@ -58,7 +57,7 @@ class PeriodicCheckpointer:
         """Save if it is due; call it after each iteration. Returns and raises what :meth:`Checkpointer.save` does.
 
         Args:
-            iteration: the one just done, from 0; saved as ``iteration``.
+            iteration: the iteration just done, counted from 0; saved as ``iteration``.
             kwargs: further entries of the file.
         """
         name = self.name_at(iteration)
@@ -99,7 +98,7 @@ class PeriodicCheckpointer:
             return
         try:
             numbered = self._numbered_files()
-            # Files of later iterations are of an earlier run in this folder; they are neither counted nor removed.
+            # Files of later iterations are from an earlier run in this folder; they are neither counted nor removed.
             newest_first = sorted((number for number in numbered if number < iteration), reverse=True)
             for number in newest_first[self.max_to_keep - 1 :]:
                 remove_from_run(os.path.join(self.checkpointer.save_dir, numbered[number]))

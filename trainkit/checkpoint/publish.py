@@ -22,10 +22,10 @@ def publish_weights(
     """Write ``{"model": weights}`` of a checkpoint into the same folder: one plain file, also for a sharded checkpoint.
 
     The file is called ``<name>_published-<first 8 hex digits of its SHA-256>.pth``, which ``torch.hub`` verifies. Then
-    older published files of the same checkpoint are removed. A run cannot resume from it.
+    older published files of the same checkpoint are removed. A run cannot resume from such a file.
 
     Args:
-        weights: the model's, or the average of the `EMAHook`, with the model's own weights where nothing is averaged.
+        weights: "model", or "ema": the average of the `EMAHook`, and the model's own weights where nothing is averaged.
         format: "safetensors" writes only the tensors, by their names, to a file that ends in ``.safetensors``.
 
     Returns:
@@ -48,7 +48,7 @@ def publish_weights(
             write_safetensors(chosen, unnamed)
         else:
             write_file({"model": chosen}, unnamed)
-    except TypeError as error:  # written by another program, or a format that cannot store it
+    except TypeError as error:  # another program has written the file, or the format cannot store it
         raise CheckpointError(f"the weights of '{path}' cannot be published: {error}") from error
     published = os.path.join(folder, f"{name}_published-{sha256_of(unnamed)[:8]}{suffix}")
     os.replace(unnamed, published)

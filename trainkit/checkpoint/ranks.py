@@ -19,7 +19,7 @@ KEY = "ranks"
 
 
 class _Same:
-    """Replaces a tensor that equals the one of rank 0 at the same path."""
+    """Replaces a tensor that equals rank 0's tensor at the same path."""
 
 
 def gather_rank_states(state: Mapping[str, Any], model: nn.Module, keys: Mapping[str, Iterable[str]]) -> list[Any]:
@@ -33,7 +33,7 @@ def gather_rank_states(state: Mapping[str, Any], model: nn.Module, keys: Mapping
     buffers = {key: {name: held[key][name] for name, _ in model.named_buffers() if name in held[key]} for key in held}
     entries = {key: {name: state[key][name] for name in names if name in state[key]} for key, names in keys.items()}
     mine = {**buffers, **entries}
-    own: dict[str, Tensor] = {}  # of rank 0, by path
+    own: dict[str, Tensor] = {}  # the tensors of rank 0, by path
     if comm.is_main_process():
         _map_tensors(mine, own.setdefault)
     known = comm.broadcast({path: _digest(tensor) for path, tensor in own.items()})
@@ -45,7 +45,7 @@ def gather_rank_states(state: Mapping[str, Any], model: nn.Module, keys: Mapping
 
 
 def take_rank_state(state: dict[str, Any], path: str) -> None:
-    """Put this rank's own part into ``state``, which is rank 0's, and remove the parts of all ranks from it."""
+    """Put this rank's own part into ``state``, which has rank 0's part, and remove the parts of all ranks from it."""
     parts = state.pop(KEY, None)
     if parts is not None and not (isinstance(parts, list) and all(isinstance(part, dict) for part in parts)):
         raise CheckpointError(f"'{path}' is damaged: its entry {KEY!r} has to be a list with the states of each rank")
@@ -73,6 +73,6 @@ def _map_tensors(value: Any, change: Callable[[str, Any], Any], path: str = "") 
 def _digest(tensor: Tensor) -> str:
     tensor = tensor.detach() if tensor.is_meta else tensor.detach().cpu().contiguous()
     text = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest_size=16)
-    if tensor.numel() and not tensor.is_meta:  # a tensor on the meta device replaces a sharded one
+    if tensor.numel() and not tensor.is_meta:  # a tensor on the meta device stands for a sharded one
         text.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return text.hexdigest()

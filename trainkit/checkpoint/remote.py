@@ -31,8 +31,8 @@ from trainkit.utils.run_folder import LOCK_FILE, is_owned_by_another
 _logger = logging.getLogger(__name__)
 
 _MANIFEST = "last_upload.json"
-_STATE = ".uploads.json"  # in the local folder: its last upload, and size and time of each uploaded file
-_NUMBERED = re.compile(r"(.+_(\d{7,}))(\.pth|\.shards-.+)")  # files of periodic checkpoints, and of the best k
+_STATE = ".uploads.json"  # a file in the local folder: its last upload, and size and time of each uploaded file
+_NUMBERED = re.compile(r"(.+_(\d{7,}))(\.pth|\.shards-.+)")  # files of periodic checkpoints, and of the best ones
 
 _NO_RUN: dict[str, Any] = {"upload": "", "last_checkpoint": "", "files": [], "removed": []}
 _remotes: dict[str, "RemoteFolder"] = {}  # by local folder
@@ -74,12 +74,12 @@ def download(address: str, path_manager: Any = PathManager) -> str:
     """The path of a local copy. Raises CheckpointError if the file cannot be downloaded."""
     try:
         return str(path_manager.get_local_path(address))
-    except Exception as error:  # each file system raises types of its own
+    except Exception as error:  # each file system raises its own types
         raise CheckpointError(f"'{address}' cannot be downloaded: {error}") from error
 
 
 def remove_from_run(path: str) -> None:
-    """Remove a checkpoint with its shards; one that is only at the address is removed there, with the next upload.
+    """Remove a checkpoint with its shards; if it is only at the address, the next upload removes it there.
 
     Raises:
         OSError: something cannot be removed.
@@ -91,18 +91,18 @@ def remove_from_run(path: str) -> None:
 
 
 class RemoteFolder:
-    """The files of a run at an address; for rank 0.
+    """The files of a run at an address; used on rank 0.
 
     Attributes:
-        is_taken: whether a run of this process writes there.
-        only_there: names of the numbered checkpoints that were not downloaded.
+        is_taken: whether a run of this process writes to the address.
+        only_there: names of the numbered checkpoints that are only at the address.
     """
 
     def __init__(self, address: str, folder: str) -> None:
         self.address, self.is_taken, self.only_there = address, False, set[str]()
         self._folder, self._is_known = folder, False
         self._manifest = _NO_RUN
-        self._own = [""]  # the last upload, and those after it of which it is unknown whether they came there
+        self._own = [""]  # the last upload, and later uploads that may have failed
         self._uploaded: dict[str, list[int]] = {}  # name -> size and time of the local file
         self._thread = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="upload")
         self._queued: futures.Future[str] | None = None
@@ -115,7 +115,7 @@ class RemoteFolder:
         Raises:
             CheckpointError: the address cannot be read.
         """
-        if self.is_taken or is_owned_by_another(self._folder):  # then the newest files are here
+        if self.is_taken or is_owned_by_another(self._folder):  # then the local files are the newest
             return
         with self._explained("cannot be read"):
             self._manifest, self._is_known = self._read_manifest(), True
@@ -142,10 +142,11 @@ class RemoteFolder:
         """Note at the address that a run of this process writes there.
 
         Args:
-            resume: True: download the run first. False: start a new one. None: as it was before.
+            resume: True: download the run first. False: start a new run. None: as the last call decided.
 
         Raises:
-            CheckpointError: a new run would start where one is, or the address cannot be read or written.
+            CheckpointError: a new run would start at an address that has a run, or the address cannot be read or
+                written.
         """
         if resume:
             self.download()
@@ -162,7 +163,7 @@ class RemoteFolder:
         self.is_taken = self._is_known = True
 
     def upload_soon(self) -> None:
-        """Upload what is new in the thread; an error is logged."""
+        """Let the thread upload the new files; an error is logged."""
         if self._queued is None or self._queued.running() or self._queued.done():
             self._queued = self._thread.submit(self._upload_or_log)
 
@@ -176,7 +177,7 @@ class RemoteFolder:
         return error
 
     def forget(self, name: str) -> bool:
-        """If a checkpoint is only at the address, remove it there with the next upload; return whether it is."""
+        """If a checkpoint is only at the address, let the next upload remove it there; return whether this is so."""
         gone = {it for it in self.only_there if it == name or it.startswith(name.removesuffix(SUFFIX) + ".shards-")}
         self.only_there -= gone
         return bool(gone)
@@ -204,15 +205,15 @@ class RemoteFolder:
         return {*filter(self._is_of_run, (str(path.relative_to(folder)) for path in paths if path.is_file()))}
 
     def _is_of_run(self, name: str) -> bool:
-        """Whether a file, named here or at the address, is one of the run, and in its folder or a folder of shards."""
+        """Whether a local or remote name is that of a file of the run, in its folder or in a folder of shards."""
         parent, file = os.path.split(name)
-        if not parent:  # `_MANIFEST` and TAG_FILE are read and written by themselves
+        if not parent:  # `_MANIFEST` and TAG_FILE are read and written separately
             return file[:1] != "." and file not in (LOCK_FILE, TAG_FILE, _MANIFEST) and is_file_of(self._folder, file)
         is_of_shards = SHARD_FOLDER.fullmatch(parent) and is_file_of(self._folder, parent)
         return bool(is_of_shards) and is_file_of(self._here(parent), file)
 
     def _get(self, names: Iterable[str]) -> None:
-        # the newest last: if a checkpoint is damaged, the times of the files decide which is the next
+        # the newest last: if a checkpoint is damaged, the times of the files decide which one is tried next
         for name in sorted(names, key=_iteration_in):
             os.makedirs(os.path.dirname(self._here(name)), exist_ok=True)
             self._filesystem.get_file(self._there(name), self._here(".download"))
@@ -238,7 +239,7 @@ class RemoteFolder:
         with contextlib.suppress(FileNotFoundError), open(self._here(TAG_FILE)) as file:
             tagged = file.read().strip()
         stem = tagged.removesuffix(SUFFIX)
-        # the newest checkpoint first, before a newer one replaces it here; shards before the file that names them
+        # the newest checkpoint first, before a newer one replaces it here; shards before the file with their names
         for name in sorted(names, key=lambda name: (not name.startswith(stem), name.endswith(SUFFIX))):
             try:
                 signature = _signature(self._here(name))
@@ -249,13 +250,13 @@ class RemoteFolder:
             except FileNotFoundError:
                 if os.path.exists(self._here(name)):
                     raise
-                if stem and name.startswith(stem):  # the thread that has removed it asks for the next upload
+                if stem and name.startswith(stem):  # the thread that has removed the file asks for the next upload
                     return
                 names.discard(name)
         if tagged:
             self._filesystem.pipe_file(self._there(TAG_FILE), tagged.encode())
         self.only_there -= names
-        # those to remove are named too: if this process is killed, the next one removes them
+        # files to remove are named too: if this process is killed, the next process removes them
         files, former = sorted(names | self.only_there), self._manifest["files"] + self._manifest["removed"]
         removed = sorted({*former}.difference(files))
         self._manifest = {**self._manifest, "last_checkpoint": tagged, "files": files, "removed": removed}
@@ -276,7 +277,7 @@ class RemoteFolder:
     def _write_manifest(self) -> None:
         upload = f"last upload by process {os.getpid()} on {socket.gethostname()}, {datetime.now()}"
         self._own.append(upload)
-        self._write_state()  # before it, so that after a kill this folder still counts as the newest
+        self._write_state()  # before the upload, so that after a kill this folder still counts as the newest
         self._manifest = {**self._manifest, "upload": upload}
         self._filesystem.pipe_file(self._there(_MANIFEST), json.dumps(self._manifest).encode())
         self._own = [upload]
@@ -284,7 +285,7 @@ class RemoteFolder:
     def _read_state(self) -> bool:
         """Whether the last upload came from this folder, or was downloaded to it."""
         self._uploaded = {}
-        with contextlib.suppress(OSError, LookupError, TypeError, ValueError):  # missing or damaged
+        with contextlib.suppress(OSError, LookupError, TypeError, ValueError):  # the file is missing or damaged
             with open(self._here(_STATE), encoding="utf-8") as file:
                 state = json.load(file)
             if self._manifest["upload"] in state["uploads"]:

@@ -1,7 +1,7 @@
 """Reads a folder of shards without running code from it. Imported only when needed, since it imports much of torch.
 
-torch unpickles the file ``.metadata`` without limits. Here the only names that are looked up are number types; every
-other object becomes an empty record that keeps its state. The metadata is rebuilt from these records.
+torch unpickles the file ``.metadata`` without limits. This module imports no names except number types; every other
+object becomes an empty record that keeps its state. The metadata is rebuilt from these records.
 """
 
 import pickle
@@ -36,7 +36,7 @@ class ShardReader(FileSystemReader):
 
 
 class _Place(NamedTuple):
-    """The place of a part of a tensor; torch's reader uses these attribute names."""
+    """Where a part of a tensor is in the whole tensor; torch's reader uses these attribute names."""
 
     relative_path: str
     offset: int
@@ -45,7 +45,7 @@ class _Place(NamedTuple):
 
 
 class _Record:
-    """Replaces an object, also one that a function returns: ``state`` is its state in the file."""
+    """Replaces an object, also the result of a function; ``state`` is the object's state in the file."""
 
     state: Any = None
 
@@ -70,7 +70,7 @@ def _read_metadata(path: str, files: Collection[str]) -> Metadata:
     """
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not metadata, or names a file that may not be read.
+        ValueError: the file is not metadata, or names a file that may not be read.
     """
     with open(path, "rb") as file:
         try:
@@ -79,7 +79,7 @@ def _read_metadata(path: str, files: Collection[str]) -> Metadata:
             places = dict(_place(index.state, place.state) for index, place in found["storage_data"].items())
         except pickle.UnpicklingError as error:
             raise ValueError(f"'{path}' is refused: {error}") from None
-        except Exception as error:  # of many types, for a file with other content
+        except Exception as error:  # a file with other content raises errors of many types
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(f"'{path}' describes no tensors ({reason}); use another checkpoint") from error
     if unknown := {place.relative_path for place in places.values()}.difference(files):

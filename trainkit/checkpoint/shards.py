@@ -33,7 +33,7 @@ class Shards:
     """The sharded tensors of a state, ready to be written.
 
     Attributes:
-        local: path in the state -> this rank's part; may be replaced by a copy in host memory.
+        local: path in the state -> this rank's part; you may replace it by a copy in host memory.
     """
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
@@ -59,7 +59,7 @@ class Shards:
         tensors = {}
         for path, part in self.local.items():
             ranks, placements, shape, stride = self._layouts[path]
-            # on the CPU, since the parts may be host copies; nothing is exchanged over this mesh
+            # on the CPU, since the parts may be in host memory; nothing is exchanged over this mesh
             mesh = sharding.DeviceMesh("cpu", ranks, _init_backend=False)
             tensors[path] = sharding.DTensor.from_local(
                 part.cpu(), mesh, placements, run_check=False, shape=shape, stride=stride
@@ -82,7 +82,7 @@ class Shards:
 
 
 def take_shards(state: dict[str, Any]) -> tuple[dict[str, Any], Shards]:
-    """A copy of ``state`` with an empty tensor in place of each sharded one, and the sharded ones.
+    """A copy of ``state`` with an empty tensor in place of each sharded tensor; and the sharded tensors.
 
     Raises:
         TypeError: as `plain_state`.
@@ -104,14 +104,14 @@ def fill_shards(
     """Read the shards of a state that was read from the file ``path``; a rank may call it alone.
 
     Args:
-        like: shard the tensors like this one; None: read whole tensors.
-        wanted: starts of the paths to read; other tensors stay empty.
+        like: shard the tensors like this tensor; None: read whole tensors.
+        wanted: read the tensors whose paths start with one of these; other tensors stay empty.
 
     Returns:
         A copy of ``state`` without its entry ``shards``; ``state`` itself if it has none.
 
     Raises:
-        CheckpointError: they cannot be read.
+        CheckpointError: the shards cannot be read.
     """
     manifest = state.pop(KEY, None)
     if manifest is None:
@@ -140,10 +140,10 @@ def fill_shards(
 
 
 def verify_shards(state: Mapping[str, Any], path: str, *, part: int = 0, num_parts: int = 1) -> None:
-    """Check that all shard files of a state exist, and the content of some; ``path`` is the file of the state.
+    """Check that all shard files of a state exist, and check the content of some; ``path`` is the file of the state.
 
     Args:
-        part, num_parts: compare the digests of each ``num_parts``-th file, starting with ``part``; 0 parts: of none.
+        part, num_parts: compare the digests of every ``num_parts``-th file, starting with file ``part``; 0 parts: none.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -171,10 +171,10 @@ def verify_shards(state: Mapping[str, Any], path: str, *, part: int = 0, num_par
 
 
 def remove_shards(path: str, *, but: str = "") -> None:
-    """Remove the shard folders of the checkpoint file ``path``, except the one named ``but``.
+    """Remove the shard folders of the checkpoint file ``path``, except the folder ``but``.
 
     Raises:
-        OSError: one cannot be removed.
+        OSError: a folder cannot be removed.
     """
     folder, stem = os.path.dirname(path), os.path.basename(path).removesuffix(SUFFIX)
     for name, owner in _shard_folders(folder):
@@ -184,7 +184,7 @@ def remove_shards(path: str, *, but: str = "") -> None:
 
 def remove_stray_shards(folder: str) -> None:
     """Remove shard folders of killed saves, which no file names; no other process may write to ``folder``."""
-    with contextlib.suppress(*UNREADABLE, AttributeError):  # they only cost space; if a file is damaged, all stay
+    with contextlib.suppress(*UNREADABLE, AttributeError):  # leftovers only cost space; if a file is damaged, all stay
         strays = {name for name, _ in _shard_folders(folder) if not is_being_written(name)}
         for name in os.listdir(folder) if strays else ():
             if name.endswith(SUFFIX):
@@ -235,4 +235,4 @@ def _digest_own_files(folder: str) -> dict[str, tuple[int, str]]:
 
 
 def _import_dcp() -> Any:
-    return importlib.import_module("torch.distributed.checkpoint")  # takes almost as long as torch itself
+    return importlib.import_module("torch.distributed.checkpoint")  # this import takes almost as long as that of torch

@@ -11,27 +11,27 @@ from trainkit.checkpoint.state import plain_state
 from trainkit.utils.device import new_event, runs_ahead
 
 _ALIGNMENT = 64  # bytes
-_Address: TypeAlias = tuple[torch.device, int, int]  # where, and how many bytes
+_Address: TypeAlias = tuple[torch.device, int, int]  # device, address, number of bytes
 
 
 class HostCopy:
-    """Copies a state, without waiting for a device that runs ahead.
+    """Copies a state to host memory, without waiting for a device that runs ahead.
 
     Tensors that share memory share it in the copy too, so that a file holds them once.
 
     Args:
         state: the state to copy.
-        memory: of an earlier copy that is no longer needed; allocating takes several times as long as copying.
+        memory: the memory of an earlier copy, to use it again; allocating takes several times as long as copying.
 
     Attributes:
-        memory: whether pinned -> one block for all tensors; tensors of a device are in the pinned one.
+        memory: whether it is pinned -> one block for all tensors; tensors of a device are in the pinned block.
 
     Raises:
         TypeError: as `plain_state`.
     """
 
     def __init__(self, state: Mapping[str, Any], memory: Mapping[bool, Tensor] = {}) -> None:
-        # holds each original: its address stays valid only while its memory is in use
+        # keeps each original alive: its address stays valid only while its memory is in use
         originals: dict[_Address, UntypedStorage] = {}
         tensors: list[tuple[Tensor, Tensor]] = []  # (copy, still without memory; original)
 
@@ -90,7 +90,7 @@ class HostCopy:
 def _new_memory(size: int, pinned: bool) -> Tensor:
     if not pinned:
         return torch.empty(0, dtype=torch.uint8).set_(UntypedStorage(size + size // 4))  # the next state may be larger
-    deterministic: Any = torch.utils.deterministic  # would fill new memory, but here all of it is written
+    deterministic: Any = torch.utils.deterministic  # would fill the memory, all of which is written
     fills, deterministic.fill_uninitialized_memory = deterministic.fill_uninitialized_memory, False
     try:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)

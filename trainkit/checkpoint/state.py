@@ -23,8 +23,8 @@ def plain_state(value: Any, path: str = "", take: Callable[[Tensor, str], Tensor
 
     Args:
         value: nested dicts, lists and tuples of tensors and plain values.
-        path: of ``value`` in the state, for the error message.
-        take: gives the replacement of each tensor, from the tensor and its path. None: sharded tensors are refused.
+        path: the path of ``value`` in the state, for the error message.
+        take: called with each tensor and its path, returns its replacement. None: sharded tensors are refused.
 
     Raises:
         TypeError: there is a value of another type; the message has its path.
@@ -40,7 +40,7 @@ def plain_state(value: Any, path: str = "", take: Callable[[Tensor, str], Tensor
         return tensor if take is None else take(tensor, path)
     if kind in (list, tuple):
         return kind(plain_state(item, f"{path}[{i}]", take) for i, item in enumerate(value))
-    if kind not in (dict, collections.OrderedDict, collections.Counter):  # a Counter: torch's MultiStepLR
+    if kind not in (dict, collections.OrderedDict, collections.Counter):  # torch's MultiStepLR has a Counter
         raise TypeError(_refusal(value, path))
     copy: Any = kind()
     for key, item in value.items():

@@ -15,12 +15,12 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Pow: operator.pow,
 }
 _MAX_TEXT = 500
-_MAX_BITS = 300  # of an int: about 90 digits
-_MAX_ITEMS = 100  # of a result, with inner ones
+_MAX_BITS = 300  # size of an int: about 90 digits
+_MAX_ITEMS = 100  # length of a result, with inner items
 
 
 def _round(number: Any) -> int:
-    return round(number)  # one argument: round(1, -(10**80)) would take for ever
+    return round(number)  # only one argument: round(1, -(10**80)) would take for ever
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -36,10 +36,10 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 def evaluate_arithmetic(text: str) -> Any:
     """The number, tuple or list given by ``text``, such as ``2 ** 0.5`` or ``(4000, 2 * 4000)``.
 
-    Besides operators, the text may have one loop ``[... for name in ...]`` and calls of ``_FUNCTIONS``.
+    The text may have operators, one loop ``[... for name in ...]``, and calls of ``_FUNCTIONS``.
 
     Raises:
-        ValueError: it has something else, or is too large.
+        ValueError: the text has something else, or is too large.
     """
     try:
         if len(text) > _MAX_TEXT:
@@ -69,7 +69,7 @@ def _value_of(node: ast.expr, variable: dict[str, Any]) -> Any:
             return _checked([*value] if isinstance(value, range) else value)
         case ast.ListComp(elt=item, generators=[ast.comprehension(target=ast.Name(id=name), iter=items, ifs=[])]) if (
             not variable
-        ):  # a nested one could take for ever
+        ):  # a nested loop could take for ever
             return _checked([_value_of(item, {name: value}) for value in value_of(items)])
         case ast.Constant(value=bool() | int() | float() as value):
             return _checked(value)

@@ -68,7 +68,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "SOLVER.PARAM_GROUPS.KEY_MATCH": ("longest", "shortest", "exact"),
     "SOLVER.CLIP_GRADIENTS.CLIP_TYPE": ("value", "norm", "full_model"),
 }
-# (one, other, reason): settings that exclude each other; a key without "=" conflicts if it is on
+# (setting, other setting, reason): they exclude each other; a key without "=" means: if it is on
 _CONFLICTS: tuple[tuple[str, str, str], ...] = (
     ("MODEL.COMPILE.ENABLED", "SOLVER.GRAPH.ENABLED", "take the graph where the device waits for the host"),
     ("MODEL.ACTIVATION_CHECKPOINT.BLOCKS", "SOLVER.GRAPH.ENABLED", "a graph cannot look at the random state"),
@@ -89,7 +89,7 @@ _GROUPS = "SOLVER.PARAM_GROUPS"
 
 
 def check_is_ours(cfg: Any) -> None:
-    """Raises ConfigError if ``cfg`` is a CfgNode of another program, which lacks keys and checks of trainkit."""
+    """Raises ConfigError if ``cfg`` is a CfgNode of another program, which does not have trainkit's keys and checks."""
     if isinstance(cfg, yacs.config.CfgNode) and not isinstance(cfg, CfgNode):
         raise ConfigError(
             f"cfg is a {type(cfg).__module__}.CfgNode, which lacks keys of trainkit; use trainkit's get_cfg "
@@ -100,7 +100,7 @@ def check_is_ours(cfg: Any) -> None:
 def check_values(cfg: CfgNode, *, warn: bool = True) -> None:
     """Check for numbers out of range, unknown choices and contradictory settings, before anything is built.
 
-    If ``warn``, a warning names each new key that looks like a misspelled one, in a node that takes any key.
+    If ``warn``, a warning names each key that looks misspelled, in nodes that accept new keys.
 
     Raises:
         ConfigError: names the key, the value and what is accepted.
@@ -160,7 +160,7 @@ def check_expected_results(cfg: CfgNode) -> None:
 
 
 def _warn_of_similar_keys(node: CfgNode, default: CfgNode, prefix: str = "") -> None:
-    """Compare each new key with the keys before it: first the default ones, then those of files."""
+    """Compare each new key with the keys before it: first the default keys, then the keys of files."""
     names = [*node]
     for place, name in enumerate(names):
         if name in default:
@@ -168,8 +168,8 @@ def _warn_of_similar_keys(node: CfgNode, default: CfgNode, prefix: str = "") -> 
                 _warn_of_similar_keys(node[name], default[name], f"{prefix}{name}.")
             continue
         for known in difflib.get_close_matches(name.upper(), names[:place], n=1, cutoff=0.8):
-            # a typing error has one letter more or less, or the same letters in another order; another letter may have
-            # a meaning (KERNEL_H and KERNEL_W), but not where trainkit has the key
+            # a misspelled key has one letter more or less, or the same letters in another order; a different letter may
+            # have a meaning (KERNEL_H and KERNEL_W), but not if trainkit itself has the similar key
             is_likely = abs(len(name) - len(known)) == 1 or sorted(name.upper()) == sorted(known)
             if known in default and len(name) == len(known):
                 is_likely |= sum(map(ne, name.upper(), known)) == 1

@@ -22,16 +22,16 @@ from trainkit.config.yaml_files import (
 )
 
 _logger = logging.getLogger(__name__)
-_UNTYPED = "__untyped__"  # in a node's __dict__, as yacs keeps its own marks
+_UNTYPED = "__untyped__"  # a mark in a node's __dict__, like yacs's own marks
 _ACCEPTED = {bool: "True or False", int: "an int", float: "a float or an int", str: "text"}
 
 
 class CfgNode(_FvcoreCfgNode):
     """A node of a config: keys with values or further nodes, as attributes and as items.
 
-    Merging checks each value against the old one, and changes all values or none. A bool takes a bool, an int takes an
-    int, a float also an int, a list or a tuple either (and keeps its type), a key of ``LENGTH_KEYS`` also epochs. A key
-    with the default None takes anything; so does a key that merging has added to a node with ``new_allowed``.
+    Merging checks each value against the old one, and changes all values or none. A bool takes a bool, an int an int, a
+    float also an int; a list or a tuple takes both (and keeps its type); a key of ``LENGTH_KEYS`` also takes epochs. A
+    key with the default None takes any value, and so does a key that merging has added to a node with ``new_allowed``.
     """
 
     def __setattr__(self, name: str, val: Any) -> None:
@@ -76,13 +76,13 @@ class CfgNode(_FvcoreCfgNode):
         for path, layer in layers:
             is_top = layer is layers[-1][1]
             if not is_top and layer and not self.is_new_allowed() and not self.keys() & layer.keys():
-                # do not show its keys: a foreign config can name any file of this machine
+                # do not show the keys of the file: a foreign config can name any file of this machine
                 raise ConfigError(f"{path}, named by _BASE_, is no config of this program; none of its keys is known")
             content = overlay(content, layer)
             try:
                 if is_top:
                     self.merge_from_other_cfg(content)
-                else:  # check it alone, so that the error is about this file
+                else:  # check this file alone, so that the error is about it
                     list(_changes(self, overlay({}, layer), self))
             except ConfigError as error:
                 raise type(error)(f"{path}: {error}") from None
@@ -103,12 +103,12 @@ class CfgNode(_FvcoreCfgNode):
         """
         layers = []
         for full_key, value in _pairs(cfg_list):
-            if self.key_is_deprecated(full_key):  # this logs it
+            if self.key_is_deprecated(full_key):  # this logs a warning
                 continue
             layer: Any = _OptionText(value) if isinstance(value, str) else value
             for name in reversed(full_key.split(".")):
                 layer = {name: layer}
-            list(_changes(self, layer, self))  # all of them before the first change
+            list(_changes(self, layer, self))  # checks all of them before the first change
             layers.append(layer)
         for layer in layers:
             self.merge_from_other_cfg(layer)
@@ -151,10 +151,10 @@ class _OptionText(str):
         text = str(self)
         value = parse_literal(text)
         if isinstance(declared, str) and not isinstance(value, str) and full_key not in LENGTH_KEYS:
-            return text  # such as OUTPUT_DIR 2024
+            return text  # text that looks like a number, such as OUTPUT_DIR 2024
         if isinstance(declared, float) and isinstance(value, str):
             with contextlib.suppress(ValueError):
-                return float(value)  # such as inf
+                return float(value)  # numbers that are no literals, such as inf
         return value
 
 
@@ -182,7 +182,7 @@ def _changes(
             coerced = _coerce(full_key, value, old)
             if full_key != "VERSION":
                 yield node, name, coerced
-            elif value not in (old, 2):  # 2: detectron2's version, whose keys mean the same here
+            elif value not in (old, 2):  # 2: detectron2's version; its keys mean the same here
                 raise ConfigError(f"this config is of VERSION {value}, and VERSION {old} is read here; update its keys")
         elif name not in node and root.key_is_deprecated(full_key):
             _logger.warning("The key %s is deprecated and has no effect; leave it out", full_key)
@@ -212,7 +212,7 @@ def _check_new_key(node: _FvcoreCfgNode, name: object, value: object, root: _Fvc
         except KeyError as error:
             raise UnknownKeyError(error.args[0]) from None
     if not node.is_new_allowed():
-        while isinstance(value, Mapping) and value:  # the innermost key shows best what was meant
+        while isinstance(value, Mapping) and value:  # the innermost key shows best which key was meant
             name, value = next(iter(value.items()))
             full_key = f"{full_key}.{name}"
         kind = isinstance(value, Mapping)
@@ -223,7 +223,7 @@ def _check_new_key(node: _FvcoreCfgNode, name: object, value: object, root: _Fvc
 
 
 def _is_near(key: str, known: str) -> bool:
-    """Whether the last parts of two keys are similar, or one contains the other; the nodes before them do not count."""
+    """Whether the last parts of two keys are similar, or one contains the other; the nodes before them are ignored."""
     own, other = (full.upper().rpartition(".")[2] for full in (key, known))
     return own in other or other in own or bool(difflib.get_close_matches(own, [other], cutoff=0.7))
 
@@ -267,7 +267,7 @@ def _coerce(full_key: str, value: object, old: object) -> object:
 
 
 def plain_value(full_key: str, value: object) -> Any:
-    """A copy that has only the types that YAML reads, so that a dump can be read as an equal config."""
+    """A copy with only the types that YAML reads, so that a dump can be read as an equal config."""
     if isinstance(value, Mapping):
         return {key: plain_value(f"{full_key}.{key}", item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
-from yacs.config import CfgNode  # the base of all config nodes of yacs, also of fvcore and trainkit
+from yacs.config import CfgNode  # the base class of all config nodes, also those of fvcore and trainkit
 
 _Func = TypeVar("_Func", bound=Callable[..., Any])
 _R = TypeVar("_R")
@@ -44,8 +44,8 @@ def configurable(
     ``from_config``.
 
     Raises:
-        AttributeError: when an object is made: its class has no ``from_config``.
-        TypeError: it decorates something else, or ``from_config`` is not a class method or does not return a dict.
+        AttributeError: an object is made, and its class has no ``from_config``.
+        TypeError: something else is decorated; ``from_config`` is not a class method, or does not return a dict.
     """
     if init_func is None:
         return functools.partial(_configurable_function, from_config=from_config) if from_config else configurable
@@ -90,7 +90,7 @@ def _configurable_function(func: _Func, *, from_config: Callable[..., dict[str, 
 def _translate(
     from_config: Callable[..., dict[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of the call itself: the given ones, unless one is a config."""
+    """The arguments of the call itself: the given ones, unless one of them is a config."""
     cfg = args[0] if args else kwargs.get("cfg")
     is_lazy = f"{type(cfg).__module__}.{type(cfg).__name__}" == "omegaconf.dictconfig.DictConfig"  # an optional package
     if not is_lazy and not isinstance(cfg, CfgNode):

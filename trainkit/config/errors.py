@@ -11,7 +11,7 @@ class ConfigError(ValueError):
 
 
 class UnknownKeyError(ConfigError, KeyError):
-    """The config has no such key; a KeyError too, as in detectron2."""
+    """The config has no such key; this is a KeyError too, as in detectron2."""
 
     __str__ = ConfigError.__str__  # KeyError's __str__ quotes the message
 

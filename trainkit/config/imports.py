@@ -1,4 +1,4 @@
-"""Import the modules that a config names; no other part of a config names code."""
+"""Import the modules that a config names."""
 
 import importlib
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ def import_modules(names: Iterable[str]) -> None:
     """Import the modules of ``cfg.IMPORTS`` in their order; call this when building, never when reading a config.
 
     Raises:
-        ConfigError: an entry is not a dotted module name, or its import fails; chained to the original error.
+        ConfigError: an entry is not a dotted module name, or its import fails; it is chained to the original error.
     """
     for name in names:
         if (

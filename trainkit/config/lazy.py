@@ -24,10 +24,10 @@ class LazyCall:
     dotted path. A node that was loaded, or whose target is a dataclass, holds the path.
 
     Args:
-        target: a callable, its dotted path, or a node that describes a call which returns it.
+        target: a callable, its dotted path, or a node that describes a call which returns a callable.
 
     Raises:
-        TypeError: it is none of these.
+        TypeError: ``target`` is none of these.
         ConfigError: a node cannot hold an argument, see `LazyConfig.load`.
     """
 
@@ -46,15 +46,15 @@ class LazyConfig:
 
     @staticmethod
     def load(filename: str | os.PathLike[str], keys: str | Sequence[str] | None = None) -> Any:
-        """Read a ``.py`` file, which is run, or a ``.yaml`` file, which runs nothing.
+        """Run a ``.py`` file, or read a ``.yaml`` file, which runs no code.
 
         In a config file, ``from .other import name`` imports from the config file ``other.py`` in the same folder; two
-        dots mean one folder up. That file is run for each import, so that each importer changes its own copy; its dicts
-        become nodes. No global state is patched, so several threads may load.
+        dots mean one folder up. ``other.py`` is run for each import, so that each importer changes its own copy; its
+        dicts become nodes. No global state is patched, so several threads may load.
 
         Args:
-            keys: one name of the file, or several. None: all of a YAML file; of a Python file, all nodes whose names do
-                not start with ``_``.
+            keys: one name of the file, or several. None: all names of a YAML file, or all nodes of a Python file whose
+                names do not start with ``_``.
 
         Returns:
             The value of one name, a tuple for several, a node for None. Inside nodes, tuples become lists, and
@@ -101,7 +101,7 @@ class LazyConfig:
         """Change ``cfg`` by items such as ``model.width=32``, and return it.
 
         A value is a Python literal, a list or node of YAML in one line, ``null``, ``true``, ``false``, or else text. A
-        node is merged into the existing one. Write a new key with a plus, ``+model.dropout=0.1``. Without the plus it
+        node is merged into the existing node. Write a new key with a plus, ``+model.dropout=0.1``. Without the plus it
         is added with a warning, or refused if an existing key is similar.
 
         Raises:

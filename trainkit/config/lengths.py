@@ -25,7 +25,7 @@ LENGTH_KEYS = frozenset(
     }
 )
 """Keys of a config that take iterations or epochs."""
-ENTRY_KEYS = ("HOOKS", "SOLVER.SCHEDULES")  # lists of entries; every text such as "3ep" in them is a length
+ENTRY_KEYS = ("HOOKS", "SOLVER.SCHEDULES")  # lists of entries, in which every text such as "3ep" is a length
 LENGTH_FORMS = 'iterations (an int, such as 500) or epochs (such as "3ep" or "0.5ep")'
 
 _EPOCHS = re.compile(r"(\d+(?:\.\d+)?)ep")
@@ -58,7 +58,7 @@ def parse_length(value: object) -> int | Epochs:
 
 
 def resolve_lengths(cfg: _Cfg, iters_per_epoch: int | None) -> _Cfg:
-    """A copy of ``cfg`` with all lengths in iterations; frozen if ``cfg`` is.
+    """A copy of ``cfg`` with all lengths in iterations; it is frozen if ``cfg`` is.
 
     Args:
         iters_per_epoch: iterations per pass over the training data; None if the data has no length.
@@ -75,7 +75,7 @@ def resolve_lengths(cfg: _Cfg, iters_per_epoch: int | None) -> _Cfg:
         node: Any = resolved
         for parent in parents:
             node = node.get(parent, {})
-        if name in node:  # items of a frozen node can be assigned, so the copy need not be defrosted
+        if name in node:  # by item, which works for a frozen node too
             node[name] = _resolve(full_key, node[name], iters_per_epoch, only_lengths=full_key in LENGTH_KEYS)
     return resolved
 

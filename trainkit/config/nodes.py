@@ -1,4 +1,4 @@
-"""Nodes of a `LazyConfig`, which are omegaconf's (an optional package), and their form as plain Python."""
+"""Nodes of a `LazyConfig`, which come from omegaconf (an optional package), and their form as plain Python."""
 
 import dataclasses
 import functools
@@ -8,7 +8,7 @@ from typing import Any
 from trainkit.config.errors import ConfigError
 from trainkit.utils.registry import locate
 
-TARGET = "_target_"  # in a node that describes a call: the callable
+TARGET = "_target_"  # the key of the callable in a node that describes a call
 
 
 def is_node(value: Any) -> bool:
@@ -35,9 +35,10 @@ def to_node(value: Any, where: str) -> Any:
 
 
 def to_plain(value: Any, key: str = "", *, resolve: bool = False) -> Any:
-    """Nodes as dicts, lists and tuples as lists, dataclasses as the calls that make them.
+    """Convert nodes to dicts, lists and tuples to lists, dataclasses to the calls that make them.
 
-    Targets that are classes of dataclasses, dicts and lists become dotted paths: omegaconf takes them for instances.
+    Targets that are classes of dataclasses, dicts and lists become dotted paths: omegaconf would treat them as
+    instances.
 
     Args:
         key: the place of ``value``, for errors.
@@ -93,7 +94,7 @@ def to_container(value: Any, *, resolve: bool) -> Any:
 
 
 def update(cfg: Any, key: str, value: Any) -> None:
-    """Set the value of a dotted key, or merge a dict into the node there."""
+    """Set the value of a dotted key, or merge a dict into the node under this key."""
     _omegaconf().OmegaConf.update(cfg, key, to_plain(value), merge=True)
 
 

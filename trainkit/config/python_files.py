@@ -13,7 +13,7 @@ from trainkit.config.nodes import to_node
 
 
 def run_file(path: str, importing: tuple[str, ...] = ()) -> ModuleType:
-    """Run a config file as a separate module, which is not in ``sys.modules``.
+    """Run a config file as a module of its own, which is not in ``sys.modules``.
 
     Args:
         importing: the chain of files being run, each of which imports the next one.
@@ -29,7 +29,7 @@ def run_file(path: str, importing: tuple[str, ...] = ()) -> ModuleType:
     except OSError as error:
         raise ConfigError(f"cannot read the config file {path!r}: {error.strerror}") from error
     module = ModuleType(f"<config {path}>")
-    # An import statement calls __import__ of its own namespace: this changes no other code
+    # An import statement calls __import__ of its own namespace, so this changes no other code
     own_builtins = {**vars(builtins), "__import__": partial(_import, path, chain)}
     vars(module).update(__file__=path, __builtins__=own_builtins)
     exec(compile(source, path, "exec", dont_inherit=True), vars(module))

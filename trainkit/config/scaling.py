@@ -16,10 +16,10 @@ def optimizer_argument(solver: CfgNode, name: str) -> tuple[str, Any]:
     """The key and the value of an optimizer argument: SOLVER.OPTIMIZER wins over SOLVER, unless OPTIMIZERS are used.
 
     Args:
-        name: such as LR, which SOLVER calls BASE_LR.
+        name: the name of the argument, such as LR, which is BASE_LR in SOLVER.
     """
     key = "BASE_LR" if name == "LR" else name
-    is_unused = solver.OPTIMIZERS or isinstance(solver.OPTIMIZER, str)  # text: its name
+    is_unused = solver.OPTIMIZERS or isinstance(solver.OPTIMIZER, str)  # a text is its name
     own = None if is_unused else solver.OPTIMIZER.get(name)
     return (f"SOLVER.{key}", solver.get(key)) if own is None else (f"SOLVER.OPTIMIZER.{name}", own)
 
@@ -27,11 +27,11 @@ def optimizer_argument(solver: CfgNode, name: str) -> tuple[str, Any]:
 def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
     """Adapt a config for SOLVER.REFERENCE_WORLD_SIZE ranks to another number of ranks.
 
-    With r the ratio of the numbers, batch size and learning rate are multiplied by r, and lengths and periods in
-    iterations are divided by r (lengths in epochs stay): the linear scaling rule of Goyal et al., "Accurate, Large
-    Minibatch SGD". In SOLVER.SCHEDULES this covers the arguments of trainkit's own schedules. Nothing changes if the
-    reference is 0 or equals ``num_workers``. A default WARMUP_ITERS is limited to the length of the run; it stays if
-    that length is in epochs.
+    Let r be ``num_workers`` divided by the reference. Batch size and learning rate are multiplied by r, lengths and
+    periods in iterations are divided by r (lengths in epochs stay): the linear scaling rule of Goyal et al., "Accurate,
+    Large Minibatch SGD". In SOLVER.SCHEDULES this covers the arguments of trainkit's own schedules. Nothing changes if
+    the reference is 0 or equals ``num_workers``. A default WARMUP_ITERS is limited to the length of the run; it stays
+    if that length is in epochs.
 
     Returns:
         ``cfg`` itself if nothing changes, else a changed copy with ``num_workers`` as reference.
@@ -60,7 +60,7 @@ def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
         solver[key] = shorter(solver[key])
     solver["ACCUMULATION_FACTORS"] = [[shorter(start), factor] for start, factor in solver.ACCUMULATION_FACTORS]
     solver["MAX_BATCHES_PER_EPOCH"] = solver.MAX_BATCHES_PER_EPOCH and max(1, shorter(solver.MAX_BATCHES_PER_EPOCH))
-    if warmup_iters == get_cfg().SOLVER.WARMUP_ITERS:  # the user has not chosen it
+    if warmup_iters == get_cfg().SOLVER.WARMUP_ITERS:  # the user has not set it
         if not isinstance(solver.MAX_ITER, str):
             warmup_iters = min(solver.WARMUP_ITERS, solver.MAX_ITER - solver.RESCALE_INTERVAL)
         solver["WARMUP_ITERS"] = warmup_iters
@@ -68,7 +68,7 @@ def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
         for key, value in entry.items():
             if key in _SCHEDULE_LENGTHS:
                 entry[key] = shorter(value)
-            elif key == "GAMMA" and entry["NAME"] == "Exponential":  # a factor per iteration
+            elif key == "GAMMA" and entry["NAME"] == "Exponential":  # GAMMA is a factor per iteration
                 entry[key] = value**scale
     cfg.TEST["EVAL_PERIOD"] = shorter(cfg.TEST.EVAL_PERIOD)
     solver["REFERENCE_WORLD_SIZE"] = num_workers
@@ -105,8 +105,8 @@ def split_batch(cfg: CfgNode, num_workers: int, present: int) -> CfgNode:
     """Divide the batch of an iteration, made for ``num_workers`` ranks, over ``present`` ranks.
 
     Each rank keeps its samples per forward pass, and ACCUMULATION_STEPS changes, so that IMS_PER_BATCH *
-    ACCUMULATION_STEPS, learning rates and lengths stay. If that does not divide evenly, IMS_PER_BATCH and
-    ACCUMULATION_STEPS are chosen differently, with the same product.
+    ACCUMULATION_STEPS, learning rates and lengths stay. If the ranks cannot be given equal parts, IMS_PER_BATCH and
+    ACCUMULATION_STEPS change, but not their product.
 
     Returns:
         ``cfg`` itself if nothing changes, else a changed copy.

@@ -14,11 +14,11 @@ from trainkit.config.errors import ConfigError
 BASE_KEY = "_BASE_"  # at the top of a file: the file or files it inherits from
 DELETE_KEY = "_DELETE_"  # in a node of a file: ignore the inherited files for this node
 
-# Limits beyond any real config: with aliases, a few lines can stand for billions of values.
-_MAX_VALUES = 50_000  # of a file, with aliases expanded
+# No real config reaches these limits; with aliases, a few lines can stand for billions of values.
+_MAX_VALUES = 50_000  # in a file, with aliases expanded
 _MAX_DEPTH = 100
 _MAX_DIGITS = 100
-_MAX_FILES = 100  # that a file inherits from, counted each time they are named
+_MAX_FILES = 100  # files that a file inherits from; each mention of a file counts
 
 _EXPONENT = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+\Z")
 _EXPONENT_START = list("-+.0123456789")
@@ -26,9 +26,9 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain values only, within limits, and refuses a key that is twice in a node (PyYAML uses the last one)."""
+    """Reads only plain values, within limits, and refuses a key that is twice in a node (PyYAML uses the last one)."""
 
-    _depth = 0  # of the current node
+    _depth = 0  # the depth of the current node
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node:
         if self._depth >= _MAX_DEPTH:
@@ -55,7 +55,7 @@ class _Loader(yaml.SafeLoader):
         return None if root is None else self.construct_document(root)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # Check here, because a merge ("<<"), which is resolved later, may repeat keys.
+        # Check now: a merge ("<<"), which is resolved later, may repeat keys.
         node = super().compose_mapping_node(anchor)
         seen = set()
         for key_node, _ in node.value:
@@ -91,7 +91,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 class CodeName(str):
-    """The dotted name of a function or class, written as a tag that every reader here refuses."""
+    """The dotted name of a function or class, written as a tag that every reader of this package refuses."""
 
 
 def _represent_code(dumper: _Dumper, name: CodeName) -> yaml.Node:
@@ -102,7 +102,7 @@ _Dumper.add_representer(CodeName, _represent_code)
 
 
 def _construct_arithmetic(loader: _Loader, node: yaml.Node) -> Any:
-    """``!!python/object/apply:eval ["2 ** 0.5"]``, as in detectron2 configs; no code is run."""
+    """Read ``!!python/object/apply:eval ["2 ** 0.5"]``, as in detectron2 configs, without running code."""
     texts = loader.construct_sequence(node) if isinstance(node, yaml.SequenceNode) else []
     if len(texts) != 1 or not isinstance(texts[0], str):
         raise _error('eval takes one text in a list, such as ["2 * 3"]; write it so', node.start_mark)
@@ -114,7 +114,7 @@ def _construct_arithmetic(loader: _Loader, node: yaml.Node) -> Any:
 
 _Loader.add_constructor("tag:yaml.org,2002:python/object/apply:eval", _construct_arithmetic)
 
-# YAML 1.1 reads 1e-3 as text, because it has no dot and no sign; a text of that form is written with quotes.
+# YAML 1.1 reads 1e-3 as text, because it has no dot; a text that looks like such a number is written with quotes.
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, _EXPONENT_START)
 
@@ -164,7 +164,7 @@ def load_yaml(stream: str | IO[str], name: str) -> dict[str, Any]:
 
 
 def read_yaml(path: str, wanted_by: str = "") -> dict[str, Any]:
-    """Read the file ``path``, see `load_yaml`; ``wanted_by`` says in an error who has named it."""
+    """Read the file ``path``, see `load_yaml`; errors mention ``wanted_by``, the file that names it."""
     try:
         with open(path, encoding="utf-8") as file:
             return load_yaml(file, path)
@@ -225,7 +225,7 @@ def _bases(value: object, path: str) -> list[str]:
 
 
 def _check_marks(value: Any, name: str, prefix: str) -> None:
-    """Refuse a ``_DELETE_`` whose value is not a bool."""
+    """Raise ConfigError for a ``_DELETE_`` whose value is not a bool."""
     if not isinstance(value, dict | list):
         return
     for key, item in value.items() if isinstance(value, dict) else enumerate(value):

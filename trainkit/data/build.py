@@ -20,7 +20,7 @@ from trainkit.data.samplers.infinite import InfiniteSampler, check_seed, new_gen
 from trainkit.data.samplers.training import TrainingSampler
 from trainkit.data.train_sampler import build_train_sampler, epoch_limit, seed_of
 from trainkit.data.transforms import build_transform
-from trainkit.data.workers import worker_init_reset_seed as worker_init_reset_seed  # detectron2's place
+from trainkit.data.workers import worker_init_reset_seed as worker_init_reset_seed  # detectron2 has it here
 from trainkit.utils import comm
 from trainkit.utils.device import accelerator_runs_ahead, resolve_device, runs_ahead
 from trainkit.utils.periods import whole_or_rounded
@@ -48,16 +48,16 @@ def build_batch_data_loader(
     endless, and its length raises TypeError. Iterating does not use the global random state.
 
     Args:
-        dataset: an iterable one must divide itself between ranks and workers.
+        dataset: an iterable dataset must divide itself between ranks and workers.
         sampler: indices of this rank; None for an iterable dataset.
         total_batch_size: samples per batch over all ranks; None if ``single_gpu_batch_size`` is given.
-        aspect_ratio_grouping: for detectron2's calls; True is refused.
+        aspect_ratio_grouping: only for calls written for detectron2; True is refused.
         collate_fn: list of samples -> batch; None: ``trivial_batch_collator``.
         single_gpu_batch_size: samples per batch of this rank, instead of ``total_batch_size``.
-        pin_memory: only with an accelerator that runs ahead.
+        pin_memory: has an effect only with an accelerator that runs ahead of the host.
         seed: for the workers (with the rank), and for augmentation if the sampler has no seed; None:
             ``torch.initial_seed()``.
-        kwargs: further arguments of `ResumableLoader`, others as for ``DataLoader``.
+        kwargs: further arguments of `ResumableLoader`, also those of ``DataLoader``.
 
     Raises:
         ValueError: not exactly one batch size is given; it is less than 1, or no multiple of the world size; the seed
@@ -109,7 +109,7 @@ def _batch_size_per_rank(total_batch_size: int | None, single_gpu_batch_size: in
         return single_gpu_batch_size
     total, num_ranks = total_batch_size or 0, logical_ranks or comm.get_data_world_size()
     if total < 1 or total % num_ranks:
-        raise ConfigError(  # ConfigError: a command line with another number of processes can cause it
+        raise ConfigError(  # a ConfigError, since a command line with another number of processes can cause it
             f"total_batch_size (SOLVER.IMS_PER_BATCH in a config) must be a positive multiple of the "
             f"{'number of logical ranks' if logical_ranks else 'world size'} {num_ranks}, got {total}"
         )
@@ -145,7 +145,7 @@ def iters_per_epoch(loader: Iterable[Any]) -> int | None:
 
 
 def check_epoch_limit(cfg: CfgNode, loader: Iterable[Any]) -> None:
-    """Raises ConfigError if the config limits the epochs, and those of a training loader are longer or unknown."""
+    """Raises ConfigError if the config limits epochs, and a training loader has epochs of larger or unknown length."""
     key, limit = epoch_limit(cfg)
     batches = iters_per_epoch(loader) if limit else 0
     if batches is None or batches > limit:
@@ -164,7 +164,7 @@ def _train_arguments(
     sampler: Sampler[int] | None = None,
 ) -> dict[str, Any]:
     check_is_ours(cfg)
-    if callable(dataset) and not hasattr(dataset, "__getitem__"):  # the place of detectron2's mapper
+    if callable(dataset) and not hasattr(dataset, "__getitem__"):  # detectron2 has the mapper at this position
         dataset, mapper = None, dataset
     if dataset is None:
         if not cfg.DATASETS.TRAIN:
@@ -194,7 +194,7 @@ def build_train_loader(
 ) -> ResumableLoader:
     """The endless loader of a dataset; or of a config, with ``(cfg)``, ``(cfg, dataset)`` or ``(cfg, mapper)``.
 
-    If the call leaves an argument out, the config gives it: the dataset by ``DATASETS.TRAIN``, ``mapper`` by
+    With a config, arguments that the call does not give come from it: the dataset by ``DATASETS.TRAIN``, ``mapper`` by
     ``INPUT.TRAIN_TRANSFORM``, ``sampler`` by ``DATALOADER.SAMPLER_TRAIN``, the batch size by ``SOLVER.IMS_PER_BATCH``.
 
     Args:
@@ -235,11 +235,11 @@ def build_test_loader(
     batch_size: int = 1,
     **kwargs: Any,
 ) -> ResumableLoader:
-    """The loader of a dataset, each sample once over all ranks and in order; or of a config, with ``(cfg,
+    """The loader of a dataset: all ranks together get each sample once, in order; or of a config, with ``(cfg,
     dataset_name)``.
 
-    If the call leaves an argument out, the config gives it: ``mapper`` by ``INPUT.TEST_TRANSFORM``, the batch size by
-    ``TEST.IMS_PER_BATCH``.
+    With a config, arguments that the call does not give come from it: ``mapper`` by ``INPUT.TEST_TRANSFORM``, the batch
+    size by ``TEST.IMS_PER_BATCH``.
 
     Args:
         dataset, mapper, kwargs: as for `build_train_loader`.

@@ -17,7 +17,7 @@ class _Catalog(UserDict[str, _T]):
         return [*self]
 
     def remove(self, name: str) -> None:
-        """Remove an entry. Raises KeyError if there is none of that name."""
+        """Remove an entry. Raises KeyError if no entry has this name."""
         self.pop(name)
 
     def explain_unknown(self, name: str) -> str:
@@ -79,7 +79,7 @@ class Metadata(types.SimpleNamespace):
         facts[key] = value
 
     def __getattr__(self, key: str) -> Any:
-        if key.startswith("__"):  # copy and pickle ask for such names
+        if key.startswith("__"):  # copy and pickle look up such names
             raise AttributeError(key)
         known = ", ".join(sorted(self.__dict__)) or "none"
         raise AttributeError(f"metadata of {self.__dict__.get('name')!r} has no attribute {key!r}; it has: {known}")
@@ -95,7 +95,7 @@ class Metadata(types.SimpleNamespace):
         return self
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The attribute, or ``default`` if it was never set."""
+        """The attribute ``key``, or ``default`` if it was never set."""
         return getattr(self, key, default)
 
     def as_dict(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class _MetadataCatalog(_Catalog[Metadata]):
     """One ``Metadata`` per name, created when first used; the dataset need not be registered."""
 
     def get(self, name: str) -> Metadata:  # type: ignore[override]
-        """The metadata of that name, always the same object. Raises ValueError if the name is empty."""
+        """The metadata under this name, always the same object. Raises ValueError if the name is empty."""
         if not name:
             raise ValueError(f"metadata needs a name that is not empty, got {name!r}; give that of its dataset")
         return self.setdefault(name, Metadata(name=name))

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 class CombinedLoader:
     """The batches of several loaders, without end: a loader that ends is iterated again.
 
-    The position can be saved if that of each loader can.
+    The position can be saved if the positions of all loaders can be saved.
 
     Args:
         loaders: name -> loader, each with its own dataset and batch size.
@@ -40,7 +40,7 @@ class CombinedLoader:
                 'loader, mode="round_robin" or "each", and epoch="max_cycle" or "min"'
             )
         self.loaders, self._mode, self._epoch = dict(loaders), mode, epoch
-        self._turn = 0  # "round_robin": the place of the next loader
+        self._turn = 0  # "round_robin": the index of the next loader
 
     @property
     def batches_per_epoch(self) -> int | None:
@@ -62,8 +62,7 @@ class CombinedLoader:
         return {"loaders": states, "mode": self._mode, "turn": self._turn}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue there with the next ``iter()``; if names or mode differ, a warning is logged and the data start
-        again."""
+        """Continue at this position with the next ``iter()``; if names or mode differ, warn and start again."""
         if state.get("mode") != self._mode or [*state["loaders"]] != [*self.loaders]:
             logger.warning("The checkpoint's data are not from the loaders %s; they start again", [*self.loaders])
             return

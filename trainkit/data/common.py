@@ -22,15 +22,15 @@ from trainkit.utils.serialize import PicklableWrapper
 
 logger = logging.getLogger(__name__)
 
-ENDS = StopIteration, SystemExit  # reading a sample must not raise these
+ENDS = StopIteration, SystemExit  # a dataset must not raise these when a sample is read
 _MAX_NAMED = 5  # limit of sample names in the error for a batch
 _WARN_AT_RETRY = 3
 
 
 def add_note(error: Exception, text: str) -> None:
-    """Add a text after the traceback; loader workers pass it on. On Python 3.10 it is logged.
+    """Show a text after the traceback of an error, also if a loader worker raised it; Python 3.10 logs it instead.
 
-    An error of another type would not reach handlers of this one.
+    A new error of another type would not be caught by code that expects this type.
     """
     if sys.version_info >= (3, 11):
         error.add_note(text)
@@ -39,7 +39,7 @@ def add_note(error: Exception, text: str) -> None:
 
 
 def no_end(error: BaseException, doing: str) -> RuntimeError:
-    """An error that replaces one of `ENDS`, which a loader would take for the end of its data."""
+    """An error that replaces one of `ENDS`: a loader would treat those as the end of its data."""
     return RuntimeError(
         f"{type(error).__name__}{error.args or ''} while {doing}: it would end the data or their worker; "
         "raise another error, or catch it in the dataset"
@@ -47,9 +47,9 @@ def no_end(error: BaseException, doing: str) -> RuntimeError:
 
 
 def name_sample(dataset: Any, index: Any) -> str:
-    """The name of a sample for the author of the inner dataset, such as "sample 17 of Scans".
+    """The name of a sample by its index in the inner dataset, such as "sample 17 of Scans".
 
-    If the dataset has a method ``sample_name(index)``, such as for file names, that is used.
+    If the dataset has a method ``sample_name(index)``, which may give a file name, this name is used.
     """
     if type(dataset) is MapDataset:
         return name_sample(dataset._dataset, index)
@@ -74,8 +74,8 @@ def name_samples(dataset: Any, indices: Sequence[Any]) -> str:
 class MapDataset(data.Dataset[Any]):
     """A dataset with a function applied to each sample; if it returns None, another sample is used instead.
 
-    Which sample that is depends only on the index, not on workers or earlier samples, and the global random state is
-    not used. With an ``IterableDataset`` the result is an ``IterableDataset``, which skips such samples.
+    Which other sample is used depends only on the index, not on workers or earlier samples, and needs no random state.
+    With an ``IterableDataset`` the result is an ``IterableDataset``, which skips such samples.
 
     Args:
         dataset: map-style or iterable.
@@ -91,14 +91,14 @@ class MapDataset(data.Dataset[Any]):
         self._map_func = PicklableWrapper(map_func)
 
     def __getnewargs__(self) -> tuple[Any, Callable[[Any], Any]]:
-        return self._dataset, self._map_func  # for pickle, which calls __new__
+        return self._dataset, self._map_func  # pickle calls __new__ with these
 
     def __len__(self) -> int:
-        """The length with rejected samples; TypeError if the dataset has none."""
+        """The length, including rejected samples; TypeError if the dataset has no length."""
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
-        """The mapped sample of that index, or of another one if ``map_func`` rejects it.
+        """The mapped sample of this index, or of another index if ``map_func`` rejects it.
 
         Raises:
             RuntimeError: ``map_func`` gave None for every sample of the dataset.
@@ -116,8 +116,7 @@ class MapDataset(data.Dataset[Any]):
 
 
 def _others(index: int, size: int) -> Iterator[int]:
-    """Every other index once, in steps of a length that is coprime to the size; the order depends on ``index``
-    alone."""
+    """Every other index once, in steps whose length is coprime to the size; the order depends on ``index`` alone."""
     rng, step = random.Random(index), size
     while size > 1 and math.gcd(step, size) != 1:
         step = rng.randrange(1, size)
@@ -127,7 +126,7 @@ def _others(index: int, size: int) -> Iterator[int]:
 
 class _MapIterableDataset(MapDataset, IterableDataset[Any]):
     def __getattr__(self, name: str) -> Any:
-        if name in ("state_dict", "load_state_dict"):  # exist if the other dataset has them
+        if name in ("state_dict", "load_state_dict"):  # these exist if the inner dataset has them
             return getattr(self._dataset, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
@@ -146,8 +145,8 @@ class DatasetFromList(data.Dataset[Any]):
         copy: return deep copies, so that changing a sample does not change the dataset. A serialized list always makes
             new samples.
         serialize: keep one buffer of pickled samples instead of the list. Workers share the buffer; with many small
-            Python objects, reference counting would make each forked worker copy their memory. A function of the list
-            makes another container for the samples.
+            Python objects, reference counting would make each forked worker copy their memory. Or a function that makes
+            another container of the list.
     """
 
     name = ""  # for errors and replays
@@ -184,7 +183,7 @@ class _PickledSamples:
         return len(self._ends) - 1
 
     def __getitem__(self, index: int) -> Any:
-        index = range(len(self))[index]  # IndexError outside; negative ones count from the end
+        index = range(len(self))[index]  # IndexError if out of range; negative ones count from the end
         start, end = self._ends[index : index + 2].tolist()
         return pickle.loads(self._buffer.numpy()[start:end].data)
 
@@ -194,7 +193,7 @@ _serialize_methods: list[Callable[[Sequence[Any]], Any]] = [_PickledSamples]
 
 @contextmanager
 def set_default_dataset_from_list_serialize_method(new: Callable[[Sequence[Any]], Any]) -> Iterator[None]:
-    """Inside, `DatasetFromList` with ``serialize=True`` keeps its samples in ``new(samples)``."""
+    """Context in which `DatasetFromList` with ``serialize=True`` keeps its samples in ``new(samples)``."""
     _serialize_methods.append(new)
     try:
         yield
@@ -263,9 +262,9 @@ class ToIterableDataset(IterableDataset[Any]):
 
 
 class AspectRatioGroupedDataset(IterableDataset[list[Any]]):
-    """Lists of ``batch_size`` samples that are either all wider than high or all not.
+    """Lists of ``batch_size`` samples; in a list, either all samples are wider than high, or none is.
 
-    Samples of an incomplete list start a list of the next iteration.
+    At the end of an iteration, samples of an incomplete list are kept for the next iteration.
 
     Args:
         dataset: dicts with ``width`` and ``height``.
@@ -281,5 +280,5 @@ class AspectRatioGroupedDataset(IterableDataset[list[Any]]):
             bucket.append(sample)
             if len(bucket) == self.batch_size:
                 batch = bucket[:]
-                bucket.clear()  # before the yield: a loop that breaks there has got the batch
+                bucket.clear()  # before the yield: a loop that breaks after it has already used the batch
                 yield batch

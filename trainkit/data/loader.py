@@ -38,7 +38,7 @@ from trainkit.utils.logical import own_ranks
 
 logger = logging.getLogger(__name__)
 
-LOADER_KEY = 2  # the samplers have other keys: workers' seeds are independent of the orders
+LOADER_KEY = 2  # samplers use other keys, so the seeds of workers are independent of the order
 
 
 def trivial_batch_collator(batch: list[Any]) -> list[Any]:
@@ -64,9 +64,9 @@ class ResumableLoader(DataLoader[Any]):
     """A ``DataLoader`` whose position can be saved, and whose samples do not depend on the process that loads them.
 
     Position: ``state_dict`` counts the delivered batches, not those loaded ahead. After ``load_state_dict`` the next
-    ``iter()`` continues there, equally fast everywhere, with any number of workers and, if the sampler is an
-    `InfiniteSampler`, of ranks. Another sampler or batch sampler, or without workers an ``IterableDataset``, needs its
-    own ``state_dict`` and ``load_state_dict``. Its state is read after each batch, so it must count a sample before it
+    ``iter()`` continues there, equally fast at every position, with any number of workers (and of ranks, if the sampler
+    is an `InfiniteSampler`). Another sampler or batch sampler, or without workers an ``IterableDataset``, needs its own
+    ``state_dict`` and ``load_state_dict``. Its state is read after each batch, so it must count a sample before it
     yields the sample. ``resume_obstacle`` says why the position cannot be saved; it is empty if it can.
 
     Samples: before ``dataset[index]`` the global generators of Python, NumPy and torch are seeded from the seed and the
@@ -75,12 +75,12 @@ class ResumableLoader(DataLoader[Any]):
     and tensors, collated by torch or this package), or if there is an obstacle.
 
     A `ToIterableDataset` is read by its indices: its batches are consecutive parts of the stream, with any workers. An
-    error of a dataset or ``collate_fn`` gets a note with the samples (on Python 3.10 a log line).
+    error of a dataset or ``collate_fn`` gets a note that names the samples (on Python 3.10 a log line).
 
     Args:
-        timeout: seconds that a worker may take for the next batch; 0: no limit. Then an error says what the worker
-            does, and for which samples; after 60 s a warning does.
-        seed: for augmentation, unless the sampler is an `InfiniteSampler` with its own; None: ``torch.initial_seed()``.
+        timeout: seconds that a worker may take for the next batch; 0: no limit. The error after this time, and a
+            warning after 60 s, say what the worker does, and for which samples.
+        seed: for augmentation; an `InfiniteSampler` has its own instead; None: ``torch.initial_seed()``.
         worker_init_fn: called after `worker_init_reset_seed`.
         logical_ranks: if not 0, training batches are those of the `trainkit.utils.logical` ranks of this process, one
             after the other.
@@ -120,7 +120,7 @@ class ResumableLoader(DataLoader[Any]):
             self._source = dataset.dataset
             self._batches = BatchSampler(dataset.sampler, self.batch_size, self.drop_last)
         self._is_stream = isinstance(self._source, IterableDataset)
-        # the object that decides the order of samples, and so has the state
+        # this object decides the order of samples, so it has the state
         self._order: Any = dataset if self._is_stream else self._batches
         if type(self._order) is BatchSampler:
             self._order = self._order.sampler
@@ -160,7 +160,7 @@ class ResumableLoader(DataLoader[Any]):
             return
         self._order.load_state_dict(copy.deepcopy(state["order"]))
         self._own_seed = state["seed"]
-        self._inside = None  # ends persistent workers, with the batches that they have loaded ahead
+        self._inside = None  # ends persistent workers, and drops the batches that they have loaded ahead
         self._tasks = replace(self._tasks, position=state["position"], passes=0 if state.get("over") else 1)
 
     def names_of_last(self, num_batches: int) -> list[list[str]]:
@@ -170,8 +170,8 @@ class ResumableLoader(DataLoader[Any]):
     def explain(self, error: RuntimeError) -> None:
         """
         Raises:
-            RuntimeError: ``error`` says that a worker has ended (torch raises this at any place); the new one says what
-                it did.
+            RuntimeError: ``error`` says that a worker has ended (torch raises it anywhere in the code); the new error
+                says what the worker did.
         """
         newest = None if self._newest is None else self._newest()
         if newest is not None:
@@ -241,7 +241,7 @@ class ResumableLoader(DataLoader[Any]):
                 f"SOLVER.LOGICAL_RANKS needs batches that it can divide, got those of {type(self._order).__name__}; "
                 "take a map-style dataset with a sampler of trainkit.data, or set it to 0"
             )
-        # so many are drawn at once, and dealt out to the logical ranks
+        # this number is drawn at once, and divided among the logical ranks
         size = self._batches.batch_size * self.logical_ranks // self._endless.world_size
         self._batches = BatchSampler(self._endless, size, drop_last=True)
 
@@ -255,7 +255,7 @@ class _Fetch(Dataset[Any]):
     """Makes batches.
 
     Attributes:
-        key: for the seeds; None: neither the dataset nor ``collate_fn`` uses random numbers, or nobody seeds them.
+        key: for the seeds; None: nothing is seeded, for example if nothing uses random numbers.
         by_batch: seed whole batches, not each sample: for evaluations, since persistent workers would continue their
             random numbers.
         notes: see `Tasks`.
@@ -270,7 +270,7 @@ class _Fetch(Dataset[Any]):
     def __getitem__(self, task: Task) -> tuple[int, Any]:
         """(position after the batch, batch)."""
         worker = get_worker_info()
-        # the rest of 2: a loader without workers may stand in a worker of another one
+        # modulo: a loader without workers may run in a worker of another loader
         place = 0 if worker is None else 2 * worker.id % len(self.notes)
         self.notes[place : place + 2] = [task.after, 0]
         if self.key is not None and self.by_batch:
@@ -303,7 +303,7 @@ def _start_worker(user_function: Callable[[int], None] | None, worker_id: int) -
     worker_init_reset_seed(worker_id)
     worker: Any = get_worker_info()
     if isinstance(worker.dataset, _Fetch):
-        object.__setattr__(worker, "dataset", worker.dataset.dataset)  # the user's code expects its own there
+        object.__setattr__(worker, "dataset", worker.dataset.dataset)  # the user's code expects its own dataset there
     if user_function is not None:
         user_function(worker_id)
 

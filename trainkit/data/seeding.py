@@ -11,7 +11,7 @@ _MASK = (1 << 64) - 1
 
 
 def splitmix64(state: int, n: int) -> int:
-    """The ``n``-th number (from 0) of the SplitMix64 generator with this start state: 64 bits, each different.
+    """The ``n``-th number (from 0) of the SplitMix64 generator with this start state: 64 bits, no number comes twice.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014), with the constants of
     Vigna's splitmix64.c.
@@ -28,14 +28,14 @@ def seed_globals(number: int) -> None:
     ``torch.manual_seed`` would seed all devices, and take 20 times as long.
     """
     random.seed(number)
-    # half of the bits each: both use the same algorithm with 32 bits, and would draw the same numbers
+    # each gets half of the bits: with the same 32 bits both would draw the same numbers
     torch.default_generator.manual_seed(number & 0xFFFFFFFF)
     np.random.seed(number >> 32)
 
 
 @contextmanager
 def undisturbed_globals() -> Iterator[None]:
-    """At the end restore the global generators of Python, NumPy and torch's CPU; takes about 60 us.
+    """Context that at its end restores the global generators of Python, NumPy and torch's CPU; takes about 60 us.
 
     Not needed in a loader worker. See `trainkit.utils.rng` for devices.
     """

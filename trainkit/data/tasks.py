@@ -1,4 +1,4 @@
-"""Which batches a loader asks for, and which ones it has delivered."""
+"""Which batches a loader asks for, and which batches it has delivered."""
 
 import copy
 from collections.abc import Iterator, MutableSequence, Sequence
@@ -14,7 +14,7 @@ _MAX_REMEMBERED = 64  # number of delivered batches whose samples can be named
 
 
 class Task(NamedTuple):
-    """A batch: the position after it, its indices, the position of its first sample, the distance to the next one."""
+    """A batch: the position after it, its indices, the position of its first sample, the distance between samples."""
 
     after: int
     indices: Any
@@ -23,7 +23,7 @@ class Task(NamedTuple):
 
 
 class Owed(NamedTuple):
-    """What is known of a batch until it is delivered: its indices, and the state of the order and ``over`` after it."""
+    """What is known about a batch until it is delivered: its indices; the state of the order and ``over`` after it."""
 
     indices: Any
     state: Any
@@ -40,13 +40,13 @@ class Tasks:
         owned: the ranks, or logical ranks, of this process, in the order of their tasks.
         position: number of samples of the stream in the delivered batches.
         passes: how often the next pass may iterate ``batches``. After loading a state that is ``over`` it is 0: the
-            next pass is empty, like the rest of the pass in a run without a stop. After that it is 2: some samplers
-            make an empty pass themselves, which is left out.
-        notes: two numbers per worker (without workers: of this process), written there: the position after the batch
-            that it loads, and how many samples it has loaded. Empty if the loader does not fetch by task.
-        over: whether the last delivered batch was not full and so ends this pass. A `BatchSampler` has exhausted its
-            sampler then, and the sampler's state belongs to the next pass.
-        owed: position after a requested batch -> what is known of it.
+            next pass is empty, like the rest of that pass in a run without a stop. Later it is 2: if a sampler makes an
+            empty pass itself, this pass is left out.
+        notes: two numbers that each worker (without workers: this process) writes: the position after the batch that it
+            is loading, and how many of its samples are loaded. Empty if the loader does not fetch by task.
+        over: whether the last delivered batch was not full and so ends this pass. Then a `BatchSampler` has exhausted
+            its sampler, and the sampler's state belongs to the next pass.
+        owed: position after a requested batch -> what is known about this batch.
         recent: indices of the last delivered batches.
     """
 
@@ -61,10 +61,10 @@ class Tasks:
     owed: dict[int, Owed] = field(init=False, default_factory=dict)
     recent: list[Any] = field(init=False, default_factory=list)
     _started: bool = field(init=False, default=False)
-    _state: Any = field(init=False, default=None)  # of the order after the delivered batches
+    _state: Any = field(init=False, default=None)  # the state of the order after the delivered batches
 
     def state(self) -> dict[str, Any]:
-        """The position, the state of the order there, and ``over`` if it is true."""
+        """The position, the state of the order at this position, and ``over`` if it is true."""
         if not self._started:
             self._start()
         endless = isinstance(self.order, InfiniteSampler)
@@ -86,7 +86,7 @@ class Tasks:
 
     def _start(self) -> None:
         if self.order is None:
-            self.position = 0  # each evaluation is the same, also in its random numbers
+            self.position = 0  # each evaluation is the same, with the same random numbers
         elif isinstance(self.order, InfiniteSampler | GroupedBatchSampler):
             self.position = self.order.start
         self.over = self.passes != 1

@@ -16,7 +16,7 @@ _SAMPLERS = ("TrainingSampler", "RandomSubsetTrainingSampler", "RepeatFactorTrai
 
 
 def build_train_sampler(cfg: CfgNode, dataset: Any) -> InfiniteSampler | None:
-    """The sampler ``cfg.DATALOADER.SAMPLER_TRAIN`` for a map-style dataset; None for an iterable one.
+    """The sampler ``cfg.DATALOADER.SAMPLER_TRAIN`` for a map-style dataset; None for an iterable dataset.
 
     Raises:
         ConfigError: the sampler is unknown or does not fit the dataset, or a sample lacks categories.
@@ -55,7 +55,7 @@ def epoch_limit(cfg: CfgNode) -> tuple[str, int]:
 
 
 def _categories(sample: Any) -> Collection[Hashable] | Mapping[str, Any]:
-    """The category or categories of a sample, before its transform, from "category" or else "label".
+    """The category or categories of a sample, before its transform: its entry "category", or else "label".
 
     A sample in detectron2's form is returned as it is.
     """

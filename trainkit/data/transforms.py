@@ -19,7 +19,7 @@ def build_transform(cfg: CfgNode, is_train: bool) -> Callable[[Any], Any] | None
     """Build ``cfg.INPUT.TRAIN_TRANSFORM`` or ``cfg.INPUT.TEST_TRANSFORM``; None if the name is empty.
 
     Raises:
-        ConfigError: nothing is registered under that name.
+        ConfigError: nothing is registered under this name.
         TypeError: the registered entry returned something that cannot be called.
     """
     key = "TRAIN_TRANSFORM" if is_train else "TEST_TRANSFORM"
@@ -36,7 +36,7 @@ def build_transform(cfg: CfgNode, is_train: bool) -> Callable[[Any], Any] | None
 
 
 def _keep_all(transform: Callable[[Any], Any], name: str, sample: Any) -> Any:
-    """Refuse a test transform that leaves samples out: that would change the results."""
+    """Apply a test transform; leaving out a sample is an error, since it would change the results."""
     sample = transform(sample)
     if sample is None:
         raise ValueError(f"INPUT.TEST_TRANSFORM {name!r} gave None; only a training transform may leave a sample out")

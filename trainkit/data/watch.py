@@ -15,17 +15,17 @@ from trainkit.utils import waiting
 logger = logging.getLogger(__name__)
 
 WARN_SEC = 60.0
-ENDING_SEC = 1.0  # connections of a process are closed before it has ended
-TIMEOUT, LOST = "DataLoader timed out", "DataLoader worker (pid"  # the start of errors of torch
-_CUT_OFF = ConnectionError, EOFError  # raised, too, if a worker ends while it sends a batch
+ENDING_SEC = 1.0  # wait: the connections of a process are closed before it has ended
+TIMEOUT, LOST = "DataLoader timed out", "DataLoader worker (pid"  # how torch's errors start
+_CUT_OFF = ConnectionError, EOFError  # errors if a worker ends while it sends a batch
 
 
 class Deliveries(Iterator[Any]):
     """The batches of a loader.
 
     Args:
-        fetched: torch's iterator. It gives pairs (position after the batch, batch); if ``tasks`` has no notes, batches
-            alone.
+        fetched: torch's iterator. It gives pairs (position after the batch, batch); only batches if ``tasks`` has no
+            notes.
         dataset: names the samples.
         timeout: in seconds; 0: no limit.
     """
@@ -33,16 +33,16 @@ class Deliveries(Iterator[Any]):
     def __init__(self, fetched: Iterator[Any], dataset: Any, tasks: Tasks, timeout: float) -> None:
         self._fetched, self._dataset, self._tasks, self._timeout = fetched, dataset, tasks, timeout
         self._workers: list[BaseProcess] = getattr(fetched, "_workers", [])  # by number
-        # Python's cycle collection, such as of a trainer with a checkpointer, would close the workers' queues before
-        # torch can tell the workers to end, and torch waits 5 s for each worker. Held here, the queues are not part of
-        # a cycle.
+        # If Python collects a cycle of objects, such as a trainer and its hooks, it would close the workers' queues
+        # before torch can tell the workers to end, and torch waits 5 s for each worker. Held here, the queues
+        # are in no cycle.
         queues = [getattr(fetched, name, None) for name in ("_index_queues", "_worker_result_queue")]
         weakref.finalize(self, id, queues).atexit = False
 
     def __next__(self) -> Any:
         """
         Raises:
-            RuntimeError: a worker has ended, or nothing came in time.
+            RuntimeError: a worker has ended, or no batch came in time.
             trainkit.utils.waiting.Abandoned: a stop was requested.
         """
         try:
@@ -84,15 +84,14 @@ class Deliveries(Iterator[Any]):
                 logger.warning("No batch for %.0f s: %s", waited, self._describe())
 
     def _end_workers(self) -> None:
-        """End all workers now: torch would wait 5 s for each one that hangs, and delay the save of a stopped run."""
+        """End all workers now: torch would wait 5 s for each worker that hangs, and delay the save of a stopped run."""
         for worker in self._workers:
             worker.terminate()
 
     def explain(self, error: Exception) -> None:
         """
         Raises:
-            RuntimeError: ``error`` says that a worker has ended, and it was one of these; the new error says what it
-                did.
+            RuntimeError: ``error`` says that one of these workers has ended; the new error says what the worker did.
         """
         of_dataset = str(error).startswith("Caught ")  # torch's start of what a worker's code has raised
         if not self._workers or of_dataset or not (str(error).startswith(LOST) or isinstance(error, _CUT_OFF)):
@@ -100,7 +99,7 @@ class Deliveries(Iterator[Any]):
         ended = multiprocessing.connection.wait([worker.sentinel for worker in self._workers], ENDING_SEC)
         for worker in self._workers:
             if worker.sentinel in ended:
-                worker.join(ENDING_SEC)  # now it has an exit code
+                worker.join(ENDING_SEC)  # now the worker has an exit code
         if ended:
             raise RuntimeError(
                 f"a loader worker has ended: {self._describe()}. Check whether the code that reads the sample ends "

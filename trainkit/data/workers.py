@@ -37,8 +37,8 @@ def worker_init_reset_seed(worker_id: int) -> None:
 def check_socket_path() -> None:
     """
     Raises:
-        ConfigError: the path of the socket over which a worker sends tensors would be too long. The worker's thread
-            would fail, and the loader would wait for ever.
+        ConfigError: the path of the socket over which a worker sends tensors would be too long. Then the worker's
+            thread would fail, and the loader would wait for ever.
     """
     by_socket = sys.platform == "linux" and torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
     if not by_socket or hasattr(multiprocessing.util, "_SUN_PATH_MAX"):  # newer Python versions use a shorter folder
@@ -54,8 +54,7 @@ def check_socket_path() -> None:
 
 @contextmanager
 def signals_held_back() -> Iterator[None]:
-    """Block signals while workers start: they inherit this, so no signal ends them before their init function has
-    run."""
+    """Context that blocks signals while workers start, so that no signal ends them before their init function."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -73,15 +72,15 @@ def _ignore_signals_to_the_group() -> None:
     if not hasattr(signal, "sigtimedwait"):  # macOS, Windows: the sender of a signal is unknown
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return
-    # torch's handler checks the sender too, but ends the worker on a foreign signal; a blocked signal does not call it
+    # torch's handler would end the worker on a signal from any other sender; a blocked signal does not call it
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored)
     threading.Thread(target=_end_with_creator, args=(os.getppid(),), daemon=True).start()
 
 
 def _end_with_creator(born_to: int) -> None:
-    """End this worker by a SIGTERM of the process that created it, or if that has died."""
-    creator = multiprocessing.parent_process()  # not `born_to` if forkserver is used: the server lives on
+    """End this worker if the process that created it sends SIGTERM or has died."""
+    creator = multiprocessing.parent_process()  # not `born_to`: with forkserver that is the server, which lives on
     assert creator is not None
     while os.getppid() == born_to and creator.is_alive():
         received = signal.sigtimedwait({signal.SIGTERM}, _POLL_SEC)

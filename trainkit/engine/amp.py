@@ -92,7 +92,7 @@ class AMPTrainer(SimpleTrainer):
             self._unscaled = True
             scaler.unscale_(self.optimizer)
             self.finite.has_looked = not self.acts_after_backward()
-            # the tensors by which step() decides whether to update; the public API would wait for the device
+            # step() reads these tensors to decide whether to update; the public API would wait for the device
             self.finite.flags = cast(dict[torch.device, Tensor], scaler._found_inf_per_device(self.optimizer))
 
     def judge_gradients(self, losses: Losses) -> dict[str, Tensor]:
@@ -111,7 +111,7 @@ class AMPTrainer(SimpleTrainer):
         self._unscaled = False
 
     def step_state_dict(self) -> dict[str, Any]:
-        """Includes the scale, unless it is fixed."""
+        """The state of the step, with the scale unless it is fixed."""
         scaler = self.grad_scaler.state_dict() if self._loss_scale is None else {}
         return {**super().step_state_dict(), "grad_scaler": scaler}
 

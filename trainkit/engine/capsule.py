@@ -26,7 +26,7 @@ from trainkit.utils.model import unwrap_model
 
 logger = logging.getLogger(__name__)
 
-# to keep the first would cost time in each step; the second is as large as the model
+# saving the first would cost time in each step; the second is as large as the model
 _NOTES = (
     "random state and buffers are those after the forward pass that has failed",
     "the optimizer has no momentum, so its update is another one",
@@ -54,10 +54,10 @@ def leave_capsule(trainer: Any, error: BaseException, is_before_update: bool) ->
     iteration = trainer.iter if iteration is None else iteration
     commands = [_replay_of_run(trainer, iteration)]
     try:
-        # a process with logical ranks cannot repeat the part of another one alone; from the checkpoint it repeats all
+        # with logical ranks, one process holds only a part of the step; a replay from the checkpoint repeats all parts
         is_whole = is_before_update and iteration == trainer.iter and not trainer.logical_ranks
         has_step = is_whole and _is_there(trainer._trainer, error)
-        # not .pth: no run resumes from it
+        # not .pth, so that no run resumes from it
         path = os.path.abspath(os.path.join(trainer.cfg.OUTPUT_DIR, f"capsule.rank{comm.get_rank()}.pt"))
         write_file(_contents(trainer, error, commands[0], has_step), path)
         if has_step:
@@ -66,7 +66,7 @@ def leave_capsule(trainer: Any, error: BaseException, is_before_update: bool) ->
         logger.warning("The capsule of the failed step is not written: %s: %s", type(other).__name__, other)
         with contextlib.suppress(Exception):
             if not trainer.checkpointer.has_checkpoint():
-                return ""  # nothing says how the run was started
+                return ""  # it is not known how the run was started
     return ", or from the checkpoint: ".join(commands)
 
 

@@ -108,15 +108,15 @@ class DefaultTrainer(TrainerBase):
 
     Attributes:
         cfg: the config with every length in iterations.
-        scheduler, checkpointer: as built.
+        scheduler, checkpointer: those of the run.
     """
 
     own_keys = (*TrainerBase.own_keys, "data", "results")
     _is_resumed = _forks = False
     _parents: Sequence[Mapping[str, Any]] = ()  # the runs from which this one was forked, the oldest first
-    _global_batch: GlobalBatch | None = None  # None: a subclass does not call __init__
+    _global_batch: GlobalBatch | None = None  # None if a subclass does not call __init__
     _given_cfg: CfgNode | None = None
-    _how_to_repeat = ""  # the step that has failed
+    _how_to_repeat = ""  # the command that repeats the failed step
 
     model = forwarded("_trainer.model")
     optimizer = forwarded("_trainer.optimizer")
@@ -210,7 +210,7 @@ class DefaultTrainer(TrainerBase):
         else:
             self.checkpointer.resume_or_load(self.cfg.MODEL.WEIGHTS, resume=resume)
         if forks or (resume and self.checkpointer.has_checkpoint()):
-            self.start_iter = self.iter + 1  # the checkpoint names the last iteration done
+            self.start_iter = self.iter + 1  # the checkpoint names the last completed iteration
             if self.start_iter > self.max_iter - forks:
                 raise ConfigError(
                     f"SOLVER.MAX_ITER is {self.max_iter}, but the checkpoint to {'fork' if forks else 'resume from'} "
@@ -272,11 +272,11 @@ class DefaultTrainer(TrainerBase):
 
     def _train(self, start_iter: int, max_iter: int) -> dict[str, Any]:
         self._how_to_repeat = ""
-        if self._is_default("test"):  # find now, not after hours, that no evaluation gives a metric
+        if self._is_default("test"):  # now, not after hours: is there a metric that no evaluation gives?
             check_monitored_metrics(self.hooks, self._evaluate_one_batch)
         self._skip.begin(start_iter)
         _ = self.origin  # read now: files may change during the run
-        marks = isinstance(self.checkpointer, Checkpointer)  # fvcore's checkpointer has no mark
+        marks = isinstance(self.checkpointer, Checkpointer)  # fvcore's checkpointer cannot mark a run as finished
         if marks:
             self.checkpointer.forget_finished()
         if self._global_batch is not None:
@@ -369,7 +369,7 @@ class DefaultTrainer(TrainerBase):
         saved = state_dict.get("settings")  # older states have none
         if saved and (table := describe_other_settings(saved, self.cfg)):
             logger.warning("The checkpoint was written with other settings:\n%s", table)
-        self.__dict__.pop("_last_eval_results", None)  # of an earlier run of this trainer
+        self.__dict__.pop("_last_eval_results", None)  # the results of an earlier run of this trainer
         if results := state_dict.get("results"):
             self._last_eval_results = results
         self._trainer.feed.load_state_dict(state_dict.get("data", {}))
@@ -379,10 +379,10 @@ class DefaultTrainer(TrainerBase):
     # ------------------------------------------------------------------ hooks
 
     def build_hooks(self) -> list[HookBase | None]:
-        """The hooks in their fixed order, with those of HOOKS; hooks registered later run before the writers.
+        """The default hooks and those of HOOKS, in their fixed order; hooks registered later run before the writers.
 
-        ``take`` gives a default hook, as changed by its entry in HOOKS; ``chosen`` gives a hook only if HOOKS has an
-        entry.
+        ``take`` gives a default hook, changed by its entry in HOOKS if there is one; ``chosen`` gives a hook only if
+        HOOKS has an entry.
         """
         cfg, best, early = self.cfg, self.cfg.CHECKPOINT, self.cfg.EARLY_STOPPING
         me = weakref.proxy(self)  # a strong reference would keep the trainer alive
@@ -395,12 +395,12 @@ class DefaultTrainer(TrainerBase):
             # first: the time of a step must not include other hooks
             *take(hooks.IterationTimer),
             *chosen(hooks.Throughput),
-            # early: all other values belong to the epoch that they store
+            # early: the values of all later hooks belong to the epoch that it stores
             *chosen(hooks.RuntimeInfo, period=cfg.LOG.PERIOD),
             *take(hooks.SamplerSeed, default=hooks.SamplerSeed.is_needed(self)),
             # after the update, before anything that evaluates or saves
             *chosen(hooks.EMAHook),
-            # early: as after a resume, checkpoint and evaluation already have the next learning rate
+            # early: checkpoint and evaluation must already have the next learning rate, as they do after a resume
             *take(hooks.LRScheduler),
             *chosen(hooks.ParamScheduler, max_iter=self.max_iter),
             # before the checkpointer: the statistics are part of what is saved and evaluated
@@ -466,7 +466,7 @@ class DefaultTrainer(TrainerBase):
                 period=cfg.LOG.PERIOD,
             ),
         ]
-        # other hooks are in the middle: before the checkpointer, which saves their state of this iteration
+        # all other hooks run before the checkpointer, so that it saves their state of this iteration
         return [*early_hooks, *self._configured.rest(), *late_hooks]
 
     def build_writers(self) -> list[EventWriter]:
@@ -627,7 +627,7 @@ class DefaultTrainer(TrainerBase):
         return {**results, "raw": results} if both else results
 
     def _set_trainer(self, trainer: SimpleTrainer) -> None:
-        """Forward its ``after_backward`` to this trainer, which has the hooks."""
+        """Set the inner trainer; its ``after_backward`` is forwarded to this trainer, which has the hooks."""
         for name in ("model", "optimizer"):
             check_exchange(self, name, getattr(trainer, name))
         self._step_trainer = trainer

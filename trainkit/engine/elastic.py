@@ -21,8 +21,8 @@ JOB_FILE = "slurm_job"
 _RESTARTED = "TRAINKIT_RESTARTED"
 _STARTS, _OWNS_FOLDER = "trainkit/starts", "trainkit/owns_folder"
 
-_agent_store: dist.Store | None = None  # torchrun's store, which lives longer than a start
-_store: dist.Store | None = None  # of this start
+_agent_store: dist.Store | None = None  # torchrun's store, which exists over several starts
+_store: dist.Store | None = None  # the store of this start
 _is_requeued = False
 
 
@@ -37,7 +37,7 @@ def is_restarted() -> bool:
 
 
 def look_for_requeue(folder: str) -> None:
-    """Find out whether SLURM has requeued this job, and the run in ``folder`` is of this job; every rank calls it."""
+    """Find out whether SLURM has requeued this job, and this job wrote the run in ``folder``; every rank calls it."""
     global _is_requeued
     job, path = os.environ.get("SLURM_JOB_ID"), Path(folder, JOB_FILE)
     is_again = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
@@ -72,13 +72,13 @@ def is_first_to_fail() -> bool:
     """Whether no other rank has called this before: the first rank reports for all. True outside of `launch`."""
     try:
         return _store is None or _store.add("trainkit/failures", 1) == 1
-    except dist.DistError:  # the store has ended with rank 0
+    except dist.DistError:  # rank 0 has ended, and the store with it
         return True
 
 
 @contextmanager
 def meeting(url: str, rank: int, world_size: int, timeout: timedelta) -> Iterator[dist.Store]:
-    """The store in which the ranks of this start meet; every rank enters it."""
+    """Context with the store in which the ranks of this start meet; every rank enters it."""
     global _agent_store, _store
     store, _, _ = next(rendezvous(url, rank, world_size, timeout=timeout))
     store.set_timeout(timeout)

@@ -28,7 +28,8 @@ def evaluate_models(
     """Call ``test(cfg, model)`` for the weights that the first `EMAHook` of ``hooks`` evaluates; every rank calls it.
 
     Returns:
-        The results. If both kinds of weights are evaluated: those of the average, and under "raw" those of the model.
+        The results. If both kinds of weights are evaluated: the results of the average, and under "raw" those of the
+        model.
     """
     averaging = averaging_hook(hooks)
     if averaging is None:
@@ -76,7 +77,7 @@ class EvaluationRun(TrainerBase):
 
     @property
     def only_evaluates(self) -> bool:
-        """Whether ``model`` has the evaluated weights after loading, and no `EMAHook` has others."""
+        """Whether ``model`` has the weights to evaluate after loading, so that no `EMAHook` is needed for them."""
         averaging = averaging_hook(self.hooks)
         return averaging is None or averaging.evaluate == "raw"
 

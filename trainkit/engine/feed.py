@@ -23,10 +23,10 @@ _OURS = ResumableLoader, CombinedLoader
 
 
 class Feed:
-    """Gives the micro-batches of one iteration after another; a loader that ends is iterated again.
+    """Gives the micro-batches of each iteration; when the loader ends, it is iterated again.
 
     Attributes:
-        accumulation_steps: micro-batches per iteration; with a schedule, of the last iteration.
+        accumulation_steps: micro-batches per iteration; with a schedule, their number in the last iteration.
         schedule: pairs (iteration, number): from that iteration on, ``accumulation_steps`` is that number. The first
             iteration is 0. Such a feed has no epochs.
         before_pass: called before the loader is iterated again, with the fraction of the iteration that is drawn.
@@ -73,7 +73,7 @@ class Feed:
     def next(self, device: torch.device, iter: int) -> list[Any]:
         """The micro-batches of the iteration, on ``device``; if the loader ends, the next pass continues.
 
-        There are fewer only if the loader is an iterator that ends.
+        There are fewer micro-batches only if the loader is an iterator that ends.
 
         Raises:
             Abandoned: the run stops during the wait; the position in the data is then as before this call, if possible.
@@ -153,7 +153,7 @@ class Feed:
         return {} if self.obstacle else self._loader.state_dict()  # type: ignore[attr-defined]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the loader continue there; batches that it has loaded ahead are dropped."""
+        """Let the loader continue at this position; batches that it has loaded ahead are dropped."""
         self._iterator = None
         obstacle = self.obstacle
         if state_dict and not obstacle:

@@ -31,7 +31,7 @@ class FiniteCheck:
     Attributes:
         flag: float32, shape ``[]``, on the device: 1 if the update of this iteration is not finite. None under
             "ignore".
-        flags: device -> flag. A gradient scaler puts its own flags here, by which it decides whether to update.
+        flags: device -> flag. A gradient scaler puts its own flags here, and reads them to decide whether to update.
         scaled: whether there is a gradient scaler.
         has_looked: whether the scaler has checked this iteration's gradients, and no hook has changed them since.
         skipped: number of skipped updates.
@@ -55,7 +55,7 @@ class FiniteCheck:
         self._parameters: list[Tensor] = []
         self._groups: list[tuple[torch.device, list[Tensor]]] = []  # parameters by device, dtype and kind
         self._former_buffers: dict[str, Tensor] = {}  # restored after a skipped step
-        self._never_finite: set[str] = set()  # parts of the model: masks of -inf and the like
+        self._never_finite: set[str] = set()  # parts of the model, such as masks of -inf
         self.reset()
 
     @property
@@ -75,16 +75,16 @@ class FiniteCheck:
     # ------------------------------------------------------------------ on the device
 
     def keep_buffers(self, model: nn.Module) -> None:
-        """Copy the buffers before a forward pass, which changes them even if the update is skipped."""
+        """Copy the buffers before a forward pass: the pass changes them even if the update is skipped."""
         if self.policy == "skip":
             self._former_buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
             self.flags = {}
 
     def flag_update(self, model: nn.Module, optimizer: torch.optim.Optimizer, total: Tensor) -> Tensor | None:
-        """Set and return ``flag``; under "skip" it is also for the loss, and shared by all ranks. Does not wait."""
+        """Set and return ``flag``; under "skip" it also covers the loss and is equal on all ranks. Does not wait."""
         if self.policy != "ignore" and not self.has_looked:
             self._mark_gradients(model, optimizer)
-        if comm.get_tensor_parallel() > 1:  # torch shares a flag with the ranks of one gradient only
+        if comm.get_tensor_parallel() > 1:  # torch shares a flag only among the ranks that hold a gradient
             for flag in self.flags.values():
                 dist.all_reduce(flag, dist.ReduceOp.MAX)
         if self.policy != "skip":
@@ -97,7 +97,7 @@ class FiniteCheck:
         if self._former_buffers:
             skipped = flag.bool()
             for name, buffer in model.named_buffers():
-                if name in self._former_buffers:  # False: created by this forward pass
+                if name in self._former_buffers:  # False: this forward pass has created the buffer
                     torch.where(skipped.to(buffer.device), self._former_buffers[name], buffer, out=buffer)
             self._former_buffers = {}
         return flag
@@ -105,7 +105,7 @@ class FiniteCheck:
     def _mark_gradients(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Set the flag of each device that has a gradient which is not finite; flags of shards agree on all ranks."""
         parameters = parameters_of(optimizer, model)
-        # comparing with the parameters of the last step is faster than reading the device of each
+        # comparing the parameters with those of the last step is faster than reading their devices
         if len(parameters) != len(self._parameters) or not all(map(operator.is_, parameters, self._parameters)):
             groups: dict[tuple[Any, ...], list[Tensor]] = {}
             for parameter in parameters:
@@ -118,7 +118,7 @@ class FiniteCheck:
                     flag = self.flags[device] = torch.zeros((), device=device)
                 try:
                     _mark(grads, flag)
-                except RuntimeError:  # some are not plain tensors
+                except RuntimeError:  # some gradients are not plain tensors
                     for grad in grads:
                         _mark([_as_plain(grad)], flag)
 
@@ -159,7 +159,7 @@ class FiniteCheck:
             return None
         what = "loss is" if bad_loss else "gradients are"
         if not skipped:
-            self.flags = {}  # otherwise they would stay 1
+            self.flags = {}  # otherwise the flags would stay 1
             return describe_failure(what, iter, losses)
         if self.in_row >= self._max_in_row:
             return describe_failure(what, iter, losses, f"; this is update {self.in_row} in a row that is skipped")
@@ -204,7 +204,7 @@ def _mark(tensors: list[Tensor], flag: Tensor) -> None:
 
 
 def _as_plain(grad: Tensor) -> Tensor:
-    grad = grad.detach()  # it may have a graph
+    grad = grad.detach()  # a gradient may have a graph
     if grad.is_sparse:
         grad = grad._values()
     return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
@@ -226,7 +226,7 @@ def _join(flags: dict[torch.device, Tensor], device: torch.device) -> Tensor:
 
 
 def prepare_to_skip(optimizer: torch.optim.Optimizer, device_type: str) -> None:
-    """Log if updates wait for the device, and let fused SGD skip its very first update.
+    """Log if updates wait for the device, and prepare fused SGD for skipping its very first update.
 
     If fused SGD skips its first update, its momentum stays uninitialised, so it is set to zeros here. With dampening 0
     the first update from zeros equals the usual one: ``momentum * 0 + grad``.
@@ -234,7 +234,7 @@ def prepare_to_skip(optimizer: torch.optim.Optimizer, device_type: str) -> None:
     Raises:
         ConfigError: fused SGD with dampening.
     """
-    if not _skips_on_device(optimizer):  # a skipped step() is not called at all
+    if not _skips_on_device(optimizer):  # then step() is simply not called
         if device_type != "cpu":
             logger.warning(
                 "%s has no fused implementation here, so under float16, or if updates that are not finite are skipped, "
@@ -270,7 +270,7 @@ def non_finite_names(model: nn.Module) -> list[str]:
     return [
         name
         for by_name in finite.values()
-        for name, good in zip(by_name, torch.stack([*by_name.values()]).tolist(), strict=True)  # one read of a device
+        for name, good in zip(by_name, torch.stack([*by_name.values()]).tolist(), strict=True)  # reads each device once
         if not good
     ]
 

@@ -45,7 +45,7 @@ def take_settings(cfg: CfgNode, place: str, changes: Sequence[str], resume: bool
     text = _of_rank_0(lambda: own.read_text() if resume and own.is_file() else "")
     former, folders = load_yaml(text, str(own)).get("FORK", {}), [run]
     if former.get("RUN") == run and iteration in (-1, former["ITER"]):
-        done, iteration = former["CHANGES"], former["ITER"]  # the run to fork may have newer checkpoints by now
+        done, iteration = former["CHANGES"], former["ITER"]  # now the run to fork may have newer checkpoints
     else:
         _, iteration, origin = _of_rank_0(lambda: _find(run, iteration))
         done, text = [], origin["config"]
@@ -93,9 +93,9 @@ def _find(run: str, iteration: int) -> tuple[str, int, dict[str, Any]]:
 def forked(state: Mapping[str, Any], trainer: Any) -> dict[str, Any]:
     """Change the state of another run so that ``trainer``, which has not trained yet, can load it.
 
-    If settings differ, those of the trainer are used, also for values that the state holds: the rates of the optimizer,
-    and seeds. Writers continue at the same iteration, in their own files. The list ``parents`` in the origin gets the
-    other run as its last entry.
+    If settings differ, the trainer's settings are used, also for values that the state holds: the rates of the
+    optimizer, and seeds. Writers continue at the same iteration, in their own files. The list ``parents`` in the origin
+    gets the other run as its last entry.
     """
     fork, saved, own = trainer.cfg.FORK, state["settings"], settings_of(trainer.cfg)
     parent = {"run": fork.RUN, "iteration": state["iteration"], "changes": fork.CHANGES}
@@ -115,7 +115,7 @@ def forked(state: Mapping[str, Any], trainer: Any) -> dict[str, Any]:
     elif has_rates:
         check_saved_groups(step["optimizer"]["param_groups"], trainer.optimizer)
         step["optimizer"] = {**step["optimizer"], "param_groups": trainer.optimizer.state_dict()["param_groups"]}
-        rates = {"base_lrs": trainer.scheduler.state_dict()["base_lrs"], "last_epoch": -1}  # so that it seeks its place
+        rates = {"base_lrs": trainer.scheduler.state_dict()["base_lrs"], "last_epoch": -1}  # -1: it seeks its position
         hooks |= {name: {**hooks[name], **rates} for name in hooks if name.startswith("LRScheduler")}
     if "SOLVER.AMP.INIT_SCALE" in changed:
         step["grad_scaler"] = trainer._trainer.step_state_dict()["grad_scaler"]

@@ -76,13 +76,13 @@ def build_sharded(
 
 
 def blocks_of_lists(model: nn.Module) -> list[nn.Module]:
-    """The entries of ModuleLists. Their parameters are gathered together if MODEL.FSDP.BLOCKS names no classes."""
+    """The entries of ModuleLists: they are the blocks if MODEL.FSDP.BLOCKS names no classes."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return [block for blocks in lists for block in blocks if not isinstance(block, nn.ModuleList | nn.ModuleDict)]
 
 
 def _build_mesh(device_type: str, shape: Sequence[int]) -> Any:
-    """All ranks, in the dimensions "dp_replicate", "dp_shard" (``shape``; []: "dp_shard" alone), and "tp" if used.
+    """A mesh of all ranks: "dp_replicate" and "dp_shard" of ``shape`` (only "dp_shard" if it is []), and "tp" if used.
 
     Raises ConfigError if the product of ``shape`` is not the number of data ranks.
     """
@@ -114,10 +114,10 @@ def shard_model(
     Parameters and buffers become those of rank 0.
 
     Args:
-        mesh: the ranks; None: all. On a mesh with two dimensions the first one replicates.
+        mesh: the ranks; None: all. On a mesh with two dimensions, the model is replicated along the first.
         blocks: modules of the model; inner ones are sharded first.
-        param_dtype: of forward and backward computation; None: that of the parameters.
-        reduce_dtype: of the averaging of gradients; None: that of the computation.
+        param_dtype: the dtype of forward and backward computation; None: that of the parameters.
+        reduce_dtype: the dtype in which gradients are averaged; None: that of the computation.
         reshard_after_forward: release the gathered parameters of a block until the backward pass gathers them again.
             This needs half the memory and 1.5 times the traffic. Parameters outside of blocks stay gathered.
         weights: name -> tensor, on rank 0 of a model on the meta device.
@@ -153,7 +153,7 @@ def _take_from_rank_0(model: nn.Module, weights: dict[str, Tensor]) -> None:
 
 
 def _build_on_meta(cfg: CfgNode, build_model: Callable[[CfgNode], nn.Module]) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A model on the meta device, and on rank 0 its weights."""
+    """A model on the meta device; on rank 0 also its weights."""
     cfg = cfg.clone()
     cfg.defrost()
     cfg.MODEL.DEVICE = "cpu" if comm.is_main_process() else "meta"

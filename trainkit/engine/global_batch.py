@@ -19,8 +19,8 @@ class GlobalBatch:
     """How a run divides the samples of an iteration over ranks, saved in a file beside its checkpoints.
 
     Args:
-        cfg: as given by the user.
-        folder: of the checkpoints.
+        cfg: the config as the user gave it.
+        folder: the folder of the checkpoints.
 
     Attributes:
         record: the content of the file, as plain values.
@@ -35,16 +35,16 @@ class GlobalBatch:
         self.record: dict[str, Any] = {"world_size": self._ranks, "asked": asked}
         former = self._read(self._path) or self._read(Path(cfg.FORK.RUN) / _FILE) if comm.is_main_process() else None
         former = comm.broadcast(former)
-        if former is not None and former["asked"] == asked:  # else the user has set it for this number of ranks
+        if former is not None and former["asked"] == asked:  # otherwise it was set for this number of ranks
             self.record = former
 
     @property
     def world_size(self) -> int:
-        """The number of ranks at the first start with this batch size; the config is meant for it."""
+        """The number of ranks at the first start with this batch size; the config is meant for this number."""
         return int(self.record["world_size"])
 
     def split(self, cfg: CfgNode) -> CfgNode:
-        """`split_batch` from ``world_size`` ranks to the current number; the number of logical ranks stays the same."""
+        """Call `split_batch` for the current number of ranks; the number of logical ranks stays the same."""
         return split_batch(cfg, self.world_size, self._ranks)
 
     def save(self) -> None:
@@ -53,12 +53,12 @@ class GlobalBatch:
             if comm.is_main_process():
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 write_text(json.dumps(self.record), self._path)
-        except OSError as error:  # a CheckpointError is one
+        except OSError as error:  # a CheckpointError is an OSError
             logger.warning("A start with another number of processes cannot keep the batch of this run: %s", error)
 
     def _read(self, path: Path) -> dict[str, Any] | None:
         if not path.exists() or not any(path.parent.glob("*.pth")):
-            return None  # without a checkpoint it may be of another job
+            return None  # without a checkpoint the file may be of another job
         try:
             record = json.loads(path.read_text())
             record = {"world_size": int(record["world_size"]), "asked": list(record["asked"])}

@@ -1,4 +1,4 @@
-"""The step as a static graph: on CUDA recorded and replayed; elsewhere the model is compiled."""
+"""The step as a static graph: on CUDA it is recorded and replayed; on other devices the model is compiled."""
 
 import copy
 import logging
@@ -44,13 +44,13 @@ class CudaRecorder:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._newest: torch.cuda.CUDAGraph | None = None  # kept, since the memory pool is freed with its last graph
+        self._newest: torch.cuda.CUDAGraph | None = None  # kept, since torch frees the memory pool with its last graph
 
     @contextmanager
     def beside(self, inputs: Sequence[Tensor] = ()) -> Iterator[None]:
-        """Context for ordinary steps, since later ones may be recorded; ``inputs`` are the tensors that they read."""
+        """Context for ordinary steps before a recording; ``inputs`` are the tensors that these steps read."""
         for tensor in inputs:
-            tensor.record_stream(self._stream)  # the model may drop it before this stream has read it
+            tensor.record_stream(self._stream)  # the model may drop the tensor before this stream has read it
         # autograd continues on the stream of the forward pass, and a recorded stream must not wait for another
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -78,8 +78,8 @@ class _Recording:
     """A recorded step for batches of one signature.
 
     Attributes:
-        inputs: the tensors from which it reads batches.
-        replays: first part -> replay of it and all parts before the next key.
+        inputs: the tensors from which the recording reads batches.
+        replays: name of a part -> a call that replays this part and the following parts, up to the next name.
         gradients: (parameter, gradient) of each of the optimizer's parameters.
         losses, extra: the results of the step before the update; ``packed`` has all of them in one tensor.
     """
@@ -97,8 +97,8 @@ class GraphTrainer(SimpleTrainer):
 
     On CUDA the first `WARM_UP_ITERS` iterations with inputs of one signature (shapes, types, and all values in a batch
     that are not tensors) are ordinary steps. Then everything from the forward pass to the update is recorded, and later
-    iterations replay it. At most `MAX_RECORDINGS` signatures are recorded; others stay ordinary steps. The recording
-    has a cut where the host must act: for hooks that override ``after_backward``, and for the check of the losses under
+    iterations replay it. At most `MAX_RECORDINGS` signatures are recorded; others stay ordinary steps. The recording is
+    divided where the host must act: for hooks that override ``after_backward``, and for the check of the losses under
     "raise" if metrics are not asynchronous.
 
     A replay repeats work of the device, but no Python. The model's work on the host is not repeated; a number that a
@@ -121,15 +121,15 @@ class GraphTrainer(SimpleTrainer):
         super().__init__(*args, **kwargs)
         self._compiled: tuple[nn.Module | None, Callable[[Any], Any]] = (None, self.model)
         self._recorder = self.make_recorder()
-        self._recording: _Recording | None = None  # of this step; None: an ordinary step
+        self._recording: _Recording | None = None  # the recording of this step; None: an ordinary step
         self._recordings: dict[Hashable, _Recording | None] = {}  # None: the step cannot be recorded
         self._seen: dict[Hashable, int] = {}  # number of batches per signature that is not recorded yet
         self._objects: list[object] = []
         self._values: list[object] = []
-        self._shown: _Recording | None = None  # its gradients are those of the parameters
-        self._settings: list[itemgetter[Any]] = []  # get the settings of a group that a recording contains
+        self._shown: _Recording | None = None  # the recording whose gradients the parameters have now
+        self._settings: list[itemgetter[Any]] = []  # they read the settings of a group that a recording contains
         self._in_step = False  # True after a step that has failed
-        self._reads: HostReads | None = None  # in the last ordinary step before a recording
+        self._reads: HostReads | None = None  # reads on the host in the last ordinary step before a recording
         self._newest: Hashable = None
         self._warned_of: set[str] = set()
         if self._recorder is None:
@@ -165,7 +165,7 @@ class GraphTrainer(SimpleTrainer):
             with self._beside(inputs), self._reads or nullcontext():
                 return super().compute_gradients(batches)
         self._replay(recording, "gradients")
-        first, gradient = recording.gradients[0]  # tells of all, unless hooks act on them
+        first, gradient = recording.gradients[0]  # checking one is enough, unless hooks act on gradients
         if self._shown is not recording or "judgement" in recording.replays or first.grad is not gradient:
             for parameter, gradient in recording.gradients:
                 if parameter.grad is not gradient:
@@ -224,7 +224,7 @@ class GraphTrainer(SimpleTrainer):
     # ------------------------------------------------------------------ recordings
 
     def _find_recording(self, batches: Sequence[Any], tensors: list[Tensor]) -> _Recording | None:
-        """The recording for these batches, with a copy of them; None for an ordinary step. ``tensors`` gets theirs."""
+        """The recording for these batches, after copying them into it; None: an ordinary step. Fills ``tensors``."""
         self._compare_constants()
         self._in_step = True
         signature = _describe(batches, tensors)
@@ -234,7 +234,7 @@ class GraphTrainer(SimpleTrainer):
         if signature in self._recordings:
             return recording
         if any(tensor.device != self._device for tensor in tensors):
-            signature = None  # the model may read it on the host
+            signature = None  # the model may read the tensor on the host
         if signature is None or len(self._recordings) == MAX_RECORDINGS or len(self._seen) == _MAX_SIGNATURES:
             self._warn_once(
                 "batches",
@@ -253,7 +253,7 @@ class GraphTrainer(SimpleTrainer):
         return recording
 
     def _refuse(self, found: str) -> None:
-        """Keep such steps ordinary; recording would fail in the middle and leave CUDA in its capture."""
+        """Keep such steps ordinary: a recording would fail in the middle, and CUDA would stay in capture mode."""
         self._recordings[self._newest] = None
         self._warn_once(
             "reads",
@@ -429,11 +429,11 @@ def _check_recordable(optimizer: torch.optim.Optimizer, *, skips: bool) -> None:
 
 
 def _describe(data: Any, tensors: list[Tensor]) -> Hashable | None:
-    """The signature of batches; ``tensors`` gets their tensors. None: some part cannot be compared."""
+    """The signature of batches; fills ``tensors`` with their tensors. None: some part cannot be compared."""
     if isinstance(data, Tensor):
         if data.layout is not torch.strided or data.is_nested:
             return None
-        # the place where it came before: a recording needs as many copies as there are different tensors
+        # a tensor may come twice in a batch: a recording needs one copy of each different tensor
         earlier = next((i for i, tensor in enumerate(tensors) if tensor is data), None)
         tensors.append(data)
         return data.shape, data.stride(), data.dtype, data.device, earlier
@@ -441,7 +441,7 @@ def _describe(data: Any, tensors: list[Tensor]) -> Hashable | None:
         parts: Iterable[Any] = data
     elif isinstance(data, (dict, Mapping)):
         parts = *data, *data.values()
-    else:  # an object of another class may be the same in each iteration, but with other tensors
+    else:  # other objects may be equal in each iteration, but hold other tensors
         return (type(data), data) if isinstance(data, _CONSTANTS) else None
     found = [_describe(part, tensors) for part in parts]
     return None if None in found else (type(data), *found)

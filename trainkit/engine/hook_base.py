@@ -30,7 +30,7 @@ SAVE_POINT = 55
 """The priority of the save point, where checkpoints are written: hooks with a higher number run below it."""
 
 EPOCH_POINTS = ("before_epoch", "after_epoch")
-# also of --eval-only
+# --eval-only calls them too
 EVALUATION_POINTS = ("before_eval", "before_eval_step", "after_eval_step", "after_eval", "after_load")
 
 
@@ -54,10 +54,10 @@ class HookBase:
     trainer's model is evaluated, saved or loaded, also by ``--eval-only``.
     """
 
-    trainer: Any = None  # a weakref.proxy of the TrainerBase; Any, since a hook may need one subclass of it
+    trainer: Any = None  # a weakref.proxy of the trainer; Any, since a hook may need a certain subclass of TrainerBase
     priority: int | str = Priority.NORMAL
-    ends: bool = False  # whether after_train saves or evaluates the run; such hooks come first there
-    _state_names: tuple[str, ...] = ()  # names of the attributes that are its state, in the file without "_"
+    ends: bool = False  # whether after_train saves or evaluates the run; such hooks come first in after_train
+    _state_names: tuple[str, ...] = ()  # names of the attributes that are its state; in the file they have no "_"
 
     def before_train(self) -> None:
         """Before the first iteration of each ``train()``. At ``start_iter`` 0 reset the state; otherwise the run
@@ -73,7 +73,7 @@ class HookBase:
         """When all gradients of an iteration are computed, unscaled and not yet clipped."""
 
     def after_step(self) -> None:
-        """After each iteration; ``trainer.iter`` is the one just done."""
+        """After each iteration; ``trainer.iter`` is the iteration just done."""
 
     def after_epoch(self) -> None:
         """After the last iteration of an epoch; not if the run ends inside it."""
@@ -103,7 +103,7 @@ class HookBase:
         """After a checkpoint is read, before anything is loaded from it; ``state["model"]`` holds the weights."""
 
     def summary(self) -> str:
-        """One line for the end of a run of `DefaultTrainer`, on rank 0; "" for none."""
+        """One line for the summary at the end of a run of `DefaultTrainer`, on rank 0; "" adds no line."""
         return ""
 
     def state_dict(self) -> dict[str, Any]:

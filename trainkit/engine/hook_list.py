@@ -43,7 +43,7 @@ class HookList:
         self._unclaimed_states: dict[str, dict[str, Any]] = {}
 
     def call(self, point: str, *args: Any, below: bool = False) -> None:
-        """Call ``point`` of its hooks; for ``after_step``, those above the save point, or those ``below`` it."""
+        """Call the hooks of ``point``; for ``after_step``, the hooks above the save point, or those ``below`` it."""
         for hook in self._below if below else self.at[point]:
             getattr(hook, point)(*args)
 
@@ -56,7 +56,7 @@ class HookList:
         Raises:
             ConfigError: a hook uses epoch points, but there are no epochs.
         """
-        self.update()  # a user may have changed the list
+        self.update()  # the user may have changed the list
         asking = [type(hook).__name__ for point in EPOCH_POINTS for hook in self.at[point]]
         if asking and not has_epochs:
             raise ConfigError(
@@ -225,7 +225,7 @@ def overrides(hook: HookBase | type[HookBase], point: str) -> bool:
 
 
 def sort_key(priority: int | str, first: int = 0, last: int = 100) -> int:
-    """Raises ValueError if ``priority`` is not a name of `Priority`, or out of range."""
+    """The number of a priority. Raises ValueError if it is not a name of `Priority`, or out of range."""
     if isinstance(priority, str) and priority in Priority.__members__:
         return Priority[priority]
     if not is_whole(priority, first) or priority > last:

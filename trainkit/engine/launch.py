@@ -44,12 +44,12 @@ def launch(
     args: tuple[Any, ...] = (),
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> Any:
-    """Call ``main_func(*args)`` in every process of the run; returns the result of this or the first spawned process.
+    """Call ``main_func(*args)`` in every process of the run; returns the result of this or of the first new process.
 
     Under torchrun the process already exists, and the other arguments are not needed. Otherwise this machine gets
-    ``num_gpus_per_machine`` processes: spawned ones if the run has several, else this one. With 0 the run is this
-    process alone, which `default_setup` leaves on the CPU. With CUDA each process has a device; tensors on it go over
-    NCCL, those on the CPU over Gloo.
+    ``num_gpus_per_machine`` new processes; if the run has one process, it is this one. With 0 the run is this process
+    alone, and `default_setup` keeps it on the CPU. With CUDA each process has a device; tensors on it go over NCCL,
+    those on the CPU over Gloo.
 
     SIGTERM, SIGHUP and SIGINT are passed on to the spawned processes as one SIGTERM; a second SIGINT kills them. In a
     SLURM job SIGUSR1 is passed on too.
@@ -58,7 +58,7 @@ def launch(
         main_func: a function of a module, so that a new process can import it.
         machine_rank: number of this machine, from 0.
         dist_url: where rank 0 listens, such as ``tcp://host:port``; "auto" or None is a free port of this machine.
-        timeout: of the process group.
+        timeout: the timeout of the process group.
 
     Raises:
         ValueError: the counts are impossible, the machine has too few devices, or several machines have no
@@ -112,14 +112,14 @@ def _spawn(num_local: int, first_rank: int, run: Callable[[int], tuple[Any, int]
             answers = _join(context, results, stops)
         except mp.ProcessExitedException as error:
             stop = stops.agree_now()
-            if stop is not None and error.exit_code == -_passed_on(stop):  # the process had no handler, or not yet
+            if stop is not None and error.exit_code == -_passed_on(stop):  # the process had no handler yet
                 sys.exit(stop.exit_code)
-            if error.exit_code > 0:  # exit likewise: the process has printed its error
+            if error.exit_code > 0:  # exit with the same code: the process has printed its error
                 sys.exit(error.exit_code)
             raise
         except mp.ProcessRaisedException as error:
             raise _first_failure(context, error) from None
-        except KeyboardInterrupt:  # the second one
+        except KeyboardInterrupt:  # the second Ctrl-C
             for process in context.processes:
                 process.kill()
                 process.join()
@@ -148,7 +148,7 @@ def _join(context: Any, results: Any, stops: StopRequests) -> list[tuple[Any, in
 
 
 def _passed_on(stop: Stop) -> signal.Signals:
-    """The signal for the processes; not SIGINT, since Ctrl-C reaches them too and a second SIGINT would kill them."""
+    """The signal to send to the processes; not SIGINT: Ctrl-C reaches them too, and a second SIGINT would kill them."""
     return signal.SIGUSR1 if stop.reason == "SIGUSR1" else signal.SIGTERM
 
 
@@ -159,7 +159,7 @@ def _first_failure(context: Any, error: mp.ProcessRaisedException) -> mp.Process
     if first == error.error_index:
         return error
     with open(context.error_files[first], "rb") as file:
-        trace = pickle.load(file)  # written by torch's _wrap
+        trace = pickle.load(file)  # torch's _wrap has written it
     text = f"\n\n-- Process {first} terminated with the following error:\n{trace}"
     return mp.ProcessRaisedException(text, first, context.processes[first].pid)
 
@@ -209,7 +209,7 @@ def _process_group(url: str, rank: int, world_size: int, timeout: timedelta) -> 
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device
             )
-            comm.synchronize()  # so that a slow start does not count against the timeout of the first collective
+            comm.synchronize()  # so that a slow start of a rank does not use up the timeout of the first collective
             reminder.cancel()
             yield
     except BaseException as error:
@@ -217,7 +217,7 @@ def _process_group(url: str, rank: int, world_size: int, timeout: timedelta) -> 
         raise
     finally:
         reminder.cancel()
-    # Not after a failure: other ranks would fail because the group is gone, before this one can report its error.
+    # Not after a failure: other ranks would fail without the group, before this rank can report its error.
     gc.collect()  # DDP is a cycle that keeps the group alive; the group's thread must end before the interpreter
     dist.destroy_process_group()
     # A Gloo thread may still release its last tensors, for which it needs the interpreter. Without this pause the
@@ -241,7 +241,7 @@ def _tell_torchrun(error: BaseException) -> None:
         error = error.__context__ or error
     if isinstance(error, Exception):
         get_error_handler().record_exception(error)
-        # torchrun finds the first failure by whole seconds. The other ranks fail because of this one: wait, so that
+        # torchrun finds the first failure by whole seconds. The other ranks fail because of this rank: wait, so that
         # they fail later, and so that the store of rank 0 stays until then
         time.sleep(1.1)
 

@@ -1,4 +1,4 @@
-"""Steps that give the same bits on any number of processes: what SOLVER.LOGICAL_RANKS switches on."""
+"""Steps that give the same bits on any number of processes; SOLVER.LOGICAL_RANKS switches them on."""
 
 import logging
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from trainkit.utils.model import unwrap_model
 
 logger = logging.getLogger(__name__)
 
-_SEED_KEY = 3  # random numbers of steps are independent of those of the data, which have keys 0 to 2
+_SEED_KEY = 3  # the data use keys 0 to 2, so random numbers of steps are independent of theirs
 _AFTER_STEP, _AT_SAVE_POINT, _OF_BATCHES = 0, 1, 2
 
 _Grads = list[Tensor | None]
@@ -45,7 +45,7 @@ class LogicalTrainer(SimpleTrainer):
     def __init__(self, *args: Any, logical_ranks: int, **kwargs: Any) -> None:
         """
         Args:
-            args, kwargs: as in the trainer without logical ranks. The loader has the same ``logical_ranks``.
+            args, kwargs: as in the trainer without logical ranks. The loader must have the same ``logical_ranks``.
             logical_ranks: a power of two, and a multiple of the number of processes.
 
         Raises:
@@ -56,7 +56,7 @@ class LogicalTrainer(SimpleTrainer):
         super().__init__(*args, **kwargs)
         self.logical_ranks = logical_ranks
         self._own = own_ranks(logical_ranks, comm.get_rank(), comm.get_world_size())
-        self._names: Any = None  # of the losses
+        self._names: Any = None  # the names of the losses
         self._tree = _Tree(self.model, logical_ranks)
         self.feed.accumulation_steps *= len(self._own)
         self.feed.schedule = [(start, steps * len(self._own)) for start, steps in self.feed.schedule]
@@ -82,7 +82,7 @@ class LogicalTrainer(SimpleTrainer):
                 self._tree.push()
             for step, batch in enumerate(batches[place::num_own]):
                 self._seed_for(_OF_BATCHES + rank * steps + step)
-                is_last = len(found) == len(batches) - 1  # DDP exchanges with it
+                is_last = len(found) == len(batches) - 1  # DDP exchanges gradients with the last one
                 with nullcontext() if is_last else without_gradient_sync(self.model):
                     losses = self.compute_losses(batch)
                     self.backward(losses.total / (self.logical_ranks * steps))
@@ -107,7 +107,7 @@ class LogicalTrainer(SimpleTrainer):
             for losses in found
         ]
         by_rank = torch.stack(rows).view(len(self._own), -1, len(rows[0]))
-        # by torch.sum the order of additions would depend on how many logical ranks there are
+        # with torch.sum, the order of additions would depend on the number of logical ranks
         means = reduce(add, by_rank.unbind(1)) / by_rank.shape[1]
         ascending = sorted(range(len(self._own)), key=self._own.__getitem__)
         total, *values = (tree_sum(means[ascending]) / len(self._own)).unbind()
@@ -116,7 +116,7 @@ class LogicalTrainer(SimpleTrainer):
 
     def end_step(self) -> None:
         super().end_step()
-        self._seed_for(_AT_SAVE_POINT)  # what hooks have drawn may differ between processes
+        self._seed_for(_AT_SAVE_POINT)  # hooks may have drawn different numbers on different processes
 
     def _seed_for(self, number: int) -> None:
         seed = splitmix64(splitmix64(splitmix64(self.data_loader.seed, _SEED_KEY), self.iter), number)
@@ -132,8 +132,8 @@ class LogicalAMPTrainer(LogicalTrainer, AMPTrainer):
 class _Tree:
     """Adds up gradients and statistics over the logical ranks, in the order of `trainkit.utils.logical`.
 
-    Sums of a process are kept like the digits of a binary counter: one over 1, one over 2, one over 4, ... logical
-    ranks. The last of its logical ranks is added to all of them. Then the processes exchange what they have.
+    The sums of a process are kept like the digits of a binary counter: a sum over 1, over 2, over 4, ... logical ranks.
+    After its last logical rank a process adds them up. Then the processes exchange their sums.
     """
 
     def __init__(self, model: nn.Module, logical_ranks: int) -> None:
@@ -147,12 +147,12 @@ class _Tree:
         self._logical_ranks = logical_ranks
         self._parameters = [*model.parameters()]
         self._places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
-        # forward passes write them, and nothing else
+        # in the forward pass only these modules may write buffers
         norms = [module for module in modules.values() if isinstance(module, _NormBase)]
         self._statistics = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
         self._other_modules = [(name, module) for name, module in modules.items() if module not in norms]
         self._floating = [buffer for buffer in self._statistics if buffer.is_floating_point()]
-        self._sums: list[tuple[int, _Grads, Tensor]] = []  # over how many logical ranks; gradients, statistics
+        self._sums: list[tuple[int, _Grads, Tensor]] = []  # (number of logical ranks, gradients, statistics)
         self._under_way: list[tuple[_Exchange, torch.futures.Future[Tensor]]] = []
         self._is_ddp = isinstance(model, DistributedDataParallel)
         if isinstance(model, DistributedDataParallel):
@@ -168,7 +168,7 @@ class _Tree:
 
     @torch.no_grad()
     def push(self) -> None:
-        """Call after each logical rank except the last: keep its results, and restore the statistics."""
+        """Call after each logical rank except the last: keep its results, and restore the statistics of the norms."""
         num, packed, grads = 1, self._packed(), [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None

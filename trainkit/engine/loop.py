@@ -1,4 +1,4 @@
-"""The loop, which calls the hooks. It knows nothing of models, data or optimizers."""
+"""The loop, which calls the hooks. It knows nothing about models, data or optimizers."""
 
 import logging
 import sys
@@ -35,8 +35,8 @@ class TrainerBase(RunState):
     def __init__(self) -> None:
         super().__init__()
         self._stops = StopRequests()
-        self._inside: Literal["", "stage 1", "save point", "stage 2"] = ""  # of an iteration
-        self._saves: dict[str, Callable[[], object]] = {}  # by name; written at the next opportunity
+        self._inside: Literal["", "stage 1", "save point", "stage 2"] = ""  # where in an iteration the run is
+        self._saves: dict[str, Callable[[], object]] = {}  # requested checkpoints by name; written at the next save
         self._has_warned_of_save = False
         self._per_epoch: Any = 0  # iterations; 0: there are no epochs
 
@@ -45,7 +45,7 @@ class TrainerBase(RunState):
     def train(self, start_iter: int, max_iter: int) -> None:
         """Run the iterations ``start_iter`` (included) to ``max_iter`` (excluded); can be called again.
 
-        If a loaded checkpoint or a stop has left stage 2 of the iteration before ``start_iter`` undone, that stage runs
+        If stage 2 of the iteration before ``start_iter`` is not done (after a stop, or in a loaded checkpoint), it runs
         first. SIGTERM, SIGHUP, SIGINT and, in a SLURM job, SIGUSR1 stop the run as ``request_stop`` does.
 
         Raises:
@@ -115,7 +115,7 @@ class TrainerBase(RunState):
                 logger.error("The checkpoint %r is not saved, training continues: %s", name, error)
 
     def _is_over(self) -> bool:
-        if self.position.stage == 2:  # an iteration is completed first
+        if self.position.stage == 2:  # complete the saved iteration first
             return False
         return bool(self._early or self._stops.agreed(self.iter - 1)) or self.iter >= self.max_iter
 
@@ -132,7 +132,7 @@ class TrainerBase(RunState):
         Every rank calls it. Outside of iterations the checkpoint is written at once.
 
         Args:
-            name: of the file, without suffix; if two hooks give the same name, it is written once.
+            name: the name of the file, without suffix; if two hooks give the same name, it is written once.
             save: writes the file; default is ``self.checkpointer.save``.
 
         Raises:
@@ -161,7 +161,7 @@ class TrainerBase(RunState):
         return self._stops.pending and self._may_abandon()
 
     def _may_abandon(self) -> bool:
-        """False between an update and the save point, where a run cannot be resumed."""
+        """False between an update and the save point, because a run cannot be resumed from there."""
         return self._inside != "stage 1" or self.position.stage == 1
 
     # ------------------------------------------------------------------ start and end
@@ -170,7 +170,7 @@ class TrainerBase(RunState):
         if not 0 <= start_iter <= max_iter:
             raise ValueError(f"need 0 <= start_iter <= max_iter, got start_iter={start_iter} and max_iter={max_iter}")
         if start_iter != self.last_done_iter + 1 or self.status not in ("not started", "stopped"):
-            self._begin_anew(start_iter)  # not where a checkpoint or a stop has left the run
+            self._begin_anew(start_iter)  # start_iter is not where a checkpoint or a stop has left the run
         if self._early and max_iter > self._early[1]:
             self._early = None
         self.iter, self.start_iter, self.max_iter, self.storage.iter = start_iter, start_iter, max_iter, start_iter
@@ -211,7 +211,7 @@ class TrainerBase(RunState):
                 self.status = "stopped"
 
     def _abandon(self, stop: Abandoned) -> None:
-        """Stop the run in an evaluation or while it waits for data; a resumed run repeats that."""
+        """Stop the run in an evaluation or while it waits for data; a resumed run repeats this evaluation or wait."""
         where = "an evaluation"
         if self._inside == "stage 1":
             where, self._is_before_step_done = "a step, waiting for data", stop.nothing_done
@@ -232,7 +232,7 @@ class TrainerBase(RunState):
             logger.error("Storing or writing metrics failed as well: %s: %s", type(later).__name__, later)
 
     def after_train(self) -> None:
-        """Call ``after_train`` of every hook, whatever happened; raise the first failure of them at the end."""
+        """Call ``after_train`` of every hook, even if one of them fails; then raise the first failure."""
         if self.status == "running":  # in a user's own loop
             done = self.last_done_iter + 1 >= self.max_iter
             self.status, self._inside = "failed" if sys.exc_info()[0] else "finished" if done else "stopped", ""
@@ -247,7 +247,7 @@ class TrainerBase(RunState):
             except BaseException as error:
                 traced = isinstance(error, Exception)  # not Ctrl-C
                 logger.error("%s failed in after_train: %s: %s", name, type(error).__name__, error, exc_info=traced)
-                if self.status != "failed":  # an earlier failure is the one to raise
+                if self.status != "failed":  # otherwise the earlier failure is raised
                     self.status, first_error = "failed", error
         if first_error is not None:
             raise first_error

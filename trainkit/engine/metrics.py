@@ -22,13 +22,13 @@ from trainkit.utils.periods import check_period, is_nth
 from trainkit.utils.sharding import is_sharded
 
 SCALE = "[metric]grad_scaler"  # stored in each iteration, as in detectron2
-FLAG = "[flag]not_finite"  # of an update, see `FiniteCheck.flag`; not stored
-# stored by the trainer, by default hooks or by writers
+FLAG = "[flag]not_finite"  # `FiniteCheck.flag` of an update; not stored
+# names that the trainer, default hooks or writers store
 STORED_BESIDE_LOSSES = frozenset(
     {"data_time", "rank_data_time", "skipped_updates", SCALE, FLAG}
     | {"iteration", "epoch", "lr", "time", "eta_seconds", "epoch_time"}
 )
-_MOST_RECORDS = 1000  # exchange after this many, even if few are stored: a failure must not wait for ever
+_MOST_RECORDS = 1000  # exchange after this number, even if few are stored, so that a failure is noticed
 
 
 def check_losses(losses: Losses, *, clips: bool) -> None:
@@ -53,7 +53,7 @@ def check_losses(losses: Losses, *, clips: bool) -> None:
 @torch.no_grad()
 def pack(scalars: Mapping[str, Tensor]) -> Tensor:
     """The scalars of one iteration, float64, on the device of the total loss."""
-    device = scalars["total_loss"].device  # a logged entry may be on another one
+    device = scalars["total_loss"].device  # a logged entry may be on another device
     return torch.stack([scalar.to(device, torch.float64, non_blocking=True) for scalar in scalars.values()])
 
 
@@ -96,7 +96,7 @@ class StepRecord:
 
 
 class Row(NamedTuple):
-    """The stored values of one iteration; ``data_time`` in seconds."""
+    """The values of one iteration to store; ``data_time`` in seconds."""
 
     iter: int
     data_time: float
@@ -161,7 +161,7 @@ class MetricPath:
         self.reset()
 
     def reset(self) -> None:
-        """Forget a run that failed."""
+        """Forget the records of a run that failed."""
         self._records: list[StepRecord] = []  # since the last exchange
         self._recent: deque[StepRecord] = deque(maxlen=3)
         self._has_failed = False
@@ -205,10 +205,10 @@ class MetricPath:
         storage.start_deferring()
         storage.put_later(self._store, records)
         if comm.get_world_size() > 1:
-            storage.hand_over()  # now: the other ranks wait for this one
+            storage.hand_over()  # now: the other ranks wait for this rank
 
     def _store(self, records: Sequence[StepRecord]) -> None:
-        """Store in the order of the iterations. A failure is raised after the exchange, so on all ranks together."""
+        """Store in the order of the iterations; after the exchange, all ranks raise the first failure together."""
         if self._has_failed and self._asynchronous:
             return  # the loops may be at different iterations: no rank exchanges the rest
         rows, failure = [], None
@@ -221,7 +221,7 @@ class MetricPath:
                 if self._finite.skips:
                     counts["skipped_updates"] = self._finite.skipped
                 rows.append(Row(record.iter, record.data_time, values))
-            if counts:  # equal on all ranks, and not to be smoothed
+            if counts:  # counts are equal on all ranks, and must not be smoothed
                 get_event_storage().put_row(counts, smoothing_hint=False, cur_iter=record.iter)
         means, failures = exchange_rows(rows, self.exchange_period, failure)
         for row, mean in zip(rows, means, strict=True):
@@ -240,7 +240,7 @@ class MetricPath:
 
 # ---------------------------------------------------------------------- over ranks
 
-_MOST_VALUES = 64  # of a row that fits into the block
+_MOST_VALUES = 64  # the largest number of values in a row of the block
 
 
 def exchange_rows(
@@ -252,13 +252,13 @@ def exchange_rows(
     ranks have different names, all of them notice this in the exchange and make a second one.
 
     Args:
-        most: the maximum number of rows, the same on every rank.
-        purpose: names the process group, see `comm.side_group`; calls of two threads need two.
+        most: the largest possible number of rows, the same on every rank.
+        purpose: names the process group, see `comm.side_group`; calls in two threads need two purposes.
     """
     group = comm.side_group(purpose)
     if group is None:
         return [*rows], [failure]
-    block = np.zeros((1 + most, 1 + _MOST_VALUES))  # of one size on all ranks: Gloo mixes up others silently
+    block = np.zeros((1 + most, 1 + _MOST_VALUES))  # the size is equal on all ranks; else Gloo silently mixes up data
     names = "\n".join(name for row in rows for name in ("", *row.values))
     block[0, :3] = len(rows), zlib.crc32(names.encode("utf-8", "backslashreplace")), failure is not None
     fits = all(len(row.values) <= _MOST_VALUES for row in rows)
@@ -285,7 +285,7 @@ def exchange_rows(
 
 
 def _mean(i: int, by_rank: Sequence[Sequence[Row]]) -> Row:
-    """The mean of row ``i`` over ranks; an entry counts on the ranks that have it."""
+    """The mean of row ``i`` over ranks; an entry is averaged over the ranks that have it."""
     rows = [theirs[i] for theirs in by_rank if i < len(theirs)]
     found = {name: [row.values[name] for row in rows if name in row.values] for row in rows for name in row.values}
     means = {name: sum(values) / len(values) for name, values in found.items()}

@@ -22,7 +22,7 @@ def apply_model_options(cfg: CfgNode, model: nn.Module) -> nn.Module:
     """Apply ``MODEL.CHANNELS_LAST`` and ``MODEL.ACTIVATION_CHECKPOINT`` in place; names and values of the state stay.
 
     Raises:
-        ConfigError: a name in BLOCKS matches no module, or one in KEEP no operation of torch.
+        ConfigError: a name in BLOCKS matches no module, or a name in KEEP no operation of torch.
     """
     if cfg.MODEL.CHANNELS_LAST:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -45,7 +45,7 @@ def _contexts(kept: Sequence[Any], norms: Sequence[_NormBase]) -> tuple[Any, Any
 
 @contextmanager
 def _without_statistics(norms: Sequence[_NormBase], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    """Inside, norms do not update running statistics: they have counted the batch in the forward pass."""
+    """Context in which norms do not update running statistics: they have counted the batch in the forward pass."""
     counting = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms if norm.track_running_stats]
     for norm, _, _ in counting:  # switching off track_running_stats would change the tensors kept for the backward pass
         norm.momentum, norm.num_batches_tracked = 0.0, None

@@ -1,4 +1,4 @@
-"""How a run was started: what its script must follow, and what checkpoints save so that a replay can repeat it."""
+"""How a run was started: the options of its command, and the facts in a checkpoint with which a replay repeats it."""
 
 import hashlib
 import importlib.metadata
@@ -47,12 +47,12 @@ def note_command(cfg: CfgNode, args: Any) -> None:
 
 
 def command_of(cfg: CfgNode) -> Command:
-    """The noted options of ``cfg``, or of the config from which it was copied."""
+    """The options that `note_command` has noted in ``cfg``, or in the config from which ``cfg`` was copied."""
     return cfg.__dict__.get(_NOTE, Command())
 
 
 class Saved(NamedTuple):
-    """A checkpoint. A run continues from it with this stage of ``iteration``; in stage 1 its update is not done."""
+    """A checkpoint. A run continues from it with ``stage`` of ``iteration``; in stage 1 the update is not done."""
 
     iteration: int
     stage: int
@@ -74,7 +74,7 @@ def checkpoints_with_origin(paths: Iterable[str]) -> Iterator[Saved]:
 
 
 def describe_origin(config: str, device: torch.device | None, batch: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Plain values for a checkpoint; once per run, since it reads the project's files and asks git.
+    """How this run was started, as plain values for a checkpoint; call it once per run: it reads files and asks git.
 
     ``config`` is the YAML of the settings as given, ``batch`` says how the samples of an iteration are divided.
     """
@@ -87,7 +87,7 @@ def describe_origin(config: str, device: torch.device | None, batch: Mapping[str
     return {
         "config": config,
         "argv": [*sys.argv],
-        "module": spec.name.removesuffix(".__main__") if spec is not None else "",  # of python -m
+        "module": spec.name.removesuffix(".__main__") if spec is not None else "",  # the module of python -m
         "folder": str(folder),
         "seed": torch.initial_seed(),
         "batch": dict(batch or {}),
@@ -128,7 +128,7 @@ def digest_of(*files: Path) -> str:
     return digest.hexdigest()
 
 
-@cache  # a process may train many times, with the code that it has imported once
+@cache  # cached: a process may train many times, but it imports the code only once
 def _digest_of_trainkit() -> str:
     return digest_of(*sorted(_own().rglob("*.py")))
 
@@ -163,7 +163,7 @@ def _name_of(device: torch.device | None) -> str:
     return "none" if device is None else device.type
 
 
-@cache  # cached for the same reason
+@cache  # cached, since the imported code does not change
 def _commit(folder: str) -> str:
     """The commit of a folder's git repository; "" if there is none."""
     try:

@@ -28,7 +28,7 @@ def create_ddp_model(
         kwargs: further arguments of ``DistributedDataParallel``.
 
     Raises:
-        ConfigError: torch here cannot exchange bfloat16; it needs CUDA with NCCL, or XPU with XCCL.
+        ConfigError: torch cannot exchange bfloat16 on this machine; it needs CUDA with NCCL, or XPU with XCCL.
         ValueError: both compressions are given.
     """
     if fp16_compression and bf16_compression:
@@ -38,7 +38,7 @@ def create_ddp_model(
     device = device_of(model)
     kwargs.setdefault("device_ids", None if device is None or device.type == "cpu" else [device])
     known = inspect.signature(DistributedDataParallel).parameters
-    if "broadcast_buffers" in kwargs and "forward_sync_buffers" in known:  # its name in newer versions of torch
+    if "broadcast_buffers" in kwargs and "forward_sync_buffers" in known:  # its new name in newer versions of torch
         kwargs["forward_sync_buffers"] = kwargs.pop("broadcast_buffers")
     ddp = DistributedDataParallel(model, **kwargs)
     if fp16_compression or bf16_compression:
@@ -60,7 +60,7 @@ def ddp_options(cfg: CfgNode) -> dict[str, Any]:
 
 
 def without_gradient_sync(model: nn.Module) -> AbstractContextManager[Any]:
-    """Inside, backward passes add up gradients on each rank; the next one outside averages them over ranks."""
+    """Context: backward passes add up gradients on each rank; the next pass after it averages them over ranks."""
     if is_sharded_model(model):
         return without_reduction(model)
     no_sync = getattr(model, "no_sync", None)
@@ -72,7 +72,7 @@ def settle_buckets(model: nn.Module, batch: Any, loss_of: Callable[[Any], Tensor
 
     After its first backward pass DDP reorders its buckets, so three or more ranks add gradients in a different order. A
     resumed run would use the first order in a step for which the original run used the second. A static graph is
-    recorded in the first pass, which fails under ``no_sync``, and has its order after the second.
+    recorded in the first pass, which fails under ``no_sync``; its order is fixed after the second.
     """
     if not isinstance(model, DistributedDataParallel):
         return
@@ -84,6 +84,6 @@ def settle_buckets(model: nn.Module, batch: Any, loss_of: Callable[[Any], Tensor
         for _ in range(passes):
             loss_of(copy.deepcopy(batch)).backward()
     for name, buffer in model.named_buffers():
-        if name in former:  # False: created by these passes
+        if name in former:  # False: these passes have created the buffer
             buffer.copy_(former[name])
     model.zero_grad()

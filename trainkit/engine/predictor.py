@@ -66,7 +66,7 @@ class DefaultPredictor:
 
     @torch.no_grad()
     def predict_batch(self, batch: Any, num_samples: int) -> list[Any]:
-        """The model's outputs for the samples of a batch, which is as a test loader gives it."""
+        """The model's outputs for the samples of a batch, as a test loader gives it."""
         if self._device is not None:
             batch = move_to_device(batch, self._device)
         outputs = self.model(batch)
@@ -76,10 +76,10 @@ class DefaultPredictor:
 class _TakeAverage(HookBase):
     """Gives the model the averaged weights of the loaded file."""
 
-    paths_read = (AVERAGED_PATH,)  # read in after_load; for a sharded checkpoint they must be named
+    paths_read = (AVERAGED_PATH,)  # after_load reads these paths; a sharded checkpoint loads only paths that are named
 
     def after_load(self, state: dict[str, Any]) -> None:
-        if EVALUATED in state:  # the file says it, and has the evaluated weights as model
+        if EVALUATED in state:  # a best checkpoint: its entry "model" has the evaluated weights
             return
         if averaged := averaged_weights(state):
             state["model"] = {**state["model"], **averaged}

@@ -32,8 +32,8 @@ class RunState(InferenceObserver):
     For each hook point there is a method that calls the hooks; a trainer class may override it.
 
     Attributes:
-        iter: the current iteration, from 0; during ``after_step`` the one just done, after a finished run ``max_iter``.
-        start_iter, max_iter: the first iteration of this ``train()``, and the one with which it ends, not included.
+        iter: the current iteration, from 0; in ``after_step`` the one just done; after a finished run ``max_iter``.
+        start_iter, max_iter: this ``train()`` runs iterations ``start_iter`` to ``max_iter - 1``.
         storage: the `EventStorage` that is open during ``train()``.
         status: "not started", "running", "finished", "stopped" (by ``request_stop``) or "failed".
         position: the position of the run, as in a checkpoint.
@@ -49,7 +49,7 @@ class RunState(InferenceObserver):
         self._hook_list = HookList(weakref.proxy(self))
         self._early: tuple[str, int] | None = None  # why the run has finished early, and its former max_iter
         self._is_before_step_done = False  # True after a stop during the wait for this iteration's batch
-        self._rng_state: dict[str, Any] | None = None  # of a checkpoint; restored after all iterators exist
+        self._rng_state: dict[str, Any] | None = None  # from a checkpoint; restored after all iterators exist
         self._ranks_agree = True
         self.rank_keys = self.own_keys
         self.position = Position(0, 1)
@@ -67,7 +67,7 @@ class RunState(InferenceObserver):
     def next_iter_of(self, hook: HookBase) -> int:
         """In ``before_train``: the next iteration in which this hook's ``after_step`` is called.
 
-        It is ``start_iter``; for a hook below the save point ``start_iter - 1``, if stage 2 of that is not done.
+        It is ``start_iter``; for a hook below the save point ``start_iter - 1``, if its stage 2 is not done.
         """
         return self.position.iteration if self._hook_list.is_below(hook) else self.start_iter
 
@@ -114,8 +114,8 @@ class RunState(InferenceObserver):
         """Add hooks after those with the same or a lower ``priority`` number; None entries are skipped.
 
         Args:
-            priority: 0 (first) to 100 (last), or a name of `Priority`; default is each hook's own. Hooks above the
-                number `SAVE_POINT` run below the save point.
+            priority: 0 (first) to 100 (last), or a name of `Priority`; default is each hook's own. With a number above
+                `SAVE_POINT` hooks run below the save point.
             before, after: a registered hook, its class, or the name of its class: the new hooks are placed next to it.
 
         Raises:
@@ -132,7 +132,7 @@ class RunState(InferenceObserver):
 
     @property
     def _hooks(self) -> list[HookBase]:
-        """The list itself, for detectron2 users, who change its order by hand."""
+        """The list itself, for users of detectron2 who change its order by hand."""
         return self._hook_list.hooks
 
     @_hooks.setter
@@ -190,7 +190,7 @@ class RunState(InferenceObserver):
         hooks = self._hook_list.at["after_backward"]
         if type(self).after_backward is not RunState.after_backward:
             return True
-        # a hook that forwards the point to an outer trainer asks that trainer
+        # a hook that forwards the point to an outer trainer asks the outer trainer
         return any(hook.acts_after_backward() if hasattr(hook, "acts_after_backward") else True for hook in hooks)
 
     def end_update(self) -> None:
@@ -265,7 +265,7 @@ class RunState(InferenceObserver):
         reason = saved["finished_early"]
         self._early = None if reason is None else (reason, saved["max_iter"])
         self._is_before_step_done = saved.get("before_step_done", False)
-        self.max_iter = self.max_iter or saved.get("max_iter", 0)  # a config's max_iter is preferred
+        self.max_iter = self.max_iter or saved.get("max_iter", 0)  # max_iter from a config comes first
         if "position" not in state_dict and "hooks" in state_dict:
             logger.warning(
                 "The checkpoint was written by an earlier version of trainkit: what hooks had yet to do in iteration "

@@ -15,7 +15,7 @@ _NO_MATTER = re.compile(
     r"VERSION|OUTPUT_DIR|IMPORTS|STOP_CHECK_PERIOD|REQUEUE_SIGNAL|MODEL\.WEIGHTS|TEST\.EXPECTED_RESULTS|CHECKPOINT\..*"
     r"|LOG\..*|FORK\..*|DATALOADER\.(NUM_WORKERS|PREFETCH_FACTOR|PERSISTENT_WORKERS|TIMEOUT)"
 )
-# these values are part of the states of random numbers, optimizer and gradient scaler
+# a resumed run takes these from the saved states of random numbers, optimizer and gradient scaler
 _OF_CHECKPOINT = re.compile(
     r"SEED|SOLVER\.(BASE_LR|REFERENCE_BATCH_SIZE|MOMENTUM|NESTEROV|WEIGHT_DECAY(_NORM|_BIAS)?|BIAS_LR_FACTOR"
     r"|OPTIMIZER\.(?!NAME).*|OPTIMIZERS|PARAM_GROUPS\..*|AMP\.INIT_SCALE)"
@@ -38,7 +38,7 @@ def changes_since(cfg: CfgNode, former: CfgNode) -> list[tuple[str, Any, Any]]:
 
 
 def settings_of(cfg: CfgNode) -> dict[str, str]:
-    """key -> value as text, for each setting that changes what a run computes; plus the processes or threads."""
+    """key -> value as text of the settings that change what a run computes; plus the number of processes or threads."""
     found = {key: repr(value) for key, value in changed_settings(cfg, CfgNode()) if not _NO_MATTER.fullmatch(key)}
     if cfg.SOLVER.LOGICAL_RANKS:  # the number of processes changes nothing
         return {**found, "threads of torch": str(torch.get_num_threads())}

@@ -79,7 +79,7 @@ Examples:
   torchrun              torchrun --nproc-per-node 8 {sys.argv[0]} --config-file cfg.yaml
 """,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # --res is a typing error, not --resume
+        allow_abbrev=False,  # --res is a misspelled option, not --resume
     )
     parser.add_argument("--config-file", default="", metavar="FILE", help="a YAML file with changes to the defaults")
     parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint in OUTPUT_DIR, if any")
@@ -171,7 +171,7 @@ def own_folders(cfg: CfgNode, resume: bool | None = None) -> list[str]:
 
 
 def release_folders(cfg: CfgNode) -> None:
-    """Raises CheckpointError if the run ends without an error, but not all of its files are at its address."""
+    """Unlock both folders. Raises CheckpointError if the run has no error, but not all its files are at its address."""
     folders = (cfg.OUTPUT_DIR, checkpoint_dir(cfg))
     errors = [error for folder in folders if (remote := remote_of(folder)) and (error := remote.release())]
     for folder in folders:
@@ -187,8 +187,8 @@ def default_setup(cfg: Any, args: Any) -> None:
     torchrun or SLURM has started again counts as resumed.
 
     Args:
-        cfg: a config of `get_cfg`; or a node of a `LazyConfig`, of which ``train.output_dir``, ``seed``,
-            ``cudnn_benchmark`` and ``init_checkpoint`` are read, and ``device`` is set by ``--num-gpus 0``.
+        cfg: a config of `get_cfg`; or a node of a `LazyConfig`: ``train.output_dir``, ``seed``, ``cudnn_benchmark`` and
+            ``init_checkpoint`` are read, and ``--num-gpus 0`` sets ``device``.
         args: has ``resume`` and ``eval_only`` if they are set, see `default_argument_parser`.
 
     Raises:
@@ -211,7 +211,7 @@ def default_setup(cfg: Any, args: Any) -> None:
     _check_command(cfg, args)
     text = text or cfg.dump()
     use_local_folders(cfg)
-    _check_settings(cfg)  # before anything is moved: a run that cannot start leaves the old one to --resume
+    _check_settings(cfg)  # before anything is moved: if this run cannot start, --resume finds the old run
     output_dir, checkpoints = Path(cfg.OUTPUT_DIR), Path(checkpoint_dir(cfg))
     notes = [] if eval_only else own_folders(cfg, resume)
     if comm.is_main_process():
@@ -235,7 +235,7 @@ def default_setup(cfg: Any, args: Any) -> None:
 
     note_command(cfg, args)
     show_bars(cfg.LOG.PROGRESS and comm.is_main_process())
-    if replay is None:  # it has no log, and leaves that of its caller alone
+    if replay is None:  # a replay has no log, and does not change the log of its caller
         level = "WARNING" if getattr(args, "quiet", False) else cfg.LOG.LEVEL
         setup_logger(output_dir, distributed_rank=comm.get_rank(), stdout_level=level)
     logger.info("Rank %d of %d", comm.get_rank(), comm.get_world_size())
@@ -290,7 +290,7 @@ def default_writers(
     ``WRITER_REGISTRY``.
 
     Args:
-        iters_per_epoch: None: there are no epochs.
+        iters_per_epoch: None if there are no epochs.
         cfg: shown by TensorBoard, Weights & Biases and MLflow as the settings of the run.
 
     Raises:
@@ -336,7 +336,7 @@ def fast_dev_config(cfg: CfgNode) -> CfgNode:
     cfg.TEST.EVAL_AT_START, cfg.TEST.MAX_BATCHES, cfg.TEST.EXPECTED_RESULTS = True, 2, []
     cfg.TEST.PRECISE_BN.NUM_ITER = 2
     cfg.LOG.PERIOD = 1
-    # with periods and starts of a long run most hooks would not act; schedules do not fit into six steps
+    # with the periods and starts of a long run most hooks would do nothing; schedules are too long for six steps
     early = {"PERIOD": 1, "INTERVAL": 1, "BEGIN": 0}
     cfg.HOOKS = [
         {key: early.get(key, value) for key, value in entry.items()} if isinstance(entry, Mapping) else entry
@@ -368,7 +368,7 @@ def _check_command(cfg: CfgNode, args: Any) -> None:
 def _check_settings(cfg: CfgNode) -> None:
     import_modules(cfg.IMPORTS)
     check_values(cfg, warn=False)  # the code that builds from the config logs the warnings
-    if (largest := 2**32 - comm.get_world_size()) < cfg.SEED:  # NumPy takes 32 bits, and each rank has another seed
+    if (largest := 2**32 - comm.get_world_size()) < cfg.SEED:  # NumPy takes 32 bits; rank r has SEED + r
         raise ConfigError(f"SEED is {cfg.SEED}; accepted: 0 to {largest}, or -1 to have one drawn")
     if cfg.DETERMINISTIC and cfg.CUDNN_BENCHMARK:
         raise ConfigError("DETERMINISTIC and CUDNN_BENCHMARK, which chooses kernels by their speed: switch one off")

@@ -15,8 +15,8 @@ class Skip:
     """Draws the batches of the iterations in DATALOADER.SKIP and throws them away.
 
     Attributes:
-        left_out: the iterations whose batches were thrown away so far, as ``[start, end]`` without ``end``. It is part
-            of the trainer's state, so that a resumed run leaves out no batch twice.
+        left_out: the iterations whose batches were thrown away so far, as ``[start, end]``; ``end`` is not included. It
+            is part of the trainer's state, so that a resumed run leaves out no batch twice.
     """
 
     def __init__(self, cfg: CfgNode) -> None:
@@ -24,7 +24,7 @@ class Skip:
         self.left_out: list[list[int]] = []
 
     def begin(self, start_iter: int) -> None:
-        """Call before a run. Forgets the ranges of an earlier run of this trainer; warns of ranges that come late."""
+        """Call before a run. Forgets the ranges of an earlier run of this trainer; warns of ranges already passed."""
         self.left_out = [[start, end] for start, end in self.left_out if start <= start_iter]
         for start, end in self._ranges:
             if end <= start_iter and not any(first < end and start < last for first, last in self.left_out):
@@ -45,7 +45,7 @@ class Skip:
             logger.info("DATALOADER.SKIP: the batches of iterations %d to %d are left out, %s", first, end - 1, instead)
         for number in due:
             trainer.fetch()
-            self.left_out = [*done, [start, number + 1]]  # at once: the run may stop while it waits for the next batch
+            self.left_out = [*done, [start, number + 1]]  # note it now: the run may stop while it waits for a batch
         if self._consumes and due:
             trainer._losses = Losses({}, [], torch.zeros(()))
         return self._consumes and bool(due)

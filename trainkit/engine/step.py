@@ -50,8 +50,8 @@ class SimpleTrainer(TrainerBase):
 
     Attributes:
         feed: draws the batches.
-        finite: finds what is not finite.
-        metrics: takes the losses to the storage.
+        finite: finds values that are not finite.
+        metrics: stores the losses.
     """
 
     own_keys = (*TrainerBase.own_keys, "data")
@@ -85,26 +85,26 @@ class SimpleTrainer(TrainerBase):
         max_non_finite_in_row: int = 25,
         exchange_period: int = 1,
     ) -> None:
-        """The model is set to train mode here, once; whoever changes the mode later puts it back.
+        """The model is set to train mode here, once; code that changes the mode later must restore it.
 
         Args:
             model: takes what ``data_loader`` yields and returns a loss, or a dict of losses by name. Those that
                 require grad are added up and minimized, the others are only logged. An entry ``outputs`` is for hooks.
             data_loader: an iterable; when it ends, it is iterated again.
-            gather_metric_period: average the metrics over ranks, and store them, every so many iterations.
-            zero_grad_before_forward: zero the gradients before the forward pass, not after it; it takes less memory.
+            gather_metric_period: average the metrics over ranks, and store them, once per this number of iterations.
+            zero_grad_before_forward: zero the gradients before the forward pass, not after it; this takes less memory.
             async_write_metrics: a worker thread reads the losses from the device and exchanges them with other ranks.
                 An error there ends the run one log period later at most. On a CPU there is nothing to wait for.
-            accumulation_steps: micro-batches per iteration; for a mean loss they equal one batch. Schedules: `Feed`.
+            accumulation_steps: micro-batches per iteration; for a mean loss they equal one batch. Schedule: see `Feed`.
             clip_gradients: called with the optimizer's parameters after ``after_backward``, as a `GradientClipper`; an
                 optimizer with the same rule does not clip again. What it returns, shape ``[]``, becomes ``grad_norm``.
             non_finite: if the total loss, or a gradient after ``after_backward``, is not finite: "raise" ends the run;
-                "skip" leaves out the update on all ranks and the step's changes of buffers, and counts in the storage
-                as ``skipped_updates``; "ignore" looks at nothing.
-            max_non_finite_in_row: so many skipped updates in a row end the run, also those that a gradient scaler
-                skips under "raise". At 25, a scale of 2**16 is down to 2**-9.
-            exchange_period: with several ranks, exchange metrics once per so many iterations. Until then they are in
-                no storage, and a failure of one rank is raised on none.
+                "skip" leaves out the update on all ranks and the step's changes of buffers, and counts it in the
+                storage as ``skipped_updates``; "ignore" checks nothing.
+            max_non_finite_in_row: this number of skipped updates in a row ends the run, also if a gradient scaler skips
+                them under "raise". After 25 of them a scale of 2**16 has fallen to 2**-9.
+            exchange_period: with several ranks, the number of iterations between exchanges of metrics. Metrics are
+                stored, and a failure of a rank is raised, only at an exchange.
 
         Raises:
             ValueError: fused SGD with dampening under "skip"; a period below 1; ``non_finite`` is none of the three.
@@ -118,9 +118,9 @@ class SimpleTrainer(TrainerBase):
         self.async_write_metrics = async_write_metrics
         self.concurrent_executor = LaterCalls() if async_write_metrics else None  # detectron2's name
         self.clip_gradients = clip_gradients
-        self._batch: Any = None  # like _losses: of this iteration, until the save point
+        self._batch: Any = None  # like _losses, it is of this iteration, until the save point
         self._losses: Losses | None = None
-        self._used_lr: list[Any] | None = None  # of the last update; None during a step
+        self._used_lr: list[Any] | None = None  # the rates of the last update; None during a step
         self._is_first_step = True
         self.model = model
         self.optimizer = optimizer
@@ -162,7 +162,7 @@ class SimpleTrainer(TrainerBase):
     def _write_metrics(
         self, loss_dict: Mapping[str, Tensor | float], data_time: float, prefix: str = "", iter: int | None = None
     ) -> None:
-        """`write_metrics` in the iterations that are gathered; for a ``run_step`` written for detectron2."""
+        """Call `write_metrics` in iterations whose metrics are gathered; for a ``run_step`` written for detectron2."""
         if ((iter := self.iter if iter is None else iter) + 1) % self.gather_metric_period == 0:
             self.write_metrics(loss_dict, data_time, iter, prefix)
 
@@ -180,7 +180,7 @@ class SimpleTrainer(TrainerBase):
         if self.zero_grad_before_forward:
             self.optimizer.zero_grad()
         found, num = list[Losses](), len(batches)
-        for batch in batches:  # ranks average gradients once, with the last micro-batch
+        for batch in batches:  # ranks average gradients once, in the backward pass of the last micro-batch
             with nullcontext() if len(found) == num - 1 else without_gradient_sync(self.model):
                 losses = self.compute_losses(batch)
                 if not (found or self.zero_grad_before_forward):
@@ -207,7 +207,7 @@ class SimpleTrainer(TrainerBase):
         loss.backward()
 
     def prepare_gradients(self) -> None:
-        """Make the gradients true ones before anybody looks at them."""
+        """Unscale the gradients, if they are scaled, before other code reads them."""
 
     def record(self, losses: Losses, data_time: float) -> StepRecord:
         return StepRecord({**losses.scalars, **self.judge_gradients(losses)}, data_time, self.iter)

@@ -21,7 +21,7 @@ from trainkit.utils.waiting import Abandoned, Waiter
 
 logger = logging.getLogger(__name__)
 
-_RANKS_WAIT_SEC = 20.0  # torchrun kills after 30 s
+_RANKS_WAIT_SEC = 20.0  # torchrun kills the ranks after 30 s
 
 
 class Stop(NamedTuple):
@@ -68,7 +68,7 @@ class StopRequests(Waiter):
         self._check_period = check_period("stop_check_period", period, minimum=1)
 
     def request(self, reason: str, signum: int | None = None) -> None:
-        """Request a stop, from any thread or a signal handler. Of several requests a signal counts, else the first."""
+        """Request a stop, from any thread or a signal handler. Of several requests a signal wins, else the first."""
         if not self._requests:
             self._asked_at = time.monotonic()
         self._requests.append(Stop(reason, signum))  # one operation, so a signal cannot interrupt it
@@ -78,8 +78,8 @@ class StopRequests(Waiter):
 
         Raises:
             Abandoned: a single process was asked to stop and has waited for `waiting.POLL_SEC`.
-            RuntimeError: one of several processes has waited for `_RANKS_WAIT_SEC`; the others wait for it, so none can
-                save.
+            RuntimeError: one of several processes has waited for `_RANKS_WAIT_SEC`; the others wait for it, so no rank
+                can save.
         """
         if not self._requests or self.since is None:
             return
@@ -128,7 +128,7 @@ class StopRequests(Waiter):
         return self.stop
 
     def pass_on(self) -> None:
-        """Raise KeyboardInterrupt or SystemExit if the run was stopped by a signal, as the signal itself would."""
+        """If a signal has stopped the run, raise KeyboardInterrupt or SystemExit, as the signal itself would."""
         if self.stop is not None and self.stop.signum == signal.SIGINT:
             raise KeyboardInterrupt
         if self.stop is not None and self.stop.signum is not None:
@@ -138,14 +138,14 @@ class StopRequests(Waiter):
     def listening(self, may_abandon: Callable[[], bool] = _never) -> Iterator[None]:
         """Context in which the signals of `stop_signals` request a stop, if this is the main thread.
 
-        A second SIGINT has its former effect. An ignored signal, as under nohup, stays ignored, and a program's own
-        handler of SIGUSR1 stays. Waiting for data is abandoned if ``may_abandon()``. At the end, without an error, it
-        waits for the last exchange of the ranks.
+        A second SIGINT has the effect that it had before this context. An ignored signal, as under nohup, stays
+        ignored, and a program's own handler of SIGUSR1 stays. Waiting for data is abandoned if ``may_abandon()``. At
+        the end, without an error, it waits for the last exchange of the ranks.
         """
         former: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for each in stop_signals():
-                handler = signal.getsignal(each)  # None was not set by Python, which cannot restore it
+                handler = signal.getsignal(each)  # None: the handler was not set by Python, which cannot restore it
                 is_ours = handler == signal.SIG_DFL or getattr(handler, "__module__", "") == __name__
                 if (is_ours or each.name != "SIGUSR1") and handler not in (None, signal.SIG_IGN):
                     former[each] = handler
@@ -154,8 +154,8 @@ class StopRequests(Waiter):
             self.request(signal.Signals(signum).name, signum)
             if signum == signal.SIGINT:
                 signal.signal(signum, former[signum])
-                if multiprocessing.parent_process() is None:  # otherwise the parent prints it
-                    with contextlib.suppress(OSError):  # neither print nor log, which the signal may have interrupted
+                if multiprocessing.parent_process() is None:  # otherwise the parent prints the line
+                    with contextlib.suppress(OSError):  # no print and no log: the signal may have interrupted one
                         os.write(2, b"\nStopping after this step; once more ends at once\n")
             self.look_up()
 

@@ -34,7 +34,7 @@ def summarize(trainer: Any) -> str:
     lines.append(f"files in {cfg.OUTPUT_DIR}: {', '.join(_shortened(files))}")
     if trainer.status != "finished":
         has_checkpoint = False
-        with contextlib.suppress(CheckpointError, OSError):  # may be the reason of the failure
+        with contextlib.suppress(CheckpointError, OSError):  # this error may be why the run failed
             has_checkpoint = trainer.checkpointer.has_checkpoint()
         how = _how_to_go_on(command_of(cfg).resume)
         lines.append(f"to go on: {how}" if has_checkpoint else "there is no checkpoint")
@@ -44,7 +44,7 @@ def summarize(trainer: Any) -> str:
 def _summary_of(hook: HookBase) -> str:
     try:
         return hook.summary()
-    except Exception:  # must not hide how the run has ended
+    except Exception:  # this error must not hide how the run has ended
         logger.exception("%s.summary() has failed, so its line is left out:", type(hook).__name__)
         return ""
 
@@ -68,7 +68,7 @@ def _how_to_go_on(resumes: bool | None) -> str:
     arguments = sys.argv[1:]
     if multiprocessing.parent_process() is None:
         head = ["python", *sys.orig_argv[1 : len(sys.orig_argv) - len(arguments)]]  # -m and the module, or a script
-    else:  # in a spawned process, sys.orig_argv is another command
+    else:  # in a spawned process, sys.orig_argv is not the user's command
         head = ["python", *sys.argv[:1]]
     # --resume first, since settings may take the rest of the command line
     return shlex.join([*head, *([] if resumes else ["--resume"]), *arguments])

@@ -1,4 +1,4 @@
-"""Top-k and per-class accuracy, and which classes are taken for which."""
+"""Top-k and per-class accuracy, and the confusion matrix."""
 
 import json
 import logging
@@ -20,14 +20,14 @@ from trainkit.utils.run_folder import is_owned, own_folder
 
 logger = logging.getLogger(__name__)
 
-_MOST_LOGGED, _MOST_WRITTEN = 10, 200  # classes of a confusion matrix
+_MOST_LOGGED, _MOST_WRITTEN = 10, 200  # the largest number of classes of a confusion matrix
 
 
 class ClassificationEvaluator(LabelledEvaluator):
     """Accuracy of one label per sample, in percent.
 
     A batch is a mapping with labels ``[N]`` under ``label_key``, or a list of N samples with one label each. The
-    model's output is scores ``[N, C]``, bare or under ``"logits"`` or ``"scores"``.
+    model's output is scores ``[N, C]``, alone or under ``"logits"`` or ``"scores"``.
 
     The results are ``top<k>`` and ``mean_class_accuracy``, the mean over the classes with samples.
 
@@ -35,7 +35,7 @@ class ClassificationEvaluator(LabelledEvaluator):
         topk: each k gives a metric ``top<k>``: the label is among the k highest scores.
         class_names: C names for the table; None: their numbers.
         task: the key of the results.
-        confusion_file: gets the confusion matrix of up to 200 classes as JSON: ``confusion[label][prediction]`` is a
+        confusion_file: a JSON file for the confusion matrix of up to 200 classes: ``confusion[label][prediction]`` is a
             number of samples; with ``class_names``, ``task`` and the ``iteration`` of the results. "": no file. A run
             writes ``OUTPUT_DIR/confusion_<dataset>.json``, unless TEST.MAX_BATCHES is set; ``--eval-only`` does not.
     """
@@ -88,6 +88,6 @@ class ClassificationEvaluator(LabelledEvaluator):
             os.makedirs(folder, exist_ok=True)
             write()
             if is_owned(folder):
-                own_folder(folder).restore[name] = write  # if somebody deletes the folder
+                own_folder(folder).restore[name] = write  # for the case that somebody deletes the folder
         except OSError as error:
             logger.warning("The confusion matrix is not written: %s", error)

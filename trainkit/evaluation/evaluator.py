@@ -43,7 +43,7 @@ class DatasetEvaluator:
         """Process one batch, with its tensors on the model's device, and the model's outputs for it."""
 
     def keep_up(self, inputs: Any) -> None:
-        """Run the model as often as ``process`` does, and ignore the outputs; for evaluators that run the model.
+        """Run the model as often as ``process`` does, and ignore the outputs; to override if ``process`` runs it.
 
         All ranks do each forward pass of a sharded model together, so a rank without a batch repeats one.
         """
@@ -52,7 +52,7 @@ class DatasetEvaluator:
         """Compute the results; called on every rank, also on one that processed nothing.
 
         Returns:
-            task -> metric -> value on rank 0; something empty on other ranks.
+            On rank 0 task -> metric -> value; on other ranks an empty dict or None.
         """
 
 
@@ -64,7 +64,7 @@ class DatasetEvaluators(DatasetEvaluator):
 
     def bind(self, model: Any) -> None:
         for evaluator in self._evaluators:
-            if hasattr(evaluator, "bind"):  # detectron2's evaluators have neither this nor keep_up
+            if hasattr(evaluator, "bind"):  # detectron2's evaluators have neither bind nor keep_up
                 evaluator.bind(model)
 
     def reset(self) -> None:
@@ -106,7 +106,7 @@ def inference_on_dataset(
     """Run ``model`` over ``data_loader`` in eval mode without gradients, and evaluate its outputs.
 
     The mode of every submodule and the global random state are restored, also after an error. The caller's
-    ``torch.autocast`` applies. The device is waited for once, at the end.
+    ``torch.autocast`` applies. It waits for the device once, at the end.
 
     Args:
         model: an ``nn.Module`` (batches are moved to its device; a data-parallel wrapper is removed), or any function
@@ -115,7 +115,7 @@ def inference_on_dataset(
         evaluator: None only runs the model.
         callbacks: called once each: ``on_start`` first, ``before_inference`` and ``after_inference`` around all
             batches, ``on_end`` last.
-        name: of the dataset, for the observer (see `observe_inference`).
+        name: the name of the dataset, for the observer (see `observe_inference`).
 
     Returns:
         The result of ``evaluator.evaluate()``; ``{}`` for None.
@@ -149,7 +149,7 @@ def inference_on_dataset(
         if is_sharded := is_sharded_model(model):
             batches = _in_step_with_all_ranks(batches, model, evaluator, observer.is_stopping, name)
         for inputs in batches:
-            # the ranks of a sharded model agree on it before each batch
+            # with a sharded model, the ranks agree on stopping before each batch
             is_stopping = not is_sharded and observer.is_stopping()
             if is_stopping:
                 break
@@ -167,7 +167,7 @@ def inference_on_dataset(
         if any(stopping for _, stopping in by_rank):
             raise _abandoned(name)
         callbacks["after_inference"]()
-        # one rank's part may be empty
+        # the part of one rank may be empty
         if not any(num for num, _ in by_rank):
             raise ValueError(f"the loader {type(data_loader).__name__} gave no batch; there is nothing to evaluate")
         results = evaluator.evaluate()
@@ -178,7 +178,7 @@ def inference_on_dataset(
 
 @contextmanager
 def inference_context(model: nn.Module) -> Iterator[None]:
-    """Put ``model`` into eval mode; at the end restore the mode of every submodule."""
+    """Context that puts ``model`` into eval mode; at the end it restores the mode of every submodule."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
@@ -192,7 +192,7 @@ def inference_context(model: nn.Module) -> Iterator[None]:
 def _in_step_with_all_ranks(
     batches: Iterable[Any], model: nn.Module, evaluator: DatasetEvaluator, is_stopping: Callable[[], bool], name: str
 ) -> Iterator[Any]:
-    """The batches of this rank, then forward passes for other ranks that still have batches: a sharded model needs all.
+    """The batches of this rank; then take part in the forward passes of other ranks, as a sharded model requires.
 
     Raises:
         EvaluationAbandoned: on every rank, if some rank is stopping.
@@ -252,7 +252,7 @@ def _evaluate(evaluator: DatasetEvaluator) -> dict[str, Any]:
 def _with_progress(data_loader: Iterable[Any], device: torch.device | None, name: str) -> Iterator[Any]:
     """The batches, with a progress bar or regular log lines, and a summary at the end.
 
-    Times in the regular lines are the host's, which runs ahead of an accelerator; the summary waits for the device.
+    Regular lines show the time of the host, which runs ahead of an accelerator; the summary waits for the device.
     """
     try:
         total: int | None = len(data_loader)  # type: ignore[arg-type]

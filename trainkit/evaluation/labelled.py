@@ -25,7 +25,7 @@ class LabelledEvaluator(DatasetEvaluator):
     Args:
         dims: one letter per dimension of the scores, such as ``NC``; labels have the same dimensions except C.
         ignore_label: labels to leave out; None: count all.
-        largest_k: how many of the highest scores are compared with the label of a sample; 0: none.
+        largest_k: number of highest scores that are compared with the label of a sample; 0: none.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class LabelledEvaluator(DatasetEvaluator):
         Raises:
             TypeError: inputs or outputs have another form.
             KeyError: the labels are missing.
-            ValueError: shapes do not match, or C differs from the arguments or the batches before.
+            ValueError: shapes do not match, or C differs from the arguments or from earlier batches.
         """
         scores = scores_of(outputs, self._dims)
         labels = labels_of(inputs, self._label_key, scores.device)
@@ -150,12 +150,12 @@ class LabelledEvaluator(DatasetEvaluator):
 
 
 def scores_of(outputs: Any, dims: str) -> Tensor:
-    """The scores in a model's output, bare or under "logits" or "scores".
+    """The scores in a model's output, alone or under "logits" or "scores".
 
     Raises:
         KeyError: a mapping has neither key.
         TypeError: the scores are not a tensor.
-        ValueError: they have another number of dimensions.
+        ValueError: the scores have another number of dimensions.
     """
     scores, shape = outputs, f"[{', '.join(dims)}]"
     if isinstance(outputs, Mapping):
@@ -176,7 +176,7 @@ def scores_of(outputs: Any, dims: str) -> Tensor:
 def labels_of(inputs: Any, key: str, device: torch.device) -> Tensor:
     """The labels of a batch: under ``key`` of a mapping or of a list of mappings, else the last of several tensors.
 
-    If there is no ``label``, the default, ``labels`` is read, as in `losses_from`.
+    If ``key`` is ``label``, the default, and there is no ``label``, this reads ``labels``, as `losses_from` does.
 
     Raises:
         KeyError: there are no labels.
@@ -185,7 +185,7 @@ def labels_of(inputs: Any, key: str, device: torch.device) -> Tensor:
     samples = inputs if isinstance(inputs, list | tuple) else [inputs]
     if len(samples) > 1 and all(isinstance(entry, Tensor) for entry in samples):
         return samples[-1].to(device)
-    keys, labels = [key, "labels"] if key == "label" else [key], []  # "labels", as Hugging Face calls them
+    keys, labels = [key, "labels"] if key == "label" else [key], []  # Hugging Face calls them "labels"
     for sample in samples:
         if not isinstance(sample, Mapping):
             raise TypeError(

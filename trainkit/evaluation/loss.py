@@ -28,15 +28,15 @@ class LossEvaluator(DatasetEvaluator):
     """The mean over all samples of each loss that ``model`` returns, and of their sum.
 
     If ``model`` has a method ``losses(batch)``, it is called in eval mode. Otherwise ``model(batch)`` is called in
-    train mode, but modules that keep running statistics or drop out stay in eval mode (batch and instance norm,
+    train mode, but modules with running statistics or dropout stay in eval mode (batch and instance norm,
     dropout, recurrent and attention layers, ``freeze``). Modes and buffers are restored after every batch. As in
     training, ``total_loss`` is the sum of the entries that require grad. Each batch is weighted by its number of
     samples.
 
     Args:
-        model: default is the evaluated one; a data-parallel wrapper is removed.
+        model: default is the evaluated model; a data-parallel wrapper is removed.
         freeze: further module classes to keep in eval mode, such as your own stochastic depth.
-        num_samples: number of samples of a batch.
+        num_samples: a function that gives the number of samples of a batch.
         task: the key of the results.
     """
 
@@ -73,7 +73,7 @@ class LossEvaluator(DatasetEvaluator):
 
         Raises:
             TypeError: the model returns no tensor or dict of tensors.
-            ValueError: a loss is not a scalar, or none requires grad.
+            ValueError: a loss is not a scalar, or no loss requires grad.
         """
         num_samples = self._num_samples(inputs)
         for name, loss in self._losses(inputs).items():
@@ -86,7 +86,7 @@ class LossEvaluator(DatasetEvaluator):
         self._losses(inputs)
 
     def evaluate(self) -> dict[str, Any]:
-        """Combine the ranks.
+        """Compute the means over all ranks.
 
         Returns:
             On rank 0 ``{task: {"total_loss": mean, <name>: mean, ...}}``, with the names of a dict of losses; on other
@@ -104,7 +104,7 @@ class LossEvaluator(DatasetEvaluator):
             counts.update(their_counts)
         if not counts:
             raise ValueError("no sample was processed on any rank, so there is no loss; call process() first")
-        # fsum rounds once, whatever the order: how the batches are spread over processes makes no difference
+        # fsum rounds once, so neither the order nor the division of batches over processes changes the result
         sum_of = {name: math.fsum if all(map(math.isfinite, sums)) else sum for name, sums in by_name.items()}
         means = {name: sum_of[name](sums) / counts[name] for name, sums in by_name.items()}
         return {self._task: means} if comm.is_main_process() else {}
@@ -114,7 +114,7 @@ class LossEvaluator(DatasetEvaluator):
         if self._model is None:
             raise RuntimeError("no model is known: give LossEvaluator a model, or let inference_on_dataset call bind()")
         losses_of = getattr(self._model, "losses", None)
-        # With gradients on: an entry that requires grad is a loss.
+        # Gradients are on, since an entry that requires grad is a loss.
         with inference_context(self._model), _preserve_buffers(self._model), torch.enable_grad():
             if callable(losses_of):
                 returned = losses_of(inputs)
@@ -130,7 +130,7 @@ class LossEvaluator(DatasetEvaluator):
 
 @contextmanager
 def _preserve_buffers(model: nn.Module) -> Iterator[None]:
-    """At the end restore the buffers, whether changed in place or replaced."""
+    """Context that at its end restores the buffers, even if the model has replaced them."""
     saved = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()

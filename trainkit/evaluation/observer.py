@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 from trainkit.utils.logger import NOT_ON_TERMINAL
 from trainkit.utils.waiting import Abandoned
 
-Phase: TypeAlias = Literal["val", "test"]  # the periodic evaluation and that of the test data
+Phase: TypeAlias = Literal["val", "test"]  # the periodic evaluation, and the evaluation of the test data
 
 
 class EvaluationAbandoned(Abandoned):
@@ -18,11 +18,11 @@ class InferenceObserver:
     """An observer whose methods do nothing; see `trainkit.engine.HookBase` for the points."""
 
     def is_stopping(self) -> bool:
-        """Whether to abandon the evaluation; asked before each batch. Ranks may differ."""
+        """Whether to abandon the evaluation; called before each batch. Ranks may give different answers."""
         return False
 
     def is_training(self) -> bool:
-        """Whether training continues after the evaluation; its details then go to the log files only."""
+        """Whether training continues after the evaluation; then only the log files get details of the evaluation."""
         return False
 
     def before_eval(self, phase: Phase, name: str) -> None:
@@ -43,7 +43,7 @@ _stack: list[tuple[InferenceObserver, Phase]] = [(InferenceObserver(), "test")]
 
 @contextmanager
 def observe_inference(observer: InferenceObserver, phase: Phase) -> Iterator[None]:
-    """Inside, each ``inference_on_dataset`` calls the points of ``observer``; the innermost observer counts."""
+    """Context in which ``inference_on_dataset`` calls the points of ``observer``; the innermost observer counts."""
     _stack.append((observer, phase))
     try:
         yield

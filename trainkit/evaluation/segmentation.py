@@ -15,7 +15,7 @@ class SemSegEvaluator(LabelledEvaluator):
     """Mean intersection over union, and accuracies, of semantic segmentation, in percent.
 
     A batch is a mapping with labels ``[N, H, W]`` under ``label_key``, or a list of N samples with ``[H, W]`` each. The
-    model's output is scores ``[N, C, H, W]``, bare or under ``"logits"`` or ``"scores"``. H and W may differ between
+    model's output is scores ``[N, C, H, W]``, alone or under ``"logits"`` or ``"scores"``. H and W may differ between
     batches.
 
     The results are ``mIoU``, ``aAcc``, ``mAcc`` and ``IoU-<class>``. The IoU of a class without labels and predictions

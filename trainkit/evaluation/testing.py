@@ -1,4 +1,4 @@
-"""Results as a table, as a flat dict, and compared with expected ones."""
+"""Show results as a table or a flat dict, and compare them with expected results."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, in the order of iterations, and comparisons with them. They are only read."""
+"""The checkpoints of a run, in the order of iterations, and comparisons with them. The files are only read."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ def checkpoints_of(run: str) -> list[Saved]:
 def around(run: str, iteration: int) -> tuple[Saved | None, Saved | None]:
     """The newest checkpoint from which ``iteration`` can be reached, and the first checkpoint after its update.
 
-    If no checkpoint was written after the update, the second one is the capsule of this step or of a later one.
+    If no checkpoint was written after the update, the second result is the capsule of this step or of a later step.
 
     Raises:
         CheckpointError: no checkpoint or capsule says how the run was started, or the run is sharded.
@@ -45,9 +45,9 @@ def around(run: str, iteration: int) -> tuple[Saved | None, Saved | None]:
 
 
 def prove(reached: Sequence[Mapping[str, Any]], saved: Saved) -> str:
-    """Compare the state that the replay has reached with the state in a checkpoint; the result as text.
+    """Compare the state that the replay has reached with the state in a checkpoint; returns the result as text.
 
-    Clock readings, what has been written to files, the text of settings, and the reason of an early end are left out.
+    Left out: clock readings, what was written to files, the text of settings, and the reason of an early end.
 
     Args:
         reached: one state; empty if the replay has failed.
@@ -85,7 +85,7 @@ def logged_values(storage: Mapping[str, Any], start: int, end: int) -> Values:
 
 
 def compare_values(left: Values, right: Values) -> tuple[int, tuple[int, str, float, float] | None]:
-    """The number of values that both have, and the first that differs: iteration, name, both values."""
+    """The number of values that both have, and the first value that differs: iteration, name, both values."""
     both = [
         (iter, name, value, right[iter][name])
         for iter, row in sorted(left.items())
@@ -96,7 +96,7 @@ def compare_values(left: Values, right: Values) -> tuple[int, tuple[int, str, fl
 
 
 def compare_way(values: Values, saved: Saved | None, end: int) -> tuple[str, bool]:
-    """Compare the values up to iteration ``end`` with those in a checkpoint: text, and whether all are equal."""
+    """Compare the values up to iteration ``end`` with those in a checkpoint: a text, and whether all are equal."""
     if saved is None:
         return "nothing to compare with: the run has stored nothing after this step", True
     first = min(values, default=end)

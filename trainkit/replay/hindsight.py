@@ -28,16 +28,16 @@ def replay_range(
     run, to ``metrics.json`` in ``output_dir``: a line for each iteration, null for a value that is not finite.
 
     Args:
-        make_hook: called on each rank.
+        make_hook: makes the hook; called on each rank.
         start: see `replay`.
 
     Returns:
         A comparison of the values with those that the run has stored; it shows whether the hook has changed the run. If
-        an iteration fails, "FAILED" and the reason; the values before it are written.
+        an iteration fails: "FAILED" and the reason; the values before this iteration are written.
 
     Raises:
         CheckpointError: no checkpoint can be used, or the run had another number of processes.
-        ConfigError: the run has not as many iterations.
+        ConfigError: the run has fewer iterations.
     """
     values, text = _Range(os.path.abspath(run), first, end, make_hook).perform(start)
     if comm.is_main_process():

@@ -56,7 +56,7 @@ class Inspection(HookBase):
     Attributes:
         batch: the batch as the model gets it; a list of several micro-batches.
         samples: the names of the samples of each micro-batch; empty if the loader does not know them.
-        losses, gradients: copies; the gradients before clipping.
+        losses, gradients: copies of the losses, and of the gradients before clipping.
     """
 
     def __init__(self, at: int, debug: bool = False) -> None:
@@ -64,10 +64,10 @@ class Inspection(HookBase):
         self._handles: list[Any] = []
         self._parts_before: list[_Part] = []
         self._parts_after: list[_Part] = []
-        # by forward pass of the model; a pass that settles the buckets of DDP comes before those of the step
+        # one list per forward pass of the model; DDP may do a first pass for its buckets before those of the step
         self._parts: list[list[_Part]] = []
         self._outputs: list[list[Output]] = []
-        self._first_bad: tuple[int, list[Tensor]] | None = None  # number of the pass, where the output is finite
+        self._first_bad: tuple[int, list[Tensor]] | None = None  # number of the pass; where the output is finite
         self.batch: Any = None
         self.samples: list[list[str]] = []
         self.losses: dict[str, Tensor] = {}
@@ -82,7 +82,7 @@ class Inspection(HookBase):
 
     @property
     def parts(self) -> list[_Part]:
-        """The name and the digest of each part of the step, in its order."""
+        """The name and the digest of each part of the step, in the order of computation."""
         of_modules = itertools.chain.from_iterable(self._parts[-self._num_passes :])
         return [*self._parts_before, *of_modules, *self._parts_after]
 
@@ -139,10 +139,10 @@ class Inspection(HookBase):
             self._measure(has_updated=True)
 
     def close(self) -> None:
-        """If the step has failed, measure its parts as far as they exist."""
+        """If the step has failed, measure those of its parts that exist."""
         if self._handles:
-            with contextlib.suppress(RuntimeError):  # there are no losses yet
-                self.after_backward()  # a hook before this one may have failed there
+            with contextlib.suppress(RuntimeError):  # there may be no losses yet
+                self.after_backward()  # an earlier hook may have failed in after_backward
             self._measure(has_updated=False)
 
     @torch.no_grad()
@@ -195,7 +195,7 @@ class Inspection(HookBase):
 def _bad_rows(tensor: Tensor, path: tuple[Any, ...], is_list: bool, samples: list[str]) -> list[str]:
     if not tensor.is_floating_point() or tensor.isfinite().all():
         return []
-    if is_list and path[0] < len(samples):  # a list of samples
+    if is_list and path[0] < len(samples):  # the batch is a list of samples
         return [samples[path[0]]]
     if tensor.dim() and len(tensor) == len(samples):
         return _bad_names(tensor.isfinite(), samples)

@@ -16,7 +16,7 @@ class Replay:
         iteration: the iteration of the step, counted from 0.
         start: the name of the checkpoint from which the replay started.
         first_iteration: the first iteration that the replay performed.
-        differences: settings, code, versions, device and processes that differ from those of the run.
+        differences: the settings, code, versions, device and processes that differ from those of the run.
         error: the error of the step; "" if it did not fail.
         inspection: the `Inspection` of this rank. ``batch``, ``losses``, ``gradients`` (parameter -> gradient before
             clipping), ``activations`` (an entry per call of a module) and ``samples`` (names) are taken from it.
@@ -59,7 +59,7 @@ class Replay:
 
     @property
     def samples_of_first_bad_module(self) -> list[str]:
-        """The samples for which this output is not finite; empty if its first dimension is not the sample."""
+        """The samples for which this module's output is not finite; empty if its first dimension is not the sample."""
         return self.inspection.samples_of_first_bad_output()
 
     @property
@@ -94,8 +94,8 @@ def judge(
     Args:
         first: the first execution.
         again: the second one, from a copy of the same state.
-        other: an execution from the checkpoint; None: there was none.
-        way: text: where the logged values of two executions from the checkpoint differ first; "" if they are equal.
+        other: an execution from the checkpoint; None if there was none.
+        way: where the logged values of two executions from the checkpoint differ first, as text; "" if they are equal.
         stored_is_equal: whether the logged values equal those that the run has stored.
     """
     if where := find_difference(first, again):

@@ -26,18 +26,18 @@ from trainkit.utils.rng import set_rng_state
 from trainkit.utils.run_folder import release_folder
 
 _SAVES = (hooks.PeriodicCheckpointer, hooks.BestCheckpointer, hooks.PublishWeights)
-_EVALUATES = (hooks.EvalHook, hooks.EarlyStopping)  # and what chooses by the results
+_EVALUATES = (hooks.EvalHook, hooks.EarlyStopping)  # and hooks that decide by the results
 
 
 class _Done(SystemExit):
-    """Ends the script whose training was taken over."""
+    """Raised to end the script whose training was taken over."""
 
 
 def _run_command(origin: dict[str, Any], script: str | None, alone: bool) -> None:
-    """Run it in this process, as ``python script arguments`` or ``python -m module arguments`` did."""
+    """Run the command in this process, as ``python script arguments`` or ``python -m module arguments`` does."""
     former = sys.argv, [*sys.path], os.getcwd()
     module = "" if script else origin["module"]
-    spawns = any(word.startswith("--num-gpus") for word in origin["argv"])  # of which the last one counts
+    spawns = any(word.startswith("--num-gpus") for word in origin["argv"])  # the last of these options counts
     one_process = ["--num-gpus", "1"] if alone and spawns else []
     sys.argv = [os.path.abspath(script) if script else origin["argv"][0], *origin["argv"][1:], *one_process]
     try:
@@ -65,7 +65,7 @@ class Session:
         result: what ``work`` has returned; None if the command has not called ``train()``.
     """
 
-    anomaly = False  # True shows warnings: they name the operation
+    anomaly = False  # True: show warnings, since they name the operation
     _trainer: Any
 
     def __init__(self, run: str, at: int, start: Saved | None, after: Saved | None) -> None:
@@ -74,13 +74,14 @@ class Session:
             run: the folder of the run, or a capsule.
             at: the first iteration to inspect.
             start: the checkpoint from which the replay starts; None: it starts at iteration 0.
-            after: the next one. The process that wrote it has done the step; it may have other settings than the start.
+            after: the next checkpoint. The process that wrote it has done the step; it may have other settings than
+                ``start``.
         """
         governing = after or start
         assert governing is not None
         origin = self.origin = governing.state["trainer"]["origin"]
         self._run, self._at, self._start, self._next = run, at, start, after
-        self._processes = origin["processes"]  # that the replay needs
+        self._processes = origin["processes"]  # number of processes that the replay needs
         self.seed = origin["seed"] if start is None and origin["seed"] < 2**32 else None
         self._notes: list[str] = []
         self.result: Any = None
@@ -116,7 +117,7 @@ class Session:
         return self.result
 
     def set_up(self, cfg: CfgNode) -> None:
-        """Give ``cfg`` the settings of the run, and a temporary folder for output; nothing if it has them already."""
+        """Give ``cfg`` the settings of the run, and a temporary folder for output, unless it has them already."""
         if self._folder == cfg.OUTPUT_DIR:
             return
         frozen, given = cfg.is_frozen(), cfg.clone()
@@ -153,7 +154,7 @@ class Session:
             trainer._hooks = [hook for hook in self._all_hooks if not isinstance(hook, left_out)]
             self.result = self.work(trainer)
         finally:
-            # workers end now, not when the collector of cycles finds the trainer
+            # workers end now, not only when Python's garbage collector finds the trainer
             trainer.reset_data_loader(tuple)
         raise _Done(0)
 
@@ -166,7 +167,7 @@ class Session:
 
         def stop(_: Any) -> None:
             if trainer.iter == last:
-                trainer._stops.stop = Stop("replayed")  # not by request_stop, after which other ranks go on for a while
+                trainer._stops.stop = Stop("replayed")  # not request_stop: other ranks would continue for a while
 
         trainer.register_hooks([*own, hooks.CallbackHook(after_step=stop)])
         try:
@@ -192,14 +193,14 @@ class Session:
 
     def _load_start(self) -> None:
         trainer = self._trainer
-        for hook, attributes in self._attributes:  # a hook without a state in the checkpoint starts again
+        for hook, attributes in self._attributes:  # a hook without a state in the checkpoint starts anew
             vars(hook).clear()
             vars(hook).update(attributes)
         if self._start is not None:
             trainer.checkpointer.load(self._start.path, strict=True)
         elif trainer.status != "not started":
             self._load(self._beginning or {})
-            set_rng_state(trainer._rng_state)  # now, as at the beginning: hooks may draw before the first step
+            set_rng_state(trainer._rng_state)  # now, as in the first execution: hooks may draw before the first step
             trainer._rng_state = None
 
 

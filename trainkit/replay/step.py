@@ -72,7 +72,7 @@ def replay(
 
 
 class _Looked(Exception):
-    """Ends a step after ``find_samples``."""
+    """Raised to end a step after ``find_samples``."""
 
 
 class _Step(Session):
@@ -91,7 +91,7 @@ class _Step(Session):
         before = self._collect()
         result = self._look(before, first)
         values = logged_values(trainer.storage.state_dict(), first, self._at + 1)
-        # only rank 0 has all stored values
+        # only rank 0 has all values that were stored
         way = compare_way(values, self._next, self._at) if comm.is_main_process() else ("", True)
         result.on_the_way, stored_is_equal = comm.broadcast(way)
         result.samples_at_fault = self._bisect(before, result)
@@ -158,7 +158,7 @@ class _Step(Session):
         return inspection, prove(kept, self._next) if own and self._next and comm.is_main_process() else ""
 
     def _perform(self, state: dict[str, Any], special: bool = False) -> tuple[Inspection, str]:
-        """Perform the step from a state of this process; return its inspection, and its error ("" if it has none)."""
+        """Perform the step from a state of this process; return its inspection, and its error ("" if none)."""
         self._load(state)
         inspection = Inspection(self._at, debug=special and self._options["debug"])
         with contextlib.ExitStack() as stack:
@@ -212,7 +212,7 @@ class _Capsule(_Step):
     def _perform(self, state: dict[str, Any], special: bool = False) -> tuple[Inspection, str]:
         inspection, error = super()._perform(state, special)
         inspection.samples = self._capsule["samples"]
-        # not known for buffers: the forward pass that failed has changed them
+        # the buffers before the step are not known: the forward pass that failed has changed them
         before, own = inspection.not_finite_before, dict(unwrap_model(self._trainer.model).named_parameters())
         inspection.not_finite_before = [name for name in before if name in own]
         return inspection, error

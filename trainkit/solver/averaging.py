@@ -23,7 +23,7 @@ def averaging_rule(
 ) -> Callable[[int], float]:
     """The weight of the new values in an average, ``average += weight * (new - average)``.
 
-    The first update copies. Of the later ones, only each ``interval``-th changes the average, but all count as steps.
+    The first update copies. Later, only each ``interval``-th update changes the average, but all count as steps.
     With ``m = 1 - decay`` (momentum in OpenMMLab) and ``steps`` updates before this one, the weight is
 
     - "exponential": ``m``;
@@ -31,12 +31,12 @@ def averaging_rule(
     - "warmup": ``m + (1 - m) * exp(-(1 + steps) / gamma)``, mmdet's ``ExpMomentumEMA``;
     - "mean": ``1 / (1 + steps // interval)``, the plain mean: SWA, https://arxiv.org/abs/1803.05407;
     - "mmcv": ``min(m ** interval, (1 + steps) / (gamma + steps))``, as in mmcv 1.x, where ``gamma`` is ``warm_up``.
-      With a usual ``m`` this is not a warm-up; use "warmup" or "annealing" for one.
+      With a usual ``m`` this is not a warm-up; for a warm-up use "warmup" or "annealing".
 
     Args:
         decay: weight of the old average, from 0 to below 1; default is 0.999. Not for "mean".
         gamma: about the number of updates that the start lasts; default is 2000 for "warmup" and 100 for "annealing"
-            and "mmcv". Not for the others.
+            and "mmcv". Not for the other kinds.
 
     Returns:
         A function from ``steps`` to the weight: 1 copies the new values, 0 keeps the average.
@@ -87,7 +87,7 @@ class ModelAverage:
     """
 
     def __init__(self, model: nn.Module, rule: Callable[[int], float], *, average_buffers: bool = False) -> None:
-        self._shards: dict[str, Tensor] = {}  # of a sharded model: name -> average
+        self._shards: dict[str, Tensor] = {}  # for a sharded model: name -> average
         if first_shard(model) is None:
             self.module = _copy_of(model).eval()
             averages = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
@@ -114,7 +114,7 @@ class ModelAverage:
         self._move(weight)
 
     def copy(self) -> None:
-        """Copy the tensors that are not averaged once more, with buffers that the model has created since."""
+        """Copy the tensors that are not averaged again, also buffers that the model has created since."""
         self._follow_buffers()
         self._move(0)
 
@@ -129,7 +129,7 @@ class ModelAverage:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load an average, which may be of a model with other shards or none."""
+        """Load an average; the model that it comes from may have other shards, or none."""
         if not self._shards:
             self.module.load_state_dict(state_dict, strict=False)
         for name, average in self._shards.items():
@@ -162,7 +162,7 @@ class ModelAverage:
         return sources
 
     def _follow_buffers(self, averages: Mapping[str, Tensor] | None = None) -> None:
-        """Add all new buffers of the model; ``averages``: name -> its average, else a new one is made."""
+        """Add all new buffers of the model; ``averages``: name -> average; for other names a new average is made."""
         for path, buffer in self._model.named_buffers():
             owner_path, _, name = path.rpartition(".")
             owner = self._model.get_submodule(owner_path)

@@ -58,21 +58,21 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     are not given there come from ``SOLVER``: ``BASE_LR``, and ``MOMENTUM``, ``NESTEROV`` and ``WEIGHT_DECAY`` if the
     optimizer takes them, even at their defaults (so RMSprop gets momentum 0.9); also keys that your code has added to
     ``SOLVER``. Without ``FUSED`` or ``FOREACH``, the fused implementation is used if it works for all parameters, else,
-    on an accelerator, the foreach one. With ``SOLVER.CLIP_GRADIENTS``, ``step()`` clips, see
+    on an accelerator, the foreach implementation. With ``SOLVER.CLIP_GRADIENTS``, ``step()`` clips, see
     `maybe_add_gradient_clipping`.
 
-    ``SOLVER.OPTIMIZERS`` names several, which become one `CombinedOptimizer`. Each entry is like ``SOLVER.OPTIMIZER``,
-    and ``PARAMS`` lists patterns of its parameters' names; the first pattern that fits counts.
+    ``SOLVER.OPTIMIZERS`` names several optimizers, which become one `CombinedOptimizer`. Each entry is like
+    ``SOLVER.OPTIMIZER``, and ``PARAMS`` lists patterns of its parameters' names; the first pattern that fits counts.
 
     Raises:
         ConfigError: the optimizer or an argument is unknown, or the optimizer refuses a value; a key of ``SOLVER`` that
-            it does not take is set to a value other than its default and 0; the rules for groups are wrong, see
+            the optimizer does not take is neither 0 nor at its default; the rules for groups are wrong, see
             ``ParamRules`` and ``build_layer_decay``; the model has no trainable parameter; a pattern fits no parameter,
             or a parameter no pattern.
     """
     check_is_ours(cfg)
     if not (entries := cfg.SOLVER.OPTIMIZERS):
-        node = cfg.SOLVER.OPTIMIZER  # many detectron2 users have made it a name
+        node = cfg.SOLVER.OPTIMIZER  # many configs written for detectron2 have a name here
         parts = [_build_one(_with_optimizer(cfg, {"NAME": node}) if isinstance(node, str) else cfg, model)]
     else:
         _logger.info("SOLVER.OPTIMIZERS is used; SOLVER.OPTIMIZER has no effect")
@@ -94,7 +94,7 @@ def _with_optimizer(cfg: CfgNode, node: Mapping[str, Any]) -> CfgNode:
 
 
 def _build_one(cfg: CfgNode, model: nn.Module, only: Collection[Tensor] | None = None) -> Optimizer:
-    """The optimizer of SOLVER.OPTIMIZER, for all trainable parameters or ``only`` these."""
+    """The optimizer of SOLVER.OPTIMIZER, for all trainable parameters or only those in ``only``."""
     factory = _find_optimizer(cfg.SOLVER.OPTIMIZER.NAME)
     arguments = _collect_arguments(cfg, factory)
     values = {name: value for name, (_, value) in arguments.items()}
@@ -227,9 +227,9 @@ def _collect_arguments(cfg: CfgNode, factory: Callable[..., Optimizer]) -> dict[
 def _taken_of_solver(solver: CfgNode, accepted: Collection[str], takes_any: bool) -> list[str]:
     """Raises ConfigError if a key is set that the optimizer does not take."""
     defaults = get_cfg().SOLVER
-    taken = [key for key in solver if key in accepted and key not in defaults]  # added by the user's own code
+    taken = [key for key in solver if key in accepted and key not in defaults]  # the user's own code has added the key
     for key in _OF_SOLVER:
-        argument = key.removesuffix("_NORM").removesuffix("_BIAS")  # the other two need weight decay
+        argument = key.removesuffix("_NORM").removesuffix("_BIAS")  # _NORM and _BIAS need the argument weight_decay
         is_set = bool(solver[key]) and solver[key] != defaults[key]
         if argument in accepted or (takes_any and (is_set or argument == "WEIGHT_DECAY")):
             taken += [key] if key == argument else []
@@ -244,14 +244,14 @@ def _taken_of_solver(solver: CfgNode, accepted: Collection[str], takes_any: bool
 def _fastest_implementation(
     factory: Callable[..., Optimizer], values: Mapping[str, Any], params: list[Tensor], model: nn.Module
 ) -> dict[str, bool]:
-    """The argument for the fused or foreach implementation; empty if the optimizer shall choose."""
+    """The argument for the fused or foreach implementation; empty to let the optimizer choose."""
     if not isinstance(factory, type) or "fused" in values or "foreach" in values:
         return {}
     known = inspect.signature(factory).parameters
     on_accelerator = all(param.device.type != "cpu" for param in params)
     for name in ("fused", "foreach") if on_accelerator else ("fused",):
         if name in known:
-            # not ValueError: the user must see the error of a wrong value
+            # ValueError is not caught: the user must see the error about a wrong value
             with contextlib.suppress(RuntimeError, AssertionError):
                 _step_stand_ins(factory, {**values, name: True}, params, model)
                 return {name: True}
@@ -259,7 +259,7 @@ def _fastest_implementation(
 
 
 def _start_late_buffers(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Give momentum to parameters whose first gradient comes later than others', which torch's fused SGD does not."""
+    """Give parameters whose first gradient comes late a momentum buffer, which torch's fused SGD does not do."""
     state, groups = optimizer.state, optimizer.param_groups
     if state and len(state) < sum(len(group["params"]) for group in groups):
         for group in groups:
@@ -284,9 +284,9 @@ def _check_that_it_updates_shards(
 def _step_stand_ins(
     factory: Callable[..., Optimizer], values: Mapping[str, Any], params: Iterable[Tensor], model: nn.Module
 ) -> None:
-    """Do a step on one small tensor for each kind of parameter; every rank calls it if they are sharded.
+    """Do a step on one small tensor for each kind of parameter; every rank calls it if parameters are sharded.
 
-    Only the first step tells whether torch supports an implementation for a device, type and option; releases differ.
+    Only the first step shows whether torch supports an implementation for a device, type and option; versions differ.
     """
     sparse = {
         module.weight

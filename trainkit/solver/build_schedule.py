@@ -50,8 +50,8 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
     if solver.LR_SCHEDULER_NAME not in _SCHEDULES:
         raise unknown_name("SOLVER.LR_SCHEDULER_NAME", solver.LR_SCHEDULER_NAME, "accepted", _SCHEDULES)
     warmup_iters = _iters("SOLVER.WARMUP_ITERS", solver.WARMUP_ITERS, at_least=0)
-    if warmup_iters == get_cfg().SOLVER.WARMUP_ITERS:  # the user has not chosen it
-        warmup_iters = min(warmup_iters, max_iter - solver.RESCALE_INTERVAL)  # rescaling needs an iteration after it
+    if warmup_iters == get_cfg().SOLVER.WARMUP_ITERS:  # the user has not set it
+        warmup_iters = min(warmup_iters, max_iter - solver.RESCALE_INTERVAL)  # rescaling needs an iteration after them
     if warmup_iters > max_iter:
         raise ConfigError(
             f"SOLVER.WARMUP_ITERS={warmup_iters} is longer than SOLVER.MAX_ITER={max_iter}; "
@@ -120,8 +120,8 @@ def build_schedule(entries: Iterable[Any], max_iter: int, where: str) -> Schedul
     """Chain the schedules that a config lists.
 
     Args:
-        entries: each ``{NAME: a name in SCHEDULE_REGISTRY, ...}`` with the arguments in upper case. ``BEGIN``
-            is 0 by default, ``END`` (not included) is ``max_iter``. If a schedule has an argument ``LENGTH``, its
+        entries: each ``{NAME: a name in SCHEDULE_REGISTRY, ...}`` with the arguments in upper case. The default of
+            ``BEGIN`` is 0, that of ``END`` (not included) ``max_iter``. If a schedule has an argument ``LENGTH``, its
             default is ``END - BEGIN``.
         where: name of the list in errors.
 

@@ -21,7 +21,7 @@ _CLIPPED_BY = "_gradients_are_clipped_by"
 
 
 class GradientClipType(Enum):
-    """Which value is limited."""
+    """What the clipper limits."""
 
     VALUE = "value"  # every element of a gradient
     NORM = "norm"  # the norm of each parameter's gradient
@@ -76,11 +76,11 @@ class GradientClipper:
             for group in by_mesh(parameters):
                 clip_grads_with_norm_(group, self.clip_value, total_norm)
         elif self.clip_type is GradientClipType.NORM:
-            # clip_grad_norm_([parameter]) for each takes more than twice the time (318 on a CPU: 20 ms).
+            # clip_grad_norm_([parameter]) for each parameter takes more than twice the time (318 on a CPU: 20 ms).
             for grad in grads:
                 norm = torch.linalg.vector_norm(grad, self.norm_type)
                 grad.mul_((self.clip_value / (norm + 1e-6)).clamp_(max=1.0))
-        elif grads:  # torch fails if there is no gradient
+        elif grads:  # torch fails without any gradient
             clip_grad_value_(parameters, self.clip_value)
         return total_norm
 
@@ -105,9 +105,9 @@ def maybe_add_gradient_clipping(cfg: CfgNode, optimizer: _OptimizerT) -> _Optimi
 def maybe_add_gradient_clipping(cfg: CfgNode, optimizer: Any) -> Any:
     """Let an optimizer clip by ``SOLVER.CLIP_GRADIENTS`` at the start of each step; `build_optimizer` calls this.
 
-    A trainer that has clipped by the same rule uses `already_clipped`. With a ``GradScaler`` and a fused optimizer,
-    call ``scaler.unscale_(optimizer)`` before ``scaler.step(optimizer)``; otherwise gradients are still scaled, and the
-    step raises RuntimeError. Gradients that a closure computes during the step are not clipped.
+    A trainer that has already clipped by the same rule uses `already_clipped`. With a ``GradScaler`` and a fused
+    optimizer, call ``scaler.unscale_(optimizer)`` before ``scaler.step(optimizer)``; otherwise gradients are still
+    scaled, and the step raises RuntimeError. Gradients that a closure computes during the step are not clipped.
 
     Args:
         optimizer: an instance or a class.
@@ -156,7 +156,7 @@ def _clip_before_step(optimizer: Optimizer, clipper: GradientClipper) -> None:
             )
         clipper(parameter for group in optimizer.param_groups for parameter in group["params"])
 
-    def reduce(protocol: object) -> tuple[Any, ...]:  # torch's state of a copy would not have the clipper
+    def reduce(protocol: object) -> tuple[Any, ...]:  # torch's own state has no clipper, and so a copy would not clip
         return _restore, (type(optimizer), optimizer.__getstate__(), clipper)
 
     optimizer.register_step_pre_hook(clip)

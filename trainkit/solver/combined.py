@@ -17,8 +17,8 @@ class CombinedOptimizer(Optimizer):
     """Optimizers that step together, in the given order.
 
     ``param_groups`` are those of all optimizers, and ``state`` is one state for all, so schedules, clipping, gradient
-    scalers and checkpoints use it like a single optimizer. It is fused for a scaler if all optimizers are. They must
-    keep all that changes in ``state`` and ``param_groups``, as those of torch do.
+    scalers and checkpoints use it like a single optimizer. A gradient scaler treats it as fused if all optimizers are
+    fused. All that changes in an optimizer must be in its ``state`` and ``param_groups``, as in torch's.
 
     Raises:
         ValueError: a parameter belongs to two optimizers.
@@ -39,13 +39,13 @@ class CombinedOptimizer(Optimizer):
         """Update all parameters that have a gradient; ``closure`` is called once."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for optimizer in self.optimizers:
-            for name in ("grad_scale", "found_inf"):  # a scaler's tensors, read by fused optimizers
+            for name in ("grad_scale", "found_inf"):  # tensors of a scaler, which fused optimizers read
                 setattr(optimizer, name, getattr(self, name, None))
             optimizer.step()
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only for the constructor. Raises TypeError later: the optimizer of the group would not be known."""
+        """Only for the constructor. Later it raises TypeError, since the optimizer of the group would not be known."""
         if hasattr(self, "optimizers"):
             raise TypeError("a CombinedOptimizer takes no further group; build it from optimizers that have the group")
         super().add_param_group(param_group)
@@ -54,7 +54,7 @@ class CombinedOptimizer(Optimizer):
         return {**super().__getstate__(), "optimizers": self.optimizers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Let the optimizers use this state and these groups; ``load_state_dict`` calls it with new ones."""
+        """Let the optimizers use this state and these groups; ``load_state_dict`` calls this with new ones."""
         super().__setstate__(state)
         groups = iter(self.param_groups)
         for optimizer in self.optimizers:

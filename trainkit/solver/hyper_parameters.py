@@ -27,12 +27,12 @@ def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 def learning_rates(optimizer: Any) -> list[Any]:
     """The learning rate of each parameter group; a tensor is copied, since a schedule changes it in place."""
-    groups = getattr(optimizer, "param_groups", ())  # a wrapper may not have them
+    groups = getattr(optimizer, "param_groups", ())  # a wrapper may have no groups
     return [rate if type(rate := group.get("lr")) is not Tensor else rate.clone() for group in groups]
 
 
 def check_saved_groups(saved: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
-    """Check that the optimizer can load saved groups; torch's own check comes late and is a bare ``KeyError``.
+    """Check that the optimizer can load saved groups; torch itself fails later, with a plain ``KeyError``.
 
     Raises:
         ConfigError: the saved parameter groups are of another kind of optimizer, or their number differs.
@@ -51,7 +51,7 @@ def check_saved_groups(saved: Sequence[Mapping[str, Any]], optimizer: torch.opti
         options = [name for name in first if name != "params" and not name.startswith("initial_")]
         without = [name for name in options if name not in part.param_groups[0]]
         instead = [name for name in getattr(part, "defaults", ()) if name not in first]
-        if without and instead:  # only one of them: another version of torch; a wrapper may have no defaults
+        if without and instead:  # if only one is set, torch has another version; a wrapper may have no defaults
             raise ConfigError(
                 f"the optimizer in the checkpoint has {', '.join(without)}, {type(part).__name__} has "
                 f"{', '.join(instead)} instead; {remedy}"

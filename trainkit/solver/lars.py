@@ -21,9 +21,9 @@ class LARS(Optimizer):
         w -= update + momentum * buffer if nesterov else buffer
 
     The learning rate is inside the buffer, unlike in ``torch.optim.SGD``. Groups with ``lars_exclude: True`` have no
-    local rate, but keep their weight decay. Norms are computed in float32, or float64 for such parameters. A step does
-    not wait for the device. There is no fused form, so a ``GradScaler`` waits for the device once per step to decide
-    whether to skip it.
+    local rate, but keep their weight decay. Norms are computed in float32, or in float64 for float64 parameters. A step
+    does not wait for the device. There is no fused version, so a ``GradScaler`` waits for the device once per step to
+    decide whether to skip the step.
 
     Raises:
         ValueError: a value is negative, or ``nesterov`` is given without momentum or with dampening.
@@ -109,8 +109,8 @@ class LARS(Optimizer):
 
 def _rates(params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
     """The learning rate of each parameter, shape ``[]``."""
-    dtype = torch.promote_types(params[0].dtype, torch.float32)  # the norm of many small values overflows in float16
-    # cast before the norm: for sharded tensors, torch 2.15 takes the norm's argument dtype for a dimension
+    dtype = torch.promote_types(params[0].dtype, torch.float32)  # in float16, the norm of many small values overflows
+    # cast before the norm: for sharded tensors, torch 2.15 mistakes the norm's argument dtype for a dimension
     param_norms, grad_norms = (
         whole(torch.stack(torch._foreach_norm([tensor.to(dtype) for tensor in tensors]))) for tensors in (params, grads)
     )

@@ -60,15 +60,15 @@ def build_layer_decay(
     ``encoder.layer.3.``, ``encoder.stages.2.layers.0.``) are recognized.
 
     Args:
-        rate: in (0, 1].
+        rate: the factor from a layer to the layer before it, in (0, 1].
         num_layers: number of blocks (``vit``), or of layers (``convnext``).
         depths: number of blocks of each stage.
-        prefix: start of the names of the backbone's parameters, such as ``encoder.``; all others are the rest. None:
-            ``backbone.`` or the ``base_model_prefix`` of a Hugging Face model, if there are such parameters, else
-            nothing. Only for the named schemes above.
+        prefix: start of the names of the backbone's parameters, such as ``encoder.``; all other parameters are the
+            rest. None: ``backbone.`` or the ``base_model_prefix`` of a Hugging Face model, if there are such
+            parameters, else nothing. Only for the named schemes above.
 
     Raises:
-        ValueError: the scheme is unknown or does not fit the model's names; an argument is missing or not taken.
+        ValueError: the scheme is unknown or does not fit the model's names; an argument is missing or wrong.
     """
     if not 0 < rate <= 1:
         raise ValueError(f"rate must be in (0, 1], got {rate}")
@@ -92,7 +92,7 @@ def build_layer_decay(
 
 
 def _named_depths(argument: Any, scheme: str, names: Sequence[str], prefix: str) -> dict[str, tuple[int, int]]:
-    """``argument``: the number of blocks, or their numbers in each stage."""
+    """The function for a named scheme; ``argument``: the number of blocks, or the numbers of blocks of the stages."""
     _, stem, depth_of, rest, num_layers, last_block = _SCHEMES[scheme]
     num_blocks = argument if isinstance(argument, int) else sum(argument)
     last_block = num_blocks if last_block is None else last_block
@@ -153,7 +153,7 @@ def _vit_depth(_: int, name: str, __: Sequence[str]) -> int | None:
 def _depth_in_stages(depths: Sequence[int], name: str, names: Sequence[str]) -> int | None:
     if downsample := _DOWNSAMPLE_OF_STAGE.match(name):
         stages = {match[1] for match in map(_DOWNSAMPLE_OF_STAGE.match, names) if match}
-        # OpenMMLab downsamples at the end of a stage, timm at the start, so its first stage has none
+        # OpenMMLab downsamples at the end of a stage, timm at the start, so timm's first stage has no downsampling
         stage = int(downsample[1])
         return sum(depths[: stage + ("0" in stages)])
     block = _BLOCK_OF_STAGE.match(name)

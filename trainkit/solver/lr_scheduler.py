@@ -12,21 +12,21 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainkit.solver.schedules import Schedule, compute_values
 
-# fvcore's step-like schedules add WHERE_EPSILON before they round down, and raise from 1 - WHERE_EPSILON on.
+# fvcore's step-like schedules add WHERE_EPSILON before they round down, so they raise from 1 - WHERE_EPSILON on.
 _JUST_BEFORE_END = 1.0 - 2 * ParamScheduler.WHERE_EPSILON
 
 
 class KeepLastValue(ParamScheduler):
-    """A schedule that keeps its last value at and after the end, where fvcore's step-like ones raise.
+    """A schedule that keeps its last value at and after the end; fvcore's step-like schedules raise an error there.
 
-    The last value is the one at 1.0; if the schedule is not defined there, the one just before.
+    The last value is the value at 1.0, or just before 1.0 if the schedule is not defined there.
     """
 
     def __init__(self, scheduler: ParamScheduler) -> None:
         self._scheduler, self._last_where = scheduler, 1.0
         try:
             scheduler(1.0)
-        except Exception:  # fvcore's schedules raise RuntimeError or IndexError, others may raise anything
+        except Exception:  # fvcore's schedules raise RuntimeError or IndexError, other schedules may raise anything
             self._last_where = _JUST_BEFORE_END
 
     def __call__(self, where: float) -> float:
@@ -106,11 +106,11 @@ class ScheduledLR(LRScheduler):
         super().__init__(optimizer, last_epoch=last_iter)
 
     def compute(self, iter: int, base_lrs: list[float]) -> list[float]:
-        """The learning rates in an iteration, from the base ones, before reductions."""
+        """The learning rates in an iteration, computed from the base rates, before reductions."""
         raise NotImplementedError(f"{type(self).__name__} must define compute(iter, base_lrs)")
 
     def get_lr(self) -> list[float | Tensor]:
-        if {*map(type, self.base_lrs)} != {float}:  # read a tensor from its device once, not in each step
+        if {*map(type, self.base_lrs)} != {float}:  # read tensors from their device once, not in each step
             self.base_lrs = [float(base_lr) for base_lr in self.base_lrs]
         base_lrs = cast(list[float], self.base_lrs)
         lrs: list[float | Tensor] = [*self.compute(self.last_epoch, base_lrs)]
@@ -170,11 +170,11 @@ class ScheduledLR(LRScheduler):
             )
         self.base_lrs = base_lrs
         self.last_epoch = state_dict["last_epoch"]
-        self.factors = list(state_dict.get("factors", []))  # older states have none
+        self.factors = list(state_dict.get("factors", []))  # older states have no factors
 
 
 class LRMultiplier(ScheduledLR):
-    """Sets the learning rate of each group to its base one times ``multiplier(iter / max_iter)``.
+    """Sets the learning rate of each group to its base rate times ``multiplier(iter / max_iter)``.
 
     After ``max_iter`` some multipliers raise an error; wrap them in ``KeepLastValue``.
 
@@ -198,7 +198,7 @@ class LRMultiplier(ScheduledLR):
 
 
 class LRFunction(ScheduledLR):
-    """Sets the learning rate of each group to ``schedule(iter, base one)``; see `trainkit.solver.schedules`.
+    """Sets the learning rate of each group to ``schedule(iter, base rate)``; see `trainkit.solver.schedules`.
 
     Raises:
         TypeError: ``schedule`` cannot be called.
@@ -215,7 +215,7 @@ class LRFunction(ScheduledLR):
 
 
 class WarmupMultiStepLR(ScheduledLR):
-    """``gamma ** (number of milestones passed)`` times the warm-up, in iterations; for detectron2 users' code.
+    """The base rate times ``gamma ** (number of milestones passed)`` times the warm-up; for detectron2 users' code.
 
     Raises:
         ValueError: the milestones are not in ascending order.
@@ -243,7 +243,7 @@ class WarmupMultiStepLR(ScheduledLR):
 
 
 class WarmupCosineLR(ScheduledLR):
-    """Half a cosine, down to 0 after ``max_iters`` iterations, times the warm-up; for detectron2 users' code."""
+    """Half a cosine, down to 0 after ``max_iters`` iterations, times the warm-up factor; for detectron2 users' code."""
 
     def __init__(
         self,

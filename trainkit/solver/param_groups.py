@@ -23,7 +23,7 @@ ParamKind = Literal["norm", "bias", "dwconv", "embedding", "flat"]
 _NORM_LAYERS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm, nn.RMSNorm)
 
 _KEY_MATCHES = ("longest", "shortest", "exact")
-# other libraries' names and misspellings of the factors; optimizers ignore these keys
+# names of the factors in other libraries, and misspellings; optimizers ignore such keys
 _NO_OPTIONS = ("lr", "lr_mult", "lr_factors", "weight_decay", "weight_decay_factor", "decay_mult", "decay_factors")
 
 
@@ -35,22 +35,22 @@ class ParamRules:
     several kinds; only the first kind in this order that has a factor counts:
 
     - ``norm``: weight or bias of a norm layer of ``torch.nn`` or of a subclass
-    - ``bias``: named ``bias``; for a norm layer's bias, ``lr_factors`` of this kind never count
-    - ``dwconv``: of a convolution with as many groups as input channels (depth-wise)
-    - ``embedding``: of an ``nn.Embedding`` or ``nn.EmbeddingBag``
-    - ``flat``: of one dimension
+    - ``bias``: a parameter named ``bias``; for the bias of a norm layer, ``lr_factors`` of this kind never count
+    - ``dwconv``: a parameter of a convolution with as many groups as input channels (depth-wise)
+    - ``embedding``: a parameter of an ``nn.Embedding`` or ``nn.EmbeddingBag``
+    - ``flat``: a parameter with one dimension
 
     Args:
-        weight_decay_norm, weight_decay_bias: base weight decay for parameters of norm layers and for those named
-            ``bias`` (which wins); None: the common one.
-        bias_lr_factor: for everything named ``bias``, in addition to the factor of its kind.
-        lr_factors, decay_factors: by kind; a factor of 1 hides those of later kinds, too.
+        weight_decay_norm, weight_decay_bias: base weight decay of parameters of norm layers, and of those named
+            ``bias`` (this one wins); None: the common weight decay.
+        bias_lr_factor: for every parameter named ``bias``, in addition to the factor of its kind.
+        lr_factors, decay_factors: kind -> factor; a factor of 1, too, hides the factors of later kinds.
         custom_keys: part of a parameter's full name -> ``lr_factor``, ``decay_factor``, and further options, such as
             ``lars_exclude`` or ``momentum``, which are copied into its group.
         key_match: which matching key counts. ``longest``: the longest key (of equal length, the alphabetically first).
-            ``shortest``: the opposite, as in MMSelfSup's layer decay. For both, a parameter of the model itself is
-            ``.pos_embed``, as in OpenMMLab. ``exact``: a key must be the whole name, as in MMSegmentation's layer
-            decay: its key ``pos_embed`` does not match ``backbone.pos_embed``.
+            ``shortest``: the opposite, as in MMSelfSup's layer decay. For both, the name of a parameter of the model
+            itself starts with a dot, ``.pos_embed``, as in OpenMMLab. ``exact``: a key must be the whole name, as in
+            MMSegmentation's layer decay: its key ``pos_embed`` does not match ``backbone.pos_embed``.
         custom_keys_only: a custom key switches off all other rules for its parameters, as in OpenMMLab.
         lr_factor_func: takes a parameter's full name, such as ``backbone.conv1.weight``; see ``build_layer_decay``.
 
@@ -98,12 +98,12 @@ def build_param_groups(
 ) -> list[dict[str, Any]]:
     """Put the trainable parameters of a model into as few groups for an optimizer as possible.
 
-    Frozen parameters are left out; a shared parameter comes once, under its first name. The same model and arguments
-    give the same groups in the same order, so that a run can resume. If a custom key matches no parameter, a warning is
-    logged.
+    Frozen parameters are left out; a shared parameter is listed once, under its first name. The same model and
+    arguments give the same groups in the same order, so that a run can resume. If a custom key matches no parameter, a
+    warning is logged.
 
     Args:
-        weight_decay: None leaves it to the optimizer.
+        weight_decay: None leaves the value to the optimizer.
 
     Raises:
         ValueError: the rules change the weight decay, but ``weight_decay`` is None.
@@ -139,7 +139,7 @@ def get_default_optimizer_params(
     """Parameter groups by absolute values, as in detectron2; see ``build_param_groups`` and ``ParamRules``.
 
     Args:
-        base_lr, weight_decay: None leaves them to the optimizer.
+        base_lr, weight_decay: None leaves the value to the optimizer.
         overrides: leaf name (``bias``) or full name of a parameter -> hyper-parameters that replace all others; a full
             name wins over a leaf name. If a name matches no parameter, a warning is logged.
 
@@ -174,8 +174,8 @@ def get_default_optimizer_params(
 def reduce_param_groups(params: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Merge parameter groups with equal hyper-parameters: optimizers are faster with few large groups.
 
-    The order of groups and parameters stays. If a parameter is listed twice, it gets the later hyper-parameters at its
-    first place.
+    The order of groups and parameters stays. If a parameter is listed twice, it stays at its first place and gets the
+    later hyper-parameters.
     """
     merged: dict[tuple[Any, ...], dict[str, Any]] = {}
     for group in _expand_param_groups(params):
@@ -197,7 +197,7 @@ def _expand_param_groups(params: Iterable[Mapping[str, Any]]) -> list[dict[str, 
 def describe_param_groups(groups: Optimizer | Iterable[Mapping[str, Any]], model: nn.Module) -> str:
     """A table of an optimizer's groups: rates, sizes, a name, and the further options in which groups differ.
 
-    It reads the learning rates, and so waits for the device of one that is a tensor.
+    If a learning rate is a tensor, this waits for its device.
     """
     groups = list(groups.param_groups if isinstance(groups, Optimizer) else groups)
     names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}

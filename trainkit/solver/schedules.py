@@ -1,10 +1,10 @@
 """Schedules as functions of the iteration: ``schedule(t, base)`` is the value ``t`` iterations after its start.
 
 ``base`` is the base value: a learning rate, a weight decay, a momentum. ``length`` is the number of iterations of the
-schedule, by default that of its entry in the config. A schedule with an end value reaches it in its last iteration,
-``length - 1``, as in OpenMMLab, and keeps it; torch's ``total_iters`` is ``length - 1``. The end is ``end_value``, or
-``end_ratio`` times the base (for groups with different bases); default is 0. If torch has the same rule, the values
-equal its closed form bit by bit. An argument that is not accepted is a ValueError.
+schedule, by default ``END - BEGIN`` of its entry in the config. A schedule with an end value reaches it in its last
+iteration, ``length - 1``, as in OpenMMLab, and keeps it; torch's ``total_iters`` is ``length - 1``. The end is
+``end_value``, or ``end_ratio`` times the base (for groups with different bases); default is 0. If torch has the same
+rule, the values equal its closed form bit by bit. A wrong argument is a ValueError.
 """
 
 import math
@@ -26,7 +26,7 @@ SCHEDULE_REGISTRY = Registry("SCHEDULE")
 
 @SCHEDULE_REGISTRY.register()
 def Constant(length: int, factor: float = 1 / 3) -> Schedule:
-    """``factor`` times the base; in the last iteration the base itself, so that the next schedule starts with it."""
+    """``factor`` times the base; in the last iteration the base itself, so that the next schedule starts from it."""
     _check_lengths(2, length=length)
     _check_numbers(factor=factor)
     return lambda t, base: base * (factor + (t >= length - 1) * (1 - factor))
@@ -43,7 +43,7 @@ def Linear(length: int, start_factor: float = 1 / 3, end_factor: float = 1.0) ->
 
 @SCHEDULE_REGISTRY.register()
 def ExponentialWarmup(length: int, factor: float = 1 / 3) -> Schedule:
-    """From ``factor`` times the base to the base; each iteration multiplies by the same number."""
+    """From ``factor`` times the base to the base; each iteration multiplies the value by the same number."""
     _check_lengths(2, length=length)
     _check_numbers(is_0_accepted=False, factor=factor)
     last = length - 1
@@ -60,7 +60,7 @@ def Step(step_size: int, gamma: float = 0.1) -> Schedule:
 
 @SCHEDULE_REGISTRY.register()
 def MultiStep(milestones: Sequence[int], gamma: float = 0.1) -> Schedule:
-    """Multiply by ``gamma`` at each of ``milestones``, in iterations from the start; a repeated one counts again."""
+    """Multiply by ``gamma`` at each of ``milestones`` (iterations from the start), again at a repeated milestone."""
     _check_list("milestones", milestones)
     _check_numbers(gamma=gamma)
     return lambda t, base: base * gamma ** sum(milestone <= t for milestone in milestones)
@@ -77,8 +77,8 @@ def Exponential(gamma: float) -> Schedule:
 def Cosine(length: int, *, end_value: float | None = None, end_ratio: float | None = None) -> Schedule:
     """From the base to the end along half a period of a cosine.
 
-    As in torch and OpenMMLab, iteration ``length`` has the end value; the last iteration is one earlier, so its value
-    is a little above the end. After ``length`` the cosine rises again.
+    As in torch and OpenMMLab, iteration ``length`` has the end value; the last iteration is ``length - 1``, so its
+    value is a little above the end. After ``length`` the cosine rises again.
     """
     _check_lengths(1, length=length)
     end_of = _end(end_value, end_ratio)
@@ -142,8 +142,8 @@ def OneCycle(
     The base is what torch calls ``max_lr``; each group has its own base. Smith and Topin, "Super-Convergence".
 
     Args:
-        pct_start: fraction of the iterations in which it rises.
-        three_phase: fall to the start value as fast as it rose, then to the end.
+        pct_start: fraction of the iterations in which the value rises.
+        three_phase: the value falls to the start value as fast as it rose, then to the end.
     """
     _check_lengths(2, length=length)
     _check_numbers(pct_start=pct_start)
@@ -208,7 +208,7 @@ def WarmupStableDecay(
 
 
 def Segment(schedule: Schedule, begin: int, end: int) -> Schedule:
-    """A schedule from iteration ``begin`` to ``end`` (excluded): before it the base, after it the last value."""
+    """A schedule in iterations ``begin`` to ``end - 1``; before them it gives the base, after them the last value."""
     _check_lengths(0, begin=begin, end=end)
     if end <= begin:
         raise ValueError(f"end must be after begin {begin}, got {end}")
@@ -218,7 +218,7 @@ def Segment(schedule: Schedule, begin: int, end: int) -> Schedule:
 def Chain(segments: Sequence[Schedule]) -> Schedule:
     """The result of each segment is the base of the next one in the list.
 
-    So segments in a row continue each other, and overlapping ones, such as a warm-up and milestones, are multiplied.
+    So segments in a row continue each other, and overlapping segments (a warm-up and milestones) are multiplied.
     """
 
     def schedule(t: int, base: float) -> float:
@@ -257,7 +257,7 @@ def _linear(start: float, end: float, done: float) -> float:
 
 
 def _interpolation(anneal: Anneal) -> Callable[[float, float, float], float]:
-    """A function of the start, the end and the fraction done."""
+    """A function of the start value, the end value, and the fraction of the way between them."""
     if anneal not in ("cos", "linear"):
         raise ValueError(f"anneal must be one of cos, linear, got {anneal!r}")
     # torch computes the cosine of OneCycleLR by this formula

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def num_samples(batch: Any) -> int:
-    """The leading dimension of the first tensor; the length of a list that has no tensors (a list of samples).
+    """The first dimension of the first tensor; for a list of samples without tensors, its length.
 
     Raises:
         TypeError: the batch is not a list of samples, and holds no tensor.

@@ -1,7 +1,7 @@
 """The rank of a process, and the exchange of Python objects between processes.
 
 Without an initialized process group there is one process, and everything works too. Side groups belong to their default
-group, so that it can be destroyed and another one made.
+group, so you can destroy it and make a new one.
 """
 
 import os
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 _T = TypeVar("_T")
-# default group -> its local group, side groups and size of tensor parallelism, by name; weak, so that they go with it
+# default group -> its local group, side groups and size of tensor parallelism, by name; weak: removed with the group
 _by_world: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]]" = weakref.WeakKeyDictionary()
 
 
@@ -35,7 +35,7 @@ def is_main_process() -> bool:
 
 
 def set_tensor_parallel(size: int) -> None:
-    """Declare that each ``size`` ranks, a divisor of the world size, compute one batch together; all ranks call it."""
+    """Let groups of ``size`` ranks compute a batch together; ``size`` divides the world size; all ranks call it."""
     if get_world_size() > 1:
         _entries()["tensor parallel"] = size
 
@@ -126,7 +126,7 @@ def all_gather(data: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
     """The ``data`` of every rank, in their order, on every rank; all ranks of the group must call it.
 
     Args:
-        data: any object that can be pickled; tensors best on the CPU.
+        data: any object that can be pickled; tensors should be on the CPU.
         group: its backend exchanges the objects; default is all processes, over Gloo.
     """
     if get_world_size() == 1:
@@ -162,7 +162,7 @@ def broadcast(data: _T, src: int = 0) -> _T:
 
 def shared_random_seed() -> int:
     """A random number from 0 to 2**31 - 1, the same on all ranks, drawn from NumPy's global state."""
-    return broadcast(int(np.random.randint(2**31)))  # every rank draws, so that equal states stay equal
+    return broadcast(int(np.random.randint(2**31)))  # every rank draws, so that equal random states stay equal
 
 
 def reduce_dict(input_dict: dict[str, Tensor], average: bool = True) -> dict[str, Tensor]:
@@ -199,7 +199,7 @@ def _is_initialized() -> bool:
 
 
 def _entries() -> dict[str, Any]:
-    """What belongs to the default group, by name; empty without a group."""
+    """The entries of the default group, by name; empty without a group."""
     return _by_world.setdefault(cast(dist.ProcessGroup, dist.group.WORLD), {}) if _is_initialized() else {}
 
 
@@ -217,5 +217,5 @@ def _ask_machine(ask: Callable[[dist.ProcessGroup], int], variable: str, alone: 
 
 
 def _object_group() -> dist.ProcessGroup | None:
-    """All processes over Gloo, which exchanges objects without a device; None: the default group is one."""
+    """A Gloo group of all processes, which exchanges objects without a device; None: use the default group."""
     return None if "cpu:gloo" in dist.get_backend_config() else side_group("objects")

@@ -44,7 +44,7 @@ def first_tensor(model: nn.Module) -> torch.Tensor | None:
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Whether the device works asynchronously, with streams and pinned memory. MPS is used as if it did not.
+    """Whether the device works asynchronously, with streams and pinned memory. For MPS the answer is no.
 
     Tested on CUDA; XPU has the same interface in torch.
     """
@@ -76,24 +76,23 @@ def move_to_device(data: Any, device: torch.device) -> Any:
     """Move every tensor in nested mappings, lists, tuples and named tuples, and every object with ``to(device)``.
 
     Copies from pinned memory do not block. Tensors that are on the device, and other objects, are returned as they are.
-    A mapping whose class is not made from a dict becomes a dict.
+    A mapping whose class cannot be made from a dict becomes a dict.
     """
     return _move(data, device, [], None)
 
 
 def _move(data: Any, device: torch.device, copies: list[torch.Tensor], outer: torch.Stream | None) -> Any:
-    """As `move_to_device`. ``copies`` gets the copied plain tensors; other objects are moved on the stream
-    ``outer``."""
+    """Like `move_to_device`. Adds copied plain tensors to ``copies``; moves other objects on the stream ``outer``."""
     if isinstance(data, torch.Tensor):
         if data.device == device:
             return data
-        non_blocking = runs_ahead(device)  # memory that is not pinned is read before this returns
+        non_blocking = runs_ahead(device)  # tensors that are not pinned are read before this returns
         if type(data) is torch.Tensor and data.layout is torch.strided and not data.is_nested:
             copies.append(data.to(device, non_blocking=non_blocking))
             return copies[-1]
         with outer or nullcontext():
             return data.to(device, non_blocking=non_blocking)
-    # such as a user's own batch class or torch's PackedSequence; not dicts, whose own `to` may wait for the device
+    # a user's own batch class, or torch's PackedSequence; not dicts, because their `to` may wait for the device
     if not isinstance(data, dict | UserDict) and callable(getattr(data, "to", None)):
         with outer or nullcontext():
             return data.to(device)
@@ -101,7 +100,7 @@ def _move(data: Any, device: torch.device, copies: list[torch.Tensor], outer: to
         items = {key: _move(value, device, copies, outer) for key, value in data.items()}
         try:
             return items if type(data) is dict else type(data)(items)  # type: ignore[call-arg]
-        except TypeError:  # this class is not made from a dict
+        except TypeError:  # this class cannot be made from a dict
             return items
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(_move(value, device, copies, outer) for value in data))
@@ -131,5 +130,5 @@ class Prefetcher:
             moved = _move(data, device, copies, current)
         current.wait_stream(self._stream)
         for copy in copies:
-            copy.record_stream(current)  # keeps its memory from the next batch during this computation
+            copy.record_stream(current)  # the next batch must not get this memory during the computation
         return moved

@@ -13,18 +13,18 @@ __all__ = ["PathManager"]
 
 
 def open_address(address: str) -> tuple[Any, str]:
-    """The file system of fsspec and the path in it, of an address such as ``s3://bucket/file``.
+    """The fsspec file system of an address such as ``s3://bucket/file``, and the path in it.
 
     Raises:
         ImportError: the package for this kind of address is missing.
-        ValueError: there is no such kind.
+        ValueError: fsspec does not know this kind of address.
     """
     filesystem, path = importlib.import_module("fsspec.core").url_to_fs(address)
     return filesystem, path
 
 
 class FsspecHandler(PathHandler):
-    """Reads and writes files at addresses of fsspec; a file is downloaded again if it has changed there."""
+    """Reads and writes files at addresses of fsspec; a file is downloaded again if it has changed at its address."""
 
     def _get_supported_prefixes(self) -> list[str]:
         kinds = ["s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hdfs", "webhdfs", "hf", "sftp", "smb", "memory"]

@@ -16,13 +16,13 @@ from trainkit.utils.progress import above_bars, let_stdout_go
 from trainkit.utils.run_file import RunFile
 from trainkit.utils.tables import format_table
 
-_MAX_PENDING = 1000  # lines that a full disk can hold up before the oldest ones are lost
+_MAX_PENDING = 1000  # lines that wait while the disk is full; then the oldest ones are lost
 _GREEN, _YELLOW, _RED, _RESET = "\x1b[32m", "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
 
 NOT_ON_TERMINAL = {"not_on_terminal": True}  # the ``extra`` of a line for the log files only
 
-# logger -> handlers that `setup_logger` has added, and the level and propagation before
+# logger -> handlers that `setup_logger` has added, and the earlier level and propagation
 _setups: dict[str, tuple[list[logging.Handler], int, bool]] = {}
 _counts: Counter[Hashable] = Counter()
 _last_times: dict[Hashable, float] = {}
@@ -97,8 +97,8 @@ def log_first_n(
     """Log only the first ``n`` times.
 
     Args:
-        name: of the logger; default is the calling module.
-        key: calls count together if they have the same calling line ("caller"), the same message, or both.
+        name: the name of the logger; default is the calling module.
+        key: calls are counted together if they have the same calling line ("caller"), the same message, or both.
     """
     parts = (key,) if isinstance(key, str) else tuple(key)
     if not parts or not set(parts) <= {"caller", "message"}:
@@ -138,7 +138,7 @@ def create_small_table(small_dict: Mapping[str, Any]) -> str:
 
 
 class _StdoutHandler(logging.Handler):
-    """Writes to the current ``sys.stdout``, also after it was redirected."""
+    """Writes to the current ``sys.stdout``, even if it was redirected."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stdout is None or hasattr(record, "not_on_terminal"):
@@ -165,11 +165,11 @@ class _FileHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._waiting.append(f"{self.format(record)}\n")
-            lines = [self._waiting.popleft() for _ in range(len(self._waiting))]  # the file may log too
+            lines = [self._waiting.popleft() for _ in range(len(self._waiting))]  # writing the file may log, too
             try:
                 self._file.append("".join(lines))
             except OSError as error:
-                if len(lines) == 1 and not self._waiting:  # else this was said before
+                if len(lines) == 1 and not self._waiting:  # otherwise this was logged before
                     print(f"the log cannot be written, the run continues: {error}", file=sys.stderr)
                 self._waiting.extendleft(reversed(lines))
         except Exception:
@@ -233,7 +233,7 @@ def _caller() -> tuple[str, tuple[str, int]]:
 
 @contextmanager
 def logging_from(level: int) -> Iterator[None]:
-    """Inside, all loggers of the process drop records below ``level``."""
+    """Context in which all loggers of the process drop records below ``level``."""
     before = logging.root.manager.disable
     logging.disable(max(before, level - 1))
     try:

@@ -1,9 +1,9 @@
 """Logical ranks: parts of a batch that stay the same on any number of processes that divides their number.
 
 Logical rank ``i`` gets the samples ``p`` of the stream with ``p % logical_ranks == i``, so a process has the logical
-ranks ``i`` for which ``i % world_size`` is its rank. Sums over logical ranks are made in one binary tree: a node is the
-ranks that are equal modulo ``m``, and its two children are those that are equal modulo ``2 * m``. A process has a whole
-subtree.
+ranks ``i`` for which ``i % world_size`` is its rank. Sums over logical ranks are computed in one binary tree: a node is
+a set of ranks that are equal modulo ``m``; its two children are the sets of those that are equal modulo ``2 * m``. A
+process has a whole subtree.
 """
 
 from typing import Any
@@ -23,4 +23,4 @@ def tree_sum(parts: Any) -> Any:
     while len(parts) % 2 == 0:
         half = len(parts) // 2
         parts = parts[:half] + parts[half:]
-    return parts.sum(0)  # of one, or of an odd number of processes, which cannot have logical ranks
+    return parts.sum(0)  # one process, or an odd number of processes, which cannot have logical ranks

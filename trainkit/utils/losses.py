@@ -11,7 +11,7 @@ class Losses(NamedTuple):
     """A model's losses by name, the names that are summed into ``total``, and its further outputs."""
 
     values: dict[str, Tensor]  # each of shape []
-    trained: list[str]  # those that require grad
+    trained: list[str]  # the names of losses that require grad
     total: Tensor  # their sum
     outputs: Any = None
 
@@ -29,7 +29,7 @@ class Losses(NamedTuple):
 
     @property
     def scalars(self) -> dict[str, Tensor]:
-        """The values to store, with the total; a single loss is the total."""
+        """The values to store: the total, and each loss if there are several."""
         return {"total_loss": self.total, **(self.values if len(self.values) > 1 else {})}
 
     def detach(self) -> "Losses":
@@ -42,8 +42,8 @@ def parse_losses(returned: object) -> Losses:
     Entries that require grad are trained; others are only logged. The entry ``outputs`` may be anything.
 
     Raises:
-        TypeError: ``returned`` is neither, an entry is not a tensor, or its name is not text.
-        ValueError: an entry is not a scalar, no entry requires grad, or one is called ``total_loss``.
+        TypeError: ``returned`` is none of these, an entry is not a tensor, or its name is not text.
+        ValueError: an entry is not a scalar, no entry requires grad, or an entry is called ``total_loss``.
     """
     if isinstance(returned, Tensor):
         values = {"total_loss": returned}
@@ -71,7 +71,7 @@ def parse_losses(returned: object) -> Losses:
                     f"the model's loss {name!r} must be a scalar, got shape {list(value.shape)}; reduce it first "
                     "(trainkit.modeling.losses_from takes models that return logits)"
                 )
-            values[name] = value.reshape(())  # only if needed: it adds a step to the backward pass
+            values[name] = value.reshape(())  # only if needed, since it adds a step to the backward pass
         if value.requires_grad:
             trained.append(name)
     if not trained:
@@ -85,8 +85,8 @@ def parse_losses(returned: object) -> Losses:
 def mean_losses(losses: Sequence[Losses]) -> Losses:
     """The mean of each entry over micro-batches, and the list of their outputs.
 
-    If a micro-batch lacks an entry: a loss counts as 0 there, as in the minimized sum; a value that is only logged is
-    averaged over the others.
+    If a micro-batch does not have an entry, a loss counts as 0, as in the minimized sum; a value that is only logged is
+    averaged over the other micro-batches.
     """
     if len(losses) == 1:
         return losses[0]

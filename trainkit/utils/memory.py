@@ -22,7 +22,7 @@ def retry_if_cuda_oom(func: Callable[..., Any]) -> Callable[..., Any]:
         for _ in range(2):
             try:
                 return func(*args, **kwargs)
-            except RuntimeError as error:  # extensions raise it too
+            except RuntimeError as error:  # extensions raise this type
                 if "CUDA out of memory. " not in str(error):
                     raise
             torch.cuda.empty_cache()  # outside except: the error holds the tensors of its frames

@@ -5,19 +5,19 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """The module inside data-parallel wrappers; ``model`` itself if it has none."""
+    """The module inside data-parallel wrappers; ``model`` itself if it has no wrapper."""
     while isinstance(model, (DistributedDataParallel, DataParallel)):
         model = model.module
     return model
 
 
 def is_part_of(model: nn.Module, whole: nn.Module) -> bool:
-    """Whether every parameter of ``model`` is a parameter of ``whole``, such as for a model and its wrapper."""
+    """Whether every parameter of ``model`` is a parameter of ``whole``, as for a model and its wrapper."""
     return {*map(id, model.parameters())} <= {*map(id, whole.parameters())}
 
 
 def can_take_buffer(model: nn.Module, path: str) -> bool:
-    """Whether the module of ``path`` exists, and its attribute of this name is missing or None."""
+    """Whether the module in ``path`` exists, and its attribute in ``path`` is missing or None."""
     owner, _, name = path.rpartition(".")
     module = dict(model.named_modules()).get(owner)
     return name != "" and module is not None and getattr(module, name, None) is None

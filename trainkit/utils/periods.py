@@ -1,4 +1,4 @@
-"""The one rule for everything periodic."""
+"""The one rule that says in which iterations periodic actions are due."""
 
 from fractions import Fraction
 from typing import Any
@@ -32,7 +32,7 @@ def periods_done(done: int, period: int | Fraction, offset: int | Fraction = 0) 
     if type(period) is int and type(offset) is int:
         return (done - offset) // period
     period, offset = exact(period), exact(offset)
-    half = (2 * done + 1) * offset.denominator - 2 * offset.numerator  # done + 1/2 - offset, in ints for speed
+    half = (2 * done + 1) * offset.denominator - 2 * offset.numerator  # done + 1/2 - offset; ints are fast
     n, rest = divmod(half * period.denominator, 2 * offset.denominator * period.numerator)
     n -= rest == 0 and done % 2  # round() goes from done + 1/2 to the even neighbour
     return n if done > 0 else min(n, 0)  # a period has at least one iteration
@@ -41,8 +41,8 @@ def periods_done(done: int, period: int | Fraction, offset: int | Fraction = 0) 
 def is_nth(done: int, period: int | Fraction, offset: int | Fraction = 0) -> bool:
     """Whether a period ends after ``done`` iterations: at ``offset``, ``offset + period``, ...
 
-    With an offset of 0 the first one is ``period``. A period of 0 or less never ends. If a period or offset is not
-    whole, the sum ``offset + n * period`` is rounded.
+    With an offset of 0 the first period ends after ``period`` iterations. A period of 0 or less never ends. If a period
+    or offset is not whole, the sum ``offset + n * period`` is rounded.
     """
     if period <= 0 or done <= 0:
         return False
@@ -62,8 +62,7 @@ def is_due(trainer: Any, period: int, *, offset: int = 0, or_last: bool = False)
 
 
 def is_due_epoch(trainer: Any, period: int, *, offset: int = 0, or_last: bool = False) -> bool:
-    """Whether an action with this period in epochs is due at the end of an epoch that ends with this iteration; call it
-    at the end of an epoch."""
+    """Whether an action with this period in epochs is due; call it at the end of an epoch."""
     last = max(trainer.epoch + 1, periods_done(trainer.iter + 1, trainer.iters_per_epoch))
     ends = any(is_nth(epoch, period, offset) for epoch in range(trainer.epoch + 1, last + 1))
     return ends or (or_last and is_last(trainer))
@@ -82,6 +81,6 @@ def check_period(name: str, period: int, *, minimum: int = 0) -> int:
 
 
 def say_done(done: int, max_iter: int | None = None) -> str:
-    """``after 10 of 20 iterations``: the wording of a run's progress for people."""
+    """The progress of a run in words: ``after 10 of 20 iterations``."""
     of_all = "" if max_iter is None else f" of {max_iter}"
     return f"after {done}{of_all} iteration{'s' * ((max_iter or done) != 1)}"

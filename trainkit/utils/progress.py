@@ -20,7 +20,7 @@ _FORMAT = "{desc} {percentage:3.0f}%|{bar}| after {n_fmt} of {total_fmt}{postfix
 
 
 def show_bars(on: bool) -> None:
-    """Switch bars on, if stdout is a terminal or a notebook, or off."""
+    """Switch bars off, or on if stdout is a terminal or a notebook."""
     global _shown_in
     _shown_in = os.getpid() if on and (_is_terminal() or is_notebook()) else None
 
@@ -32,12 +32,12 @@ def are_bars_shown() -> bool:
 def above_bars() -> AbstractContextManager[Any]:
     """Context for writing lines to stdout; open bars stay below these lines."""
     if _num_open and not are_bars_shown() and _is_terminal():
-        sys.stdout.write("\r\x1b[K")  # in a fork, such as a loader worker: clear the bar; its process draws it again
+        sys.stdout.write("\r\x1b[K")  # in a fork, such as a loader worker: clear the bar; its owner draws it again
     return tqdm.external_write_mode(file=sys.stdout) if _num_open and are_bars_shown() else nullcontext()
 
 
 def let_stdout_go(error: OSError) -> None:
-    """Continue without stdout, which cannot be written; log this once. Without a reader, later output is discarded."""
+    """Continue without stdout, which cannot be written; log this once. If nobody reads stdout, discard later output."""
     global _stdout_is_lost
     was_lost, _stdout_is_lost = _stdout_is_lost, True
     if error.errno in (errno.EPIPE, errno.EIO):
@@ -62,8 +62,8 @@ class Bar:
     ipywidgets is installed.
 
     Args:
-        total: of ``unit``; None: unknown.
-        initial: number done before.
+        total: the total number of ``unit``; None: unknown.
+        initial: the number done before.
         stays: whether the bar stays after `close`.
     """
 
@@ -92,10 +92,10 @@ class Bar:
                 let_stdout_go(error)
 
     def describe(self, description: str, details: Sequence[str]) -> None:
-        """Set the texts before and after the bar, as many as fit, for its next drawing; from any thread."""
+        """Set the texts before and after the bar, as many as fit, for the next drawing; any thread may call it."""
         if self._bar is not None:
             self._bar.set_description_str(description, refresh=False)
-            room = (self._bar.format_dict["ncols"] or 200) - len(description) - 40  # for the bar and what it counts
+            room = (self._bar.format_dict["ncols"] or 200) - len(description) - 40  # 40: for the bar and its counts
             fitting = [text for n, text in enumerate(details, 1) if len("  ".join(details[:n])) <= room]
             self._bar.set_postfix_str("  ".join(fitting), refresh=False)
 
@@ -111,7 +111,7 @@ class Bar:
 def _tqdm_class() -> type[tqdm]:
     has_widgets = is_notebook() and importlib.util.find_spec("ipywidgets") is not None
     base = importlib.import_module("tqdm.notebook").tqdm if has_widgets else tqdm
-    # 0: no monitor thread, since processes are forked during its life
+    # 0: no monitor thread, since processes may be forked while it runs
     return type("_Tqdm", (base,), {"monitor_interval": 0})
 
 

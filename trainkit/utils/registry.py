@@ -37,7 +37,7 @@ class Registry:
         return obj
 
     def get(self, name: str) -> Any:
-        """The object registered under ``name``. Raises KeyError if there is none."""
+        """The object registered under ``name``. Raises KeyError if there is no such object."""
         if name not in self._objects:
             hint, registered = did_you_mean(name, self._objects), ", ".join(sorted(self._objects)) or "nothing"
             raise KeyError(
@@ -93,7 +93,7 @@ def locate(name: str) -> Any:
             found = getattr(found, part)
         elif depth and not isinstance(found, ModuleType):
             raise ImportError(f"cannot locate {name!r}: {'.'.join(parts[:depth])} has no {part!r}{_hint(part, found)}")
-        else:  # a module that is not imported yet
+        else:  # the rest may be a module that is not imported yet
             found = _import(".".join(parts[: depth + 1]), name)
     return found
 

@@ -64,7 +64,7 @@ def _cuda_devices() -> list[int]:
 
 
 def rng_state_for_rank(state: dict[str, Any] | None, saved: int, present: int, iteration: int) -> dict[str, Any] | None:
-    """The state for `set_rng_state`: the saved one; if ``saved`` ranks saved it, not ``present``, one derived from it.
+    """The state for `set_rng_state`: the saved state; if ``saved`` and ``present`` differ, a state derived from it.
 
     Raises:
         KeyError: a generator is missing.
@@ -87,7 +87,7 @@ def rng_state_for_rank(state: dict[str, Any] | None, saved: int, present: int, i
 
 @contextmanager
 def preserve_rng_state() -> Iterator[None]:
-    """At the end restore the global random state of this process and of the devices that it uses."""
+    """Context that at its end restores the global random state of this process and of the devices that it uses."""
     state = get_rng_state()
     try:
         yield

@@ -23,10 +23,10 @@ class RunFile:
         self._path, self._header = Path(path), header
         self._file: FileIO | None = None
         self._pid = 0  # id of the process that has opened it
-        self._length: int | None = None  # length that belongs to the run; None: all of the file when it is opened
+        self._length: int | None = None  # length of the run's lines; None: the whole file when it is opened
 
     def append(self, lines: str) -> None:
-        """Write all of the lines. Raises OSError if none of them is written; a later call may succeed."""
+        """Write all of the lines, or raise OSError and write none of them; a later call may succeed."""
         try:
             was_deleted = self.restore()
             file = self._open()
@@ -39,14 +39,14 @@ class RunFile:
         except OSError:
             self._take_back()
             raise
-        if was_deleted:  # last: this line may go into the same file
+        if was_deleted:  # last: this log line may go into the same file
             logger.error("%s was deleted during the run; all of it is written again", self._path)
 
     def restore(self) -> bool:
         """Write a deleted file again from its open descriptor; return whether it was deleted.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         if self._file is None:
             return False
@@ -58,7 +58,7 @@ class RunFile:
                 logger.warning("%s was replaced by another file; later lines are written to that file", self._path)
             return False
         except FileNotFoundError:
-            # in a fork: the process that has opened the file writes it, with these lines too
+            # in a fork: the process that has opened the file restores it, with these lines too
             if self._pid != os.getpid():
                 return False
         renew_folders()
@@ -67,7 +67,7 @@ class RunFile:
             with self._path.open("xb") as copy:
                 file.seek(0)
                 shutil.copyfileobj(file, copy)
-        except FileExistsError:  # written by a log line while the folder was renewed
+        except FileExistsError:  # a log line has written it while the folder was renewed
             return False
         except OSError:
             self._path.unlink(missing_ok=True)
@@ -93,7 +93,7 @@ class RunFile:
         self._length = length
 
     def close(self) -> None:
-        """Close the file; later lines are appended to whatever is in it then."""
+        """Close the file; later lines are appended to what it contains then."""
         self._length = None
         if self._file is not None:
             file, self._file = self._file, None
@@ -118,7 +118,7 @@ class RunFile:
         if self._file is not None:
             try:
                 self._file.truncate(self._length)
-            except OSError:  # its disk may be gone; the next append opens it again
+            except OSError:  # the disk of the file may be gone; the next append opens it again
                 file, self._file = self._file, None
                 with contextlib.suppress(OSError):
                     file.close()
@@ -143,7 +143,7 @@ def copy_tail(path: Path, length: int, name: str) -> Path:
     disk.
 
     Raises:
-        OSError: it failed; there is no new file.
+        OSError: copying has failed; there is no new file.
     """
     n = 1
     while os.path.lexists(aside := path.with_name(f"{name}.cut_{n}")):

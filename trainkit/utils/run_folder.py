@@ -15,7 +15,7 @@ from datetime import datetime
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
-_PATIENCE_SEC = 2.0  # a killed process releases its files last
+_PATIENCE_SEC = 2.0  # a killed process releases its locks only at its very end
 _PAUSE_SEC = 0.05
 
 _owned: dict[str, "OwnedFolder"] = {}  # by real path
@@ -31,11 +31,11 @@ class OwnedFolder:
     it.
 
     The operating system locks the file (POSIX locks, also over NFS) and drops the lock when the process ends. On a file
-    system without locks, the run owns the folder as long as its process is alive; if it is on another host, until the
-    file is deleted.
+    system without locks, the run owns the folder while its process is alive; if the process is on another host, until
+    the file is deleted.
 
     Attributes:
-        former: the run that was killed and so has left its file here; usually "".
+        former: a run that was killed and so has left its lock file here; usually "".
         restore: name -> function that writes this small file again.
 
     Raises:
@@ -68,7 +68,7 @@ class OwnedFolder:
         deadline = time.monotonic() + patience_sec
         os.makedirs(self._folder, exist_ok=True)
         while True:
-            if os.path.islink(self._path):  # it could lead anywhere
+            if os.path.islink(self._path):  # a link could lead anywhere
                 os.remove(self._path)
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
             owner = os.read(descriptor, 4096).decode(errors="replace")
@@ -112,11 +112,11 @@ def renew_folders() -> None:
     """Own deleted folders again, and write their small files again.
 
     Raises:
-        OSError: it is impossible, or another run owns one.
+        OSError: a folder cannot be owned or written, or another run owns it.
     """
     with _renewing:
         renewed = [(path, folder) for path, folder in [*_owned.items()] if is_owned(path) and folder.renew()]
-    for path, folder in renewed:  # not under the lock: a log line may call this again
+    for path, folder in renewed:  # not while the lock is held: a log line may call this again
         logger.error(
             "The folder %s was deleted during the run; the files that the run can restore are written again", path
         )
@@ -151,13 +151,13 @@ def _lock(descriptor: int, owner: str) -> bool:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return False
-    except (ImportError, OSError):  # no locks: Windows, some network file systems
+    except (ImportError, OSError):  # there are no locks: Windows, some network file systems
         return not owner or _has_ended(owner)
     return True
 
 
 def _has_ended(owner: str) -> bool:
-    """Whether the process of ``owner`` has certainly ended."""
+    """Whether the process of ``owner`` has ended for certain."""
     found = re.match(r"process (\d+) on (.+), since ", owner)
     if found is None or found[2] != socket.gethostname():
         return False
@@ -167,4 +167,4 @@ def _has_ended(owner: str) -> bool:
         return True
     except (OSError, OverflowError):
         return False
-    return int(found[1]) == os.getpid()  # then a process before the last reboot had the same id
+    return int(found[1]) == os.getpid()  # equal: a process before the last reboot had this id

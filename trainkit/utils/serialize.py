@@ -10,10 +10,10 @@ from typing import Any
 
 
 class PicklableWrapper:
-    """Acts like the object inside; unpickling returns that object.
+    """Acts like the wrapped object; unpickling returns the wrapped object.
 
-    Lambdas and nested functions, also inside the object, are pickled as their code with all names that they use;
-    unpickle with the same version of Python.
+    Lambdas and nested functions, also inside the object, are pickled as code with all names that they use. Unpickle
+    with the same version of Python.
     """
 
     def __init__(self, obj: Any) -> None:
@@ -42,7 +42,7 @@ class _Pickler(pickle.Pickler):
         used = {name: obj.__globals__[name] for name in _names(obj.__code__) & obj.__globals__.keys()}
         cells = [cell.cell_contents for cell in obj.__closure__ or ()]
         made = marshal.dumps(obj.__code__), len(cells), obj.__module__
-        # the names come after the function, since they may refer to it
+        # the names are pickled after the function, since they may refer to it
         return _make, made, (used, cells, obj.__defaults__, obj.__kwdefaults__), None, None, _fill
 
 

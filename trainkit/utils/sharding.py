@@ -1,6 +1,6 @@
 """Sharded tensors (DTensor), of which each rank holds a part, as in a model under ``fully_shard``.
 
-torch's module for them takes as long to import as torch itself, so it is imported only when there is such a tensor.
+The import of torch's module for them takes as long as that of torch, so it is done only if there is such a tensor.
 """
 
 import importlib
@@ -17,18 +17,18 @@ from trainkit.utils import comm
 
 
 def is_sharded(value: object) -> bool:
-    """Whether this is a tensor of which each rank holds a part."""
+    """Whether each rank holds a part of this tensor."""
     return isinstance(value, Tensor) and hasattr(value, "full_tensor")
 
 
 def first_shard(model: nn.Module) -> Any:
-    """The first sharded parameter; None if there is none. Without tensor parallelism all have its layout."""
+    """The first sharded parameter, or None. Without tensor parallelism, all sharded parameters have its layout."""
     reshard(model)
     return next((parameter for parameter in model.parameters() if is_sharded(parameter)), None)
 
 
 def layout_for_reading(model: nn.Module) -> Any:
-    """A sharded tensor, whose layout suits all tensors of a checkpoint; None if the model is not sharded."""
+    """A sharded tensor with a layout that suits all tensors of a checkpoint; None if the model is not sharded."""
     first = first_shard(model)
     if first is None or comm.get_tensor_parallel() == 1:
         return first
@@ -37,7 +37,7 @@ def layout_for_reading(model: nn.Module) -> Any:
 
 
 def by_mesh(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Groups that torch can compute with together; one group without tensor parallelism."""
+    """The tensors in groups that torch can process in one call; one group without tensor parallelism."""
     if comm.get_tensor_parallel() == 1:
         return [tensors]
     groups: dict[Any, list[Tensor]] = {}
@@ -70,7 +70,7 @@ def shard_like(tensor: Tensor, like: Any) -> Tensor:
 
 @torch.no_grad()
 def empty_like_shard(size: torch.Size, dtype: torch.dtype, like: Any) -> Tensor:
-    """A tensor of global shape ``size`` with uninitialized values, sharded like ``like``; None: a whole one."""
+    """A tensor of global shape ``size`` with uninitialized values, sharded like ``like``; None: not sharded."""
     if like is None:
         return torch.empty(size, dtype=dtype)
     return _import_dtensor().empty(size, dtype=dtype, device_mesh=like.device_mesh, placements=like.placements)
@@ -83,7 +83,7 @@ def is_sharded_model(model: object) -> TypeGuard[nn.Module]:
 
 @contextmanager
 def without_reduction(model: nn.Module) -> Iterator[None]:
-    """Inside, each rank sums full gradients of a sharded model; the next backward pass averages them over ranks."""
+    """Context: each rank sums full gradients of a sharded model; the next backward pass averages them over ranks."""
     cast(Any, model).set_requires_gradient_sync(False)
     try:
         yield
@@ -109,8 +109,7 @@ def shard_optimizer_state(state: dict[str, Any], optimizer: torch.optim.Optimize
 
 
 def reshard(model: nn.Module) -> None:
-    """Release parameters that a forward pass without a backward pass has gathered; the next one would use old
-    values."""
+    """Release parameters gathered by a forward pass without a backward pass: the next pass would use old values."""
     for module in model.modules():
         if is_sharded_model(module):
             cast(Any, module).reshard()

@@ -10,13 +10,13 @@ POLL_SEC = 5.0  # interval of the checks for a stop request
 
 
 class Abandoned(BaseException):
-    """The run stops and leaves its current work. Not an Exception, since dataset code may catch those."""
+    """The run stops and leaves its current work. Not an Exception, since dataset code may catch exceptions."""
 
     nothing_done = False  # True: the step has not started to use data
 
 
 class Waiter:
-    """The object that waits for data; this one is never asked to stop."""
+    """The object that waits for data; nobody asks this base class to stop."""
 
     since: float | None = None  # ``time.monotonic()`` at the start of the wait; None: it does not wait
 
@@ -25,15 +25,15 @@ class Waiter:
 
 
 _NOBODY = Waiter()
-waiter: ContextVar[Waiter] = ContextVar("waiter", default=_NOBODY)  # of this thread
+waiter: ContextVar[Waiter] = ContextVar("waiter", default=_NOBODY)  # the waiter of this thread
 
 
 def next_batch(batches: Iterator[Any], end: Any) -> Any:
-    """The next of ``batches``, or ``end`` if there is none.
+    """The next of ``batches``, or ``end`` if there is no more batch.
 
     Raises:
         Abandoned: a stop was requested during the wait.
-        RuntimeError: reading a sample raised StopIteration, which a loader would treat as its end.
+        RuntimeError: reading a sample raised StopIteration, which a loader would treat as the end of the data.
     """
     waiting = waiter.get()
     waiting.since = time.monotonic()
@@ -49,8 +49,8 @@ def next_batch(batches: Iterator[Any], end: Any) -> Any:
 def refuse_end_by_sample(error: StopIteration) -> None:
     """
     Raises:
-        RuntimeError: ``error`` comes from a ``__getitem__``, here or in a loader worker (then with its traceback). The
-            end of an iterator never does.
+        RuntimeError: ``error`` comes from a ``__getitem__``, in this process or in a loader worker (then with its
+            traceback). The normal end of an iterator does not.
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         code = frame.f_code

@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 class GroupedBatchSampler(Sampler[list[int]]):
     """Batches whose samples are of one group, yielded in the order in which they become full.
 
-    When a finite sampler ends, samples of batches that are not full are left out. Only over an `InfiniteSampler` there
-    is a state; else these methods raise TypeError.
+    When a finite sampler ends, samples of batches that are not full are left out. Only with an `InfiniteSampler` there
+    is a state; otherwise the methods for it raise TypeError.
 
     Args:
         sampler: indices into ``group_ids``, finite or endless.
@@ -41,7 +41,7 @@ class GroupedBatchSampler(Sampler[list[int]]):
             raise ValueError(f"group_ids must be a vector with the group of each sample, got shape {groups.shape}")
         self.sampler = sampler
         self.batch_size = batch_size
-        self._start_with: dict[int, list[int]] = {}  # open batches of a loaded state
+        self._start_with: dict[int, list[int]] = {}  # batches of a loaded state that are not full
         self._open: dict[int, list[int]] = {}
         self._num_drawn = 0
         self._group_ids: list[int] = groups.tolist()
@@ -56,13 +56,13 @@ class GroupedBatchSampler(Sampler[list[int]]):
             batch.append(index)
             if len(batch) >= self.batch_size:
                 del open_batches[group]
-                if rest := batch[self.batch_size :]:  # the state may be from larger batches
+                if rest := batch[self.batch_size :]:  # the batches of the state may be larger
                     open_batches[group] = rest
                 yield batch[: self.batch_size]
 
     @property
     def start(self) -> int:
-        """Samples of the global stream in all batches before the next ``iter()``; only over an `InfiniteSampler`."""
+        """Samples of the global stream in all batches before the next ``iter()``; only with an `InfiniteSampler`."""
         sampler = self._endless()
         return sampler.start - sampler.world_size * sum(map(len, self._start_with.values()))
 
@@ -73,8 +73,7 @@ class GroupedBatchSampler(Sampler[list[int]]):
         return {"sampler": drawn, "open": _copy(self._open), "world_size": sampler.world_size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue there with the next ``iter()``; with another world size, without the samples in open batches
-        (warning)."""
+        """Continue at this position with the next ``iter()``; another world size drops batches that are not full."""
         sampler = self._endless()
         sampler.load_state_dict(state["sampler"])
         self._num_drawn = 0

@@ -14,7 +14,8 @@ class InferenceSampler(Sampler[int]):
     A part is empty if there are fewer samples than ranks.
 
     Args:
-        logical_ranks: if not 0, the samples are shared among so many, and a rank has the ``shards`` of some neighbours.
+        logical_ranks: if not 0, this number of logical ranks share the samples; a rank has the ``shards`` of some of
+            them.
 
     Raises:
         ValueError: ``size`` is less than 1.
@@ -31,7 +32,7 @@ class InferenceSampler(Sampler[int]):
 
     @staticmethod
     def _get_local_indices(total_size: int, world_size: int, rank: int) -> range:
-        share, rest = divmod(total_size, world_size)  # each of the first ranks takes one of the rest
+        share, rest = divmod(total_size, world_size)  # each of the first ranks takes one more sample
         return range(rank * share + min(rank, rest), (rank + 1) * share + min(rank + 1, rest))
 
     def __iter__(self) -> Iterator[int]:

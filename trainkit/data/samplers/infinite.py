@@ -19,14 +19,14 @@ _BLOCK = 1 << 16  # number of indices converted to Python ints at a time: a list
 
 
 class InfiniteSampler(Sampler[int], ABC):
-    """Epochs 0, 1, 2, ... of a dataset without end, distributed over the ranks in turn.
+    """Epochs 0, 1, 2, ... of a dataset without end; the ranks take samples in turn.
 
     The order of an epoch depends on ``(seed, epoch)`` alone, and sample ``p`` of the global stream goes to rank ``p %
     world_size``. So any number of ranks draws the same global batches, and the stream can start at any position. Every
     ``iter()`` starts at ``start``.
 
     Args:
-        seed: the same on all ranks, >= 0. None: drawn at random and shared, so every rank must create the sampler.
+        seed: the same on all ranks, >= 0. None: all ranks share a random seed, so every rank must create the sampler.
 
     Raises:
         ValueError: the seed is negative; pass None for a config's SEED -1.
@@ -38,7 +38,7 @@ class InfiniteSampler(Sampler[int], ABC):
         self.world_size = comm.get_data_world_size()
         self.start = 0
 
-    _seed = property(attrgetter("seed"))  # detectron2's names, for subclasses
+    _seed = property(attrgetter("seed"))  # detectron2's names, which subclasses use
     _rank = property(attrgetter("rank"))
     _world_size = property(attrgetter("world_size"))
 
@@ -75,7 +75,7 @@ class InfiniteSampler(Sampler[int], ABC):
         return divmod(position, self.samples_per_epoch)
 
     def _infinite_indices(self) -> Iterator[int]:
-        """The global stream; if a subclass overrides this, as in detectron2, positions are reached by iterating."""
+        """The global stream; if a subclass overrides this, as for detectron2, positions are reached by iterating."""
         for epoch in itertools.count():
             yield from self.epoch_indices(epoch).tolist()
 
@@ -103,9 +103,9 @@ def check_seed(seed: int) -> int:
 
 
 def new_generator(seed: int, *key: int) -> torch.Generator:
-    """A CPU generator that depends on the seed and the key; different ones are statistically independent.
+    """A CPU generator that depends on the seed and the key; different generators are statistically independent.
 
-    ``numpy.random.SeedSequence`` mixes them: with ``seed + epoch``, runs with neighbouring seeds would share epochs.
+    ``numpy.random.SeedSequence`` mixes both: with ``seed + epoch``, runs with neighbouring seeds would share epochs.
     """
     state = np.random.SeedSequence(seed, spawn_key=key).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state[0]))

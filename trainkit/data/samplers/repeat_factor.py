@@ -18,10 +18,10 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
 
     The fractional part of a factor is the probability that the factor is rounded up. This is drawn again in each epoch,
     so epochs have different lengths; ``samples_per_epoch`` is still the size of the dataset. To find a position, the
-    lengths of the epochs before it are drawn again, starting with the last known epoch; a state holds this epoch.
+    lengths of earlier epochs are drawn again, starting with the last known epoch; a state holds this epoch.
 
     Args:
-        repeat_factors: one per sample, >= 0, shape ``[N]``.
+        repeat_factors: one factor per sample, >= 0, shape ``[N]``.
         shuffle: False: in the order of the dataset, with the repetitions of a sample in a row.
         seed: as for ``InfiniteSampler``.
 
@@ -48,7 +48,7 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
     def repeat_factors_from_category_frequency(
         dataset_dicts: Sequence[Collection[Hashable] | Mapping[str, Any]], repeat_thresh: float, sqrt: bool = True
     ) -> torch.Tensor:
-        """Factors by the rarest category of each sample, float32 ``[N]``, >= 1.
+        """A factor for each sample, computed from its rarest category, float32 ``[N]``, >= 1.
 
         A category in a fraction f of the samples has the factor ``max(1, t / f)``, or ``max(1, sqrt(t / f))`` if
         ``sqrt``. A sample has the largest factor of its categories, and 1 without a category. Source: Gupta, Dollar and

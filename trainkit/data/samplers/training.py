@@ -1,4 +1,4 @@
-"""Samplers that draw every sample, a random subset, or the first samples of an order, once per epoch."""
+"""Samplers that draw all samples, a random subset, or the first samples of an order, once per epoch."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ import torch
 from trainkit.data.samplers.infinite import InfiniteSampler, check_seed, new_generator
 from trainkit.utils import comm
 
-_SUBSET_KEY = 1  # epochs have the key 0: the subset is independent of all orders
+_SUBSET_KEY = 1  # epochs have the key 0, so the subset is independent of all orders
 
 
 class TrainingSampler(InfiniteSampler):
@@ -45,7 +45,7 @@ class RandomSubsetTrainingSampler(TrainingSampler):
     Args:
         size, shuffle: as for `TrainingSampler`.
         subset_ratio: fraction of the samples in the subset, in (0, 1].
-        seed_shuffle, seed_subset: of the order and of the choice, as ``seed`` of ``InfiniteSampler``.
+        seed_shuffle, seed_subset: the seeds of the order and of the choice, see ``seed`` of ``InfiniteSampler``.
 
     Raises:
         ValueError: the ratio is out of range or leaves no sample, ``size`` is less than 1, or a seed is negative.

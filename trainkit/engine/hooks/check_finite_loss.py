@@ -12,8 +12,8 @@ class CheckFiniteLoss(HookBase):
     """Every ``interval``-th iteration, before the update, raise FloatingPointError if a loss of any rank is not finite.
 
     The trainers check every iteration themselves (``non_finite`` of `SimpleTrainer`), but with asynchronous metrics the
-    error comes up to one log period later. This hook raises at once, on every rank, and names the losses. In the
-    iterations that it checks it waits for the device and the other ranks. It ignores entries that are only logged.
+    error comes up to one log period later. This hook raises at once, on every rank, and names the losses. In each
+    checked iteration it waits for the device and the other ranks. It ignores entries that are only logged.
     """
 
     def __init__(self, interval: int = 50) -> None:

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Saves(HookBase):
-    """A hook that saves and knows whether its last save failed (of an asynchronous save: after it was waited for)."""
+    """A hook that saves, and knows whether its last save failed (after waiting for it, if it is asynchronous)."""
 
     checkpointer: Any
     _writing: Sequence[Future[None]] = ()
@@ -57,7 +57,7 @@ class _Saves(HookBase):
                 logger.error("A checkpoint is not saved, training continues: %s", error)
 
     def _raise_failure(self) -> None:
-        """Raise on every rank if one has failed, so that no rank waits for one that has raised."""
+        """Raise on every rank if one rank has failed, so that no other rank waits for it."""
         if failures := list(filter(None, self.trainer.gather(self._failure))):
             raise CheckpointError("; ".join(failures))
 
@@ -80,7 +80,7 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, _Saves):
 
     def before_train(self) -> None:
         self.max_iter = self.trainer.max_iter
-        # a larger number is of another run
+        # a larger number is from another run
         self._final_iter = self._final_iter if self._final_iter <= self.trainer.start_iter else -1
         self._saved: tuple[int, int] | None = None  # the position of the run at its last save
         self._writing, self._failure = (), ""
@@ -115,7 +115,7 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, _Saves):
         super()._save(save)
 
     def _is_saved(self) -> bool:
-        """Whether the current position is saved. All ranks are asked: only the rank that writes knows of a failure."""
+        """Whether the current position is saved. Every rank calls it: only the rank that writes knows of a failure."""
         return all(self.trainer.gather(not self._failure and self._saved == self.trainer.position))
 
 
@@ -238,7 +238,7 @@ class BestCheckpointer(MetricHook, _Saves):
             state["model"].update((name, average[name]) for name in trained if name in average)
 
     def _settle(self) -> None:
-        """Wait for the files; if one was not written, return to the values before it."""
+        """Wait for the files; if a file was not written, restore the values from before its save."""
         if self._writing:
             self._wait()
         if self._failure and self._before:
@@ -258,7 +258,7 @@ class BestCheckpointer(MetricHook, _Saves):
     def summary(self) -> str:
         if self.best is None or self.best_iter is None:
             return ""
-        done = min(self.best_iter + 1, self.trainer.max_iter)  # the final evaluation counts one more
+        done = min(self.best_iter + 1, self.trainer.max_iter)  # in the final evaluation best_iter is max_iter
         return f"best {self.monitored_metric} {self.best:.5g} {say_done(done)}: {self.file_prefix}.pth"
 
     def state_dict(self) -> dict[str, Any]:
@@ -266,7 +266,7 @@ class BestCheckpointer(MetricHook, _Saves):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict({"kept": [], **state_dict})  # older states have none
+        super().load_state_dict({"kept": [], **state_dict})  # older states have no "kept"
 
 
 def best_file_prefixes(metrics: str | Sequence[str] | None) -> dict[str, str]:

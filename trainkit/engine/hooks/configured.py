@@ -13,7 +13,7 @@ from trainkit.engine.loop import TrainerBase
 
 logger = logging.getLogger(__name__)
 
-# required constructor arguments that the trainer gives if the config does not
+# required constructor arguments that come from the trainer if the config does not give them
 _FROM_TRAINER = ("cfg", "model", "optimizer", "checkpointer", "data_loader")
 _PLACES = ("PRIORITY", "BEFORE", "AFTER")
 
@@ -35,7 +35,7 @@ class ConfiguredHooks:
 
     Raises:
         ConfigError: an entry is malformed; its name is unknown; an argument is unknown, missing or refused. Some of
-            these errors come when the hook is made.
+            these errors are raised only when the hook is made.
     """
 
     def __init__(self, entries: Iterable[Any], trainer: Any) -> None:
@@ -44,13 +44,13 @@ class ConfiguredHooks:
         self._anchored: list[tuple[HookBase, dict[str, Any]]] = []
 
     def take(self, hook_class: type[HookBase], *, default: bool = True, **arguments: Any) -> list[HookBase]:
-        """The hooks of one class, with ``arguments`` as defaults for those that the entries do not give.
+        """The hooks of one class; ``arguments`` are the defaults of arguments that the entries do not give.
 
         Args:
-            default: make one hook of ``arguments`` if no entry names the class.
+            default: make one hook with ``arguments`` if no entry names the class.
         """
         mine = [entry for entry in self._entries if entry.name == hook_class.__name__]
-        # entries that switch it off stay: a class can be taken twice
+        # entries that disable the class stay, because it may be taken twice
         self._entries = [entry for entry in self._entries if entry not in mine or not entry.enabled]
         if not mine and default:
             return [_construct(hook_class, arguments, "")]
@@ -75,7 +75,7 @@ class ConfiguredHooks:
             if of_training:
                 if acts:
                     logger.warning("HOOKS: %s is left out: without training there is no %s", entry.name, of_training[0])
-            elif acts or absent.issubset(_FROM_TRAINER):  # make it first: some hooks set their points on the object
+            elif acts or absent.issubset(_FROM_TRAINER):  # make the hook first: some set their points on the object
                 hooks += filter(_acts_on_evaluation, self._make([entry._replace(place={})], {}))
         return hooks
 
@@ -135,7 +135,7 @@ def _parse(entry: Any) -> _Entry:
     if not is_entry or not isinstance(entry.get("NAME"), str):
         raise ConfigError(f"HOOKS is a list of entries such as {{NAME: EMAHook, DECAY: 0.999}}; got {entry!r}")
     name, enabled = entry["NAME"], entry.get("ENABLED", True)
-    if name == "PreciseBN" and name not in HOOK_REGISTRY:  # it needs a data loader of its own
+    if name == "PreciseBN" and name not in HOOK_REGISTRY:  # PreciseBN needs a data loader of its own
         raise ConfigError(f"HOOKS: PreciseBN is no entry of the list; set TEST.PRECISE_BN.ENABLED to {enabled} instead")
     look_up(HOOK_REGISTRY, name, "HOOKS")
     if not isinstance(enabled, bool):

@@ -15,7 +15,7 @@ class EarlyStopping(MetricHook):
 
     Args:
         eval_period, offset, val_metric, mode, min_delta: see `trainkit.engine.hooks.monitor.MetricHook`.
-        threshold: also finish when a value is better than this one.
+        threshold: also finish when a value is better than this threshold.
         check_finite: also finish when a value is not finite. If False, such a value counts as not better.
     """
 

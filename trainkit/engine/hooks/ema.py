@@ -21,20 +21,20 @@ logger = logging.getLogger(__name__)
 class EMAHook(HookBase):
     """Average the weights over the iterations, and evaluate the average.
 
-    The average is a separate module, and a checkpoint holds both; `trainkit.checkpoint.averaged` says which one is
+    The average is a separate module, and a checkpoint holds both; `trainkit.checkpoint.averaged` says which of them is
     ``model`` in the file. Every rank averages its own model: parameters are equal on all ranks, buffers may differ. An
     iteration whose update is skipped by a gradient scaler counts too.
 
     For a sharded model, the model itself holds the average during the evaluation; saving is refused in that time.
 
     Args:
-        decay: weight of the old average in an update, default 0.999; ``1 - momentum`` in OpenMMLab. For this, ``kind``,
-            ``gamma`` and ``interval`` see `averaging_rule`.
+        decay: weight of the old average in an update, default 0.999; ``1 - momentum`` in OpenMMLab. See
+            `averaging_rule`, also for ``kind``, ``gamma`` and ``interval``.
         begin: the average starts with the weights after this many iterations (at least 1). Before that it equals the
             model.
         buffers: "copy" copies the model's buffers, "average" averages the floating-point ones.
-        evaluate: which weights are evaluated: "ema" (the average), "raw" (the model's), or "both", with the results of
-            the model's weights under "raw".
+        evaluate: which weights are evaluated: "ema" (the average), "raw" (the model's), or "both"; then the results of
+            the model's weights are under "raw".
 
     Attributes:
         was_evaluated: whether an evaluation has used the average.
@@ -64,7 +64,7 @@ class EMAHook(HookBase):
 
     def before_train(self) -> None:
         """Raises ValueError if ``begin`` is after the end of the run, TypeError if the model cannot be copied."""
-        cfg = getattr(self.trainer, "cfg", None)  # this train() may be only the first part of the configured run
+        cfg = getattr(self.trainer, "cfg", None)  # max_iter of this train() may be only a part of the run
         end = max(self.trainer.max_iter, cfg.SOLVER.MAX_ITER if cfg is not None else 0)
         if self._begin > end:
             raise ConfigError(
@@ -87,7 +87,7 @@ class EMAHook(HookBase):
             self._average.update()
 
     def copy_buffers(self) -> None:
-        """Copy the model's buffers again, unless they are averaged: hooks after this one may have changed them."""
+        """Copy the model's buffers again, unless they are averaged: later hooks may have changed them."""
         if self._average is not None:
             self._average.copy()
 
@@ -109,7 +109,7 @@ class EMAHook(HookBase):
         return {"ema": self._average.module, **({"raw": model} if self.evaluate == "both" else {})}
 
     def standing_in(self, weights: str) -> AbstractContextManager[None]:
-        """Context in which that model of ``models_to_evaluate`` holds its weights; every rank enters it."""
+        """Context in which this model of ``models_to_evaluate`` holds its weights; every rank enters it."""
         return self._average.standing_in() if weights == "ema" and self._average is not None else nullcontext()
 
     def before_save(self, state: dict[str, Any]) -> None:

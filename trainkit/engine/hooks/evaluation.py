@@ -65,7 +65,7 @@ class EvalHook(HookBase):
                 "EvalHook has by_epoch (LOG.EVAL_AXIS in a config), but the training data has no length, so there are "
                 "no epochs; show the results over iterations"
             )
-        if self.evaluated_iters > self.trainer.start_iter:  # of another run
+        if self.evaluated_iters > self.trainer.start_iter:  # from another run
             self.evaluated_iters = -1
         if self._at_start and self.trainer.start_iter == 0:
             self._evaluate()
@@ -81,14 +81,14 @@ class EvalHook(HookBase):
 
     def _evaluate(self) -> None:
         done = self.trainer.last_done_iter + 1
-        if self.evaluated_iters == done:  # a stopped run repeats stage 2, or early stopping ended the run here
+        if self.evaluated_iters == done:  # a stopped run repeats stage 2, or early stopping has ended the run
             return
         self.trainer.storage.flush()
         self.trainer.check_finite()
         with observe_inference(self.trainer, self.phase):
             self._do_eval()
         self.evaluated_iters = done
-        comm.synchronize()  # ranks take different times; the timeout of the next collective should not include this
+        comm.synchronize()  # ranks need different times, which must not count for the timeout of the next collective
 
     def _do_eval(self) -> None:
         """Call the function and store its results; subclasses written for detectron2 override this."""
@@ -115,7 +115,7 @@ class EvalHook(HookBase):
 
 @HOOK_REGISTRY.register()
 class FinalEvalHook(EvalHook):
-    """Evaluate the test data once, after a run that finished. No checkpoint is chosen by these results."""
+    """Evaluate the test data once, after a run that has finished. These results choose no checkpoint."""
 
     def __init__(self, eval_function: Callable[[], Mapping[str, Any] | None], *, by_epoch: bool = False) -> None:
         super().__init__(0, eval_function, by_epoch=by_epoch, phase="test")

@@ -17,8 +17,8 @@ class Freeze(HookBase):
     """Do not train the parameters with certain names in iterations ``begin <= iter < end``.
 
     A frozen parameter gets no gradient, so weight decay and momentum do not change it either. The statistics of batch
-    norm layers still change. It depends on the iteration alone, so a resumed run is exact. In a model inside
-    DistributedDataParallel or ``fully_shard`` the gradients are computed and then removed, which saves no time.
+    norm layers still change. What is frozen depends on the iteration alone, so a resumed run is exact. In a model
+    inside DistributedDataParallel or ``fully_shard`` the gradients are computed and then removed, which saves no time.
 
     Args:
         names: patterns such as ``backbone.*``, in which ``*`` stands for any text, or one pattern.
@@ -48,7 +48,7 @@ class Freeze(HookBase):
                 )
             targets |= {name: trainable[name] for name in found}
         self._targets = [*targets.values()]
-        # these wrappers have decided at their start which parameters get gradients
+        # these wrappers decide in their constructors which parameters get gradients
         self._removes_gradients = model is not self.trainer.model or is_sharded_model(model)
 
     def _is_active(self) -> bool:

@@ -36,7 +36,7 @@ class LRScheduler(HookBase):
             raise TypeError("ReduceLROnPlateau steps by a metric, not by the iteration; step it in a hook of your own")
         self._given_optimizer, self._given_scheduler = optimizer, scheduler
         self._scheduler: TorchLRScheduler | None = scheduler if isinstance(scheduler, TorchLRScheduler) else None
-        self._state: dict[str, Any] = {}  # loaded since the last run
+        self._state: dict[str, Any] = {}  # the state loaded since the last run
 
     def before_train(self) -> None:
         """Raises ValueError if the schedule belongs to another optimizer."""
@@ -44,13 +44,13 @@ class LRScheduler(HookBase):
         iter = self.trainer.next_iter_of(self)
         scheduler = self._given_scheduler or self.trainer.scheduler
         if isinstance(scheduler, ParamScheduler):
-            # a function of the iteration has no state to load
+            # a schedule that is a function of the iteration has no state to load
             for group in self._optimizer.param_groups:
                 group.setdefault("initial_lr", group["lr"])
             scheduler = LRMultiplier(
                 self._optimizer, KeepLastValue(scheduler), self.trainer.max_iter, last_iter=iter - 1
             )
-        elif self._state and scheduler is not self._scheduler:  # the trainer has got another one since
+        elif self._state and scheduler is not self._scheduler:  # the trainer has a new scheduler since then
             scheduler.load_state_dict(self._state)
         self._state = {}
         # compare the groups, not the optimizers: an optimizer may be wrapped
@@ -60,13 +60,13 @@ class LRScheduler(HookBase):
                 "build it from that one (build_optimizer and build_lr_scheduler of DefaultTrainer do)"
             )
         if isinstance(scheduler, ScheduledLR) and scheduler.last_epoch != iter:
-            scheduler.seek(iter)  # in a second run
+            scheduler.seek(iter)  # this may be a second run
         self._scheduler, self._has_stepped = scheduler, False
         self._best_param_group_id = self.get_best_param_group_id(self._optimizer)
 
     def after_step(self) -> None:
         lr = self._optimizer.param_groups[self._best_param_group_id]["lr"]
-        if isinstance(lr, torch.Tensor):  # read by a captured graph; the loop must not wait for its device
+        if isinstance(lr, torch.Tensor):  # a captured graph reads it; the loop must not wait for the device
             self.trainer.storage.put_later(store_values, {"lr": lr.clone()})
         else:
             self.trainer.storage.put_scalar("lr", lr, smoothing_hint=False)
@@ -75,7 +75,7 @@ class LRScheduler(HookBase):
             return
         self._has_stepped = True
         with warnings.catch_warnings():
-            # torch warns of a wrong order of calls if a gradient scaler has skipped the first update
+            # if a gradient scaler has skipped the first update, torch warns of a wrong order of calls
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             self._scheduler.step()  # type: ignore[union-attr]
 
@@ -86,7 +86,7 @@ class LRScheduler(HookBase):
 
     @staticmethod
     def get_best_param_group_id(optimizer: torch.optim.Optimizer) -> int:
-        """The largest group; if each group has one parameter, the first with the most common learning rate."""
+        """The largest group; if each group has one parameter, the first group with the most common learning rate."""
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         if max(sizes) > 1:
             return sizes.index(max(sizes))

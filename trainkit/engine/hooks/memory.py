@@ -80,10 +80,10 @@ def _empty_cache(*_: Any) -> None:
 
 @HOOK_REGISTRY.register()
 class GarbageCollection(HookBase):
-    """Collect cyclic garbage every ``period`` iterations only, on all ranks in the same step.
+    """Collect cyclic garbage only every ``period`` iterations, on all ranks in the same step.
 
-    Python's automatic collection is off during training: with it, each rank would pause at another time, and all others
-    would wait for it.
+    Python's automatic collection is off during training: otherwise each rank would pause at a different time, and all
+    others would wait for it.
 
     Args:
         generation: 0 to 2, see ``gc.collect``; 2 looks at every object and takes seconds in a large program.
@@ -101,7 +101,7 @@ class GarbageCollection(HookBase):
     def before_train(self) -> None:
         self._was_enabled = gc.isenabled()
         gc.disable()
-        gc.collect()  # the garbage of building the job
+        gc.collect()  # the garbage from building the job
 
     def after_step(self) -> None:
         if is_due(self.trainer, self._period):

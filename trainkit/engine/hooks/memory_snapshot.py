@@ -83,6 +83,6 @@ class MemorySnapshot(HookBase):
             for key, value in state.items():
                 if isinstance(value, Tensor):
                     yield "optimizer state", f"{names.get(parameter, '?')}.{key}", value
-        with contextlib.suppress(RuntimeError):  # not available below the save point
+        with contextlib.suppress(RuntimeError):  # the batch is not available below the save point
             leaves = tree_leaves(self.trainer.batch)
             yield from (("batch", str(i), leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))

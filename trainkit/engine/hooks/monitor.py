@@ -41,7 +41,7 @@ def infer_mode(metric: str) -> Literal["max", "min"]:
 
 
 class MetricHook(HookBase):
-    """Base of the hooks that act on the newest value of a metric. Rank 0, which has the metrics, decides for all.
+    """Base class of hooks that act on the newest value of a metric. Rank 0, which has the metrics, decides for all.
 
     A subclass defines ``judge`` and ``act``.
 
@@ -93,7 +93,7 @@ class MetricHook(HookBase):
         self._seen_iter: int | None = None
 
     def judge(self, value: float) -> Any:
-        """On rank 0, after each new value: return what ``act`` gets on every rank, or a false value to do nothing."""
+        """Called on rank 0 after each new value: the argument of ``act`` on every rank; a false value: do nothing."""
         raise NotImplementedError
 
     def act(self, decision: Any) -> None:
@@ -103,7 +103,7 @@ class MetricHook(HookBase):
         if self.trainer.start_iter == 0:
             self._forget()
         elif self._seen_iter is not None and self._seen_iter >= self.trainer.start_iter:
-            self._seen_iter = None  # the evaluation after training was stored at the iteration that comes next
+            self._seen_iter = None  # the evaluation after training has stored its results under the next iteration
 
     def after_step(self) -> None:
         if is_due(self.trainer, self._period, offset=self._offset) and not is_last(self.trainer):
@@ -118,7 +118,7 @@ class MetricHook(HookBase):
             self.act(decision)
 
     def _take(self) -> float | None:
-        """The newest value, now counted; None if it was counted before."""
+        """The newest value, if it was not taken before; else None."""
         latest = self.trainer.storage.latest()
         if self.monitored_metric not in latest:
             raise ValueError(
@@ -181,12 +181,12 @@ def check_monitored_metrics(hooks: Iterable[Any], evaluate: Callable[[], Mapping
     logger.info("Evaluating one batch to check that the evaluation gives %s", names)
     known = None
     try:
-        with logging_from(logging.WARNING):  # the results of one batch are of no interest
+        with logging_from(logging.WARNING):  # nobody needs the results of one batch
             known = ["total_loss", *flatten_results_dict(evaluate() or {})]
     except Exception:  # an evaluator may need the whole dataset
         text = "One batch does not show whether the evaluation gives %s, so the first evaluation will:"
         logger.warning(text, names, exc_info=True)
-    known = comm.broadcast(known)  # rank 0 has the results and may have failed alone
+    known = comm.broadcast(known)  # only rank 0 has the results, and it may have failed alone
     for metric, hook in monitored.items():
         if known is not None and metric not in known:
             raise ConfigError(

@@ -22,13 +22,13 @@ class ParamScheduler(HookBase):
     """Set a field of the optimizer's parameter groups to a function of the iteration, and store the value in use.
 
     The base values stay in the groups as ``initial_<param>``, and so in the optimizer's state. Groups without the field
-    are left alone. The stored value is that of the group with the most elements.
+    are not changed. The stored value is that of the group with the most elements.
 
     Args:
         param: the key of a number in the groups, such as ``weight_decay``; ``betas.0`` and ``betas.1`` for items;
             ``momentum`` means ``betas.0`` in a group with betas. ``lr`` works only without an `LRScheduler` hook.
         schedules: a list as for `trainkit.solver.build_schedule`, or one `trainkit.solver.schedules.Schedule`.
-        max_iter: the END of entries without one; default is that of each ``train()`` call.
+        max_iter: the END of entries that give none; default is the ``max_iter`` of each ``train()`` call.
 
     Raises:
         ConfigError: before training, if no group has the field or another hook sets it.

@@ -40,9 +40,9 @@ class PreciseBN(HookBase):
     def __init__(self, period: int, model: nn.Module, data_loader: Iterable[Any], num_iter: int) -> None:
         self._period = check_period("period", period)
         self._num_iter = check_period("num_iter", num_iter, minimum=1)
-        self._model = unwrap_model(model)  # a wrapper may exchange buffers; ranks may have unequal numbers of batches
+        self._model = unwrap_model(model)  # a wrapper may exchange buffers: not with unequal numbers of batches
         self._data_loader = data_loader
-        # this state holds the seed, which a run with SEED -1 draws again
+        # the state holds the seed: with SEED -1, a resumed run would draw another seed
         self._data_state = {} if resume_obstacle(data_loader) else data_loader.state_dict()  # type: ignore[attr-defined]
         self._layers = [
             m for m in model.modules() if isinstance(m, _BatchNorm) and m.training and m.track_running_stats
@@ -95,7 +95,7 @@ def _pack(layers: list[_BatchNorm], buffer: str) -> torch.Tensor:
 
 
 def _over_ranks(mean: torch.Tensor, var: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Mean, variance and count over the batches of all ranks, equal on every rank; ``count`` in is this rank's."""
+    """Mean, variance and count over the batches of all ranks, equal on every rank; the argument ``count`` is local."""
     sums = torch.cat([mean * count, mean.new_tensor([count])])
     dist.all_reduce(sums)
     total_mean, total = sums[:-1] / sums[-1], sums[-1]
@@ -106,7 +106,7 @@ def _over_ranks(mean: torch.Tensor, var: torch.Tensor, count: int) -> tuple[torc
 
 @contextmanager
 def _batch_statistics(layers: list[_BatchNorm]) -> Iterator[None]:
-    """Inside, running statistics are those of the last batch alone; they are restored at the end."""
+    """Context in which running statistics are those of the last batch alone; they are restored at the end."""
     saved = [(layer.momentum, {name: buffer.clone() for name, buffer in layer.named_buffers()}) for layer in layers]
     try:
         for layer in layers:

@@ -53,7 +53,7 @@ class TorchProfiler(HookBase):
         if not self._enable_predicate(self.trainer):
             return
         folder = self._output_dir
-        assert folder is not None  # since before_train
+        assert folder is not None  # before_train has set it
         folder.mkdir(parents=True, exist_ok=True)
         name = f"trace_iter{self.trainer.iter:07d}" + (f"_rank{comm.get_rank()}" if comm.get_rank() else "")
         save: Any = partial(profiler.profile.export_chrome_trace, path=f"{folder}/{name}.json")
@@ -76,7 +76,7 @@ class TorchProfiler(HookBase):
             logger.info("Profile of iteration %d saved in %s", self.trainer.iter, self._output_dir)
 
     def after_train(self) -> None:
-        self.after_step()  # the profile of a step that failed
+        self.after_step()  # writes the profile of a step that failed
 
 
 class AutogradProfiler(TorchProfiler):

@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 @HOOK_REGISTRY.register()
 class PublishWeights(HookBase):
-    """After a run that finished, publish the weights of its final checkpoint and of every best one.
+    """After a run that has finished, publish the weights of its final checkpoint and of every best checkpoint.
 
-    See `trainkit.checkpoint.publish.publish_weights` for the files. If this fails, the run fails on every rank; its
-    checkpoints stay.
+    See `trainkit.checkpoint.publish.publish_weights` for the files. If publishing fails, the run fails on every rank;
+    its checkpoints stay.
 
     Args:
         weights: "model", or "ema" for the average of an `EMAHook`.

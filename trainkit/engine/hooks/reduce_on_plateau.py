@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 class ReduceOnPlateau(MetricHook):
     """Multiply the learning rate by ``factor`` after more than ``patience`` evaluations without a better value.
 
-    It decides like torch's ``ReduceLROnPlateau``; the scheduler keeps the factor and sets the rate.
+    It decides like torch's ``ReduceLROnPlateau``; the trainer's scheduler keeps the factor and sets the rate.
 
     Args:
         eval_period, offset, val_metric, mode: see `trainkit.engine.hooks.monitor.MetricHook`.

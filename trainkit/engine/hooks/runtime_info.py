@@ -23,7 +23,7 @@ class RuntimeInfo(HookBase):
     first beta.
 
     Args:
-        period: in iterations; use that of the writers.
+        period: in iterations; use the period of the writers.
     """
 
     def __init__(self, period: int = 1) -> None:
@@ -47,7 +47,7 @@ class RuntimeInfo(HookBase):
         found = {f"lr/{name}": lr for name, lr in used if len(groups) > 1}
         if any(momentum is not momenta[0] and momentum != momenta[0] for momentum in momenta):
             found |= {f"momentum/{name}": momentum for name, momentum in zip(names, momenta, strict=True)}
-        elif all(getattr(hook, "param", None) != "momentum" for hook in self.trainer.hooks):  # such a hook stores it
+        elif all(getattr(hook, "param", None) != "momentum" for hook in self.trainer.hooks):  # that hook stores it
             found["momentum"] = momenta[0]
         return {name: value for name, value in found.items() if value is not None}
 

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 @HOOK_REGISTRY.register()
 class SamplerSeed(HookBase):
-    """Tell the epoch to a sampler that shuffles by it, such as ``torch.utils.data.DistributedSampler``.
+    """Tell the epoch to a sampler whose order depends on it, such as ``torch.utils.data.DistributedSampler``.
 
     ``set_epoch(epoch)`` of the loader, its dataset, sampler and batch sampler is called if it exists: before each
     epoch, before a run that starts inside one, and when a new pass over the data starts between micro-batches.

@@ -15,7 +15,7 @@ from trainkit.utils.periods import check_period, is_due
 class SyncBuffers(HookBase):
     """Average the model's buffers over ranks, such as the running statistics of batch norm.
 
-    This happens every ``period`` iterations, after the last one, and before an evaluation if a step was done since.
+    This happens every ``period`` iterations, after the last one, and before an evaluation if there was a step since.
     Integer buffers stay as they are. An `EMAHook` that copies buffers copies the averaged ones.
 
     Args:

@@ -1,4 +1,4 @@
-"""Samples per second and the use of the device."""
+"""Samples per second and the utilization of the device."""
 
 import logging
 import time

@@ -15,8 +15,8 @@ class IterationTimer(HookBase):
     """Store ``time``, the seconds of each step without hooks, and log the mean at the end.
 
     It runs before every other hook. Steps before the ``warmup_iter``-th of a run (allocations, autotuning) are not
-    timed. If the trainer has epochs, ``epoch_time`` is stored for each epoch that the run has done completely: the
-    seconds from the start of its first step to the end of its last one, with hooks.
+    timed. If the trainer has epochs, ``epoch_time`` is stored for each epoch that was completed in this run: the
+    seconds from the start of its first step to the end of its last step, with hooks.
     """
 
     priority = Priority.HIGHEST - 1

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 class UnusedParameters(HookBase):
     """Name the trainable parameters without a gradient: unused in the forward pass, or used there but not by the loss.
 
-    DistributedDataParallel would fail because of them in the next forward pass. An unchanged finding is logged once.
+    DistributedDataParallel would fail because of them in the next forward pass. The same result is logged only once.
     Each rank checks its own gradients and waits for no other.
 
     The hook slows down the forward pass of the iterations that it checks. The optimizer must set gradients to None, as
@@ -106,6 +106,6 @@ class _Uses(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):  # reading a shape or a device is not a use
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):  # to read a shape or a device is no use
             self.seen.update(id(leaf) for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, Tensor))
         return result

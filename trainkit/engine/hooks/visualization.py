@@ -47,9 +47,9 @@ class VisualizationHook(HookBase):
             Random state is restored after it.
         period: in batches of an evaluation.
         output_dir: default is ``visualization`` in the OUTPUT_DIR of the trainer's config.
-        phases: which evaluations are drawn, "val", "test" or "both".
-        names: the key of the images' names or file names, in a batch or in each of its samples. The images that
-            ``draw`` returns must then belong to the first samples.
+        phases: which evaluations are drawn: "val", "test" or "both".
+        names: the key under which a batch, or each of its samples, has names or file names. The images that ``draw``
+            returns must then belong to the first samples of the batch.
         options: further arguments of ``draw``, by name.
     """
 
@@ -84,7 +84,7 @@ class VisualizationHook(HookBase):
             raise TypeError(f"output_dir must be a path or None, got {output_dir!r}")
         self._output_dir = output_dir
         self._dataset = ""
-        self._evaluated: list[tuple[int, Phase, str]] = []  # in this run
+        self._evaluated: list[tuple[int, Phase, str]] = []  # the evaluations of this run
 
     def before_train(self) -> None:
         self._folder()  # raise its error now, not at the first evaluation

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 @HOOK_REGISTRY.register()
 class PeriodicWriter(HookBase):
-    """Call the writers every ``period`` iterations, after an evaluation and the last one, and at the end.
+    """Call the writers every ``period`` iterations, after each evaluation, after the last iteration, and at the end.
 
     It runs after every other hook. The writers are closed at the end; if the trainer trains again, they continue. If a
     run was stopped or has failed, a resumed run writes its last values again.
@@ -34,8 +34,8 @@ class PeriodicWriter(HookBase):
                 raise TypeError(f"writers must be EventWriter objects, got {writer!r}")
         self._advancing = [writer for writer in self._writers if type(writer).advance is not EventWriter.advance]
         self._period = check_period("period", period, minimum=1)
-        self._states: list[dict[str, Any]] | None = None  # loaded or of the last run; for the next one
-        self._failing: set[int] = set()  # indices, since a writer may be unhashable
+        self._states: list[dict[str, Any]] | None = None  # for the next run: loaded, or of the last run
+        self._failing: set[int] = set()  # indices of writers, since a writer may be unhashable
         self._lost: list[str] = []  # errors at the end
         self._alone = True
 
@@ -59,7 +59,7 @@ class PeriodicWriter(HookBase):
             self.trainer.storage.catch_up()
 
     def _was_evaluated(self, done_iters: int) -> bool:
-        """Whether an evaluation was just done. It is written now, since writers show only the newest value."""
+        """Whether an evaluation was just done. Its results are written now: writers show only the newest value."""
         return any(hook.evaluated_iters == done_iters for hook in self._eval_hooks)
 
     def after_train(self) -> None:
@@ -67,7 +67,7 @@ class PeriodicWriter(HookBase):
         self._lost.clear()
         with ExitStack() as closing:
             for writer in reversed(self._writers):
-                closing.callback(self._close, writer)  # close each of them, whatever fails
+                closing.callback(self._close, writer)  # close every writer, even if one fails
             self.trainer.storage.publish(self._write_at_the_end)
             self.trainer.storage.flush()
         if self.trainer.status == "finished":
@@ -132,7 +132,7 @@ class PeriodicWriter(HookBase):
         return {"writers": self._states or self._writer_states()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the states until training starts: only then may writers cut their files. Does nothing during a run."""
+        """Keep the states until training starts, since writers cut their files only then. Does nothing during a run."""
         if self.trainer is None or self.trainer.status != "running":
             self._states = state_dict["writers"]
 

@@ -20,7 +20,7 @@ class HistoryBuffer:
         if max_length < 1:
             raise ValueError(f"max_length must be >= 1 value, got {max_length}")
         self._max_length, self._length_to_drop = max_length, 2 * max_length
-        # arrays, which checkpoints copy fast; up to twice the length, since dropping old values moves all others
+        # arrays, since checkpoints copy them fast; up to twice the length, since dropping old values moves all others
         self._values, self._iterations = array("d"), array("q")
         self._count = 0
         self._sum = 0.0
@@ -41,7 +41,7 @@ class HistoryBuffer:
         return self._values[-1], self._iterations[-1]
 
     def median(self, window_size: int) -> float:
-        """The median of the last ``window_size`` values (with two middle ones, their mean); NaN if one is NaN."""
+        """The median of the last ``window_size`` values (or the mean of the middle two); NaN if any of them is NaN."""
         last = self._last(window_size)
         if math.isnan(sum(last)) and any(map(math.isnan, last)):  # the sum is fast; inf - inf is NaN too
             return math.nan
@@ -61,7 +61,7 @@ class HistoryBuffer:
         return list(zip(self._values[-self._max_length :], self._iterations[-self._max_length :], strict=True))
 
     def count_within(self, window_iters: int) -> int:
-        """The number of values in the last ``window_iters`` iterations; the last one is that of the newest value."""
+        """The number of values in the last ``window_iters`` iterations, which end with that of the newest value."""
         iterations, start = self._iterations, self._iterations[-1] - window_iters
         length = min(len(iterations), self._max_length)
         if window_iters < length and iterations[-window_iters - 1] <= start < iterations[-window_iters]:

@@ -15,12 +15,12 @@ from trainkit.utils.events.writers import Scalar, ServiceWriter, default_environ
 
 _ENVIRONMENT = {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
 _NOT_IN_A_NAME = re.compile(r"[^\w\-./: ]")
-_MAX_PER_CALL = 100  # parameters, or scalars, that every store takes at once
-_MAX_CHARS = 6000  # of a parameter
+_MAX_PER_CALL = 100  # the number of parameters or scalars that every store takes at once
+_MAX_CHARS = 6000  # the largest length of a parameter
 
 
 class MLflowWriter(ServiceWriter):
-    """Scalars, smoothed, and images for MLflow; histograms are left out, MLflow has none.
+    """Smoothed scalars, and images, for MLflow; histograms are left out, because MLflow has none.
 
     Everything is in ``<output_dir>/mlruns``, unless ``MLFLOW_TRACKING_URI`` names a server or a database. The step of a
     value is its iteration, or its epoch if it was put with one. Images are files ``images/<name>/<iteration>.png``.
@@ -61,7 +61,7 @@ class MLflowWriter(ServiceWriter):
     def _open(self) -> tuple[Any, Callable[[], None]]:
         self._there.clear()
         with default_environment(_ENVIRONMENT):
-            mlflow = importlib.import_module("mlflow")  # here: it takes as long as torch
+            mlflow = importlib.import_module("mlflow")  # imported late: it takes as long as torch
             uri = os.environ.get("MLFLOW_TRACKING_URI") or (self._dir / "mlruns").as_uri()
             client = mlflow.MlflowClient(tracking_uri=uri)
         if self._run_id is not None:
@@ -96,8 +96,8 @@ class MLflowWriter(ServiceWriter):
                 path = f"images/{_NOT_IN_A_NAME.sub('_', image.name)}/{image.iter:07d}.png"
                 self._writer.log_image(self._run_id, to_uint8_array(image.tensor), path)
         except Exception as error:
-            self._there.clear()  # some of these values may be written
-            if getattr(error.__context__, "errno", None) == errno.ENOSPC:  # mlflow makes an error of its own of it
+            self._there.clear()  # some of these values may be written already
+            if getattr(error.__context__, "errno", None) == errno.ENOSPC:  # mlflow raises its own error
                 raise OSError(f"there is no room for the run of MLflow: {error}") from error
             raise
 

@@ -13,8 +13,8 @@ from trainkit.utils.progress import Bar
 class ProgressBar(CommonMetricPrinter):
     """A bar with epoch, ETA, total loss, learning rate and samples per second; log lines go only to files.
 
-    Use it where bars are shown, see `trainkit.utils.progress`. The bar moves in every iteration, its numbers change
-    with every ``write()``.
+    Use it if bars are shown, see `trainkit.utils.progress`. The bar moves in every iteration; its numbers change with
+    every ``write()``.
     """
 
     _extra = NOT_ON_TERMINAL
@@ -38,7 +38,7 @@ class ProgressBar(CommonMetricPrinter):
     def _show(self, storage: EventStorage, latest: Any, eta_sec: float | None) -> None:
         if self._bar is None:
             return
-        # the least important last: a narrow terminal leaves out the last ones
+        # the least important last, since the last ones are left out in a narrow terminal
         details = [] if eta_sec is None else [f"eta {datetime.timedelta(seconds=int(eta_sec))}"]
         details += [
             f"{name} {latest[key][0]:.4g}" for name, key in (("loss", "total_loss"), ("lr", "lr")) if key in latest

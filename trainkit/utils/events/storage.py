@@ -18,15 +18,15 @@ logger = logging.getLogger(__name__)
 _stack: list["EventStorage"] = []
 _thread = threading.local()  # .stack: like _stack, for the worker thread of a storage
 
-_MAX_CALLS = 1000  # hand over after this many: memory must stay bounded, and errors must not wait until the end
-_MAX_IMAGES = 100  # limit for a rank without a writer, which never clears them
+_MAX_CALLS = 1000  # hand over after this number: memory must stay bounded, and errors must not wait until the end
+_MAX_IMAGES = 100  # limit for a rank without a writer, which would clear them
 
 
 def get_event_storage() -> "EventStorage":
     """The innermost storage whose ``with`` block is open.
 
     Raises:
-        RuntimeError: none is open; code that also runs outside training should check ``has_event_storage()`` first.
+        RuntimeError: no storage is open; code that also runs outside training checks ``has_event_storage()`` first.
     """
     stack = _open_storages()
     if not stack:
@@ -80,14 +80,14 @@ class EventStorage:
         self._holds_images = False
         # only used after start_deferring
         self._pool: ThreadPoolExecutor | None = None
-        self._worker: int | None = None  # id of its thread
+        self._worker: int | None = None  # id of the worker's thread
         self._late_place = self._place  # iteration and name scope of the call that the worker makes
         self._calls: deque[tuple[tuple[int, str], Callable[..., None], tuple[Any, ...]]] = deque()
         self._lock = threading.Lock()  # for reads from another thread; appending needs no lock
-        self._job: Future[None] = Future()  # the last one
+        self._job: Future[None] = Future()  # the last job
         self._job.set_result(None)
         self._before = -1, self._job  # at the last catch_up: iteration and last job
-        self._errors: list[BaseException] = []  # at most one: the first in the worker since the last raised one
+        self._errors: list[BaseException] = []  # at most one: the worker's first error since the last raise
 
     # ------------------------------------------------------------------ put
 
@@ -143,7 +143,7 @@ class EventStorage:
                 raise ValueError(
                     f"scalar {name!r} must be one number or a tensor of one element, got {kind}: {error}"
                 ) from error
-        if not row.keys() <= hints.keys():  # only now, so that a refused row changes nothing
+        if not row.keys() <= hints.keys():  # not earlier, so that a refused row changes nothing
             hints.update(dict.fromkeys(row, smoothing_hint))
         if self._pool is None:
             self._store_row(row, iter, epoch)
@@ -167,7 +167,7 @@ class EventStorage:
             if history is None:
                 history = HistoryBuffer(self._history_length)
             history.update(value, iter)
-            self._history[name] = history  # only with a value: another thread may read
+            self._history[name] = history  # only after it has a value, since another thread may read it
         if epoch is not None:
             self._epochs.update(dict.fromkeys(row, epoch))
         elif self._epochs:
@@ -200,7 +200,7 @@ class EventStorage:
 
     @contextmanager
     def name_scope(self, name: str) -> Iterator[None]:
-        """Inside, names get the prefix ``name/``."""
+        """Context in which names get the prefix ``name/``."""
         iter, before = self._present_place()
         self._go_to(iter, name.rstrip("/") + "/")
         try:
@@ -209,7 +209,7 @@ class EventStorage:
             self._go_to(self.iter, before)
 
     def _put(self, store: Callable[..., None], *args: Any) -> None:
-        """Store it now, or in the worker after everything before."""
+        """Store the values now, or in the worker after everything that was put before."""
         if self._pool is None or self._is_worker():
             store(*args)
             return
@@ -232,7 +232,7 @@ class EventStorage:
     # ------------------------------------------------------------------ read
 
     def history(self, name: str) -> HistoryBuffer:
-        """Raises KeyError if nothing was put under this name."""
+        """The history of a scalar. Raises KeyError if nothing was put under this name."""
         self.flush()
         name = _writable("", name)
         if name not in self._history:
@@ -260,7 +260,7 @@ class EventStorage:
         return smoothed
 
     def count_samples(self, name: str, window_size: int = 20) -> int:
-        """The number of values in the last ``window_size`` iterations; the last one is that of the newest value."""
+        """The number of values in the last ``window_size`` iterations, which end with that of the newest value."""
         return self.history(name).count_within(window_size)
 
     def smoothing_hints(self) -> dict[str, bool]:
@@ -294,7 +294,7 @@ class EventStorage:
 
     @contextmanager
     def hold_images(self) -> Iterator[None]:
-        """Inside, clearing has no effect, so that several writers see the images and histograms."""
+        """Context in which clearing has no effect, so that several writers see the images and histograms."""
         self._holds_images = True
         try:
             yield
@@ -362,7 +362,7 @@ class EventStorage:
         self._worker, _thread.stack = threading.get_ident(), [self]
 
     def put_later(self, store: Callable[..., None], *args: Any) -> None:
-        """Call ``store(*args)`` after everything put before: at once, or in the worker, where it may wait for a device.
+        """Call ``store(*args)`` after everything put before: at once, or in the worker, which may wait for a device.
 
         Values that it puts belong to the current iteration and name scope.
         """
@@ -377,19 +377,19 @@ class EventStorage:
             stack.pop()
 
     def publish(self, write: Callable[[], None]) -> None:
-        """Call ``write()`` after everything put so far: at once, or in the worker, without waiting."""
+        """Call ``write()`` after everything that was put so far: at once, or in the worker, without waiting."""
         self.put_later(write)
         self.hand_over()
 
     def catch_up(self) -> None:
-        """Wait for the jobs from before the last call in an earlier iteration, so that their errors come now."""
+        """Wait for the jobs that had started at the last call in an earlier iteration; their errors are raised now."""
         iter, job = self._before
         if iter != self.iter:
             job.result()
             self._before = self.iter, self._job
 
     def hand_over(self) -> None:
-        """Let the worker start with everything put so far; does not wait."""
+        """Let the worker start with everything that was put so far; does not wait."""
         if self._pool is None or self._is_worker():
             return
         with self._lock:
@@ -398,7 +398,7 @@ class EventStorage:
                 self._job = self._pool.submit(self._make, calls)
 
     def _make(self, calls: list[tuple[tuple[int, str], Callable[..., None], tuple[Any, ...]]]) -> None:
-        """Make the calls, in the worker; an error does not keep the later ones from being made."""
+        """Make the calls, in the worker; an error does not prevent later calls."""
         for self._late_place, call, args in calls:
             try:
                 call(*args)
@@ -412,7 +412,7 @@ class EventStorage:
             raise self._errors.pop()
 
     def flush(self) -> None:
-        """Wait until everything put so far is stored; raise the first error of the worker."""
+        """Wait until everything that was put so far is stored; raise the first error of the worker."""
         if self._pool is not None and not self._is_worker():
             self.hand_over()
             self._job.result()  # waits for everything before an error is raised, since a writer may be closed next

@@ -46,12 +46,12 @@ class TensorboardXWriter(PictureWriter):
     ) -> None:
         super().__init__(window_size, "tensorboard")
         self._log_dir, self._kwargs = str(log_dir), kwargs
-        self._id = secrets.token_hex(4)  # in its file names: files of others in the folder are not cut
+        self._id = secrets.token_hex(4)  # in its file names, so that it cuts no files of other writers
         self._settings, self._config = settings or {}, config
         self._described = False  # whether settings and config are written
-        self._on_disk: dict[Path, RunFile] = {}  # its files, restored if they are deleted
-        self._last_step = -1  # the highest one written
-        self._purge_step: int | None = None  # for the next file, if it continues others
+        self._on_disk: dict[Path, RunFile] = {}  # the files of this writer, restored if they are deleted
+        self._last_step = -1  # the highest step written
+        self._purge_step: int | None = None  # for the next file, if it continues earlier files
         self._sizes: dict[str, int] | None = None  # sizes of the run's files; None: all of each file
 
     def begin(self, trainer: Any) -> None:
@@ -79,7 +79,7 @@ class TensorboardXWriter(PictureWriter):
         except OSError as error:
             logger.error("TensorBoard has lost the newest events in %s: %s", self._log_dir, error)
             self._let_go()
-        sizes = self._sizes  # valid until something is cut
+        sizes = self._sizes  # these sizes are valid until something is cut
         if sizes is None:
             sizes = {path.name: path.stat().st_size for path in self._files()}
         files = {"id": self._id, "sizes": sizes}
@@ -116,8 +116,8 @@ class TensorboardXWriter(PictureWriter):
     def _describe(self, writer: Any) -> None:
         if self._settings:
             settings = {name: value if is_number(value) else str(value) for name, value in self._settings.items()}
-            # Not the experiment that hparams also returns: TensorBoard would use that of one run for all runs, and show
-            # no setting that only others have. Without it, TensorBoard collects settings and scalars from all runs.
+            # Not the experiment that hparams also returns: TensorBoard would use that of one run for all runs, and hide
+            # settings that only other runs have. Without it, TensorBoard collects settings and scalars from all runs.
             _, session_start, _ = importlib.import_module("torch.utils.tensorboard.summary").hparams(settings, {})
             writer.file_writer.add_summary(session_start)
         if self._config:
@@ -136,7 +136,7 @@ class TensorboardXWriter(PictureWriter):
         kwargs = {"purge_step": self._purge_step, **self._kwargs, "filename_suffix": self._suffix}
         writer = tensorboard.SummaryWriter(self._log_dir, **kwargs)
         for path in self._files():
-            self._on_disk.setdefault(path, RunFile(path)).append("")  # opens it
+            self._on_disk.setdefault(path, RunFile(path)).append("")  # opens the file
         return writer, writer.close
 
     @property

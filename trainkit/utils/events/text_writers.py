@@ -13,7 +13,7 @@ from trainkit.utils.run_file import RunFile
 
 
 class _LinesWriter(ScalarWriter):
-    """Base of writers that append lines to a file. They do not fsync a line: it would take longer than a step."""
+    """Base class of writers that append lines to a file, without fsync: that would take longer than a step."""
 
     def __init__(self, file: RunFile, window_size: int) -> None:
         super().__init__(window_size)
@@ -59,10 +59,10 @@ class JSONWriter(_LinesWriter):
 
 
 class CSVWriter(_LinesWriter):
-    """One line ``iteration,epoch,name,value`` per new scalar, smoothed, below a line with these names.
+    """One line ``iteration,epoch,name,value`` per new scalar, smoothed; the first line has these names.
 
     ``epoch`` is empty for a scalar without one. A value that is not finite is ``nan``, ``inf`` or ``-inf``. A name that
-    a spreadsheet would read as a formula gets an apostrophe in front. The file grows and is cut like that of
+    a spreadsheet would read as a formula gets an apostrophe before it. The file grows and is cut like that of
     `JSONWriter`. For a column per scalar, use pandas: ``pandas.read_csv(path).pivot_table(index="iteration",
     columns="name", values="value")``.
     """

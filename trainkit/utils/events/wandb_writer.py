@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 _MAX_BINS = 512  # limit of wandb.Histogram
 _SETTINGS = {
     **{"silent": True, "show_warnings": False, "console": "off"},  # do not change stdout and stderr
-    "x_transaction_log_flush_interval": 0.1,  # for the offline file; the default of 15 s would lose more in a kill
+    "x_transaction_log_flush_interval": 0.1,  # for the offline file; with the default of 15 s a kill would lose more
 }
 
 
 class WandbWriter(ServiceWriter):
-    """Scalars, smoothed, images and histograms for Weights & Biases.
+    """Smoothed scalars, images and histograms for Weights & Biases.
 
     All files are in ``<output_dir>/wandb``; with ``WANDB_MODE=offline`` nothing is sent, and ``wandb sync`` sends it
     later. The step of a row is its iteration, or the next free one: wandb drops rows whose step is not larger than the
@@ -35,11 +35,12 @@ class WandbWriter(ServiceWriter):
     ``epoch``.
 
     A resumed run continues the same W&B run and writes the steps after the checkpoint again, with the same values.
-    Online, W&B keeps the first ones. Offline, each start has its own folder, named by time and run id, and nothing is
-    cut: a killed start and the next one both have these steps. Rows written at a stop stay.
+    Online, W&B keeps the first values. Offline, each start has its own folder, named by time and run id, and nothing is
+    cut: a killed start and the next start both have these steps. Rows written at a stop stay.
 
-    The wandb process starts with training, or at the first write. That takes seconds; if the server does not answer,
-    ``init_timeout`` of ``settings``. An error of wandb is logged, and nothing more is written to it in this training.
+    The wandb process starts with training, or at the first write. This takes seconds; if the server does not answer, it
+    takes ``init_timeout`` of ``settings``. An error of wandb is logged, and nothing more is written to it in this
+    training.
 
     Args:
         kwargs: for ``wandb.init``; they win over the values set here. ``settings`` is a dict.

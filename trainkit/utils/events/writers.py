@@ -30,13 +30,13 @@ _MAX_PENDING = 200  # number of writes kept while the disk is full
 
 
 class EventWriter:
-    """Base of the writers: ``write()`` shows new values of ``get_event_storage()``, ``close()`` ends the output.
+    """Base class of writers: ``write()`` shows new values of ``get_event_storage()``, ``close()`` ends the output.
 
     After ``close()`` a writer can be used with another storage; it continues its output.
     """
 
     def write(self) -> None:
-        """Raises OSError if writing fails now; the values are kept for a later call."""
+        """Write the new values. Raises OSError if this fails now; the values are kept for a later call."""
         raise NotImplementedError(f"{type(self).__name__} must define write()")
 
     def begin(self, trainer: Any) -> None:
@@ -65,11 +65,11 @@ class Scalar(NamedTuple):
     name: str
     value: float  # smoothed
     iter: int
-    epoch: int | None  # if it has one
+    epoch: int | None  # the epoch, if the value has one
 
 
 class ScalarWriter(EventWriter):
-    """Base of writers that show each new value of a scalar once, smoothed. A subclass defines ``_show``.
+    """Base class of writers that show each new value of a scalar once, smoothed. A subclass defines ``_show``.
 
     If it fails, its scalars are shown by a later write; those of the last 200 writes are kept.
     """
@@ -108,7 +108,7 @@ class ScalarWriter(EventWriter):
         self._pending.extend([Scalar(*scalar) for scalar in news] for news in state["pending"])
 
     def _show(self, scalars: list[Scalar], storage: EventStorage) -> None:
-        """Raises OSError to get these scalars again, with newer ones."""
+        """Show the scalars. Raises OSError to get them again, with newer ones."""
         raise NotImplementedError
 
 
@@ -121,12 +121,12 @@ def rows_by_iteration(scalars: Iterable[Scalar]) -> list[tuple[int, int | None, 
 
 
 class PictureWriter(ScalarWriter):
-    """Base of writers that also show images and histograms, and then clear them in the storage.
+    """Base class of writers that also show images and histograms, and then clear them in the storage.
 
     A subclass defines how its output is opened and written.
 
     Raises:
-        ImportError: ``package``, by which they are shown, is missing.
+        ImportError: ``package``, which shows them, is missing.
     """
 
     _opened: Any = None  # an object of the package of the writer
@@ -170,7 +170,7 @@ class PictureWriter(ScalarWriter):
 
 
 class ServiceWriter(PictureWriter):
-    """Base of the writers for other people's services, whose errors do not end a run.
+    """Base class of writers for external services, whose errors do not end a run.
 
     An error is logged, and this training writes nothing more to the service. Only an ``OSError`` is raised.
     """
@@ -181,7 +181,7 @@ class ServiceWriter(PictureWriter):
     def begin(self, trainer: Any) -> None:
         super().begin(trainer)
         with contextlib.suppress(ImportError):
-            importlib.import_module("pandas")  # services check whether a value is one of its tables
+            importlib.import_module("pandas")  # services check whether a value is a table of pandas
         with contextlib.suppress(OSError), self._surviving():  # the first write raises an OSError again
             _ = self._writer
 
@@ -238,12 +238,12 @@ class CommonMetricPrinter(EventWriter):
     ``iter == max_iter``, nothing is logged, since nothing was trained after the last line.
 
     Args:
-        iters_per_epoch: None: there are no epochs.
+        iters_per_epoch: None if there are no epochs.
     """
 
-    _extra: Mapping[str, Any] | None = None  # of the log record
+    _extra: Mapping[str, Any] | None = None  # the ``extra`` of the log record
     _trainer: Any = None  # a weak reference, if there is a trainer
-    # shown elsewhere in the line
+    # these are shown elsewhere in the line
     _PLACED = frozenset({"time", "data_time", "rank_data_time", "lr", "eta_seconds"})
 
     def __init__(
@@ -290,7 +290,7 @@ class CommonMetricPrinter(EventWriter):
         self._last_write = None  # the time until the next run must not count
 
     def _show(self, storage: EventStorage, latest: _Latest, eta_sec: float | None) -> None:
-        """For a subclass that shows more than the line."""
+        """Called with the values of the line; for a subclass that shows more."""
 
     def _eta_sec(self, storage: EventStorage, latest: _Latest) -> float | None:
         if self._max_iter is None:
@@ -308,7 +308,7 @@ class CommonMetricPrinter(EventWriter):
 
 
 def name_epoch(iter: int, iters_per_epoch: int, max_iter: int | None) -> str:
-    """``[Epoch n/N]``, counted from 1; the last one may end early."""
+    """``[Epoch n/N]``, counted from 1; the last epoch may end early."""
     of_all = "" if max_iter is None else f"/{periods_done(max_iter - 1, iters_per_epoch) + 1}"
     return f"[Epoch {periods_done(iter, iters_per_epoch) + 1}{of_all}]"
 
