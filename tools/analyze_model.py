@@ -42,7 +42,7 @@ def sample_batch(cfg: CfgNode, trainer: type[DefaultTrainer] = DefaultTrainer) -
     """A batch with the first sample of DATASETS.TEST, or else of DATASETS.VAL, from the test loader of ``trainer``.
 
     Raises:
-        ConfigError: the config names no dataset, or one that does not exist.
+        ConfigError: the config names no dataset, or a dataset that does not exist.
     """
     names = [*cfg.DATASETS.TEST, *cfg.DATASETS.VAL]
     if not names:
@@ -57,7 +57,7 @@ def batch_of_shapes(cfg: CfgNode, shapes: Iterable[tuple[str, list[int]]]) -> An
     """Zeros for one sample, collated by DATALOADER.COLLATE; the name "" means that the sample is a tensor.
 
     Raises:
-        ConfigError: there are other names beside "", or a name is given twice.
+        ConfigError: there is "" together with other names, or a name is given twice.
     """
     sample: dict[str, Tensor] = {}
     for name, shape in shapes:
@@ -78,10 +78,10 @@ def batch_of_shapes(cfg: CfgNode, shapes: Iterable[tuple[str, list[int]]]) -> An
 class Counts:
     """FLOPs and activations of one forward pass of a model.
 
-    The counts of a module include those of all modules in it, whoever calls them.
+    The counts of a module include those of all modules in it, no matter which module calls them.
 
     Attributes:
-        flops, activations: module name -> number; "" is the model. Modules without any are left out.
+        flops, activations: module name -> number; "" is the model. Modules with 0 are left out.
         uncounted: class -> number of its modules that were called but not counted; modules with submodules are left
             out.
         not_called: names of modules that were not called, if none of their submodules was called either.
@@ -142,12 +142,12 @@ def _count(model: nn.Module, batch: Any) -> tuple[Counter[str], Counter[str]]:
         )
     ]
     fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # else an encoder layer is one operator, which is not counted
+    torch.backends.mha.set_fastpath_enabled(False)  # otherwise an encoder layer is one operator, which is not counted
     try:
-        # attention as two matrix products: its other kernels are not counted in all versions of torch
+        # attention as two matrix products: not all versions of torch count its other kernels
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), flops, activations:
             model(batch)
-    except Exception as error:  # whatever a model raises
+    except Exception as error:  # a model may raise anything
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise ConfigError(f"the model does not take the input {_describe(batch)}: {reason}") from error
     finally:
@@ -178,7 +178,7 @@ def _describe(value: Any) -> Any:
 
 
 def report(model: nn.Module, batch: Any, depth: int = DEPTH) -> str:
-    """The table, and lines that name what it does not count.
+    """The table, and lines that name the modules that it does not count.
 
     Raises:
         ConfigError: as `Counts`.

@@ -46,7 +46,7 @@ ROWS: dict[str, Callable[..., list[Row]]] = {
     "graph": graph.graph,
 }
 
-FEW_STEPS = 1_000_000  # of the memory row, unless --full
+FEW_STEPS = 1_000_000  # steps of the memory row without --full
 
 
 def parse_args(args: list[str] | None = None) -> argparse.Namespace:
@@ -88,7 +88,7 @@ def _names(kind: str, known: Collection[str], text: str) -> list[str]:
 
 
 def _new_file(text: str) -> Path:
-    """A path that is checked now: if it could not be written at the end, hours would be lost."""
+    """A path that is checked at the start: if writing failed at the end, hours would be lost."""
     path = Path(text)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"cannot write {text!r}; name a file in a folder that is there and writable")

@@ -42,11 +42,11 @@ from trainkit.checkpoint.file import read_file
 JOB = Path(__file__).with_name("chaos_job.py")
 SURE_OF_CHECKPOINT = 14  # the save in this iteration waits for the first save
 
-# These files describe the starts of a run, or hold files that a start moved aside. Clock readings are not compared
-# either, and neither are lines of metrics.json that hold nothing else.
+# These files describe the starts of a run, or hold files that a start moved aside. Clock readings, and lines of
+# metrics.json that hold nothing else, are not compared either.
 UNCOMPARED_FILES = ("log.txt*", "previous_*", "config.yaml", "metrics.json.*", "events.*", "capsule.*")
 
-# point at which a run can be killed -> the activity that it is part of
+# point at which a run can be killed -> the activity to which it belongs
 POINTS = {
     "forward": "a step",
     "fetch": "a worker's fetch",
@@ -83,8 +83,8 @@ NOT_MISSED = {
 }
 
 PROCESSES = (1, 2, 4)
-TIMEOUT_SEC = 300  # for a start
-GRACE_SEC = 60  # after a start has ended, for its processes to end
+TIMEOUT_SEC = 300  # time limit of a start
+GRACE_SEC = 60  # time for the processes of a start to end after it
 
 
 # ---------------------------------------------------------------------------- one start of a run
@@ -99,7 +99,7 @@ class Kill:
     count: int = 1
     rank: int = 0
     alone: bool = False  # the other ranks are not killed
-    processes: int = 0  # of this start; 0: as the command says
+    processes: int = 0  # number of processes of this start; 0: as the command says
 
     def __str__(self) -> str:
         return f"{self.point}, no. {self.count}" if self.point in MAX_COUNTS else self.point
@@ -110,7 +110,7 @@ class Start:
     """The outcome of one start."""
 
     kill: Kill | None
-    checkpoint: str  # from which it was resumed
+    checkpoint: str  # the checkpoint from which it was resumed
     code: int = 0
     start_iter: int = -1
     killed_at: int = -1
@@ -135,7 +135,8 @@ class Job:
         log = self._args.output_dir / "starts" / f"{self.num_starts:03d}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         start = Start(kill, os.path.basename(Checkpointer(nn.Identity(), folder).get_checkpoint_file()))
-        # of SEED -1, the first starts of all runs draw the same seed; the others draw another one, which must not count
+        # with SEED -1, the first starts of all runs draw the same seed; later starts draw another one, which must have
+        # no effect
         entropy = None if start.checkpoint else self._args.seed
         report = log.with_suffix(".jsonl")
         plan = {"kill": kill and asdict(kill), "without": without, "entropy": entropy, "report": str(report)}
@@ -200,7 +201,7 @@ class Planner:
         self._nums_processes = [args.processes]
         if args.logical_ranks:
             self._nums_processes = [num for num in PROCESSES if num <= args.logical_ranks]
-        self._num_iters = num_iters  # of the whole run
+        self._num_iters = num_iters  # length of the whole run
         self._num_kills, self.num_left, self._num_fresh = args.kills, args.kills, 0
         self._points: Iterator[str] = iter(())
 
@@ -210,7 +211,7 @@ class Planner:
         first = begin + rng.randint(1, max(2, 2 * (self._num_iters - begin) // (self.num_left + 1)))
         if begin == 0:
             self._num_fresh += 1
-            if 5 * (self._num_fresh + 1) > self._num_kills:  # four in five are to follow a resume
+            if 5 * (self._num_fresh + 1) > self._num_kills:  # four of five kills must follow a resume
                 first = max(first, SURE_OF_CHECKPOINT)
                 point = "forward" if point == "before_train" else point
         if self.num_left == 1 and rng.random() < 0.5:
@@ -235,7 +236,7 @@ class Planner:
 
 
 def differences(left: Path, right: Path) -> list[str]:
-    """Where two folders of runs differ: files, entries of checkpoints bit by bit, lines of metrics.json."""
+    """The places where two folders of runs differ: files, entries of checkpoints (all bits), lines of metrics.json."""
     found = [
         f"{name}: absent in {folder}" for folder in (left, right) for name in FILES if not (folder / name).exists()
     ]
@@ -259,7 +260,7 @@ def _content(path: Path) -> Any:
 
 
 def differing(left: Any, right: Any) -> Iterator[str]:
-    """Where two nested values differ bit by bit, without clock readings."""
+    """The places where two nested values differ bit by bit, without clock readings."""
     return contents.differing(left, right, skip=_is_of_the_clock)
 
 
@@ -270,7 +271,7 @@ def _is_of_the_clock(key: Any, path: str) -> bool:
 
 # ---------------------------------------------------------------------------- the two experiments
 
-# After the save of the last checkpoint before it, something is logged. At the end, the final one is there already.
+# The first kill comes some log lines after a save. At the second, the final checkpoint exists already.
 CONTROL_KILLS = (Kill("a step, all saved", 72), Kill("after_train", 0, count=3))
 
 
@@ -281,7 +282,7 @@ def kill_and_compare(args: argparse.Namespace) -> list[str]:
     starts: list[Start] = []
     planner = Planner(args, _num_iters_done(reference))
     while not found and not (starts and starts[-1].code == 0 and planner.num_left == 0):
-        if starts and starts[-1].code == 0:  # over before the last kill: another run takes the rest
+        if starts and starts[-1].code == 0:  # the run ended before the last kill: another run gets the other kills
             runs.append(args.output_dir / f"killed_{len(runs) + 1}")
         kill = planner.next(_num_iters_done(runs[-1])) if planner.num_left else None
         starts.append(job.start(runs[-1], kill))
@@ -297,18 +298,18 @@ def kill_and_compare(args: argparse.Namespace) -> list[str]:
 def leave_out_and_compare(
     output_dir: Path, resume: Callable[[Path, str], object], only: str = ""
 ) -> dict[str, list[str]]:
-    """The differences if a killed run continues without a part of its checkpoint, for each part, and for "" (no part).
+    """The differences if a killed run continues without a part of its checkpoint; for each part, and for "" (no part).
 
     Args:
-        output_dir: has the folders "reference", of the run that was not killed, and "killed_1" and so on.
+        output_dir: has the folders "reference" (the run that was not killed), "killed_1" and so on.
         resume: called with a copy of one of the killed folders and the part.
-        only: this part instead of all.
+        only: leave out this part instead of each part.
     """
     found: dict[str, list[str]] = {}
     for killed in sorted(output_dir.glob("killed_*")):
         for part in ["", *([only] if only else parts_of(_last_checkpoint(killed)))]:
             if part and found.get(part):
-                continue  # it was missed in an earlier folder
+                continue  # an earlier folder has shown that this part is missed
             folder = output_dir / f"without_{part.replace('/', '_')}_in_{killed.name}"
             shutil.copytree(killed, folder)
             resume(folder, part)
@@ -321,7 +322,7 @@ def _leave_out(args: argparse.Namespace) -> list[str]:
     job = Job(args)
 
     def start(folder: Path, part: str = "", kill: Kill | None = None) -> None:
-        if defects := job.start(folder, kill, part).defects:  # it has to end, to be compared
+        if defects := job.start(folder, kill, part).defects:  # the run has to end, so that it can be compared
             raise SystemExit(defects[0])
 
     start(args.output_dir / "reference")
@@ -356,7 +357,7 @@ def _row(start: Start) -> tuple[Any, ...]:
 
 
 def _describe(start: Start) -> str:
-    """The line about a start that is printed while the next one runs."""
+    """A line that describes a start; it is printed while the next start runs."""
     end = f"killed in iteration {start.killed_at}: {start.kill}" if start.is_hit else f"ended with code {start.code}"
     return f"resumed from {start.checkpoint}, {end}" if start.checkpoint else f"started, {end}"
 

@@ -44,14 +44,14 @@ from trainkit.modeling import MODEL_REGISTRY
 from trainkit.utils import comm, run_file
 
 HELD_SEC = 5  # how long a save waits for the training to pass a point
-GRACE_SEC = 30  # as torchrun gives the others when one has died
+GRACE_SEC = 30  # like torchrun, which gives the other ranks this time after one has died
 
 
 # ---------------------------------------------------------------------------- the kill
 
 
 class _Killer:
-    """Is called at each point that the program passes, and kills it at the planned point."""
+    """Called at each point that the program passes; kills the program at the planned point."""
 
     def __init__(self, plan: Mapping[str, Any]) -> None:
         self.without, self._report = plan.get("without", ""), plan.get("report", "")
@@ -88,7 +88,7 @@ class _Killer:
                 first()
             if point == "a step during a save" and not in_main_thread:
                 self._holds_save = True
-                time.sleep(HELD_SEC)  # in vain if the training waits for this save
+                time.sleep(HELD_SEC)  # useless if the training waits for this save
             self._strike(file)
 
     def _strike(self, file: str = "") -> None:
@@ -106,7 +106,7 @@ _killer = _Killer({})
 
 
 def _add_fail_points() -> None:
-    """Pass a point at each write, fsync and rename of a file: between this process and the system."""
+    """Make each write, fsync and rename of a file a point where the run can be killed."""
 
     class File(io.FileIO):
         def write(self, data: Any) -> int:
@@ -191,7 +191,7 @@ class ChaosNet(nn.Module):
 
 @HOOK_REGISTRY.register()
 class KillPoint(HookBase):
-    """A place among the hooks where the run can be killed; the "first" one also drops a part of the loaded state."""
+    """A place among the hooks where the run can be killed; the place "first" also drops a part of the loaded state."""
 
     def __init__(self, place: str) -> None:
         self._place = place
@@ -225,7 +225,7 @@ class KillPoint(HookBase):
     def after_load(self, state: dict[str, Any]) -> None:
         if not self._is_first or not _killer.without:
             return
-        if _killer.without == "ranks":  # each rank has its own part by now
+        if _killer.without == "ranks":  # now each rank has its own part
             state |= comm.broadcast(state)
         else:
             fresh = {"model": self.trainer.model.state_dict(), "trainer": self.trainer.state_dict()}
@@ -251,7 +251,7 @@ class Smoothed(HookBase):
 
 
 class CountEvaluated(HookBase):
-    """Below the save point, with a state: counts the iterations with a new result, and stores their learning rate."""
+    """A hook below the save point: counts the iterations with a new result, and stores their learning rate."""
 
     priority = Priority.LOW
 
@@ -277,7 +277,7 @@ def replace_part(state: Any, fresh: Any, part: str) -> None:
     *parents, key = part.split("/")
     for parent in parents:
         state, fresh = state[parent], fresh.get(parent, {})
-    if fresh.get(key):  # before it starts, a run has an empty storage and no average
+    if fresh.get(key):  # before its start, a run has an empty storage and no average
         state[key] = fresh[key]
     else:
         del state[key]
@@ -300,7 +300,7 @@ def job_config(output_dir: Path, seed: int, config_seed: int, num_workers: int, 
     cfg.LOG.WRITERS = ["json"]
     cfg.TEST.EVALUATORS, cfg.TEST.IMS_PER_BATCH = ["ClassificationEvaluator", "LossEvaluator"], 2
     cfg.SOLVER.LOGICAL_RANKS = logical_ranks
-    cfg.TEST.PRECISE_BN.ENABLED, cfg.TEST.PRECISE_BN.NUM_ITER = not logical_ranks, 2  # they refuse it
+    cfg.TEST.PRECISE_BN.ENABLED, cfg.TEST.PRECISE_BN.NUM_ITER = not logical_ranks, 2  # logical ranks refuse PreciseBN
     metric = "loss/total_loss"
     cfg.CHECKPOINT.BEST_METRIC = cfg.EARLY_STOPPING.METRIC = metric
     cfg.EARLY_STOPPING.PATIENCE = rng.choice([4, 100])
@@ -327,7 +327,7 @@ def train(args: argparse.Namespace, plan: Mapping[str, Any]) -> None:
         default_setup(cfg, args)
         trainer = DefaultTrainer(cfg)
         trainer.resume_or_load(resume=args.resume)
-        # as scripts for detectron2 do; the losses of one process differ if the number of processes does
+        # as scripts for detectron2 do; the losses of one process depend on the number of processes
         trainer.register_hooks([CountEvaluated()] if args.logical_ranks else [Smoothed(), CountEvaluated()])
         trainer.train()
 
@@ -352,7 +352,7 @@ def _run_rank(rank: int, port: int, args: argparse.Namespace, plan: Mapping[str,
 def run_ranks(args: argparse.Namespace, plan: Mapping[str, Any]) -> int:
     """Run all ranks until they end or the first one dies, like torchrun; returns the exit code.
 
-    They are forked: a new process would take longer to import torch than to train.
+    The ranks are forked: a new process would take longer to import torch than to train.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -371,7 +371,7 @@ def run_ranks(args: argparse.Namespace, plan: Mapping[str, Any]) -> int:
     deadline = time.monotonic() + GRACE_SEC
     for process in ranks:
         process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():  # it waits for a rank that is gone, inside torch, where no signal reaches it
+        if process.is_alive():  # inside torch it waits for a rank that has ended; no signal reaches it there
             process.kill()
             process.join()
     return 128 - code if code < 0 else code

@@ -46,7 +46,7 @@ def describe_keys() -> Iterator[tuple[str, str, Any, str]]:
     found: dict[str, tuple[str, str]] = {}
     for line in _LINE.finditer(inspect.getsource(defaults)):
         section = line["section"] or section
-        if line["key"]:  # a key may come twice: its first default has another type, which is accepted too
+        if line["key"]:  # a key may come twice: its first default has a second type that is accepted
             found[line["key"]] = section, line["text"] or ""
     for key, (section, text) in found.items():
         yield section, key, reduce(lambda node, name: node[name], key.split("."), cfg), text

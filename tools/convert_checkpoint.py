@@ -49,7 +49,7 @@ def convert(source: str, target: str) -> list[str]:
         write_file(kept, local := os.path.join(folder, "converted.pth"))
         try:
             PathManager.copy_from_local(local, target)
-        except Exception as error:  # each file system raises types of its own
+        except Exception as error:  # each file system raises its own types
             raise CheckpointError(f"'{target}' cannot be written: {error}") from error
     return left_out
 

@@ -34,9 +34,9 @@ from user_job import SCRIPT_HELP, find_trainer
 from trainkit.config import CfgNode, ConfigError, import_modules
 from trainkit.engine import DefaultPredictor, user_errors_exit
 
-Program: TypeAlias = Callable[[dict[str, Tensor]], list[Tensor]]  # batch -> its outputs, flat
+Program: TypeAlias = Callable[[dict[str, Tensor]], list[Tensor]]  # batch -> its outputs in one list
 
-_SIZES = (2, 1, 5)  # of the batches that are compared; the first one is exported
+_SIZES = (2, 1, 5)  # sizes of the batches that are compared; the first batch is the example for the export
 _RTOL, _ATOL = 1e-3, 1e-5
 
 
@@ -44,7 +44,7 @@ def flat(outputs: Any, name: str = "output") -> dict[str, Tensor]:
     """The tensors in the output of a model, by name.
 
     Raises:
-        ConfigError: something else is in it.
+        ConfigError: the output has something else.
     """
     if isinstance(outputs, Tensor):
         return {name: outputs}
@@ -77,7 +77,7 @@ def example_batches(model: nn.Module, batch: Any) -> list[dict[str, Tensor]]:
 def _gives(model: nn.Module, batch: dict[str, Any], expected: dict[str, Tensor]) -> bool:
     try:
         outputs = flat(model(dict(batch)))
-    except Exception:  # whatever a model raises that misses something
+    except Exception:  # a model without an entry that it needs may raise anything
         return False
     return [*outputs] == [*expected] and all(torch.equal(outputs[name], expected[name]) for name in expected)
 
@@ -86,12 +86,12 @@ def export(model: nn.Module, batch: dict[str, Tensor], path: Path) -> Program:
     """Write the file, and load it again.
 
     Raises:
-        ConfigError: it cannot be exported, or a package is missing.
+        ConfigError: the model cannot be exported, or a package is missing.
     """
     shapes = ({name: {0: torch.export.Dim("batch")} for name in batch},)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch.export to its own developers
+            warnings.simplefilter("ignore")  # warnings for the developers of torch.export
             program = torch.export.export(copy.deepcopy(model), (batch,), dynamic_shapes=shapes)
             if path.suffix == ".onnx":
                 return _to_onnx(program, batch, path, [*flat(model(dict(batch)))])
@@ -191,6 +191,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.path += [str(ROOT), str(Path.cwd())]  # projects, and modules in the current folder, can be named in IMPORTS
+    sys.path += [str(ROOT), str(Path.cwd())]  # so that IMPORTS can name projects, and modules in the current folder
     with user_errors_exit():
         sys.exit(main(parse_args()))

@@ -7,9 +7,9 @@
     python tools/find_batch_size.py --config-file job.yaml --script train.py --steps 20
     python tools/find_batch_size.py --config-file job.yaml --max-batch-size 512 MODEL.DEVICE cpu
 
-SOLVER.IMS_PER_BATCH is doubled, starting with that of the config, until a step runs out of memory; then sizes between
-the last two are tried. Each size has a new trainer, in one process, without accumulation. Nothing is evaluated, and the
-job's output folder is not touched. Hooks of trainkit are left out, those of your own modules are kept.
+SOLVER.IMS_PER_BATCH starts with the value of the config, and is doubled until a step runs out of memory; then sizes
+between the last two are tried. Each size has a new trainer, in one process, without accumulation. Nothing is evaluated,
+and the job's output folder is not touched. Hooks of trainkit are left out, hooks of your own modules are kept.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from trainkit.utils.env import seed_all_rng
 from trainkit.utils.periods import exact
 from trainkit.utils.tables import format_table
 
-_WARM_UP = 2  # steps before the time is taken
+_WARM_UP = 2  # steps before the time is measured
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 
 
@@ -53,7 +53,7 @@ class Trial:
 
 
 class Clock(HookBase):
-    """Takes the time of the steps after the warm-up."""
+    """Measures the time of the steps after the warm-up."""
 
     def before_step(self) -> None:
         if self.trainer.iter == _WARM_UP:
@@ -73,8 +73,8 @@ def _now() -> float:
 def try_size(
     cfg: CfgNode, trainer_class: type[DefaultTrainer], batch_size: int, steps: int
 ) -> tuple[Trial, int | None]:
-    """Train with one batch size; also returns the samples of an epoch, None if it is not known."""
-    gc.collect()  # a trainer is part of cycles
+    """Train with one batch size; also returns the number of samples of an epoch, None if it is not known."""
+    gc.collect()  # trainers are in reference cycles
     if is_measured := accelerator_runs_ahead():
         torch.accelerator.memory.empty_cache()
         torch.accelerator.memory.reset_peak_memory_stats()
@@ -102,7 +102,7 @@ def search(fits: Callable[[int], bool], start: int, limit: Callable[[], int]) ->
     """The largest size that fits, found within an eighth of it; 0 if not even one sample fits.
 
     Args:
-        limit: sizes above it are not tried; called after each size.
+        limit: called after each size; larger sizes than its result are not tried.
     """
     low, high, size = 0, 0, start  # high: the smallest size that does not fit, 0 if there is none yet
     while not high or high - low > max(1, low // 8):
@@ -157,7 +157,7 @@ def main(args: argparse.Namespace) -> int:
             limit = samples
         return trial.samples_per_sec is not None
 
-    with only_logging(logging.CRITICAL):  # memory that runs out is no error here
+    with only_logging(logging.CRITICAL):  # here it is no error if memory runs out
         largest = search(fits, min(solver.IMS_PER_BATCH, limit), lambda: limit)
     trials.sort(key=lambda trial: trial.batch_size)
     rows = [
@@ -180,6 +180,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.path += [str(ROOT), str(Path.cwd())]  # projects, and modules in the current folder, can be named in IMPORTS
+    sys.path += [str(ROOT), str(Path.cwd())]  # so that IMPORTS can name projects, and modules in the current folder
     with user_errors_exit():
         main(parse_args())

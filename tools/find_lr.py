@@ -9,7 +9,7 @@
 
 The suggested BASE_LR is where the loss falls most steeply. The model starts as in a run of the job, from
 MODEL.WEIGHTS if there are any; parameter groups keep their factors. The job's output folder is not touched: the picture
-is the only file that is written. Hooks of trainkit are left out, those of your own modules are kept.
+is the only file that is written. Hooks of trainkit are left out, hooks of your own modules are kept.
 """
 
 import argparse
@@ -33,11 +33,11 @@ from trainkit.engine import DefaultTrainer, user_errors_exit
 from trainkit.engine.hooks import HOOK_REGISTRY, HookBase
 from trainkit.utils.env import seed_all_rng
 
-_SMOOTHING = 0.9  # share of the former losses in the smoothed one
-_DIVERGED = 4.0  # times the lowest smoothed loss
-_MIN_POINTS = 10  # before anything is said
-_DECADES = 1.5  # of the learning rate, over which the fall of the loss is measured
-_FEW = 100  # steps
+_SMOOTHING = 0.9  # weight of the earlier losses in the smoothed loss
+_DIVERGED = 4.0  # the test ends at this multiple of the lowest smoothed loss
+_MIN_POINTS = 10  # fewer steps give no suggestion
+_DECADES = 1.5  # the fall of the loss is measured over this many powers of ten of the learning rate
+_FEW = 100  # with fewer steps than this there is a warning
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class RangeTest(HookBase):
     """Let the learning rate grow by the same factor in each step; stop where the loss diverges.
 
     Args:
-        base_lr: SOLVER.BASE_LR, by which the learning rates of parameter groups are divided.
+        base_lr: SOLVER.BASE_LR; the learning rate of a parameter group divided by it is the factor of the group.
     """
 
     def __init__(self, low: float, high: float, base_lr: float) -> None:
@@ -95,7 +95,7 @@ def config_of_test(cfg: CfgNode, folder: str, iters: int) -> CfgNode:
     cfg.EARLY_STOPPING.THRESHOLD, cfg.CHECKPOINT.BEST_TO_KEEP = None, 1
     cfg.DATASETS.VAL, cfg.DATASETS.TEST, cfg.TEST.EVAL_PERIOD, cfg.TEST.EVAL_AT_START = (), (), 0, False
     cfg.TEST.EXPECTED_RESULTS, cfg.TEST.PRECISE_BN.ENABLED = [], False
-    # the loss of each step is needed in it
+    # the test needs the loss of each step
     cfg.LOG.ASYNC, cfg.LOG.GATHER_PERIOD = False, 1
     cfg.SOLVER.NON_FINITE.POLICY, cfg.SOLVER.GRAPH.ENABLED = "ignore", False
     import_modules(cfg.IMPORTS)
@@ -130,10 +130,10 @@ def run_test(cfg: CfgNode, trainer_class: type[DefaultTrainer], low: float, high
 
 
 def suggest(points: Sequence[Point]) -> tuple[float, float]:
-    """The learning rate where the loss falls most steeply over its logarithm, and the later one of the lowest loss.
+    """The learning rate where the loss falls most steeply (over its logarithm), and the later rate of lowest loss.
 
-    The first is the middle of a part of `_DECADES`, in which a line is fitted to the losses: from one step to the next
-    they differ mostly by the noise of the batches. For the second the smoothed losses are compared.
+    The first is the middle of a range of `_DECADES` in which a line is fitted to the losses: from one step to the next
+    they differ mostly by the noise of the batches. The second has the lowest smoothed loss.
 
     Raises:
         ConfigError: the loss never falls.
@@ -155,7 +155,7 @@ def suggest(points: Sequence[Point]) -> tuple[float, float]:
 
 
 def draw(points: Sequence[Point], suggested: float, path: Path) -> None:
-    """The loss over the learning rate, as a PNG file."""
+    """Draw the loss over the learning rate into a PNG file."""
     figure = importlib.import_module("matplotlib.figure").Figure((6.4, 4.0), dpi=110, layout="constrained")
     axes = figure.add_subplot()
     lrs = [point.lr for point in points]
@@ -214,6 +214,6 @@ def main(args: argparse.Namespace) -> float:
 
 
 if __name__ == "__main__":
-    sys.path += [str(ROOT), str(Path.cwd())]  # projects, and modules in the current folder, can be named in IMPORTS
+    sys.path += [str(ROOT), str(Path.cwd())]  # so that IMPORTS can name projects, and modules in the current folder
     with user_errors_exit():
         main(parse_args())

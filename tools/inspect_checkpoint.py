@@ -38,10 +38,10 @@ from trainkit.engine.settings import changed_settings
 from trainkit.evaluation.testing import flatten_results_dict
 from trainkit.utils.periods import say_done
 
-CONTAINERS = ("trainer", "trainer/hooks", "trainer/_trainer")  # their entries belong to different objects
-MAX_DIFFERENCES = 10  # of each part of the state, unless --all
-MAX_WIDTH = 70  # of a value
-MAX_RESULTS = 8  # of the newest evaluation
+CONTAINERS = ("trainer", "trainer/hooks", "trainer/_trainer")  # the entries of these belong to different objects
+MAX_DIFFERENCES = 10  # differences shown in each part of the state without --all
+MAX_WIDTH = 70  # characters of a value
+MAX_RESULTS = 8  # results shown of the newest evaluation
 _DETAILS = ("written by", "processes", "versions", "code")  # facts that only --all shows
 _MAGIC = b"PK", b"\x80"  # the first bytes of an archive and of a pickle
 
@@ -53,10 +53,10 @@ def describe_file(path: str, show_all: bool = False) -> str:
     """The description of one file.
 
     Args:
-        show_all: also every tensor and entry, and the exact code with which the run was started.
+        show_all: also show every tensor and entry, and the exact code with which the run was started.
 
     Raises:
-        CheckpointError: it is missing, broken or refused.
+        CheckpointError: the file is missing, broken or refused.
     """
     state = _read_shapes(path)
     facts = [(name, text) for name, text in _facts(path, state) if text and (show_all or name not in _DETAILS)]
@@ -72,10 +72,10 @@ def describe_file(path: str, show_all: bool = False) -> str:
 
 
 def _read_shapes(path: str) -> dict[str, Any]:
-    """The verified state, its tensors without their content, which may be larger than the memory."""
+    """The verified state; its tensors have no content, because this may be larger than the memory."""
     try:
         state = _read(path, map_location="meta")
-    except CheckpointError:  # this device has no quantized tensors; any other error comes again
+    except CheckpointError:  # this device has no quantized tensors; any other error is raised again
         state = _read(path)
     verify_shards(state, path)
     return _normalized(state)
@@ -96,7 +96,7 @@ def _normalized(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _facts(path: str, state: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What the file says about itself; "" if it does not say it, or another program or a damage has written it."""
+    """What the file says about itself; "" for facts that are missing, damaged, or written by another program."""
     trainer: Any = state.get("trainer")
     origin: Any = trainer.get("origin") if isinstance(trainer, Mapping) else None
     facts: dict[str, Callable[[], str]] = {
@@ -162,7 +162,7 @@ def _describe_results(trainer: Mapping[str, Any]) -> str:
 def _describe_best(trainer: Mapping[str, Any]) -> str:
     end = trainer["position"]["max_iter"]
     return "\n".join(
-        # the evaluation at the end counts one more
+        # in the evaluation at the end best_iter is the length of the run
         f"{hook['metric']} {hook['best']:.5g} {say_done(min(hook['best_iter'] + 1, end))}"
         for name, hook in trainer["hooks"].items()
         if name.startswith("BestCheckpointer") and hook["best"] is not None
@@ -176,9 +176,9 @@ def _describe_model(model: Any) -> str:
 
 
 def _describe_settings(settings: Mapping[str, str]) -> str:
-    """Those that change what is computed and differ from the defaults, one on each line."""
+    """The settings that change what is computed and differ from the defaults, one on each line."""
     default = {key: repr(value) for key, value in changed_settings(get_cfg(), CfgNode())}
-    default["SEED"] = settings["SEED"]  # it has a line of its own, as have the processes
+    default["SEED"] = settings["SEED"]  # the seed has a line of its own, like the processes
     return "\n".join(
         f"{key} {value}" for key, value in settings.items() if default.get(key) != value and " " not in key
     )
@@ -240,7 +240,7 @@ def _summary(value: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    """Nested values as their number, unless there are few of them."""
+    """Nested values, or only their number if there are many."""
     if isinstance(value, Tensor):
         return f"tensor {list(value.shape)}"
     if isinstance(value, Mapping | list | tuple) and len(repr(value)) > 40:
@@ -254,7 +254,7 @@ def _size(value: Any) -> str:
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()  # also of a sparse one, which has no nbytes
+    return tensor.numel() * tensor.element_size()  # this works for a sparse tensor too, which has no nbytes
 
 
 def _bytes(number: float) -> str:
@@ -269,7 +269,7 @@ def _bytes(number: float) -> str:
 
 
 def describe_folder(folder: str) -> tuple[str, bool]:
-    """A table of its checkpoints, and the one from which a run would continue; whether one of them is broken.
+    """A table of a folder's checkpoints, with the one from which a run would continue; and whether one is broken.
 
     Raises:
         CheckpointError: there is no checkpoint.
@@ -289,7 +289,7 @@ def describe_folder(folder: str) -> tuple[str, bool]:
             state = _read_shapes(path)
             row[1] = str(state["iteration"] + 1) if isinstance(state.get("iteration"), int) else ""
             row[4] = "intact" if is_zipfile(path) else "loads, no checksums"
-        except OSError as error:  # a CheckpointError is one
+        except OSError as error:  # a CheckpointError is an OSError
             broken[path], row[4] = str(error), "BROKEN" if is_ours(path) else "UNREADABLE"
         rows.append(row)
     lines = [tabulate(rows, ["checkpoint", "iterations", "size", "written", "state", "is"], disable_numparse=True)]
@@ -298,7 +298,7 @@ def describe_folder(folder: str) -> tuple[str, bool]:
 
 
 def _tagged(folder: str) -> tuple[str, str]:
-    """The path that `last_checkpoint` names, and an error message if it is wrong."""
+    """The path that `last_checkpoint` names, and an error message if this path is wrong."""
     try:
         path = tagged_file(folder or os.curdir)
     except CheckpointError as error:
@@ -332,13 +332,13 @@ def _describe_resume(folder: str, broken: Mapping[str, str]) -> str:
 
 
 def compare_files(left: str, right: str, show_all: bool = False) -> tuple[str, bool]:
-    """Where they differ, and whether they do.
+    """A text that says where two files differ, and whether they differ.
 
     Args:
-        show_all: also clock readings, and more than `MAX_DIFFERENCES` differences in a part of the state.
+        show_all: also show clock readings, and more than `MAX_DIFFERENCES` differences in a part of the state.
 
     Raises:
-        CheckpointError: a file is missing, broken or refused, or a folder.
+        CheckpointError: a file is missing, broken, refused, or a folder.
     """
     states = _read_whole(left), _read_whole(right)
     parts = dict.fromkeys(itertools.chain.from_iterable(map(parts_of, states)))

@@ -43,10 +43,10 @@ def main(args: argparse.Namespace) -> list[Path]:
         The files written.
 
     Raises:
-        RunError: they cannot be written.
+        RunError: the files cannot be written.
     """
     if args.output or not args.html:
-        check_matplotlib()  # before anything is read
+        check_matplotlib()  # now, before anything is read
     runs = read_runs(args.runs)
     panels = choose_panels(runs)
     written = []

@@ -59,8 +59,8 @@ from trainkit.utils.batches import num_samples
 from trainkit.utils.device import move_to_device
 
 ROOT = Path(__file__).resolve().parents[1]
-TOP_K = 3  # if classes have names
-TOLD = ("id", "image_id", "name", "file_name", "path", "label")  # entries of a sample that are in its line
+TOP_K = 3  # number of classes that are shown if classes have names
+TOLD = ("id", "image_id", "name", "file_name", "path", "label")  # entries of a sample that its line shows
 MAX_VALUES = 16  # larger tensors are not printed
 
 
@@ -81,7 +81,7 @@ def build_cfg(args: argparse.Namespace) -> CfgNode:
         raise ConfigError(f"{args.run!r} is not a folder; name the folder of a run, or a --config-file and --weights")
     cfg.merge_from_file(args.config_file or os.path.join(args.run, "config.yaml"))
     if args.run is not None:
-        cfg.OUTPUT_DIR = args.run  # it may have been moved
+        cfg.OUTPUT_DIR = args.run  # the folder may have been moved
     cfg.merge_from_list(args.opts)
     cfg.MODEL.WEIGHTS = args.weights or (cfg.MODEL.WEIGHTS if args.run is None else "") or _weights_of_run(cfg)
     cfg.freeze()
@@ -101,7 +101,7 @@ def _weights_of_run(cfg: CfgNode) -> str:
 
 
 def samples_of_file(path: str, key: str) -> Iterator[Any]:
-    """The samples of one file; ``key`` is the name of a bare array in a sample, "" for none.
+    """The samples of one file. If the file has one array, it gets the name ``key`` in a sample; "": no name.
 
     Raises:
         ConfigError: the file cannot be read, or does not hold samples.
@@ -192,13 +192,13 @@ def _split(content: Any, key: str) -> Iterator[Any]:
 def predict_dataset(
     predictor: DefaultPredictor, trainer: type[DefaultTrainer], name: str, num: int | None
 ) -> Iterator[tuple[Any, Any]]:
-    """(what is told of a sample, its prediction) for the first ``num`` samples of a dataset, or all, in its order.
+    """(names and label of a sample, its prediction) for the first ``num`` samples of a dataset, or for all, in order.
 
     The loader is that of an evaluation, with DATALOADER.NUM_WORKERS workers, which also transform the samples. A
-    trainer with its own ``build_test_loader`` gives the batches, in which the names of samples must be.
+    trainer with its own ``build_test_loader`` gives the batches, which must then hold the names of samples.
 
     Raises:
-        ConfigError: no dataset has that name.
+        ConfigError: no dataset has this name.
     """
     batches: Iterable[tuple[list[Any], Any]]
     if vars(DefaultTrainer)["build_test_loader"] is not inspect.getattr_static(trainer, "build_test_loader"):
@@ -217,14 +217,14 @@ def predict_dataset(
 
 
 def _loader_of(cfg: CfgNode, dataset: Any, num: int | None) -> Iterable[tuple[list[Any], Any]]:
-    """Batches of a dataset, each with what is told of its samples, which a transform may leave out."""
+    """Batches of a dataset, each with names and labels of its samples, since a transform may remove these."""
     chosen = Subset(dataset, range(len(dataset))[:num])
     num_batches = math.ceil(len(chosen) / cfg.TEST.IMS_PER_BATCH)
     return build_test_loader(
         chosen,
         mapper=partial(_transformed, build_transform(cfg, is_train=False)),
         batch_size=cfg.TEST.IMS_PER_BATCH,
-        num_workers=min(cfg.DATALOADER.NUM_WORKERS, num_batches - 1),  # a process is slower than one batch
+        num_workers=min(cfg.DATALOADER.NUM_WORKERS, num_batches - 1),  # a worker starts too slowly for one batch
         collate_fn=partial(_collated, default_collate if cfg.DATALOADER.COLLATE == "default" else list),
         prefetch_factor=cfg.DATALOADER.PREFETCH_FACTOR,
         timeout=cfg.DATALOADER.TIMEOUT,
@@ -252,7 +252,7 @@ def predict(predictor: DefaultPredictor, samples: Iterable[Any], origin: str = "
     while batch := list(itertools.islice(iterator, predictor.cfg.TEST.IMS_PER_BATCH)):
         try:
             outputs = predictor(batch)
-        except Exception as error:  # whatever a transform or a model raises
+        except Exception as error:  # a transform or a model may raise anything
             if not origin:
                 raise
             raise ConfigError(
@@ -296,7 +296,7 @@ def describe(prediction: Any, class_names: Sequence[str], top_k: int | None) -> 
 
 
 def _best_classes(scores: Tensor, names: Sequence[Any], top_k: int) -> list[dict[str, Any]]:
-    """The best classes: of ``[C]`` with their probabilities, of ``[C, H, W]`` with their shares of the pixels."""
+    """The best classes: for ``[C]`` with their probabilities, for ``[C, H, W]`` with their shares of the pixels."""
     if scores.ndim == 1:
         are_probabilities = bool((scores >= 0).all()) and abs(scores.sum().item() - 1) < 1e-3
         what, shares = "prob", scores if are_probabilities else scores.softmax(dim=0)
@@ -368,7 +368,7 @@ def check_writable(path: str) -> None:
 
 
 def write_file(path: str, predicted: Iterable[tuple[Any, Any]], class_names: Sequence[Any], top_k: int | None) -> int:
-    """Write all predictions or no file: lines of JSON, or without changes as a list for ``torch.load``."""
+    """Write all predictions or no file: as lines of JSON, or unchanged as a list for ``torch.load``."""
     with replacing(os.path.realpath(path)) as output:
         if path.endswith(".jsonl"):
             return write_lines(lambda line: output.write(line.encode()), predicted, class_names, top_k)
@@ -397,7 +397,7 @@ def main(args: argparse.Namespace) -> None:
             predicted = ((_told(sample), prediction) for sample, prediction in found)
         datasets = [args.dataset] if args.dataset else [*cfg.DATASETS.TEST, *cfg.DATASETS.VAL]
         names = (MetadataCatalog.get(name).get("class_names") for name in datasets)
-        class_names: Sequence[Any] = next(filter(None, names), ())  # of the first dataset that has any
+        class_names: Sequence[Any] = next(filter(None, names), ())  # those of the first dataset that has any
         if args.output is None:
             number = write_lines(partial(print, end="", flush=True), predicted, class_names, args.top_k)
         else:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs/images"
 
 _COMMON = ["SOLVER.MAX_ITER", "400", "TEST.EVAL_PERIOD", "40", "LOG.PERIOD", "10"]
-_COMMON += ["HOOKS", "[{NAME: Throughput}]"]  # so that the scalar of a hook is drawn too
+_COMMON += ["HOOKS", "[{NAME: Throughput}]"]  # so that the pictures show a scalar of a hook too
 _RUNS = {
     "sgd": [],
     "sgd_small_lr": ["SOLVER.BASE_LR", "0.02"],
@@ -60,7 +60,7 @@ def train(folder: Path, settings: list[str]) -> Path:
     """Train a run of the default job in ``folder``."""
     command = [sys.executable, str(ROOT / "tools/train_net.py"), "OUTPUT_DIR", str(folder), *_COMMON, *settings]
     print(f"training {folder.name}", file=sys.stderr)
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}  # the model is too small for two
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}  # the model is too small for two threads
     subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, check=True)
     return folder
 

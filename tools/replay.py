@@ -108,7 +108,7 @@ def stretches(run: str | os.PathLike[str], first: int, end: int) -> tuple[list[S
     """
     if not 0 <= first < end:
         raise ConfigError(f"--range is {first}:{end}; accepted: A:B with 0 <= A < B, B is not included")
-    around(os.fspath(run), first)  # raises
+    around(os.fspath(run), first)  # raises the CheckpointError
     found = checkpoints_of(os.fspath(run))
     starts = [0, *(saved.iteration + (saved.stage == 2) for saved in found)]
     cuts = sorted({first, end, *(start for start in starts if first < start < end)})
@@ -134,7 +134,7 @@ def run_in_parallel(args: argparse.Namespace, parts: list[Stretch], jobs: int, o
         files = [Path(folder, str(part.first), "metrics.json") for part in parts]
         out.mkdir(parents=True, exist_ok=True)
         (out / "metrics.json").write_text("".join(file.read_text() for file in files if file.exists()))
-    lines = [line for found in done for line in found.stdout.splitlines()[1:-1]]  # without cost and file
+    lines = [line for found in done for line in found.stdout.splitlines()[1:-1]]  # without the lines on cost and file
     return lines, any(found.returncode for found in done)
 
 

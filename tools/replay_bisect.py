@@ -77,7 +77,7 @@ def _describe(outcome: Callable[[Any], _Outcome], batch: Any, names: Sequence[st
 
 
 def _alone(outcome: Callable[[Any], _Outcome], batch: Any, row: int, size: int) -> _Outcome:
-    """The outcome of one sample; of this sample twice if the model does not accept one alone (batch norm)."""
+    """The outcome of one sample; the sample is used twice if the model does not accept a single one (batch norm)."""
     found = outcome(take(batch, [row], size))
     return found if isinstance(found, float) else outcome(take(batch, [row, row], size))
 

@@ -9,8 +9,8 @@ from trainkit.replay import Replay
 from trainkit.replay.result import shortened
 from trainkit.utils.tables import format_table
 
-_MAX_ROWS = 40  # of a table
-_WIDTH = 44  # of a name
+_MAX_ROWS = 40  # rows of a table
+_WIDTH = 44  # characters of a name
 
 
 def as_dict(found: Replay) -> dict[str, Any]:

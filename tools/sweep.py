@@ -7,9 +7,9 @@
     python tools/sweep.py output/sweep --random 12 SOLVER.BASE_LR=log:1e-3..1 MODEL.WIDTH=8,16
     python tools/sweep.py output/sweep SEED=0,1,2 -- --config-file job.yaml SOLVER.MAX_ITER 400
 
-Each run is an ordinary run of ``tools/train_net.py`` (or ``--script``) with ``--resume``, in a folder of its own. What
-follows ``--`` are its arguments. The same command again continues the sweep: finished runs are not repeated, others go
-on from their checkpoints. The same command with more values, or a larger ``--random``, adds runs.
+Each run is an ordinary run of ``tools/train_net.py`` (or ``--script``) with ``--resume``, in a folder of its own. The
+arguments after ``--`` go to each run. The same command again continues the sweep: finished runs are not repeated,
+others continue from their checkpoints. The same command with more values, or a larger ``--random``, adds runs.
 
 The exit code is 0; 1 if a run has failed, 2 for a mistake in the command, 130 or 143 if a signal has ended the sweep.
 """
@@ -50,7 +50,7 @@ _STATE_FILE = "sweep.json"
 _RANGE = re.compile(r"(?P<log>log:)?(?P<low>[-+\d.e]+?)\.\.(?P<high>[-+\d.e]+)")
 _POLL_SEC = 0.1
 _MAX_NAME = 80  # characters of a folder's name
-_MAX_REPEATS = 1000  # draws in a row that give a run which is there already
+_MAX_REPEATS = 1000  # so many draws in a row may give runs that exist already
 
 
 # ---------------------------------------------------------------------------- which runs
@@ -60,7 +60,7 @@ def parse_spec(spec: str) -> tuple[str, str]:
     """Key and values of ``KEY=VALUES``.
 
     Raises:
-        ConfigError: it has another form.
+        ConfigError: the text has another form.
     """
     key, equals, values = spec.partition("=")
     if not (key and equals and values):
@@ -79,7 +79,7 @@ def make_grid(specs: dict[str, str]) -> list[Settings]:
     """Every combination of the values; the last key varies fastest.
 
     Raises:
-        ConfigError: there is a range, which has no grid.
+        ConfigError: a key has a range; a grid needs values.
     """
     for key, values in specs.items():
         if _RANGE.fullmatch(values):
@@ -91,7 +91,7 @@ def draw(specs: dict[str, str], number: int, seed: int) -> list[Settings]:
     """``number`` different settings; a larger number gives the same first settings as a smaller one.
 
     Raises:
-        ConfigError: a range is wrong, or there are not so many different settings.
+        ConfigError: a range is wrong, or fewer different settings are possible.
     """
     generator = random.Random(seed)
     drawn: list[Settings] = []
@@ -124,7 +124,7 @@ def _draw_value(generator: random.Random, key: str, values: str) -> str:
 
 
 def name_run(settings: Settings) -> str:
-    """A folder's name that says the settings; equal settings have equal names in every sweep."""
+    """A name for a run's folder, made of its settings; equal settings have equal names in every sweep."""
     text = ",".join(f"{key}={value}" for key, value in settings.items())
     name = re.sub(r"[^\w.,=+-]", "_", text)
     if name == text and len(name) <= _MAX_NAME:
@@ -139,14 +139,14 @@ class Sweep:
     """The runs of a folder. ``sweep.json`` there holds the arguments, and the exit code of each run that has ended.
 
     Raises:
-        ConfigError: the folder belongs to another sweep, or to one that is running.
+        ConfigError: the folder belongs to another sweep, or to a sweep that is running.
     """
 
     def __init__(self, folder: Path, script: str, script_args: Sequence[str], runs: Sequence[Settings]) -> None:
         self.folder, self.runs = folder, {name_run(settings): settings for settings in runs}
         self._command = [sys.executable, script, "--resume", *script_args]
         self._file = folder / _STATE_FILE
-        self.signal: int | None = None  # that has ended the sweep
+        self.signal: int | None = None  # the signal that has ended the sweep
         try:
             own_folder(folder)
         except OSError as error:
@@ -172,18 +172,18 @@ class Sweep:
         """Train what has not finished yet, ``processes`` runs at a time."""
         waiting = [name for name in self.runs if self.codes.get(name) != 0]
         print(f"{len(self.runs)} runs, {len(self.runs) - len(waiting)} of them finished", flush=True)
-        places = list(devices or [""]) * processes  # of the device that each run sees
+        places = list(devices or [""]) * processes  # for each place, the device that its run sees
         running: dict[str, _Child] = {}
         while running or (waiting and self.signal is None):
             for name in [name for name in waiting if not is_owned_by_another(self.folder / name)]:
                 if self.signal is None and len(running) < processes:
                     waiting.remove(name)
                     running[name] = self._start(name, processes, places.pop(0))
-            # if a sweep was killed, its run continues by itself; wait for it
+            # after the kill of a sweep, its runs continue without it; wait for them
             time.sleep(_POLL_SEC)
             for name, child in [*running.items()]:
                 if self.signal is not None and not child.is_told:
-                    child.process.send_signal(signal.SIGTERM)  # it saves a checkpoint and ends
+                    child.process.send_signal(signal.SIGTERM)  # the run saves a checkpoint and ends
                     child.is_told = True
                 if (code := child.process.poll()) is not None:
                     places.insert(0, running.pop(name).device)
@@ -198,7 +198,7 @@ class Sweep:
         if device:
             environment["CUDA_VISIBLE_DEVICES"] = device
         with (self.folder / f"{name}.txt").open("ab") as output:
-            # in a session of its own: Ctrl-C reaches the sweep alone, which tells its runs
+            # in a session of its own: Ctrl-C reaches only the sweep, which then stops its runs
             streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
             process = subprocess.Popen(self.command(name), env=environment, start_new_session=True, **streams)
         return _Child(process, device, time.monotonic())
@@ -216,7 +216,7 @@ class _Child:
     process: subprocess.Popen[bytes]
     device: str
     start: float
-    is_told: bool = False  # that the sweep has ended
+    is_told: bool = False  # whether the run was told that the sweep has ended
 
 
 # ---------------------------------------------------------------------------- the table
@@ -242,7 +242,7 @@ def make_table(sweep: Sweep, metric: str, mode: str) -> tuple[list[str], list[li
     """Columns and rows, the best run first, by its best value on the validation data."""
     found: dict[str, Run] = {}
     for name in sweep.runs:
-        with contextlib.suppress(RunError):  # it has not come so far
+        with contextlib.suppress(RunError):  # the run has no results yet
             [found[name]] = read_runs([str(sweep.folder / name)])
     metric, mode = choose_metric(metric, mode, found)
     sign = -1 if mode == "max" else 1
@@ -264,7 +264,7 @@ def make_table(sweep: Sweep, metric: str, mode: str) -> tuple[list[str], list[li
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options, and what follows ``--`` as ``script_args``."""
+    """The options; ``script_args`` has the arguments after ``--``."""
     words = list(sys.argv[1:] if args is None else args)
     place = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(
@@ -298,7 +298,7 @@ def main(args: argparse.Namespace) -> int:
     if not Path(args.script).is_file():
         raise ConfigError(f"--script: there is no file {args.script!r}; name a training script")
     if args.mode == "auto" and args.metric:
-        choose_metric(args.metric, args.mode, {})  # before hours of training
+        choose_metric(args.metric, args.mode, {})  # its error must come before hours of training
     runs = make_grid(specs) if args.random is None else draw(specs, args.random, args.seed)
     sweep = Sweep(args.folder, args.script, args.script_args, runs)
     try:

@@ -1,4 +1,4 @@
-"""What tools share that need a user's model or data: the trainer in a user's own file, and a quiet log."""
+"""Shared by tools that need a user's model or data: find the trainer in a user's file, and make the log quiet."""
 
 import importlib.util
 import logging
@@ -19,10 +19,10 @@ SCRIPT_HELP = (
 def find_trainer(cfg: CfgNode, script: str = "") -> type[DefaultTrainer]:
     """The subclass of ``DefaultTrainer`` in the script; ``DefaultTrainer`` itself if MODEL.NAME says what the model is.
 
-    With neither, it is the one in the modules of IMPORTS, which are imported.
+    Without a script and MODEL.NAME, it is the subclass in the modules of IMPORTS, which are imported.
 
     Args:
-        script: a file, or ``FILE:NAME``; what stands under ``if __name__ == "__main__"`` is not run.
+        script: a file, or ``FILE:NAME``; the code under ``if __name__ == "__main__"`` is not run.
 
     Raises:
         ConfigError: the script is no file, or has no such class, or several; nothing says what the model is.
@@ -68,7 +68,7 @@ def _is_trainer(value: object) -> bool:
 
 def _load(path: str) -> ModuleType:
     file = Path(path).resolve()
-    for module in [*sys.modules.values()]:  # it may be one of IMPORTS, and what it registers has its name once
+    for module in [*sys.modules.values()]:  # it may be in IMPORTS; importing it again would fail
         if getattr(module, "__file__", None) == str(file):
             return module
     spec = importlib.util.spec_from_file_location(file.stem, file)

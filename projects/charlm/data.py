@@ -19,7 +19,7 @@ class TextWindows(Dataset[dict[str, Any]]):
     A sample is a dict with ``tokens``, int64 ``[WINDOW]``, and ``targets``, the same text shifted by one character.
 
     Args:
-        tokens: of the text, uint8 ``[length]``.
+        tokens: the tokens of the text, uint8 ``[length]``.
         num_windows: default is the largest number without an overlap.
 
     Raises:

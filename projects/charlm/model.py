@@ -12,13 +12,13 @@ from projects.charlm.data import WINDOW
 from trainkit.config import CfgNode, configurable
 from trainkit.modeling import MODEL_REGISTRY
 
-_LONGEST_WAVE = 1000.0  # of the positions, as a multiple of the shortest
+_LONGEST_WAVE = 1000.0  # longest wavelength of the positions, as a multiple of the shortest
 
 
 class Block(nn.Module):
     """Causal self-attention and a feed-forward network, each with a norm before it and a residual connection.
 
-    The last weights of both start as zero, so the block starts as the identity.
+    The last weights of both parts start as zero, so the block starts as the identity.
     """
 
     def __init__(self, width: int, num_heads: int) -> None:
@@ -59,7 +59,7 @@ class GPT(nn.Module):
     layer.
 
     Args:
-        width: of a token, a multiple of ``2 * num_heads``.
+        width: numbers per token, a multiple of ``2 * num_heads``.
         depth: number of blocks.
     """
 

@@ -17,9 +17,9 @@ _FILE = Path(__file__).with_name("digits.npz")
 _SPLITS = ("train", "val", "test")  # a sample's split in the file is an index into this
 
 _MAX_ROTATION = math.radians(10)
-_MAX_SCALING = 0.1  # per axis
+_MAX_SCALING = 0.1  # largest change of the size per axis
 _MAX_SHEAR = 0.1
-_MAX_SHIFT = 0.125  # of half the width: half a pixel
+_MAX_SHIFT = 0.125  # a fraction of half the width: half a pixel
 
 
 def load_split(split: str) -> list[dict[str, Any]]:
@@ -47,7 +47,7 @@ class DigitsTransform:
 
 @TRANSFORM_REGISTRY.register()
 class DigitsTrainTransform(DigitsTransform):
-    """The same, with small random rotation, scaling, shear and shift, drawn from torch's global generator."""
+    """`DigitsTransform` with small random rotation, scaling, shear and shift, drawn from torch's global generator."""
 
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
         sample = super().__call__(sample)

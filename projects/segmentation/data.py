@@ -14,13 +14,13 @@ CLASS_NAMES = ("paper", *(str(digit) for digit in range(10)))
 CANVAS_SIZE = 48
 NUM_CANVASES = {"train": 20_000, "val": 200, "test": 500}
 
-_SIZES = (16, 24)  # of a digit, in pixels
-_IS_INK = 0.4  # of the darkest that a scan can have; more is labelled as the digit
-_NUM_TRIES = 8  # to place a digit; a digit that touches another one is left out
-_NUM_STROKES = 6  # of clutter
+_SIZES = (16, 24)  # smallest and largest digit, in pixels
+_IS_INK = 0.4  # pixels darker than this fraction of full ink are labelled as the digit
+_NUM_TRIES = 8  # tries to place a digit; if it always touches another digit, it is left out
+_NUM_STROKES = 6  # strokes of clutter
 _STROKE_LENGTH = (3, 14)
 _INK = (0.8, 1.0)
-_SHADING = 0.1  # from the middle of the paper to its edge, at most
+_SHADING = 0.1  # largest difference between the middle of the paper and its edge
 _NOISE = 0.05
 
 
@@ -31,7 +31,7 @@ class DigitCanvases(Dataset[dict[str, Any]]):
     clutter, digit + 1 for ink. It depends only on split, seed and index.
 
     Args:
-        split: of the scans, "train", "val" or "test".
+        split: the split of the scans: "train", "val" or "test".
     """
 
     def __init__(self, split: str, num_canvases: int, seed: int = 0) -> None:

@@ -39,7 +39,7 @@ def draw_segmentation(
         inputs: with ``image`` ``[N, 1, H, W]`` and ``label`` ``[N, H, W]``.
         outputs: logits ``[N, C, H, W]``.
         palette: the colour of each class, RGB from 0 to 255; default is `PALETTE`.
-        alpha: how strong the colours are: 0 shows only the image, 1 only the colours.
+        alpha: the weight of the colours: 0 shows only the image, 1 only the colours.
 
     Returns:
         RGB, uint8, on the CPU, each pixel three times as large.

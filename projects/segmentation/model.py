@@ -49,7 +49,7 @@ def _upsample(x: Tensor) -> Tensor:
 
 
 class Pyramid(nn.Module):
-    """Features of an image in four sizes; each size is half of the one before.
+    """Features of an image in four sizes; each size is half of the previous size.
 
     Args:
         width: channels at full size; they double with each halving except the last.
@@ -124,7 +124,7 @@ class ViT(nn.Module):
     (arXiv:2106.14881), and positions start as sines and cosines (arXiv:2205.01580).
 
     Args:
-        dim: of a token, a multiple of 4 and of ``num_heads``.
+        dim: numbers per token, a multiple of 4 and of ``num_heads``.
         depth: number of layers.
 
     Returns:
@@ -154,7 +154,7 @@ class ViT(nn.Module):
 
 
 def _sines_and_cosines(dim: int, size: int) -> Tensor:
-    """``[1, size * size, dim]``, of rows and columns in ``dim / 4`` frequencies."""
+    """Positions ``[1, size * size, dim]``: sines and cosines of rows and columns in ``dim / 4`` frequencies."""
     angles = torch.arange(size)[:, None] / 100 ** (torch.arange(dim // 4) / (dim // 4))
     waves = torch.cat([angles.sin(), angles.cos()], dim=1)
     rows = waves[:, None].expand(size, size, dim // 2)

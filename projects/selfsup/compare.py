@@ -20,11 +20,11 @@ METHODS = ("simsiam", "swav", "densecl", "deepcluster", "odc")
 METRICS = ("probe", "knn", "nmi")
 
 _FOLDER = Path(__file__).parent
-_NUM_BATCHES = 20  # of precise batch-norm statistics
+_NUM_BATCHES = 20  # batches for precise batch-norm statistics
 
 
 class RandomBackbone(SelfSupModel):
-    """A backbone that is not trained; train mode only runs it, for the statistics of its batch norm."""
+    """A backbone that is not trained; a step only runs it, so that batch norm collects its statistics."""
 
     def losses(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         for view in ("view1", "view2"):
@@ -49,7 +49,7 @@ def train(cfg: CfgNode) -> Mapping[str, float]:
 
 
 def evaluate_random(cfg: CfgNode) -> tuple[Mapping[str, float], Mapping[str, float]]:
-    """The metrics on the test scans of the backbone with which every method starts for this seed.
+    """The test metrics of the random backbone of this seed; every method starts with this backbone.
 
     Returns:
         The metrics with initial batch-norm statistics (mean 0, variance 1), and with those of 20 batches of views.
@@ -67,7 +67,7 @@ def _evaluate(cfg: CfgNode, model: nn.Module) -> Mapping[str, float]:
 
 
 def table(rows: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
-    """For each method and metric the mean over the seeds, and the value for each of them."""
+    """For each method and metric the mean over the seeds, and the value for each seed."""
     cells = [
         (method, *(_cell([of_seed[metric] for of_seed in by_seed]) for metric in METRICS))
         for method, by_seed in rows.items()

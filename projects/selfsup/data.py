@@ -18,22 +18,22 @@ LABELLED, UNLABELLED, EVALUATED = range(3)
 """The values of ``part`` in a sample of an evaluation dataset."""
 
 _MAX_ROTATION = math.radians(15)
-_MAX_SCALING = 0.15  # per axis
+_MAX_SCALING = 0.15  # largest change of the size per axis
 _MAX_SHEAR = 0.2
-_MAX_SHIFT = 0.2  # of half the width: 0.8 pixels
+_MAX_SHIFT = 0.2  # a fraction of half the width: 0.8 pixels
 _MAX_CONTRAST = 0.2
 _NOISE = 0.05
 
 
 def load_unlabeled() -> list[dict[str, Any]]:
-    """The training scans: dicts with ``image``, uint8 ``[8, 8]`` from 0 to 16, and its number ``index``."""
+    """The training scans: dicts with ``image``, uint8 ``[8, 8]`` from 0 to 16, and ``index``, the scan's number."""
     return [{"image": sample["image"], "index": index} for index, sample in enumerate(load_split("train"))]
 
 
 def load_frozen(split: str) -> list[dict[str, Any]]:
     """The training scans and those of ``split``, with ``label`` and ``part``, see `LABELLED`.
 
-    Unlabelled scans, which only add neighbours, are the last: a trial run uses only the first few hundred scans.
+    Unlabelled scans come last, because they only add neighbours, and a trial run uses only the first few hundred scans.
     """
     seen: Counter[int] = Counter()
     by_part: dict[int, list[dict[str, Any]]] = {LABELLED: [], UNLABELLED: []}

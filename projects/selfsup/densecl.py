@@ -39,7 +39,7 @@ class DenseCL(SelfSupModel):
     view goes through the key encoder, a slowly moving average of the trained encoder. Each rank has its own queues.
 
     Args:
-        dim: of an embedding.
+        dim: the length of an embedding.
         queue_length: the number of earlier images to contrast with.
         loss_lambda: the weight of the dense loss; the weight of the other loss is ``1 - loss_lambda``.
     """
@@ -102,11 +102,11 @@ def match(features: Tensor, key_features: Tensor) -> Tensor:
 def contrast(queries: Tensor, keys: Tensor, queue: Tensor, temperature: float) -> Tensor:
     """InfoNCE: finds for each of ``queries`` ``[N, D]`` its key in ``[N, D]`` among the embeddings of the queue."""
     positive = (queries * keys).sum(dim=1, keepdim=True)
-    # a copy: the queue changes before the backward pass
+    # copy the queue, because it changes before the backward pass
     logits = torch.cat([positive, queries @ queue.clone().T], dim=1) / temperature
     return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
 
 
 def _as_rows(dense: Tensor) -> Tensor:
-    """``[N * P, D]`` of ``[N, D, P]``."""
+    """``[N, D, P]`` as rows ``[N * P, D]``."""
     return dense.transpose(1, 2).flatten(0, 1)

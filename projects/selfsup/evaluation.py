@@ -14,9 +14,9 @@ from trainkit.utils import comm
 from trainkit_selfsup.clustering import kmeans
 
 _NUM_NEIGHBOURS = 20
-_TEMPERATURE = 0.07  # of the neighbours' votes, as in arXiv:1805.01978
+_TEMPERATURE = 0.07  # for the votes of the neighbours, as in arXiv:1805.01978
 _L2 = 0.01
-_NUM_TRIALS = 10  # of k-means
+_NUM_TRIALS = 10  # trials of k-means
 
 
 class _Part(NamedTuple):
@@ -28,11 +28,11 @@ class _Part(NamedTuple):
 class FrozenFeatureEvaluator(DatasetEvaluator):
     """Evaluates the features that a model returns, ``[N, C]``, without training it; all in percent.
 
-    A batch has ``label`` and ``part``, see `projects.selfsup.data`. ``knn`` is the accuracy of the votes of the 20
-    training scans nearest by cosine, of all of which the labels are used. ``probe`` is the accuracy of a linear
-    classifier on standardized features that is fitted only to the labelled training scans. ``nmi`` is the normalized
-    mutual information between the labels and as many clusters of k-means. The result depends only on features and
-    labels.
+    A batch has ``label`` and ``part``, see `projects.selfsup.data`. ``knn`` is the accuracy of a vote of the 20
+    training scans that are nearest by cosine; it uses the labels of all training scans. ``probe`` is the accuracy of a
+    linear classifier on standardized features that is fitted only to the labelled training scans. ``nmi`` is the
+    normalized mutual information between the labels and as many clusters of k-means. The result depends only on
+    features and labels.
     """
 
     @configurable

@@ -17,11 +17,12 @@ from trainkit_selfsup import ODCMemory
 class ODC(SelfSupModel):
     """Classifies a view into the cluster that the memory has for its sample.
 
-    `trainkit_selfsup.DeepClusterHook` fills the memory, and `trainkit_selfsup.ODCHook` keeps it and ``loss_weight``.
+    `trainkit_selfsup.DeepClusterHook` fills the memory; `trainkit_selfsup.ODCHook` updates it and ``loss_weight``.
 
     Args:
-        num_samples: of the training data.
-        hidden_dim, dim: of the layers between the backbone and the head; the memory holds the output of the second one.
+        num_samples: the number of training samples.
+        hidden_dim, dim: sizes of the two layers between backbone and head; the memory holds the output of the second
+            layer.
         momentum, min_cluster: see `ODCMemory`.
     """
 
@@ -39,7 +40,7 @@ class ODC(SelfSupModel):
         min_cluster: int,
     ) -> None:
         super().__init__(width)
-        # centred: then features differ in direction
+        # batch norm centres the features, so that they differ in direction
         self.neck = nn.Sequential(mlp(self.backbone.out_channels, hidden_dim, dim), nn.BatchNorm1d(dim, affine=False))
         self.head = Head(dim, num_clusters)
         self.memory_bank = ODCMemory(num_samples, dim, momentum, num_clusters, min_cluster)

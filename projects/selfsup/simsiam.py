@@ -17,8 +17,8 @@ class SimSiam(SelfSupModel):
     The predictor needs a constant learning rate (section 4.2): in the config its group has ``FIXED_LR: True``.
 
     Args:
-        dim: of a projection.
-        hidden_dim: of the bottleneck in the predictor.
+        dim: the length of a projection.
+        hidden_dim: the size of the bottleneck in the predictor.
     """
 
     @configurable
@@ -44,5 +44,5 @@ class SimSiam(SelfSupModel):
 
 
 def negative_cosine(prediction: Tensor, target: Tensor) -> Tensor:
-    """The mean over ``[N, D]`` pairs, equation 1; the target is a constant."""
+    """The mean over pairs of rows of two ``[N, D]`` (equation 1); the target gets no gradient."""
     return -F.cosine_similarity(prediction, target.detach()).mean()

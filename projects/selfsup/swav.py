@@ -17,13 +17,13 @@ _EPSILON = 0.05
 
 
 class SwAVLoss(nn.Module):
-    """Predict from each of two embeddings the prototypes to which the other one is assigned.
+    """From the embedding of each view, predict the prototypes to which the embedding of the other view is assigned.
 
     Prototypes are normalized to unit length at every use; the paper normalizes them from time to time.
 
     Attributes:
         queue: earlier embeddings ``[2, rows, dim]`` of this rank, newest first; a `SwAVHook` creates it, else None.
-        use_queue: whether they are assigned together with those of the batch; True as soon as the queue is full.
+        use_queue: whether the queue is assigned together with the embeddings of the batch; True as soon as it is full.
     """
 
     queue: Tensor | None
@@ -63,7 +63,7 @@ class SwAV(SelfSupModel):
     """See `SwAVLoss`, and `trainkit_selfsup.SwAVHook`.
 
     Args:
-        dim: of an embedding.
+        dim: the length of an embedding.
     """
 
     @configurable

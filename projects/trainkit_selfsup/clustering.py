@@ -14,7 +14,7 @@ def kmeans(
         features: ``[N, D]``, floating point.
         generator: a CPU generator; its numbers determine the result.
         max_iters: a trial ends after this many iterations, even if labels still change.
-        num_trials: each has its own seeds; the one with the smallest sum of squared distances is returned.
+        num_trials: each trial has its own seeds; the trial with the smallest sum of squared distances is returned.
 
     Returns:
         Labels, int64 ``[N]``, and centroids ``[num_clusters, D]``, the means of their members.
@@ -31,7 +31,7 @@ def kmeans(
 
 def means(features: Tensor, labels: Tensor, num_clusters: int) -> Tensor:
     """The mean of each cluster's members, ``[num_clusters, D]``; zero for an empty cluster."""
-    members = F.one_hot(labels, num_clusters).to(features.dtype)  # also on a GPU, a product adds in a fixed order
+    members = F.one_hot(labels, num_clusters).to(features.dtype)  # a product adds in a fixed order, also on a GPU
     return members.T @ features / members.sum(0).clamp(min=1)[:, None]
 
 
@@ -51,20 +51,20 @@ def _one_trial(
 
 
 def _seeds(features: Tensor, num_clusters: int, generator: torch.Generator) -> Tensor:
-    """Samples drawn one by one; the probability grows with the squared distance to the samples drawn before."""
+    """Samples drawn one by one; the probability is larger for a larger squared distance to the samples drawn before."""
     weights = torch.ones(len(features), device=features.device)
     squares = torch.full_like(weights, torch.inf)
     seeds: list[Tensor] = []
     for _ in range(num_clusters):
         seeds.append(features[torch.multinomial(weights.cpu(), 1, generator=generator)])
         squares = torch.minimum(squares, (features - seeds[-1]).square().sum(1))
-        # all samples are equal to seeds: take any
+        # if all samples are equal to seeds, take any
         weights = squares if squares.any() else torch.ones_like(squares)
     return torch.cat(seeds)
 
 
 def _without_empty(labels: Tensor, distances: Tensor, num_clusters: int) -> Tensor:
-    """Each empty cluster takes the sample that is farthest from its centroid, from a cluster with other samples."""
+    """Give each empty cluster the sample that is farthest from its centroid, out of clusters with several samples."""
     sizes = torch.bincount(labels, minlength=num_clusters)
     for empty in (sizes == 0).nonzero().flatten().tolist():
         taken = torch.where(sizes[labels] > 1, distances, -1).argmax()

@@ -40,7 +40,8 @@ class DeepClusterHook(HookBase):
     entry is used). If the model has a ``neck``, it gets this output. The model has ``head`` with ``init_weights()``.
     Every clustering initializes the parameters of the head again, and the optimizer drops their state. With
     ``reweight`` the model has ``loss_weight``, a buffer ``[k]``; if ``head.loss`` has ``class_weight``, it is set too.
-    With ``init_memory`` it has ``memory_bank.init_memory(features, labels)``, for tensors ``[N, D]`` and ``[N]``.
+    With ``init_memory`` the model has ``memory_bank.init_memory(features, labels)``, for tensors ``[N, D]`` and
+    ``[N]``.
 
     The data: the dataset of the trainer's loader has ``assign_labels(labels)``, with one int per sample, and for
     ``unif_sampling`` the sampler has ``set_uniform_indices(labels, k)``. Or the trainer has a config with one dataset,
@@ -60,14 +61,15 @@ class DeepClusterHook(HookBase):
         init_memory: fill the memory of ODC.
         initial: also cluster before the first iteration.
         interval: epochs from one clustering to the next.
-        period: the same in iterations, instead of ``interval``; in a config a text such as "6ep" is a period.
+        period: iterations from one clustering to the next, instead of ``interval``; in a config also a text such as
+            "6ep".
         extract_dataloader: loads all training data in their order, for the features; default is the training data of
             the config with INPUT.TEST_TRANSFORM.
-        label_key: see above.
+        label_key: the key of the label in a sample that is a dict, see above.
 
     Raises:
         ValueError: a number or the kind of clustering is not accepted.
-        ConfigError: before training, if the model or the data lack something, or the model is sharded.
+        ConfigError: before training, if the model or the data do not have what is needed, or the model is sharded.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class DeepClusterHook(HookBase):
         self._period = None if period is None else check_period("period", period, minimum=1)
         self._extract_dataloader, self._label_key = extract_dataloader, label_key
         self._labels: Tensor | None = None
-        self._drawn: Tensor | None = None  # indices, with unif_sampling
+        self._drawn: Tensor | None = None  # the drawn indices, with unif_sampling
         self._num_clusterings = 0
         self._is_loaded = False
 
@@ -184,13 +186,13 @@ class DeepClusterHook(HookBase):
     def _new_head(self) -> dict[str, Tensor]:
         head = self._model.head
         if hasattr(head, "_is_init"):
-            head._is_init = False  # else the modules of mmengine do nothing
+            head._is_init = False  # otherwise the modules of mmengine do nothing
         head.init_weights()
         return {name: value.detach().cpu() for name, value in head.state_dict().items()}
 
     def _forget_old_head(self) -> None:
         for parameter in self._model.head.parameters():
-            # optimizers start with zeros
+            # zeros, as optimizers start
             for value in self.trainer.optimizer.state.get(parameter, {}).values():
                 if isinstance(value, Tensor):
                     value.zero_()

@@ -12,7 +12,7 @@ class DenseCLHook(HookBase):
     """Leave out the dense loss in the first iterations, because early features cannot match positions of two views.
 
     The model has ``loss_lambda``, a number that its loss reads in each forward pass. The hook sets it to 0 before
-    iteration ``start_iters``. From there on, and after the end of the run, it has the model's own value.
+    iteration ``start_iters``. From this iteration on, and after the end of the run, it has the model's own value.
 
     Args:
         start_iters: iterations without the dense loss.
@@ -20,7 +20,8 @@ class DenseCLHook(HookBase):
 
     Raises:
         ValueError: ``start_iters`` is negative or no whole number, or ``momentum`` is outside [0, 1].
-        ConfigError: before training, if the model lacks one of the two.
+        ConfigError: before training, if the model has no ``loss_lambda``, or no ``update_key_encoder`` with
+            ``momentum``.
     """
 
     def __init__(self, start_iters: int = 1000, momentum: float | None = None) -> None:

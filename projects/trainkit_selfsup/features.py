@@ -30,7 +30,7 @@ def train_dataset_name(cfg: CfgNode) -> str:
 def embed(model: Any, batch: Any) -> Tensor:
     """``[n, D]``: the output of ``extract_feat(batch)``, and then of ``neck`` if the model has one.
 
-    For a tuple or list its last entry is used, for a map its mean over all positions.
+    If an output is a tuple or list, its last entry is used; of a map, the mean over all positions.
     """
     found = model.extract_feat(batch)
     if getattr(model, "neck", None) is not None:
@@ -72,7 +72,7 @@ def whiten(features: Tensor, dim: int) -> Tensor:
 
 
 def uniform_indices(labels: Tensor, generator: torch.Generator) -> Tensor:
-    """``N`` indices for labels ``[N]``; each cluster that is not empty has the same number of indices, +- 1.
+    """``N`` indices for labels ``[N]``; each cluster that is not empty has the same number of indices, give or take 1.
 
     If a cluster has enough samples, each sample is drawn at most once; from a smaller one, with replacement.
     """
@@ -111,7 +111,7 @@ def loss_weights(sizes: Tensor, power: float) -> Tensor:
 def use_loss_weight(model: Any) -> None:
     """Let ``head.loss`` weight classes by ``loss_weight`` of the model, if it has ``class_weight``.
 
-    A checkpoint does not hold this, so it is done at the start of every run, also of a resumed one.
+    A checkpoint does not hold this, so it is done at the start of every run, also of a resumed run.
     """
     loss: Any = getattr(getattr(model, "head", None), "loss", None)
     if hasattr(loss, "class_weight"):

@@ -21,7 +21,7 @@ class ODCMemory(nn.Module):
 
     Args:
         length: the number of samples.
-        momentum: the weight of a new feature; the old one has the weight ``1 - momentum``.
+        momentum: the weight of a new feature; the old feature has the weight ``1 - momentum``.
         num_classes: the number of clusters.
         min_cluster: clusters with fewer samples are small.
         assign_by: a sample belongs to the centroid with the largest inner product, as in the authors' code, or to the
@@ -73,7 +73,7 @@ class ODCMemory(nn.Module):
 
     @torch.no_grad()
     def update_samples_memory(self, idx: Tensor, feature: Tensor) -> Tensor:
-        """Mix in the features ``[n, feat_dim]`` of the samples ``idx`` ``[n]``, and update their clusters.
+        """Average new features ``[n, feat_dim]`` of the samples ``idx`` ``[n]`` into the memory; update their clusters.
 
         Every rank calls it with its own samples; the model calls it after its loss has read the labels.
 
@@ -94,10 +94,10 @@ class ODCMemory(nn.Module):
         self.centroids.copy_(torch.where(self.sizes()[:, None] > 0, found, self.centroids))
 
     def deal_with_small_clusters(self) -> None:
-        """Give the samples of small clusters to the others; then each small one takes half of the largest cluster.
+        """Give the samples of small clusters to other clusters; then each small one takes half of the largest cluster.
 
-        Rank 0 finds the halves by k-means with two clusters. The centroids of both clusters become the means of the
-        halves. The other centroids do not change, as in the authors' code.
+        Rank 0 finds the two halves by k-means. The centroids of both clusters become the means of the halves. The other
+        centroids do not change, as in the authors' code.
         """
         if comm.is_main_process():
             self._dissolve_small()

@@ -15,7 +15,7 @@ _ABSENT = object()
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether it is an int or a float, but not a bool."""
+    """Whether ``value`` is an int or a float, but not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -44,7 +44,7 @@ class SimSiamHook(HookBase):
             return
         for group in filter(_is_flagged, self.trainer.optimizer.param_groups):
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(self._lr)  # in place: a captured graph reads this one
+                group["lr"].fill_(self._lr)  # in place: a captured graph reads this tensor
             else:
                 group["lr"] = self._lr
 

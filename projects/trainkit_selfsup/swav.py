@@ -31,7 +31,7 @@ class SwAVHook(HookBase):
         batch_size: samples per iteration of one rank.
         epoch_queue_starts: the first epoch with a queue, counted from 0.
         crops_for_assign: the crops that are assigned to prototypes; the queue has a part for each.
-        feat_dim: of an embedding.
+        feat_dim: the length of an embedding.
         queue_length: rows over all ranks, rounded down to whole batches of all ranks; each rank has its part. 0: there
             is no queue.
         interval: has no effect. In MMSelfSup, the queue is saved every ``interval`` epochs.
@@ -39,8 +39,9 @@ class SwAVHook(HookBase):
 
     Raises:
         ValueError: a number is out of range.
-        ConfigError: before training, if the model has no such loss, no parameter has such a name, the data have no
-            epochs, ``queue_length`` is less than one batch, or fused SGD with dampening would update a frozen layer.
+        ConfigError: before training, if the model has no such loss, no parameter has a name of ``frozen_layers_cfg``,
+            the data have no epochs, ``queue_length`` is less than one batch, or fused SGD with dampening would update a
+            frozen layer.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class SwAVHook(HookBase):
 
 
 def _let_start_late(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
-    """Give parameters without a momentum buffer one of zeros: fused SGD fails if only some of a group have one.
+    """Give parameters without a momentum buffer a buffer of zeros: fused SGD fails if only some of a group have one.
 
     With dampening 0 the first update from zeros equals the usual one: ``momentum * 0 + grad``.
     """

@@ -1,4 +1,4 @@
-"""Pictures and texts that are drawn when they are asked for: nothing is read from a disk or from the net."""
+"""Pictures and texts that are made when they are needed: nothing is read from a disk or from the network."""
 
 from functools import partial
 from typing import Any
@@ -11,8 +11,8 @@ from torch.utils.data import Dataset
 from trainkit.config import CfgNode
 from trainkit.data import TRANSFORM_REGISTRY, DatasetCatalog, MetadataCatalog
 
-SIZE = 32  # of a picture, in pixels
-LENGTH = 24  # of a text, in tokens
+SIZE = 32  # width and height of a picture, in pixels
+LENGTH = 24  # tokens of a text
 VOCABULARY = 42
 CLASS_NAMES = ("disc", "square", "stripes")
 TEXT_CLASS_NAMES = ("low", "middle", "high")
@@ -46,9 +46,9 @@ class Shapes(Dataset[dict[str, Any]]):
 class Texts(Dataset[dict[str, Any]]):
     """Token sequences that repeat a piece of 2 to 5 tokens, all of them from the same third of the vocabulary.
 
-    A sample is a dict with ``input_ids``, int64 ``[24]``, ``attention_mask`` ``[24]`` and ``label``, which third that
-    is. With ``for_language_model`` it has ``labels`` ``[24]`` instead, which are the ``input_ids``: a causal language
-    model of Hugging Face shifts them itself.
+    A sample is a dict with ``input_ids``, int64 ``[24]``, ``attention_mask`` ``[24]`` and ``label``, the number of this
+    third. With ``for_language_model`` it has ``labels`` ``[24]`` instead, which are the ``input_ids``: a causal
+    language model of Hugging Face shifts them itself.
     """
 
     def __init__(self, num_samples: int, seed: int, *, for_language_model: bool = False) -> None:

@@ -37,7 +37,7 @@ def llama_depth(name: str) -> tuple[int, int]:
 
 @dataclass
 class Tokens:
-    """A batch class of one's own, which says itself how it is moved."""
+    """A batch class of your own, which moves itself to a device."""
 
     ids: torch.Tensor
 
@@ -46,7 +46,7 @@ class Tokens:
 
 
 class Trainer(DefaultTrainer):
-    """A batch is an object with ``to(device)``; ``split`` takes inputs and target out of it."""
+    """A batch is an object with ``to(device)``; ``split`` gets inputs and target from it."""
 
     @classmethod
     def build_model(cls, cfg: CfgNode) -> nn.Module:

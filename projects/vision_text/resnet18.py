@@ -19,7 +19,7 @@ from trainkit.solver import LAYER_DEPTH_REGISTRY
 
 @MODEL_REGISTRY.register()
 def Resnet18(cfg: CfgNode) -> nn.Module:
-    """That of torchvision. A batch is a dict with ``image`` and ``label``, or a tuple of these two."""
+    """The resnet18 of torchvision. A batch is a dict with ``image`` and ``label``, or a tuple of these two."""
     return losses_from(resnet18(num_classes=len(CLASS_NAMES)), F.cross_entropy)
 
 
@@ -31,7 +31,7 @@ def resnet_depth(name: str) -> tuple[int, int]:
 
 
 class Trainer(DefaultTrainer):
-    """A batch is a list [images, labels], as a plain ``DataLoader`` makes it of samples that are tuples."""
+    """A batch is a list [images, labels], which a plain ``DataLoader`` makes of samples that are tuples."""
 
     @classmethod
     def build_model(cls, cfg: CfgNode) -> nn.Module:

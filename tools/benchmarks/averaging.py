@@ -17,7 +17,7 @@ _DECAY = 0.999
 
 
 class ManyTensors(nn.Module):
-    """Many parameters of 64 x 64 numbers, the smallest in models with so many: larger ones would hide the overhead."""
+    """Many parameters of 64 x 64 numbers, as in small models; larger parameters would hide the overhead."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def ema(rounds: int = 31, *, scratch: Path, updates: int = 100, num_tensors: int
     model = ManyTensors(num_tensors)
     trainer, hook = _Untrained(model), EMAHook(_DECAY)
     trainer.register_hooks([hook])
-    trainer.train(0, 1)  # makes the average; the first update copies
+    trainer.train(0, 1)  # this makes the average; its first update copies
     sources = [parameter.detach() for parameter in model.parameters()]
     averages = [source.clone() for source in sources]
     averaged = AveragedModel(model, avg_fn=get_ema_avg_fn(_DECAY))

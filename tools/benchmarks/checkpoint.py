@@ -14,7 +14,7 @@ from trainkit.checkpoint import Checkpointer
 
 
 def save(rounds: int = 15, *, scratch: Path, device: str = "cpu", num_layers: int = 24) -> list[Row]:
-    """A save compared with torch.save and fsync of the same state, and an asynchronous one with a synchronous one.
+    """A save compared with torch.save and fsync of the same state, and an asynchronous with a synchronous save.
 
     On a GPU, an asynchronous save is timed until the device has finished its work, because the next step comes after it
     in the device's queue.
@@ -27,7 +27,7 @@ def save(rounds: int = 15, *, scratch: Path, device: str = "cpu", num_layers: in
     plain = scratch / "plain.pth"
     synchronous = Checkpointer(model, scratch / "synchronous", optimizer=optimizer)
     asynchronous = Checkpointer(model, scratch / "asynchronous", async_save=True, optimizer=optimizer)
-    asynchronous.save("first")  # its copy allocates memory, which later copies use again
+    asynchronous.save("first")  # the copy of this save allocates memory, which later copies use again
 
     def timed(action: Callable[[], object]) -> Runner:
         def run() -> float:

@@ -1,4 +1,4 @@
-"""Whether the loop ever waits for a GPU, and its speed on one."""
+"""Whether the loop ever waits for a GPU, and its speed on a GPU."""
 
 import itertools
 import warnings
@@ -100,16 +100,16 @@ class Between(HookBase):
 
 
 def _forbid_waiting() -> None:
-    with warnings.catch_warnings():  # torch warns once that it does not see all of them
+    with warnings.catch_warnings():  # torch warns once that it does not see all synchronizations
         warnings.filterwarnings("ignore", "Synchronization debug mode", UserWarning)
         torch.cuda.set_sync_debug_mode("error")
 
 
 def synchronizations(output_dir: Path, more_hooks: Iterable[HookBase] = (), steps: int = 100) -> Row:
-    """1 and its message if anything waits for the device in ``steps`` steps after the first ones; else 0."""
+    """(1, the message) if anything waits for the device in ``steps`` steps after the warm-up; else 0."""
     watch = Between(
         _WARM_UP,
-        _WARM_UP + steps,  # one more, so that hooks after this one run in all of them
+        _WARM_UP + steps,  # one step more, so that the hooks after this one run in all steps
         _forbid_waiting,
         partial(torch.cuda.set_sync_debug_mode, "default"),
     )
@@ -163,7 +163,7 @@ def _cycles(seconds: float) -> int:
     """The argument of ``torch.cuda._sleep`` for about this time, at the current clock rate."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     trial = 200_000_000
-    torch.cuda._sleep(trial)  # the clock rises first
+    torch.cuda._sleep(trial)  # first let the clock rate rise
     begin.record()
     torch.cuda._sleep(trial)
     end.record()

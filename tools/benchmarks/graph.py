@@ -20,7 +20,7 @@ EAGER = Row("SimpleTrainer on the same model over the bare loop", None, note="no
 
 
 class LaunchBound(nn.Module):
-    """30 small layers with norms, two losses: about 500 kernels per step, each of which takes less than its launch."""
+    """30 small layers with norms, two losses: about 500 kernels per step, and each takes less time than its launch."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,10 +17,10 @@ _OLD_STEPS, _YOUNG_STEPS = 2_000_000, 1_000
 
 
 class Past(HookBase):
-    """Fills the new storage of a run that starts at a later iteration, as if it had done the steps before.
+    """Fills the new storage of a run that starts at a later iteration, as if the run had done the earlier steps.
 
     Args:
-        most: fill at most this many steps, the last ones.
+        most: fill at most this number of steps, the last ones.
     """
 
     def __init__(self, most: int = _OLD_STEPS) -> None:
@@ -44,8 +44,8 @@ def history(
 ) -> list[Row]:
     """Each trainer of the step rows with ``old_steps`` steps in its storage, compared with a trainer with 1,000 steps.
 
-    The old trainer continues from round to round; the young one is new in each round. Because of its place in memory, a
-    trainer can always be a percent faster than an equal one. So there are several old ones.
+    The old trainer continues from round to round; the young trainer is new in each round. Because of its place in
+    memory, a trainer can always be a percent faster than an equal trainer. So there are several old trainers.
     """
     old_name, young_name = f"after {old_steps:,} steps", f"after {_YOUNG_STEPS:,} steps"
     rows = []
@@ -81,7 +81,7 @@ def memory(rounds: int = 1, *, scratch: Path, steps: int = 10_000_000) -> list[R
     growths, traces = [], []
     for _ in range(rounds):
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            growths.append(pool.apply(_growth_mib, (steps,)))  # first, because a used process has free memory
+            growths.append(pool.apply(_growth_mib, (steps,)))  # first: a used process has free memory
             traces.append(pool.apply(_traced_mib, (few,)))
     note = f"of the process, at its peak; of Python's allocations in {few:,} steps {max(traces):.1f} MiB"
     return [Row(f"storage of 20 scalars, {steps:,} steps", max(growths), 64, "MiB", note=note)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.measure import Row, alternate
 
-HEAVY = ("tensorboard", "matplotlib", "omegaconf")  # optional, and slow to import
+HEAVY = ("tensorboard", "matplotlib", "omegaconf")  # optional packages that are slow to import
 
 _SCRIPT = f"""
 import sys, time
@@ -26,7 +26,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 def imports(rounds: int = 9, *, scratch: Path) -> list[Row]:
     """``import trainkit.engine`` after ``import torch``, each time in a new interpreter.
 
-    It is imported from bytecode, which the first round writes if it is missing; this round does not count.
+    The import uses bytecode; if it is missing, the first round writes it. This round does not count.
     """
     torch_secs, heavy = [], set()
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}

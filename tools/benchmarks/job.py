@@ -24,7 +24,7 @@ Batch = tuple[Tensor, Tensor]
 
 LR = 0.01
 LOG_PERIOD = 20
-MAX_ITER = 100_000_000  # of the schedule; no measurement comes near it
+MAX_ITER = 100_000_000  # length of the schedule; every measurement is much shorter
 WARMUP_ITERS, WARMUP_FACTOR = 1000, 0.001
 _WARMUP_LENGTH = WARMUP_ITERS / MAX_ITER
 
@@ -46,7 +46,7 @@ class TinyModel(nn.Module):
 
 
 class DeepModel(TinyModel):
-    """The same with 50 layers: 100 parameter tensors."""
+    """Like `TinyModel`, with 50 layers: 100 parameter tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def make_batches(count: int = 100, size: int = 8) -> list[Batch]:
 
 
 class PlainLoader:
-    """The batches without end, for trainers that do not accept a list as a loader, or that pause at its end."""
+    """The batches, repeated without end: for trainers that do not accept a list, or that pause at its end."""
 
     def __init__(self) -> None:
         self.dataset = make_batches()
@@ -110,7 +110,7 @@ class BareLoop:
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
 
     def __call__(self, steps: int) -> float:
-        """Do this many steps, and return the seconds of one."""
+        """Do this number of steps, and return the seconds per step."""
         model, optimizer, scheduler, batches = self.model, self._optimizer, self._scheduler, self._batches
         model.train()
         self._finish()
@@ -173,7 +173,7 @@ class Chunks:
         trainer.register_hooks([self._stopwatch])
 
     def __call__(self, steps: int, start_iter: int | None = None) -> float:
-        """Do this many steps, and return the seconds of one; the run starts again if ``start_iter`` is given."""
+        """Do this number of steps, and return the seconds per step; the run starts again if ``start_iter`` is given."""
         start_iter = self.trainer.iter if start_iter is None else start_iter
         self._stopwatch.start(start_iter + LOG_PERIOD - 1, steps)
         self.trainer.train(start_iter, MAX_ITER)
@@ -188,7 +188,7 @@ def simple_trainer(
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
     **options: Any,
 ) -> SimpleTrainer:
-    """The job in a trainer with the hooks of the step rows; gather period 1 and the finite check are its defaults.
+    """The job in a trainer with the hooks of the step rows; its defaults are gather period 1 and the finite check.
 
     Args:
         model: replaces the tiny model; it gets the same batches.

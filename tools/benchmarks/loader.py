@@ -55,7 +55,7 @@ def loader(rounds: int = 21, *, scratch: Path, batches: int = 100, workers: Iter
                 iterators = {label: iter(make(dataset, num_workers)) for label, make in MAKERS.items()}
                 runs = {label: partial(_draw, iterator, batches) for label, iterator in iterators.items()}
                 found = alternate(runs, rounds)
-                del iterators, runs  # and with them the workers
+                del iterators, runs  # this ends the workers
             goal = goals[num_workers > 0]
             ours, theirs = MAKERS
             rows.append(compare(f"loader, {name}, {num_workers} workers", found, ours, theirs, goal))

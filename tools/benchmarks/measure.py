@@ -16,9 +16,9 @@ class Row:
     Attributes:
         name: the measured quantity.
         value: in ``unit``, which is "x" for a ratio. None: not measured, ``note`` says why.
-        goal: the largest value that is good enough; the smallest if ``at_least``. None: there is no goal.
+        goal: the largest value that is good enough; with ``at_least`` the smallest. None: there is no goal.
         sides: name of each compared side -> its median in seconds.
-        note: a remark about the number, or why there is none.
+        note: a remark about the value, or why there is no value.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Row:
 
     @property
     def holds(self) -> bool | None:
-        """Whether the goal is reached; None if there is none, or nothing was measured."""
+        """Whether the goal is reached; None if there is no goal, or nothing was measured."""
         if self.value is None or self.goal is None:
             return None
         return self.value >= self.goal if self.at_least else self.value <= self.goal
@@ -49,10 +49,10 @@ class Row:
 
 
 def alternate(runners: Mapping[str, Runner], rounds: int) -> dict[str, list[float]]:
-    """name -> the time of each runner in each round; every round calls each of them once.
+    """name -> the time of this runner in each round; every round calls each runner once.
 
-    One more round before them does not count; it fills caches and allocators. The order is reversed from round to
-    round, because the first runner leaves the machine in another state for the second.
+    A first round does not count; it fills caches and allocators. The order is reversed from round to round, because a
+    runner changes the state of the machine for the next runner.
     """
     found: dict[str, list[float]] = {name: [] for name in runners}
     order = list(runners)
@@ -64,7 +64,7 @@ def alternate(runners: Mapping[str, Runner], rounds: int) -> dict[str, list[floa
 
 
 def ratio(values: Sequence[float], base: Sequence[float]) -> float:
-    """The median over the rounds of the ratio within a round. So a slowdown of a whole round cancels out."""
+    """The median of the ratios within each round. So a slowdown of a whole round does not matter."""
     return statistics.median(value / other for value, other in zip(values, base, strict=True))
 
 

@@ -30,7 +30,7 @@ def ranks(rounds: int = 45, *, scratch: Path, steps: int = 130, width: int = 102
     """`SimpleTrainer` with DDP on two processes over Gloo: the exchange period of `DefaultTrainer`, and no exchange.
 
     One model is that of the step rows, whose step takes little longer than one exchange. The other has some layers of
-    ``width``, and a twentieth as many steps is timed. The hooks are those of the step rows, the writers are on rank 0.
+    ``width``; only a twentieth of the steps is timed. The hooks are those of the step rows, the writers are on rank 0.
     A step takes the time of the slower rank.
     """
     models = {"": (job.make_model(), steps), " of a larger model": (_Wide(width), max(1, steps // 20))}
@@ -50,10 +50,10 @@ def logical(
     batch: int = 32,
     counts: Sequence[int] = (1, 2, _LOGICAL_RANKS),
 ) -> list[Row]:
-    """A step with `_LOGICAL_RANKS` logical ranks over one with the same micro-batches added up as usual, under DDP.
+    """A step with `_LOGICAL_RANKS` logical ranks, compared with a step of DDP that accumulates the same micro-batches.
 
     The models are a small one of 50 layers and one of two million parameters; each logical rank has ``batch`` samples.
-    ``counts``: of processes.
+    ``counts``: numbers of processes.
     """
     models = {"a small model": (job.make_model(job.DeepModel), steps), "two million parameters": (_Wide(width), steps)}
     rows = []
@@ -109,7 +109,7 @@ def _without_gpus(run: Callable[[], _Found]) -> _Found:
 
 
 def _measure(models: Mapping[str, tuple[nn.Module, int]], rounds: int, scratch: Path) -> _Found:
-    """Runs in every process, in the same order: model -> the times from `alternate`."""
+    """model -> the times from `alternate`; runs in every process, in the same order."""
     found = {}
     folder = scratch / f"rank{comm.get_rank()}"
     with job.one_thread(), job.logging_to(folder):

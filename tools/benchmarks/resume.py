@@ -56,8 +56,8 @@ class _StopAtOnce(HookBase):
 def resume(rounds: int = 15, *, scratch: Path, late: int = _LATE, workers: Sequence[int] = (0, 2)) -> list[Row]:
     """From the call of resume_or_load to the first batch: a run after ``late`` iterations, compared with one after 10.
 
-    Histories and the data position are those of such a run. Every round continues from the checkpoint of the round
-    before, one iteration later.
+    Histories and the data position are those of such a run. Every round continues from the checkpoint of the previous
+    round, one iteration later.
     """
     rows = []
     with one_thread(), logging_to(scratch):
@@ -87,7 +87,7 @@ def _cfg(output_dir: Path, num_workers: int) -> CfgNode:
 def _save_at(iteration: int, cfg: CfgNode) -> None:
     """Save a checkpoint as if a run had done this many iterations: it starts there, at their position in the data."""
     trainer = _Run(cfg)
-    trainer.register_hooks([Past(most=30_000), _StopAtOnce()])  # more than a history holds
+    trainer.register_hooks([Past(most=30_000), _StopAtOnce()])  # more steps than a history holds
     loader: Any = trainer.data_loader
     loader.sampler.set_position((iteration - 1) * _BATCH_SIZE)
     trainer.train(start_iter=iteration - 1)

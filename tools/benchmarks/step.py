@@ -25,7 +25,7 @@ def step(
     steps: int = 400,
     peers: Mapping[str, Callable[[Path], StepRunner]] | None = None,
 ) -> list[Row]:
-    """Each trainer compared with the bare loop, for a tiny model and one of 100 tensors; peers have no goal."""
+    """Each trainer compared with the bare loop, for a tiny model and a model of 100 tensors; peers have no goal."""
     tiny: dict[str, Callable[..., TrainerBase]] = {**job.TRAINERS, SKIP: partial(job.simple_trainer, non_finite="skip")}
     goals = {**dict.fromkeys(job.TRAINERS, 1.10), SKIP: 1.12, **dict.fromkeys(DEEP, 1.02)}
     with job.one_thread(), job.logging_to(scratch):
@@ -37,7 +37,7 @@ def step(
 
 
 def _compare(runners: Mapping[str, StepRunner], steps: int, rounds: int, goals: Mapping[str, float]) -> list[Row]:
-    """All of them, compared with the first."""
+    """Compare all runners with the first one."""
     base, *others = runners
     found = alternate({name: partial(run, steps) for name, run in runners.items()}, rounds)
     return [compare(f"step: {name}", found, name, base, goals.get(name)) for name in others]

@@ -5,7 +5,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-_MARGIN = 0.05  # of the axis, at both ends
+_MARGIN = 0.05  # fraction of the axis that stays free at both ends
 _UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 

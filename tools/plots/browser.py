@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
-_QUIET = ("background-networking", "component-update", "sync", "quic")  # it loads nothing of its own either
+_QUIET = ("background-networking", "component-update", "sync", "quic")  # the browser itself loads nothing either
 
 
 def find_chromium() -> str | None:

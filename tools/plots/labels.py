@@ -24,7 +24,7 @@ class Label:
 
     Attributes:
         mark: the place of the value.
-        left, bottom: of the text.
+        left, bottom: the place of the text.
     """
 
     curve: Curve
@@ -69,7 +69,7 @@ def _free_place(place: Place, taken: Sequence[Place]) -> Place:
 
 
 def best_labels(panel: Panel, x_axis: Axis, y_axis: Axis, marks: Sequence[Sequence[Place]]) -> list[Label]:
-    """The best value of each metric of an evaluation; none if its name does not tell whether more or less is better."""
+    """The best value of each metric of an evaluation whose name tells whether more or less is better."""
     labels: list[Label] = []
     if panel.kind != "evaluation":
         return labels

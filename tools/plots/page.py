@@ -60,7 +60,7 @@ def make_page(runs: Sequence[Run], panels: Sequence[Panel]) -> str:
 def _style_of_runs(num_runs: int, shared: Iterable[tuple[int, ...]]) -> str:
     """CSS rules for the colour of what belongs to one or several runs.
 
-    It has the colour of the first of these runs whose box is checked, and is hidden if none is.
+    An element has the colour of the first of its runs whose box is checked; it is hidden if no box is checked.
     """
     rules = []
     for runs in sorted({*shared, *((number,) for number in range(num_runs))}):
@@ -138,7 +138,7 @@ def _classes(runs: Sequence[Run], results: Results) -> str:
 
 
 def _cells(metric: str, row: Sequence[Result]) -> list[tuple[str, str, str]]:
-    """The texts of the last and the best value and of the test data, for each run; the best one of all is marked."""
+    """The texts of the last value, the best value and the test result of each run; the best run is marked."""
     best_val = best_runs(metric, [result.best and result.best[1] for result in row])
     best_test = best_runs(metric, [result.test for result in row])
     cells = []

@@ -14,10 +14,10 @@ from trainkit.engine.hooks.monitor import infer_mode
 
 logger = logging.getLogger(__name__)
 
-MOST_METRICS = 4  # in a panel: the number of line styles that one can distinguish
+MOST_METRICS = 4  # in a panel: a reader can distinguish this number of line styles
 MOST_PANELS = 24
 _MOST_MARKS = 60  # more marks would look like a thick line
-_UNLIKE = 10.0  # if the largest values of two metrics differ by more than this factor, they have another unit
+_UNLIKE = 10.0  # if the largest values of two metrics differ by more than this factor, they get separate panels
 LOG_RANGE = 10.0  # if values span this factor, a logarithmic axis shows more
 _START = 0.1  # the part of a curve that may leave the axis
 _MOST_ZOOM = 6.0  # the axis shows at least this fraction (1/6) of the range of all values
@@ -89,7 +89,7 @@ class Panel:
 
     @property
     def axis(self) -> Axis:
-        """The axis of the values, without the start of the curves if that fills it; logarithmic if that shows more."""
+        """The axis of the values: without the start of the curves if that needs most of it; logarithmic if useful."""
         values = self.values
         if self.kind not in ("loss", "other", "time") or not values:
             return make_axis(values)
@@ -140,7 +140,7 @@ def run_color(run: int) -> str:
     """The colour of the ``run``-th run, visible on a white and on a dark background."""
     if run < len(_COLORS):
         return _COLORS[run]
-    hue = 0.618034 * run % 1  # the golden ratio keeps neighbours apart
+    hue = 0.618034 * run % 1  # by the golden ratio, colours of neighbours differ clearly
     return "#" + "".join(f"{round(255 * part):02x}" for part in colorsys.hls_to_rgb(hue, 0.5, 0.55))
 
 
@@ -220,7 +220,7 @@ def _split(title: str, kind: Kind, keys: dict[str, str], runs: Sequence[Run]) ->
 
 
 def merge_equal(keys: Mapping[str, str], runs: Sequence[Run]) -> list[list[str]]:
-    """The metrics, those with the same values in all runs together; ``keys`` are their names in the runs."""
+    """Group the metrics that have the same values in all runs; ``keys`` are their names in the runs."""
     equal: dict[str, list[str]] = {}
     for metric, key in keys.items():
         values = [(run.series.get(key), run.series.get(f"test/{key}")) for run in runs]
@@ -229,7 +229,7 @@ def merge_equal(keys: Mapping[str, str], runs: Sequence[Run]) -> list[list[str]]
 
 
 def better(key: str) -> Any:
-    """``max`` or ``min``; None if the name of the metric does not tell."""
+    """``max`` or ``min``; None if the name of the metric does not say which one is better."""
     try:
         return {"max": max, "min": min}[infer_mode(key)]
     except ValueError:

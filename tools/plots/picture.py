@@ -89,7 +89,7 @@ def _draw(axes: Any, panel: Panel, names: Sequence[str], x_axis: Axis, legend_ro
         if places:
             axes.plot(*zip(*places, strict=True), **style, color=color, mec="white", mew=0.7, transform=axes.transAxes)
         iters = curve.not_finite
-        transform = axes.get_xaxis_transform()  # always at the lower edge
+        transform = axes.get_xaxis_transform()  # y counts from the lower edge of the axes
         axes.plot(iters, [0.03] * len(iters), "x", transform=transform, color=color, markeredgewidth=2)
     for label in best_labels(panel, x_axis, y_axis, marks):
         _add_label(axes, label)

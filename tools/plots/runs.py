@@ -13,11 +13,11 @@ from trainkit.config import CfgNode, ConfigError
 logger = logging.getLogger(__name__)
 
 Point: TypeAlias = tuple[int, float | None]  # iterations done, value; None is not finite
-Series: TypeAlias = list[Point]  # by iterations done
+Series: TypeAlias = list[Point]  # sorted by iterations done
 
 
 class RunError(Exception):
-    """Why a RUN cannot be shown, in one line."""
+    """The reason why a RUN cannot be shown, in one line."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def read_runs(places: Sequence[str]) -> list[Run]:
 
 def _add_parents(found: dict[Path, dict[str, Series]], configs: dict[Path, dict[str, Any] | None]) -> dict[Path, int]:
     """Add the parents that are not given; returns the number of iterations that each of them did until the fork."""
-    ends: dict[Path, int] = {}  # in iterations done
+    ends: dict[Path, int] = {}  # numbers of iterations done
     given, waiting = set(found), [*found]
     for file in waiting:
         config = configs.setdefault(file, _read_config(file.parent / "config.yaml")) or {}
@@ -132,11 +132,11 @@ def _read_series(file: Path) -> dict[str, Series]:
                 broken.append(number)
                 continue
             iteration = int(row.pop("iteration"))
-            row.pop("epoch", None)  # another form of the iteration
+            row.pop("epoch", None)  # it repeats the iteration in another form
             for name, value in row.items():
                 if value is None or _is_number(value):
                     points = series.setdefault(name, [])
-                    while points and points[-1][0] >= iteration:  # other tools append repeated iterations
+                    while points and points[-1][0] >= iteration:  # other tools append iterations again
                         points.pop()
                     points.append((iteration, value if value is not None and math.isfinite(value) else None))
     if broken:
@@ -162,7 +162,7 @@ def _count_done(series: dict[str, Series]) -> dict[str, Series]:
 def _parse(line: str) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError):  # such as the last line of a run that was killed
+    except (ValueError, RecursionError):  # for example the last line of a run that was killed
         return None
     iteration = row.get("iteration") if isinstance(row, dict) else None
     return row if _is_number(iteration) and math.isfinite(iteration) else None

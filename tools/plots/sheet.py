@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape, unescape
 
-_WIDTH = 1200  # of a table, in pixels
-_LETTER, _GAP = 8.0, 20  # the width of a letter, the room between columns
+_WIDTH = 1200  # width of a table in pixels
+_LETTER, _GAP = 8.0, 20  # the width of a letter, the space between columns
 _MOST_LETTERS = 30  # a longer text is broken into lines
 
 NONE = "-"
@@ -32,7 +32,7 @@ class Column:
 
     @property
     def width(self) -> int:
-        """The room in pixels for its texts."""
+        """The width in pixels that its texts need."""
         letters = max(max(map(_num_letters, self.title.split("<wbr>"))), *map(_num_letters, self.cells))
         return round(_LETTER * min(letters, _MOST_LETTERS))
 
@@ -47,7 +47,7 @@ def draw_sheet(title: str, heads: Iterable[str], classes: Sequence[str], groups:
     """The tables; columns without any value are left out.
 
     Args:
-        title: of the column of the heads.
+        title: the title of the first column.
         heads: the HTML at the start of each row.
         classes: the CSS class of each row.
         groups: columns that stay in one table.

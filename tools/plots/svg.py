@@ -9,14 +9,14 @@ from plots.panels import Curve, Panel
 
 WIDTH, HEIGHT = 400, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 8, 8, 34
-_MOST_POINTS = 500  # of a line; more would be narrower than a pixel
+_MOST_POINTS = 500  # points of a line; more would be closer than a pixel
 
 
 def draw_svg(panel: Panel, names: list[str], x_axis: Axis) -> str:
     """The curves, each with its values for page.js.
 
     Args:
-        names: of the runs.
+        names: the names of the runs.
     """
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(panel.title)}">']
     y_axis = panel.axis
@@ -79,7 +79,7 @@ def _draw_label(label: Label) -> str:
 
 
 def thin(points: list[tuple[int, float]], most: int = _MOST_POINTS) -> list[tuple[int, float]]:
-    """Fewer points: the lowest and the highest of neighbours, the first and the last. So no peak is lost."""
+    """Fewer points: of neighbours only the lowest and the highest, plus the first and the last. So no peak is lost."""
     if len(points) <= most:
         return points
     size = -(-2 * len(points) // (most - 2))

@@ -9,7 +9,7 @@ from plots.panels import better, class_metrics, key_order, merge_equal, split_ke
 from plots.runs import Point, Run, Series
 
 _ABSENT = object()
-_PLACE = "OUTPUT_DIR"  # always differs
+_PLACE = "OUTPUT_DIR"  # this setting always differs
 
 
 def config_difference(runs: Sequence[Run]) -> dict[str, list[str]]:
@@ -35,8 +35,9 @@ class Result:
     """The results of one metric in one run; None if no value is finite.
 
     Attributes:
-        best: with the iterations done; also None if the metric's name does not tell whether more or less is better.
-        test: on the test data.
+        best: the best value, with the iterations done; also None if the metric's name does not say whether more or less
+            is better.
+        test: the result on the test data.
     """
 
     last: float | None

@@ -5,7 +5,7 @@ from trainkit.config import LazyCall as L
 from trainkit.solver import WarmupParamScheduler, get_default_optimizer_params
 
 optimizer = L(SGD)(
-    # of the model, which is an argument as soon as there is one
+    # the parameter groups of the model; the script gives the model as an argument
     params=L(get_default_optimizer_params)(
         base_lr="${optimizer.lr}", weight_decay="${optimizer.weight_decay}", weight_decay_norm=0.0
     ),

@@ -26,7 +26,7 @@ class _Clock(Hook):
     priority = "LOWEST"
 
     def after_train_iter(self, runner: Any, batch_idx: int, **kwargs: Any) -> None:
-        if runner.iter + 1 == job.LOG_PERIOD:  # before it is counted
+        if runner.iter + 1 == job.LOG_PERIOD:  # the iteration is not counted yet
             self.begin = time.perf_counter()
         self.end = time.perf_counter()
 
