@@ -43,6 +43,17 @@ def test_at_start_it_evaluates_before_the_first_iteration_of_a_fresh_run():
     assert found == [0, 4, 4]
 
 
+def test_at_start_it_evaluates_again_when_the_first_iteration_has_failed():
+    found = []
+    trainer = Steps(step=fail_at(0))
+    trainer.register_hooks([EvalHook(0, lambda: found.append(trainer.iter), eval_at_start=True)])
+    with pytest.raises(RuntimeError, match="step 0 failed"):
+        trainer.train(0, 4)
+    trainer.step = lambda iter: None
+    trainer.train(0, 4)  # with a storage of its own
+    assert found == [0, 0, 4]
+
+
 @pytest.mark.parametrize("period", [0, 1, 3])
 def test_a_failure_in_the_last_iteration_is_followed_by_no_evaluation(period):
     trainer = Steps(step=fail_at(5))

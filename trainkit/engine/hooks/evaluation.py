@@ -65,7 +65,7 @@ class EvalHook(HookBase):
                 "EvalHook has by_epoch (LOG.EVAL_AXIS in a config), but the training data has no length, so there are "
                 "no epochs; show the results over iterations"
             )
-        if self.evaluated_iters > self.trainer.start_iter:  # from another run
+        if self.trainer.start_iter == 0 or self.evaluated_iters > self.trainer.start_iter:  # from another run
             self.evaluated_iters = -1
         if self._at_start and self.trainer.start_iter == 0:
             self._evaluate()
