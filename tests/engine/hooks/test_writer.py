@@ -88,6 +88,16 @@ def test_the_second_of_two_runs_goes_on_in_the_same_file(tmp_path):
     assert rows(path) == [{"iteration": 1, "mine": 0.5}, {"iteration": 3, "mine": 2.5}]
 
 
+def test_iterations_that_are_trained_again_after_a_finished_run_are_written_again(tmp_path):
+    path = tmp_path / "metrics.json"
+    trainer = Steps([PeriodicWriter([JSONWriter(path), TensorboardXWriter(tmp_path)], period=2), AfterStep(put_iter)])
+    trainer.train(0, 6)
+    trainer.train(3, 6)
+    assert [row["iteration"] for row in rows(path)] == [1, 3, 5, 3, 5]
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.step for event in events.Scalars("mine")] == [1, 3, 5, 3, 5]
+
+
 def test_a_writer_that_cannot_be_closed_leaves_the_others_closed():
     first, second = Log(fails=RuntimeError), Log()
     trainer = Steps([PeriodicWriter([first, second])])

@@ -34,15 +34,16 @@ class PeriodicWriter(HookBase):
                 raise TypeError(f"writers must be EventWriter objects, got {writer!r}")
         self._advancing = [writer for writer in self._writers if type(writer).advance is not EventWriter.advance]
         self._period = check_period("period", period, minimum=1)
-        self._states: list[dict[str, Any]] | None = None  # for the next run: loaded, or of the last run
+        self._waiting: list[dict[str, Any]] | None = None  # states for the writers when training continues
+        self._ended: list[dict[str, Any]] | None = None  # states at the end of a finished run
         self._failing: set[int] = set()  # indices of writers, since a writer may be unhashable
         self._lost: list[str] = []  # errors at the end
         self._alone = True
 
     def before_train(self) -> None:
-        if self._states is not None and self.trainer.start_iter > 0:
-            self._hand_out(self._states)
-        self._states = None
+        if self._waiting is not None and self.trainer.start_iter > 0:
+            self._hand_out(self._waiting)
+        self._waiting = self._ended = None
         self._failing.clear()
         self._alone = sum(isinstance(hook, PeriodicWriter) for hook in self.trainer.hooks) == 1
         self._eval_hooks = [hook for hook in self.trainer.hooks if isinstance(hook, EvalHook)]
@@ -93,10 +94,12 @@ class PeriodicWriter(HookBase):
 
     def _write_at_the_end(self) -> None:
         interrupted = self.trainer.status != "finished"
-        before = self._writer_states()
+        if interrupted:
+            self._waiting = self._writer_states()
         for i, error in self._write(keep_images=interrupted).items():
             self._note_loss(f"{type(self._writers[i]).__name__} cannot write its last lines: {error}")
-        self._states = before if interrupted else self._writer_states()
+        if not interrupted:
+            self._ended = self._writer_states()  # not for the next run, which may train these iterations again
 
     def _write(self, *, keep_images: bool = False) -> dict[int, OSError]:
         """Call each writer; return index -> error of those that fail."""
@@ -129,12 +132,12 @@ class PeriodicWriter(HookBase):
         storage = getattr(self.trainer, "storage", None)  # there is none before the first run
         if storage is not None:
             storage.flush()
-        return {"writers": self._states or self._writer_states()}
+        return {"writers": self._waiting or self._ended or self._writer_states()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the states until training starts, since writers cut their files only then. Does nothing during a run."""
         if self.trainer is None or self.trainer.status != "running":
-            self._states = state_dict["writers"]
+            self._waiting = state_dict["writers"]
 
     def _writer_states(self) -> list[dict[str, Any]]:
         return [{"class": type(writer).__name__, "state": writer.state_dict()} for writer in self._writers]
