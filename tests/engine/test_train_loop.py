@@ -382,6 +382,18 @@ def test_a_run_that_has_reached_its_goal_is_finished_also_if_it_was_asked_to_sto
     assert (trainer.iter, trainer.status) == (2, "finished")
 
 
+def test_a_stopped_run_goes_on_later_also_if_a_hook_says_at_its_end_that_it_has_reached_its_goal():
+    calls = []
+    trainer = Trainer([Spy(calls, iter_and_status, "after_step", stop_at(1))])
+    at_the_end = CallbackHook(after_train=lambda trainer: trainer.request_stop("goal", finished=True))
+    trainer.register_hooks([at_the_end])
+
+    trainer.train(0, 5)
+    assert (trainer.iter, trainer.status) == (2, "stopped")
+    trainer.train(2, 5)
+    assert (trainer.iter, trainer.status) == (5, "finished")
+
+
 def test_a_stop_in_before_train_ends_the_run_without_an_iteration():
     calls = []
     trainer = Trainer([Spy(calls, iter_and_status, "before_train", stop_at(3))])

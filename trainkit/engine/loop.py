@@ -153,7 +153,7 @@ class TrainerBase(RunState):
         """
         if not finished:
             self._stops.request(reason)
-        elif self._early is None:
+        elif self._early is None and self._stops.stop is None:  # after a stop the run goes on later
             self._early = reason, self.max_iter
 
     def is_stopping(self) -> bool:
