@@ -147,6 +147,23 @@ def test_a_log_that_is_deleted_is_written_again_as_a_whole(tmp_path):
     ]
 
 
+def test_a_deleted_log_is_written_again_as_a_whole_while_a_loader_worker_logs(tmp_path, monkeypatch):
+    class Shared(io.FileIO):
+        def read(self, *size):
+            data = super().read(*size)
+            self.seek(0, os.SEEK_END)  # a forked process, which shares the position, appends a line
+            return data
+
+    monkeypatch.setattr("trainkit.utils.run_file.FileIO", Shared)
+    logger = setup_logger(tmp_path, name=NAME, configure_stdout=False)
+    lines = [f"{i} {'long' * 10_000}" for i in range(5)]
+    for line in lines:
+        logger.info(line)
+    (tmp_path / "log.txt").unlink()
+    logger.info("last")
+    assert messages((tmp_path / "log.txt").read_text()) == [*lines, "last"]
+
+
 def test_on_a_full_disk_stderr_says_so_once_and_the_lines_wait(tmp_path, capsys, monkeypatch):
     class Disk(io.FileIO):
         full = False

@@ -65,8 +65,8 @@ class RunFile:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with self._path.open("xb") as copy:
-                file.seek(0)
-                shutil.copyfileobj(file, copy)
+                while block := os.pread(file.fileno(), 1 << 20, copy.tell()):  # forks share the file's position
+                    copy.write(block)
         except FileExistsError:  # a log line has written it while the folder was renewed
             return False
         except OSError:
