@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -185,9 +186,13 @@ def remove_shards(path: str, *, but: str = "") -> None:
 def remove_stray_shards(folder: str) -> None:
     """Remove shard folders of killed saves, which no file names; no other process may write to ``folder``."""
     with contextlib.suppress(*UNREADABLE, AttributeError):  # leftovers only cost space; if a file is damaged, all stay
-        strays = {name for name, _ in _shard_folders(folder) if not is_being_written(name)}
-        for name in os.listdir(folder) if strays else ():
-            if name.endswith(SUFFIX):
+        found = {name: owner + SUFFIX for name, owner in _shard_folders(folder) if not is_being_written(name)}
+        count = Counter(found.values())
+        files = {name: count[name] for name in os.listdir(folder) if name.endswith(SUFFIX)}
+        # usually a file has one folder, with its own name; it is not read, since a run may have many files
+        strays = {name for name, owner in found.items() if files.get(owner) != 1}
+        for name in files if strays else ():
+            if files[name] != 1:
                 strays.discard(peek_file(os.path.join(folder, name)).get(KEY, {}).get("folder"))
         for name in strays:
             shutil.rmtree(os.path.join(folder, name))
