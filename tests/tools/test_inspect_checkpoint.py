@@ -404,6 +404,13 @@ def test_tensors_are_compared_by_their_bits(left, right, said):
         assert list(differing({"x": tensor}, {"x": tensor.clone()})) == []
 
 
+def test_the_place_of_a_sharded_tensor_in_the_part_of_a_rank_is_equal_to_any_value():
+    place, value = torch.empty(2, device="meta"), torch.ones(2)
+    for right in (place, value):
+        assert list(differing({"x": place}, {"x": right})) == []
+    assert list(differing({"x": place}, {"x": torch.ones(3)})) == ["x: torch.float32 [2] and torch.float32 [3]"]
+
+
 def test_mappings_of_different_classes_are_the_same_if_their_entries_are():
     assert list(differing({"x": {"a": 1, "b": 2}}, {"x": OrderedDict(b=2, a=1)})) == []
     assert list(differing({"x": {"a": 1}}, {"x": OrderedDict(a=2)})) == ["x/a: 1 and 2"]
