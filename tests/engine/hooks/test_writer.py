@@ -12,7 +12,14 @@ from tests.engine.tiny import AfterStep, Regression, Steps, batches, fail_at, sg
 from trainkit.checkpoint.state import plain_state
 from trainkit.engine.hooks import CallbackHook, EvalHook, PeriodicWriter
 from trainkit.engine.step import SimpleTrainer
-from trainkit.utils.events import CommonMetricPrinter, EventWriter, JSONWriter, TensorboardXWriter, get_event_storage
+from trainkit.utils.events import (
+    CommonMetricPrinter,
+    EventStorage,
+    EventWriter,
+    JSONWriter,
+    TensorboardXWriter,
+    get_event_storage,
+)
 
 
 class Log(EventWriter):
@@ -509,3 +516,16 @@ def test_the_last_line_counts_the_iterations_that_were_done(caplog, end):
 
     lines = [message for message in caplog.messages if "iterations" in message]
     assert re.search(r"\[Epoch .+?\]  after \d of \d", lines[-1])[0] == "[Epoch 1/2]  after 5 of 8"
+
+
+def test_the_lines_of_a_loop_of_ones_own_after_a_run_count_its_iterations(caplog):
+    caplog.set_level("INFO", "trainkit.utils.events")
+    printer = CommonMetricPrinter()
+    trainer = Steps([PeriodicWriter([printer])])
+    trainer.train(0, 8)
+    with EventStorage(start_iter=2):
+        printer.write()
+    del trainer
+    with EventStorage(start_iter=3):
+        printer.write()
+    assert [message.strip() for message in caplog.messages[-2:]] == ["after 3 iterations", "after 4 iterations"]

@@ -287,7 +287,7 @@ class CommonMetricPrinter(EventWriter):
             self._max_iter = trainer.max_iter
 
     def close(self) -> None:
-        self._last_write = None  # the time until the next run must not count
+        self._last_write = self._trainer = None  # the time until the next run must not count
 
     def _show(self, storage: EventStorage, latest: _Latest, eta_sec: float | None) -> None:
         """Called with the values of the line; for a subclass that shows more."""
