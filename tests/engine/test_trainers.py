@@ -545,6 +545,18 @@ def test_a_model_that_calls_a_loss_grad_norm_is_told_so():
         trainer.train(0, 1)
 
 
+@pytest.mark.parametrize("trainer_class", [SimpleTrainer, AMPTrainer])
+def test_a_loss_called_grad_norm_that_comes_later_is_refused_too(trainer_class):
+    def losses(weight, batch):
+        return {"loss": weight, "other": weight} | ({"grad_norm": weight.detach()} if batch else {})
+
+    model = Weight(losses)
+    trainer = trainer_class(model, [0.0, 0.0, 1.0], sgd(model), clip_gradients=GradientClipper("full_model", 1.0))
+    with pytest.raises(ValueError, match=r"the trainer stores \['grad_norm'\] itself; give the model's entry another"):
+        trainer.train(0, 3)
+    assert trainer.iter == 2
+
+
 def test_an_entry_that_is_only_logged_may_be_nan():
     model = Weight(lambda weight, batch: {"loss_a": weight, "recall": torch.tensor(math.nan)})
     trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model))

@@ -217,6 +217,8 @@ class SimpleTrainer(TrainerBase):
         flag, norm = self.finite.flag_update(self.model, self.optimizer, losses.total), None
         if self.clip_gradients is not None:
             norm = self.clip_gradients(parameters_of(self.optimizer, self.model))
+            if "grad_norm" in losses.values:  # a model may return it only later
+                check_losses(losses, clips=True)
         return {name: value for name, value in ((FLAG, flag), ("grad_norm", norm)) if value is not None}
 
     def update(self) -> None:
