@@ -133,14 +133,17 @@ def test_a_worker_that_ends_inside_the_dataset_is_one_error_that_names_it_and_it
     assert ", ended with exit code 0) was at sample 1 of Bad, for the batch of sample 0 of Bad, sample 1" in message
 
 
-def test_a_worker_that_ends_while_it_hands_over_a_batch_is_named(clock):
+@pytest.mark.parametrize(
+    "error", [ConnectionResetError(104, "Connection reset by peer"), FileNotFoundError(2, "No file")]
+)
+def test_a_worker_that_ends_while_it_hands_over_a_batch_is_named(clock, error):
     class Lost:
         """As torch, if the process is still there when it looks why it has no connection to it."""
 
         def __next__(self):
             for process in multiprocessing.active_children():
                 process.terminate()
-            raise ConnectionResetError(104, "Connection reset by peer")
+            raise error
 
     batches = iter(make(Bad(print), num_workers=1))
     batches._fetched, torchs = Lost(), batches._fetched

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 WARN_SEC = 60.0
 ENDING_SEC = 1.0  # wait: the connections of a process are closed before it has ended
 TIMEOUT, LOST = "DataLoader timed out", "DataLoader worker (pid"  # how torch's errors start
-_CUT_OFF = ConnectionError, EOFError  # errors if a worker ends while it sends a batch
+_CUT_OFF = ConnectionError, EOFError, FileNotFoundError  # errors if a worker ends while it sends a batch
 
 
 class Deliveries(Iterator[Any]):
