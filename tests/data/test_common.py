@@ -106,6 +106,13 @@ def test_a_mapped_stream_is_a_stream_without_the_rejected_samples():
         len(dataset)
 
 
+def test_a_subclass_that_maps_a_stream_is_a_stream_too():
+    class Mapped(MapDataset):
+        pass
+
+    assert [*Mapped(Stream([1, 2]), times_ten_if_even)] == [20]
+
+
 @pytest.mark.parametrize("dataset", [[2, 4], Stream([2, 4])])
 def test_mapped_datasets_survive_pickling_into_a_spawned_worker(dataset):
     copied = pickle.loads(pickle.dumps(MapDataset(dataset, times_ten_if_even)))

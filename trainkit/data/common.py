@@ -84,7 +84,9 @@ class MapDataset(data.Dataset[Any]):
 
     def __new__(cls, dataset: Any, map_func: Callable[[Any], Any]) -> Any:
         # DataLoader tells the two kinds of datasets apart by class.
-        return super().__new__(_MapIterableDataset if isinstance(dataset, IterableDataset) else cls)
+        if isinstance(dataset, IterableDataset) and not issubclass(cls, IterableDataset):
+            return _MapIterableDataset(dataset, map_func)
+        return super().__new__(cls)
 
     def __init__(self, dataset: Any, map_func: Callable[[Any], Any]) -> None:
         self._dataset = dataset
