@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
 
 from trainkit.config.config import ConfigError
 from trainkit.config.defaults import get_cfg
@@ -290,6 +290,13 @@ def test_an_endless_loader_has_epochs_by_the_size_of_its_dataset(sampler, expect
 def test_grouped_batches_of_an_endless_sampler_have_epochs():
     batches = GroupedBatchSampler(TrainingSampler(10), [0] * 10, batch_size=4)
     assert exact(iters_per_epoch(DataLoader([*range(10)], batch_sampler=batches))) == 2.5
+
+
+def test_batches_of_no_fixed_size_have_no_epochs():
+    class ByTokens(Sampler):
+        sampler, batch_size = TrainingSampler(10), None
+
+    assert iters_per_epoch(DataLoader([*range(10)], batch_sampler=ByTokens())) is None
 
 
 def test_a_wrapped_loader_has_the_epochs_of_the_loader_inside():

@@ -139,7 +139,7 @@ def iters_per_epoch(loader: Iterable[Any]) -> int | None:
     dataset = getattr(loader, "dataset", None)
     batches: Any = getattr(loader, "batch_sampler", None)
     sampler = getattr(dataset if isinstance(dataset, ToIterableDataset) else batches, "sampler", None)
-    if not isinstance(sampler, InfiniteSampler) or not hasattr(batches, "batch_size"):
+    if not isinstance(sampler, InfiniteSampler) or not getattr(batches, "batch_size", None):
         return None
     return whole_or_rounded(Fraction(sampler.samples_per_epoch, batches.batch_size * sampler.world_size))
 
