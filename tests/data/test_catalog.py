@@ -30,6 +30,13 @@ def test_a_dataset_is_made_when_it_is_asked_for_and_not_before(register):
     assert "cat_lazy" in DatasetCatalog.list()
 
 
+def test_a_printed_catalog_lists_the_names_alone(register):
+    register("cat_train", list)
+    assert repr(DatasetCatalog).startswith("DatasetCatalog(")
+    assert "cat_train" in repr(DatasetCatalog)
+    assert "<class 'list'>" not in repr(DatasetCatalog)
+
+
 def test_an_unknown_dataset_names_the_registered_ones_the_nearest_and_the_remedy(register):
     register("cat_train", list)
     register("dog_train", list)

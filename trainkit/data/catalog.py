@@ -31,6 +31,9 @@ class _Catalog(UserDict[str, _T]):
     def __missing__(self, name: str) -> _T:
         raise KeyError(self.explain_unknown(name))
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__[1:]}({', '.join(self)})"
+
 
 class _DatasetCatalog(_Catalog[Callable[[], Any]]):
     """Names of datasets, each with the function that makes the dataset.
