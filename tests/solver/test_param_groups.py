@@ -144,6 +144,17 @@ def test_shared_parameters_come_once_and_frozen_ones_not_at_all():
     assert group == {"params": ["norm.weight", "norm.bias", "head.weight", "head.bias", "twin.bias"]}
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_scripted_model_and_one_that_renames_its_parameters_have_groups():
+    class Renaming(nn.Linear):
+        def named_parameters(self, *args, **kwargs):
+            return ((f"layer.{name}", param) for name, param in super().named_parameters(*args, **kwargs))
+
+    for model in (torch.jit.script(nn.Linear(2, 2)), Renaming(2, 2)):
+        [weight, bias] = get_default_optimizer_params(model, weight_decay=0.1, weight_decay_bias=0.2)
+        assert (weight["weight_decay"], bias["weight_decay"]) == (0.1, 0.2)
+
+
 def test_two_models_of_one_class_have_the_same_groups_so_that_a_state_fits():
     def build():
         torch.manual_seed(0)

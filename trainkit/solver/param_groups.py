@@ -116,11 +116,11 @@ def build_param_groups(
     )
     if weight_decay is None and changes_decay:
         raise ValueError("the rules change the weight decay, which is None; give weight_decay, or leave them out")
-    named_params = dict(model.named_parameters())
+    named_params, modules = dict(model.named_parameters()), dict(model.named_modules())
     if unused := {*rules.custom_keys} - {*map(rules.key_of, named_params)}:
         _logger.warning("Custom keys that match no parameter and have no effect: %s", ", ".join(sorted(unused)))
     return reduce_param_groups(
-        {"params": [param], **_hyperparams(model, name, param, base_lr, weight_decay, rules)}
+        {"params": [param], **_hyperparams(modules, name, param, base_lr, weight_decay, rules)}
         for name, param in named_params.items()
         if param.requires_grad
     )
@@ -156,13 +156,14 @@ def get_default_optimizer_params(
         raise ValueError("weight_decay_bias and overrides['bias']['weight_decay'] are the same; give one of them")
 
     rules = ParamRules(weight_decay_norm, weight_decay_bias, bias_lr_factor, lr_factor_func=lr_factor_func)
+    modules = dict(model.named_modules())
     leaf_names = {name: name.rpartition(".")[2] for name, _ in model.named_parameters()}
     if unmatched := {*overrides} - {*leaf_names, *leaf_names.values()}:
         _logger.warning("No parameter is called %s; these overrides have no effect", ", ".join(sorted(unmatched)))
     return reduce_param_groups(
         {
             "params": [param],
-            **_hyperparams(model, name, param, base_lr, weight_decay, rules),
+            **_hyperparams(modules, name, param, base_lr, weight_decay, rules),
             **overrides.get(leaf_names[name], {}),
             **overrides.get(name, {}),
         }
@@ -217,10 +218,15 @@ def describe_param_groups(groups: Optimizer | Iterable[Mapping[str, Any]], model
 
 
 def _hyperparams(
-    model: nn.Module, name: str, param: Tensor, lr: float | None, weight_decay: float | None, rules: ParamRules
+    modules: Mapping[str, nn.Module],
+    name: str,
+    param: Tensor,
+    lr: float | None,
+    weight_decay: float | None,
+    rules: ParamRules,
 ) -> dict[str, Any]:
     owner, _, leaf_name = name.rpartition(".")
-    module = model.get_submodule(owner)
+    module = modules.get(owner)  # None: the model renames its parameters
     key = rules.key_of(name)
     options = dict(rules.custom_keys[key]) if key is not None else {}
     lr_factors, decay_factors = [options.pop("lr_factor", 1.0)], [options.pop("decay_factor", 1.0)]
@@ -245,7 +251,7 @@ def _hyperparams(
     return options
 
 
-def _kinds(module: nn.Module, leaf_name: str, param: Tensor) -> Iterator[ParamKind]:
+def _kinds(module: nn.Module | None, leaf_name: str, param: Tensor) -> Iterator[ParamKind]:
     """The kinds of a parameter of a module, in the order in which their factors count."""
     if isinstance(module, _NORM_LAYERS):
         yield "norm"
