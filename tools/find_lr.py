@@ -35,6 +35,7 @@ from trainkit.utils.env import seed_all_rng
 
 _SMOOTHING = 0.9  # weight of the earlier losses in the smoothed loss
 _DIVERGED = 4.0  # the test ends at this multiple of the lowest smoothed loss
+_FALLEN = 0.9  # after a divergence the model has learned only if the loss is below this multiple of the first loss
 _MIN_POINTS = 10  # fewer steps give no suggestion
 _DECADES = 1.5  # the fall of the loss is measured over this many powers of ten of the learning rate
 _FEW = 100  # with fewer steps than this there is a warning
@@ -136,7 +137,7 @@ def suggest(points: Sequence[Point]) -> tuple[float, float]:
     they differ mostly by the noise of the batches. The second has the lowest smoothed loss.
 
     Raises:
-        ConfigError: the loss never falls.
+        ConfigError: the loss never falls, or only after it has diverged.
     """
     logs, losses = np.log10([point.lr for point in points]), np.array([point.loss for point in points])
     per_decade = (len(points) - 1) / (logs[-1] - logs[0])
@@ -150,8 +151,12 @@ def suggest(points: Sequence[Point]) -> tuple[float, float]:
             f"the loss does not fall with any of these learning rates ({len(points)} steps, {points[0].lr:.2g} to "
             f"{points[-1].lr:.2g}); give more --iters (200 are usual), larger batches, or a smaller --min"
         )
-    later = points[steepest + width // 2 :]
-    return 10 ** logs[parts[steepest]].mean(), min(later, key=lambda point: point.smoothed).lr
+    middle = steepest + width // 2
+    few = _MIN_POINTS // 2
+    fell = min(losses[i : i + few].mean() for i in range(len(points) - few + 1)) < _FALLEN * losses[0]
+    if not fell and max(point.smoothed for point in points[:middle]) > _DIVERGED * losses[0]:
+        raise ConfigError(f"the loss diverges in the first steps; give a smaller --min than {points[0].lr:.2g}")
+    return 10 ** logs[parts[steepest]].mean(), min(points[middle:], key=lambda point: point.smoothed).lr
 
 
 def draw(points: Sequence[Point], suggested: float, path: Path) -> None:
