@@ -5,6 +5,7 @@ import importlib
 import inspect
 import json
 import re
+import shlex
 import sys
 
 import pytest
@@ -25,6 +26,7 @@ from trainkit.utils.logger import close_logger
 
 PAGE = "docs/bring_your_model.md"
 REGISTERED, SCRIPT, LAYERS, METRIC = blocks(PAGE, "python")
+(TOOLS,) = blocks(PAGE, "sh")
 BY_CONFIG, VIT_LAYERS, RESNET_LAYERS, OPTIMIZERS = blocks(PAGE, "yaml")
 FOLDER = ROOT / "projects/vision_text"
 NEEDS = {
@@ -265,6 +267,11 @@ def test_the_script_of_the_page_is_trained_counted_and_predicts_from_a_picture(t
         analyze_model.parse_args(["--config-file", "output/mine/config.yaml", "--script", "train.py", "--depth", "0"])
     )
     assert re.search(r"^\(model\) +ResNet +11,178,051 ", capsys.readouterr().out, re.MULTILINE)
+
+    close_logger()
+    (command,) = re.findall(r"^python tools/predict.py (.+)$", TOOLS, re.MULTILINE)
+    predict.main(predict.parse_args(shlex.split(command)))
+    assert len(capsys.readouterr().out.splitlines()) == 3
 
     close_logger()
     Image.fromarray(Shapes(3, 0)[1]["image"]).save(tmp_path / "photo.png")
