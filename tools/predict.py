@@ -255,8 +255,10 @@ def predict(predictor: DefaultPredictor, samples: Iterable[Any], origin: str = "
         except Exception as error:  # a transform or a model may raise anything
             if not origin:
                 raise
+            last = num_done + len(batch) - 1
+            which = f"samples {num_done} to {last}" if last > num_done else f"sample {last}"
             raise ConfigError(
-                f"{origin}: samples {num_done} to {num_done + len(batch) - 1} cannot be predicted, a sample has to "
+                f"{origin}: {which} cannot be predicted, a sample has to "
                 f"look like one of the test dataset before its transform: {_first_line(error)}"
             ) from error
         num_done += len(batch)

@@ -393,6 +393,7 @@ def test_mistakes_in_files_of_samples_are_one_line(run, call, tmp_path):
     np.save(tmp_path / "shape.npy", np.ones((2, 5), np.float32))
     (tmp_path / "broken.pt").write_bytes(b"x")
     torch.save("text", tmp_path / "text.pt")
+    np.save(tmp_path / "one.npy", np.ones((1, 5), np.float32))
     expected = {
         "absent.npy": "absent.npy' cannot be read: No such file or directory",
         "image.bmp": "has the suffix '.bmp'; accepted: .npy, .npz, .pt, .pth, .jsonl, .png, .jpg, .jpeg",
@@ -402,6 +403,7 @@ def test_mistakes_in_files_of_samples_are_one_line(run, call, tmp_path):
         "objects.npy": "objects.npy' cannot be read: ValueError: ",
         "broken.pt": "broken.pt' cannot be read: ",
         "text.pt": "holds a str, accepted are arrays, dicts of them and lists of samples",
+        "one.npy": ": sample 0 cannot be predicted, a sample has to look like",
         "shape.npy": "samples 0 to 1 cannot be predicted, a sample has to look like one of the test dataset before its "
         "transform: RuntimeError: ",
     }
