@@ -104,7 +104,7 @@ def test_without_a_timeout_one_waits_for_ever_and_looks_up(clock):
     class Patience(waiting.Waiter):
         looks = 0
 
-        def look_up(self):
+        def look_up(self, lost=False):
             self.looks += 1
             if self.looks == 3:
                 raise waiting.Abandoned

@@ -89,13 +89,23 @@ def ask_in_iteration_3(trainer):
         signal.raise_signal(signal.SIGTERM)
 
 
+def lose_workers_in_iteration_3(trainer):
+    """As if the signal went to all processes and ended the server of the start method forkserver."""
+    if trainer.iter == 3:
+        for worker in multiprocessing.active_children():
+            worker.terminate()
+
+
 @pytest.mark.parametrize("batch_size", [4, 2])
-@pytest.mark.parametrize(("num_workers", "read"), [(2, hang), (0, ask_and_hang)])
-def test_a_run_that_is_stopped_while_it_waits_for_data_is_resumed_exactly(num_workers, read, batch_size, caplog):
+@pytest.mark.parametrize(
+    ("num_workers", "read", "loses"), [(2, hang, False), (2, hang, True), (0, ask_and_hang, False)]
+)
+def test_a_run_that_is_stopped_while_it_waits_for_data_is_resumed_exactly(num_workers, read, loses, batch_size, caplog):
     whole = make_trainer(lambda: None, batch_size, 0)
     whole.train(0, 8)
 
     asks = [] if num_workers == 0 else [hooks.CallbackHook(before_step=ask_in_iteration_3)]
+    asks += [hooks.CallbackHook(before_step=lose_workers_in_iteration_3)] if loses else []
     stopped = make_trainer(read, batch_size, num_workers, *asks)
     with pytest.raises(SystemExit) as exit:
         stopped.train(0, 8)

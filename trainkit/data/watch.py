@@ -92,6 +92,7 @@ class Deliveries(Iterator[Any]):
         """
         Raises:
             RuntimeError: ``error`` says that one of these workers has ended; the new error says what the worker did.
+            trainkit.utils.waiting.Abandoned: the same, while the run waits for data, and a stop was requested.
         """
         of_dataset = str(error).startswith("Caught ")  # torch's start of what a worker's code has raised
         if not self._workers or of_dataset or not (str(error).startswith(LOST) or isinstance(error, _CUT_OFF)):
@@ -101,6 +102,7 @@ class Deliveries(Iterator[Any]):
             if worker.sentinel in ended:
                 worker.join(ENDING_SEC)  # now the worker has an exit code
         if ended:
+            waiting.waiter.get().look_up(lost=True)  # a signal to all processes may have ended the server of forkserver
             raise RuntimeError(
                 f"a loader worker has ended: {self._describe()}. Check whether the code that reads the sample ends "
                 "the process, crashes in a library, or uses so much memory that the system kills it; set "

@@ -73,11 +73,11 @@ class StopRequests(Waiter):
             self._asked_at = time.monotonic()
         self._requests.append(Stop(reason, signum))  # one operation, so a signal cannot interrupt it
 
-    def look_up(self) -> None:
+    def look_up(self, lost: bool = False) -> None:
         """Called while the thread of the run waits for data, and when a signal comes.
 
         Raises:
-            Abandoned: a single process was asked to stop and has waited for `waiting.POLL_SEC`.
+            Abandoned: a single process was asked to stop and has waited for `waiting.POLL_SEC`, or the data are lost.
             RuntimeError: one of several processes has waited for `_RANKS_WAIT_SEC`; the others wait for it, so no rank
                 can save.
         """
@@ -85,7 +85,7 @@ class StopRequests(Waiter):
             return
         now, reason = time.monotonic(), self._requests[0].reason
         if self._group is None:
-            if now - self.since >= waiting.POLL_SEC and self._may_abandon():
+            if (lost or now - self.since >= waiting.POLL_SEC) and self._may_abandon():
                 raise Abandoned(reason)
         elif now - max(self._asked_at, self.since) >= _RANKS_WAIT_SEC:
             raise RuntimeError(

@@ -20,8 +20,8 @@ class Waiter:
 
     since: float | None = None  # ``time.monotonic()`` at the start of the wait; None: it does not wait
 
-    def look_up(self) -> None:
-        """Called every `POLL_SEC` of a wait. Raises `Abandoned` if a stop was requested."""
+    def look_up(self, lost: bool = False) -> None:
+        """Called every `POLL_SEC` of a wait, and if a worker is lost. Raises `Abandoned` if a stop was requested."""
 
 
 _NOBODY = Waiter()
