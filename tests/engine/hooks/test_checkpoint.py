@@ -426,6 +426,44 @@ def test_each_best_value_is_saved_and_a_value_that_is_not_finite_never_is(values
     assert best_saves(values, mode) == expected
 
 
+class Uploading(Checkpointer):
+    """Returns the path of the file, as methods that upload it do."""
+
+    def save(self, name, **kwargs):
+        super().save(name, **kwargs)
+        return f"{self.save_dir}/{name}.pth"
+
+
+class PlainFile(Checkpointer):
+    """Writes its file itself, as the save of fvcore does."""
+
+    def save(self, name, **kwargs):
+        torch.save({"model": self.model.state_dict(), **kwargs}, f"{self.save_dir}/{name}.pth")
+
+
+def test_an_overridden_save_may_return_anything(tmp_path):
+    model = Weight()
+    trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model))
+    checkpointer = Uploading(model, str(tmp_path), trainer=trainer)
+    hooks = [
+        PeriodicCheckpointer(checkpointer, 2),
+        EvalHook(2, lambda: {"metric": 1.0}),
+        BestCheckpointer(2, checkpointer, "metric"),
+    ]
+    trainer.register_hooks(hooks)
+    trainer.train(0, 4)
+    assert files(tmp_path) == ["last_checkpoint", "model_0000001.pth", "model_best.pth", "model_final.pth"]
+
+
+def test_an_overridden_save_may_write_all_that_a_single_best_file_gets(tmp_path):
+    model = Weight()
+    trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model))
+    evaluation = EvalHook(2, lambda: {"metric": 1.0})
+    trainer.register_hooks([evaluation, BestCheckpointer(2, PlainFile(model, str(tmp_path)), "metric")])
+    trainer.train(0, 4)
+    assert load(tmp_path / "model_best.pth")["iteration"] == 1
+
+
 def test_the_final_evaluation_counts_once():
     recorder = Recorder()
     trainer = Steps([EvalHook(0, lambda: {"top1": 50}), BestCheckpointer(0, recorder, "top1", file_prefix="top")])

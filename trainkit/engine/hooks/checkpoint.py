@@ -36,7 +36,8 @@ class _Saves(HookBase):
     def _save(self, save: Callable[[], Future[None] | None]) -> None:
         try:
             writing = save()
-            self._writing = (*self._writing, *filter(None, [writing]))
+            if isinstance(writing, Future):  # an overridden save may return anything else
+                self._writing = (*self._writing, writing)
         except CheckpointError as error:
             self._failure = str(error)
             raise  # the trainer logs it
@@ -212,8 +213,9 @@ class BestCheckpointer(MetricHook, _Saves):
     def _save_untagged(self, name: str, iteration: int, is_last: bool) -> Future[None] | None:
         if isinstance(self.checkpointer, Checkpointer):
             entries = {"iteration": iteration, **self._evaluated_weights()}
-            remove = partial(self._remove, self._before.get("kept", [])) if is_last else None
-            return self.checkpointer.save(name, tag_last=False, on_commit=remove, **entries)
+            if is_last and self._num_to_keep > 1:
+                entries["on_commit"] = partial(self._remove, self._before.get("kept", []))
+            return self.checkpointer.save(name, tag_last=False, **entries)
         # fvcore's checkpointer always moves last_checkpoint
         tag = Path(self.checkpointer.save_dir) / "last_checkpoint"
         before = tag.read_text() if tag.exists() else None
