@@ -127,6 +127,24 @@ def test_what_cannot_be_saved_is_named_at_once_and_nothing_is_written(tmp_path):
     assert names(tmp_path) == []
 
 
+class Sharded(torch.Tensor):
+    """Like a DTensor, which has no memory of its own."""
+
+    full_tensor = None
+
+    def untyped_storage(self):
+        raise RuntimeError("Attempted to access the data pointer on an invalid python storage.")
+
+
+def test_a_sharded_tensor_of_a_hook_is_named_although_the_model_has_none(tmp_path):
+    state = Counter([torch.ones(2).as_subclass(Sharded)])
+    checkpointer = Checkpointer(linear(1), tmp_path, async_save=True, state=state)
+
+    with pytest.raises(TypeError, match=r"the state at 'state.value\[0\]' is .*Sharded"):
+        checkpointer.save("model")
+    assert names(tmp_path) == []
+
+
 # ---------------------------------------------------------------------------------------- the memory of the copy
 def test_a_copy_takes_the_memory_of_an_earlier_one_where_it_is_large_enough():
     first = HostCopy({"a": torch.zeros(10), "b": torch.zeros(40)})

@@ -9,6 +9,7 @@ from torch import Tensor, UntypedStorage
 
 from trainkit.checkpoint.state import plain_state
 from trainkit.utils.device import new_event, runs_ahead
+from trainkit.utils.sharding import is_sharded
 
 _ALIGNMENT = 64  # bytes
 _Address: TypeAlias = tuple[torch.device, int, int]  # device, address, number of bytes
@@ -36,6 +37,8 @@ class HostCopy:
         tensors: list[tuple[Tensor, Tensor]] = []  # (copy, still without memory; original)
 
         def take(tensor: Tensor, path: str) -> Tensor:
+            if is_sharded(tensor):
+                plain_state(tensor, path)  # refuses it: shards are written by other code
             if tensor.is_meta:
                 return tensor
             if not _is_plain(tensor) or not (tensor.is_cpu or runs_ahead(tensor.device)):
