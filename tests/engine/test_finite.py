@@ -57,6 +57,20 @@ def test_one_value_that_is_not_finite_is_found_in_gradients_of_every_type(dtype,
     assert is_marked(gradient, *others)
 
 
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_gradients_are_looked_at_under_any_default_dtype(dtype, policy):
+    torch.set_default_dtype(dtype)
+    try:
+        model = Regression()
+        data = [(x.to(dtype), y.to(dtype)) for x, y in batches(4)]
+        trainer = SimpleTrainer(model, data, sgd(model), non_finite=policy)
+        trainer.train(0, 4)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert trainer.status == "finished"
+
+
 def test_a_complex_gradient_is_looked_at_in_both_parts():
     assert is_marked(torch.complex(torch.ones(3), torch.tensor([0.0, math.nan, 0.0])))
 

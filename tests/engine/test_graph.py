@@ -169,6 +169,15 @@ def test_a_rate_of_any_precision_is_followed_closely():
     assert [group["lr"] for group in recorded.optimizer.param_groups] == [0.01 * (1 - 100 / 128)]
 
 
+def test_a_rate_is_in_float32_under_another_default_dtype():
+    data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(5)]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert both(steps=20, data=data)[2]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_an_optimizer_is_made_capturable_for_the_update_alone(monkeypatch):
     nadam = importlib.import_module("torch.optim.nadam")  # torch.optim hides it
     monkeypatch.setattr(nadam, "_get_capturable_supported_devices", lambda: ["cpu"])

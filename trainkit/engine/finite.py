@@ -115,7 +115,7 @@ class FiniteCheck:
             if grads := [grad for parameter in group if (grad := parameter.grad) is not None]:
                 flag = self.flags.get(device)
                 if flag is None:
-                    flag = self.flags[device] = torch.zeros((), device=device)
+                    flag = self.flags[device] = _zero(device)
                 try:
                     _mark(grads, flag)
                 except RuntimeError:  # some gradients are not plain tensors
@@ -212,7 +212,11 @@ def _as_plain(grad: Tensor) -> Tensor:
 
 @cache
 def _one(device: torch.device) -> Tensor:
-    return torch.ones((), device=device)
+    return torch.ones((), dtype=torch.float32, device=device)
+
+
+def _zero(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.float32, device=device)  # as kernels expect it, also under another default dtype
 
 
 def _join(flags: dict[torch.device, Tensor], device: torch.device) -> Tensor:
@@ -221,7 +225,7 @@ def _join(flags: dict[torch.device, Tensor], device: torch.device) -> Tensor:
     if joined is None or len(flags) != 1:
         on_one = [flag.to(device, non_blocking=True) for flag in flags.values()]
         flags.clear()
-        joined = flags[device] = torch.stack(on_one).amax() if on_one else torch.zeros((), device=device)
+        joined = flags[device] = torch.stack(on_one).amax() if on_one else _zero(device)
     return joined
 
 

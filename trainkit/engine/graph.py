@@ -370,7 +370,7 @@ class GraphTrainer(SimpleTrainer):
             kept = (name for name in names if name not in ("params", "lr") and not name.startswith("initial_"))
             self._settings.append(itemgetter(*kept))
         self._objects, self._values = self._constants()
-        self._rates = torch.zeros(len(groups), device=self._device)
+        self._rates = torch.zeros(len(groups), dtype=torch.float32, device=self._device)
         self._filled: list[float] = []
         for parameter, state in getattr(self.optimizer, "state", {}).items():
             for name, value in state.items():
