@@ -75,6 +75,7 @@ class Mistaken(DefaultTrainer):
     [
         ([], "on a CPU, memory that runs out may end other programs too; give --max-batch-size"),
         (["--max-batch-size", "-4"], "--max-batch-size is -4; accepted: 1 or more"),
+        (["--max-batch-size", "0"], "--max-batch-size is 0; accepted: 1 or more"),
         (["--steps", "0"], "--steps is 0; accepted: 1 or more"),
         (["--max-batch-size", "9", "MODEL.NAME", "Absent"], "Absent"),
     ],
