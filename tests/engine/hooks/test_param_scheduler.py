@@ -201,8 +201,8 @@ def test_bad_arguments_are_errors_of_the_constructor(arguments, error, message):
             "weight_decy",
             r"'weight_decy', but no parameter group of SGD .*; did you mean 'weight_decay'\? It has: damp.*, lr",
         ),
-        ("nesterov", "param is 'nesterov', but no parameter group of SGD has such a number"),
-        ("betas.0", "param is 'betas.0', but no parameter group of SGD has such a number"),
+        ("nesterov", "param of ParamScheduler .* is 'nesterov', but no parameter group of SGD has such a number"),
+        ("betas.0", " is 'betas.0', but no parameter group of SGD has such a number"),
     ],
 )
 def test_a_field_that_no_group_has_is_an_error_before_the_first_step(param, message):
@@ -216,7 +216,7 @@ def test_a_field_that_no_group_has_is_an_error_before_the_first_step(param, mess
 def test_an_item_that_no_group_has_is_an_error_that_lists_them(param):
     trainer, _ = make(ParamScheduler(param, HALVE), adam(), lambda group: None)
     with pytest.raises(
-        ValueError, match=f"param is '{param}', but .* It has: betas.0, betas.1, eps, lr, momentum, weight_decay"
+        ValueError, match=f" is '{param}', but .* It has: betas.0, betas.1, eps, lr, momentum, weight_decay"
     ):
         trainer.train(0, 1)
 

@@ -44,7 +44,8 @@ class Freeze(HookBase):
             if not (found := fnmatch.filter(trainable, pattern)):
                 hint = did_you_mean(pattern, trainable)
                 raise ConfigError(
-                    f"names has {pattern!r}, but no trainable parameter has such a name; {hint}correct it"
+                    f"names of Freeze (HOOKS in a config) has {pattern!r}, but no trainable parameter has such a name; "
+                    f"{hint}correct it"
                 )
             targets |= {name: trainable[name] for name in found}
         self._targets = [*targets.values()]

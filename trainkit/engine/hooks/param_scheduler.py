@@ -61,8 +61,9 @@ class ParamScheduler(HookBase):
         if not self._targets:
             accepted = sorted({name for _, found in fields for name in found})
             raise ConfigError(
-                f"param is {self.param!r}, but no parameter group of {type(self.trainer.optimizer).__name__} has such "
-                f"a number; {did_you_mean(self.param, accepted)}It has: {', '.join(accepted)}"
+                f"param of ParamScheduler (HOOKS in a config) is {self.param!r}, but no parameter group of "
+                f"{type(self.trainer.optimizer).__name__} has such a number; {did_you_mean(self.param, accepted)}"
+                f"It has: {', '.join(accepted)}"
             )
         # read from the device once, not in each step
         self._bases = [
