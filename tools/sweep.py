@@ -36,10 +36,11 @@ from typing import Any, TypeAlias
 
 from plots.runs import Run, RunError, read_runs
 from tabulate import tabulate
+from train_net import DEFAULT_CONFIG
 
 from trainkit.checkpoint.atomic import write_text
-from trainkit.config import ConfigError
-from trainkit.engine import user_errors_exit
+from trainkit.config import ConfigError, get_cfg
+from trainkit.engine import default_argument_parser, user_errors_exit
 from trainkit.engine.hooks.monitor import infer_mode
 from trainkit.utils.run_folder import is_owned_by_another, own_folder, release_folder
 
@@ -121,6 +122,22 @@ def _draw_value(generator: random.Random, key: str, values: str) -> str:
     if all(re.fullmatch(r"[-+]?\d+", found[end]) for end in ("low", "high")):
         return str(generator.randint(int(low), int(high)))
     return f"{generator.uniform(low, high):.4g}"
+
+
+def check_settings(script_args: Sequence[str], runs: Sequence[Settings]) -> None:
+    """Check the settings of each run of ``train_net.py`` before the first one starts.
+
+    Raises:
+        ConfigError: a key is unknown, or a value has the wrong type.
+    """
+    given = default_argument_parser().parse_args(list(script_args))
+    if given.fork:  # the config is that of another run
+        return
+    cfg = get_cfg()
+    cfg.merge_from_file(given.config_file or str(DEFAULT_CONFIG))
+    cfg.merge_from_list(given.opts)
+    for settings in runs:
+        cfg.clone().merge_from_list([word for pair in settings.items() for word in pair])
 
 
 def name_run(settings: Settings) -> str:
@@ -300,6 +317,8 @@ def main(args: argparse.Namespace) -> int:
     if args.mode == "auto" and args.metric:
         choose_metric(args.metric, args.mode, {})  # its error must come before hours of training
     runs = make_grid(specs) if args.random is None else draw(specs, args.random, args.seed)
+    if Path(args.script).resolve() == TRAIN_NET.resolve():  # another script may have keys of its own
+        check_settings(args.script_args, runs)
     sweep = Sweep(args.folder, args.script, args.script_args, runs)
     try:
         if args.dry_run:
