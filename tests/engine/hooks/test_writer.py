@@ -95,6 +95,7 @@ def test_the_second_of_two_runs_goes_on_in_the_same_file(tmp_path):
     assert rows(path) == [{"iteration": 1, "mine": 0.5}, {"iteration": 3, "mine": 2.5}]
 
 
+@pytest.mark.usefixtures("seconds")
 def test_iterations_that_are_trained_again_after_a_finished_run_are_written_again(tmp_path):
     path = tmp_path / "metrics.json"
     trainer = Steps([PeriodicWriter([JSONWriter(path), TensorboardXWriter(tmp_path)], period=2), AfterStep(put_iter)])
