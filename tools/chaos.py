@@ -206,7 +206,7 @@ class Planner:
         self._points: Iterator[str] = iter(())
 
     def next(self, begin: int) -> Kill:
-        """The kill for a start that continues after ``begin`` iterations; 0 means without a checkpoint."""
+        """The next kill, for a process that continues after ``begin`` iterations; 0 means without a checkpoint."""
         rng, point = self._rng, self._next_point()
         first = begin + rng.randint(1, max(2, 2 * (self._num_iters - begin) // (self.num_left + 1)))
         if begin == 0:

@@ -83,7 +83,7 @@ def _gives(model: nn.Module, batch: dict[str, Any], expected: dict[str, Tensor])
 
 
 def export(model: nn.Module, batch: dict[str, Tensor], path: Path) -> Program:
-    """Write the file, and load it again.
+    """Export the model to ``path``, and load the file.
 
     Raises:
         ConfigError: the model cannot be exported, or a package is missing.

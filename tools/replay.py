@@ -75,7 +75,7 @@ def run_hook(args: argparse.Namespace) -> int:
     jobs = min(args.jobs, len(parts)) if WORLD_SIZE == 1 else 1
     num_steps = end - parts[0].start if jobs == 1 else sum(part.end - part.start for part in parts)
     time = timedelta(seconds=math.ceil(num_steps * step_sec / jobs))
-    cost = f"{num_steps} iterations, {jobs} at a time, about {time} after the start of the run"
+    cost = f"{num_steps} iterations with --jobs {jobs}, about {time}, and the time to start the run"
     if RANK == 0:
         print(f"iterations {first} to {end - 1} from {len(parts)} checkpoints: {cost}", flush=True)
     if jobs == 1:

@@ -81,7 +81,7 @@ class FrozenFeatureEvaluator(DatasetEvaluator):
 
 
 def nearest_neighbours(features: Tensor, labels: Tensor, queries: Tensor) -> Tensor:
-    """The label of each of ``queries``, by a vote of the nearest samples by cosine, weighted by ``exp(cosine / T)``.
+    """The label of each of ``queries``: a vote of the 20 nearest samples by cosine, weighted by ``exp(cosine / 0.07)``.
 
     Args:
         features, labels: ``[N, C]`` and ``[N]``.

@@ -64,10 +64,7 @@ def _is(kind: Kind, value: object) -> bool:
 
 
 def refuse_sharded(hook: HookBase, model: Any) -> None:
-    """
-    Raises:
-        ConfigError: each rank holds a part of the model.
-    """
+    """Raises ConfigError if the model is sharded: ``hook`` needs the whole model."""
     if is_sharded_model(model):
         raise ConfigError(
             f'MODEL.PARALLEL is "fsdp", but {type(hook).__name__} does not work with a sharded model; make it "ddp"'

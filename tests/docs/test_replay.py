@@ -82,7 +82,7 @@ def test_a_run_of_two_processes_is_replayed_by_two_and_names_the_rank(folder):
     assert "failure: it has come back; 1 of 1 losses equal" in capsule.stdout
     assert "not as in the run: number of processes: 2 in the run, 1 now" in capsule.stdout
     assert "samples: the loss is not finite with signal_237.wav (1 of 2 samples, each alone)" in capsule.stdout
-    assert "iterations 60 to 89 from 2 checkpoints: 30 iterations, 1 at a time" in hindsight.stdout
+    assert "iterations 60 to 89 from 2 checkpoints: 30 iterations with --jobs 1" in hindsight.stdout
     assert "60 of 60 logged values equal those in capsule.rank0.pt, iterations 60 to 89" in hindsight.stdout
     assert len((folder / "replay_of_two/metrics.json").read_text().splitlines()) == 30
     assert "the run had 2 processes, and this replay has 1; start it by torchrun --nproc-per-node 2" in alone.stderr

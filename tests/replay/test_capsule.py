@@ -80,9 +80,9 @@ def test_the_last_line_of_a_failed_run_is_the_command_that_repeats_its_step(tmp_
     line = last_line(tmp_path)
 
     assert " ERROR: To repeat the step: " in line
-    assert f"python tools/replay.py {tmp_path}/capsule.rank0.pt (about 0:00:01 after the start of the run)" in line
+    assert f"python tools/replay.py {tmp_path}/capsule.rank0.pt (about 0:00:01, and the time to start the run)" in line
     assert (
-        f", or from the checkpoint: python tools/replay.py {tmp_path} --iter 7 (about 0:00:01 after the start" in line
+        f", or from the checkpoint: python tools/replay.py {tmp_path} --iter 7 (about 0:00:01, and the time to start" in line
     )
 
 

@@ -115,7 +115,7 @@ class PeriodicCheckpointer:
 
 
 def check_file_prefix(file_prefix: object) -> None:
-    """Raises ValueError if ``file_prefix`` is not text, empty, or has a folder in it."""
+    """Raises ValueError if ``file_prefix`` is not text, is empty, or contains a folder."""
     if not isinstance(file_prefix, str) or not file_prefix or os.path.basename(file_prefix) != file_prefix:
         raise ValueError(
             f"file_prefix must be the start of a file name, without a folder, got {file_prefix!r}; the folder is that "

@@ -144,4 +144,4 @@ def _replay_of_run(trainer: Any, iteration: int) -> str:
 def _duration(trainer: Any, num_steps: int) -> str:
     history = trainer.storage.histories().get("time")
     sec = 0.0 if history is None else num_steps * history.median(1000)
-    return f"about {timedelta(seconds=math.ceil(sec))} after the start of the run"
+    return f"about {timedelta(seconds=math.ceil(sec))}, and the time to start the run"

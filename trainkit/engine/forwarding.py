@@ -19,7 +19,7 @@ def forwarded(path: str, doc: str = "") -> Any:
 
 
 def check_exchange(trainer: Any, name: str, new: Any) -> None:
-    """Raises RuntimeError if the trainer runs, and ``new`` is another model or optimizer than its own."""
+    """Raises RuntimeError if ``new`` would replace the model or the optimizer (``name``) of a running trainer."""
     if trainer.status != "running" or name not in ("model", "optimizer"):
         return
     own = getattr(trainer, name)

@@ -67,7 +67,8 @@ class RunState(InferenceObserver):
     def next_iter_of(self, hook: HookBase) -> int:
         """In ``before_train``: the next iteration in which this hook's ``after_step`` is called.
 
-        It is ``start_iter``; for a hook below the save point ``start_iter - 1``, if its stage 2 is not done.
+        It is ``start_iter``. If stage 2 of the iteration before is still to do, it is ``start_iter - 1`` for hooks
+        below the save point.
         """
         return self.position.iteration if self._hook_list.is_below(hook) else self.start_iter
 

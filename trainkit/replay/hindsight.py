@@ -24,8 +24,9 @@ def replay_range(
 ) -> str:
     """Perform iterations ``first`` to ``end`` - 1 of a run again, with one more hook; the run is not changed.
 
-    Every process of the run calls it. It writes the values that the hook puts into the storage, and the values of the
-    run, to ``metrics.json`` in ``output_dir``: a line for each iteration, null for a value that is not finite.
+    Call it in as many processes as the run had. It writes the values that the hook puts into the storage, and the
+    values of the run, to ``metrics.json`` in ``output_dir``: a line for each iteration, null for a value that is not
+    finite.
 
     Args:
         make_hook: makes the hook; called on each rank.

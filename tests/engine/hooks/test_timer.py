@@ -122,7 +122,7 @@ def test_the_summary_is_of_the_timed_steps_and_what_lies_between_them(clock):
     trainer, timer = Steps(step=lambda iter: clock.advance(10 + iter)), IterationTimer()
     trainer.register_hooks([timer, AfterStep(lambda trainer: clock.advance(100))])
     trainer.train(0, 6)
-    in_hooks = "88 % of 0:07:34 in hooks, evaluation and checkpoints among them"
+    in_hooks = "88 % of 0:07:34 in hooks, with evaluation and checkpoints"
     assert timer.summary() == f"13.5 s per step; {in_hooks}"
     for iter, data_sec in enumerate([100.0, 100.0, 3.0, 3.0, 3.5, 4.0]):  # the first two are warm-up
         trainer.storage.put_scalar("data_time", data_sec, cur_iter=iter)

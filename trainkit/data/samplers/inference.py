@@ -14,8 +14,8 @@ class InferenceSampler(Sampler[int]):
     A part is empty if there are fewer samples than ranks.
 
     Args:
-        logical_ranks: if not 0, this number of logical ranks share the samples; a rank has the ``shards`` of some of
-            them.
+        logical_ranks: if not 0, each of so many logical ranks has such a part; a rank has the parts (``shards``) of its
+            logical ranks.
 
     Raises:
         ValueError: ``size`` is less than 1.
@@ -43,7 +43,7 @@ class InferenceSampler(Sampler[int]):
 
 
 class ShardBatchSampler(BatchSampler):
-    """Batches of an `InferenceSampler`; no batch has samples of two of its ``shards``."""
+    """Batches of an `InferenceSampler`; no batch has samples of two logical ranks (``shards`` of the sampler)."""
 
     sampler: InferenceSampler
     most: int | None = None  # batches of a shard; None: all of them

@@ -80,7 +80,7 @@ class IterationTimer(HookBase):
             data_pct = 100 * sum(sec for sec, _ in both) / sum(sec for _, sec in both)
             text += f", {data_pct:.0f} % of it waiting for data"
         hooks_pct = 100 * (1 - self._steps_sec / self._total_sec)
-        return f"{text}; {hooks_pct:.0f} % of {_hms(self._total_sec)} in hooks, evaluation and checkpoints among them"
+        return f"{text}; {hooks_pct:.0f} % of {_hms(self._total_sec)} in hooks, with evaluation and checkpoints"
 
 
 def _hms(seconds: float) -> str:

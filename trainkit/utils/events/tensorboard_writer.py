@@ -71,7 +71,7 @@ class TensorboardXWriter(PictureWriter):
         super().close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after all events are given to the operating system."""
+        """Give all events to the operating system, then return the state."""
         try:
             self._restore_deleted()
             if self._opened is not None:
