@@ -81,9 +81,7 @@ def test_the_last_line_of_a_failed_run_is_the_command_that_repeats_its_step(tmp_
 
     assert " ERROR: To repeat the step: " in line
     assert f"python tools/replay.py {tmp_path}/capsule.rank0.pt (about 0:00:01, and the time to start the run)" in line
-    assert (
-        f", or from the checkpoint: python tools/replay.py {tmp_path} --iter 7 (about 0:00:01, and the time to start" in line
-    )
+    assert f", or from the checkpoint: python tools/replay.py {tmp_path} --iter 7 (about 0:00:01, and the time" in line
 
 
 @pytest.mark.parametrize("kind", [KeyError, torch.OutOfMemoryError])

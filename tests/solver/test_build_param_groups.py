@@ -102,6 +102,14 @@ def solver_test_net_depth(name):
     return int(name.startswith("head")), 2
 
 
+def test_a_dotted_scheme_is_a_function_in_a_module_of_imports():
+    cfg = make_cfg({"LAYER_DECAY": {"RATE": 0.5, "SCHEME": f"{__name__}.solver_test_net_depth"}})
+    with pytest.raises(ConfigError, match=r"LAYER_DECAY: SCHEME is '.*depth', but only IMPORTS names code; add"):
+        rates(cfg, Net())
+    cfg.IMPORTS = [__name__]
+    assert rates(cfg, Net())["stem.weight"] == (0.5, 1.0)
+
+
 def test_factors_multiply_the_keys_that_detectron2_has():
     cfg = make_cfg(
         {"BIAS_LR_FACTOR": 3.0, "NORM_DECAY_FACTOR": 0.5, "BIAS_DECAY_FACTOR": 0.25},
