@@ -30,7 +30,7 @@ def LlamaLM(cfg: CfgNode) -> nn.Module:
 
 @LAYER_DEPTH_REGISTRY.register()
 def llama_depth(name: str) -> tuple[int, int]:
-    """The embedding is layer 0, then the blocks, then the last norm and the head; for a model of 2 blocks."""
+    """Depth of a parameter of a Llama with 2 blocks, and number of layers: embedding, blocks, last norm and head."""
     block = re.match(r"model\.layers\.(\d+)\.", name)
     return (int(block[1]) + 1 if block else 0 if name.startswith("model.embed_tokens.") else 3), 4
 

@@ -159,7 +159,7 @@ class _OptionText(str):
 
 
 def _merge(node: _FvcoreCfgNode, other: Mapping[str, Any], root: _FvcoreCfgNode, prefix: str = "") -> None:
-    """Merge a mapping into the node of ``root`` whose full key is ``prefix`` (with its dot): all values, or none."""
+    """Merge a mapping into the node of ``root`` whose key is ``prefix`` (it ends with a dot): all values, or none."""
     for owner, name, value in list(_changes(node, other, root, prefix)):
         if owner.get(name) is None:
             _untyped_keys(owner).add(name)

@@ -21,11 +21,11 @@ _POLL_SEC = 5.0  # interval of the checks whether the parent is alive
 
 
 def worker_init_reset_seed(worker_id: int) -> None:
-    """Seed Python, NumPy and torch in a loader worker, and make it ignore signals except a SIGTERM of its parent.
+    """Seed Python, NumPy and torch in a loader worker, and make it ignore signals except a SIGTERM from its parent.
 
     The seed comes from the loader. A terminal, a scheduler and torchrun send signals to the whole process group, but a
     run that is stopped still needs batches for its last step. Workers end when their loader ends them, or some seconds
-    after their parent has died. Programs started by a worker inherit the blocked SIGTERM.
+    after their parent has died. SIGTERM is blocked in a worker and in programs that it starts.
 
     Loaders of this package use it; any other ``DataLoader`` can have it as ``worker_init_fn``.
     """

@@ -34,7 +34,7 @@ def take_settings(cfg: CfgNode, place: str, changes: Sequence[str], resume: bool
 
     Raises:
         CheckpointError: there is no such checkpoint.
-        ConfigError: the fork has a folder of the run to fork, or a change is not valid.
+        ConfigError: the fork would use a folder of the run to fork, or a change is not valid.
     """
     name, _, number = place.rpartition("@")
     if "://" in place:

@@ -218,7 +218,7 @@ class _Tree:
         }
 
     def _exchange_bucket(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """DDP calls it with each bucket, in the same order on all processes, during the last backward pass."""
+        """DDP calls it with each bucket, in one order on all processes, during the last backward pass of a step."""
         places = [self._places[id(parameter)] for parameter in bucket.parameters()]
         for _, sums, _ in reversed(self._sums):
             _add([*bucket.gradients()], [sums[place] for place in places])
