@@ -165,10 +165,12 @@ def test_a_list_dataset_without_copies_hands_out_the_samples_themselves():
     assert DatasetFromList([sample], copy=True, serialize=False)[0] is not sample
 
 
-@pytest.mark.parametrize("serialize", [True, False])
+@pytest.mark.parametrize(
+    ("serialize", "message"), [(True, "index {} of a dataset of 2 samples"), (False, "list index out of range")]
+)
 @pytest.mark.parametrize("index", [2, -3])
-def test_an_index_outside_of_a_list_dataset_is_an_index_error(serialize, index):
-    with pytest.raises(IndexError):
+def test_an_index_outside_of_a_list_dataset_is_an_index_error(serialize, message, index):
+    with pytest.raises(IndexError, match=message.format(index)):
         DatasetFromList([1, 2], serialize=serialize)[index]
 
 

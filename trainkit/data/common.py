@@ -185,7 +185,9 @@ class _PickledSamples:
         return len(self._ends) - 1
 
     def __getitem__(self, index: int) -> Any:
-        index = range(len(self))[index]  # IndexError if out of range; negative ones count from the end
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index {index} of a dataset of {len(self)} samples")
+        index = range(len(self))[index]  # a negative index counts from the end
         start, end = self._ends[index : index + 2].tolist()
         return pickle.loads(self._buffer.numpy()[start:end].data)
 
