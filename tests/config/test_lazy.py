@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
+from types import ModuleType
 
 import pytest
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -91,6 +92,21 @@ def test_load_rel_starts_from_the_file_that_calls_it(write):
     write(parts__model="model = dict(width=3)")
     path = write(job="from trainkit.config import LazyConfig\nmodel = LazyConfig.load_rel('parts/model.py', 'model')")
     assert LazyConfig.load(path) == {"model": {"width": 3}}
+
+
+class ImportsWhenTouched(ModuleType):
+    """A lazy module whose package is missing, as some libraries leave it in ``sys.modules``."""
+
+    def __getattr__(self, name):
+        raise ImportError(f"{self.__name__} is not installed")
+
+
+def test_load_rel_touches_no_other_module(write, tmp_path, monkeypatch):
+    write(model="model = dict(width=3)")
+    monkeypatch.setitem(sys.modules, "lazy", ImportsWhenTouched("lazy"))
+    cell = compile("result = LazyConfig.load_rel('model.py', 'model')", str(tmp_path / "cell"), "exec")
+    exec(cell, namespace := {"LazyConfig": LazyConfig})
+    assert namespace["result"] == {"width": 3}
 
 
 def test_a_function_of_a_config_imports_relatively_also_when_it_is_called_later(write):

@@ -1,8 +1,8 @@
 """Configs written in Python, with calls that are made later."""
 
-import inspect
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ class LazyConfig:
     @staticmethod
     def load_rel(filename: str | os.PathLike[str], keys: str | Sequence[str] | None = None) -> Any:
         """``load`` with a path relative to the file of the calling code."""
-        folder = os.path.dirname(inspect.stack(0)[1].filename)
+        folder = os.path.dirname(sys._getframe(1).f_code.co_filename)  # inspect.stack() would touch every module
         return LazyConfig.load(os.path.join(folder, filename), keys)
 
     @staticmethod
