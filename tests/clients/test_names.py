@@ -249,6 +249,16 @@ def catalogs():
         catalog.update(entries)
 
 
+@pytest.mark.parametrize("module", ["common", "catalog"])
+def test_a_star_import_brings_the_names_of_detectron2_and_no_copy_random_or_logger(module):
+    exec(f"from trainkit.data.{module} import *", namespace := {})
+    theirs = {
+        "common": {"AspectRatioGroupedDataset", "DatasetFromList", "MapDataset", "ToIterableDataset"},
+        "catalog": {"DatasetCatalog", "Metadata", "MetadataCatalog"},
+    }
+    assert namespace.keys() - {"__builtins__"} == theirs[module]
+
+
 @pytest.mark.usefixtures("catalogs")
 def test_the_catalogs_are_dicts():
     DatasetCatalog.clear()

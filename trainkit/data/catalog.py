@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 from trainkit.utils.registry import did_you_mean
 
+__all__ = ["DatasetCatalog", "Metadata", "MetadataCatalog"]
+
 _T = TypeVar("_T")
 
 

@@ -20,6 +20,8 @@ from torch.utils.data import IterableDataset, Sampler
 
 from trainkit.utils.serialize import PicklableWrapper
 
+__all__ = ["AspectRatioGroupedDataset", "DatasetFromList", "MapDataset", "ToIterableDataset"]
+
 logger = logging.getLogger(__name__)
 
 ENDS = StopIteration, SystemExit  # a dataset must not raise these when a sample is read
