@@ -245,7 +245,7 @@ class Checkpointer:
         return sorted(name for name in names if not os.path.lexists(os.path.join(self.save_dir, name + SUFFIX)))
 
     def _find_new_buffers(self, weights: Mapping[str, Any]) -> list[str]:
-        """New buffers that loading can create; log a warning, once, for tensors that it cannot create."""
+        """New buffers (not there at the start) that loading can create; warns once of other new tensors."""
         own = _tensors_of(self.model)
         new = [name for name in weights if name in own and name not in self._tensors]
         can_make = [

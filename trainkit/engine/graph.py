@@ -268,7 +268,7 @@ class GraphTrainer(SimpleTrainer):
             logger.warning(message)
 
     def _record(self, batches: Sequence[Any], tensors: list[Tensor]) -> _Recording:
-        """Record all parts without executing them; from now on gradients are those of the recording."""
+        """Record all parts without executing them; from now on gradients are the tensors that the recording writes."""
         recording = _Recording([tensor.clone() for tensor in tensors])
         inputs = zip(tensors, recording.inputs, strict=True)
         batches = copy.deepcopy([*batches], {id(tensor): static for tensor, static in inputs})

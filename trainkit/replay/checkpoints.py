@@ -101,7 +101,7 @@ def compare_way(values: Values, saved: Saved | None, end: int) -> tuple[str, boo
         return "nothing to compare with: the run has stored nothing after this step", True
     first = min(values, default=end)
     count, different = compare_values(values, logged_values(saved.state["trainer"]["storage"], first, end + 1))
-    where = f"in {os.path.basename(saved.path)}, iterations {first} to {end}"
+    where = f"in {os.path.basename(saved.path)}, iterations {first} to {max(values, default=end)}"
     if different is None:
         return f"{count} of {count} logged values equal those {where}", True
     iteration, name, here, there = different

@@ -1,4 +1,4 @@
-"""https://docs.pytorch.org/ignite: an Engine whose process function returns the losses, LR handler, log lines."""
+"""https://docs.pytorch.org/ignite: an Engine (its function returns the losses), an LR handler, and log lines."""
 
 import sys
 import time

@@ -101,7 +101,7 @@ class ParamScheduler(HookBase):
 
 
 def _fields(group: dict[str, Any]) -> dict[str, tuple[str, int | None]]:
-    """name -> (key, index of the item or None) of each number in a parameter group."""
+    """name -> where the number is in the group: (key, None), or (key, index) for an item, such as one of ``betas``."""
     found: dict[str, tuple[str, int | None]] = {}
     for key, value in group.items():
         if isinstance(value, Tensor) or is_number(value):
