@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import weakref
 
 import pytest
 import torch
@@ -58,6 +59,19 @@ def test_gradients_are_added_in_a_tree_over_logical_ranks_after_the_micro_batche
             by_rank[ORDER[rank]] = grad if step == 0 else by_rank[ORDER[rank]] + grad
         tree = (by_rank[0] + by_rank[2]) + (by_rank[1] + by_rank[3])
         assert torch.equal(parameter.grad, tree)
+
+
+def test_the_loss_of_a_micro_batch_does_not_live_until_the_next_forward_pass():
+    class Watched(Regression):
+        def forward(self, batch):
+            alive.append([loss() is not None for loss in losses])
+            loss = super().forward(batch)
+            losses.append(weakref.ref(loss))
+            return loss
+
+    losses, alive = [], []
+    trainer(Watched(), parts(2), accumulation_steps=2).train(0, 1)
+    assert alive == [[False] * earlier for earlier in range(8)]
 
 
 def test_the_losses_are_means_in_double_precision_over_logical_ranks():

@@ -660,7 +660,8 @@ def test_a_second_run_stores_its_metrics_as_well(asynchronous):
         assert [iter for _, iter in trainer.storage.history("total_loss").values()] == list(range(start, end))
 
 
-def test_the_graph_of_a_loss_lives_no_longer_than_its_iteration(asynchronous):
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+def test_the_graph_of_a_loss_does_not_live_until_the_next_forward_pass(accumulation_steps, asynchronous):
     class Payload:
         pass
 
@@ -680,10 +681,11 @@ def test_the_graph_of_a_loss_lives_no_longer_than_its_iteration(asynchronous):
         return {"loss_a": Identity.apply(weight), "loss_b": weight}
 
     references, alive = [], []
+    options = {"async_write_metrics": asynchronous, "accumulation_steps": accumulation_steps}
     model = Weight(losses_of)
-    trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model), async_write_metrics=asynchronous)
+    trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model), **options)
     trainer.train(0, 3)
-    assert alive == [[], [False], [False, False]]
+    assert alive == [[False] * earlier for earlier in range(3 * accumulation_steps)]
 
 
 def test_metrics_are_stored_once_per_gather_period():

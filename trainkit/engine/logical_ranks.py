@@ -86,7 +86,7 @@ class LogicalTrainer(SimpleTrainer):
                 with nullcontext() if is_last else without_gradient_sync(self.model):
                     losses = self.compute_losses(batch)
                     self.backward(losses.total / (self.logical_ranks * steps))
-                found.append(losses.detach())
+                found.append(losses := losses.detach())  # frees the graph before the next forward pass
         self._tree.finish()
         self.prepare_gradients()
         self._seed_for(_AFTER_STEP)

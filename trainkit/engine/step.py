@@ -186,8 +186,8 @@ class SimpleTrainer(TrainerBase):
                 if not (found or self.zero_grad_before_forward):
                     self.optimizer.zero_grad()
                 self.backward(losses.total if num == 1 else losses.total / num)
-            # a single batch keeps its graph until the next fetch, as in a plain loop
-            found.append(losses if num == 1 else losses.detach())
+            # a single batch keeps its graph until the next fetch, as in a plain loop; others free it now
+            found.append(losses := losses if num == 1 else losses.detach())
         self.prepare_gradients()
         return mean_losses(found)
 
