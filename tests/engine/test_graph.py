@@ -473,7 +473,8 @@ def test_what_changes_in_the_middle_is_followed(change):
     assert (recorded.recorder.num_recorded, recorded.recorder.num_replays) == (2, 40 - 2 * 3)
 
 
-def test_a_group_that_is_added_in_the_middle_is_trained():
+@pytest.mark.parametrize("first", [lambda model: model.last.parameters(), lambda model: [{"params": []}]])
+def test_a_group_that_is_added_in_the_middle_is_trained(first):
     def add_group(trainer):
         if trainer.iter == 20:
             trainer.optimizer.add_param_group({"params": [*trainer.model.first.parameters()]})
@@ -481,7 +482,7 @@ def test_a_group_that_is_added_in_the_middle_is_trained():
     found = []
     for trainer_type in (SimpleTrainer, RecordedTrainer):
         model = Net()
-        optimizer = torch.optim.SGD(model.last.parameters(), lr=0.1, momentum=0.9, fused=True)
+        optimizer = torch.optim.SGD(first(model), lr=0.1, momentum=0.9, fused=True)
         trainer = trainer_type(model, batches(5), optimizer)
         trainer.register_hooks([AfterStep(add_group)])
         torch.manual_seed(2)

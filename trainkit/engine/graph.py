@@ -165,8 +165,9 @@ class GraphTrainer(SimpleTrainer):
             with self._beside(inputs), self._reads or nullcontext():
                 return super().compute_gradients(batches)
         self._replay(recording, "gradients")
-        first, gradient = recording.gradients[0]  # checking one is enough, unless hooks act on gradients
-        if self._shown is not recording or "judgement" in recording.replays or first.grad is not gradient:
+        # checking one is enough, unless hooks act on gradients; a group may have no parameters yet
+        shows = all(parameter.grad is gradient for parameter, gradient in recording.gradients[:1])
+        if self._shown is not recording or "judgement" in recording.replays or not shows:
             for parameter, gradient in recording.gradients:
                 if parameter.grad is not gradient:
                     parameter.grad = gradient
