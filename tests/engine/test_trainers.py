@@ -527,6 +527,13 @@ def test_without_a_norm_nothing_but_the_losses_is_stored():
         assert list(scalars(trainer)) == ["total_loss"]
 
 
+def test_a_model_may_store_a_norm_of_its_own_if_the_clipper_gives_none():
+    model = Weight(lambda weight, batch: {"loss": weight, "grad_norm": weight.detach() * 2})
+    trainer = SimpleTrainer(model, [1.0], sgd(model), clip_gradients=lambda parameters: None)
+    trainer.train(0, 1)
+    assert trainer.storage.history("grad_norm").values() == [(2.0, 0)]
+
+
 @pytest.mark.parametrize(("trainer_class", "non_finite"), [(SimpleTrainer, "skip"), (AMPTrainer, "raise")])
 def test_a_norm_that_is_not_finite_is_stored_and_no_error(trainer_class, non_finite):
     model = Weight(lambda weight, batch: (weight - 1.0).sqrt() * batch)

@@ -31,16 +31,16 @@ STORED_BESIDE_LOSSES = frozenset(
 _MOST_RECORDS = 1000  # exchange after this number, even if few are stored, so that a failure is noticed
 
 
-def check_losses(losses: Losses, *, clips: bool) -> None:
+def check_losses(losses: Losses, *, has_norm: bool = False) -> None:
     """Check what a model returns in its first step.
 
     Args:
-        clips: whether the trainer clips gradients.
+        has_norm: whether the trainer stores the norm of the gradients.
 
     Raises:
         ValueError: a loss has a name that the trainer stores itself, or is a DTensor.
     """
-    stored = STORED_BESIDE_LOSSES | ({"grad_norm"} if clips else set())
+    stored = STORED_BESIDE_LOSSES | ({"grad_norm"} if has_norm else set())
     if taken := sorted(losses.values.keys() & stored):
         raise ValueError(f"the trainer stores {taken} itself; give the model's entry another name")
     if distributed := [name for name, value in losses.values.items() if is_sharded(value)]:

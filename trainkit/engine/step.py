@@ -195,7 +195,7 @@ class SimpleTrainer(TrainerBase):
         losses = parse_losses(self.call_model(batch))
         if self._is_first_step:
             self._is_first_step = False
-            check_losses(losses, clips=self.clip_gradients is not None)
+            check_losses(losses)
             logged = [name for name in losses.values if name not in losses.trained]
             logger.info("Minimizing %s%s", " + ".join(losses.trained), f"; only logging {logged}" if logged else "")
         return losses
@@ -217,8 +217,8 @@ class SimpleTrainer(TrainerBase):
         flag, norm = self.finite.flag_update(self.model, self.optimizer, losses.total), None
         if self.clip_gradients is not None:
             norm = self.clip_gradients(parameters_of(self.optimizer, self.model))
-            if "grad_norm" in losses.values:  # a model may return it only later
-                check_losses(losses, clips=True)
+            if norm is not None and "grad_norm" in losses.values:  # a model may return it only later
+                check_losses(losses, has_norm=True)
         return {name: value for name, value in ((FLAG, flag), ("grad_norm", norm)) if value is not None}
 
     def update(self) -> None:
