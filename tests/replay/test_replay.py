@@ -5,13 +5,15 @@ import json
 import pytest
 import torch
 
+from tests.cuda import needs_cuda
 from tests.engine.job import tiny_cfg
+from tests.engine.recorded_graph import CpuRecorder
 from tests.replay.job import Job, PlantNan, ReadsClock, StopAt, digest_of_folder
 from tools.replay_report import as_dict, as_text
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file, write_file
 from trainkit.config import ConfigError
-from trainkit.engine import HookBase
+from trainkit.engine import GraphTrainer, HookBase
 from trainkit.replay import replay
 
 REPRODUCIBLE = "reproducible: twice in place and once more from the checkpoint, every bit is equal"
@@ -61,6 +63,30 @@ def test_a_replayed_step_has_the_batch_the_losses_and_the_gradients_of_the_run(t
     assert found.verdict == REPRODUCIBLE
     assert found.differences == []
     assert found.start == ("the beginning" if iter < 4 else "model_0000004.pth")
+
+
+@pytest.mark.parametrize("iter", [4, 8, 9])
+def test_a_step_of_a_run_with_a_graph_is_repeated_with_all_its_modules(tmp_path, monkeypatch, iter):
+    monkeypatch.setattr(GraphTrainer, "make_recorder", lambda self: CpuRecorder())
+    job = Job(tmp_path, "SOLVER.GRAPH.ENABLED", True, "SOLVER.OPTIMIZER.FUSED", True)
+    job()
+
+    found = replay(tmp_path, iter, job, prove=True)
+
+    assert (found.verdict, found.proof) == (REPRODUCIBLE, proof(f"model_{'0000004' if iter == 4 else 'final'}.pth"))
+    assert [row.module for row in found.activations] == [*(f"layers.{i}" for i in range(5)), "layers", "(model)"]
+
+
+@needs_cuda
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_step_on_a_gpu_is_repeated_and_proved_there(tmp_path, graph):
+    job = Job(tmp_path, "MODEL.DEVICE", "cuda", "SOLVER.GRAPH.ENABLED", graph, "SOLVER.OPTIMIZER.FUSED", True)
+    job()
+
+    found = replay(tmp_path, 8, job, prove=True)
+
+    assert found.batch["x"].is_cuda
+    assert (found.verdict, found.proof) == (REPRODUCIBLE, proof("model_final.pth"))
 
 
 def test_numbers_of_modules_and_updates_are_those_of_the_step(run):

@@ -63,6 +63,7 @@ def _difference_of_tensors(left: Tensor, right: Tensor) -> str:
         return " and ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in (left, right))
     if left.is_meta or right.is_meta:
         return ""  # in a rank's own part, for a sharded tensor, which is compared in the part of all ranks
+    left, right = left.cpu(), right.cpu()  # a replay compares the state on a GPU with a file
     bits = [_bits(tensor) for tensor in (left, right)]
     num_different = int((bits[0] != bits[1]).any(dim=1).sum())
     if not num_different:

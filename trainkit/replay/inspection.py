@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.engine.finite import non_finite_names
+from trainkit.engine.graph import GraphTrainer
 from trainkit.engine.hook_base import HookBase
 from trainkit.utils.model import unwrap_model
 
@@ -89,6 +90,8 @@ class Inspection(HookBase):
     def before_step(self) -> None:
         if self.trainer.iter != self.at:
             return
+        if isinstance(step := getattr(self.trainer, "_trainer", None), GraphTrainer):
+            step._forget()  # makes an ordinary step, with the same bits: a recording calls no modules
         model = self._model = unwrap_model(self.trainer.model)
         self.not_finite_before = non_finite_names(model)
         self._before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
