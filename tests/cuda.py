@@ -12,15 +12,15 @@ def needs_cuda(test):
     return pytest.mark.cuda(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
 
 
-def forbid_waiting():
+def forbid_waiting(mode="error"):
     """From here on it is an error if the host waits for the device, but for an event; `allow_waiting` ends it."""
     with warnings.catch_warnings():  # torch says once that it does not see everything
         warnings.filterwarnings("ignore", "Synchronization debug mode", UserWarning)
-        torch.cuda.set_sync_debug_mode("error")
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def allow_waiting():
-    torch.cuda.set_sync_debug_mode("default")
+    forbid_waiting("default")
 
 
 @contextmanager

@@ -343,6 +343,15 @@ void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   in_fallback = former;
 }
 
+// its schema does not say that it writes the running statistics, so the fallback would lose them
+void batch_norm(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  for (size_t place : {stack->size() - 5, stack->size() - 4}) {  // running_mean, running_var
+    auto& argument = (*stack)[place];
+    if (argument.isTensor() && argument.toTensor().defined()) argument = on_cpu(argument.toTensor());
+  }
+  fall_back(op, stack);
+}
+
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fall_back>()); }
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", empty);
@@ -360,6 +369,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("as_strided", as_strided);
   m.impl("unfold", &at::native::unfold);
   m.impl("record_stream", record_stream);
+  m.impl("native_batch_norm", torch::CppFunction::makeFromBoxedFunction<&batch_norm>());
 }
 
 }  // namespace

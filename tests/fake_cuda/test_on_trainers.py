@@ -66,6 +66,16 @@ def test_a_run_that_was_stopped_and_resumed_ends_as_one_that_was_not(options, tm
 
 
 @needs_cuda
+def test_a_run_has_the_weights_the_statistics_and_the_results_of_one_on_the_cpu(tmp_path):
+    gpu, cpu = train(tmp_path / "gpu"), train(tmp_path / "cpu", name="cpu")
+
+    state = {name: value.cpu() for name, value in gpu.model.state_dict().items()}
+    torch.testing.assert_close(state, cpu.model.state_dict())
+    assert state["layers.1.running_mean"].any()
+    assert stored(gpu)["classification/top1"] == stored(cpu)["classification/top1"]
+
+
+@needs_cuda
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
 def test_a_recorded_run_has_the_losses_of_an_ordinary_one_and_resumes_exactly(options, tmp_path):
     ordinary = train(tmp_path / "ordinary", *options, "SOLVER.MAX_ITER", 20)
