@@ -54,3 +54,20 @@ def _results_of_rank_0_alone(rank, folder):
 def test_an_evaluation_of_one_batch_that_fails_on_rank_0_alone_leaves_no_rank_waiting(tmp_path):
     found = on_two_ranks([_results_of_rank_0_alone], tmp_path)
     assert found == {"_results_of_rank_0_alone": [[0, 1], [0, 1]]}
+
+
+def _batch_of_rank_1_alone(rank, folder):
+    def one_batch():
+        if rank == 1:
+            raise ValueError("a broken sample")
+        comm.all_gather(rank)  # at the end of the batches ranks wait for each other
+        return {}
+
+    check_monitored_metrics([BestCheckpointer(1, None, "top1")], one_batch)
+
+
+@pytest.mark.slow
+def test_a_batch_that_fails_on_one_rank_ends_the_run_instead_of_leaving_other_ranks_waiting(tmp_path):
+    [[of_rank_0, of_rank_1]] = on_two_ranks([_batch_of_rank_1_alone], tmp_path).values()
+    assert of_rank_0.startswith("RuntimeError: ")
+    assert of_rank_1 == "ValueError: a broken sample"

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -169,7 +170,8 @@ def check_monitored_metrics(hooks: Iterable[Any], evaluate: Callable[[], Mapping
 
     Args:
         evaluate: returns, on rank 0, results with the names that later results have. Every rank calls it if a hook
-            needs it. If it fails, a warning is logged, and the first evaluation shows whether the names are right.
+            needs it. If an evaluator fails in its ``evaluate``, a warning is logged, and the first evaluation shows
+            whether the names are right. Other failures do the same with one rank; with several ranks they are raised.
 
     Raises:
         ConfigError: there is no such metric.
@@ -183,7 +185,11 @@ def check_monitored_metrics(hooks: Iterable[Any], evaluate: Callable[[], Mapping
     try:
         with logging_from(logging.WARNING):  # nobody needs the results of one batch
             known = ["total_loss", *flatten_results_dict(evaluate() or {})]
-    except Exception:  # an evaluator may need the whole dataset
+    except Exception as error:
+        calls = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if comm.get_world_size() > 1 and "evaluate" not in calls:  # other ranks wait in the evaluation for this rank
+            raise
+        # an evaluator may need the whole dataset
         text = "One batch does not show whether the evaluation gives %s, so the first evaluation will:"
         logger.warning(text, names, exc_info=True)
     known = comm.broadcast(known)  # only rank 0 has the results, and it may have failed alone
