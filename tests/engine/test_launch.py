@@ -48,6 +48,10 @@ def _exit(code):
     sys.exit(code)
 
 
+def _as_tensor(value):
+    return torch.tensor(value)
+
+
 def _stop_by(signum, to_launcher, folder):
     """Steps until a signal that rank 1 sends, to the launcher or to itself, stops the run."""
     stops, iter = StopRequests(2), 0
@@ -166,6 +170,11 @@ def test_two_processes_are_one_run_whose_result_comes_back(tmp_path):
     assert ranks == [(0, 0, 2), (1, 1, 2)]
     assert (tmp_path / "done").read_text() == "done"
     assert not dist.is_initialized()
+
+
+@pytest.mark.slow
+def test_a_tensor_comes_back_too_although_its_process_has_ended(forked_ranks):
+    assert launch(_as_tensor, 2, args=([1.0, 2.0],)).tolist() == [1, 2]
 
 
 @pytest.mark.slow

@@ -138,7 +138,7 @@ def _join(context: Any, results: Any, stops: StopRequests) -> list[tuple[Any, in
     while not has_ended:
         has_ended = context.join(timeout=0.5, grace_period=_GRACE_SEC)
         while not results.empty():  # a process cannot end while its large result is in the queue
-            answers.append(results.get())
+            answers.append(pickle.loads(results.get()))
         if stops.pending and not passed_on:
             passed_on, stop = True, stops.agree_now()
             for process in context.processes:
@@ -171,7 +171,7 @@ def _spawned_main(
     os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(local_rank), str(num_local)
     result, exit_code = run(first_rank + local_rank)
     if local_rank == 0 or exit_code:
-        results.put((result, exit_code))
+        results.put(pickle.dumps((result, exit_code)))  # by value: the queue would pass on memory of this process
 
 
 def _run_rank(
