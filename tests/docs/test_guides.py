@@ -158,7 +158,7 @@ def test_the_loop_is_that_of_the_source():
 def test_as_many_lines_are_read_as_the_guide_says():
     text = (ROOT / "docs/training_loop.md").read_text()
     run, step = map(
-        int, re.search(r"To follow a run you read\s+(\d+) lines .* another (\d+)", text, re.DOTALL).groups()
+        int, re.search(r"To follow a run you\s+read\s+(\d+) lines .*\sanother\s+(\d+)", text, re.DOTALL).groups()
     )
 
     def count(cls, *names):
