@@ -234,6 +234,18 @@ def test_resuming_where_no_checkpoint_was_ever_written_is_a_new_run(tmp_path, we
     assert (tmp_path / "previous_1/metrics.json").exists()
 
 
+@pytest.mark.parametrize(("args", "is_named"), [(NEW, False), (RESUME, True)])
+def test_resuming_where_a_run_was_moved_aside_names_the_newest_checkpoint(tmp_path, args, is_named):
+    for _ in range(2):  # somebody forgets --resume twice
+        (tmp_path / "last_checkpoint").write_text("model_0000004.pth")
+        (tmp_path / "model_0000004.pth").write_text("old")
+        default_setup(cfg_for(tmp_path), NEW)
+    (tmp_path / "log.txt").unlink()
+    default_setup(cfg_for(tmp_path), args)
+    text = f"There is no checkpoint in {tmp_path} to resume, but in {tmp_path / 'previous_2'}: to continue that run"
+    assert (text in (tmp_path / "log.txt").read_text()) is is_named
+
+
 def test_resuming_with_a_tag_that_leads_away_moves_nothing(tmp_path):
     (tmp_path / "metrics.json").write_text("old")
     (tmp_path / "last_checkpoint").write_text("../model.pth")

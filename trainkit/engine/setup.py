@@ -214,6 +214,7 @@ def default_setup(cfg: Any, args: Any) -> None:
     _check_settings(cfg)  # before anything is moved: if this run cannot start, --resume finds the old run
     output_dir, checkpoints = Path(cfg.OUTPUT_DIR), Path(checkpoint_dir(cfg))
     notes = [] if eval_only else own_folders(cfg, resume)
+    older: list[Path] = []
     if comm.is_main_process():
         for remote in filter(None, map(remote_of, [cfg.OUTPUT_DIR, checkpoint_dir(cfg)] * eval_only)):
             remote.download()
@@ -223,6 +224,8 @@ def default_setup(cfg: Any, args: Any) -> None:
             for folder in dict.fromkeys([output_dir, checkpoints]):
                 if aside := _move_aside(folder, cfg.MODEL.WEIGHTS, is_new):
                     notes.append(f"The files of an earlier run in {folder} are now in {aside}")
+            if resume and is_new:  # somebody may have forgotten --resume before
+                older = sorted(checkpoints.glob("previous_*/last_checkpoint"), key=os.path.getmtime)
             if not eval_only:
                 save_config = partial(write_text, text, output_dir.absolute() / "config.yaml")
                 own_folder(output_dir).restore["config.yaml"] = save_config
@@ -249,6 +252,9 @@ def default_setup(cfg: Any, args: Any) -> None:
     logger.info("Configuration, as far as it differs from the defaults:\n%s", changes or "  nowhere")
     for note in notes:
         logger.info(note)
+    if older:
+        text = "There is no checkpoint in %s to resume, but in %s: to continue that run, name its folder in OUTPUT_DIR"
+        logger.warning(text, checkpoints, older[-1].parent)
     drawn = None if replay is None else replay.seed
     seed_all_rng(drawn if cfg.SEED < 0 else cfg.SEED + comm.get_rank())
     torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK and not eval_only
