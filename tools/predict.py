@@ -47,7 +47,9 @@ from torch import Tensor
 from torch.utils.data import Subset, default_collate
 from user_job import SCRIPT_HELP, find_trainer
 
+from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.atomic import replacing
+from trainkit.checkpoint.file import read_any
 from trainkit.checkpoint.folder import choose
 from trainkit.config import CfgNode, ConfigError, get_cfg
 from trainkit.data import DatasetCatalog, MetadataCatalog, build_test_loader
@@ -109,8 +111,8 @@ def samples_of_file(path: str, key: str) -> Iterator[Any]:
     readers: dict[str, Callable[[str], Any]] = {
         ".npy": lambda path: np.load(path, mmap_mode="r"),
         ".npz": _read_npz,
-        ".pt": lambda path: torch.load(path, map_location="cpu", weights_only=True),
-        ".pth": lambda path: torch.load(path, map_location="cpu", weights_only=True),
+        ".pt": read_any,
+        ".pth": read_any,
         ".jsonl": _read_json_lines,
         **dict.fromkeys((".png", ".jpg", ".jpeg"), _read_image),
     }
@@ -124,6 +126,8 @@ def samples_of_file(path: str, key: str) -> Iterator[Any]:
             yield sample
     except ConfigError as error:
         raise ConfigError(f"--input {path!r} {error}") from None
+    except CheckpointError as error:
+        raise ConfigError(f"--input: {error}") from None
     except Exception as error:  # torch raises many types on damaged archives
         reason = getattr(error, "strerror", None) or _first_line(error)
         raise ConfigError(f"--input {path!r} cannot be read: {reason}") from error

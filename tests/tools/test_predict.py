@@ -392,6 +392,10 @@ def test_mistakes_in_files_of_samples_are_one_line(run, call, tmp_path):
     np.save(tmp_path / "objects.npy", np.array([{}]))
     np.save(tmp_path / "shape.npy", np.ones((2, 5), np.float32))
     (tmp_path / "broken.pt").write_bytes(b"x")
+    torch.save([np.ones(4)], tmp_path / "pickle.pt")
+    torch.save(INPUTS, tmp_path / "flipped.pt")
+    content = (tmp_path / "flipped.pt").read_bytes()
+    (tmp_path / "flipped.pt").write_bytes(content.replace(INPUTS[3].numpy().tobytes(), bytes(16)))
     torch.save("text", tmp_path / "text.pt")
     np.save(tmp_path / "one.npy", np.ones((1, 5), np.float32))
     expected = {
@@ -401,7 +405,9 @@ def test_mistakes_in_files_of_samples_are_one_line(run, call, tmp_path):
         "number.npz": "holds 'y', which is not an array [N, ...]",
         "number.npy": "holds a single number; samples are an array [N, ...]",
         "objects.npy": "objects.npy' cannot be read: ValueError: ",
-        "broken.pt": "broken.pt' cannot be read: ",
+        "broken.pt": "broken.pt' is refused: its pickle is not plain",
+        "pickle.pt": "pickle.pt' is refused: it needs numpy.",
+        "flipped.pt": "flipped.pt' is damaged: the content of its record ",
         "text.pt": "holds a str, accepted are arrays, dicts of them and lists of samples",
         "one.npy": ": sample 0 cannot be predicted, a sample has to look like",
         "shape.npy": "samples 0 to 1 cannot be predicted, a sample has to look like one of the test dataset before its "

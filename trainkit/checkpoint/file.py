@@ -56,21 +56,27 @@ def read_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[s
             or the package ``safetensors`` is missing.
     """
     path = os.fspath(path)
-    with _opened(path) as file:
-        if path.endswith(SAFETENSORS_SUFFIX):
+    if path.endswith(SAFETENSORS_SUFFIX):
+        with _opened(path) as file:
             try:
                 weights = import_safetensors().load(file.read())
             except Exception as error:  # a SafetensorError, a KeyError for a dtype that torch does not have, ...
                 raise CheckpointError(f"'{path}' cannot be read as safetensors: {error}") from error
-            return {"model": {name: weight.to(map_location) for name, weight in weights.items()}}
-        if file.read(2) == b"PK":
-            _check_records(file, path)
-        file.seek(0)
-        state = _unpickle(file, path, map_location)
+        return {"model": {name: weight.to(map_location) for name, weight in weights.items()}}
+    state = read_any(path, map_location)
     if not isinstance(state, dict):
         raise CheckpointError(f"'{path}' holds a {type(state).__name__}; a checkpoint is a dict")
     state.pop(MARKER, None)
     return state
+
+
+def read_any(path: str, map_location: Any = "cpu") -> Any:
+    """Verify and read a file of ``torch.save`` that need not be a checkpoint. Raises CheckpointError as `read_file`."""
+    with _opened(path) as file:
+        if file.read(2) == b"PK":
+            _check_records(file, path)
+        file.seek(0)
+        return _unpickle(file, path, map_location)
 
 
 def write_safetensors(weights: Mapping[str, Any], path: str) -> None:
