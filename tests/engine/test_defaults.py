@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from tests.engine.job import TinyClassifier, tiny_cfg
 from trainkit.checkpoint import CheckpointError
-from trainkit.config import ConfigError
+from trainkit.config import ConfigError, get_cfg
 from trainkit.data import DatasetCatalog, build_train_loader
 from trainkit.engine import (
     AMPTrainer,
@@ -624,6 +624,18 @@ def test_resuming_beyond_the_end_is_an_error_that_names_both_numbers(tmp_path):
     trainer = DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.MAX_ITER", 4, "SOLVER.STEPS", ()))
     with pytest.raises(ConfigError, match="SOLVER.MAX_ITER is 4, but the checkpoint to resume from has done 10 iter"):
         trainer.resume_or_load()
+
+
+def test_a_run_is_resumed_with_its_own_config_file_without_a_warning_of_other_settings(tmp_path, caplog):
+    hooks = [{"NAME": "GarbageCollection", "PERIOD": 5, "ENABLED": True}]  # config.yaml has the keys in another order
+    cfg = tiny_cfg(tmp_path, "HOOKS", hooks)
+    DefaultTrainer(cfg).train()
+    (tmp_path / "config.yaml").write_text(cfg.dump())
+    again = get_cfg()
+    again.merge_from_file(str(tmp_path / "config.yaml"))
+    assert list(again.HOOKS[0]) != list(hooks[0])
+    DefaultTrainer(again).resume_or_load()
+    assert "other settings" not in caplog.text
 
 
 def test_every_setting_that_changes_what_a_resumed_run_computes_is_shown_with_what_is_used(tmp_path, caplog):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from trainkit.config import CfgNode
+from trainkit.config.yaml_files import parse_literal
 from trainkit.utils import comm
 from trainkit.utils.tables import format_table
 
@@ -51,7 +52,8 @@ def describe_other_settings(saved: Mapping[str, str], cfg: CfgNode) -> str:
     rows = [
         (key, own.get(key, "-"), saved.get(key, "-"), "checkpoint" if _OF_CHECKPOINT.fullmatch(key) else "this run")
         for key in dict.fromkeys([*own, *saved])
-        if own.get(key) != saved.get(key)
+        # parsed: the order of keys may differ, since config.yaml has them in alphabetical order
+        if parse_literal(own.get(key, "-")) != parse_literal(str(saved.get(key, "-")))
     ]
     headers = ("setting", "of this run", "in the checkpoint", "what is used")
     return format_table(rows, headers, disable_numparse=True) if rows else ""
