@@ -30,8 +30,8 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--output",
         type=Path,
-        metavar="PNG",
-        help="default: metrics.png in the folder of the first run; none with --html",
+        metavar="PICTURE",
+        help="a .png, .svg or .pdf; default: metrics.png in the folder of the first run; none with --html",
     )
     parser.add_argument("--html", type=Path, metavar="PAGE", help="one file that a browser shows without a network")
     return parser.parse_args(args)

@@ -68,9 +68,11 @@ def save_picture(path: Path, runs: Sequence[Run], panels: Sequence[Panel]) -> No
         RunError: the file cannot be written.
     """
     try:
-        draw_picture(runs, panels).savefig(path, format="png")
+        draw_picture(runs, panels).savefig(path, format=None if path.suffix else "png")
     except OSError as error:
         raise RunError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
+    except ValueError as error:  # a suffix that matplotlib does not know
+        raise RunError(f"cannot write {str(path)!r}: {error}") from error
 
 
 def _draw(axes: Any, panel: Panel, names: Sequence[str], x_axis: Axis, legend_rows: int) -> None:

@@ -103,7 +103,7 @@ def choose(
         # A foreign file is used only if it is tagged; otherwise it may be weights that a user has put there.
         if path == tagged or is_ours(path):
             if broken:
-                _logger.warning("%s. Resuming from '%s' instead", "; ".join(broken), path)
+                _logger.warning("Resuming from '%s' instead, because %s", path, "; ".join(broken))
             return path, content
     if broken:
         raise CheckpointError(

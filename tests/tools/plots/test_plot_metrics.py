@@ -30,6 +30,15 @@ def test_a_picture_and_a_page_can_be_asked_for_by_name(plot, write_run, tmp_path
     assert all(file.exists() for file in files)
 
 
+def test_the_suffix_names_the_format_of_the_picture(plot, load, write_run, tmp_path):
+    pytest.importorskip("matplotlib")
+    run = write_run(tmp_path / "a", ROWS)
+    plot(run, "--output", tmp_path / "x.svg")
+    assert (tmp_path / "x.svg").read_bytes()[:5] == b"<?xml"
+    with pytest.raises(load("plots.runs").RunError, match="cannot write .*x.doc.*: .*png.*svg"):
+        plot(run, "--output", tmp_path / "x.doc")
+
+
 def test_a_page_needs_no_matplotlib(plot, write_run, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
 
