@@ -170,10 +170,14 @@ def test_a_rate_of_any_precision_is_followed_closely():
 
 
 def test_a_rate_is_in_float32_under_another_default_dtype():
+    # the rate is exact in float32, not in bfloat16; fused SGD of torch 2.13 is wrong here (pytorch#191763)
+    def adamw(model):
+        return torch.optim.AdamW(model.parameters(), lr=2.0**-6 + 2.0**-14, fused=True)
+
     data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(5)]
     torch.set_default_dtype(torch.bfloat16)
     try:
-        assert both(steps=20, data=data)[2]
+        assert both(steps=20, data=data, make_optimizer=adamw)[2]
     finally:
         torch.set_default_dtype(torch.float32)
 

@@ -252,6 +252,9 @@ def _fastest_implementation(
         return {}
     known = inspect.signature(factory).parameters
     on_accelerator = all(param.device.type != "cpu" for param in params)
+    small = (torch.float16, torch.bfloat16)
+    if factory is torch.optim.SGD and any(param.is_cpu and param.dtype in small for param in params):
+        return {}  # torch 2.13 does not update most of their values (pytorch#191763)
     for name in ("fused", "foreach") if on_accelerator else ("fused",):
         if name in known:
             # ValueError is not caught: the user must see the error about a wrong value
