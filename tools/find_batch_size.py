@@ -175,7 +175,7 @@ def main(args: argparse.Namespace) -> int:
         print(f"memory did not run out up to {largest}, the largest size to try (--max-batch-size)")
     fastest = max(trials, key=lambda trial: trial.samples_per_sec or 0.0)
     print(f"fastest: {fastest.batch_size}, with {fastest.samples_per_sec:,.0f} samples/s")
-    print(f"suggested: SOLVER.IMS_PER_BATCH {largest} (per process; leave some memory if sizes of samples vary)")
+    print(f"suggested: SOLVER.IMS_PER_BATCH {largest} for one process; leave some memory if sizes of samples vary")
     return largest
 
 

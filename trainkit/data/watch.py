@@ -1,4 +1,4 @@
-"""The iterator of a loader, which reports what its workers do if no batch comes."""
+"""The iterator of a loader; if no batch comes, it reports what the workers are doing."""
 
 import logging
 import multiprocessing.connection

@@ -1,4 +1,4 @@
-"""Run the command of a past run again and take over its ``train()``; the run is not changed."""
+"""Run the command of a past run again, with a replay in place of its ``train()``; its files are not changed."""
 
 import contextlib
 import logging
