@@ -136,7 +136,7 @@ class GraphTrainer(SimpleTrainer):
             require_cpp_compiler(self._device)
         else:
             _check_recordable(self.optimizer, skips=self.finite.skips)
-            self._forget()
+            self.forget_recordings()
 
     def make_recorder(self) -> CudaRecorder | None:
         """The recorder of the step; None if the model is compiled instead."""
@@ -342,7 +342,7 @@ class GraphTrainer(SimpleTrainer):
                 f"iteration {self.iter}, so steps are recorded again, each time that this happens; they are ordinary "
                 f"steps until nothing has changed for {WARM_UP_ITERS} iterations",
             )
-        self._forget()
+        self.forget_recordings()
 
     def _constants(self) -> tuple[list[object], list[object]]:
         """(objects that must stay the same, values that must stay equal)."""
@@ -360,8 +360,8 @@ class GraphTrainer(SimpleTrainer):
         ]
         return [self.model, self.optimizer, state, flags, self.clip_gradients], values
 
-    def _forget(self) -> None:
-        """Drop all recordings, and note the current constants."""
+    def forget_recordings(self) -> None:
+        """Drop all recordings, and note the current constants; the next step is an ordinary one."""
         self._recordings, self._seen, self._in_step = {}, {}, False
         self._modules = [vars(module) for module in self.model.modules() if "training" in vars(module)]
         groups = self.optimizer.param_groups

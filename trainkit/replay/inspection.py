@@ -91,7 +91,7 @@ class Inspection(HookBase):
         if self.trainer.iter != self.at:
             return
         if isinstance(step := getattr(self.trainer, "_trainer", None), GraphTrainer):
-            step._forget()  # makes an ordinary step, with the same bits: a recording calls no modules
+            step.forget_recordings()  # makes an ordinary step, with the same bits: a recording calls no modules
         model = self._model = unwrap_model(self.trainer.model)
         self.not_finite_before = non_finite_names(model)
         self._before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
