@@ -14,6 +14,7 @@ LAYERS = [
     ["trainkit.config"],
     ["trainkit.checkpoint", "trainkit.data", "trainkit.modeling", "trainkit.solver", "trainkit.utils.testing"],
     ["trainkit.evaluation"],
+    ["trainkit.engine.project"],
     [
         "trainkit.engine.elastic",
         "trainkit.engine.forwarding",

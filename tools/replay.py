@@ -6,12 +6,14 @@
     python tools/replay.py output/digits --iter 500            # tables, and whether the step is reproducible
     python tools/replay.py output/digits --iter 500 --prove    # to the next checkpoint, and compare every byte
     python tools/replay.py output/digits/capsule.rank0.pt      # the step in which the run failed, in seconds
+    python tools/replay.py RUN --iter 500 -- python train.py   # with a command of yours
     torchrun --nproc-per-node 2 tools/replay.py RUN --iter 500 # a run of two processes
     python tools/replay.py RUN --range 200:400 --hook mine.py:MyHook --jobs 4  # a new hook, over past iterations
 
 The tool starts the command of the run again, in a folder that it deletes afterwards, and takes over its training. It
-does not change the files of the run. **It runs the code of the run.** The exit code is 0; 1 if something differs from
-the run or between executions; 2 if the step cannot be repeated.
+does not change the files of the run. **It runs the command in the checkpoint** only if its code is in the project of
+the current folder; if not, give the command after ``--`` (docs/security.md). The exit code is 0; 1 if something differs
+from the run or between executions; 2 if the step cannot be repeated.
 """
 
 import argparse
@@ -52,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
         files = {"profile": args.profile, "save_state": args.save_state}
         options = {"prove": args.prove, "verdict": not args.once, "find_samples": find_samples if args.bisect else None}
         options |= {"anomaly": args.anomaly, "debug": args.pdb}
-        found = replay(args.run, args.iter, args.script, **options, **files)
+        found = replay(args.run, args.iter, args.command or args.script, **options, **files)
     if RANK == 0:
         if args.save_batch:
             torch.save(found.batch, args.save_batch)
@@ -80,7 +82,7 @@ def run_hook(args: argparse.Namespace) -> int:
         print(f"iterations {first} to {end - 1} from {len(parts)} checkpoints: {cost}", flush=True)
     if jobs == 1:
         with contextlib.redirect_stdout(sys.stderr):
-            lines, failed = [replay_range(args.run, first, end, make_hook, out, args.script)], False
+            lines, failed = [replay_range(args.run, first, end, make_hook, out, args.command or args.script)], False
     else:
         lines, failed = run_in_parallel(args, parts, jobs, out)
     if RANK == 0:
@@ -125,7 +127,7 @@ def run_in_parallel(args: argparse.Namespace, parts: list[Stretch], jobs: int, o
 
         def run_part(part: Stretch) -> subprocess.CompletedProcess[str]:
             options = ["--range", f"{part.first}:{part.end}", "--hook", args.hook, "--out", f"{folder}/{part.first}"]
-            script = ["--script", args.script] if args.script else []
+            script = ["--script", args.script] if args.script else ["--", *args.command] if args.command else []
             return subprocess.run(
                 [sys.executable, __file__, args.run, *options, *script], stdout=subprocess.PIPE, text=True
             )
@@ -147,7 +149,10 @@ def iterations(text: str) -> tuple[int, int]:
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        usage="%(prog)s [options] RUN [-- python train.py ...]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add: Any = parser.add_argument
     add("run", metavar="RUN", help="the folder with the checkpoints of a run, or the capsule of a step")
@@ -167,7 +172,13 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--hook", metavar="FILE:CLASS", help="the hook to run over the range; its class gets no arguments")
     add("--jobs", type=int, default=1, metavar="K", help="run K processes at a time, one for each checkpoint")
     add("--out", metavar="FOLDER", help="the folder for metrics.json of the range; default: replay_of_<RUN>")
-    return parser.parse_args(arguments)
+    words = [*(sys.argv[1:] if arguments is None else arguments)]
+    end = words.index("--") if "--" in words else len(words)
+    args = parser.parse_args(words[:end])
+    args.command = words[end + 1 :]
+    if end < len(words) and (args.script or not args.command):
+        parser.error("give a command after --, such as -- python train.py, and no --script")
+    return args
 
 
 if __name__ == "__main__":

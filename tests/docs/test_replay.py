@@ -89,12 +89,12 @@ def test_a_run_of_two_processes_is_replayed_by_two_and_names_the_rank(folder):
 
 
 @pytest.mark.slow
-def test_a_command_of_train_net_is_replayed_and_another_script_can_be_named(folder):
+def test_a_command_of_train_net_is_given_in_another_folder_and_another_script_can_be_named(folder):
     options = ["SOLVER.MAX_ITER", 8, "SOLVER.WARMUP_ITERS", 2, "SOLVER.CHECKPOINT_PERIOD", 4, "TEST.EVAL_PERIOD", 0]
     (folder / "moved.py").write_text(TRAIN_NET.read_text().replace("DEFAULT_CONFIG)", f"'{CONFIG}')"))
     assert command([TRAIN_NET, "OUTPUT_DIR", "output/digits", *options], folder).returncode == 0
 
-    for added in ([], ["--script", "moved.py"]):
+    for added in (["--", "python", TRAIN_NET], ["--script", "moved.py"]):
         found = command(["tools/replay.py", "output/digits", "--iter", "5", "--prove", *added], folder)
         assert found.returncode == 0, found.stdout + found.stderr
         assert "proof: every byte equals model_final.pth: " in found.stdout

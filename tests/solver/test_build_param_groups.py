@@ -102,6 +102,14 @@ def solver_test_net_depth(name):
     return int(name.startswith("head")), 2
 
 
+def test_a_dotted_scheme_is_not_a_function_of_a_module_that_a_module_of_imports_has_imported():
+    cfg = make_cfg({"LAYER_DECAY": {"RATE": 0.5, "SCHEME": "trainkit.engine.origin.subprocess.getoutput"}})
+    cfg.IMPORTS = ["trainkit.engine.origin"]
+
+    with pytest.raises(ConfigError, match=r"SCHEME is 'trainkit.*getoutput', but only IMPORTS names code"):
+        rates(cfg, Net())
+
+
 def test_a_dotted_scheme_is_a_function_in_a_module_of_imports():
     cfg = make_cfg({"LAYER_DECAY": {"RATE": 0.5, "SCHEME": f"{__name__}.solver_test_net_depth"}})
     with pytest.raises(ConfigError, match=r"LAYER_DECAY: SCHEME is '.*depth', but only IMPORTS names code; add"):

@@ -1,9 +1,14 @@
 """Import the modules that a config names."""
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from typing import Any
 
 from trainkit.config.errors import ConfigError
+
+import_check: ContextVar[Callable[[Iterable[Any]], None] | None] = ContextVar("import_check", default=None)
+"""Called before anything is imported; raises a ConfigError for modules that must not be."""
 
 
 def import_modules(names: Iterable[str]) -> None:
@@ -12,6 +17,9 @@ def import_modules(names: Iterable[str]) -> None:
     Raises:
         ConfigError: an entry is not a dotted module name, or its import fails; it is chained to the original error.
     """
+    names = [*names]
+    if (check := import_check.get()) is not None:
+        check(names)
     for name in names:
         if (
             not isinstance(name, str)

@@ -14,6 +14,7 @@ from trainkit.config.config import plain_value
 from trainkit.config.yaml_files import load_yaml
 from trainkit.data.samplers.infinite import InfiniteSampler
 from trainkit.engine.origin import checkpoints_with_origin
+from trainkit.engine.project import Project
 from trainkit.engine.settings import changes_since, settings_of
 from trainkit.solver.hyper_parameters import check_saved_groups
 from trainkit.solver.lr_scheduler import ScheduledLR
@@ -34,7 +35,8 @@ def take_settings(cfg: CfgNode, place: str, changes: Sequence[str], resume: bool
 
     Raises:
         CheckpointError: there is no such checkpoint.
-        ConfigError: the fork would use a folder of the run to fork, or a change is not valid.
+        ConfigError: the fork would use a folder of the run to fork, or a change is not valid; or IMPORTS of that run
+            has a module that is not in the project.
     """
     name, _, number = place.rpartition("@")
     if "://" in place:
@@ -55,10 +57,13 @@ def take_settings(cfg: CfgNode, place: str, changes: Sequence[str], resume: bool
     for folder in filter(None, own_folders):
         if os.path.realpath(folder) in map(os.path.realpath, folders):
             raise ConfigError(f"OUTPUT_DIR or CHECKPOINT.DIR is {folder!r}, a folder of the run to fork; name another")
+    own_imports = [*cfg.IMPORTS]
     cfg.defrost()
     cfg.merge_from_other_cfg(load_yaml(text, run))
     before = cfg.clone()
     cfg.merge_from_list(changes)
+    if "IMPORTS" not in changes[::2]:
+        Project(left_out=run).check_imports(cfg.IMPORTS, own_imports)
     done += map(list, changes_since(cfg, before))
     cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR = own_folders
     cfg.FORK.RUN, cfg.FORK.ITER, cfg.FORK.CHANGES = run, iteration, plain_value("FORK.CHANGES", done)

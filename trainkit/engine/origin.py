@@ -5,10 +5,8 @@ import importlib.metadata
 import logging
 import os
 import platform
-import re
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import cache
@@ -20,6 +18,7 @@ import torch
 
 from trainkit.checkpoint.file import UNREADABLE, peek_file
 from trainkit.config import CfgNode
+from trainkit.engine.project import Project
 from trainkit.utils import comm
 
 logger = logging.getLogger(__name__)
@@ -30,7 +29,6 @@ active_replay: ContextVar[Any] = ContextVar("active_replay", default=None)
 _NOTE = "__command__"  # in the __dict__ of a config, like yacs's marks: copied with the config, not written to files
 
 RUN_DOES_IT = "call trainkit.engine.run(args, Trainer, cfg), which follows all options"
-_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _FACTS = {"commit": "commit of the code", "device": "device", "processes": "number of processes"}
 
 
@@ -78,17 +76,14 @@ def describe_origin(config: str, device: torch.device | None, batch: Mapping[str
 
     ``config`` is the YAML of the settings as given, ``batch`` says how the samples of an iteration are divided.
     """
-    folder = Path.cwd()
-    files = {
-        str(path.relative_to(folder) if path.is_relative_to(folder) else path): digest_of(path)
-        for path in _project_files()
-    }
+    project = Project()
+    files = {name: digest_of(project.folder / name) for name in _project_files(project)}
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     return {
         "config": config,
         "argv": [*sys.argv],
         "module": spec.name.removesuffix(".__main__") if spec is not None else "",  # the module of python -m
-        "folder": str(folder),
+        "folder": os.getcwd(),
         "seed": torch.initial_seed(),
         "batch": dict(batch or {}),
         **_facts(device),
@@ -112,9 +107,14 @@ def describe_other_origin(saved: Mapping[str, Any], device: torch.device | None)
     for name, version in saved["versions"].items():
         pairs[f"version of {name}"] = version, own["versions"].get(name)
     lines = [f"{name}: {former} in the run, {now} now" for name, (former, now) in pairs.items() if former != now]
+    project = Project()
     for name, digest in saved["files"].items():
-        file = Path(saved["folder"], name)
-        here = _digest_of_trainkit() if name == "trainkit" else digest_of(file) if file.exists() else ""
+        file = project.folder / name
+        is_there = project.relative(file) == name
+        leads_out = os.path.isabs(name) or ".." in Path(name).parts or (os.path.lexists(file) and not is_there)
+        if name != "trainkit" and (leads_out or not name.endswith(".py")):
+            continue  # a path that leads out of the project, or no file of code
+        here = _digest_of_trainkit() if name == "trainkit" else digest_of(file) if is_there else ""
         if here != digest:
             lines.append(f"code: {name} is {'another one' if here else 'not there'} now")
     return lines
@@ -133,13 +133,12 @@ def _digest_of_trainkit() -> str:
     return digest_of(*sorted(_own().rglob("*.py")))
 
 
-def _project_files() -> list[Path]:
-    """Files of the imported modules, without installed packages and trainkit."""
-    left_out = (str(_own()) + os.sep, sysconfig.get_path("stdlib") + os.sep)
-    names = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
-    python = [name for name in names if isinstance(name, str) and name.endswith(".py")]
-    own = {Path(name).resolve() for name in python if not name.startswith(left_out) and not _INSTALLED.search(name)}
-    return sorted(path for path in own if path.is_file())
+def _project_files(project: Project) -> list[str]:
+    """The files of the imported modules that are in the project, except trainkit, relative to its folder."""
+    files = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
+    left_out = str(_own()) + os.sep
+    python = [name for name in files if isinstance(name, str) and name.endswith(".py")]
+    return sorted({project.relative(name) for name in python if not name.startswith(left_out)} - {""})
 
 
 def _own() -> Path:

@@ -10,7 +10,7 @@ from trainkit.checkpoint.atomic import write_text
 from trainkit.config import ConfigError
 from trainkit.engine import HookBase
 from trainkit.replay.checkpoints import Values, around, compare_way, logged_values
-from trainkit.replay.session import Session
+from trainkit.replay.session import Session, Start
 from trainkit.utils import comm
 
 
@@ -20,7 +20,7 @@ def replay_range(
     end: int,
     make_hook: Callable[[], HookBase],
     output_dir: str | os.PathLike[str],
-    start: Callable[[], Any] | str | None = None,
+    start: Start = None,
 ) -> str:
     """Perform iterations ``first`` to ``end`` - 1 of a run again, with one more hook; the run is not changed.
 

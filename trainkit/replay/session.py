@@ -3,23 +3,26 @@
 import contextlib
 import logging
 import os
-import runpy
 import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.state import plain_state
 from trainkit.config import CfgNode, ConfigError
+from trainkit.config.imports import import_check
 from trainkit.config.yaml_files import load_yaml
 from trainkit.engine import HookBase, hooks
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.origin import Saved, active_replay, describe_other_origin
+from trainkit.engine.project import Project
 from trainkit.engine.settings import changes_since
 from trainkit.engine.stopping import Stop
+from trainkit.replay.command import given_command, recorded_command, run_command
 from trainkit.utils import comm
 from trainkit.utils.device import device_of
 from trainkit.utils.rng import set_rng_state
@@ -29,31 +32,11 @@ _SAVES = (hooks.PeriodicCheckpointer, hooks.BestCheckpointer, hooks.PublishWeigh
 _EVALUATES = (hooks.EvalHook, hooks.EarlyStopping)  # and hooks that decide by the results
 
 
+Start = Callable[[], Any] | str | Sequence[str] | None
+
+
 class _Done(SystemExit):
     """Raised to end the script whose training was taken over."""
-
-
-def _run_command(origin: dict[str, Any], script: str | None, alone: bool) -> None:
-    """Run the command in this process, as ``python script arguments`` or ``python -m module arguments`` does."""
-    former = sys.argv, [*sys.path], os.getcwd()
-    module = "" if script else origin["module"]
-    spawns = any(word.startswith("--num-gpus") for word in origin["argv"])  # the last of these options counts
-    one_process = ["--num-gpus", "1"] if alone and spawns else []
-    sys.argv = [os.path.abspath(script) if script else origin["argv"][0], *origin["argv"][1:], *one_process]
-    try:
-        if not os.path.isdir(origin["folder"]):
-            raise ConfigError(f"the folder in which the run was started is not there: {origin['folder']!r}; make it")
-        os.chdir(origin["folder"])
-        sys.path.insert(0, os.getcwd() if module else os.path.dirname(os.path.abspath(sys.argv[0])))
-        if module:
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
-        elif os.path.isfile(sys.argv[0]):
-            runpy.run_path(sys.argv[0], run_name="__main__")
-        else:
-            raise ConfigError(f"the script of the run is not there: {sys.argv[0]!r}; name it (--script)")
-    finally:
-        sys.argv, sys.path[:] = former[:2]
-        os.chdir(former[2])
 
 
 class Session:
@@ -81,6 +64,7 @@ class Session:
         assert governing is not None
         origin = self.origin = governing.state["trainer"]["origin"]
         self._run, self._at, self._start, self._next = run, at, start, after
+        self._project = Project(left_out=run if os.path.isdir(run) else os.path.dirname(run))
         self._processes = origin["processes"]  # number of processes that the replay needs
         self.seed = origin["seed"] if start is None and origin["seed"] < 2**32 else None
         self._notes: list[str] = []
@@ -90,31 +74,47 @@ class Session:
         """Called instead of the training, with a trainer without the hooks that save, evaluate and write."""
         raise NotImplementedError
 
-    def perform(self, start: Callable[[], Any] | str | None) -> Any:
+    def perform(self, start: Start) -> Any:
         """Run the command, and return what ``work`` returns.
 
         Raises:
-            ConfigError: the command does not call ``train()``, or the run has no such iteration.
+            ConfigError: the command does not call ``train()``, or its code is not the user's own; or the run has no
+                such iteration.
             CheckpointError: the run had another number of processes.
         """
+        if active_replay.get() is not None:
+            raise ConfigError("the command of the run is a replay; give the one that trains (`-- python train.py`)")
+        begin, check = self._find_start(start)
         self._folder = tempfile.mkdtemp(prefix="replay-")
-        token, disabled = active_replay.set(self), logging.root.manager.disable
+        tokens, disabled = (active_replay.set(self), import_check.set(check)), logging.root.manager.disable
         logging.disable(logging.ERROR)
         try:
             with contextlib.suppress(_Done), warnings.catch_warnings():
                 if not self.anomaly:
                     warnings.simplefilter("ignore")
-                start() if callable(start) else _run_command(self.origin, start, alone=self._processes == 1)
+                begin()
         finally:
             logging.disable(disabled)
-            active_replay.reset(token)
+            active_replay.reset(tokens[0])
+            import_check.reset(tokens[1])
             release_folder(self._folder)
             shutil.rmtree(self._folder, ignore_errors=True)
         if self.result is None:
             raise ConfigError(
-                "the command of the run has ended before it trained; give the script that trains (--script)"
+                "the command of the run has ended before it trained; give the one that trains (`-- python train.py`)"
             )
         return self.result
+
+    def _find_start(self, start: Start) -> tuple[Callable[[], Any], Callable[[Iterable[Any]], None] | None]:
+        """The call that trains, and the check of all modules of IMPORTS, if the file has the arguments of the call."""
+        if callable(start):
+            return start, None
+        if start is not None and not isinstance(start, str):
+            return partial(run_command, given_command(start)), None
+        command = recorded_command(self.origin, self._project, start or "")
+        if comm.is_main_process():
+            print(f"Running again: {command} (from {command.folder})", file=sys.stderr, flush=True)
+        return partial(run_command, command), self._project.check_imports
 
     def set_up(self, cfg: CfgNode) -> None:
         """Give ``cfg`` the settings of the run, and a temporary folder for output, unless it has them already."""
@@ -123,6 +123,7 @@ class Session:
         frozen, given = cfg.is_frozen(), cfg.clone()
         cfg.defrost()
         cfg.merge_from_other_cfg(load_yaml(self.origin["config"], self._run))
+        self._project.check_imports(cfg.IMPORTS, given.IMPORTS)
         for key, now, value in changes_since(cfg, given):
             self._notes.append(f"setting {key}: {value!r} in the run, which is used; {now!r} in the command now")
         cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR = self._folder, ""

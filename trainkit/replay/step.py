@@ -15,7 +15,7 @@ from trainkit.engine.origin import Saved
 from trainkit.replay.checkpoints import around, compare_values, compare_way, logged_values, prove
 from trainkit.replay.inspection import Inspection
 from trainkit.replay.result import Replay, compare_failure, judge
-from trainkit.replay.session import Session, copy_of
+from trainkit.replay.session import Session, Start, copy_of
 from trainkit.utils import comm
 from trainkit.utils.model import unwrap_model
 
@@ -23,7 +23,7 @@ from trainkit.utils.model import unwrap_model
 def replay(
     run: str | os.PathLike[str],
     iter: int | None = None,
-    start: Callable[[], Any] | str | None = None,
+    start: Start = None,
     *,
     prove: bool = False,
     verdict: bool = True,
@@ -40,8 +40,9 @@ def replay(
     Args:
         run: the folder of the checkpoints; or the capsule of a failed step, which holds its iteration.
         iter: the iteration of the step, counted from 0, as in metrics.json.
-        start: a function that sets up the run as its command did and calls ``train()``; or the path of a script to run
-            with the arguments of the run. None: the command in the checkpoint.
+        start: a function that sets up the run as its command did and calls ``train()``; or a command as a list, such as
+            ``["python", "train.py"]``; or the path of a script to run with the arguments of the run. None: the command
+            in the checkpoint, if its script or module and its IMPORTS are in the project of the current folder.
         prove: continue to the next checkpoint, and compare everything in it.
         verdict: perform the step three times (twice for a capsule), and say whether all executions are equal.
         find_samples: finds the samples with which the step fails. Called in the step, after it has fetched its batches,
@@ -53,7 +54,8 @@ def replay(
 
     Raises:
         CheckpointError: no checkpoint can be used, or the run had another number of processes.
-        ConfigError: the command does not call ``train()``; the run has no such iteration; ``iter`` is missing for a
+        ConfigError: the command does not call ``train()``, or it is in the checkpoint and its code is not in the
+            project; the run has no such iteration; ``iter`` is missing for a
             run, or given for a capsule.
     """
     run, is_capsule = os.path.abspath(run), os.path.isfile(run)

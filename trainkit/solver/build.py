@@ -153,7 +153,7 @@ def _build_groups(cfg: CfgNode, model: nn.Module, lr: float, weight_decay: float
         if options.LAYER_DECAY.RATE != 1.0:
             arguments = {name.lower(): value for name, value in options.LAYER_DECAY.items()}
             scheme = arguments["scheme"]
-            if "." in scheme and not any(scheme.startswith(f"{module}.") for module in cfg.IMPORTS):
+            if "." in scheme and scheme.rpartition(".")[0] not in cfg.IMPORTS:
                 raise ValueError(f"SCHEME is {scheme!r}, but only IMPORTS names code; add the module to IMPORTS")
             lr_factor_func = build_layer_decay(model, **arguments)
     except ValueError as error:
