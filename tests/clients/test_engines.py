@@ -1,16 +1,20 @@
 """Trainers in the manner of detrex, AdelaiDet and unbiased-teacher: each runs, is saved, resumed and compared."""
 
 import itertools
+import math
 import time
 import weakref
+from functools import partial
+from threading import get_ident
 
 import pytest
 import torch
 
 from tests.engine.job import tiny_cfg
-from tests.engine.tiny import Regression, batches, scalars, sgd
+from tests.engine.tiny import Regression, Weight, batches, scalars, sgd
 from trainkit.checkpoint import Checkpointer
-from trainkit.engine import DefaultTrainer, SimpleTrainer, TrainerBase, hooks
+from trainkit.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, TrainerBase, hooks
+from trainkit.solver import GradientClipper
 from trainkit.utils.events import EventStorage, JSONWriter
 
 
@@ -70,6 +74,110 @@ def test_what_such_a_step_writes_in_the_worker_ends_the_run_if_it_fails(asynchro
     with pytest.raises(FloatingPointError, match="the loss is not finite in iteration 0"):
         trainer.train(0, 50)
     assert trainer.status == "failed"
+
+
+def noting(trainer_class, calls, kind):
+    """A subclass that notes each call of what it overrides, then lets trainkit store the values."""
+
+    def note(loss_dict, data_time, iter):
+        on_time = data_time >= 0
+        calls.append((iter, {name: value.item() for name, value in loss_dict.items()}, on_time, get_ident()))
+
+    class WritesMetrics(trainer_class):
+        def _write_metrics(self, loss_dict, data_time, prefix="", iter=None):
+            note(loss_dict, data_time, self.iter if iter is None else iter)
+            super()._write_metrics(loss_dict, data_time, prefix, iter)
+
+    class WritesStatically(trainer_class):
+        @staticmethod
+        def write_metrics(loss_dict, data_time, cur_iter, prefix=""):
+            note(loss_dict, data_time, cur_iter)
+            SimpleTrainer.write_metrics(loss_dict, data_time, cur_iter, prefix)
+
+    return {"_write_metrics": WritesMetrics, "write_metrics": WritesStatically}[kind]
+
+
+def bf16(trainer_class):
+    return partial(trainer_class, precision=torch.bfloat16) if issubclass(trainer_class, AMPTrainer) else trainer_class
+
+
+@pytest.mark.parametrize("kind", ["_write_metrics", "write_metrics"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("trainer_class", [SimpleTrainer, AMPTrainer])
+def test_an_override_of_writing_is_called_once_per_gathered_iteration_and_values_are_stored_once(
+    kind, asynchronous, trainer_class
+):
+    def trained(own_class):
+        model = Weight(lambda weight, batch: {"a": weight * batch, "b": weight / 4, "number": batch + 1})
+        trainer = bf16(own_class)(
+            model,
+            [torch.tensor(float(i)) for i in range(30)],
+            sgd(model, 0.125),
+            2,
+            async_write_metrics=asynchronous,
+            clip_gradients=GradientClipper("full_model", 100.0),
+        )
+        trainer.train(0, 30)
+        return trainer
+
+    calls = []
+    ours, theirs = trained(trainer_class), trained(noting(trainer_class, calls, kind))
+    assert scalars(ours) == scalars(theirs)
+    assert scalars(ours).keys() == {"total_loss", "a", "b", "number", "grad_norm"}
+    for name in ("data_time", "rank_data_time"):
+        assert [iter for _, iter in theirs.storage.history(name).values()] == [*range(1, 30, 2)]
+    stored = {name: [value for value, _ in scalars(ours)[name]] for name in ("a", "b", "number")}
+    rows = [dict(zip(stored, values, strict=True)) for values in zip(*stored.values(), strict=True)]
+    assert [call[:3] for call in calls] == [(2 * i + 1, row, True) for i, row in enumerate(rows)]
+    assert {thread == get_ident() for *_, thread in calls} == {not asynchronous}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_override_that_stores_nothing_leaves_nothing_stored_and_losses_are_still_checked(asynchronous):
+    class Silent(SimpleTrainer):
+        def _write_metrics(self, loss_dict, data_time, prefix="", iter=None):
+            seen.append({name: value.item() for name, value in loss_dict.items()})
+
+    seen = []
+    model = Weight()
+    data = [torch.tensor(value) for value in (1.0, 1.0, math.nan)]
+    trainer = Silent(model, data, sgd(model, 0.25), async_write_metrics=asynchronous)
+    with pytest.raises(FloatingPointError, match="the loss is not finite in iteration 2"):
+        trainer.train(0, 3)
+    assert trainer.storage.histories() == {}
+    assert [value["total_loss"] for value in seen[:2]] == [1.0, 0.75]
+    assert math.isnan(seen[2]["total_loss"])
+    assert model.weight.item() == 0.5
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_losses_of_micro_batches_are_summed_in_an_override_as_in_ours(asynchronous):
+    def trained(trainer_class):
+        model = Weight(lambda weight, batch: {"loss": weight * batch, "number": batch})
+        data = [torch.tensor(float(i)) for i in range(8)]
+        options = {"accumulation_steps": 2, "async_write_metrics": asynchronous}
+        trainer = trainer_class(model, data, sgd(model, 0.125), **options)
+        trainer.train(0, 4)
+        return scalars(trainer)
+
+    assert trained(SimpleTrainer) == trained(noting(SimpleTrainer, [], "_write_metrics"))
+
+
+@pytest.mark.parametrize("kind", ["_write_metrics", "write_metrics"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_override_of_writing_is_called_in_the_inner_trainer_of_a_default_trainer(tmp_path, kind, asynchronous):
+    calls = []
+
+    class Replaced(DefaultTrainer):
+        def __init__(self, cfg):
+            super().__init__(cfg)
+            inner = noting(SimpleTrainer, calls, kind)
+            self._trainer = inner(self.model, self.data_loader, self.optimizer, async_write_metrics=asynchronous)
+
+    trainer = Replaced(tiny_cfg(tmp_path))
+    trainer.train()
+    assert [iter for iter, *_ in calls] == [*range(10)]
+    assert scalars(trainer)["total_loss"] == [(losses["loss_cls"], iter) for iter, losses, *_ in calls]
 
 
 def test_a_run_step_of_ones_own_may_fetch_as_ours_and_hooks_read_the_batch():
@@ -290,6 +398,27 @@ def test_a_loop_of_ones_own_that_runs_again_keeps_the_storage_that_it_opens():
             trainer.after_train()
         assert trainer.storage is opened
         assert opened.history("a").values() == [(0.0, 0), (1.0, 1)]
+
+
+def test_an_error_of_the_worker_ends_a_loop_of_ones_own_at_most_20_iterations_later():
+    def fail():
+        raise OSError("no space left")
+
+    def loop():
+        with EventStorage() as trainer.storage:
+            trainer.storage.start_deferring()
+            trainer.before_train()
+            for trainer.iter in range(60):
+                trainer.before_step()
+                if trainer.iter == 3:
+                    trainer.storage.put_later(fail)
+                trainer.after_step()
+
+    trainer = TrainerBase()
+    trainer.max_iter = 60
+    with pytest.raises(OSError, match="no space left"):
+        loop()
+    assert 3 < trainer.iter <= 23
 
 
 def test_a_failure_in_a_loop_of_ones_own_is_one_for_the_hooks(tmp_path):

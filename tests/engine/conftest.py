@@ -1,4 +1,4 @@
-"""A CPU has no use for the worker that stores metrics on CUDA; tests that are about it ask for it."""
+"""Asynchronous metrics as on CUDA, where the loop does not look at them before the update."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.engine.tiny import metrics_by_worker
 
 @pytest.fixture
 def worker():
-    """Asynchronous metrics are stored by the worker."""
+    """Asynchronous metrics are looked at by the worker alone."""
     with metrics_by_worker():
         yield
 

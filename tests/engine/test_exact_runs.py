@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from contextlib import suppress
 
 import pytest
@@ -17,6 +18,7 @@ from trainkit.engine import DefaultTrainer, HookBase, SimpleTrainer
 from trainkit.engine.hooks import CallbackHook, PeriodicCheckpointer
 from trainkit.modeling import MODEL_REGISTRY
 from trainkit.utils.env import seed_all_rng
+from trainkit.utils.events import JSONWriter
 
 
 @MODEL_REGISTRY.register()
@@ -125,6 +127,24 @@ def test_a_run_that_is_broken_off_in_every_iteration_ends_as_the_whole_one(whole
             continue
     run(tmp_path, 99)
     assert content(tmp_path) == whole[0]
+
+
+def test_with_asynchronous_metrics_the_run_and_the_resumed_run_end_as_the_whole_one(whole, tmp_path, monkeypatch):
+    write, threads = JSONWriter.write, []
+
+    def spy(writer):
+        threads.append(threading.current_thread().name)
+        write(writer)
+
+    monkeypatch.setattr(JSONWriter, "write", spy)
+    run(tmp_path / "whole", 1, None, "LOG.ASYNC", True)
+    assert {*threads} == {"trainkit-metrics_0"}
+    assert content(tmp_path / "whole") == whole[0]
+    with pytest.raises(Killed):
+        run(tmp_path / "parts", 1, Killer("after_step", 9), "LOG.ASYNC", True)
+    trainer = run(tmp_path / "parts", 2, None, "LOG.ASYNC", True)
+    assert trainer.start_iter > 0
+    assert content(tmp_path / "parts") == whole[0]
 
 
 def test_a_buffer_of_the_first_forward_pass_is_resumed_exactly(tmp_path):

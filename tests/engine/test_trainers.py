@@ -619,7 +619,6 @@ def amp_bf16(*args, **kwargs):
     return AMPTrainer(*args, precision=torch.bfloat16, **kwargs)
 
 
-@pytest.mark.usefixtures("worker")
 @pytest.mark.parametrize("trainer_class", [SimpleTrainer, amp_bf16])
 def test_asynchronous_metrics_are_the_same_and_come_from_another_thread(trainer_class, tmp_path):
     histories, files, threads = [], [], []
@@ -647,16 +646,48 @@ def test_asynchronous_metrics_are_the_same_and_come_from_another_thread(trainer_
     assert threads == [{True}, {False}]
 
 
-def test_one_process_on_a_cpu_has_nothing_to_wait_for_and_no_worker():
+def test_on_a_cpu_the_worker_stores_and_the_loop_still_checks_each_loss_before_the_update(monkeypatch):
+    put_row, threads = EventStorage.put_row, []
+
+    def spy(storage, values, *args, **kwargs):
+        threads.append(threading.current_thread().name)
+        put_row(storage, values, *args, **kwargs)
+
+    monkeypatch.setattr(EventStorage, "put_row", spy)
     model = Weight(lambda weight, batch: weight * batch)
     data = [torch.tensor(value) for value in (1.0, math.nan, 1.0)]
     trainer = SimpleTrainer(model, data, sgd(model), async_write_metrics=True)
-    threads = []
-    trainer.register_hooks([CallbackHook(after_step=lambda _: threads.extend(threading.enumerate()))])
     with pytest.raises(FloatingPointError, match="not finite in iteration 1"):
         trainer.train(0, 3)
     assert (trainer.iter, model.weight.item()) == (1, pytest.approx(0.9))  # at once, as in the synchronous way
-    assert [thread.name for thread in threads if thread.name.startswith("trainkit")] == []
+    assert threads == ["trainkit-metrics_0"] * 2
+
+
+@pytest.mark.parametrize("bad", [1, 9, 10, 25])
+@pytest.mark.parametrize("period", [None, 20, 100])
+def test_an_error_of_the_worker_ends_the_run_at_most_20_iterations_later(bad, period):
+    def fail():
+        raise OSError("no space left")
+
+    model = Regression()
+    trainer = SimpleTrainer(model, batches(4), sgd(model), async_write_metrics=True)
+    fails = AfterStep(lambda trainer: trainer.storage.put_later(fail) if trainer.iter == bad else None)
+    trainer.register_hooks([fails, period and PeriodicWriter([], period)])
+    with pytest.raises(OSError, match="no space left"):
+        trainer.train(0, 60)
+    assert bad < trainer.iter <= bad + 20
+
+
+def test_a_value_that_the_model_changes_in_place_is_stored_as_it_was_in_its_step():
+    stored = []
+    for asynchronous in (False, True):
+        count = torch.zeros(())
+        model = Weight(lambda weight, batch, count=count: {"loss": weight * batch, "count": count.add_(1)})
+        trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model), async_write_metrics=asynchronous)
+        trainer.train(0, 25)
+        stored.append(scalars(trainer))
+    assert stored[0] == stored[1]
+    assert stored[1]["count"] == [(i + 1.0, i) for i in range(25)]
 
 
 def test_a_second_run_stores_its_metrics_as_well(asynchronous):

@@ -113,7 +113,7 @@ def scalars(trainer):
 
 @contextmanager
 def metrics_by_worker():
-    """Inside, asynchronous metrics are stored by the worker, as on CUDA."""
+    """Inside, asynchronous metrics are looked at by the worker alone, as on CUDA."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepRecord, "arrived", SimpleNamespace(synchronize=lambda: None))
         yield

@@ -458,6 +458,27 @@ def test_memory_is_bounded_and_errors_show_where_nobody_ever_publishes():
         assert handed_over.wait(10)
 
 
+class ReadsTheStorage(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return get_event_storage().latest()["loss"][0]
+
+
+def test_a_forked_loader_worker_reads_what_was_stored_before_the_fork_and_waits_for_nobody():
+    with EventStorage() as storage:
+        storage.start_deferring()
+        storage.put_scalar("loss", 1.0)
+        storage.flush()
+        storage.put_scalar("loss", 2.0)
+        loader = torch.utils.data.DataLoader(
+            ReadsTheStorage(), num_workers=1, multiprocessing_context="fork", timeout=30
+        )
+        assert [batch.item() for batch in loader] == [1.0, 1.0]
+        assert storage.latest()["loss"] == (2.0, 0)
+
+
 def test_the_worker_is_gone_behind_the_with_block_and_a_second_one_defers_again():
     storage = EventStorage()
     for iteration in range(2):

@@ -264,7 +264,8 @@ class TrainerBase(RunState):
     def before_step(self) -> None:
         if not self._inside:
             self._restore_rng()
-            self.storage.iter, self.position = self.iter, Position(self.iter, 1)
+            self.storage.begin_iter(self.iter)
+            self.position = Position(self.iter, 1)
         super().before_step()
 
     def after_step(self) -> None:

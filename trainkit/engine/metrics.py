@@ -3,7 +3,7 @@
 import math
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -62,9 +62,11 @@ class StepRecord:
 
     Attributes:
         arrived: the event of the end of this copy; None: there is nothing to wait for.
+        written: names of values that the trainer's own ``_write_metrics`` stores; empty: it has none.
     """
 
     arrived: Any = None
+    written: Collection[str] = ()
     _host: Tensor | None = None
 
     def __init__(
@@ -93,6 +95,10 @@ class StepRecord:
             self.arrived.synchronize()
             self._values = dict(zip(self._names, self._host.tolist(), strict=True))
         return self._values
+
+    def is_known_to_fail(self) -> bool:
+        """Whether the values are on the host already, and the total or the update is not finite."""
+        return self.arrived is None and not (math.isfinite(self._values["total_loss"]) and not self._values.get(FLAG))
 
 
 class Row(NamedTuple):
@@ -136,19 +142,25 @@ class LaterCalls:
     """detectron2's ``concurrent_executor``: the worker of the open storage makes the calls, in their order."""
 
     def submit(self, call: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Call ``call(*args, **kwargs)`` in the worker; if it raises, the run ends in one of the next iterations."""
+        """Call ``call(*args, **kwargs)`` in the worker; if it raises, the run ends at most 20 iterations later."""
         comm.side_group("write_metrics")  # created here, in the thread of the loop
-        storage = get_event_storage()
-        storage.start_deferring()
-        storage.publish(partial(call, *args, **kwargs))
+        _put_later(partial(call, *args, **kwargs))
+
+
+def _put_later(call: Callable[..., None], *args: Any) -> None:
+    storage = get_event_storage()
+    storage.start_deferring()
+    storage.put_later(call, *args)
+    if comm.get_world_size() > 1:
+        storage.hand_over()  # now: the other ranks wait for this rank
 
 
 class MetricPath:
     """Takes the record of each step, checks it, averages it over ranks, and stores it.
 
     One rank stores a record at once. Several ranks exchange the records of ``exchange_period`` iterations in one block,
-    in the same iterations on every rank. If ``asynchronous`` and the device runs ahead, the worker of the storage
-    reads, exchanges and stores.
+    in the same iterations on every rank. If ``asynchronous``, the worker of the storage waits for the device, exchanges
+    and stores.
 
     Attributes:
         exchange_period: in iterations.
@@ -170,8 +182,8 @@ class MetricPath:
         """Store the record, or keep it until the next exchange; with ``is_last`` exchange now.
 
         Raises:
-            FloatingPointError: an iteration was not finite; on all ranks in the same exchange, and in the worker if the
-                storage defers.
+            FloatingPointError: an iteration was not finite; on all ranks in the same exchange. If asynchronous, on the
+                rank itself if it has the numbers already, else in the worker.
         """
         self._records.append(record)
         if record.arrived is not None:
@@ -198,20 +210,19 @@ class MetricPath:
 
     def _pass_on(self) -> None:
         records, self._records = self._records, []
-        if not self._asynchronous or records[-1].arrived is None:
+        if not self._asynchronous:
             self._store(records)
             return
-        storage = get_event_storage()
-        storage.start_deferring()
-        storage.put_later(self._store, records)
-        if comm.get_world_size() > 1:
-            storage.hand_over()  # now: the other ranks wait for this rank
+        fails = self._finite.policy == "raise" and any(record.is_known_to_fail() for record in records)
+        _put_later(self._store, records)
+        if fails:
+            get_event_storage().flush()  # raises the error of the worker here, before the update
 
     def _store(self, records: Sequence[StepRecord]) -> None:
         """Store in the order of the iterations; after the exchange, all ranks raise the first failure together."""
         if self._has_failed and self._asynchronous:
             return  # the loops may be at different iterations: no rank exchanges the rest
-        rows, failure = [], None
+        rows, stored, failure = [], list[StepRecord](), None
         for record in records:
             values = record.read()
             found = self._finite.look(record.iter, values, values.pop(FLAG, 0) != 0)
@@ -221,15 +232,19 @@ class MetricPath:
                 if self._finite.skips:
                     counts["skipped_updates"] = self._finite.skipped
                 rows.append(Row(record.iter, record.data_time, values))
+                stored.append(record)
             if counts:  # counts are equal on all ranks, and must not be smoothed
                 get_event_storage().put_row(counts, smoothing_hint=False, cur_iter=record.iter)
         means, failures = exchange_rows(rows, self.exchange_period, failure)
-        for row, mean in zip(rows, means, strict=True):
+        for record, mean in zip(stored, means, strict=True):
             if not math.isfinite(mean.values["total_loss"]) and self._finite.policy != "ignore":
                 # a value that is not finite would spoil every average
                 finite = {name: value for name, value in mean.values.items() if math.isfinite(value)}
                 mean = mean._replace(values=finite)
-            put_row(mean, row.data_time)
+            if not record.written:
+                put_row(mean, record.data_time)
+            elif others := {name: value for name, value in mean.values.items() if name not in record.written}:
+                get_event_storage().put_row(others, cur_iter=record.iter)
         if any(failures):
             self._has_failed = True
             raise_failure(failures)

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -93,8 +94,9 @@ class SimpleTrainer(TrainerBase):
             data_loader: an iterable; when it ends, it is iterated again.
             gather_metric_period: average the metrics over ranks, and store them, once per this number of iterations.
             zero_grad_before_forward: zero the gradients before the forward pass, not after it; this takes less memory.
-            async_write_metrics: a worker thread reads the losses from the device and exchanges them with other ranks.
-                An error there ends the run one log period later at most. On a CPU there is nothing to wait for.
+            async_write_metrics: a pool of one worker waits for the losses, exchanges them with other ranks, stores
+                them and calls the writers. An error there ends the run at most 20 iterations later. On a CPU the loop
+                itself checks the losses before the update.
             accumulation_steps: micro-batches per iteration; for a mean loss they equal one batch. Schedule: see `Feed`.
             clip_gradients: called with the optimizer's parameters after ``after_backward``, as a `GradientClipper`; an
                 optimizer with the same rule does not clip again. What it returns, shape ``[]``, becomes ``grad_norm``.
@@ -142,7 +144,10 @@ class SimpleTrainer(TrainerBase):
                 settle_buckets(self.model, batches[0], lambda batch: self.compute_losses(batch).total)
             self._losses = losses = self.compute_gradients(batches)
             self.after_backward()
-            self.metrics.add(self.record(losses, data_time), is_last=self.iter + 1 == self.max_iter)
+            record = self.record(losses, data_time)
+            if self._writes_itself:
+                self._let_write(record, losses)
+            self.metrics.add(record, is_last=self.iter + 1 == self.max_iter)
             self.update()  # after the record: values that are not finite must not reach the weights
         except (RuntimeError, TypeError, AttributeError) as error:
             self.feed.explain(error, None if self._losses else self._batch)
@@ -162,9 +167,32 @@ class SimpleTrainer(TrainerBase):
     def _write_metrics(
         self, loss_dict: Mapping[str, Tensor | float], data_time: float, prefix: str = "", iter: int | None = None
     ) -> None:
-        """Call `write_metrics` in iterations whose metrics are gathered; for a ``run_step`` written for detectron2."""
+        """Call `write_metrics` in iterations whose metrics are gathered.
+
+        If a subclass overrides one of the two, `run_step` calls this method in these iterations instead of storing the
+        losses, in the worker if ``async_write_metrics``. The losses have no graph.
+        """
         if ((iter := self.iter if iter is None else iter) + 1) % self.gather_metric_period == 0:
             self.write_metrics(loss_dict, data_time, iter, prefix)
+
+    @cached_property
+    def _writes_itself(self) -> bool:
+        stock = getattr(self._write_metrics, "__func__", None) is SimpleTrainer._write_metrics
+        return not stock or self.write_metrics is not write_metrics
+
+    def _let_write(self, record: StepRecord, losses: Losses) -> None:
+        """Call the overridden `_write_metrics` if this iteration is gathered."""
+        record.written = losses.scalars.keys()
+        if (self.iter + 1) % self.gather_metric_period:
+            return
+        # copies, since the worker reads them later; `write_metrics` adds up those that require grad
+        copies = {name: value.detach().clone() for name, value in losses.values.items()}
+        for name in losses.trained:
+            copies[name].requires_grad_()
+        if self.concurrent_executor is None:
+            self._write_metrics(copies, record.data_time)
+        else:
+            self.concurrent_executor.submit(self._write_metrics, copies, record.data_time, iter=self.iter)
 
     # ------------------------------------------------------------------ parts of a step, for variants to override
 

@@ -2,6 +2,7 @@
 
 import logging
 import operator
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,8 @@ logger = logging.getLogger(__name__)
 _stack: list["EventStorage"] = []
 _thread = threading.local()  # .stack: like _stack, for the worker thread of a storage
 
-_MAX_CALLS = 1000  # hand over after this number: memory must stay bounded, and errors must not wait until the end
+_MAX_CALLS = 1000  # hand over after this number, also without a loop: memory must stay bounded
+_MOST_ITERS = 10  # hand over after this number of iterations; handing over in each one costs more than storing
 _MAX_IMAGES = 100  # limit for a rank without a writer, which would clear them
 
 
@@ -64,9 +66,9 @@ class EventStorage:
     Writers read it; ``get_event_storage()`` finds it inside ``with storage:``. Each history keeps ``history_length``
     values (see `HistoryBuffer`).
 
-    Values are stored at once. After ``start_deferring`` they wait in a list; ``publish`` hands the list to a worker
-    thread, which stores it in the same order. Reads wait for the worker. Read again for new values: results may be
-    copies.
+    Values are stored at once. After ``start_deferring`` they wait in a list; ``publish``, and the loop every 10
+    iterations, hand the list to a worker thread, which stores it in the same order. Reads wait for the worker. Read
+    again for new values: results may be copies.
     """
 
     def __init__(self, start_iter: int = 0, history_length: int = 10_000) -> None:
@@ -81,6 +83,7 @@ class EventStorage:
         # only used after start_deferring
         self._pool: ThreadPoolExecutor | None = None
         self._worker: int | None = None  # id of the worker's thread
+        self._process = 0  # id of the process that has this thread
         self._late_place = self._place  # iteration and name scope of the call that the worker makes
         self._calls: deque[tuple[tuple[int, str], Callable[..., None], tuple[Any, ...]]] = deque()
         self._lock = threading.Lock()  # for reads from another thread; appending needs no lock
@@ -323,8 +326,11 @@ class EventStorage:
         self.iter += 1
 
     def begin_iter(self, iter: int) -> None:
-        """Set the iteration; raises as ``raise_error``."""
+        """Set the iteration; if an iteration before ``iter - 19`` made the worker fail, its error is raised now."""
         self._place = iter, self._place[1]
+        if self._pool is not None and iter - self._before[0] >= _MOST_ITERS:
+            self.hand_over()
+            self.catch_up()
         self.raise_error()
 
     # ------------------------------------------------------------------ state
@@ -357,6 +363,7 @@ class EventStorage:
         """Let a worker thread store values from now on, until the ``with`` block ends."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "trainkit-metrics", initializer=self._start_worker)
+            self._before, self._process = (self.iter, self._job), os.getpid()
 
     def _start_worker(self) -> None:
         self._worker, _thread.stack = threading.get_ident(), [self]
@@ -382,7 +389,7 @@ class EventStorage:
         self.hand_over()
 
     def catch_up(self) -> None:
-        """Wait for the jobs that had started at the last call in an earlier iteration; their errors are raised now."""
+        """Wait for the jobs of the last call in an earlier iteration; ``raise_error`` then raises their errors."""
         iter, job = self._before
         if iter != self.iter:
             job.result()
@@ -390,7 +397,7 @@ class EventStorage:
 
     def hand_over(self) -> None:
         """Let the worker start with everything that was put so far; does not wait."""
-        if self._pool is None or self._is_worker():
+        if self._pool is None or not self._may_wait():
             return
         with self._lock:
             calls = [self._calls.popleft() for _ in range(len(self._calls))]
@@ -411,9 +418,13 @@ class EventStorage:
         if self._errors:
             raise self._errors.pop()
 
+    def _may_wait(self) -> bool:
+        """Whether there is a worker, and this is another thread. A forked process, as of a loader, has no worker."""
+        return self._pool is not None and not self._is_worker() and os.getpid() == self._process
+
     def flush(self) -> None:
         """Wait until everything that was put so far is stored; raise the first error of the worker."""
-        if self._pool is not None and not self._is_worker():
+        if self._may_wait():
             self.hand_over()
             self._job.result()  # waits for everything before an error is raised, since a writer may be closed next
             self.raise_error()
