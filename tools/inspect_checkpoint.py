@@ -340,7 +340,7 @@ def compare_files(left: str, right: str, show_all: bool = False) -> tuple[str, b
     Raises:
         CheckpointError: a file is missing, broken, refused, or a folder.
     """
-    states = _read_whole(left), _read_whole(right)
+    states = read_whole(left), read_whole(right)
     parts = dict.fromkeys(itertools.chain.from_iterable(map(parts_of, states)))
     by_part: dict[str, list[str]] = {}
     try:
@@ -363,7 +363,7 @@ def compare_files(left: str, right: str, show_all: bool = False) -> tuple[str, b
     return "\n".join(lines), total > 0
 
 
-def _read_whole(path: str) -> dict[str, Any]:
+def read_whole(path: str) -> dict[str, Any]:
     if os.path.isdir(path):
         raise CheckpointError(f"'{path}' is a folder; name two files to compare")
     state = _read(path)

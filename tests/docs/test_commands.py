@@ -47,6 +47,7 @@ RUN_BY = {
     "tools/config_reference.py": "tests/docs/test_config.py::test_the_page_is_what_the_tool_writes_now",
     "tools/chaos.py": "tests/tools/test_chaos.py::test_a_run_killed_three_times_ends_as_one_that_was_left_alone",
     "tools/benchmark.py": "tests/tools/test_benchmark.py::test_all_rows_are_measured_with_their_own_rounds_by_default",
+    "tests/same_bits.py": "tests/test_same_bits.py::test_the_script_names_the_part_that_differs_from_its_record",
     "projects.selfsup.compare": (
         "tests/projects/test_selfsup.py::test_the_comparison_prints_one_row_per_method_with_the_value_of_each_seed"
     ),
