@@ -13,6 +13,13 @@ LAZY = ["omegaconf>=2.3"]
 TEST = ["pytest", "pytest-xdist"]  # the latter: half of the tests' time is that of processes they start
 TEST += ["ipykernel", "ipywidgets"]  # for the test in a notebook
 
+JOBS = ["charlm", "digits", "lazy", "segmentation", "selfsup", "vision_text"]  # examples, which stay in the repository
+# a project is installed as trainkit.projects.NAME, without its tests
+PROJECTS = {
+    f"trainkit.projects.{name}": f"projects/{name.replace('.', '/')}"
+    for name in find_packages("projects", exclude=["*tests*", "trainkit_selfsup", *JOBS])
+}
+
 setup(
     name="trainkit",
     version=VERSION,
@@ -21,8 +28,8 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=[*find_packages(include=["trainkit", "trainkit.*"]), "trainkit_selfsup"],
-    package_dir={"trainkit_selfsup": "projects/trainkit_selfsup"},
+    packages=[*find_packages(include=["trainkit", "trainkit.*"]), *PROJECTS, "trainkit_selfsup"],
+    package_dir={**PROJECTS, "trainkit_selfsup": "projects/trainkit_selfsup"},
     package_data={"trainkit": ["py.typed"], "trainkit_selfsup": ["py.typed"]},
     # torch: from the oldest version on which the tests pass, see CHANGELOG.md; fvcore brings tqdm, for the progress bar
     install_requires=["torch>=2.13", "numpy", "fvcore", "tabulate"],

@@ -14,6 +14,8 @@ import pytest
 import trainkit
 
 ROOT = Path(__file__).parents[1]
+JOBS = {"charlm", "digits", "lazy", "segmentation", "selfsup", "trainkit_selfsup", "vision_text"}
+CAPABILITIES = sorted({path.parent.name for path in ROOT.glob("projects/*/__init__.py")} - JOBS)
 
 USE = """
 import sys
@@ -56,6 +58,11 @@ def source(tmp_path):
 def test_the_wheel_is_the_package_and_works_without_the_source(source, tmp_path):
     sources = {"trainkit": source / "trainkit", "trainkit_selfsup": source / "projects/trainkit_selfsup"}
     expected = {package: files_below(folder) for package, folder in sources.items()}
+    for name in CAPABILITIES:
+        code = {
+            file for file in files_below(source / "projects" / name) if file.endswith(".py") and "tests/" not in file
+        }
+        expected["trainkit"] |= {f"projects/{name}/{file}" for file in code}
     pip("wheel", "--no-deps", "--wheel-dir", tmp_path, source)  # pip gets setuptools, into an environment of its own
     [wheel] = tmp_path.glob("*.whl")
     shutil.rmtree(source)
@@ -69,6 +76,7 @@ def test_the_wheel_is_the_package_and_works_without_the_source(source, tmp_path)
     assert {package: files_below(tmp_path / "site" / package) for package in expected} == expected
 
     modules = ["trainkit", "trainkit.engine", "trainkit_selfsup"]
+    modules += [f"trainkit.projects.{name}" for name in CAPABILITIES]
     done = subprocess.run(
         [sys.executable, "-I", "-c", USE, tmp_path / "site", *modules], cwd=tmp_path, capture_output=True, text=True
     )

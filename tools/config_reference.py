@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Write the reference of all config keys from the comments in ``trainkit/config/defaults.py``.
+"""Write the reference of all config keys from the comments where trainkit and its projects declare them.
 
 ::
 
@@ -18,12 +18,13 @@ from tabulate import tabulate
 
 from trainkit.config import CfgNode, defaults, get_cfg
 from trainkit.config.lengths import LENGTH_KEYS
+from trainkit.utils.plugins import CONFIG_KEYS, load_plugin
 
 INTRODUCTION = """\
 # Config reference
 
-This page lists every key with its default. `tools/config_reference.py` writes it from `trainkit/config/defaults.py`. A
-config is a YAML file with some of these keys. Options after a command override it:
+This page lists every key with its default. `tools/config_reference.py` writes it from `trainkit/config/defaults.py` and
+the projects. A config is a YAML file with some of these keys. Options after a command override it:
 
 ```sh
 python tools/train_net.py --config-file projects/digits/config.yaml SOLVER.BASE_LR 0.05 SOLVER.MAX_ITER 20ep
@@ -36,20 +37,23 @@ python tools/train_net.py --config-file projects/digits/config.yaml SOLVER.BASE_
 """
 
 _SECTION = r"# -{5,} (?P<section>.+)"
-_KEY = r"_C\.(?P<key>\S+) = .+?(?:  # (?P<text>.+))?"
-_LINE = re.compile(rf"^(?:{_SECTION}|{_KEY})$", re.MULTILINE)
+_KEY = r"(?:_C|cfg)\.(?P<key>[A-Z]\S+) = .+?(?:  # (?P<text>.+))?"
+_LINE = re.compile(rf"^ *(?:{_SECTION}|{_KEY})$", re.MULTILINE)
 
 
 def describe_keys() -> Iterator[tuple[str, str, Any, str]]:
-    """Section, key, default (a node if it holds other keys) and comment of each key, in the order of the file."""
+    """Section, key, default (a node if it holds other keys) and comment of each key, in the order of the files."""
     cfg, section = get_cfg(), "general"
     found: dict[str, tuple[str, str]] = {}
-    for line in _LINE.finditer(inspect.getsource(defaults)):
-        section = line["section"] or section
-        if line["key"]:  # a key may come twice: its first default has a second type that is accepted
-            found[line["key"]] = section, line["text"] or ""
+    modules = [defaults, *(load_plugin(module) for module in dict.fromkeys(CONFIG_KEYS.values()))]
+    for module in modules:
+        for line in _LINE.finditer(inspect.getsource(module)):
+            section = line["section"] or section
+            if line["key"]:  # a key may come twice: its first default has a second type that is accepted
+                found[line["key"]] = section, line["text"] or ""
+        section = "projects"
     for key, (section, text) in found.items():
-        yield section, key, reduce(lambda node, name: node[name], key.split("."), cfg), text
+        yield section, key, reduce(getattr, key.split("."), cfg), text
 
 
 def main() -> None:

@@ -11,6 +11,6 @@ def keys_named_in(page):
     for name in names:
         node = get_cfg()
         for key in name.split("."):
-            assert key in node, name
-            node = node[key]
+            assert hasattr(node, key), name  # not "in": a project may declare it
+            node = getattr(node, key)
     return names

@@ -88,7 +88,7 @@ class CUDAGraph:
 
 @contextlib.contextmanager
 def _graph(graph, pool=None, stream=None, capture_error_mode="global"):
-    from tests.engine.recorded_graph import Operations
+    from trainkit.projects.graph.tests.recorded_graph import Operations
 
     random_state = torch.get_rng_state()
     graph.operations = Operations()

@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
+from trainkit.projects.graph.tests.recorded_graph import CpuRecorder
 
 from tests.cuda import needs_cuda
 from tests.engine.job import tiny_cfg
-from tests.engine.recorded_graph import CpuRecorder
 from tests.replay.job import Job, PlantNan, ReadsClock, StopAt, digest_of_folder
 from tools.replay_report import as_dict, as_text
 from trainkit.checkpoint import CheckpointError

@@ -1,15 +1,20 @@
 """Configs: a CfgNode with trainkit's keys, lengths in iterations or epochs, and constructors that take a config."""
 
-from trainkit.config.checks import check_values
-from trainkit.config.config import CfgNode
-from trainkit.config.configurable import configurable
-from trainkit.config.defaults import get_cfg, global_cfg, set_global_cfg
-from trainkit.config.errors import ConfigError
-from trainkit.config.imports import import_modules
-from trainkit.config.instantiate import instantiate
-from trainkit.config.lazy import LazyCall, LazyConfig
-from trainkit.config.lengths import LENGTH_KEYS, Epochs, parse_length, resolve_lengths
-from trainkit.config.scaling import scale_lr_to_batch, scale_workers
+from typing import TYPE_CHECKING
+
+from trainkit.config.instantiate import instantiate  # now: the module has the name of the function
+from trainkit.utils.plugins import lazy_names
+
+if TYPE_CHECKING:
+    from trainkit.config.checks import check_values
+    from trainkit.config.config import CfgNode
+    from trainkit.config.defaults import get_cfg, global_cfg, set_global_cfg
+    from trainkit.config.errors import ConfigError
+    from trainkit.config.from_config import configurable
+    from trainkit.config.imports import choose, import_modules, prepare_projects
+    from trainkit.config.lazy import LazyCall, LazyConfig
+    from trainkit.config.lengths import LENGTH_KEYS, Epochs, parse_length, resolve_lengths
+    from trainkit.config.scaling import scale_lr_to_batch, scale_workers
 
 __all__ = [
     "get_cfg",
@@ -19,6 +24,8 @@ __all__ = [
     "ConfigError",
     "configurable",
     "import_modules",
+    "prepare_projects",
+    "choose",
     "check_values",
     "Epochs",
     "parse_length",
@@ -30,3 +37,5 @@ __all__ = [
     "LazyCall",
     "instantiate",
 ]
+
+__getattr__ = lazy_names(__name__)

@@ -5,13 +5,14 @@ import functools
 import logging
 import operator
 import re
+from collections.abc import Iterable
 from itertools import pairwise
 from operator import ne
 from typing import Any
 
 import yacs.config
 
-from trainkit.config.config import CfgNode
+from trainkit.config.config import CfgNode, projects_of
 from trainkit.config.defaults import get_cfg
 from trainkit.config.errors import ConfigError
 from trainkit.utils import comm
@@ -70,15 +71,11 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 # (setting, other setting, reason): they exclude each other; a key without "=" means: if it is on
 _CONFLICTS: tuple[tuple[str, str, str], ...] = (
-    ("MODEL.COMPILE.ENABLED", "SOLVER.GRAPH.ENABLED", "take the graph where the device waits for the host"),
-    ("MODEL.ACTIVATION_CHECKPOINT.BLOCKS", "SOLVER.GRAPH.ENABLED", "a graph cannot look at the random state"),
-    ("MODEL.PARALLEL=fsdp", "SOLVER.GRAPH.ENABLED", "a graph cannot gather parameters"),
     ("MODEL.DDP.STATIC_GRAPH", "MODEL.DDP.FIND_UNUSED_PARAMETERS", "a static graph finds unused parameters itself"),
     ("DATALOADER.OVERFIT_BATCHES", "SOLVER.MAX_BATCHES_PER_EPOCH", "both say how many batches an epoch has"),
     ("SOLVER.ACCUMULATION_FACTORS", "SOLVER.MAX_BATCHES_PER_EPOCH", "if the factor changes, there are no epochs"),
     ("SOLVER.ACCUMULATION_FACTORS", "DATALOADER.SKIP", "the batches of an iteration are known only when it is reached"),
     ("SOLVER.REFERENCE_BATCH_SIZE", "SOLVER.REFERENCE_WORLD_SIZE", "both scale SOLVER.BASE_LR"),
-    ("SOLVER.LOGICAL_RANKS", "SOLVER.GRAPH.ENABLED", "a graph draws no random numbers of a logical rank"),
     ("SOLVER.LOGICAL_RANKS", "MODEL.PARALLEL=fsdp", "shards are summed in an order of their own"),
     ("SOLVER.LOGICAL_RANKS", "MODEL.DDP.COMPRESSION", "it rounds what processes exchange, and one process does not"),
     ("SOLVER.LOGICAL_RANKS", "MODEL.DDP.BROADCAST_BUFFERS", "all processes have the same buffers already"),
@@ -113,9 +110,7 @@ def check_values(cfg: CfgNode, *, warn: bool = True) -> None:
         if _get(cfg, key) not in choices:
             accepted = ", ".join('""' if choice == "" else str(choice) for choice in choices)
             raise ConfigError(f"{key} is {_get(cfg, key)!r}; accepted: {accepted}")
-    for one, other, reason in _CONFLICTS:
-        if _is_on(cfg, one) and _is_on(cfg, other):
-            raise ConfigError(f"{one} and {other} exclude each other: {reason}; set one of them")
+    check_conflicts(cfg, _CONFLICTS)
     if not cfg.OUTPUT_DIR:
         raise ConfigError("OUTPUT_DIR is empty, so nothing could be saved; set it to a folder")
     check_logical_ranks(cfg.SOLVER.LOGICAL_RANKS)
@@ -129,6 +124,19 @@ def check_values(cfg: CfgNode, *, warn: bool = True) -> None:
     _check_checkpoints(cfg)
     _check_skip(cfg.DATALOADER.SKIP)
     _check_factors(cfg.SOLVER.ACCUMULATION_FACTORS)
+    for project in projects_of(cfg):
+        getattr(project, "check", lambda _: None)(cfg)
+
+
+def check_conflicts(cfg: CfgNode, conflicts: Iterable[tuple[str, str, str]]) -> None:
+    """Raises ConfigError if two settings are on that exclude each other.
+
+    Args:
+        conflicts: (key, other key, reason); ``KEY=value`` means this value, ``KEY`` alone that it is on.
+    """
+    for one, other, reason in conflicts:
+        if _is_on(cfg, one) and _is_on(cfg, other):
+            raise ConfigError(f"{one} and {other} exclude each other: {reason}; set one of them")
 
 
 def check_logical_ranks(ranks: int) -> None:
@@ -163,7 +171,7 @@ def _warn_of_similar_keys(node: CfgNode, default: CfgNode, prefix: str = "") -> 
     """Compare each new key with the keys before it: first the default keys, then the keys of files."""
     names = [*node]
     for place, name in enumerate(names):
-        if name in default:
+        if hasattr(default, name):  # not "in": a project may declare the key
             if isinstance(node[name], CfgNode) and isinstance(default[name], CfgNode):
                 _warn_of_similar_keys(node[name], default[name], f"{prefix}{name}.")
             continue
@@ -295,5 +303,9 @@ def _get(cfg: CfgNode, key: str) -> Any:
 
 
 def _is_on(cfg: CfgNode, setting: str) -> bool:
+    """Whether a setting is on; a key that no project has declared is off."""
     key, _, value = setting.partition("=")
-    return _get(cfg, key) == value if value else bool(_get(cfg, key))
+    try:
+        return _get(cfg, key) == value if value else bool(_get(cfg, key))
+    except KeyError:
+        return False

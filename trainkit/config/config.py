@@ -5,6 +5,9 @@ import difflib
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from operator import getitem
+from types import ModuleType
 from typing import IO, Any
 
 from fvcore.common.config import CfgNode as _FvcoreCfgNode
@@ -20,9 +23,11 @@ from trainkit.config.yaml_files import (
     parse_literal,
     read_layers,
 )
+from trainkit.utils.plugins import CONFIG_KEYS, load_plugin
 
 _logger = logging.getLogger(__name__)
 _UNTYPED = "__untyped__"  # a mark in a node's __dict__, like yacs's own marks
+_OF_PROJECTS = "__of_projects__"  # another one: name -> full key of the keys in this node that projects declare
 _ACCEPTED = {bool: "True or False", int: "an int", float: "a float or an int", str: "text"}
 
 
@@ -34,7 +39,12 @@ class CfgNode(_FvcoreCfgNode):
     key with the default None takes any value, and so does a key that merging has added to a node with ``new_allowed``.
     """
 
+    def __getattr__(self, name: str) -> Any:
+        _declare(self, name)
+        return super().__getattr__(name)
+
     def __setattr__(self, name: str, val: Any) -> None:
+        _declare(self, name)
         was_none = name in self and self[name] is None
         super().__setattr__(name, val)
         if was_none:
@@ -118,6 +128,39 @@ class CfgNode(_FvcoreCfgNode):
         return dump_yaml({name: plain_value(name, value) for name, value in self.items()}, **kwargs)
 
 
+def mark_keys_of_projects(root: CfgNode) -> None:
+    """Let projects declare their keys in ``root``, and in its copies, when these keys are first used."""
+    for full_key in CONFIG_KEYS:
+        parent, _, name = full_key.rpartition(".")
+        node = reduce(getitem, filter(None, parent.split(".")), root)
+        node.__dict__.setdefault(_OF_PROJECTS, {})[name] = full_key
+
+
+def projects_of(cfg: CfgNode) -> Iterator[ModuleType]:
+    """The modules that declare keys which are in ``cfg``, see `CONFIG_KEYS`."""
+    for full_key, module in CONFIG_KEYS.items():
+        node: Any = cfg
+        for name in full_key.split("."):
+            node = node.get(name) if isinstance(node, CfgNode) else None
+        if node is not None:
+            yield load_plugin(module)
+
+
+def _declare(node: _FvcoreCfgNode, name: object) -> None:
+    """Add the key ``name`` with its default, if a project declares it and it is not there yet."""
+    full_key = node.__dict__.get(_OF_PROJECTS, {}).get(name)
+    if full_key is None or name in node:
+        return
+    defaults = CfgNode()
+    for key in CONFIG_KEYS:
+        reduce(lambda parent, part: parent.setdefault(part, CfgNode()), key.split(".")[:-1], defaults)
+    load_plugin(CONFIG_KEYS[full_key]).add_config(defaults)
+    value = reduce(getitem, full_key.split("."), defaults)
+    if isinstance(value, CfgNode) and node.is_frozen():
+        value.freeze()
+    node[name] = value
+
+
 def _refuse_unsafe(allow_unsafe: bool) -> None:
     if allow_unsafe:
         raise ConfigError("allow_unsafe=True: YAML that runs code is never read; name modules in IMPORTS instead")
@@ -172,6 +215,7 @@ def _changes(
     """(node, key, new value) of each change that `_merge` makes."""
     for name, value in other.items():
         full_key = f"{prefix}{name}"
+        _declare(node, name)
         old = node.get(name)
         is_typed = old is not None and name not in _untyped_keys(node)
         if isinstance(value, _OptionText):

@@ -4,6 +4,7 @@ Keys in ``trainkit.config.lengths.LENGTH_KEYS`` take iterations (``500``) or epo
 """
 
 from trainkit.config.config import CfgNode as CN
+from trainkit.config.config import mark_keys_of_projects
 
 _C = CN()
 _C.VERSION = 1  # The version of this set of keys.
@@ -138,8 +139,7 @@ _C.SOLVER.CLIP_GRADIENTS.NORM_TYPE = 2.0  # The order of the norm, also of the s
 _C.SOLVER.NON_FINITE = CN()
 _C.SOLVER.NON_FINITE.POLICY = "raise"  # For NaN or inf in losses or gradients: "raise", "skip" the update, or "ignore".
 _C.SOLVER.NON_FINITE.MAX_IN_ROW = 25  # The run ends after this many skipped updates in a row, in float16 too.
-_C.SOLVER.GRAPH = CN()
-_C.SOLVER.GRAPH.ENABLED = False  # True: record the step as a CUDA graph; without CUDA: torch.compile. See GraphTrainer.
+_C.SOLVER.TRAINER = ""  # A name in TRAINER_REGISTRY. "": SimpleTrainer, or AMPTrainer if SOLVER.AMP.ENABLED.
 _C.SOLVER.AMP = CN()
 _C.SOLVER.AMP.ENABLED = False  # True: automatic mixed precision.
 _C.SOLVER.AMP.PRECISION = "float16"  # "float16" (with a grad scaler) or "bfloat16" (without).
@@ -195,7 +195,9 @@ _C.LOG.EVAL_AXIS = "iter"  # Writers show evaluation results over "iter" or "epo
 
 def get_cfg() -> CN:
     """A new copy of the defaults, which you may change."""
-    return _C.clone()
+    cfg = _C.clone()
+    mark_keys_of_projects(cfg)
+    return cfg
 
 
 global_cfg = CN()

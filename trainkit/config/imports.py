@@ -1,10 +1,11 @@
-"""Import the modules that a config names."""
+"""Import the modules that a config names, and let projects prepare a config."""
 
 import importlib
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any
 
+from trainkit.config.config import CfgNode, projects_of
 from trainkit.config.errors import ConfigError
 
 import_check: ContextVar[Callable[[Iterable[Any]], None] | None] = ContextVar("import_check", default=None)
@@ -37,3 +38,29 @@ def import_modules(names: Iterable[str]) -> None:
                 f"IMPORTS: {name!r} cannot be imported: {type(error).__name__}: {error} "
                 "(where a module is not found, install it or put its top folder on PYTHONPATH)"
             ) from error
+
+
+def prepare_projects(cfg: CfgNode) -> CfgNode:
+    """A copy of ``cfg`` that the projects whose keys are in it have changed, see `CONFIG_KEYS`.
+
+    Raises:
+        ConfigError: two projects change the same key.
+    """
+    cfg, was_frozen = cfg.clone(), cfg.is_frozen()
+    cfg.defrost()
+    for project in projects_of(cfg):
+        getattr(project, "prepare", lambda _: None)(cfg)
+    if was_frozen:
+        cfg.freeze()
+    return cfg
+
+
+def choose(cfg: CfgNode, key: str, value: str, because: str) -> None:
+    """Set a key that only one project may set, such as SOLVER.TRAINER. Raises ConfigError if another one has."""
+    parent, _, name = key.rpartition(".")
+    node = cfg
+    for part in filter(None, parent.split(".")):
+        node = node[part]
+    if node[name] not in ("", value):
+        raise ConfigError(f"{key} is {node[name]!r}, but {because} needs {value!r}; set one of the two")
+    node[name] = value

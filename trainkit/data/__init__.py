@@ -1,26 +1,31 @@
 """Datasets by name, samplers whose order depends on seed and position alone, and loaders built from a config."""
 
-from trainkit.data.build import (
-    build_batch_data_loader,
-    build_test_loader,
-    build_train_loader,
-    iters_per_epoch,
-    trivial_batch_collator,
-    worker_init_reset_seed,
-)
-from trainkit.data.catalog import DatasetCatalog, Metadata, MetadataCatalog
-from trainkit.data.combined import CombinedLoader
-from trainkit.data.common import DatasetFromList, MapDataset, ToIterableDataset
-from trainkit.data.loader import ResumableLoader, resume_obstacle
-from trainkit.data.samplers import (
-    GroupedBatchSampler,
-    InferenceSampler,
-    InfiniteSampler,
-    RandomSubsetTrainingSampler,
-    RepeatFactorTrainingSampler,
-    TrainingSampler,
-)
-from trainkit.data.transforms import TRANSFORM_REGISTRY, build_transform
+from typing import TYPE_CHECKING
+
+from trainkit.utils.plugins import lazy_names
+
+if TYPE_CHECKING:
+    from trainkit.data.build import (
+        build_batch_data_loader,
+        build_test_loader,
+        build_train_loader,
+        iters_per_epoch,
+        trivial_batch_collator,
+        worker_init_reset_seed,
+    )
+    from trainkit.data.catalog import DatasetCatalog, Metadata, MetadataCatalog
+    from trainkit.data.combined import CombinedLoader
+    from trainkit.data.common import DatasetFromList, MapDataset, ToIterableDataset
+    from trainkit.data.loader import ResumableLoader, resume_obstacle
+    from trainkit.data.samplers import (
+        GroupedBatchSampler,
+        InferenceSampler,
+        InfiniteSampler,
+        RandomSubsetTrainingSampler,
+        RepeatFactorTrainingSampler,
+        TrainingSampler,
+    )
+    from trainkit.data.transforms import TRANSFORM_REGISTRY, build_transform
 
 __all__ = [
     "DatasetCatalog",
@@ -47,3 +52,5 @@ __all__ = [
     "DatasetFromList",
     "ToIterableDataset",
 ]
+
+__getattr__ = lazy_names(__name__)

@@ -10,8 +10,8 @@ from torch.utils.data import ChainDataset, ConcatDataset, IterableDataset, Sampl
 
 from trainkit.config.checks import check_is_ours
 from trainkit.config.config import CfgNode
-from trainkit.config.configurable import configurable
 from trainkit.config.errors import ConfigError, unknown_name
+from trainkit.config.from_config import configurable
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.data.common import DatasetFromList, MapDataset, ToIterableDataset, add_note
 from trainkit.data.loader import LOADER_KEY, ResumableLoader, trivial_batch_collator

@@ -1,28 +1,32 @@
 """The loop, the trainers, hooks, and the default trainer."""
 
-from trainkit.engine import hooks
-from trainkit.engine.amp import AMPTrainer
-from trainkit.engine.defaults import DefaultTrainer
-from trainkit.engine.elastic import is_restarted
-from trainkit.engine.entry import run
-from trainkit.engine.evaluation_run import EvaluationRun
-from trainkit.engine.graph import GraphAMPTrainer, GraphTrainer
-from trainkit.engine.hook_base import HookBase, Priority
-from trainkit.engine.hooks import *  # noqa: F403 - from here too, as in detectron2
-from trainkit.engine.launch import DEFAULT_TIMEOUT, launch
-from trainkit.engine.loop import TrainerBase
-from trainkit.engine.parallel import create_ddp_model
-from trainkit.engine.predictor import DefaultPredictor
-from trainkit.engine.setup import (
-    default_argument_parser,
-    default_setup,
-    default_writers,
-    fast_dev_config,
-    user_errors_exit,
-)
-from trainkit.engine.step import SimpleTrainer
+from typing import TYPE_CHECKING
 
-__all__ = [
+from trainkit.engine.launch import DEFAULT_TIMEOUT, launch  # now: the module has the name of the function
+from trainkit.utils.plugins import lazy_names
+
+if TYPE_CHECKING:
+    from trainkit.engine import hooks
+    from trainkit.engine.amp import AMPTrainer
+    from trainkit.engine.defaults import DefaultTrainer
+    from trainkit.engine.elastic import is_restarted
+    from trainkit.engine.entry import run
+    from trainkit.engine.evaluation_run import EvaluationRun
+    from trainkit.engine.hook_base import HookBase, Priority
+    from trainkit.engine.hooks import *  # noqa: F403 - from here too, as in detectron2
+    from trainkit.engine.loop import TrainerBase
+    from trainkit.engine.parallel import create_ddp_model
+    from trainkit.engine.predictor import DefaultPredictor
+    from trainkit.engine.setup import (
+        default_argument_parser,
+        default_setup,
+        default_writers,
+        fast_dev_config,
+        user_errors_exit,
+    )
+    from trainkit.engine.step import SimpleTrainer
+
+__all__ = [  # noqa: F405 - some are in projects
     "DefaultTrainer",
     "EvaluationRun",
     "DefaultPredictor",
@@ -45,3 +49,5 @@ __all__ = [
     "create_ddp_model",
     "is_restarted",
 ]
+
+__getattr__ = lazy_names(__name__, "GraphTrainer", "GraphAMPTrainer")

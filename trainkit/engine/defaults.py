@@ -21,6 +21,7 @@ from trainkit.config import (
     ConfigError,
     check_values,
     import_modules,
+    prepare_projects,
     resolve_lengths,
     scale_lr_to_batch,
     scale_workers,
@@ -29,7 +30,7 @@ from trainkit.config.checks import check_is_ours
 from trainkit.data.build import build_test_loader, build_train_loader, check_epoch_limit, first_batches
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.engine import hooks, model_options
-from trainkit.engine.amp import AMPTrainer
+from trainkit.engine.build import build_step_trainer, make_step_trainer
 from trainkit.engine.capsule import leave_capsule
 from trainkit.engine.elastic import is_restarted, note_begin, requeue_job
 from trainkit.engine.evaluation_run import evaluate_models
@@ -37,7 +38,6 @@ from trainkit.engine.fork import forked, path_of_parent
 from trainkit.engine.forwarding import check_exchange, forwarded
 from trainkit.engine.fsdp import build_sharded, is_fsdp
 from trainkit.engine.global_batch import GlobalBatch
-from trainkit.engine.graph import GraphAMPTrainer, GraphTrainer
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
 from trainkit.engine.hooks.ema import averaging_hook
@@ -69,9 +69,9 @@ from trainkit.evaluation import (
 )
 from trainkit.evaluation.observer import for_details
 from trainkit.modeling import build_model, device_of_config, on_device
-from trainkit.solver import GradientClipper, build_gradient_clipper, build_lr_scheduler, build_optimizer
+from trainkit.solver import build_lr_scheduler, build_optimizer
 from trainkit.utils import comm
-from trainkit.utils.device import device_of, runs_ahead
+from trainkit.utils.device import device_of
 from trainkit.utils.events import EventWriter
 from trainkit.utils.logger import NOT_ON_TERMINAL
 from trainkit.utils.model import is_part_of
@@ -145,6 +145,7 @@ class DefaultTrainer(TrainerBase):
         self._given_cfg = cfg
         import_modules(cfg.IMPORTS)
         check_values(cfg)
+        cfg = prepare_projects(cfg)
         if cfg.SOLVER.LOGICAL_RANKS:
             self.logical_ranks, self.own_keys, self.rank_keys = cfg.SOLVER.LOGICAL_RANKS, (), ()
         self._check_names(cfg)
@@ -168,7 +169,12 @@ class DefaultTrainer(TrainerBase):
         model_options.compile_model(cfg, model)
         if not is_fsdp(cfg):
             model = create_ddp_model(model, **ddp_options(cfg))
-        self._trainer = _build_step_trainer(cfg, model, data_loader, optimizer)
+        if cfg.SOLVER.LOGICAL_RANKS:
+            number = {"logical_ranks": cfg.SOLVER.LOGICAL_RANKS}
+            classes = LogicalTrainer, LogicalAMPTrainer
+            self._trainer = make_step_trainer(cfg, model, data_loader, optimizer, *classes, **number)
+        else:
+            self._trainer = build_step_trainer(cfg, model, data_loader, optimizer)
 
         self.cfg = cfg = resolve_lengths(cfg, self.iters_per_epoch if self.has_epochs else None)
         if cfg.LOG.GATHER_PERIOD == 1:
@@ -650,38 +656,6 @@ class _PassOn(HookBase):
         return self._outer.acts_after_backward()
 
 
-def _build_step_trainer(
-    cfg: CfgNode, model: nn.Module, data_loader: Iterable[Any], optimizer: torch.optim.Optimizer
-) -> SimpleTrainer:
-    device, steps = device_of(model), cfg.SOLVER.ACCUMULATION_STEPS
-    arguments: dict[str, Any] = {
-        "gather_metric_period": cfg.LOG.GATHER_PERIOD,
-        "zero_grad_before_forward": cfg.SOLVER.ZERO_GRAD_BEFORE_FORWARD,
-        "async_write_metrics": device is not None and runs_ahead(device) if cfg.LOG.ASYNC is None else cfg.LOG.ASYNC,
-        "accumulation_steps": [(start, steps * times) for start, times in [(0, 1), *cfg.SOLVER.ACCUMULATION_FACTORS]],
-        "clip_gradients": _clipper(cfg, optimizer),
-        "non_finite": cfg.SOLVER.NON_FINITE.POLICY,
-        "max_non_finite_in_row": cfg.SOLVER.NON_FINITE.MAX_IN_ROW,
-    }
-    plain: type[SimpleTrainer] = SimpleTrainer
-    mixed: type[AMPTrainer] = AMPTrainer
-    if cfg.SOLVER.GRAPH.ENABLED:
-        plain, mixed = GraphTrainer, GraphAMPTrainer
-    if cfg.SOLVER.LOGICAL_RANKS:
-        plain, mixed, arguments["logical_ranks"] = LogicalTrainer, LogicalAMPTrainer, cfg.SOLVER.LOGICAL_RANKS
-    if not cfg.SOLVER.AMP.ENABLED:
-        return plain(model, data_loader, optimizer, **arguments)
-    amp = cfg.SOLVER.AMP
-    precision = {"float16": torch.float16, "bfloat16": torch.bfloat16}[amp.PRECISION]
-    if amp.LOSS_SCALE != "dynamic":
-        arguments["loss_scale"] = amp.LOSS_SCALE
-    elif precision == torch.float16:
-        device_type = "cpu" if device is None else device.type
-        arguments["grad_scaler"] = torch.amp.GradScaler(device_type, init_scale=amp.INIT_SCALE)
-    arguments |= {"precision": precision, "log_grad_scaler": True}
-    return mixed(model, data_loader, optimizer, **arguments)
-
-
 def _test_loader(build: Callable[[CfgNode, str], Iterable[Any]], cfg: CfgNode, name: str) -> Iterable[Any]:
     """A new loader, or the loader of the last evaluation of this run if it keeps its workers."""
     kept = _kept_loaders.get()
@@ -703,18 +677,3 @@ def _plain_results(results: Mapping[str, Any]) -> dict[str, Any]:
             with contextlib.suppress(TypeError, ValueError):
                 plain[str(name)] = float(value)
     return plain
-
-
-def _clipper(cfg: CfgNode, optimizer: Any) -> GradientClipper | None:
-    """The clipper of the config; None if the user's optimizer class has its own step(), which may clip already."""
-    clipper = build_gradient_clipper(cfg)
-    if clipper is None or not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "gradient_clipper"):
-        return clipper
-    if type(optimizer).step.__module__.partition(".")[0] in ("torch", "trainkit"):
-        return clipper
-    logger.warning(
-        "SOLVER.CLIP_GRADIENTS is left to the step() of %s; if it does not clip, call maybe_add_gradient_clipping in "
-        "build_optimizer",
-        type(optimizer).__name__,
-    )
-    return None

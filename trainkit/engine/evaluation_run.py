@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from trainkit.checkpoint import Checkpointer
-from trainkit.config import CfgNode, ConfigError, check_values, import_modules, resolve_lengths
+from trainkit.config import CfgNode, ConfigError, check_values, import_modules, prepare_projects, resolve_lengths
 from trainkit.engine.fsdp import build_sharded, is_fsdp
 from trainkit.engine.hooks import ConfiguredHooks, HookBase
 from trainkit.engine.hooks.ema import averaging_hook
@@ -63,6 +63,7 @@ class EvaluationRun(TrainerBase):
         super().__init__()
         import_modules(cfg.IMPORTS)
         check_values(cfg)
+        cfg = prepare_projects(cfg)
         self.cfg = resolve_lengths(cfg, 1)  # the length of an epoch does not matter here
         comm.set_tensor_parallel(cfg.MODEL.TENSOR_PARALLEL)
         build, parallelize = trainer_class.build_model, trainer_class.parallelize_model

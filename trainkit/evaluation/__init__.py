@@ -1,12 +1,22 @@
 """Evaluators, the evaluation loop, and their results."""
 
-from trainkit.evaluation.build import EVALUATOR_REGISTRY, build_evaluator
-from trainkit.evaluation.classification import ClassificationEvaluator
-from trainkit.evaluation.evaluator import DatasetEvaluator, DatasetEvaluators, inference_context, inference_on_dataset
-from trainkit.evaluation.loss import LossEvaluator
-from trainkit.evaluation.observer import observe_inference
-from trainkit.evaluation.segmentation import SemSegEvaluator
-from trainkit.evaluation.testing import flatten_results_dict, print_csv_format, verify_results
+from typing import TYPE_CHECKING
+
+from trainkit.utils.plugins import lazy_names
+
+if TYPE_CHECKING:
+    from trainkit.evaluation.build import EVALUATOR_REGISTRY, build_evaluator
+    from trainkit.evaluation.classification import ClassificationEvaluator
+    from trainkit.evaluation.evaluator import (
+        DatasetEvaluator,
+        DatasetEvaluators,
+        inference_context,
+        inference_on_dataset,
+    )
+    from trainkit.evaluation.loss import LossEvaluator
+    from trainkit.evaluation.observer import observe_inference
+    from trainkit.evaluation.segmentation import SemSegEvaluator
+    from trainkit.evaluation.testing import flatten_results_dict, print_csv_format, verify_results
 
 __all__ = [
     "DatasetEvaluator",
@@ -23,3 +33,5 @@ __all__ = [
     "flatten_results_dict",
     "verify_results",
 ]
+
+__getattr__ = lazy_names(__name__)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainkit.checkpoint.atomic import write_text
 from trainkit.config.config import CfgNode
-from trainkit.config.configurable import configurable
+from trainkit.config.from_config import configurable
 from trainkit.data.catalog import MetadataCatalog
 from trainkit.evaluation.labelled import LabelledEvaluator
 from trainkit.utils.events import get_event_storage, has_event_storage

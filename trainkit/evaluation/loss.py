@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from trainkit.config.config import CfgNode
-from trainkit.config.configurable import configurable
+from trainkit.config.from_config import configurable
 from trainkit.evaluation.evaluator import DatasetEvaluator, inference_context
 from trainkit.utils import comm
 from trainkit.utils.batches import num_samples

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from trainkit.config.config import CfgNode
-from trainkit.config.configurable import configurable
+from trainkit.config.from_config import configurable
 from trainkit.data.catalog import MetadataCatalog
 from trainkit.evaluation.labelled import LabelledEvaluator
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.engine.finite import non_finite_names
-from trainkit.engine.graph import GraphTrainer
 from trainkit.engine.hook_base import HookBase
 from trainkit.utils.model import unwrap_model
 
@@ -90,7 +89,8 @@ class Inspection(HookBase):
     def before_step(self) -> None:
         if self.trainer.iter != self.at:
             return
-        if isinstance(step := getattr(self.trainer, "_trainer", None), GraphTrainer):
+        step: Any = getattr(self.trainer, "_trainer", None)
+        if hasattr(step, "forget_recordings"):
             step.forget_recordings()  # makes an ordinary step, with the same bits: a recording calls no modules
         model = self._model = unwrap_model(self.trainer.model)
         self.not_finite_before = non_finite_names(model)

@@ -1,36 +1,41 @@
 """Optimizers, parameter groups, gradient clipping and learning rate schedules."""
 
+from typing import TYPE_CHECKING
+
 from torch.optim.lr_scheduler import LRScheduler as LRScheduler  # from here too, as in detectron2
 
-from trainkit.solver import schedules
-from trainkit.solver.build import OPTIMIZER_REGISTRY, PARAM_GROUP_REGISTRY, build_lr_scheduler, build_optimizer
-from trainkit.solver.build_schedule import build_schedule
-from trainkit.solver.clipping import (
-    GradientClipper,
-    GradientClipType,
-    build_gradient_clipper,
-    maybe_add_gradient_clipping,
-)
-from trainkit.solver.combined import CombinedOptimizer
-from trainkit.solver.lars import LARS
-from trainkit.solver.layer_decay import LAYER_DEPTH_REGISTRY, build_layer_decay
-from trainkit.solver.lr_scheduler import (
-    KeepLastValue,
-    LRFunction,
-    LRMultiplier,
-    ScheduledLR,
-    WarmupCosineLR,
-    WarmupMultiStepLR,
-    WarmupParamScheduler,
-)
-from trainkit.solver.param_groups import (
-    ParamRules,
-    build_param_groups,
-    describe_param_groups,
-    get_default_optimizer_params,
-    reduce_param_groups,
-)
-from trainkit.solver.schedules import SCHEDULE_REGISTRY
+from trainkit.utils.plugins import lazy_names
+
+if TYPE_CHECKING:
+    from trainkit.solver import schedules
+    from trainkit.solver.build import OPTIMIZER_REGISTRY, PARAM_GROUP_REGISTRY, build_lr_scheduler, build_optimizer
+    from trainkit.solver.clipping import (
+        GradientClipper,
+        GradientClipType,
+        build_gradient_clipper,
+        maybe_add_gradient_clipping,
+    )
+    from trainkit.solver.combined import CombinedOptimizer
+    from trainkit.solver.composed import build_schedule
+    from trainkit.solver.lars import LARS
+    from trainkit.solver.layer_decay import LAYER_DEPTH_REGISTRY, build_layer_decay
+    from trainkit.solver.lr_scheduler import (
+        KeepLastValue,
+        LRFunction,
+        LRMultiplier,
+        ScheduledLR,
+        WarmupCosineLR,
+        WarmupMultiStepLR,
+        WarmupParamScheduler,
+    )
+    from trainkit.solver.param_groups import (
+        ParamRules,
+        build_param_groups,
+        describe_param_groups,
+        get_default_optimizer_params,
+        reduce_param_groups,
+    )
+    from trainkit.solver.schedules import SCHEDULE_REGISTRY
 
 __all__ = [
     "build_optimizer",
@@ -61,3 +66,5 @@ __all__ = [
     "KeepLastValue",
     "LRFunction",
 ]
+
+__getattr__ = lazy_names(__name__)

@@ -15,7 +15,6 @@ from trainkit.config.config import CfgNode
 from trainkit.config.defaults import get_cfg
 from trainkit.config.errors import ConfigError, look_up, unknown_name
 from trainkit.config.scaling import optimizer_argument
-from trainkit.solver.build_schedule import build_lr_scheduler  # noqa: F401  detectron2's users find it here
 from trainkit.solver.clipping import (  # noqa: F401  the same
     GradientClipper,
     GradientClipType,
@@ -23,6 +22,7 @@ from trainkit.solver.clipping import (  # noqa: F401  the same
     maybe_add_gradient_clipping,
 )
 from trainkit.solver.combined import CombinedOptimizer, divide_parameters
+from trainkit.solver.composed import build_lr_scheduler  # noqa: F401  detectron2's users find it here
 from trainkit.solver.lars import LARS
 from trainkit.solver.layer_decay import build_layer_decay
 from trainkit.solver.param_groups import (  # noqa: F401  the same

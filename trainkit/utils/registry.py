@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
+from trainkit.utils.plugins import NAMES, import_plugin_of
+
 
 class Registry:
     """Maps names to registered classes or functions, so that a config can name them.
@@ -38,10 +40,13 @@ class Registry:
 
     def get(self, name: str) -> Any:
         """The object registered under ``name``. Raises KeyError if there is no such object."""
-        if name not in self._objects:
-            hint, registered = did_you_mean(name, self._objects), ", ".join(sorted(self._objects)) or "nothing"
+        if name not in self:
+            hint, registered = (
+                did_you_mean(name, [*self._objects, *NAMES]),
+                ", ".join(sorted(self._objects)) or "nothing",
+            )
             raise KeyError(
-                f"no {name!r} in the {self._name} registry; {hint}registered: {registered}. "
+                f"no {name!r} in the {self._name} registry; {hint}registered: {registered or 'nothing'}. "
                 "The module that registers it must have been imported: name it in IMPORTS of the config"
             )
         return self._objects[name]
@@ -62,6 +67,8 @@ class Registry:
         return self.get(cfg[named[0]])(*args, **{**kwargs, **given})
 
     def __contains__(self, name: str) -> bool:
+        if name not in self._objects:
+            import_plugin_of(name)
         return name in self._objects
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:

@@ -9,6 +9,7 @@ from trainkit.config import ConfigError
 from trainkit.config.errors import look_up, unknown_name
 from trainkit.engine.hook_base import EVALUATION_POINTS, HOOK_REGISTRY, HookBase
 from trainkit.engine.hook_list import overrides, sort_key
+from trainkit.engine.hooks import checkpoint, early_stopping, evaluation, lr_scheduler, timer, writer  # noqa: F401 - these register themselves
 from trainkit.engine.loop import TrainerBase
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from torch import Tensor
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.engine.hooks.lr_scheduler import LRScheduler
-from trainkit.solver.build_schedule import build_schedule
+from trainkit.solver.composed import build_schedule
 from trainkit.solver.schedules import Schedule, compute_values
 from trainkit.utils.numbers import is_number
 from trainkit.utils.periods import check_period

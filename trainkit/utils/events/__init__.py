@@ -1,13 +1,18 @@
 """Scalars, images and histograms of a run, and the writers that show them."""
 
-from trainkit.utils.events.history import HistoryBuffer
-from trainkit.utils.events.mlflow_writer import MLflowWriter
-from trainkit.utils.events.progress_bar import ProgressBar
-from trainkit.utils.events.storage import EventStorage, get_event_storage, has_event_storage
-from trainkit.utils.events.tensorboard_writer import TensorboardXWriter
-from trainkit.utils.events.text_writers import CSVWriter, JSONWriter
-from trainkit.utils.events.wandb_writer import WandbWriter
-from trainkit.utils.events.writers import WRITER_REGISTRY, CommonMetricPrinter, EventWriter, estimate_eta_sec
+from typing import TYPE_CHECKING
+
+from trainkit.utils.plugins import lazy_names
+
+if TYPE_CHECKING:
+    from trainkit.utils.events.history import HistoryBuffer
+    from trainkit.utils.events.mlflow_writer import MLflowWriter
+    from trainkit.utils.events.progress_bar import ProgressBar
+    from trainkit.utils.events.storage import EventStorage, get_event_storage, has_event_storage
+    from trainkit.utils.events.tensorboard_writer import TensorboardXWriter
+    from trainkit.utils.events.text_writers import CSVWriter, JSONWriter
+    from trainkit.utils.events.wandb_writer import WandbWriter
+    from trainkit.utils.events.writers import WRITER_REGISTRY, CommonMetricPrinter, EventWriter, estimate_eta_sec
 
 __all__ = [
     "EventStorage",
@@ -25,3 +30,5 @@ __all__ = [
     "WRITER_REGISTRY",
     "estimate_eta_sec",
 ]
+
+__getattr__ = lazy_names(__name__)

@@ -12,16 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from trainkit.projects.graph.host_reads import HostReads
 
-from trainkit.config import ConfigError
+from trainkit.config import CfgNode, ConfigError
 from trainkit.engine.amp import AMPTrainer
+from trainkit.engine.build import TRAINER_REGISTRY, make_step_trainer
 from trainkit.engine.finite import parameters_of
 from trainkit.engine.metrics import FLAG, StepRecord, pack
 from trainkit.engine.model_options import require_cpp_compiler
 from trainkit.engine.step import SimpleTrainer
 from trainkit.utils import comm
 from trainkit.utils.events import EventStorage
-from trainkit.utils.host_reads import HostReads
 from trainkit.utils.losses import Losses
 
 logger = logging.getLogger(__name__)
@@ -406,6 +407,14 @@ class GraphTrainer(SimpleTrainer):
 
 class GraphAMPTrainer(GraphTrainer, AMPTrainer):
     """`AMPTrainer` as a graph; see `GraphTrainer`."""
+
+
+@TRAINER_REGISTRY.register()
+def graph_trainer(
+    cfg: CfgNode, model: nn.Module, data_loader: Iterable[Any], optimizer: torch.optim.Optimizer
+) -> SimpleTrainer:
+    """The builder for SOLVER.TRAINER."""
+    return make_step_trainer(cfg, model, data_loader, optimizer, GraphTrainer, GraphAMPTrainer)
 
 
 def _check_recordable(optimizer: torch.optim.Optimizer, *, skips: bool) -> None:

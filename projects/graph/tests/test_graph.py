@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from trainkit.projects.graph.tests.recorded_graph import CpuRecorder, RecordedAMPTrainer, RecordedTrainer
 
 from tests.cuda import allow_waiting, forbid_waiting, needs_cuda
 from tests.engine.job import tiny_cfg
-from tests.engine.recorded_graph import CpuRecorder, RecordedAMPTrainer, RecordedTrainer
 from tests.engine.tiny import AfterStep, Weight, batches, scalars
 from trainkit.config import ConfigError
 from trainkit.engine import AMPTrainer, DefaultTrainer, GraphAMPTrainer, GraphTrainer, HookBase, SimpleTrainer
@@ -325,7 +325,7 @@ def test_a_gradient_that_a_hook_removes_is_an_error_that_says_what_to_do():
         if trainer.iter == 5:
             trainer.model.last.bias.grad = None
 
-    with pytest.raises(RuntimeError, match="removed or added a gradient.*set it to zero.*SOLVER.GRAPH.ENABLED False"):
+    with pytest.raises(RuntimeError, match=r"removed or added a gradient.*set it to zero.*SOLVER.GRAPH.ENABLED False"):
         make(RecordedTrainer, hooks=lambda _: [CallbackHook(after_backward=remove)]).train(0, 10)
 
 

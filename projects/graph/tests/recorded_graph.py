@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from trainkit.engine.graph import GraphAMPTrainer, GraphTrainer
+from trainkit.projects.graph import GraphAMPTrainer, GraphTrainer
 
 # they wait for the device, and CUDA refuses them during a capture
 _READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "lift_fresh"}

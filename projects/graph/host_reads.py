@@ -1,5 +1,6 @@
 """Find the line of a model that makes the host wait for the device."""
 
+import os
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from trainkit.utils import comm
 
 _READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim"}
 
@@ -38,6 +41,7 @@ class HostReads(TorchDispatchMode):
 
 def _place() -> str:
     """The innermost line that is not in torch or trainkit."""
-    libraries = ("<", str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    folders = [f"{Path(torch.__file__).parent}{os.sep}", f"{Path(comm.__file__).parents[1]}{os.sep}"]
+    libraries = ("<", *folders, __file__, str(Path(__file__).with_name("trainer.py")))
     inner = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(libraries)]
     return f"{inner[-1].filename}:{inner[-1].lineno}" if inner else "a place without a line of Python (a backward pass)"

@@ -1,0 +1,28 @@
+"""The config keys of this project."""
+
+from trainkit.config import CfgNode, choose
+from trainkit.config.checks import check_conflicts
+
+_CONFLICTS = (
+    ("MODEL.COMPILE.ENABLED", "SOLVER.GRAPH.ENABLED", "take the graph where the device waits for the host"),
+    ("MODEL.ACTIVATION_CHECKPOINT.BLOCKS", "SOLVER.GRAPH.ENABLED", "a graph cannot look at the random state"),
+    ("MODEL.PARALLEL=fsdp", "SOLVER.GRAPH.ENABLED", "a graph cannot gather parameters"),
+    ("SOLVER.LOGICAL_RANKS", "SOLVER.GRAPH.ENABLED", "a graph draws no random numbers of a logical rank"),
+)
+
+
+def add_config(cfg: CfgNode) -> None:
+    """Add the keys with their defaults."""
+    cfg.SOLVER.GRAPH = CfgNode()
+    cfg.SOLVER.GRAPH.ENABLED = False  # True: record the step as a CUDA graph; without CUDA: torch.compile.
+
+
+def check(cfg: CfgNode) -> None:
+    """Raises ConfigError if another setting excludes a graph."""
+    check_conflicts(cfg, _CONFLICTS)
+
+
+def prepare(cfg: CfgNode) -> None:
+    """Choose the trainer."""
+    if cfg.SOLVER.GRAPH.ENABLED:
+        choose(cfg, "SOLVER.TRAINER", "graph_trainer", "SOLVER.GRAPH.ENABLED")

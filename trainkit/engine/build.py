@@ -1,0 +1,92 @@
+"""The trainer of a step and the wrapper of the model that a config asks for."""
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainkit.config import CfgNode
+from trainkit.config.errors import look_up
+from trainkit.engine.amp import AMPTrainer
+from trainkit.engine.step import SimpleTrainer
+from trainkit.solver.clipping import GradientClipper, build_gradient_clipper
+from trainkit.utils.device import device_of, runs_ahead
+from trainkit.utils.registry import Registry
+
+logger = logging.getLogger(__name__)
+
+TRAINER_REGISTRY = Registry("TRAINER")
+"""SOLVER.TRAINER -> a function ``(cfg, model, data_loader, optimizer)`` that returns a `SimpleTrainer`."""
+
+WRAPPER_REGISTRY = Registry("WRAPPER")
+"""MODEL.PARALLEL -> a function ``(cfg, build)`` that returns the model of several processes; "ddp" is not in it.
+
+``build(cfg)`` returns the model of one process. The optimizer is built for the wrapped model.
+"""
+
+
+def build_step_trainer(
+    cfg: CfgNode, model: nn.Module, data_loader: Iterable[Any], optimizer: torch.optim.Optimizer
+) -> SimpleTrainer:
+    """The trainer SOLVER.TRAINER. Raises ConfigError if it is not registered."""
+    if not cfg.SOLVER.TRAINER:
+        return make_step_trainer(cfg, model, data_loader, optimizer)
+    build = look_up(TRAINER_REGISTRY, cfg.SOLVER.TRAINER, "SOLVER.TRAINER")
+    trainer: SimpleTrainer = build(cfg, model, data_loader, optimizer)
+    return trainer
+
+
+def make_step_trainer(
+    cfg: CfgNode,
+    model: nn.Module,
+    data_loader: Iterable[Any],
+    optimizer: torch.optim.Optimizer,
+    plain: type[SimpleTrainer] = SimpleTrainer,
+    mixed: type[AMPTrainer] = AMPTrainer,
+    **kwargs: Any,
+) -> SimpleTrainer:
+    """A trainer with the arguments that ``cfg`` gives.
+
+    Args:
+        plain: the class without SOLVER.AMP; ``mixed``: the class with it.
+        kwargs: further arguments of the class.
+    """
+    device, steps = device_of(model), cfg.SOLVER.ACCUMULATION_STEPS
+    arguments: dict[str, Any] = {
+        "gather_metric_period": cfg.LOG.GATHER_PERIOD,
+        "zero_grad_before_forward": cfg.SOLVER.ZERO_GRAD_BEFORE_FORWARD,
+        "async_write_metrics": device is not None and runs_ahead(device) if cfg.LOG.ASYNC is None else cfg.LOG.ASYNC,
+        "accumulation_steps": [(start, steps * times) for start, times in [(0, 1), *cfg.SOLVER.ACCUMULATION_FACTORS]],
+        "clip_gradients": _clipper(cfg, optimizer),
+        "non_finite": cfg.SOLVER.NON_FINITE.POLICY,
+        "max_non_finite_in_row": cfg.SOLVER.NON_FINITE.MAX_IN_ROW,
+        **kwargs,
+    }
+    if not cfg.SOLVER.AMP.ENABLED:
+        return plain(model, data_loader, optimizer, **arguments)
+    amp = cfg.SOLVER.AMP
+    precision = {"float16": torch.float16, "bfloat16": torch.bfloat16}[amp.PRECISION]
+    if amp.LOSS_SCALE != "dynamic":
+        arguments["loss_scale"] = amp.LOSS_SCALE
+    elif precision == torch.float16:
+        device_type = "cpu" if device is None else device.type
+        arguments["grad_scaler"] = torch.amp.GradScaler(device_type, init_scale=amp.INIT_SCALE)
+    arguments |= {"precision": precision, "log_grad_scaler": True}
+    return mixed(model, data_loader, optimizer, **arguments)
+
+
+def _clipper(cfg: CfgNode, optimizer: Any) -> GradientClipper | None:
+    """The clipper of the config; None if the user's optimizer class has its own step(), which may clip already."""
+    clipper = build_gradient_clipper(cfg)
+    if clipper is None or not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "gradient_clipper"):
+        return clipper
+    if type(optimizer).step.__module__.partition(".")[0] in ("torch", "trainkit"):
+        return clipper
+    logger.warning(
+        "SOLVER.CLIP_GRADIENTS is left to the step() of %s; if it does not clip, call maybe_add_gradient_clipping in "
+        "build_optimizer",
+        type(optimizer).__name__,
+    )
+    return None

@@ -1,0 +1,99 @@
+"""What projects bring, by name: the one place where trainkit names them.
+
+A project is imported when a config has one of its keys, a registry is asked for one of its names, or a package of
+trainkit for one of its classes. Packages of other authors are named by ``IMPORTS`` in a config instead.
+"""
+
+import ast
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+CONFIG_KEYS: Mapping[str, str] = {
+    "SOLVER.GRAPH": "trainkit.projects.graph.config",
+}
+"""Config key -> the module that declares it, and any keys below it, in ``add_config(cfg)``.
+
+The module may have two more functions, which are called if the key is in the config: ``check(cfg)``, by `check_values`,
+raises ConfigError if a value is wrong; ``prepare(cfg)`` changes the config of a `DefaultTrainer` before anything is
+built.
+"""
+
+NAMES: Mapping[str, str] = {
+    "GraphTrainer": "trainkit.projects.graph.trainer",
+    "GraphAMPTrainer": "trainkit.projects.graph.trainer",
+    "graph_trainer": "trainkit.projects.graph.trainer",
+    "CheckFiniteLoss": "trainkit.engine.hooks.check_finite_loss",
+    "EMAHook": "trainkit.engine.hooks.ema",
+    "Freeze": "trainkit.engine.hooks.freeze",
+    "EmptyCache": "trainkit.engine.hooks.memory",
+    "GarbageCollection": "trainkit.engine.hooks.memory",
+    "TorchMemoryStats": "trainkit.engine.hooks.memory",
+    "MemorySnapshot": "trainkit.engine.hooks.memory_snapshot",
+    "ParamScheduler": "trainkit.engine.hooks.param_scheduler",
+    "PreciseBN": "trainkit.engine.hooks.precise_bn",
+    "AutogradProfiler": "trainkit.engine.hooks.profiler",
+    "TorchProfiler": "trainkit.engine.hooks.profiler",
+    "PublishWeights": "trainkit.engine.hooks.publish",
+    "ReduceOnPlateau": "trainkit.engine.hooks.reduce_on_plateau",
+    "RuntimeInfo": "trainkit.engine.hooks.runtime_info",
+    "SamplerSeed": "trainkit.engine.hooks.sampler_seed",
+    "SyncBuffers": "trainkit.engine.hooks.sync_buffers",
+    "Throughput": "trainkit.engine.hooks.throughput",
+    "UnusedParameters": "trainkit.engine.hooks.unused_parameters",
+    "VISUALIZER_REGISTRY": "trainkit.engine.hooks.visualization",
+    "VisualizationHook": "trainkit.engine.hooks.visualization",
+}
+"""The name of a class or function, also of one in a registry -> the module that has and registers it."""
+
+
+def load_plugin(module: str) -> ModuleType:
+    """Import a module of the table. Raises ImportError if its project is not there."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        project = ".".join(module.split(".")[:3])
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise ImportError(f"this needs the project {project}, which is not installed") from error
+
+
+def import_plugin_of(name: str) -> None:
+    """Import the project that brings ``name``, if there is one; it registers what it has."""
+    if name in NAMES:
+        load_plugin(NAMES[name])
+
+
+def lazy_names(package: str, *names: str) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a package that imports its names when they are first asked for.
+
+    The package imports the names in ``if TYPE_CHECKING:``; this statement is read from its source. So each name is
+    written once, and type checkers know it.
+
+    Args:
+        package: its ``__name__``.
+        names: further names, which are in `NAMES`.
+    """
+    spec = importlib.util.find_spec(package)
+    source = getattr(spec and spec.loader, "get_source", lambda _: "")(package) or ""
+    blocks = [
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    modules = {alias.name: str(node.module) for node in imports for alias in node.names}
+    all_of = modules.pop("*", "")  # the package whose names are names of this one too
+    modules |= {name: NAMES[name] for name in names}
+
+    def get(name: str) -> Any:
+        module = modules.get(name, "")
+        if not module and all_of and name in importlib.import_module(all_of).__all__:
+            module = all_of
+        if not module:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return importlib.import_module(f"{package}.{name}") if module == package else getattr(load_plugin(module), name)
+
+    return get
