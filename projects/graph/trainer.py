@@ -2,10 +2,9 @@
 
 import copy
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from enum import Enum
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from trainkit.projects.graph.host_reads import HostReads
+from trainkit.projects.graph.recorder import CudaRecorder, describe
 
 from trainkit.config import CfgNode, ConfigError
 from trainkit.engine.amp import AMPTrainer
@@ -29,49 +29,9 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_ITERS = 3  # ordinary steps per signature: optimizers create their state, libraries choose their kernels
 MAX_RECORDINGS = 8  # each holds the memory of a backward pass, with gradients
-_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 _REQUIRES_GRAD, _TRAINING = attrgetter("requires_grad"), itemgetter("training")
 _MAX_SIGNATURES = 100  # limit of signatures that are counted
 _WITHOUT = "or train without a graph (SOLVER.GRAPH.ENABLED False)"
-
-
-# ---------------------------------------------------------------------- recording
-
-
-class CudaRecorder:
-    """CUDA graphs that share memory: they must be replayed one after the other, in the recorded order."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._newest: torch.cuda.CUDAGraph | None = None  # kept, since torch frees the memory pool with its last graph
-
-    @contextmanager
-    def beside(self, inputs: Sequence[Tensor] = ()) -> Iterator[None]:
-        """Context for ordinary steps before a recording; ``inputs`` are the tensors that these steps read."""
-        for tensor in inputs:
-            tensor.record_stream(self._stream)  # the model may drop the tensor before this stream has read it
-        # autograd continues on the stream of the forward pass, and a recorded stream must not wait for another
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-        finally:
-            current.wait_stream(self._stream)
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record ``work`` without executing it; the result executes it, on the same tensors."""
-        graph = torch.cuda.CUDAGraph()
-        with (
-            torch.cuda.stream(self._stream),  # torch.cuda.graph does not leave its stream if a recording fails
-            # thread_local: threads that pin memory and read metrics continue to call CUDA
-            torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
-        ):
-            work()
-        self._newest = graph
-        return graph.replay
 
 
 @dataclass
@@ -229,7 +189,7 @@ class GraphTrainer(SimpleTrainer):
         """The recording for these batches, after copying them into it; None: an ordinary step. Fills ``tensors``."""
         self._compare_constants()
         self._in_step = True
-        signature = _describe(batches, tensors)
+        signature = describe(batches, tensors)
         recording = self._recordings.get(signature)
         if recording is not None and tensors:
             torch._foreach_copy_(recording.inputs, tensors)
@@ -332,7 +292,7 @@ class GraphTrainer(SimpleTrainer):
     # ------------------------------------------------------------------ values that a recording contains
 
     def _compare_constants(self) -> None:
-        objects, values = self._constants()
+        objects, values = _constants_of(self)
         changed = values != self._values
         if not self._in_step and not changed and all(map(is_, objects, self._objects)):
             return
@@ -345,22 +305,6 @@ class GraphTrainer(SimpleTrainer):
             )
         self.forget_recordings()
 
-    def _constants(self) -> tuple[list[object], list[object]]:
-        """(objects that must stay the same, values that must stay equal)."""
-        state = getattr(self.optimizer, "state", None)  # replaced when a state is loaded
-        keeps_flags = self.non_finite == "raise" and not self.finite.scaled
-        flags = self.finite.flags if keeps_flags else None  # replaced after a failure
-        groups, parameters = self.optimizer.param_groups, parameters_of(self.optimizer, self.model)
-        values = [
-            self.acts_after_backward(),
-            self._may_raise_before_update(),
-            *map(_REQUIRES_GRAD, parameters),
-            *map(Tensor.data_ptr, parameters),
-            *map(_TRAINING, self._modules),
-            *map(itemgetter.__call__, self._settings, groups),
-        ]
-        return [self.model, self.optimizer, state, flags, self.clip_gradients], values
-
     def forget_recordings(self) -> None:
         """Drop all recordings, and note the current constants; the next step is an ordinary one."""
         self._recordings, self._seen, self._in_step = {}, {}, False
@@ -371,7 +315,7 @@ class GraphTrainer(SimpleTrainer):
             names = [name for name, value in group.items() if not isinstance(value, Tensor)]
             kept = (name for name in names if name not in ("params", "lr") and not name.startswith("initial_"))
             self._settings.append(itemgetter(*kept))
-        self._objects, self._values = self._constants()
+        self._objects, self._values = _constants_of(self)
         self._rates = torch.zeros(len(groups), dtype=torch.float32, device=self._device)
         self._filled: list[float] = []
         for parameter, state in getattr(self.optimizer, "state", {}).items():
@@ -438,20 +382,18 @@ def _check_recordable(optimizer: torch.optim.Optimizer, *, skips: bool) -> None:
         )
 
 
-def _describe(data: Any, tensors: list[Tensor]) -> Hashable | None:
-    """The signature of batches; fills ``tensors`` with their tensors. None: some part cannot be compared."""
-    if isinstance(data, Tensor):
-        if data.layout is not torch.strided or data.is_nested:
-            return None
-        # a tensor may come twice in a batch: a recording needs one copy of each different tensor
-        earlier = next((i for i, tensor in enumerate(tensors) if tensor is data), None)
-        tensors.append(data)
-        return data.shape, data.stride(), data.dtype, data.device, earlier
-    if isinstance(data, (list, tuple)):
-        parts: Iterable[Any] = data
-    elif isinstance(data, (dict, Mapping)):
-        parts = *data, *data.values()
-    else:  # other objects may be equal in each iteration, but hold other tensors
-        return (type(data), data) if isinstance(data, _CONSTANTS) else None
-    found = [_describe(part, tensors) for part in parts]
-    return None if None in found else (type(data), *found)
+def _constants_of(trainer: GraphTrainer) -> tuple[list[object], list[object]]:
+    """(objects that must stay the same, values that must stay equal)."""
+    state = getattr(trainer.optimizer, "state", None)  # replaced when a state is loaded
+    keeps_flags = trainer.non_finite == "raise" and not trainer.finite.scaled
+    flags = trainer.finite.flags if keeps_flags else None  # replaced after a failure
+    groups, parameters = trainer.optimizer.param_groups, parameters_of(trainer.optimizer, trainer.model)
+    values = [
+        trainer.acts_after_backward(),
+        trainer._may_raise_before_update(),
+        *map(_REQUIRES_GRAD, parameters),
+        *map(Tensor.data_ptr, parameters),
+        *map(_TRAINING, trainer._modules),
+        *map(itemgetter.__call__, trainer._settings, groups),
+    ]
+    return [trainer.model, trainer.optimizer, state, flags, trainer.clip_gradients], values

@@ -7,7 +7,7 @@ import torch
 from torch.cuda import _gpu_trace as gpu_trace
 from torch.cuda import _sanitizer as sanitizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainkit.projects.graph.trainer import CudaRecorder
+from trainkit.projects.graph.recorder import CudaRecorder
 
 from tests.cuda import needs_cuda
 from tests.engine.test_graph import Net, batches, fused_sgd

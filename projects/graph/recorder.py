@@ -1,0 +1,66 @@
+"""Record work of a GPU and repeat it; and the signature of a batch."""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
+
+
+class CudaRecorder:
+    """CUDA graphs that share memory: they must be replayed one after the other, in the recorded order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._newest: torch.cuda.CUDAGraph | None = None  # kept, since torch frees the memory pool with its last graph
+
+    @contextmanager
+    def beside(self, inputs: Sequence[Tensor] = ()) -> Iterator[None]:
+        """Context for ordinary steps before a recording; ``inputs`` are the tensors that these steps read."""
+        for tensor in inputs:
+            tensor.record_stream(self._stream)  # the model may drop the tensor before this stream has read it
+        # autograd continues on the stream of the forward pass, and a recorded stream must not wait for another
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record ``work`` without executing it; the result executes it, on the same tensors."""
+        graph = torch.cuda.CUDAGraph()
+        with (
+            torch.cuda.stream(self._stream),  # torch.cuda.graph does not leave its stream if a recording fails
+            # thread_local: threads that pin memory and read metrics continue to call CUDA
+            torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
+        ):
+            work()
+        self._newest = graph
+        return graph.replay
+
+
+def describe(data: Any, tensors: list[Tensor]) -> Hashable | None:
+    """The signature of batches; fills ``tensors`` with their tensors. None: some part cannot be compared."""
+    if isinstance(data, Tensor):
+        if data.layout is not torch.strided or data.is_nested:
+            return None
+        # a tensor may come twice in a batch: a recording needs one copy of each different tensor
+        earlier = next((i for i, tensor in enumerate(tensors) if tensor is data), None)
+        tensors.append(data)
+        return data.shape, data.stride(), data.dtype, data.device, earlier
+    if isinstance(data, (list, tuple)):
+        parts: Iterable[Any] = data
+    elif isinstance(data, (dict, Mapping)):
+        parts = *data, *data.values()
+    else:  # other objects may be equal in each iteration, but hold other tensors
+        return (type(data), data) if isinstance(data, _CONSTANTS) else None
+    found = [describe(part, tensors) for part in parts]
+    return None if None in found else (type(data), *found)
