@@ -53,6 +53,12 @@ def closed_log():
 
 
 @pytest.fixture
+def save_format():
+    """The format in which checkpoints are saved; a project runs some tests in its own format."""
+    return ""
+
+
+@pytest.fixture
 def forked_ranks(monkeypatch):
     """The ranks that `launch` starts are forked from this process, in no time: new ones would import torch."""
     start = torch.multiprocessing.start_processes

@@ -56,7 +56,7 @@ LATE_IMPORTS = {
     "tools.export": "onnxruntime, an optional package",
     "tools.plots.picture": "matplotlib, an optional package",
     "trainkit.checkpoint.file": "safetensors, an optional package",
-    "trainkit.checkpoint.shards": "torch.distributed.checkpoint takes as long to import as torch",
+    "trainkit.projects.sharding.shards": "torch.distributed.checkpoint takes as long to import as torch",
     "trainkit.config.imports": "IMPORTS, the one place where a config names code",
     "trainkit.config.nodes": "omegaconf, an optional package",
     "trainkit.config.python_files": "what the import statements of a config file call",

@@ -29,8 +29,7 @@ from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.checkpoint.contents import differing, is_of_the_clock
 from trainkit.checkpoint.file import SAFETENSORS_SUFFIX, is_ours, read_file
 from trainkit.checkpoint.folder import checkpoint_files, choose, tagged_file
-from trainkit.checkpoint.shards import KEY as SHARDS
-from trainkit.checkpoint.shards import fill_shards, verify_shards
+from trainkit.checkpoint.format import format_of
 from trainkit.config import CfgNode, get_cfg
 from trainkit.engine import user_errors_exit
 from trainkit.engine.fork import describe_parent
@@ -77,7 +76,7 @@ def _read_shapes(path: str) -> dict[str, Any]:
         state = _read(path, map_location="meta")
     except CheckpointError:  # this device has no quantized tensors; any other error is raised again
         state = _read(path)
-    verify_shards(state, path)
+    format_of(state).verify(state, path)
     return _normalized(state)
 
 
@@ -88,6 +87,11 @@ def _read(path: str, map_location: str = "cpu") -> dict[str, Any]:
     if begin and not (begin.startswith(_MAGIC) or path.endswith(SAFETENSORS_SUFFIX)):
         raise CheckpointError(f"'{path}' is not a checkpoint; name a file that torch.save wrote, such as *.pth")
     return read_file(path, map_location)
+
+
+def _describe_parts(files: list[str]) -> str:
+    folders = sorted({os.path.basename(os.path.dirname(file)) for file in files})
+    return f"{', '.join(folders)}, {_bytes(sum(map(os.path.getsize, files)))}" if files else ""
 
 
 def _normalized(state: dict[str, Any]) -> dict[str, Any]:
@@ -121,9 +125,7 @@ def _facts(path: str, state: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
         "forked from": lambda: "\n".join(map(describe_parent, reversed(origin["parents"]))),
         "left out": lambda: _describe_left_out(trainer["left_out"]),
-        "shards": lambda: (
-            f"{state[SHARDS]['folder']}, {_bytes(sum(size for size, _ in state[SHARDS]['files'].values()))}"
-        ),
+        "in parts": lambda: _describe_parts(format_of(state).files(path)[:-1]),
         "is": lambda: _notes(path, _tagged(os.path.dirname(path))[0]),
     }
     found = []
@@ -367,8 +369,9 @@ def read_whole(path: str) -> dict[str, Any]:
     if os.path.isdir(path):
         raise CheckpointError(f"'{path}' is a folder; name two files to compare")
     state = _read(path)
-    verify_shards(state, path)
-    return _normalized(fill_shards(state, path))
+    form = format_of(state)
+    form.verify(state, path)
+    return _normalized(form.fill(state, path))
 
 
 # ---------------------------------------------------------------------------- the command line

@@ -16,35 +16,34 @@ from tests.checkpoint.faults import EACH_CALL, Faults
 from trainkit.checkpoint import Checkpointer
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, save_format: str) -> None:
     torch.set_num_threads(1)
-    for asynchronous in (False, True):
-        for kind, n in EACH_CALL:
-            run = folder / f"{kind}_{n}_{asynchronous}"
-            Checkpointer(linear(1), run, trainer=Counter(1)).save("model_0000001")
-            child = os.fork()
-            if child == 0:
-                Faults(setattr, kind, n, lambda: os.kill(os.getpid(), signal.SIGKILL))
-                checkpointer = Checkpointer(linear(2), run, async_save=asynchronous, trainer=Counter(2))
-                checkpointer.save("model_0000002")
-                checkpointer.wait()
-                os._exit(0)
-            _, status = os.waitpid(child, 0)
-            left = sum(name.endswith(".trainkit-tmp") for name in os.listdir(run))
-            model, trainer = linear(0), Counter(0)
-            Checkpointer(model, run, trainer=trainer).resume_or_load("", resume=True)
-            print(
-                json.dumps(
-                    {
-                        "at": [kind, n],
-                        "signal": os.WTERMSIG(status),
-                        "left": left,
-                        "resumed": [weight_of(model), trainer.value],
-                        "files": sorted(os.listdir(run)),
-                    }
-                )
+    for kind, n in EACH_CALL:
+        run = folder / f"{kind}_{n}"
+        Checkpointer(linear(1), run, trainer=Counter(1)).save("model_0000001")
+        child = os.fork()
+        if child == 0:
+            Faults(setattr, kind, n, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            checkpointer = Checkpointer(linear(2), run, format=save_format, trainer=Counter(2))
+            checkpointer.save("model_0000002")
+            checkpointer.wait()
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        left = sum(name.endswith(".trainkit-tmp") for name in os.listdir(run))
+        model, trainer = linear(0), Counter(0)
+        Checkpointer(model, run, trainer=trainer).resume_or_load("", resume=True)
+        print(
+            json.dumps(
+                {
+                    "at": [kind, n],
+                    "signal": os.WTERMSIG(status),
+                    "left": left,
+                    "resumed": [weight_of(model), trainer.value],
+                    "files": sorted(os.listdir(run)),
+                }
             )
+        )
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -127,11 +127,3 @@ def test_a_resume_removes_what_a_killed_save_has_left_and_nothing_else(run_folde
 
     assert resume(run_folder) == 29
     assert [name for name in os.listdir(run_folder) if name.startswith(".")] == [mine]
-
-
-def test_a_save_reads_no_file_that_has_one_folder_of_shards_to_find_the_folders_of_killed_saves(tmp_path):
-    (tmp_path / "model_0000009.pth").write_text("reading it would be an error")
-    for name in ("model_0000009.shards-00000001", "model_0000019.shards-00000002"):
-        (tmp_path / name).mkdir()
-    Checkpointer(linear(0), tmp_path).save("model_0000029")
-    assert [path.name for path in tmp_path.glob("*.shards-*")] == ["model_0000009.shards-00000001"]

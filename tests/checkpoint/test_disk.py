@@ -21,8 +21,6 @@ from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.checkpoint.atomic import write_text
 from trainkit.engine.hooks import PeriodicCheckpointer
 
-BOTH = pytest.mark.parametrize("async_save", [False, True])
-
 
 def resumed_weight(folder):
     model = linear(0)
@@ -36,21 +34,19 @@ def save_and_wait(checkpointer, name):
 
 
 # ---------------------------------------------------------------------------------------- a full disk
-@BOTH
-def test_a_save_makes_just_these_calls(run_folder, monkeypatch, async_save):
+def test_a_save_makes_just_these_calls(run_folder, monkeypatch, save_format):
     faults = Faults(monkeypatch.setattr)
-    save_and_wait(Checkpointer(linear(39), run_folder, async_save=async_save, trainer=Counter()), "model_0000039")
+    save_and_wait(Checkpointer(linear(39), run_folder, format=save_format, trainer=Counter()), "model_0000039")
     assert faults.counts == CALLS_OF_A_SAVE
 
 
-@BOTH
 @pytest.mark.parametrize(("kind", "n"), EACH_CALL)
-def test_wherever_a_disk_is_full_all_earlier_files_are_intact(run_folder, monkeypatch, async_save, kind, n):
+def test_wherever_a_disk_is_full_all_earlier_files_are_intact(run_folder, monkeypatch, save_format, kind, n):
     def fail():
         raise OSError(errno.ENOSPC, "No space left on device")
 
     before = {path.name: path.read_bytes() for path in run_folder.glob("*.pth")}
-    checkpointer = Checkpointer(linear(39), run_folder, async_save=async_save, trainer=Counter(39))
+    checkpointer = Checkpointer(linear(39), run_folder, format=save_format, trainer=Counter(39))
     with monkeypatch.context() as patch:
         Faults(patch.setattr, kind, n, fail)
         with pytest.raises(CheckpointError, match="cannot write .*: No space left on device"):
@@ -105,12 +101,11 @@ def test_a_read_only_folder_is_named_with_the_remedy(run_folder, monkeypatch, nu
     assert resumed_weight(run_folder) == 29
 
 
-@BOTH
-def test_a_file_where_the_folder_should_be_is_named_at_once(tmp_path, async_save):
+def test_a_file_where_the_folder_should_be_is_named_at_once(tmp_path, save_format):
     (tmp_path / "run").touch()
     for folder in (tmp_path / "run", tmp_path / "run" / "below"):
         with pytest.raises(CheckpointError, match=f"cannot create the checkpoint folder '{folder}': .*choose another"):
-            Checkpointer(linear(1), folder, async_save=async_save).save("model")
+            Checkpointer(linear(1), folder, format=save_format).save("model")
 
 
 # ---------------------------------------------------------------------------------------- a limit on the size of a file
@@ -132,12 +127,11 @@ class Growing(Counter):
         self.value = len(state_dict["value"])
 
 
-@BOTH
 def test_a_save_that_does_not_fit_leaves_the_one_before_and_training_goes_on(
-    tmp_path, file_size_limit, caplog, async_save
+    tmp_path, file_size_limit, caplog, save_format
 ):
     state = Growing()
-    checkpointer = Checkpointer(linear(1), tmp_path, async_save=async_save, state=state)
+    checkpointer = Checkpointer(linear(1), tmp_path, format=save_format, state=state)
     folder = {}
 
     def look(trainer):
@@ -163,14 +157,13 @@ def test_a_save_that_does_not_fit_leaves_the_one_before_and_training_goes_on(
     assert (needed > 200_000, needed - lacking) == (True, 100_000)
 
 
-@BOTH
 def test_a_run_whose_last_save_does_not_fit_has_failed_and_goes_on_from_the_one_before(
-    tmp_path, file_size_limit, async_save
+    tmp_path, file_size_limit, save_format
 ):
     def make():
         state, model = Growing(), linear(1)
         trainer = Steps(step=lambda iter: setattr(state, "value", iter))
-        checkpointer = Checkpointer(model, tmp_path, async_save=async_save, state=state, trainer=trainer)
+        checkpointer = Checkpointer(model, tmp_path, format=save_format, state=state, trainer=trainer)
         trainer.register_hooks([PeriodicCheckpointer(checkpointer, 2)])
         return trainer, checkpointer
 
@@ -187,15 +180,15 @@ def test_a_run_whose_last_save_does_not_fit_has_failed_and_goes_on_from_the_one_
 
 
 # ---------------------------------------------------------------------------------------- killed
-def test_wherever_a_save_is_killed_the_old_or_the_new_checkpoint_is_intact(tmp_path):
-    command = [sys.executable, "-m", "tests.checkpoint.kills", str(tmp_path)]
+def test_wherever_a_save_is_killed_the_old_or_the_new_checkpoint_is_intact(tmp_path, save_format):
+    command = [sys.executable, "-m", "tests.checkpoint.kills", str(tmp_path), save_format]
     output = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True).stdout
     deaths = [json.loads(line) for line in output.splitlines()]
 
-    assert [tuple(death["at"]) for death in deaths] == 2 * EACH_CALL
+    assert [tuple(death["at"]) for death in deaths] == EACH_CALL
     assert {death["signal"] for death in deaths} == {9}
     # the new one counts from the second rename on, behind which only the tag's place in the folder is made durable
-    assert [death["at"] for death in deaths if death["resumed"] == [2, 2]] == 2 * [["fsync", 4]]
+    assert [death["at"] for death in deaths if death["resumed"] == [2, 2]] == [["fsync", 4]]
     assert [death["at"] for death in deaths if death["resumed"] == [1, 1]] == [
         death["at"] for death in deaths if death["at"] != ["fsync", 4]
     ]

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import shutil
 
 import pytest
 
@@ -44,40 +43,7 @@ def test_without_a_folder_there_is_no_note():
     assert checkpointer.finished() is None
 
 
-def test_no_note_is_made_behind_a_save_that_has_failed(tmp_path, monkeypatch):
-    checkpointer = Checkpointer(linear(1), tmp_path, async_save=True)
-    (tmp_path / "model.pth").mkdir()
-    checkpointer.save("model")
-    with pytest.raises(CheckpointError, match=r"cannot write .*model\.pth"):
-        checkpointer.mark_finished(INFO)
-    assert checkpointer.finished() is None
-
-
 def test_a_note_that_cannot_be_removed_is_an_error(tmp_path):
     (tmp_path / "finished").mkdir()
     with pytest.raises(CheckpointError, match="cannot remove .*finished': "):
         Checkpointer(linear(1), tmp_path).forget_finished()
-
-
-@pytest.mark.parametrize("async_save", [False, True])
-def test_a_last_checkpoint_that_was_deleted_is_written_again_with_its_entries(tmp_path, caplog, async_save):
-    checkpointer = Checkpointer(linear(1), tmp_path / "run", async_save=async_save)
-    for name in ("model_0000004", "model_final"):
-        checkpointer.save(name, iteration=9)
-        checkpointer.wait()
-        shutil.rmtree(tmp_path / "run")
-    checkpointer.mark_finished(INFO)
-    assert sorted(os.listdir(tmp_path / "run")) == ["finished", "last_checkpoint", "model_final.pth"]
-    assert Checkpointer(linear(0), tmp_path / "run").resume_or_load("") == {"iteration": 9}
-    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert [error.split(" from ")[0] for error in errors] == ["model_0000004 was deleted", "model_final was deleted"]
-
-
-def test_a_run_whose_best_checkpoint_was_deleted_has_not_finished(tmp_path):
-    checkpointer = Checkpointer(linear(1), tmp_path)
-    checkpointer.save("model_best", tag_last=False)
-    checkpointer.save("model_final")
-    os.remove(tmp_path / "model_best.pth")
-    with pytest.raises(CheckpointError, match="model_best was deleted from .* and cannot be written again"):
-        checkpointer.mark_finished(INFO)
-    assert sorted(os.listdir(tmp_path)) == ["last_checkpoint", "model_final.pth"]

@@ -197,12 +197,11 @@ def test_old_file_that_cannot_be_removed_is_a_warning(tmp_path, caplog):
     assert "model_0000000.pth" in warning
 
 
-@pytest.mark.parametrize("async_save", [False, True])
-def test_a_folder_that_cannot_be_listed_gets_its_checkpoint_and_a_warning(tmp_path, monkeypatch, caplog, async_save):
+def test_a_folder_that_cannot_be_listed_gets_its_checkpoint_and_a_warning(tmp_path, monkeypatch, caplog, save_format):
     def fail(folder):
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    checkpointer = Checkpointer(linear(0), tmp_path, async_save=async_save)
+    checkpointer = Checkpointer(linear(0), tmp_path, format=save_format)
     with monkeypatch.context() as patches:
         patches.setattr(os, "listdir", fail)
         PeriodicCheckpointer(checkpointer, period=1, max_to_keep=1).step(0)

@@ -1,25 +1,17 @@
 """A file from elsewhere runs no code and leads nowhere."""
 
-import contextlib
-import enum
 import hashlib
-import io
 import os
-import pickle
 import struct
 import sys
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from tests.checkpoint.conftest import Counter, linear, weight_of
-from tools.inspect_checkpoint import compare_files
 from trainkit.checkpoint import Checkpointer, CheckpointError
-from trainkit.checkpoint.file import sha256_of, write_file
-from trainkit.checkpoint.publish import publish_weights
+from trainkit.checkpoint.file import write_file
 from trainkit.config import import_modules
 from trainkit.engine import TrainerBase
 
@@ -200,176 +192,6 @@ def test_a_checkpoint_cannot_name_modules_to_import(tmp_path, monkeypatch):
     import_modules(named)
     assert marker.exists()
     del sys.modules["named_by_a_checkpoint"]
-
-
-# ---------------------------------------------------------------------------------------- shards
-@pytest.fixture
-def sharded(tmp_path):
-    """A checkpoint whose weight stands in a folder, as one of several processes has written it."""
-    folder = tmp_path / "model.shards-01234567"
-    write_shards(folder)
-    return tmp_path / "model.pth", folder
-
-
-def write_shards(folder):
-    values = {"model.weight": torch.full((4,), 5.0), "model.scale": torch.ones(2, 3, dtype=torch.bfloat16)}
-    dcp.save(values, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
-    write_manifest(folder.parent / "model.pth", folder)
-
-
-def write_manifest(path, folder, changes=()):
-    files = {file.name: (file.stat().st_size, sha256_of(file)) for file in folder.iterdir()}
-    empty = {"weight": torch.empty(4, device="meta")}
-    empty["scale"] = torch.empty(2, 3, device="meta", dtype=torch.bfloat16)
-    write_file({"model": empty, "shards": {"folder": folder.name, "files": files, **dict(changes)}}, path)
-
-
-class Vector(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(4))
-        self.scale = torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16))
-
-
-def read_whole(path):
-    """As each tool reads it."""
-    model = Vector()
-    Checkpointer(model, path.parent).load(path, strict=True)
-    return model
-
-
-READERS = {
-    "load": read_whole,
-    "weights": lambda path: Checkpointer(Vector(), path.parent).resume_or_load(path, resume=False),
-    "resume": lambda path: Checkpointer(Vector(), path.parent).resume_or_load("", resume=True),
-    "publish": publish_weights,
-    "compare": lambda path: compare_files(str(path), str(path)),
-}
-
-
-def in_metadata(folder, evil):
-    (folder / ".metadata").write_bytes(pickle.dumps(evil))
-
-
-def inside_metadata(folder, evil):
-    """At a place that nobody reads."""
-    metadata = dcp.FileSystemReader(folder).read_metadata()
-    metadata.planner_data = {"model.weight": evil}
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-def in_an_item(folder, evil):
-    """torch unpickles what is no tensor without limits."""
-    metadata = dcp.FileSystemReader(folder).read_metadata()
-    metadata.state_dict_metadata["model.weight"] = BytesStorageMetadata()
-    place = metadata.storage_data.pop(MetadataIndex("model.weight", (0,)))
-    metadata.storage_data[MetadataIndex("model.weight")] = place
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    put_into_an_item(folder, evil)
-
-
-def put_into_an_item(folder, evil):
-    file = io.BytesIO()
-    torch.save(evil, file)
-    (file_of_rank_0,) = folder.glob("*.distcp")
-    size = file_of_rank_0.stat().st_size
-    file_of_rank_0.write_bytes(file.getvalue().ljust(size, b"\0"))
-    metadata = dcp.FileSystemReader(folder).read_metadata()
-    del metadata.state_dict_metadata["model.scale"]
-    for place in metadata.storage_data.values():
-        place.offset, place.length = 0, len(file.getvalue())
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-@pytest.mark.parametrize("read", READERS)
-@pytest.mark.parametrize("hide", [in_metadata, inside_metadata, in_an_item, put_into_an_item])
-def test_shards_run_no_code(sharded, tmp_path, hide, read):
-    path, folder = sharded
-    marker = tmp_path / "marker"
-    hide(folder, Evil(marker))
-    marker.unlink(missing_ok=True)
-    write_manifest(path, folder)
-    (tmp_path / "last_checkpoint").write_text("model.pth")
-    with pytest.raises(CheckpointError, match=r"the shards of '\S+model\.pth'"):
-        READERS[read](path)
-    assert not marker.exists()
-
-
-def test_the_payloads_of_the_test_would_run(sharded, tmp_path):
-    _, folder = sharded
-    for hide in (in_an_item, inside_metadata, in_metadata):
-        hide(folder, Evil(tmp_path / "marker"))
-        (tmp_path / "marker").unlink(missing_ok=True)
-        with contextlib.suppress(BaseException):
-            tensors = {"model.weight": torch.zeros(4)}
-            dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
-        assert (tmp_path / "marker").exists()
-
-
-def test_intact_shards_are_read(sharded):
-    model = read_whole(sharded[0])
-    assert model.weight.tolist() == [5] * 4
-    assert model.scale.tolist() == [[1, 1, 1]] * 2
-
-
-def test_shards_of_python_3_11_0_to_3_11_3_are_read(tmp_path, monkeypatch):
-    """These versions pickle the member of an enum as a call of ``getattr``."""
-    monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda member, _: (getattr, (type(member), member.name)))
-    folder = tmp_path / "model.shards-01234567"
-    write_shards(folder)
-    assert b"getattr" in (folder / ".metadata").read_bytes()
-    assert read_whole(tmp_path / "model.pth").weight.tolist() == [5] * 4
-
-
-@pytest.mark.parametrize(
-    "name", ["../{}", "{parent}/outside/{}", "link.shards-01234567", "below/{}", "..", "", "a\n{}"]
-)
-def test_shards_stand_beside_their_file(tmp_path, name):
-    outside = tmp_path / "outside" / "model.shards-01234567"
-    run = tmp_path / "run"
-    outside.parent.mkdir()
-    run.mkdir()
-    write_shards(outside)
-    outside.rename(tmp_path / outside.name) if name.startswith("../") else None
-    (run / "link.shards-01234567").symlink_to(outside)
-    (run / "below").symlink_to(outside.parent)
-    there = outside if outside.exists() else tmp_path / outside.name
-    write_manifest(run / "model.pth", there, {"folder": name.format(outside.name, parent=tmp_path)})
-    for read in ("load", "weights", "publish", "compare"):
-        with pytest.raises(CheckpointError, match=r"is refused: its shards .* have to be a folder beside it"):
-            READERS[read](run / "model.pth")
-
-
-def test_files_of_shards_are_in_their_folder(sharded, tmp_path):
-    path, folder = sharded
-    (item,) = folder.glob("*.distcp")
-    item.rename(tmp_path / item.name)
-    for name in (f"../{item.name}", str(tmp_path / item.name), "link"):
-        (folder / "link").unlink(missing_ok=True)
-        (folder / "link").symlink_to(tmp_path / item.name)
-        write_manifest(path, folder, {"files": {name: ((tmp_path / item.name).stat().st_size, "")}})
-        with pytest.raises(CheckpointError, match="files in that folder, no links out of it"):
-            read_whole(path)
-
-
-def test_metadata_names_only_files_of_the_checkpoint(sharded, tmp_path):
-    path, folder = sharded
-    metadata = dcp.FileSystemReader(folder).read_metadata()
-    for place in metadata.storage_data.values():
-        place.relative_path = "../other"
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    write_manifest(path, folder)
-    with pytest.raises(CheckpointError, match=r"is refused: it names '\.\./other'; accepted are \['"):
-        read_whole(path)
-
-
-@pytest.mark.parametrize("shards", [3, "text", [1], torch.zeros(2), {}, {"folder": 3, "files": 3}, {"folder": "a"}])
-def test_an_entry_shards_that_names_no_folder_is_an_error(tmp_path, shards):
-    write_file({"model": {"weight": torch.zeros(4)}, "shards": shards}, tmp_path / "model.pth")
-    (tmp_path / "last_checkpoint").write_text("model.pth")
-    for read in READERS.values():
-        with pytest.raises(CheckpointError, match=r"model\.pth' is damaged: its entry 'shards' has to name a folder"):
-            read(tmp_path / "model.pth")
 
 
 @pytest.mark.parametrize(

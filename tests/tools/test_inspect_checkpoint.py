@@ -9,14 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from tests.checkpoint.conftest import Counter, linear
 from tests.engine.job import tiny_cfg
 from tools import inspect_checkpoint
 from trainkit.checkpoint import Checkpointer
 from trainkit.checkpoint.contents import differing
-from trainkit.checkpoint.file import read_file, sha256_of, write_file
+from trainkit.checkpoint.file import read_file, write_file
 from trainkit.checkpoint.publish import publish_weights
 from trainkit.engine import DefaultTrainer
 
@@ -420,48 +419,6 @@ def test_an_entry_whose_container_is_none_is_a_part_itself():
     parts_of = inspect_checkpoint.parts_of
     assert parts_of({"trainer": 3, "model": {"w": 1}}) == ["trainer", "model"]
     assert parts_of({"trainer": {"hooks": {"A": 1}, "rng": {"x": 1}}}) == ["trainer/hooks/A", "trainer/rng"]
-
-
-# ---------------------------------------------------------------------------- shards
-
-
-@pytest.fixture
-def sharded(tmp_path):
-    """Make a checkpoint whose weights stand in a folder, without several processes."""
-
-    def sharded(name, fill):
-        folder = tmp_path / f"{name}.shards-01234567"
-        writer = dcp.FileSystemWriter(folder)
-        dcp.save({"model.weight": torch.full((4,), fill)}, storage_writer=writer, no_dist=True)
-        files = {path.name: (path.stat().st_size, sha256_of(path)) for path in folder.iterdir()}
-        empty = torch.empty(4, device="meta")
-        state = {"model": {"weight": empty}, "iteration": 3, "shards": {"folder": folder.name, "files": files}}
-        write_file(state, tmp_path / f"{name}.pth")
-        return tmp_path / f"{name}.pth", folder
-
-    return sharded
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_shards_belong_to_their_file(sharded, inspect):
-    one, folder = sharded("one", 1.0)
-    other, folder_of_other = sharded("other", 1.5)
-    size = sum(path.stat().st_size for path in folder.iterdir())
-    code, out, _ = inspect(one, "--all")
-    assert code == 0
-    assert f"one.shards-01234567, {size / 1024:.4g} KiB\n" in out
-    assert rows(out)["weight"] == ["weight", "[4]", "float32", "16", "B"]
-    assert inspect(one, other)[1] == "model/weight: 4 of 4 values, by at most 0.5\ndifferent in 1 places\n"
-    assert inspect(one, one)[0] == 0
-
-    damage(next(folder_of_other.glob("*.distcp")))
-    code, _, err = inspect(other)
-    assert code == 2
-    assert err.endswith("does not match its digest\n")
-    code, out, _ = inspect(one.parent)
-    assert code == 1
-    assert (rows(out)["one.pth"][-1], rows(out)["other.pth"][-1]) == ("intact", "BROKEN")
-    assert out.endswith("\n--resume continues from one.pth.\n")
 
 
 # ---------------------------------------------------------------------------- the command

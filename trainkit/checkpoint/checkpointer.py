@@ -1,50 +1,33 @@
 """Checkpointer: saves, finds, verifies and loads a model with its training state."""
 
 import contextlib
-import itertools
 import json
 import logging
 import os
-import secrets
 from collections.abc import Callable, Iterable, Mapping
-from concurrent import futures
 from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from trainkit.checkpoint.atomic import CheckpointError, being_written, remove_leftovers, sync_folder, write_text
+from trainkit.checkpoint.atomic import CheckpointError, remove_leftovers, sync_folder, write_text
 from trainkit.checkpoint.averaged import TRAINED
-from trainkit.checkpoint.file import read_file, write_file
 from trainkit.checkpoint.folder import FINISHED_FILE, SUFFIX, TAG_FILE, checkpoint_files, choose, find_checkpoint
+from trainkit.checkpoint.format import CheckpointFormat, TorchFormat, format_of, make_format
 from trainkit.checkpoint.matching import Differences, strip_wrapper_prefix, table_of
 from trainkit.checkpoint.ranks import KEY as RANKS
 from trainkit.checkpoint.ranks import gather_rank_states, take_rank_state
-from trainkit.checkpoint.remote import download, local_folder, remote_of, remove_from_run, upload_soon
-from trainkit.checkpoint.shards import KEY as SHARDS
-from trainkit.checkpoint.shards import (
-    Shards,
-    fill_shards,
-    remove_shards,
-    remove_stray_shards,
-    take_shards,
-    verify_shards,
-)
-from trainkit.checkpoint.staging import HostCopy
+from trainkit.checkpoint.ranks import together as together
+from trainkit.checkpoint.remote import download, local_folder, remote_of, upload_soon
 from trainkit.utils import comm
-from trainkit.utils.device import device_of
 from trainkit.utils.file_io import PathManager
-from trainkit.utils.model import can_take_buffer, put_buffer, unwrap_model
-from trainkit.utils.run_folder import is_owned_by_another, renew_folders
-from trainkit.utils.sharding import first_shard, layout_for_reading, shard_like
+from trainkit.utils.model import unwrap_model
+from trainkit.utils.run_folder import is_owned_by_another
 
 _logger = logging.getLogger(__name__)
-_T = TypeVar("_T")
-_numbers = itertools.count()
-_NEW_BUFFERS = "new_buffers"  # names of buffers that the model has created since its checkpointer was built
+_OLD_ENTRIES = ("new_buffers",)  # of older files; not used
 
 
 class Stateful(Protocol):
@@ -68,13 +51,6 @@ class Checkpointer:
     where ``resume_or_load`` finds it. If a save fails at any time, earlier files stay unchanged. Only one process may
     write to a folder.
 
-    With ``async_save``, ``save`` copies the state to host memory, and a thread writes it during training. There is one
-    save at a time: the next save, and all methods that read the folder, wait for it. The memory of the copy is reused,
-    because allocating takes several times as long as copying.
-
-    If the model creates a persistent buffer later, as in its first forward pass, loading creates it again. A warning
-    names other things that the model creates later.
-
     To convert foreign weights, override one of fvcore's methods in a subclass: ``_load_file(filename)``,
     ``_load_model(checkpoint)``, ``_convert_ndarray_to_tensor(state_dict)``, ``_log_incompatible_keys(incompatible)``.
 
@@ -83,6 +59,8 @@ class Checkpointer:
         save_dir: created when first needed; ``""`` switches off saving and resuming. An address of fsspec becomes a
             local folder whose files are uploaded, see `trainkit.checkpoint.remote`.
         save_to_disk: whether this process writes; None: rank 0 does.
+        async_save: the same as ``format="async_save"``.
+        format: a `CheckpointFormat`, or its registered name; "": one file of torch.save.
         checkpointables: name in the file -> object.
 
     Raises:
@@ -96,24 +74,16 @@ class Checkpointer:
         *,
         save_to_disk: bool | None = None,
         async_save: bool = False,
+        format: str | CheckpointFormat = "",
         **checkpointables: Stateful,
     ) -> None:
         self.model = unwrap_model(model)
-        self._modules = {name for name, _ in self.model.named_modules()}
-        self._tensors = {*_tensors_of(self.model)}
         self.logger, self.path_manager = _logger, PathManager  # for subclasses, as in fvcore
         self.save_dir = local_folder(os.fspath(save_dir))
         self.save_to_disk = comm.is_main_process() if save_to_disk is None else save_to_disk
-        self.async_save = async_save
-        self._thread = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        # a group for each checkpointer, since two may write at the same time
-        self._group_name = f"checkpointer {next(_numbers)}"
-        self._writing: futures.Future[None] | None = None
-        self._memory: dict[bool, Tensor] = {}  # the memory of the last copy, for the next one
+        name = "async_save" if async_save else format
+        self.format = name if isinstance(name, CheckpointFormat) else make_format(name) if name else TorchFormat()
         self._source = "the checkpoint", False  # (path, strict) of the current load
-        # these files must be on the disk at the end: the last tagged one and all untagged ones
-        self._tagged, self._untagged = "", set[str]()
-        self._last_entries: dict[str, Any] = {}  # entries of the tagged file, on every rank
         self.checkpointables: dict[str, Stateful] = {}
         for key, obj in checkpointables.items():
             self.add_checkpointable(key, obj)
@@ -137,7 +107,7 @@ class Checkpointer:
     # ---------------------------------------------------------------------------------------- saving
     def save(
         self, name: str, *, tag_last: bool = True, on_commit: Callable[[], None] | None = None, **kwargs: Any
-    ) -> futures.Future[None] | None:
+    ) -> Any:
         """Write ``<save_dir>/<name>.pth``; every rank calls it, since states may be gathered over ranks.
 
         Args:
@@ -147,7 +117,7 @@ class Checkpointer:
             kwargs: further entries, such as ``iteration=99``; tensors or plain Python values.
 
         Returns:
-            The write that continues in the thread; None if everything is done.
+            The future of a save that continues in a thread; None if everything is done.
 
         Raises:
             ValueError: ``name`` has a folder in it, or an entry of ``kwargs`` has the name of another entry.
@@ -163,43 +133,28 @@ class Checkpointer:
             self.wait()
         except CheckpointError as error:
             _logger.error("An earlier checkpoint is not saved: %s", error)
-        state, shards = self._collect(kwargs)
+        state = self.collect(kwargs)
         path = os.path.join(self.save_dir, name + SUFFIX)
         if self.save_to_disk:
             _logger.info("Saving checkpoint to %s", path)
-        if tag_last:
-            self._last_entries = kwargs
-        write = partial(self._write, path, tag_last=tag_last, on_commit=on_commit)
-        if shards:
+        form = self.format.for_state(state)
+        if form.collective:
             together(self._prepare_save_dir)
-            # a new folder for each save: the old one is needed until this save is committed
-            token = comm.broadcast(secrets.token_hex(4) if self.save_to_disk else "")
-            if not token:
-                return None
-            folder = f"{path.removesuffix(SUFFIX)}.shards-{token}"
-            write = partial(self._write_sharded, shards, folder, comm.side_group(self._group_name), write)
         elif self.save_to_disk:
             self._prepare_save_dir()
-        else:
+        if not (comm.broadcast(self.save_to_disk) if form.collective else self.save_to_disk):
             return None
-        if self.async_save:
-            copy = HostCopy({**(state if self.save_to_disk else {}), SHARDS: shards.local}, self._memory)
-            self._memory = copy.memory
-            self._writing = self._thread.submit(self._write_copy, write, copy, shards)
-            return self._writing
-        write(state)
-        return None
+        return form.submit(partial(self._write, form, form.prepare(state), path, tag_last, on_commit))
 
     def remove(self, name: str) -> None:
-        """Remove an untagged file, such as an old best checkpoint, if it is there; every rank may call it.
+        """Remove a file, such as an old best checkpoint, if it is there; every rank may call it.
 
         Raises:
             OSError: it cannot be removed.
         """
-        self._untagged.discard(name)
         if self.save_to_disk:
             with contextlib.suppress(FileNotFoundError):
-                remove_from_run(os.path.join(self.save_dir, name + SUFFIX))
+                self.format.remove(os.path.join(self.save_dir, name + SUFFIX))
 
     def wait(self) -> None:
         """Wait until nothing is being written.
@@ -207,118 +162,48 @@ class Checkpointer:
         Raises:
             CheckpointError: the asynchronous save has failed; raised once, here or by :meth:`raise_error`.
         """
-        self._finish_writing()
-        self.raise_error()
+        self.format.wait()
+        self.format.raise_error()
 
     def raise_error(self) -> None:
         """Raise the error of a failed asynchronous save, once; does not wait."""
-        if self._writing is not None and self._writing.done():
-            writing, self._writing = self._writing, None
-            writing.result()
+        self.format.raise_error()
 
-    def _finish_writing(self) -> None:
-        if self._writing is not None:
-            futures.wait([self._writing])
-
-    def _collect(self, entries: dict[str, Any]) -> tuple[dict[str, Any], Shards]:
+    def collect(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """The state that a save would write now, with further ``entries``; every rank calls it."""
         state: dict[str, Any] = {"model": self.model.state_dict()}
         state |= {key: obj.state_dict() for key, obj in self.checkpointables.items()}
-        if taken := sorted(state.keys() & entries):
+        if taken := sorted(state.keys() & entries.keys()):
             raise ValueError(f"save() got entries {taken}, which the checkpoint has already; give them other names")
         state |= entries
-        if new := self._find_new_buffers(state["model"]):
-            state[_NEW_BUFFERS] = new
         for obj in self.checkpointables.values():
             if hasattr(obj, "before_save"):
                 obj.before_save(state)
-        shards = Shards({})
-        if first_shard(self.model) is not None:
-            state, shards = take_shards(state)
         keys = {key: getattr(obj, "rank_keys", ()) for key, obj in self.checkpointables.items()}
         if comm.get_world_size() > 1 and any(keys.values()):
             state[RANKS] = gather_rank_states(state, self.model, keys)
-        return state, shards
-
-    def _deleted(self) -> list[str]:
-        """Files of the last saves of this process that no longer exist: another program has deleted them."""
-        names = {self._tagged, *self._untagged} - {""}
-        return sorted(name for name in names if not os.path.lexists(os.path.join(self.save_dir, name + SUFFIX)))
-
-    def _find_new_buffers(self, weights: Mapping[str, Any]) -> list[str]:
-        """New buffers (not there at the start) that loading can create; warns once of other new tensors."""
-        own = _tensors_of(self.model)
-        new = [name for name in weights if name in own and name not in self._tensors]
-        can_make = [
-            name for name in new if not isinstance(own[name], nn.Parameter) and name.rpartition(".")[0] in self._modules
-        ]
-        can_make = can_make if first_shard(self.model) is None else []
-        if lost := [name for name in new if name not in can_make]:
-            self._tensors.update(lost)
-            _logger.warning(
-                "The model has created %s since the trainer was built. A run can be resumed from this checkpoint "
-                "only if the model has them before loading: create them in the constructor of the model, not in its "
-                "forward",
-                ", ".join(lost),
-            )
-        return can_make
+        return state
 
     def _prepare_save_dir(self) -> None:
-        if not self.save_to_disk:
-            return
-        try:
-            renew_folders()
-            os.makedirs(self.save_dir, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot create the checkpoint folder '{self.save_dir}': {error.strerror or error}; choose another one"
-            ) from error
-        if deleted := self._deleted():
-            _logger.error(
-                "%s deleted from '%s' during the run; earlier checkpoints cannot be written again",
-                *(f"{', '.join(deleted)} {'were' if deleted[1:] else 'was'}", self.save_dir),
-            )
-        remove_leftovers(self.save_dir)
-        remove_stray_shards(self.save_dir)
+        if self.save_to_disk:
+            try:
+                os.makedirs(self.save_dir, exist_ok=True)
+            except OSError as error:
+                raise CheckpointError(
+                    f"cannot create the checkpoint folder '{self.save_dir}': {error.strerror or error}; choose another"
+                ) from error
+            remove_leftovers(self.save_dir)
 
-    def _write(self, path: str, state: dict[str, Any], tag_last: bool, on_commit: Callable[[], None] | None) -> None:
-        write_file(state, path)
-        with contextlib.suppress(OSError):  # the next save tries again
-            remove_shards(path, but=state.get(SHARDS, {}).get("folder", ""))
-        name = os.path.basename(path)
-        if tag_last:
-            self.tag_last_checkpoint(name)
-            self._tagged = name.removesuffix(SUFFIX)
-        else:
-            self._untagged.add(name.removesuffix(SUFFIX))
-        if on_commit is not None:
-            on_commit()
-        upload_soon(self.save_dir)
-
-    def _write_sharded(
-        self,
-        shards: Shards,
-        folder: str,
-        group: "dist.ProcessGroup | None",
-        write: Callable[[dict[str, Any]], None],
-        state: dict[str, Any],
+    def _write(
+        self, form: CheckpointFormat, state: Any, path: str, tag_last: bool, on_commit: Callable[[], None] | None
     ) -> None:
-        """Write the parts of all ranks, then the file that names them; an error is raised on every rank."""
-        with being_written(folder):
-            manifest = shards.write(folder, group)
-            together(lambda: write({**state, SHARDS: manifest}) if self.save_to_disk else None, group)
-
-    def _write_copy(self, write: Callable[[dict[str, Any]], None], copy: HostCopy, shards: Shards) -> None:
-        state = dict(copy.state())
-        shards.local = state.pop(SHARDS)
-        try:
-            write(state)
-        except CheckpointError as error:
-            text = str(error)
-        else:
-            return
-        # the error is kept until it is asked for, and must not keep a copy of the model alive
-        del copy, state, shards, write
-        raise CheckpointError(text)
+        form.write(state, path)
+        if self.save_to_disk:
+            if tag_last:
+                self.tag_last_checkpoint(os.path.basename(path))
+            if on_commit is not None:
+                on_commit()
+            upload_soon(self.save_dir)
 
     def tag_last_checkpoint(self, last_filename_basename: str) -> None:
         """Make ``resume_or_load`` start from this file of ``save_dir``.
@@ -332,25 +217,13 @@ class Checkpointer:
     def mark_finished(self, info: dict[str, Any]) -> None:
         """Record in the folder that the run has finished; every rank calls it.
 
-        If the last checkpoint was deleted, it is written again.
-
         Args:
             info: values that JSON can hold.
 
         Raises:
-            CheckpointError: it cannot be written, an asynchronous save has failed, or a best file was deleted.
+            CheckpointError: it cannot be written, or an asynchronous save has failed.
         """
         self.wait()
-        deleted = comm.all_gather((self._tagged, self._deleted()))
-        lost = [name for tagged, names in deleted for name in names if name != tagged]
-        for tagged in {tagged for tagged, names in deleted if tagged in names}:
-            self.save(tagged, **self._last_entries)
-            self.wait()
-        if lost:
-            raise CheckpointError(
-                f"the run has finished, but {', '.join(lost)} was deleted from '{self.save_dir}' meanwhile, and cannot "
-                "be written again; take another checkpoint, or train again"
-            )
         if self.save_dir and self.save_to_disk:
             self._prepare_save_dir()
             write_text(json.dumps(info), os.path.join(self.save_dir, FINISHED_FILE))
@@ -373,13 +246,12 @@ class Checkpointer:
             CheckpointError: it cannot be removed.
         """
         path = os.path.join(self.save_dir, FINISHED_FILE)
-        if not self.save_dir or not self.save_to_disk or not os.path.lexists(path):
-            return
-        try:
-            os.remove(path)
-            sync_folder(self.save_dir)
-        except OSError as error:
-            raise CheckpointError(f"cannot remove '{path}': {error.strerror}; remove it by hand") from error
+        if self.save_dir and self.save_to_disk and os.path.lexists(path):
+            try:
+                os.remove(path)
+                sync_folder(self.save_dir)
+            except OSError as error:
+                raise CheckpointError(f"cannot remove '{path}': {error.strerror}; remove it by hand") from error
 
     # ---------------------------------------------------------------------------------------- finding
     def has_checkpoint(self) -> bool:
@@ -392,7 +264,7 @@ class Checkpointer:
         Raises:
             CheckpointError: ``last_checkpoint`` names a file outside ``save_dir``.
         """
-        self._finish_writing()
+        self.format.wait()
         return find_checkpoint(self.save_dir)
 
     def get_all_checkpoint_files(self) -> list[str]:
@@ -428,9 +300,9 @@ class Checkpointer:
             _logger.info("No checkpoint to load; the model stays as it is")
             return {}
         path = self._local(path)
-        self._finish_writing()
+        self.format.wait()
         state = self._load_file(path)
-        verify_shards(state, path)
+        format_of(state).verify(state, path)
         return self._apply(state, path, keys, strict)
 
     def resume_or_load(self, path: str | os.PathLike[str] | None, *, resume: bool = True) -> dict[str, Any]:
@@ -445,7 +317,7 @@ class Checkpointer:
         Raises:
             CheckpointError: no checkpoint of the folder is intact, a rank cannot read the file, or it does not fit.
         """
-        self._finish_writing()
+        self.format.wait()
         if resume:
             path_of_last, state = self._choose_and_read()
             if path_of_last:
@@ -465,7 +337,7 @@ class Checkpointer:
                 return "", {}
             try:
                 return path, self._read_on_all_ranks(path, state)
-            except _DamagedShards as error:
+            except _DamagedParts as error:
                 broken[path] = str(error)
 
     def _choose(self, broken: dict[str, str]) -> tuple[str, Any]:
@@ -487,6 +359,21 @@ class Checkpointer:
         path = os.fspath(path)
         return download(path, self.path_manager) if "://" in path else path
 
+    def _read_on_all_ranks(self, path: str, state: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Read and verify the same file on every rank; a rank that passes its ``state`` does not read it again.
+
+        Raises:
+            CheckpointError: on every rank, if one of them cannot read it.
+            _DamagedParts: on every rank, although each rank verifies only some of the files.
+        """
+        found = together(lambda: self._load_file(path) if state is None else state)
+        parts = {"part": comm.get_rank(), "num_parts": comm.get_world_size()}
+        try:
+            together(lambda: format_of(found).verify(found, path, **parts), is_of_one=True)
+        except CheckpointError as error:
+            raise _DamagedParts(str(error)) from error
+        return found
+
     def _apply(self, state: dict[str, Any], path: str, keys: list[str], strict: bool) -> dict[str, Any]:
         if not isinstance(state.get("model"), Mapping):  # the state dict of a model alone
             state = {"model": state}
@@ -495,7 +382,7 @@ class Checkpointer:
         state.pop(RANKS, None)
         wanted = [f"{key}." for key in ("model", *keys, *([TRAINED] if keys else []))]
         wanted += [read for obj in self.checkpointables.values() for read in getattr(obj, "paths_read", ())]
-        state = fill_shards(state, path, layout_for_reading(self.model), wanted)
+        state = format_of(state).fill(state, path, self.model, wanted)
         trained = state.pop(TRAINED, None)
         if trained and any(not getattr(self.checkpointables[key], "only_evaluates", False) for key in keys):
             state["model"] = trained
@@ -517,7 +404,7 @@ class Checkpointer:
                 self._log_incompatible_keys(incompatible)
         finally:
             self._source = former
-        for key in ("model", _NEW_BUFFERS):  # an overridden method may have left them
+        for key in ("model", *_OLD_ENTRIES):  # an overridden method may have left the model
             state.pop(key, None)
         if absent:
             _logger.warning("'%s' holds no state for %s, which stay as they are", path, absent)
@@ -540,7 +427,8 @@ class Checkpointer:
         Override it to read other formats or to rename weights; `load_trusted_pickle` reads files that this method
         refuses. It is called on each rank, also when a run is resumed.
         """
-        return read_file(filename)
+        content: dict[str, Any] = self.format.read(filename)
+        return content
 
     def _load_model(self, checkpoint: dict[str, Any]) -> Any:
         """Load ``checkpoint.pop("model")`` into the model; numpy arrays in it become tensors.
@@ -550,14 +438,10 @@ class Checkpointer:
             ``incorrect_shapes``; None logs nothing.
         """
         path, strict = self._source
-        weights, new_buffers = checkpoint.pop("model"), checkpoint.pop(_NEW_BUFFERS, None)
+        weights = checkpoint.pop("model")
         self._convert_ndarray_to_tensor(weights)
         weights = strip_wrapper_prefix(weights, self.model)
         own = self.model.state_dict()
-        named = [name for name in new_buffers if isinstance(name, str)] if isinstance(new_buffers, list) else []
-        fit = [name for name in named if isinstance(weights.get(name), Tensor) and name not in own]
-        new = [name for name in fit if can_take_buffer(self.model, name)]
-        own.update((name, weights[name]) for name in new)
         differences = Differences(weights, own)
         mismatched = {key for key, _, _ in differences.incorrect_shapes}
         nothing_fits = len(differences.unexpected_keys) + len(mismatched) == len(weights)
@@ -565,10 +449,11 @@ class Checkpointer:
             raise CheckpointError(
                 f"'{path}' holds another model than this one:\n{table_of(differences)}\n"
                 "build the model of the file (MODEL in a config), or name another file"
+                + "; a model has to create all its tensors in its constructor"
+                * strict
             )
-        for name in new:
-            put_buffer(self.model, name, torch.empty_like(weights[name], device=device_of(self.model)))
-        fitting = {key: shard_like(value, own.get(key)) for key, value in weights.items() if key not in mismatched}
+        fitting = {key: value for key, value in weights.items() if key not in mismatched}
+        fitting = self.format.for_state({"model": own}).adapt(fitting, own)
         try:
             self.model.load_state_dict(fitting, strict=False)
         except RuntimeError as error:  # such as for a sparse tensor
@@ -590,43 +475,6 @@ class Checkpointer:
                 *(self._source[0], table),
             )
 
-    def _read_on_all_ranks(self, path: str, state: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Read and verify the same file on every rank; a rank that passes its ``state`` does not read it again.
 
-        Raises:
-            CheckpointError: on every rank, if one of them cannot read it.
-            _DamagedShards: on every rank, although each rank verifies only some of the files.
-        """
-        found = together(lambda: self._load_file(path) if state is None else state)
-        rank, num_ranks = comm.get_rank(), comm.get_world_size()
-        try:
-            together(partial(verify_shards, found, path, part=rank, num_parts=num_ranks), is_of_one=True)
-        except CheckpointError as error:
-            raise _DamagedShards(str(error)) from error
-        return found
-
-
-class _DamagedShards(CheckpointError):
+class _DamagedParts(CheckpointError):
     pass
-
-
-def together(call: Callable[[], _T], group: "dist.ProcessGroup | None" = None, *, is_of_one: bool = False) -> _T:
-    """Make a call on every rank; if it fails on one, raise on all, so that no rank waits for ever.
-
-    Args:
-        is_of_one: only one rank can fail, so errors need not name the rank.
-    """
-    error, result = "", None
-    try:
-        result = call()
-    except OSError as failure:  # a CheckpointError is an OSError
-        error = str(failure)
-        if comm.get_world_size() > 1 and not is_of_one:
-            error = f"rank {comm.get_rank()}: {error}"
-    if errors := [text for text in comm.all_gather(error, group=group) if text]:
-        raise CheckpointError("; ".join(errors))
-    return cast(_T, result)
-
-
-def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_buffers(remove_duplicate=False)), **dict(model.named_parameters(remove_duplicate=False))}

@@ -38,9 +38,13 @@ def write_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         TypeError: ``state`` holds a value that is neither a tensor nor a plain Python value.
         CheckpointError: the file cannot be written; no partial file stays.
     """
-    payload = {MARKER: 2, **plain_state(dict(state))}
+    write_plain(plain_state(dict(state)), path)
+
+
+def write_plain(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """`write_file` for a state that `plain_state` has returned."""
     with replacing(os.fspath(path)) as output:
-        torch.save(payload, output)
+        torch.save({MARKER: 2, **state}, output)
 
 
 def peek_file(path: str | os.PathLike[str]) -> Any:

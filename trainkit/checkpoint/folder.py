@@ -9,7 +9,7 @@ from typing import Any
 
 from trainkit.checkpoint.atomic import CheckpointError
 from trainkit.checkpoint.file import SUFFIX, is_file_of, is_ours, read_file
-from trainkit.checkpoint.shards import verify_shards
+from trainkit.checkpoint.format import format_of
 
 _logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def choose(
             if path in known_as_broken:
                 raise CheckpointError(known_as_broken[path])
             content = read(path)
-            verify_shards(content, path, num_parts=0)
+            format_of(content).verify(content, path, num_parts=0)
         except CheckpointError as error:
             broken.append(str(error))
             continue

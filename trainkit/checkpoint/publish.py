@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from trainkit.checkpoint.atomic import CheckpointError, sync_folder
 from trainkit.checkpoint.averaged import AVERAGED_PATH, averaged_weights
-from trainkit.checkpoint.file import SAFETENSORS_SUFFIX, SUFFIX, read_file, sha256_of, write_file, write_safetensors
+from trainkit.checkpoint.file import SAFETENSORS_SUFFIX, SUFFIX, sha256_of, write_file, write_safetensors
 from trainkit.checkpoint.folder import PUBLISHED
-from trainkit.checkpoint.shards import fill_shards, verify_shards
+from trainkit.checkpoint.format import read_whole
 
 _logger = logging.getLogger(__name__)
 
@@ -39,9 +39,7 @@ def publish_weights(
     name = basename.removesuffix(SUFFIX)
     suffix = SAFETENSORS_SUFFIX if format == "safetensors" else SUFFIX
     unnamed = os.path.join(folder, f"{name}_published{suffix}")
-    state = read_file(path)
-    verify_shards(state, path)
-    state = fill_shards(state, path, wanted=("model.", AVERAGED_PATH))
+    state = read_whole(path, wanted=("model.", AVERAGED_PATH))
     chosen = _choose(state, weights, path)
     try:
         if format == "safetensors":

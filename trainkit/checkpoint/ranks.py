@@ -4,16 +4,19 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.checkpoint.atomic import CheckpointError
 from trainkit.checkpoint.averaged import TRAINED
+from trainkit.checkpoint.state import ORDINARY
 from trainkit.utils import comm
 
 _logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 KEY = "ranks"
 
@@ -32,7 +35,7 @@ def gather_rank_states(state: Mapping[str, Any], model: nn.Module, keys: Mapping
     held = {key: state[key] for key in ("model", TRAINED) if key in state}
     buffers = {key: {name: held[key][name] for name, _ in model.named_buffers() if name in held[key]} for key in held}
     entries = {key: {name: state[key][name] for name in names if name in state[key]} for key, names in keys.items()}
-    mine = {**buffers, **entries}
+    mine = _map_tensors({**buffers, **entries}, _without_parts)
     own: dict[str, Tensor] = {}  # the tensors of rank 0, by path
     if comm.is_main_process():
         _map_tensors(mine, own.setdefault)
@@ -57,6 +60,30 @@ def take_rank_state(state: dict[str, Any], path: str) -> None:
     for key, part in parts[comm.get_data_rank()].items():
         if isinstance(state.get(key), dict):
             state[key].update(part)
+
+
+def together(call: Callable[[], _T], group: "dist.ProcessGroup | None" = None, *, is_of_one: bool = False) -> _T:
+    """Make a call on every rank; if it fails on one, raise on all, so that no rank waits for ever.
+
+    Args:
+        is_of_one: only one rank can fail, so errors need not name the rank.
+    """
+    error, result = "", None
+    try:
+        result = call()
+    except OSError as failure:  # a CheckpointError is an OSError
+        error = str(failure)
+        if comm.get_world_size() > 1 and not is_of_one:
+            error = f"rank {comm.get_rank()}: {error}"
+    if errors := [text for text in comm.all_gather(error, group=group) if text]:
+        raise CheckpointError("; ".join(errors))
+    return cast(_T, result)
+
+
+def _without_parts(path: str, tensor: Tensor) -> Tensor:
+    """An empty tensor in place of one that the format of the checkpoint stores in parts."""
+    ordinary = type(tensor) in ORDINARY
+    return tensor if ordinary else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _map_tensors(value: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:

@@ -22,8 +22,7 @@ from iopath.common.file_io import get_cache_dir
 from trainkit.checkpoint.atomic import CheckpointError, write_text
 from trainkit.checkpoint.file import SUFFIX, is_file_of
 from trainkit.checkpoint.folder import TAG_FILE
-from trainkit.checkpoint.shards import FOLDER as SHARD_FOLDER
-from trainkit.checkpoint.shards import remove_shards
+from trainkit.checkpoint.format import owner_of_part, remove_parts
 from trainkit.utils import comm
 from trainkit.utils.file_io import PathManager, open_address
 from trainkit.utils.run_folder import LOCK_FILE, is_owned_by_another
@@ -87,7 +86,7 @@ def remove_from_run(path: str) -> None:
     remote = remote_of(os.path.dirname(path))
     if remote is None or not remote.forget(os.path.basename(path)):
         os.remove(path)
-        remove_shards(path)
+        remove_parts(path)
 
 
 class RemoteFolder:
@@ -209,7 +208,7 @@ class RemoteFolder:
         parent, file = os.path.split(name)
         if not parent:  # `_MANIFEST` and TAG_FILE are read and written separately
             return file[:1] != "." and file not in (LOCK_FILE, TAG_FILE, _MANIFEST) and is_file_of(self._folder, file)
-        is_of_shards = SHARD_FOLDER.fullmatch(parent) and is_file_of(self._folder, parent)
+        is_of_shards = owner_of_part(parent) and is_file_of(self._folder, parent)
         return bool(is_of_shards) and is_file_of(self._here(parent), file)
 
     def _get(self, names: Iterable[str]) -> None:

@@ -8,14 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainkit.utils.sharding import is_sharded
+ORDINARY = (Tensor, torch.nn.Parameter)
+Take = Callable[[Tensor, str], Tensor]
 
-_PLAIN_TYPES = (str, bool, float, complex, type(None), torch.Size, torch.dtype, torch.device)
-_KEY_TYPES = (str, int, float, bool)
+_PLAIN_TYPES = frozenset([str, bool, float, complex, type(None), torch.Size, torch.dtype, torch.device])
+_KEY_TYPES = frozenset([str, int, float, bool])
+_DICTS = (dict, collections.OrderedDict, collections.Counter)  # torch's MultiStepLR has a Counter
 _MAX_INT_BITS = 2000  # torch's reader refuses larger ints
 
 
-def plain_state(value: Any, path: str = "", take: Callable[[Tensor, str], Tensor] | None = None) -> Any:
+def plain_state(value: Any, path: str = "", take: Take | None = None, take_other: Take | None = None) -> Any:
     """A copy of ``value`` that is safe to write; containers are new, tensors share memory with the originals.
 
     Tensors are detached. A tensor that uses only a part of its storage is cloned, because the file would hold the whole
@@ -24,7 +26,8 @@ def plain_state(value: Any, path: str = "", take: Callable[[Tensor, str], Tensor
     Args:
         value: nested dicts, lists and tuples of tensors and plain values.
         path: the path of ``value`` in the state, for the error message.
-        take: called with each tensor and its path, returns its replacement. None: sharded tensors are refused.
+        take: called with each tensor and its path, returns its replacement.
+        take_other: the same for tensors of other types; None: they are refused.
 
     Raises:
         TypeError: there is a value of another type; the message has its path.
@@ -35,15 +38,23 @@ def plain_state(value: Any, path: str = "", take: Callable[[Tensor, str], Tensor
         return value
     if isinstance(value, int) and value.bit_length() <= _MAX_INT_BITS:
         return int(value)  # converts an IntEnum or a rounded length
-    if kind in (Tensor, torch.nn.Parameter) or (take is not None and is_sharded(value)):
+    if kind in ORDINARY:
         tensor = _compact(value.detach())
         return tensor if take is None else take(tensor, path)
+    if take_other is not None and isinstance(value, Tensor):
+        return take_other(value, path)
     if kind in (list, tuple):
-        return kind(plain_state(item, f"{path}[{i}]", take) for i, item in enumerate(value))
-    if kind not in (dict, collections.OrderedDict, collections.Counter):  # torch's MultiStepLR has a Counter
+        kinds = {*map(type, value)}
+        if kinds <= _PLAIN_TYPES or (kinds == {int} and max(map(int.bit_length, value)) <= _MAX_INT_BITS):
+            return kind(value)  # at once, since a random state has a thousand numbers
+        return kind(plain_state(item, f"{path}[{i}]", take, take_other) for i, item in enumerate(value))
+    if kind not in _DICTS:
         raise TypeError(_refusal(value, path))
     copy: Any = kind()
     for key, item in value.items():
+        if type(key) is str and type(item) in _PLAIN_TYPES:
+            copy[key] = item
+            continue
         is_int = isinstance(key, int) and type(key) is not bool
         if type(key) not in _KEY_TYPES and not is_int:
             raise TypeError(
@@ -51,7 +62,7 @@ def plain_state(value: Any, path: str = "", take: Callable[[Tensor, str], Tensor
                 "takes keys of type str, int, float and bool"
             )
         here = f"{path}[{key!r}]" if not isinstance(key, str) else f"{path}.{key}" if path else key
-        copy[int(key) if is_int else key] = plain_state(item, here, take)
+        copy[int(key) if is_int else key] = plain_state(item, here, take, take_other)
     metadata = getattr(value, "_metadata", None)  # a module's state dict has the version of each submodule
     if metadata is not None:
         copy._metadata = plain_state(metadata, f"{path}._metadata")

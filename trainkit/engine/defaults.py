@@ -181,7 +181,7 @@ class DefaultTrainer(TrainerBase):
             self._trainer.metrics.exchange_period = cfg.LOG.PERIOD
         self.scheduler = self.build_lr_scheduler(cfg, optimizer)
         self.checkpointer = Checkpointer(
-            model, checkpoint_dir(cfg), async_save=cfg.CHECKPOINT.ASYNC, trainer=weakref.proxy(self)
+            model, checkpoint_dir(cfg), format=cfg.CHECKPOINT.FORMAT, trainer=weakref.proxy(self)
         )
         self.stop_check_period = cfg.STOP_CHECK_PERIOD
         self.max_iter = cfg.SOLVER.MAX_ITER

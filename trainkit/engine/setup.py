@@ -19,8 +19,8 @@ from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.atomic import write_text
 from trainkit.checkpoint.file import is_file_of
 from trainkit.checkpoint.folder import choose, find_checkpoint
+from trainkit.checkpoint.format import owner_of_part
 from trainkit.checkpoint.remote import local_folder, remote_of
-from trainkit.checkpoint.shards import FOLDER as SHARD_FOLDER
 from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, import_modules
 from trainkit.config.checks import check_is_ours
 from trainkit.config.lazy import to_yaml
@@ -393,8 +393,8 @@ def _move_aside(output_dir: Path, weights: str, is_new: bool) -> Path | None:
     If the run continues, only links are moved, since the run would write through them to other folders.
     """
     found = [*output_dir.iterdir()] if output_dir.is_dir() else []
-    # shards before the files that name them
-    old = [path for path in found if path.is_dir() and SHARD_FOLDER.fullmatch(path.name)]
+    # further files of a checkpoint before the file that names them
+    old = [path for path in found if path.is_dir() and owner_of_part(path.name)]
     old += [path for path in found if (path.is_file() or path.is_symlink()) and _RUN_FILES.fullmatch(path.name)]
     if not is_new:
         old = [path for path in old if path.suffix != ".pth" and not is_file_of(str(output_dir), path.name)]

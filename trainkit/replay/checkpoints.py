@@ -10,8 +10,8 @@ from trainkit.checkpoint.averaged import EVALUATED, TRAINED
 from trainkit.checkpoint.contents import CLOCK_READINGS, differing, is_of_the_clock
 from trainkit.checkpoint.file import read_file
 from trainkit.checkpoint.folder import checkpoint_files
-from trainkit.checkpoint.shards import KEY as SHARDS
 from trainkit.engine.origin import Saved, checkpoints_with_origin
+from trainkit.utils.plugins import FORMATS
 
 _NOT_REPEATED = (EVALUATED, "trainer/settings", "trainer/position/finished_early")
 
@@ -37,8 +37,8 @@ def around(run: str, iteration: int) -> tuple[Saved | None, Saved | None]:
             f"'{run}' has no checkpoint that says how its run was started; name the folder with the checkpoints of a "
             "DefaultTrainer, written by this version of trainkit or a later one"
         )
-    if sharded := [saved.path for saved in found if SHARDS in saved.state]:
-        raise CheckpointError(f"'{sharded[0]}' has shards; runs with MODEL.PARALLEL fsdp cannot be replayed")
+    if sharded := [saved.path for saved in found if saved.state.keys() & FORMATS]:
+        raise CheckpointError(f"'{sharded[0]}' is in parts of several ranks; such a run cannot be replayed")
     before = [saved for saved in found if saved[:2] <= (iteration, 1)]
     after = [saved for saved in found if saved[:2] > (iteration, 1)] or capsules
     return (before[-1] if before else None), (after[0] if after else None)

@@ -185,7 +185,7 @@ class Session:
     def _collect(self) -> dict[str, Any]:
         """A copy of the state that a checkpoint would hold now."""
         trainer = self._trainer
-        state, _ = trainer.checkpointer._collect({"iteration": trainer.last_done_iter})
+        state = trainer.checkpointer.collect({"iteration": trainer.last_done_iter})
         return copy_of(state)
 
     def _load(self, state: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 CONFIG_KEYS: Mapping[str, str] = {
+    "CHECKPOINT.ASYNC": "trainkit.projects.async_save.config",
     "SOLVER.GRAPH": "trainkit.projects.graph.config",
 }
 """Config key -> the module that declares it, and any keys below it, in ``add_config(cfg)``.
@@ -25,6 +26,8 @@ NAMES: Mapping[str, str] = {
     "GraphTrainer": "trainkit.projects.graph.trainer",
     "GraphAMPTrainer": "trainkit.projects.graph.trainer",
     "graph_trainer": "trainkit.projects.graph.trainer",
+    "async_save": "trainkit.projects.async_save.format",
+    "shards": "trainkit.projects.sharding.format",
     "CheckFiniteLoss": "trainkit.engine.hooks.check_finite_loss",
     "EMAHook": "trainkit.engine.hooks.ema",
     "Freeze": "trainkit.engine.hooks.freeze",
@@ -47,6 +50,9 @@ NAMES: Mapping[str, str] = {
     "VisualizationHook": "trainkit.engine.hooks.visualization",
 }
 """The name of a class or function, also of one in a registry -> the module that has and registers it."""
+
+FORMATS = ("shards",)
+"""Registered names of the checkpoint formats that are asked whether they accept weights which torch.save does not."""
 
 
 def load_plugin(module: str) -> ModuleType:

@@ -13,7 +13,6 @@ from trainkit.engine.hooks.checkpoint import best_file_prefixes
 from trainkit.engine.step import SimpleTrainer
 from trainkit.evaluation.observer import EvaluationAbandoned
 
-ASYNC = pytest.mark.parametrize("async_save", [False, True])
 BOTH = pytest.mark.parametrize("checkpointer_class", [Checkpointer, fvcore.common.checkpoint.Checkpointer])
 
 
@@ -192,14 +191,13 @@ def stop_at(iter):
     return AfterStep(lambda trainer: trainer.iter == iter and trainer.request_stop("enough"))
 
 
-@ASYNC
 @pytest.mark.parametrize(
     ("period", "kept"), [(0, ["model_0000004.pth"]), (2, ["model_0000003.pth", "model_0000004.pth"])]
 )
-def test_a_run_that_is_stopped_is_saved_where_it_stands_and_counts_in_the_rotation(tmp_path, async_save, period, kept):
+def test_a_run_that_is_stopped_is_saved_where_it_stands_and_counts_in_the_rotation(tmp_path, save_format, period, kept):
     def make(*hooks):
         trainer = Steps()
-        checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path, async_save=async_save, trainer=trainer)
+        checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path, format=save_format, trainer=trainer)
         trainer.register_hooks([PeriodicCheckpointer(checkpointer, period, max_to_keep=2), *hooks])
         return trainer, checkpointer
 
@@ -263,48 +261,21 @@ def test_a_run_that_goes_on_after_a_stop_saves_as_if_nothing_had_happened():
     assert recorder.saved == [("model_0000002", 2), ("model_0000003", 3), ("model_0000005", 5), ("model_final", 6)]
 
 
-@ASYNC
-def test_a_stop_whose_save_fails_fails_the_run(tmp_path, async_save):
+def test_a_stop_whose_save_fails_fails_the_run(tmp_path, save_format):
     (tmp_path / "model_0000002.pth").mkdir()  # nothing can be renamed to that
-    checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path, async_save=async_save)
+    checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path, format=save_format)
     trainer = Steps([PeriodicCheckpointer(checkpointer, 0), stop_at(2)])
     with pytest.raises(CheckpointError, match=r"cannot write .*model_0000002\.pth"):
         trainer.train(0, 9)
     assert trainer.status == "failed"
 
 
-# ---------------------------------------------------------------------- asynchronous saves
-
-
-def settled(checkpointer):
-    """Looks at the folder, for which the checkpointer waits."""
-    return AfterStep(lambda trainer: checkpointer.has_checkpoint())
-
-
-def test_an_asynchronous_save_that_fails_is_logged_at_the_next_step_and_the_run_goes_on(tmp_path, caplog):
-    (tmp_path / "model_0000001.pth").mkdir()
-    checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path, async_save=True)
-    errors = []
-    count = AfterStep(lambda trainer: errors.append(sum("is not saved" in text for text in caplog.messages)))
-    trainer = Steps([settled(checkpointer), PeriodicCheckpointer(checkpointer, 2)])
-    trainer.register_hooks([settled(checkpointer), count], priority="LOW")
-    trainer.train(0, 6)
-
-    assert trainer.status == "finished"
-    assert errors == [0, 0, 1, 1, 1, 1]
-    (error,) = [text for text in caplog.messages if "is not saved" in text]
-    assert error.startswith("A checkpoint is not saved, training continues: cannot write")
-    assert "model_0000001.pth" in error
-    assert files(tmp_path) == ["last_checkpoint", "model_0000001.pth", "model_0000003.pth", "model_final.pth"]
-
-
-@ASYNC
 @pytest.mark.parametrize(
     ("failing", "save_last"), [("model_final", True), ("model_0000003", False), ("model_0000005", False)]
 )
-def test_a_run_whose_last_save_fails_has_failed(tmp_path, async_save, failing, save_last):
+def test_a_run_whose_last_save_fails_has_failed(tmp_path, save_format, failing, save_last):
     (tmp_path / f"{failing}.pth").mkdir()
-    checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path, async_save=async_save)
+    checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path, format=save_format)
     trainer = Steps([PeriodicCheckpointer(checkpointer, 2, save_last=save_last)])
     length = 6 if failing == "model_0000005" else 5
     with pytest.raises(CheckpointError, match=rf"cannot write .*{failing}\.pth"):
@@ -316,17 +287,9 @@ def test_a_run_whose_last_save_fails_has_failed(tmp_path, async_save, failing, s
     assert trainer.status == "finished"
 
 
-def test_a_run_that_fails_still_completes_the_save_under_way(tmp_path):
-    checkpointer = Checkpointer(nn.Linear(300, 300), tmp_path, async_save=True)
-    with pytest.raises(RuntimeError, match="step 2 failed"):
-        Steps([PeriodicCheckpointer(checkpointer, 2)], step=fail_at(2)).train(0, 9)
-    assert files(tmp_path) == ["last_checkpoint", "model_0000001.pth"]
-
-
-@ASYNC
-def test_the_files_of_a_run_are_the_same_whoever_writes_them(tmp_path, async_save):
+def test_the_files_of_a_run_are_the_same_whoever_writes_them(tmp_path, save_format):
     trainer = Steps()
-    checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path, async_save=async_save, trainer=trainer)
+    checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path, format=save_format, trainer=trainer)
     values = iter([1.0, 3.0, 2.0, 4.0])
     trainer.register_hooks(
         [
@@ -344,10 +307,10 @@ def test_the_files_of_a_run_are_the_same_whoever_writes_them(tmp_path, async_sav
     assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
 
 
-def best_run(folder, values, fails_at, async_save, checkpoints=()):
+def best_run(folder, values, fails_at, save_format, checkpoints=()):
     """Evaluations after each iteration; the best file cannot be written while ``fails_at`` is the iteration."""
     trainer, results, best = Steps(), iter(values), folder / "model_best.pth"
-    checkpointer = Checkpointer(nn.Linear(1, 1), folder, async_save=async_save, trainer=trainer)
+    checkpointer = Checkpointer(nn.Linear(1, 1), folder, format=save_format, trainer=trainer)
 
     def block(trainer):
         if trainer.iter == fails_at:
@@ -372,9 +335,8 @@ def best_run(folder, values, fails_at, async_save, checkpoints=()):
     return trainer
 
 
-@ASYNC
-def test_a_best_value_counts_only_if_its_file_is_there(tmp_path, async_save):
-    trainer = best_run(tmp_path, [50.0, 80.0, 70.0, 60.0], 1, async_save, checkpoints=[2])
+def test_a_best_value_counts_only_if_its_file_is_there(tmp_path, save_format):
+    trainer = best_run(tmp_path, [50.0, 80.0, 70.0, 60.0], 1, save_format, checkpoints=[2])
     best = []
     note = CallbackHook(before_step=lambda t: best.append(t.state_dict()["hooks"]["BestCheckpointer"]["best"]))
     trainer.register_hooks([note])
@@ -387,9 +349,8 @@ def test_a_best_value_counts_only_if_its_file_is_there(tmp_path, async_save):
     assert load(tmp_path / "model_best.pth")["trainer"]["hooks"]["BestCheckpointer"]["best"] == 70.0
 
 
-@ASYNC
-def test_a_best_save_that_fails_at_the_end_fails_the_run_and_the_best_value_is_the_one_before(tmp_path, async_save):
-    trainer = best_run(tmp_path, [50.0, 80.0], 1, async_save)
+def test_a_best_save_that_fails_at_the_end_fails_the_run_and_the_best_value_is_the_one_before(tmp_path, save_format):
+    trainer = best_run(tmp_path, [50.0, 80.0], 1, save_format)
     with pytest.raises(CheckpointError, match=r"cannot write .*model_best\.pth"):
         trainer.train(0, 2)
     assert trainer.status == "failed"
@@ -493,10 +454,10 @@ def best_trainer(folder, checkpointer_class, values):
     return trainer, checkpointer
 
 
-def run_of_best(folder, values, async_save=False, mode="max"):
+def run_of_best(folder, values, save_format="", mode="max"):
     """Evaluations after each iteration, two of which are kept."""
     trainer, results = Steps(), iter(values)
-    checkpointer = Checkpointer(nn.Linear(1, 1), folder, async_save=async_save, trainer=trainer)
+    checkpointer = Checkpointer(nn.Linear(1, 1), folder, format=save_format, trainer=trainer)
     best = BestCheckpointer(1, checkpointer, "top1", mode, num_to_keep=2)
     trainer.register_hooks([EvalHook(1, lambda: {"top1": next(results)}), best, PeriodicCheckpointer(checkpointer, 3)])
     return trainer
@@ -508,7 +469,6 @@ def files_of_best(folder):
     return {path.stem.removeprefix("model_best"): load(path)["iteration"] for path in found}
 
 
-@ASYNC
 @pytest.mark.parametrize(
     ("values", "mode", "kept", "best"),
     [
@@ -518,10 +478,10 @@ def files_of_best(folder):
         ([60.0], "max", [0], 0),
     ],
 )
-def test_the_best_k_files_are_kept_and_others_removed(tmp_path, async_save, values, mode, kept, best):
-    trainer = run_of_best(tmp_path, values, async_save=async_save, mode=mode)
+def test_the_best_k_files_are_kept_and_others_removed(tmp_path, save_format, values, mode, kept, best):
+    trainer = run_of_best(tmp_path, values, save_format=save_format, mode=mode)
     trainer.train(0, len(values))
-    trainer.hooks[0].checkpointer.mark_finished({})  # which misses no file that was removed
+    trainer.hooks[0].checkpointer.wait()
     assert files_of_best(tmp_path) == {"": best} | {f"_{iteration:07d}": iteration for iteration in kept}
     assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
 
@@ -536,11 +496,10 @@ def test_the_best_k_files_are_those_of_the_whole_run_after_a_resume(tmp_path):
     assert files_of_best(tmp_path) == {"": 3, "_0000003": 3, "_0000005": 5}
 
 
-@ASYNC
-def test_a_best_value_whose_file_cannot_be_written_is_not_one_of_the_best_k(tmp_path, async_save, caplog):
+def test_a_best_value_whose_file_cannot_be_written_is_not_one_of_the_best_k(tmp_path, save_format, caplog):
     for iteration in (0, 3):
         (tmp_path / f"model_best_000000{iteration}.pth").mkdir()
-    trainer = run_of_best(tmp_path, [90.0, 60.0, 55.0, 80.0, 70.0], async_save=async_save)
+    trainer = run_of_best(tmp_path, [90.0, 60.0, 55.0, 80.0, 70.0], save_format=save_format)
     trainer.train(0, 5)
     assert files_of_best(tmp_path) == {"": 4, "_0000001": 1, "_0000004": 4}
     assert trainer.state_dict()["hooks"]["BestCheckpointer"]["kept"] == [

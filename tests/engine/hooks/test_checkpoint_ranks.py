@@ -57,49 +57,52 @@ def _main(rank, folder):
     with pytest.raises(CheckpointError, match="weights could not be published: .*model_best.pth' is damaged"):
         _train(mine / "damaged", [2, 1], damage, patience=1)
 
-    for asynchronous in (False, True):  # what rank 0 alone finds out fails both
-        folder = mine / f"full_{asynchronous}"
-        (folder / "model_final.pth").mkdir(parents=True)
-        trainer = Steps([PeriodicCheckpointer(Checkpointer(nn.Linear(1, 1), folder, async_save=asynchronous), 2)])
-        with pytest.raises(CheckpointError, match=r"cannot write .*model_final\.pth"):
-            trainer.train(0, 3)
-        assert trainer.status == "failed"
 
-        # of two files, rank 0 cannot write the first; both ranks save the second, and know that it does not count
-        trainer, folder = Steps(), mine / f"best_{asynchronous}"
-        if rank == 0:
-            (folder / "model_best_0000003.pth").mkdir(parents=True)
-        results = iter([1.0, 3.0, 2.0])
-        evaluate = EvalHook(2, lambda results=results: {"top1": next(results)} if comm.is_main_process() else None)
-        checkpointer = Checkpointer(nn.Linear(1, 1), folder, async_save=asynchronous, trainer=trainer)
-        trainer.register_hooks([evaluate, BestCheckpointer(2, checkpointer, "top1", num_to_keep=2)])
-        trainer.train(0, 6)
-        kept = [["model_best_0000005", 2.0], ["model_best_0000001", 1.0]] if rank == 0 else []
-        assert trainer.state_dict()["hooks"]["BestCheckpointer"]["kept"] == kept
+def fail_on_rank_0(rank, folder, save_format=""):
+    """What rank 0 alone finds out fails both."""
+    mine = Path(folder, f"{rank}{save_format}")
+    folder = mine / "full"
+    (folder / "model_final.pth").mkdir(parents=True)
+    trainer = Steps([PeriodicCheckpointer(Checkpointer(nn.Linear(1, 1), folder, format=save_format), 2)])
+    with pytest.raises(CheckpointError, match=r"cannot write .*model_final\.pth"):
+        trainer.train(0, 3)
+    assert trainer.status == "failed"
 
-        # after the failed save of an iteration, all ranks save again when they stop there
-        trainer = Steps()
-        folder = mine / f"stopped_{asynchronous}"
-        checkpointer = Checkpointer(nn.Linear(1, 1), folder, async_save=asynchronous, trainer=trainer)
-        if rank == 0:
-            (folder / "model_0000001.pth").mkdir(parents=True)
+    # of two files, rank 0 cannot write the first; both ranks save the second, and know that it does not count
+    trainer, folder = Steps(), mine / "best"
+    if rank == 0:
+        (folder / "model_best_0000003.pth").mkdir(parents=True)
+    results = iter([1.0, 3.0, 2.0])
+    evaluate = EvalHook(2, lambda results=results: {"top1": next(results)} if comm.is_main_process() else None)
+    checkpointer = Checkpointer(nn.Linear(1, 1), folder, format=save_format, trainer=trainer)
+    trainer.register_hooks([evaluate, BestCheckpointer(2, checkpointer, "top1", num_to_keep=2)])
+    trainer.train(0, 6)
+    kept = [["model_best_0000005", 2.0], ["model_best_0000001", 1.0]] if rank == 0 else []
+    assert trainer.state_dict()["hooks"]["BestCheckpointer"]["kept"] == kept
 
-        def make_room(trainer, checkpointer=checkpointer, folder=folder):
-            checkpointer.has_checkpoint()  # waits
-            if rank == 0 and trainer.iter == 1:
-                (folder / "model_0000001.pth").rmdir()
+    # after the failed save of an iteration, all ranks save again when they stop there
+    trainer = Steps()
+    folder = mine / "stopped"
+    checkpointer = Checkpointer(nn.Linear(1, 1), folder, format=save_format, trainer=trainer)
+    if rank == 0:
+        (folder / "model_0000001.pth").mkdir(parents=True)
 
-        trainer.stop_check_period = 1
-        stop = AfterStep(lambda trainer: trainer.iter == 1 and trainer.request_stop("enough"))
-        trainer.register_hooks([stop, PeriodicCheckpointer(checkpointer, 2)])
-        trainer.register_hooks([AfterStep(make_room)], priority="LOW")
-        trainer.train(0, 9)
-        assert trainer.status == "stopped"
-        assert (folder / "model_0000001.pth").is_file() == (rank == 0)
+    def make_room(trainer, checkpointer=checkpointer, folder=folder):
+        checkpointer.has_checkpoint()  # waits
+        if rank == 0 and trainer.iter == 1:
+            (folder / "model_0000001.pth").rmdir()
+
+    trainer.stop_check_period = 1
+    stop = AfterStep(lambda trainer: trainer.iter == 1 and trainer.request_stop("enough"))
+    trainer.register_hooks([stop, PeriodicCheckpointer(checkpointer, 2)])
+    trainer.register_hooks([AfterStep(make_room)], priority="LOW")
+    trainer.train(0, 9)
+    assert trainer.status == "stopped"
+    assert (folder / "model_0000001.pth").is_file() == (rank == 0)
 
 
 def test_rank_0_writes_and_all_ranks_stop_or_fail_together(tmp_path):
-    assert on_two_ranks([_main], tmp_path)["_main"] == [None, None]
+    assert on_two_ranks([_main, fail_on_rank_0], tmp_path) == {"_main": [None, None], "fail_on_rank_0": [None, None]}
 
     names = sorted(name.partition("_published-")[0] for name in os.listdir(tmp_path / "0" / "threshold"))
     assert names == [

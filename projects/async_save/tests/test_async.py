@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from trainkit.projects.async_save.host_copy import HostCopy
 
 from tests.checkpoint.conftest import Counter, linear, weight_of
 from trainkit.checkpoint import Checkpointer, CheckpointError, PeriodicCheckpointer
 from trainkit.checkpoint.file import read_file
-from trainkit.checkpoint.staging import HostCopy
 
 
 class Disk:
@@ -124,24 +124,6 @@ def test_what_cannot_be_saved_is_named_at_once_and_nothing_is_written(tmp_path):
     with pytest.raises(TypeError, match=r"the state at 'state.value' is .*set"):
         checkpointer.save("model")
     checkpointer.wait()
-    assert names(tmp_path) == []
-
-
-class Sharded(torch.Tensor):
-    """Like a DTensor, which has no memory of its own."""
-
-    full_tensor = None
-
-    def untyped_storage(self):
-        raise RuntimeError("Attempted to access the data pointer on an invalid python storage.")
-
-
-def test_a_sharded_tensor_of_a_hook_is_named_although_the_model_has_none(tmp_path):
-    state = Counter([torch.ones(2).as_subclass(Sharded)])
-    checkpointer = Checkpointer(linear(1), tmp_path, async_save=True, state=state)
-
-    with pytest.raises(TypeError, match=r"the state at 'state.value\[0\]' is .*Sharded"):
-        checkpointer.save("model")
     assert names(tmp_path) == []
 
 
@@ -335,3 +317,12 @@ Checkpointer(model, {str(tmp_path)!r}, async_save=True).save("model")
     model = nn.Linear(2000, 2000)
     Checkpointer(model, tmp_path).resume_or_load("")
     assert weight_of(model) == 1
+
+
+def test_no_note_is_made_behind_a_save_that_has_failed(tmp_path):
+    checkpointer = Checkpointer(linear(1), tmp_path, async_save=True)
+    (tmp_path / "model.pth").mkdir()
+    checkpointer.save("model")
+    with pytest.raises(CheckpointError, match=r"cannot write .*model\.pth"):
+        checkpointer.mark_finished({})
+    assert checkpointer.finished() is None

@@ -7,9 +7,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, UntypedStorage
 
-from trainkit.checkpoint.state import plain_state
+from trainkit.checkpoint.format import CheckpointFormat, TorchFormat
 from trainkit.utils.device import new_event, runs_ahead
-from trainkit.utils.sharding import is_sharded
 
 _ALIGNMENT = 64  # bytes
 _Address: TypeAlias = tuple[torch.device, int, int]  # device, address, number of bytes
@@ -23,22 +22,23 @@ class HostCopy:
     Args:
         state: the state to copy.
         memory: the memory of an earlier copy, to use it again; allocating takes several times as long as copying.
+        format: the format that will write the copy; its ``prepare`` gives the tensors to copy.
 
     Attributes:
         memory: whether it is pinned -> one block for all tensors; tensors of a device are in the pinned block.
 
     Raises:
-        TypeError: as `plain_state`.
+        TypeError: the format cannot store a value.
     """
 
-    def __init__(self, state: Mapping[str, Any], memory: Mapping[bool, Tensor] = {}) -> None:
+    def __init__(
+        self, state: Mapping[str, Any], memory: Mapping[bool, Tensor] = {}, format: CheckpointFormat | None = None
+    ) -> None:
         # keeps each original alive: its address stays valid only while its memory is in use
         originals: dict[_Address, UntypedStorage] = {}
         tensors: list[tuple[Tensor, Tensor]] = []  # (copy, still without memory; original)
 
         def take(tensor: Tensor, path: str) -> Tensor:
-            if is_sharded(tensor):
-                plain_state(tensor, path)  # refuses it: shards are written by other code
             if tensor.is_meta:
                 return tensor
             if not _is_plain(tensor) or not (tensor.is_cpu or runs_ahead(tensor.device)):
@@ -47,7 +47,7 @@ class HostCopy:
             tensors.append((torch.empty(0, dtype=tensor.dtype), tensor))
             return tensors[-1][0]
 
-        self._state = plain_state(dict(state), take=take)
+        self._state = (format or TorchFormat()).prepare(state, take=take)
         self.memory: dict[bool, Tensor] = {}
         copies = self._copy_storages(originals, memory)
         for copy, tensor in tensors:

@@ -6,49 +6,44 @@ the meta device). The content of these tensors is in the folder ``model_0000099.
 under a new name each time. Replacing the file commits the save.
 """
 
-import contextlib
 import importlib
 import os
-import re
-import shutil
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from trainkit.checkpoint.atomic import CheckpointError, is_being_written, sync_folder
-from trainkit.checkpoint.file import SUFFIX, UNREADABLE, is_file_of, peek_file, sha256_of
-from trainkit.checkpoint.state import plain_state
+from trainkit.checkpoint.atomic import CheckpointError, sync_folder
+from trainkit.checkpoint.file import is_file_of, sha256_of
+from trainkit.checkpoint.format import owner_of_part
+from trainkit.checkpoint.state import Take, plain_state
 from trainkit.utils import comm
-from trainkit.utils.sharding import empty_like_shard, is_sharded, local_part
+from trainkit.utils.sharding import first_shard, local_part
 
 KEY = "shards"
-FOLDER = re.compile(r"(.+)\.shards-[0-9a-f]{8}")
 
 
 class Shards:
-    """The sharded tensors of a state, ready to be written.
+    """The sharded tensors of a state, ready to be written; `take` adds one."""
 
-    Attributes:
-        local: path in the state -> this rank's part; you may replace it by a copy in host memory.
-    """
+    def __init__(self, token: str = "", group: dist.ProcessGroup | None = None) -> None:
+        """``token``: the end of the folder's name; nothing else may use ``group`` during `write`."""
+        self.token, self.group = token, group
+        self._local: dict[str, Tensor] = {}  # path in the state -> this rank's part
+        self._layouts: dict[str, Any] = {}  # mesh, placements, global shape and stride
 
-    def __init__(self, tensors: Mapping[str, Any]) -> None:
-        self.local: dict[str, Tensor] = {path: local_part(tensor) for path, tensor in tensors.items()}
-        self._layouts = {  # mesh, placements, global shape and stride
-            path: (tensor.device_mesh.mesh, tensor.placements, tensor.shape, tensor.stride())
-            for path, tensor in tensors.items()
-        }
+    def take(self, tensor: Any, path: str, copy: Take | None) -> Tensor:
+        """Keep this rank's part of a tensor, or a copy of it; returns an empty tensor in its place."""
+        local = local_part(tensor).detach()
+        self._local[path] = local if copy is None else copy(local, path)
+        self._layouts[path] = (tensor.device_mesh.mesh, tensor.placements, tensor.shape, tensor.stride())
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
-    def __bool__(self) -> bool:
-        return bool(self.local)
-
-    def write(self, folder: str, group: dist.ProcessGroup | None) -> dict[str, Any]:
-        """Write all shards; every rank calls it, in any thread. Nothing else may use ``group`` during the call.
+    def write(self, folder: str) -> dict[str, Any]:
+        """Write all shards; every rank calls it, in any thread.
 
         Returns:
             The entry ``shards`` of the file.
@@ -56,9 +51,9 @@ class Shards:
         Raises:
             CheckpointError: on every rank, if one of them cannot write.
         """
-        dcp, sharding = _import_dcp(), importlib.import_module("torch.distributed.tensor")
+        dcp, sharding = _import_dcp(), _import_dtensor()
         tensors = {}
-        for path, part in self.local.items():
+        for path, part in self._local.items():
             ranks, placements, shape, stride = self._layouts[path]
             # on the CPU, since the parts may be in host memory; nothing is exchanged over this mesh
             mesh = sharding.DeviceMesh("cpu", ranks, _init_backend=False)
@@ -67,7 +62,7 @@ class Shards:
             )
         files, error = {}, ""
         try:
-            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=group)
+            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=self.group)
             files = _digest_own_files(folder)
             sync_folder(folder)
             sync_folder(os.path.dirname(folder))
@@ -76,36 +71,19 @@ class Shards:
             error = f"rank {rank}: {reason}"
         except OSError as failure:
             error = f"rank {comm.get_rank()}: {failure}"
-        by_rank = comm.all_gather((files, error), group=group)
+        by_rank = comm.all_gather((files, error), group=self.group)
         if errors := [text for _, text in by_rank if text]:
             raise CheckpointError(f"cannot write '{folder}': {errors[0]}. Checkpoints written before are unchanged")
         return {"folder": os.path.basename(folder), "files": {k: v for files, _ in by_rank for k, v in files.items()}}
 
 
-def take_shards(state: dict[str, Any]) -> tuple[dict[str, Any], Shards]:
-    """A copy of ``state`` with an empty tensor in place of each sharded tensor; and the sharded tensors.
-
-    Raises:
-        TypeError: as `plain_state`.
-    """
-    taken: dict[str, Tensor] = {}
-
-    def take(tensor: Tensor, path: str) -> Tensor:
-        if not is_sharded(tensor):
-            return tensor
-        taken[path] = tensor
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-    return plain_state(state, take=take), Shards(taken)
-
-
 def fill_shards(
-    state: dict[str, Any], path: str, like: Tensor | None = None, wanted: Iterable[str] = ("",)
+    state: dict[str, Any], path: str, model: nn.Module | None = None, wanted: Iterable[str] = ("",)
 ) -> dict[str, Any]:
     """Read the shards of a state that was read from the file ``path``; a rank may call it alone.
 
     Args:
-        like: shard the tensors like this tensor; None: read whole tensors.
+        model: its sharded tensors give the layout; None: read whole tensors.
         wanted: read the tensors whose paths start with one of these; other tensors stay empty.
 
     Returns:
@@ -118,16 +96,17 @@ def fill_shards(
     if manifest is None:
         return state
     folder, files = _checked(manifest, path)
+    like = None if model is None else _layout_for_reading(model)
     dcp, prefixes = _import_dcp(), tuple(wanted)
     found: dict[str, Tensor] = {}
     try:
-        reader = importlib.import_module("trainkit.checkpoint.shard_reader").ShardReader(folder, files)
+        reader = importlib.import_module("trainkit.projects.sharding.shard_reader").ShardReader(folder, files)
         known = reader.read_metadata().state_dict_metadata
 
         def make(tensor: Tensor, place: str) -> Tensor:
             if not tensor.is_meta or place not in known or not place.startswith(prefixes):
                 return tensor
-            found[place] = empty_like_shard(tensor.shape, tensor.dtype, like)
+            found[place] = _empty_like(tensor.shape, tensor.dtype, like)
             return found[place]
 
         filled = plain_state(state, take=make)
@@ -171,33 +150,6 @@ def verify_shards(state: Mapping[str, Any], path: str, *, part: int = 0, num_par
             raise CheckpointError(f"'{path}' is damaged: the content of its part '{file}' does not match its digest")
 
 
-def remove_shards(path: str, *, but: str = "") -> None:
-    """Remove the shard folders of the checkpoint file ``path``, except the folder ``but``.
-
-    Raises:
-        OSError: a folder cannot be removed.
-    """
-    folder, stem = os.path.dirname(path), os.path.basename(path).removesuffix(SUFFIX)
-    for name, owner in _shard_folders(folder):
-        if owner == stem and name != but:
-            shutil.rmtree(os.path.join(folder, name))
-
-
-def remove_stray_shards(folder: str) -> None:
-    """Remove shard folders of killed saves, which no file names; no other process may write to ``folder``."""
-    with contextlib.suppress(*UNREADABLE, AttributeError):  # leftovers only cost space; if a file is damaged, all stay
-        found = {name: owner + SUFFIX for name, owner in _shard_folders(folder) if not is_being_written(name)}
-        count = Counter(found.values())
-        files = {name: count[name] for name in os.listdir(folder) if name.endswith(SUFFIX)}
-        # usually a file has one folder, with its own name; it is not read, since a run may have many files
-        strays = {name for name, owner in found.items() if files.get(owner) != 1}
-        for name in files if strays else ():
-            if files[name] != 1:
-                strays.discard(peek_file(os.path.join(folder, name)).get(KEY, {}).get("folder"))
-        for name in strays:
-            shutil.rmtree(os.path.join(folder, name))
-
-
 def _checked(manifest: Any, path: str) -> tuple[str, dict[str, tuple[int, str]]]:
     """The folder, and name -> (size, digest) of its files, from the entry ``shards`` of the file ``path``.
 
@@ -214,7 +166,7 @@ def _checked(manifest: Any, path: str) -> tuple[str, dict[str, tuple[int, str]]]
         ) from None
     parent = os.path.dirname(path)
     folder = os.path.join(parent, name)
-    is_beside = FOLDER.fullmatch(name) is not None and is_file_of(parent, name)
+    is_beside = _is_name(name) and is_file_of(parent, name)
     if not is_beside or not all(is_file_of(folder, file) for file in files):
         raise CheckpointError(
             f"'{path}' is refused: its shards {name!r:.80} have to be a folder beside it, and files in that folder, no "
@@ -223,10 +175,26 @@ def _checked(manifest: Any, path: str) -> tuple[str, dict[str, tuple[int, str]]]
     return folder, files
 
 
-def _shard_folders(folder: str) -> list[tuple[str, str]]:
-    """(name of a shard folder, name of its checkpoint file without suffix)."""
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    return [(name, match[1]) for name in names if (match := FOLDER.fullmatch(name))]
+def _is_name(folder: str) -> bool:
+    return bool(owner_of_part(folder)) and folder[: -len("-01234567")].endswith(f".{KEY}")
+
+
+def _layout_for_reading(model: nn.Module) -> Any:
+    """A sharded tensor with a layout that suits all tensors of a checkpoint; None if the model is not sharded."""
+    first = first_shard(model)
+    if first is None or comm.get_tensor_parallel() == 1:
+        return first
+    sharding, mesh = _import_dtensor(), dist.init_device_mesh(first.device.type, (comm.get_world_size(),))
+    return sharding.empty(1, device_mesh=mesh, placements=[sharding.Shard(0)])
+
+
+@torch.no_grad()
+def _empty_like(size: torch.Size, dtype: torch.dtype, like: Any) -> Tensor:
+    """A tensor of global shape ``size`` with uninitialized values, sharded like ``like``; None: not sharded."""
+    if like is None:
+        return torch.empty(size, dtype=dtype)
+    empty: Tensor = _import_dtensor().empty(size, dtype=dtype, device_mesh=like.device_mesh, placements=like.placements)
+    return empty
 
 
 def _digest_own_files(folder: str) -> dict[str, tuple[int, str]]:
@@ -241,3 +209,7 @@ def _digest_own_files(folder: str) -> dict[str, tuple[int, str]]:
 
 def _import_dcp() -> Any:
     return importlib.import_module("torch.distributed.checkpoint")  # this import takes almost as long as that of torch
+
+
+def _import_dtensor() -> Any:
+    return importlib.import_module("torch.distributed.tensor")

@@ -1,0 +1,5 @@
+"""Checkpoints that a thread writes while training continues."""
+
+from trainkit.projects.async_save.format import AsyncFormat
+
+__all__ = ["AsyncFormat"]

@@ -1,0 +1,1 @@
+"""Models and checkpoints of which each rank holds a part."""
