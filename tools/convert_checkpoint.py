@@ -21,8 +21,8 @@ import torch
 
 from trainkit.checkpoint import CheckpointError, load_trusted_pickle
 from trainkit.checkpoint.file import write_file
-from trainkit.checkpoint.remote import download
 from trainkit.checkpoint.state import plain_state
+from trainkit.checkpoint.store import download
 from trainkit.engine import user_errors_exit
 from trainkit.utils.file_io import PathManager
 

@@ -20,7 +20,7 @@ from trainkit.checkpoint.matching import Differences, strip_wrapper_prefix, tabl
 from trainkit.checkpoint.ranks import KEY as RANKS
 from trainkit.checkpoint.ranks import gather_rank_states, take_rank_state
 from trainkit.checkpoint.ranks import together as together
-from trainkit.checkpoint.remote import download, local_folder, remote_of, upload_soon
+from trainkit.checkpoint.store import download, local_folder, mirror_of, upload_soon
 from trainkit.utils import comm
 from trainkit.utils.file_io import PathManager
 from trainkit.utils.model import unwrap_model
@@ -56,8 +56,8 @@ class Checkpointer:
 
     Args:
         model: data-parallel wrappers are removed.
-        save_dir: created when first needed; ``""`` switches off saving and resuming. An address of fsspec becomes a
-            local folder whose files are uploaded, see `trainkit.checkpoint.remote`.
+        save_dir: created when first needed; ``""`` switches off saving and resuming. An address becomes a
+            local folder whose files go to a store, see `trainkit.checkpoint.store`.
         save_to_disk: whether this process writes; None: rank 0 does.
         async_save: the same as ``format="async_save"``.
         format: a `CheckpointFormat`, or its registered name; "": one file of torch.save.
@@ -299,7 +299,7 @@ class Checkpointer:
         if not path:
             _logger.info("No checkpoint to load; the model stays as it is")
             return {}
-        path = self._local(path)
+        path = download(path, self.path_manager)
         self.format.wait()
         state = self._load_file(path)
         format_of(state).verify(state, path)
@@ -325,7 +325,7 @@ class Checkpointer:
             _logger.info("No checkpoint to resume from in '%s'; starting from '%s'", self.save_dir, path or "")
         if not path:
             return self.load(path, checkpointables=[])
-        path = together(partial(self._local, path))
+        path = together(partial(download, path, self.path_manager))
         return self._apply(self._read_on_all_ranks(path), path, [], strict=False)
 
     def _choose_and_read(self) -> tuple[str, dict[str, Any]]:
@@ -343,21 +343,16 @@ class Checkpointer:
     def _choose(self, broken: dict[str, str]) -> tuple[str, Any]:
         if not comm.is_main_process():
             return "", None
-        if (remote := remote_of(self.save_dir)) is not None:
-            remote.download()
+        if (mirror := mirror_of(self.save_dir)) is not None:
+            mirror.download()
         if self.save_to_disk and os.path.isdir(self.save_dir) and not is_owned_by_another(self.save_dir):
             remove_leftovers(self.save_dir)
         try:
             return choose(self.save_dir, broken, self._load_file)
         except CheckpointError:
-            if remote is None or not remote.download_older():
+            if mirror is None or not mirror.download_older():
                 raise
             return choose(self.save_dir, broken, self._load_file)
-
-    def _local(self, path: str | os.PathLike[str]) -> str:
-        """A local path; ``path_manager`` downloads an address such as ``https://...`` or ``s3://...``."""
-        path = os.fspath(path)
-        return download(path, self.path_manager) if "://" in path else path
 
     def _read_on_all_ranks(self, path: str, state: dict[str, Any] | None = None) -> dict[str, Any]:
         """Read and verify the same file on every rank; a rank that passes its ``state`` does not read it again.

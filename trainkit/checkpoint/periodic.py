@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from trainkit.checkpoint.checkpointer import Checkpointer
-from trainkit.checkpoint.remote import remote_of, remove_from_run
+from trainkit.checkpoint.format import CheckpointFormat
 from trainkit.utils.numbers import is_whole
 from trainkit.utils.periods import is_nth
 
@@ -97,20 +97,19 @@ class PeriodicCheckpointer:
         if self.max_to_keep is None or not self.checkpointer.save_to_disk:
             return
         try:
+            form = getattr(self.checkpointer, "format", CheckpointFormat())
             numbered = self._numbered_files()
             # Files of later iterations are from an earlier run in this folder; they are neither counted nor removed.
             newest_first = sorted((number for number in numbered if number < iteration), reverse=True)
             for number in newest_first[self.max_to_keep - 1 :]:
-                remove_from_run(os.path.join(self.checkpointer.save_dir, numbered[number]))
+                form.remove(os.path.join(self.checkpointer.save_dir, numbered[number]))
         except OSError as error:
             _logger.warning("Old checkpoints are not removed, the next save tries again: %s", error)
 
     def _numbered_files(self) -> dict[int, str]:
         """iteration -> file name."""
         pattern = re.compile(re.escape(self.file_prefix) + r"_(\d{7,})\.pth")
-        remote = remote_of(self.checkpointer.save_dir)
-        names = {*os.listdir(self.checkpointer.save_dir), *(() if remote is None else remote.only_there)}
-        matches = map(pattern.fullmatch, names)
+        matches = map(pattern.fullmatch, os.listdir(self.checkpointer.save_dir))
         return {int(match[1]): match[0] for match in matches if match}
 
 

@@ -20,7 +20,7 @@ from trainkit.checkpoint.atomic import write_text
 from trainkit.checkpoint.file import is_file_of
 from trainkit.checkpoint.folder import choose, find_checkpoint
 from trainkit.checkpoint.format import owner_of_part
-from trainkit.checkpoint.remote import local_folder, remote_of
+from trainkit.checkpoint.store import local_folder, mirror_of
 from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, import_modules
 from trainkit.config.checks import check_is_ours
 from trainkit.config.lazy import to_yaml
@@ -148,7 +148,7 @@ def use_local_folders(cfg: CfgNode) -> None:
 def own_folders(cfg: CfgNode, resume: bool | None = None) -> list[str]:
     """Lock OUTPUT_DIR and CHECKPOINT.DIR for this run, on rank 0; returns lines for the log.
 
-    If they are addresses, ``resume`` is as for `RemoteFolder.take`.
+    If they are addresses, ``resume`` is as for `trainkit.projects.remote.mirror.Mirror.take`.
 
     Raises:
         ConfigError: another run uses a folder, or it cannot be written.
@@ -164,16 +164,16 @@ def own_folders(cfg: CfgNode, resume: bool | None = None) -> list[str]:
         if owned.former:
             notes.append(f"A run has not ended properly in {folder}, which it leaves to this one: {owned.former}")
             owned.former = ""
-        if (remote := remote_of(folder)) is not None and not remote.is_taken:
-            remote.take(resume)
-            notes.append(f"Files are written to {folder}, and uploaded to {remote.address} after each save")
+        if (mirror := mirror_of(folder)) is not None and not mirror.is_taken:
+            mirror.take(resume)
+            notes.append(f"Files are written to {folder}, and uploaded to {mirror.address} after each save")
     return notes
 
 
 def release_folders(cfg: CfgNode) -> None:
     """Unlock both folders. Raises CheckpointError if the run has no error, but not all its files are at its address."""
     folders = (cfg.OUTPUT_DIR, checkpoint_dir(cfg))
-    errors = [error for folder in folders if (remote := remote_of(folder)) and (error := remote.release())]
+    errors = [error for folder in folders if (mirror := mirror_of(folder)) and (error := mirror.release())]
     for folder in folders:
         release_folder(folder)
     if errors and sys.exc_info()[0] is None:
@@ -216,8 +216,8 @@ def default_setup(cfg: Any, args: Any) -> None:
     notes = [] if eval_only else own_folders(cfg, resume)
     older: list[Path] = []
     if comm.is_main_process():
-        for remote in filter(None, map(remote_of, [cfg.OUTPUT_DIR, checkpoint_dir(cfg)] * eval_only)):
-            remote.download()
+        for mirror in filter(None, map(mirror_of, [cfg.OUTPUT_DIR, checkpoint_dir(cfg)] * eval_only)):
+            mirror.download()
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
             is_new = not eval_only and not (resume and _has_checkpoint(checkpoints))

@@ -27,6 +27,7 @@ NAMES: Mapping[str, str] = {
     "GraphAMPTrainer": "trainkit.projects.graph.trainer",
     "graph_trainer": "trainkit.projects.graph.trainer",
     "async_save": "trainkit.projects.async_save.format",
+    "Mirror": "trainkit.projects.remote.mirror",
     "shards": "trainkit.projects.sharding.format",
     "CheckFiniteLoss": "trainkit.engine.hooks.check_finite_loss",
     "EMAHook": "trainkit.engine.hooks.ema",
