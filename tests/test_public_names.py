@@ -14,7 +14,10 @@ ROOT = Path(__file__).parent.parent
 JOBS = ["charlm", "digits", "lazy", "segmentation", "selfsup", "trainkit_selfsup", "vision_text"]  # not capabilities
 
 PUBLIC = {
-    "trainkit.checkpoint": {"CheckpointError", "Checkpointer", "PeriodicCheckpointer", "load_trusted_pickle"},
+    "trainkit.checkpoint": {
+        *("CheckpointError", "CheckpointFormat", "CheckpointStore", "Checkpointer", "FORMAT_REGISTRY"),
+        *("PeriodicCheckpointer", "STORE_REGISTRY", "load_trusted_pickle"),
+    },
     "trainkit.config": {
         "CfgNode",
         "ConfigError",

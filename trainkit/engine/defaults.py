@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainkit.checkpoint import Checkpointer
+from trainkit.checkpoint import FORMAT_REGISTRY, Checkpointer
 from trainkit.config import (
     CfgNode,
     ConfigError,
@@ -27,6 +27,7 @@ from trainkit.config import (
     scale_workers,
 )
 from trainkit.config.checks import check_is_ours
+from trainkit.config.errors import look_up
 from trainkit.data.build import build_test_loader, build_train_loader, check_epoch_limit, first_batches
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.engine import hooks, model_options
@@ -180,9 +181,9 @@ class DefaultTrainer(TrainerBase):
         if cfg.LOG.GATHER_PERIOD == 1:
             self._trainer.metrics.exchange_period = cfg.LOG.PERIOD
         self.scheduler = self.build_lr_scheduler(cfg, optimizer)
-        self.checkpointer = Checkpointer(
-            model, checkpoint_dir(cfg), format=cfg.CHECKPOINT.FORMAT, trainer=weakref.proxy(self)
-        )
+        name = cfg.CHECKPOINT.FORMAT
+        format_ = look_up(FORMAT_REGISTRY, name, "CHECKPOINT.FORMAT")() if name else ""
+        self.checkpointer = Checkpointer(model, checkpoint_dir(cfg), format=format_, trainer=weakref.proxy(self))
         self.stop_check_period = cfg.STOP_CHECK_PERIOD
         self.max_iter = cfg.SOLVER.MAX_ITER
         self.register_hooks(self.build_hooks())
