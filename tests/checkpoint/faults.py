@@ -30,7 +30,9 @@ class Faults:
                 return super().write(data)
 
         def opened(file, mode="r", *args, **kwargs):
-            return File(file, "x") if str(file).endswith(".trainkit-tmp") else open_file(file, mode, *args, **kwargs)
+            if not str(file).endswith(".trainkit-tmp"):
+                return open_file(file, mode, *args, **kwargs)
+            return io.BufferedWriter(File(file, "x"), 1 << 20)
 
         patch(builtins, "open", opened)
         patch(os, "fsync", lambda descriptor: self._action() if self._is_hit("fsync") else fsync(descriptor))

@@ -2,17 +2,24 @@
 
 import contextlib
 import errno
-import io
 import os
 import re
 import secrets
-import shutil
+import sys
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-_CHUNK = 1 << 20
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.trainkit-tmp")
 _being_written: list[str] = []  # names of files and folders, which no thread of this process may remove
+_UNWRITABLE = ". Make the folder writable, or choose another one"
+_REMEDIES = {
+    errno.ENOSPC: ". Make room, or keep fewer checkpoints (max_to_keep)",
+    errno.EDQUOT: ". Remove files, or have your quota raised",
+    errno.EFBIG: ". Have the limit on the size of a file raised (ulimit -f)",
+    errno.EROFS: _UNWRITABLE,
+    errno.EACCES: _UNWRITABLE,
+    errno.EPERM: _UNWRITABLE,
+}
 
 
 class CheckpointError(OSError):
@@ -24,21 +31,34 @@ def replacing(path: str) -> Iterator[BinaryIO]:
     """Yield a temporary file that replaces ``path`` after the block has succeeded."""
     folder, name = os.path.split(os.path.abspath(path))
     temporary = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.trainkit-tmp")
-    file: _File | None = None
+    outer = sys.exc_info()[1]  # this may be called while another error is handled
     with being_written(temporary):
         try:
-            file = _File(open(temporary, "xb", buffering=0))  # noqa: SIM115
-            with io.BufferedWriter(file, _CHUNK) as output:
+            with open(temporary, "xb", buffering=1 << 20) as output:
                 yield output
                 output.flush()
-                file.sync()
+                os.fsync(output.fileno())
             os.replace(temporary, path)
             sync_folder(folder)
-        except OSError as error:
-            raise CheckpointError(_write_failure(error, path, temporary, file.size if file else 0)) from error
+        except Exception as failure:
+            error = _cause(failure, outer)
+            if not isinstance(error, OSError):
+                raise error from None
+            reason = f"{error.strerror or error}{_REMEDIES.get(error.errno or 0, '')}"
+            raise CheckpointError(
+                f"cannot write '{path}' in folder '{folder}': {reason}. Checkpoints written before are unchanged"
+            ) from error
         finally:
             with contextlib.suppress(OSError):  # the file may have been renamed
                 os.remove(temporary)
+
+
+def _cause(error: BaseException, outer: BaseException | None) -> BaseException:
+    """The error of a write, which torch's writer hides behind an error about positions in the file."""
+    found: BaseException | None = error
+    while isinstance(found, Exception) and not isinstance(found, OSError):
+        found = None if found.__context__ is outer else found.__context__
+    return found or error
 
 
 @contextlib.contextmanager
@@ -54,44 +74,6 @@ def being_written(path: str) -> Iterator[None]:
 
 def is_being_written(name: str) -> bool:
     return name in _being_written
-
-
-class _File(io.RawIOBase):
-    """Writes to a file. After a write that fails, later writes are only counted; :meth:`sync` raises the error.
-
-    If the error were raised at once, torch's writer would hide it behind an error about file positions, and the needed
-    size would stay unknown.
-
-    Attributes:
-        size: bytes given to ``write``.
-    """
-
-    def __init__(self, file: io.FileIO) -> None:
-        self._file = file
-        self._error: BaseException | None = None
-        self.size = 0
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        count = len(data)
-        if self._error is None:
-            try:
-                count = self._file.write(data)
-            except BaseException as error:
-                self._error = error
-        self.size += count
-        return count
-
-    def sync(self) -> None:
-        if self._error is not None:
-            raise self._error
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
 
 def write_text(text: str, path: str | os.PathLike[str]) -> None:
@@ -120,23 +102,3 @@ def sync_folder(folder: str) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-_REMEDIES = {
-    errno.ENOSPC: "Make room, or keep fewer checkpoints (max_to_keep)",
-    errno.EDQUOT: "Remove files, or have your quota raised",
-    errno.EFBIG: "Have the limit on the size of a file raised (ulimit -f)",
-}
-
-
-def _write_failure(error: OSError, path: str, temporary: str, size: int) -> str:
-    folder = os.path.dirname(temporary)
-    text = f"cannot write '{path}' in folder '{folder}': {error.strerror or error}"
-    if error.errno in _REMEDIES:
-        written = os.path.getsize(temporary) if os.path.exists(temporary) else size
-        room = written if written < size else shutil.disk_usage(folder).free  # all is written if fsync or rename fails
-        missing = f", so {size - room:,} are missing" if room < size else ""
-        text += f"; the file needs {size:,} bytes, there is room for {room:,}{missing}. {_REMEDIES[error.errno]}"
-    elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        text += ". Make the folder writable, or choose another one"
-    return f"{text}. Checkpoints written before are unchanged"
