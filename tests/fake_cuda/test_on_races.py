@@ -9,9 +9,9 @@ from torch.cuda import _sanitizer as sanitizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainkit.projects.async_save.host_copy import HostCopy
 from trainkit.projects.graph.recorder import CudaRecorder
+from trainkit.projects.graph.tests.test_graph import Net, batches, fused_sgd
 
 from tests.cuda import needs_cuda
-from tests.engine.test_graph import Net, batches, fused_sgd
 from tests.fake_cuda.test_on_trainers import SETTINGS, train
 from trainkit.engine import GraphTrainer, SimpleTrainer
 from trainkit.engine.hooks import CallbackHook
