@@ -3,33 +3,20 @@
 import json
 import shutil
 import threading
-from contextlib import suppress
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset, Sampler
 
-from tests.engine.job import TinyClassifier, tiny_cfg
+from tests.engine.job import tiny_cfg
 from tests.engine.tiny import CLOCK_READINGS
 from trainkit.checkpoint import Checkpointer
 from trainkit.data import ResumableLoader
 from trainkit.engine import DefaultTrainer, HookBase, SimpleTrainer
 from trainkit.engine.hooks import CallbackHook, PeriodicCheckpointer
-from trainkit.modeling import MODEL_REGISTRY
 from trainkit.utils.env import seed_all_rng
 from trainkit.utils.events import JSONWriter
-
-
-@MODEL_REGISTRY.register()
-class LazyClassifier(TinyClassifier):
-    """Makes a buffer in its first forward pass, of which everything later depends."""
-
-    def forward(self, batch):
-        if not hasattr(self, "shift"):
-            self.register_buffer("shift", torch.rand(4) + batch["x"].mean(0))
-        return super().forward({**batch, "x": batch["x"] + self.shift})
-
 
 HOOKS = [
     {"NAME": "EMAHook", "DECAY": 0.9, "EVALUATE": "both"},
@@ -145,15 +132,6 @@ def test_with_asynchronous_metrics_the_run_and_the_resumed_run_end_as_the_whole_
     trainer = run(tmp_path / "parts", 2, None, "LOG.ASYNC", True)
     assert trainer.start_iter > 0
     assert content(tmp_path / "parts") == whole[0]
-
-
-def test_a_buffer_of_the_first_forward_pass_is_resumed_exactly(tmp_path):
-    options = ("MODEL.NAME", "LazyClassifier")
-    run(tmp_path / "whole", 1, None, *options)
-    with suppress(Killed):
-        run(tmp_path / "broken", 1, Killer("after_step", 5), *options)
-    run(tmp_path / "broken", 2, None, *options)
-    assert content(tmp_path / "broken") == content(tmp_path / "whole")
 
 
 def test_a_run_of_another_seed_is_another_one(whole, tmp_path):

@@ -16,13 +16,6 @@ def is_part_of(model: nn.Module, whole: nn.Module) -> bool:
     return {*map(id, model.parameters())} <= {*map(id, whole.parameters())}
 
 
-def can_take_buffer(model: nn.Module, path: str) -> bool:
-    """Whether the module in ``path`` exists, and its attribute in ``path`` is missing or None."""
-    owner, _, name = path.rpartition(".")
-    module = dict(model.named_modules()).get(owner)
-    return name != "" and module is not None and getattr(module, name, None) is None
-
-
 def put_buffer(model: nn.Module, path: str, buffer: Tensor) -> None:
     """Register ``buffer`` as a persistent buffer of ``model``, in place of an existing attribute."""
     owner_path, _, name = path.rpartition(".")

@@ -11,7 +11,6 @@ from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from trainkit.utils import comm
 
@@ -25,15 +24,6 @@ def first_shard(model: nn.Module) -> Any:
     """The first sharded parameter, or None. Without tensor parallelism, all sharded parameters have its layout."""
     reshard(model)
     return next((parameter for parameter in model.parameters() if is_sharded(parameter)), None)
-
-
-def layout_for_reading(model: nn.Module) -> Any:
-    """A sharded tensor with a layout that suits all tensors of a checkpoint; None if the model is not sharded."""
-    first = first_shard(model)
-    if first is None or comm.get_tensor_parallel() == 1:
-        return first
-    sharding, mesh = _import_dtensor(), dist.init_device_mesh(first.device.type, (comm.get_world_size(),))
-    return sharding.empty(1, device_mesh=mesh, placements=[sharding.Shard(0)])
 
 
 def by_mesh(tensors: list[Tensor]) -> list[list[Tensor]]:
@@ -66,14 +56,6 @@ def shard_like(tensor: Tensor, like: Any) -> Tensor:
         return tensor
     tensor = whole(tensor).detach().to(like.device)
     return _import_dtensor().distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
-
-
-@torch.no_grad()
-def empty_like_shard(size: torch.Size, dtype: torch.dtype, like: Any) -> Tensor:
-    """A tensor of global shape ``size`` with uninitialized values, sharded like ``like``; None: not sharded."""
-    if like is None:
-        return torch.empty(size, dtype=dtype)
-    return _import_dtensor().empty(size, dtype=dtype, device_mesh=like.device_mesh, placements=like.placements)
 
 
 def is_sharded_model(model: object) -> TypeGuard[nn.Module]:
