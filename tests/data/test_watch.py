@@ -100,24 +100,6 @@ def test_a_batch_that_does_not_come_is_warned_about_once_and_then_an_error_that_
     assert caplog.records[0].levelno == logging.WARNING
 
 
-def test_without_a_timeout_one_waits_for_ever_and_looks_up(clock):
-    class Patience(waiting.Waiter):
-        looks = 0
-
-        def look_up(self, lost=False):
-            self.looks += 1
-            if self.looks == 3:
-                raise waiting.Abandoned
-
-    batches = iter(make(Bad(hang), timeout=0))
-    assert [next(batches), next(batches)] == [[0, 1], [2, 3]]
-    clock.step = 10**6
-    token = waiting.waiter.set(Patience())
-    with pytest.raises(waiting.Abandoned):
-        next(batches)
-    waiting.waiter.reset(token)
-
-
 def test_a_stream_names_its_workers(clock):
     batches = iter(make(BadStream(), sampler=None, num_workers=1, timeout=100))
     assert next(batches) == [0, 1]

@@ -207,7 +207,7 @@ def test_a_state_that_nothing_was_done_with_is_given_back_as_it_was():
     state = trainer.state_dict()
     assert (state["iteration"], state["position"]) == (
         2,
-        {"stage": 2, "max_iter": 4, "finished_early": None, "before_step_done": False},
+        {"stage": 2, "max_iter": 4, "finished_early": None},
     )
     assert state["rng"] is save.state["rng"]
 

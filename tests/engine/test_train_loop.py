@@ -940,3 +940,77 @@ def test_a_state_without_hooks_is_loaded():
 
     state = trainer.state_dict()
     assert (state["iteration"], state["hooks"]) == (2, {"Counting": {"count": 7}})
+
+
+# ---------------------------------------------------------------------- hooks that say when they are due
+
+
+class Every(HookBase):
+    def __init__(self, period):
+        self.period, self.called = period, []
+
+    def next_due(self, done):
+        return done + self.period - done % self.period
+
+    def after_step(self):
+        self.called.append(self.trainer.iter + 1)
+
+
+def test_a_hook_with_next_due_is_called_where_it_or_another_one_is_due_and_others_in_each_iteration():
+    class InEach(HookBase):
+        called = ()
+
+        def after_step(self):
+            self.called = (*self.called, self.trainer.iter + 1)
+
+    each, threes, fives = InEach(), Every(3), Every(5)
+    fives.priority = "LOW"  # below the save point
+    trainer = Trainer()
+    trainer.register_hooks([each, threes, fives])
+    trainer.train(0, 11)
+
+    assert each.called == tuple(range(1, 12))
+    assert threes.called == fives.called == [1, 3, 5, 6, 9, 10]  # the first iteration looks at every hook
+
+
+def test_a_subclass_with_another_after_step_is_called_in_each_iteration():
+    class Own(Every):
+        def after_step(self):
+            super().after_step()
+
+    hook = Own(3)
+    trainer = Trainer()
+    trainer.register_hooks([hook])
+    trainer.train(0, 5)
+
+    assert hook.called == [1, 2, 3, 4, 5]
+
+
+def test_a_hook_that_is_registered_during_a_run_is_called_when_it_is_due():
+    late = Every(4)
+    trainer = Trainer()
+    register = CallbackHook(after_step=lambda trainer: trainer.iter == 4 and trainer.register_hooks([late]))
+    trainer.register_hooks([register, Every(100)])
+    trainer.train(0, 9)
+
+    assert late.called == [6, 8]
+
+
+def test_the_hooks_of_a_failure_are_told_the_error_and_one_that_fails_hides_nothing(caplog):
+    told = []
+
+    class Tell(HookBase):
+        def after_failure(self, error):
+            told.append((self.trainer.iter, self.trainer.status, self.trainer.failure is error, str(error)))
+            raise KeyError("of the hook")
+
+    def fail(trainer):
+        raise OSError("of the step")
+
+    trainer = Trainer()
+    trainer.register_hooks([Tell(), Tell(), CallbackHook(before_step=fail)])
+    with pytest.raises(OSError, match="of the step"):
+        trainer.train(3, 5)
+
+    assert told == [(3, "failed", True, "of the step")] * 2
+    assert caplog.text.count("Tell failed in after_failure: KeyError: 'of the hook'") == 2

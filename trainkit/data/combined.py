@@ -91,9 +91,7 @@ class CombinedLoader:
     def _next(self, name: str, iterators: dict[str, Iterator[Any]]) -> Any:
         for _ in range(2):
             try:
-                batch = next(iterators[name])
-                waiting.waiter.get().since = None  # the step has data now, so it must not be abandoned
-                return batch
+                return next(iterators[name])
             except StopIteration as error:
                 waiting.refuse_end_by_sample(error)
             iterators[name] = iter(self.loaders[name])

@@ -43,16 +43,10 @@ class Deliveries(Iterator[Any]):
         """
         Raises:
             RuntimeError: a worker has ended, or no batch came in time.
-            trainkit.utils.waiting.Abandoned: a stop was requested.
         """
-        try:
-            fetched = self._wait()
-        except waiting.Abandoned:
-            self._end_workers()
-            raise
+        fetched = self._wait()
         if not self._tasks.notes:
             return fetched
-        waiting.waiter.get().since = None  # a delivered batch must not be abandoned
         # the position comes with the batch, so that it is correct after a failed fetch too
         position, batch = fetched
         self._tasks.delivered(position)
@@ -70,7 +64,6 @@ class Deliveries(Iterator[Any]):
                 self.explain(error)
                 if not str(error).startswith(TIMEOUT):
                     raise
-            waiting.waiter.get().look_up()
             waited = time.monotonic() - start
             if self._timeout and waited >= self._timeout:
                 facts = self._describe()
@@ -92,7 +85,6 @@ class Deliveries(Iterator[Any]):
         """
         Raises:
             RuntimeError: ``error`` says that one of these workers has ended; the new error says what the worker did.
-            trainkit.utils.waiting.Abandoned: the same, while the run waits for data, and a stop was requested.
         """
         of_dataset = str(error).startswith("Caught ")  # torch's start of what a worker's code has raised
         if not self._workers or of_dataset or not (str(error).startswith(LOST) or isinstance(error, _CUT_OFF)):
@@ -102,7 +94,6 @@ class Deliveries(Iterator[Any]):
             if worker.sentinel in ended:
                 worker.join(ENDING_SEC)  # now the worker has an exit code
         if ended:
-            waiting.waiter.get().look_up(lost=True)  # a signal to all processes may have ended the server of forkserver
             raise RuntimeError(
                 f"a loader worker has ended: {self._describe()}. Check whether the code that reads the sample ends "
                 "the process, crashes in a library, or uses so much memory that the system kills it; set "

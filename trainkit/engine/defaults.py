@@ -119,23 +119,12 @@ class DefaultTrainer(TrainerBase):
     _given_cfg: CfgNode | None = None
     _how_to_repeat = ""  # the command that repeats the failed step
 
+    # what the trainer of a step has and a run replaces; whatever else it knows, __getattr__ asks it for
     model = forwarded("_trainer.model")
     optimizer = forwarded("_trainer.optimizer")
-    feed = forwarded("_trainer.feed")
     data_loader = forwarded("_trainer.data_loader")
-    batch = forwarded("_trainer.batch")
-    losses = forwarded("_trainer.losses")
-    trained_losses = forwarded("_trainer.trained_losses")
-    outputs = forwarded("_trainer.outputs")
-    used_lr = forwarded("_trainer.used_lr")
     accumulation_steps = forwarded("_trainer.accumulation_steps")
     iters_per_epoch = forwarded("_trainer.iters_per_epoch")
-    reset_data_loader = forwarded("_trainer.reset_data_loader")
-    begin_run = forwarded("_trainer.begin_run")
-    end_update = forwarded("_trainer.end_update")
-    end_step = forwarded("_trainer.end_step")
-    make_iterators = forwarded("_trainer.make_iterators")
-    find_failure = forwarded("_trainer.find_failure")
 
     def __init__(self, cfg: CfgNode) -> None:
         super().__init__()
@@ -633,28 +622,24 @@ class DefaultTrainer(TrainerBase):
         both = averaging is not None and averaging.evaluate == "both"
         return {**results, "raw": results} if both else results
 
+    def __getattr__(self, name: str) -> Any:
+        """What only the trainer of a step knows: batch, losses, outputs, feed, ..."""
+        if name.startswith("_") or "_step_trainer" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._step_trainer, name)
+
     def _set_trainer(self, trainer: SimpleTrainer) -> None:
-        """Set the inner trainer; its ``after_backward`` is forwarded to this trainer, which has the hooks."""
+        """Set the trainer of the steps; it gets the hooks and the storage of this one."""
         for name in ("model", "optimizer"):
             check_exchange(self, name, getattr(trainer, name))
         self._step_trainer = trainer
-        outer = weakref.proxy(self)
-        trainer.register_hooks([_PassOn(outer)])
+        trainer.share_run(self)
 
     _trainer: Any = property(attrgetter("_step_trainer"), _set_trainer, doc="The trainer of one step; can be replaced.")
 
-
-class _PassOn(HookBase):
-    """Forwards ``after_backward`` from an inner trainer to the outer one."""
-
-    def __init__(self, outer: TrainerBase) -> None:
-        self._outer = outer
-
-    def after_backward(self) -> None:
-        self._outer.after_backward()
-
-    def acts_after_backward(self) -> bool:
-        return self._outer.acts_after_backward()
+    @property
+    def _step(self) -> SimpleTrainer:
+        return self._step_trainer
 
 
 def _test_loader(build: Callable[[CfgNode, str], Iterable[Any]], cfg: CfgNode, name: str) -> Iterable[Any]:

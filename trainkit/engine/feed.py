@@ -14,7 +14,7 @@ from trainkit.data.common import add_note
 from trainkit.data.loader import ResumableLoader, resume_obstacle
 from trainkit.utils.device import Prefetcher
 from trainkit.utils.periods import check_period, exact, whole_or_rounded
-from trainkit.utils.waiting import Abandoned, next_batch
+from trainkit.utils.waiting import next_batch
 
 logger = logging.getLogger(__name__)
 
@@ -76,23 +76,14 @@ class Feed:
         There are fewer micro-batches only if the loader is an iterator that ends.
 
         Raises:
-            Abandoned: the run stops during the wait; the position in the data is then as before this call, if possible.
             ValueError: the loader yields no batch.
         """
         for start, steps in self.schedule:
             if start <= iter:
                 self.accumulation_steps = steps
-        several = self.accumulation_steps > 1
-        # for other loaders, reading the state in each iteration costs too much
-        before = self.state_dict() if several and isinstance(self._loader, _OURS) else None
         batches: list[Any] = []
-        try:
-            while len(batches) < self.accumulation_steps and (batch := self._draw(len(batches))) is not _END:
-                batches.append(batch)
-        except Abandoned as stop:
-            stop.nothing_done = before is not None or not batches
-            self.load_state_dict(self.state_dict() if before is None else before)
-            raise
+        while len(batches) < self.accumulation_steps and (batch := self._draw(len(batches))) is not _END:
+            batches.append(batch)
         if not batches:
             raise ValueError(
                 f"the data loader ({type(self._loader).__name__}) "

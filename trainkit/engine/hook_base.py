@@ -102,6 +102,17 @@ class HookBase:
     def after_load(self, state: dict[str, Any]) -> None:
         """After a checkpoint is read, before anything is loaded from it; ``state["model"]`` holds the weights."""
 
+    def after_failure(self, error: BaseException) -> None:
+        """After a failure, on the rank that failed, before ``after_train``; do not wait for other ranks."""
+
+    def next_due(self, done: int) -> int | None:
+        """After how many iterations ``after_step`` is called next, if ``done`` are done; None: in each iteration.
+
+        The loop may call it earlier. It counts for the class that defines ``after_step`` too: a subclass with another
+        ``after_step`` is called in each iteration, unless it defines this method as well.
+        """
+        return None
+
     def summary(self) -> str:
         """One line for the summary at the end of a run of `DefaultTrainer`, on rank 0; "" adds no line."""
         return ""

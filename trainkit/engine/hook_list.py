@@ -3,8 +3,9 @@
 import inspect
 import itertools
 import logging
+import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -28,6 +29,7 @@ class HookList:
 
     Attributes:
         hooks: the list itself; call ``update`` after changing it.
+        due: the number of iterations after which some hook with ``next_due`` is due.
         at: point -> the hooks that override it, in the order in which they are called. At ``after_step`` these are the
             hooks above the save point. At ``after_train`` hooks that save or evaluate the run (``ends``) come first,
             since others may need the results; writers come last.
@@ -40,12 +42,26 @@ class HookList:
         self._names: dict[str, HookBase] = {}
         self.at: dict[str, list[HookBase]] = {point: [] for point in HOOK_POINTS}
         self._below: list[HookBase] = []  # hooks with after_step below the save point
+        self._each: dict[bool, list[Callable[[], None]]] = {}  # below the save point? -> calls of each iteration
+        self._timed: list[HookBase] = []
+        self.due = 0
         self._unclaimed_states: dict[str, dict[str, Any]] = {}
 
-    def call(self, point: str, *args: Any, below: bool = False) -> None:
-        """Call the hooks of ``point``; for ``after_step``, the hooks above the save point, or those ``below`` it."""
-        for hook in self._below if below else self.at[point]:
+    def call(self, point: str, *args: Any) -> None:
+        """Call the hooks of ``point``."""
+        for hook in self.at[point]:
             getattr(hook, point)(*args)
+
+    def call_after_step(self, done: int, *, below: bool = False) -> None:
+        """Call ``after_step`` of the hooks above the save point, or ``below`` it, after ``done`` iterations."""
+        if done < self.due:
+            for after_step in self._each[below]:
+                after_step()
+            return
+        for hook in self._below if below else self.at["after_step"]:
+            hook.after_step()
+        if below:
+            self.due = min((hook.next_due(done) or done + 1 for hook in self._timed), default=sys.maxsize)
 
     def check(self, *, has_epochs: bool) -> bool:
         """Check the hooks before a run starts, and log their order; every rank calls it.
@@ -128,6 +144,10 @@ class HookList:
         self.at = {point: [hook for hook in self.hooks if overrides(hook, point)] for point in HOOK_POINTS}
         self._below = [hook for hook in self.at["after_step"] if self.is_below(hook)]
         self.at["after_step"] = [hook for hook in self.at["after_step"] if not self.is_below(hook)]
+        self._timed = [hook for hook in [*self.at["after_step"], *self._below] if is_timed(type(hook))]
+        for below, hooks in ((False, self.at["after_step"]), (True, self._below)):
+            self._each[below] = [hook.after_step for hook in hooks if not any(hook is timed for timed in self._timed)]
+        self.due = 0
         self.at["after_train"].sort(key=lambda hook: 2 if self._key(hook) > Priority.LOWEST else int(not hook.ends))
         self._names = {name: hook for name, hook in self._names.items() if any(hook is other for other in self.hooks)}
         for hook in self.hooks:
@@ -217,6 +237,15 @@ def _check_arguments(hook: HookBase, point: str) -> None:
             f"{type(hook).__name__}.{point} takes {takes}, but is called with ({', '.join(given)}): {error}; a hook "
             "finds the trainer in self.trainer"
         ) from error
+
+
+def is_timed(hook_class: type[HookBase]) -> bool:
+    """Whether ``next_due`` is defined in the class that defines ``after_step``, or in a subclass of it."""
+    after_step, next_due = (
+        next(i for i, base in enumerate(hook_class.__mro__) if name in vars(base))
+        for name in ("after_step", "next_due")
+    )
+    return next_due <= after_step and hook_class.__mro__[next_due] is not HookBase
 
 
 def overrides(hook: HookBase | type[HookBase], point: str) -> bool:

@@ -100,7 +100,7 @@ def _spawn(num_local: int, first_rank: int, run: Callable[[int], tuple[Any, int]
     """Call ``run(rank)`` in ``num_local`` new processes; return the result of the first."""
     results = mp.get_context("spawn").SimpleQueue()
     stops = StopRequests()
-    with stops.listening():
+    with stops.listening(is_loop=False):
         context = mp.start_processes(
             _spawned_main,
             args=(num_local, first_rank, results, run),
@@ -134,13 +134,13 @@ def _spawn(num_local: int, first_rank: int, run: Callable[[int], tuple[Any, int]
 def _join(context: Any, results: Any, stops: StopRequests) -> list[tuple[Any, int]]:
     """Wait for the processes and pass a signal on to them; return what they have put into ``results``."""
     answers: list[tuple[Any, int]] = []
-    has_ended, passed_on = False, False
+    has_ended, passed_on = False, 0
     while not has_ended:
         has_ended = context.join(timeout=0.5, grace_period=_GRACE_SEC)
         while not results.empty():  # a process cannot end while its large result is in the queue
             answers.append(pickle.loads(results.get()))
-        if stops.pending and not passed_on:
-            passed_on, stop = True, stops.agree_now()
+        if stops.num_requests > passed_on:
+            passed_on, stop = stops.num_requests, stops.agree_now()
             for process in context.processes:
                 if stop is not None and process.is_alive():
                     os.kill(process.pid, _passed_on(stop))

@@ -5,14 +5,14 @@ import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
-from trainkit.checkpoint import CheckpointError
-from trainkit.config import ConfigError
-from trainkit.engine.forwarding import forwarded
+from trainkit.checkpoint.atomic import CheckpointError
+from trainkit.config.errors import ConfigError
+from trainkit.engine.finite import raise_failure
 from trainkit.engine.run_state import Position, RunState
-from trainkit.engine.stopping import Stop, StopRequests
+from trainkit.engine.stopping import StopRequests
+from trainkit.evaluation.observer import EvaluationAbandoned
 from trainkit.utils.periods import is_nth
 from trainkit.utils.rng import set_rng_state
-from trainkit.utils.waiting import Abandoned
 
 __all__ = ["Position", "TrainerBase"]
 
@@ -27,18 +27,17 @@ class TrainerBase(RunState):
     then ``after_epoch``. A resumed run starts with stage 2 of the saved iteration, or with the next iteration.
 
     Attributes:
-        stop_check_period: if one rank is asked to stop, all ranks stop within this number of iterations.
+        failure: the error with which the run has failed, or None.
     """
-
-    stop_check_period = forwarded("_stops.check_period")
 
     def __init__(self) -> None:
         super().__init__()
         self._stops = StopRequests()
-        self._inside: Literal["", "stage 1", "save point", "stage 2"] = ""  # where in an iteration the run is
         self._saves: dict[str, Callable[[], object]] = {}  # requested checkpoints by name; written at the next save
-        self._has_warned_of_save = False
+        self._inside: Literal["", "stage 1", "save point", "stage 2"] = ""  # where in an iteration the run is
         self._per_epoch: Any = 0  # iterations; 0: there are no epochs
+        self._has_warned_of_save = False
+        self.failure: BaseException | None = None
 
     # ------------------------------------------------------------------ the loop
 
@@ -54,7 +53,7 @@ class TrainerBase(RunState):
             KeyboardInterrupt: after a run that was stopped by SIGINT.
         """
         self._start(start_iter, max_iter)
-        with self._stops.listening(self._may_abandon), self.storage:
+        with self._stops.listening(), self.storage:
             try:
                 self.before_train()
                 self._restore_rng()
@@ -62,8 +61,8 @@ class TrainerBase(RunState):
                 while not self._is_over():
                     self._run_iteration()
                 self._finish()
-            except Abandoned as stop:
-                self._abandon(stop)
+            except EvaluationAbandoned:
+                self._abandon()
             except BaseException as error:
                 self._fail(error)
                 raise
@@ -77,11 +76,9 @@ class TrainerBase(RunState):
         self.storage.begin_iter(self.iter)  # raises errors of the metrics worker
         if self.position.stage == 1:
             self._inside = "stage 1"
-            if not self._is_before_step_done:
-                if self._per_epoch and (self.iter == 0 or is_nth(self.iter, self._per_epoch)):
-                    self.before_epoch()
-                self.before_step()
-            self._is_before_step_done = False
+            if self._per_epoch and (self.iter == 0 or is_nth(self.iter, self._per_epoch)):
+                self.before_epoch()
+            self.before_step()
             self.run_step()
             self.position = Position(self.iter, 2)
             self.after_step()
@@ -90,15 +87,15 @@ class TrainerBase(RunState):
         self.iter += 1
 
     def _reach_save_point(self) -> None:
-        self.end_step()
+        self._step.end_step()
         self._inside = "save point"
         if self._saves:
             self._write_saves()
 
     def _run_stage_2(self) -> None:
         self._inside = "stage 2"
-        self._hook_list.call("after_step", below=True)
-        if is_nth(self.iter + 1, self._per_epoch):
+        self._hook_list.call_after_step(self.iter + 1, below=True)
+        if self._per_epoch and is_nth(self.iter + 1, self._per_epoch):
             self.after_epoch()
         self._inside = ""
         self.position = Position(self.iter + 1, 1)
@@ -117,14 +114,19 @@ class TrainerBase(RunState):
     def _is_over(self) -> bool:
         if self.position.stage == 2:  # complete the saved iteration first
             return False
-        return bool(self._early or self._stops.agreed(self.iter - 1)) or self.iter >= self.max_iter
+        return self._early is not None or self._stops.agreed(self.iter - 1) is not None or self.iter >= self.max_iter
 
     def run_step(self) -> None:
         """One iteration: one update of whatever is trained."""
         raise NotImplementedError(f"{type(self).__name__} must define run_step()")
 
-    def end_step(self) -> None:
-        """Release what only stage 1 may read; called at the save point."""
+    # ------------------------------------------------------------------ requests
+
+    stop_check_period: int = property(  # type: ignore[assignment]
+        lambda self: self._stops.check_period,
+        lambda self, period: setattr(self._stops, "check_period", period),
+        doc="If one rank is asked to stop, all ranks stop within this number of iterations.",
+    )
 
     def request_save(self, name: str, save: Callable[[], object] | None = None) -> None:
         """Write a checkpoint at the save point, or at the end of the iteration if the save point has passed.
@@ -157,12 +159,17 @@ class TrainerBase(RunState):
             self._early = reason, self.max_iter
 
     def is_stopping(self) -> bool:
-        """Whether this rank was asked to stop and may abandon an evaluation now."""
-        return self._stops.pending and self._may_abandon()
+        """Whether this rank was asked to stop and may abandon an evaluation now: the update of the step is saved."""
+        return self._stops.pending and (self._inside != "stage 1" or self.position.stage == 1)
 
-    def _may_abandon(self) -> bool:
-        """False between an update and the save point, because a run cannot be resumed from there."""
-        return self._inside != "stage 1" or self.position.stage == 1
+    def check_finite(self) -> None:
+        """Call before saving or evaluating, on every rank; waits for the device and for the metrics worker.
+
+        Raises:
+            FloatingPointError: on some rank the model, or the loss of an earlier step, is not finite.
+        """
+        self.storage.flush()
+        raise_failure(self.gather(self._step.find_failure(self._ranks_agree)))
 
     # ------------------------------------------------------------------ start and end
 
@@ -170,66 +177,53 @@ class TrainerBase(RunState):
         if not 0 <= start_iter <= max_iter:
             raise ValueError(f"need 0 <= start_iter <= max_iter, got start_iter={start_iter} and max_iter={max_iter}")
         if start_iter != self.last_done_iter + 1 or self.status not in ("not started", "stopped"):
-            self._begin_anew(start_iter)  # start_iter is not where a checkpoint or a stop has left the run
+            self._start_anew(start_iter)  # start_iter is not where a checkpoint or a stop has left the run
         if self._early and max_iter > self._early[1]:
             self._early = None
         self.iter, self.start_iter, self.max_iter, self.storage.iter = start_iter, start_iter, max_iter, start_iter
+        self._ranks_agree = self._hook_list.check(has_epochs=self.has_epochs)
         self._per_epoch = self.iters_per_epoch if self.has_epochs else 0
-        self._ranks_agree = self._hook_list.check(has_epochs=self._per_epoch > 0)
         self.rank_keys = self.own_keys if self._ranks_agree else ()
-        self.status, self._inside, self._saves = "running", "", {}
+        self.status, self.failure, self._inside, self._saves = "running", None, "", {}
         self._stops.reset()
-        self.begin_run()
+        self._step.begin_run()
         logger.info("Training from iteration %d to %d", start_iter, max_iter)
-        self._warn_of_inexact()
-
-    def _warn_of_inexact(self) -> None:
         if any(hasattr(hook, "checkpointer") for hook in self.hooks) and (lost := self.describe_inexact()):
             logger.warning("A resumed run may differ from one that is never stopped: %s", "; ".join(lost))
 
     def _restore_rng(self) -> None:
         if self._rng_state is not None:
-            self.make_iterators()
+            self._step.make_iterators()
             set_rng_state(self._rng_state)  # last: everything before may draw random numbers
             self._rng_state = None
 
-    def begin_run(self) -> None:
-        """Forget the steps of an earlier run; called when a run starts."""
-
-    def make_iterators(self) -> None:
-        """Create the data iterators. Called before random state is restored, since a loader may draw random numbers."""
-
     def _finish(self) -> None:
         self.check_finite()
-        self.status = "finished"
-        stop = Stop(self._early[0]) if self._early else self._stops.stop
-        if stop is not None:
+        self.status, stop = "finished", self._stops.stop
+        if self._early:
+            logger.info("Stopped after %d of %d iterations: %s", self.iter, self.max_iter, self._early[0])
+            self.max_iter = self.iter
+        elif stop is not None and self.iter < self.max_iter:
             logger.info("Stopped after %d of %d iterations: %s", self.iter, self.max_iter, stop.reason)
-            if self._early:
-                self.max_iter = self.iter
-            elif self.iter < self.max_iter:
-                self.status = "stopped"
+            self.status = "stopped"
 
-    def _abandon(self, stop: Abandoned) -> None:
-        """Stop the run in an evaluation or while it waits for data; a resumed run repeats this evaluation or wait."""
-        where = "an evaluation"
-        if self._inside == "stage 1":
-            where, self._is_before_step_done = "a step, waiting for data", stop.nothing_done
-            if not stop.nothing_done:
-                logger.warning("Data of iteration %d are lost: the run cannot be resumed exactly", self.iter)
-        agreed = self._stops.agree_now()
+    def _abandon(self) -> None:
+        """Stop the run in an evaluation, which a resumed run repeats."""
+        stop = self._stops.agree_now()
         self.status, self.iter, self._inside = "stopped", self.last_done_iter + 1, ""
-        reason = "" if agreed is None else agreed.reason
-        logger.info("Stopped in %s, after %d of %d iterations: %s", where, self.iter, self.max_iter, reason)
+        reason = "" if stop is None else stop.reason
+        logger.info("Stopped in an evaluation, after %d of %d iterations: %s", self.iter, self.max_iter, reason)
 
     def _fail(self, error: BaseException) -> None:
-        self.status, self._inside = "failed", ""
+        self.status, self.failure = "failed", error
         traced = isinstance(error, Exception) and not isinstance(error, ConfigError)  # not Ctrl-C either
         logger.error("Training failed in iteration %d: %s: %s", self.iter, type(error).__name__, error, exc_info=traced)
         try:
             self.storage.flush()
         except Exception as later:
             logger.error("Storing or writing metrics failed as well: %s: %s", type(later).__name__, later)
+        self.after_failure(error)
+        self._inside = ""
 
     def after_train(self) -> None:
         """Call ``after_train`` of every hook, even if one of them fails; then raise the first failure."""
@@ -242,23 +236,24 @@ class TrainerBase(RunState):
         for name, call in [*calls, ("Storing or writing metrics", self.storage.flush)]:
             try:
                 call()
-            except Abandoned as stop:
-                self._abandon(stop)
+            except EvaluationAbandoned:
+                self._abandon()
             except BaseException as error:
                 traced = isinstance(error, Exception)  # not Ctrl-C
                 logger.error("%s failed in after_train: %s: %s", name, type(error).__name__, error, exc_info=traced)
                 if self.status != "failed":  # otherwise the earlier failure is raised
-                    self.status, first_error = "failed", error
+                    self.status, self.failure, first_error = "failed", error, error
         if first_error is not None:
             raise first_error
 
-    # ------------------------------------------------------------------ a user's own loop calls the next four itself
+    # ------------------------------------------------------------------ a user's own loop calls the next three itself
 
     def before_train(self) -> None:
         if self.status != "running":
             storage = self.storage  # opened by the user's loop
             self._start(self.start_iter, self.max_iter)
             self.storage = storage
+            logger.info("This loop calls the hooks itself: a run that is resumed from its checkpoints is not exact")
         super().before_train()
 
     def before_step(self) -> None:

@@ -5,7 +5,6 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from trainkit.engine.finite import raise_failure
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_list import Anchor, HookList
 from trainkit.evaluation.observer import InferenceObserver, Phase
@@ -27,7 +26,7 @@ class Position(NamedTuple):
 
 
 class RunState(InferenceObserver):
-    """Hooks, storage, random state, and the position in the run.
+    """The part of a trainer that outlives an iteration: hooks, storage, random state, and the position in the run.
 
     For each hook point there is a method that calls the hooks; a trainer class may override it.
 
@@ -48,7 +47,6 @@ class RunState(InferenceObserver):
     def __init__(self) -> None:
         self._hook_list = HookList(weakref.proxy(self))
         self._early: tuple[str, int] | None = None  # why the run has finished early, and its former max_iter
-        self._is_before_step_done = False  # True after a stop during the wait for this iteration's batch
         self._rng_state: dict[str, Any] | None = None  # from a checkpoint; restored after all iterators exist
         self._ranks_agree = True
         self.rank_keys = self.own_keys
@@ -57,9 +55,9 @@ class RunState(InferenceObserver):
         self.storage = EventStorage()
         self.status: Literal["not started", "running", "finished", "stopped", "failed"] = "not started"
 
-    def _begin_anew(self, start_iter: int) -> None:
+    def _start_anew(self, start_iter: int) -> None:
         self.position, self.storage = Position(start_iter, 1), EventStorage()
-        self._early, self._rng_state, self._is_before_step_done = None, None, False
+        self._early = self._rng_state = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({say_done(self.last_done_iter + 1, self.max_iter)}, {self.status})"
@@ -77,14 +75,39 @@ class RunState(InferenceObserver):
         """The last iteration whose update is done; -1 if there is none."""
         return self.position.iteration - (self.position.stage == 1)
 
-    def check_finite(self) -> None:
-        """Call before saving or evaluating, on every rank; waits for the device and for the metrics worker.
+    def gather(self, value: _T) -> list[_T]:
+        """The ``value`` of every rank; only this rank's if ranks have different hooks, since not all may call it."""
+        return comm.all_gather(value) if self._ranks_agree else [value]
 
-        Raises:
-            FloatingPointError: on some rank the model, or the loss or gradients of an earlier step, are not finite.
-        """
-        self.storage.flush()
-        raise_failure(self.gather(self.find_failure(self._ranks_agree)))
+    def describe_inexact(self) -> list[str]:
+        """The reasons why a resumed run of this trainer may differ; empty if it continues bit for bit."""
+        return []
+
+    # ------------------------------------------------------------------ of the trainer that makes the steps
+
+    @property
+    def _step(self) -> "RunState":
+        """The trainer that makes the steps of this one."""
+        return self
+
+    def share_run(self, owner: "RunState") -> None:
+        """Make the steps of ``owner``, whose hooks are called."""
+        self._hook_list = owner._hook_list
+        if type(owner).after_backward is not RunState.after_backward:
+            outer = weakref.proxy(owner)
+            self.after_backward = lambda: outer.after_backward()  # type: ignore[method-assign]
+
+    def begin_run(self) -> None:
+        """Forget the steps of an earlier run; called when a run starts."""
+
+    def make_iterators(self) -> None:
+        """Create the data iterators. Called before random state is restored, since a loader may draw random numbers."""
+
+    def end_update(self) -> None:
+        """Note the values that ``run_step`` has used, before a hook changes them."""
+
+    def end_step(self) -> None:
+        """Release what only stage 1 may read; called at the save point."""
 
     def find_failure(self, everywhere: bool = True) -> str | None:
         """A description of values that are not finite on this rank; None if there are none.
@@ -93,14 +116,6 @@ class RunState(InferenceObserver):
             everywhere: every rank calls it, so it may exchange values with the others.
         """
         return None
-
-    def gather(self, value: _T) -> list[_T]:
-        """The ``value`` of every rank; only this rank's if ranks have different hooks, since not all may call it."""
-        return comm.all_gather(value) if self._ranks_agree else [value]
-
-    def describe_inexact(self) -> list[str]:
-        """The reasons why a resumed run of this trainer may differ; empty if it continues bit for bit."""
-        return []
 
     # ------------------------------------------------------------------ hooks
 
@@ -188,19 +203,21 @@ class RunState(InferenceObserver):
 
     def acts_after_backward(self) -> bool:
         """Whether a hook or a subclass does anything in ``after_backward``."""
-        hooks = self._hook_list.at["after_backward"]
-        if type(self).after_backward is not RunState.after_backward:
-            return True
-        # a hook that forwards the point to an outer trainer asks the outer trainer
-        return any(hook.acts_after_backward() if hasattr(hook, "acts_after_backward") else True for hook in hooks)
-
-    def end_update(self) -> None:
-        """Note the values that ``run_step`` has used, before a hook changes them."""
+        own = getattr(self.after_backward, "__func__", None) is not RunState.after_backward
+        return own or bool(self._hook_list.at["after_backward"])
 
     def after_step(self) -> None:
         """Call the hooks above the save point."""
-        self.end_update()
-        self._hook_list.call("after_step")
+        self._step.end_update()
+        self._hook_list.call_after_step(self.iter + 1)
+
+    def after_failure(self, error: BaseException) -> None:
+        """Call ``after_failure`` of every hook, even if one of them fails."""
+        for hook in self._hook_list.at["after_failure"]:
+            try:
+                hook.after_failure(error)
+            except Exception as later:
+                logger.error("%s failed in after_failure: %s: %s", type(hook).__name__, type(later).__name__, later)
 
     def after_epoch(self) -> None:
         self._hook_list.call("after_epoch")
@@ -242,7 +259,6 @@ class RunState(InferenceObserver):
                 "stage": self.position.stage,
                 "max_iter": max_iter,
                 "finished_early": reason,
-                "before_step_done": self._is_before_step_done,
             },
             "world_size": self.logical_ranks or comm.get_data_world_size(),
             "hooks": self._hook_list.state_dict(),
@@ -265,7 +281,6 @@ class RunState(InferenceObserver):
         self.iter, self.start_iter, self.status = iteration, iteration + 1, "not started"
         reason = saved["finished_early"]
         self._early = None if reason is None else (reason, saved["max_iter"])
-        self._is_before_step_done = saved.get("before_step_done", False)
         self.max_iter = self.max_iter or saved.get("max_iter", 0)  # max_iter from a config comes first
         if "position" not in state_dict and "hooks" in state_dict:
             logger.warning(

@@ -7,21 +7,21 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from trainkit.utils import comm, waiting
+from trainkit.utils import comm
 from trainkit.utils.env import stop_signals
 from trainkit.utils.periods import check_period
-from trainkit.utils.waiting import Abandoned, Waiter
 
 logger = logging.getLogger(__name__)
 
-_RANKS_WAIT_SEC = 20.0  # torchrun kills the ranks after 30 s
+_PATIENCE_SEC = 30.0  # after a signal; as long as torchrun waits before it kills the ranks
+_ONE_SIGNAL_SEC = 2.0  # a terminal, a scheduler and torchrun may all send the same signal
 
 
 class Stop(NamedTuple):
@@ -36,11 +36,7 @@ class Stop(NamedTuple):
         return 0 if self.signum is None else 128 + self.signum
 
 
-def _never() -> bool:
-    return False
-
-
-class StopRequests(Waiter):
+class StopRequests:
     """The stop requests of this rank, and the agreement of all ranks.
 
     Ranks exchange a flag in the background, so that no rank waits for another. At every ``check_period // 2``-th step
@@ -53,8 +49,8 @@ class StopRequests(Waiter):
     def __init__(self, check_period: int = 20) -> None:
         self.check_period = check_period
         self._requests: list[Stop] = []
-        self._asked_at = 0.0
-        self._may_abandon = _never
+        self._num_looks = 0  # the number of steps after which the loop has looked here
+        self._is_agreed = threading.Event()
         self.stop: Stop | None = None
         self._group: dist.ProcessGroup | None = None
         self._exchange: tuple[dist.Work, torch.Tensor] | None = None
@@ -69,42 +65,26 @@ class StopRequests(Waiter):
 
     def request(self, reason: str, signum: int | None = None) -> None:
         """Request a stop, from any thread or a signal handler. Of several requests a signal wins, else the first."""
-        if not self._requests:
-            self._asked_at = time.monotonic()
         self._requests.append(Stop(reason, signum))  # one operation, so a signal cannot interrupt it
-
-    def look_up(self, lost: bool = False) -> None:
-        """Called while the thread of the run waits for data, and when a signal comes.
-
-        Raises:
-            Abandoned: a single process was asked to stop and has waited for `waiting.POLL_SEC`, or the data are lost.
-            RuntimeError: one of several processes has waited for `_RANKS_WAIT_SEC`; the others wait for it, so no rank
-                can save.
-        """
-        if not self._requests or self.since is None:
-            return
-        now, reason = time.monotonic(), self._requests[0].reason
-        if self._group is None:
-            if (lost or now - self.since >= waiting.POLL_SEC) and self._may_abandon():
-                raise Abandoned(reason)
-        elif now - max(self._asked_at, self.since) >= _RANKS_WAIT_SEC:
-            raise RuntimeError(
-                f"asked to stop ({reason}), but no data came for {now - self.since:.0f} s, while the other ranks wait "
-                "for this one: the run ends without a new checkpoint; --resume continues from the last one"
-            )
 
     @property
     def pending(self) -> bool:
         """Whether this rank was asked to stop."""
         return bool(self._requests)
 
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
+
     def reset(self) -> None:
         """Forget all requests; every rank calls it in the thread of the loop when a run starts."""
         self._requests, self.stop, self._exchange = [], None, None
+        self._is_agreed.clear()
         self._group = comm.side_group("stopping")
 
     def agreed(self, iter: int) -> Stop | None:
         """``stop``; every rank calls it after each step."""
+        self._num_looks += 1
         if self._group is None:
             return self.agree_now() if self._requests else self.stop
         if self.stop is None and iter % max(self.check_period // 2, 1) == 0:
@@ -124,6 +104,7 @@ class StopRequests(Waiter):
             asked = [(stop.signum is None, rank, stop) for rank, stop in enumerate(by_rank) if stop is not None]
             if asked:
                 _, rank, self.stop = min(asked)
+                self._is_agreed.set()
                 logger.info("Rank %d was asked to stop: %s", rank, self.stop.reason)
         return self.stop
 
@@ -135,12 +116,16 @@ class StopRequests(Waiter):
             raise SystemExit(self.stop.exit_code)
 
     @contextlib.contextmanager
-    def listening(self, may_abandon: Callable[[], bool] = _never) -> Iterator[None]:
+    def listening(self, *, is_loop: bool = True) -> Iterator[None]:
         """Context in which the signals of `stop_signals` request a stop, if this is the main thread.
 
-        A second SIGINT has the effect that it had before this context. An ignored signal, as under nohup, stays
-        ignored, and a program's own handler of SIGUSR1 stays. Waiting for data is abandoned if ``may_abandon()``. At
-        the end, without an error, it waits for the last exchange of the ranks.
+        A second SIGINT has the effect that it had before this context, a second signal of another kind ends the
+        process. An ignored signal, as under nohup, stays ignored, and a program's own handler of SIGUSR1 stays. At the
+        end, without an error, it waits for the last exchange of the ranks.
+
+        Args:
+            is_loop: if the loop looks at no step for 30 s after the first signal, because its data, an evaluator or a
+                writer hangs, the process ends too.
         """
         former: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
@@ -149,18 +134,22 @@ class StopRequests(Waiter):
                 is_ours = handler == signal.SIG_DFL or getattr(handler, "__module__", "") == __name__
                 if (is_ours or each.name != "SIGUSR1") and handler not in (None, signal.SIG_IGN):
                     former[each] = handler
+        first: list[float] = []
 
         def ask(signum: int, frame: FrameType | None) -> None:
+            now = time.monotonic()
             self.request(signal.Signals(signum).name, signum)
+            if not first:
+                first.append(now)
+                if is_loop:
+                    threading.Thread(target=self._end_if_it_hangs, args=(signum,), daemon=True).start()
+            elif is_loop and signum != signal.SIGINT and now - first[0] > _ONE_SIGNAL_SEC:
+                _end(signum, "a second signal came")
             if signum == signal.SIGINT:
                 signal.signal(signum, former[signum])
                 if multiprocessing.parent_process() is None:  # otherwise the parent prints the line
-                    with contextlib.suppress(OSError):  # no print and no log: the signal may have interrupted one
-                        os.write(2, b"\nStopping after this step; once more ends at once\n")
-            self.look_up()
+                    _say("Stopping after this step; once more ends at once")
 
-        self._may_abandon = may_abandon
-        token = waiting.waiter.set(self)
         try:
             for signum in former:
                 signal.signal(signum, ask)
@@ -169,8 +158,16 @@ class StopRequests(Waiter):
         finally:
             for signum, handler in former.items():
                 signal.signal(signum, handler)
-            waiting.waiter.reset(token)
-            self._may_abandon, self._exchange = _never, None
+            self._is_agreed.set()
+            self._exchange = None
+
+    def _end_if_it_hangs(self, signum: int) -> None:
+        num_looks = -1
+        while num_looks != self._num_looks:
+            num_looks = self._num_looks
+            if self._is_agreed.wait(_PATIENCE_SEC):
+                return
+        _end(signum, f"no step has ended for {_PATIENCE_SEC:.0f} s: its data, an evaluator or a writer may hang")
 
     def _start_exchange(self) -> None:
         flag = torch.tensor([self.pending], dtype=torch.int32)
@@ -183,3 +180,13 @@ class StopRequests(Waiter):
         (work, flag), self._exchange = self._exchange, None
         work.wait()
         return bool(flag)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # no print and no log: the signal may have interrupted one
+        os.write(2, f"\n{text}\n".encode())
+
+
+def _end(signum: int, reason: str) -> None:
+    _say(f"The run ends without a new checkpoint, {reason}; --resume continues from the last one")
+    os._exit(128 + signum)

@@ -5,13 +5,15 @@ from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
 from trainkit.utils.logger import NOT_ON_TERMINAL
-from trainkit.utils.waiting import Abandoned
 
 Phase: TypeAlias = Literal["val", "test"]  # the periodic evaluation, and the evaluation of the test data
 
 
-class EvaluationAbandoned(Abandoned):
-    """The observer of some rank is stopping, so the evaluation has no results on any rank."""
+class EvaluationAbandoned(BaseException):
+    """The observer of some rank is stopping, so the evaluation has no results on any rank.
+
+    Not an Exception, since evaluators may catch exceptions.
+    """
 
 
 class InferenceObserver:

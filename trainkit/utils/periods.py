@@ -1,5 +1,6 @@
 """The one rule that says in which iterations periodic actions are due."""
 
+import sys
 from fractions import Fraction
 from typing import Any
 
@@ -50,6 +51,24 @@ def is_nth(done: int, period: int | Fraction, offset: int | Fraction = 0) -> boo
         return (done - offset) % period == 0 and done >= offset
     n = periods_done(done, period, offset)
     return n >= (offset == 0) and n > periods_done(done - 1, period, offset)
+
+
+def next_nth(done: int, period: int | Fraction, offset: int | Fraction = 0) -> int:
+    """The smallest number of iterations after ``done`` for which `is_nth` is true; ``sys.maxsize`` if there is none."""
+    if period <= 0:
+        return sys.maxsize
+    candidate = done + 1
+    if type(period) is int and type(offset) is int:
+        rest = (candidate - offset) % period
+        return max(candidate + (period - rest if rest else 0), offset or period)
+    while not is_nth(candidate, period, offset):
+        candidate += 1
+    return candidate
+
+
+def next_due(trainer: Any, done: int, period: int, *, offset: int = 0) -> int:
+    """What a hook's ``next_due`` returns: the iterations after which `is_due` is true next; at most the whole run."""
+    return min(next_nth(done, period, offset), max(trainer.max_iter, done + 1))
 
 
 def is_due(trainer: Any, period: int, *, offset: int = 0, or_last: bool = False) -> bool:

@@ -1,49 +1,23 @@
-"""Wait for the next batch: stop requests during the wait, and errors that look like the end of the data."""
+"""The next batch, and errors that look like the end of the data."""
 
-import time
 import traceback
 from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any
 
-POLL_SEC = 5.0  # interval of the checks for a stop request
-
-
-class Abandoned(BaseException):
-    """The run stops and leaves its current work. Not an Exception, since dataset code may catch exceptions."""
-
-    nothing_done = False  # True: the step has not started to use data
-
-
-class Waiter:
-    """The object that waits for data; nobody asks this base class to stop."""
-
-    since: float | None = None  # ``time.monotonic()`` at the start of the wait; None: it does not wait
-
-    def look_up(self, lost: bool = False) -> None:
-        """Called every `POLL_SEC` of a wait, and if a worker is lost. Raises `Abandoned` if a stop was requested."""
-
-
-_NOBODY = Waiter()
-waiter: ContextVar[Waiter] = ContextVar("waiter", default=_NOBODY)  # the waiter of this thread
+POLL_SEC = 5.0  # interval of the checks on loader workers
 
 
 def next_batch(batches: Iterator[Any], end: Any) -> Any:
     """The next of ``batches``, or ``end`` if there is no more batch.
 
     Raises:
-        Abandoned: a stop was requested during the wait.
         RuntimeError: reading a sample raised StopIteration, which a loader would treat as the end of the data.
     """
-    waiting = waiter.get()
-    waiting.since = time.monotonic()
     try:
         return next(batches)
     except StopIteration as error:
         refuse_end_by_sample(error)
         return end
-    finally:
-        waiting.since = None
 
 
 def refuse_end_by_sample(error: StopIteration) -> None:

@@ -18,7 +18,7 @@ from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
 from trainkit.engine.hooks.ema import averaging_hook
 from trainkit.engine.hooks.monitor import MetricHook, Mode
 from trainkit.utils.numbers import is_whole
-from trainkit.utils.periods import is_last, say_done
+from trainkit.utils.periods import is_last, next_due, say_done
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +95,10 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, _Saves):
             if is_last(self.trainer):
                 self._final_iter = iteration + 1
             self._request(name, partial(self.step, iteration))
+
+    def next_due(self, done: int) -> int:
+        # a failed asynchronous save is reported at the next step
+        return done + 1 if self._writing else next_due(self.trainer, done, self.period, offset=self.start)
 
     def after_train(self) -> None:
         self._wait()
@@ -179,6 +183,9 @@ class BestCheckpointer(MetricHook, _Saves):
     def after_step(self) -> None:
         self._log_failure()
         super().after_step()
+
+    def next_due(self, done: int) -> int:
+        return done + 1 if self._writing else super().next_due(done)
 
     def after_train(self) -> None:
         if self.trainer.status == "finished":

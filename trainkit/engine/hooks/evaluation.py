@@ -9,7 +9,7 @@ from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
 from trainkit.evaluation.observer import Phase, observe_inference
 from trainkit.evaluation.testing import flatten_results_dict
 from trainkit.utils import comm
-from trainkit.utils.periods import check_period, is_due, is_last, periods_done, say_done
+from trainkit.utils.periods import check_period, is_due, is_last, next_due, periods_done, say_done
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,9 @@ class EvalHook(HookBase):
         left_to_the_end = self._after_train and is_last(self.trainer)
         if is_due(self.trainer, self._period, offset=self._offset) and not left_to_the_end:
             self._evaluate()
+
+    def next_due(self, done: int) -> int:
+        return next_due(self.trainer, done, self._period, offset=self._offset)
 
     def after_train(self) -> None:
         if self._after_train and self.trainer.status == "finished":

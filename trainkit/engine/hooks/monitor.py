@@ -12,7 +12,7 @@ from trainkit.evaluation.testing import flatten_results_dict
 from trainkit.utils import comm
 from trainkit.utils.logger import logging_from
 from trainkit.utils.numbers import is_number
-from trainkit.utils.periods import check_period, is_due, is_last
+from trainkit.utils.periods import check_period, is_due, is_last, next_due
 from trainkit.utils.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -109,6 +109,9 @@ class MetricHook(HookBase):
     def after_step(self) -> None:
         if is_due(self.trainer, self._period, offset=self._offset) and not is_last(self.trainer):
             self.look()
+
+    def next_due(self, done: int) -> int:
+        return next_due(self.trainer, done, self._period, offset=self._offset)
 
     def look(self) -> None:
         """Judge the newest value if it is new; every rank calls it. Raises ValueError if the storage has none."""

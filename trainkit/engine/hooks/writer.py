@@ -6,9 +6,10 @@ from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase, Priority
+from trainkit.engine.hook_list import is_timed
 from trainkit.engine.hooks.evaluation import EvalHook
 from trainkit.utils.events import EventWriter, estimate_eta_sec, get_event_storage
-from trainkit.utils.periods import check_period, is_due
+from trainkit.utils.periods import check_period, is_due, next_due
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,10 @@ class PeriodicWriter(HookBase):
         if is_due(self.trainer, self._period, or_last=True) or self._was_evaluated(self.trainer.iter + 1):
             self.trainer.storage.publish(self._write_on_the_way)
             self.trainer.storage.catch_up()
+
+    def next_due(self, done: int) -> int:
+        follows = self._advancing or not all(is_timed(type(hook)) for hook in self._eval_hooks)
+        return done + 1 if follows else next_due(self.trainer, done, self._period)
 
     def _was_evaluated(self, done_iters: int) -> bool:
         """Whether an evaluation was just done. Its results are written now: writers show only the newest value."""
