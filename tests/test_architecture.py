@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     ["trainkit.utils"],
     ["trainkit.config"],
-    ["trainkit.checkpoint", "trainkit.data", "trainkit.modeling", "trainkit.solver", "trainkit.utils.testing"],
+    ["trainkit.checkpoint", "trainkit.data", "trainkit.modeling", "trainkit.solver"],
     ["trainkit.evaluation"],
     ["trainkit.engine.project"],
     [
@@ -58,10 +58,10 @@ LATE_IMPORTS = {
     "trainkit.checkpoint.file": "safetensors, an optional package",
     "trainkit.projects.sharding.shards": "torch.distributed.checkpoint takes as long to import as torch",
     "trainkit.config.imports": "IMPORTS, the one place where a config names code",
-    "trainkit.config.nodes": "omegaconf, an optional package",
-    "trainkit.config.python_files": "what the import statements of a config file call",
     "trainkit.engine.fsdp": "torch.distributed.fsdp takes as long to import as torch",
     "trainkit.engine.hooks.visualization": "Pillow, which nobody needs before the first picture",
+    "trainkit.projects.lazy.nodes": "omegaconf, an optional package",
+    "trainkit.projects.lazy.python_files": "what the import statements of a config file call",
     "trainkit.utils.events.mlflow_writer": "mlflow, an optional package",
     "trainkit.utils.events.writers": "optional packages, which writers need before training",
     "trainkit.utils.events.tensorboard_writer": "tensorboard, an optional package",
@@ -79,7 +79,7 @@ LATE_IMPORTS = {
 PURE = {"compile", "copy", "frozenset", "getLogger", "int", "list", "local", "object", "split", "tuple", "type"}
 PURE |= {"_of_step", "attrgetter", "count", "field", "forwarded", "itemgetter", "property", "startswith"}
 PURE |= {"lazy_names", "staticmethod", "timedelta", "vars"}
-JOBS = ("charlm", "digits", "lazy", "segmentation", "selfsup", "trainkit_selfsup", "vision_text")  # not capabilities
+JOBS = ("charlm", "digits", "segmentation", "selfsup", "trainkit_selfsup", "vision_text")  # not capabilities
 
 
 class Sources:

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-JOBS = ["charlm", "digits", "lazy", "segmentation", "selfsup", "trainkit_selfsup", "vision_text"]  # not capabilities
+JOBS = ["charlm", "digits", "segmentation", "selfsup", "trainkit_selfsup", "vision_text"]  # not capabilities
 
 PUBLIC = {
     "trainkit.checkpoint": {

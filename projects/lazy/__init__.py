@@ -1,1 +1,6 @@
-"""The digits job from configs in Python."""
+"""Configs written in Python, with calls that are made later."""
+
+from trainkit.projects.lazy.config import LazyCall, LazyConfig
+from trainkit.projects.lazy.instantiate import instantiate
+
+__all__ = ["LazyCall", "LazyConfig", "instantiate"]

@@ -491,12 +491,3 @@ def test_the_global_config_is_the_one_that_was_set_last():
         assert global_cfg.SOLVER.BASE_LR == 0.5
     finally:
         global_cfg.clear()
-
-
-def test_a_lazy_config_is_saved_and_loaded_in_one_call():
-    pytest.importorskip("omegaconf")
-    from trainkit.config import LazyCall, instantiate
-    from trainkit.utils.testing import reload_lazy_config
-
-    again = reload_lazy_config({"optimizer": LazyCall(dict)(lr=0.5)})
-    assert instantiate(again["optimizer"]) == {"lr": 0.5}

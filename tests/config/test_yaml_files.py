@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainkit.config import CfgNode, ConfigError, LazyConfig, get_cfg
+from trainkit.config import CfgNode, ConfigError, get_cfg
 
 
 @pytest.fixture
@@ -203,9 +203,9 @@ LARGE = {
 def test_a_file_that_stands_for_too_much_is_an_error(write, kind):
     text, message = LARGE[kind]
     path = write("a.yaml", text)
-    for load in (merged, CfgNode.load_yaml_with_base, lambda file: CfgNode.load_cfg(file.read_text()), LazyConfig.load):
+    for load in (merged, CfgNode.load_yaml_with_base, lambda file: CfgNode.load_cfg(file.read_text())):
         with pytest.raises(ConfigError, match=message) as caught:
-            load(str(path)) if load is LazyConfig.load else load(path)
+            load(path)
         assert len(str(caught.value)) < 600
 
 

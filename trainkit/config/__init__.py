@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from trainkit.config.instantiate import instantiate  # now: the module has the name of the function
+from trainkit.config.instantiate import instantiate  # now, since importing the module would hide the function
 from trainkit.utils.plugins import lazy_names
 
 if TYPE_CHECKING:
@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from trainkit.config.errors import ConfigError
     from trainkit.config.from_config import configurable
     from trainkit.config.imports import choose, import_modules, prepare_projects
-    from trainkit.config.lazy import LazyCall, LazyConfig
     from trainkit.config.lengths import LENGTH_KEYS, Epochs, parse_length, resolve_lengths
     from trainkit.config.scaling import scale_lr_to_batch, scale_workers
 
@@ -38,4 +37,4 @@ __all__ = [
     "instantiate",
 ]
 
-__getattr__ = lazy_names(__name__)
+__getattr__ = lazy_names(__name__, "LazyConfig", "LazyCall")

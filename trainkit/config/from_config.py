@@ -7,6 +7,8 @@ from typing import Any, TypeVar, overload
 
 from yacs.config import CfgNode  # the base class of all config nodes, also those of fvcore and trainkit
 
+from trainkit.utils.plugins import CONFIG_TYPES, type_name
+
 _Func = TypeVar("_Func", bound=Callable[..., Any])
 _R = TypeVar("_R")
 
@@ -92,8 +94,7 @@ def _translate(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of the call itself: the given ones, unless one of them is a config."""
     cfg = args[0] if args else kwargs.get("cfg")
-    is_lazy = f"{type(cfg).__module__}.{type(cfg).__name__}" == "omegaconf.dictconfig.DictConfig"  # an optional package
-    if not is_lazy and not isinstance(cfg, CfgNode):
+    if not isinstance(cfg, CfgNode) and type_name(cfg) not in CONFIG_TYPES:
         return args, kwargs
     parameters = inspect.signature(from_config).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

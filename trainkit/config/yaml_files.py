@@ -83,22 +83,11 @@ def _error(problem: str, mark: Any) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
-class _Dumper(yaml.SafeDumper):
+class Dumper(yaml.SafeDumper):
     """Writes YAML that ``_Loader`` reads back as the same values."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
-
-
-class CodeName(str):
-    """The dotted name of a function or class, written as a tag that every reader of this package refuses."""
-
-
-def _represent_code(dumper: _Dumper, name: CodeName) -> yaml.Node:
-    return dumper.represent_scalar(f"tag:yaml.org,2002:python/name:{name}", "")
-
-
-_Dumper.add_representer(CodeName, _represent_code)
 
 
 def _construct_arithmetic(loader: _Loader, node: yaml.Node) -> Any:
@@ -115,7 +104,7 @@ def _construct_arithmetic(loader: _Loader, node: yaml.Node) -> Any:
 _Loader.add_constructor("tag:yaml.org,2002:python/object/apply:eval", _construct_arithmetic)
 
 # YAML 1.1 reads 1e-3 as text, because it has no dot; a text that looks like such a number is written with quotes.
-for _class in (_Loader, _Dumper):
+for _class in (_Loader, Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, _EXPONENT_START)
 
 
@@ -174,7 +163,7 @@ def read_yaml(path: str, wanted_by: str = "") -> dict[str, Any]:
 
 def dump_yaml(content: dict[str, Any], **kwargs: Any) -> str:
     """Write ``content`` so that ``load_yaml`` reads it back; ``kwargs`` are those of ``yaml.dump``."""
-    return yaml.dump(content, Dumper=_Dumper, **kwargs)
+    return yaml.dump(content, Dumper=Dumper, **kwargs)
 
 
 def read_layers(filename: str | os.PathLike[str]) -> list[tuple[str, dict[str, Any]]]:

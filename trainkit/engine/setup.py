@@ -23,7 +23,6 @@ from trainkit.checkpoint.format import owner_of_part
 from trainkit.checkpoint.store import local_folder, mirror_of
 from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, import_modules
 from trainkit.config.checks import check_is_ours
-from trainkit.config.lazy import to_yaml
 from trainkit.config.yaml_files import load_yaml
 from trainkit.engine.elastic import JOB_FILE, is_first_to_fail, is_restarted, look_for_requeue, note_begin
 from trainkit.engine.fork import take_settings
@@ -35,6 +34,7 @@ from trainkit.utils.collect_env import collect_env_info, describe_load
 from trainkit.utils.device import has_unused_tf32
 from trainkit.utils.env import seed_all_rng
 from trainkit.utils.logger import NOT_ON_TERMINAL, setup_logger
+from trainkit.utils.plugins import CONFIG_TYPES, load_plugin, type_name
 from trainkit.utils.progress import are_bars_shown, show_bars
 from trainkit.utils.run_folder import own_folder, release_folder
 
@@ -187,8 +187,8 @@ def default_setup(cfg: Any, args: Any) -> None:
     torchrun or SLURM has started again counts as resumed.
 
     Args:
-        cfg: a config of `get_cfg`; or a node of a `LazyConfig`: ``train.output_dir``, ``seed``, ``cudnn_benchmark`` and
-            ``init_checkpoint`` are read, and ``--num-gpus 0`` sets ``device``.
+        cfg: a config of `get_cfg`; or a node of a `LazyConfig` with ``train.output_dir``, in which ``train`` may have
+            ``seed``, ``cudnn_benchmark``, ``init_checkpoint``; ``--num-gpus 0`` sets ``device``.
         args: has ``resume`` and ``eval_only`` if they are set, see `default_argument_parser`.
 
     Raises:
@@ -197,11 +197,7 @@ def default_setup(cfg: Any, args: Any) -> None:
     check_is_ours(cfg)
     text, place, replay = "", getattr(args, "fork", ""), active_replay.get()
     if not isinstance(cfg, CfgNode):
-        if place or replay is not None:
-            raise ConfigError("a job with a LazyConfig cannot be forked or replayed; use get_cfg and a DefaultTrainer")
-        if getattr(args, "num_gpus", 1) == 0:
-            cfg.train.device = "cpu"
-        cfg, text = _settings_of_lazy(cfg), to_yaml(cfg)
+        cfg, text = _translate(cfg, args)
     look_for_requeue(local_folder(cfg.OUTPUT_DIR))
     resume, eval_only = getattr(args, "resume", False) or is_restarted(), getattr(args, "eval_only", False)
     if place:
@@ -267,17 +263,14 @@ def default_setup(cfg: Any, args: Any) -> None:
         logger.info("Matrix products are in full float32; FLOAT32_PRECISION high lets this GPU use TF32, faster by far")
 
 
-def _settings_of_lazy(cfg: Any) -> CfgNode:
-    train, settings = cfg.get("train", {}), get_cfg()
-    if not train.get("output_dir"):
-        raise ConfigError(f"train.output_dir is missing in the config, which has {', '.join(map(str, cfg))}; set it")
-    if "://" in train.output_dir:
-        raise ConfigError(f"train.output_dir is {train.output_dir!r}; only a config of get_cfg accepts an address")
-    settings.OUTPUT_DIR, settings.MODEL.WEIGHTS = train.output_dir, train.get("init_checkpoint") or ""
-    settings.CUDNN_BENCHMARK = bool(train.get("cudnn_benchmark"))
-    seed = train.get("seed")
-    settings.SEED = -1 if seed is None else seed
-    return settings
+def _translate(cfg: Any, args: Any) -> tuple[CfgNode, str]:
+    """The settings in a config of another type, and the text of its ``config.yaml``; see `CONFIG_TYPES`."""
+    kind = type_name(cfg)
+    if kind not in CONFIG_TYPES:
+        raise ConfigError(f"cfg is a {kind}; accepted: a CfgNode of trainkit.config.get_cfg, {', '.join(CONFIG_TYPES)}")
+    if getattr(args, "fork", "") or active_replay.get() is not None:
+        raise ConfigError(f"cfg is a {kind}, whose job cannot be forked or replayed; use get_cfg and a DefaultTrainer")
+    return load_plugin(CONFIG_TYPES[kind]).to_cfg(cfg, args)
 
 
 def default_writers(

@@ -22,6 +22,15 @@ raises ConfigError if a value is wrong; ``prepare(cfg)`` changes the config of a
 built.
 """
 
+CONFIG_TYPES: Mapping[str, str] = {
+    "omegaconf.dictconfig.DictConfig": "trainkit.projects.lazy.settings",
+}
+"""The type of a config that `default_setup` and `configurable` accept beside CfgNode -> the module that reads it.
+
+The module has a function ``to_cfg(cfg, args)``: a CfgNode with the settings that `default_setup` needs, and the text of
+``config.yaml``.
+"""
+
 NAMES: Mapping[str, str] = {
     "GraphTrainer": "trainkit.projects.graph.trainer",
     "GraphAMPTrainer": "trainkit.projects.graph.trainer",
@@ -29,6 +38,10 @@ NAMES: Mapping[str, str] = {
     "async_save": "trainkit.projects.async_save.format",
     "Mirror": "trainkit.projects.remote.mirror",
     "shards": "trainkit.projects.sharding.format",
+    "LazyCall": "trainkit.projects.lazy.config",
+    "LazyConfig": "trainkit.projects.lazy.config",
+    "instantiate": "trainkit.projects.lazy.instantiate",
+    "reload_lazy_config": "trainkit.projects.lazy.testing",
     "CheckFiniteLoss": "trainkit.engine.hooks.check_finite_loss",
     "EMAHook": "trainkit.engine.hooks.ema",
     "Freeze": "trainkit.engine.hooks.freeze",
@@ -54,6 +67,11 @@ NAMES: Mapping[str, str] = {
 
 FORMATS = ("shards",)
 """Registered names of the checkpoint formats that are asked whether they accept weights which torch.save does not."""
+
+
+def type_name(value: object) -> str:
+    """The name of the type of ``value``, as in `CONFIG_TYPES`."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def load_plugin(module: str) -> ModuleType:

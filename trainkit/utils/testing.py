@@ -1,14 +1,5 @@
-"""Helpers for tests of configs."""
+"""Helpers for tests of configs, which a project has."""
 
-import os
-import tempfile
-from typing import Any
+from trainkit.utils.plugins import lazy_names
 
-from trainkit.config.lazy import LazyConfig
-
-
-def reload_lazy_config(cfg: Any) -> Any:
-    """Save a config with ``LazyConfig.save`` and load it again."""
-    with tempfile.TemporaryDirectory() as folder:
-        LazyConfig.save(cfg, os.path.join(folder, "config.yaml"))
-        return LazyConfig.load(os.path.join(folder, "config.yaml"))
+__getattr__ = lazy_names(__name__, "reload_lazy_config")

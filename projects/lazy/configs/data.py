@@ -1,5 +1,5 @@
 from projects.digits import DigitsTrainTransform, DigitsTransform
-from projects.lazy.loaders import eval_loader, train_loader
+from projects.digits.loaders import eval_loader, train_loader
 from trainkit.config import LazyCall as L
 from trainkit.evaluation import ClassificationEvaluator, LossEvaluator
 

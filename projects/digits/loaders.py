@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
-from projects.digits import load_split
+from projects.digits.data import load_split
 from trainkit.data import (
     DatasetFromList,
     InferenceSampler,

@@ -128,7 +128,7 @@ def test_a_function_of_a_config_imports_relatively_also_when_it_is_called_later(
         ({"a": "x = dict(\n"}, SyntaxError, "a.py"),
         ({"a": "from .b import x", "b": "1 / 0"}, ZeroDivisionError, "division"),
         (
-            {"a": "from tests.config.test_lazy import Point\nx = dict(y=[Point])"},
+            {"a": "from test_lazy_config import Point\nx = dict(y=[Point])"},
             ConfigError,
             "a.py: x.y.0 is the class of a dataclass, .* write LazyCall",
         ),
@@ -154,7 +154,7 @@ def test_the_import_of_other_code_is_python_s_own_while_and_after_a_config_is_lo
     seen = []
     monkeypatch.setitem(HELPERS, "look", lambda: seen.append(builtins.__import__))
     python_s_own = builtins.__import__
-    look = "from tests.config.test_lazy import HELPERS\nHELPERS['look']()\n"
+    look = "from test_lazy_config import HELPERS\nHELPERS['look']()\n"
     path = write(a=f"{look}from .b import x", b=f"{look}from .c import x", c=f"{look}x = {{}}\nraise KeyError")
     with pytest.raises(KeyError):
         LazyConfig.load(path)
@@ -179,7 +179,7 @@ def test_a_config_is_found_in_no_module(write):
 def test_threads_load_at_the_same_time(write, monkeypatch):
     both_are_inside, loaded = threading.Barrier(2, timeout=30), {}
     monkeypatch.setitem(HELPERS, "wait", both_are_inside.wait)
-    job = "from .base import train\nfrom tests.config.test_lazy import HELPERS as _HELPERS\n_HELPERS['wait']()\n"
+    job = "from .base import train\nfrom test_lazy_config import HELPERS as _HELPERS\n_HELPERS['wait']()\n"
     folder = write(a__job=job + "from .base import *", a__base="train = dict(name='a')").parents[1]
     write(b__job=job + "from .base import *", b__base="train = dict(name='b')")
 
@@ -205,7 +205,7 @@ def test_a_call_is_a_node_with_its_target(target):
 
 
 @pytest.mark.parametrize(
-    ("target", "path"), [(Counter, "collections.Counter"), (Point, "tests.config.test_lazy.Point"), (dict, "dict")]
+    ("target", "path"), [(Counter, "collections.Counter"), (Point, "test_lazy_config.Point"), (dict, "dict")]
 )
 def test_classes_that_omegaconf_takes_for_instances_stand_in_the_node_by_their_path(target, path):
     node = LazyCall(target)(x=1)
@@ -237,7 +237,7 @@ def test_instantiate_makes_the_inner_calls_first_and_passes_plain_values():
 
 @pytest.mark.parametrize("wrap", [DictConfig, dict])
 def test_instantiate_takes_nodes_lists_and_dicts(wrap):
-    call = {"_target_": "tests.config.test_lazy.Point", "x": 1}
+    call = {"_target_": "test_lazy_config.Point", "x": 1}
     assert instantiate(wrap(call)) == Point(1)
     assert instantiate(wrap({"a": {"b": [call]}})) == {"a": {"b": [Point(1)]}}
     assert instantiate(ListConfig([call, 2])) == [Point(1), 2]
@@ -264,11 +264,11 @@ def test_references_are_followed_from_the_whole_config():
 @pytest.mark.parametrize(
     ("node", "message"),
     [
-        ({"_target_": "tests.config.test_lazy.Piont", "x": 1}, r"Piont\(x\): cannot locate .* has no 'Piont'"),
+        ({"_target_": "test_lazy_config.Piont", "x": 1}, r"Piont\(x\): cannot locate .* has no 'Piont'"),
         ({"_target_": "no_such_package.Point"}, r"no_such_package.Point\(\): cannot locate"),
         ({"_target_": "math.pi", "x": 1}, r"math.pi\(x\) is 3.14.*, which cannot be called"),
-        ({"_target_": Point, "x": 1, "z": 2}, r"test_lazy.Point\(x, z\) failed: TypeError: .*'z'"),
-        ({"_target_": fail, "error": ValueError}, r"test_lazy.fail\(error\) failed: ValueError: no"),
+        ({"_target_": Point, "x": 1, "z": 2}, r"test_lazy_config.Point\(x, z\) failed: TypeError: .*'z'"),
+        ({"_target_": fail, "error": ValueError}, r"test_lazy_config.fail\(error\) failed: ValueError: no"),
         (DictConfig({"_target_": "builtins.dict", "x": "???"}), "Missing mandatory value: x"),
         (DictConfig({"_target_": "builtins.dict", "x": "${nowhere}"}), "'nowhere' not found"),
     ],
@@ -280,7 +280,7 @@ def test_what_is_wrong_with_a_call_is_said_with_its_target_and_arguments(node, m
 
 
 def test_another_error_of_a_target_is_no_mistake_in_the_config_and_is_chained():
-    with pytest.raises(RuntimeError, match=r"test_lazy.fail\(error\) failed: KeyError: 'no'") as caught:
+    with pytest.raises(RuntimeError, match=r"test_lazy_config.fail\(error\) failed: KeyError: 'no'") as caught:
         instantiate({"_target_": fail, "error": KeyError})
     assert isinstance(caught.value.__cause__, KeyError)
 
@@ -339,7 +339,7 @@ def test_what_is_wrong_with_an_override_is_said(override, message):
 def test_what_is_saved_loads_again_to_an_equal_config(write, tmp_path):
     cfg = LazyConfig.load(
         write(
-            a="from trainkit.config import LazyCall as L\nfrom tests.config.test_lazy import Point\n"
+            a="from trainkit.config import LazyCall as L\nfrom test_lazy_config import Point\n"
             "train = dict(seed=1, lr=1e-3, big=1e30, name='1e-3', none=None, flag=True, yes='yes', day='2026-01-01')\n"
             "points = dict(one=L(Point)(x='${train.seed}', y=(1, 2)), many=[L(Point)(x='${.y}', y='a: b')])\n"
             "points['one'].x2 = (3, [4])\npoints['late'] = dict(_target_=Point, x=1, y='???')"
@@ -349,7 +349,7 @@ def test_what_is_saved_loads_again_to_an_equal_config(write, tmp_path):
     loaded = LazyConfig.load(tmp_path / "saved.yaml")
     assert OmegaConf.to_container(loaded) == OmegaConf.to_container(cfg)
     assert OmegaConf.to_container(loaded, resolve=True) == OmegaConf.to_container(cfg, resolve=True)
-    assert loaded.points.late["_target_"] == "tests.config.test_lazy.Point"
+    assert loaded.points.late["_target_"] == "test_lazy_config.Point"
     assert [type(value) for value in loaded.train.values()] == [int, float, float, str, type(None), bool, str, str]
     assert list(loaded) == list(cfg) == ["train", "points"]
     loaded.train.lr = 2e-3
@@ -409,7 +409,7 @@ def test_a_config_is_shown_as_lines_of_python():
         "cfg.train.seed = 7",
         "cfg.train.name = 'a'",
         "cfg.train.none = {}",
-        "cfg.point = tests.config.test_lazy.Point(x=7, y=[1, {'a': math.floor(x=2.5)}])",
+        "cfg.point = test_lazy_config.Point(x=7, y=[1, {'a': math.floor(x=2.5)}])",
     ]
     assert LazyConfig.to_py(LazyCall("a.B")(c=1), prefix="model.") == "model = a.B(c=1)"
 

@@ -3,17 +3,21 @@
 import argparse
 import dataclasses
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
+from trainkit.projects.lazy.config import to_yaml
 
 from trainkit.config import ConfigError, LazyConfig, configurable, instantiate
 from trainkit.config import LazyCall as L  # as there
-from trainkit.config.lazy import to_yaml
+from trainkit.config.instantiate import instantiate as instantiate_of_module
 from trainkit.engine import default_setup
 from trainkit.utils.logger import close_logger
+from trainkit.utils.testing import reload_lazy_config
 
 
 @dataclasses.dataclass
@@ -125,18 +129,16 @@ def test_functions_are_saved_by_name_with_a_warning_and_refused_by_it_when_loade
         {"model": L(Thing)(act=lambda x: x, floor=math.floor, width=3)}, flags={"allow_objects": True}
     )
     LazyConfig.save(cfg, tmp_path / "saved.yaml")
-    assert "saved, but cannot be loaded again: model.act is tests.clients" in caplog.text
+    assert "saved, but cannot be loaded again: model.act is test_lazy_clients" in caplog.text
     assert "model.floor is math.floor" in caplog.text
     assert "width: 3" in (tmp_path / "saved.yaml").read_text()
-    with pytest.raises(
-        ConfigError, match=r"saved.yaml, line 3: .*tests.clients.test_lazy_configs.*lambda.*read safely"
-    ):
+    with pytest.raises(ConfigError, match=r"saved.yaml, line 3: .*test_lazy_clients.*lambda.*read safely"):
         LazyConfig.load(tmp_path / "saved.yaml")
 
 
 def test_a_call_of_a_lambda_is_saved_in_the_same_way(tmp_path, caplog):
     LazyConfig.save({"call": L(lambda: 1)()}, tmp_path / "saved.yaml")
-    assert "call._target_ is tests.clients" in caplog.text
+    assert "call._target_ is test_lazy_clients" in caplog.text
     with pytest.raises(ConfigError, match="lambda"):
         LazyConfig.load(tmp_path / "saved.yaml")
 
@@ -225,3 +227,23 @@ def test_default_setup_takes_a_lazy_config(tmp_path, wrap):
 def test_a_lazy_config_without_a_folder_is_an_error_that_names_the_key():
     with pytest.raises(ConfigError, match="train.output_dir is missing in the config, which has model; set it"):
         setup(OmegaConf.create({"model": {}}))
+
+
+def test_a_job_with_a_lazy_config_cannot_be_forked(tmp_path):
+    with pytest.raises(ConfigError, match="cfg is a omegaconf.dictconfig.DictConfig, whose job cannot be forked"):
+        setup(OmegaConf.create({"train": {"output_dir": str(tmp_path)}}), fork=str(tmp_path))
+
+
+# ---------------------------------------------------------------------- names of detectron2
+
+
+def test_a_lazy_config_is_saved_and_loaded_in_one_call():
+    again = reload_lazy_config({"optimizer": L(dict)(lr=0.5)})
+    assert instantiate(again["optimizer"]) == {"lr": 0.5}
+
+
+def test_the_package_gives_the_function_also_after_its_module_was_imported():
+    assert instantiate is instantiate_of_module
+    code = "import trainkit.config.instantiate; from trainkit.config import instantiate; print(instantiate({'a': 1}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "{'a': 1}\n", done.stderr

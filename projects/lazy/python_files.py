@@ -8,8 +8,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from trainkit.projects.lazy.nodes import to_node
+
 from trainkit.config.errors import ConfigError
-from trainkit.config.nodes import to_node
 
 
 def run_file(path: str, importing: tuple[str, ...] = ()) -> ModuleType:

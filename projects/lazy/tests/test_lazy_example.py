@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 from fvcore.common.param_scheduler import CosineParamScheduler
+from trainkit.projects.lazy.config import to_yaml
 
 from projects.digits import DigitsCNN, DigitsTrainTransform, DigitsTransform
-from projects.lazy.loaders import eval_loader, train_loader
+from projects.digits.loaders import eval_loader, train_loader
 from trainkit.config import LazyConfig, get_cfg, instantiate, resolve_lengths
-from trainkit.config.lazy import to_yaml
 from trainkit.data import build_train_loader
 from trainkit.solver import build_lr_scheduler, build_optimizer
 
-PROJECTS = Path(__file__).parents[2] / "projects"
+PROJECTS = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

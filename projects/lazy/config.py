@@ -7,14 +7,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+from trainkit.projects.lazy.nodes import TARGET, is_node, name_of, path_of, to_node, to_plain, update
+from trainkit.projects.lazy.python_files import run_file
+
 from trainkit.config.errors import ConfigError, UnknownKeyError
-from trainkit.config.nodes import TARGET, is_node, name_of, path_of, to_node, to_plain, update
-from trainkit.config.python_files import run_file
-from trainkit.config.yaml_files import CodeName, dump_yaml, parse_literal, read_yaml
+from trainkit.config.yaml_files import Dumper, parse_literal, read_yaml
 from trainkit.utils.registry import did_you_mean
 
 _logger = logging.getLogger(__name__)
 _WRITABLE = (str, int, float, bool, bytes, type(None))
+
+
+class _CodeName(str):
+    """The dotted name of a function or class, written as a tag that no safe reader of YAML accepts."""
+
+
+class _CodeDumper(Dumper):
+    def represent_code(self, name: str) -> yaml.Node:
+        return self.represent_scalar(f"tag:yaml.org,2002:python/name:{name}", "")
+
+
+_CodeDumper.add_representer(_CodeName, _CodeDumper.represent_code)
 
 
 class LazyCall:
@@ -141,7 +155,7 @@ def to_yaml(cfg: Any) -> str:
             return value
         is_code = callable(value) and hasattr(value, "__qualname__")
         (code if is_code else lost).append(f"{key[1:]} is {name_of(value)}")
-        return CodeName(name_of(value))
+        return _CodeName(name_of(value))
 
     plain = writable(to_plain(cfg), "")
     if lost:
@@ -155,7 +169,7 @@ def to_yaml(cfg: Any) -> str:
             "LazyCall(trainkit.utils.registry.locate)(name='package.module.function')",
             "; ".join(code),
         )
-    return dump_yaml(plain, sort_keys=False)
+    return yaml.dump(plain, Dumper=_CodeDumper, sort_keys=False)
 
 
 def _check_key(cfg: Any, names: Sequence[str], *, may_be_new: bool) -> None:

@@ -1,0 +1,53 @@
+"""Make the calls that a config describes."""
+
+import operator
+from typing import Any
+
+from trainkit.projects.lazy.nodes import TARGET, name_of, to_container
+
+from trainkit.config.errors import ConfigError
+from trainkit.utils.registry import locate
+
+
+def instantiate(cfg: Any) -> Any:
+    """Make every call that ``cfg`` describes, inner calls first.
+
+    Args:
+        cfg: a node, dict, list or tuple, which stays unchanged. A value without a call is returned as it is.
+
+    Returns:
+        The result of the call for a node with a ``_target_``; else a dict, list or tuple. Targets get dicts and lists,
+        never omegaconf's types.
+
+    Raises:
+        ConfigError: a target is not found, cannot be called, or raises a TypeError or ValueError; a value is missing.
+        RuntimeError: a target raises another exception. Both errors name the target and its arguments, and are chained
+            to the original error.
+    """
+    cfg = to_container(cfg, resolve=True)
+    if type(cfg) in (list, tuple):
+        items = [*map(instantiate, cfg)]
+        return cfg if all(map(operator.is_, items, cfg)) else type(cfg)(items)
+    if type(cfg) is not dict:
+        return cfg
+    values = {name: instantiate(item) for name, item in cfg.items()}
+    if TARGET in values:
+        return _call(values.pop(TARGET), values)
+    return cfg if all(map(operator.is_, values.values(), cfg.values())) else values
+
+
+def _call(target: Any, arguments: dict[str, Any]) -> Any:
+    call = f"{name_of(target)}({', '.join(map(str, arguments))})"
+    if isinstance(target, str):
+        try:
+            target = locate(target)
+        except ImportError as error:
+            raise ConfigError(f"{TARGET} of {call}: {error}") from error
+    if not callable(target):
+        raise ConfigError(f"{TARGET} of {call} is {target!r}, which cannot be called; name a class or a function")
+    try:
+        return target(**arguments)
+    except (TypeError, ValueError) as error:  # raised by constructors for wrong arguments
+        raise ConfigError(f"{call} failed: {type(error).__name__}: {error}") from error
+    except Exception as error:
+        raise RuntimeError(f"{call} failed: {type(error).__name__}: {error}") from error
