@@ -77,29 +77,26 @@ def test_a_class_without_from_config_says_what_to_add():
             self.a = a
 
     for argument in (1, CfgNode()):
-        with pytest.raises(AttributeError, match=r"Bare has @configurable and needs a @classmethod from_config"):
+        with pytest.raises(AttributeError, match=r"Bare is configurable and needs a @classmethod from_config"):
             Bare(argument)
 
 
-def test_a_from_config_that_is_no_class_method_is_a_type_error():
+def test_a_from_config_that_is_no_class_method_is_an_error():
     class Bare:
         from_config = 5
 
         @configurable()
         def __init__(self, a): ...
 
-    with pytest.raises(TypeError, match=r"Bare has @configurable and needs a @classmethod from_config"):
+    with pytest.raises(AttributeError, match=r"Bare is configurable and needs a @classmethod from_config"):
         Bare(1)
 
 
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        (lambda: configurable(lambda a: a), "above the __init__ of a class"),
-        (lambda: configurable(from_config=lambda cfg: {})(Net), "decorates a function"),
-        (lambda: configurable(build, from_config=lambda cfg: {}), "above a function"),
-        (lambda: configurable(from_config=lambda c: {})(lambda a: a)(CfgNode()), "must be called cfg"),
-        (lambda: configurable(from_config=lambda cfg: [1])(lambda a: a)(CfgNode()), "as a dict, got list"),
+        (lambda: configurable(lambda a: a), "is for an __init__"),
+        (lambda: configurable(from_config=lambda cfg: {})(Net), "from_config=... for a function"),
     ],
 )
 def test_misuse_is_a_type_error_that_says_what_to_do(use, message):

@@ -26,18 +26,16 @@ def test_modules_are_imported(package):
     assert {f"{package}.first", f"{package}.second"} <= set(sys.modules)
 
 
-@pytest.mark.parametrize("name", ["a/b.py", "b.py", "a\\b", ".a", "a..b", "", "a b", 3])
+@pytest.mark.parametrize("name", ["a/b.py", "b.py", ".a", "", 3])
 def test_a_path_is_refused_with_the_remedy(name):
-    with pytest.raises(ConfigError, match="is no module; give a dotted module name") as error:
+    with pytest.raises(ConfigError, match="IMPORTS: got .*; accepted: a module such as") as error:
         import_modules([name])
     assert repr(name) in str(error.value)
 
 
 def test_a_failing_import_names_the_entry_and_the_reason(package):
-    with pytest.raises(
-        ConfigError, match=r"'imports_demo.broken' cannot be imported: ZeroDivisionError: division"
-    ) as error:
+    with pytest.raises(ConfigError, match=r"IMPORTS: got 'imports_demo.broken' .*ZeroDivisionError: division") as error:
         import_modules([f"{package}.second", f"{package}.broken"])
     assert isinstance(error.value.__cause__, ZeroDivisionError)
-    with pytest.raises(ConfigError, match=r"'imports_demo.gone' cannot be imported: ModuleNotFoundError: .*PYTHONPATH"):
+    with pytest.raises(ConfigError, match=r"'imports_demo.gone' .*ModuleNotFoundError: No module"):
         import_modules([f"{package}.gone"])

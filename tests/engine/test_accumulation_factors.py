@@ -55,7 +55,10 @@ def test_batch_norm_is_warned_of_and_a_second_run_starts_with_the_first_number(t
 
 def test_lengths_in_epochs_are_an_error_and_other_numbers_of_workers_move_the_changes(tmp_path):
     cfg = tiny_cfg(tmp_path, *FACTORS, "SOLVER.MAX_ITER", "2ep")
-    with pytest.raises(ConfigError, match="SOLVER.MAX_ITER is '2ep', but .*ACCUMULATION_FACTORS is set"):
+    with pytest.raises(
+        ConfigError,
+        match="SOLVER.MAX_ITER: got '2ep' .*; accepted: iterations, since an epoch of these data has no length",
+    ):
         DefaultTrainer(cfg)
     cfg = tiny_cfg(tmp_path, *FACTORS, "SOLVER.REFERENCE_WORLD_SIZE", 1, "DATALOADER.SKIP", [])
     assert scale_workers(cfg, 3).SOLVER.ACCUMULATION_FACTORS == [[1, 2], [2, 4]]
@@ -80,7 +83,7 @@ def test_a_sampler_that_must_be_told_its_epoch_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("factors", [[[0, 2]], [[5, 2], [5, 4]], [[5, 0]], [5, 2], [[5, 1.5]]])
 def test_factors_that_make_no_sense_are_errors(tmp_path, factors):
-    with pytest.raises(ConfigError, match=r"ACCUMULATION_FACTORS is .*; accepted: a list of \[iteration, factor\]"):
+    with pytest.raises(ConfigError, match=r"ACCUMULATION_FACTORS: got .*; accepted: a list of \[iter, factor\]"):
         check_values(tiny_cfg(tmp_path, "SOLVER.ACCUMULATION_FACTORS", factors))
 
 

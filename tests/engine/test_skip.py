@@ -221,12 +221,12 @@ def test_two_processes_leave_out_the_same(tmp_path, plain):
     ],
 )
 def test_bad_ranges_are_errors(tmp_path, ranges):
-    with pytest.raises(ConfigError, match=r"DATALOADER.SKIP is .* accepted: a list of \[start, end\] in iterations"):
+    with pytest.raises(ConfigError, match=r"DATALOADER.SKIP: got .* accepted: a list of \[start, end\]"):
         check_values(tiny_cfg(tmp_path, "DATALOADER.SKIP", ranges))
 
 
 def test_an_unknown_mode_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match="DATALOADER.SKIP_MODE is 'drop'; accepted: shift, consume"):
+    with pytest.raises(ConfigError, match="DATALOADER.SKIP_MODE: got 'drop' .*; accepted: 'shift', 'consume'"):
         check_values(tiny_cfg(tmp_path, "DATALOADER.SKIP_MODE", "drop"))
 
 

@@ -298,7 +298,7 @@ def test_what_cannot_be_divided_is_refused(two):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["MODEL.TENSOR_PARALLEL", 0], "MODEL.TENSOR_PARALLEL is 0; it must be at least 1"),
+        (["MODEL.TENSOR_PARALLEL", 0], "MODEL.TENSOR_PARALLEL: got 0 "),
         (["MODEL.TENSOR_PARALLEL", 2], "MODEL.TENSOR_PARALLEL is 2, MODEL.PARALLEL is ddp, and the number"),
         (
             ["MODEL.TENSOR_PARALLEL", 4, "MODEL.PARALLEL", "fsdp"],

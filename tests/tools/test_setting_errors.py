@@ -78,36 +78,35 @@ METRICS = [
 ]
 
 CONTRADICTIONS = [
-    ([*AMP, "SOLVER.AMP.LOSS_SCALE", "dynamc"], 'accepted: "dynamic" or a number greater than 0'),
-    ([*AMP, "SOLVER.AMP.INIT_SCALE", 0.0], "SOLVER.AMP.INIT_SCALE is 0.0; accepted: a number greater than 0"),
-    ([*AMP, "SOLVER.AMP.LOSS_SCALE", 128, "SOLVER.AMP.PRECISION", "bfloat16"], "leave LOSS_SCALE at dynamic, or set"),
-    ([*AMP, "SOLVER.AMP.LOSS_SCALE", 128, "SOLVER.AMP.INIT_SCALE", 2.0], "leave INIT_SCALE at 65536"),
-    ([*AMP, "SOLVER.AMP.PRECISION", "bfloat16", "SOLVER.AMP.INIT_SCALE", 2.0], "leave INIT_SCALE at 65536"),
+    ([*AMP, "SOLVER.AMP.LOSS_SCALE", "dynamc"], 'accepted: "dynamic", or a number in (0, inf)'),
+    ([*AMP, "SOLVER.AMP.INIT_SCALE", 0.0], "SOLVER.AMP.INIT_SCALE: got 0.0 (float); accepted: a number in (0, inf)"),
     ([*AMP, "SOLVER.OPTIMIZER.DAMPENING", 0.5, "SOLVER.NESTEROV", False], "SOLVER.OPTIMIZER.FUSED"),
-    ([*EARLY, "TEST.EVAL_PERIOD", 0], "TEST.EVAL_PERIOD is 0, so nothing is evaluated before the end; set it"),
+    ([*EARLY, "TEST.EVAL_PERIOD", 0], "but TEST.EVAL_PERIOD is 0; set it"),
     (["TEST.EVAL_PERIOD", 0, *hook("ReduceOnPlateau", VAL_METRIC="loss/total_loss")], "eval_period must be a whole"),
-    (["EARLY_STOPPING.THRESHOLD", 0.5], "EARLY_STOPPING.METRIC is empty; set it"),
-    ([*EARLY, "EARLY_STOPPING.THRESHOLD", "high"], "accepted: a number, None"),
-    ([*EARLY, "EARLY_STOPPING.MIN_DELTA", -1.0], "min_delta must be >= 0, got -1.0"),
+    (["EARLY_STOPPING.THRESHOLD", 0.5], "but EARLY_STOPPING.METRIC is ''; set it"),
+    ([*EARLY, "EARLY_STOPPING.THRESHOLD", "high"], "accepted: a number in (-inf, inf)"),
+    (
+        [*EARLY, "EARLY_STOPPING.MIN_DELTA", -1.0],
+        "EARLY_STOPPING.MIN_DELTA: got -1.0 (float); accepted: a number in [0, inf)",
+    ),
     (["SOLVER.REFERENCE_BATCH_SIZE", 200, "SOLVER.REFERENCE_WORLD_SIZE", 2], "set one of them"),
     (["SOLVER.REFERENCE_WORLD_SIZE", 3], "make it a multiple of SOLVER.REFERENCE_WORLD_SIZE"),
-    (["CHECKPOINT.MAX_TO_KEEP", 0], "accepted: a number of at least 1, or None to keep all"),
-    (["CHECKPOINT.START", 3, "SOLVER.CHECKPOINT_PERIOD", 0], "set it, or leave out START"),
-    (["CHECKPOINT.PUBLISH", "model", "CHECKPOINT.SAVE_LAST", False], "there is nothing to publish; set one of them"),
+    (["CHECKPOINT.MAX_TO_KEEP", 0], "accepted: a whole number in [1, inf)"),
+    (["CHECKPOINT.START", 3, "SOLVER.CHECKPOINT_PERIOD", 0], "but SOLVER.CHECKPOINT_PERIOD is 0; set it"),
     (["CHECKPOINT.PUBLISH", "ema"], 'no EMAHook is registered; add one, or publish "model"'),
-    ([*CLIP, "SOLVER.CLIP_GRADIENTS.CLIP_VALUE", 0.0], "CLIP_GRADIENTS.CLIP_VALUE) must be a number greater than 0"),
-    ([*CLIP, "SOLVER.CLIP_GRADIENTS.NORM_TYPE", -1.0], "CLIP_GRADIENTS.NORM_TYPE) must be a number greater than 0"),
+    ([*CLIP, "SOLVER.CLIP_GRADIENTS.CLIP_VALUE", 0.0], "CLIP_VALUE: got 0.0 (float); accepted: a number in (0, inf]"),
+    ([*CLIP, "SOLVER.CLIP_GRADIENTS.NORM_TYPE", -1.0], "NORM_TYPE: got -1.0 (float); accepted: a number in (0, inf]"),
 ]
 
 CHOICES = [
-    ("CHECKPOINT.BEST_MODE", "auto, max, min"),
-    ("CHECKPOINT.PUBLISH", '"", model, ema'),
-    ("CHECKPOINT.PUBLISH_FORMAT", "pth, safetensors"),
-    ("EARLY_STOPPING.MODE", "auto, max, min"),
-    ("LOG.EVAL_AXIS", "iter, epoch"),
-    ("SOLVER.AMP.PRECISION", "float16, bfloat16"),
-    ("SOLVER.CLIP_GRADIENTS.CLIP_TYPE", "value, norm, full_model"),
-    ("SOLVER.PARAM_GROUPS.KEY_MATCH", "longest, shortest, exact"),
+    ("CHECKPOINT.BEST_MODE", "'auto', 'max', 'min'"),
+    ("CHECKPOINT.PUBLISH", "'', 'model', 'ema'"),
+    ("CHECKPOINT.PUBLISH_FORMAT", "'pth', 'safetensors'"),
+    ("EARLY_STOPPING.MODE", "'auto', 'max', 'min'"),
+    ("LOG.EVAL_AXIS", "'iter', 'epoch'"),
+    ("SOLVER.AMP.PRECISION", "'float16', 'bfloat16'"),
+    ("SOLVER.CLIP_GRADIENTS.CLIP_TYPE", "'value', 'norm', 'full_model'"),
+    ("SOLVER.PARAM_GROUPS.KEY_MATCH", "'longest', 'shortest', 'exact'"),
 ]
 AT_LEAST = [
     *[(key, 0) for key in ("CHECKPOINT.START", "DATALOADER.NUM_WORKERS", "SOLVER.CHECKPOINT_PERIOD")],
@@ -118,8 +117,11 @@ AT_LEAST = [
     *[(key, 1) for key in ("TEST.IMS_PER_BATCH", "TEST.PRECISE_BN.NUM_ITER")],
 ]
 RANGES = [
-    *[([key, "wrong"], f"{key} is 'wrong'; accepted: {accepted}") for key, accepted in CHOICES],
-    *[([key, least - 1], f"{key} is {least - 1}; it must be at least {least}") for key, least in AT_LEAST],
+    *[([key, "wrong"], f"{key}: got 'wrong' (str); accepted: {accepted}") for key, accepted in CHOICES],
+    *[
+        ([key, least - 1], f"{key}: got {least - 1} (int); accepted: a whole number in [{least}, ")
+        for key, least in AT_LEAST
+    ],
 ]
 
 PARAM_GROUPS = [
@@ -209,12 +211,12 @@ EPOCHS = [
         ["SOLVER.MAX_ITER", "3 epochs"],
         'accepted: iterations (an int, such as 500) or epochs (such as "3ep" or "0.5ep")',
     ),
-    ([*STREAM, "SOLVER.MAX_ITER", "3ep"], "SOLVER.MAX_ITER is '3ep', but the training data has no length"),
+    ([*STREAM, "SOLVER.MAX_ITER", "3ep"], "SOLVER.MAX_ITER: got '3ep' (str); accepted: iterations"),
     (
         [*STREAM, *schedules({"NAME": "Cosine", "END": "3ep"})],
-        "SOLVER.SCHEDULES[0].END is '3ep', but the training data",
+        "SOLVER.SCHEDULES[0].END: got '3ep' (str); accepted: iterations",
     ),
-    ([*STREAM, *hook("EMAHook", BEGIN="1ep")], "HOOKS[0].BEGIN is '1ep', but the training data has no length"),
+    ([*STREAM, *hook("EMAHook", BEGIN="1ep")], "HOOKS[0].BEGIN: got '1ep' (str); accepted: iterations"),
     ([*STREAM, *hook("EmptyCache", AFTER_EPOCH=True)], "use a period in iterations"),
 ]
 

@@ -4,49 +4,71 @@ import difflib
 import functools
 import logging
 import operator
-import re
-from collections.abc import Iterable
-from itertools import pairwise
-from operator import ne
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import yacs.config
 
 from trainkit.config.config import CfgNode, projects_of
 from trainkit.config.defaults import get_cfg
-from trainkit.config.errors import ConfigError
+from trainkit.config.errors import ConfigError, not_accepted
+from trainkit.config.lengths import LENGTH_KEYS, parse_length
 from trainkit.utils import comm
 from trainkit.utils.numbers import is_number, is_whole
 
 logger = logging.getLogger(__name__)
 
-_DIGITS = re.compile(r"\d+")
-_MINIMA = {
-    "CHECKPOINT.BEST_TO_KEEP": 1,
-    "CHECKPOINT.START": 0,
-    "DATALOADER.NUM_WORKERS": 0,
-    "DATALOADER.OVERFIT_BATCHES": 0,
-    "DATALOADER.TIMEOUT": 0,
-    "EARLY_STOPPING.PATIENCE": 1,
-    "LOG.GATHER_PERIOD": 1,
-    "LOG.PERIOD": 1,
-    "LOG.WINDOW": 1,
-    "MODEL.TENSOR_PARALLEL": 1,
-    "SOLVER.ACCUMULATION_STEPS": 1,
-    "SOLVER.CHECKPOINT_PERIOD": 0,
-    "SOLVER.IMS_PER_BATCH": 1,
-    "SOLVER.MAX_BATCHES_PER_EPOCH": 0,
-    "SOLVER.MAX_ITER": 1,
-    "SOLVER.NON_FINITE.MAX_IN_ROW": 1,
-    "SOLVER.PARAM_GROUPS.LAYER_DECAY.NUM_LAYERS": 0,
-    "SOLVER.REFERENCE_BATCH_SIZE": 0,
-    "SOLVER.WARMUP_ITERS": 0,
-    "STOP_CHECK_PERIOD": 1,
-    "TEST.EVAL_PERIOD": 0,
-    "TEST.EVAL_START": 0,
-    "TEST.IMS_PER_BATCH": 1,
-    "TEST.MAX_BATCHES": 0,
-    "TEST.PRECISE_BN.NUM_ITER": 1,
+# Whole numbers and lengths, and numbers; None is accepted if it is the default. In a list, each item is checked.
+_WHOLE = {
+    "CHECKPOINT.BEST_TO_KEEP": "[1, inf)",
+    "CHECKPOINT.MAX_TO_KEEP": "[1, inf)",
+    "CHECKPOINT.START": "[0, inf)",
+    "DATALOADER.NUM_WORKERS": "[0, inf)",
+    "DATALOADER.OVERFIT_BATCHES": "[0, inf)",
+    "DATALOADER.PREFETCH_FACTOR": "[1, inf)",
+    "EARLY_STOPPING.PATIENCE": "[1, inf)",
+    "LOG.GATHER_PERIOD": "[1, inf)",
+    "LOG.PERIOD": "[1, inf)",
+    "LOG.WINDOW": "[1, inf)",
+    "MODEL.TENSOR_PARALLEL": "[1, inf)",
+    "SEED": f"[-1, {2**32})",
+    "SOLVER.ACCUMULATION_STEPS": "[1, inf)",
+    "SOLVER.CHECKPOINT_PERIOD": "[0, inf)",
+    "SOLVER.IMS_PER_BATCH": "[1, inf)",
+    "SOLVER.MAX_BATCHES_PER_EPOCH": "[0, inf)",
+    "SOLVER.MAX_ITER": f"[1, {2**63})",
+    "SOLVER.NON_FINITE.MAX_IN_ROW": "[1, inf)",
+    "SOLVER.NUM_DECAYS": "[0, inf)",
+    "SOLVER.PARAM_GROUPS.LAYER_DECAY.NUM_LAYERS": "[0, inf)",
+    "SOLVER.REFERENCE_BATCH_SIZE": "[0, inf)",
+    "SOLVER.REFERENCE_WORLD_SIZE": "[0, inf)",
+    "SOLVER.STEPS": "[0, inf)",
+    "SOLVER.WARMUP_ITERS": "[0, inf)",
+    "STOP_CHECK_PERIOD": "[1, inf)",
+    "TEST.EVAL_PERIOD": "[0, inf)",
+    "TEST.EVAL_START": "[0, inf)",
+    "TEST.IMS_PER_BATCH": "[1, inf)",
+    "TEST.MAX_BATCHES": "[0, inf)",
+    "TEST.PRECISE_BN.NUM_ITER": "[1, inf)",
+}
+_NUMBERS = {
+    "DATALOADER.RANDOM_SUBSET_RATIO": "(0, 1]",
+    "DATALOADER.REPEAT_THRESHOLD": "[0, inf)",
+    "DATALOADER.TIMEOUT": "[0, inf)",
+    "EARLY_STOPPING.MIN_DELTA": "[0, inf)",
+    "EARLY_STOPPING.THRESHOLD": "(-inf, inf)",
+    "SOLVER.AMP.INIT_SCALE": "(0, inf)",
+    "SOLVER.BASE_LR": "[0, inf)",
+    "SOLVER.BASE_LR_END": "[0, inf)",
+    "SOLVER.BIAS_LR_FACTOR": "[0, inf)",
+    "SOLVER.CLIP_GRADIENTS.CLIP_VALUE": "(0, inf]",
+    "SOLVER.CLIP_GRADIENTS.NORM_TYPE": "(0, inf]",
+    "SOLVER.GAMMA": "[0, inf)",
+    "SOLVER.MOMENTUM": "[0, 1]",
+    "SOLVER.WARMUP_FACTOR": "[0, inf)",
+    "SOLVER.WEIGHT_DECAY": "[0, inf)",
+    "SOLVER.WEIGHT_DECAY_BIAS": "[0, inf)",
+    "SOLVER.WEIGHT_DECAY_NORM": "[0, inf)",
 }
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "CHECKPOINT.BEST_MODE": ("auto", "max", "min"),
@@ -82,6 +104,13 @@ _CONFLICTS: tuple[tuple[str, str, str], ...] = (
     ("SOLVER.LOGICAL_RANKS", "MODEL.DDP.GRADIENT_AS_BUCKET_VIEW", "one process has no buckets"),
     ("SOLVER.LOGICAL_RANKS", "TEST.PRECISE_BN.ENABLED", "its statistics depend on the number of processes"),
 )
+# (setting, another one): the first, if it is not the default, has no effect without the second
+_NEEDS = (
+    ("CHECKPOINT.BEST_TO_KEEP", "CHECKPOINT.BEST_METRIC"),
+    ("CHECKPOINT.START", "SOLVER.CHECKPOINT_PERIOD"),
+    ("EARLY_STOPPING.METRIC", "TEST.EVAL_PERIOD"),
+    ("EARLY_STOPPING.THRESHOLD", "EARLY_STOPPING.METRIC"),
+)
 _GROUPS = "SOLVER.PARAM_GROUPS"
 
 
@@ -102,30 +131,67 @@ def check_values(cfg: CfgNode, *, warn: bool = True) -> None:
     Raises:
         ConfigError: names the key, the value and what is accepted.
     """
-    for key, minimum in _MINIMA.items():
-        value = _get(cfg, key)
-        if not isinstance(value, str) and value < minimum:  # a string is a length in epochs, never negative
-            raise ConfigError(f"{key} is {value}; it must be at least {minimum}")
-    for key, choices in _CHOICES.items():
-        if _get(cfg, key) not in choices:
-            accepted = ", ".join('""' if choice == "" else str(choice) for choice in choices)
-            raise ConfigError(f"{key} is {_get(cfg, key)!r}; accepted: {accepted}")
+    check_ranges(cfg, _WHOLE, whole=True)
+    check_ranges(cfg, _NUMBERS)
+    check_choices(cfg, _CHOICES)
     check_conflicts(cfg, _CONFLICTS)
+    defaults = get_cfg()
+    for key, needed in _NEEDS:
+        if _get(cfg, key) != _get(defaults, key) and not _get(cfg, needed):
+            raise ConfigError(f"{key} is {_get(cfg, key)!r}, but {needed} is {_get(cfg, needed)!r}; set it")
     if not cfg.OUTPUT_DIR:
-        raise ConfigError("OUTPUT_DIR is empty, so nothing could be saved; set it to a folder")
+        raise not_accepted("OUTPUT_DIR", "", "a folder")
+    if len({*cfg.LOG.WRITERS}) < len(cfg.LOG.WRITERS):
+        raise not_accepted("LOG.WRITERS", cfg.LOG.WRITERS, "each name once")
+    scale, best = cfg.SOLVER.AMP.LOSS_SCALE, cfg.CHECKPOINT.BEST_METRIC
+    if scale != "dynamic" and not _is_in(scale, "(0, inf)"):
+        raise not_accepted("SOLVER.AMP.LOSS_SCALE", scale, '"dynamic", or a number in (0, inf)')
+    if not all(isinstance(name, str) for name in (best if isinstance(best, list | tuple) else [best or ""])):
+        raise not_accepted("CHECKPOINT.BEST_METRIC", best, 'None, a name such as "task/top1", or a list of names')
+    check_expected_results(cfg)
     check_logical_ranks(cfg.SOLVER.LOGICAL_RANKS)
     _check_tensor_parallel(cfg.MODEL)
-    _check_amp(cfg.SOLVER.AMP)
-    check_expected_results(cfg)
-    if warn:
-        _warn_of_similar_keys(cfg, get_cfg())
     _check_param_groups(cfg.SOLVER)
-    _check_early_stopping(cfg)
-    _check_checkpoints(cfg)
-    _check_skip(cfg.DATALOADER.SKIP)
-    _check_factors(cfg.SOLVER.ACCUMULATION_FACTORS)
+    _check_pairs("DATALOADER.SKIP", cfg.DATALOADER.SKIP, 0, slice(None), "[start, end]")
+    _check_pairs(
+        "SOLVER.ACCUMULATION_FACTORS", cfg.SOLVER.ACCUMULATION_FACTORS, 1, slice(None, None, 2), "[iter, factor]"
+    )
+    if warn:
+        _warn_of_similar_keys(cfg, defaults)
     for project in projects_of(cfg):
         getattr(project, "check", lambda _: None)(cfg)
+
+
+def check_ranges(cfg: CfgNode, ranges: Mapping[str, str], *, whole: bool = False) -> None:
+    """Raises ConfigError if a value is not in its interval, such as ``"[0, inf)"``; NaN is in none.
+
+    Args:
+        whole: accept only whole numbers, and lengths in epochs for the keys of ``LENGTH_KEYS``.
+    """
+    defaults = get_cfg()
+    for key, interval in ranges.items():
+        value = _get(cfg, key)
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if item is None and _get(defaults, key) is None:
+                continue
+            if isinstance(item, str) and key in LENGTH_KEYS:
+                parse_length(item, key)
+            elif not _is_in(item, interval) or (whole and not isinstance(item, int)):
+                raise not_accepted(key, value, f"{'a whole number' if whole else 'a number'} in {interval}")
+
+
+def _is_in(value: object, interval: str) -> bool:
+    low, high = map(float, interval[1:-1].split(", "))
+    if not is_number(value) or (value == low and interval[0] == "(") or (value == high and interval[-1] == ")"):
+        return False
+    return low <= value <= high
+
+
+def check_choices(cfg: CfgNode, choices: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises ConfigError if a value is not one of its choices."""
+    for key, accepted in choices.items():
+        if _get(cfg, key) not in accepted:
+            raise not_accepted(key, _get(cfg, key), ", ".join(map(repr, accepted)))
 
 
 def check_conflicts(cfg: CfgNode, conflicts: Iterable[tuple[str, str, str]]) -> None:
@@ -162,105 +228,24 @@ def check_expected_results(cfg: CfgNode) -> None:
     """Raises ConfigError if an entry of TEST.EXPECTED_RESULTS does not have its four parts."""
     for entry in cfg.TEST.EXPECTED_RESULTS:
         if not isinstance(entry, list | tuple) or len(entry) != 4:
-            raise ConfigError(
-                f"TEST.EXPECTED_RESULTS has the entry {entry!r}; each must be [task, metric, value, tolerance]"
-            )
+            raise not_accepted("TEST.EXPECTED_RESULTS", entry, "entries [task, metric, value, tolerance]")
+
+
+def _check_pairs(key: str, pairs: list[Any], minimum: int, growing: slice, form: str) -> None:
+    is_pair = [isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs]
+    numbers: list[Any] = [number for pair in pairs for number in pair] if all(is_pair) else [None]
+    if not all(is_whole(n, minimum) for n in numbers) or numbers[growing] != sorted({*numbers[growing]}):
+        raise not_accepted(key, pairs, f"a list of {form}, whole numbers from {minimum} on, which grow")
 
 
 def _warn_of_similar_keys(node: CfgNode, default: CfgNode, prefix: str = "") -> None:
-    """Compare each new key with the keys before it: first the default keys, then the keys of files."""
-    names = [*node]
-    for place, name in enumerate(names):
-        if hasattr(default, name):  # not "in": a project may declare the key
-            if isinstance(node[name], CfgNode) and isinstance(default[name], CfgNode):
-                _warn_of_similar_keys(node[name], default[name], f"{prefix}{name}.")
-            continue
-        for known in difflib.get_close_matches(name.upper(), names[:place], n=1, cutoff=0.8):
-            # a misspelled key has one letter more or less, or the same letters in another order; a different letter may
-            # have a meaning (KERNEL_H and KERNEL_W), but not if trainkit itself has the similar key
-            is_likely = abs(len(name) - len(known)) == 1 or sorted(name.upper()) == sorted(known)
-            if known in default and len(name) == len(known):
-                is_likely |= sum(map(ne, name.upper(), known)) == 1
-            if is_likely and _DIGITS.sub("", name) != _DIGITS.sub("", known):
-                logger.warning(
-                    "%s is used as a new key, beside %s; correct it if you meant that one",
-                    *(prefix + name, prefix + known),
-                )
-
-
-def _check_early_stopping(cfg: CfgNode) -> None:
-    metric, threshold = cfg.EARLY_STOPPING.METRIC, cfg.EARLY_STOPPING.THRESHOLD
-    if metric and cfg.TEST.EVAL_PERIOD == 0:
-        raise ConfigError(
-            "EARLY_STOPPING.METRIC is set but TEST.EVAL_PERIOD is 0, so nothing is evaluated before the end; set it"
-        )
-    if threshold is not None and not is_number(threshold):
-        raise ConfigError(f"EARLY_STOPPING.THRESHOLD is {threshold!r}; accepted: a number, None")
-    if threshold is not None and not metric:
-        raise ConfigError(f"EARLY_STOPPING.THRESHOLD is {threshold}, but EARLY_STOPPING.METRIC is empty; set it")
-
-
-def _check_checkpoints(cfg: CfgNode) -> None:
-    options = cfg.CHECKPOINT
-    keep, best = options.MAX_TO_KEEP, options.BEST_METRIC
-    if keep is not None and not is_whole(keep, 1):
-        raise ConfigError(f"CHECKPOINT.MAX_TO_KEEP is {keep!r}; accepted: a number of at least 1, or None to keep all")
-    names = best if isinstance(best, list | tuple) else [best or "none"]
-    if not all(isinstance(name, str) and name for name in names):
-        raise ConfigError(f'CHECKPOINT.BEST_METRIC is {best!r}; accepted: None, a name such as "task/top1", or a list')
-    if options.BEST_TO_KEEP > 1 and not best:
-        raise ConfigError(f"CHECKPOINT.BEST_TO_KEEP is {options.BEST_TO_KEEP}, but BEST_METRIC is empty; set it")
-    if options.START and cfg.SOLVER.CHECKPOINT_PERIOD == 0:
-        raise ConfigError(
-            f"CHECKPOINT.START is {options.START}, but SOLVER.CHECKPOINT_PERIOD is 0: nothing is saved before the end; "
-            "set it, or leave out START"
-        )
-    if options.PUBLISH and not options.SAVE_LAST and not best:
-        raise ConfigError(
-            f"CHECKPOINT.PUBLISH is {options.PUBLISH!r}, but without CHECKPOINT.SAVE_LAST and CHECKPOINT.BEST_METRIC "
-            "there is nothing to publish; set one of them"
-        )
-
-
-def _check_skip(ranges: list[Any]) -> None:
-    ends = [end for pair in _pairs(ranges) for end in pair]
-    if not all(is_whole(end, 0) for end in ends) or any(end >= after for end, after in pairwise(ends)):
-        raise ConfigError(
-            f"DATALOADER.SKIP is {ranges!r}; accepted: a list of [start, end] in iterations from 0, without end, which "
-            "grow from one to the next, such as [[100, 120], [300, 310]]"
-        )
-
-
-def _check_factors(factors: list[Any]) -> None:
-    starts = [start for start, _ in _pairs(factors)]
-    if not all(is_whole(number, 1) for pair in _pairs(factors) for number in pair) or starts != sorted({*starts}):
-        raise ConfigError(
-            f"SOLVER.ACCUMULATION_FACTORS is {factors!r}; accepted: a list of [iteration, factor], both whole numbers "
-            "from 1 on, whose iterations grow, such as [[1000, 2], [5000, 4]]"
-        )
-
-
-def _pairs(entries: list[Any]) -> list[Any]:
-    return [entry if isinstance(entry, list | tuple) and len(entry) == 2 else [-1, -1] for entry in entries]
-
-
-def _check_amp(amp: CfgNode) -> None:
-    fixed = amp.LOSS_SCALE != "dynamic"
-    for key in ("LOSS_SCALE", "INIT_SCALE") if fixed else ("INIT_SCALE",):
-        scale = amp[key]
-        if not is_number(scale) or not 0 < scale < float("inf"):
-            dynamic = '"dynamic" or ' if key == "LOSS_SCALE" else ""
-            raise ConfigError(f"SOLVER.AMP.{key} is {scale!r}; accepted: {dynamic}a number greater than 0")
-    if fixed and amp.PRECISION == "bfloat16":
-        raise ConfigError(
-            f"SOLVER.AMP.LOSS_SCALE is {amp.LOSS_SCALE}, but PRECISION is bfloat16, which has no scale; "
-            "leave LOSS_SCALE at dynamic, or set PRECISION to float16"
-        )
-    if amp.INIT_SCALE != 65536 and (fixed or amp.PRECISION == "bfloat16"):
-        raise ConfigError(
-            f"SOLVER.AMP.INIT_SCALE is {amp.INIT_SCALE}, but no dynamic scale starts with it: PRECISION is "
-            f"{amp.PRECISION} and LOSS_SCALE is {amp.LOSS_SCALE}; leave INIT_SCALE at 65536"
-        )
+    for name, value in node.items():
+        if not hasattr(default, name):  # not "in": a project may declare the key
+            for known in difflib.get_close_matches(name.upper(), default, n=1, cutoff=0.8):
+                text = "%s is used as a new key, beside %s; correct it if you meant that one"
+                logger.warning(text, prefix + name, prefix + known)
+        elif isinstance(value, CfgNode) and isinstance(default[name], CfgNode):
+            _warn_of_similar_keys(value, default[name], f"{prefix}{name}.")
 
 
 def _check_param_groups(solver: CfgNode) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import difflib
-import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
@@ -10,22 +9,14 @@ from operator import getitem
 from types import ModuleType
 from typing import IO, Any
 
+import yaml
 from fvcore.common.config import CfgNode as _FvcoreCfgNode
 
-from trainkit.config.errors import ConfigError, UnknownKeyError
+from trainkit.config.errors import ConfigError, UnknownKeyError, not_accepted
 from trainkit.config.lengths import LENGTH_FORMS, LENGTH_KEYS, parse_length
-from trainkit.config.yaml_files import (
-    BASE_KEY,
-    DELETE_KEY,
-    dump_yaml,
-    load_yaml,
-    overlay,
-    parse_literal,
-    read_layers,
-)
+from trainkit.config.yaml_files import BASE_KEY, DELETE_KEY, Dumper, load_yaml, overlay, parse_literal, read_layers
 from trainkit.utils.plugins import CONFIG_KEYS, load_plugin
 
-_logger = logging.getLogger(__name__)
 _UNTYPED = "__untyped__"  # a mark in a node's __dict__, like yacs's own marks
 _OF_PROJECTS = "__of_projects__"  # another one: name -> full key of the keys in this node that projects declare
 _ACCEPTED = {bool: "True or False", int: "an int", float: "a float or an int", str: "text"}
@@ -60,10 +51,7 @@ class CfgNode(_FvcoreCfgNode):
             ConfigError: see ``merge_from_file``.
         """
         _refuse_unsafe(allow_unsafe)
-        content: dict[str, Any] = {}
-        for _, layer in read_layers(filename):
-            content = overlay(content, layer)
-        return content
+        return reduce(overlay, (layer for _, layer in read_layers(filename)), {})
 
     @classmethod
     def load_cfg(cls, cfg_file_obj_or_str: str | IO[str]) -> "CfgNode":
@@ -81,21 +69,14 @@ class CfgNode(_FvcoreCfgNode):
             ConfigError: a file cannot be read, is not safe YAML, or has a wrong key or value.
         """
         _refuse_unsafe(allow_unsafe)
+        *bases, (top, own) = read_layers(cfg_filename)
         content: dict[str, Any] = {}
-        layers = read_layers(cfg_filename)
-        for path, layer in layers:
-            is_top = layer is layers[-1][1]
-            if not is_top and layer and not self.is_new_allowed() and not self.keys() & layer.keys():
-                # do not show the keys of the file: a foreign config can name any file of this machine
-                raise ConfigError(f"{path}, named by _BASE_, is no config of this program; none of its keys is known")
+        for path, layer in bases:
+            with _named(path):
+                list(_changes(self, overlay({}, layer), self))
             content = overlay(content, layer)
-            try:
-                if is_top:
-                    self.merge_from_other_cfg(content)
-                else:  # check this file alone, so that the error is about it
-                    list(_changes(self, overlay({}, layer), self))
-            except ConfigError as error:
-                raise type(error)(f"{path}: {error}") from None
+        with _named(top):
+            self.merge_from_other_cfg(overlay(content, own))
 
     def merge_from_other_cfg(self, cfg_other: Mapping[str, Any]) -> None:
         """Merge another config or a nested dict. Raises ConfigError if a key or value is wrong."""
@@ -111,8 +92,10 @@ class CfgNode(_FvcoreCfgNode):
         Raises:
             ConfigError: the items are not in pairs, or a key or value is wrong.
         """
+        if len(cfg_list) % 2:
+            raise not_accepted("options", [*cfg_list], "KEY VALUE KEY VALUE ...")
         layers = []
-        for full_key, value in _pairs(cfg_list):
+        for full_key, value in zip(cfg_list[::2], cfg_list[1::2], strict=True):
             if self.key_is_deprecated(full_key):  # this logs a warning
                 continue
             layer: Any = _OptionText(value) if isinstance(value, str) else value
@@ -125,7 +108,7 @@ class CfgNode(_FvcoreCfgNode):
 
     def dump(self, **kwargs: Any) -> str:
         """The config as YAML that ``merge_from_file`` reads back; ``kwargs`` are those of ``yaml.dump``."""
-        return dump_yaml({name: plain_value(name, value) for name, value in self.items()}, **kwargs)
+        return yaml.dump({name: plain_value(name, value) for name, value in self.items()}, Dumper=Dumper, **kwargs)
 
 
 def mark_keys_of_projects(root: CfgNode) -> None:
@@ -166,20 +149,13 @@ def _refuse_unsafe(allow_unsafe: bool) -> None:
         raise ConfigError("allow_unsafe=True: YAML that runs code is never read; name modules in IMPORTS instead")
 
 
-def _pairs(items: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    for item in items[::2]:
-        if isinstance(item, str) and "=" in item:
-            key, _, value = item.partition("=")
-            raise ConfigError(f"options are written KEY VALUE, got {item!r}; write {key} {value}")
-    if len(items) % 2:
-        raise ConfigError(
-            f"options are written KEY VALUE KEY VALUE ..., got an odd number of items ({len(items)}): {list(items)}; "
-            "give each key one value"
-        )
-    for full_key, value in zip(items[::2], items[1::2], strict=True):
-        if not isinstance(full_key, str) or "" in full_key.split("."):
-            raise ConfigError(f"{full_key!r} is no key; write names joined by dots, such as SOLVER.BASE_LR")
-        yield full_key, value
+@contextlib.contextmanager
+def _named(path: str) -> Iterator[None]:
+    """Context that names the file in the errors of a merge."""
+    try:
+        yield
+    except ConfigError as error:
+        raise type(error)(f"{path}: {error}") from None
 
 
 def _untyped_keys(node: _FvcoreCfgNode) -> set[str]:
@@ -228,8 +204,8 @@ def _changes(
                 yield node, name, coerced
             elif value not in (old, 2):  # 2: detectron2's version; its keys mean the same here
                 raise ConfigError(f"this config is of VERSION {value}, and VERSION {old} is read here; update its keys")
-        elif name not in node and root.key_is_deprecated(full_key):
-            _logger.warning("The key %s is deprecated and has no effect; leave it out", full_key)
+        elif name not in node and root.key_is_deprecated(full_key):  # this logs a warning
+            continue
         else:
             if name not in node:
                 _check_new_key(node, name, value, root, full_key)
@@ -242,14 +218,9 @@ def _changes(
 
 
 def _check_new_key(node: _FvcoreCfgNode, name: object, value: object, root: _FvcoreCfgNode, full_key: str) -> None:
-    if not isinstance(name, str):
-        raise ConfigError(f"the key {full_key} must be text, got {type(name).__name__}; quote it")
-    if "." in name:
-        raise ConfigError(f"{full_key!r} is one key with dots; write nested nodes, such as SOLVER: {{BASE_LR: 0.1}}")
-    if name in (BASE_KEY, DELETE_KEY):
-        raise ConfigError(
-            f"{full_key} is misplaced: {BASE_KEY} belongs at the top of a file, {DELETE_KEY} in a file's node; move it"
-        )
+    if not isinstance(name, str) or "." in name or name in (BASE_KEY, DELETE_KEY):
+        accepted = f"a name without dots; {BASE_KEY} at the top of a file, {DELETE_KEY} in a node of a file"
+        raise not_accepted(f"key {full_key}", name, accepted)
     if root.key_is_renamed(full_key):
         try:
             root.raise_key_rename_error(full_key)
@@ -282,31 +253,27 @@ def _full_keys(node: _FvcoreCfgNode, prefix: str = "") -> Iterator[tuple[str, bo
 
 
 def _coerce(full_key: str, value: object, old: object) -> object:
-    is_list = isinstance(old, list | tuple)
-    if is_list and isinstance(value, str):
-        literal = parse_literal(value)  # YAML has no tuples, so (1, 2) is text; detectron2 configs use it
-        value = literal if isinstance(literal, list | tuple) else value
-    if full_key in LENGTH_KEYS:
-        if is_list != isinstance(value, list | tuple):
-            raise _wrong_type(full_key, value, f"a list, each item {LENGTH_FORMS}" if is_list else LENGTH_FORMS)
-        for item in value if isinstance(value, list | tuple) else [value]:
-            try:
-                parse_length(item)
-            except ConfigError as error:
-                raise ConfigError(f"{full_key}: {error}") from None
-        return value if not isinstance(value, list | tuple) else type(old)(value)  # type: ignore[call-arg]
+    is_length = full_key in LENGTH_KEYS
     if isinstance(old, _FvcoreCfgNode):
-        raise _wrong_type(full_key, value, "a node, that is keys with values")
+        raise not_accepted(full_key, value, "a node, that is keys with values")
     if isinstance(old, list | tuple):
-        if not isinstance(value, list | tuple):
-            raise _wrong_type(full_key, value, f'a list or a tuple, such as "{[value]!s:.80}"')
+        items = parse_literal(value) if isinstance(value, str) else value  # YAML has no tuples: (1, 2) is text there
+        if not isinstance(items, list | tuple):
+            raise not_accepted(
+                full_key, value, f"a list, each item {LENGTH_FORMS}" if is_length else "a list or a tuple"
+            )
+        for item in items if is_length else ():
+            parse_length(item, full_key)
         inner = tuple if old and all(isinstance(item, tuple) for item in old) else list
-        items = (plain_value(full_key, item) for item in value)
-        return type(old)(inner(item) if isinstance(item, list) else item for item in items)
+        plain = (plain_value(full_key, item) for item in items)
+        return type(old)(inner(item) if isinstance(item, list) else item for item in plain)
+    if is_length:
+        parse_length(value, full_key)
+        return value
     kind = next(kind for kind in _ACCEPTED if isinstance(old, kind))  # bool comes first, since a bool is an int
     accepted = (int, float) if kind is float else kind
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        raise _wrong_type(full_key, value, _ACCEPTED[kind])
+        raise not_accepted(full_key, value, _ACCEPTED[kind])
     return kind(value)
 
 
@@ -321,8 +288,4 @@ def plain_value(full_key: str, value: object) -> Any:
     for kind in (int, float, str):
         if isinstance(value, kind):
             return kind(value)
-    raise _wrong_type(full_key, value, "text, a number, True, False, None, and lists or nodes of them")
-
-
-def _wrong_type(full_key: str, value: object, accepted: str) -> ConfigError:
-    return ConfigError(f"{full_key}: got {value!r:.200} ({type(value).__name__}); accepted: {accepted}")
+    raise not_accepted(full_key, value, "text, a number, True, False, None, and lists or nodes of them")

@@ -7,13 +7,17 @@ from trainkit.utils.registry import Registry, did_you_mean
 
 
 class ConfigError(ValueError):
-    """An error in a config; the message has the key, the value, the accepted values and the remedy."""
+    """An error in a config; the message has the key, the value and the accepted values."""
 
 
 class UnknownKeyError(ConfigError, KeyError):
     """The config has no such key; this is a KeyError too, as in detectron2."""
 
     __str__ = ConfigError.__str__  # KeyError's __str__ quotes the message
+
+
+def not_accepted(key: str, value: object, accepted: str) -> ConfigError:
+    return ConfigError(f"{key}: got {value!r:.200} ({type(value).__name__}); accepted: {accepted}")
 
 
 def unknown_name(where: str, name: object, accepts: str, accepted: Iterable[str]) -> ConfigError:

@@ -46,51 +46,36 @@ def configurable(
     ``from_config``.
 
     Raises:
-        AttributeError: an object is made, and its class has no ``from_config``.
-        TypeError: something else is decorated; ``from_config`` is not a class method, or does not return a dict.
+        AttributeError: an object is made, and its class has no class method ``from_config``.
+        TypeError: something else is decorated.
     """
-    if init_func is None:
-        return functools.partial(_configurable_function, from_config=from_config) if from_config else configurable
-    if not inspect.isfunction(init_func) or init_func.__name__ != "__init__" or from_config is not None:
-        raise TypeError(
-            f"write @configurable above the __init__ of a class, or @configurable(from_config=...) above a function, "
-            f"got {init_func!r}"
-        )
 
-    @functools.wraps(init_func)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-        # type(self), so that a subclass can override only from_config
-        from_config = getattr(type(self), "from_config", None)
-        if not inspect.ismethod(from_config):
-            kind = AttributeError if from_config is None else TypeError
-            raise kind(
-                f"{type(self).__qualname__} has @configurable and needs a @classmethod from_config(cls, cfg) "
-                "that returns the arguments of its __init__ as a dict"
-            )
-        args, kwargs = _translate(from_config, args, kwargs)
-        init_func(self, *args, **kwargs)
+    def decorate(func: Callable[..., Any]) -> Callable[..., Any]:
+        is_method = from_config is None
+        if not inspect.isfunction(func) or (func.__name__ == "__init__") != is_method:
+            raise TypeError(f"@configurable is for an __init__, with from_config=... for a function; got {func!r}")
 
-    return wrapped
+        @functools.wraps(func)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            own = args[:1] if is_method else ()
+            # of type(self), which may be a subclass that overrides it alone
+            translate = getattr(type(own[0]), "from_config", None) if own else from_config
+            if own and not inspect.ismethod(translate):
+                raise AttributeError(
+                    f"{type(own[0]).__qualname__} is configurable and needs a @classmethod from_config"
+                )
+            args, kwargs = _translate(translate, args[len(own) :], kwargs)
+            return func(*own, *args, **kwargs)
 
+        if not is_method:
+            wrapped.from_config = from_config  # type: ignore[attr-defined]
+        return wrapped
 
-def _configurable_function(func: _Func, *, from_config: Callable[..., dict[str, Any]]) -> _Func:
-    if not inspect.isfunction(func):
-        raise TypeError(
-            f"@configurable(from_config=...) decorates a function, got {func!r}; for a class decorate its __init__ "
-            "with @configurable and give it a classmethod from_config"
-        )
-
-    @functools.wraps(func)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _translate(from_config, args, kwargs)
-        return func(*args, **kwargs)
-
-    wrapped.from_config = from_config  # type: ignore[attr-defined]
-    return wrapped  # type: ignore[return-value]
+    return decorate if init_func is None else decorate(init_func)
 
 
 def _translate(
-    from_config: Callable[..., dict[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    from_config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of the call itself: the given ones, unless one of them is a config."""
     cfg = args[0] if args else kwargs.get("cfg")
@@ -99,12 +84,5 @@ def _translate(
     parameters = inspect.signature(from_config).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    if "cfg" not in (p.name for p in list(parameters)[:1]):
-        raise TypeError(f"the first parameter of {from_config.__qualname__} must be called cfg; rename it")
-    to_from_config = {key: value for key, value in kwargs.items() if takes_any or key in names}
-    arguments = from_config(*args, **to_from_config)
-    if not isinstance(arguments, dict):
-        raise TypeError(
-            f"{from_config.__qualname__} must return the arguments as a dict, got {type(arguments).__name__}"
-        )
-    return (), arguments | {key: value for key, value in kwargs.items() if key not in to_from_config}
+    known = {key: value for key, value in kwargs.items() if takes_any or key in names}
+    return (), from_config(*args, **known) | {key: value for key, value in kwargs.items() if key not in known}

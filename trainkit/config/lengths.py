@@ -4,11 +4,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import reduce
 from typing import Any, TypeVar
 
 from fvcore.common.config import CfgNode
 
-from trainkit.config.errors import ConfigError
+from trainkit.config.errors import not_accepted
 from trainkit.utils.periods import exact, whole_or_rounded
 
 LENGTH_KEYS = frozenset(
@@ -43,8 +44,11 @@ class Epochs:
         return whole_or_rounded(Fraction(str(self.count)) * exact(iters_per_epoch))
 
 
-def parse_length(value: object) -> int | Epochs:
+def parse_length(value: object, key: str = "length") -> int | Epochs:
     """Read one length; a number of iterations is returned as it is.
+
+    Args:
+        key: the key that has the value, for errors.
 
     Raises:
         ConfigError: ``value`` is neither an int (a bool does not count) nor a text such as "3ep".
@@ -53,7 +57,7 @@ def parse_length(value: object) -> int | Epochs:
         return int(value)
     match = _EPOCHS.fullmatch(value) if isinstance(value, str) else None
     if match is None:
-        raise ConfigError(f"{value!r} ({type(value).__name__}) is no length; accepted: {LENGTH_FORMS}")
+        raise not_accepted(key, value, LENGTH_FORMS)
     return Epochs(float(match[1]))
 
 
@@ -64,7 +68,7 @@ def resolve_lengths(cfg: _Cfg, iters_per_epoch: int | None) -> _Cfg:
         iters_per_epoch: iterations per pass over the training data; None if the data has no length.
 
     Raises:
-        ConfigError: a length is malformed, or in epochs while ``iters_per_epoch`` is None.
+        ConfigError: a length is in epochs while ``iters_per_epoch`` is None.
         ValueError: ``iters_per_epoch`` is not above 0.
     """
     if iters_per_epoch is not None and iters_per_epoch <= 0:
@@ -72,32 +76,21 @@ def resolve_lengths(cfg: _Cfg, iters_per_epoch: int | None) -> _Cfg:
     resolved = cfg.clone()
     for full_key in [*sorted(LENGTH_KEYS), *ENTRY_KEYS]:
         *parents, name = full_key.split(".")
-        node: Any = resolved
-        for parent in parents:
-            node = node.get(parent, {})
+        node: Any = reduce(lambda node, parent: node.get(parent, {}), parents, resolved)
         if name in node:  # by item, which works for a frozen node too
-            node[name] = _resolve(full_key, node[name], iters_per_epoch, only_lengths=full_key in LENGTH_KEYS)
+            node[name] = _resolve(full_key, node[name], iters_per_epoch)
     return resolved
 
 
-def _resolve(where: str, value: Any, iters_per_epoch: int | None, *, only_lengths: bool) -> Any:
-    """Replace each length in a value; if ``only_lengths``, other values are errors."""
-    options: Any = {"iters_per_epoch": iters_per_epoch, "only_lengths": only_lengths}
+def _resolve(where: str, value: Any, iters_per_epoch: int | None) -> Any:
+    """Replace each length in epochs in a value."""
     if isinstance(value, Mapping):
-        return {key: _resolve(f"{where}.{key}", item, **options) for key, item in value.items()}
+        return {key: _resolve(f"{where}.{key}", item, iters_per_epoch) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_resolve(f"{where}[{i}]", item, **options) for i, item in enumerate(value))
-    if not only_lengths and not (isinstance(value, str) and _EPOCHS.fullmatch(value)):
+        return type(value)(_resolve(f"{where}[{i}]", item, iters_per_epoch) for i, item in enumerate(value))
+    match = _EPOCHS.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
         return value
-    try:
-        length = parse_length(value)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
-    if isinstance(length, int):
-        return length
     if iters_per_epoch is None:
-        raise ConfigError(
-            f"{where} is {value!r}, but the training data has no length, or SOLVER.ACCUMULATION_FACTORS is set, "
-            "so there are no epochs; give it in iterations (an int)"
-        )
-    return length.to_iters(iters_per_epoch)
+        raise not_accepted(where, value, "iterations, since an epoch of these data has no length")
+    return Epochs(float(match[1])).to_iters(iters_per_epoch)
