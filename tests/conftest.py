@@ -17,7 +17,7 @@ torch.set_num_threads(1)
 LONGEST = [
     *("fake_cuda/test_run", "engine/test_fsdp", "tools/test_settings", "tools/test_chaos", "docs/test_replay"),
     *("engine/test_elastic", "engine/test_logical_ranks", "tools/test_benchmark", "tools/test_resume"),
-    *("test_package", "utils/test_events_wandb", "utils/test_events_mlflow", "engine/test_world_sizes"),
+    *("test_package", "engine/test_world_sizes"),
 ]
 
 

@@ -22,13 +22,10 @@ from trainkit.engine import (
 from trainkit.utils.events import (
     WRITER_REGISTRY,
     CommonMetricPrinter,
-    CSVWriter,
     EventWriter,
     JSONWriter,
-    MLflowWriter,
     ProgressBar,
     TensorboardXWriter,
-    WandbWriter,
 )
 from trainkit.utils.logger import close_logger
 from trainkit.utils.progress import are_bars_shown, show_bars
@@ -362,24 +359,12 @@ def test_the_default_writers(tmp_path):
     kinds = [type(writer) for writer in default_writers(tmp_path, 10)]
     assert kinds == [CommonMetricPrinter, JSONWriter, TensorboardXWriter]
     assert [type(writer) for writer in default_writers(tmp_path, names=["json"])] == [JSONWriter]
-    accepted = "console, json, csv, tensorboard, wandb, mlflow"
+    accepted = "console, json, csv, tensorboard, and names of "
     with pytest.raises(ConfigError, match=f"no writer called 'jsn'; LOG.WRITERS takes {accepted}.*WRITER_REGISTRY"):
         default_writers(tmp_path, names=["jsn"])
 
 
-@pytest.mark.parametrize(("name", "kind"), [("wandb", WandbWriter), ("mlflow", MLflowWriter)])
-def test_writers_of_other_packages_are_there_by_name(tmp_path, monkeypatch, name, kind):
-    cfg = cfg_for(tmp_path, "SEED", 3)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
-    kinds = [type(writer) for writer in default_writers(tmp_path, names=["csv", name], cfg=cfg)]
-    assert kinds == [CSVWriter, kind]
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    error = rf"{kind.__name__} needs the package {name}: pip install 'trainkit\[{name}\]'"
-    with pytest.raises(ConfigError, match=error):
-        default_writers(tmp_path, names=[name])
-
-
-def test_a_registered_writer_gets_the_folder_and_the_window(tmp_path, monkeypatch):
+def test_a_registered_writer_gets_the_folder_and_the_window_and_the_config_if_it_takes_it(tmp_path, monkeypatch):
     monkeypatch.setattr(WRITER_REGISTRY, "_objects", {})
 
     @WRITER_REGISTRY.register()
@@ -388,10 +373,17 @@ def test_a_registered_writer_gets_the_folder_and_the_window(tmp_path, monkeypatc
             self.given = output_dir, window_size
 
     @WRITER_REGISTRY.register()
+    class OfAConfig(EventWriter):
+        def __init__(self, output_dir, window_size, cfg):
+            self.given = cfg
+
+    @WRITER_REGISTRY.register()
     class NoArguments(EventWriter): ...
 
     first, second = default_writers(tmp_path, names=["json", "Mine"], window_size=7)
     assert (type(first), type(second), second.given) == (JSONWriter, Mine, (tmp_path, 7))
+    [shows_settings] = default_writers(tmp_path, names=["OfAConfig"], cfg=get_cfg())
+    assert shows_settings.given == get_cfg()
     with pytest.raises(ConfigError, match=r"LOG.WRITERS cannot be built: .*NoArguments.* takes no arguments"):
         default_writers(tmp_path, names=["NoArguments"])
 

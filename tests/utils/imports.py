@@ -8,7 +8,7 @@ from pathlib import Path
 WRITE_IN_A_THREAD = """
 import sys, threading
 import torch
-from trainkit.utils.events import *
+from trainkit.utils.events import EventStorage, {name}
 
 writer = {writer}
 first = set(sys.modules)
@@ -43,7 +43,8 @@ def imported_by_writing(writer, folder, *, started):
         folder: the working directory.
         started: whether the writer's ``begin`` was called before.
     """
-    command = [sys.executable, "-c", WRITE_IN_A_THREAD.format(writer=writer, started=started)]
+    code = WRITE_IN_A_THREAD.format(writer=writer, name=writer.partition("(")[0], started=started)
+    command = [sys.executable, "-c", code]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

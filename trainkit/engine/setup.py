@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import inspect
 import logging
 import os
 import re
@@ -23,7 +24,6 @@ from trainkit.checkpoint.format import owner_of_part
 from trainkit.checkpoint.store import local_folder, mirror_of
 from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, import_modules
 from trainkit.config.checks import check_is_ours
-from trainkit.config.yaml_files import load_yaml
 from trainkit.engine.elastic import JOB_FILE, is_first_to_fail, is_restarted, look_for_requeue, note_begin
 from trainkit.engine.fork import take_settings
 from trainkit.engine.launch import check_processes
@@ -285,12 +285,11 @@ def default_writers(
     """Writers by name.
 
     Names: "console" (a bar if `default_setup` has found a terminal, else lines), "json" (``metrics.json``), "csv"
-    (``metrics.csv``), "tensorboard" (skipped if the package is missing), "wandb", "mlflow", and those of
-    ``WRITER_REGISTRY``.
+    (``metrics.csv``), "tensorboard" (skipped if the package is missing), and those of ``WRITER_REGISTRY``.
 
     Args:
         iters_per_epoch: None if there are no epochs.
-        cfg: shown by TensorBoard, Weights & Biases and MLflow as the settings of the run.
+        cfg: shown by TensorBoard, and by registered writers that take it, as the settings of the run.
 
     Raises:
         ConfigError: another name, or the package that a writer needs is missing.
@@ -304,15 +303,16 @@ def default_writers(
         "json": lambda: events.JSONWriter(folder / "metrics.json", window_size),
         "csv": lambda: events.CSVWriter(folder / "metrics.csv", window_size),
         "tensorboard": lambda: events.TensorboardXWriter(folder, window_size, settings=settings, config=config),
-        "wandb": lambda: events.WandbWriter(output_dir, window_size, config=load_yaml(config, "cfg")),
-        "mlflow": lambda: events.MLflowWriter(output_dir, window_size, settings=settings, config=config),
-        **{name: partial(entry, output_dir, window_size) for name, entry in events.WRITER_REGISTRY},
     }
+    for name in [name for name in names if name in events.WRITER_REGISTRY]:
+        maker = events.WRITER_REGISTRY.get(name)
+        also = {"cfg": cfg} if "cfg" in inspect.signature(maker).parameters else {}
+        makers[name] = partial(maker, output_dir, window_size, **also)
     unknown = [name for name in names if name not in makers]
     if unknown:
         raise ConfigError(
-            f"there is no writer called {unknown[0]!r}; LOG.WRITERS takes {', '.join(makers)}. "
-            "A writer of your own: register it in WRITER_REGISTRY, and name its module in IMPORTS"
+            f"there is no writer called {unknown[0]!r}; LOG.WRITERS takes {', '.join(makers)}, and names of "
+            "WRITER_REGISTRY. A writer of your own: register it there, and name its module in IMPORTS"
         )
     if "tensorboard" in names and importlib.util.find_spec("tensorboard") is None:
         logger.info("Nothing is written for TensorBoard; to change that: pip install 'trainkit[tensorboard]'")

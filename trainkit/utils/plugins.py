@@ -62,6 +62,10 @@ NAMES: Mapping[str, str] = {
     "UnusedParameters": "trainkit.engine.hooks.unused_parameters",
     "VISUALIZER_REGISTRY": "trainkit.engine.hooks.visualization",
     "VisualizationHook": "trainkit.engine.hooks.visualization",
+    "MLflowWriter": "trainkit.projects.loggers.mlflow_writer",
+    "mlflow": "trainkit.projects.loggers.mlflow_writer",
+    "WandbWriter": "trainkit.projects.loggers.wandb_writer",
+    "wandb": "trainkit.projects.loggers.wandb_writer",
 }
 """The name of a class or function, also of one in a registry -> the module that has and registers it."""
 

@@ -10,8 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trainkit.projects.loggers.service import ServiceWriter, default_environment, to_uint8_array
+
+from trainkit.config import CfgNode, get_cfg
+from trainkit.engine.settings import changed_settings
 from trainkit.utils.events.storage import EventStorage
-from trainkit.utils.events.writers import Scalar, ServiceWriter, default_environment, to_uint8_array
+from trainkit.utils.events.writers import WRITER_REGISTRY, Scalar
 
 _ENVIRONMENT = {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
 _NOT_IN_A_NAME = re.compile(r"[^\w\-./: ]")
@@ -106,3 +110,10 @@ class MLflowWriter(ServiceWriter):
             history = self._writer.get_metric_history(self._run_id, name)
             self._there[name] = {(point.step, repr(float(point.value))) for point in history}
         return (step, repr(float(value))) in self._there[name]
+
+
+@WRITER_REGISTRY.register()
+def mlflow(output_dir: str | os.PathLike[str], window_size: int, cfg: CfgNode | None = None) -> MLflowWriter:
+    """The writer of LOG.WRITERS; the settings of the run are those of ``cfg``."""
+    settings = {} if cfg is None else dict(changed_settings(cfg, get_cfg()))
+    return MLflowWriter(output_dir, window_size, settings=settings, config="" if cfg is None else cfg.dump())

@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from trainkit.projects.loggers.tests.wandb_file import finished_runs, read_runs
 
 from tests.utils.imports import imported_by_writing
-from tests.utils.wandb_file import finished_runs, read_runs
 from tests.utils.written import write
 from trainkit.utils.events import EventStorage, WandbWriter
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def needs_wandb(test):
@@ -264,7 +264,7 @@ JOB = """
 import os, pathlib, signal, sys
 import torch
 from tests.engine.tiny import Weight, sgd
-from tests.utils.wandb_file import wait_for
+from trainkit.projects.loggers.tests.wandb_file import wait_for
 from trainkit.engine import SimpleTrainer, hooks
 from trainkit.utils.events import WandbWriter
 

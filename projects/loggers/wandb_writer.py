@@ -8,14 +8,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from trainkit.projects.loggers.service import ServiceWriter, default_environment, to_uint8_array
+
+from trainkit.config import CfgNode
+from trainkit.config.yaml_files import load_yaml
 from trainkit.utils.events.storage import EventStorage
-from trainkit.utils.events.writers import (
-    Scalar,
-    ServiceWriter,
-    default_environment,
-    rows_by_iteration,
-    to_uint8_array,
-)
+from trainkit.utils.events.writers import WRITER_REGISTRY, Scalar, rows_by_iteration
 
 logger = logging.getLogger(__name__)
 
@@ -110,3 +108,9 @@ def _bins(raw: Mapping[str, Any]) -> tuple[list[float], list[float]]:
     counts, edges = raw["bucket_counts"], [raw["min"], *raw["bucket_limits"]]
     width = -(-len(counts) // _MAX_BINS)
     return [sum(counts[i : i + width]) for i in range(0, len(counts), width)], [*edges[:-1:width], edges[-1]]
+
+
+@WRITER_REGISTRY.register()
+def wandb(output_dir: str | os.PathLike[str], window_size: int, cfg: CfgNode | None = None) -> WandbWriter:
+    """The writer of LOG.WRITERS; the settings of the run are those of ``cfg``."""
+    return WandbWriter(output_dir, window_size, config=load_yaml("" if cfg is None else cfg.dump(), "cfg"))

@@ -17,7 +17,7 @@ from tests.utils.imports import imported_by_writing
 from tests.utils.written import write
 from trainkit.utils.events import EventStorage, MLflowWriter
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 pytestmark = [
     pytest.mark.slow,  # importing mlflow takes seconds
