@@ -159,6 +159,7 @@ PUBLIC = {
         "LAYER_DEPTH_REGISTRY",
         "LRFunction",
         "LRMultiplier",
+        "OPTIMIZER_BUILDER_REGISTRY",
         "OPTIMIZER_REGISTRY",
         "SCHEDULE_REGISTRY",
         "ScheduledLR",

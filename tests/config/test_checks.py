@@ -11,6 +11,13 @@ def test_the_defaults_are_in_order():
     check_values(get_cfg())
 
 
+def test_two_references_for_the_learning_rate_contradict_each_other():
+    cfg = get_cfg()
+    cfg.merge_from_list(["SOLVER.REFERENCE_BATCH_SIZE", 256, "SOLVER.REFERENCE_WORLD_SIZE", 8])
+    with pytest.raises(ConfigError, match=r"REFERENCE_BATCH_SIZE and SOLVER.REFERENCE_WORLD_SIZE exclude"):
+        check_values(cfg)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "accepted"),
     [

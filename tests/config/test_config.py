@@ -2,10 +2,13 @@
 
 import copy
 import pickle
+import sys
+import types
 
 import pytest
 
 from trainkit.config import CfgNode, ConfigError, get_cfg
+from trainkit.config.config import projects_of
 
 
 def leaves(cfg, prefix=""):
@@ -263,3 +266,26 @@ def test_changed_values_survive_a_dump_and_a_load(tmp_path):
     again.merge_from_file(path)
     assert again == cfg
     assert again.MODEL.E == "1e-3"
+
+
+def test_keys_of_a_project_below_other_nodes_are_declared_one_by_one(monkeypatch):
+    project = types.ModuleType("config_test_project")
+
+    def add_config(cfg):
+        cfg.SOLVER.AMP.DEPTH = CfgNode({"SIZE": 3})
+        cfg.SOLVER.WIDTH = 2.0
+
+    project.add_config = add_config
+    monkeypatch.setitem(sys.modules, "config_test_project", project)
+    keys = dict.fromkeys(["SOLVER.AMP.DEPTH", "SOLVER.WIDTH"], "config_test_project")
+    monkeypatch.setattr("trainkit.config.config.CONFIG_KEYS", keys)
+    cfg = get_cfg()
+
+    assert list(projects_of(cfg)) == []
+    cfg.merge_from_list(["SOLVER.AMP.DEPTH.SIZE", 5])
+    assert cfg.SOLVER.AMP.DEPTH == {"SIZE": 5}
+    assert "WIDTH" not in cfg.SOLVER
+    with pytest.raises(ConfigError, match="accepted: a float or an int"):
+        cfg.merge_from_list(["SOLVER.WIDTH", "wide"])
+    assert cfg.SOLVER.WIDTH == 2.0
+    assert list(projects_of(cfg)) == [project]

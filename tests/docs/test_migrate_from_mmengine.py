@@ -5,6 +5,7 @@ import inspect
 import itertools
 import math
 import re
+from functools import reduce
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from trainkit.engine.hooks import HOOK_REGISTRY
 from trainkit.modeling import MODEL_REGISTRY
 from trainkit.solver import build_lr_scheduler, build_optimizer
 from trainkit.solver.schedules import SCHEDULE_REGISTRY
+from trainkit.utils.plugins import CONFIG_KEYS
 
 TEXT = page("docs/migrate_from_mmengine.md")
 LEFT, SELFSUP_MODEL, RULES, LARS, STAGES, FUNCTION = blocks("docs/migrate_from_mmengine.md", "python")
@@ -72,7 +74,10 @@ def config_keys(node, prefix=""):
             yield from config_keys(value, f"{prefix}{name}.")
 
 
-KEYS = set(config_keys(get_cfg()))
+CFG = get_cfg()
+for key in CONFIG_KEYS:
+    reduce(getattr, key.split("."), CFG)  # lets its project declare it
+KEYS = set(config_keys(CFG))
 
 
 def problem_of_entry(entry):

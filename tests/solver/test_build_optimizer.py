@@ -7,7 +7,12 @@ from torch import nn
 
 from tests.cuda import needs_cuda
 from trainkit.config import ConfigError, get_cfg
-from trainkit.solver import LARS, OPTIMIZER_REGISTRY, build_optimizer
+from trainkit.solver import (
+    OPTIMIZER_BUILDER_REGISTRY,
+    OPTIMIZER_REGISTRY,
+    PARAM_GROUP_REGISTRY,
+    build_optimizer,
+)
 
 
 def make_cfg(solver=None, **optimizer):
@@ -64,7 +69,6 @@ def test_constructor_arguments_come_from_a_yaml_file(tmp_path):
         ("AdamW", {"BETAS": [0.8, 0.9]}, {"betas": (0.8, 0.9)}),
         ("RMSprop", {"ALPHA": 0.5, "MOMENTUM": 0.25}, {"alpha": 0.5, "momentum": 0.25}),
         ("RMSprop", {}, {"momentum": 0.9}),
-        ("LARS", {}, {"momentum": 0.9, "nesterov": False, "weight_decay": 0.0001}),
         ("Adagrad", {"LR_DECAY": 0.1}, {"lr_decay": 0.1}),
         ("Adadelta", {"RHO": 0.5}, {"rho": 0.5}),
         ("NAdam", {"MOMENTUM_DECAY": 0.1}, {"momentum_decay": 0.1}),
@@ -75,7 +79,7 @@ def test_constructor_arguments_come_from_a_yaml_file(tmp_path):
 )
 def test_any_class_of_torch_takes_its_own_arguments(name, arguments, expected):
     optimizer = build_optimizer(make_cfg(NAME=name, **arguments), make_model())
-    assert type(optimizer) is (LARS if name == "LARS" else getattr(torch.optim, name))
+    assert type(optimizer) is getattr(torch.optim, name)
     assert {key: optimizer.defaults[key] for key in expected} == expected
     assert all(optimizer.param_groups[0][key] == value for key, value in expected.items())
 
@@ -98,7 +102,6 @@ SET = {"MOMENTUM": 0.95, "NESTEROV": True, "WEIGHT_DECAY": 0.5, "WEIGHT_DECAY_NO
     ("name", "momentum", "decay"),
     [
         ("SGD", {"momentum": 0.95, "nesterov": True}, True),
-        ("LARS", {"momentum": 0.95, "nesterov": True}, True),
         ("RMSprop", {"momentum": 0.95}, True),
         ("AdamW", {}, True),
         ("Adagrad", {}, True),
@@ -119,14 +122,6 @@ def test_a_key_of_the_solver_is_passed_on_or_if_it_is_set_an_error(name, momentu
         build_optimizer(make_cfg({key: type(SET[key])(0)}, NAME=name), model)  # which asks for nothing
 
 
-def test_the_lars_of_mmselfsup_trains_with_the_momentum_of_the_solver():
-    optimizer = build_optimizer(
-        make_cfg({"BASE_LR": 4.8, "MOMENTUM": 0.9, "WEIGHT_DECAY": 1e-6}, NAME="LARS"), make_model()
-    )
-    assert all((group["lr"], group["momentum"]) == (4.8, 0.9) for group in optimizer.param_groups)
-    assert optimizer.param_groups[0]["weight_decay"] == 1e-6
-
-
 OPTIMIZERS = [
     name
     for name, value in vars(torch.optim).items()
@@ -134,7 +129,7 @@ OPTIMIZERS = [
 ]
 
 
-@pytest.mark.parametrize("name", [*OPTIMIZERS, "LARS", "SolverTestSGD", "solver_test_adam"])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "SolverTestSGD", "solver_test_adam"])
 def test_a_default_of_the_solver_is_never_an_error(name):
     optimizer = build_optimizer(make_cfg(NAME=name), nn.Linear(2, 2, bias=False))
     known = inspect.signature(type(optimizer)).parameters
@@ -142,9 +137,9 @@ def test_a_default_of_the_solver_is_never_an_error(name):
 
 
 def test_the_arguments_of_the_optimizer_win_over_the_keys_of_the_solver():
-    cfg = make_cfg({"MOMENTUM": 0.8, "NESTEROV": True}, NAME="LARS", MOMENTUM=0.5, NESTEROV=False, ETA=0.1)
+    cfg = make_cfg({"MOMENTUM": 0.8, "NESTEROV": True}, NAME="SGD", MOMENTUM=0.5, NESTEROV=False, DAMPENING=0.1)
     defaults = build_optimizer(cfg, make_model()).defaults
-    assert (defaults["momentum"], defaults["nesterov"], defaults["eta"]) == (0.5, False, 0.1)
+    assert (defaults["momentum"], defaults["nesterov"], defaults["dampening"]) == (0.5, False, 0.1)
 
 
 def test_a_key_that_code_has_added_to_the_solver_is_passed_on_where_it_is_taken():
@@ -298,3 +293,24 @@ def test_the_state_of_one_run_fits_the_optimizer_of_the_next():
     assert shapes == [[(3, 2)], [(3,)], [(3,)], [(3,)]]
     for group in resumed.param_groups:
         assert all(resumed.state[param]["exp_avg"].shape == param.shape for param in group["params"])
+
+
+@PARAM_GROUP_REGISTRY.register()
+def build_optimizer_test_groups(cfg, model):
+    return [{"params": model.parameters(), "lr": cfg.SOLVER.BASE_LR * 10}]
+
+
+@OPTIMIZER_BUILDER_REGISTRY.register()
+def build_optimizer_test_builder(cfg, model):
+    return torch.optim.SGD(model.parameters(), lr=0.25)
+
+
+def test_a_config_may_name_functions_that_make_the_groups_or_the_optimizer():
+    groups = build_optimizer(
+        make_cfg({"PARAM_GROUP_BUILDER": "build_optimizer_test_groups"}), make_model()
+    ).param_groups
+    assert [group["lr"] for group in groups] == [0.01]
+    cfg = make_cfg({"OPTIMIZER_BUILDER": "build_optimizer_test_builder"}, NAME="AdamW")
+    assert [group["lr"] for group in build_optimizer(cfg, make_model()).param_groups] == [0.25]
+    with pytest.raises(ConfigError, match="SOLVER.OPTIMIZER_BUILDER: no 'mine' in the OPTIMIZER_BUILDER registry"):
+        build_optimizer(make_cfg({"OPTIMIZER_BUILDER": "mine"}), make_model())

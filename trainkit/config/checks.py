@@ -39,7 +39,6 @@ _WHOLE = {
     "SOLVER.MAX_ITER": f"[1, {2**63})",
     "SOLVER.NON_FINITE.MAX_IN_ROW": "[1, inf)",
     "SOLVER.NUM_DECAYS": "[0, inf)",
-    "SOLVER.PARAM_GROUPS.LAYER_DECAY.NUM_LAYERS": "[0, inf)",
     "SOLVER.REFERENCE_BATCH_SIZE": "[0, inf)",
     "SOLVER.REFERENCE_WORLD_SIZE": "[0, inf)",
     "SOLVER.STEPS": "[0, inf)",
@@ -88,7 +87,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "REQUEUE_SIGNAL": ("", "SIGUSR1", "SIGTERM"),
     "SOLVER.AMP.PRECISION": ("float16", "bfloat16"),
     "SOLVER.NON_FINITE.POLICY": ("raise", "skip", "ignore"),
-    "SOLVER.PARAM_GROUPS.KEY_MATCH": ("longest", "shortest", "exact"),
     "SOLVER.CLIP_GRADIENTS.CLIP_TYPE": ("value", "norm", "full_model"),
 }
 # (setting, other setting, reason): they exclude each other; a key without "=" means: if it is on
@@ -111,7 +109,6 @@ _NEEDS = (
     ("EARLY_STOPPING.METRIC", "TEST.EVAL_PERIOD"),
     ("EARLY_STOPPING.THRESHOLD", "EARLY_STOPPING.METRIC"),
 )
-_GROUPS = "SOLVER.PARAM_GROUPS"
 
 
 def check_is_ours(cfg: Any) -> None:
@@ -151,7 +148,6 @@ def check_values(cfg: CfgNode, *, warn: bool = True) -> None:
     check_expected_results(cfg)
     check_logical_ranks(cfg.SOLVER.LOGICAL_RANKS)
     _check_tensor_parallel(cfg.MODEL)
-    _check_param_groups(cfg.SOLVER)
     _check_pairs("DATALOADER.SKIP", cfg.DATALOADER.SKIP, 0, slice(None), "[start, end]")
     _check_pairs(
         "SOLVER.ACCUMULATION_FACTORS", cfg.SOLVER.ACCUMULATION_FACTORS, 1, slice(None, None, 2), "[iter, factor]"
@@ -246,41 +242,6 @@ def _warn_of_similar_keys(node: CfgNode, default: CfgNode, prefix: str = "") -> 
                 logger.warning(text, prefix + name, prefix + known)
         elif isinstance(value, CfgNode) and isinstance(default[name], CfgNode):
             _warn_of_similar_keys(value, default[name], f"{prefix}{name}.")
-
-
-def _check_param_groups(solver: CfgNode) -> None:
-    options, layer_decay = solver.PARAM_GROUPS, solver.PARAM_GROUPS.LAYER_DECAY
-    given = {key: value for key, value in options.items() if key.endswith("_FACTOR") and value is not None}
-    seen = set()
-    for entry in options.CUSTOM_KEYS:
-        key = entry.get("KEY") if isinstance(entry, dict) else None
-        if not isinstance(key, str) or not key or key in seen:
-            raise ConfigError(
-                f"{_GROUPS}.CUSTOM_KEYS has the entry {entry!r}; each one is a node with a KEY that no other has, a "
-                "part of the names of parameters, such as {KEY: backbone.stem, LR_FACTOR: 0.1}"
-            )
-        seen.add(key)
-        factors = [name for name in ("LR_FACTOR", "DECAY_FACTOR") if name in entry]
-        given |= {f"CUSTOM_KEYS, {key}, {name}": entry[name] for name in factors}
-    for key, factor in given.items():
-        if not is_number(factor) or not factor >= 0:
-            raise ConfigError(f"{_GROUPS}.{key} is {factor!r}; accepted: a number of at least 0")
-    if not 0 < layer_decay.RATE <= 1:
-        raise ConfigError(f"{_GROUPS}.LAYER_DECAY.RATE is {layer_decay.RATE}; it must be above 0, and at most 1 (off)")
-    if layer_decay.RATE != 1 and not layer_decay.SCHEME:
-        raise ConfigError(
-            f"{_GROUPS}.LAYER_DECAY.RATE is {layer_decay.RATE}, but SCHEME is empty; set it to the kind of the model, "
-            "such as vit"
-        )
-    others = [*given, *["LAYER_DECAY.RATE"] * (layer_decay.RATE != 1), *["CUSTOM_KEYS"] * bool(seen)]
-    if options.BUILDER and others:
-        named = ", ".join(f"{_GROUPS}.{key}" for key in others)
-        raise ConfigError(f"{_GROUPS}.BUILDER {options.BUILDER!r} makes all groups; leave it out, or {named}")
-    if options.NORM_DECAY_FACTOR and solver.WEIGHT_DECAY and not solver.WEIGHT_DECAY_NORM:
-        raise ConfigError(
-            f"{_GROUPS}.NORM_DECAY_FACTOR is {options.NORM_DECAY_FACTOR}, but it multiplies SOLVER.WEIGHT_DECAY_NORM, "
-            f"which is 0; set that to {solver.WEIGHT_DECAY}, SOLVER.WEIGHT_DECAY, or leave the factor out"
-        )
 
 
 def _get(cfg: CfgNode, key: str) -> Any:

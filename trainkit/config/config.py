@@ -120,13 +120,15 @@ def mark_keys_of_projects(root: CfgNode) -> None:
 
 
 def projects_of(cfg: CfgNode) -> Iterator[ModuleType]:
-    """The modules that declare keys which are in ``cfg``, see `CONFIG_KEYS`."""
+    """The modules that declare keys which are in ``cfg``, see `CONFIG_KEYS`; each once."""
+    found = {}
     for full_key, module in CONFIG_KEYS.items():
         node: Any = cfg
         for name in full_key.split("."):
             node = node.get(name) if isinstance(node, CfgNode) else None
         if node is not None:
-            yield load_plugin(module)
+            found[module] = None
+    yield from map(load_plugin, found)
 
 
 def _declare(node: _FvcoreCfgNode, name: object) -> None:

@@ -1,6 +1,7 @@
 """Adapt a config to another number of workers or another batch size."""
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from trainkit.config.config import CfgNode
@@ -13,14 +14,13 @@ _SCHEDULE_LENGTHS = {"BEGIN", "END", "LENGTH", "STEP_SIZE", "MILESTONES", "PERIO
 
 
 def optimizer_argument(solver: CfgNode, name: str) -> tuple[str, Any]:
-    """The key and the value of an optimizer argument: SOLVER.OPTIMIZER wins over SOLVER, unless OPTIMIZERS are used.
+    """The key and the value of an optimizer argument: SOLVER.OPTIMIZER wins over SOLVER.
 
     Args:
         name: the name of the argument, such as LR, which is BASE_LR in SOLVER.
     """
     key = "BASE_LR" if name == "LR" else name
-    is_unused = solver.OPTIMIZERS or isinstance(solver.OPTIMIZER, str)  # a text is its name
-    own = None if is_unused else solver.OPTIMIZER.get(name)
+    own = None if isinstance(solver.OPTIMIZER, str) else solver.OPTIMIZER.get(name)  # a text is its name
     return (f"SOLVER.{key}", solver.get(key)) if own is None else (f"SOLVER.OPTIMIZER.{name}", own)
 
 
@@ -146,9 +146,8 @@ def _scale_lr(solver: CfgNode, scale: float) -> None:
     solver.update(BASE_LR=solver.BASE_LR * scale, BASE_LR_END=solver.BASE_LR_END * scale)
     if optimizer_argument(solver, "LR")[0] == "SOLVER.OPTIMIZER.LR":
         solver.OPTIMIZER["LR"] *= scale
-    for entry in solver.OPTIMIZERS:
-        if entry.get("LR") is not None:
-            entry["LR"] *= scale
-    for entry in solver.SCHEDULES:
-        if entry.get("END_VALUE") is not None:
-            entry["END_VALUE"] *= scale
+    entries = [entry for entries in solver.values() if isinstance(entries, list) for entry in entries]
+    for entry in entries:  # such as those of SCHEDULES
+        for key in ("LR", "END_VALUE"):
+            if isinstance(entry, Mapping) and entry.get(key) is not None:
+                entry[key] *= scale  # type: ignore[index]

@@ -19,7 +19,7 @@ _NO_MATTER = re.compile(
 # a resumed run takes these from the saved states of random numbers, optimizer and gradient scaler
 _OF_CHECKPOINT = re.compile(
     r"SEED|SOLVER\.(BASE_LR|REFERENCE_BATCH_SIZE|MOMENTUM|NESTEROV|WEIGHT_DECAY(_NORM|_BIAS)?|BIAS_LR_FACTOR"
-    r"|OPTIMIZER\.(?!NAME).*|OPTIMIZERS|PARAM_GROUPS\..*|AMP\.INIT_SCALE)"
+    r"|OPTIMIZER(?!\.NAME).*|PARAM_GROUP.*|AMP\.INIT_SCALE)"
 )
 
 

@@ -8,17 +8,20 @@ from trainkit.utils.plugins import lazy_names
 
 if TYPE_CHECKING:
     from trainkit.solver import schedules
-    from trainkit.solver.build import OPTIMIZER_REGISTRY, PARAM_GROUP_REGISTRY, build_lr_scheduler, build_optimizer
+    from trainkit.solver.build import (
+        OPTIMIZER_BUILDER_REGISTRY,
+        OPTIMIZER_REGISTRY,
+        PARAM_GROUP_REGISTRY,
+        build_lr_scheduler,
+        build_optimizer,
+    )
     from trainkit.solver.clipping import (
         GradientClipper,
         GradientClipType,
         build_gradient_clipper,
         maybe_add_gradient_clipping,
     )
-    from trainkit.solver.combined import CombinedOptimizer
     from trainkit.solver.composed import build_schedule
-    from trainkit.solver.lars import LARS
-    from trainkit.solver.layer_decay import LAYER_DEPTH_REGISTRY, build_layer_decay
     from trainkit.solver.lr_scheduler import (
         KeepLastValue,
         LRFunction,
@@ -29,17 +32,16 @@ if TYPE_CHECKING:
         WarmupParamScheduler,
     )
     from trainkit.solver.param_groups import (
-        ParamRules,
-        build_param_groups,
         describe_param_groups,
         get_default_optimizer_params,
         reduce_param_groups,
     )
     from trainkit.solver.schedules import SCHEDULE_REGISTRY
 
-__all__ = [
+__all__ = [  # some are in projects
     "build_optimizer",
     "OPTIMIZER_REGISTRY",
+    "OPTIMIZER_BUILDER_REGISTRY",
     "LARS",
     "CombinedOptimizer",
     "build_param_groups",
@@ -67,4 +69,5 @@ __all__ = [
     "LRFunction",
 ]
 
-__getattr__ = lazy_names(__name__)
+_OF_PROJECTS = ("LARS", "LAYER_DEPTH_REGISTRY", "CombinedOptimizer", "ParamRules")
+__getattr__ = lazy_names(__name__, *_OF_PROJECTS, "build_layer_decay", "build_param_groups")

@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from trainkit.config.checks import check_is_ours
 from trainkit.config.config import CfgNode
 from trainkit.config.defaults import get_cfg
 from trainkit.config.errors import ConfigError, look_up, unknown_name
+from trainkit.config.imports import prepare_projects
 from trainkit.config.scaling import optimizer_argument
 from trainkit.solver.clipping import (  # noqa: F401  the same
     GradientClipper,
@@ -21,15 +22,9 @@ from trainkit.solver.clipping import (  # noqa: F401  the same
     build_gradient_clipper,
     maybe_add_gradient_clipping,
 )
-from trainkit.solver.combined import CombinedOptimizer, divide_parameters
 from trainkit.solver.composed import build_lr_scheduler  # noqa: F401  detectron2's users find it here
-from trainkit.solver.lars import LARS
-from trainkit.solver.layer_decay import build_layer_decay
 from trainkit.solver.param_groups import (  # noqa: F401  the same
-    ParamKind,
-    ParamRules,
     _expand_param_groups,
-    build_param_groups,
     describe_param_groups,
     get_default_optimizer_params,
     reduce_param_groups,
@@ -41,18 +36,19 @@ _logger = logging.getLogger(__name__)
 
 OPTIMIZER_REGISTRY = Registry("OPTIMIZER")
 """Classes and functions that take ``(params, **kwargs)`` and return an optimizer; preferred over ``torch.optim``."""
-OPTIMIZER_REGISTRY.register(LARS)
 
 PARAM_GROUP_REGISTRY = Registry("PARAM_GROUP")
-"""Functions that take ``(cfg, model)`` and return the parameter groups of the optimizer."""
+"""SOLVER.PARAM_GROUP_BUILDER -> a function ``(cfg, model)`` that returns the parameter groups of the optimizer."""
+
+OPTIMIZER_BUILDER_REGISTRY = Registry("OPTIMIZER_BUILDER")
+"""SOLVER.OPTIMIZER_BUILDER -> a function ``(cfg, model)`` that returns an optimizer; it may call `build_one`."""
 
 _NODE = "SOLVER.OPTIMIZER"
 _OF_SOLVER = ("MOMENTUM", "NESTEROV", "WEIGHT_DECAY", "WEIGHT_DECAY_NORM", "WEIGHT_DECAY_BIAS")
-_GROUPS = "SOLVER.PARAM_GROUPS"
 
 
 def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
-    """Build the optimizer ``SOLVER.OPTIMIZER.NAME`` over the parameter groups of ``SOLVER.PARAM_GROUPS``.
+    """Build the optimizer ``SOLVER.OPTIMIZER.NAME`` over parameter groups by the rules of detectron2's keys.
 
     The other keys of ``SOLVER.OPTIMIZER`` are constructor arguments in upper case; None means not given. Arguments that
     are not given there come from ``SOLVER``: ``BASE_LR``, and ``MOMENTUM``, ``NESTEROV`` and ``WEIGHT_DECAY`` if the
@@ -61,42 +57,32 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     on an accelerator, the foreach implementation. With ``SOLVER.CLIP_GRADIENTS``, ``step()`` clips, see
     `maybe_add_gradient_clipping`.
 
-    ``SOLVER.OPTIMIZERS`` names several optimizers, which become one `CombinedOptimizer`. Each entry is like
-    ``SOLVER.OPTIMIZER``, and ``PARAMS`` lists patterns of its parameters' names; the first pattern that fits counts.
+    ``SOLVER.PARAM_GROUP_BUILDER`` and ``SOLVER.OPTIMIZER_BUILDER`` name functions that make the groups, or the whole
+    optimizer, in another way. A project may set them, see `prepare_projects`.
 
     Raises:
-        ConfigError: the optimizer or an argument is unknown, or the optimizer refuses a value; a key of ``SOLVER`` that
-            the optimizer does not take is neither 0 nor at its default; the rules for groups are wrong, see
-            ``ParamRules`` and ``build_layer_decay``; the model has no trainable parameter; a pattern fits no parameter,
-            or a parameter no pattern.
+        ConfigError: the optimizer, a builder or an argument is unknown, or the optimizer refuses a value; a key of
+            ``SOLVER`` that the optimizer does not take is neither 0 nor at its default; the model has no trainable
+            parameter.
     """
     check_is_ours(cfg)
-    if not (entries := cfg.SOLVER.OPTIMIZERS):
-        node = cfg.SOLVER.OPTIMIZER  # many configs written for detectron2 have a name here
-        parts = [_build_one(_with_optimizer(cfg, {"NAME": node}) if isinstance(node, str) else cfg, model)]
-    else:
-        _logger.info("SOLVER.OPTIMIZERS is used; SOLVER.OPTIMIZER has no effect")
-        parts = []
-        for entry, params in zip(entries, divide_parameters(model, entries), strict=True):
-            node = {key: value for key, value in entry.items() if key != "PARAMS"}
-            try:
-                parts.append(_build_one(_with_optimizer(cfg, node), model, params))
-            except ConfigError as error:
-                raise ConfigError(f"SOLVER.OPTIMIZERS, entry of {entry['NAME']}: {error}") from error
-    optimizer = parts[0] if len(parts) == 1 else CombinedOptimizer(parts)
-    if any(type(part) is torch.optim.SGD and part.defaults["fused"] for part in parts):
-        optimizer.register_step_pre_hook(_start_late_buffers)
-    return maybe_add_gradient_clipping(cfg, optimizer)
+    cfg = prepare_projects(cfg)
+    if isinstance(cfg.SOLVER.OPTIMIZER, str):  # many configs written for detectron2 have a name here
+        cfg = with_optimizer(cfg, {"NAME": cfg.SOLVER.OPTIMIZER})
+    name = cfg.SOLVER.OPTIMIZER_BUILDER
+    build = look_up(OPTIMIZER_BUILDER_REGISTRY, name, "SOLVER.OPTIMIZER_BUILDER") if name else build_one
+    return maybe_add_gradient_clipping(cfg, build(cfg, model))
 
 
-def _with_optimizer(cfg: CfgNode, node: Mapping[str, Any]) -> CfgNode:
-    return CfgNode({**cfg, "SOLVER": {**cfg.SOLVER, "OPTIMIZER": {**node}, "OPTIMIZERS": []}})
+def with_optimizer(cfg: CfgNode, node: Mapping[str, Any]) -> CfgNode:
+    """A copy of ``cfg`` with another node SOLVER.OPTIMIZER."""
+    return CfgNode({**cfg, "SOLVER": {**cfg.SOLVER, "OPTIMIZER": {**node}}})
 
 
-def _build_one(cfg: CfgNode, model: nn.Module, only: Collection[Tensor] | None = None) -> Optimizer:
+def build_one(cfg: CfgNode, model: nn.Module, only: Collection[Tensor] | None = None) -> Optimizer:
     """The optimizer of SOLVER.OPTIMIZER, for all trainable parameters or only those in ``only``."""
     factory = _find_optimizer(cfg.SOLVER.OPTIMIZER.NAME)
-    arguments = _collect_arguments(cfg, factory)
+    arguments = collect_arguments(cfg)
     values = {name: value for name, (_, value) in arguments.items()}
     groups = _build_groups(cfg, model, values["lr"], values.get("weight_decay"))
     if only is not None:
@@ -112,8 +98,8 @@ def _build_one(cfg: CfgNode, model: nn.Module, only: Collection[Tensor] | None =
         names = [name for name, param in model.named_parameters() if param in no_matrices]
         raise ConfigError(
             f"{_NODE}.NAME is Muon, which updates parameters with 2 dimensions only, but {', '.join(names[:5])} "
-            f"({len(names)} in all) have others; give them to another optimizer, such as AdamW, by PARAMS in "
-            "SOLVER.OPTIMIZERS"
+            f"({len(names)} in all) have others; give them to another optimizer, as in docs/bring_your_model.md, "
+            '"Several optimizers"'
         )
     given = ", ".join(f"{key}={value!r}" for key, value in arguments.values())
     try:
@@ -132,55 +118,26 @@ def _build_one(cfg: CfgNode, model: nn.Module, only: Collection[Tensor] | None =
         f"{sum(param.numel() for param in params):,}",
         given,
     )
+    if type(optimizer) is torch.optim.SGD and optimizer.defaults["fused"]:
+        optimizer.register_step_pre_hook(start_late_buffers)
     if len(optimizer.param_groups) > 1:
         _logger.info("Parameter groups:\n%s", describe_param_groups(optimizer, model))
     return optimizer
 
 
 def _build_groups(cfg: CfgNode, model: nn.Module, lr: float, weight_decay: float | None) -> list[dict[str, Any]]:
-    options = cfg.SOLVER.PARAM_GROUPS
-    if options.BUILDER:
-        groups = look_up(PARAM_GROUP_REGISTRY, options.BUILDER, f"{_GROUPS}.BUILDER")(cfg, model)
-        try:
-            return [{**group, "params": list(group["params"])} for group in groups]
-        except (TypeError, KeyError) as error:
-            raise TypeError(
-                f"{_GROUPS}.BUILDER {options.BUILDER!r} must give groups, that is dicts with a list 'params', got "
-                f"{groups!r}"
-            ) from error
-    lr_factor_func = None
+    solver = cfg.SOLVER
+    if not (builder := solver.PARAM_GROUP_BUILDER):
+        norm, bias = (solver.WEIGHT_DECAY_NORM, solver.WEIGHT_DECAY_BIAS) if weight_decay is not None else (None, None)
+        return get_default_optimizer_params(model, lr, weight_decay, norm, solver.BIAS_LR_FACTOR, bias)
+    groups = look_up(PARAM_GROUP_REGISTRY, builder, "SOLVER.PARAM_GROUP_BUILDER")(cfg, model)
     try:
-        if options.LAYER_DECAY.RATE != 1.0:
-            arguments = {name.lower(): value for name, value in options.LAYER_DECAY.items()}
-            scheme = arguments["scheme"]
-            if "." in scheme and scheme.rpartition(".")[0] not in cfg.IMPORTS:
-                raise ValueError(f"SCHEME is {scheme!r}, but only IMPORTS names code; add the module to IMPORTS")
-            lr_factor_func = build_layer_decay(model, **arguments)
-    except ValueError as error:
-        raise ConfigError(f"{_GROUPS}.LAYER_DECAY: {error}") from error
-    try:
-        rules = ParamRules(
-            weight_decay_norm=None if weight_decay is None else cfg.SOLVER.WEIGHT_DECAY_NORM,
-            weight_decay_bias=None if weight_decay is None else cfg.SOLVER.WEIGHT_DECAY_BIAS,
-            bias_lr_factor=cfg.SOLVER.BIAS_LR_FACTOR,
-            lr_factors=_factors(options, "LR"),
-            decay_factors=_factors(options, "DECAY"),
-            custom_keys={
-                entry["KEY"]: {name.lower(): value for name, value in entry.items() if name != "KEY"}
-                for entry in options.CUSTOM_KEYS
-            },
-            key_match=options.KEY_MATCH,
-            custom_keys_only=options.CUSTOM_KEYS_ONLY,
-            lr_factor_func=lr_factor_func,
-        )
-        return build_param_groups(model, lr, weight_decay, rules)
-    except ValueError as error:
-        raise ConfigError(f"{_GROUPS}: {error}") from error
-
-
-def _factors(options: CfgNode, what: str) -> dict[ParamKind, float]:
-    factors = {kind: options[f"{kind.upper()}_{what}_FACTOR"] for kind in get_args(ParamKind)}
-    return {kind: factor for kind, factor in factors.items() if factor is not None}
+        return [{**group, "params": list(group["params"])} for group in groups]
+    except (TypeError, KeyError) as error:
+        raise TypeError(
+            f"SOLVER.PARAM_GROUP_BUILDER {builder!r} must give groups, that is dicts with a list 'params', got "
+            f"{groups!r}"
+        ) from error
 
 
 def _find_optimizer(name: str) -> Callable[..., Optimizer]:
@@ -189,9 +146,12 @@ def _find_optimizer(name: str) -> Callable[..., Optimizer]:
         for key, value in vars(torch.optim).items()
         if isinstance(value, type) and issubclass(value, Optimizer) and value not in (Optimizer, torch.optim.LBFGS)
     }
-    known.update(OPTIMIZER_REGISTRY)
+    if name in OPTIMIZER_REGISTRY:
+        registered: Callable[..., Optimizer] = OPTIMIZER_REGISTRY.get(name)
+        return registered
     if name in known:
         return known[name]
+    known.update(OPTIMIZER_REGISTRY)
     if name == "LBFGS":
         raise ConfigError(
             f"{_NODE}.NAME: LBFGS evaluates the loss several times per step through a closure, which the trainers "
@@ -200,9 +160,9 @@ def _find_optimizer(name: str) -> Callable[..., Optimizer]:
     raise unknown_name(f"{_NODE}.NAME", name, "accepted (your own: register it, and name its module in IMPORTS)", known)
 
 
-def _collect_arguments(cfg: CfgNode, factory: Callable[..., Optimizer]) -> dict[str, tuple[str, Any]]:
-    """argument -> (key in the config, value) for the constructor; always includes ``lr``."""
-    solver = cfg.SOLVER
+def collect_arguments(cfg: CfgNode) -> dict[str, tuple[str, Any]]:
+    """argument -> (key in the config, value) for the constructor of SOLVER.OPTIMIZER; always includes ``lr``."""
+    solver, factory = cfg.SOLVER, _find_optimizer(cfg.SOLVER.OPTIMIZER.NAME)
     _, *parameters = inspect.signature(factory).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     accepted = {
@@ -264,7 +224,7 @@ def _fastest_implementation(
     return {}
 
 
-def _start_late_buffers(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def start_late_buffers(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Give parameters whose first gradient comes late a momentum buffer, which torch's fused SGD does not do."""
     state, groups = optimizer.state, optimizer.param_groups
     if state and len(state) < sum(len(group["params"]) for group in groups):

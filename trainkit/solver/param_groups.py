@@ -1,129 +1,19 @@
 """Sort the parameters of a model into groups with their hyper-parameters."""
 
-import difflib
 import logging
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from trainkit.utils.numbers import is_number
 from trainkit.utils.tables import format_table
 
 _logger = logging.getLogger(__name__)
 
-ParamKind = Literal["norm", "bias", "dwconv", "embedding", "flat"]
-"""The kind of a parameter; see ``ParamRules``."""
-
 # _NormBase: all batch and instance norms
-_NORM_LAYERS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm, nn.RMSNorm)
-
-_KEY_MATCHES = ("longest", "shortest", "exact")
-# names of the factors in other libraries, and misspellings; optimizers ignore such keys
-_NO_OPTIONS = ("lr", "lr_mult", "lr_factors", "weight_decay", "weight_decay_factor", "decay_mult", "decay_factors")
-
-
-@dataclass(frozen=True)
-class ParamRules:
-    """Factors of the learning rate and weight decay of each parameter, and further options of its group.
-
-    The factors of a parameter's kind, of its custom key and of ``lr_factor_func`` are multiplied. A parameter may be of
-    several kinds; only the first kind in this order that has a factor counts:
-
-    - ``norm``: weight or bias of a norm layer of ``torch.nn`` or of a subclass
-    - ``bias``: a parameter named ``bias``; for the bias of a norm layer, ``lr_factors`` of this kind never count
-    - ``dwconv``: a parameter of a convolution with as many groups as input channels (depth-wise)
-    - ``embedding``: a parameter of an ``nn.Embedding`` or ``nn.EmbeddingBag``
-    - ``flat``: a parameter with one dimension
-
-    Args:
-        weight_decay_norm, weight_decay_bias: base weight decay of parameters of norm layers, and of those named
-            ``bias`` (this one wins); None: the common weight decay.
-        bias_lr_factor: for every parameter named ``bias``, in addition to the factor of its kind.
-        lr_factors, decay_factors: kind -> factor; a factor of 1, too, hides the factors of later kinds.
-        custom_keys: part of a parameter's full name -> ``lr_factor``, ``decay_factor``, and further options, such as
-            ``lars_exclude`` or ``momentum``, which are copied into its group.
-        key_match: which matching key counts. ``longest``: the longest key (of equal length, the alphabetically first).
-            ``shortest``: the opposite, as in MMSelfSup's layer decay. For both, the name of a parameter of the model
-            itself starts with a dot, ``.pos_embed``, as in OpenMMLab. ``exact``: a key must be the whole name, as in
-            MMSegmentation's layer decay: its key ``pos_embed`` does not match ``backbone.pos_embed``.
-        custom_keys_only: a custom key switches off all other rules for its parameters, as in OpenMMLab.
-        lr_factor_func: takes a parameter's full name, such as ``backbone.conv1.weight``; see ``build_layer_decay``.
-
-    Raises:
-        ValueError: a kind, a factor, a key or ``key_match`` is not accepted.
-    """
-
-    weight_decay_norm: float | None = None
-    weight_decay_bias: float | None = None
-    bias_lr_factor: float = 1.0
-    lr_factors: Mapping[ParamKind, float] = field(default_factory=dict)
-    decay_factors: Mapping[ParamKind, float] = field(default_factory=dict)
-    custom_keys: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    key_match: Literal["longest", "shortest", "exact"] = "longest"
-    custom_keys_only: bool = False
-    lr_factor_func: Callable[[str], float] | None = None
-
-    def __post_init__(self) -> None:
-        if self.key_match not in _KEY_MATCHES:
-            raise ValueError(f"key_match must be one of {', '.join(_KEY_MATCHES)}, got {self.key_match!r}")
-        for argument, factors in (("lr_factors", self.lr_factors), ("decay_factors", self.decay_factors)):
-            for kind, factor in factors.items():
-                if kind not in get_args(ParamKind):
-                    raise ValueError(f"{argument}: {kind!r} is no kind; accepted: {', '.join(get_args(ParamKind))}")
-                _check_factor(f"{argument}[{kind!r}]", factor)
-        for key, options in self.custom_keys.items():
-            if not key:
-                raise ValueError("custom_keys: '' is a part of every name; change base_lr and weight_decay instead")
-            for name, value in options.items():
-                _check_option(f"custom_keys[{key!r}]", name, value)
-
-    def key_of(self, full_name: str) -> str | None:
-        """The custom key that counts for a parameter; None if no key matches."""
-        if self.key_match == "exact":
-            return full_name if full_name in self.custom_keys else None
-        dotted = full_name if "." in full_name else f".{full_name}"
-        matching = sorted((key for key in self.custom_keys if key in dotted), key=lambda key: (-len(key), key))
-        if not matching:
-            return None
-        return matching[0] if self.key_match == "longest" else matching[-1]
-
-
-def build_param_groups(
-    model: nn.Module, base_lr: float, weight_decay: float | None, rules: ParamRules
-) -> list[dict[str, Any]]:
-    """Put the trainable parameters of a model into as few groups for an optimizer as possible.
-
-    Frozen parameters are left out; a shared parameter is listed once, under its first name. The same model and
-    arguments give the same groups in the same order, so that a run can resume. If a custom key matches no parameter, a
-    warning is logged.
-
-    Args:
-        weight_decay: None leaves the value to the optimizer.
-
-    Raises:
-        ValueError: the rules change the weight decay, but ``weight_decay`` is None.
-    """
-    changes_decay = (
-        rules.weight_decay_norm is not None
-        or rules.weight_decay_bias is not None
-        or rules.decay_factors
-        or any("decay_factor" in options for options in rules.custom_keys.values())
-    )
-    if weight_decay is None and changes_decay:
-        raise ValueError("the rules change the weight decay, which is None; give weight_decay, or leave them out")
-    named_params, modules = dict(model.named_parameters()), dict(model.named_modules())
-    if unused := {*rules.custom_keys} - {*map(rules.key_of, named_params)}:
-        _logger.warning("Custom keys that match no parameter and have no effect: %s", ", ".join(sorted(unused)))
-    return reduce_param_groups(
-        {"params": [param], **_hyperparams(modules, name, param, base_lr, weight_decay, rules)}
-        for name, param in named_params.items()
-        if param.requires_grad
-    )
+NORM_LAYERS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm, nn.RMSNorm)
 
 
 def get_default_optimizer_params(
@@ -136,10 +26,17 @@ def get_default_optimizer_params(
     lr_factor_func: Callable[[str], float] | None = None,
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Parameter groups by absolute values, as in detectron2; see ``build_param_groups`` and ``ParamRules``.
+    """Put the trainable parameters of a model into as few groups for an optimizer as possible, as in detectron2.
+
+    Frozen parameters are left out; a shared parameter is listed once, under its first name. The same model and
+    arguments give the same groups in the same order, so that a run can resume.
 
     Args:
         base_lr, weight_decay: None leaves the value to the optimizer.
+        weight_decay_norm, weight_decay_bias: weight decay of parameters of norm layers, and of those named ``bias``
+            (this one wins); None: ``weight_decay``.
+        bias_lr_factor: multiplies the learning rate of every parameter named ``bias``.
+        lr_factor_func: takes a parameter's full name, such as ``backbone.conv1.weight``, and gives a further factor.
         overrides: leaf name (``bias``) or full name of a parameter -> hyper-parameters that replace all others; a full
             name wins over a leaf name. If a name matches no parameter, a warning is logged.
 
@@ -155,21 +52,26 @@ def get_default_optimizer_params(
     if weight_decay_bias is not None and "weight_decay" in bias_overrides:
         raise ValueError("weight_decay_bias and overrides['bias']['weight_decay'] are the same; give one of them")
 
-    rules = ParamRules(weight_decay_norm, weight_decay_bias, bias_lr_factor, lr_factor_func=lr_factor_func)
     modules = dict(model.named_modules())
     leaf_names = {name: name.rpartition(".")[2] for name, _ in model.named_parameters()}
     if unmatched := {*overrides} - {*leaf_names, *leaf_names.values()}:
         _logger.warning("No parameter is called %s; these overrides have no effect", ", ".join(sorted(unmatched)))
-    return reduce_param_groups(
-        {
-            "params": [param],
-            **_hyperparams(modules, name, param, base_lr, weight_decay, rules),
-            **overrides.get(leaf_names[name], {}),
-            **overrides.get(name, {}),
-        }
-        for name, param in model.named_parameters()
-        if param.requires_grad
-    )
+    groups = []
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
+        lr, decay, leaf_name = base_lr, weight_decay, leaf_names[name]
+        # None: the model renames its parameters
+        if isinstance(modules.get(name.rpartition(".")[0]), NORM_LAYERS) and weight_decay_norm is not None:
+            decay = weight_decay_norm
+        if leaf_name == "bias" and weight_decay_bias is not None:
+            decay = weight_decay_bias
+        if lr is not None:
+            lr = lr * (bias_lr_factor if leaf_name == "bias" else 1.0)
+            lr = lr if lr_factor_func is None else lr * lr_factor_func(name)
+        own = {key: value for key, value in (("lr", lr), ("weight_decay", decay)) if value is not None}
+        groups.append({"params": [param], **own, **overrides.get(leaf_name, {}), **overrides.get(name, {})})
+    return reduce_param_groups(groups)
 
 
 def reduce_param_groups(params: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -215,64 +117,3 @@ def describe_param_groups(groups: Optimizer | Iterable[Mapping[str, Any]], model
         rows.append([index, *rates, *[others] * bool(differing), len(members), size, ", ".join(examples)])
     headers = ["group", "lr", "decay", *["options"] * bool(differing), "parameters", "values", "names"]
     return format_table(rows, headers, tablefmt="pipe", disable_numparse=True)
-
-
-def _hyperparams(
-    modules: Mapping[str, nn.Module],
-    name: str,
-    param: Tensor,
-    lr: float | None,
-    weight_decay: float | None,
-    rules: ParamRules,
-) -> dict[str, Any]:
-    owner, _, leaf_name = name.rpartition(".")
-    module = modules.get(owner)  # None: the model renames its parameters
-    key = rules.key_of(name)
-    options = dict(rules.custom_keys[key]) if key is not None else {}
-    lr_factors, decay_factors = [options.pop("lr_factor", 1.0)], [options.pop("decay_factor", 1.0)]
-    if key is None or not rules.custom_keys_only:
-        if isinstance(module, _NORM_LAYERS) and rules.weight_decay_norm is not None:
-            weight_decay = rules.weight_decay_norm
-        if leaf_name == "bias":
-            lr_factors.append(rules.bias_lr_factor)
-            if rules.weight_decay_bias is not None:
-                weight_decay = rules.weight_decay_bias
-        kinds = list(_kinds(module, leaf_name, param))
-        decay_factors.extend([rules.decay_factors[kind] for kind in kinds if kind in rules.decay_factors][:1])
-        if kinds[:2] == ["norm", "bias"]:
-            kinds.remove("bias")
-        lr_factors.extend([rules.lr_factors[kind] for kind in kinds if kind in rules.lr_factors][:1])
-        if rules.lr_factor_func is not None:
-            lr_factors.append(rules.lr_factor_func(name))
-    if lr is not None:
-        options["lr"] = math.prod(lr_factors, start=lr)
-    if weight_decay is not None:
-        options["weight_decay"] = math.prod(decay_factors, start=weight_decay)
-    return options
-
-
-def _kinds(module: nn.Module | None, leaf_name: str, param: Tensor) -> Iterator[ParamKind]:
-    """The kinds of a parameter of a module, in the order in which their factors count."""
-    if isinstance(module, _NORM_LAYERS):
-        yield "norm"
-    if leaf_name == "bias":
-        yield "bias"
-    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.groups == module.in_channels:
-        yield "dwconv"
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        yield "embedding"
-    if param.ndim == 1:
-        yield "flat"
-
-
-def _check_option(where: str, name: str, value: Any) -> None:
-    if name in ("lr_factor", "decay_factor"):
-        _check_factor(f"{where}[{name!r}]", value)
-    elif name == "params" or difflib.get_close_matches(name, ("lr_factor", "decay_factor", *_NO_OPTIONS), 1, 0.9):
-        meant = "lr_factor" if "lr" in name else "lr_factor or decay_factor" if name == "params" else "decay_factor"
-        raise ValueError(f"{where}: {name!r} is no option of a group here; did you mean {meant}?")
-
-
-def _check_factor(where: str, factor: Any) -> None:
-    if not is_number(factor) or not factor >= 0:
-        raise ValueError(f"{where} must be a number >= 0, got {factor!r}")

@@ -14,6 +14,8 @@ from typing import Any
 CONFIG_KEYS: Mapping[str, str] = {
     "CHECKPOINT.ASYNC": "trainkit.projects.async_save.config",
     "SOLVER.GRAPH": "trainkit.projects.graph.config",
+    "SOLVER.OPTIMIZERS": "trainkit.projects.solver_extras.config",
+    "SOLVER.PARAM_GROUPS": "trainkit.projects.solver_extras.config",
 }
 """Config key -> the module that declares it, and any keys below it, in ``add_config(cfg)``.
 
@@ -42,6 +44,14 @@ NAMES: Mapping[str, str] = {
     "LazyConfig": "trainkit.projects.lazy.config",
     "instantiate": "trainkit.projects.lazy.instantiate",
     "reload_lazy_config": "trainkit.projects.lazy.testing",
+    "LARS": "trainkit.projects.solver_extras.lars",
+    "CombinedOptimizer": "trainkit.projects.solver_extras.combined",
+    "combined_optimizer": "trainkit.projects.solver_extras.combined",
+    "LAYER_DEPTH_REGISTRY": "trainkit.projects.solver_extras.layer_decay",
+    "build_layer_decay": "trainkit.projects.solver_extras.layer_decay",
+    "ParamRules": "trainkit.projects.solver_extras.rules",
+    "build_param_groups": "trainkit.projects.solver_extras.rules",
+    "groups_by_rules": "trainkit.projects.solver_extras.groups",
     "CheckFiniteLoss": "trainkit.engine.hooks.check_finite_loss",
     "EMAHook": "trainkit.engine.hooks.ema",
     "Freeze": "trainkit.engine.hooks.freeze",

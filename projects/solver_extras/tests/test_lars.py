@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from tests.cuda import host_never_waits, needs_cuda
-from trainkit.solver import LARS
+from trainkit.config import get_cfg
+from trainkit.solver import LARS, build_optimizer
 
 
 def scalar_lars(params, grads_per_step, lrs, momentum, weight_decay, dampening, eta, nesterov, eps, exclude=()):
@@ -267,3 +268,24 @@ def test_on_cuda_a_step_never_waits_and_gives_the_same_values(dtype):
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
     for ours, expected in zip(on_cuda, on_cpu, strict=True):
         assert ours.tolist() == pytest.approx(expected.tolist(), rel=tolerance, abs=tolerance)
+
+
+def by_config(**solver):
+    cfg = get_cfg()
+    cfg.merge_from_other_cfg({"SOLVER": {"OPTIMIZER": {"NAME": "LARS"}, **solver}})
+    return build_optimizer(cfg, nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+
+
+def test_a_config_names_it_and_the_keys_of_the_solver_are_its_arguments():
+    optimizer = by_config(BASE_LR=4.8, MOMENTUM=0.95, NESTEROV=True, WEIGHT_DECAY=1e-6)
+    keys = ("lr", "momentum", "nesterov", "weight_decay")
+    assert type(optimizer) is LARS
+    assert [[group[key] for key in keys] for group in optimizer.param_groups] == [
+        [4.8, 0.95, True, 1e-6],
+        [4.8, 0.95, True, 0.0],
+    ]
+
+
+def test_arguments_of_the_node_win():
+    defaults = by_config(OPTIMIZER={"NAME": "LARS", "MOMENTUM": 0.5, "ETA": 0.1}).defaults
+    assert (defaults["momentum"], defaults["nesterov"], defaults["eta"]) == (0.5, False, 0.1)

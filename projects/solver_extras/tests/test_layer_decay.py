@@ -471,5 +471,5 @@ def depth_of_first(name):
 def test_a_function_is_found_by_its_dotted_name():
     factor_of = build_layer_decay(Pyramid(), 0.5, f"{__name__}.depth_of_first")
     assert [factor_of(name) for name in ("first.weight", "second.bias", "third.weight")] == [0.5, 1.0, 1.0]
-    with pytest.raises(ValueError, match="scheme 'tests.solver.no_depth': cannot locate"):
+    with pytest.raises(ValueError, match=r"scheme 'tests.solver.no_depth': cannot locate"):
         build_layer_decay(Pyramid(), 0.5, "tests.solver.no_depth")

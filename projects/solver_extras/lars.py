@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainkit.solver.build import OPTIMIZER_REGISTRY
 from trainkit.utils.sharding import whole
 
 
+@OPTIMIZER_REGISTRY.register()
 class LARS(Optimizer):
     """SGD with a learning rate per parameter, scaled by the norms of the parameter and its gradient.
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainkit.config import ConfigError, get_cfg
+from trainkit.config import ConfigError, check_values, get_cfg
 from trainkit.config.scaling import scale_lr_to_batch
 from trainkit.engine import AMPTrainer, SimpleTrainer
 from trainkit.solver import CombinedOptimizer, build_lr_scheduler, build_optimizer
@@ -130,7 +130,7 @@ def test_schedules_and_scaling_reach_the_rate_of_each_optimizer():
 def test_a_state_of_other_optimizers_is_refused():
     state = trained(MUON_AND_ADAMW).step_state_dict()
     own = [{**MUON, "NAME": "SGD"}, {"NAME": "AdamW"}]
-    with pytest.raises(ConfigError, match="checkpoint has ns_coefficients, .*, SGD has dampening, .* instead"):
+    with pytest.raises(ConfigError, match=r"checkpoint has ns_coefficients, .*, SGD has dampening, .* instead"):
         trained(own).load_step_state_dict(state)
 
 
@@ -153,7 +153,7 @@ def test_mistakes_are_found_when_it_is_built(entries, message):
 
 
 def test_a_single_muon_says_how_to_add_another_optimizer():
-    with pytest.raises(ConfigError, match="0.bias, .*by PARAMS in SOLVER.OPTIMIZERS"):
+    with pytest.raises(ConfigError, match=r"0.bias, .*give them to another optimizer, as in docs"):
         build_optimizer(make_cfg([], "SOLVER.OPTIMIZER.NAME", "Muon"), Net())
 
 
@@ -164,3 +164,9 @@ def test_a_group_that_no_optimizer_would_update_is_refused(caplog):
     assert isinstance(optimizer, CombinedOptimizer)
     with pytest.raises(TypeError, match="takes no further group"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+def test_a_rate_of_the_unused_node_is_an_error():
+    cfg = make_cfg(SGD_AND_ADAMW, "SOLVER.OPTIMIZER.LR", 0.5)
+    with pytest.raises(ConfigError, match=r"OPTIMIZERS and SOLVER\.OPTIMIZER\.LR are both set; give each"):
+        check_values(cfg)

@@ -213,7 +213,7 @@ def test_several_groups_are_listed_in_the_log(caplog):
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ({"BUILDER": "solver_test_group"}, r"SOLVER.PARAM_GROUPS.BUILDER: no .* did you mean 'solver_test_groups'\?"),
+        ({"BUILDER": "solver_test_group"}, r"SOLVER.PARAM_GROUP_BUILDER: no .* did you mean 'solver_test_groups'\?"),
         (
             {"LAYER_DECAY": {"RATE": 0.5, "SCHEME": "vitt"}},
             "SOLVER.PARAM_GROUPS.LAYER_DECAY: unknown scheme 'vitt'; accepted: vit",
@@ -236,13 +236,13 @@ def test_what_does_not_fit_is_an_error_that_names_its_key(groups, message):
 
 
 def test_a_function_that_gives_no_groups_is_an_error():
-    with pytest.raises(TypeError, match=r"BUILDER 'solver_test_no_groups' must give groups, that is dicts with a list"):
+    with pytest.raises(TypeError, match=r"PARAM_GROUP_BUILDER 'solver_test_no_groups' must give groups, that is dicts"):
         build_optimizer(make_cfg({"BUILDER": "solver_test_no_groups"}), Net())
 
 
 def test_decay_factors_for_an_optimizer_without_weight_decay_are_an_error():
     cfg = make_cfg({"FLAT_DECAY_FACTOR": 0.0}, WEIGHT_DECAY=0.0, WEIGHT_DECAY_NORM=0.0, OPTIMIZER={"NAME": "Rprop"})
-    with pytest.raises(ConfigError, match="SOLVER.PARAM_GROUPS: the rules change the weight decay, which is None"):
+    with pytest.raises(ConfigError, match=r"SOLVER.PARAM_GROUPS: the rules change the weight decay, which is None"):
         build_optimizer(cfg, Net())
 
 

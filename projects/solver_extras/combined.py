@@ -1,6 +1,7 @@
 """Several optimizers as one, each for a part of the parameters."""
 
 import fnmatch
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -9,8 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.config.errors import ConfigError
+from trainkit.config import CfgNode, ConfigError
+from trainkit.solver.build import OPTIMIZER_BUILDER_REGISTRY, build_one, start_late_buffers, with_optimizer
 from trainkit.utils.registry import did_you_mean
+
+_logger = logging.getLogger(__name__)
 
 
 class CombinedOptimizer(Optimizer):
@@ -60,6 +64,29 @@ class CombinedOptimizer(Optimizer):
         for optimizer in self.optimizers:
             own = [*islice(groups, len(optimizer.param_groups))]
             optimizer.__setstate__({"state": self.state, "param_groups": own})
+
+
+@OPTIMIZER_BUILDER_REGISTRY.register()
+def combined_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
+    """The optimizers of SOLVER.OPTIMIZERS as one; each entry is like SOLVER.OPTIMIZER, and has its PARAMS.
+
+    Raises:
+        ConfigError: see `divide_parameters` and `build_one`.
+    """
+    _logger.info("SOLVER.OPTIMIZERS is used; SOLVER.OPTIMIZER has no effect")
+    entries, parts = cfg.SOLVER.OPTIMIZERS, []
+    for entry, params in zip(entries, divide_parameters(model, entries), strict=True):
+        node = {key: value for key, value in entry.items() if key != "PARAMS"}
+        try:
+            parts.append(build_one(with_optimizer(cfg, node), model, params))
+        except ConfigError as error:
+            raise ConfigError(f"SOLVER.OPTIMIZERS, entry of {entry['NAME']}: {error}") from error
+    if len(parts) == 1:
+        return parts[0]
+    optimizer = CombinedOptimizer(parts)
+    if any(type(part) is torch.optim.SGD and part.defaults["fused"] for part in parts):
+        optimizer.register_step_pre_hook(start_late_buffers)
+    return optimizer
 
 
 def divide_parameters(model: nn.Module, entries: Sequence[Mapping[str, Any]]) -> list[set[Tensor]]:

@@ -66,8 +66,3 @@ def test_settings_that_fit_together_pass(groups):
 def test_what_no_run_can_use_is_named_with_the_remedy(groups, message):
     with pytest.raises(ConfigError, match=message):
         check(groups)
-
-
-def test_two_references_for_the_learning_rate_contradict_each_other():
-    with pytest.raises(ConfigError, match=r"REFERENCE_BATCH_SIZE and SOLVER.REFERENCE_WORLD_SIZE exclude"):
-        check({}, REFERENCE_BATCH_SIZE=256, REFERENCE_WORLD_SIZE=8)

@@ -1,0 +1,91 @@
+"""The config keys of this project."""
+
+from trainkit.projects.solver_extras.rules import KEY_MATCHES
+
+from trainkit.config import CfgNode, ConfigError, choose
+from trainkit.config.scaling import optimizer_argument
+from trainkit.utils.numbers import is_number
+
+_GROUPS = "SOLVER.PARAM_GROUPS"
+
+
+def add_config(cfg: CfgNode) -> None:
+    """Add the keys with their defaults."""
+    cfg.SOLVER.OPTIMIZERS = []  # Several optimizers: [{NAME: AdamW, PARAMS: ["*bias"]}, {NAME: Muon, LR: 0.02}].
+    cfg.SOLVER.PARAM_GROUPS = CfgNode()  # Numbers that multiply learning rates and weight decays.
+    cfg.SOLVER.PARAM_GROUPS.BUILDER = ""  # A function in PARAM_GROUP_REGISTRY that replaces all of the following keys.
+    cfg.SOLVER.PARAM_GROUPS.NORM_LR_FACTOR = None  # For norm layers. From NORM to FLAT only the first fit counts.
+    cfg.SOLVER.PARAM_GROUPS.NORM_DECAY_FACTOR = None  # Multiplies WEIGHT_DECAY_NORM.
+    cfg.SOLVER.PARAM_GROUPS.BIAS_LR_FACTOR = None  # Multiplies SOLVER.BIAS_LR_FACTOR, but not in normalization layers.
+    cfg.SOLVER.PARAM_GROUPS.BIAS_DECAY_FACTOR = None  # Multiplies WEIGHT_DECAY_BIAS.
+    cfg.SOLVER.PARAM_GROUPS.DWCONV_LR_FACTOR = None  # For convolutions with as many groups as input channels.
+    cfg.SOLVER.PARAM_GROUPS.DWCONV_DECAY_FACTOR = None  # For the same convolutions.
+    cfg.SOLVER.PARAM_GROUPS.EMBEDDING_LR_FACTOR = None  # For nn.Embedding and nn.EmbeddingBag.
+    cfg.SOLVER.PARAM_GROUPS.EMBEDDING_DECAY_FACTOR = None  # For nn.Embedding and nn.EmbeddingBag.
+    cfg.SOLVER.PARAM_GROUPS.FLAT_LR_FACTOR = None  # For parameters with one dimension.
+    cfg.SOLVER.PARAM_GROUPS.FLAT_DECAY_FACTOR = None  # For parameters with one dimension.
+    cfg.SOLVER.PARAM_GROUPS.CUSTOM_KEYS = []  # [{KEY: part of names, LR_FACTOR: 0.1, DECAY_FACTOR: 0, TAG: x}, ...]
+    cfg.SOLVER.PARAM_GROUPS.KEY_MATCH = "longest"  # The matching key that counts, or "shortest". "exact": whole names.
+    cfg.SOLVER.PARAM_GROUPS.CUSTOM_KEYS_ONLY = False  # True: no other factors apply to parameters with a custom key.
+    cfg.SOLVER.PARAM_GROUPS.LAYER_DECAY = CfgNode()  # Earlier layers learn more slowly, see build_layer_decay.
+    cfg.SOLVER.PARAM_GROUPS.LAYER_DECAY.RATE = 1.0  # The factor from one layer to the layer before it. 1: off.
+    cfg.SOLVER.PARAM_GROUPS.LAYER_DECAY.SCHEME = ""  # "vit", "swin", ..., "model", or a function in a module of IMPORTS
+    cfg.SOLVER.PARAM_GROUPS.LAYER_DECAY.NUM_LAYERS = 0  # "vit", "beit", "mae": number of blocks. "convnext": 6 or 12.
+    cfg.SOLVER.PARAM_GROUPS.LAYER_DECAY.DEPTHS = ()  # "swin", "mixmim": the number of blocks in each stage.
+    cfg.SOLVER.PARAM_GROUPS.LAYER_DECAY.PREFIX = None  # The backbone's name prefix. None: "backbone." if there is one.
+
+
+def check(cfg: CfgNode) -> None:
+    """Raises ConfigError if a value is wrong."""
+    if "PARAM_GROUPS" in cfg.SOLVER:
+        _check_param_groups(cfg.SOLVER)
+    if cfg.SOLVER.get("OPTIMIZERS") and optimizer_argument(cfg.SOLVER, "LR")[0] == "SOLVER.OPTIMIZER.LR":
+        raise ConfigError("SOLVER.OPTIMIZERS and SOLVER.OPTIMIZER.LR are both set; give each of OPTIMIZERS its LR")
+
+
+def prepare(cfg: CfgNode) -> None:
+    """Choose the builders."""
+    if cfg.SOLVER.get("OPTIMIZERS"):
+        choose(cfg, "SOLVER.OPTIMIZER_BUILDER", "combined_optimizer", "SOLVER.OPTIMIZERS")
+    if "PARAM_GROUPS" in cfg.SOLVER:
+        builder = cfg.SOLVER.PARAM_GROUPS.BUILDER or "groups_by_rules"
+        choose(cfg, "SOLVER.PARAM_GROUP_BUILDER", builder, _GROUPS)
+
+
+def _check_param_groups(solver: CfgNode) -> None:
+    options, layer_decay = solver.PARAM_GROUPS, solver.PARAM_GROUPS.LAYER_DECAY
+    given = {key: value for key, value in options.items() if key.endswith("_FACTOR") and value is not None}
+    seen = set()
+    for entry in options.CUSTOM_KEYS:
+        key = entry.get("KEY") if isinstance(entry, dict) else None
+        if not isinstance(key, str) or not key or key in seen:
+            raise ConfigError(
+                f"{_GROUPS}.CUSTOM_KEYS has the entry {entry!r}; each one is a node with a KEY that no other has, a "
+                "part of the names of parameters, such as {KEY: backbone.stem, LR_FACTOR: 0.1}"
+            )
+        seen.add(key)
+        factors = [name for name in ("LR_FACTOR", "DECAY_FACTOR") if name in entry]
+        given |= {f"CUSTOM_KEYS, {key}, {name}": entry[name] for name in factors}
+    for key, factor in given.items():
+        if not is_number(factor) or not factor >= 0:
+            raise ConfigError(f"{_GROUPS}.{key} is {factor!r}; accepted: a number of at least 0")
+    if options.KEY_MATCH not in KEY_MATCHES:
+        raise ConfigError(f"{_GROUPS}.KEY_MATCH is {options.KEY_MATCH!r}; accepted: {', '.join(KEY_MATCHES)}")
+    if layer_decay.NUM_LAYERS < 0:
+        raise ConfigError(f"{_GROUPS}.LAYER_DECAY.NUM_LAYERS is {layer_decay.NUM_LAYERS}; it must be at least 0")
+    if not 0 < layer_decay.RATE <= 1:
+        raise ConfigError(f"{_GROUPS}.LAYER_DECAY.RATE is {layer_decay.RATE}; it must be above 0, and at most 1 (off)")
+    if layer_decay.RATE != 1 and not layer_decay.SCHEME:
+        raise ConfigError(
+            f"{_GROUPS}.LAYER_DECAY.RATE is {layer_decay.RATE}, but SCHEME is empty; set it to the kind of the model, "
+            "such as vit"
+        )
+    others = [*given, *["LAYER_DECAY.RATE"] * (layer_decay.RATE != 1), *["CUSTOM_KEYS"] * bool(seen)]
+    if options.BUILDER and others:
+        named = ", ".join(f"{_GROUPS}.{key}" for key in others)
+        raise ConfigError(f"{_GROUPS}.BUILDER {options.BUILDER!r} makes all groups; leave it out, or {named}")
+    if options.NORM_DECAY_FACTOR and solver.WEIGHT_DECAY and not solver.WEIGHT_DECAY_NORM:
+        raise ConfigError(
+            f"{_GROUPS}.NORM_DECAY_FACTOR is {options.NORM_DECAY_FACTOR}, but it multiplies SOLVER.WEIGHT_DECAY_NORM, "
+            f"which is 0; set that to {solver.WEIGHT_DECAY}, SOLVER.WEIGHT_DECAY, or leave the factor out"
+        )

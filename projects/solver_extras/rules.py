@@ -1,0 +1,182 @@
+"""Factors of learning rates and weight decays by the kind and the name of a parameter."""
+
+import difflib
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from torch import Tensor, nn
+
+from trainkit.solver.param_groups import NORM_LAYERS, reduce_param_groups
+from trainkit.utils.numbers import is_number
+
+_logger = logging.getLogger(__name__)
+
+ParamKind = Literal["norm", "bias", "dwconv", "embedding", "flat"]
+"""The kind of a parameter; see ``ParamRules``."""
+
+KEY_MATCHES = ("longest", "shortest", "exact")
+# names of the factors in other libraries, and misspellings; optimizers ignore such keys
+_NO_OPTIONS = ("lr", "lr_mult", "lr_factors", "weight_decay", "weight_decay_factor", "decay_mult", "decay_factors")
+
+
+@dataclass(frozen=True)
+class ParamRules:
+    """Factors of the learning rate and weight decay of each parameter, and further options of its group.
+
+    The factors of a parameter's kind, of its custom key and of ``lr_factor_func`` are multiplied. A parameter may be of
+    several kinds; only the first kind in this order that has a factor counts:
+
+    - ``norm``: weight or bias of a norm layer of ``torch.nn`` or of a subclass
+    - ``bias``: a parameter named ``bias``; for the bias of a norm layer, ``lr_factors`` of this kind never count
+    - ``dwconv``: a parameter of a convolution with as many groups as input channels (depth-wise)
+    - ``embedding``: a parameter of an ``nn.Embedding`` or ``nn.EmbeddingBag``
+    - ``flat``: a parameter with one dimension
+
+    Args:
+        weight_decay_norm, weight_decay_bias: base weight decay of parameters of norm layers, and of those named
+            ``bias`` (this one wins); None: the common weight decay.
+        bias_lr_factor: for every parameter named ``bias``, in addition to the factor of its kind.
+        lr_factors, decay_factors: kind -> factor; a factor of 1, too, hides the factors of later kinds.
+        custom_keys: part of a parameter's full name -> ``lr_factor``, ``decay_factor``, and further options, such as
+            ``lars_exclude`` or ``momentum``, which are copied into its group.
+        key_match: which matching key counts. ``longest``: the longest key (of equal length, the alphabetically first).
+            ``shortest``: the opposite, as in MMSelfSup's layer decay. For both, the name of a parameter of the model
+            itself starts with a dot, ``.pos_embed``, as in OpenMMLab. ``exact``: a key must be the whole name, as in
+            MMSegmentation's layer decay: its key ``pos_embed`` does not match ``backbone.pos_embed``.
+        custom_keys_only: a custom key switches off all other rules for its parameters, as in OpenMMLab.
+        lr_factor_func: takes a parameter's full name, such as ``backbone.conv1.weight``; see `build_layer_decay`.
+
+    Raises:
+        ValueError: a kind, a factor, a key or ``key_match`` is not accepted.
+    """
+
+    weight_decay_norm: float | None = None
+    weight_decay_bias: float | None = None
+    bias_lr_factor: float = 1.0
+    lr_factors: Mapping[ParamKind, float] = field(default_factory=dict)
+    decay_factors: Mapping[ParamKind, float] = field(default_factory=dict)
+    custom_keys: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    key_match: Literal["longest", "shortest", "exact"] = "longest"
+    custom_keys_only: bool = False
+    lr_factor_func: Callable[[str], float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.key_match not in KEY_MATCHES:
+            raise ValueError(f"key_match must be one of {', '.join(KEY_MATCHES)}, got {self.key_match!r}")
+        for argument, factors in (("lr_factors", self.lr_factors), ("decay_factors", self.decay_factors)):
+            for kind, factor in factors.items():
+                if kind not in get_args(ParamKind):
+                    raise ValueError(f"{argument}: {kind!r} is no kind; accepted: {', '.join(get_args(ParamKind))}")
+                _check_factor(f"{argument}[{kind!r}]", factor)
+        for key, options in self.custom_keys.items():
+            if not key:
+                raise ValueError("custom_keys: '' is a part of every name; change base_lr and weight_decay instead")
+            for name, value in options.items():
+                _check_option(f"custom_keys[{key!r}]", name, value)
+
+    def key_of(self, full_name: str) -> str | None:
+        """The custom key that counts for a parameter; None if no key matches."""
+        if self.key_match == "exact":
+            return full_name if full_name in self.custom_keys else None
+        dotted = full_name if "." in full_name else f".{full_name}"
+        matching = sorted((key for key in self.custom_keys if key in dotted), key=lambda key: (-len(key), key))
+        if not matching:
+            return None
+        return matching[0] if self.key_match == "longest" else matching[-1]
+
+
+def build_param_groups(
+    model: nn.Module, base_lr: float, weight_decay: float | None, rules: ParamRules
+) -> list[dict[str, Any]]:
+    """Put the trainable parameters of a model into as few groups for an optimizer as possible.
+
+    Frozen parameters are left out; a shared parameter is listed once, under its first name. The same model and
+    arguments give the same groups in the same order, so that a run can resume. If a custom key matches no parameter, a
+    warning is logged.
+
+    Args:
+        weight_decay: None leaves the value to the optimizer.
+
+    Raises:
+        ValueError: the rules change the weight decay, but ``weight_decay`` is None.
+    """
+    changes_decay = (
+        rules.weight_decay_norm is not None
+        or rules.weight_decay_bias is not None
+        or rules.decay_factors
+        or any("decay_factor" in options for options in rules.custom_keys.values())
+    )
+    if weight_decay is None and changes_decay:
+        raise ValueError("the rules change the weight decay, which is None; give weight_decay, or leave them out")
+    named_params, modules = dict(model.named_parameters()), dict(model.named_modules())
+    if unused := {*rules.custom_keys} - {*map(rules.key_of, named_params)}:
+        _logger.warning("Custom keys that match no parameter and have no effect: %s", ", ".join(sorted(unused)))
+    return reduce_param_groups(
+        {"params": [param], **_hyperparams(modules, name, param, base_lr, weight_decay, rules)}
+        for name, param in named_params.items()
+        if param.requires_grad
+    )
+
+
+def _hyperparams(
+    modules: Mapping[str, nn.Module],
+    name: str,
+    param: Tensor,
+    lr: float | None,
+    weight_decay: float | None,
+    rules: ParamRules,
+) -> dict[str, Any]:
+    owner, _, leaf_name = name.rpartition(".")
+    module = modules.get(owner)  # None: the model renames its parameters
+    key = rules.key_of(name)
+    options = dict(rules.custom_keys[key]) if key is not None else {}
+    lr_factors, decay_factors = [options.pop("lr_factor", 1.0)], [options.pop("decay_factor", 1.0)]
+    if key is None or not rules.custom_keys_only:
+        if isinstance(module, NORM_LAYERS) and rules.weight_decay_norm is not None:
+            weight_decay = rules.weight_decay_norm
+        if leaf_name == "bias":
+            lr_factors.append(rules.bias_lr_factor)
+            if rules.weight_decay_bias is not None:
+                weight_decay = rules.weight_decay_bias
+        kinds = list(_kinds(module, leaf_name, param))
+        decay_factors.extend([rules.decay_factors[kind] for kind in kinds if kind in rules.decay_factors][:1])
+        if kinds[:2] == ["norm", "bias"]:
+            kinds.remove("bias")
+        lr_factors.extend([rules.lr_factors[kind] for kind in kinds if kind in rules.lr_factors][:1])
+        if rules.lr_factor_func is not None:
+            lr_factors.append(rules.lr_factor_func(name))
+    if lr is not None:
+        options["lr"] = math.prod(lr_factors, start=lr)
+    if weight_decay is not None:
+        options["weight_decay"] = math.prod(decay_factors, start=weight_decay)
+    return options
+
+
+def _kinds(module: nn.Module | None, leaf_name: str, param: Tensor) -> Iterator[ParamKind]:
+    """The kinds of a parameter of a module, in the order in which their factors count."""
+    if isinstance(module, NORM_LAYERS):
+        yield "norm"
+    if leaf_name == "bias":
+        yield "bias"
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.groups == module.in_channels:
+        yield "dwconv"
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        yield "embedding"
+    if param.ndim == 1:
+        yield "flat"
+
+
+def _check_option(where: str, name: str, value: Any) -> None:
+    if name in ("lr_factor", "decay_factor"):
+        _check_factor(f"{where}[{name!r}]", value)
+    elif name == "params" or difflib.get_close_matches(name, ("lr_factor", "decay_factor", *_NO_OPTIONS), 1, 0.9):
+        meant = "lr_factor" if "lr" in name else "lr_factor or decay_factor" if name == "params" else "decay_factor"
+        raise ValueError(f"{where}: {name!r} is no option of a group here; did you mean {meant}?")
+
+
+def _check_factor(where: str, factor: Any) -> None:
+    if not is_number(factor) or not factor >= 0:
+        raise ValueError(f"{where} must be a number >= 0, got {factor!r}")
