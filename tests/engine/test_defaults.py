@@ -441,7 +441,7 @@ def test_a_run_leaves_its_files_and_returns_the_results(tmp_path):
     assert trainer.status == "finished"
     files = {path.name for path in tmp_path.iterdir()}
     checkpoints = {"model_0000004.pth", "model_final.pth", "model_best.pth"}
-    others = {"metrics.json", "last_checkpoint", "finished", "batch.json", "confusion_tiny_test.json"}
+    others = {"metrics.json", "last_checkpoint", "finished", "batch.json"}
     assert files == others | checkpoints
     assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
 

@@ -50,7 +50,6 @@ def test_of_many_periodic_checkpoints_the_first_and_the_last_are_named(tmp_path,
     names = lines[-1].split(": ", 1)[1].split(", ")
     assert names == [
         "batch.json",
-        "confusion_tiny_test.json",
         "finished",
         "last_checkpoint",
         "metrics.json",

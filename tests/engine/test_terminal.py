@@ -31,9 +31,9 @@ def test_an_evaluation_during_training_is_one_line_and_the_final_one_a_table(sho
         line for line in terminal.splitlines() if "Evaluated after 5 of 10 iterations: classification/top1 " in line
     ]
     assert len(lines) == 1
-    assert terminal.count("Accuracy of each class") == terminal.count("Evaluation results") == 1
-    assert log.count("Accuracy of each class") == log.count("Evaluation results") == 2
-    assert terminal.index("Accuracy of each class") > terminal.index("after 10 of 10 iterations")
+    assert terminal.count("Total inference time") == terminal.count("Evaluation results") == 1
+    assert log.count("Total inference time") == log.count("Evaluation results") == 2
+    assert terminal.index("Total inference time") > terminal.index("after 10 of 10 iterations")
 
 
 def test_the_environment_and_the_model_are_in_the_log_only(shown):

@@ -3,7 +3,6 @@ import torch
 from torch import nn
 
 from trainkit.config import ConfigError, get_cfg
-from trainkit.data import MetadataCatalog
 from trainkit.evaluation import (
     EVALUATOR_REGISTRY,
     ClassificationEvaluator,
@@ -37,18 +36,6 @@ def test_one_evaluator_is_built_bare_and_several_as_one():
     inputs = {"label": torch.tensor([0]), "x": torch.ones(1, 2)}
     both.process(inputs, model(inputs["x"]).detach())
     assert sorted(both.evaluate()) == ["classification", "loss"]
-
-
-def test_class_names_come_from_the_metadata_of_the_dataset(caplog):
-    MetadataCatalog.get("toy_with_names").set(class_names=["ant", "bee"])
-    try:
-        evaluator = build_evaluator(config("ClassificationEvaluator"), "toy_with_names")
-    finally:
-        MetadataCatalog.remove("toy_with_names")
-    evaluator.process({"label": torch.tensor([1])}, torch.tensor([[0.0, 1.0]]))
-    with caplog.at_level("INFO"):
-        evaluator.evaluate()
-    assert "| bee     |         1 |     100.00 |" in caplog.text
 
 
 def test_a_registered_function_is_called_with_config_and_dataset_name():

@@ -1,14 +1,8 @@
-import json
-import logging
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainkit.config import get_cfg
 from trainkit.evaluation import ClassificationEvaluator, inference_on_dataset
-from trainkit.utils.events import EventStorage
-from trainkit.utils.run_folder import own_folder, release_folder
 
 # The ranking of the three classes by each sample, best first, and its label.
 RANKED = [([0, 1, 2], 0), ([1, 0, 2], 0), ([2, 1, 0], 0), ([1, 2, 0], 1), ([0, 2, 1], 1)]
@@ -70,62 +64,6 @@ def test_the_key_of_hugging_face_is_read_if_there_is_no_other():
         evaluate(({"labels": LABELS}, SCORES), label_key="target")
 
 
-def test_the_table_has_samples_and_accuracy_of_each_class(caplog):
-    with caplog.at_level(logging.INFO, logger="trainkit.evaluation"):
-        evaluate(({"label": LABELS}, SCORES), class_names=["cat", "dog", "1"])
-    assert caplog.messages[:1] == [
-        "Accuracy of each class in percent (classification):\n"
-        "| class   |   samples |   accuracy |\n"
-        "|:--------|----------:|-----------:|\n"
-        "| cat     |         3 |      33.33 |\n"
-        "| dog     |         2 |      50.00 |\n"
-        "| 1       |         0 |          - |"
-    ]
-
-
-def test_the_confusion_matrix_is_logged_and_written_with_what_it_belongs_to(tmp_path, caplog):
-    file = tmp_path / "new/confusion.json"
-    with caplog.at_level(logging.INFO, logger="trainkit.evaluation"):
-        evaluate(({"label": LABELS}, SCORES), class_names=["cat", "dog", "1"], confusion_file=str(file))
-    assert caplog.messages[1:] == [
-        "Samples of each label by their prediction (classification):\n"
-        "| label   |   cat |   dog |   1 |\n"
-        "|:--------|------:|------:|----:|\n"
-        "| cat     |     1 |     1 |   1 |\n"
-        "| dog     |     1 |     1 |   0 |\n"
-        "| 1       |     0 |     0 |   0 |"
-    ]
-    expected = {"task": "classification", "iteration": None, "class_names": ["cat", "dog", "1"]}
-    assert json.loads(file.read_text()) == expected | {"confusion": [[1, 1, 1], [1, 1, 0], [0, 0, 0]]}
-    with EventStorage(7):
-        evaluate(({"label": LABELS}, SCORES), confusion_file=str(file))
-    assert json.loads(file.read_text())["iteration"] == 7
-
-
-def test_a_large_confusion_matrix_is_not_shown_and_one_that_cannot_be_written_is_logged(tmp_path, caplog):
-    labels = {"label": torch.tensor([200])}
-    with caplog.at_level(logging.INFO, logger="trainkit.evaluation"):
-        evaluate((labels, torch.eye(201)[200:]), confusion_file=str(tmp_path / "large.json"))
-    assert not any("by their prediction" in text for text in caplog.messages)
-    assert not list(tmp_path.iterdir())
-    (tmp_path / "file").touch()
-    assert evaluate(({"label": LABELS}, SCORES), confusion_file=str(tmp_path / "file/a.json"))["classification"]
-    assert "The confusion matrix is not written: " in caplog.text
-
-
-@pytest.mark.parametrize(("is_run", "max_batches", "exists"), [(True, 0, True), (True, 1, False), (False, 0, False)])
-def test_a_run_writes_the_confusion_matrix_of_all_data(tmp_path, is_run, max_batches, exists):
-    cfg = get_cfg()
-    cfg.merge_from_list(["OUTPUT_DIR", str(tmp_path), "TEST.MAX_BATCHES", max_batches])
-    if is_run:
-        own_folder(tmp_path)
-    evaluator = ClassificationEvaluator(cfg, "a/b")
-    evaluator.process({"label": LABELS}, SCORES)
-    evaluator.evaluate()
-    release_folder(tmp_path)
-    assert (tmp_path / "confusion_a_b.json").exists() == exists
-
-
 class HostReads(TorchDispatchMode):
     """Counts the operations whose result or size the host has to wait for."""
 
@@ -179,11 +117,6 @@ def test_a_batch_of_the_wrong_form_is_an_error_that_says_what_is_accepted(inputs
 def test_a_k_above_the_number_of_classes_is_an_error():
     with pytest.raises(ValueError, match=r"k = 5.*only 3 classes"):
         ClassificationEvaluator(topk=(1, 5)).process({"label": LABELS}, SCORES)
-
-
-def test_class_names_that_do_not_fit_are_an_error():
-    with pytest.raises(ValueError, match=r"2 names.*3 classes"):
-        ClassificationEvaluator(class_names=["a", "b"]).process({"label": LABELS}, SCORES)
 
 
 def test_a_changed_number_of_classes_is_an_error():

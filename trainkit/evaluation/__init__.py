@@ -15,10 +15,9 @@ if TYPE_CHECKING:
     )
     from trainkit.evaluation.loss import LossEvaluator
     from trainkit.evaluation.observer import observe_inference
-    from trainkit.evaluation.segmentation import SemSegEvaluator
     from trainkit.evaluation.testing import flatten_results_dict, print_csv_format, verify_results
 
-__all__ = [
+__all__ = [  # some are in projects
     "DatasetEvaluator",
     "DatasetEvaluators",
     "ClassificationEvaluator",
@@ -34,4 +33,4 @@ __all__ = [
     "verify_results",
 ]
 
-__getattr__ = lazy_names(__name__)
+__getattr__ = lazy_names(__name__, "SemSegEvaluator")

@@ -5,7 +5,6 @@ from trainkit.config.errors import ConfigError, look_up
 from trainkit.evaluation.classification import ClassificationEvaluator
 from trainkit.evaluation.evaluator import DatasetEvaluator, DatasetEvaluators
 from trainkit.evaluation.loss import LossEvaluator
-from trainkit.evaluation.segmentation import SemSegEvaluator
 from trainkit.utils.registry import Registry
 
 EVALUATOR_REGISTRY = Registry("EVALUATOR")
@@ -13,7 +12,6 @@ EVALUATOR_REGISTRY = Registry("EVALUATOR")
 
 EVALUATOR_REGISTRY.register(ClassificationEvaluator)
 EVALUATOR_REGISTRY.register(LossEvaluator)
-EVALUATOR_REGISTRY.register(SemSegEvaluator)
 
 
 def build_evaluator(cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:

@@ -52,6 +52,8 @@ NAMES: Mapping[str, str] = {
     "ParamRules": "trainkit.projects.solver_extras.rules",
     "build_param_groups": "trainkit.projects.solver_extras.rules",
     "groups_by_rules": "trainkit.projects.solver_extras.groups",
+    "ConfusionMatrixEvaluator": "trainkit.projects.evaluators.confusion",
+    "SemSegEvaluator": "trainkit.projects.evaluators.segmentation",
     "CheckFiniteLoss": "trainkit.engine.hooks.check_finite_loss",
     "EMAHook": "trainkit.engine.hooks.ema",
     "Freeze": "trainkit.engine.hooks.freeze",

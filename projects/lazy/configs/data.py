@@ -9,5 +9,5 @@ dataloader = dict(
     ),
     val=L(eval_loader)(split="val", transform=L(DigitsTransform)(), batch_size=200),
     test=L(eval_loader)(split="test", transform=L(DigitsTransform)(), batch_size=200),
-    evaluator=[L(ClassificationEvaluator)(class_names=list("0123456789")), L(LossEvaluator)()],
+    evaluator=[L(ClassificationEvaluator)(), L(LossEvaluator)()],
 )

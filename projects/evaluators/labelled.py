@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.evaluation.classification import check_labels, labels_of, scores_of
 from trainkit.evaluation.evaluator import DatasetEvaluator
 from trainkit.evaluation.observer import for_details
 from trainkit.utils import comm
@@ -58,12 +59,7 @@ class LabelledEvaluator(DatasetEvaluator):
         """
         scores = scores_of(outputs, self._dims)
         labels = labels_of(inputs, self._label_key, scores.device)
-        num_classes, shape = scores.shape[1], [len(scores), *scores.shape[2:]]
-        if list(labels.shape) != shape or labels.is_floating_point():
-            raise ValueError(
-                f"labels must be integers of shape {shape} for scores {list(scores.shape)}, got "
-                f"{labels.dtype} of shape {list(labels.shape)}"
-            )
+        num_classes = check_labels(labels, scores)
         if not self._counts:
             self._check_classes(num_classes)
             shapes: tuple[tuple[int, ...], ...] = ((num_classes, num_classes), (self._largest_k,), ())
@@ -147,57 +143,3 @@ class LabelledEvaluator(DatasetEvaluator):
         align = ["left", *["right"] * (len(headers) - 1)]
         table = format_table(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True)
         logger.info("%s (%s):\n%s", title, self._task, table, extra=for_details())
-
-
-def scores_of(outputs: Any, dims: str) -> Tensor:
-    """The scores in a model's output, alone or under "logits" or "scores".
-
-    Raises:
-        KeyError: a mapping has neither key.
-        TypeError: the scores are not a tensor.
-        ValueError: the scores have another number of dimensions.
-    """
-    scores, shape = outputs, f"[{', '.join(dims)}]"
-    if isinstance(outputs, Mapping):
-        key = next((key for key in ("logits", "scores") if key in outputs), None)
-        if key is None:
-            raise KeyError(
-                f"the model's output has neither 'logits' nor 'scores', only {sorted(map(str, outputs))}; give the "
-                "scores one of these names"
-            )
-        scores = outputs[key]
-    if not isinstance(scores, Tensor):
-        raise TypeError(f"the model must give scores {shape} in eval mode, got {type(scores).__name__}")
-    if scores.ndim != len(dims):
-        raise ValueError(f"scores must have the shape {shape}, got {list(scores.shape)}")
-    return scores
-
-
-def labels_of(inputs: Any, key: str, device: torch.device) -> Tensor:
-    """The labels of a batch: under ``key`` of a mapping or of a list of mappings, else the last of several tensors.
-
-    If ``key`` is ``label``, the default, and there is no ``label``, this reads ``labels``, as `losses_from` does.
-
-    Raises:
-        KeyError: there are no labels.
-        TypeError: the batch has another form.
-    """
-    samples = inputs if isinstance(inputs, list | tuple) else [inputs]
-    if len(samples) > 1 and all(isinstance(entry, Tensor) for entry in samples):
-        return samples[-1].to(device)
-    keys, labels = [key, "labels"] if key == "label" else [key], []  # Hugging Face calls them "labels"
-    for sample in samples:
-        if not isinstance(sample, Mapping):
-            raise TypeError(
-                f"a batch must be a mapping with the key {key!r} or a list of such samples, "
-                f"got {type(inputs).__name__}" + (f" of {type(sample).__name__}" if sample is not inputs else "")
-            )
-        found = next((name for name in keys if name in sample), None)
-        if found is None:
-            raise KeyError(
-                f"no labels under {key!r} (keys: {sorted(map(str, sample))}); keep the labels in the samples of an "
-                "evaluated data set, or set label_key to their key"
-            )
-        labels.append(torch.as_tensor(sample[found]))
-    together = labels[0] if isinstance(inputs, Mapping) else torch.stack(labels)
-    return together.to(device, non_blocking=True)

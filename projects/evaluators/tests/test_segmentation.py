@@ -115,7 +115,7 @@ def test_the_metadata_of_a_data_set_name_the_classes_and_what_is_ignored(caplog)
     cfg.TEST.EVALUATORS = ["SemSegEvaluator"]
     evaluator = build_evaluator(cfg, "evaluated_canvases")
     evaluator.process({"label": LABELS}, SCORES)
-    with caplog.at_level(logging.INFO, logger="trainkit.evaluation"):
+    with caplog.at_level(logging.INFO, logger="trainkit.projects"):
         results = evaluator.evaluate()["sem_seg"]
     assert [*results] == ["mIoU", "aAcc", "mAcc", "IoU-paper", "IoU-a", "IoU-b", "IoU-c", "IoU-d"]
     assert results["aAcc"] == 100 * 5 / 8

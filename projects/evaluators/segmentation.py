@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from trainkit.projects.evaluators.labelled import LabelledEvaluator
 
 from trainkit.config.config import CfgNode
 from trainkit.config.from_config import configurable
 from trainkit.data.catalog import MetadataCatalog
-from trainkit.evaluation.labelled import LabelledEvaluator
+from trainkit.evaluation.build import EVALUATOR_REGISTRY
 
 
+@EVALUATOR_REGISTRY.register()
 class SemSegEvaluator(LabelledEvaluator):
     """Mean intersection over union, and accuracies, of semantic segmentation, in percent.
 
