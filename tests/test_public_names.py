@@ -50,6 +50,7 @@ PUBLIC = {
         "MetadataCatalog",
         "RandomSubsetTrainingSampler",
         "RepeatFactorTrainingSampler",
+        "SAMPLER_REGISTRY",
         "ResumableLoader",
         "CombinedLoader",
         "TRANSFORM_REGISTRY",

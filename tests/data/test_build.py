@@ -21,12 +21,10 @@ from trainkit.data.build import (
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.data.common import ToIterableDataset
 from trainkit.data.samplers import (
-    GroupedBatchSampler,
     InferenceSampler,
-    RandomSubsetTrainingSampler,
-    RepeatFactorTrainingSampler,
     TrainingSampler,
 )
+from trainkit.data.train_sampler import SAMPLER_REGISTRY
 from trainkit.data.transforms import TRANSFORM_REGISTRY, build_transform
 from trainkit.utils.periods import exact
 
@@ -275,8 +273,6 @@ def test_pinned_memory_is_not_asked_for_without_a_device_that_runs_ahead(monkeyp
         (lambda: TrainingSampler(24, seed=0), 6),
         (lambda: TrainingSampler(25, seed=0), Fraction(25, 4)),
         (lambda: TrainingSampler(3, seed=0), Fraction(3, 4)),
-        (lambda: RandomSubsetTrainingSampler(100, 0.1, seed_shuffle=0, seed_subset=0), Fraction(10, 4)),
-        (lambda: RepeatFactorTrainingSampler([5.0] * 8, seed=0), 2),
     ],
 )
 def test_an_endless_loader_has_epochs_by_the_size_of_its_dataset(sampler, expected, as_rank):
@@ -285,11 +281,6 @@ def test_an_endless_loader_has_epochs_by_the_size_of_its_dataset(sampler, expect
         loader = build_batch_data_loader(Squares(100), sampler(), 4)
         stream = build_batch_data_loader(ToIterableDataset(Squares(100), sampler()), None, 4)
         assert exact(iters_per_epoch(loader)) == exact(iters_per_epoch(stream)) == expected
-
-
-def test_grouped_batches_of_an_endless_sampler_have_epochs():
-    batches = GroupedBatchSampler(TrainingSampler(10), [0] * 10, batch_size=4)
-    assert exact(iters_per_epoch(DataLoader([*range(10)], batch_sampler=batches))) == 2.5
 
 
 def test_batches_of_no_fixed_size_have_no_epochs():
@@ -343,18 +334,8 @@ def test_asking_for_the_epochs_starts_no_worker():
 # ---------------------------------------------------------------------------- build_train_loader
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"SAMPLER_TRAIN": "TrainingSampler"},
-        {"SAMPLER_TRAIN": "RandomSubsetTrainingSampler", "RANDOM_SUBSET_RATIO": 0.8},
-        {"SAMPLER_TRAIN": "RepeatFactorTrainingSampler", "REPEAT_THRESHOLD": 0.5},
-    ],
-)
-def test_a_fixed_seed_gives_one_order_and_minus_one_another_each_time(cfg, options):
+def test_a_fixed_seed_gives_one_order_and_minus_one_another_each_time(cfg):
     samples = [{"index": index, "label": index % 7 == 0} for index in range(40)]
-    for key, value in options.items():
-        cfg.DATALOADER[key] = value
 
     def order(seed):
         cfg.SEED = seed
@@ -363,18 +344,6 @@ def test_a_fixed_seed_gives_one_order_and_minus_one_another_each_time(cfg, optio
     assert order(3) == order(3)
     assert order(3) != order(4)
     assert order(-1) != order(-1)
-
-
-def test_a_random_subset_is_chosen_by_the_seed(cfg):
-    cfg.DATALOADER.SAMPLER_TRAIN = "RandomSubsetTrainingSampler"
-    cfg.DATALOADER.RANDOM_SUBSET_RATIO = 0.25
-
-    def subset(seed):
-        cfg.SEED = seed
-        return {index for batch in indices(build_train_loader(cfg, Squares(40)), 10) for index in batch}
-
-    assert subset(3) == subset(3) != subset(4)
-    assert len(subset(3)) == 10
 
 
 def test_training_datasets_are_concatenated_and_transformed(cfg):
@@ -431,20 +400,6 @@ def test_the_loader_options_of_the_config_reach_the_loader(cfg):
     assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (1, 5, True)
 
 
-@pytest.mark.parametrize("key", ["category", "label"])
-def test_rare_categories_are_repeated_whatever_holds_them(cfg, key):
-    values = [["a"], ("b", "a"), {"a"}, "a"] if key == "category" else [0, torch.tensor([1, 0]), np.int64(0), [0]]
-    cfg.DATALOADER.SAMPLER_TRAIN = "RepeatFactorTrainingSampler"
-    cfg.DATALOADER.REPEAT_THRESHOLD = 0.75
-    cfg.DATALOADER.REPEAT_SQRT = False
-    cfg.DATALOADER.COLLATE = "list"
-
-    samples = [{"index": index, key: value} for index, value in enumerate(values)]
-    sampler = build_train_loader(cfg, samples).sampler
-
-    assert sorted(sampler.epoch_indices(0).tolist()) == [0, 1, 1, 1, 2, 3]  # the rare one's frequency is 1/4
-
-
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
@@ -453,23 +408,23 @@ def test_rare_categories_are_repeated_whatever_holds_them(cfg, key):
         ("DATASETS.TRAIN", ("data_empty",), "DATASETS.TRAIN: 'data_empty' has no samples"),
         ("DATASETS.TRAIN", ("data_number",), "DATASETS.TRAIN: 'data_number' is a int; a dataset is a list"),
         ("DATASETS.TRAIN", ("data_ten", "data_stream"), "names 1 iterable datasets among 2"),
-        ("DATALOADER.SAMPLER_TRAIN", "TrainSampler", "unknown 'TrainSampler'; did you mean 'TrainingSampler'"),
-        ("DATALOADER.SAMPLER_TRAIN", "RepeatFactorTrainingSampler", "a sample has the keys .'index', 'square'."),
+        (
+            "DATALOADER.SAMPLER_TRAIN",
+            "TrainSampler",
+            "no 'TrainSampler' .* did you mean 'TrainingSampler'",
+        ),
         ("DATALOADER.COLLATE", "defualt", "DATALOADER.COLLATE: unknown 'defualt'; .*accepted: default, list"),
-        ("DATALOADER.RANDOM_SUBSET_RATIO", 2.0, "must be in .0, 1., got 2.0"),
         ("INPUT.TRAIN_TRANSFORM", "data_test_ad", "INPUT.TRAIN_TRANSFORM: .*data_test_add"),
         ("SOLVER.IMS_PER_BATCH", 0, "SOLVER.IMS_PER_BATCH .* got 0"),
     ],
 )
 def test_a_training_config_that_makes_no_loader_says_why(cfg, key, value, message):
-    if key == "DATALOADER.RANDOM_SUBSET_RATIO":
-        cfg.DATALOADER.SAMPLER_TRAIN = "RandomSubsetTrainingSampler"
     node, name = key.split(".")
     cfg[node][name] = value
 
     with pytest.raises(ValueError, match=message) as error:
         build_train_loader(cfg)
-    assert key in ("SOLVER.IMS_PER_BATCH", "DATALOADER.RANDOM_SUBSET_RATIO") or isinstance(error.value, ConfigError)
+    assert key == "SOLVER.IMS_PER_BATCH" or isinstance(error.value, ConfigError)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
@@ -487,16 +442,20 @@ def test_an_error_of_the_function_of_a_dataset_names_the_dataset(cfg):
     assert caught.value.__notes__ == ["while making the dataset 'unfound' (DATASETS.TRAIN)"]
 
 
+@SAMPLER_REGISTRY.register()
+def data_test_sampler(cfg, dataset):
+    return TrainingSampler(len(dataset), shuffle=False, seed=cfg.SEED)
+
+
+def test_a_config_names_a_registered_sampler(cfg):
+    cfg.DATALOADER.SAMPLER_TRAIN = "data_test_sampler"
+    assert indices(build_train_loader(cfg), 3) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
+
+
 def test_a_sampler_that_a_stream_would_ignore_is_refused(cfg):
-    cfg.DATALOADER.SAMPLER_TRAIN = "RandomSubsetTrainingSampler"
+    cfg.DATALOADER.SAMPLER_TRAIN = "data_test_sampler"
     with pytest.raises(ConfigError, match="an iterable dataset has its own order"):
         build_train_loader(cfg, Stream([0]))
-
-
-def test_samples_without_keys_have_no_categories(cfg):
-    cfg.DATALOADER.SAMPLER_TRAIN = "RepeatFactorTrainingSampler"
-    with pytest.raises(ConfigError, match="a sample has a tuple"):
-        build_train_loader(cfg, [(1, 2)])
 
 
 # ---------------------------------------------------------------------------- build_test_loader

@@ -19,7 +19,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    RandomSampler,
     Sampler,
     SequentialSampler,
     StackDataset,
@@ -29,11 +28,8 @@ from torch.utils.data import (
 )
 
 from trainkit.data import (
-    GroupedBatchSampler,
     InferenceSampler,
     MapDataset,
-    RandomSubsetTrainingSampler,
-    RepeatFactorTrainingSampler,
     ResumableLoader,
     ToIterableDataset,
     TrainingSampler,
@@ -108,11 +104,6 @@ class Stateless(IterableDataset):
 
 ORDERS = {
     "training": lambda seed: {"sampler": TrainingSampler(SIZE, seed=seed)},
-    "subset": lambda seed: {"sampler": RandomSubsetTrainingSampler(SIZE, 0.5, seed_shuffle=seed, seed_subset=seed)},
-    "repeat": lambda seed: {"sampler": RepeatFactorTrainingSampler([0.5, 1.5] * 5 + [1.0], seed=seed)},
-    "grouped": lambda seed: {
-        "batch_sampler": GroupedBatchSampler(TrainingSampler(SIZE, seed=seed), [0, 1, 2] * 3 + [0, 1], 4)
-    },
     "own": lambda seed: {"sampler": Counting()},
 }
 
@@ -224,7 +215,7 @@ def test_a_state_counts_the_samples_of_all_ranks(as_rank):
     }
 
 
-@pytest.mark.parametrize("order", ["training", "subset", "repeat"])
+@pytest.mark.parametrize("order", ["training"])
 def test_another_number_of_ranks_goes_on_with_the_same_global_batches(order, as_rank):
     def loaders(world_size):
         for rank in range(world_size):
@@ -246,7 +237,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_global_batches(order, as_
 
 
 @pytest.mark.parametrize("position", [40, 40_000_000])
-@pytest.mark.parametrize("sampler_class", [TrainingSampler, RepeatFactorTrainingSampler])
+@pytest.mark.parametrize("sampler_class", [TrainingSampler])
 def test_going_on_costs_the_same_everywhere(position, sampler_class):
     class Recording(sampler_class):
         def epoch_indices(self, epoch):
@@ -269,22 +260,14 @@ def test_going_on_costs_the_same_everywhere(position, sampler_class):
     assert epochs == [position // SIZE]
 
 
-def test_a_repeated_stream_is_entered_by_epoch_and_offset_not_by_walking():
-    sampler = RepeatFactorTrainingSampler([0.5, 1.5, 2.0], seed=3)
-    sampler.load_state_dict({"seed": 3, "position": 10**12, "epoch": 7, "offset": 1})
-
-    assert [*itertools.islice(sampler, 2)] == sampler.epoch_indices(7)[1:3].tolist()
-    assert sampler.state_dict() == {"seed": 3, "position": 10**12, "epoch": 7, "offset": 1}
-
-
 def test_the_seeds_of_the_checkpoint_win_and_are_logged(caplog):
-    first = make("subset", seed=5)
+    first = make("training", seed=5)
     expected = take(first, 4)[2:]
-    state = make("subset", seed=5)
+    state = make("training", seed=5)
     batches = iter(state)
     next(batches), next(batches)
 
-    resumed = make("subset", seed=6)
+    resumed = make("training", seed=6)
     with caplog.at_level(logging.INFO, logger="trainkit.data"):
         resumed.load_state_dict(state.state_dict())
 
@@ -292,28 +275,6 @@ def test_the_seeds_of_the_checkpoint_win_and_are_logged(caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "The data continues in the order of the checkpoint's seed 5, not of 6"
     ]
-
-
-def test_grouped_batches_leave_waiting_samples_out_at_another_world_size(as_rank, caplog):
-    state = make_state("grouped", 1)
-    waiting = sum(len(indices) for indices in state["order"]["open"].values())
-    as_rank(0, 2)
-    resumed = make("grouped")
-
-    resumed.load_state_dict(state)
-
-    assert waiting > 0
-    assert "cannot be moved from 1 to 2 ranks" in caplog.text
-    assert resumed.state_dict()["order"]["open"] == {}
-    assert resumed.state_dict()["position"] == 4 + waiting
-
-
-def test_the_order_of_another_kind_of_sampler_is_not_taken_over(caplog):
-    loader = make("repeat")
-    loader.load_state_dict(make_state("training", 3))
-
-    assert "order is from TrainingSampler, which cannot be used with RepeatFactor" in caplog.text
-    assert take(loader, 4) == take(make("repeat"), 4)
 
 
 def error_of_next(batches):
@@ -449,10 +410,9 @@ def test_an_older_iterator_does_not_move_the_place_of_the_newer():
 
 
 def test_every_iteration_of_an_endless_sampler_begins_at_the_same_place():
-    for order in ("training", "grouped"):
-        loader = make(order)
-        loader.load_state_dict(make_state(order, 2))
-        assert take(loader, 3) == take(loader, 3)
+    loader = make()
+    loader.load_state_dict(make_state("training", 2))
+    assert take(loader, 3) == take(loader, 3)
 
 
 # ---------------------------------------------------------------------------- streams
@@ -519,10 +479,6 @@ def keep_even(sample):
                 ToIterableDataset([1], TrainingSampler(1), shard_sampler=False), None, 1, num_workers=2
             ),
             "each of the 2 workers reads its own copy",
-        ),
-        (
-            lambda: ResumableLoader([1], batch_sampler=GroupedBatchSampler(RandomSampler([1]), [0], 1)),
-            "GroupedBatchSampler has no position in a RandomSampler",
         ),
         (
             lambda: build_batch_data_loader(MapDataset(ToIterableDataset([1], TrainingSampler(1)), str), None, 1),

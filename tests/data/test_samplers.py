@@ -1,15 +1,10 @@
 import itertools
-import math
 
 import pytest
 import torch
-from torch.utils.data import SequentialSampler
 
 from trainkit.data.samplers import (
-    GroupedBatchSampler,
     InferenceSampler,
-    RandomSubsetTrainingSampler,
-    RepeatFactorTrainingSampler,
     TrainingSampler,
 )
 from trainkit.data.samplers.training import LimitedSampler
@@ -18,12 +13,10 @@ from trainkit.utils import comm
 INFINITE = {
     "training": lambda seed: TrainingSampler(11, seed=seed),
     "unshuffled": lambda seed: TrainingSampler(3, shuffle=False, seed=seed),
-    "subset": lambda seed: RandomSubsetTrainingSampler(20, 0.4, seed_shuffle=seed, seed_subset=seed),
-    "repeat_factor": lambda seed: RepeatFactorTrainingSampler([1.5, 0.25, 3.0, 1.0, 0.5, 2.0, 1.0], seed=seed),
-    "limited": lambda seed: LimitedSampler(RepeatFactorTrainingSampler([1.5, 1.0, 3.0, 2.5] * 3, seed=seed), 7),
+    "limited": lambda seed: LimitedSampler(TrainingSampler(30, seed=seed), 7),
     "repeated": lambda seed: LimitedSampler(TrainingSampler(30, seed=seed), 7, repeat_first=True),
 }
-SHUFFLED = ["training", "subset", "repeat_factor", "limited"]
+SHUFFLED = ["training", "limited"]
 
 
 def take(sampler, num_samples):
@@ -119,12 +112,9 @@ def test_a_negative_seed_or_position_is_refused(name):
 
 
 def test_without_a_seed_the_ranks_agree_on_one(monkeypatch):
-    seeds = iter([123, 456, 789])
-    monkeypatch.setattr(comm, "shared_random_seed", lambda: next(seeds))
+    monkeypatch.setattr(comm, "shared_random_seed", lambda: 123)
 
     assert TrainingSampler(4).seed == 123
-    subset = RandomSubsetTrainingSampler(10, 0.5)
-    assert (subset.seed, subset.seed_subset) == (456, 789)
 
 
 def test_an_epoch_of_training_draws_every_sample_once():
@@ -133,89 +123,6 @@ def test_an_epoch_of_training_draws_every_sample_once():
         assert sorted(sampler.epoch_indices(epoch).tolist()) == [0, 1, 2, 3, 4, 5]
     assert take(TrainingSampler(3, shuffle=False), 7) == [0, 1, 2, 0, 1, 2, 0]
     assert sampler.samples_per_epoch == 6
-
-
-def test_a_subset_is_the_same_in_all_epochs_and_depends_on_its_own_seed():
-    def subset(seed_shuffle, seed_subset):
-        sampler = RandomSubsetTrainingSampler(100, 0.29, seed_shuffle=seed_shuffle, seed_subset=seed_subset)
-        epochs = [sampler.epoch_indices(epoch).tolist() for epoch in range(2)]
-        assert epochs[0] != epochs[1]
-        assert sorted(epochs[0]) == sorted(epochs[1]) == sampler.subset_indices.tolist()
-        assert sampler.samples_per_epoch == len({*epochs[0]}) == 29
-        return sampler.subset_indices.tolist()
-
-    assert subset(0, 1) == subset(7, 1)
-    assert subset(0, 1) != subset(0, 2)
-    unshuffled = RandomSubsetTrainingSampler(100, 0.29, shuffle=False, seed_shuffle=0, seed_subset=1)
-    assert take(unshuffled, 29) == subset(0, 1)
-
-
-@pytest.mark.parametrize(
-    ("size", "ratio", "message"),
-    [
-        (10, 0.0, r"subset_ratio must be in \(0, 1\], got 0.0"),
-        (10, 1.1, r"subset_ratio must be in \(0, 1\], got 1.1"),
-        (10, 0.01, "subset_ratio 0.01 of 10 samples leaves none"),
-        (0, 0.5, "size must be >= 1 sample, got 0"),
-    ],
-)
-def test_a_subset_that_cannot_be_drawn_is_refused(size, ratio, message):
-    with pytest.raises(ValueError, match=message):
-        RandomSubsetTrainingSampler(size, ratio)
-
-
-def test_samples_are_repeated_as_often_as_their_factors_say():
-    sampler = RepeatFactorTrainingSampler([1.0, 2.5, 0.0, 0.25], shuffle=False, seed=0)
-    epochs = [sampler.epoch_indices(epoch).tolist() for epoch in range(500)]
-
-    assert {tuple(epoch) for epoch in epochs} == {(0, 1, 1), (0, 1, 1, 1), (0, 1, 1, 3), (0, 1, 1, 1, 3)}
-    assert sum(epoch.count(1) for epoch in epochs) / 500 == pytest.approx(2.5, abs=0.08)
-    assert sum(epoch.count(3) for epoch in epochs) / 500 == pytest.approx(0.25, abs=0.08)
-
-
-@pytest.mark.parametrize("factors", [[], [0.0, 0.0], [1.0, -0.5], [1.0, math.nan], [[1.0]], [math.inf]])
-def test_repeat_factors_that_make_no_stream_are_refused(factors):
-    with pytest.raises(ValueError, match="repeat_factors must be a non-empty vector of finite values >= 0"):
-        RepeatFactorTrainingSampler(factors)
-
-
-def test_repeat_factors_follow_the_rarest_category_of_a_sample():
-    # frequencies: "a" 4/8, "b" 1/8, "c" 2/8; with t = 0.5 the ratios t / f are 1, 4 and 2
-    samples = [["a"], ["a", "a"], ["a", "b"], ["a", "c"], ["c"], [], (), set()]
-    factors = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency
-
-    assert factors(samples, 0.5).tolist() == pytest.approx([1, 1, 2, 2**0.5, 2**0.5, 1, 1, 1])
-    assert factors(samples, 0.5, sqrt=False).tolist() == [1, 1, 4, 2, 2, 1, 1, 1]
-    assert factors(samples, 0.0).tolist() == [1] * 8
-    with pytest.raises(ValueError, match=r"repeat_thresh must be >= 0, got -0.1"):
-        factors(samples, -0.1)
-
-
-def test_repeat_factors_of_detectron2s_dicts_are_those_of_their_categories():
-    factors = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency
-    categories = [[0], [0, 0], [0, 1], [0, 2], [2], [], [], []]
-    dicts = [{"file_name": "a", "annotations": [{"category_id": c} for c in sample]} for sample in categories]
-    assert factors(dicts, 0.5).tolist() == pytest.approx([1, 1, 2, 2**0.5, 2**0.5, 1, 1, 1])
-    assert torch.equal(factors(dicts, 0.5), factors(categories, 0.5))
-
-
-@pytest.mark.parametrize(
-    "sample",
-    [
-        {"file_name": "a"},
-        {"annotations": [{"bbox": [0, 0, 1, 1]}]},
-        {"annotations": 3},
-        [{"category_id": 0}],
-        "cat",
-        torch.tensor([0, 1]),
-        7,
-    ],
-    ids=str,
-)
-def test_a_sample_that_is_neither_form_is_an_error_that_shows_it(sample):
-    with pytest.raises(TypeError, match="sample 1 of dataset_dicts must be its categories, such as") as caught:
-        RepeatFactorTrainingSampler.repeat_factors_from_category_frequency([[0], sample], 0.5)
-    assert repr(sample) in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -236,38 +143,8 @@ def test_an_empty_dataset_is_refused(sampler):
         sampler(0)
 
 
-def test_grouped_batches_hold_one_group_and_come_as_they_fill():
-    groups = [0, 1, 0, 1, 1, 0, 0]
-    batches = GroupedBatchSampler(SequentialSampler(groups), groups, batch_size=2)
-    assert [*batches] == [[0, 2], [1, 3], [5, 6]]  # sample 4 has no partner
-
-    endless = GroupedBatchSampler(TrainingSampler(7, shuffle=False), torch.tensor(groups), batch_size=2)
-    assert take(endless, 6) == [[0, 2], [1, 3], [5, 6], [4, 1], [0, 2], [3, 4]]
-
-
-def test_grouped_batches_go_on_from_a_state_of_larger_ones_at_their_own_size_and_lose_nothing():
-    groups = [0, 1, 0, 1, 0, 1, 0]
-    large = GroupedBatchSampler(TrainingSampler(7, shuffle=False), groups, batch_size=4)
-    assert next(iter(large)) == [0, 2, 4, 6]
-    state = large.state_dict()
-    assert state["open"] == {1: [1, 3, 5]}
-
-    small = GroupedBatchSampler(TrainingSampler(7, shuffle=False), groups, batch_size=2)
-    small.load_state_dict(state)
-    assert take(small, 6) == [[1, 3], [0, 2], [5, 1], [3, 5], [4, 6], [0, 2]]
-
-
-def test_grouped_batches_refuse_what_they_cannot_group():
-    with pytest.raises(TypeError, match="Sampler, got list"):
-        GroupedBatchSampler([0], [0], 1)
-    with pytest.raises(ValueError, match="batch_size must be >= 1 sample, got 0"):
-        GroupedBatchSampler(TrainingSampler(1), [0], 0)
-    with pytest.raises(ValueError, match=r"group_ids must be a vector .* got shape \(1, 1\)"):
-        GroupedBatchSampler(TrainingSampler(1), [[0]], 1)
-
-
-def test_short_epochs_go_on_with_the_subset_of_their_state():
-    one, other = (LimitedSampler(RandomSubsetTrainingSampler(50, 0.5), 7) for _ in range(2))
+def test_short_epochs_go_on_with_the_order_of_their_state():
+    one, other = (LimitedSampler(TrainingSampler(50), 7) for _ in range(2))
     assert take(one, 30) != take(other, 30)
     other.load_state_dict(one.state_dict(10))
     assert take(other, 20) == take(one, 30)[10:]

@@ -9,7 +9,7 @@ from tests.engine.job import tiny_cfg
 from tests.engine.test_skip import same, train
 from trainkit.config import ConfigError, check_values
 from trainkit.config.scaling import scale_workers
-from trainkit.data import DatasetCatalog, RandomSubsetTrainingSampler, ResumableLoader, TrainingSampler
+from trainkit.data import DatasetCatalog, ResumableLoader, TrainingSampler
 from trainkit.engine import DefaultTrainer, HookBase, default_argument_parser
 
 EVERY = ("SOLVER.CHECKPOINT_PERIOD", 1)
@@ -53,13 +53,12 @@ def test_an_epoch_of_some_batches_is_the_unit_of_lengths_hooks_and_orders(tmp_pa
 
 def test_a_run_repeats_the_first_batches_of_the_order_that_it_would_have(tmp_path):
     args = default_argument_parser().parse_args(["--overfit-batches", "3"])
-    cfg = tiny_cfg(tmp_path, "DATALOADER.SAMPLER_TRAIN", "RandomSubsetTrainingSampler", *args.opts)
-    cfg.DATALOADER.RANDOM_SUBSET_RATIO = 0.75
+    cfg = tiny_cfg(tmp_path, *args.opts)
     trainer = DefaultTrainer(cfg)
 
     found = [batch["x"] for batch in itertools.islice(trainer.data_loader, 7)]
 
-    first = RandomSubsetTrainingSampler(40, 0.75, seed_shuffle=1, seed_subset=1).epoch_indices(0)
+    first = TrainingSampler(40, seed=1).epoch_indices(0)
     assert torch.equal(torch.cat(found[:3]), inputs_in_order(first[:24]))
     assert all(torch.equal(found[i], found[i % 3]) for i in range(7))
     assert trainer.iters_per_epoch == cfg.TEST.MAX_BATCHES == 3

@@ -14,20 +14,17 @@ if TYPE_CHECKING:
         worker_init_reset_seed,
     )
     from trainkit.data.catalog import DatasetCatalog, Metadata, MetadataCatalog
-    from trainkit.data.combined import CombinedLoader
     from trainkit.data.common import DatasetFromList, MapDataset, ToIterableDataset
     from trainkit.data.loader import ResumableLoader, resume_obstacle
     from trainkit.data.samplers import (
-        GroupedBatchSampler,
         InferenceSampler,
         InfiniteSampler,
-        RandomSubsetTrainingSampler,
-        RepeatFactorTrainingSampler,
         TrainingSampler,
     )
+    from trainkit.data.train_sampler import SAMPLER_REGISTRY
     from trainkit.data.transforms import TRANSFORM_REGISTRY, build_transform
 
-__all__ = [
+__all__ = [  # some are in projects
     "DatasetCatalog",
     "MetadataCatalog",
     "Metadata",
@@ -42,6 +39,7 @@ __all__ = [
     "iters_per_epoch",
     "trivial_batch_collator",
     "worker_init_reset_seed",
+    "SAMPLER_REGISTRY",
     "TrainingSampler",
     "RandomSubsetTrainingSampler",
     "RepeatFactorTrainingSampler",
@@ -53,4 +51,6 @@ __all__ = [
     "ToIterableDataset",
 ]
 
-__getattr__ = lazy_names(__name__)
+__getattr__ = lazy_names(
+    __name__, "CombinedLoader", "GroupedBatchSampler", "RandomSubsetTrainingSampler", "RepeatFactorTrainingSampler"
+)

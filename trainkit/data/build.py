@@ -16,9 +16,9 @@ from trainkit.data.catalog import DatasetCatalog
 from trainkit.data.common import DatasetFromList, MapDataset, ToIterableDataset, add_note
 from trainkit.data.loader import LOADER_KEY, ResumableLoader, trivial_batch_collator
 from trainkit.data.samplers.inference import InferenceSampler, ShardBatchSampler
-from trainkit.data.samplers.infinite import InfiniteSampler, check_seed, new_generator
+from trainkit.data.samplers.infinite import InfiniteSampler, check_seed, new_generator, seed_of
 from trainkit.data.samplers.training import TrainingSampler
-from trainkit.data.train_sampler import build_train_sampler, epoch_limit, seed_of
+from trainkit.data.train_sampler import build_train_sampler, epoch_limit
 from trainkit.data.transforms import build_transform
 from trainkit.data.workers import worker_init_reset_seed as worker_init_reset_seed  # detectron2 has it here
 from trainkit.utils import comm
@@ -130,7 +130,7 @@ def iters_per_epoch(loader: Iterable[Any]) -> int | None:
 
     For an endless sampler of this package: ``samples_per_epoch`` over the global batch size, rounded.
     """
-    if hasattr(loader, "batches_per_epoch"):  # a CombinedLoader
+    if hasattr(loader, "batches_per_epoch"):
         return loader.batches_per_epoch
     try:
         return len(loader)  # type: ignore[arg-type]
@@ -206,8 +206,7 @@ def build_train_loader(
 
     Raises:
         ConfigError: a name is unknown; a dataset is empty, or of a kind that the other datasets or the sampler do not
-            allow; samples lack the categories for ``RepeatFactorTrainingSampler``; the batch size is not a multiple of
-            the world size.
+            allow; the batch size is not a multiple of the world size.
     """
     dataset = _as_dataset(dataset, "dataset")
     if sampler is None and not isinstance(dataset, IterableDataset):

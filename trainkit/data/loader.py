@@ -26,7 +26,6 @@ from torch.utils.data import (
 
 from trainkit.config.errors import ConfigError
 from trainkit.data.common import ENDS, DatasetFromList, ToIterableDataset, add_note, name_sample, name_samples, no_end
-from trainkit.data.samplers.grouped import GroupedBatchSampler
 from trainkit.data.samplers.inference import InferenceSampler
 from trainkit.data.samplers.infinite import InfiniteSampler, check_seed, new_generator
 from trainkit.data.seeding import seed_globals, splitmix64, undisturbed_globals
@@ -50,7 +49,8 @@ def resume_obstacle(loader: Iterable[Any]) -> str:
     """The reason why a loader's position cannot be saved, and the remedy; empty if it can.
 
     A loader with ``state_dict`` and ``load_state_dict`` is trusted, unless its attribute ``resume_obstacle`` is not
-    empty.
+    empty. Three more attributes are optional: ``batches_per_epoch``; ``explain(error)``, which raises a clearer error;
+    ``has_cheap_state``: whether the state may be read in each iteration.
     """
     if not _is_stateful(loader):
         return (
@@ -66,7 +66,8 @@ class ResumableLoader(DataLoader[Any]):
     Position: ``state_dict`` counts the delivered batches, not those loaded ahead. After ``load_state_dict`` the next
     ``iter()`` continues there, equally fast at every position, with any number of workers (and of ranks, if the sampler
     is an `InfiniteSampler`). Another sampler or batch sampler, or without workers an ``IterableDataset``, needs its own
-    ``state_dict`` and ``load_state_dict``. Its state is read after each batch, so it must count a sample before it
+    ``state_dict`` and ``load_state_dict``, and may have ``resume_obstacle`` and ``stream_start``, the samples of all
+    ranks before the next ``iter()``. Its state is read after each batch, so it must count a sample before it
     yields the sample. ``resume_obstacle`` says why the position cannot be saved; it is empty if it can.
 
     Samples: before ``dataset[index]`` the global generators of Python, NumPy and torch are seeded from the seed and the
@@ -91,6 +92,8 @@ class ResumableLoader(DataLoader[Any]):
             sampler that is not of this package.
         ValueError: ``timeout`` is negative.
     """
+
+    has_cheap_state = True
 
     def __init__(
         self,
@@ -231,9 +234,7 @@ class ResumableLoader(DataLoader[Any]):
                 f"{order} has no state_dict() and load_state_dict(), so a resumed run starts its data again; "
                 f"add them, or use {remedy}"
             )
-        if isinstance(self._order, GroupedBatchSampler) and self._endless is None:
-            return f"GroupedBatchSampler has no position in a {type(self._order.sampler).__name__}; give it {remedy}"
-        return ""
+        return getattr(self._order, "resume_obstacle", "")
 
     def _divide_batches(self) -> None:
         if self._endless is None or type(self._batches) is not BatchSampler:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import BatchSampler
 
-from trainkit.data.samplers.grouped import GroupedBatchSampler
 from trainkit.data.samplers.infinite import InfiniteSampler
 
 _MAX_REMEMBERED = 64  # number of delivered batches whose samples can be named
@@ -87,8 +86,10 @@ class Tasks:
     def _start(self) -> None:
         if self.order is None:
             self.position = 0  # each evaluation is the same, with the same random numbers
-        elif isinstance(self.order, InfiniteSampler | GroupedBatchSampler):
+        elif isinstance(self.order, InfiniteSampler):
             self.position = self.order.start
+        elif hasattr(self.order, "stream_start"):
+            self.position = self.order.stream_start
         self.over = self.passes != 1
         self.owed.clear()
         self._state = self._order_state()

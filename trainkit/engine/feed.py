@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from trainkit.data.build import iters_per_epoch
-from trainkit.data.combined import CombinedLoader
 from trainkit.data.common import add_note
-from trainkit.data.loader import ResumableLoader, resume_obstacle
+from trainkit.data.loader import resume_obstacle
 from trainkit.utils.device import Prefetcher
 from trainkit.utils.periods import check_period, exact, whole_or_rounded
 from trainkit.utils.waiting import next_batch
@@ -19,7 +18,6 @@ from trainkit.utils.waiting import next_batch
 logger = logging.getLogger(__name__)
 
 _END = object()
-_OURS = ResumableLoader, CombinedLoader
 
 
 class Feed:
@@ -128,7 +126,7 @@ class Feed:
 
     def explain(self, error: Exception, batch: Any) -> None:
         """Raise a clearer error if a loader worker has ended; add a note if the model may not take such a batch."""
-        if isinstance(error, RuntimeError) and isinstance(self._loader, _OURS):
+        if isinstance(error, RuntimeError) and hasattr(self._loader, "explain"):
             self._loader.explain(error)
         batch = batch[0] if self.accumulation_steps > 1 and batch else batch
         kind = type(batch).__name__

@@ -13,6 +13,9 @@ from typing import Any
 
 CONFIG_KEYS: Mapping[str, str] = {
     "CHECKPOINT.ASYNC": "trainkit.projects.async_save.config",
+    "DATALOADER.RANDOM_SUBSET_RATIO": "trainkit.projects.samplers.config",
+    "DATALOADER.REPEAT_THRESHOLD": "trainkit.projects.samplers.config",
+    "DATALOADER.REPEAT_SQRT": "trainkit.projects.samplers.config",
     "SOLVER.GRAPH": "trainkit.projects.graph.config",
     "SOLVER.OPTIMIZERS": "trainkit.projects.solver_extras.config",
     "SOLVER.PARAM_GROUPS": "trainkit.projects.solver_extras.config",
@@ -54,6 +57,10 @@ NAMES: Mapping[str, str] = {
     "groups_by_rules": "trainkit.projects.solver_extras.groups",
     "ConfusionMatrixEvaluator": "trainkit.projects.evaluators.confusion",
     "SemSegEvaluator": "trainkit.projects.evaluators.segmentation",
+    "CombinedLoader": "trainkit.projects.samplers.combined",
+    "GroupedBatchSampler": "trainkit.projects.samplers.grouped",
+    "RandomSubsetTrainingSampler": "trainkit.projects.samplers.random_subset",
+    "RepeatFactorTrainingSampler": "trainkit.projects.samplers.repeat_factor",
     "CheckFiniteLoss": "trainkit.engine.hooks.check_finite_loss",
     "EMAHook": "trainkit.engine.hooks.ema",
     "Freeze": "trainkit.engine.hooks.freeze",

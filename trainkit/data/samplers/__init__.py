@@ -1,10 +1,9 @@
 """Samplers choose the samples of a rank and their order."""
 
-from trainkit.data.samplers.grouped import GroupedBatchSampler
 from trainkit.data.samplers.inference import InferenceSampler
 from trainkit.data.samplers.infinite import InfiniteSampler
-from trainkit.data.samplers.repeat_factor import RepeatFactorTrainingSampler
-from trainkit.data.samplers.training import RandomSubsetTrainingSampler, TrainingSampler
+from trainkit.data.samplers.training import TrainingSampler
+from trainkit.utils.plugins import lazy_names
 
 __all__ = [
     "GroupedBatchSampler",
@@ -14,3 +13,5 @@ __all__ = [
     "RepeatFactorTrainingSampler",
     "TrainingSampler",
 ]
+
+__getattr__ = lazy_names(__name__, "GroupedBatchSampler", "RandomSubsetTrainingSampler", "RepeatFactorTrainingSampler")

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
+from trainkit.config.config import CfgNode
 from trainkit.utils import comm
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,11 @@ def check_seed(seed: int) -> int:
     if seed < 0:
         raise ValueError(f"seed must be None (drawn at random) or >= 0, got {seed}; turn a config's SEED -1 into None")
     return seed
+
+
+def seed_of(cfg: CfgNode) -> int | None:
+    """The seed of a config; None if it must be drawn."""
+    return None if cfg.SEED < 0 else cfg.SEED
 
 
 def new_generator(seed: int, *key: int) -> torch.Generator:

@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from trainkit.data.build import iters_per_epoch
-from trainkit.data.loader import ResumableLoader, resume_obstacle
+from trainkit.data.loader import resume_obstacle
 from trainkit.utils import waiting
 from trainkit.utils.periods import exact, whole_or_rounded
 
@@ -56,6 +56,11 @@ class CombinedLoader:
         """See `trainkit.data.resume_obstacle`."""
         return next(filter(None, map(resume_obstacle, self.loaders.values())), "")
 
+    @property
+    def has_cheap_state(self) -> bool:
+        """See `trainkit.data.resume_obstacle`."""
+        return all(getattr(loader, "has_cheap_state", False) for loader in self.loaders.values())
+
     def state_dict(self) -> dict[str, Any]:
         """The positions of all loaders after the batches given so far."""
         states = {name: loader.state_dict() for name, loader in self.loaders.items()}  # type: ignore[attr-defined]
@@ -73,7 +78,7 @@ class CombinedLoader:
     def explain(self, error: RuntimeError) -> None:
         """See `ResumableLoader`."""
         for loader in self.loaders.values():
-            if isinstance(loader, ResumableLoader):
+            if hasattr(loader, "explain"):
                 loader.explain(error)
 
     def __iter__(self) -> Iterator[Any]:

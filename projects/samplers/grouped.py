@@ -61,7 +61,14 @@ class GroupedBatchSampler(Sampler[list[int]]):
                 yield batch[: self.batch_size]
 
     @property
-    def start(self) -> int:
+    def resume_obstacle(self) -> str:
+        """See `trainkit.data.resume_obstacle`."""
+        name = type(self.sampler).__name__
+        is_endless, remedy = isinstance(self.sampler, InfiniteSampler), "a sampler of trainkit.data for training"
+        return "" if is_endless else f"GroupedBatchSampler has no position in a {name}; give it {remedy}"
+
+    @property
+    def stream_start(self) -> int:
         """Samples of the global stream in all batches before the next ``iter()``; only with an `InfiniteSampler`."""
         sampler = self._endless()
         return sampler.start - sampler.world_size * sum(map(len, self._start_with.values()))

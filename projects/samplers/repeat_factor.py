@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainkit.data.samplers.infinite import InfiniteSampler, new_generator
+from trainkit.config import CfgNode, ConfigError, configurable
+from trainkit.data.samplers.infinite import InfiniteSampler, new_generator, seed_of
+from trainkit.data.train_sampler import SAMPLER_REGISTRY
 
 _BEFORE_ALL = (-1, 0, 0)  # (epoch, its first position in the stream, the position after it)
 
 
+@SAMPLER_REGISTRY.register()
 class RepeatFactorTrainingSampler(InfiniteSampler):
     """Draws each sample as often per epoch as its factor says, without end.
 
@@ -29,6 +32,7 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
         ValueError: the factors are empty, not a vector, negative, not finite, or all 0; or the seed is negative.
     """
 
+    @configurable
     def __init__(
         self, repeat_factors: torch.Tensor | Sequence[float], *, shuffle: bool = True, seed: int | None = None
     ) -> None:
@@ -43,6 +47,14 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
         self._fraction = factors.frac()
         self._shuffle = shuffle
         self._located = _BEFORE_ALL
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode, dataset: Any) -> dict[str, Any]:
+        """Read every sample once. Raises ConfigError if a sample lacks categories."""
+        categories = [_categories_of(dataset[index]) for index in range(len(dataset))]
+        options = cfg.DATALOADER
+        factors = cls.repeat_factors_from_category_frequency(categories, options.REPEAT_THRESHOLD, options.REPEAT_SQRT)
+        return {"repeat_factors": factors, "seed": seed_of(cfg)}
 
     @staticmethod
     def repeat_factors_from_category_frequency(
@@ -121,3 +133,21 @@ def _categories(sample: Any, i: int) -> set[Hashable]:
         f"sample {i} of dataset_dicts must be its categories, such as [0, 2], or a dict "
         f"{{'annotations': [{{'category_id': 0}}, ...]}}, got {sample!r:.200}"
     )
+
+
+def _categories_of(sample: Any) -> Collection[Hashable] | Mapping[str, Any]:
+    """The category or categories of a sample, before its transform: its entry "category", or else "label".
+
+    A sample in detectron2's form is returned as it is.
+    """
+    if isinstance(sample, Mapping) and "annotations" in sample:
+        return sample
+    key = next((key for key in ("category", "label") if isinstance(sample, Mapping) and key in sample), None)
+    if key is None:
+        found = f"the keys {[*sample]}" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
+        raise ConfigError(
+            "DATALOADER.SAMPLER_TRAIN 'RepeatFactorTrainingSampler' reads a sample's categories under 'category', "
+            f"'label' or 'annotations', but a sample has {found}; use such dicts, or another sampler"
+        )
+    value = sample[key].tolist() if hasattr(sample[key], "tolist") else sample[key]
+    return value if isinstance(value, list | tuple | set | frozenset) else [value]

@@ -1,0 +1,10 @@
+"""The config keys of this project."""
+
+from trainkit.config import CfgNode
+
+
+def add_config(cfg: CfgNode) -> None:
+    """Add the keys with their defaults."""
+    cfg.DATALOADER.RANDOM_SUBSET_RATIO = 1.0  # RandomSubsetTrainingSampler: the fraction of the dataset that is used.
+    cfg.DATALOADER.REPEAT_THRESHOLD = 0.0  # RepeatFactorTrainingSampler: repeat categories rarer than this fraction.
+    cfg.DATALOADER.REPEAT_SQRT = True  # RepeatFactorTrainingSampler: the square root of threshold / frequency.

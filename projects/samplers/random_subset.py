@@ -1,0 +1,67 @@
+"""A sampler that draws a random subset of the samples."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from trainkit.config import CfgNode, configurable
+from trainkit.data.samplers.infinite import check_seed, new_generator, seed_of
+from trainkit.data.samplers.training import TrainingSampler
+from trainkit.data.train_sampler import SAMPLER_REGISTRY
+from trainkit.utils import comm
+
+_SUBSET_KEY = 1  # epochs have the key 0, so the subset is independent of all orders
+
+
+@SAMPLER_REGISTRY.register()
+class RandomSubsetTrainingSampler(TrainingSampler):
+    """A fixed random subset of the samples, in a new order each epoch, without end; an epoch is a pass over the subset.
+
+    Args:
+        size, shuffle: as for `TrainingSampler`.
+        subset_ratio: fraction of the samples in the subset, in (0, 1].
+        seed_shuffle, seed_subset: the seeds of the order and of the choice, see ``seed`` of ``InfiniteSampler``.
+
+    Raises:
+        ValueError: the ratio is out of range or leaves no sample, ``size`` is less than 1, or a seed is negative.
+    """
+
+    @configurable
+    def __init__(
+        self,
+        size: int,
+        subset_ratio: float,
+        shuffle: bool = True,
+        seed_shuffle: int | None = None,
+        seed_subset: int | None = None,
+    ) -> None:
+        if not 0 < subset_ratio <= 1:
+            raise ValueError(f"subset_ratio must be in (0, 1], got {subset_ratio}")
+        subset_size = round(size * subset_ratio)
+        if size >= 1 > subset_size:
+            raise ValueError(f"subset_ratio {subset_ratio} of {size} samples leaves none; raise it")
+        super().__init__(min(size, subset_size), shuffle, seed_shuffle)
+        self.seed_subset = comm.shared_random_seed() if seed_subset is None else check_seed(seed_subset)
+        self._dataset_size = size
+        self.subset_indices = self._choose_subset()
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode, dataset: Any) -> dict[str, Any]:
+        seed, ratio = seed_of(cfg), cfg.DATALOADER.RANDOM_SUBSET_RATIO
+        return {"size": len(dataset), "subset_ratio": ratio, "seed_shuffle": seed, "seed_subset": seed}
+
+    def _choose_subset(self) -> torch.Tensor:
+        permutation = torch.randperm(self._dataset_size, generator=new_generator(self.seed_subset, _SUBSET_KEY))
+        return permutation[: self.samples_per_epoch].sort().values
+
+    def state_dict(self, position: int | None = None) -> dict[str, int]:
+        return {**super().state_dict(position), "seed_subset": self.seed_subset}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        super().load_state_dict(state)
+        self.seed_subset = check_seed(state["seed_subset"])
+        self.subset_indices = self._choose_subset()
+
+    def epoch_indices(self, epoch: int) -> torch.Tensor:
+        return self.subset_indices[super().epoch_indices(epoch)]
