@@ -182,7 +182,7 @@ def _is_name(folder: str) -> bool:
 def _layout_for_reading(model: nn.Module) -> Any:
     """A sharded tensor with a layout that suits all tensors of a checkpoint; None if the model is not sharded."""
     first = first_shard(model)
-    if first is None or comm.get_tensor_parallel() == 1:
+    if first is None or comm.get_data_group_size() == 1:
         return first
     sharding, mesh = _import_dtensor(), dist.init_device_mesh(first.device.type, (comm.get_world_size(),))
     return sharding.empty(1, device_mesh=mesh, placements=[sharding.Shard(0)])

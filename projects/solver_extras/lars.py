@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainkit.solver.build import OPTIMIZER_REGISTRY
-from trainkit.utils.sharding import whole
+from trainkit.utils.parts import whole
 
 
 @OPTIMIZER_REGISTRY.register()

@@ -8,6 +8,7 @@ import pytest
 from tests.docs.pages import PAGES, ROOT, blocks, fences, page
 
 MARKDOWN = [*PAGES, "CHANGELOG.md", "tests/defects.md"]
+TESTS = [path for folder in ("tests", "projects") for path in (ROOT / folder).rglob("test_*.py")]
 IN_TESTS = {"python", "yaml"}  # sh and bash: test_commands.py; without a language: what is printed
 
 
@@ -32,7 +33,7 @@ def taken(source):
 
 def test_every_block_is_taken_by_a_test():
     on_pages = {(name, language) for name in PAGES for language in IN_TESTS if blocks(name, language)}
-    in_tests = {found for path in (ROOT / "tests").rglob("test_*.py") for found in taken(path.read_text())}
+    in_tests = {found for path in TESTS for found in taken(path.read_text())}
 
     assert on_pages - in_tests == set()
 

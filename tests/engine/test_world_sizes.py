@@ -1,4 +1,4 @@
-"""One, two and four processes with the same global batches are the same run, however the model is spread over them.
+"""One, two and four processes with the same global batches are the same run.
 
 test_ddp.py compares two ranks of DDP with one process, to the last bit.
 """
@@ -11,10 +11,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from tests.engine.tiny import scalars, sgd
 from tests.two_ranks import on_two_ranks
-from trainkit.engine.fsdp import shard_model
 from trainkit.engine.parallel import create_ddp_model
 from trainkit.engine.step import SimpleTrainer
-from trainkit.utils import comm
 
 pytestmark = pytest.mark.slow
 
@@ -66,27 +64,9 @@ def without_averaged_gradients(model):
     return model
 
 
-def in_shards(model):
-    shard_model(model, model.layers)
-    return model
-
-
-def in_shards_from_the_meta_device(model):
-    """Only rank 0 has weights."""
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    model = model.to("meta")
-    shard_model(model, model.layers, weights=weights if comm.is_main_process() else {})
-    return model
-
-
-# name -> model -> model
-WAYS = {"ddp": create_ddp_model, "fsdp": in_shards, "fsdp, meta": in_shards_from_the_meta_device}
-
-
 def runs(rank, folder):
-    """By way and micro-batches: what `train` gives."""
-    runs = [("fsdp", 1), ("fsdp", 2), ("fsdp, meta", 1), ("ddp", 1), ("ddp", 2)]
-    return {(way, steps): train(WAYS[way], rank, dist.get_world_size(), steps) for way, steps in runs}
+    """By the number of micro-batches: what `train` gives."""
+    return {steps: train(create_ddp_model, rank, dist.get_world_size(), steps) for steps in (1, 2)}
 
 
 def without_exchange(rank, folder):
@@ -102,9 +82,9 @@ def alone():
 
 
 def test_losses_and_weights_of_four_ranks_are_those_of_one_process(alone, tmp_path):
-    for by_way in on_two_ranks([runs], tmp_path, num_ranks=4)["runs"]:
-        for way, (losses, weights) in by_way.items():
-            assert (way, losses) == (way, pytest.approx(alone[0], abs=1e-5, rel=0))
+    for by_steps in on_two_ranks([runs], tmp_path, num_ranks=4)["runs"]:
+        for losses, weights in by_steps.values():
+            assert losses == pytest.approx(alone[0], abs=1e-5, rel=0)
             torch.testing.assert_close(weights, alone[1], atol=1e-5, rtol=0)
 
 

@@ -42,7 +42,7 @@ def gather_rank_states(state: Mapping[str, Any], model: nn.Module, keys: Mapping
     known = comm.broadcast({path: _digest(tensor) for path, tensor in own.items()})
     if not comm.is_main_process():
         mine = _map_tensors(mine, lambda path, tensor: _Same() if known.get(path) == _digest(tensor) else tensor.cpu())
-    parts = comm.gather(None if comm.is_main_process() else mine)[:: comm.get_tensor_parallel()]
+    parts = comm.gather(None if comm.is_main_process() else mine)[:: comm.get_data_group_size()]
     take = partial(_map_tensors, change=lambda path, value: own[path] if isinstance(value, _Same) else value)
     return [mine if part is None else take(part) for part in parts]
 

@@ -30,7 +30,6 @@ _WHOLE = {
     "LOG.GATHER_PERIOD": "[1, inf)",
     "LOG.PERIOD": "[1, inf)",
     "LOG.WINDOW": "[1, inf)",
-    "MODEL.TENSOR_PARALLEL": "[1, inf)",
     "SEED": f"[-1, {2**32})",
     "SOLVER.ACCUMULATION_STEPS": "[1, inf)",
     "SOLVER.CHECKPOINT_PERIOD": "[0, inf)",
@@ -81,9 +80,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "MODEL.COMPILE.DYNAMIC": (False, True, None),
     "MODEL.COMPILE.MODE": ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     "MODEL.DDP.COMPRESSION": ("", "fp16", "bf16"),
-    "MODEL.FSDP.PARAM_DTYPE": ("", "float32", "float16", "bfloat16"),
-    "MODEL.FSDP.REDUCE_DTYPE": ("", "float32", "float16", "bfloat16"),
-    "MODEL.PARALLEL": ("ddp", "fsdp"),
     "REQUEUE_SIGNAL": ("", "SIGUSR1", "SIGTERM"),
     "SOLVER.AMP.PRECISION": ("float16", "bfloat16"),
     "SOLVER.NON_FINITE.POLICY": ("raise", "skip", "ignore"),
@@ -147,7 +143,6 @@ def check_values(cfg: CfgNode, *, warn: bool = True) -> None:
         raise not_accepted("CHECKPOINT.BEST_METRIC", best, 'None, a name such as "task/top1", or a list of names')
     check_expected_results(cfg)
     check_logical_ranks(cfg.SOLVER.LOGICAL_RANKS)
-    _check_tensor_parallel(cfg.MODEL)
     _check_pairs("DATALOADER.SKIP", cfg.DATALOADER.SKIP, 0, slice(None), "[start, end]")
     _check_pairs(
         "SOLVER.ACCUMULATION_FACTORS", cfg.SOLVER.ACCUMULATION_FACTORS, 1, slice(None, None, 2), "[iter, factor]"
@@ -208,15 +203,6 @@ def check_logical_ranks(ranks: int) -> None:
         raise ConfigError(
             f"SOLVER.LOGICAL_RANKS is {ranks}, and there are {world_size} processes; accepted: a power of two that is "
             "a multiple of the number of processes, or 0 (off). Change one of the two numbers"
-        )
-
-
-def _check_tensor_parallel(model: CfgNode) -> None:
-    size, world_size = model.TENSOR_PARALLEL, comm.get_world_size()
-    if size > 1 and (model.PARALLEL != "fsdp" or (world_size > 1 and world_size % size)):
-        raise ConfigError(
-            f"MODEL.TENSOR_PARALLEL is {size}, MODEL.PARALLEL is {model.PARALLEL}, and the number of processes is "
-            f"{world_size}; accepted: with MODEL.PARALLEL fsdp, a divisor of the number of processes; else 1"
         )
 
 

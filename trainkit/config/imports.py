@@ -9,6 +9,7 @@ from typing import Any
 
 from trainkit.config.config import CfgNode, projects_of
 from trainkit.config.errors import ConfigError, not_accepted
+from trainkit.utils import comm
 
 import_check: ContextVar[Callable[[Iterable[Any]], None] | None] = ContextVar("import_check", default=None)
 """Called before anything is imported; raises a ConfigError for modules that must not be."""
@@ -39,6 +40,7 @@ def prepare_projects(cfg: CfgNode) -> CfgNode:
     """
     cfg, was_frozen = cfg.clone(), cfg.is_frozen()
     cfg.defrost()
+    comm.set_data_ranks()  # a project may set others
     for project in projects_of(cfg):
         getattr(project, "prepare", lambda _: None)(cfg)
     if was_frozen:

@@ -1,7 +1,8 @@
 """The trainer of a step and the wrapper of the model that a config asks for."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,8 +24,32 @@ TRAINER_REGISTRY = Registry("TRAINER")
 WRAPPER_REGISTRY = Registry("WRAPPER")
 """MODEL.PARALLEL -> a function ``(cfg, build)`` that returns the model of several processes; "ddp" is not in it.
 
-``build(cfg)`` returns the model of one process. The optimizer is built for the wrapped model.
+``build(cfg)``, a `ModelBuilder`, returns the model of one process. The optimizer is built for the wrapped model.
 """
+
+
+@dataclass(frozen=True)
+class ModelBuilder:
+    """Builds the model of one process.
+
+    Attributes:
+        build: does it.
+        trainer: the `DefaultTrainer`, or its class if there is none (``--eval-only``); a wrapper may call its methods.
+    """
+
+    build: Callable[[CfgNode], nn.Module]
+    trainer: Any
+
+    def __call__(self, cfg: CfgNode) -> nn.Module:
+        return self.build(cfg)
+
+
+def build_parallel(cfg: CfgNode, build: ModelBuilder) -> nn.Module:
+    """The model by MODEL.PARALLEL; with "ddp" that of one process. Raises ConfigError if it is not registered."""
+    if cfg.MODEL.PARALLEL == "ddp":
+        return build(cfg)
+    model: nn.Module = look_up(WRAPPER_REGISTRY, cfg.MODEL.PARALLEL, "MODEL.PARALLEL")(cfg, build)
+    return model
 
 
 def build_step_trainer(

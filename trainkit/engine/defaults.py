@@ -31,13 +31,12 @@ from trainkit.config.errors import look_up
 from trainkit.data.build import build_test_loader, build_train_loader, check_epoch_limit, first_batches
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.engine import hooks, model_options
-from trainkit.engine.build import build_step_trainer, make_step_trainer
+from trainkit.engine.build import ModelBuilder, build_parallel, build_step_trainer, make_step_trainer
 from trainkit.engine.capsule import leave_capsule
 from trainkit.engine.elastic import is_restarted, note_begin, requeue_job
 from trainkit.engine.evaluation_run import evaluate_models
 from trainkit.engine.fork import forked, path_of_parent
 from trainkit.engine.forwarding import check_exchange, forwarded
-from trainkit.engine.fsdp import build_sharded, is_fsdp
 from trainkit.engine.global_batch import GlobalBatch
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
@@ -139,7 +138,6 @@ class DefaultTrainer(TrainerBase):
         if cfg.SOLVER.LOGICAL_RANKS:
             self.logical_ranks, self.own_keys, self.rank_keys = cfg.SOLVER.LOGICAL_RANKS, (), ()
         self._check_names(cfg)
-        comm.set_tensor_parallel(cfg.MODEL.TENSOR_PARALLEL)
         self._global_batch = batch = GlobalBatch(cfg, checkpoint_dir(cfg))
         if replay is not None:
             batch.record = replay.origin["batch"] or batch.record
@@ -150,14 +148,13 @@ class DefaultTrainer(TrainerBase):
             return model_options.apply_model_options(cfg, on_device(cfg, self._build("build_model", cfg)))
 
         device_of_config(cfg)  # so that "cuda" in a build method means this device
-        parallelize = partial(self._build, "parallelize_model")
         # in this order: users' build_optimizer may need the model, and their build_train_loader both
-        model = build_sharded(cfg, build, parallelize) if is_fsdp(cfg) else build(cfg)
+        model = build_parallel(cfg, ModelBuilder(build, self))
         optimizer = self._build("build_optimizer", cfg, model)
         data_loader = self._build("build_train_loader", cfg)
         check_epoch_limit(cfg, data_loader)
         model_options.compile_model(cfg, model)
-        if not is_fsdp(cfg):
+        if cfg.MODEL.PARALLEL == "ddp":
             model = create_ddp_model(model, **ddp_options(cfg))
         if cfg.SOLVER.LOGICAL_RANKS:
             number = {"logical_ranks": cfg.SOLVER.LOGICAL_RANKS}
@@ -508,14 +505,6 @@ class DefaultTrainer(TrainerBase):
         """The model MODEL.NAME of the registry, on MODEL.DEVICE."""
         model = build_model(cfg)
         logger.info("Model:\n%s", model, extra=NOT_ON_TERMINAL)
-        return model
-
-    @classmethod
-    def parallelize_model(cls, cfg: CfgNode, model: nn.Module, mesh: Any) -> nn.Module:
-        """Divide the model within ``mesh["tp"]``, before it is sharded; called if MODEL.TENSOR_PARALLEL is above 1.
-
-        Call torch's ``parallelize_module(model, mesh["tp"], plan)``. ``mesh`` is a ``DeviceMesh`` of all ranks.
-        """
         return model
 
     @classmethod

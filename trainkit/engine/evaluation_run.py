@@ -9,7 +9,7 @@ from torch import nn
 
 from trainkit.checkpoint import Checkpointer
 from trainkit.config import CfgNode, ConfigError, check_values, import_modules, prepare_projects, resolve_lengths
-from trainkit.engine.fsdp import build_sharded, is_fsdp
+from trainkit.engine.build import ModelBuilder, build_parallel
 from trainkit.engine.hooks import ConfiguredHooks, HookBase
 from trainkit.engine.hooks.ema import averaging_hook
 from trainkit.engine.loop import TrainerBase
@@ -65,11 +65,11 @@ class EvaluationRun(TrainerBase):
         check_values(cfg)
         cfg = prepare_projects(cfg)
         self.cfg = resolve_lengths(cfg, 1)  # the length of an epoch does not matter here
-        comm.set_tensor_parallel(cfg.MODEL.TENSOR_PARALLEL)
-        build, parallelize = trainer_class.build_model, trainer_class.parallelize_model
-        self.model = (
-            build_sharded(self.cfg, build, parallelize) if is_fsdp(self.cfg) else on_device(self.cfg, build(self.cfg))
-        )
+
+        def build(cfg: CfgNode) -> nn.Module:
+            return on_device(cfg, trainer_class.build_model(cfg))
+
+        self.model = build_parallel(self.cfg, ModelBuilder(build, trainer_class))
         self.checkpointer = Checkpointer(
             self.model, checkpoint_dir(self.cfg), save_to_disk=False, trainer=weakref.proxy(self)
         )

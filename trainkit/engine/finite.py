@@ -84,7 +84,7 @@ class FiniteCheck:
         """Set and return ``flag``; under "skip" it also covers the loss and is equal on all ranks. Does not wait."""
         if self.policy != "ignore" and not self.has_looked:
             self._mark_gradients(model, optimizer)
-        if comm.get_tensor_parallel() > 1:  # torch shares a flag only among the ranks that hold a gradient
+        if comm.get_data_group_size() > 1:  # torch shares a flag only among the ranks that hold a gradient
             for flag in self.flags.values():
                 dist.all_reduce(flag, dist.ReduceOp.MAX)
         if self.policy != "skip":

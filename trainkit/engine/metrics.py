@@ -19,7 +19,6 @@ from trainkit.utils.events import get_event_storage, has_event_storage
 from trainkit.utils.logical import tree_sum
 from trainkit.utils.losses import Losses
 from trainkit.utils.periods import check_period, is_nth
-from trainkit.utils.sharding import is_sharded
 
 SCALE = "[metric]grad_scaler"  # stored in each iteration, as in detectron2
 FLAG = "[flag]not_finite"  # `FiniteCheck.flag` of an update; not stored
@@ -38,16 +37,11 @@ def check_losses(losses: Losses, *, has_norm: bool = False) -> None:
         has_norm: whether the trainer stores the norm of the gradients.
 
     Raises:
-        ValueError: a loss has a name that the trainer stores itself, or is a DTensor.
+        ValueError: a loss has a name that the trainer stores itself.
     """
     stored = STORED_BESIDE_LOSSES | ({"grad_norm"} if has_norm else set())
     if taken := sorted(losses.values.keys() & stored):
         raise ValueError(f"the trainer stores {taken} itself; give the model's entry another name")
-    if distributed := [name for name, value in losses.values.items() if is_sharded(value)]:
-        raise ValueError(
-            f"the model returned {distributed} as DTensors, but losses must be whole; torch's loss_parallel is not "
-            "supported: give the last layer ColwiseParallel(output_layouts=Replicate()) and leave loss_parallel out"
-        )
 
 
 @torch.no_grad()

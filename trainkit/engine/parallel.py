@@ -2,8 +2,8 @@
 
 import copy
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from trainkit.utils import comm
 from trainkit.utils.device import device_of
 from trainkit.utils.events import EventStorage
 from trainkit.utils.rng import preserve_rng_state
-from trainkit.utils.sharding import is_sharded_model, without_reduction
 
 
 def create_ddp_model(
@@ -61,10 +60,19 @@ def ddp_options(cfg: CfgNode) -> dict[str, Any]:
 
 def without_gradient_sync(model: nn.Module) -> AbstractContextManager[Any]:
     """Context: backward passes add up gradients on each rank; the next pass after it averages them over ranks."""
-    if is_sharded_model(model):
-        return without_reduction(model)
+    if hasattr(model, "set_requires_gradient_sync"):  # torch's fully_shard
+        return _without_reduction(model)
     no_sync = getattr(model, "no_sync", None)
     return nullcontext() if no_sync is None else no_sync()
+
+
+@contextmanager
+def _without_reduction(model: Any) -> Iterator[None]:
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
 
 
 def settle_buckets(model: nn.Module, batch: Any, loss_of: Callable[[Any], Tensor]) -> None:

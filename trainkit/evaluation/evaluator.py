@@ -15,9 +15,9 @@ from trainkit.utils import comm
 from trainkit.utils.device import device_of, move_to_device
 from trainkit.utils.logger import NOT_ON_TERMINAL
 from trainkit.utils.model import unwrap_model
+from trainkit.utils.parts import needs_all_ranks, release_gathered
 from trainkit.utils.progress import Bar, are_bars_shown
 from trainkit.utils.rng import preserve_rng_state
-from trainkit.utils.sharding import is_sharded_model, reshard
 from trainkit.utils.waiting import next_batch
 
 _LOG_PERIOD_SEC = 5.0
@@ -146,18 +146,18 @@ def inference_on_dataset(
         observer.before_eval(phase, name)
         num_batches, is_stopping = 0, False
         batches = _with_progress(data_loader, device, name)
-        if is_sharded := is_sharded_model(model):
+        if together := needs_all_ranks(model):
             batches = _in_step_with_all_ranks(batches, model, evaluator, observer.is_stopping, name)
         for inputs in batches:
-            # with a sharded model, the ranks agree on stopping before each batch
-            is_stopping = not is_sharded and observer.is_stopping()
+            # ranks that do their passes together agree on stopping before each batch
+            is_stopping = not together and observer.is_stopping()
             if is_stopping:
                 break
             if device is not None:
                 inputs = move_to_device(inputs, device)
             observer.before_eval_step(phase, num_batches, inputs)
             outputs = model(inputs)
-            if comm.get_rank() % comm.get_tensor_parallel() == 0:
+            if comm.get_rank() % comm.get_data_group_size() == 0:
                 evaluator.process(inputs, outputs)
             else:  # the first rank of the group counts this batch
                 evaluator.keep_up(inputs)
@@ -186,13 +186,13 @@ def inference_context(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-        reshard(model)
+        release_gathered(model)
 
 
 def _in_step_with_all_ranks(
     batches: Iterable[Any], model: nn.Module, evaluator: DatasetEvaluator, is_stopping: Callable[[], bool], name: str
 ) -> Iterator[Any]:
-    """The batches of this rank; then take part in the forward passes of other ranks, as a sharded model requires.
+    """The batches of this rank; then take part in the forward passes of other ranks.
 
     Raises:
         EvaluationAbandoned: on every rank, if some rank is stopping.

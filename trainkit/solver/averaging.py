@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from trainkit.utils.model import put_buffer
 from trainkit.utils.numbers import is_number, is_whole
-from trainkit.utils.sharding import first_shard, local_part, reshard, shard_like
+from trainkit.utils.parts import is_divided, local_part, release_gathered
+from trainkit.utils.sharding import shard_like
 
 AveragingKind: TypeAlias = Literal["exponential", "annealing", "warmup", "mean", "mmcv"]
 
@@ -88,7 +89,7 @@ class ModelAverage:
 
     def __init__(self, model: nn.Module, rule: Callable[[int], float], *, average_buffers: bool = False) -> None:
         self._shards: dict[str, Tensor] = {}  # for a sharded model: name -> average
-        if first_shard(model) is None:
+        if not is_divided(model):
             self.module = _copy_of(model).eval()
             averages = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         else:
@@ -141,7 +142,7 @@ class ModelAverage:
         if not self._shards:
             yield
             return
-        reshard(self.module)
+        release_gathered(self.module)
         with torch.no_grad():
             own = [local_part(tensor) for tensor in self.module.state_dict().values()]
             former = [tensor.clone() for tensor in own]
@@ -150,7 +151,7 @@ class ModelAverage:
             try:
                 yield
             finally:
-                reshard(self.module)
+                release_gathered(self.module)
                 torch._foreach_copy_(own, former)
                 self.stands_in = False
 

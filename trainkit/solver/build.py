@@ -30,7 +30,6 @@ from trainkit.solver.param_groups import (  # noqa: F401  the same
     reduce_param_groups,
 )
 from trainkit.utils.registry import Registry
-from trainkit.utils.sharding import is_sharded, shard_like
 
 _logger = logging.getLogger(__name__)
 
@@ -107,8 +106,6 @@ def build_one(cfg: CfgNode, model: nn.Module, only: Collection[Tensor] | None = 
         optimizer = factory(groups, **values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{cfg.SOLVER.OPTIMIZER.NAME} refuses {given}: {error}") from error
-    if any(map(is_sharded, params)):
-        _check_that_it_updates_shards(cfg, factory, values, params, model)
     _logger.info(
         "Optimizer %s, implementation: %s, parameter groups: %d, parameters: %d, values: %s; %s.",
         type(optimizer).__name__,
@@ -234,23 +231,10 @@ def start_late_buffers(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict
                 state.update({param: {"momentum_buffer": torch.zeros_like(param)} for param in late})
 
 
-def _check_that_it_updates_shards(
-    cfg: CfgNode, factory: Callable[..., Optimizer], values: Mapping[str, Any], params: list[Tensor], model: nn.Module
-) -> None:
-    try:
-        _step_stand_ins(factory, values, params, model)
-    except RuntimeError as error:
-        reason, fused = str(error).partition("\n")[0], "without FUSED, or " if values.get("fused") else ""
-        raise ConfigError(
-            f"{cfg.SOLVER.OPTIMIZER.NAME} cannot update the shards of MODEL.PARALLEL fsdp ({reason}); use it "
-            f"{fused}with MODEL.PARALLEL ddp, or choose another optimizer, such as AdamW or SGD"
-        ) from error
-
-
 def _step_stand_ins(
     factory: Callable[..., Optimizer], values: Mapping[str, Any], params: Iterable[Tensor], model: nn.Module
 ) -> None:
-    """Do a step on one small tensor for each kind of parameter; every rank calls it if parameters are sharded.
+    """Do a step on one small tensor for each kind of parameter.
 
     Only the first step shows whether torch supports an implementation for a device, type and option; versions differ.
     """
@@ -262,8 +246,7 @@ def _step_stand_ins(
     stand_ins = []
     kinds = [(param.device, param.dtype, getattr(param, "device_mesh", None), param in sparse) for param in params]
     for like in dict(zip(kinds, params, strict=True)).values():
-        stand_in = torch.zeros(1, 1, device=like.device, dtype=like.dtype)
-        stand_in = shard_like(stand_in, like).requires_grad_()
+        stand_in = like.detach().new_zeros(1, 1).requires_grad_()
         stand_in.grad = torch.zeros_like(stand_in).to_sparse(1) if like in sparse else torch.zeros_like(stand_in)
         stand_ins.append(stand_in)
     factory(stand_ins, **values).step()

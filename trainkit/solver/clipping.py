@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from trainkit.config.config import CfgNode
 from trainkit.config.errors import ConfigError
 from trainkit.utils.numbers import is_number
-from trainkit.utils.sharding import by_mesh, whole
+from trainkit.utils.parts import by_mesh, whole
 
 _OptimizerT = TypeVar("_OptimizerT", bound=Optimizer)
 _CLIPPED_BY = "_gradients_are_clipped_by"
@@ -30,7 +30,9 @@ class GradientClipType(Enum):
 
 @dataclass(frozen=True)
 class GradientClipper:
-    """Clip gradients in place, without waiting for the device. A sharded gradient (DTensor) is clipped as a whole.
+    """Clip gradients in place, without waiting for the device.
+
+    A gradient of which each rank holds a part is clipped as a whole.
 
     Clippers with the same arguments are equal.
 

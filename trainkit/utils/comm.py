@@ -15,8 +15,9 @@ from torch import Tensor
 from torch import distributed as dist
 
 _T = TypeVar("_T")
-# default group -> its local group, side groups and size of tensor parallelism, by name; weak: removed with the group
+# default group -> its local group, side groups and data ranks, by name; weak: removed with the group
 _by_world: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]]" = weakref.WeakKeyDictionary()
+_alone: dict[str, Any] = {}  # the entries of a process without a group
 
 
 def get_world_size() -> int:
@@ -34,25 +35,27 @@ def is_main_process() -> bool:
     return get_rank() == 0
 
 
-def set_tensor_parallel(size: int) -> None:
-    """Let groups of ``size`` ranks compute a batch together; ``size`` divides the world size; all ranks call it."""
-    if get_world_size() > 1:
-        _entries()["tensor parallel"] = size
+def set_data_ranks(rank: int | None = None, num: int | None = None) -> None:
+    """Say that this process has the data of rank ``rank`` of ``num``; None: each process has data of its own.
 
-
-def get_tensor_parallel() -> int:
-    """Number of processes that compute one batch together (MODEL.TENSOR_PARALLEL); usually 1."""
-    return int(_entries().get("tensor parallel", 1))
+    Processes with one data rank have neighbouring ranks; all ranks call it.
+    """
+    _entries()["data ranks"] = None if rank is None or num is None else (rank, num)
 
 
 def get_data_world_size() -> int:
-    """Number of parts of a global batch: the number of processes, divided by `get_tensor_parallel`."""
-    return get_world_size() // get_tensor_parallel()
+    """Number of parts of a global batch: the number of processes, unless `set_data_ranks` says otherwise."""
+    return _data_ranks()[1]
 
 
 def get_data_rank() -> int:
-    """Number of this process's part of a global batch, from 0; a tensor-parallel group has one part."""
-    return get_rank() // get_tensor_parallel()
+    """Number of this process's part of a global batch, from 0."""
+    return _data_ranks()[0]
+
+
+def get_data_group_size() -> int:
+    """Number of processes that have the same part of a global batch, and compute it together; usually 1."""
+    return max(1, get_world_size() // get_data_world_size())
 
 
 def create_local_process_group(num_workers_per_machine: int) -> None:
@@ -199,8 +202,12 @@ def _is_initialized() -> bool:
 
 
 def _entries() -> dict[str, Any]:
-    """The entries of the default group, by name; empty without a group."""
-    return _by_world.setdefault(cast(dist.ProcessGroup, dist.group.WORLD), {}) if _is_initialized() else {}
+    """The entries of the default group, by name."""
+    return _by_world.setdefault(cast(dist.ProcessGroup, dist.group.WORLD), {}) if _is_initialized() else _alone
+
+
+def _data_ranks() -> tuple[int, int]:
+    return _entries().get("data ranks") or (get_rank(), get_world_size())
 
 
 def _ask_machine(ask: Callable[[dist.ProcessGroup], int], variable: str, alone: int) -> int:

@@ -16,6 +16,8 @@ CONFIG_KEYS: Mapping[str, str] = {
     "DATALOADER.RANDOM_SUBSET_RATIO": "trainkit.projects.samplers.config",
     "DATALOADER.REPEAT_THRESHOLD": "trainkit.projects.samplers.config",
     "DATALOADER.REPEAT_SQRT": "trainkit.projects.samplers.config",
+    "MODEL.FSDP": "trainkit.projects.sharding.config",
+    "MODEL.TENSOR_PARALLEL": "trainkit.projects.sharding.config",
     "SOLVER.GRAPH": "trainkit.projects.graph.config",
     "SOLVER.OPTIMIZERS": "trainkit.projects.solver_extras.config",
     "SOLVER.PARAM_GROUPS": "trainkit.projects.solver_extras.config",
@@ -23,8 +25,8 @@ CONFIG_KEYS: Mapping[str, str] = {
 """Config key -> the module that declares it, and any keys below it, in ``add_config(cfg)``.
 
 The module may have two more functions, which are called if the key is in the config: ``check(cfg)``, by `check_values`,
-raises ConfigError if a value is wrong; ``prepare(cfg)`` changes the config of a `DefaultTrainer` before anything is
-built.
+raises ConfigError if a value is wrong; ``prepare(cfg)`` changes the config of a `DefaultTrainer`, or calls
+`comm.set_data_ranks`, before anything is built.
 """
 
 CONFIG_TYPES: Mapping[str, str] = {
@@ -61,6 +63,7 @@ NAMES: Mapping[str, str] = {
     "GroupedBatchSampler": "trainkit.projects.samplers.grouped",
     "RandomSubsetTrainingSampler": "trainkit.projects.samplers.random_subset",
     "RepeatFactorTrainingSampler": "trainkit.projects.samplers.repeat_factor",
+    "fsdp": "trainkit.projects.sharding.fsdp",
     "CheckFiniteLoss": "trainkit.engine.hooks.check_finite_loss",
     "EMAHook": "trainkit.engine.hooks.ema",
     "Freeze": "trainkit.engine.hooks.freeze",

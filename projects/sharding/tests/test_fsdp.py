@@ -12,8 +12,17 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.multiprocessing import ProcessExitedException
+from trainkit.projects.sharding.fsdp import fsdp, shard_model
+from trainkit.projects.sharding.tests.sharded_job import (
+    Blocks,
+    assert_close,
+    assert_same_bits,
+    job,
+    outcome,
+    train,
+    whole,
+)
 
-from tests.engine.job import tiny_cfg
 from tests.engine.test_world_sizes import Net, part
 from tests.engine.tiny import AfterStep, scalars
 from tests.two_ranks import SLOW, on_two_ranks
@@ -22,66 +31,12 @@ from trainkit.checkpoint.file import read_file
 from trainkit.checkpoint.publish import publish_weights
 from trainkit.config import ConfigError, check_values, get_cfg
 from trainkit.engine import DefaultPredictor, DefaultTrainer
+from trainkit.engine.build import ModelBuilder
 from trainkit.engine.evaluation_run import EvaluationRun
-from trainkit.engine.fsdp import build_sharded, shard_model
 from trainkit.engine.hooks import EMAHook
 from trainkit.engine.step import SimpleTrainer
-from trainkit.modeling import MODEL_REGISTRY
 from trainkit.solver import build_optimizer
 from trainkit.utils import comm
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(6)
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x):
-        return x + torch.tanh(self.linear(self.norm(x)))
-
-
-@MODEL_REGISTRY.register()
-class Blocks(nn.Module):
-    """Without batch norm and dropout; an uneven number of rows for any number of ranks above one."""
-
-    def __init__(self, cfg):
-        super().__init__()
-        self.embed = nn.Linear(4, 6)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(6, 2)
-        self.register_buffer("seen", torch.zeros(()))
-        self.register_buffer("scale", torch.full((6,), 0.5), persistent=False)
-
-    def forward(self, batch):
-        x = self.embed(batch["x"]) * self.scale
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(x)
-        if not self.training:
-            return logits
-        return {"loss_cls": nn.functional.cross_entropy(logits, batch["label"])}
-
-
-EMA = {"NAME": "EMAHook", "DECAY": 0.5, "EVALUATE": "both"}
-
-
-def job(folder, *options):
-    """Adam, clipping by the norm, an average; 10 iterations of 8 samples; 10 test samples one by one on each rank."""
-    options = ["SOLVER.OPTIMIZER.NAME", "AdamW", "SOLVER.CLIP_GRADIENTS.ENABLED", True, "HOOKS", [EMA], *options]
-    options += ["SOLVER.CLIP_GRADIENTS.CLIP_TYPE", "full_model", "SOLVER.CLIP_GRADIENTS.CLIP_VALUE", 0.05]
-    options += ["TEST.IMS_PER_BATCH", 1, "TEST.EVALUATORS", ["ClassificationEvaluator", "LossEvaluator"]]
-    return tiny_cfg(Path(folder), "MODEL.NAME", "Blocks", "SOLVER.BASE_LR", 0.01, "MODEL.PARALLEL", "fsdp", *options)
-
-
-def train(cfg, resume=False, hooks=(), until=None):
-    """The trainer behind it."""
-    torch.manual_seed(100 + comm.get_rank())  # other weights on each rank
-    trainer = DefaultTrainer(cfg)
-    trainer.register_hooks(hooks)
-    trainer.resume_or_load(resume=resume)
-    trainer.train(max_iter=until)
-    return trainer
 
 
 @contextlib.contextmanager
@@ -94,30 +49,6 @@ def caplog_of(name):
         yield lines
     finally:
         logging.getLogger(name).removeHandler(handler)
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
-
-
-def outcome(trainer):
-    """What has to be the same, whatever each rank holds."""
-    weights = {name: whole(value) for name, value in trainer.model.state_dict().items()}
-    optimizer = [
-        {name: whole(value) for name, value in state.items()}
-        for state in trainer.optimizer.state_dict()["state"].values()
-    ]
-    (average,) = (hook for hook in trainer._hooks if type(hook).__name__ == "EMAHook")
-    average = {name: whole(value) for name, value in average.state_dict()["model"].items()}
-    losses = scalars(trainer)
-    return {
-        "weights": weights,
-        "optimizer": optimizer,
-        "average": average,
-        "losses": losses["total_loss"],
-        "norms": losses["grad_norm"],
-        "results": {name: losses[name] for name in losses if name.startswith(("classification/", "loss/", "raw/"))},
-    }
 
 
 def from_checkpoint(folder, name, *options, of="whole2", hooks=()):
@@ -379,13 +310,7 @@ OPTIMIZERS = ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "LARS"]
 
 
 def optimizers(rank, folder):
-    found = {name: six_steps(solver_cfg("SOLVER.OPTIMIZER.NAME", name), rank, 2) for name in OPTIMIZERS}
-    refused = []
-    for options in (["SOLVER.OPTIMIZER.NAME", "Adafactor"], ["SOLVER.OPTIMIZER.FUSED", True]):
-        with pytest.raises(ConfigError) as caught:
-            six_steps(solver_cfg(*options), rank, 2)
-        refused.append(str(caught.value))
-    return found, refused
+    return {name: six_steps(solver_cfg("SOLVER.OPTIMIZER.NAME", name), rank, 2) for name in OPTIMIZERS}
 
 
 def of_unknown_blocks(rank, folder):
@@ -394,11 +319,17 @@ def of_unknown_blocks(rank, folder):
     return str(caught.value)
 
 
+def tied_on_meta(rank, folder):
+    with pytest.raises(ConfigError) as caught:
+        fsdp(job(f"{folder}/meta", "MODEL.FSDP.META_INIT", True), ModelBuilder(Tied, None))
+    return str(caught.value)
+
+
 def with_ddp_keys(rank, folder):
     cfg = job(f"{folder}/ddp", "MODEL.DDP.STATIC_GRAPH", True, "MODEL.DDP.COMPRESSION", "fp16")
-    with caplog_of("trainkit.engine.fsdp") as lines:
-        build_sharded(job(f"{folder}/ddp"), Blocks, None)
-        build_sharded(cfg, Blocks, None)
+    with caplog_of("trainkit.projects.sharding.fsdp") as lines:
+        fsdp(job(f"{folder}/ddp"), ModelBuilder(Blocks, None))
+        fsdp(cfg, ModelBuilder(Blocks, None))
     return lines
 
 
@@ -455,23 +386,8 @@ def two(four, folder):
         stopped_on_one_rank,
     ]
     checks += [damaged, damaged_and_alone, unwritable, unwritable_in_the_thread, rotated, of_unknown_blocks, optimizers]
-    checks += [tied, tied_across_blocks, without_a_folder, renamed, copied_alone, with_ddp_keys]
+    checks += [tied, tied_across_blocks, without_a_folder, renamed, copied_alone, with_ddp_keys, tied_on_meta]
     return on_two_ranks([*checks, saved_while_the_average_stands_in], folder)
-
-
-def assert_close(found, expected, keys=("weights", "optimizer", "average")):
-    for key in keys:
-        torch.testing.assert_close(found[key], expected[key], atol=1e-5, rtol=1e-5)
-    steps = {iter: value for value, iter in expected["losses"]}
-    assert found["losses"] == [(pytest.approx(steps[iter], abs=1e-5), iter) for _, iter in found["losses"]]
-
-
-def assert_same_bits(found, expected):
-    for key in ("weights", "optimizer", "average"):
-        torch.testing.assert_close(found[key], expected[key], atol=0, rtol=0)
-    assert (found["losses"], found["norms"], found["results"]) == tuple(
-        expected[k] for k in ("losses", "norms", "results")
-    )
 
 
 def test_each_rank_holds_a_part_and_the_ranks_agree(four, two):
@@ -576,16 +492,8 @@ def test_shards_are_rotated_with_their_checkpoint(two):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_update_shards_as_they_update_whole_parameters(two, name):
     expected = six_steps(solver_cfg("SOLVER.OPTIMIZER.NAME", name))
-    for found, _ in two["optimizers"]:
+    for found in two["optimizers"]:
         torch.testing.assert_close(found[name], expected, atol=1e-6, rtol=1e-6)
-
-
-def test_an_optimizer_that_cannot_update_shards_is_refused_before_the_first_step(two):
-    for _, (adafactor, fused) in two["optimizers"]:
-        assert adafactor.startswith("Adafactor cannot update the shards of MODEL.PARALLEL fsdp (aten.")
-        assert "); use it with MODEL.PARALLEL ddp" in adafactor
-        assert fused.startswith("SGD cannot update the shards of MODEL.PARALLEL fsdp (")
-        assert "); use it without FUSED, or with MODEL.PARALLEL ddp" in fused
 
 
 def test_what_modules_share_has_one_average(two):
@@ -700,13 +608,17 @@ def test_a_save_that_is_killed_leaves_the_one_before_in_use(two, folder):
     assert len(names) == 2
 
 
+def test_a_shared_parameter_cannot_start_on_the_meta_device(two):
+    for text in two["tied_on_meta"]:
+        assert "modules share parameters (one.weight = two.weight)" in text
+
+
 # ---------------------------------------------------------------------- the config
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["MODEL.PARALLEL", "tp"], "MODEL.PARALLEL: got 'tp' .*; accepted: 'ddp', 'fsdp'"),
         (
             ["MODEL.FSDP.PARAM_DTYPE", "int8"],
             "MODEL.FSDP.PARAM_DTYPE: got 'int8' .*; accepted: '', 'float32', 'float16', 'bf",
@@ -719,10 +631,3 @@ def test_what_cannot_be_is_refused_before_anything_is_built(options, message):
     cfg.merge_from_list(options)
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_values(cfg)
-
-
-def test_a_shared_parameter_cannot_begin_on_the_meta_device():
-    cfg = get_cfg()
-    cfg.merge_from_list(["MODEL.FSDP.META_INIT", True, "MODEL.DEVICE", "cpu"])
-    with pytest.raises(ConfigError, match=r"modules share parameters \(one.weight = two.weight\)"):
-        build_sharded(cfg, Tied, None)

@@ -3,7 +3,7 @@
 import importlib
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,48 +12,48 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.config import CfgNode, ConfigError, get_cfg
+from trainkit.engine.build import WRAPPER_REGISTRY, ModelBuilder
 from trainkit.engine.model_options import find_blocks
 from trainkit.utils import comm
 from trainkit.utils.device import resolve_device
+from trainkit.utils.parts import local_part
 from trainkit.utils.rng import get_rng_state, set_rng_state
-from trainkit.utils.sharding import is_sharded, local_part, shard_like
+from trainkit.utils.sharding import is_sharded, shard_like
 
 logger = logging.getLogger(__name__)
 
 
-def is_fsdp(cfg: CfgNode) -> bool:
-    """Whether the run shards its model; a single process does not."""
-    return cfg.MODEL.PARALLEL == "fsdp" and comm.get_world_size() > 1
+@WRAPPER_REGISTRY.register()
+def fsdp(cfg: CfgNode, build: ModelBuilder) -> nn.Module:
+    """``build(cfg)``, sharded by ``MODEL.FSDP``, with the weights of rank 0; every rank calls it. One process: whole.
 
+    With ``MODEL.FSDP.META_INIT`` rank 0 builds the model in host memory, the other ranks on the meta device.
 
-def build_sharded(
-    cfg: CfgNode,
-    build_model: Callable[[CfgNode], nn.Module],
-    parallelize_model: Callable[[CfgNode, nn.Module, Any], nn.Module],
-) -> nn.Module:
-    """``build_model(cfg)``, sharded by ``MODEL.FSDP``; every rank calls it. The weights are rank 0's.
-
-    With ``MODEL.FSDP.META_INIT`` rank 0 builds the model in host memory, the other ranks on the meta device. With
-    ``MODEL.TENSOR_PARALLEL`` above 1, ``parallelize_model(cfg, model, mesh)`` is called before sharding, and the random
-    state of a group becomes that of its first rank.
+    With ``MODEL.TENSOR_PARALLEL`` above 1, ``parallelize_model(cfg, model, mesh)`` of the trainer is called before the
+    model is sharded, and the random state of a group becomes that of its first rank. ``mesh`` is a ``DeviceMesh`` of
+    all ranks. The method calls torch's ``parallelize_module(model, mesh["tp"], plan)`` and returns the model.
 
     Raises:
         ConfigError: a name in BLOCKS matches no module; MESH does not fit the number of processes; META_INIT is set,
             but modules share a parameter; ``parallelize_model`` distributes nothing, or separates such modules.
     """
+    if comm.get_world_size() == 1:
+        return build(cfg)
     defaults, options = get_cfg().MODEL.DDP, cfg.MODEL.FSDP
     ignored = [f"MODEL.DDP.{key}" for key, value in cfg.MODEL.DDP.items() if value != defaults.get(key)]
     if ignored:
         logger.warning("%s: no effect under MODEL.PARALLEL fsdp; leave it out", ", ".join(ignored))
-    model, weights = _build_on_meta(cfg, build_model) if options.META_INIT else (build_model(cfg), None)
+    model, weights = _build_on_meta(cfg, build) if options.META_INIT else (build(cfg), None)
     mesh = _build_mesh(device_type := resolve_device(cfg.MODEL.DEVICE).type, options.MESH)
-    if (size := comm.get_tensor_parallel()) > 1:
+    if (size := comm.get_data_group_size()) > 1:
         weights, shared = weights or _named_tensors(model), _shared_parameters(model)
-        model = parallelize_model(cfg, model, mesh)
+        parallelize = getattr(build.trainer, "parallelize_model", lambda cfg, model, mesh: model)
+        if (model := parallelize(cfg, model, mesh)) is None:
+            raise TypeError("parallelize_model() returned None; return the model")
         if not any(map(is_sharded, model.parameters())):
             raise ConfigError(
-                f"MODEL.TENSOR_PARALLEL is {size}, but parallelize_model() has distributed no parameter; override it "
-                "in your DefaultTrainer, and call torch's parallelize_module there"
+                f"MODEL.TENSOR_PARALLEL is {size}, but parallelize_model() has distributed no parameter; give your "
+                "DefaultTrainer this class method, and call torch's parallelize_module there"
             )
         if separated := [" = ".join(same) for same in shared if same not in _shared_parameters(model)]:
             raise ConfigError(
@@ -93,8 +93,8 @@ def _build_mesh(device_type: str, shape: Sequence[int]) -> Any:
             f"processes (divided by MODEL.TENSOR_PARALLEL), {num}; [] shards over all of them"
         )
     dims = dict(zip(("dp_replicate", "dp_shard"), shape, strict=True)) if shape else {"dp_shard": num}
-    if comm.get_tensor_parallel() > 1:
-        dims["tp"] = comm.get_tensor_parallel()
+    if comm.get_data_group_size() > 1:
+        dims["tp"] = comm.get_data_group_size()
     return dist.init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
 
 
@@ -152,14 +152,14 @@ def _take_from_rank_0(model: nn.Module, weights: dict[str, Tensor]) -> None:
             tensor.copy_(whole)
 
 
-def _build_on_meta(cfg: CfgNode, build_model: Callable[[CfgNode], nn.Module]) -> tuple[nn.Module, dict[str, Tensor]]:
+def _build_on_meta(cfg: CfgNode, build: ModelBuilder) -> tuple[nn.Module, dict[str, Tensor]]:
     """A model on the meta device; on rank 0 also its weights."""
     cfg = cfg.clone()
     cfg.defrost()
     cfg.MODEL.DEVICE = "cpu" if comm.is_main_process() else "meta"
     cfg.freeze()
     with nullcontext() if comm.is_main_process() else torch.device("meta"):
-        model = build_model(cfg)
+        model = build(cfg)
     if shared := [" = ".join(same) for same in _shared_parameters(model)]:
         raise ConfigError(
             f"MODEL.FSDP.META_INIT is True, but modules share parameters ({'; '.join(shared)}), which would be "

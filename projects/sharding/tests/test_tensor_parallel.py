@@ -1,4 +1,4 @@
-"""The trainer of docs/distributed.md, which divides each block among the two ranks of a group."""
+"""The trainer of the README, which divides each block among the two ranks of a group."""
 
 import json
 import re
@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
+from trainkit.projects.sharding.tests.sharded_job import assert_close, assert_same_bits, job, outcome
 
 from tests.docs.pages import blocks, run
-from tests.engine.test_fsdp import assert_close, assert_same_bits, job, outcome
 from tests.engine.tiny import AfterStep, scalars
 from tests.two_ranks import SLOW, on_two_ranks
 from trainkit.config import ConfigError, check_values, get_cfg
@@ -69,13 +68,6 @@ class EmbedFirst(Divided):
         self.blocks = self._modules.pop("blocks")
 
 
-@MODEL_REGISTRY.register()
-class LossParallel(Divided):
-    def forward(self, batch):
-        with loss_parallel():
-            return nn.functional.cross_entropy(self.head(self.embed(batch["x"])), batch["label"])
-
-
 class Count(DatasetEvaluator):
     """The number of samples that all ranks have processed."""
 
@@ -90,26 +82,17 @@ class Count(DatasetEvaluator):
         return {"count": {"samples": float(sum(by_rank))}} if comm.is_main_process() else {}
 
 
-(PAGE,) = blocks("docs/distributed.md", "python")
+(PAGE,) = blocks("projects/sharding/README.md", "python")
 
 
-class Trainer(run(PAGE, "docs/distributed.md")["Trainer"]):
+class Trainer(run(PAGE, "projects/sharding/README.md")["Trainer"]):
     @classmethod
     def build_evaluator(cls, cfg, dataset_name):
         return [super().build_evaluator(cfg, dataset_name), Count()]
 
 
-class DividedHead(Trainer):
-    """Each rank has the outputs of some classes."""
-
-    @classmethod
-    def parallelize_model(cls, cfg, model, mesh):
-        plan = {"head": ColwiseParallel(use_local_output=False)}
-        return parallelize_module(super().parallelize_model(cfg, model, mesh), mesh["tp"], plan)
-
-
 def cfg_of(folder, *options):
-    """As in test_fsdp.py, with one evaluation at the end, in batches of two samples."""
+    """As in sharded_job.py, with one evaluation at the end, in batches of two samples."""
     options = ["MODEL.NAME", "Divided", "MODEL.TENSOR_PARALLEL", 2, "CHECKPOINT.ASYNC", True, *options]
     cfg = job(folder, *options, "TEST.EVAL_PERIOD", 0, "CHECKPOINT.SAVE_LAST", False)
     cfg.TEST.IMS_PER_BATCH, cfg.HOOKS = 2, [{"NAME": "EMAHook", "DECAY": 0.5}]
@@ -184,18 +167,12 @@ def skipped(rank, folder):
 
 def refused(rank, folder):
     messages = []
-    for trainer, *options in (DefaultTrainer,), (Trainer, "MODEL.NAME", "DividedAndTied"), (Trainer, *LARS):
+    for trainer, *options in (DefaultTrainer,), (Trainer, "MODEL.NAME", "DividedAndTied"):
         with pytest.raises(ConfigError) as error:
             trainer(cfg_of(f"{folder}/refused", *options))
         messages.append(str(error.value))
     return messages
 
-
-def with_loss_parallel(rank, folder):
-    DividedHead(cfg_of(f"{folder}/loss_parallel", "MODEL.NAME", "LossParallel")).train()
-
-
-LARS = ["SOLVER.OPTIMIZER.NAME", "LARS"]
 
 # ---------------------------------------------------------------------- the tests
 
@@ -213,7 +190,6 @@ def four(folder):
 @pytest.fixture(scope="module", params=SLOW)
 def two(four, folder):
     checks = [whole, resumed, of_four, undivided, from_the_meta_device, evaluated_alone, skipped, refused]
-    checks += [with_loss_parallel]
     return on_two_ranks(checks, folder)
 
 
@@ -287,18 +263,15 @@ def test_a_scaler_skips_an_update_on_all_ranks_though_one_has_found_the_value(tw
 
 
 def test_what_cannot_be_divided_is_refused(two):
-    (nothing, tied, lars), _ = two["refused"]
-    assert nothing.startswith("MODEL.TENSOR_PARALLEL is 2, but parallelize_model() has distributed no parameter; over")
+    (nothing, tied), _ = two["refused"]
+    assert nothing.startswith("MODEL.TENSOR_PARALLEL is 2, but parallelize_model() has distributed no parameter; give")
     assert tied.startswith("parallelize_model() has made separate parameters of blocks.0.up.weight = blocks.1.up.weigh")
-    assert lars.startswith("LARS cannot update the shards of MODEL.PARALLEL fsdp (")
-    for message in two["with_loss_parallel"]:
-        assert message.startswith("ValueError: the model returned ['total_loss'] as DTensors, but losses must be whole")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["MODEL.TENSOR_PARALLEL", 0], "MODEL.TENSOR_PARALLEL: got 0 "),
+        (["MODEL.TENSOR_PARALLEL", 0], "MODEL.TENSOR_PARALLEL is 0, MODEL.PARALLEL is ddp, and the number"),
         (["MODEL.TENSOR_PARALLEL", 2], "MODEL.TENSOR_PARALLEL is 2, MODEL.PARALLEL is ddp, and the number"),
         (
             ["MODEL.TENSOR_PARALLEL", 4, "MODEL.PARALLEL", "fsdp"],

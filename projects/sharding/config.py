@@ -1,0 +1,39 @@
+"""The config keys of this project, for ``MODEL.PARALLEL: fsdp``."""
+
+from trainkit.config import CfgNode, ConfigError
+from trainkit.config.checks import check_choices
+from trainkit.utils import comm
+
+_DTYPES = ("", "float32", "float16", "bfloat16")
+_CHOICES = {"MODEL.FSDP.PARAM_DTYPE": _DTYPES, "MODEL.FSDP.REDUCE_DTYPE": _DTYPES}
+
+
+def add_config(cfg: CfgNode) -> None:
+    """Add the keys with their defaults."""
+    cfg.MODEL.TENSOR_PARALLEL = 1  # How many ranks compute a batch together, by parallelize_model() of your trainer.
+    cfg.MODEL.FSDP = CfgNode()  # torch's fully_shard.
+    cfg.MODEL.FSDP.BLOCKS = []  # Classes of modules to gather as units, such as ["Block"]. []: those of ModuleLists.
+    cfg.MODEL.FSDP.MESH = []  # [2, 4]: two groups of 4 ranks; each group shards the model. []: one group.
+    cfg.MODEL.FSDP.PARAM_DTYPE = ""  # Of the computation: "bfloat16", "float16", "float32". "": as the parameters.
+    cfg.MODEL.FSDP.REDUCE_DTYPE = ""  # The dtype in which gradients are averaged. "": as the computation.
+    cfg.MODEL.FSDP.RESHARD_AFTER_FORWARD = True  # False: needs more memory, but exchanges less data.
+    cfg.MODEL.FSDP.META_INIT = False  # True: only rank 0 builds the weights, in host memory, and sends them to all.
+
+
+def check(cfg: CfgNode) -> None:
+    """Raises ConfigError if a value is not accepted."""
+    check_choices(cfg, _CHOICES)
+    size, world_size = cfg.MODEL.TENSOR_PARALLEL, comm.get_world_size()
+    is_wrong = size > 1 and (cfg.MODEL.PARALLEL != "fsdp" or (world_size > 1 and world_size % size))
+    if size < 1 or is_wrong:
+        raise ConfigError(
+            f"MODEL.TENSOR_PARALLEL is {size}, MODEL.PARALLEL is {cfg.MODEL.PARALLEL}, and the number of processes is "
+            f"{world_size}; accepted: with MODEL.PARALLEL fsdp, a divisor of the number of processes; else 1"
+        )
+
+
+def prepare(cfg: CfgNode) -> None:
+    """The ranks of a tensor-parallel group get the same data."""
+    size = cfg.MODEL.TENSOR_PARALLEL
+    if size > 1 and comm.get_world_size() > 1:
+        comm.set_data_ranks(comm.get_rank() // size, comm.get_world_size() // size)
