@@ -121,7 +121,7 @@ def mark_keys_of_projects(root: CfgNode) -> None:
 
 def projects_of(cfg: CfgNode) -> Iterator[ModuleType]:
     """The modules that declare keys which are in ``cfg``, see `CONFIG_KEYS`; each once."""
-    found = {}
+    found: dict[str, None] = {}
     for full_key, module in CONFIG_KEYS.items():
         node: Any = cfg
         for name in full_key.split("."):
