@@ -80,6 +80,6 @@ def test_a_batch_for_other_ranks_keeps_its_size_and_that_of_a_forward_where_it_c
 
 
 def test_ranks_that_cannot_share_the_batch_are_refused_with_the_numbers_that_can():
-    message = r"this run started with 4 processes, and 3 cannot share its 8 samples .* use 1, 2, 4, 8 processes"
+    message = r"number of processes: got 3 .*; accepted: 1, 2, 4, 8, which can share 8 samples per iteration"
     with pytest.raises(ConfigError, match=message):
         split_batch(make_cfg(IMS_PER_BATCH=8), 4, 3)

@@ -90,7 +90,7 @@ CONTRADICTIONS = [
         "EARLY_STOPPING.MIN_DELTA: got -1.0 (float); accepted: a number in [0, inf)",
     ),
     (["SOLVER.REFERENCE_BATCH_SIZE", 200, "SOLVER.REFERENCE_WORLD_SIZE", 2], "set one of them"),
-    (["SOLVER.REFERENCE_WORLD_SIZE", 3], "make it a multiple of SOLVER.REFERENCE_WORLD_SIZE"),
+    (["SOLVER.REFERENCE_WORLD_SIZE", 3], "a multiple of SOLVER.REFERENCE_WORLD_SIZE (3)"),
     (["CHECKPOINT.MAX_TO_KEEP", 0], "accepted: a whole number in [1, inf)"),
     (["CHECKPOINT.START", 3, "SOLVER.CHECKPOINT_PERIOD", 0], "but SOLVER.CHECKPOINT_PERIOD is 0; set it"),
     (["CHECKPOINT.PUBLISH", "ema"], 'no EMAHook is registered; add one, or publish "model"'),

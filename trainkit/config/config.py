@@ -50,7 +50,8 @@ class CfgNode(_FvcoreCfgNode):
         Raises:
             ConfigError: see ``merge_from_file``.
         """
-        _refuse_unsafe(allow_unsafe)
+        if allow_unsafe:
+            raise not_accepted("allow_unsafe", allow_unsafe, "False; YAML that runs code is never read")
         return reduce(overlay, (layer for _, layer in read_layers(filename)), {})
 
     @classmethod
@@ -68,7 +69,8 @@ class CfgNode(_FvcoreCfgNode):
         Raises:
             ConfigError: a file cannot be read, is not safe YAML, or has a wrong key or value.
         """
-        _refuse_unsafe(allow_unsafe)
+        if allow_unsafe:
+            raise not_accepted("allow_unsafe", allow_unsafe, "False; YAML that runs code is never read")
         *bases, (top, own) = read_layers(cfg_filename)
         content: dict[str, Any] = {}
         for path, layer in bases:
@@ -144,11 +146,6 @@ def _declare(node: _FvcoreCfgNode, name: object) -> None:
     if isinstance(value, CfgNode) and node.is_frozen():
         value.freeze()
     node[name] = value
-
-
-def _refuse_unsafe(allow_unsafe: bool) -> None:
-    if allow_unsafe:
-        raise ConfigError("allow_unsafe=True: YAML that runs code is never read; name modules in IMPORTS instead")
 
 
 @contextlib.contextmanager
@@ -232,8 +229,7 @@ def _check_new_key(node: _FvcoreCfgNode, name: object, value: object, root: _Fvc
         while isinstance(value, Mapping) and value:  # the innermost key shows best which key was meant
             name, value = next(iter(value.items()))
             full_key = f"{full_key}.{name}"
-        kind = isinstance(value, Mapping)
-        known = {key.upper(): key for key, is_node in _full_keys(root) if is_node == kind and _is_near(full_key, key)}
+        known = {key.upper(): key for key in _full_keys(root) if _is_near(full_key, key)}
         nearest = difflib.get_close_matches(full_key.upper(), known, n=1)
         hint = f"did you mean {known[nearest[0]]}?" if nearest else "no key has a similar name"
         raise UnknownKeyError(f"unknown key {full_key}; {hint}")
@@ -245,13 +241,11 @@ def _is_near(key: str, known: str) -> bool:
     return own in other or other in own or bool(difflib.get_close_matches(own, [other], cutoff=0.7))
 
 
-def _full_keys(node: _FvcoreCfgNode, prefix: str = "") -> Iterator[tuple[str, bool]]:
-    """(full key, whether it is a node) of everything below a node."""
+def _full_keys(node: _FvcoreCfgNode, prefix: str = "") -> Iterator[str]:
+    """The keys below a node, without the nodes."""
     for name, value in node.items():
         is_node = isinstance(value, _FvcoreCfgNode)
-        yield f"{prefix}{name}", is_node
-        if is_node:
-            yield from _full_keys(value, f"{prefix}{name}.")
+        yield from _full_keys(value, f"{prefix}{name}.") if is_node else [f"{prefix}{name}"]
 
 
 def _coerce(full_key: str, value: object, old: object) -> object:

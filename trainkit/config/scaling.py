@@ -6,7 +6,7 @@ from typing import Any
 
 from trainkit.config.config import CfgNode
 from trainkit.config.defaults import get_cfg
-from trainkit.config.errors import ConfigError
+from trainkit.config.errors import not_accepted
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +30,7 @@ def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
     Let r be ``num_workers`` divided by the reference. Batch size and learning rate are multiplied by r, lengths and
     periods in iterations are divided by r (lengths in epochs stay): the linear scaling rule of Goyal et al., "Accurate,
     Large Minibatch SGD". In SOLVER.SCHEDULES this covers the arguments of trainkit's own schedules. Nothing changes if
-    the reference is 0 or equals ``num_workers``. A default WARMUP_ITERS is limited to the length of the run; it stays
-    if that length is in epochs.
+    the reference is 0. A default WARMUP_ITERS is limited to the length of the run; it stays if that is in epochs.
 
     Returns:
         ``cfg`` itself if nothing changes, else a changed copy with ``num_workers`` as reference.
@@ -39,13 +38,10 @@ def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
     reference = cfg.SOLVER.REFERENCE_WORLD_SIZE
     if reference in (0, num_workers):
         return cfg
-    scale = num_workers / reference
-    batch_size = cfg.SOLVER.IMS_PER_BATCH * num_workers
+    scale, batch_size = num_workers / reference, cfg.SOLVER.IMS_PER_BATCH * num_workers
     if batch_size % reference:
-        raise ConfigError(
-            f"SOLVER.IMS_PER_BATCH {cfg.SOLVER.IMS_PER_BATCH} for {reference} workers does not scale to {num_workers}: "
-            "make it a multiple of SOLVER.REFERENCE_WORLD_SIZE"
-        )
+        accepted = f"for {num_workers} processes, a multiple of SOLVER.REFERENCE_WORLD_SIZE ({reference})"
+        raise not_accepted("SOLVER.IMS_PER_BATCH", cfg.SOLVER.IMS_PER_BATCH, accepted)
 
     def shorter(length: Any) -> Any:
         if isinstance(length, list | tuple):
@@ -53,25 +49,22 @@ def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
         return length if isinstance(length, str) else round(length / scale)
 
     cfg = cfg.clone()  # items of a frozen node can be assigned
-    solver, warmup_iters = cfg.SOLVER, cfg.SOLVER.WARMUP_ITERS
-    solver["IMS_PER_BATCH"] = batch_size // reference
-    _scale_lr(solver, scale)
-    for key in ("MAX_ITER", "WARMUP_ITERS", "STEPS", "CHECKPOINT_PERIOD"):
-        solver[key] = shorter(solver[key])
-    solver["ACCUMULATION_FACTORS"] = [[shorter(start), factor] for start, factor in solver.ACCUMULATION_FACTORS]
-    solver["MAX_BATCHES_PER_EPOCH"] = solver.MAX_BATCHES_PER_EPOCH and max(1, shorter(solver.MAX_BATCHES_PER_EPOCH))
-    if warmup_iters == get_cfg().SOLVER.WARMUP_ITERS:  # the user has not set it
-        if not isinstance(solver.MAX_ITER, str):
-            warmup_iters = min(solver.WARMUP_ITERS, solver.MAX_ITER - solver.RESCALE_INTERVAL)
-        solver["WARMUP_ITERS"] = warmup_iters
-    for entry in solver.SCHEDULES:
-        for key, value in entry.items():
-            if key in _SCHEDULE_LENGTHS:
-                entry[key] = shorter(value)
-            elif key == "GAMMA" and entry["NAME"] == "Exponential":  # GAMMA is a factor per iteration
-                entry[key] = value**scale
+    solver, is_default = cfg.SOLVER, cfg.SOLVER.WARMUP_ITERS == get_cfg().SOLVER.WARMUP_ITERS
+    lengths = {key: shorter(solver[key]) for key in ("MAX_ITER", "WARMUP_ITERS", "STEPS", "CHECKPOINT_PERIOD")}
+    if is_default and isinstance(solver.MAX_ITER, str):
+        lengths["WARMUP_ITERS"] = solver.WARMUP_ITERS
+    elif is_default:
+        lengths["WARMUP_ITERS"] = min(lengths["WARMUP_ITERS"], lengths["MAX_ITER"] - solver.RESCALE_INTERVAL)
+    factors = [[shorter(start), factor] for start, factor in solver.ACCUMULATION_FACTORS]
+    batches = solver.MAX_BATCHES_PER_EPOCH and max(1, shorter(solver.MAX_BATCHES_PER_EPOCH))
+    solver.update(lengths, IMS_PER_BATCH=batch_size // reference, REFERENCE_WORLD_SIZE=num_workers)
+    solver.update(ACCUMULATION_FACTORS=factors, MAX_BATCHES_PER_EPOCH=batches)
     cfg.TEST["EVAL_PERIOD"] = shorter(cfg.TEST.EVAL_PERIOD)
-    solver["REFERENCE_WORLD_SIZE"] = num_workers
+    _scale_lr(solver, scale)
+    for entry in solver.SCHEDULES:
+        entry.update({key: shorter(entry[key]) for key in _SCHEDULE_LENGTHS & entry.keys()})
+        if entry["NAME"] == "Exponential" and "GAMMA" in entry:  # a factor per iteration
+            entry["GAMMA"] **= scale
     logger.info(
         "Config scaled from %d to %d workers: batch size %d, learning rate %g, %s iterations",
         *(reference, num_workers, solver.IMS_PER_BATCH, solver.BASE_LR, solver.MAX_ITER),
@@ -122,13 +115,9 @@ def split_batch(cfg: CfgNode, num_workers: int, present: int) -> CfgNode:
     if samples % batch_size:
         batch_size = next((size for size in (solver.IMS_PER_BATCH, samples) if size % present == 0), 0)
         if not batch_size:
-            fitting = [number for number in range(1, samples + 1) if samples % number == 0]
-            raise ConfigError(
-                f"this run started with {num_workers} processes, and {present} cannot share its {samples} samples per "
-                f"iteration (SOLVER.IMS_PER_BATCH {solver.IMS_PER_BATCH}, ACCUMULATION_STEPS "
-                f"{solver.ACCUMULATION_STEPS}); use {', '.join(map(str, fitting))} processes, or set another "
-                "SOLVER.IMS_PER_BATCH"
-            )
+            fitting = ", ".join(str(number) for number in range(1, samples + 1) if samples % number == 0)
+            accepted = f"{fitting}, which can share {samples} samples per iteration"
+            raise not_accepted("number of processes", present, accepted)
     logger.warning(
         "This run started with %d processes, now there are %d: SOLVER.IMS_PER_BATCH is %d and ACCUMULATION_STEPS %d "
         "instead of %d and %d, which keeps the %d samples per iteration",
