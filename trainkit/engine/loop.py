@@ -122,11 +122,14 @@ class TrainerBase(RunState):
 
     # ------------------------------------------------------------------ requests
 
-    stop_check_period: int = property(  # type: ignore[assignment]
-        lambda self: self._stops.check_period,
-        lambda self, period: setattr(self._stops, "check_period", period),
-        doc="If one rank is asked to stop, all ranks stop within this number of iterations.",
-    )
+    @property
+    def stop_check_period(self) -> int:
+        """If one rank is asked to stop, all ranks stop within this number of iterations."""
+        return self._stops.check_period
+
+    @stop_check_period.setter
+    def stop_check_period(self, period: int) -> None:
+        self._stops.check_period = period
 
     def request_save(self, name: str, save: Callable[[], object] | None = None) -> None:
         """Write a checkpoint at the save point, or at the end of the iteration if the save point has passed.
