@@ -104,7 +104,7 @@ class Project:
         relative = real.relative_to(self.folder)
         above = [self.folder / folder for folder in relative.parents if folder.name]
         is_installed = any((folder / mark).exists() for folder in above for mark in _OF_ENVIRONMENT)
-        return not is_installed and True
+        return not is_installed and _INSTALLED.search(f"/{relative.as_posix()}") is None
 
 
 def _checkout() -> Path:
