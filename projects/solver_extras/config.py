@@ -3,6 +3,7 @@
 from trainkit.projects.solver_extras.rules import KEY_MATCHES
 
 from trainkit.config import CfgNode, ConfigError, choose
+from trainkit.config.checks import check_choices, check_ranges
 from trainkit.config.scaling import optimizer_argument
 from trainkit.utils.numbers import is_number
 
@@ -38,6 +39,8 @@ def add_config(cfg: CfgNode) -> None:
 def check(cfg: CfgNode) -> None:
     """Raises ConfigError if a value is wrong."""
     if "PARAM_GROUPS" in cfg.SOLVER:
+        check_choices(cfg, {f"{_GROUPS}.KEY_MATCH": KEY_MATCHES})
+        check_ranges(cfg, {f"{_GROUPS}.LAYER_DECAY.NUM_LAYERS": "[0, inf)"}, whole=True)
         _check_param_groups(cfg.SOLVER)
     if cfg.SOLVER.get("OPTIMIZERS") and optimizer_argument(cfg.SOLVER, "LR")[0] == "SOLVER.OPTIMIZER.LR":
         raise ConfigError("SOLVER.OPTIMIZERS and SOLVER.OPTIMIZER.LR are both set; give each of OPTIMIZERS its LR")
@@ -69,10 +72,6 @@ def _check_param_groups(solver: CfgNode) -> None:
     for key, factor in given.items():
         if not is_number(factor) or not factor >= 0:
             raise ConfigError(f"{_GROUPS}.{key} is {factor!r}; accepted: a number of at least 0")
-    if options.KEY_MATCH not in KEY_MATCHES:
-        raise ConfigError(f"{_GROUPS}.KEY_MATCH is {options.KEY_MATCH!r}; accepted: {', '.join(KEY_MATCHES)}")
-    if layer_decay.NUM_LAYERS < 0:
-        raise ConfigError(f"{_GROUPS}.LAYER_DECAY.NUM_LAYERS is {layer_decay.NUM_LAYERS}; it must be at least 0")
     if not 0 < layer_decay.RATE <= 1:
         raise ConfigError(f"{_GROUPS}.LAYER_DECAY.RATE is {layer_decay.RATE}; it must be above 0, and at most 1 (off)")
     if layer_decay.RATE != 1 and not layer_decay.SCHEME:

@@ -9,11 +9,9 @@ from argparse import Namespace
 
 import pytest
 import torch
-import yaml
 
 from tests.engine.job import tiny_cfg
 from tests.utils.test_run_folder import OWNER
-from trainkit.checkpoint import CheckpointError
 from trainkit.config import ConfigError
 from trainkit.engine import DefaultTrainer, default_setup
 from trainkit.engine.hooks import HookBase
@@ -153,30 +151,6 @@ def train_in(folder, *options, delete_at=-1):
     finally:
         close_logger()
     return trainer
-
-
-@pytest.mark.parametrize("delete_at", [0, 6, 9, None])
-def test_a_run_whose_folder_is_deleted_writes_everything_again_that_it_still_has(tmp_path, delete_at):
-    whole, folder = tmp_path / "whole", tmp_path / "run"
-    train_in(whole)
-    assert train_in(folder, delete_at=delete_at).status == "finished"
-
-    assert files(folder).keys() | {"model_0000004.pth"} == files(whole).keys() | {"model_0000004.pth"}
-    assert yaml.safe_load((folder / "config.yaml").read_text())["OUTPUT_DIR"] == str(folder)
-    rows = [[json.loads(line) for line in (path / "metrics.json").read_text().splitlines()] for path in (folder, whole)]
-    assert [row.get("total_loss") for row in rows[0]] == [row.get("total_loss") for row in rows[1]]
-    log = (folder / "log.txt").read_text()
-    assert "trainkit.engine.setup]: Rank 0 of 1" in log
-    assert f"The folder {folder} was deleted during the run" in log
-    assert resumed(folder).iter == 10
-
-
-def test_a_run_whose_best_checkpoint_is_deleted_for_good_has_failed(tmp_path):
-    best = ("CHECKPOINT.BEST_METRIC", "classification/top1")
-    with pytest.raises(CheckpointError, match="model_best was deleted"):
-        train_in(tmp_path / "run", *best, delete_at=None)
-    assert {"model_final.pth", "metrics.json", "config.yaml", "log.txt"} < files(tmp_path / "run").keys()
-    assert "The run has failed after 10 of 10 iterations" in (tmp_path / "run" / "log.txt").read_text()
 
 
 @pytest.mark.parametrize("key", ["OUTPUT_DIR", "CHECKPOINT.DIR"])

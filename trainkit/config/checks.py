@@ -176,7 +176,7 @@ def _is_in(value: object, interval: str) -> bool:
     return low <= value <= high
 
 
-def check_choices(cfg: CfgNode, choices: Mapping[str, tuple[Any, ...]]) -> None:
+def check_choices(cfg: CfgNode, choices: Mapping[str, Iterable[Any]]) -> None:
     """Raises ConfigError if a value is not one of its choices."""
     for key, accepted in choices.items():
         value = functools.reduce(getattr, key.split("."), cfg)
