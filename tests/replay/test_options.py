@@ -180,7 +180,7 @@ DatasetCatalog.register("tiny_changing", Changing)
 def test_another_dataset_is_noticed(tmp_path, monkeypatch):
     job = Job(tmp_path, "DATASETS.TRAIN", ("tiny_changing",))
     job()
-    monkeypatch.setattr(Changing, "shift", 1e-3)
+    monkeypatch.setattr(Changing, "shift", 1.0)
 
     found = replay(tmp_path, 7, job, prove=True)
 
