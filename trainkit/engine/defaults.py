@@ -75,6 +75,7 @@ from trainkit.utils.device import device_of
 from trainkit.utils.events import EventWriter
 from trainkit.utils.logger import NOT_ON_TERMINAL
 from trainkit.utils.model import is_part_of
+from trainkit.utils.plugins import RUN_HOOKS, installed
 from trainkit.utils.run_folder import own_folder, renew_folders
 
 logger = logging.getLogger(__name__)
@@ -174,6 +175,7 @@ class DefaultTrainer(TrainerBase):
         self.max_iter = cfg.SOLVER.MAX_ITER
         self.register_hooks(self.build_hooks())
         self._configured.register_at_anchors(self)
+        self.register_hooks(getattr(module, name)() for name, module in installed(RUN_HOOKS))
         if not any(isinstance(hook, hooks.LRScheduler) for hook in self.hooks):
             logger.warning(
                 "There is no LRScheduler hook, so the learning rate stays at its first value (%g), unless you step "

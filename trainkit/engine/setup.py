@@ -34,7 +34,7 @@ from trainkit.utils.collect_env import collect_env_info, describe_load
 from trainkit.utils.device import has_unused_tf32
 from trainkit.utils.env import seed_all_rng
 from trainkit.utils.logger import NOT_ON_TERMINAL, setup_logger
-from trainkit.utils.plugins import CONFIG_TYPES, load_plugin, type_name
+from trainkit.utils.plugins import CONFIG_TYPES, OPTIONS, installed, load_plugin, type_name
 from trainkit.utils.progress import are_bars_shown, show_bars
 from trainkit.utils.run_folder import own_folder, release_folder
 
@@ -110,6 +110,8 @@ Examples:
     parser.add_argument("--num-machines", type=int, default=1)
     parser.add_argument("--machine-rank", type=int, default=0, help="number of this machine, from 0")
     parser.add_argument("--dist-url", default="auto", help="where rank 0 listens; auto is a free port of this machine")
+    for module in dict.fromkeys(module for _, module in installed(OPTIONS)):
+        module.add_options(parser)
     parser.add_argument(
         "opts", nargs="*", metavar="KEY VALUE", help="changes to the config, such as SOLVER.BASE_LR 0.1"
     )
@@ -195,11 +197,12 @@ def default_setup(cfg: Any, args: Any) -> None:
         ConfigError: a folder cannot be written, a setting is not accepted, or the script ignores an option.
     """
     check_is_ours(cfg)
-    text, place, replay = "", getattr(args, "fork", ""), active_replay.get()
+    given, text, place, replay = cfg, "", getattr(args, "fork", ""), active_replay.get()
     if not isinstance(cfg, CfgNode):
         cfg, text = _translate(cfg, args)
     look_for_requeue(local_folder(cfg.OUTPUT_DIR))
     resume, eval_only = getattr(args, "resume", False) or is_restarted(), getattr(args, "eval_only", False)
+    when_ready = apply_options(given, args)
     if place:
         take_settings(cfg, place, getattr(args, "opts", []), resume)
     if replay is not None:
@@ -231,6 +234,8 @@ def default_setup(cfg: Any, args: Any) -> None:
     if not eval_only:
         note_begin(cfg.OUTPUT_DIR)
     comm.synchronize()
+    for call in when_ready:
+        call()
 
     note_command(cfg, args)
     show_bars(cfg.LOG.PROGRESS and comm.is_main_process())
@@ -261,6 +266,13 @@ def default_setup(cfg: Any, args: Any) -> None:
         torch.set_float32_matmul_precision(cfg.FLOAT32_PRECISION)
     elif has_unused_tf32() and not cfg.SOLVER.AMP.ENABLED:
         logger.info("Matrix products are in full float32; FLOAT32_PRECISION high lets this GPU use TF32, faster by far")
+
+
+def apply_options(cfg: Any, args: Any) -> list[Callable[[], None]]:
+    """Apply the options of projects that are in ``args``, see `OPTIONS`; returns what to call when the folder is ready."""
+    given = [option for option in OPTIONS if getattr(args, option.lstrip("-").replace("-", "_"), None)]
+    results = [load_plugin(module).apply(cfg, args) for module in dict.fromkeys(OPTIONS[option] for option in given)]
+    return [*filter(None, results)]
 
 
 def _translate(cfg: Any, args: Any) -> tuple[CfgNode, str]:

@@ -5,9 +5,10 @@ trainkit for one of its classes. Packages of other authors are named by ``IMPORT
 """
 
 import ast
+import contextlib
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -91,8 +92,25 @@ NAMES: Mapping[str, str] = {
 }
 """The name of a class or function, also of one in a registry -> the module that has and registers it."""
 
+OPTIONS: Mapping[str, str] = {}
+"""Option of the command line -> the module that adds it to the parser, in ``add_options(parser)``.
+
+If the option is given, `default_setup` calls ``apply(cfg, args)`` of the module before it uses the config. ``apply`` may
+change both, and may return a function, which is called when OUTPUT_DIR is ready: nothing of an earlier run is in it.
+"""
+
+RUN_HOOKS: Mapping[str, str] = {}
+"""The name of a hook class -> its module. Every `DefaultTrainer` has a hook of each class, if its project is there.
+
+The class takes no arguments, and its ``priority`` says where the hook stands.
+"""
+
 FORMATS = ("shards",)
 """Registered names of the checkpoint formats that are asked whether they accept weights which torch.save does not."""
+
+
+class MissingProjectError(ImportError):
+    """The project of a module of these tables is not installed."""
 
 
 def type_name(value: object) -> str:
@@ -101,14 +119,21 @@ def type_name(value: object) -> str:
 
 
 def load_plugin(module: str) -> ModuleType:
-    """Import a module of the table. Raises ImportError if its project is not there."""
+    """Import a module of the tables. Raises MissingProjectError if its project is not there."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         project = ".".join(module.split(".")[:3])
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
-        raise ImportError(f"this needs the project {project}, which is not installed") from error
+        raise MissingProjectError(f"this needs the project {project}, which is not installed") from error
+
+
+def installed(table: Mapping[str, str]) -> Iterator[tuple[str, ModuleType]]:
+    """The names of a table with their modules, without those whose project is not there."""
+    for name, module in table.items():
+        with contextlib.suppress(MissingProjectError):
+            yield name, load_plugin(module)
 
 
 def import_plugin_of(name: str) -> None:
