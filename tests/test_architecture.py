@@ -34,7 +34,6 @@ LAYERS = [
     ["trainkit.engine.logical_ranks"],
     ["trainkit.engine.train_loop"],
     ["trainkit.engine.hooks"],
-    ["trainkit.engine.model_options"],
     ["trainkit.engine.summary"],
     ["trainkit.engine.predictor", "trainkit.engine.launch", "trainkit.engine.capsule"],
     ["trainkit.engine.setup"],

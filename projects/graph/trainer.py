@@ -19,7 +19,6 @@ from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.build import TRAINER_REGISTRY, make_step_trainer
 from trainkit.engine.finite import parameters_of
 from trainkit.engine.metrics import FLAG, StepRecord, pack
-from trainkit.engine.model_options import require_cpp_compiler
 from trainkit.engine.step import SimpleTrainer
 from trainkit.utils import comm
 from trainkit.utils.events import EventStorage
@@ -93,9 +92,7 @@ class GraphTrainer(SimpleTrainer):
         self._reads: HostReads | None = None  # reads on the host in the last ordinary step before a recording
         self._newest: Hashable = None
         self._warned_of: set[str] = set()
-        if self._recorder is None:
-            require_cpp_compiler(self._device)
-        else:
+        if self._recorder is not None:
             _check_recordable(self.optimizer, skips=self.finite.skips)
             self.forget_recordings()
 

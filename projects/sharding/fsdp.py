@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.config import CfgNode, ConfigError, get_cfg
+from trainkit.config.errors import not_accepted
 from trainkit.engine.build import WRAPPER_REGISTRY, ModelBuilder
-from trainkit.engine.model_options import find_blocks
 from trainkit.utils import comm
 from trainkit.utils.device import resolve_device
 from trainkit.utils.parts import local_part
@@ -62,7 +62,7 @@ def fsdp(cfg: CfgNode, build: ModelBuilder) -> nn.Module:
             )
     shard_model(
         model,
-        find_blocks(model, options.BLOCKS, "MODEL.FSDP.BLOCKS") if options.BLOCKS else blocks_of_lists(model),
+        _blocks_of_classes(model, options.BLOCKS) if options.BLOCKS else blocks_of_lists(model),
         device_type=device_type,
         mesh=mesh[tuple(name for name in mesh.mesh_dim_names if name != "tp")],
         param_dtype=getattr(torch, options.PARAM_DTYPE, None),
@@ -73,6 +73,13 @@ def fsdp(cfg: CfgNode, build: ModelBuilder) -> nn.Module:
     if size > 1:
         set_rng_state(comm.all_gather(get_rng_state(), group=mesh["tp"].get_group())[0])
     return model
+
+
+def _blocks_of_classes(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    classes = {type(module).__name__ for module in model.modules()}
+    if not classes >= {*names}:
+        raise not_accepted("MODEL.FSDP.BLOCKS", names, ", ".join(sorted(classes)))
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def blocks_of_lists(model: nn.Module) -> list[nn.Module]:

@@ -75,8 +75,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "FLOAT32_PRECISION": ("", "highest", "high", "medium"),
     "LOG.EVAL_AXIS": ("iter", "epoch"),
     "LOG.LEVEL": ("DEBUG", "INFO", "WARNING", "ERROR"),
-    "MODEL.COMPILE.DYNAMIC": (False, True, None),
-    "MODEL.COMPILE.MODE": ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     "MODEL.DDP.COMPRESSION": ("", "fp16", "bf16"),
     "REQUEUE_SIGNAL": ("", "SIGUSR1", "SIGTERM"),
     "SOLVER.AMP.PRECISION": ("float16", "bfloat16"),

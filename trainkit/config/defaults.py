@@ -27,17 +27,6 @@ _C.MODEL = CN(new_allowed=True)  # Add the keys of your own model here.
 _C.MODEL.NAME = ""  # The name of the model in MODEL_REGISTRY.
 _C.MODEL.DEVICE = "auto"  # A torch device such as "cuda:1". "auto": CUDA if there is one, else MPS, else the CPU.
 _C.MODEL.WEIGHTS = ""  # A file or address to start from; only its model is loaded. A resumed run loads its own.
-_C.MODEL.CHANNELS_LAST = False  # True: store convolution weights in torch's channels_last format, faster on GPUs.
-_C.MODEL.ACTIVATION_CHECKPOINT = CN()  # Saves memory: the backward pass computes the outputs of some blocks again.
-_C.MODEL.ACTIVATION_CHECKPOINT.BLOCKS = []  # The class names of these blocks, such as ["Block"]. []: none.
-_C.MODEL.ACTIVATION_CHECKPOINT.KEEP = []  # Operations whose results are kept anyway, such as ["mm", "addmm"].
-_C.MODEL.COMPILE = CN()  # torch.compile. --eval-only does not compile the model.
-_C.MODEL.COMPILE.ENABLED = False  # True: compile the model.
-_C.MODEL.COMPILE.BACKEND = "inductor"  # The backend of torch.compile.
-_C.MODEL.COMPILE.MODE = "default"  # Or "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs".
-_C.MODEL.COMPILE.FULLGRAPH = False  # True: raise an error if a part of the model cannot be compiled.
-_C.MODEL.COMPILE.DYNAMIC = None  # This first default makes None acceptable.
-_C.MODEL.COMPILE.DYNAMIC = False  # False: compile for each shape. True: for any shape. None: torch decides.
 _C.MODEL.PARALLEL = "ddp"  # With several processes: "ddp", or a name in WRAPPER_REGISTRY, such as "fsdp".
 _C.MODEL.DDP = CN()  # torch's DistributedDataParallel, used with several processes.
 _C.MODEL.DDP.BROADCAST_BUFFERS = False  # True: in each iteration, first all ranks get the buffers of rank 0.

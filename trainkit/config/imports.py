@@ -48,6 +48,13 @@ def prepare_projects(cfg: CfgNode) -> CfgNode:
     return cfg
 
 
+def wrap_by_projects(function: str, cfg: CfgNode, part: Any) -> Any:
+    """``part``, after each project whose keys are in ``cfg`` has wrapped it by its ``function``, see `CONFIG_KEYS`."""
+    for project in projects_of(cfg):
+        part = getattr(project, function, lambda _, same: same)(cfg, part)
+    return part
+
+
 def choose(cfg: CfgNode, key: str, value: str, because: str) -> None:
     """Set a key that only one project may set, such as SOLVER.TRAINER. Raises ConfigError if another one has."""
     *parents, name = key.split(".")

@@ -28,9 +28,10 @@ from trainkit.config import (
 )
 from trainkit.config.checks import check_is_ours
 from trainkit.config.errors import look_up
+from trainkit.config.imports import wrap_by_projects
 from trainkit.data.build import build_test_loader, build_train_loader, check_epoch_limit, first_batches
 from trainkit.data.catalog import DatasetCatalog
-from trainkit.engine import hooks, model_options
+from trainkit.engine import hooks
 from trainkit.engine.build import ModelBuilder, build_parallel, build_step_trainer, make_step_trainer
 from trainkit.engine.capsule import leave_capsule
 from trainkit.engine.elastic import is_restarted, note_begin, requeue_job
@@ -146,7 +147,7 @@ class DefaultTrainer(TrainerBase):
         cfg = scale_lr_to_batch(cfg)
 
         def build(cfg: CfgNode) -> nn.Module:
-            return model_options.apply_model_options(cfg, on_device(cfg, self._build("build_model", cfg)))
+            return wrap_by_projects("wrap_model", cfg, on_device(cfg, self._build("build_model", cfg)))
 
         device_of_config(cfg)  # so that "cuda" in a build method means this device
         # in this order: users' build_optimizer may need the model, and their build_train_loader both
@@ -154,7 +155,6 @@ class DefaultTrainer(TrainerBase):
         optimizer = self._build("build_optimizer", cfg, model)
         data_loader = self._build("build_train_loader", cfg)
         check_epoch_limit(cfg, data_loader)
-        model_options.compile_model(cfg, model)
         if cfg.MODEL.PARALLEL == "ddp":
             model = create_ddp_model(model, **ddp_options(cfg))
         if cfg.SOLVER.LOGICAL_RANKS:
@@ -288,9 +288,6 @@ class DefaultTrainer(TrainerBase):
         except OSError:
             self.status = "failed"
             raise
-        except RuntimeError as error:
-            model_options.explain_graph_break(self.cfg, error)
-            raise
         finally:
             _kept_loaders.reset(token)  # ends their workers
             if comm.is_main_process() and self.status in ENDS:
@@ -341,8 +338,7 @@ class DefaultTrainer(TrainerBase):
         return Skip(self.cfg)
 
     def describe_inexact(self) -> list[str]:
-        compilation = model_options.describe_inexact_compilation(self.cfg)
-        return [*super().describe_inexact(), *self._trainer.describe_inexact(), *compilation]
+        return [*super().describe_inexact(), *self._trainer.describe_inexact()]
 
     def state_dict(self) -> dict[str, Any]:
         return {

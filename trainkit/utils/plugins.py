@@ -17,6 +17,9 @@ CONFIG_KEYS: Mapping[str, str] = {
     "DATALOADER.RANDOM_SUBSET_RATIO": "trainkit.projects.samplers.config",
     "DATALOADER.REPEAT_THRESHOLD": "trainkit.projects.samplers.config",
     "DATALOADER.REPEAT_SQRT": "trainkit.projects.samplers.config",
+    "MODEL.ACTIVATION_CHECKPOINT": "trainkit.projects.model_options.config",
+    "MODEL.CHANNELS_LAST": "trainkit.projects.model_options.config",
+    "MODEL.COMPILE": "trainkit.projects.model_options.config",
     "MODEL.FSDP": "trainkit.projects.sharding.config",
     "MODEL.TENSOR_PARALLEL": "trainkit.projects.sharding.config",
     "SOLVER.GRAPH": "trainkit.projects.graph.config",
@@ -25,9 +28,10 @@ CONFIG_KEYS: Mapping[str, str] = {
 }
 """Config key -> the module that declares it, and any keys below it, in ``add_config(cfg)``.
 
-The module may have two more functions, which are called if the key is in the config: ``check(cfg)``, by `check_values`,
+The module may have more functions, which are called if the key is in the config: ``check(cfg)``, by `check_values`,
 raises ConfigError if a value is wrong; ``prepare(cfg)`` changes the config of a `DefaultTrainer`, or calls
-`comm.set_data_ranks`, before anything is built.
+`comm.set_data_ranks`, before anything is built; ``wrap_model(cfg, model)`` returns the model to train, after
+``build_model``.
 """
 
 CONFIG_TYPES: Mapping[str, str] = {

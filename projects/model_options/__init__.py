@@ -1,0 +1,1 @@
+"""Memory format, activation checkpointing and compilation of a model, by keys of a config."""
