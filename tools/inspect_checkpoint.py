@@ -31,9 +31,9 @@ from trainkit.checkpoint.file import SAFETENSORS_SUFFIX, is_ours, read_file
 from trainkit.checkpoint.folder import checkpoint_files, choose, tagged_file
 from trainkit.checkpoint.format import format_of
 from trainkit.config import CfgNode, get_cfg
+from trainkit.config.config import changed_settings
 from trainkit.engine import user_errors_exit
 from trainkit.engine.fork import describe_parent
-from trainkit.engine.settings import changed_settings
 from trainkit.evaluation.testing import flatten_results_dict
 from trainkit.utils.periods import say_done
 

@@ -13,7 +13,7 @@ from typing import Any
 from trainkit.projects.loggers.service import ServiceWriter, default_environment, to_uint8_array
 
 from trainkit.config import CfgNode, get_cfg
-from trainkit.engine.settings import changed_settings
+from trainkit.config.config import changed_settings
 from trainkit.utils.events.storage import EventStorage
 from trainkit.utils.events.writers import WRITER_REGISTRY, Scalar
 

@@ -13,4 +13,4 @@ def add_config(cfg: CfgNode) -> None:
 
 def check(cfg: CfgNode) -> None:
     """Raises ConfigError if a number is out of range."""
-    check_ranges(cfg, {"DATALOADER.RANDOM_SUBSET_RATIO": "(0, 1]", "DATALOADER.REPEAT_THRESHOLD": "[0, inf)"})
+    check_ranges(cfg, {"(0, 1]": "DATALOADER.RANDOM_SUBSET_RATIO", "[0, inf)": "DATALOADER.REPEAT_THRESHOLD"})

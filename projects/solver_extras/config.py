@@ -40,7 +40,7 @@ def check(cfg: CfgNode) -> None:
     """Raises ConfigError if a value is wrong."""
     if "PARAM_GROUPS" in cfg.SOLVER:
         check_choices(cfg, {f"{_GROUPS}.KEY_MATCH": KEY_MATCHES})
-        check_ranges(cfg, {f"{_GROUPS}.LAYER_DECAY.NUM_LAYERS": "[0, inf)"}, whole=True)
+        check_ranges(cfg, {"[0, inf)": f"{_GROUPS}.LAYER_DECAY.NUM_LAYERS"})
         _check_param_groups(cfg.SOLVER)
     if cfg.SOLVER.get("OPTIMIZERS") and optimizer_argument(cfg.SOLVER, "LR")[0] == "SOLVER.OPTIMIZER.LR":
         raise ConfigError("SOLVER.OPTIMIZERS and SOLVER.OPTIMIZER.LR are both set; give each of OPTIMIZERS its LR")

@@ -85,11 +85,6 @@ def test_epochs_of_data_without_a_length_are_an_error_that_names_the_key():
         resolve_lengths(cfg, None)
 
 
-def test_an_epoch_has_more_than_no_iteration():
-    with pytest.raises(ValueError, match="iters_per_epoch must be None or above 0, got 0"):
-        resolve_lengths(get_cfg(), 0)
-
-
 @pytest.mark.parametrize(
     ("samples", "batch", "accumulation"), [(32, 8, 3), (1197, 64, 16), (40, 16, 1), (1000, 7, 11), (10, 64, 2)]
 )

@@ -86,8 +86,3 @@ def test_a_mismatch_is_logged_and_ends_the_process_with_code_1(caplog, entry, re
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
     assert re.search(said, record.getMessage())
-
-
-def test_an_expectation_without_four_parts_is_an_error():
-    with pytest.raises(ValueError, match=r"'top1', 99.0\].*\[task, metric, value, tolerance\]"):
-        verify_results(expecting(("classification", "top1", 99.0)), RESULTS)

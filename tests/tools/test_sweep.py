@@ -102,9 +102,9 @@ def test_draws_are_in_their_ranges_and_a_larger_number_begins_with_those_of_a_sm
         (["LR=log:0..1", "--random", "3"], "log:LOW..HIGH with 0 < LOW <= HIGH"),
         (["SEED=1", "--processes", "0"], "--processes is 0; accepted: 1 or more"),
         (["SEED=1", "--script", "absent.py"], "there is no file 'absent.py'"),
-        (["SOLVER.BASE_L=0.1,0.2"], "unknown key SOLVER.BASE_L; did you mean SOLVER.BASE_LR"),
+        (["SOLVER.BASE_L=0.1,0.2"], "unknown key SOLVER.BASE_L; did you mean 'SOLVER.BASE_LR'"),
         (["SEED=1,x"], "SEED: got 'x'"),
-        (["SEED=1", "--", "SOLVER.MAX_ITR", "4"], "did you mean SOLVER.MAX_ITER"),
+        (["SEED=1", "--", "SOLVER.MAX_ITR", "4"], "did you mean 'SOLVER.MAX_ITER'"),
         (["SEED=1", "--metric", "speed"], "'speed' does not tell whether more or less is better; give --mode"),
     ],
 )

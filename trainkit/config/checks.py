@@ -1,16 +1,15 @@
-"""Checks that every config must pass."""
+"""Checks that every config must pass: one table of the values that keys accept."""
 
 import difflib
-import functools
 import logging
-import operator
 from collections.abc import Iterable, Mapping
+from functools import reduce
 from typing import Any
 
 import yacs.config
 
-from trainkit.config.config import CfgNode, projects_of
-from trainkit.config.defaults import get_cfg
+from trainkit.config.config import CfgNode, get_key, projects_of
+from trainkit.config.defaults import CHOICES, RANGES, get_cfg
 from trainkit.config.errors import ConfigError, not_accepted
 from trainkit.config.lengths import LENGTH_KEYS, parse_length
 from trainkit.utils import comm
@@ -18,71 +17,9 @@ from trainkit.utils.numbers import is_number, is_whole
 
 logger = logging.getLogger(__name__)
 
-# Whole numbers and lengths, and numbers; None is accepted if it is the default. In a list, each item is checked.
-_WHOLE = {
-    "CHECKPOINT.BEST_TO_KEEP": "[1, inf)",
-    "CHECKPOINT.MAX_TO_KEEP": "[1, inf)",
-    "CHECKPOINT.START": "[0, inf)",
-    "DATALOADER.NUM_WORKERS": "[0, inf)",
-    "DATALOADER.OVERFIT_BATCHES": "[0, inf)",
-    "DATALOADER.PREFETCH_FACTOR": "[1, inf)",
-    "EARLY_STOPPING.PATIENCE": "[1, inf)",
-    "LOG.GATHER_PERIOD": "[1, inf)",
-    "LOG.PERIOD": "[1, inf)",
-    "LOG.WINDOW": "[1, inf)",
-    "SEED": f"[-1, {2**32})",
-    "SOLVER.ACCUMULATION_STEPS": "[1, inf)",
-    "SOLVER.CHECKPOINT_PERIOD": "[0, inf)",
-    "SOLVER.IMS_PER_BATCH": "[1, inf)",
-    "SOLVER.MAX_BATCHES_PER_EPOCH": "[0, inf)",
-    "SOLVER.MAX_ITER": f"[1, {2**63})",
-    "SOLVER.NON_FINITE.MAX_IN_ROW": "[1, inf)",
-    "SOLVER.NUM_DECAYS": "[0, inf)",
-    "SOLVER.REFERENCE_BATCH_SIZE": "[0, inf)",
-    "SOLVER.REFERENCE_WORLD_SIZE": "[0, inf)",
-    "SOLVER.STEPS": "[0, inf)",
-    "SOLVER.WARMUP_ITERS": "[0, inf)",
-    "STOP_CHECK_PERIOD": "[1, inf)",
-    "TEST.EVAL_PERIOD": "[0, inf)",
-    "TEST.EVAL_START": "[0, inf)",
-    "TEST.IMS_PER_BATCH": "[1, inf)",
-    "TEST.MAX_BATCHES": "[0, inf)",
-    "TEST.PRECISE_BN.NUM_ITER": "[1, inf)",
-}
-_NUMBERS = {
-    "DATALOADER.TIMEOUT": "[0, inf)",
-    "EARLY_STOPPING.MIN_DELTA": "[0, inf)",
-    "EARLY_STOPPING.THRESHOLD": "(-inf, inf)",
-    "SOLVER.AMP.INIT_SCALE": "(0, inf)",
-    "SOLVER.BASE_LR": "[0, inf)",
-    "SOLVER.BASE_LR_END": "[0, inf)",
-    "SOLVER.BIAS_LR_FACTOR": "[0, inf)",
-    "SOLVER.CLIP_GRADIENTS.CLIP_VALUE": "(0, inf]",
-    "SOLVER.CLIP_GRADIENTS.NORM_TYPE": "(0, inf]",
-    "SOLVER.GAMMA": "[0, inf)",
-    "SOLVER.MOMENTUM": "[0, 1]",
-    "SOLVER.WARMUP_FACTOR": "[0, inf)",
-    "SOLVER.WEIGHT_DECAY": "[0, inf)",
-    "SOLVER.WEIGHT_DECAY_BIAS": "[0, inf)",
-    "SOLVER.WEIGHT_DECAY_NORM": "[0, inf)",
-}
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "CHECKPOINT.BEST_MODE": ("auto", "max", "min"),
-    "CHECKPOINT.PUBLISH": ("", "model", "ema"),
-    "CHECKPOINT.PUBLISH_FORMAT": ("pth", "safetensors"),
-    "DATALOADER.SKIP_MODE": ("shift", "consume"),
-    "EARLY_STOPPING.MODE": ("auto", "max", "min"),
-    "FLOAT32_PRECISION": ("", "highest", "high", "medium"),
-    "LOG.EVAL_AXIS": ("iter", "epoch"),
-    "LOG.LEVEL": ("DEBUG", "INFO", "WARNING", "ERROR"),
-    "MODEL.DDP.COMPRESSION": ("", "fp16", "bf16"),
-    "REQUEUE_SIGNAL": ("", "SIGUSR1", "SIGTERM"),
-    "SOLVER.AMP.PRECISION": ("float16", "bfloat16"),
-    "SOLVER.NON_FINITE.POLICY": ("raise", "skip", "ignore"),
-    "SOLVER.CLIP_GRADIENTS.CLIP_TYPE": ("value", "norm", "full_model"),
-}
 # (setting, other setting, reason): they exclude each other; a key without "=" means: if it is on
 _CONFLICTS: tuple[tuple[str, str, str], ...] = (
+    ("DETERMINISTIC", "CUDNN_BENCHMARK", "the benchmark chooses kernels by their speed"),
     ("MODEL.DDP.STATIC_GRAPH", "MODEL.DDP.FIND_UNUSED_PARAMETERS", "a static graph finds unused parameters itself"),
     ("DATALOADER.OVERFIT_BATCHES", "SOLVER.MAX_BATCHES_PER_EPOCH", "both say how many batches an epoch has"),
     ("SOLVER.ACCUMULATION_FACTORS", "SOLVER.MAX_BATCHES_PER_EPOCH", "if the factor changes, there are no epochs"),
@@ -104,12 +41,9 @@ _NEEDS = (
 
 
 def check_is_ours(cfg: Any) -> None:
-    """Raises ConfigError if ``cfg`` is a CfgNode of another program, which does not have trainkit's keys and checks."""
+    """Raises ConfigError if ``cfg`` is a CfgNode of another program, which lacks trainkit's keys and checks."""
     if isinstance(cfg, yacs.config.CfgNode) and not isinstance(cfg, CfgNode):
-        raise ConfigError(
-            f"cfg is a {type(cfg).__module__}.CfgNode, which lacks keys of trainkit; use trainkit's get_cfg "
-            "(trainkit.config.get_cfg), and merge your settings into its result"
-        )
+        raise ConfigError(f"cfg is a {type(cfg).__module__}.CfgNode; use trainkit's get_cfg, and merge your settings")
 
 
 def check_values(cfg: CfgNode, *, warn: bool = True) -> None:
@@ -120,16 +54,19 @@ def check_values(cfg: CfgNode, *, warn: bool = True) -> None:
     Raises:
         ConfigError: names the key, the value and what is accepted.
     """
-    check_ranges(cfg, _WHOLE, whole=True)
-    check_ranges(cfg, _NUMBERS)
-    check_choices(cfg, _CHOICES)
+    check_ranges(cfg, RANGES)
+    check_choices(cfg, CHOICES)
     check_conflicts(cfg, _CONFLICTS)
     defaults = get_cfg()
     for key, needed in _NEEDS:
-        if _get(cfg, key) != _get(defaults, key) and not _get(cfg, needed):
-            raise ConfigError(f"{key} is {_get(cfg, key)!r}, but {needed} is {_get(cfg, needed)!r}; set it")
-    if not cfg.OUTPUT_DIR:
-        raise not_accepted("OUTPUT_DIR", "", "a folder")
+        if get_key(cfg, key) != get_key(defaults, key) and not get_key(cfg, needed):
+            raise ConfigError(f"{key} is {get_key(cfg, key)!r}, but {needed} is {get_key(cfg, needed)!r}; set it")
+    for key in ("OUTPUT_DIR", "CHECKPOINT.DIR"):
+        folder = get_key(cfg, key)
+        if not isinstance(folder, str) or "\0" in folder or (":/" in folder and "://" not in folder):
+            raise not_accepted(key, folder, 'a folder, or an address such as "s3://bucket/run"')
+    if not cfg.OUTPUT_DIR.strip():
+        raise not_accepted("OUTPUT_DIR", cfg.OUTPUT_DIR, "a folder")
     if len({*cfg.LOG.WRITERS}) < len(cfg.LOG.WRITERS):
         raise not_accepted("LOG.WRITERS", cfg.LOG.WRITERS, "each name once")
     scale, best = cfg.SOLVER.AMP.LOSS_SCALE, cfg.CHECKPOINT.BEST_METRIC
@@ -137,7 +74,9 @@ def check_values(cfg: CfgNode, *, warn: bool = True) -> None:
         raise not_accepted("SOLVER.AMP.LOSS_SCALE", scale, '"dynamic", or a number in (0, inf)')
     if not all(isinstance(name, str) for name in (best if isinstance(best, list | tuple) else [best or ""])):
         raise not_accepted("CHECKPOINT.BEST_METRIC", best, 'None, a name such as "task/top1", or a list of names')
-    check_expected_results(cfg)
+    for entry in cfg.TEST.EXPECTED_RESULTS:
+        if not isinstance(entry, list | tuple) or len(entry) != 4:
+            raise not_accepted("TEST.EXPECTED_RESULTS", entry, "entries [task, metric, value, tolerance]")
     check_logical_ranks(cfg.SOLVER.LOGICAL_RANKS)
     _check_pairs("DATALOADER.SKIP", cfg.DATALOADER.SKIP, 0, slice(None), "[start, end]")
     _check_pairs(
@@ -149,35 +88,37 @@ def check_values(cfg: CfgNode, *, warn: bool = True) -> None:
         getattr(project, "check", lambda _: None)(cfg)
 
 
-def check_ranges(cfg: CfgNode, ranges: Mapping[str, str], *, whole: bool = False) -> None:
-    """Raises ConfigError if a value is not in its interval, such as ``"[0, inf)"``; NaN is in none.
+def check_ranges(cfg: CfgNode, ranges: Mapping[str, str]) -> None:
+    """Raises ConfigError if a value, or an item of a list, is not in its interval.
 
     Args:
-        whole: accept only whole numbers, and lengths in epochs for the keys of ``LENGTH_KEYS``.
+        ranges: interval, such as ``"[0, inf)"`` -> keys. A key whose default is an int takes whole numbers, and if it
+            is one of ``LENGTH_KEYS``, also epochs. A key whose default is None takes None.
     """
     defaults = get_cfg()
-    for key, interval in ranges.items():
-        value = functools.reduce(getattr, key.split("."), cfg)  # getattr: a project may declare the key now
+    for interval, key in ((interval, key) for interval, keys in ranges.items() for key in keys.split()):
+        value, default = (reduce(getattr, key.split("."), node) for node in (cfg, defaults))
+        is_whole_key = isinstance(default, int) or key in LENGTH_KEYS
         for item in value if isinstance(value, list | tuple) else [value]:
-            if item is None and functools.reduce(getattr, key.split("."), defaults) is None:
-                continue
             if isinstance(item, str) and key in LENGTH_KEYS:
                 parse_length(item, key)
-            elif not _is_in(item, interval) or (whole and not isinstance(item, int)):
-                raise not_accepted(key, value, f"{'a whole number' if whole else 'a number'} in {interval}")
+            elif not (
+                item is None is default or (_is_in(item, interval) and (isinstance(item, int) or not is_whole_key))
+            ):
+                raise not_accepted(key, value, f"a {'whole ' * is_whole_key}number in {interval}")
 
 
 def _is_in(value: object, interval: str) -> bool:
+    """NaN is in no interval."""
     low, high = map(float, interval[1:-1].split(", "))
-    if not is_number(value) or (value == low and interval[0] == "(") or (value == high and interval[-1] == ")"):
-        return False
-    return low <= value <= high
+    is_end = (value == low and interval[0] == "(") or (value == high and interval[-1] == ")")
+    return is_number(value) and low <= value <= high and not is_end
 
 
 def check_choices(cfg: CfgNode, choices: Mapping[str, Iterable[Any]]) -> None:
     """Raises ConfigError if a value is not one of its choices."""
     for key, accepted in choices.items():
-        value = functools.reduce(getattr, key.split("."), cfg)
+        value = reduce(getattr, key.split("."), cfg)
         if value not in accepted:
             raise not_accepted(key, value, ", ".join(map(repr, accepted)))
 
@@ -188,8 +129,13 @@ def check_conflicts(cfg: CfgNode, conflicts: Iterable[tuple[str, str, str]]) -> 
     Args:
         conflicts: (key, other key, reason); ``KEY=value`` means this value, ``KEY`` alone that it is on.
     """
+
+    def is_on(setting: str) -> bool:
+        key, _, wanted = setting.partition("=")
+        return get_key(cfg, key) == wanted if wanted else bool(get_key(cfg, key))
+
     for one, other, reason in conflicts:
-        if _is_on(cfg, one) and _is_on(cfg, other):
+        if is_on(one) and is_on(other):
             raise ConfigError(f"{one} and {other} exclude each other: {reason}; set one of them")
 
 
@@ -201,13 +147,6 @@ def check_logical_ranks(ranks: int) -> None:
             f"SOLVER.LOGICAL_RANKS is {ranks}, and there are {world_size} processes; accepted: a power of two that is "
             "a multiple of the number of processes, or 0 (off). Change one of the two numbers"
         )
-
-
-def check_expected_results(cfg: CfgNode) -> None:
-    """Raises ConfigError if an entry of TEST.EXPECTED_RESULTS does not have its four parts."""
-    for entry in cfg.TEST.EXPECTED_RESULTS:
-        if not isinstance(entry, list | tuple) or len(entry) != 4:
-            raise not_accepted("TEST.EXPECTED_RESULTS", entry, "entries [task, metric, value, tolerance]")
 
 
 def _check_pairs(key: str, pairs: list[Any], minimum: int, growing: slice, form: str) -> None:
@@ -225,16 +164,3 @@ def _warn_of_similar_keys(node: CfgNode, default: CfgNode, prefix: str = "") -> 
                 logger.warning(text, prefix + name, prefix + known)
         elif isinstance(value, CfgNode) and isinstance(default[name], CfgNode):
             _warn_of_similar_keys(value, default[name], f"{prefix}{name}.")
-
-
-def _get(cfg: CfgNode, key: str) -> Any:
-    return functools.reduce(operator.getitem, key.split("."), cfg)
-
-
-def _is_on(cfg: CfgNode, setting: str) -> bool:
-    """Whether a setting is on; a key that no project has declared is off."""
-    key, _, value = setting.partition("=")
-    try:
-        return _get(cfg, key) == value if value else bool(_get(cfg, key))
-    except KeyError:
-        return False

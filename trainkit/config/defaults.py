@@ -3,6 +3,8 @@
 Keys in ``trainkit.config.lengths.LENGTH_KEYS`` take iterations (``500``) or epochs (``"3ep"``).
 """
 
+from typing import Any
+
 from trainkit.config.config import CfgNode as CN
 from trainkit.config.config import mark_keys_of_projects
 
@@ -149,6 +151,41 @@ _C.LOG.WRITERS = ["console", "json", "tensorboard"]  # Also "csv", or a name in 
 _C.LOG.LEVEL = "INFO"  # The terminal shows lines from this level on: DEBUG, INFO, WARNING or ERROR. log.txt has all.
 _C.LOG.PROGRESS = True  # True: show progress bars instead of log lines in a terminal or notebook.
 _C.LOG.EVAL_AXIS = "iter"  # Writers show evaluation results over "iter" or "epoch".
+
+RANGES = {
+    "[-1, 4294967296)": "SEED",
+    "[1, 9223372036854775808)": "SOLVER.MAX_ITER",
+    "[1, inf)": "CHECKPOINT.BEST_TO_KEEP CHECKPOINT.MAX_TO_KEEP DATALOADER.PREFETCH_FACTOR EARLY_STOPPING.PATIENCE "
+    "LOG.GATHER_PERIOD LOG.PERIOD LOG.WINDOW SOLVER.ACCUMULATION_STEPS SOLVER.IMS_PER_BATCH "
+    "SOLVER.NON_FINITE.MAX_IN_ROW STOP_CHECK_PERIOD TEST.IMS_PER_BATCH TEST.PRECISE_BN.NUM_ITER",
+    "[0, inf)": "CHECKPOINT.START DATALOADER.NUM_WORKERS DATALOADER.OVERFIT_BATCHES DATALOADER.TIMEOUT "
+    "EARLY_STOPPING.MIN_DELTA SOLVER.BASE_LR SOLVER.BASE_LR_END SOLVER.BIAS_LR_FACTOR SOLVER.CHECKPOINT_PERIOD "
+    "SOLVER.GAMMA SOLVER.MAX_BATCHES_PER_EPOCH SOLVER.NUM_DECAYS SOLVER.REFERENCE_BATCH_SIZE "
+    "SOLVER.REFERENCE_WORLD_SIZE SOLVER.STEPS SOLVER.WARMUP_FACTOR SOLVER.WARMUP_ITERS SOLVER.WEIGHT_DECAY "
+    "SOLVER.WEIGHT_DECAY_BIAS SOLVER.WEIGHT_DECAY_NORM TEST.EVAL_PERIOD TEST.EVAL_START TEST.MAX_BATCHES",
+    "[0, 1]": "SOLVER.MOMENTUM",
+    "(0, inf)": "SOLVER.AMP.INIT_SCALE",
+    "(0, inf]": "SOLVER.CLIP_GRADIENTS.CLIP_VALUE SOLVER.CLIP_GRADIENTS.NORM_TYPE",
+    "(-inf, inf)": "EARLY_STOPPING.THRESHOLD",
+}
+"""Interval -> the keys that accept its numbers, see `trainkit.config.checks.check_ranges`."""
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "CHECKPOINT.BEST_MODE": ("auto", "max", "min"),
+    "CHECKPOINT.PUBLISH": ("", "model", "ema"),
+    "CHECKPOINT.PUBLISH_FORMAT": ("pth", "safetensors"),
+    "DATALOADER.SKIP_MODE": ("shift", "consume"),
+    "EARLY_STOPPING.MODE": ("auto", "max", "min"),
+    "FLOAT32_PRECISION": ("", "highest", "high", "medium"),
+    "LOG.EVAL_AXIS": ("iter", "epoch"),
+    "LOG.LEVEL": ("DEBUG", "INFO", "WARNING", "ERROR"),
+    "MODEL.DDP.COMPRESSION": ("", "fp16", "bf16"),
+    "REQUEUE_SIGNAL": ("", "SIGUSR1", "SIGTERM"),
+    "SOLVER.AMP.PRECISION": ("float16", "bfloat16"),
+    "SOLVER.CLIP_GRADIENTS.CLIP_TYPE": ("value", "norm", "full_model"),
+    "SOLVER.NON_FINITE.POLICY": ("raise", "skip", "ignore"),
+    "VERSION": (1, 2),  # 2: detectron2's; its keys mean the same here
+}
+"""All values that a key accepts."""
 
 
 def get_cfg() -> CN:

@@ -24,26 +24,12 @@ def configurable(
 def configurable(
     init_func: Callable[..., Any] | None = None, *, from_config: Callable[..., dict[str, Any]] | None = None
 ) -> Callable[..., Any]:
-    """Let a function, or a class by its ``__init__``, be called with a config in place of its arguments.
+    """Let a class (by its ``__init__``) or a function be called with a config in place of its arguments.
 
-    ``from_config(cfg, ...)`` translates a config into a dict of arguments::
-
-        class Net(nn.Module):
-            @configurable
-            def __init__(self, width, depth=2): ...
-
-            @classmethod
-            def from_config(cls, cfg):
-                return {"width": cfg.MODEL.WIDTH}
-
-
-        @configurable(from_config=lambda cfg: {"width": cfg.MODEL.WIDTH})
-        def build(width, depth=2): ...
-
-    ``Net(width=8)``, ``Net(cfg)``, ``Net(cfg=cfg)`` and ``Net(cfg, depth=3)`` then all work. A call uses the config if
-    its first positional or its ``cfg`` argument is a CfgNode or an omegaconf DictConfig. Further arguments go to
-    ``from_config`` if it has a parameter for them, else to the constructor, where they win over the result of
-    ``from_config``.
+    ``from_config(cfg, ...)``, a class method or the argument, gives a dict of arguments. ``Net(width=8)``, ``Net(cfg)``
+    and ``Net(cfg, depth=3)`` then all work. A call uses the config if its first positional or its ``cfg`` argument is a
+    CfgNode or an omegaconf DictConfig. Further arguments go to ``from_config`` if it has a parameter for them, else
+    they win over its result.
 
     Raises:
         AttributeError: an object is made, and its class has no class method ``from_config``.
@@ -57,14 +43,14 @@ def configurable(
 
         @functools.wraps(func)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            own = args[:1] if is_method else ()
+            own, args = args[:is_method], args[is_method:]
             # of type(self), which may be a subclass that overrides it alone
             translate = getattr(type(own[0]), "from_config", None) if own else from_config
             if own and not inspect.ismethod(translate):
-                raise AttributeError(
-                    f"{type(own[0]).__qualname__} is configurable and needs a @classmethod from_config"
-                )
-            args, kwargs = _translate(translate, args[len(own) :], kwargs)
+                raise AttributeError(f"{type(own[0]).__qualname__} needs a @classmethod from_config")
+            cfg = args[0] if args else kwargs.get("cfg")
+            if isinstance(cfg, CfgNode) or type_name(cfg) in CONFIG_TYPES:
+                args, kwargs = (), _arguments(translate, args, kwargs)
             return func(*own, *args, **kwargs)
 
         if not is_method:
@@ -74,15 +60,9 @@ def configurable(
     return decorate if init_func is None else decorate(init_func)
 
 
-def _translate(
-    from_config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of the call itself: the given ones, unless one of them is a config."""
-    cfg = args[0] if args else kwargs.get("cfg")
-    if not isinstance(cfg, CfgNode) and type_name(cfg) not in CONFIG_TYPES:
-        return args, kwargs
+def _arguments(from_config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(from_config).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     known = {key: value for key, value in kwargs.items() if takes_any or key in names}
-    return (), from_config(*args, **known) | {key: value for key, value in kwargs.items() if key not in known}
+    return from_config(*args, **known) | {key: value for key, value in kwargs.items() if key not in known}

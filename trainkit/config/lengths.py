@@ -4,7 +4,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import reduce
 from typing import Any, TypeVar
 
 from fvcore.common.config import CfgNode
@@ -15,7 +14,7 @@ from trainkit.utils.periods import exact, whole_or_rounded
 LENGTH_KEYS = frozenset(
     {
         "SOLVER.MAX_ITER",
-        "SOLVER.STEPS",  # a list of lengths
+        "SOLVER.STEPS",
         "SOLVER.WARMUP_ITERS",
         "SOLVER.CHECKPOINT_PERIOD",
         "CHECKPOINT.START",
@@ -25,10 +24,8 @@ LENGTH_KEYS = frozenset(
         "VIS_PERIOD",
     }
 )
-"""Keys of a config that take iterations or epochs."""
-ENTRY_KEYS = ("HOOKS", "SOLVER.SCHEDULES")  # lists of entries, in which every text such as "3ep" is a length
-LENGTH_FORMS = 'iterations (an int, such as 500) or epochs (such as "3ep" or "0.5ep")'
-
+"""Keys of a config that take iterations or epochs; SOLVER.STEPS takes a list of them."""
+_ENTRY_KEYS = {"HOOKS", "SOLVER.SCHEDULES"}  # lists of entries, in which every text such as "3ep" is a length
 _EPOCHS = re.compile(r"(\d+(?:\.\d+)?)ep")
 _Cfg = TypeVar("_Cfg", bound=CfgNode)
 
@@ -47,9 +44,6 @@ class Epochs:
 def parse_length(value: object, key: str = "length") -> int | Epochs:
     """Read one length; a number of iterations is returned as it is.
 
-    Args:
-        key: the key that has the value, for errors.
-
     Raises:
         ConfigError: ``value`` is neither an int (a bool does not count) nor a text such as "3ep".
     """
@@ -57,7 +51,7 @@ def parse_length(value: object, key: str = "length") -> int | Epochs:
         return int(value)
     match = _EPOCHS.fullmatch(value) if isinstance(value, str) else None
     if match is None:
-        raise not_accepted(key, value, LENGTH_FORMS)
+        raise not_accepted(key, value, 'iterations (an int, such as 500) or epochs (such as "3ep" or "0.5ep")')
     return Epochs(float(match[1]))
 
 
@@ -69,28 +63,22 @@ def resolve_lengths(cfg: _Cfg, iters_per_epoch: int | None) -> _Cfg:
 
     Raises:
         ConfigError: a length is in epochs while ``iters_per_epoch`` is None.
-        ValueError: ``iters_per_epoch`` is not above 0.
     """
-    if iters_per_epoch is not None and iters_per_epoch <= 0:
-        raise ValueError(f"iters_per_epoch must be None or above 0, got {iters_per_epoch}")
+
+    def resolve(key: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: resolve(f"{key}.{name}", item) for name, item in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(resolve(f"{key}[{i}]", item) for i, item in enumerate(value))
+        if not isinstance(value, str) or not _EPOCHS.fullmatch(value):
+            return value
+        if iters_per_epoch is None:
+            raise not_accepted(key, value, "iterations, since an epoch of these data has no length")
+        return Epochs(float(value[:-2])).to_iters(iters_per_epoch)
+
     resolved = cfg.clone()
-    for full_key in [*sorted(LENGTH_KEYS), *ENTRY_KEYS]:
-        *parents, name = full_key.split(".")
-        node: Any = reduce(lambda node, parent: node.get(parent, {}), parents, resolved)
-        if name in node:  # by item, which works for a frozen node too
-            node[name] = _resolve(full_key, node[name], iters_per_epoch)
+    for key in sorted(LENGTH_KEYS | _ENTRY_KEYS):
+        *parents, name = key.split(".")
+        node = resolved[parents[0]] if parents else resolved
+        node[name] = resolve(key, node[name])  # by item, which works for a frozen node too
     return resolved
-
-
-def _resolve(where: str, value: Any, iters_per_epoch: int | None) -> Any:
-    """Replace each length in epochs in a value."""
-    if isinstance(value, Mapping):
-        return {key: _resolve(f"{where}.{key}", item, iters_per_epoch) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_resolve(f"{where}[{i}]", item, iters_per_epoch) for i, item in enumerate(value))
-    match = _EPOCHS.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
-        return value
-    if iters_per_epoch is None:
-        raise not_accepted(where, value, "iterations, since an epoch of these data has no length")
-    return Epochs(float(match[1])).to_iters(iters_per_epoch)

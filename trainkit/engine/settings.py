@@ -1,12 +1,13 @@
 """Compare the settings of a run with the defaults, and with those of its checkpoint."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from trainkit.config import CfgNode
+from trainkit.config.config import changed_settings
 from trainkit.config.yaml_files import parse_literal
 from trainkit.utils import comm
 from trainkit.utils.tables import format_table
@@ -21,15 +22,6 @@ _OF_CHECKPOINT = re.compile(
     r"SEED|SOLVER\.(BASE_LR|REFERENCE_BATCH_SIZE|MOMENTUM|NESTEROV|WEIGHT_DECAY(_NORM|_BIAS)?|BIAS_LR_FACTOR"
     r"|OPTIMIZER(?!\.NAME).*|PARAM_GROUP.*|AMP\.INIT_SCALE)"
 )
-
-
-def changed_settings(cfg: CfgNode, default: CfgNode, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(full key, value) of each setting of ``cfg`` that differs from ``default`` or is not in it."""
-    for key, value in cfg.items():
-        if isinstance(value, CfgNode):
-            yield from changed_settings(value, default.get(key, CfgNode()), f"{prefix}{key}.")
-        elif key not in default or value != default[key]:
-            yield prefix + key, value
 
 
 def changes_since(cfg: CfgNode, former: CfgNode) -> list[tuple[str, Any, Any]]:

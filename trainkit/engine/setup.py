@@ -24,11 +24,11 @@ from trainkit.checkpoint.format import owner_of_part
 from trainkit.checkpoint.store import local_folder, mirror_of
 from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, import_modules
 from trainkit.config.checks import check_is_ours
+from trainkit.config.config import changed_settings
 from trainkit.engine.elastic import JOB_FILE, is_first_to_fail, is_restarted, look_for_requeue, note_begin
 from trainkit.engine.fork import take_settings
 from trainkit.engine.launch import check_processes
 from trainkit.engine.origin import RUN_DOES_IT, active_replay, note_command
-from trainkit.engine.settings import changed_settings
 from trainkit.utils import comm, events
 from trainkit.utils.collect_env import collect_env_info, describe_load
 from trainkit.utils.device import has_unused_tf32

@@ -395,7 +395,7 @@ def test_loading_a_saved_config_runs_and_imports_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("tag", ["!!python/name:os.system", "!!python/object/apply:os.getcwd []", "!!python/tuple [1]"])
 def test_a_tag_that_names_code_is_refused(tmp_path, tag):
-    with pytest.raises(ConfigError, match="cfg.yaml, line 1: .*python"):
+    with pytest.raises(ConfigError, match=r"cfg.yaml: .*python(.*\n)* .*line 1"):
         load_yaml(tmp_path, f"model: {tag}")
 
 
