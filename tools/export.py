@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from predict import ROOT, build_cfg, check_writable
 from tabulate import tabulate
 from torch import Tensor, nn
 from user_job import SCRIPT_HELP, find_trainer
 
+from predict import ROOT, build_cfg, check_writable
 from trainkit.config import CfgNode, ConfigError, import_modules
 from trainkit.engine import DefaultPredictor, user_errors_exit
 

@@ -24,9 +24,9 @@ from pathlib import Path
 
 import torch
 from find_lr import config_of_test
-from predict import ROOT
 from user_job import SCRIPT_HELP, find_trainer, only_logging
 
+from predict import ROOT
 from trainkit.config import CfgNode, ConfigError, get_cfg
 from trainkit.engine import DefaultTrainer, HookBase, user_errors_exit
 from trainkit.utils.device import accelerator_runs_ahead, resolve_device

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from predict import ROOT, check_writable
 from user_job import SCRIPT_HELP, find_trainer, only_logging
 
+from predict import ROOT, check_writable
 from trainkit.config import CfgNode, ConfigError, get_cfg, import_modules
 from trainkit.engine import DefaultTrainer, user_errors_exit
 from trainkit.engine.hooks import HOOK_REGISTRY, HookBase

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from trainkit.projects.hooks.publish_weights import publish_weights
 
 from tests.checkpoint.conftest import Counter, linear, weight_of
 from trainkit.checkpoint import Checkpointer, CheckpointError
-from trainkit.checkpoint.publish import publish_weights
 
 
 def damage(path):

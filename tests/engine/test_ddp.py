@@ -131,7 +131,7 @@ def in_turn(model, turns, xs):
     data = [(torch.tensor(head), torch.tensor(x)) for head in turns for x in xs]
     trainer = SimpleTrainer(model, data, sgd(model, 0.25), accumulation_steps=len(xs))
     trainer.register_hooks([UnusedParameters()])
-    logger, log = logging.getLogger("trainkit.engine.hooks.unused_parameters"), Log(level=logging.ERROR)
+    logger, log = logging.getLogger("trainkit.projects.hooks.unused_parameters"), Log(level=logging.ERROR)
     logger.addHandler(log)
     try:
         trainer.train(0, 6)

@@ -762,23 +762,6 @@ def test_a_predictor_without_weights_is_an_error(tmp_path, weights, error, messa
         DefaultPredictor(tiny_cfg(tmp_path, "MODEL.WEIGHTS", weights))
 
 
-@pytest.mark.parametrize(
-    ("metric", "options"),
-    [
-        ("raw/classification/top1", []),
-        ("raw/classification/top1", ["HOOKS", [{"NAME": "EMAHook"}]]),
-        ("classification/top1", ["TEST.EVALUATORS", []]),
-        ("classification/top1", ["DATASETS.VAL", ("tiny_val",), "HOOKS", [{"NAME": "EvalHook", "ENABLED": False}]]),
-    ],
-    ids=str,
-)
-def test_a_metric_that_no_evaluation_will_give_is_an_error_before_the_first_iteration(tmp_path, metric, options):
-    trainer = DefaultTrainer(tiny_cfg(tmp_path, "CHECKPOINT.BEST_METRIC", metric, *options))
-    with pytest.raises(ConfigError, match=f"BestCheckpointer looks at the metric '{metric}', which the evaluation doe"):
-        trainer.train()
-    assert trainer.status == "not started"
-
-
 def test_a_metric_of_the_models_own_weights_may_be_looked_at_where_both_are_evaluated(tmp_path):
     both = ["HOOKS", [{"NAME": "EMAHook", "EVALUATE": "both"}]]
     trainer = DefaultTrainer(tiny_cfg(tmp_path, "CHECKPOINT.BEST_METRIC", "raw/classification/top1", *both))

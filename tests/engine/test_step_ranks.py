@@ -93,7 +93,7 @@ def two_heads(rank, folder, **kwargs):
             events.append(record.getMessage()[:89])
 
     events, log = [], Log(level=logging.ERROR)
-    logging.getLogger("trainkit.engine.hooks.unused_parameters").addHandler(log)
+    logging.getLogger("trainkit.projects.hooks.unused_parameters").addHandler(log)
     model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("one", "two", "three")})
 
     class Heads(nn.Module):
@@ -112,7 +112,7 @@ def two_heads(rank, folder, **kwargs):
         trainer.train(0, 3)
     except RuntimeError as error:
         events.append((trainer.iter, str(error)[:42]))
-    logging.getLogger("trainkit.engine.hooks.unused_parameters").removeHandler(log)
+    logging.getLogger("trainkit.projects.hooks.unused_parameters").removeHandler(log)
     return events
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from trainkit.projects.hooks.publish_weights import publish_weights
 
 from tests.checkpoint.conftest import Counter, linear
 from tests.engine.job import tiny_cfg
@@ -16,7 +17,6 @@ from tools import inspect_checkpoint
 from trainkit.checkpoint import Checkpointer
 from trainkit.checkpoint.contents import differing
 from trainkit.checkpoint.file import read_file, write_file
-from trainkit.checkpoint.publish import publish_weights
 from trainkit.engine import DefaultTrainer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -29,7 +29,6 @@ _CONFLICTS: tuple[tuple[str, str, str], ...] = (
     ("SOLVER.LOGICAL_RANKS", "MODEL.DDP.COMPRESSION", "it rounds what processes exchange, and one process does not"),
     ("SOLVER.LOGICAL_RANKS", "MODEL.DDP.BROADCAST_BUFFERS", "all processes have the same buffers already"),
     ("SOLVER.LOGICAL_RANKS", "MODEL.DDP.GRADIENT_AS_BUCKET_VIEW", "one process has no buckets"),
-    ("SOLVER.LOGICAL_RANKS", "TEST.PRECISE_BN.ENABLED", "its statistics depend on the number of processes"),
 )
 # (setting, another one): the first, if it is not the default, has no effect without the second
 _NEEDS = (

@@ -117,8 +117,6 @@ _C.CHECKPOINT.MAX_TO_KEEP = None  # How many periodic files are kept. None: all.
 _C.CHECKPOINT.BEST_METRIC = None  # Such as "classification/top1", or a list of names. None: no best checkpoint.
 _C.CHECKPOINT.BEST_MODE = "auto"  # "max": larger values are better. "min": smaller. "auto": by the metric's name.
 _C.CHECKPOINT.BEST_TO_KEEP = 1  # 3: keep the 3 best also as model_best_<iteration>. 1: only model_best.
-_C.CHECKPOINT.PUBLISH = ""  # "model" or "ema": at the end, write files of only these weights (final and best). "": no.
-_C.CHECKPOINT.PUBLISH_FORMAT = "pth"  # The format of these files: "pth", or "safetensors" (needs that package).
 
 _C.HOOKS = []  # [{NAME: EMAHook, DECAY: 0.999}, ...], see trainkit.engine.hooks.ConfiguredHooks.
 
@@ -131,9 +129,6 @@ _C.TEST.EVAL_PERIOD = 0  # How often the model is evaluated during training. 0: 
 _C.TEST.EVAL_START = 0  # If not 0, the first periodic evaluation comes after this many iterations.
 _C.TEST.EVAL_AT_START = False  # True: also evaluate before training, which finds a broken evaluator early.
 _C.TEST.EXPECTED_RESULTS = []  # [[task, metric, value, tolerance], ...]: the final results are checked against these.
-_C.TEST.PRECISE_BN = CN()
-_C.TEST.PRECISE_BN.ENABLED = False  # True: compute the statistics of batch norm layers again before each evaluation.
-_C.TEST.PRECISE_BN.NUM_ITER = 200  # The number of batches for these statistics.
 
 _C.EARLY_STOPPING = CN()
 _C.EARLY_STOPPING.METRIC = ""  # Such as "classification/top1". "": no early stopping.
@@ -157,7 +152,7 @@ RANGES = {
     "[1, 9223372036854775808)": "SOLVER.MAX_ITER",
     "[1, inf)": "CHECKPOINT.BEST_TO_KEEP CHECKPOINT.MAX_TO_KEEP DATALOADER.PREFETCH_FACTOR EARLY_STOPPING.PATIENCE "
     "LOG.GATHER_PERIOD LOG.PERIOD LOG.WINDOW SOLVER.ACCUMULATION_STEPS SOLVER.IMS_PER_BATCH "
-    "SOLVER.NON_FINITE.MAX_IN_ROW STOP_CHECK_PERIOD TEST.IMS_PER_BATCH TEST.PRECISE_BN.NUM_ITER",
+    "SOLVER.NON_FINITE.MAX_IN_ROW STOP_CHECK_PERIOD TEST.IMS_PER_BATCH",
     "[0, inf)": "CHECKPOINT.START DATALOADER.NUM_WORKERS DATALOADER.OVERFIT_BATCHES DATALOADER.TIMEOUT "
     "EARLY_STOPPING.MIN_DELTA SOLVER.BASE_LR SOLVER.BASE_LR_END SOLVER.BIAS_LR_FACTOR SOLVER.CHECKPOINT_PERIOD "
     "SOLVER.GAMMA SOLVER.MAX_BATCHES_PER_EPOCH SOLVER.NUM_DECAYS SOLVER.REFERENCE_BATCH_SIZE "
@@ -171,8 +166,6 @@ RANGES = {
 """Interval -> the keys that accept its numbers, see `trainkit.config.checks.check_ranges`."""
 CHOICES: dict[str, tuple[Any, ...]] = {
     "CHECKPOINT.BEST_MODE": ("auto", "max", "min"),
-    "CHECKPOINT.PUBLISH": ("", "model", "ema"),
-    "CHECKPOINT.PUBLISH_FORMAT": ("pth", "safetensors"),
     "DATALOADER.SKIP_MODE": ("shift", "consume"),
     "EARLY_STOPPING.MODE": ("auto", "max", "min"),
     "FLOAT32_PRECISION": ("", "highest", "high", "medium"),

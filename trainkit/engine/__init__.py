@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from trainkit.engine.hooks import *  # noqa: F403 - from here too, as in detectron2
     from trainkit.engine.loop import TrainerBase
     from trainkit.engine.parallel import create_ddp_model
-    from trainkit.engine.predictor import DefaultPredictor
     from trainkit.engine.setup import (
         default_argument_parser,
         default_setup,
@@ -50,4 +49,4 @@ __all__ = [  # noqa: F405 - some are in projects
     "is_restarted",
 ]
 
-__getattr__ = lazy_names(__name__, "GraphTrainer", "GraphAMPTrainer")
+__getattr__ = lazy_names(__name__, "DefaultPredictor", "GraphTrainer", "GraphAMPTrainer")

@@ -7,13 +7,12 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from functools import cached_property, partial
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainkit.checkpoint import FORMAT_REGISTRY, Checkpointer
 from trainkit.config import (
@@ -40,14 +39,12 @@ from trainkit.engine.fork import forked, path_of_parent
 from trainkit.engine.forwarding import check_exchange, forwarded
 from trainkit.engine.global_batch import GlobalBatch
 from trainkit.engine.hook_base import HookBase
+from trainkit.engine.hook_list import sort_key
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
-from trainkit.engine.hooks.ema import averaging_hook
-from trainkit.engine.hooks.monitor import check_monitored_metrics
 from trainkit.engine.logical_ranks import LogicalAMPTrainer, LogicalTrainer
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.origin import RUN_DOES_IT, active_replay, command_of, describe_origin
 from trainkit.engine.parallel import create_ddp_model, ddp_options
-from trainkit.engine.predictor import DefaultPredictor
 from trainkit.engine.settings import describe_other_settings, settings_of
 from trainkit.engine.setup import (
     checkpoint_dir,
@@ -76,13 +73,13 @@ from trainkit.utils.device import device_of
 from trainkit.utils.events import EventWriter
 from trainkit.utils.logger import NOT_ON_TERMINAL
 from trainkit.utils.model import is_part_of
-from trainkit.utils.plugins import RUN_HOOKS, installed
+from trainkit.utils.plugins import RUN_HOOKS, installed, lazy_names
 from trainkit.utils.run_folder import own_folder, renew_folders
 
 logger = logging.getLogger(__name__)
 
 # includes names that detectron2 users import from here
-__all__ = [
+__all__ = [  # noqa: F822 - DefaultPredictor is in a project
     "DefaultPredictor",
     "DefaultTrainer",
     "create_ddp_model",
@@ -90,6 +87,8 @@ __all__ = [
     "default_setup",
     "default_writers",
 ]
+
+__getattr__ = lazy_names(__name__, "DefaultPredictor")
 
 
 # test loaders that the current run keeps: dataset -> (config, loader)
@@ -175,7 +174,11 @@ class DefaultTrainer(TrainerBase):
         self.max_iter = cfg.SOLVER.MAX_ITER
         self.register_hooks(self.build_hooks())
         self._configured.register_at_anchors(self)
-        self.register_hooks(getattr(module, name)() for name, module in installed(RUN_HOOKS))
+        for name, module in installed(RUN_HOOKS):
+            hook_class = getattr(module, name)
+            is_missing = not any(isinstance(hook, hook_class) for hook in self.hooks)
+            default = is_missing and hook_class.is_needed(self)
+            self.register_hooks(self._configured.take(hook_class, default=default))
         if not any(isinstance(hook, hooks.LRScheduler) for hook in self.hooks):
             logger.warning(
                 "There is no LRScheduler hook, so the learning rate stays at its first value (%g), unless you step "
@@ -267,8 +270,6 @@ class DefaultTrainer(TrainerBase):
 
     def _train(self, start_iter: int, max_iter: int) -> dict[str, Any]:
         self._how_to_repeat = ""
-        if self._is_default("test"):  # now, not after hours: is there a metric that no evaluation gives?
-            check_monitored_metrics(self.hooks, self._evaluate_one_batch)
         self._skip.begin(start_iter)
         _ = self.origin  # read now: files may change during the run
         marks = isinstance(self.checkpointer, Checkpointer)  # fvcore's checkpointer cannot mark a run as finished
@@ -370,111 +371,44 @@ class DefaultTrainer(TrainerBase):
     # ------------------------------------------------------------------ hooks
 
     def build_hooks(self) -> list[HookBase | None]:
-        """The default hooks and those of HOOKS, in their fixed order; hooks registered later run before the writers.
-
-        ``take`` gives a default hook, changed by its entry in HOOKS if there is one; ``chosen`` gives a hook only if
-        HOOKS has an entry.
-        """
-        cfg, best, early = self.cfg, self.cfg.CHECKPOINT, self.cfg.EARLY_STOPPING
+        """The default hooks and those of HOOKS, in the order of their priorities."""
         me = weakref.proxy(self)  # a strong reference would keep the trainer alive
-        take, chosen = self._configured.take, partial(self._configured.take, default=False)
-        by_epoch = cfg.LOG.EVAL_AXIS == "epoch"
-        evaluated = {"eval_period": cfg.TEST.EVAL_PERIOD, "offset": cfg.TEST.EVAL_START}
-        saved = {**evaluated, "checkpointer": self.checkpointer, "mode": best.BEST_MODE}
-        saved["num_to_keep"] = best.BEST_TO_KEEP
+        take, cfg = self._configured.take, self.cfg
         early_hooks = [
             # first: the time of a step must not include other hooks
             *take(hooks.IterationTimer),
-            *chosen(hooks.Throughput),
-            # early: the values of all later hooks belong to the epoch that it stores
-            *chosen(hooks.RuntimeInfo, period=cfg.LOG.PERIOD),
-            *take(hooks.SamplerSeed, default=hooks.SamplerSeed.is_needed(self)),
-            # after the update, before anything that evaluates or saves
-            *chosen(hooks.EMAHook),
             # early: checkpoint and evaluation must already have the next learning rate, as they do after a resume
-            *take(hooks.LRScheduler),
-            *chosen(hooks.ParamScheduler, max_iter=self.max_iter),
-            # before the checkpointer: the statistics are part of what is saved and evaluated
-            *self._build_precise_bn(),
+            *take(hooks.LRScheduler, priority=45),
         ]
         late_hooks = [
-            # before the checkpointer and the evaluation: both must see the same buffers on all ranks
-            *chosen(hooks.SyncBuffers),
             # before the evaluation: if it fails, there is a checkpoint to debug it
-            *take(
-                hooks.PeriodicCheckpointer,
-                checkpointer=self.checkpointer,
-                period=cfg.SOLVER.CHECKPOINT_PERIOD,
-                max_to_keep=best.MAX_TO_KEEP,
-                start=best.START,
-                save_last=best.SAVE_LAST,
-            ),
-            *take(
-                hooks.EvalHook,
-                **evaluated,
-                eval_function=lambda: me._evaluate(me._validation_cfg()),
-                eval_at_start=cfg.TEST.EVAL_AT_START,
-                by_epoch=by_epoch,
-            ),
+            *take(hooks.PeriodicCheckpointer, checkpointer=self.checkpointer),
+            *take(hooks.EvalHook, eval_function=lambda: me._evaluate(me._validation_cfg())),
             # after the evaluation: they need its results
-            *chosen(hooks.ReduceOnPlateau, **evaluated),
-            *chosen(hooks.BestCheckpointer, **saved),
+            *take(hooks.BestCheckpointer, default=False),
             *itertools.chain.from_iterable(
-                take(hooks.BestCheckpointer, **saved, val_metric=metric, file_prefix=prefix)
-                for metric, prefix in best_file_prefixes(best.BEST_METRIC).items()
+                take(hooks.BestCheckpointer, val_metric=metric, file_prefix=prefix)
+                for metric, prefix in best_file_prefixes(cfg.CHECKPOINT.BEST_METRIC).items()
             ),
-            *take(
-                hooks.EarlyStopping,
-                default=bool(early.METRIC),
-                **evaluated,
-                val_metric=early.METRIC,
-                mode=early.MODE,
-                patience=early.PATIENCE,
-                min_delta=early.MIN_DELTA,
-                threshold=early.THRESHOLD,
-            ),
+            *take(hooks.EarlyStopping, default=bool(cfg.EARLY_STOPPING.METRIC)),
             # after all hooks that choose a checkpoint: the test data must not influence them
             *take(
                 hooks.FinalEvalHook,
                 default=bool(cfg.DATASETS.VAL),
                 eval_function=lambda: {"test": me._evaluate(me.cfg)},  # results of the validation data have no prefix
-                by_epoch=by_epoch,
             ),
-            # after the last save
-            *take(
-                hooks.PublishWeights,
-                default=bool(best.PUBLISH),
-                weights=best.PUBLISH or "model",
-                format=best.PUBLISH_FORMAT,
-            ),
-            # after the hooks that use memory
-            *chosen(hooks.EmptyCache),
-            *chosen(hooks.GarbageCollection),
             # last: it writes the values of all other hooks
-            *take(
-                hooks.PeriodicWriter,
-                writers=self.build_writers() if comm.is_main_process() else [],
-                period=cfg.LOG.PERIOD,
-            ),
+            *take(hooks.PeriodicWriter, writers=self.build_writers() if comm.is_main_process() else []),
         ]
-        # all other hooks run before the checkpointer, so that it saves their state of this iteration
-        return [*early_hooks, *self._configured.rest(), *late_hooks]
+        # most other hooks run before the checkpointer, so that it saves their state of this iteration
+        built = [*early_hooks, *self._configured.rest(), *late_hooks]
+        return sorted(built, key=lambda hook: sort_key(hook.priority, -1, 101))
 
     def build_writers(self) -> list[EventWriter]:
         """The writers of LOG.WRITERS; called on rank 0."""
         epoch = self.iters_per_epoch if self.has_epochs else None
         names, window = self.cfg.LOG.WRITERS, self.cfg.LOG.WINDOW
         return default_writers(self.cfg.OUTPUT_DIR, self.max_iter, names, window, epoch, cfg=self.cfg)
-
-    def _build_precise_bn(self) -> list[HookBase]:
-        options = self.cfg.TEST.PRECISE_BN
-        if not options.ENABLED or not any(isinstance(m, _BatchNorm) and m.training for m in self.model.modules()):
-            return []
-        cfg = self.cfg.clone()
-        cfg.defrost()
-        cfg.DATALOADER.NUM_WORKERS = 0  # it is used rarely
-        loader = self.build_train_loader(cfg)  # a separate loader does not disturb the order of the training data
-        return [hooks.PreciseBN(self.cfg.TEST.EVAL_PERIOD, self.model, loader, options.NUM_ITER)]
 
     @cached_property
     def _configured(self) -> hooks.ConfiguredHooks:
@@ -598,16 +532,6 @@ class DefaultTrainer(TrainerBase):
                     raise ConfigError(f"DATASETS.{key}: {DatasetCatalog.explain_unknown(name)}")
                 if cls._is_default("build_evaluator") and cfg.TEST.EVALUATORS:
                     cls.build_evaluator(cfg, name)
-
-    def _evaluate_one_batch(self) -> dict[str, Any]:
-        if not any(isinstance(hook, hooks.EvalHook) and hook.phase == "val" for hook in self.hooks):
-            return {}
-        cfg = self._validation_cfg()
-        cfg.DATALOADER.NUM_WORKERS, cfg.TEST.MAX_BATCHES = 0, 1
-        results = self.test(cfg, self.model)
-        averaging = averaging_hook(self.hooks)
-        both = averaging is not None and averaging.evaluate == "both"
-        return {**results, "raw": results} if both else results
 
     def __getattr__(self, name: str) -> Any:
         """What only the trainer of a step knows: batch, losses, outputs, feed, ..."""

@@ -10,11 +10,11 @@ from torch import nn
 from trainkit.checkpoint import Checkpointer
 from trainkit.config import CfgNode, ConfigError, check_values, import_modules, prepare_projects, resolve_lengths
 from trainkit.engine.build import ModelBuilder, build_parallel
+from trainkit.engine.hook_list import overrides
 from trainkit.engine.hooks import ConfiguredHooks, HookBase
-from trainkit.engine.hooks.ema import averaging_hook
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.setup import checkpoint_dir, default_writers
-from trainkit.evaluation import observe_inference, print_csv_format, verify_results
+from trainkit.evaluation import observe_inference, verify_results
 from trainkit.modeling import on_device
 from trainkit.utils import comm
 from trainkit.utils.events import EventStorage
@@ -25,25 +25,16 @@ logger = logging.getLogger(__name__)
 def evaluate_models(
     test: Callable[[CfgNode, nn.Module], dict[str, Any]], cfg: CfgNode, model: nn.Module, hooks: Iterable[HookBase]
 ) -> dict[str, Any]:
-    """Call ``test(cfg, model)`` for the weights that the first `EMAHook` of ``hooks`` evaluates; every rank calls it.
-
-    Returns:
-        The results. If both kinds of weights are evaluated: the results of the average, and under "raw" those of the
-        model.
-    """
-    averaging = averaging_hook(hooks)
-    if averaging is None:
+    """The results of ``test(cfg, model)``, or of the ``evaluated_models`` of a hook; every rank calls it."""
+    offering = next((hook for hook in hooks if overrides(hook, "evaluated_models")), None)
+    if offering is None:
         return test(cfg, model)
-    results = {}
-    for weights, evaluated in averaging.models_to_evaluate(model).items():
-        logger.info("Evaluating the %s", {"ema": "averaged weights", "raw": "weights of the model"}[weights])
-        with averaging.standing_in(weights):
-            results[weights] = test(cfg, evaluated)
-    if len(results) == 1:
-        return next(iter(results.values()))
-    if comm.is_main_process():
-        print_csv_format(results, outermost="weights")
-    return {**results["ema"], "raw": results["raw"]}
+    results: dict[str, Any] = {}
+    for prefix, context in offering.evaluated_models(model).items():
+        with context as evaluated:
+            found = test(cfg, evaluated)
+        results |= {prefix: found} if prefix else found
+    return results
 
 
 class EvaluationRun(TrainerBase):
@@ -78,9 +69,8 @@ class EvaluationRun(TrainerBase):
 
     @property
     def only_evaluates(self) -> bool:
-        """Whether ``model`` has the weights to evaluate after loading, so that no `EMAHook` is needed for them."""
-        averaging = averaging_hook(self.hooks)
-        return averaging is None or averaging.evaluate == "raw"
+        """Whether ``model`` has the weights to evaluate after loading, not a hook."""
+        return not any(overrides(hook, "evaluated_models") for hook in self.hooks)
 
     def run(self) -> dict[str, Any]:
         """Evaluate; return the results on rank 0.

@@ -1,8 +1,11 @@
 """The base class of hooks: points, priority, state; and the registry of hooks."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from enum import IntEnum
 from typing import Any
+
+from torch import nn
 
 from trainkit.evaluation.observer import Phase
 from trainkit.utils.registry import Registry
@@ -112,6 +115,23 @@ class HookBase:
         ``after_step`` is called in each iteration, unless it defines this method as well.
         """
         return None
+
+    def evaluated_models(self, model: nn.Module) -> Mapping[str, AbstractContextManager[nn.Module]]:
+        """The models that an evaluation runs instead of ``model``, by the prefix of their results; "": none.
+
+        Each is a context that returns the model. Every rank calls it, of the first hook that overrides it.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def config_arguments(cls, trainer: Any) -> Mapping[str, Any]:
+        """Arguments of the constructor that keys of ``trainer.cfg`` give, if the entry in HOOKS does not."""
+        return {}
+
+    @classmethod
+    def is_needed(cls, trainer: Any) -> bool:
+        """Whether this `DefaultTrainer` gets a hook of the class, if it is in `RUN_HOOKS` and not in HOOKS."""
+        return True
 
     def summary(self) -> str:
         """One line for the summary at the end of a run of `DefaultTrainer`, on rank 0; "" adds no line."""

@@ -345,7 +345,8 @@ def fast_dev_config(cfg: CfgNode) -> CfgNode:
     cfg.SOLVER.SCHEDULES, cfg.SOLVER.CHECKPOINT_PERIOD, cfg.CHECKPOINT.START = [], 3, 0
     cfg.TEST.EVAL_PERIOD, cfg.TEST.EVAL_START = 3, 0
     cfg.TEST.EVAL_AT_START, cfg.TEST.MAX_BATCHES, cfg.TEST.EXPECTED_RESULTS = True, 2, []
-    cfg.TEST.PRECISE_BN.NUM_ITER = 2
+    if "PRECISE_BN" in cfg.TEST:
+        cfg.TEST.PRECISE_BN.NUM_ITER = 2
     cfg.LOG.PERIOD = 1
     # with the periods and starts of a long run most hooks would do nothing; schedules are too long for six steps
     early = {"PERIOD": 1, "INTERVAL": 1, "BEGIN": 0}

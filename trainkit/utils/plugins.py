@@ -14,6 +14,8 @@ from typing import Any
 
 CONFIG_KEYS: Mapping[str, str] = {
     "CHECKPOINT.ASYNC": "trainkit.projects.async_save.config",
+    "CHECKPOINT.PUBLISH": "trainkit.projects.hooks.config",
+    "CHECKPOINT.PUBLISH_FORMAT": "trainkit.projects.hooks.config",
     "DATALOADER.RANDOM_SUBSET_RATIO": "trainkit.projects.samplers.config",
     "DATALOADER.REPEAT_THRESHOLD": "trainkit.projects.samplers.config",
     "DATALOADER.REPEAT_SQRT": "trainkit.projects.samplers.config",
@@ -25,6 +27,7 @@ CONFIG_KEYS: Mapping[str, str] = {
     "SOLVER.GRAPH": "trainkit.projects.graph.config",
     "SOLVER.OPTIMIZERS": "trainkit.projects.solver_extras.config",
     "SOLVER.PARAM_GROUPS": "trainkit.projects.solver_extras.config",
+    "TEST.PRECISE_BN": "trainkit.projects.hooks.config",
 }
 """Config key -> the module that declares it, and any keys below it, in ``add_config(cfg)``.
 
@@ -54,6 +57,7 @@ NAMES: Mapping[str, str] = {
     "LazyConfig": "trainkit.projects.lazy.config",
     "instantiate": "trainkit.projects.lazy.instantiate",
     "reload_lazy_config": "trainkit.projects.lazy.testing",
+    "DefaultPredictor": "trainkit.projects.predict.predictor",
     "LARS": "trainkit.projects.solver_extras.lars",
     "CombinedOptimizer": "trainkit.projects.solver_extras.combined",
     "combined_optimizer": "trainkit.projects.solver_extras.combined",
@@ -69,26 +73,26 @@ NAMES: Mapping[str, str] = {
     "RandomSubsetTrainingSampler": "trainkit.projects.samplers.random_subset",
     "RepeatFactorTrainingSampler": "trainkit.projects.samplers.repeat_factor",
     "fsdp": "trainkit.projects.sharding.fsdp",
-    "CheckFiniteLoss": "trainkit.engine.hooks.check_finite_loss",
-    "EMAHook": "trainkit.engine.hooks.ema",
-    "Freeze": "trainkit.engine.hooks.freeze",
-    "EmptyCache": "trainkit.engine.hooks.memory",
-    "GarbageCollection": "trainkit.engine.hooks.memory",
-    "TorchMemoryStats": "trainkit.engine.hooks.memory",
-    "MemorySnapshot": "trainkit.engine.hooks.memory_snapshot",
-    "ParamScheduler": "trainkit.engine.hooks.param_scheduler",
-    "PreciseBN": "trainkit.engine.hooks.precise_bn",
-    "AutogradProfiler": "trainkit.engine.hooks.profiler",
-    "TorchProfiler": "trainkit.engine.hooks.profiler",
-    "PublishWeights": "trainkit.engine.hooks.publish",
-    "ReduceOnPlateau": "trainkit.engine.hooks.reduce_on_plateau",
-    "RuntimeInfo": "trainkit.engine.hooks.runtime_info",
-    "SamplerSeed": "trainkit.engine.hooks.sampler_seed",
-    "SyncBuffers": "trainkit.engine.hooks.sync_buffers",
-    "Throughput": "trainkit.engine.hooks.throughput",
-    "UnusedParameters": "trainkit.engine.hooks.unused_parameters",
-    "VISUALIZER_REGISTRY": "trainkit.engine.hooks.visualization",
-    "VisualizationHook": "trainkit.engine.hooks.visualization",
+    "CheckFiniteLoss": "trainkit.projects.hooks.check_finite_loss",
+    "EMAHook": "trainkit.projects.hooks.ema",
+    "Freeze": "trainkit.projects.hooks.freeze",
+    "EmptyCache": "trainkit.projects.hooks.memory",
+    "GarbageCollection": "trainkit.projects.hooks.memory",
+    "TorchMemoryStats": "trainkit.projects.hooks.memory",
+    "MemorySnapshot": "trainkit.projects.hooks.memory_snapshot",
+    "ParamScheduler": "trainkit.projects.hooks.param_scheduler",
+    "PreciseBN": "trainkit.projects.hooks.precise_bn",
+    "AutogradProfiler": "trainkit.projects.hooks.profiler",
+    "TorchProfiler": "trainkit.projects.hooks.profiler",
+    "PublishWeights": "trainkit.projects.hooks.publish",
+    "ReduceOnPlateau": "trainkit.projects.hooks.reduce_on_plateau",
+    "RuntimeInfo": "trainkit.projects.hooks.runtime_info",
+    "SamplerSeed": "trainkit.projects.hooks.sampler_seed",
+    "SyncBuffers": "trainkit.projects.hooks.sync_buffers",
+    "Throughput": "trainkit.projects.hooks.throughput",
+    "UnusedParameters": "trainkit.projects.hooks.unused_parameters",
+    "VISUALIZER_REGISTRY": "trainkit.projects.hooks.visualization",
+    "VisualizationHook": "trainkit.projects.hooks.visualization",
     "MLflowWriter": "trainkit.projects.loggers.mlflow_writer",
     "mlflow": "trainkit.projects.loggers.mlflow_writer",
     "WandbWriter": "trainkit.projects.loggers.wandb_writer",
@@ -103,10 +107,10 @@ If the option is given, `default_setup` calls ``apply(cfg, args)`` of the module
 change both, and may return a function, which is called when OUTPUT_DIR is ready: nothing of an earlier run is in it.
 """
 
-RUN_HOOKS: Mapping[str, str] = {}
+RUN_HOOKS: Mapping[str, str] = {"SamplerSeed": "trainkit.projects.hooks.sampler_seed"}
 """The name of a hook class -> its module. Every `DefaultTrainer` has a hook of each class, if its project is there.
 
-The class takes no arguments, and its ``priority`` says where the hook stands.
+The class takes no arguments, and its ``priority`` says where the hook stands. It may refuse a trainer by ``is_needed``.
 """
 
 FORMATS = ("shards",)

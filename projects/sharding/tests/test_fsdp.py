@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.multiprocessing import ProcessExitedException
+from trainkit.projects.hooks.publish_weights import publish_weights
 from trainkit.projects.sharding.fsdp import fsdp, shard_model
 from trainkit.projects.sharding.tests.sharded_job import (
     Blocks,
@@ -28,7 +29,6 @@ from tests.engine.tiny import AfterStep, scalars
 from tests.two_ranks import SLOW, on_two_ranks
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file
-from trainkit.checkpoint.publish import publish_weights
 from trainkit.config import ConfigError, check_values, get_cfg
 from trainkit.engine import DefaultPredictor, DefaultTrainer
 from trainkit.engine.build import ModelBuilder
@@ -250,8 +250,8 @@ def tied(rank, folder):
     trainer.register_hooks([hook])
     trainer.train(0, 3)
     average = {name: whole(value) for name, value in hook.state_dict()["model"].items()}
-    (evaluated,) = hook.models_to_evaluate(model).values()
-    with hook.standing_in("ema"):
+    (context,) = hook.evaluated_models(model).values()
+    with context as evaluated:
         found = whole(evaluated.one.weight.detach())
     return average, found, first, whole(model.one.weight.detach())
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from trainkit.projects.hooks.publish_weights import publish_weights
 from trainkit.projects.sharding.format import remove_strays
 
 from tests.checkpoint.test_safety import Evil
@@ -16,7 +17,6 @@ from tests.tools.test_inspect_checkpoint import damage, inspect, rows
 from tools.inspect_checkpoint import compare_files
 from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.checkpoint.file import sha256_of, write_file
-from trainkit.checkpoint.publish import publish_weights
 
 __all__ = ["inspect"]
 

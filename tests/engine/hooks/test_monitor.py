@@ -1,9 +1,6 @@
 import pytest
 
-from tests.two_ranks import on_two_ranks
-from trainkit.engine.hooks import BestCheckpointer
-from trainkit.engine.hooks.monitor import MetricHook, check_monitored_metrics, infer_mode
-from trainkit.utils import comm
+from trainkit.engine.hooks.monitor import MetricHook, infer_mode
 
 
 @pytest.mark.parametrize(
@@ -37,37 +34,3 @@ def test_a_name_that_tells_nothing_is_an_error_that_names_the_remedy(metric):
 
 def test_a_given_mode_wins_over_the_name():
     assert (MetricHook(1, "loss", "max").mode, MetricHook(1, "error", "min").mode) == ("max", "min")
-
-
-def _results_of_rank_0_alone(rank, folder):
-    def evaluate():
-        if rank == 0:
-            raise KeyError("a class that one batch does not have")
-        return {}
-
-    hook = BestCheckpointer(1, None, "top1")
-    check_monitored_metrics([hook], evaluate)
-    return comm.all_gather(rank)  # hangs or is something else if a rank still waits
-
-
-@pytest.mark.slow
-def test_an_evaluation_of_one_batch_that_fails_on_rank_0_alone_leaves_no_rank_waiting(tmp_path):
-    found = on_two_ranks([_results_of_rank_0_alone], tmp_path)
-    assert found == {"_results_of_rank_0_alone": [[0, 1], [0, 1]]}
-
-
-def _batch_of_rank_1_alone(rank, folder):
-    def one_batch():
-        if rank == 1:
-            raise ValueError("a broken sample")
-        comm.all_gather(rank)  # at the end of the batches ranks wait for each other
-        return {}
-
-    check_monitored_metrics([BestCheckpointer(1, None, "top1")], one_batch)
-
-
-@pytest.mark.slow
-def test_a_batch_that_fails_on_one_rank_ends_the_run_instead_of_leaving_other_ranks_waiting(tmp_path):
-    [[of_rank_0, of_rank_1]] = on_two_ranks([_batch_of_rank_1_alone], tmp_path).values()
-    assert of_rank_0.startswith("RuntimeError: ")
-    assert of_rank_1 == "ValueError: a broken sample"

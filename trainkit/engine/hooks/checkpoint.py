@@ -1,9 +1,8 @@
 """Hooks that save the model: periodically, and at the best value of a metric."""
 
-import copy
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -11,11 +10,9 @@ from typing import Any
 
 from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.checkpoint import PeriodicCheckpointer as _PeriodicCheckpointer
-from trainkit.checkpoint.averaged import EVALUATED, TRAINED
 from trainkit.checkpoint.periodic import check_file_prefix
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
-from trainkit.engine.hooks.ema import averaging_hook
 from trainkit.engine.hooks.monitor import MetricHook, Mode
 from trainkit.utils.numbers import is_whole
 from trainkit.utils.periods import is_last, next_due, say_done
@@ -79,6 +76,12 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, _Saves):
 
     _final_iter = -1  # number of iterations done when the final file was written
 
+    @classmethod
+    def config_arguments(cls, trainer: Any) -> Mapping[str, Any]:
+        chosen = trainer.cfg.CHECKPOINT
+        given = {"period": trainer.cfg.SOLVER.CHECKPOINT_PERIOD, "max_to_keep": chosen.MAX_TO_KEEP}
+        return {**given, "start": chosen.START, "save_last": chosen.SAVE_LAST}
+
     def before_train(self) -> None:
         self.max_iter = self.trainer.max_iter
         # a larger number is from another run
@@ -131,8 +134,8 @@ class BestCheckpointer(MetricHook, _Saves):
     This save does not move ``last_checkpoint``: ``--resume`` uses the newest checkpoint, not the best one. A value
     counts as the best only if its file was written.
 
-    ``model`` in the file is the weights that were evaluated: the average if an `EMAHook` evaluates its average, see
-    `trainkit.checkpoint.averaged`. A run resumed from this file continues with the trained weights.
+    The entry ``best_of`` of the file names the metric. A hook whose ``evaluated_models`` gave the value makes them the
+    file's ``model``; a run resumed from the file continues with the trained weights.
 
     Args:
         eval_period, offset, val_metric, mode: see `trainkit.engine.hooks.monitor.MetricHook`.
@@ -141,6 +144,7 @@ class BestCheckpointer(MetricHook, _Saves):
             is also ``<file_prefix>``. Of equal values the earlier one is better. Needs a trainkit checkpointer.
     """
 
+    priority = SAVE_POINT + 3
     _state_names = (*MetricHook._state_names, "_kept")
     min_period = 0
 
@@ -165,6 +169,12 @@ class BestCheckpointer(MetricHook, _Saves):
         self.checkpointer, self.file_prefix, self._num_to_keep = checkpointer, file_prefix, num_to_keep
         self._writing = ()
         self._before: dict[str, Any] = {}  # the state before the last saves, which may still fail
+
+    @classmethod
+    def config_arguments(cls, trainer: Any) -> Mapping[str, Any]:
+        best = trainer.cfg.CHECKPOINT
+        given = {"mode": best.BEST_MODE, "num_to_keep": best.BEST_TO_KEEP}
+        return {**super().config_arguments(trainer), **given}
 
     def _forget(self) -> None:
         super()._forget()
@@ -219,7 +229,7 @@ class BestCheckpointer(MetricHook, _Saves):
 
     def _save_untagged(self, name: str, iteration: int, is_last: bool) -> Future[None] | None:
         if isinstance(self.checkpointer, Checkpointer):
-            entries = {"iteration": iteration, **self._evaluated_weights()}
+            entries: dict[str, Any] = {"iteration": iteration, "best_of": self.monitored_metric}
             if is_last and self._num_to_keep > 1:
                 entries["on_commit"] = partial(self._remove, self._before.get("kept", []))
             return self.checkpointer.save(name, tag_last=False, **entries)
@@ -230,21 +240,6 @@ class BestCheckpointer(MetricHook, _Saves):
         if self.checkpointer.save_to_disk:
             tag.unlink(missing_ok=True) if before is None else self.checkpointer.tag_last_checkpoint(before)
         return None
-
-    def _evaluated_weights(self) -> dict[str, Any]:
-        """The entry of a best file that says which weights were evaluated; none without an average."""
-        averaging = averaging_hook(self.trainer.hooks)
-        if averaging is None or not averaging.was_evaluated:
-            return {}
-        is_raw = averaging.evaluate == "both" and self.monitored_metric.startswith("raw/")
-        return {EVALUATED: "model" if is_raw else "ema"}
-
-    def before_save(self, state: dict[str, Any]) -> None:
-        averaging = averaging_hook(self.trainer.hooks)
-        if averaging is not None and state.get(EVALUATED) == "ema" and TRAINED not in state:
-            trained, average = state["model"], averaging.state_dict()["model"]
-            state[TRAINED], state["model"] = trained, copy.copy(trained)  # copy keeps _metadata
-            state["model"].update((name, average[name]) for name in trained if name in average)
 
     def _settle(self) -> None:
         """Wait for the files; if a file was not written, restore the values from before its save."""

@@ -1,8 +1,10 @@
 """Stop when a metric no longer improves."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
-from trainkit.engine.hook_base import HOOK_REGISTRY
+from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT
 from trainkit.engine.hooks.monitor import MetricHook, Mode
 from trainkit.utils.numbers import is_number, is_whole
 
@@ -18,6 +20,8 @@ class EarlyStopping(MetricHook):
         threshold: also finish when a value is better than this threshold.
         check_finite: also finish when a value is not finite. If False, such a value counts as not better.
     """
+
+    priority = SAVE_POINT + 3
 
     def __init__(
         self,
@@ -37,6 +41,13 @@ class EarlyStopping(MetricHook):
         if threshold is not None and not (is_number(threshold) and math.isfinite(threshold)):
             raise ValueError(f"threshold must be a finite number or None, got {threshold!r}")
         self._patience, self._threshold, self._check_finite = patience, threshold, check_finite
+
+    @classmethod
+    def config_arguments(cls, trainer: Any) -> Mapping[str, Any]:
+        early = trainer.cfg.EARLY_STOPPING
+        given = {"val_metric": early.METRIC, "mode": early.MODE, "patience": early.PATIENCE}
+        given |= {"min_delta": early.MIN_DELTA, "threshold": early.THRESHOLD}
+        return {**super().config_arguments(trainer), **given}
 
     def judge(self, value: float) -> str:
         metric = self.monitored_metric

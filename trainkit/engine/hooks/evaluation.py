@@ -59,6 +59,12 @@ class EvalHook(HookBase):
         self.phase, self._by_epoch = phase, by_epoch
         self.evaluated_iters = -1
 
+    @classmethod
+    def config_arguments(cls, trainer: Any) -> Mapping[str, Any]:
+        test = trainer.cfg.TEST
+        given = {"eval_period": test.EVAL_PERIOD, "offset": test.EVAL_START, "eval_at_start": test.EVAL_AT_START}
+        return {**given, "by_epoch": trainer.cfg.LOG.EVAL_AXIS == "epoch"}
+
     def before_train(self) -> None:
         if self._by_epoch and not self.trainer.has_epochs:
             raise ConfigError(
@@ -119,6 +125,8 @@ class EvalHook(HookBase):
 @HOOK_REGISTRY.register()
 class FinalEvalHook(EvalHook):
     """Evaluate the test data once, after a run that has finished. These results choose no checkpoint."""
+
+    priority = SAVE_POINT + 3
 
     def __init__(self, eval_function: Callable[[], Mapping[str, Any] | None], *, by_epoch: bool = False) -> None:
         super().__init__(0, eval_function, by_epoch=by_epoch, phase="test")

@@ -2,15 +2,11 @@
 
 import logging
 import math
-import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeAlias
 
-from trainkit.config import ConfigError
 from trainkit.engine.hook_base import SAVE_POINT, HookBase
-from trainkit.evaluation.testing import flatten_results_dict
 from trainkit.utils import comm
-from trainkit.utils.logger import logging_from
 from trainkit.utils.numbers import is_number
 from trainkit.utils.periods import check_period, is_due, is_last, next_due
 from trainkit.utils.registry import did_you_mean
@@ -86,6 +82,10 @@ class MetricHook(HookBase):
         self._sign = 1 if self.mode == "max" else -1
         self._min_delta, self._is_relative = min_delta, is_relative
         self._forget()
+
+    @classmethod
+    def config_arguments(cls, trainer: Any) -> Mapping[str, Any]:
+        return {"eval_period": trainer.cfg.TEST.EVAL_PERIOD, "offset": trainer.cfg.TEST.EVAL_START}
 
     def _forget(self) -> None:
         self.best: float | None = None
@@ -166,39 +166,3 @@ class MetricHook(HookBase):
             self._forget()
         else:
             super().load_state_dict(state_dict)
-
-
-def check_monitored_metrics(hooks: Iterable[Any], evaluate: Callable[[], Mapping[str, Any]]) -> None:
-    """Check before training that an evaluation gives each metric that a hook needs (``monitored_metric``).
-
-    Args:
-        evaluate: returns, on rank 0, results with the names that later results have. Every rank calls it if a hook
-            needs it. If an evaluator fails in its ``evaluate``, a warning is logged, and the first evaluation shows
-            whether the names are right. Other failures do the same with one rank; with several ranks they are raised.
-
-    Raises:
-        ConfigError: there is no such metric.
-    """
-    monitored = {hook.monitored_metric: hook for hook in hooks if getattr(hook, "monitored_metric", None)}
-    if not monitored:
-        return
-    names = ", ".join(monitored)
-    logger.info("Evaluating one batch to check that the evaluation gives %s", names)
-    known = None
-    try:
-        with logging_from(logging.WARNING):  # nobody needs the results of one batch
-            known = ["total_loss", *flatten_results_dict(evaluate() or {})]
-    except Exception as error:
-        calls = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
-        if comm.get_world_size() > 1 and "evaluate" not in calls:  # other ranks wait in the evaluation for this rank
-            raise
-        # an evaluator may need the whole dataset
-        text = "One batch does not show whether the evaluation gives %s, so the first evaluation will:"
-        logger.warning(text, names, exc_info=True)
-    known = comm.broadcast(known)  # only rank 0 has the results, and it may have failed alone
-    for metric, hook in monitored.items():
-        if known is not None and metric not in known:
-            raise ConfigError(
-                f"{type(hook).__name__} looks at the metric {metric!r}, which the evaluation does not give; "
-                f"{did_you_mean(metric, known)}it gives: {', '.join(known)}"
-            )

@@ -1,7 +1,7 @@
 """The hook that calls the writers."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -40,6 +40,10 @@ class PeriodicWriter(HookBase):
         self._failing: set[int] = set()  # indices of writers, since a writer may be unhashable
         self._lost: list[str] = []  # errors at the end
         self._alone = True
+
+    @classmethod
+    def config_arguments(cls, trainer: Any) -> Mapping[str, Any]:
+        return {"period": trainer.cfg.LOG.PERIOD}
 
     def before_train(self) -> None:
         if self._waiting is not None and self.trainer.start_iter > 0:

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from trainkit.projects.hooks import averaged
 
 from tests.engine.tiny import AfterStep, Weight, sgd
 from tests.two_ranks import on_two_ranks
-from trainkit.checkpoint import Checkpointer, averaged, file
+from trainkit.checkpoint import Checkpointer, file
 from trainkit.config import CfgNode
 from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.hooks import CallbackHook, EMAHook
@@ -17,12 +18,17 @@ from trainkit.engine.step import SimpleTrainer
 ITERS = 8
 
 
+def average_of(hook, model, prefix=""):
+    with hook.evaluated_models(model)[prefix] as evaluated:
+        return evaluated
+
+
 def falling(hook, max_iter=5):
     """The average after each iteration of a run whose weight is 0, -1, -2, ..."""
     model = Weight()
     trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model, lr=1.0))
     found = []
-    note = AfterStep(lambda trainer: found.append(hook.models_to_evaluate(model)["ema"].weight.item()))
+    note = AfterStep(lambda trainer: found.append(average_of(hook, model).weight.item()))
     trainer.register_hooks([hook, note])
     trainer.train(0, max_iter)
     assert model.weight.item() == 1 - max_iter
@@ -90,7 +96,7 @@ class Job:
 
     @property
     def average(self):
-        return self.hook.models_to_evaluate(self.model)["ema"]
+        return average_of(self.hook, self.model)
 
 
 def equal(a, b):
@@ -130,7 +136,7 @@ def test_that_the_average_was_evaluated_is_known_after_a_resume_too():
     hook.trainer = SimpleNamespace(model=nn.Linear(1, 1), start_iter=0, iter=1, max_iter=10)
     hook.before_train()
     hook.after_step()
-    hook.models_to_evaluate(hook.trainer.model)
+    hook.evaluated_models(hook.trainer.model)
     resumed.load_state_dict(hook.state_dict())
 
     assert (hook.was_evaluated, resumed.was_evaluated, EMAHook().was_evaluated) == (True, True, False)
@@ -160,7 +166,7 @@ def test_weights_that_are_loaded_without_the_rest_begin_the_average(tmp_path):
 def test_a_checkpoint_without_an_average_begins_one_with_one_warning(begin, warned, tmp_path, caplog):
     Job(tmp_path).train(ITERS, 0, stop_after=3)
     job = Job(tmp_path, EMAHook(0.5, begin=begin)).resume().train()
-    messages = [record.getMessage() for record in caplog.records if record.name == "trainkit.engine.hooks.ema"]
+    messages = [record.getMessage() for record in caplog.records if record.name == "trainkit.projects.hooks.ema"]
     warning = "EMAHook has no averaged weights of the first 3 iterations; the average starts with the model"
     assert messages == ([warning] if warned else [])
     assert job.hook.state_dict()["steps"] == 5
@@ -206,27 +212,17 @@ def test_copied_buffers_are_those_that_hooks_behind_it_have_left(buffers, is_cop
     assert torch.equal(saved, torch.full((3,), 2.0)) == is_copied
 
 
-@pytest.mark.parametrize(("evaluate", "names"), [("ema", ["ema"]), ("raw", ["raw"]), ("both", ["ema", "raw"])])
-def test_the_models_to_evaluate_are_those_that_are_asked_for(evaluate, names, tmp_path):
-    job = Job(tmp_path, EMAHook(0.5, evaluate=evaluate)).train(3, 0)
-    models = job.hook.models_to_evaluate(job.model)
-    assert list(models) == names
-    assert models.get("raw", job.model) is job.model
-    assert models.get("ema") is not job.model
-
-
 def test_without_training_the_average_is_that_of_the_checkpoint(tmp_path):
     trained = Job(tmp_path, EMAHook(0.5)).train(ITERS, 0, stop_after=3)
     loaded = Job(tmp_path, EMAHook(0.5, evaluate="both"), seed=9).resume()
-    models = loaded.hook.models_to_evaluate(loaded.model)
-    assert equal(models["ema"], trained.average)
-    assert equal(models["raw"], trained.model)
-    assert not equal(models["ema"], models["raw"])
+    assert equal(loaded.average, trained.average)
+    assert equal(average_of(loaded.hook, loaded.model, "raw"), trained.model)
+    assert not equal(trained.average, trained.model)
 
 
 def test_without_training_and_without_an_average_the_models_own_weights_are_evaluated(tmp_path, caplog):
     job = Job(tmp_path, EMAHook(evaluate="both"))
-    assert job.hook.models_to_evaluate(job.model) == {"raw": job.model}
+    assert job.average is job.model
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "none were loaded" in caplog.text
 
@@ -245,7 +241,7 @@ def test_an_update_that_the_scaler_skips_takes_the_unchanged_weights_in_once_mor
     trainer.register_hooks([hook])
     trainer.train(0, 3)
     assert model.weight.item() == -3  # 1, -1, -3
-    assert hook.models_to_evaluate(model)["ema"].weight.item() == -1
+    assert average_of(hook, model).weight.item() == -1
 
 
 # ---------------------------------------------------------------------- errors

@@ -6,12 +6,12 @@ import shutil
 import pytest
 import torch
 from torch import nn
+from trainkit.projects.hooks.publish_weights import publish_weights
 
 from tests.engine.job import TinyClassifier, tiny_cfg
 from tests.engine.tiny import Weight, sgd
 from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.checkpoint.file import read_file
-from trainkit.checkpoint.publish import publish_weights
 from trainkit.data import DatasetCatalog
 from trainkit.engine import DefaultPredictor, DefaultTrainer, EvaluationRun, HookBase, SimpleTrainer
 from trainkit.engine.hooks import HOOK_REGISTRY, BestCheckpointer, EMAHook, EvalHook
@@ -207,7 +207,7 @@ def test_weights_that_a_hook_leaves_out_of_the_file_stay_out(tmp_path):
             state["model"] = {name: value for name, value in state["model"].items() if name != "weight"}
 
     trainer = DefaultTrainer(falling_cfg(tmp_path, [MEAN]))
-    trainer.register_hooks([LeaveOut()])
+    trainer.register_hooks([LeaveOut()], priority="ABOVE_NORMAL")  # before the EMAHook
     trainer.train()
     state = read_file(tmp_path / "model_best.pth")
     assert (state["evaluated"], state["model"], state["trained_model"]) == ("ema", {}, {})

@@ -5,10 +5,11 @@ import os
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from trainkit.projects.hooks.publish_weights import publish_weights
+
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.checkpointer import together
 from trainkit.checkpoint.file import import_safetensors
-from trainkit.checkpoint.publish import publish_weights
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
 from trainkit.engine.hooks.checkpoint import BestCheckpointer, PeriodicCheckpointer
@@ -20,15 +21,14 @@ logger = logging.getLogger(__name__)
 class PublishWeights(HookBase):
     """After a run that has finished, publish the weights of its final checkpoint and of every best checkpoint.
 
-    See `trainkit.checkpoint.publish.publish_weights` for the files. If publishing fails, the run fails on every rank;
-    its checkpoints stay.
+    See `publish_weights` for the files. If publishing fails, the run fails on every rank; its checkpoints stay.
 
     Args:
         weights: "model", or "ema" for the average of an `EMAHook`.
         format: "pth", or "safetensors", which needs that package.
     """
 
-    priority = SAVE_POINT + 1
+    priority = SAVE_POINT + 4  # after the last save
     ends = True
 
     def __init__(
@@ -39,6 +39,11 @@ class PublishWeights(HookBase):
         if format not in ("pth", "safetensors"):
             raise ValueError(f'format must be "pth" or "safetensors", got {format!r}')
         self._weights, self._format = weights, format
+
+    @classmethod
+    def config_arguments(cls, trainer: Any) -> dict[str, Any]:
+        chosen = trainer.cfg.CHECKPOINT
+        return {"weights": chosen.PUBLISH or "model", "format": chosen.PUBLISH_FORMAT}
 
     def before_train(self) -> None:
         """Raises ValueError if the run will have nothing to publish, CheckpointError if safetensors is missing."""

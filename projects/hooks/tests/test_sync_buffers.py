@@ -61,8 +61,8 @@ def evaluated_average(hooks):
     trainer = SimpleTrainer(model, Stream(), torch.optim.SGD(model.parameters(), lr=0.0))
 
     def evaluate():
-        averaged = averaging.models_to_evaluate(model)["ema"]
-        inference_on_dataset(lambda batch: seen.append(averaged.mean[0].item()), [torch.ones(())], None)
+        with averaging.evaluated_models(model)[""] as averaged:
+            inference_on_dataset(lambda batch: seen.append(averaged.mean[0].item()), [torch.ones(())], None)
 
     trainer.register_hooks([averaging, *hooks, EvalHook(2, evaluate, eval_after_train=False)])
     trainer.train(0, 3)

@@ -20,8 +20,10 @@ class SamplerSeed(HookBase):
     `DefaultTrainer` adds this hook if one of them has the method. The samplers of `trainkit.data` do not need it.
     """
 
-    @staticmethod
-    def is_needed(trainer: Any) -> bool:
+    priority = 43
+
+    @classmethod
+    def is_needed(cls, trainer: Any) -> bool:
         # a feed with a schedule has no epochs, and then the hook is an error
         return bool(_listeners(trainer.data_loader) and (trainer.has_epochs or trainer.feed.schedule))
 

@@ -2,9 +2,9 @@
 
 import torch
 import torch.distributed as dist
+from trainkit.projects.hooks.ema import EMAHook
 
-from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
-from trainkit.engine.hooks.ema import EMAHook
+from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
 from trainkit.evaluation.observer import Phase
 from trainkit.utils import comm
 from trainkit.utils.model import unwrap_model
@@ -22,6 +22,7 @@ class SyncBuffers(HookBase):
         period: in iterations; 0: at the end of each epoch, if the trainer has epochs.
     """
 
+    priority = SAVE_POINT - 1  # checkpoint and evaluation must see the same buffers on all ranks
     _state_names = ("_has_stepped",)
 
     def __init__(self, period: int = 0) -> None:

@@ -34,6 +34,8 @@ class ParamScheduler(HookBase):
         ConfigError: before training, if no group has the field or another hook sets it.
     """
 
+    priority = 46  # after the learning rate
+
     def __init__(
         self, param: str, schedules: Sequence[Mapping[str, Any]] | Schedule, max_iter: int | None = None
     ) -> None:
@@ -46,6 +48,10 @@ class ParamScheduler(HookBase):
         self._given, self._max_iter = schedules, max_iter
         if not callable(schedules):
             build_schedule(schedules, _ANY_LENGTH, self._where)
+
+    @classmethod
+    def config_arguments(cls, trainer: Any) -> dict[str, Any]:
+        return {"max_iter": trainer.cfg.SOLVER.MAX_ITER}
 
     def before_train(self) -> None:
         self._check_alone()

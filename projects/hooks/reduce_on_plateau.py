@@ -5,7 +5,7 @@ import math
 from typing import Any, Literal
 
 from trainkit.config import ConfigError
-from trainkit.engine.hook_base import HOOK_REGISTRY
+from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT
 from trainkit.engine.hooks.lr_scheduler import LRScheduler
 from trainkit.engine.hooks.monitor import MetricHook, Mode
 from trainkit.solver.lr_scheduler import ScheduledLR
@@ -31,6 +31,7 @@ class ReduceOnPlateau(MetricHook):
         ConfigError: before training, if ``trainer.scheduler`` cannot be reduced, or no `LRScheduler` hook steps it.
     """
 
+    priority = SAVE_POINT + 2  # after the evaluation, before the best checkpoint
     _state_names = (*MetricHook._state_names, "_cooling")
 
     def __init__(

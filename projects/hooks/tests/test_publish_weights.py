@@ -5,11 +5,11 @@ import os
 
 import pytest
 import torch
+from trainkit.projects.hooks.publish_weights import publish_weights
 
 from tests.checkpoint.conftest import Counter, linear, weight_of
 from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.checkpoint.file import read_file, write_file
-from trainkit.checkpoint.publish import publish_weights
 
 
 def save(folder, fill=1.0, **state):

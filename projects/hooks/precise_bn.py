@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainkit.data.loader import resume_obstacle
-from trainkit.engine.hook_base import HookBase
+from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.utils import comm
 from trainkit.utils.device import move_to_device
 from trainkit.utils.events import EventStorage
@@ -23,6 +23,7 @@ from trainkit.utils.rng import preserve_rng_state
 logger = logging.getLogger(__name__)
 
 
+@HOOK_REGISTRY.register()
 class PreciseBN(HookBase):
     """Recompute the running statistics of batch norm every ``period`` iterations and after the last one.
 
@@ -37,6 +38,8 @@ class PreciseBN(HookBase):
         data_loader: the training data, in a loader that only this hook uses.
     """
 
+    priority = 47  # before the checkpointer: the statistics are part of what is saved and evaluated
+
     def __init__(self, period: int, model: nn.Module, data_loader: Iterable[Any], num_iter: int) -> None:
         self._period = check_period("period", period)
         self._num_iter = check_period("num_iter", num_iter, minimum=1)
@@ -49,6 +52,15 @@ class PreciseBN(HookBase):
         ]
         if not self._layers:
             logger.warning("PreciseBN is off: the model has no batch norm in train mode")
+
+    @classmethod
+    def config_arguments(cls, trainer: Any) -> dict[str, Any]:
+        cfg = trainer.cfg.clone()
+        cfg.defrost()
+        cfg.DATALOADER.NUM_WORKERS = 0  # it is used rarely
+        data_loader = trainer.build_train_loader(cfg)  # a separate one does not disturb the order of the training data
+        given = {"period": cfg.TEST.EVAL_PERIOD, "num_iter": cfg.TEST.PRECISE_BN.NUM_ITER}
+        return {**given, "model": trainer.model, "data_loader": data_loader}
 
     def after_step(self) -> None:
         if self._layers and is_due(self.trainer, self._period, or_last=True):

@@ -5,8 +5,9 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from trainkit.projects.hooks.averaged import AVERAGED_PATH, averaged_weights
+
 from trainkit.checkpoint.atomic import CheckpointError, sync_folder
-from trainkit.checkpoint.averaged import AVERAGED_PATH, averaged_weights
 from trainkit.checkpoint.file import SAFETENSORS_SUFFIX, SUFFIX, sha256_of, write_file, write_safetensors
 from trainkit.checkpoint.folder import PUBLISHED
 from trainkit.checkpoint.format import read_whole

@@ -59,7 +59,7 @@ class EmptyCache(HookBase):
     together. An evaluation counts as an epoch, each of its batches as a step.
     """
 
-    priority = SAVE_POINT + 1
+    priority = SAVE_POINT + 4  # after the hooks that use memory
 
     def __init__(self, before_epoch: bool = False, after_step: bool = False, after_epoch: bool = True) -> None:
         chosen = {
@@ -89,7 +89,7 @@ class GarbageCollection(HookBase):
         generation: 0 to 2, see ``gc.collect``; 2 looks at every object and takes seconds in a large program.
     """
 
-    priority = SAVE_POINT + 1
+    priority = SAVE_POINT + 4  # after the hooks that use memory
 
     def __init__(self, period: int = 1000, generation: int = 1) -> None:
         if generation not in (0, 1, 2):

@@ -27,7 +27,7 @@ def cuda(monkeypatch):
 
 
 def messages(caplog):
-    return [record.getMessage() for record in caplog.records if record.name == "trainkit.engine.hooks.memory"]
+    return [record.getMessage() for record in caplog.records if record.name == "trainkit.projects.hooks.memory"]
 
 
 def line(iter):

@@ -1,16 +1,18 @@
 """A moving average of the weights."""
 
+import copy
 import logging
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 from torch import nn
+from trainkit.projects.hooks.averaged import EVALUATED, TRAINED
+from trainkit.projects.hooks.averaging import AveragingKind, ModelAverage, averaging_rule
 
 from trainkit.checkpoint.matching import Differences, table_of
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
-from trainkit.solver.averaging import AveragingKind, ModelAverage, averaging_rule
 from trainkit.utils.model import unwrap_model
 from trainkit.utils.periods import check_period
 
@@ -21,9 +23,9 @@ logger = logging.getLogger(__name__)
 class EMAHook(HookBase):
     """Average the weights over the iterations, and evaluate the average.
 
-    The average is a separate module, and a checkpoint holds both; `trainkit.checkpoint.averaged` says which of them is
-    ``model`` in the file. Every rank averages its own model: parameters are equal on all ranks, buffers may differ. An
-    iteration whose update is skipped by a gradient scaler counts too.
+    The average is a separate module, and a checkpoint holds both; `trainkit.projects.hooks.averaged` says which of them
+    is ``model`` in the file. Every rank averages its own model: parameters are equal on all ranks, buffers may differ.
+    An iteration whose update is skipped by a gradient scaler counts too.
 
     For a sharded model, the model itself holds the average during the evaluation; saving is refused in that time.
 
@@ -39,6 +41,8 @@ class EMAHook(HookBase):
     Attributes:
         was_evaluated: whether an evaluation has used the average.
     """
+
+    priority = 44  # after the update, before anything that evaluates or saves
 
     def __init__(
         self,
@@ -57,6 +61,8 @@ class EMAHook(HookBase):
             raise ValueError(f'buffers must be "copy" or "average", got {buffers!r}')
         if evaluate not in ("ema", "raw", "both"):
             raise ValueError(f'evaluate must be "ema", "raw" or "both", got {evaluate!r}')
+        if evaluate == "raw":  # then this hook offers no other model
+            self.evaluated_models = super().evaluated_models  # type: ignore[method-assign]
         self._average_buffers = buffers == "average"
         self.evaluate, self.was_evaluated = evaluate, False
         self._average: ModelAverage | None = None
@@ -91,34 +97,48 @@ class EMAHook(HookBase):
         if self._average is not None:
             self._average.copy()
 
-    def models_to_evaluate(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The models that ``evaluate`` asks for, in this order: "ema" -> the averaged model, "raw" -> ``model``.
+    def evaluated_models(self, model: nn.Module) -> dict[str, AbstractContextManager[nn.Module]]:
+        """The average, and for "both" the model with the prefix "raw".
 
         Without training, the average comes from the loaded checkpoint; if it has none, only ``model`` is returned.
         """
-        if self.evaluate == "raw":
-            return {"raw": model}
         if self._waiting_state:
             self._make_average(model, self._waiting_state)
         else:
             self.copy_buffers()
         if self._average is None:
             logger.warning("EMAHook has no averaged weights: none were loaded. The model's own are evaluated")
-            return {"raw": model}
+            return {"": nullcontext(model)}
         self.was_evaluated = True
-        return {"ema": self._average.module, **({"raw": model} if self.evaluate == "both" else {})}
+        return {"": self._holding(self._average), **({"raw": nullcontext(model)} if self.evaluate == "both" else {})}
 
-    def standing_in(self, weights: str) -> AbstractContextManager[None]:
-        """Context in which this model of ``models_to_evaluate`` holds its weights; every rank enters it."""
-        return self._average.standing_in() if weights == "ema" and self._average is not None else nullcontext()
+    @staticmethod
+    @contextmanager
+    def _holding(average: ModelAverage) -> Iterator[nn.Module]:
+        logger.info("Evaluating the averaged weights")
+        with average.standing_in():
+            yield average.module
 
     def before_save(self, state: dict[str, Any]) -> None:
-        """Raises RuntimeError if the model holds averaged weights."""
+        """Make the average the ``model`` of a best checkpoint that it was chosen for.
+
+        Raises:
+            RuntimeError: the model holds averaged weights.
+        """
         if self._average is not None and self._average.stands_in:
             raise RuntimeError(
                 "a checkpoint was to be saved in an evaluation of the averaged weights of a sharded model; save in "
                 "after_step, where the model has its own again"
             )
+        first = next(hook for hook in self.trainer.hooks if isinstance(hook, EMAHook))
+        if "best_of" not in state or first is not self or not self.was_evaluated:
+            return
+        is_raw = self.evaluate == "both" and state["best_of"].startswith("raw/")
+        state[EVALUATED] = "model" if is_raw else "ema"
+        if not is_raw:
+            trained, average = state["model"], self.state_dict()["model"]
+            state[TRAINED], state["model"] = trained, copy.copy(trained)  # copy keeps _metadata
+            state["model"].update((name, average[name]) for name in trained if name in average)
 
     def _make_average(self, model: nn.Module, state: dict[str, Any]) -> None:
         """Raises ValueError if the state is of another model."""
@@ -143,8 +163,3 @@ class EMAHook(HookBase):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.was_evaluated = state_dict.get("was_evaluated", False)
         self._waiting_state = dict(state_dict)
-
-
-def averaging_hook(hooks: Iterable[HookBase]) -> EMAHook | None:
-    """The hook whose average is evaluated; None if there is no `EMAHook`."""
-    return next((hook for hook in hooks if isinstance(hook, EMAHook)), None)

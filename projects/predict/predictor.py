@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import default_collate
+from trainkit.projects.hooks.averaged import AVERAGED_PATH, EVALUATED, averaged_weights
 
 from trainkit.checkpoint import Checkpointer
-from trainkit.checkpoint.averaged import AVERAGED_PATH, EVALUATED, averaged_weights
 from trainkit.config import CfgNode, ConfigError, import_modules
 from trainkit.config.checks import check_is_ours
 from trainkit.data.transforms import build_transform

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from torch.overrides import TorchFunctionMode
+from trainkit.projects.hooks.averaging import ModelAverage, averaging_rule
 
 from tests.cuda import host_never_waits, needs_cuda
-from trainkit.solver.averaging import ModelAverage, averaging_rule
 
 
 class Value(nn.Module):

@@ -26,8 +26,14 @@ class RuntimeInfo(HookBase):
         period: in iterations; use the period of the writers.
     """
 
+    priority = 42  # early: the values of all later hooks belong to the epoch that it stores
+
     def __init__(self, period: int = 1) -> None:
         self._period = check_period("period", period, minimum=1)
+
+    @classmethod
+    def config_arguments(cls, trainer: Any) -> dict[str, Any]:
+        return {"period": trainer.cfg.LOG.PERIOD}
 
     def before_train(self) -> None:
         logger.info("This run: %s", "; ".join(self._describe()))

@@ -34,6 +34,8 @@ class Throughput(HookBase):
         peak_tflops: of one device in the precision of the job, in 10^12 operations per second.
     """
 
+    priority = 41  # early: the time of a step must not include other hooks
+
     def __init__(self, period: int = 20, peak_tflops: float | None = None) -> None:
         self._period = check_period("period", period, minimum=1)
         if peak_tflops is not None and not (isinstance(peak_tflops, int | float) and peak_tflops > 0):

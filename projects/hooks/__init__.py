@@ -1,0 +1,1 @@
+"""The hooks that not every run needs. `trainkit.engine.hooks` has them under their names too."""

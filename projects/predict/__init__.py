@@ -1,0 +1,5 @@
+"""Predictions for samples outside of datasets."""
+
+from trainkit.projects.predict.predictor import DefaultPredictor
+
+__all__ = ["DefaultPredictor"]
