@@ -89,7 +89,7 @@ def config_of_test(cfg: CfgNode, folder: str, iters: int) -> CfgNode:
     """A copy of the config that evaluates, saves and writes nothing, except into ``folder``."""
     cfg = cfg.clone()
     cfg.defrost()
-    cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR, cfg.LOG.WRITERS, cfg.LOG.PROGRESS = folder, "", [], False
+    cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR, cfg.LOG.WRITERS = folder, "", []
     cfg.SOLVER.MAX_ITER, cfg.SOLVER.STEPS, cfg.SOLVER.WARMUP_ITERS, cfg.SOLVER.SCHEDULES = iters, (), 0, []
     cfg.SOLVER.CHECKPOINT_PERIOD, cfg.CHECKPOINT.START, cfg.CHECKPOINT.SAVE_LAST = 0, 0, False
     cfg.CHECKPOINT.BEST_METRIC, cfg.CHECKPOINT.PUBLISH, cfg.EARLY_STOPPING.METRIC = "", "", ""

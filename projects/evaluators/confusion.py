@@ -5,7 +5,6 @@ import logging
 import math
 import os
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +17,7 @@ from trainkit.data.catalog import MetadataCatalog
 from trainkit.evaluation.build import EVALUATOR_REGISTRY
 from trainkit.evaluation.classification import check_topk
 from trainkit.utils.events import get_event_storage, has_event_storage
-from trainkit.utils.run_folder import is_owned, own_folder
+from trainkit.utils.run_folder import is_owned
 
 logger = logging.getLogger(__name__)
 
@@ -78,12 +77,7 @@ class ConfusionMatrixEvaluator(LabelledEvaluator):
             return
         iteration = get_event_storage().iter if has_event_storage() else None
         content = {"task": self._task, "iteration": iteration, "class_names": names, "confusion": counts}
-        write = partial(write_text, json.dumps(content), self._confusion_file)
-        folder, name = os.path.split(os.path.abspath(self._confusion_file))
         try:
-            os.makedirs(folder, exist_ok=True)
-            write()
-            if is_owned(folder):
-                own_folder(folder).restore[name] = write  # for the case that somebody deletes the folder
+            write_text(json.dumps(content), self._confusion_file)
         except OSError as error:
             logger.warning("The confusion matrix is not written: %s", error)

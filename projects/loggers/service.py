@@ -2,30 +2,65 @@
 
 import contextlib
 import importlib
+import importlib.util
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from trainkit.utils.events.writers import PictureWriter
+from trainkit.utils.events.storage import EventStorage
+from trainkit.utils.events.writers import Scalar, ScalarWriter
 
 logger = logging.getLogger(__name__)
 
 
-class ServiceWriter(PictureWriter):
+class ServiceWriter(ScalarWriter):
     """Base class of writers for external services, whose errors do not end a run.
 
-    An error is logged, and this training writes nothing more to the service. Only an ``OSError`` is raised.
+    An error is logged, and this training writes nothing more to the service. Only an ``OSError`` is raised. A subclass
+    defines ``_open`` and ``_log_all``; images and histograms are then cleared in the storage.
+
+    Raises:
+        ImportError: ``package`` is missing.
     """
 
     _service: str  # its name in messages
     _has_failed = False
+    _opened: Any = None  # an object of the package of the service
+    _finish: Callable[[], None]  # ends the output
+
+    def __init__(self, window_size: int, package: str) -> None:
+        super().__init__(window_size)
+        if importlib.util.find_spec(package) is None:
+            raise ImportError(f"{type(self).__name__} needs the package {package}: pip install 'trainkit[{package}]'")
+
+    @property
+    def _writer(self) -> Any:
+        """The opened output; opens it if needed."""
+        if self._opened is None:
+            self._opened, self._finish = self._open()
+        return self._opened
+
+    def _open(self) -> tuple[Any, Callable[[], None]]:
+        """Start the output, or continue it; return it, and the function that ends it."""
+        raise NotImplementedError
+
+    def _log_all(self, scalars: list[Scalar], storage: EventStorage) -> None:
+        """Write the scalars, and the images and histograms of the storage."""
+        raise NotImplementedError
+
+    def _show(self, scalars: list[Scalar], storage: EventStorage) -> None:
+        if scalars or storage.images() or storage.histograms():
+            self._log_all(scalars, storage)
+            storage.clear_images()
+            storage.clear_histograms()
 
     def begin(self, trainer: Any) -> None:
-        super().begin(trainer)
+        # import before loader workers are forked: a fork during an import in another thread could wait for ever
+        importlib.import_module("PIL.Image").preinit()
         with contextlib.suppress(ImportError):
             importlib.import_module("pandas")  # services check whether a value is a table of pandas
         with contextlib.suppress(OSError), self._surviving():  # the first write raises an OSError again
@@ -38,8 +73,11 @@ class ServiceWriter(PictureWriter):
 
     def close(self) -> None:
         try:
-            with self._surviving("The run of %s could not be finished: %s"):
-                super().close()
+            super().close()
+            opened, self._opened = self._opened, None
+            if opened is not None:
+                with self._surviving("The run of %s could not be finished: %s"):
+                    self._finish()
         finally:
             self._has_failed = False
 

@@ -16,7 +16,7 @@ from tests.engine.job import tiny_cfg
 from trainkit.engine import DefaultTrainer, default_setup
 
 options = ["SOLVER.MAX_ITER", 1_000_000, "SOLVER.STEPS", (), "TEST.EVAL_PERIOD", 50, "SOLVER.CHECKPOINT_PERIOD", 10**6]
-cfg = tiny_cfg({folder!r}, *options, "LOG.WRITERS", ["console", "json"])
+cfg = tiny_cfg({folder!r}, *options, "LOG.WRITERS", ["console", "json"], "LOG.PROGRESS", True)
 default_setup(cfg, Namespace())
 trainer = DefaultTrainer(cfg)
 """

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.utils.terminal import showing_bars
 from trainkit.checkpoint import CheckpointError
 from trainkit.config import ConfigError, get_cfg
 from trainkit.engine import (
@@ -24,11 +23,9 @@ from trainkit.utils.events import (
     CommonMetricPrinter,
     EventWriter,
     JSONWriter,
-    ProgressBar,
     TensorboardXWriter,
 )
 from trainkit.utils.logger import close_logger
-from trainkit.utils.progress import are_bars_shown, show_bars
 from trainkit.utils.run_file import RunFile
 from trainkit.utils.run_folder import LOCK_FILE, release_folder
 
@@ -195,13 +192,6 @@ def test_nothing_is_written_through_a_link_out_of_the_folder(tmp_path, args):
     assert (folder / "model_0000004.pth").exists() == (args is not NEW)
 
 
-def test_the_log_names_a_run_that_was_killed_in_the_folder(tmp_path):
-    (tmp_path / LOCK_FILE).write_text("process 5 on here, since yesterday")
-    default_setup(cfg_for(tmp_path), NEW)
-    assert "has not ended properly in" in (tmp_path / "log.txt").read_text()
-    assert "process 5 on here, since yesterday" in (tmp_path / "log.txt").read_text()
-
-
 @pytest.mark.parametrize("args", [RESUME, EVAL])
 def test_resuming_and_evaluating_move_nothing(tmp_path, args):
     for name in ("metrics.json", "model_final.pth", "config.yaml"):  # a damaged checkpoint is one as well
@@ -359,7 +349,7 @@ def test_the_default_writers(tmp_path):
     kinds = [type(writer) for writer in default_writers(tmp_path, 10)]
     assert kinds == [CommonMetricPrinter, JSONWriter, TensorboardXWriter]
     assert [type(writer) for writer in default_writers(tmp_path, names=["json"])] == [JSONWriter]
-    accepted = "console, json, csv, tensorboard, and names of "
+    accepted = "console, json, tensorboard, and names of "
     with pytest.raises(ConfigError, match=f"no writer called 'jsn'; LOG.WRITERS takes {accepted}.*WRITER_REGISTRY"):
         default_writers(tmp_path, names=["jsn"])
 
@@ -386,20 +376,6 @@ def test_a_registered_writer_gets_the_folder_and_the_window_and_the_config_if_it
     assert shows_settings.given == get_cfg()
     with pytest.raises(ConfigError, match=r"LOG.WRITERS cannot be built: .*NoArguments.* takes no arguments"):
         default_writers(tmp_path, names=["NoArguments"])
-
-
-def test_on_a_terminal_the_console_is_a_bar(tmp_path):
-    with showing_bars():
-        [writer] = default_writers(tmp_path, 10, names=["console"])
-    assert type(writer) is ProgressBar
-
-
-@pytest.mark.parametrize(("options", "shown"), [([], True), (["LOG.PROGRESS", False], False)])
-def test_setup_decides_whether_there_are_bars(tmp_path, options, shown):
-    with showing_bars():
-        show_bars(not shown)
-        default_setup(cfg_for(tmp_path, *options), NEW)
-        assert are_bars_shown() == shown
 
 
 def test_without_tensorboard_its_writer_is_left_out_with_one_line(tmp_path, monkeypatch, caplog):

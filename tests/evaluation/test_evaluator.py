@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from tests.utils.terminal import showing_bars
 from trainkit.data import InferenceSampler, build_batch_data_loader
 from trainkit.evaluation import (
     DatasetEvaluator,
@@ -269,15 +268,6 @@ def test_the_log_says_of_which_dataset_how_many_batches_are_evaluated(caplog, lo
     first, last = caplog.messages
     assert first == f"Start inference on {start}"
     assert last.endswith(f" s waiting for data; {end}")
-
-
-def test_where_bars_are_shown_the_dataset_has_one_until_it_is_evaluated():
-    seen = []
-    with showing_bars() as terminal:
-        inference_on_dataset(lambda batch: seen.append(terminal.lines()), range(10), None, name="digits_val")
-        assert "".join(terminal.lines()) == ""
-    assert seen[0][0].startswith("Evaluating digits_val   0%|")
-    assert seen[0][0].endswith("| after 0 of 10")
 
 
 def test_the_device_is_waited_for_once_and_not_per_batch(monkeypatch):

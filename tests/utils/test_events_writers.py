@@ -2,13 +2,13 @@ import json
 import logging
 import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from trainkit.utils.events import CommonMetricPrinter, EventStorage, EventWriter, JSONWriter, TensorboardXWriter
+from trainkit.utils.events import CommonMetricPrinter, EventStorage, EventWriter, JSONWriter
 
 
 def test_a_writer_without_write_says_so():
@@ -18,6 +18,10 @@ def test_a_writer_without_write_says_so():
     with pytest.raises(NotImplementedError, match=r"Mute must define write\(\)"):
         Mute().write()
     Mute().close()
+    assert Mute().state_dict() == {}
+    Mute().load_state_dict({})
+    with pytest.raises(NotImplementedError, match=r"Mute saves a state \(a, b\)"):
+        Mute().load_state_dict({"a": 1, "b": 2})
 
 
 # ---------------------------------------------------------------------- JSON
@@ -158,20 +162,16 @@ def test_json_goes_on_in_the_same_file_in_a_second_run_from_the_first_iteration(
     assert read_strictly(tmp_path / "metrics.json") == [{"a": 1.0, "iteration": 0}, {"a": 2.0, "iteration": 0}]
 
 
-@pytest.mark.parametrize("defer", [False, True])
-def test_json_has_scalars_with_an_epoch_in_lines_of_their_own(tmp_path, defer):
+def test_json_has_scalars_with_an_epoch_in_lines_of_their_own(tmp_path):
     writer = JSONWriter(tmp_path / "metrics.json")
     with EventStorage() as storage:
-        if defer:
-            storage.start_deferring()
         for storage.iter in range(4):
             storage.put_scalar("loss", 0.5)
             storage.put_scalar("epoch", storage.iter // 2, smoothing_hint=False)
             if storage.iter % 2:
                 storage.put_scalar("top1", 50.0, smoothing_hint=False, epoch=storage.iter // 2 + 1)
                 storage.put_scalar("top5", 90.0, smoothing_hint=False, epoch=storage.iter // 2 + 1)
-                storage.publish(writer.write)
-        storage.flush()
+                writer.write()
         writer.close()
 
     assert read_strictly(tmp_path / "metrics.json") == [
@@ -195,110 +195,23 @@ def test_json_touches_no_file_before_the_first_write(tmp_path):
     "make",
     [
         lambda path: JSONWriter(path / "metrics.json", window_size=0),
-        lambda path: TensorboardXWriter(path, window_size=0),
         lambda path: CommonMetricPrinter(window_size=0),
     ],
-    ids=["JSONWriter", "TensorboardXWriter", "CommonMetricPrinter"],
+    ids=["JSONWriter", "CommonMetricPrinter"],
 )
 def test_a_window_without_an_iteration_is_refused_by_the_constructor(tmp_path, make):
     with pytest.raises(ValueError, match="window_size must be >= 1 iteration, got 0"):
         make(tmp_path)
 
 
-# ---------------------------------------------------------------------- TensorBoard
-
-
-def read_tensorboard(folder):
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return events
-
-
-def test_tensorboard_makes_no_file_before_there_is_something_to_write(tmp_path):
-    writer = TensorboardXWriter(tmp_path / "logs")
-    with EventStorage():
-        writer.write()
-        writer.close()
-
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_tensorboard_gets_scalars_images_and_histograms_and_lets_them_go(tmp_path):
-    writer = TensorboardXWriter(tmp_path, window_size=3)
-    with EventStorage() as storage:
-        for storage.iter, loss in enumerate([9.0, 1.0, 8.0, 2.0]):
-            storage.put_scalar("loss", loss)
-        storage.put_image("image", torch.zeros(3, 2, 4))
-        storage.put_histogram("weight", torch.arange(6.0).reshape(3, 2), bins=2)
-        writer.write()
-        assert (storage.images(), storage.histograms()) == ([], [])
-
-        storage.put_scalar("late", 0.25, cur_iter=1)
-        writer.write()
-        writer.close()
-
-    events = read_tensorboard(tmp_path)
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(3, 2.0)]
-    assert [(event.step, event.value) for event in events.Scalars("late")] == [(1, 0.25)]
-    [image] = events.Images("image")
-    assert (image.step, image.width, image.height) == (3, 4, 2)
-    [histogram] = events.Histograms("weight")
-    counts = histogram.histogram_value
-    assert (histogram.step, counts.num, counts.sum, counts.sum_squares) == (3, 6, 15, 55)
-    assert (counts.bucket_limit, counts.bucket) == ([2.5, 5.0], [3, 3])
-
-
-def test_tensorboard_goes_on_in_a_second_run_from_the_first_iteration(tmp_path):
-    writer = TensorboardXWriter(tmp_path, filename_suffix=".run")
-    for value in (1.0, 2.0):
-        with EventStorage() as storage:
-            storage.put_scalar("a", value)
-            writer.write()
-            writer.close()
-
-    files = sorted(tmp_path.iterdir())
-    assert len(files) == 2
-    assert all(file.name.endswith(".run") for file in files)  # options arrive at the SummaryWriter
-    assert sorted(event.value for file in files for event in read_tensorboard(file).Scalars("a")) == [1.0, 2.0]
-
-
-def test_tensorboard_shows_scalars_with_an_epoch_over_epochs(tmp_path):
-    writer = TensorboardXWriter(tmp_path)
-    with EventStorage() as storage:
-        for storage.iter in (4, 9):
-            storage.put_scalar("loss", 0.5)
-            storage.put_scalar("top1", 50.0, smoothing_hint=False, epoch=(storage.iter + 1) // 5)
-            writer.write()
-        writer.close()
-
-    events = read_tensorboard(tmp_path)
-    assert [event.step for event in events.Scalars("top1")] == [1, 2]
-    assert [event.step for event in events.Scalars("loss")] == [4, 9]
-
-
-def test_tensorboard_is_asked_for_by_the_constructor(tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-
-    with pytest.raises(ImportError, match=r"needs the package tensorboard: pip install 'trainkit\[tensorboard\]'"):
-        TensorboardXWriter(tmp_path)
-
-
 # ---------------------------------------------------------------------- console
-
-
-class Clock:
-    """Stands for ``time.perf_counter``."""
-
-    now = 1000.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr("trainkit.utils.events.writers.time.perf_counter", clock)
+    """Its ``now`` is the time."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr("trainkit.utils.events.writers.time.perf_counter", lambda: clock.now)
     return clock
 
 
@@ -360,10 +273,11 @@ def test_console_line_is_the_same_for_scalars_with_an_epoch(lines):
 def test_console_line_has_the_peak_memory_of_cuda(lines, monkeypatch):
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: torch.device("cuda"))
     monkeypatch.setattr("torch.accelerator.memory.max_memory_allocated", lambda: 3 * 2**20)
-    with EventStorage():
+    with EventStorage() as storage:
+        storage.put_scalar("time", 1.0)
         CommonMetricPrinter().write()
 
-    assert lines() == ["after 1 iteration  max_mem: 3M"]
+    assert lines() == ["after 1 iteration  time: 1.0000  max_mem: 3M"]
 
 
 def test_console_is_silent_when_nothing_is_left_to_train(lines):
@@ -387,56 +301,70 @@ def test_console_eta_comes_from_the_median_time_and_ignores_a_slow_iteration(lin
     assert lines()[0].startswith(" eta: 0:03:00  after 10 of 100 iterations ")  # 90 iterations of 2 s
 
 
-def test_console_eta_comes_from_the_clock_where_nobody_times_the_iterations(lines, clock):
+def write_at(printer, storage, *iters):
+    for storage.iter in iters:
+        storage.put_scalar("a", 1.0)
+        printer.write()
+
+
+def test_console_eta_comes_from_the_clock_where_nothing_times_the_iterations(lines, clock):
     printer = CommonMetricPrinter(max_iter=100)
-    with EventStorage(start_iter=19) as storage:
-        printer.write()
-        storage.iter, clock.now = 39, clock.now + 40
-        printer.write()
-        printer.write()  # no iteration between: no division by zero, and no estimate
+    with EventStorage() as storage:
+        write_at(printer, storage, 19)
+        clock.now += 40
+        write_at(printer, storage, 39, 39)  # no iteration between the last two: no division by zero, no estimate
 
     assert lines() == [
-        "after 20 of 100 iterations ",
-        " eta: 0:02:00  after 40 of 100 iterations ",
-        "after 40 of 100 iterations ",
+        "after 20 of 100 iterations  a: 1 ",
+        " eta: 0:02:00  after 40 of 100 iterations  a: 1 ",
+        "after 40 of 100 iterations  a: 1 ",
     ]
 
 
 def test_console_eta_does_not_count_the_time_between_two_runs(lines, clock):
     printer = CommonMetricPrinter(max_iter=100)
-    with EventStorage(start_iter=9):
-        printer.write()
+    with EventStorage() as storage:
+        write_at(printer, storage, 9)
         printer.close()
-    clock.now += 3600
-    with EventStorage(start_iter=19) as storage:
-        printer.write()
-        storage.iter, clock.now = 29, clock.now + 10
-        printer.write()
+        clock.now += 3600
+        write_at(printer, storage, 19)
+        clock.now += 10
+        write_at(printer, storage, 29)
 
-    assert lines() == [
-        "after 10 of 100 iterations ",
-        "after 20 of 100 iterations ",
-        " eta: 0:01:10  after 30 of 100 iterations ",
+    assert [line.split("  a:")[0] for line in lines()] == [
+        "after 10 of 100 iterations",
+        "after 20 of 100 iterations",
+        " eta: 0:01:10  after 30 of 100 iterations",
     ]
 
 
-def test_console_without_a_length_has_no_eta(lines, clock):
-    printer = CommonMetricPrinter()
+def test_console_logs_at_most_one_line_per_interval_and_the_last_one(lines, clock):
+    printer = CommonMetricPrinter(max_iter=100, min_interval_sec=1.0)
     with EventStorage() as storage:
-        storage.put_scalar("time", 1.0)
-        printer.write()
+        for iter, now in ((19, 0.0), (39, 0.9), (59, 1.0), (79, 1.5), (99, 1.6)):
+            clock.now = 1000 + now
+            write_at(printer, storage, iter)
 
-    assert lines() == ["after 1 iteration  time: 1.0000 "]
+    assert [int(re.search(r"after (\d+) of", line)[1]) for line in lines()] == [20, 60, 100]
+
+
+def test_console_names_the_last_iteration_that_was_done_when_a_run_was_stopped(lines):
+    with EventStorage() as storage:
+        storage.put_scalar("loss", 1.0)
+        storage.iter = 1  # the next iteration
+        CommonMetricPrinter().write()
+    with EventStorage() as storage:  # an evaluation before training
+        storage.put_scalar("top1", 1.0, smoothing_hint=False)
+        CommonMetricPrinter().write()
+
+    assert lines() == ["after 1 iteration  loss: 1 "]
 
 
 @pytest.mark.parametrize(
     ("max_iter", "shown"),
     [(7, ["[Epoch 1/3] ", "[Epoch 1/3] ", "[Epoch 2/3] ", "[Epoch 3/3] "]), (None, ["[Epoch 1] "] * 2)],
 )
-def test_the_line_names_the_epoch_if_there_are_some(caplog, max_iter, shown):
-    writer = CommonMetricPrinter(max_iter, iters_per_epoch=3)
-    caplog.set_level(logging.INFO)
+def test_the_line_names_the_epoch_if_there_are_some(lines, max_iter, shown):
     with EventStorage() as storage:
-        for storage.iter in (0, 2, 3, 6)[: len(shown)]:
-            writer.write()
-    assert [re.search(r"\[Epoch .+?\] ", message)[0] for message in caplog.messages] == shown
+        write_at(CommonMetricPrinter(max_iter, iters_per_epoch=3), storage, *(0, 2, 3, 6)[: len(shown)])
+    assert [re.search(r"\[Epoch .+?\] ", line)[0] for line in lines()] == shown

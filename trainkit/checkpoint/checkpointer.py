@@ -24,7 +24,7 @@ from trainkit.checkpoint.store import download, local_folder, mirror_of, upload_
 from trainkit.utils import comm
 from trainkit.utils.file_io import PathManager
 from trainkit.utils.model import unwrap_model
-from trainkit.utils.run_folder import is_owned_by_another, renew_folders
+from trainkit.utils.run_folder import is_owned_by_another
 
 _logger = logging.getLogger(__name__)
 _OLD_ENTRIES = ("new_buffers",)  # of older files; not used
@@ -187,7 +187,6 @@ class Checkpointer:
     def _prepare_save_dir(self) -> None:
         if self.save_to_disk:
             try:
-                renew_folders()  # another run may own the folder now
                 os.makedirs(self.save_dir, exist_ok=True)
             except OSError as error:
                 raise CheckpointError(

@@ -142,9 +142,8 @@ _C.LOG.PERIOD = 20  # The number of iterations from one call of the writers to t
 _C.LOG.WINDOW = 20  # A loss is shown as its median over this many iterations.
 _C.LOG.GATHER_PERIOD = 1  # N: store the losses of every N-th iteration. Ranks exchange them once per PERIOD.
 _C.LOG.ASYNC = None  # True: a worker thread stores metrics and calls the writers. None: only on CUDA and XPU.
-_C.LOG.WRITERS = ["console", "json", "tensorboard"]  # Also "csv", or a name in WRITER_REGISTRY.
+_C.LOG.WRITERS = ["console", "json", "tensorboard"]  # Also "csv", "progress_bar", or another name in WRITER_REGISTRY.
 _C.LOG.LEVEL = "INFO"  # The terminal shows lines from this level on: DEBUG, INFO, WARNING or ERROR. log.txt has all.
-_C.LOG.PROGRESS = True  # True: show progress bars instead of log lines in a terminal or notebook.
 _C.LOG.EVAL_AXIS = "iter"  # Writers show evaluation results over "iter" or "epoch".
 
 RANGES = {

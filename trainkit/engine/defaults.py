@@ -71,10 +71,8 @@ from trainkit.solver import build_lr_scheduler, build_optimizer
 from trainkit.utils import comm
 from trainkit.utils.device import device_of
 from trainkit.utils.events import EventWriter
-from trainkit.utils.logger import NOT_ON_TERMINAL
 from trainkit.utils.model import is_part_of
 from trainkit.utils.plugins import RUN_HOOKS, installed, lazy_names
-from trainkit.utils.run_folder import own_folder, renew_folders
 
 logger = logging.getLogger(__name__)
 
@@ -277,12 +275,9 @@ class DefaultTrainer(TrainerBase):
             self.checkpointer.forget_finished()
         if self._global_batch is not None:
             self._global_batch.save()
-            if comm.is_main_process():
-                own_folder(checkpoint_dir(self.cfg)).restore["batch.json"] = self._global_batch.save
         token = _kept_loaders.set({})
         try:
             super().train(start_iter, max_iter)
-            renew_folders()
             if marks and self.status == "finished":
                 results = _plain_results(self._results)
                 self.checkpointer.mark_finished({"iterations": self.iter, "max_iter": max_iter, "results": results})
@@ -436,7 +431,7 @@ class DefaultTrainer(TrainerBase):
     def build_model(cls, cfg: CfgNode) -> nn.Module:
         """The model MODEL.NAME of the registry, on MODEL.DEVICE."""
         model = build_model(cfg)
-        logger.info("Model:\n%s", model, extra=NOT_ON_TERMINAL)
+        logger.debug("Model:\n%s", model)
         return model
 
     @classmethod

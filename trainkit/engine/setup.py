@@ -30,12 +30,11 @@ from trainkit.engine.fork import take_settings
 from trainkit.engine.launch import check_processes
 from trainkit.engine.origin import RUN_DOES_IT, active_replay, note_command
 from trainkit.utils import comm, events
-from trainkit.utils.collect_env import collect_env_info, describe_load
+from trainkit.utils.collect_env import collect_env_info
 from trainkit.utils.device import has_unused_tf32
 from trainkit.utils.env import seed_all_rng
-from trainkit.utils.logger import NOT_ON_TERMINAL, setup_logger
+from trainkit.utils.logger import setup_logger
 from trainkit.utils.plugins import CONFIG_TYPES, OPTIONS, installed, load_plugin, type_name
-from trainkit.utils.progress import are_bars_shown, show_bars
 from trainkit.utils.run_folder import own_folder, release_folder
 
 logger = logging.getLogger(__name__)
@@ -160,12 +159,9 @@ def own_folders(cfg: CfgNode, resume: bool | None = None) -> list[str]:
     folders = {"OUTPUT_DIR": cfg.OUTPUT_DIR, "CHECKPOINT.DIR": checkpoint_dir(cfg)} if comm.is_main_process() else {}
     for key, folder in folders.items():
         try:
-            owned = own_folder(folder)
+            own_folder(folder)
         except OSError as error:
             raise ConfigError(f"{key} {folder!r} cannot be written, choose another: {error}") from error
-        if owned.former:
-            notes.append(f"A run has not ended properly in {folder}, which it leaves to this one: {owned.former}")
-            owned.former = ""
         if (mirror := mirror_of(folder)) is not None and not mirror.is_taken:
             mirror.take(resume)
             notes.append(f"Files are written to {folder}, and uploaded to {mirror.address} after each save")
@@ -226,9 +222,7 @@ def default_setup(cfg: Any, args: Any) -> None:
             if resume and is_new:  # somebody may have forgotten --resume before
                 older = sorted(checkpoints.glob("previous_*/last_checkpoint"), key=os.path.getmtime)
             if not eval_only:
-                save_config = partial(write_text, text, output_dir.absolute() / "config.yaml")
-                own_folder(output_dir).restore["config.yaml"] = save_config
-                save_config()
+                write_text(text, output_dir / "config.yaml")
         except OSError as error:
             raise ConfigError(f"OUTPUT_DIR {cfg.OUTPUT_DIR!r} cannot be written, choose another: {error}") from error
     if not eval_only:
@@ -238,15 +232,12 @@ def default_setup(cfg: Any, args: Any) -> None:
         call()
 
     note_command(cfg, args)
-    show_bars(cfg.LOG.PROGRESS and comm.is_main_process())
     if replay is None:  # a replay has no log, and does not change the log of its caller
         level = "WARNING" if getattr(args, "quiet", False) else cfg.LOG.LEVEL
         setup_logger(output_dir, distributed_rank=comm.get_rank(), stdout_level=level)
     logger.info("Rank %d of %d", comm.get_rank(), comm.get_world_size())
-    logger.info("Environment:\n%s", collect_env_info(), extra=NOT_ON_TERMINAL)
+    logger.debug("Environment:\n%s", collect_env_info())
     logger.info("Command: %s", " ".join(sys.argv))
-    if comm.is_main_process() and (text := describe_load()):
-        logger.warning("%s", text)
     if is_restarted() and not eval_only:
         logger.info("The run was restarted; it resumes from its last checkpoint, if there is one")
     changes = "\n".join(f"  {key}: {value!r}" for key, value in changed_settings(cfg, get_cfg()))
@@ -296,25 +287,23 @@ def default_writers(
 ) -> list[events.EventWriter]:
     """Writers by name.
 
-    Names: "console" (a bar if `default_setup` has found a terminal, else lines), "json" (``metrics.json``), "csv"
-    (``metrics.csv``), "tensorboard" (skipped if the package is missing), and those of ``WRITER_REGISTRY``.
+    Names: "console" (at most one line per second), "json" (``metrics.json``), "tensorboard" (skipped if the package is
+    missing), and those of ``WRITER_REGISTRY``, such as "csv" and "progress_bar".
 
     Args:
         iters_per_epoch: None if there are no epochs.
-        cfg: shown by TensorBoard, and by registered writers that take it, as the settings of the run.
+        cfg: for registered writers that take it.
 
     Raises:
         ConfigError: another name, or the package that a writer needs is missing.
     """
-    settings = dict(changed_settings(cfg, get_cfg())) if cfg is not None else {}
-    config = cfg.dump() if cfg is not None else ""
-    console = events.ProgressBar if are_bars_shown() else events.CommonMetricPrinter
     folder = Path(output_dir)
     makers: dict[str, Callable[[], events.EventWriter]] = {
-        "console": lambda: console(max_iter, window_size, iters_per_epoch=iters_per_epoch),
+        "console": lambda: events.CommonMetricPrinter(
+            max_iter, window_size, iters_per_epoch=iters_per_epoch, min_interval_sec=1.0
+        ),
         "json": lambda: events.JSONWriter(folder / "metrics.json", window_size),
-        "csv": lambda: events.CSVWriter(folder / "metrics.csv", window_size),
-        "tensorboard": lambda: events.TensorboardXWriter(folder, window_size, settings=settings, config=config),
+        "tensorboard": lambda: events.TensorboardXWriter(folder, window_size),
     }
     for name in [name for name in names if name in events.WRITER_REGISTRY]:
         maker = events.WRITER_REGISTRY.get(name)

@@ -14,7 +14,6 @@ from trainkit.checkpoint import CheckpointError
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.origin import command_of
 from trainkit.utils.periods import say_done
-from trainkit.utils.progress import is_notebook
 from trainkit.utils.run_folder import LOCK_FILE
 
 logger = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ def _shortened(files: list[str]) -> list[str]:
 
 def _how_to_go_on(resumes: bool | None) -> str:
     """How to continue; ``resumes``: whether the command line has --resume, None if the script has no such option."""
-    if is_notebook():
+    if type(sys.stdout).__module__.startswith("ipykernel"):
         return "trainer.train()"
     if resumes is None:
         return "build the trainer again, resume_or_load(resume=True), train()"

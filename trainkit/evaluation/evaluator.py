@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -13,10 +13,8 @@ from torch import nn
 from trainkit.evaluation.observer import EvaluationAbandoned, current_observer, for_details
 from trainkit.utils import comm
 from trainkit.utils.device import device_of, move_to_device
-from trainkit.utils.logger import NOT_ON_TERMINAL
 from trainkit.utils.model import unwrap_model
 from trainkit.utils.parts import needs_all_ranks, release_gathered
-from trainkit.utils.progress import Bar, are_bars_shown
 from trainkit.utils.rng import preserve_rng_state
 from trainkit.utils.waiting import next_batch
 
@@ -250,7 +248,7 @@ def _evaluate(evaluator: DatasetEvaluator) -> dict[str, Any]:
 
 
 def _with_progress(data_loader: Iterable[Any], device: torch.device | None, name: str) -> Iterator[Any]:
-    """The batches, with a progress bar or regular log lines, and a summary at the end.
+    """The batches, with regular log lines, and a summary at the end.
 
     Regular lines show the time of the host, which runs ahead of an accelerator; the summary waits for the device.
     """
@@ -259,30 +257,27 @@ def _with_progress(data_loader: Iterable[Any], device: torch.device | None, name
     except TypeError:
         total = None
     length = "an unknown number of batches" if total is None else f"{total} batch{'es' * (total != 1)}"
-    logger.info("Start inference on %s%s", length, f" of {name}" if name else "", extra=for_details())
+    logger.log(for_details(), "Start inference on %s%s", length, f" of {name}" if name else "")
     num_done, data_sec = 0, 0.0
-    with closing(Bar(total, f"Evaluating {name}".rstrip(), stays=False)) as bar:
-        start = last_line = before_fetch = time.perf_counter()
-        batches = iter(data_loader)
-        while (inputs := next_batch(batches, _END)) is not _END:
-            data_sec += time.perf_counter() - before_fetch
-            yield inputs
-            num_done += 1
-            bar.go_to(num_done)
-            before_fetch = time.perf_counter()
-            if before_fetch - last_line >= _LOG_PERIOD_SEC:
-                last_line = before_fetch
-                per_batch = (before_fetch - start) / num_done
-                eta = "" if total is None else f", ETA {timedelta(seconds=round(per_batch * max(total - num_done, 0)))}"
-                logger.info(
-                    "Inference done %d%s: %.4f s / batch (data %.4f s)%s",
-                    num_done,
-                    "" if total is None else f"/{total}",
-                    per_batch,
-                    data_sec / num_done,
-                    eta,
-                    extra=NOT_ON_TERMINAL if are_bars_shown() else None,
-                )
+    start = last_line = before_fetch = time.perf_counter()
+    batches = iter(data_loader)
+    while (inputs := next_batch(batches, _END)) is not _END:
+        data_sec += time.perf_counter() - before_fetch
+        yield inputs
+        num_done += 1
+        before_fetch = time.perf_counter()
+        if before_fetch - last_line >= _LOG_PERIOD_SEC:
+            last_line = before_fetch
+            per_batch = (before_fetch - start) / num_done
+            eta = "" if total is None else f", ETA {timedelta(seconds=round(per_batch * max(total - num_done, 0)))}"
+            logger.info(
+                "Inference done %d%s: %.4f s / batch (data %.4f s)%s",
+                num_done,
+                "" if total is None else f"/{total}",
+                per_batch,
+                data_sec / num_done,
+                eta,
+            )
     if not num_done:
         return
     if device is not None and torch.accelerator.is_available():
@@ -290,11 +285,11 @@ def _with_progress(data_loader: Iterable[Any], device: torch.device | None, name
         if accelerator is not None and device.type == accelerator.type:
             torch.accelerator.synchronize(device)
     total_sec = time.perf_counter() - start
-    logger.info(
+    logger.log(
+        for_details(),
         "Total inference time: %s (%.6f s / batch on this rank, of which %.6f s waiting for data; %d batches)",
         timedelta(seconds=round(total_sec)),
         total_sec / num_done,
         data_sec / num_done,
         num_done,
-        extra=for_details(),
     )

@@ -1,10 +1,9 @@
 """The observer of an evaluation, which is a trainer with its hooks."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
-
-from trainkit.utils.logger import NOT_ON_TERMINAL
 
 Phase: TypeAlias = Literal["val", "test"]  # the periodic evaluation, and the evaluation of the test data
 
@@ -58,6 +57,6 @@ def current_observer() -> tuple[InferenceObserver, Phase]:
     return _stack[-1]
 
 
-def for_details() -> dict[str, bool] | None:
-    """The ``extra`` of a log line with details of an evaluation."""
-    return NOT_ON_TERMINAL if current_observer()[0].is_training() else None
+def for_details() -> int:
+    """The level of a log line with details of an evaluation."""
+    return logging.DEBUG if current_observer()[0].is_training() else logging.INFO

@@ -31,16 +31,5 @@ def collect_env_info() -> str:
     return format_table(rows)
 
 
-def describe_load() -> str:
-    """A hint if other programs keep all cores busy, so that torch's threads wait for each other; else ``""``."""
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if load <= (os.cpu_count() or 1) or torch.get_num_threads() == 1:
-        return ""
-    return (
-        f"This machine is busy: its load is {load:.1f} on {os.cpu_count()} cores. Steps on the CPU may take several "
-        f"times as long as usual; set OMP_NUM_THREADS=1 (torch uses {torch.get_num_threads()} threads)"
-    )
-
-
 if __name__ == "__main__":
     print(collect_env_info())

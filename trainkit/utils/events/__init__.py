@@ -6,10 +6,9 @@ from trainkit.utils.plugins import lazy_names
 
 if TYPE_CHECKING:
     from trainkit.utils.events.history import HistoryBuffer
-    from trainkit.utils.events.progress_bar import ProgressBar
+    from trainkit.utils.events.json_writer import JSONWriter
     from trainkit.utils.events.storage import EventStorage, get_event_storage, has_event_storage
     from trainkit.utils.events.tensorboard_writer import TensorboardXWriter
-    from trainkit.utils.events.text_writers import CSVWriter, JSONWriter
     from trainkit.utils.events.writers import WRITER_REGISTRY, CommonMetricPrinter, EventWriter, estimate_eta_sec
 
 __all__ = [
@@ -29,4 +28,4 @@ __all__ = [
     "estimate_eta_sec",
 ]
 
-__getattr__ = lazy_names(__name__, "MLflowWriter", "WandbWriter")
+__getattr__ = lazy_names(__name__, "CSVWriter", "MLflowWriter", "ProgressBar", "WandbWriter")

@@ -6,8 +6,6 @@ import sys
 from contextlib import contextmanager
 from unittest import mock
 
-from trainkit.utils.progress import show_bars
-
 MOVES = re.compile("\r|\n|\x1b\\[A|[^\r\n\x1b]+")
 
 
@@ -34,12 +32,6 @@ class Terminal(io.StringIO):
 
 
 @contextmanager
-def showing_bars(stdout=None):
-    """Inside, stdout is a terminal, in which bars are shown."""
-    stdout = Terminal() if stdout is None else stdout
-    with mock.patch.object(sys, "stdout", stdout), mock.patch.dict("os.environ", {"TERM": "xterm"}):
-        show_bars(True)
-        try:
-            yield stdout
-        finally:
-            show_bars(False)
+def as_stdout(stdout, term="xterm"):
+    with mock.patch.object(sys, "stdout", stdout), mock.patch.dict("os.environ", {"TERM": term}):
+        yield stdout

@@ -6,6 +6,7 @@ import resource
 import pytest
 import torch
 
+from trainkit.engine import default_writers
 from trainkit.utils.events import CSVWriter, EventStorage
 
 HEADER = "iteration,epoch,name,value\n"
@@ -106,22 +107,8 @@ def test_the_file_of_a_resumed_run_is_that_of_an_uninterrupted_one(tmp_path, who
         assert whole.endswith(tail.read_text())
 
 
-def test_a_file_that_has_gone_or_is_of_another_run_begins_with_the_header_again(tmp_path):
-    for content in (None, "x" * 500):
-        path = tmp_path / "metrics.csv"
-        if content is not None:
-            path.write_text(content)
-        writer = CSVWriter(path)
-        writer.load_state_dict({"length": 100, "taken": {}, "pending": []})
-        with EventStorage() as storage:
-            storage.put_scalar("a", 1.0)
-            writer.write()
-            writer.close()
-        assert path.read_text() == HEADER + "0,,a,1.0\n"
-
-
 @pytest.mark.parametrize("room", [0, 10, 30])
-def test_what_finds_no_room_is_written_later_and_the_header_still_once(tmp_path, room):
+def test_values_without_room_are_written_later_and_the_header_still_once(tmp_path, room):
     path = tmp_path / "metrics.csv"
     writer = CSVWriter(path)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -150,7 +137,6 @@ def test_the_state_is_loaded_with_weights_only(tmp_path):
     assert torch.load(tmp_path / "state.pth", weights_only=True) == {
         "length": (tmp_path / "metrics.csv").stat().st_size,
         "taken": {"loss": 5, "top1": 3},
-        "pending": [],
     }
 
 
@@ -166,3 +152,10 @@ def test_a_name_that_a_spreadsheet_would_compute_is_text_and_numbers_stay_number
         rows = list(csv.DictReader(file))
     assert {row["name"] for row in rows} == {*(f"'{name}" for name in names), "a=b", "c =d"}
     assert {row["value"] for row in rows} == {"-1.5"}
+
+
+def test_it_is_found_by_its_name(tmp_path):
+    [writer] = default_writers(tmp_path, names=["csv"])
+    train(EventStorage(), writer, range(3))
+    writer.close()
+    assert (tmp_path / "metrics.csv").exists()

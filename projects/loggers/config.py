@@ -1,0 +1,16 @@
+"""The config key of this project."""
+
+from trainkit.projects.loggers.progress_bar import can_show_bars
+
+from trainkit.config import CfgNode
+
+
+def add_config(cfg: CfgNode) -> None:
+    """Add the key with its default."""
+    cfg.LOG.PROGRESS = False  # True: in a terminal or notebook, show a progress bar instead of the lines of "console".
+
+
+def prepare(cfg: CfgNode) -> None:
+    """Put the writer ``progress_bar`` in the place of ``console``."""
+    if cfg.LOG.PROGRESS and can_show_bars():
+        cfg.LOG.WRITERS = ["progress_bar" if name == "console" else name for name in cfg.LOG.WRITERS]

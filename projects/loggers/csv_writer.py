@@ -1,0 +1,45 @@
+"""Scalars as rows of a table."""
+
+import csv as csv_format
+import io
+import os
+from pathlib import Path
+
+from trainkit.utils.events.json_writer import LinesWriter
+from trainkit.utils.events.storage import EventStorage
+from trainkit.utils.events.writers import WRITER_REGISTRY, Scalar, rows_by_iteration
+from trainkit.utils.run_file import RunFile
+
+
+class CSVWriter(LinesWriter):
+    """One line ``iteration,epoch,name,value`` per new scalar, smoothed; the first line has these names.
+
+    ``epoch`` is empty for a scalar without one. A value that is not finite is ``nan``, ``inf`` or ``-inf``. A name that
+    a spreadsheet would read as a formula gets an apostrophe before it. The file grows and is cut like that of
+    `JSONWriter`. For a column per scalar, use pandas: ``pandas.read_csv(path).pivot_table(index="iteration",
+    columns="name", values="value")``.
+    """
+
+    def __init__(self, csv_file: str | Path, window_size: int = 20) -> None:
+        super().__init__(RunFile(csv_file, header="iteration,epoch,name,value\n"), window_size)
+
+    def _show(self, scalars: list[Scalar], storage: EventStorage) -> None:
+        lines = io.StringIO()
+        csv_format.writer(lines, lineterminator="\n").writerows(
+            (iter, epoch, _text_cell(name), repr(value))
+            for iter, epoch, row in rows_by_iteration(scalars)
+            for name, value in row.items()
+        )
+        self._file.append(lines.getvalue())
+
+
+def _text_cell(name: str) -> str:
+    """The name as text: not a formula for a spreadsheet, and without carriage returns, which ``csv`` does not quote."""
+    name = name.replace("\r", " ")
+    return f"'{name}" if name[:1].isspace() or name.startswith(("=", "+", "-", "@")) else name
+
+
+@WRITER_REGISTRY.register()
+def csv(output_dir: str | os.PathLike[str], window_size: int) -> CSVWriter:
+    """The writer of LOG.WRITERS."""
+    return CSVWriter(Path(output_dir) / "metrics.csv", window_size)
