@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainkit.config import CfgNode, get_cfg
-from trainkit.engine.settings import changed_settings
+from trainkit.config.config import changed_settings
 from trainkit.utils.events.writers import WRITER_REGISTRY, EventWriter
 from trainkit.utils.numbers import is_number
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.engine.job import tiny_cfg
-from tests.utils.test_run_folder import OWNER
+from tests.utils.test_run_folder import owner_of
 from trainkit.config import ConfigError
 from trainkit.engine import DefaultTrainer, default_setup
 from trainkit.engine.hooks import HookBase
@@ -158,15 +158,12 @@ def test_a_folder_of_another_run_is_refused_before_anything_is_touched(tmp_path,
     monkeypatch.setattr(run_folder, "_PATIENCE_SEC", 0.0)
     (tmp_path / "metrics.json").write_text("of the other run")
     cfg = tiny_cfg(tmp_path / "own", key, str(tmp_path))
-    command = [sys.executable, "-c", OWNER, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
-        owner.stdout.readline()
+    with owner_of(tmp_path) as owner:
         for start in (lambda: default_setup(cfg, Namespace()), DefaultTrainer(cfg).train):
             with pytest.raises(
                 ConfigError, match=f"{key} .* cannot be written, choose another: .* process {owner.pid} on"
             ):
                 start()
-        owner.kill()
     run_folder.release_folder(tmp_path / "own")
     assert sorted(files(tmp_path)) == ["metrics.json", "run.lock"]
     default_setup(cfg, Namespace(resume=True))
