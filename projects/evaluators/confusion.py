@@ -78,6 +78,7 @@ class ConfusionMatrixEvaluator(LabelledEvaluator):
         iteration = get_event_storage().iter if has_event_storage() else None
         content = {"task": self._task, "iteration": iteration, "class_names": names, "confusion": counts}
         try:
+            os.makedirs(os.path.dirname(os.path.abspath(self._confusion_file)), exist_ok=True)
             write_text(json.dumps(content), self._confusion_file)
         except OSError as error:
             logger.warning("The confusion matrix is not written: %s", error)

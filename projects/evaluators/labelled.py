@@ -142,4 +142,4 @@ class LabelledEvaluator(DatasetEvaluator):
     def _log_table(self, title: str, headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         align = ["left", *["right"] * (len(headers) - 1)]
         table = format_table(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True)
-        logger.info("%s (%s):\n%s", title, self._task, table, extra=for_details())
+        logger.log(for_details(), "%s (%s):\n%s", title, self._task, table)

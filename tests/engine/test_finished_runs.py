@@ -3,8 +3,6 @@
 import json
 import logging
 import shutil
-import subprocess
-import sys
 from argparse import Namespace
 
 import pytest

@@ -1,7 +1,6 @@
 """What a training script does before it trains: arguments, output folder, log, seed, writers."""
 
 import logging
-import os
 from argparse import Namespace
 
 import numpy as np
@@ -291,17 +290,6 @@ def test_an_option_that_the_script_ignores_is_an_error_before_anything_is_made(t
     assert names_in(tmp_path) == []
     default_setup(fast_dev_config(cfg_for(tmp_path / "run")).clone(), Namespace(fast_dev_run=True))
     assert names_in(tmp_path / "run/fast_dev_run") == ["config.yaml", "log.txt"]
-
-
-@pytest.mark.parametrize(("load", "threads", "said"), [(1.5, 2, True), (1.0, 2, False), (1.5, 1, False)])
-def test_a_busy_machine_is_named_in_one_line_with_what_helps(tmp_path, monkeypatch, load, threads, said):
-    cores = os.cpu_count()
-    monkeypatch.setattr(os, "getloadavg", lambda: (load * cores, 0.0, 0.0))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    default_setup(cfg_for(tmp_path), NEW)
-    lines = [line for line in (tmp_path / "log.txt").read_text().splitlines() if "OMP_NUM_THREADS" in line]
-    assert len(lines) == said
-    assert all(f"its load is {load * cores:.1f} on {cores} cores" in line for line in lines)
 
 
 def test_modules_of_imports_are_imported_and_a_wrong_one_is_named(tmp_path):

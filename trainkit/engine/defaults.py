@@ -499,7 +499,7 @@ class DefaultTrainer(TrainerBase):
                 loader = first_batches(loader, cfg.TEST.MAX_BATCHES)
             results[name] = inference_on_dataset(model, loader, evaluator, name=name)
             if comm.is_main_process():
-                logger.info("Results on %s:", name, extra=for_details())
+                logger.log(for_details(), "Results on %s:", name)
                 print_csv_format(results[name])
         return next(iter(results.values())) if len(results) == 1 else results
 

@@ -41,7 +41,7 @@ def print_csv_format(results: Mapping[str, Any], *, outermost: str = "") -> None
     headers = [*[outermost] * first, *["dataset"] * with_dataset, "task", "metric", "value"]
     align = ["left"] * (len(headers) - 1) + ["right"]
     table = format_table(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True) if rows else "none"
-    logger.info("Evaluation results:\n%s", table, extra=for_details())
+    logger.log(for_details(), "Evaluation results:\n%s", table)
 
 
 def verify_results(cfg: CfgNode, results: Mapping[str, Any]) -> bool:

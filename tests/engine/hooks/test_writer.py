@@ -14,7 +14,6 @@ from trainkit.engine.hooks import CallbackHook, EvalHook, PeriodicWriter
 from trainkit.engine.step import SimpleTrainer
 from trainkit.utils.events import (
     CommonMetricPrinter,
-    EventStorage,
     EventWriter,
     JSONWriter,
     TensorboardXWriter,
@@ -414,22 +413,6 @@ def test_images_that_a_stop_has_shown_are_shown_again_when_the_run_goes_on(tmp_p
     assert shown("stopped", [stop_at(4)]) == shown("whole", []) == list(range(8))
 
 
-def test_a_writer_that_wants_to_know_is_told_of_each_step_before_it_writes():
-    calls = []
-
-    class Ticking(EventWriter):
-        def advance(self, trainer):
-            calls.append(trainer.iter)
-
-        def write(self):
-            calls.append("write")
-
-    trainer = Steps()
-    trainer.register_hooks([PeriodicWriter([Ticking()], period=2)])
-    trainer.train(0, 3)
-    assert calls == [0, 1, "write", 2, "write", "write"]
-
-
 def test_results_of_any_evaluation_are_written_before_the_next_one(tmp_path):
     results = iter(range(10))
     trainer = Steps()
@@ -441,7 +424,7 @@ def test_results_of_any_evaluation_are_written_before_the_next_one(tmp_path):
 
 
 def test_writers_know_the_end_of_each_run(caplog):
-    trainer = Steps()
+    trainer = Steps(step=lambda iter: get_event_storage().put_scalar("a", 1.0))
     trainer.register_hooks([PeriodicWriter([CommonMetricPrinter(2, iters_per_epoch=2)], period=1)])
     trainer.train(0, 2)
     caplog.set_level("INFO")
@@ -511,22 +494,10 @@ def finish_at(iter):
 @pytest.mark.parametrize("end", [stop_at, finish_at, break_at])
 def test_the_last_line_counts_the_iterations_that_were_done(caplog, end):
     caplog.set_level("INFO", "trainkit.utils.events")
-    trainer = Steps([end(4), PeriodicWriter([CommonMetricPrinter(8, iters_per_epoch=5)], period=3)])
+    hooks = [end(4), PeriodicWriter([CommonMetricPrinter(8, iters_per_epoch=5)], period=3)]
+    trainer = Steps(hooks, lambda iter: get_event_storage().put_scalar("a", 1.0))
     with contextlib.suppress(ValueError):
         trainer.train(0, 8)
 
     lines = [message for message in caplog.messages if "iterations" in message]
     assert re.search(r"\[Epoch .+?\]  after \d of \d", lines[-1])[0] == "[Epoch 1/2]  after 5 of 8"
-
-
-def test_the_lines_of_a_loop_of_ones_own_after_a_run_count_its_iterations(caplog):
-    caplog.set_level("INFO", "trainkit.utils.events")
-    printer = CommonMetricPrinter()
-    trainer = Steps([PeriodicWriter([printer])])
-    trainer.train(0, 8)
-    with EventStorage(start_iter=2):
-        printer.write()
-    del trainer
-    with EventStorage(start_iter=3):
-        printer.write()
-    assert [message.strip() for message in caplog.messages[-2:]] == ["after 3 iterations", "after 4 iterations"]

@@ -33,7 +33,6 @@ class PeriodicWriter(HookBase):
         for writer in self._writers:
             if not isinstance(writer, EventWriter):
                 raise TypeError(f"writers must be EventWriter objects, got {writer!r}")
-        self._advancing = [writer for writer in self._writers if type(writer).advance is not EventWriter.advance]
         self._period = check_period("period", period, minimum=1)
         self._waiting: list[dict[str, Any]] | None = None  # states for the writers when training continues
         self._ended: list[dict[str, Any]] | None = None  # states at the end of a finished run
@@ -58,15 +57,13 @@ class PeriodicWriter(HookBase):
             self.trainer.storage.publish(self._write_on_the_way)
 
     def after_step(self) -> None:
-        for writer in self._advancing:
-            writer.advance(self.trainer)
         if is_due(self.trainer, self._period, or_last=True) or self._was_evaluated(self.trainer.iter + 1):
             self.trainer.storage.publish(self._write_on_the_way)
             self.trainer.storage.catch_up()
 
     def next_due(self, done: int) -> int:
-        follows = self._advancing or not all(is_timed(type(hook)) for hook in self._eval_hooks)
-        return done + 1 if follows else next_due(self.trainer, done, self._period)
+        can_wait = all(is_timed(type(hook)) for hook in self._eval_hooks)
+        return next_due(self.trainer, done, self._period) if can_wait else done + 1
 
     def _was_evaluated(self, done_iters: int) -> bool:
         """Whether an evaluation was just done. Its results are written now: writers show only the newest value."""
