@@ -50,7 +50,7 @@ def describe_keys() -> Iterator[tuple[str, str, Any, str]]:
     for module in modules:
         for line in _LINE.finditer(inspect.getsource(module)):
             section = line["section"] or section
-            if line["key"]:  # a key may come twice: its first default has a second type that is accepted
+            if line["key"] and (line["text"] or line["key"] not in found):  # a project may also set keys of others
                 found[line["key"]] = section, line["text"] or ""
         section = "projects"
     for key, (section, text) in found.items():
