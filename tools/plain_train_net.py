@@ -16,7 +16,7 @@ import torch
 from trainkit.checkpoint import Checkpointer, PeriodicCheckpointer
 from trainkit.config import CfgNode, ConfigError, get_cfg, import_modules, resolve_lengths
 from trainkit.data import build_test_loader, build_train_loader, iters_per_epoch
-from trainkit.engine import default_argument_parser, default_setup, default_writers, fast_dev_config, user_errors_exit
+from trainkit.engine import default_argument_parser, default_setup, default_writers, user_errors_exit
 from trainkit.evaluation import build_evaluator, inference_on_dataset, print_csv_format
 from trainkit.modeling import build_model
 from trainkit.solver import build_lr_scheduler, build_optimizer
@@ -86,8 +86,6 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         cfg.merge_from_list(args.opts)
         if args.resume:
             raise ConfigError("--resume is given, but the plain loop cannot resume; use tools/train_net.py")
-        if args.fast_dev_run:
-            cfg = fast_dev_config(cfg)
         default_setup(cfg, args)
         import_modules(cfg.IMPORTS)
         model = build_model(cfg)

@@ -1,7 +1,7 @@
 """The config keys of this project, for ``MODEL.PARALLEL: fsdp``."""
 
 from trainkit.config import CfgNode, ConfigError
-from trainkit.config.checks import check_choices
+from trainkit.config.checks import check_choices, check_ranges
 from trainkit.utils import comm
 
 _DTYPES = ("", "float32", "float16", "bfloat16")
@@ -23,6 +23,7 @@ def add_config(cfg: CfgNode) -> None:
 def check(cfg: CfgNode) -> None:
     """Raises ConfigError if a value is not accepted."""
     check_choices(cfg, _CHOICES)
+    check_ranges(cfg, {"[1, inf)": "MODEL.FSDP.MESH"})
     size, world_size = cfg.MODEL.TENSOR_PARALLEL, comm.get_world_size()
     is_wrong = size > 1 and (cfg.MODEL.PARALLEL != "fsdp" or (world_size > 1 and world_size % size))
     if size < 1 or is_wrong:

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.job import tiny_cfg
 from trainkit.checkpoint import CheckpointError
-from trainkit.config import ConfigError, get_cfg
+from trainkit.config import CfgNode, ConfigError, get_cfg
 from trainkit.engine import (
     DefaultTrainer,
     default_argument_parser,
     default_setup,
     default_writers,
-    fast_dev_config,
     user_errors_exit,
 )
 from trainkit.utils.events import (
@@ -59,13 +59,14 @@ def test_options_may_stand_before_and_behind_the_key_value_pairs():
 
 def test_the_defaults_of_the_arguments():
     args = vars(default_argument_parser().parse_args([]))
+    args.pop("fast_dev_run")  # of a project
     assert args == {
         "config_file": "",
         "resume": False,
         "fork": "",
         "overfit_batches": 0,
         "eval_only": False,
-        "fast_dev_run": False,
+        "print_config": False,
         "quiet": False,
         "num_gpus": 1,
         "num_machines": 1,
@@ -277,24 +278,28 @@ def test_what_is_no_folder_is_refused_before_anything_is_made(tmp_path, monkeypa
     assert names_in(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"fast_dev_run": True}, "--fast-dev-run is given, but the config is that of the whole run; call .*engine.run"),
-        ({"num_gpus": 2}, "--num-gpus is 2, but the number of processes is 1; start them by trainkit.engine.launch"),
-    ],
-)
-def test_an_option_that_the_script_ignores_is_an_error_before_anything_is_made(tmp_path, option, message):
-    with pytest.raises(ConfigError, match=message):
-        default_setup(cfg_for(tmp_path / "run"), Namespace(**option))
+def test_more_processes_than_there_are_is_an_error_before_anything_is_made(tmp_path):
+    with pytest.raises(ConfigError, match="--num-gpus is 2, but the number of processes is 1; start them by"):
+        default_setup(cfg_for(tmp_path / "run"), Namespace(num_gpus=2))
     assert names_in(tmp_path) == []
-    default_setup(fast_dev_config(cfg_for(tmp_path / "run")).clone(), Namespace(fast_dev_run=True))
-    assert names_in(tmp_path / "run/fast_dev_run") == ["config.yaml", "log.txt"]
 
 
-def test_modules_of_imports_are_imported_and_a_wrong_one_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"no_such_module_of_mine"):
-        default_setup(cfg_for(tmp_path, "IMPORTS", ["no_such_module_of_mine"]), NEW)
+def test_the_config_is_printed_before_anything_is_made(tmp_path, capsys):
+    cfg = cfg_for(tmp_path / "run", "SOLVER.MAX_ITER", "3ep")
+    with pytest.raises(SystemExit) as caught:
+        default_setup(cfg, Namespace(print_config=True))
+    again = get_cfg()
+    again.merge_from_other_cfg(CfgNode.load_cfg(capsys.readouterr().out))
+    assert (caught.value.code, again, names_in(tmp_path)) == (None, cfg, [])
+
+
+@pytest.mark.parametrize("set_up", [lambda cfg: default_setup(cfg, NEW), DefaultTrainer])
+def test_a_relative_folder_stays_where_it_is_when_a_hook_changes_the_current_one(tmp_path, monkeypatch, set_up):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    cfg = tiny_cfg("run", "CHECKPOINT.DIR", "~/files")
+    set_up(cfg)
+    assert (str(tmp_path / "run"), str(tmp_path / "home/files")) == (cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR)
 
 
 @pytest.mark.parametrize(
@@ -319,18 +324,7 @@ def test_a_config_that_cannot_be_run_leaves_the_files_of_an_older_run_where_they
     assert names_in(tmp_path) == ["config.yaml", "log.txt", "previous_1"]
 
 
-def test_a_seed_is_of_32_bits(tmp_path):
-    default_setup(cfg_for(tmp_path, "SEED", 2**32 - 1), NEW)
-    with pytest.raises(ConfigError, match=r"SEED: got 4294967296 .*; accepted: a whole number in \[-1, 4294967296\)"):
-        default_setup(cfg_for(tmp_path, "SEED", 2**32), NEW)
-
-
-def test_an_unknown_matmul_precision_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match="FLOAT32_PRECISION: got 'low' .*; accepted: '', 'highest', 'high', 'medium'"):
-        default_setup(cfg_for(tmp_path, "FLOAT32_PRECISION", "low"), NEW)
-
-
-# ---------------------------------------------------------------------- writers and the trial run
+# ---------------------------------------------------------------------- writers
 
 
 def test_the_default_writers(tmp_path):
@@ -374,19 +368,3 @@ def test_without_tensorboard_its_writer_is_left_out_with_one_line(tmp_path, monk
     assert caplog.messages == [
         "Nothing is written for TensorBoard; to change that: pip install 'trainkit[tensorboard]'"
     ]
-
-
-def test_the_trial_run_has_its_own_folder_and_leaves_the_config_alone():
-    cfg = cfg_for("out", "SOLVER.MAX_ITER", "3ep")
-    cfg.freeze()
-    trial = fast_dev_config(cfg)
-    assert (cfg.OUTPUT_DIR, cfg.SOLVER.MAX_ITER) == ("out", "3ep")
-    assert trial.OUTPUT_DIR == "out/fast_dev_run"
-    assert (trial.SOLVER.MAX_ITER, trial.TEST.EVAL_PERIOD, trial.SOLVER.CHECKPOINT_PERIOD) == (6, 3, 3)
-    assert trial.TEST.EVAL_AT_START
-    assert trial.is_frozen()
-
-
-def test_a_malformed_hook_is_left_to_the_trainer_which_explains_it():
-    cfg = cfg_for("out", "HOOKS", ["EMAHook", {"NAME": "RuntimeInfo", "PERIOD": 50}])
-    assert fast_dev_config(cfg).HOOKS == ["EMAHook", {"NAME": "RuntimeInfo", "PERIOD": 1}]

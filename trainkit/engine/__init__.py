@@ -16,13 +16,7 @@ if TYPE_CHECKING:
     from trainkit.engine.hooks import *  # noqa: F403 - from here too, as in detectron2
     from trainkit.engine.loop import TrainerBase
     from trainkit.engine.parallel import create_ddp_model
-    from trainkit.engine.setup import (
-        default_argument_parser,
-        default_setup,
-        default_writers,
-        fast_dev_config,
-        user_errors_exit,
-    )
+    from trainkit.engine.setup import default_argument_parser, default_setup, default_writers, user_errors_exit
     from trainkit.engine.step import SimpleTrainer
 
 __all__ = [  # noqa: F405 - some are in projects
@@ -49,4 +43,4 @@ __all__ = [  # noqa: F405 - some are in projects
     "is_restarted",
 ]
 
-__getattr__ = lazy_names(__name__, "DefaultPredictor", "GraphTrainer", "GraphAMPTrainer")
+__getattr__ = lazy_names(__name__, "DefaultPredictor", "GraphTrainer", "GraphAMPTrainer", "fast_dev_config")

@@ -129,10 +129,10 @@ class DefaultTrainer(TrainerBase):
         check_is_ours(cfg)
         if (replay := active_replay.get()) is not None:
             replay.set_up(cfg)
-        use_local_folders(cfg)
-        self._given_cfg = cfg
         import_modules(cfg.IMPORTS)
         check_values(cfg)
+        use_local_folders(cfg)
+        self._given_cfg = cfg
         cfg = prepare_projects(cfg)
         if cfg.SOLVER.LOGICAL_RANKS:
             self.logical_ranks, self.own_keys, self.rank_keys = cfg.SOLVER.LOGICAL_RANKS, (), ()

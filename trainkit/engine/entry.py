@@ -1,15 +1,12 @@
 """A training script in one call."""
 
 import argparse
-import logging
 from typing import Any
 
 from trainkit.config import CfgNode, get_cfg
 from trainkit.engine.defaults import DefaultTrainer
 from trainkit.engine.evaluation_run import EvaluationRun
-from trainkit.engine.setup import default_setup, fast_dev_config, user_errors_exit
-
-logger = logging.getLogger(__name__)
+from trainkit.engine.setup import default_setup, user_errors_exit
 
 
 def run(args: argparse.Namespace, trainer_class: type[DefaultTrainer], cfg: CfgNode | None = None) -> dict[str, Any]:
@@ -31,16 +28,10 @@ def run(args: argparse.Namespace, trainer_class: type[DefaultTrainer], cfg: CfgN
             if args.config_file:
                 cfg.merge_from_file(args.config_file)
             cfg.merge_from_list(args.opts)
-        if args.fast_dev_run:
-            cfg = fast_dev_config(cfg)
         cfg.freeze()
         default_setup(cfg, args)
         if args.eval_only:
             return EvaluationRun(cfg, trainer_class).run()
         trainer = trainer_class(cfg)
         trainer.resume_or_load(resume=args.resume)
-        results = trainer.train()
-        if args.fast_dev_run:
-            trainer_class(cfg).resume_or_load(resume=True)
-            logger.info("The trial run was trained, evaluated, saved and loaded without an error")
-    return results
+        return trainer.train()

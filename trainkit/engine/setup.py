@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from trainkit.config.config import changed_settings
 from trainkit.engine.elastic import JOB_FILE, is_first_to_fail, is_restarted, look_for_requeue, note_begin
 from trainkit.engine.fork import take_settings
 from trainkit.engine.launch import check_processes
-from trainkit.engine.origin import RUN_DOES_IT, active_replay, note_command
+from trainkit.engine.origin import active_replay, note_command
 from trainkit.utils import comm, events
 from trainkit.utils.collect_env import collect_env_info
 from trainkit.utils.device import has_unused_tf32
@@ -39,7 +39,6 @@ from trainkit.utils.run_folder import own_folder, release_folder
 
 logger = logging.getLogger(__name__)
 
-_TRIAL_FOLDER = "fast_dev_run"
 # the files of a run in its output folder
 _RUN_FILES = re.compile(
     r"log\.txt(\.rank\d+)?|config\.yaml|batch\.json|confusion_.+\.json|metrics\.(json|csv)(\.cut_\d+)?"
@@ -53,7 +52,7 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found = self.parse_intermixed_args(args, namespace)
-        if found.fork and (found.config_file or found.eval_only or found.fast_dev_run):
+        if found.fork and (found.config_file or found.eval_only or getattr(found, "fast_dev_run", False)):
             self.error("--fork trains with the settings of RUN; leave out --config-file, --eval-only, --fast-dev-run")
         if number := found.overfit_batches:
             found.opts += ["DATALOADER.OVERFIT_BATCHES", str(number), "TEST.MAX_BATCHES", str(number)]
@@ -90,15 +89,13 @@ Examples:
     )
     parser.add_argument("--eval-only", action="store_true", help="evaluate MODEL.WEIGHTS, or the last checkpoint")
     parser.add_argument(
-        "--fast-dev-run", action="store_true", help="a few iterations, an evaluation, a save and a load, to find errors"
-    )
-    parser.add_argument(
         "--overfit-batches",
         type=int,
         default=0,
         metavar="N",
         help="train on the same N batches again and again, to see whether the model can learn them; evaluate N batches",
     )
+    parser.add_argument("--print-config", action="store_true", help="print the settings of the job as YAML, and stop")
     parser.add_argument("--quiet", action="store_true", help="show only warnings and errors; log.txt has all lines")
     parser.add_argument(
         "--num-gpus",
@@ -141,9 +138,10 @@ def user_errors_exit() -> Iterator[None]:
 
 
 def use_local_folders(cfg: CfgNode) -> None:
-    """Replace addresses in OUTPUT_DIR and CHECKPOINT.DIR by local folders, whose files are uploaded."""
-    # by item, since the config may be frozen
-    cfg["OUTPUT_DIR"], cfg.CHECKPOINT["DIR"] = local_folder(cfg.OUTPUT_DIR), local_folder(cfg.CHECKPOINT.DIR)
+    """Make OUTPUT_DIR and CHECKPOINT.DIR absolute; an address becomes a local folder, whose files are uploaded."""
+    for node, key in (cfg, "OUTPUT_DIR"), (cfg.CHECKPOINT, "DIR"):
+        if node[key]:  # by item, since the config may be frozen
+            node[key] = os.path.abspath(os.path.expanduser(local_folder(node[key])))
 
 
 def own_folders(cfg: CfgNode, resume: bool | None = None) -> list[str]:
@@ -205,8 +203,12 @@ def default_setup(cfg: Any, args: Any) -> None:
         replay.set_up(cfg)
     _check_command(cfg, args)
     text = text or cfg.dump()
+    import_modules(cfg.IMPORTS)
+    check_values(cfg, warn=False)  # the code that builds from the config logs the warnings
+    if getattr(args, "print_config", False):
+        print(text if comm.is_main_process() else "", end="")
+        sys.exit()
     use_local_folders(cfg)
-    _check_settings(cfg)  # before anything is moved: if this run cannot start, --resume finds the old run
     output_dir, checkpoints = Path(cfg.OUTPUT_DIR), Path(checkpoint_dir(cfg))
     notes = [] if eval_only else own_folders(cfg, resume)
     older: list[Path] = []
@@ -248,7 +250,7 @@ def default_setup(cfg: Any, args: Any) -> None:
         text = "There is no checkpoint in %s to resume, but in %s: to continue that run, name its folder in OUTPUT_DIR"
         logger.warning(text, checkpoints, older[-1].parent)
     drawn = None if replay is None else replay.seed
-    seed_all_rng(drawn if cfg.SEED < 0 else cfg.SEED + comm.get_rank())
+    seed_all_rng(drawn if cfg.SEED < 0 else (cfg.SEED + comm.get_rank()) % 2**32)  # NumPy takes 32 bits
     torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK and not eval_only
     if cfg.DETERMINISTIC:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
@@ -260,7 +262,7 @@ def default_setup(cfg: Any, args: Any) -> None:
 
 
 def apply_options(cfg: Any, args: Any) -> list[Callable[[], None]]:
-    """Apply the options of projects that are in ``args``, see `OPTIONS`; returns what to call when the folder is ready."""
+    """Apply the options of projects that are in ``args``; see `OPTIONS`. Call the results when OUTPUT_DIR is ready."""
     given = [option for option in OPTIONS if getattr(args, option.lstrip("-").replace("-", "_"), None)]
     results = [load_plugin(module).apply(cfg, args) for module in dict.fromkeys(OPTIONS[option] for option in given)]
     return [*filter(None, results)]
@@ -324,37 +326,8 @@ def default_writers(
         raise ConfigError(f"LOG.WRITERS cannot be built: {error}") from error
 
 
-def fast_dev_config(cfg: CfgNode) -> CfgNode:
-    """A copy that tries every part of the run in seconds, in its own folder ``OUTPUT_DIR/fast_dev_run``."""
-    cfg = cfg.clone()
-    cfg.defrost()
-    cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR = os.path.join(local_folder(cfg.OUTPUT_DIR), _TRIAL_FOLDER), ""
-    cfg.FORK.RUN = ""
-    cfg.SOLVER.MAX_ITER, cfg.SOLVER.STEPS, cfg.SOLVER.WARMUP_ITERS = 6, (), 1
-    cfg.SOLVER.SCHEDULES, cfg.SOLVER.CHECKPOINT_PERIOD, cfg.CHECKPOINT.START = [], 3, 0
-    cfg.TEST.EVAL_PERIOD, cfg.TEST.EVAL_START = 3, 0
-    cfg.TEST.EVAL_AT_START, cfg.TEST.MAX_BATCHES, cfg.TEST.EXPECTED_RESULTS = True, 2, []
-    if "PRECISE_BN" in cfg.TEST:
-        cfg.TEST.PRECISE_BN.NUM_ITER = 2
-    cfg.LOG.PERIOD = 1
-    # with the periods and starts of a long run most hooks would do nothing; schedules are too long for six steps
-    early = {"PERIOD": 1, "INTERVAL": 1, "BEGIN": 0}
-    cfg.HOOKS = [
-        {key: early.get(key, value) for key, value in entry.items()} if isinstance(entry, Mapping) else entry
-        for entry in cfg.HOOKS
-        if not isinstance(entry, Mapping) or entry.get("NAME") != "ParamScheduler"
-    ]
-    cfg.freeze()
-    return cfg
-
-
 def _check_command(cfg: CfgNode, args: Any) -> None:
-    """Check that the script follows ``--fast-dev-run`` and ``--num-gpus``; ``--num-gpus 0`` is applied here."""
-    if getattr(args, "fast_dev_run", False) and Path(cfg.OUTPUT_DIR).name != _TRIAL_FOLDER:
-        raise ConfigError(
-            "--fast-dev-run is given, but the config is that of the whole run; "
-            f"{RUN_DOES_IT}, or call default_setup with fast_dev_config(cfg)"
-        )
+    """Check that the script follows ``--num-gpus``; ``--num-gpus 0`` is applied here."""
     if (num_gpus := getattr(args, "num_gpus", 1)) > comm.get_world_size():
         raise ConfigError(
             f"--num-gpus is {num_gpus}, but the number of processes is {comm.get_world_size()}; "
@@ -364,15 +337,6 @@ def _check_command(cfg: CfgNode, args: Any) -> None:
         if cfg.MODEL.DEVICE not in ("auto", "cpu"):
             raise ConfigError(f"--num-gpus is 0, but MODEL.DEVICE is {cfg.MODEL.DEVICE!r}; leave one of them out")
         cfg.MODEL["DEVICE"] = "cpu"  # by item, since the config may be frozen
-
-
-def _check_settings(cfg: CfgNode) -> None:
-    import_modules(cfg.IMPORTS)
-    check_values(cfg, warn=False)  # the code that builds from the config logs the warnings
-    if (largest := 2**32 - comm.get_world_size()) < cfg.SEED:  # NumPy takes 32 bits; rank r has SEED + r
-        raise ConfigError(f"SEED is {cfg.SEED}; accepted: 0 to {largest}, or -1 to have one drawn")
-    if cfg.DETERMINISTIC and cfg.CUDNN_BENCHMARK:
-        raise ConfigError("DETERMINISTIC and CUDNN_BENCHMARK, which chooses kernels by their speed: switch one off")
 
 
 def _has_checkpoint(folder: Path) -> bool:

@@ -58,6 +58,8 @@ NAMES: Mapping[str, str] = {
     "LazyConfig": "trainkit.projects.lazy.config",
     "instantiate": "trainkit.projects.lazy.instantiate",
     "reload_lazy_config": "trainkit.projects.lazy.testing",
+    "LoadsAgain": "trainkit.projects.fast_dev.options",
+    "fast_dev_config": "trainkit.projects.fast_dev.options",
     "DefaultPredictor": "trainkit.projects.predict.predictor",
     "LARS": "trainkit.projects.solver_extras.lars",
     "CombinedOptimizer": "trainkit.projects.solver_extras.combined",
@@ -106,11 +108,14 @@ NAMES: Mapping[str, str] = {
 }
 """The name of a class or function, also of one in a registry -> the module that has and registers it."""
 
-OPTIONS: Mapping[str, str] = {}
+OPTIONS: Mapping[str, str] = {
+    "--fast-dev-run": "trainkit.projects.fast_dev.options",
+}
 """Option of the command line -> the module that adds it to the parser, in ``add_options(parser)``.
 
-If the option is given, `default_setup` calls ``apply(cfg, args)`` of the module before it uses the config. ``apply`` may
-change both, and may return a function, which is called when OUTPUT_DIR is ready: nothing of an earlier run is in it.
+If the option is given, `default_setup` calls ``apply(cfg, args)`` of the module before it uses the config. ``apply``
+may change both in place, and may return a function, which is called when OUTPUT_DIR is ready: nothing of an earlier run
+is in it.
 """
 
 RUN_HOOKS: Mapping[str, str] = {"SamplerSeed": "trainkit.projects.hooks.sampler_seed"}

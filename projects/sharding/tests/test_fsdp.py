@@ -623,6 +623,7 @@ def test_a_shared_parameter_cannot_start_on_the_meta_device(two):
             ["MODEL.FSDP.PARAM_DTYPE", "int8"],
             "MODEL.FSDP.PARAM_DTYPE: got 'int8' (str); accepted: '', 'float32', 'float16', 'bf",
         ),
+        (["MODEL.FSDP.MESH", [0]], "MODEL.FSDP.MESH: got [0] (list); accepted: a number in [1, inf)"),
         (["MODEL.PARALLEL", "fsdp", "SOLVER.GRAPH.ENABLED", True], "a graph cannot gather parameters; set one of them"),
     ],
 )

@@ -1,0 +1,1 @@
+"""The option ``--fast-dev-run``."""

@@ -1,0 +1,65 @@
+"""``--fast-dev-run``: every part of a run in seconds, to find errors."""
+
+import argparse
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from trainkit.config import CfgNode
+from trainkit.config.config import get_key
+from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = "fast_dev_run"
+_SETTINGS = {
+    "SOLVER": {"MAX_ITER": 6, "STEPS": (), "WARMUP_ITERS": 1, "SCHEDULES": [], "CHECKPOINT_PERIOD": 3},
+    "CHECKPOINT": {"DIR": "", "START": 0},
+    "TEST": {"EVAL_PERIOD": 3, "EVAL_START": 0, "EVAL_AT_START": True, "MAX_BATCHES": 2, "EXPECTED_RESULTS": []},
+    "LOG": {"PERIOD": 1},
+}
+_OF_PROJECTS = {"TEST.PRECISE_BN": ("NUM_ITER", 2), "FORK": ("RUN", "")}
+# with the periods and starts of a long run most hooks would do nothing
+_EARLY = {"PERIOD": 1, "INTERVAL": 1, "BEGIN": 0}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the option."""
+    text = "a few iterations, an evaluation, a save and a load, to find errors"
+    parser.add_argument("--fast-dev-run", action="store_true", help=text)
+
+
+def apply(cfg: Any, args: argparse.Namespace) -> None:
+    """Change the config in place; a script with a LazyConfig does it itself."""
+    if isinstance(cfg, CfgNode) and os.path.basename(cfg.OUTPUT_DIR) != _FOLDER:
+        cfg.update(fast_dev_config(cfg))  # by item, since the config may be frozen
+
+
+def fast_dev_config(cfg: CfgNode) -> CfgNode:
+    """A frozen copy that tries every part of the run in seconds, in its own folder ``OUTPUT_DIR/fast_dev_run``."""
+    cfg = cfg.clone()
+    cfg["OUTPUT_DIR"] = os.path.join(cfg.OUTPUT_DIR, _FOLDER)
+    for name, settings in _SETTINGS.items():
+        cfg[name].update(settings)
+    for key, (name, value) in _OF_PROJECTS.items():
+        if (node := get_key(cfg, key)) is not None:
+            node[name] = value
+    entries = [entry for entry in cfg.HOOKS if not isinstance(entry, Mapping) or entry.get("NAME") != "ParamScheduler"]
+    cfg["HOOKS"] = [
+        {key: _EARLY.get(key, value) for key, value in entry.items()} if isinstance(entry, Mapping) else entry
+        for entry in [*entries, {"NAME": "LoadsAgain"}]  # a schedule is too long for six steps
+    ]
+    cfg.freeze()
+    return cfg
+
+
+@HOOK_REGISTRY.register()
+class LoadsAgain(HookBase):
+    """Loads the model of the last checkpoint at the end of the run."""
+
+    def after_train(self) -> None:
+        checkpointer = self.trainer.checkpointer
+        if self.trainer.failure is None and checkpointer.has_checkpoint():
+            checkpointer.load(checkpointer.get_checkpoint_file(), [])
+            logger.info("The trial run was trained, evaluated, saved and loaded without an error")
