@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from trainkit.utils import comm
 from trainkit.utils.logger import close_logger
 
 # tiny models only lose by more threads, most of all when something else runs on the machine
@@ -16,7 +17,7 @@ torch.set_num_threads(1)
 # files with the longest slow tests, in this order
 LONGEST = [
     *("fake_cuda/test_run", "engine/test_fsdp", "tools/test_settings", "tools/test_chaos", "docs/test_replay"),
-    *("engine/test_elastic", "engine/test_logical_ranks", "tools/test_benchmark", "tools/test_resume"),
+    *("engine/test_elastic", "tools/test_benchmark", "tools/test_resume"),
     *("test_package", "engine/test_world_sizes"),
 ]
 
@@ -50,6 +51,7 @@ def closed_log():
     """Jobs that the tests of a file have set up do not log in those of the next file."""
     yield
     close_logger()
+    comm.set_data_ranks()
 
 
 @pytest.fixture

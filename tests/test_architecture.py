@@ -31,7 +31,6 @@ LAYERS = [
     ["trainkit.engine.feed", "trainkit.engine.metrics"],
     ["trainkit.engine.step"],
     ["trainkit.engine.amp"],
-    ["trainkit.engine.logical_ranks"],
     ["trainkit.engine.train_loop"],
     ["trainkit.engine.hooks"],
     ["trainkit.engine.summary"],

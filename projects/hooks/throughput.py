@@ -86,7 +86,7 @@ class Throughput(HookBase):
 
     def _store(self, samples: int, sec: float) -> None:
         [mean], _ = exchange_rows([Row(self.trainer.iter, sec, {"samples": float(samples)})], 1)
-        samples_per_sec = mean.values["samples"] / mean.data_time * comm.get_data_world_size()
+        samples_per_sec = mean.values["samples"] / mean.data_time * comm.get_world_size() / comm.get_data_group_size()
         storage = self.trainer.storage
         storage.put_scalar("samples_per_sec", samples_per_sec)
         if self._tokens_per_sample is not None:

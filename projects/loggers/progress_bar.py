@@ -34,7 +34,8 @@ class ProgressBar(CommonMetricPrinter):
         if self._iters_per_epoch is None and getattr(trainer, "has_epochs", False):
             self._iters_per_epoch = trainer.iters_per_epoch
         batch_size = int(getattr(getattr(trainer, "data_loader", None), "batch_size", None) or 0)
-        self._samples_per_iter = batch_size * getattr(trainer, "accumulation_steps", 1) * comm.get_data_world_size()
+        self._samples_per_iter = batch_size * getattr(trainer, "accumulation_steps", 1)
+        self._samples_per_iter *= comm.get_world_size() // comm.get_data_group_size()
         if can_show_bars():
             self._stdout = sys.stdout
             self._bar = _tqdm_class()(

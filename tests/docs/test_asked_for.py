@@ -39,7 +39,7 @@ ELSEWHERE = {
         "tests/checkpoint/test_disk.py::test_wherever_a_save_is_killed_the_old_or_the_new_checkpoint_is_intact"
     ),
     "another number of GPUs after a resume": (
-        "tests/engine/test_logical_ranks.py::"
+        "projects/logical_ranks/tests/test_same_bits_on_any_processes.py::"
         "test_a_run_that_is_killed_goes_on_with_2_then_1_then_4_processes_to_the_same_bytes"
     ),
     "continue if a loss is NaN, and find the sample": (

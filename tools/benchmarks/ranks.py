@@ -13,11 +13,11 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from trainkit.projects.logical_ranks.trainer import LogicalTrainer
 
 from benchmarks import job
 from benchmarks.measure import Row, alternate, compare
 from trainkit.engine import SimpleTrainer, create_ddp_model, launch
-from trainkit.engine.logical_ranks import LogicalTrainer
 from trainkit.utils import comm
 
 _Found = dict[str, dict[str, list[float]]]
@@ -79,11 +79,12 @@ def _measure_logical(
                 wrapped = create_ddp_model(copy.deepcopy(model))
                 arguments = wrapped, _Batches(job.make_batches(size=batch)), job.make_optimizer(wrapped)
                 options: Any = {"exchange_period": job.LOG_PERIOD}
-                trainer = (
-                    LogicalTrainer(*arguments, **options, logical_ranks=_LOGICAL_RANKS)
-                    if name == _LOGICAL
-                    else SimpleTrainer(*arguments, **options, accumulation_steps=per_process)
-                )
+                if name == _LOGICAL:
+                    comm.set_data_ranks(comm.get_rank(), _LOGICAL_RANKS)
+                    trainer: SimpleTrainer = LogicalTrainer(*arguments, **options)
+                    comm.set_data_ranks()
+                else:
+                    trainer = SimpleTrainer(*arguments, **options, accumulation_steps=per_process)
                 job.register_hooks(trainer, folder / of / name)
                 runners[name] = partial(_slowest, job.Chunks(trainer), steps)
             found[of] = alternate(runners, rounds)

@@ -12,7 +12,6 @@ from trainkit.config.config import CfgNode, get_key, projects_of
 from trainkit.config.defaults import CHOICES, RANGES, get_cfg
 from trainkit.config.errors import ConfigError, not_accepted
 from trainkit.config.lengths import LENGTH_KEYS, parse_length
-from trainkit.utils import comm
 from trainkit.utils.numbers import is_number, is_whole
 
 logger = logging.getLogger(__name__)
@@ -25,10 +24,6 @@ _CONFLICTS: tuple[tuple[str, str, str], ...] = (
     ("SOLVER.ACCUMULATION_FACTORS", "SOLVER.MAX_BATCHES_PER_EPOCH", "if the factor changes, there are no epochs"),
     ("SOLVER.ACCUMULATION_FACTORS", "DATALOADER.SKIP", "the batches of an iteration are known only when it is reached"),
     ("SOLVER.REFERENCE_BATCH_SIZE", "SOLVER.REFERENCE_WORLD_SIZE", "both scale SOLVER.BASE_LR"),
-    ("SOLVER.LOGICAL_RANKS", "MODEL.PARALLEL=fsdp", "shards are summed in an order of their own"),
-    ("SOLVER.LOGICAL_RANKS", "MODEL.DDP.COMPRESSION", "it rounds what processes exchange, and one process does not"),
-    ("SOLVER.LOGICAL_RANKS", "MODEL.DDP.BROADCAST_BUFFERS", "all processes have the same buffers already"),
-    ("SOLVER.LOGICAL_RANKS", "MODEL.DDP.GRADIENT_AS_BUCKET_VIEW", "one process has no buckets"),
 )
 # (setting, another one): the first, if it is not the default, has no effect without the second
 _NEEDS = (
@@ -76,7 +71,6 @@ def check_values(cfg: CfgNode, *, warn: bool = True) -> None:
     for entry in cfg.TEST.EXPECTED_RESULTS:
         if not isinstance(entry, list | tuple) or len(entry) != 4:
             raise not_accepted("TEST.EXPECTED_RESULTS", entry, "entries [task, metric, value, tolerance]")
-    check_logical_ranks(cfg.SOLVER.LOGICAL_RANKS)
     _check_pairs("DATALOADER.SKIP", cfg.DATALOADER.SKIP, 0, slice(None), "[start, end]")
     _check_pairs(
         "SOLVER.ACCUMULATION_FACTORS", cfg.SOLVER.ACCUMULATION_FACTORS, 1, slice(None, None, 2), "[iter, factor]"
@@ -136,16 +130,6 @@ def check_conflicts(cfg: CfgNode, conflicts: Iterable[tuple[str, str, str]]) -> 
     for one, other, reason in conflicts:
         if is_on(one) and is_on(other):
             raise ConfigError(f"{one} and {other} exclude each other: {reason}; set one of them")
-
-
-def check_logical_ranks(ranks: int) -> None:
-    """Raises ConfigError if ``ranks`` is not a power of two, or cannot be divided over the processes."""
-    world_size = comm.get_world_size()
-    if ranks < 0 or ranks & (ranks - 1) or ranks % world_size:
-        raise ConfigError(
-            f"SOLVER.LOGICAL_RANKS is {ranks}, and there are {world_size} processes; accepted: a power of two that is "
-            "a multiple of the number of processes, or 0 (off). Change one of the two numbers"
-        )
 
 
 def _check_pairs(key: str, pairs: list[Any], minimum: int, growing: slice, form: str) -> None:

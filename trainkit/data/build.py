@@ -15,7 +15,7 @@ from trainkit.config.from_config import configurable
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.data.common import DatasetFromList, MapDataset, ToIterableDataset, add_note
 from trainkit.data.loader import LOADER_KEY, ResumableLoader, trivial_batch_collator
-from trainkit.data.samplers.inference import InferenceSampler, ShardBatchSampler
+from trainkit.data.samplers.inference import InferenceSampler
 from trainkit.data.samplers.infinite import InfiniteSampler, check_seed, new_generator, seed_of
 from trainkit.data.samplers.training import TrainingSampler
 from trainkit.data.train_sampler import build_train_sampler, epoch_limit
@@ -76,10 +76,8 @@ def build_batch_data_loader(
         )
     generator_seed = torch.initial_seed() if seed is None else check_seed(seed)
     has_workers = num_workers > 0
-    batch_size = _batch_size_per_rank(total_batch_size, single_gpu_batch_size, kwargs.get("logical_ranks", 0))
+    batch_size = _batch_size_per_rank(total_batch_size, single_gpu_batch_size)
     batches: dict[str, Any] = {"batch_size": batch_size, "sampler": sampler, "drop_last": drop_last}
-    if kwargs.get("logical_ranks") and isinstance(sampler, InferenceSampler):
-        batches = {"batch_sampler": ShardBatchSampler(sampler, batch_size, drop_last=False)}
     kwargs.setdefault("generator", new_generator(generator_seed, LOADER_KEY, comm.get_data_rank()))
     return ResumableLoader(
         dataset,
@@ -94,7 +92,7 @@ def build_batch_data_loader(
     )
 
 
-def _batch_size_per_rank(total_batch_size: int | None, single_gpu_batch_size: int | None, logical_ranks: int) -> int:
+def _batch_size_per_rank(total_batch_size: int | None, single_gpu_batch_size: int | None) -> int:
     if (total_batch_size is None) == (single_gpu_batch_size is None):
         raise ValueError(
             "give either total_batch_size (over all ranks) or single_gpu_batch_size, "
@@ -107,22 +105,19 @@ def _batch_size_per_rank(total_batch_size: int | None, single_gpu_batch_size: in
                 f"got {single_gpu_batch_size}"
             )
         return single_gpu_batch_size
-    total, num_ranks = total_batch_size or 0, logical_ranks or comm.get_data_world_size()
+    total, num_ranks = total_batch_size or 0, comm.get_data_world_size()
     if total < 1 or total % num_ranks:
         raise ConfigError(  # a ConfigError, since a command line with another number of processes can cause it
             f"total_batch_size (SOLVER.IMS_PER_BATCH in a config) must be a positive multiple of the "
-            f"{'number of logical ranks' if logical_ranks else 'world size'} {num_ranks}, got {total}"
+            f"world size {num_ranks}, got {total}"
         )
     return total // num_ranks
 
 
 def first_batches(loader: Iterable[Any], num: int) -> Iterable[Any]:
-    """At most ``num`` batches of a test loader, or of each of its logical ranks."""
-    batches = getattr(loader, "batch_sampler", None)
-    if not isinstance(batches, ShardBatchSampler):
-        return itertools.islice(loader, num)
-    batches.most = num
-    return loader
+    """At most ``num`` batches of a test loader; a loader may do this itself, in a method of this name."""
+    own: Any = getattr(loader, "first_batches", None)
+    return itertools.islice(loader, num) if own is None else own(num)
 
 
 def iters_per_epoch(loader: Iterable[Any]) -> int | None:
@@ -250,7 +245,7 @@ def build_test_loader(
     """
     dataset = _as_dataset(dataset, "dataset")
     if sampler is None and not isinstance(dataset, IterableDataset):
-        sampler = InferenceSampler(len(dataset), kwargs.get("logical_ranks", 0))
+        sampler = InferenceSampler(len(dataset))
     options = {"single_gpu_batch_size": batch_size, "drop_last": False, **kwargs}
     return build_batch_data_loader(_mapped(dataset, mapper), sampler, None, **options)
 
@@ -268,7 +263,6 @@ def _loader_arguments(cfg: CfgNode) -> dict[str, Any]:
         "collate_fn": collate_fns[cfg.DATALOADER.COLLATE],
         "prefetch_factor": cfg.DATALOADER.PREFETCH_FACTOR,
         "timeout": cfg.DATALOADER.TIMEOUT,
-        "logical_ranks": cfg.SOLVER.LOGICAL_RANKS,
         "pin_memory": runs_ahead(resolve_device(cfg.MODEL.DEVICE)),
         "seed": seed_of(cfg),
     }

@@ -24,7 +24,6 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from trainkit.config.errors import ConfigError
 from trainkit.data.common import ENDS, DatasetFromList, ToIterableDataset, add_note, name_sample, name_samples, no_end
 from trainkit.data.samplers.inference import InferenceSampler
 from trainkit.data.samplers.infinite import InfiniteSampler, check_seed, new_generator
@@ -33,7 +32,6 @@ from trainkit.data.tasks import Task, Tasks
 from trainkit.data.watch import LOST, TIMEOUT, Deliveries
 from trainkit.data.workers import check_socket_path, signals_held_back, worker_init_reset_seed
 from trainkit.utils import comm, waiting
-from trainkit.utils.logical import own_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -83,13 +81,10 @@ class ResumableLoader(DataLoader[Any]):
             warning after 60 s, say what the worker does, and for which samples.
         seed: for augmentation; an `InfiniteSampler` has its own instead; None: ``torch.initial_seed()``.
         worker_init_fn: called after `worker_init_reset_seed`.
-        logical_ranks: if not 0, training batches are those of the `trainkit.utils.logical` ranks of this process, one
-            after the other.
         kwargs: as for ``DataLoader``.
 
     Raises:
-        ConfigError: with workers, if the path of the folder for temporary files is too long; ``logical_ranks`` with a
-            sampler that is not of this package.
+        ConfigError: with workers, if the path of the folder for temporary files is too long.
         ValueError: ``timeout`` is negative.
     """
 
@@ -102,7 +97,6 @@ class ResumableLoader(DataLoader[Any]):
         seed: int | None = None,
         timeout: float = 600,
         worker_init_fn: Callable[[int], None] | None = None,
-        logical_ranks: int = 0,
         **kwargs: Any,
     ) -> None:
         kwargs["worker_init_fn"] = partial(_start_worker, worker_init_fn)
@@ -110,7 +104,6 @@ class ResumableLoader(DataLoader[Any]):
         if timeout < 0:
             raise ValueError(f"timeout must be >= 0 s, got {timeout}; 0 waits for ever")
         self.timeout = timeout  # torch's timeout is used as the interval of our checks
-        self.logical_ranks = logical_ranks
         if self.num_workers > 0:
             check_socket_path()
         self._arguments = kwargs
@@ -130,16 +123,13 @@ class ResumableLoader(DataLoader[Any]):
         base = getattr(self._batches, "sampler", None)
         self._endless = base if isinstance(base, InfiniteSampler) else None
         is_inference = isinstance(base, InferenceSampler)
-        if logical_ranks and not is_inference:
-            self._divide_batches()
         self._own_seed = torch.initial_seed() if seed is None else check_seed(seed)
         self.resume_obstacle = self._find_obstacle()
         self._has_tasks = not self._is_stream and (is_inference or not self.resume_obstacle)
         rank, world_size = comm.get_data_rank(), comm.get_data_world_size()
         if self._endless is not None:
             rank, world_size = self._endless.rank, self._endless.world_size
-        owned = own_ranks((0 if is_inference else logical_ranks) or world_size, rank, world_size)
-        self._tasks = Tasks(self._batches, None if self.resume_obstacle else self._order, world_size, owned)
+        self._tasks = Tasks(self._batches, None if self.resume_obstacle else self._order, world_size, rank)
         if not self.resume_obstacle and kwargs.get("generator") is None:
             # otherwise each pass would use the global generator, and a resumed run may have more or fewer passes
             kwargs["generator"] = self.generator = new_generator(self._own_seed, LOADER_KEY, comm.get_data_rank())
@@ -235,16 +225,6 @@ class ResumableLoader(DataLoader[Any]):
                 f"add them, or use {remedy}"
             )
         return getattr(self._order, "resume_obstacle", "")
-
-    def _divide_batches(self) -> None:
-        if self._endless is None or type(self._batches) is not BatchSampler:
-            raise ConfigError(
-                f"SOLVER.LOGICAL_RANKS needs batches that it can divide, got those of {type(self._order).__name__}; "
-                "take a map-style dataset with a sampler of trainkit.data, or set it to 0"
-            )
-        # this number is drawn at once, and divided among the logical ranks
-        size = self._batches.batch_size * self.logical_ranks // self._endless.world_size
-        self._batches = BatchSampler(self._endless, size, drop_last=True)
 
     def _refuse_obstacle(self) -> None:
         if self.resume_obstacle:

@@ -1,7 +1,7 @@
 """Which batches a loader asks for, and which batches it has delivered."""
 
 import copy
-from collections.abc import Iterator, MutableSequence, Sequence
+from collections.abc import Iterator, MutableSequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,9 +34,9 @@ class Tasks:
     """The tasks of the passes of one loader, and what was delivered of them.
 
     Attributes:
-        batches: lists of indices; each is divided among ``owned``.
+        batches: lists of indices.
         order: the object that decides the order of samples; None: its state is not needed.
-        owned: the ranks, or logical ranks, of this process, in the order of their tasks.
+        rank: of this process.
         position: number of samples of the stream in the delivered batches.
         passes: how often the next pass may iterate ``batches``. After loading a state that is ``over`` it is 0: the
             next pass is empty, like the rest of that pass in a run without a stop. Later it is 2: if a sampler makes an
@@ -52,7 +52,7 @@ class Tasks:
     batches: Any
     order: Any
     world_size: int
-    owned: Sequence[int]
+    rank: int
     position: int = 0
     passes: int = 1
     notes: MutableSequence[int] = field(default_factory=list)
@@ -99,13 +99,11 @@ class Tasks:
         start = position = self.position
         full = self.batches.batch_size if type(self.batches) is BatchSampler else 0
         for _ in range(passes):
-            for drawn in self.batches:
-                first, num, over = position, len(self.owned), len(drawn) < full
-                for rank in self.owned:
-                    indices = drawn if num == 1 else drawn[rank // self.world_size :: num]
-                    position += len(indices) * self.world_size
-                    self.owed[position] = Owed(indices, self._order_state(), over)
-                    yield Task(position, indices, first + rank, num * self.world_size)
+            for indices in self.batches:
+                first = position + self.rank
+                position += len(indices) * self.world_size
+                self.owed[position] = Owed(indices, self._order_state(), len(indices) < full)
+                yield Task(position, indices, first, self.world_size)
             if position > start:
                 return
 

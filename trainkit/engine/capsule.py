@@ -55,7 +55,7 @@ def leave_capsule(trainer: Any, error: BaseException, is_before_update: bool) ->
     commands = [_replay_of_run(trainer, iteration)]
     try:
         # with logical ranks, one process holds only a part of the step; a replay from the checkpoint repeats all parts
-        is_whole = is_before_update and iteration == trainer.iter and not trainer.logical_ranks
+        is_whole = is_before_update and iteration == trainer.iter and not trainer.cfg.SOLVER.get("LOGICAL_RANKS")
         has_step = is_whole and _is_there(trainer._trainer, error)
         # not .pth, so that no run resumes from it
         path = os.path.abspath(os.path.join(trainer.cfg.OUTPUT_DIR, f"capsule.rank{comm.get_rank()}.pt"))
@@ -135,7 +135,7 @@ def _replay_of_run(trainer: Any, iteration: int) -> str:
     folder, start = trainer.checkpointer.save_dir, 0
     with contextlib.suppress(Exception):
         start = peek_file(tagged_file(folder))["trainer"]["iteration"] + 1
-    world_size = 1 if trainer.logical_ranks else comm.get_world_size()
+    world_size = 1 if trainer.cfg.SOLVER.get("LOGICAL_RANKS") else comm.get_world_size()
     program = "python" if world_size == 1 else f"torchrun --nproc-per-node {world_size}"
     replay = f"{program} tools/replay.py {shlex.quote(os.path.abspath(folder))} --iter {iteration}"
     return f"{replay} ({_duration(trainer, 2 * max(iteration - start, 0) + 3)})"

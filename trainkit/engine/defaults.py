@@ -31,7 +31,7 @@ from trainkit.config.imports import wrap_by_projects
 from trainkit.data.build import build_test_loader, build_train_loader, check_epoch_limit, first_batches
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.engine import hooks
-from trainkit.engine.build import ModelBuilder, build_parallel, build_step_trainer, make_step_trainer
+from trainkit.engine.build import ModelBuilder, build_parallel, build_step_trainer
 from trainkit.engine.capsule import leave_capsule
 from trainkit.engine.elastic import is_restarted, note_begin, requeue_job
 from trainkit.engine.evaluation_run import evaluate_models
@@ -41,7 +41,6 @@ from trainkit.engine.global_batch import GlobalBatch
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_list import sort_key
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
-from trainkit.engine.logical_ranks import LogicalAMPTrainer, LogicalTrainer
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.origin import RUN_DOES_IT, active_replay, command_of, describe_origin
 from trainkit.engine.parallel import create_ddp_model, ddp_options
@@ -134,8 +133,6 @@ class DefaultTrainer(TrainerBase):
         use_local_folders(cfg)
         self._given_cfg = cfg
         cfg = prepare_projects(cfg)
-        if cfg.SOLVER.LOGICAL_RANKS:
-            self.logical_ranks, self.own_keys, self.rank_keys = cfg.SOLVER.LOGICAL_RANKS, (), ()
         self._check_names(cfg)
         self._global_batch = batch = GlobalBatch(cfg, checkpoint_dir(cfg))
         if replay is not None:
@@ -154,12 +151,8 @@ class DefaultTrainer(TrainerBase):
         check_epoch_limit(cfg, data_loader)
         if cfg.MODEL.PARALLEL == "ddp":
             model = create_ddp_model(model, **ddp_options(cfg))
-        if cfg.SOLVER.LOGICAL_RANKS:
-            number = {"logical_ranks": cfg.SOLVER.LOGICAL_RANKS}
-            classes = LogicalTrainer, LogicalAMPTrainer
-            self._trainer = make_step_trainer(cfg, model, data_loader, optimizer, *classes, **number)
-        else:
-            self._trainer = build_step_trainer(cfg, model, data_loader, optimizer)
+        data_loader = wrap_by_projects("wrap_loader", cfg, data_loader)
+        self._trainer = build_step_trainer(cfg, model, data_loader, optimizer)
 
         self.cfg = cfg = resolve_lengths(cfg, self.iters_per_epoch if self.has_epochs else None)
         if cfg.LOG.GATHER_PERIOD == 1:
@@ -553,7 +546,7 @@ def _test_loader(build: Callable[[CfgNode, str], Iterable[Any]], cfg: CfgNode, n
     kept = _kept_loaders.get()
     if kept is not None and name in kept and kept[name][0] == cfg:
         return kept[name][1]
-    loader = build(cfg, name)
+    loader = wrap_by_projects("wrap_loader", cfg, build(cfg, name))
     if kept is not None and getattr(loader, "persistent_workers", False):
         kept[name] = cfg, loader
     return loader

@@ -30,8 +30,7 @@ class GlobalBatch:
         self._path = Path(folder) / _FILE
         solver = cfg.SOLVER
         asked = [solver.IMS_PER_BATCH, solver.ACCUMULATION_STEPS, solver.REFERENCE_WORLD_SIZE]
-        self._ranks = solver.LOGICAL_RANKS or comm.get_data_world_size()
-        asked += [solver.LOGICAL_RANKS] * bool(solver.LOGICAL_RANKS)
+        self._ranks = comm.get_data_world_size()
         self.record: dict[str, Any] = {"world_size": self._ranks, "asked": asked}
         former = self._read(self._path) or self._read(Path(cfg.FORK.RUN) / _FILE) if comm.is_main_process() else None
         former = comm.broadcast(former)
@@ -44,7 +43,7 @@ class GlobalBatch:
         return int(self.record["world_size"])
 
     def split(self, cfg: CfgNode) -> CfgNode:
-        """Call `split_batch` for the current number of ranks; the number of logical ranks stays the same."""
+        """Call `split_batch` for the current number of ranks."""
         return split_batch(cfg, self.world_size, self._ranks)
 
     def save(self) -> None:

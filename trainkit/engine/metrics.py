@@ -16,8 +16,8 @@ from trainkit.engine.finite import FiniteCheck, describe_failure, raise_failure
 from trainkit.utils import comm
 from trainkit.utils.device import new_event, runs_ahead
 from trainkit.utils.events import get_event_storage, has_event_storage
-from trainkit.utils.logical import tree_sum
 from trainkit.utils.losses import Losses
+from trainkit.utils.numbers import tree_sum
 from trainkit.utils.periods import check_period, is_nth
 
 SCALE = "[metric]grad_scaler"  # stored in each iteration, as in detectron2

@@ -38,11 +38,9 @@ class RunState(InferenceObserver):
         position: the position of the run, as in a checkpoint.
         own_keys: the entries of the state that each rank has for itself.
         rank_keys: the ``own_keys`` that a save gathers from all ranks; empty if not all ranks save.
-        logical_ranks: the number of logical ranks, see `trainkit.utils.logical`; 0: each process is a rank.
     """
 
     own_keys: tuple[str, ...] = ("hooks", "storage", "rng")
-    logical_ranks = 0
 
     def __init__(self) -> None:
         self._hook_list = HookList(weakref.proxy(self))
@@ -260,7 +258,7 @@ class RunState(InferenceObserver):
                 "max_iter": max_iter,
                 "finished_early": reason,
             },
-            "world_size": self.logical_ranks or comm.get_data_world_size(),
+            "world_size": comm.get_data_world_size(),
             "hooks": self._hook_list.state_dict(),
             "storage": self.storage.state_dict(),
             "rng": self._rng_state or get_rng_state(),
@@ -291,5 +289,5 @@ class RunState(InferenceObserver):
         self.storage = EventStorage()
         if state_dict.get("storage"):
             self.storage.load_state_dict(state_dict["storage"])
-        present = self.logical_ranks or comm.get_data_world_size()
+        present = comm.get_data_world_size()
         self._rng_state = rng_state_for_rank(state_dict.get("rng"), state_dict.get("world_size", 1), present, iteration)

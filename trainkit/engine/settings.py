@@ -33,7 +33,7 @@ def changes_since(cfg: CfgNode, former: CfgNode) -> list[tuple[str, Any, Any]]:
 def settings_of(cfg: CfgNode) -> dict[str, str]:
     """key -> value as text of the settings that change what a run computes; plus the number of processes or threads."""
     found = {key: repr(value) for key, value in changed_settings(cfg, CfgNode()) if not _NO_MATTER.fullmatch(key)}
-    if cfg.SOLVER.LOGICAL_RANKS:  # the number of processes changes nothing
+    if cfg.SOLVER.get("LOGICAL_RANKS"):  # the number of processes changes nothing
         return {**found, "threads of torch": str(torch.get_num_threads())}
     return {**found, "number of processes": str(comm.get_world_size())}
 

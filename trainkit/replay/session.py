@@ -139,7 +139,7 @@ class Session:
         if self._start is None and self._at <= trainer.last_done_iter:
             parent = f"{trainer.cfg.FORK.RUN}, of which this one is a fork"
             raise ConfigError(f"iteration {self._at} was done by the run {parent}; replay it there")
-        if self._processes != comm.get_world_size() and not trainer.logical_ranks:
+        if self._processes != comm.get_world_size() and not trainer.cfg.SOLVER.get("LOGICAL_RANKS"):
             raise CheckpointError(
                 f"the run had {self._processes} processes, and this replay has {comm.get_world_size()}; start it by "
                 f"torchrun --nproc-per-node {self._processes} tools/replay.py with the same arguments"

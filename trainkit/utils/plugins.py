@@ -25,6 +25,7 @@ CONFIG_KEYS: Mapping[str, str] = {
     "MODEL.COMPILE": "trainkit.projects.model_options.config",
     "MODEL.FSDP": "trainkit.projects.sharding.config",
     "MODEL.TENSOR_PARALLEL": "trainkit.projects.sharding.config",
+    "SOLVER.LOGICAL_RANKS": "trainkit.projects.logical_ranks.config",
     "SOLVER.GRAPH": "trainkit.projects.graph.config",
     "SOLVER.OPTIMIZERS": "trainkit.projects.solver_extras.config",
     "SOLVER.PARAM_GROUPS": "trainkit.projects.solver_extras.config",
@@ -35,7 +36,7 @@ CONFIG_KEYS: Mapping[str, str] = {
 The module may have more functions, which are called if the key is in the config: ``check(cfg)``, by `check_values`,
 raises ConfigError if a value is wrong; ``prepare(cfg)`` changes the config of a `DefaultTrainer`, or calls
 `comm.set_data_ranks`, before anything is built; ``wrap_model(cfg, model)`` returns the model to train, after
-``build_model``.
+``build_model``, and ``wrap_loader(cfg, loader)`` the training or test loader.
 """
 
 CONFIG_TYPES: Mapping[str, str] = {
@@ -50,6 +51,9 @@ The module has a function ``to_cfg(cfg, args)``: a CfgNode with the settings tha
 NAMES: Mapping[str, str] = {
     "GraphTrainer": "trainkit.projects.graph.trainer",
     "GraphAMPTrainer": "trainkit.projects.graph.trainer",
+    "LogicalTrainer": "trainkit.projects.logical_ranks.trainer",
+    "LogicalAMPTrainer": "trainkit.projects.logical_ranks.trainer",
+    "logical_trainer": "trainkit.projects.logical_ranks.trainer",
     "graph_trainer": "trainkit.projects.graph.trainer",
     "async_save": "trainkit.projects.async_save.format",
     "Mirror": "trainkit.projects.remote.mirror",

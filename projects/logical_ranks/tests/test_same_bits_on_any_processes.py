@@ -1,8 +1,8 @@
 """With logical ranks, a run ends with the same bits on 1, 2 and 4 processes, and when their number changes."""
 
 import pytest
+from trainkit.projects.logical_ranks.tests.logical_job import EVERYTHING, read_metrics, train_on
 
-from tests.engine.logical_job import EVERYTHING, read_metrics, train_on
 from tests.engine.test_exact_runs import content
 from tests.replay.job import Job
 from trainkit.checkpoint.file import read_file
@@ -60,6 +60,13 @@ def test_a_project_ends_with_the_same_bytes_on_one_and_on_two_processes(project,
     for num_ranks in (1, 2):
         assert train_on(num_ranks, tmp_path / str(num_ranks), project, PROJECTS[project])
     assert content(tmp_path / "1") == content(tmp_path / "2")
+
+
+def test_a_layer_that_is_used_only_for_some_batches_ends_with_the_same_bytes_too(tmp_path):
+    options = ("SOLVER.LOGICAL_RANKS", 4, "MODEL.NAME", "Branching", "MODEL.DDP.FIND_UNUSED_PARAMETERS", True)
+    for num_ranks in (1, 2, 4):
+        assert train_on(num_ranks, tmp_path / str(num_ranks), options=options)
+    assert content(tmp_path / "1") == content(tmp_path / "2") == content(tmp_path / "4")
 
 
 def test_a_step_of_four_processes_is_replayed_in_one_to_the_last_bit(of_four):

@@ -1,10 +1,10 @@
 """Steps that give the same bits on any number of processes; SOLVER.LOGICAL_RANKS switches them on."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import reduce
-from operator import add
+from operator import add, itemgetter
 from typing import Any
 
 import torch
@@ -12,17 +12,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
+from trainkit.projects.logical_ranks.ranks import own_ranks
 
-from trainkit.config import ConfigError
-from trainkit.config.checks import check_logical_ranks
+from trainkit.config import CfgNode, ConfigError
 from trainkit.data.seeding import seed_globals, splitmix64
 from trainkit.engine.amp import AMPTrainer
+from trainkit.engine.build import TRAINER_REGISTRY, make_step_trainer
 from trainkit.engine.parallel import without_gradient_sync
 from trainkit.engine.step import SimpleTrainer
 from trainkit.utils import comm
-from trainkit.utils.logical import own_ranks, tree_sum
 from trainkit.utils.losses import Losses
 from trainkit.utils.model import unwrap_model
+from trainkit.utils.numbers import tree_sum
 
 logger = logging.getLogger(__name__)
 
@@ -38,55 +39,54 @@ class LogicalTrainer(SimpleTrainer):
     A process computes its logical ranks one after the other. Random numbers are a function of the loader's seed, the
     iteration, the logical rank and the micro-batch. Gradients, losses and the statistics of normalization layers are
     added up in one binary tree. Each logical rank normalizes its own samples, from the statistics before the step.
+    The number of logical ranks is `comm.get_data_world_size`.
     """
 
     own_keys = ()  # nothing differs between processes
 
-    def __init__(self, *args: Any, logical_ranks: int, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         """
         Args:
-            args, kwargs: as in the trainer without logical ranks. The loader must have the same ``logical_ranks``.
-            logical_ranks: a power of two, and a multiple of the number of processes.
+            args, kwargs: as in the trainer without logical ranks; ``accumulation_steps`` is that of a logical rank. The
+                loader must be a `LogicalLoader`.
 
         Raises:
-            ConfigError: the processes cannot share the logical ranks, or the model has sparse gradients or a
-                `SyncBatchNorm`.
+            ConfigError: the model has sparse gradients or a `SyncBatchNorm`.
         """
-        check_logical_ranks(logical_ranks)
         super().__init__(*args, **kwargs)
-        self.logical_ranks = logical_ranks
-        self._own = own_ranks(logical_ranks, comm.get_rank(), comm.get_world_size())
+        self._num = comm.get_data_world_size()
+        self._own = own_ranks(self._num)
         self._names: Any = None  # the names of the losses
-        self._tree = _Tree(self.model, logical_ranks)
-        self.feed.accumulation_steps *= len(self._own)
-        self.feed.schedule = [(start, steps * len(self._own)) for start, steps in self.feed.schedule]
+        self._tree = _Tree(self.model, self._num)
+        self.accumulation_steps *= len(self._own)
         threads = torch.get_num_threads()
-        logger.info("%d logical ranks; other numbers of threads than %d may round differently", logical_ranks, threads)
+        logger.info("%d logical ranks; other numbers of threads than %d may round differently", self._num, threads)
+
+    def share_run(self, owner: Any) -> None:
+        super().share_run(owner)
+        owner.own_keys = owner.rank_keys = ()
 
     def begin_run(self) -> None:
         super().begin_run()
-        if getattr(self.data_loader, "logical_ranks", 0) != self.logical_ranks:
-            raise ConfigError(
-                f"the training loader ({type(self.data_loader).__name__}) does not divide its batches among "
-                f"{self.logical_ranks} logical ranks (SOLVER.LOGICAL_RANKS); make it by build_train_loader(cfg), or "
-                "give build_batch_data_loader the argument logical_ranks"
-            )
+        if (found := getattr(self.data_loader, "logical_ranks", 0)) != self._num:
+            raise ConfigError(f"the training loader has {found} logical ranks, the trainer {self._num}")
 
     def compute_gradients(self, batches: Sequence[Any]) -> Losses:
         self.finite.keep_buffers(self.model)
-        num_own, found = len(self._own), list[Losses]()
-        steps = len(batches) // num_own
+        found, steps = list[Losses](), len(batches) // len(self._own)
         self._tree.start()
-        for place, rank in enumerate(self._own):
-            if place:
+        for number, batch in enumerate(batches):
+            place, step = divmod(number, steps)
+            if place and step == 0:
                 self._tree.push()
-            for step, batch in enumerate(batches[place::num_own]):
-                self._seed_for(_OF_BATCHES + rank * steps + step)
-                is_last = len(found) == len(batches) - 1  # DDP exchanges gradients with the last one
-                with nullcontext() if is_last else without_gradient_sync(self.model):
-                    losses = self.compute_losses(batch)
-                    self.backward(losses.total / (self.logical_ranks * steps))
-                found.append(losses := losses.detach())  # frees the graph before the next forward pass
+            self._seed_for(_OF_BATCHES + self._own[place] * steps + step)
+            is_last = number == len(batches) - 1  # DDP exchanges gradients with the last one
+            with nullcontext() if is_last else without_gradient_sync(self.model):
+                losses = self.compute_losses(batch)
+                if is_last:
+                    self._tree.fill_unused(losses.total)
+                self.backward(losses.total / (self._num * steps))
+            found.append(losses := losses.detach())  # frees the graph before the next forward pass
         self._tree.finish()
         self.prepare_gradients()
         self._seed_for(_AFTER_STEP)
@@ -108,9 +108,9 @@ class LogicalTrainer(SimpleTrainer):
         ]
         by_rank = torch.stack(rows).view(len(self._own), -1, len(rows[0]))
         # with torch.sum, the order of additions would depend on the number of logical ranks
-        means = reduce(add, by_rank.unbind(1)) / by_rank.shape[1]
-        ascending = sorted(range(len(self._own)), key=self._own.__getitem__)
-        total, *values = (tree_sum(means[ascending]) / len(self._own)).unbind()
+        means = (reduce(add, by_rank.unbind(1)) / by_rank.shape[1]).unbind()
+        _, ascending = zip(*sorted(zip(self._own, means, strict=True), key=itemgetter(0)), strict=True)
+        total, *values = (tree_sum(torch.stack(ascending)) / len(self._own)).unbind()
         by_name = dict(zip(self._names[0], values, strict=True))
         return Losses(by_name, self._names[1], total, [losses.outputs for losses in found])
 
@@ -129,8 +129,15 @@ class LogicalAMPTrainer(LogicalTrainer, AMPTrainer):
     """`AMPTrainer` with logical ranks; see `LogicalTrainer`."""
 
 
+@TRAINER_REGISTRY.register()
+def logical_trainer(
+    cfg: CfgNode, model: nn.Module, data_loader: Iterable[Any], optimizer: torch.optim.Optimizer
+) -> SimpleTrainer:
+    return make_step_trainer(cfg, model, data_loader, optimizer, LogicalTrainer, LogicalAMPTrainer)
+
+
 class _Tree:
-    """Adds up gradients and statistics over the logical ranks, in the order of `trainkit.utils.logical`.
+    """Adds up gradients and statistics over the logical ranks, in the order of `own_ranks`.
 
     The sums of a process are kept like the digits of a binary counter: a sum over 1, over 2, over 4, ... logical ranks.
     After its last logical rank a process adds them up. Then the processes exchange their sums.
@@ -155,6 +162,7 @@ class _Tree:
         self._sums: list[tuple[int, _Grads, Tensor]] = []  # (number of logical ranks, gradients, statistics)
         self._under_way: list[tuple[_Exchange, torch.futures.Future[Tensor]]] = []
         self._is_ddp = isinstance(model, DistributedDataParallel)
+        self._finds_unused = self._is_ddp and bool(model.find_unused_parameters)
         if isinstance(model, DistributedDataParallel):
             model.register_comm_hook(None, self._exchange_bucket)
 
@@ -178,6 +186,25 @@ class _Tree:
             num, former_grads, former_packed = self._sums.pop()
             num, grads, packed = 2 * num, _add(former_grads, grads), former_packed + packed
         self._sums.append((num, grads, packed))
+
+    def fill_unused(self, total: Tensor) -> None:
+        """Call before the last backward pass: under DDP, a parameter that only other logical ranks use gets zeros.
+
+        DDP fails if its gradient is None. Other parameters get no zeros, since -0 + 0 is 0.
+        """
+        if not self._finds_unused:
+            return
+        nodes: list[Any] = [total.grad_fn]
+        seen: set[Any] = {None}
+        while nodes:
+            if (node := nodes.pop()) not in seen:
+                seen.add(node)
+                nodes += [before for before, _ in node.next_functions]
+        used_now = {id(node.variable) for node in seen if hasattr(node, "variable")}
+        for place in {place for _, grads, _ in self._sums for place, grad in enumerate(grads) if grad is not None}:
+            parameter = self._parameters[place]
+            if parameter.grad is None and id(parameter) not in used_now:
+                parameter.grad = torch.zeros_like(parameter)
 
     @torch.no_grad()
     def finish(self) -> None:

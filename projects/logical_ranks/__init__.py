@@ -1,0 +1,1 @@
+"""Runs that end with the same bits on any number of processes."""

@@ -1,0 +1,47 @@
+"""The config key of this project."""
+
+from typing import Any
+
+from trainkit.projects.logical_ranks.loader import divide
+
+from trainkit.config import CfgNode, choose
+from trainkit.config.checks import check_conflicts
+from trainkit.config.errors import not_accepted
+from trainkit.utils import comm
+
+_CONFLICTS = (
+    ("SOLVER.LOGICAL_RANKS", "MODEL.PARALLEL=fsdp", "shards are summed in an order of their own"),
+    ("SOLVER.LOGICAL_RANKS", "MODEL.DDP.COMPRESSION", "it rounds what processes exchange, and one process does not"),
+    ("SOLVER.LOGICAL_RANKS", "MODEL.DDP.BROADCAST_BUFFERS", "all processes have the same buffers already"),
+    ("SOLVER.LOGICAL_RANKS", "MODEL.DDP.GRADIENT_AS_BUCKET_VIEW", "one process has no buckets"),
+    ("SOLVER.LOGICAL_RANKS", "SOLVER.ACCUMULATION_FACTORS", "the loader needs to know the number of micro-batches"),
+    ("SOLVER.LOGICAL_RANKS", "TEST.PRECISE_BN.ENABLED", "its statistics depend on the number of processes"),
+)
+
+
+def add_config(cfg: CfgNode) -> None:
+    """Add the key with its default."""
+    cfg.SOLVER.LOGICAL_RANKS = 0  # The same bits on 1, 2, 4, ... processes, up to this power of two. 0: off.
+
+
+def check(cfg: CfgNode) -> None:
+    """Raises ConfigError if the processes cannot share the logical ranks, or another setting excludes them."""
+    check_conflicts(cfg, _CONFLICTS)
+    num, world_size = cfg.SOLVER.LOGICAL_RANKS, comm.get_world_size()
+    if num < 0 or num & (num - 1) or num % world_size:
+        raise not_accepted(
+            "SOLVER.LOGICAL_RANKS", num, f"0, or a power of two that is a multiple of {world_size} processes"
+        )
+
+
+def prepare(cfg: CfgNode) -> None:
+    """A batch has a part for each logical rank; a process computes those that `own_ranks` names."""
+    if num := cfg.SOLVER.LOGICAL_RANKS:
+        comm.set_data_ranks(comm.get_rank(), num)
+        choose(cfg, "SOLVER.TRAINER", "logical_trainer", "SOLVER.LOGICAL_RANKS")
+
+
+def wrap_loader(cfg: CfgNode, loader: Any) -> Any:
+    """A loader of the logical ranks of this process."""
+    num = cfg.SOLVER.LOGICAL_RANKS
+    return divide(loader, num, cfg.SOLVER.ACCUMULATION_STEPS) if num else loader

@@ -1,0 +1,138 @@
+"""The batches of the logical ranks of a process."""
+
+import copy
+from collections.abc import Iterator, Mapping, Sized
+from fractions import Fraction
+from itertools import islice
+from typing import Any, cast
+
+from torch.utils.data import BatchSampler
+from trainkit.projects.logical_ranks.ranks import own_ranks
+
+from trainkit.config import ConfigError
+from trainkit.data.build import iters_per_epoch
+from trainkit.data.loader import ResumableLoader
+from trainkit.data.samplers import InferenceSampler
+from trainkit.data.samplers.infinite import InfiniteSampler
+from trainkit.utils import comm
+from trainkit.utils.periods import exact, whole_or_rounded
+
+
+def divide(loader: Any, num: int, steps: int = 1) -> "LogicalLoader | LogicalTestLoader":
+    """The loader of this process, made from the loader of one logical rank of ``num``.
+
+    Args:
+        loader: built under ``comm.set_data_ranks(comm.get_rank(), num)``.
+        steps: micro-batches of a logical rank per iteration.
+
+    Raises:
+        ConfigError: its batches cannot be divided.
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    sampler = getattr(batches, "sampler", None) if type(batches) is BatchSampler else None
+    if isinstance(sampler, InfiniteSampler):
+        return LogicalLoader(loader, num, steps)
+    if isinstance(sampler, InferenceSampler):
+        return LogicalTestLoader(loader, num)
+    raise ConfigError(
+        f"SOLVER.LOGICAL_RANKS: got a loader with the sampler {type(sampler).__name__}; accepted: a map-style dataset "
+        "with a sampler of trainkit.data"
+    )
+
+
+class LogicalLoader:
+    """In each iteration the micro-batches of the first logical rank of this process, then those of the next, ...
+
+    Each logical rank has a loader of its own, with at least one worker if there are any. Everything else is as for the
+    loader of one of them.
+
+    Attributes:
+        logical_ranks: of all processes.
+        steps: micro-batches of a logical rank per iteration.
+    """
+
+    def __init__(self, loader: ResumableLoader, logical_ranks: int, steps: int) -> None:
+        own = own_ranks(logical_ranks)
+        self.logical_ranks, self.steps = logical_ranks, steps
+        self._loaders = [
+            _like(loader, _of_rank(loader, rank, logical_ranks), max(1, loader.num_workers // len(own))) for rank in own
+        ]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._loaders[0], name)
+
+    def __iter__(self) -> Iterator[Any]:
+        iterators = [iter(loader) for loader in self._loaders]
+        while True:
+            for iterator in iterators:
+                yield from islice(iterator, self.steps)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return whole_or_rounded(Fraction(exact(iters_per_epoch(self._loaders[0]) or 0)) * len(self._loaders))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for loader in self._loaders:
+            loader.load_state_dict(state)
+
+    def names_of_last(self, num_batches: int) -> list[list[str]]:
+        """The samples of the last ``num_batches``, which are those of whole iterations."""
+        each = num_batches // len(self._loaders)
+        return [names for loader in self._loaders for names in loader.names_of_last(each)]
+
+    def explain(self, error: RuntimeError) -> None:
+        for loader in self._loaders:
+            loader.explain(error)
+
+
+class LogicalTestLoader(ResumableLoader):
+    """Each logical rank has a contiguous share of the samples; no batch has samples of two of them."""
+
+    batch_sampler: "_ShareBatches"
+
+    def __init__(self, loader: ResumableLoader, logical_ranks: int) -> None:
+        arguments = _arguments(loader, loader.num_workers)
+        super().__init__(loader.dataset, batch_sampler=_ShareBatches(loader, logical_ranks), **arguments)
+
+    def first_batches(self, num: int) -> "LogicalTestLoader":
+        """This loader, with at most ``num`` batches of each logical rank."""
+        self.batch_sampler.most = num
+        return self
+
+
+class _ShareBatches(BatchSampler):
+    sampler: InferenceSampler
+    most: int | None = None  # batches of a logical rank; None: all of them
+
+    def __init__(self, loader: ResumableLoader, logical_ranks: int) -> None:
+        super().__init__(loader.batch_sampler.sampler, loader.batch_size, drop_last=False)  # type: ignore[union-attr, arg-type]
+        share_of, size = InferenceSampler._get_local_indices, len(cast(Sized, loader.dataset))
+        own = share_of(logical_ranks, comm.get_world_size(), comm.get_rank())
+        self._shares = [share_of(size, logical_ranks, rank) for rank in own]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for share in self._shares:
+            yield from islice(BatchSampler(share, self.batch_size, drop_last=False), self.most)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _of_rank(loader: ResumableLoader, rank: int, num: int) -> BatchSampler:
+    batches: Any = loader.batch_sampler
+    sampler = copy.copy(batches.sampler)
+    sampler.rank, sampler.world_size = rank, num
+    return BatchSampler(sampler, batches.batch_size, drop_last=True)
+
+
+def _like(loader: ResumableLoader, batches: BatchSampler, num_workers: int) -> ResumableLoader:
+    arguments = _arguments(loader, num_workers if loader.num_workers else 0)
+    return ResumableLoader(loader.dataset, batch_sampler=batches, **arguments)
+
+
+def _arguments(loader: ResumableLoader, num_workers: int) -> dict[str, Any]:
+    names = ["seed", "timeout", "collate_fn", "pin_memory", "persistent_workers", "prefetch_factor", "worker_init_fn"]
+    names += ["generator", "multiprocessing_context"]
+    return {"num_workers": num_workers, **{name: getattr(loader, name) for name in names}}

@@ -1,0 +1,127 @@
+"""Logical ranks get the same batches on any number of processes."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+from trainkit.projects.logical_ranks.loader import divide
+from trainkit.projects.logical_ranks.ranks import own_ranks
+
+from trainkit.config import ConfigError
+from trainkit.data.build import build_test_loader, build_train_loader, first_batches, iters_per_epoch
+from trainkit.data.common import MapDataset
+from trainkit.utils import comm
+from trainkit.utils.numbers import tree_sum
+from trainkit.utils.periods import exact
+
+
+@pytest.fixture
+def as_rank(monkeypatch):
+    """The process is this rank, and has a part of four logical ranks."""
+
+    def set_ranks(rank, world_size):
+        monkeypatch.setattr(comm, "get_rank", lambda: rank)
+        monkeypatch.setattr(comm, "get_world_size", lambda: world_size)
+        comm.set_data_ranks(rank, 4)
+
+    yield set_ranks
+    comm.set_data_ranks()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_sums_over_the_ranks_of_a_process_and_then_over_processes_are_those_of_one_tree(as_rank, world_size):
+    values, by_process = np.random.default_rng(0).standard_normal((8, 50)).astype(np.float32), []
+    for rank in range(world_size):
+        as_rank(rank, world_size)
+        by_process.append(tree_sum(values[sorted(own_ranks(8))]))
+    assert (tree_sum(np.stack(by_process)) == tree_sum(values)).all()
+    assert (values.sum(0) != tree_sum(values)).any()
+
+
+def test_neighbours_among_the_ranks_of_a_process_have_the_same_parent(as_rank):
+    found = []
+    for rank, world_size in [(0, 1), (1, 2), (3, 8)]:
+        as_rank(rank, world_size)
+        found.append(own_ranks(8))
+    assert found == [[0, 4, 2, 6, 1, 5, 3, 7], [1, 5, 3, 7], [3]]
+
+
+def train_loader(steps=1, mapper=None, num_workers=0):
+    dataset = MapDataset([*range(10)], mapper) if mapper else [*range(10)]
+    return divide(build_train_loader(dataset, total_batch_size=8, seed=3, num_workers=num_workers), 4, steps)
+
+
+def batches_by_rank(as_rank, world_size, num, steps, **options):
+    """logical rank -> its batches in ``num`` iterations, of all processes."""
+    found = {}
+    for rank in range(world_size):
+        as_rank(rank, world_size)
+        batches = iter(train_loader(steps, **options))
+        for logical_rank in own_ranks(4) * num:
+            found.setdefault(logical_rank, []).extend(next(batches) for _ in range(steps))
+    return found
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_batches_and_what_is_drawn_for_them_do_not_depend_on_the_number_of_processes(as_rank, num_workers):
+    options = {"mapper": lambda sample: (sample, torch.rand(()).item()), "num_workers": num_workers}
+    alone = batches_by_rank(as_rank, 1, 4, 1, **options)
+    assert [len(batch) for batch in alone[0]] == [2] * 4
+    assert alone == batches_by_rank(as_rank, 2, 4, 1, **options) == batches_by_rank(as_rank, 4, 2, 2, **options)
+
+
+def test_the_place_in_the_data_and_the_length_of_an_epoch_do_not_depend_on_the_number_of_processes(as_rank):
+    states = []
+    for world_size in (1, 2, 4):
+        as_rank(0, world_size)
+        loader = train_loader()
+        batches, per_iter = iter(loader), 4 // world_size
+        for _ in range(3 * per_iter):
+            next(batches)
+        states.append(loader.state_dict())
+        following = next(batches)
+        loader.load_state_dict(states[0])
+        assert next(iter(loader)) == following
+        assert exact(iters_per_epoch(loader)) / per_iter == 1.25
+    assert states[0] == states[1] == states[2]
+    assert states[0]["position"] == 24
+
+
+def test_the_samples_of_an_iteration_are_named_in_the_order_of_its_passes(as_rank):
+    as_rank(1, 2)
+    loader = train_loader(steps=2)
+    batches = iter(loader)
+    found = [next(batches) for _ in range(8)][4:]
+    assert loader.names_of_last(4) == [[f"sample {s} of DatasetFromList" for s in batch] for batch in found]
+
+
+def test_batches_to_evaluate_do_not_depend_on_the_number_of_processes(as_rank):
+    def found(world_size, most=0):
+        batches = []
+        for rank in range(world_size):
+            as_rank(rank, world_size)
+            loader = divide(build_test_loader([*range(11)], batch_size=2), 4)
+            loader = first_batches(loader, most) if most else loader
+            batches += [*loader]
+            assert len(loader) == len([*loader])
+        return batches
+
+    state = torch.get_rng_state()
+    whole = [[0, 1], [2], [3, 4], [5], [6, 7], [8], [9, 10]]
+    assert found(1) == found(2) == found(4) == whole
+    assert found(1, most=1) == found(2, most=1) == found(4, most=1) == [[0, 1], [3, 4], [6, 7], [9, 10]]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [*first_batches([1, 2, 3], 2)] == [1, 2]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(8))
+
+
+def test_what_cannot_be_divided_is_refused(as_rank):
+    as_rank(0, 1)
+    with pytest.raises(ConfigError, match="positive multiple of the world size 4, got 6"):
+        build_train_loader([0], total_batch_size=6, seed=0)
+    with pytest.raises(ConfigError, match="SOLVER.LOGICAL_RANKS: got .* accepted: a map-style dataset"):
+        divide(build_train_loader(Stream(), total_batch_size=8, seed=0), 4)
