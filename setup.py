@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "trainkit/__init__.py").read_text()).group(1)  # type: ignore[union-attr]
 
 TENSORBOARD = ["tensorboard"]
-LAZY = ["omegaconf>=2.3"]
+LAZY = ["omegaconf>=2.3", "cloudpickle"]
 TEST = ["pytest", "pytest-xdist"]  # the latter: half of the tests' time is that of processes they start
 TEST += ["ipykernel", "ipywidgets"]  # for the test in a notebook
 

@@ -3,10 +3,10 @@
 import operator
 from typing import Any
 
+from trainkit.projects.lazy.locate import locate
 from trainkit.projects.lazy.nodes import TARGET, name_of, to_container
 
 from trainkit.config.errors import ConfigError
-from trainkit.utils.registry import locate
 
 
 def instantiate(cfg: Any) -> Any:

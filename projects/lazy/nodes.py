@@ -5,8 +5,9 @@ import functools
 import importlib
 from typing import Any
 
+from trainkit.projects.lazy.locate import locate
+
 from trainkit.config.errors import ConfigError
-from trainkit.utils.registry import locate
 
 TARGET = "_target_"  # the key of the callable in a node that describes a call
 

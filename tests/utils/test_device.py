@@ -36,8 +36,8 @@ def test_a_named_device_is_taken_if_the_machine_has_it(two_gpus):
     ("name", "message"),
     [
         ("gpu", "no device is called 'gpu'; use auto, cpu, cuda, cuda:N or mps"),
-        ("cuda:2", "device 'cuda:2' was asked for, but torch sees 2 CUDA devices; use auto or cpu"),
-        ("mps", "device 'mps' was asked for, but torch sees 0 MPS devices"),
+        ("cuda:2", "there is no device 'cuda:2': torch sees 2 of type cuda"),
+        ("mps", "there is no device 'mps': torch sees 0"),
     ],
 )
 def test_a_device_that_is_not_there_is_an_error_that_says_what_is(two_gpus, name, message):

@@ -52,7 +52,7 @@ def test_the_ends_of_the_range_are_seeds(seed):
 
 @pytest.mark.parametrize("seed", [-1, 2**32])
 def test_a_seed_out_of_range_is_an_error(seed):
-    with pytest.raises(ValueError, match=rf"seed must be None or 0 <= seed < 2\*\*32, got {seed}"):
+    with pytest.raises(ValueError, match="between 0 and"):
         seed_all_rng(seed)
 
 
@@ -62,9 +62,7 @@ def test_without_cuda_the_random_state_of_its_devices_is_left_out_with_a_warning
     first = draw()
     set_rng_state({**state, "cuda": [torch.get_rng_state()]})
     assert draw() == first
-    assert caplog.messages == [
-        "The random state is of 1 CUDA devices, but there are 0 here; the states of the others are ignored"
-    ]
+    assert caplog.messages == ["The random state of devices that this machine does not have is ignored"]
 
 
 def test_seeding_leaves_the_environment_alone():

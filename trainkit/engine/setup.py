@@ -31,7 +31,6 @@ from trainkit.engine.launch import check_processes
 from trainkit.engine.origin import active_replay, note_command
 from trainkit.utils import comm, events
 from trainkit.utils.collect_env import collect_env_info
-from trainkit.utils.device import has_unused_tf32
 from trainkit.utils.env import seed_all_rng
 from trainkit.utils.logger import setup_logger
 from trainkit.utils.plugins import CONFIG_TYPES, OPTIONS, installed, load_plugin, type_name
@@ -257,8 +256,6 @@ def default_setup(cfg: Any, args: Any) -> None:
         torch.use_deterministic_algorithms(True)
     if cfg.FLOAT32_PRECISION:
         torch.set_float32_matmul_precision(cfg.FLOAT32_PRECISION)
-    elif has_unused_tf32() and not cfg.SOLVER.AMP.ENABLED:
-        logger.info("Matrix products are in full float32; FLOAT32_PRECISION high lets this GPU use TF32, faster by far")
 
 
 def apply_options(cfg: Any, args: Any) -> list[Callable[[], None]]:

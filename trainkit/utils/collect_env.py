@@ -14,6 +14,7 @@ from trainkit.utils.tables import format_table
 
 def collect_env_info() -> str:
     """A table of versions and hardware."""
+    num_gpus = torch.cuda.device_count()
     rows = [
         ("platform", platform.platform()),
         ("python", sys.version.replace("\n", "")),
@@ -22,12 +23,9 @@ def collect_env_info() -> str:
         ("numpy", np.__version__),
         ("fvcore", fvcore.__version__),
         ("CPU count", f"{os.cpu_count()} (torch uses {torch.get_num_threads()} threads)"),
-        ("CUDA of torch", torch.version.cuda or "none"),
-        ("CUDA available", str(torch.cuda.is_available())),
+        ("CUDA", f"{torch.version.cuda or 'none'}, {num_gpus} devices, cuDNN {torch.backends.cudnn.version()}"),
+        *((f"GPU {i}", str(torch.cuda.get_device_properties(i))) for i in range(num_gpus)),
     ]
-    if torch.cuda.is_available():
-        rows += [(f"GPU {i}", str(torch.cuda.get_device_properties(i))) for i in range(torch.cuda.device_count())]
-        rows.append(("cuDNN", str(torch.backends.cudnn.version())))
     return format_table(rows)
 
 

@@ -23,12 +23,11 @@ def resolve_device(name: str | torch.device) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"no device is called {name!r}; use auto, cpu, cuda, cuda:N or mps") from error
-    if device.type not in ("cpu", "meta"):
-        here = accelerator is not None and accelerator.type == device.type
-        if (device.index or 0) >= (count := torch.accelerator.device_count() if here else 0):
-            raise ValueError(
-                f"device {name!r} was asked for, but torch sees {count} {device.type.upper()} devices; use auto or cpu"
-            )
+    if device.type in ("cpu", "meta"):
+        return device
+    count = torch.accelerator.device_count() if accelerator and accelerator.type == device.type else 0
+    if (device.index or 0) >= count:
+        raise ValueError(f"there is no device {name!r}: torch sees {count} of type {device.type}; use auto or cpu")
     return device
 
 
@@ -49,13 +48,6 @@ def runs_ahead(device: torch.device) -> bool:
     Tested on CUDA; XPU has the same interface in torch.
     """
     return device.type in ("cuda", "xpu")
-
-
-def has_unused_tf32() -> bool:
-    """Whether the current GPU (from Ampere on) could multiply float32 as TF32, but does not."""
-    if not torch.cuda.is_available() or torch.get_float32_matmul_precision() != "highest":
-        return False
-    return torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0)
 
 
 def accelerator_runs_ahead() -> bool:

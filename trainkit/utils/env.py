@@ -15,29 +15,21 @@ _logger = logging.getLogger(__name__)
 
 
 def seed_all_rng(seed: int | None = None) -> int:
-    """Seed Python, NumPy and torch with all its devices.
+    """Seed Python, NumPy and torch with all its devices; return the seed.
 
     Args:
         seed: 0 <= seed < 2**32; None draws one from the operating system and logs it.
-
-    Returns:
-        The seed in use.
-
-    Raises:
-        ValueError: the seed is out of range.
     """
     if seed is None:
         seed = int.from_bytes(os.urandom(4), "little")
         _logger.info("Using the random seed %d", seed)
-    elif not 0 <= seed < 2**32:
-        raise ValueError(f"seed must be None or 0 <= seed < 2**32, got {seed}")
     random.seed(seed)
-    np.random.seed(seed)
+    np.random.seed(seed)  # raises ValueError if the seed is out of range
     torch.manual_seed(seed)
     return seed
 
 
 def stop_signals() -> set[signal.Signals]:
     """SIGTERM, SIGINT and SIGHUP (a closed terminal); in a SLURM job also SIGUSR1."""
-    names = ["SIGTERM", "SIGINT", "SIGHUP", *(["SIGUSR1"] if "SLURM_JOB_ID" in os.environ else [])]
-    return {signal.Signals[name] for name in names if hasattr(signal, name)}  # Windows has no SIGHUP
+    of_slurm = {signal.SIGUSR1} if "SLURM_JOB_ID" in os.environ else set()
+    return {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *of_slurm}

@@ -10,6 +10,8 @@ from collections.abc import Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, TextIO
 
+import torch
+
 from trainkit.utils.tables import format_table
 
 _GREEN, _YELLOW, _RED, _RESET = "\x1b[32m", "\x1b[33m", "\x1b[31m", "\x1b[0m"
@@ -115,6 +117,11 @@ def create_small_table(small_dict: Mapping[str, Any]) -> str:
     """A table of one row with the keys as header, for a few values."""
     center: dict[str, Any] = {"stralign": "center", "numalign": "center"}
     return format_table([list(small_dict.values())], list(small_dict), tablefmt="pipe", floatfmt=".3f", **center)
+
+
+def _log_api_usage(identifier: str) -> None:
+    """Count a use of ``trainkit.<identifier>`` with torch's usage logging."""
+    torch._C._log_api_usage_once(f"trainkit.{identifier}")
 
 
 class _Handler(logging.StreamHandler[TextIO]):

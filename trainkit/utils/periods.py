@@ -1,6 +1,5 @@
 """The one rule that says in which iterations periodic actions are due."""
 
-import sys
 from fractions import Fraction
 from typing import Any
 
@@ -53,22 +52,14 @@ def is_nth(done: int, period: int | Fraction, offset: int | Fraction = 0) -> boo
     return n >= (offset == 0) and n > periods_done(done - 1, period, offset)
 
 
-def next_nth(done: int, period: int | Fraction, offset: int | Fraction = 0) -> int:
-    """The smallest number of iterations after ``done`` for which `is_nth` is true; ``sys.maxsize`` if there is none."""
-    if period <= 0:
-        return sys.maxsize
-    candidate = done + 1
-    if type(period) is int and type(offset) is int:
-        rest = (candidate - offset) % period
-        return max(candidate + (period - rest if rest else 0), offset or period)
-    while not is_nth(candidate, period, offset):
-        candidate += 1
-    return candidate
-
-
 def next_due(trainer: Any, done: int, period: int, *, offset: int = 0) -> int:
     """What a hook's ``next_due`` returns: the iterations after which `is_due` is true next; at most the whole run."""
-    return min(next_nth(done, period, offset), max(trainer.max_iter, done + 1))
+    end = max(trainer.max_iter, done + 1)
+    if period <= 0:
+        return end
+    if type(period) is int and type(offset) is int:
+        return min(max(done + period - (done - offset) % period, offset or period), end)
+    return next((candidate for candidate in range(done + 1, end) if is_nth(candidate, period, offset)), end)
 
 
 def is_due(trainer: Any, period: int, *, offset: int = 0, or_last: bool = False) -> bool:

@@ -43,19 +43,14 @@ def set_rng_state(state: dict[str, Any]) -> None:
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
-    if cuda_states := state.get("cuda", []):
-        for device, cuda_state in zip(_cuda_devices(), cuda_states, strict=False):
+    of_cuda, has_mps = state.get("cuda", []), torch.backends.mps.is_available()
+    if of_cuda:
+        for device, cuda_state in zip(_cuda_devices(), of_cuda, strict=False):
             torch.cuda.set_rng_state(cuda_state, device)
-    if len(cuda_states) > torch.cuda.device_count():
-        _logger.warning(
-            "The random state is of %d CUDA devices, but there are %d here; the states of the others are ignored",
-            len(cuda_states),
-            torch.cuda.device_count(),
-        )
-    if "mps" in state and torch.backends.mps.is_available():
+    if "mps" in state and has_mps:
         torch.mps.set_rng_state(state["mps"])
-    elif "mps" in state:
-        _logger.warning("The random state is of an MPS device, but there is none here; its state is ignored")
+    if len(of_cuda) > torch.cuda.device_count() or ("mps" in state and not has_mps):
+        _logger.warning("The random state of devices that this machine does not have is ignored")
 
 
 def _cuda_devices() -> list[int]:
@@ -64,16 +59,8 @@ def _cuda_devices() -> list[int]:
 
 
 def rng_state_for_rank(state: dict[str, Any] | None, saved: int, present: int, iteration: int) -> dict[str, Any] | None:
-    """The state for `set_rng_state`: the saved state; if ``saved`` and ``present`` differ, a state derived from it.
-
-    Raises:
-        KeyError: a generator is missing.
-    """
-    if state is None:
-        return None
-    if not {"python", "numpy", "torch"} <= state.keys():
-        raise KeyError(f"the random state of a run must have python, numpy and torch, got {[*state]}")
-    if saved == present:
+    """The state for `set_rng_state`: the saved one; a derived one if there were ``saved`` ranks, not ``present``."""
+    if state is None or saved == present:
         return state
     _logger.warning(
         "The checkpoint was written by %s processes, now there are %d: new random states are derived from the "

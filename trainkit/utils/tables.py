@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 
 def format_table(
@@ -10,5 +10,5 @@ def format_table(
 ) -> str:
     """``tabulate.tabulate(rows, headers, **options)`` of the first rows; imports tabulate when called."""
     rows = list(rows)
-    text = cast(str, importlib.import_module("tabulate").tabulate(rows[:max_rows], headers, **options))
+    text: str = importlib.import_module("tabulate").tabulate(rows[:max_rows], headers, **options)
     return text if max_rows is None or len(rows) <= max_rows else f"{text}\n... and {len(rows) - max_rows} more"

@@ -1,4 +1,4 @@
-"""Helpers for tests of configs, which a project has."""
+"""The place of a name that a project has."""
 
 from trainkit.utils.plugins import lazy_names
 

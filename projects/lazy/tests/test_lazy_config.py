@@ -264,7 +264,7 @@ def test_references_are_followed_from_the_whole_config():
 @pytest.mark.parametrize(
     ("node", "message"),
     [
-        ({"_target_": "test_lazy_config.Piont", "x": 1}, r"Piont\(x\): cannot locate .* has no 'Piont'"),
+        ({"_target_": "test_lazy_config.Piont", "x": 1}, r"Piont\(x\): cannot locate .* has no attribute 'Piont'"),
         ({"_target_": "no_such_package.Point"}, r"no_such_package.Point\(\): cannot locate"),
         ({"_target_": "math.pi", "x": 1}, r"math.pi\(x\) is 3.14.*, which cannot be called"),
         ({"_target_": Point, "x": 1, "z": 2}, r"test_lazy_config.Point\(x, z\) failed: TypeError: .*'z'"),

@@ -1,0 +1,1 @@
+"""Names that code written for detectron2 imports, and that trainkit itself does not use."""

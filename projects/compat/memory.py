@@ -1,0 +1,36 @@
+"""Retry when the memory of a GPU is full."""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_logger = logging.getLogger(__name__)
+
+
+def retry_if_cuda_oom(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``func``: if the GPU runs out of memory, call it again with an empty cache, then on the CPU.
+
+    In the last call, arguments that are tensors are on the CPU, and the result may be on the CPU. ``func`` must have no
+    state.
+    """
+
+    @functools.wraps(func)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        for _ in range(2):
+            try:
+                return func(*args, **kwargs)
+            except RuntimeError as error:  # extensions raise this type
+                if "CUDA out of memory. " not in str(error):
+                    raise
+            torch.cuda.empty_cache()  # outside except: the error holds the tensors of its frames
+        _logger.warning("The GPU has not enough memory for %s, so it runs on the CPU, which is slow", func)
+        return func(*map(_to_cpu, args), **{name: _to_cpu(value) for name, value in kwargs.items()})
+
+    return wrapped
+
+
+def _to_cpu(value: Any) -> Any:
+    return value.to(device="cpu") if getattr(getattr(value, "device", None), "type", None) == "cuda" else value
