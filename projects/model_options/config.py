@@ -23,7 +23,6 @@ def add_config(cfg: CfgNode) -> None:
     cfg.MODEL.COMPILE.BACKEND = "inductor"  # The backend of torch.compile.
     cfg.MODEL.COMPILE.MODE = "default"  # Or "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs".
     cfg.MODEL.COMPILE.FULLGRAPH = False  # True: raise an error if a part of the model cannot be compiled.
-    cfg.MODEL.COMPILE.DYNAMIC = None  # This first default makes None acceptable.
     cfg.MODEL.COMPILE.DYNAMIC = False  # False: compile for each shape. True: for any shape. None: torch decides.
 
 

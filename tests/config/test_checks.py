@@ -2,13 +2,20 @@
 
 import pytest
 
-from trainkit.config import ConfigError, check_values, get_cfg
+from trainkit.config import CfgNode, ConfigError, check_values, get_cfg
+from trainkit.config.config import changed_settings
+from trainkit.config.defaults import RANGES
 
 NAN, INF = float("nan"), float("inf")
 
 
 def test_the_defaults_are_in_order():
     check_values(get_cfg())
+
+
+def test_every_whole_number_has_a_range():
+    keys = {key for key, value in changed_settings(get_cfg(), CfgNode()) if type(value) is int}
+    assert keys - {key for names in RANGES.values() for key in names.split()} <= {"VERSION", "VIS_PERIOD", "FORK.ITER"}
 
 
 @pytest.mark.parametrize(
@@ -33,6 +40,9 @@ def test_settings_that_contradict_each_other_are_an_error(one, other):
         ("SOLVER.MAX_ITER", 0, "a whole number in [1, 9223372036854775808)"),
         ("SOLVER.MAX_ITER", 2**63, "a whole number in [1, 9223372036854775808)"),
         ("SOLVER.STEPS", (5, -1), "a whole number in [0, inf)"),
+        ("SEED", 1.0, "a whole number in [-1, 4294967296)"),
+        ("SOLVER.STEPS", (5, 1.5), "a whole number in [0, inf)"),
+        ("SOLVER.BASE_LR", None, "a number in [0, inf)"),
         ("SEED", -2, "a whole number in [-1, 4294967296)"),
         ("SEED", 2**32, "a whole number in [-1, 4294967296)"),
         ("DATALOADER.PREFETCH_FACTOR", 0, "a whole number in [1, inf)"),
@@ -58,7 +68,7 @@ def test_settings_that_contradict_each_other_are_an_error(one, other):
         ("SOLVER.NON_FINITE.POLICY", "warn", "'raise', 'skip', 'ignore'"),
         ("LOG.WRITERS", ["json", "json"], "each name once"),
         ("CHECKPOINT.BEST_METRIC", 5, 'None, a name such as "task/top1", or a list of names'),
-        ("OUTPUT_DIR", " ", "a folder"),
+        ("OUTPUT_DIR", " ", 'a folder, or an address such as "s3://bucket/run"'),
         ("OUTPUT_DIR", "a\0b", 'a folder, or an address such as "s3://bucket/run"'),
         ("OUTPUT_DIR", "s3:/x", 'a folder, or an address such as "s3://bucket/run"'),
         ("VERSION", 3, "1, 2"),

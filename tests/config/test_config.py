@@ -61,17 +61,14 @@ def test_a_value_is_taken_as_the_type_of_its_key(key, value, expected):
 @pytest.mark.parametrize(
     ("key", "value", "type_name", "accepted"),
     [
-        ("SEED", 1.0, "float", "an int"),
-        ("SEED", True, "bool", "an int"),
-        ("SEED", "a", "str", "an int"),
-        ("SOLVER.BASE_LR", "a", "str", "a float or an int"),
-        ("SOLVER.BASE_LR", True, "bool", "a float or an int"),
-        ("SOLVER.BASE_LR", None, "NoneType", "a float or an int"),
+        ("SEED", True, "bool", "a number"),
+        ("SOLVER.BASE_LR", "a", "str", "a number"),
+        ("SOLVER.BASE_LR", True, "bool", "a number"),
+        ("DATASETS.TRAIN", None, "NoneType", "a list or a tuple"),
         ("SOLVER.AMP.ENABLED", 1, "int", "True or False"),
         ("OUTPUT_DIR", 3, "int", "text"),
         ("DATASETS.TRAIN", "a", "str", "a list or a tuple"),
         ("SOLVER.STEPS", 3, "int", "a list or a tuple"),
-        ("SOLVER.STEPS", [1, "x"], "str", "epochs"),
         ("SOLVER.MAX_ITER", 3.0, "float", "epochs"),
         ("SOLVER.MAX_ITER", True, "bool", "epochs"),
         ("SOLVER.MAX_ITER", [3], "list", "epochs"),
@@ -86,8 +83,7 @@ def test_a_wrong_type_names_key_value_type_and_what_is_accepted(key, value, type
         get_cfg().merge_from_list([key, value])
     message = str(error.value)
     assert message.startswith(f"{key}: ")
-    offender = value[-1] if value == [1, "x"] else value
-    assert f"{offender!r} ({type_name})" in message
+    assert f"{value!r} ({type_name})" in message
     assert accepted in message.split("accepted: ")[1]
 
 
@@ -141,16 +137,14 @@ def test_a_malformed_mapping_is_an_error(content, message):
         get_cfg().merge_from_other_cfg(content)
 
 
-def test_a_default_of_none_takes_anything_also_a_second_time():
+def test_none_takes_anything_and_two_keys_take_several_types():
     cfg = get_cfg()
-    for value in (0.1, None, "a", 3, [1]):
-        cfg.merge_from_list(["SOLVER.WEIGHT_DECAY_BIAS", value])
-        merged = cfg.SOLVER.WEIGHT_DECAY_BIAS
-        assert merged == value
-    cfg.LOG.ASYNC = True
-    cfg.LOG.ASYNC = False
-    cfg.merge_from_list(["LOG.ASYNC", "None"])
-    assert cfg.LOG.ASYNC is None
+    for value in ("a", ["a", "b"], None, "c"):
+        cfg.merge_from_list(["CHECKPOINT.BEST_METRIC", value])
+        assert value == cfg.CHECKPOINT.BEST_METRIC
+    cfg.merge_from_list(["LOG.ASYNC", "True", "SOLVER.WEIGHT_DECAY_BIAS", 0])
+    cfg.merge_from_list(["LOG.ASYNC", "None", "SOLVER.WEIGHT_DECAY_BIAS", 0.1])
+    assert (cfg.LOG.ASYNC, cfg.SOLVER.WEIGHT_DECAY_BIAS) == (None, 0.1)
 
 
 def test_a_key_that_a_merge_made_takes_another_type_later():
@@ -259,7 +253,7 @@ def test_keys_of_a_project_below_other_nodes_are_declared_one_by_one(monkeypatch
     cfg.merge_from_list(["SOLVER.AMP.DEPTH.SIZE", 5])
     assert cfg.SOLVER.AMP.DEPTH == {"SIZE": 5}
     assert "WIDTH" not in cfg.SOLVER
-    with pytest.raises(ConfigError, match="accepted: a float or an int"):
+    with pytest.raises(ConfigError, match="accepted: a number"):
         cfg.merge_from_list(["SOLVER.WIDTH", "wide"])
     assert cfg.SOLVER.WIDTH == 2.0
     assert projects_of(cfg) == [project]

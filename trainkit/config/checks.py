@@ -2,6 +2,7 @@
 
 import difflib
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from functools import reduce
 from typing import Any
@@ -55,12 +56,9 @@ def check_values(cfg: CfgNode, *, warn: bool = True) -> None:
     for key, needed in _NEEDS:
         if get_key(cfg, key) != get_key(defaults, key) and not get_key(cfg, needed):
             raise ConfigError(f"{key} is {get_key(cfg, key)!r}, but {needed} is {get_key(cfg, needed)!r}; set it")
-    for key in ("OUTPUT_DIR", "CHECKPOINT.DIR"):
-        folder = get_key(cfg, key)
-        if not isinstance(folder, str) or "\0" in folder or (":/" in folder and "://" not in folder):
+    for key, folder in ("OUTPUT_DIR", cfg.OUTPUT_DIR), ("CHECKPOINT.DIR", cfg.CHECKPOINT.DIR or "."):
+        if not isinstance(folder, str) or not folder.strip() or re.search(r"\0|^\w+:/(?!/)", folder):
             raise not_accepted(key, folder, 'a folder, or an address such as "s3://bucket/run"')
-    if not cfg.OUTPUT_DIR.strip():
-        raise not_accepted("OUTPUT_DIR", cfg.OUTPUT_DIR, "a folder")
     if len({*cfg.LOG.WRITERS}) < len(cfg.LOG.WRITERS):
         raise not_accepted("LOG.WRITERS", cfg.LOG.WRITERS, "each name once")
     scale, best = cfg.SOLVER.AMP.LOSS_SCALE, cfg.CHECKPOINT.BEST_METRIC
@@ -95,9 +93,9 @@ def check_ranges(cfg: CfgNode, ranges: Mapping[str, str]) -> None:
         for item in value if isinstance(value, list | tuple) else [value]:
             if isinstance(item, str) and key in LENGTH_KEYS:
                 parse_length(item, key)
-            elif not (
-                item is None is default or (_is_in(item, interval) and (isinstance(item, int) or not is_whole_key))
-            ):
+            elif item is None is default:
+                continue
+            elif not _is_in(item, interval) or (is_whole_key and not isinstance(item, int)):
                 raise not_accepted(key, value, f"a {'whole ' * is_whole_key}number in {interval}")
 
 

@@ -16,17 +16,23 @@ from trainkit.config.yaml_files import BASE_KEY, DELETE_KEY, Dumper, load_yaml, 
 from trainkit.utils.plugins import CONFIG_KEYS, load_plugin
 from trainkit.utils.registry import did_you_mean
 
-# marks in a node's __dict__, like yacs's own marks; copies have them too
-_UNTYPED = "__untyped__"  # the names of the keys that take any value
-_OF_PROJECTS = "__of_projects__"  # name -> full key of the keys in this node that projects declare
+_OF_PROJECTS = "__of_projects__"  # in a node's __dict__, like yacs's marks: name -> full key of the keys of projects
+_ACCEPTED = {
+    bool: "True or False",
+    float | int: "a number",
+    str: "text",
+    list | tuple: "a list or a tuple",
+    _FvcoreCfgNode: "a node, that is keys with values",
+}
+_ANY_TYPE = ("CHECKPOINT.BEST_METRIC", "SOLVER.AMP.LOSS_SCALE")
 
 
 class CfgNode(_FvcoreCfgNode):
     """A node of a config: keys with values or further nodes, as attributes and as items.
 
-    Merging checks each value against the old one. A float takes also an int; a list or a tuple takes both (and keeps
-    its type); a key of ``LENGTH_KEYS`` also takes epochs. A key with the default None takes any value, and so does a
-    key that merging has added to a node with ``new_allowed``.
+    Merging checks the type of each value against the old one. A number takes any number (a float stays a float), a list
+    or a tuple takes both (and keeps its type), and a key of ``LENGTH_KEYS`` also takes epochs. A single value may be
+    replaced by None, and None by anything.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -35,10 +41,7 @@ class CfgNode(_FvcoreCfgNode):
 
     def __setattr__(self, name: str, val: Any) -> None:
         _declare(self, name)
-        was_none = name in self and self[name] is None
         super().__setattr__(name, val)
-        if was_none:
-            self.__dict__.setdefault(_UNTYPED, set()).add(name)
 
     @classmethod
     def load_yaml_with_base(cls, filename: str | os.PathLike[str], allow_unsafe: bool = False) -> dict[str, Any]:
@@ -89,12 +92,10 @@ class CfgNode(_FvcoreCfgNode):
             if self.key_is_deprecated(key):  # this logs a warning
                 continue
             *parents, name = key.split(".")
+            node = reduce(lambda node, parent: getattr(node, parent, CfgNode()), parents, self)
             if isinstance(value, str):
-                node: Any = self
-                for parent in parents:
-                    node = getattr(node, parent, None)
-                old, read = _declared(node, name) if isinstance(node, CfgNode) else None, parse_literal(value)
-                if isinstance(read, str) or not isinstance(old, str) or key in LENGTH_KEYS:
+                read, is_text = parse_literal(value), isinstance(getattr(node, name, None), str)
+                if isinstance(read, str) or not is_text or key in (*LENGTH_KEYS, *_ANY_TYPE):
                     value = read  # else it is text that looks like a number, such as OUTPUT_DIR 2024
             self.merge_from_other_cfg(reduce(lambda value, name: {name: value}, [name, *reversed(parents)], value))
 
@@ -148,26 +149,20 @@ def _declare(node: _FvcoreCfgNode, name: object) -> None:
     node[name] = value
 
 
-def _declared(node: _FvcoreCfgNode, name: str) -> Any:
-    """The value whose type a new value must have; None: it may have any."""
-    _declare(node, name)
-    return None if name in node.__dict__.get(_UNTYPED, ()) else node.get(name)
-
-
 def _merge(node: _FvcoreCfgNode, other: Mapping[str, Any], root: _FvcoreCfgNode, prefix: str = "") -> None:
     """Merge a mapping into the node of ``root`` whose key is ``prefix`` (it ends with a dot)."""
     for name, value in other.items():
-        key, old = f"{prefix}{name}", _declared(node, name)
+        key = f"{prefix}{name}"
+        _declare(node, name)
         if name not in node:
             if root.key_is_deprecated(key):  # this logs a warning
                 continue
             _check_new_key(node, name, value, root, key)
-        if old is None:
-            node.__dict__.setdefault(_UNTYPED, set()).add(name)
-        if isinstance(value, Mapping) and (old is None or isinstance(old, _FvcoreCfgNode)):
-            if not isinstance(node.get(name), _FvcoreCfgNode):
-                node[name] = type(root)(new_allowed=True)
-            _merge(node[name], value, root, f"{key}.")
+        if isinstance(value, Mapping) and node.get(name) is None:
+            node[name] = type(root)(new_allowed=True)
+        old = None if key in _ANY_TYPE else node.get(name)
+        if isinstance(value, Mapping) and isinstance(old, _FvcoreCfgNode):
+            _merge(old, value, root, f"{key}.")
         else:
             node[name] = _coerce(key, value, old)
 
@@ -188,28 +183,20 @@ def _check_new_key(node: _FvcoreCfgNode, name: object, value: object, root: _Fvc
 
 def _coerce(key: str, value: Any, old: Any) -> Any:
     """A copy of ``value`` with the type of ``old``."""
-    if old is None:
-        return plain_value(key, value)
-    is_list = isinstance(old, list | tuple)
-    if is_list and isinstance(value, str):
-        value = parse_literal(value)  # YAML has no tuples: (1, 2) is text there
-    if key in LENGTH_KEYS and (not is_list or isinstance(value, list | tuple)):
-        for length in value if is_list else [value]:
-            parse_length(length, key)
-        return type(old)(value) if is_list else value
-    for kind, kinds, accepted in (
-        (bool, bool, "True or False"),  # first, since a bool is an int
-        (int, int, "an int"),
-        (float, float | int, "a float or an int"),
-        (str, str, "text"),
-        (list | tuple, list | tuple, "a list or a tuple"),
-        (_FvcoreCfgNode, _FvcoreCfgNode, "a node, that is keys with values"),
-    ):
+    if isinstance(old, list | tuple):
+        value = parse_literal(value) if isinstance(value, str) else value  # YAML has no tuples: (1, 2) is text there
+    elif key in LENGTH_KEYS:
+        parse_length(value, key)
+        return value
+    if value is None and not isinstance(old, list | tuple | Mapping):
+        return None
+    for kind, accepted in _ACCEPTED.items():  # bool comes first, since a bool is a number
         if isinstance(old, kind):
-            if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(old, bool):
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
                 raise not_accepted(key, value, accepted)
             break
-    return type(old)(plain_value(key, value))
+    plain = plain_value(key, value)
+    return type(old)(plain) if isinstance(old, float | list | tuple) else plain
 
 
 def plain_value(key: str, value: object) -> Any:

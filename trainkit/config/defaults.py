@@ -102,7 +102,6 @@ _C.SOLVER.TRAINER = ""  # A name in TRAINER_REGISTRY. "": SimpleTrainer, or AMPT
 _C.SOLVER.AMP = CN()
 _C.SOLVER.AMP.ENABLED = False  # True: automatic mixed precision.
 _C.SOLVER.AMP.PRECISION = "float16"  # "float16" (with a grad scaler) or "bfloat16" (without).
-_C.SOLVER.AMP.LOSS_SCALE = None  # This first default makes text and numbers acceptable.
 _C.SOLVER.AMP.LOSS_SCALE = "dynamic"  # The loss scale with float16: "dynamic", or a number for a fixed scale.
 _C.SOLVER.AMP.INIT_SCALE = 65536.0  # The first value of a dynamic scale.
 
