@@ -1,5 +1,6 @@
 """Asynchronous saving: a format around a format."""
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
 from typing import Any
@@ -10,6 +11,8 @@ from trainkit.projects.async_save.host_copy import HostCopy
 from trainkit.checkpoint.atomic import CheckpointError
 from trainkit.checkpoint.format import FORMAT_REGISTRY, CheckpointFormat, TorchFormat
 from trainkit.checkpoint.state import Take
+
+logger = logging.getLogger(__name__)
 
 
 class AsyncFormat(CheckpointFormat):
@@ -101,6 +104,7 @@ def _call(saves: list[Callable[[], None]]) -> None:
         saves.pop()()
     except CheckpointError as error:
         text = str(error)
+        logger.error("A checkpoint is not saved, training continues: %s", text)
     else:
         return
     # the error is kept until it is asked for; it must not keep the copy of the model alive, as its traceback would

@@ -62,7 +62,7 @@ class EMAHook(HookBase):
         if evaluate not in ("ema", "raw", "both"):
             raise ValueError(f'evaluate must be "ema", "raw" or "both", got {evaluate!r}')
         if evaluate == "raw":  # then this hook offers no other model
-            self.evaluated_models = super().evaluated_models  # type: ignore[method-assign]
+            self.evaluated_models = super().evaluated_models  # type: ignore[method-assign, assignment]
         self._average_buffers = buffers == "average"
         self.evaluate, self.was_evaluated = evaluate, False
         self._average: ModelAverage | None = None

@@ -50,7 +50,7 @@ class ReduceOnPlateau(MetricHook):
     ) -> None:
         if not is_number(threshold) or not threshold >= 0:
             raise ValueError(f"threshold must be >= 0, got {threshold!r}")
-        super().__init__(eval_period, val_metric, mode, threshold, offset=offset, is_relative=threshold_mode == "rel")
+        super().__init__(eval_period, val_metric, mode, threshold, offset=offset)
         if threshold_mode not in ("rel", "abs"):
             raise ValueError(f'threshold_mode must be "rel" or "abs", got {threshold_mode!r}')
         if not is_number(factor) or not 0 <= factor < 1:
@@ -60,7 +60,7 @@ class ReduceOnPlateau(MetricHook):
         for name, value in (("patience", patience), ("cooldown", cooldown)):
             if not is_whole(value, 0):
                 raise ValueError(f"{name} must be a whole number of evaluations >= 0, got {value!r}")
-        self._factor, self._min_factor = factor, min_factor
+        self._factor, self._min_factor, self._is_relative = factor, min_factor, threshold_mode == "rel"
         self._patience, self._cooldown = patience, cooldown
 
     def _forget(self) -> None:
@@ -81,6 +81,9 @@ class ReduceOnPlateau(MetricHook):
             )
         if self.trainer.start_iter == 0:
             scheduler.set_factors([])
+
+    def bound(self, best: float) -> float:
+        return best * (1.0 + self._sign * self._min_delta) if self._is_relative else super().bound(best)
 
     def judge(self, value: float) -> bool:
         if self._cooling > 0:

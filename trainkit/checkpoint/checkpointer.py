@@ -123,16 +123,14 @@ class Checkpointer:
             ValueError: ``name`` has a folder in it, or an entry of ``kwargs`` has the name of another entry.
             TypeError: a value in a state is neither a tensor nor a plain Python value; the message has its path.
             CheckpointError: the file cannot be written; earlier files are unchanged. For an asynchronous save this is
-                raised by :meth:`wait` or :meth:`raise_error`, or logged by the next ``save``.
+                raised by :meth:`wait` or :meth:`raise_error`.
         """
         if not name or os.path.basename(name) != name:
             raise ValueError(f"name must be a file name without a folder, got {name!r}; the folder is save_dir")
         if not self.save_dir:
             return None
-        try:
+        with contextlib.suppress(CheckpointError):  # of an earlier save, whose format has logged it
             self.wait()
-        except CheckpointError as error:
-            _logger.error("An earlier checkpoint is not saved: %s", error)
         state = self.collect(kwargs)
         path = os.path.join(self.save_dir, name + SUFFIX)
         if self.save_to_disk:

@@ -164,7 +164,7 @@ class DefaultTrainer(TrainerBase):
         self.stop_check_period = cfg.STOP_CHECK_PERIOD
         self.max_iter = cfg.SOLVER.MAX_ITER
         self.register_hooks(self.build_hooks())
-        self._configured.register_at_anchors(self)
+        self._configured.register_at_anchors()
         for name, module in installed(RUN_HOOKS):
             hook_class = getattr(module, name)
             is_missing = not any(isinstance(hook, hook_class) for hook in self.hooks)
@@ -389,8 +389,8 @@ class DefaultTrainer(TrainerBase):
             *take(hooks.PeriodicWriter, writers=self.build_writers() if comm.is_main_process() else []),
         ]
         # most other hooks run before the checkpointer, so that it saves their state of this iteration
-        built = [*early_hooks, *self._configured.rest(), *late_hooks]
-        return sorted(built, key=lambda hook: sort_key(hook.priority, -1, 101))
+        built: list[HookBase] = [*early_hooks, *self._configured.rest(), *late_hooks]
+        return [*sorted(built, key=lambda hook: sort_key(hook.priority, -1, 101))]
 
     def build_writers(self) -> list[EventWriter]:
         """The writers of LOG.WRITERS; called on rank 0."""

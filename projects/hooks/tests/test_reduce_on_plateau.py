@@ -205,7 +205,7 @@ def test_it_works_with_updates_that_the_scaler_skips():
     ("arguments", "message"),
     [
         ({"eval_period": 0}, "eval_period must be a whole number of iterations >= 1, got 0"),
-        ({"val_metric": ""}, "a metric is the name of an evaluation result"),
+        ({"val_metric": ""}, "val_metric must be a name"),
         ({"mode": "less"}, "mode must be .* got 'less'"),
         ({"factor": 1.0}, "factor must be between 0 and 1, 1 not included, got 1.0"),
         ({"factor": "0.1"}, "factor must be between 0 and 1, 1 not included, got '0.1'"),

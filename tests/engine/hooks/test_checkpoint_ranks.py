@@ -14,12 +14,11 @@ from trainkit.engine.hooks import (
     EarlyStopping,
     EvalHook,
     PeriodicCheckpointer,
-    PublishWeights,
 )
 from trainkit.utils import comm
 
 
-def _train(folder, values, action, **early):
+def _train(folder, values, **early):
     results = iter(values)
     checkpointer = Checkpointer(nn.Linear(1, 1), folder)
     trainer = Steps(
@@ -28,8 +27,6 @@ def _train(folder, values, action, **early):
             EvalHook(2, lambda: {"top1": next(results)} if comm.is_main_process() else None),
             BestCheckpointer(2, checkpointer, "top1"),
             EarlyStopping(2, "top1", **early),
-            AfterStep(action),
-            PublishWeights(),
         ]
     )
     trainer.train(0, 20)
@@ -44,18 +41,11 @@ def _main(rank, folder):
         ("patience", [1, 2, 1, 1, 5], {"patience": 2}, 8),
         ("finite", [1, float("nan"), 3], {"check_finite": True}, 4),
     ):
-        trainer = _train(mine / name, values, lambda trainer: None, **early)
+        trainer = _train(mine / name, values, **early)
         assert (trainer.status, trainer.iter, trainer.max_iter) == ("finished", expected, expected)
     # of three runs, what rank 0 alone has written
     assert mine.exists() == (rank == 0)
     distributed.barrier()
-
-    def damage(trainer):
-        if rank == 0 and trainer.iter == 3:
-            (mine / "damaged" / "model_best.pth").write_bytes(b"broken")
-
-    with pytest.raises(CheckpointError, match="weights could not be published: .*model_best.pth' is damaged"):
-        _train(mine / "damaged", [2, 1], damage, patience=1)
 
 
 def fail_on_rank_0(rank, folder, save_format=""):
@@ -104,7 +94,5 @@ def fail_on_rank_0(rank, folder, save_format=""):
 def test_rank_0_writes_and_all_ranks_stop_or_fail_together(tmp_path):
     assert on_two_ranks([_main, fail_on_rank_0], tmp_path) == {"_main": [None, None], "fail_on_rank_0": [None, None]}
 
-    names = sorted(name.partition("_published-")[0] for name in os.listdir(tmp_path / "0" / "threshold"))
-    assert names == [
-        *("last_checkpoint", "model_0000005.pth", "model_best", "model_best.pth", "model_final", "model_final.pth")
-    ]
+    names = sorted(os.listdir(tmp_path / "0" / "threshold"))
+    assert names == ["last_checkpoint", "model_0000005.pth", "model_best.pth", "model_final.pth"]

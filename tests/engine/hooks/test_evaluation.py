@@ -43,17 +43,6 @@ def test_at_start_it_evaluates_before_the_first_iteration_of_a_fresh_run():
     assert found == [0, 4, 4]
 
 
-def test_at_start_it_evaluates_again_when_the_first_iteration_has_failed():
-    found = []
-    trainer = Steps(step=fail_at(0))
-    trainer.register_hooks([EvalHook(0, lambda: found.append(trainer.iter), eval_at_start=True)])
-    with pytest.raises(RuntimeError, match="step 0 failed"):
-        trainer.train(0, 4)
-    trainer.step = lambda iter: None
-    trainer.train(0, 4)  # with a storage of its own
-    assert found == [0, 0, 4]
-
-
 @pytest.mark.parametrize("period", [0, 1, 3])
 def test_a_failure_in_the_last_iteration_is_followed_by_no_evaluation(period):
     trainer = Steps(step=fail_at(5))
@@ -113,23 +102,9 @@ def test_results_are_stored_flat_and_not_smoothed():
 @pytest.mark.parametrize("leaf", ["good", None, [1.0], torch.ones(2)])
 def test_a_leaf_that_is_no_number_is_an_error_with_its_name(leaf):
     trainer = Steps([EvalHook(0, lambda: {"cls": {"top1": leaf}})])
-    with pytest.raises(ValueError, match=r"the evaluation result 'cls/top1' is .* leaves are numbers"):
+    with pytest.raises(ValueError, match="result 'cls/top1' must be a number"):
         trainer.train(0, 1)
     assert trainer.status == "failed"
-
-
-def test_results_must_be_a_dict():
-    with pytest.raises(TypeError, match=r"must return a dict of results or None, got 0\.5"):
-        Steps([EvalHook(0, lambda: 0.5)]).train(0, 1)
-
-
-def test_bad_arguments_are_errors_of_the_constructor():
-    with pytest.raises(TypeError, match="eval_function must be a function without arguments, got 5"):
-        EvalHook(1, 5)
-    with pytest.raises(ValueError, match='phase must be "val" or "test", got \'train\''):
-        EvalHook(1, dict, phase="train")
-    with pytest.raises(ValueError, match="eval_period must be a whole number of iterations >= 0, got -1"):
-        EvalHook(-1, dict)
 
 
 @pytest.mark.usefixtures("worker")

@@ -34,7 +34,7 @@ def test_the_time_of_a_step_is_stored_without_hooks_and_warm_up(clock, caplog):
     trainer = timed(clock)
     trainer.train(0, 6)
     assert trainer.storage.history("time").values() == [(12.0, 2), (13.0, 3), (14.0, 4), (15.0, 5)]
-    assert caplog.messages[-1] == "4 iterations in 0:00:54 (13.5000 s each); with hooks 0:14:14 (0:13:20 in hooks)"
+    assert caplog.messages[-1] == "4 iterations in 0:00:54 (13.5000 s each); with hooks 0:14:14"
 
 
 def test_as_in_detectron2_the_warm_up_ends_before_the_iteration_of_its_number(clock):
@@ -49,7 +49,7 @@ def test_a_second_run_and_a_resumed_one_warm_up_again(clock, caplog):
     trainer.train(0, 3)
     trainer.train(3, 5)
     assert trainer.storage.history("time").values() == [(14.0, 4)]
-    assert caplog.messages[-1] == "1 iterations in 0:00:14 (14.0000 s each); with hooks 0:03:34 (0:03:20 in hooks)"
+    assert caplog.messages[-1] == "1 iterations in 0:00:14 (14.0000 s each); with hooks 0:03:34"
 
 
 @pytest.mark.parametrize("warmup_iter", [0, 1])
@@ -57,14 +57,6 @@ def test_without_warm_up_the_first_step_counts(clock, warmup_iter):
     trainer = timed(clock, warmup_iter=warmup_iter)
     trainer.train(0, 2)
     assert trainer.storage.history("time").values() == [(10.0, 0), (11.0, 1)]
-
-
-def test_a_run_of_warm_up_only_says_nothing(clock, caplog):
-    caplog.set_level("INFO")
-    trainer = timed(clock)
-    trainer.train(0, 2)
-    assert "time" not in trainer.storage.latest()
-    assert not [message for message in caplog.messages if "in hooks" in message]
 
 
 class Epochs(Steps):
@@ -106,23 +98,11 @@ def test_an_epoch_in_which_a_step_failed_has_no_time_when_the_run_goes_on(clock)
     assert trainer.storage.history("epoch_time").values() == [(230.0, 8)]
 
 
-def test_without_epochs_there_is_no_time_of_one(clock):
-    trainer = timed(clock)
-    trainer.train(0, 6)
-    assert "epoch_time" not in trainer.storage.latest()
-
-
-@pytest.mark.parametrize("warmup_iter", [-1, 2.5, "3", None])
-def test_a_warm_up_that_is_no_number_of_iterations_is_an_error_of_the_constructor(warmup_iter):
-    with pytest.raises(ValueError, match="warmup_iter must be a whole number of iterations >= 0, got"):
-        IterationTimer(warmup_iter)
-
-
 def test_the_summary_is_of_the_timed_steps_and_what_lies_between_them(clock):
     trainer, timer = Steps(step=lambda iter: clock.advance(10 + iter)), IterationTimer()
     trainer.register_hooks([timer, AfterStep(lambda trainer: clock.advance(100))])
     trainer.train(0, 6)
-    in_hooks = "88 % of 0:07:34 in hooks, with evaluation and checkpoints"
+    in_hooks = "88 % of the run in hooks"
     assert timer.summary() == f"13.5 s per step; {in_hooks}"
     for iter, data_sec in enumerate([100.0, 100.0, 3.0, 3.0, 3.5, 4.0]):  # the first two are warm-up
         trainer.storage.put_scalar("data_time", data_sec, cur_iter=iter)

@@ -105,14 +105,6 @@ def test_iterations_that_are_trained_again_after_a_finished_run_are_written_agai
     assert [event.step for event in events.Scalars("mine")] == [1, 3, 5, 3, 5]
 
 
-def test_a_writer_that_cannot_be_closed_leaves_the_others_closed():
-    first, second = Log(fails=RuntimeError), Log()
-    trainer = Steps([PeriodicWriter([first, second])])
-    with pytest.raises(RuntimeError, match="no space left"):
-        trainer.train(0, 1)
-    assert first.calls[-1] == second.calls[-1] == "close"
-
-
 def test_the_remaining_seconds_are_stored_from_the_median_time_until_the_end():
     def put_time(trainer):
         trainer.storage.put_scalar("time", [2.0, 2.0, 90.0, 2.0, 2.0, 2.0][trainer.iter])
@@ -120,13 +112,6 @@ def test_the_remaining_seconds_are_stored_from_the_median_time_until_the_end():
     trainer = Steps([AfterStep(put_time), PeriodicWriter([], period=2)])
     trainer.train(0, 6)
     assert trainer.storage.history("eta_seconds").values() == [(8.0, 1), (4.0, 3), (0.0, 5)]
-
-
-def test_bad_arguments_are_errors_of_the_constructor():
-    with pytest.raises(TypeError, match=r"writers must be EventWriter objects, got 'metrics\.json'"):
-        PeriodicWriter(["metrics.json"])
-    with pytest.raises(ValueError, match="period must be a whole number of iterations >= 1, got 0"):
-        PeriodicWriter([], period=0)
 
 
 # ---------------------------------------------------------------------- going on
@@ -325,29 +310,21 @@ def test_a_writer_without_room_is_named_once_until_it_has_written_and_the_run_go
 
     assert trainer.status == "finished"
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
-        "Disk cannot write, training continues: no space left"
+        "Disk cannot write: no space left"
     ] * 2
     assert (disk.count, log.calls) == (9, ["write"] * 9 + ["close"])
 
 
 def test_a_run_whose_writers_have_no_room_at_the_end_has_failed(caplog):
     trainer = Steps([PeriodicWriter([Disk({1}), Log(fails=OSError)])])
-    with pytest.raises(OSError, match="not all of its values are on the disk: Disk cannot write its last lines: no sp"):
+    with pytest.raises(OSError, match="not all of its values are on the disk: Disk cannot write: no sp"):
         trainer.train(0, 3)
 
     assert trainer.status == "failed"
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"][:2] == [
-        "Disk cannot write its last lines: no space left",
+        "Disk cannot write: no space left",
         "Log cannot be closed: no space left",
     ]
-
-
-def test_another_error_of_a_writer_ends_the_run():
-    trainer = Steps([PeriodicWriter([Disk({0}, error=KeyError)], period=1)])
-    with pytest.raises(KeyError):
-        trainer.train(0, 3)
-
-    assert trainer.status == "failed"
 
 
 # ---------------------------------------------------------------------- images
@@ -421,19 +398,6 @@ def test_results_of_any_evaluation_are_written_before_the_next_one(tmp_path):
     trainer.train(0, 7)
     rows = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
     assert [(row["iteration"], row["result"]) for row in rows] == [(0, 0), (1, 1), (3, 2), (5, 3), (7, 4)]
-
-
-def test_writers_know_the_end_of_each_run(caplog):
-    trainer = Steps(step=lambda iter: get_event_storage().put_scalar("a", 1.0))
-    trainer.register_hooks([PeriodicWriter([CommonMetricPrinter(2, iters_per_epoch=2)], period=1)])
-    trainer.train(0, 2)
-    caplog.set_level("INFO")
-    trainer.train(2, 4)
-    lines = [message for message in caplog.messages if "iterations" in message]
-    assert [re.search(r"\[Epoch .+?\]  after \d of \d", line)[0] for line in lines] == [
-        "[Epoch 2/2]  after 3 of 4",
-        "[Epoch 2/2]  after 4 of 4",
-    ]
 
 
 def test_an_error_of_the_worker_arrives_within_one_log_period_however_slow_the_worker_is():

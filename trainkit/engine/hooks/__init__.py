@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from trainkit.utils.plugins import lazy_names
+from trainkit.utils.plugins import NAMES, lazy_names
 
 if TYPE_CHECKING:
     from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase, Priority
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from trainkit.engine.hooks.timer import IterationTimer
     from trainkit.engine.hooks.writer import PeriodicWriter
     from trainkit.utils.periods import check_period, is_due, is_due_epoch, is_last, is_nth
+
+_MORE = [name for name in NAMES if NAMES[name].startswith("trainkit.projects.hooks.")]
 
 __all__ = [
     "HookBase",
@@ -29,54 +31,13 @@ __all__ = [
     "LRScheduler",
     "PeriodicCheckpointer",
     "EvalHook",
-    "BestCheckpointer",
     "FinalEvalHook",
-    "PeriodicWriter",
-    "EMAHook",
-    "Freeze",
+    "BestCheckpointer",
     "EarlyStopping",
-    "ReduceOnPlateau",
-    "ParamScheduler",
-    "PreciseBN",
-    "SyncBuffers",
-    "SamplerSeed",
-    "PublishWeights",
-    "CheckFiniteLoss",
-    "UnusedParameters",
-    "EmptyCache",
-    "GarbageCollection",
-    "RuntimeInfo",
-    "Throughput",
-    "TorchMemoryStats",
-    "MemorySnapshot",
-    "TorchProfiler",
-    "AutogradProfiler",
-    "VisualizationHook",
-    "VISUALIZER_REGISTRY",
+    "PeriodicWriter",
     "HOOK_REGISTRY",
     "ConfiguredHooks",
+    *_MORE,
 ]
 
-__getattr__ = lazy_names(
-    __name__,
-    "CheckFiniteLoss",
-    "EMAHook",
-    "Freeze",
-    "EmptyCache",
-    "GarbageCollection",
-    "TorchMemoryStats",
-    "MemorySnapshot",
-    "ParamScheduler",
-    "PreciseBN",
-    "AutogradProfiler",
-    "TorchProfiler",
-    "PublishWeights",
-    "ReduceOnPlateau",
-    "RuntimeInfo",
-    "SamplerSeed",
-    "SyncBuffers",
-    "Throughput",
-    "UnusedParameters",
-    "VISUALIZER_REGISTRY",
-    "VisualizationHook",
-)
+__getattr__ = lazy_names(__name__, *_MORE)

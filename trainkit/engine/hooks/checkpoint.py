@@ -21,42 +21,34 @@ logger = logging.getLogger(__name__)
 
 
 class _Saves(HookBase):
-    """A hook that saves, and knows whether its last save failed (after waiting for it, if it is asynchronous)."""
+    """A hook that saves, and knows whether its last saves have failed."""
 
     checkpointer: Any
-    _writing: Sequence[Future[None]] = ()
+    _writing: Sequence[Future[None]] = ()  # asynchronous saves
     _failure = ""
 
-    def _request(self, name: str, save: Callable[[], Future[None] | None]) -> None:
-        self.trainer.request_save(name, partial(self._save, save))
+    def _request(self, name: str, save: Callable[..., Future[None] | None], *args: Any, **kwargs: Any) -> None:
+        self.trainer.request_save(name, partial(self._save, save, *args, **kwargs))
 
-    def _save(self, save: Callable[[], Future[None] | None]) -> None:
+    def _save(self, save: Callable[..., Future[None] | None], *args: Any, **kwargs: Any) -> None:
         try:
-            writing = save()
-            if isinstance(writing, Future):  # an overridden save may return anything else
-                self._writing = (*self._writing, writing)
+            writing = save(*args, **kwargs)
         except CheckpointError as error:
             self._failure = str(error)
             raise  # the trainer logs it
+        if isinstance(writing, Future):  # an overridden save may return anything else
+            self._writing = (*self._writing, writing)
 
-    def _wait(self) -> None:
-        """Wait for the files of this rank, never for other ranks."""
+    def _settle(self) -> str:
+        """Wait for the files of this rank, never for other ranks; returns the error of a failed save, or ""."""
         writing, self._writing = self._writing, ()
         for error in filter(None, [future.exception() for future in writing]):
             self._failure = str(error)
-        self._log_failure(wait=True)
+        return self._failure
 
-    def _log_failure(self, *, wait: bool = False) -> None:
-        """Log the error of an asynchronous save. The checkpointer raises it only once for all hooks that share it."""
-        if isinstance(self.checkpointer, Checkpointer):
-            try:
-                self.checkpointer.wait() if wait else self.checkpointer.raise_error()
-            except CheckpointError as error:
-                logger.error("A checkpoint is not saved, training continues: %s", error)
-
-    def _raise_failure(self) -> None:
+    def _check_saved(self) -> None:
         """Raise on every rank if one rank has failed, so that no other rank waits for it."""
-        if failures := list(filter(None, self.trainer.gather(self._failure))):
+        if failures := [*filter(None, self.trainer.gather(self._settle()))]:
             raise CheckpointError("; ".join(failures))
 
 
@@ -92,39 +84,36 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, _Saves):
             self.rotate(self.trainer.start_iter - 1)
 
     def after_step(self) -> None:
-        self._log_failure()
         iteration = self.trainer.iter
         if name := self.name_at(iteration):
             if is_last(self.trainer):
                 self._final_iter = iteration + 1
-            self._request(name, partial(self.step, iteration))
+            self._request(name, self.step, iteration)
 
     def next_due(self, done: int) -> int:
-        # a failed asynchronous save is reported at the next step
-        return done + 1 if self._writing else next_due(self.trainer, done, self.period, offset=self.start)
+        return next_due(self.trainer, done, self.period, offset=self.start)
 
     def after_train(self) -> None:
-        self._wait()
         status, iteration = self.trainer.status, self.trainer.last_done_iter
         if status == "finished" and self.save_last and self._final_iter != iteration + 1:
             self._final_iter = iteration + 1
             name = f"{self.file_prefix}_final"
-            self._request(name, partial(self.save, name, iteration=iteration))
+            self._request(name, self.save, name, iteration=iteration)
         elif status == "stopped" and iteration >= 0 and not self._is_saved():
             name = f"{self.file_prefix}_{iteration:07d}"
-            self._request(name, partial(self.save_and_rotate, name, iteration))
-        self._wait()
-        if status != "failed":
-            self._raise_failure()
+            self._request(name, self.save_and_rotate, name, iteration)
+        if status == "failed":
+            self._settle()
+        else:
+            self._check_saved()
 
-    def _save(self, save: Callable[[], Future[None] | None]) -> None:
-        self._saved = self.trainer.position
-        self._writing, self._failure = (), ""  # only the last save counts
-        super()._save(save)
+    def _save(self, save: Callable[..., Future[None] | None], *args: Any, **kwargs: Any) -> None:
+        self._saved, self._writing, self._failure = self.trainer.position, (), ""  # only the last save counts
+        super()._save(save, *args, **kwargs)
 
     def _is_saved(self) -> bool:
         """Whether the current position is saved. Every rank calls it: only the rank that writes knows of a failure."""
-        return all(self.trainer.gather(not self._failure and self._saved == self.trainer.position))
+        return all(self.trainer.gather(not self._settle() and self._saved == self.trainer.position))
 
 
 @HOOK_REGISTRY.register()
@@ -162,12 +151,11 @@ class BestCheckpointer(MetricHook, _Saves):
         super().__init__(eval_period, val_metric, mode, offset=offset)
         check_file_prefix(file_prefix)
         if not is_whole(num_to_keep, 1) or (num_to_keep > 1 and not isinstance(checkpointer, Checkpointer)):
+            kind = type(checkpointer).__name__
             raise ValueError(
-                "num_to_keep (CHECKPOINT.BEST_TO_KEEP) must be a number of files, at least 1, and 1 with fvcore's "
-                f"checkpointer, got {num_to_keep!r} with {type(checkpointer).__name__}"
+                f"num_to_keep must be >= 1, and 1 with fvcore's checkpointer, got {num_to_keep} with {kind}"
             )
         self.checkpointer, self.file_prefix, self._num_to_keep = checkpointer, file_prefix, num_to_keep
-        self._writing = ()
         self._before: dict[str, Any] = {}  # the state before the last saves, which may still fail
 
     @classmethod
@@ -181,33 +169,24 @@ class BestCheckpointer(MetricHook, _Saves):
         self._kept: list[list[Any]] = []  # [name, value] of numbered files, the best first; on rank 0
 
     def before_train(self) -> None:
-        """Raises ValueError if another hook writes the same file."""
-        for hook in self.trainer.hooks:
-            if isinstance(hook, BestCheckpointer) and hook is not self and hook.file_prefix == self.file_prefix:
-                raise ConfigError(
-                    f"BestCheckpointer of {hook.monitored_metric} and of {self.monitored_metric} both write "
-                    f"{self.file_prefix!r}; give them different file_prefix (or name both in CHECKPOINT.BEST_METRIC)"
-                )
+        """Raises ConfigError if another hook writes the same file."""
+        of_file = [hook for hook in self.trainer.hooks if getattr(hook, "file_prefix", "") == self.file_prefix]
+        if len(of_file) > 1:
+            raise ConfigError(
+                f"{len(of_file)} hooks have the file_prefix {self.file_prefix!r}; give them different ones"
+            )
         super().before_train()
-
-    def after_step(self) -> None:
-        self._log_failure()
-        super().after_step()
-
-    def next_due(self, done: int) -> int:
-        return done + 1 if self._writing else super().next_due(done)
 
     def after_train(self) -> None:
         if self.trainer.status == "finished":
-            self.look()
-        self._settle()
+            self.act_now()
+        self.state_dict()  # waits for the files
         if self.trainer.status == "finished":
-            self._raise_failure()
+            self._check_saved()
 
-    def look(self) -> None:
-        self._before = self.state_dict()
-        self._failure = ""
-        super().look()
+    def act_now(self) -> None:
+        self._before, self._failure = self.state_dict(), ""
+        super().act_now()
 
     def judge(self, value: float) -> list[str]:
         """The names of the files to write."""
@@ -224,8 +203,7 @@ class BestCheckpointer(MetricHook, _Saves):
         if self.best is not None and self.file_prefix in decision:  # on rank 0
             logger.info("%s is %.5g, the best so far", self.monitored_metric, self.best)
         for name in decision:
-            is_last = name == decision[-1]
-            self._request(name, partial(self._save_untagged, name, self.trainer.last_done_iter, is_last))
+            self._request(name, self._save_untagged, name, self.trainer.last_done_iter, name == decision[-1])
 
     def _save_untagged(self, name: str, iteration: int, is_last: bool) -> Future[None] | None:
         if isinstance(self.checkpointer, Checkpointer):
@@ -240,15 +218,6 @@ class BestCheckpointer(MetricHook, _Saves):
         if self.checkpointer.save_to_disk:
             tag.unlink(missing_ok=True) if before is None else self.checkpointer.tag_last_checkpoint(before)
         return None
-
-    def _settle(self) -> None:
-        """Wait for the files; if a file was not written, restore the values from before its save."""
-        if self._writing:
-            self._wait()
-        if self._failure and self._before:
-            before, self._before, tried = self._before, {}, self._kept
-            self.load_state_dict(before)
-            self._remove(tried)
 
     def _remove(self, entries: list[list[Any]]) -> None:
         """Remove the files of ``entries`` that are not among the best."""
@@ -266,7 +235,11 @@ class BestCheckpointer(MetricHook, _Saves):
         return f"best {self.monitored_metric} {self.best:.5g} {say_done(done)}: {self.file_prefix}.pth"
 
     def state_dict(self) -> dict[str, Any]:
-        self._settle()
+        """Wait for the files; if one was not written, the state is the one before its save."""
+        if self._settle() and self._before:
+            before, self._before, tried = self._before, {}, self._kept
+            self.load_state_dict(before)
+            self._remove(tried)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -284,7 +257,7 @@ def best_file_prefixes(metrics: str | Sequence[str] | None) -> dict[str, str]:
     names = [metrics] if metrics and isinstance(metrics, str) else list(metrics or ())
     if len(names) == 1:
         return {names[0]: "model_best"}
-    prefixes = [f"model_best_{name.replace('/', '_')}" for name in names]
-    if twice := [prefix for prefix in prefixes if prefixes.count(prefix) > 1]:
-        raise ConfigError(f"CHECKPOINT.BEST_METRIC {names} has two metrics for the file {twice[0]}.pth; leave one out")
-    return dict(zip(names, prefixes, strict=True))
+    prefixes = {name: f"model_best_{name.replace('/', '_')}" for name in names}
+    if len(set(prefixes.values())) < len(names):
+        raise ConfigError(f"CHECKPOINT.BEST_METRIC {names} has two metrics for one file; leave one out")
+    return prefixes

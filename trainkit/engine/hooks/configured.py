@@ -3,27 +3,20 @@
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from trainkit.config import ConfigError
 from trainkit.config.errors import look_up, unknown_name
 from trainkit.engine.hook_base import EVALUATION_POINTS, HOOK_REGISTRY, HookBase
 from trainkit.engine.hook_list import overrides, sort_key
 from trainkit.engine.hooks import checkpoint, early_stopping, evaluation, lr_scheduler, timer, writer  # noqa: F401 - these register themselves
-from trainkit.engine.loop import TrainerBase
 
 logger = logging.getLogger(__name__)
 
+_Entry: TypeAlias = Mapping[str, Any]
 # required constructor arguments that come from the trainer if the config does not give them
 _FROM_TRAINER = ("cfg", "model", "optimizer", "checkpointer", "data_loader")
 _PLACES = ("PRIORITY", "BEFORE", "AFTER")
-
-
-class _Entry(NamedTuple):
-    name: str
-    enabled: bool = True
-    place: Mapping[str, Any] = {}  # at most one of priority, before, after
-    arguments: Mapping[str, Any] = {}
 
 
 class ConfiguredHooks:
@@ -35,14 +28,18 @@ class ConfiguredHooks:
     ``optimizer``, ``checkpointer`` and ``data_loader`` come from the trainer.
 
     Raises:
-        ConfigError: an entry is malformed; its name is unknown; an argument is unknown, missing or refused. Some of
-            these errors are raised only when the hook is made.
+        ConfigError: an entry is malformed or its name is unknown; later: its place or an argument is not accepted.
     """
 
     def __init__(self, entries: Iterable[Any], trainer: Any) -> None:
-        self._entries = [_parse(entry) for entry in entries]
+        self._entries: list[_Entry] = [*entries]
         self._trainer = trainer
-        self._anchored: list[tuple[HookBase, Mapping[str, Any]]] = []
+        self._anchored: list[tuple[HookBase, dict[str, Any]]] = []
+        for entry in self._entries:
+            is_entry = isinstance(entry, Mapping) and all(isinstance(key, str) for key in entry)
+            if not is_entry or not isinstance(entry.get("NAME"), str):
+                raise ConfigError(f"HOOKS is a list of entries such as {{NAME: EMAHook, DECAY: 0.999}}; got {entry!r}")
+            look_up(HOOK_REGISTRY, entry["NAME"], "HOOKS")
 
     def take(
         self, hook_class: type[HookBase], *, default: bool = True, priority: int | None = None, **arguments: Any
@@ -53,37 +50,31 @@ class ConfiguredHooks:
             default: make one hook if no entry names the class.
         """
         name = hook_class.__name__
-        mine = [entry for entry in self._entries if entry.name == name]
+        mine = [entry for entry in self._entries if entry["NAME"] == name]
         # entries that disable the class stay, because it may be taken twice
-        self._entries = [entry for entry in self._entries if entry.name != name or not entry.enabled]
-        if not mine and default:
-            mine = [_Entry(name)]
-        return [hook for entry in mine for hook in self._make(entry, hook_class, arguments, priority)]
+        self._entries = [entry for entry in self._entries if entry["NAME"] != name or not entry.get("ENABLED", True)]
+        return self._make(mine or [{"NAME": name}] * default, hook_class, arguments, priority)
 
     def rest(self) -> list[HookBase]:
         """All hooks that have not been taken, in the order of their entries."""
-        mine, self._entries = self._entries, [entry for entry in self._entries if not entry.enabled]
-        return [hook for entry in mine for hook in self._make(entry, HOOK_REGISTRY.get(entry.name))]
+        mine, self._entries = self._entries, [entry for entry in self._entries if not entry.get("ENABLED", True)]
+        return self._make(mine)
 
     def for_evaluation(self) -> list[HookBase]:
-        """The hooks that are used by an evaluation without training, in the order of the entries.
-
-        A hook that needs a part of training, such as the optimizer, is left out.
-        """
+        """The hooks with points of an evaluation; those that need a part of the training are left out."""
         hooks: list[HookBase] = []
-        for entry in [entry for entry in self._entries if entry.enabled]:
-            hook_class = HOOK_REGISTRY.get(entry.name)
-            acts = isinstance(hook_class, type) and _acts_on_evaluation(hook_class)
-            absent = set(_required(hook_class)) - set(entry.arguments)
-            of_training = [name for name in absent.intersection(_FROM_TRAINER) if not hasattr(self._trainer, name)]
-            if of_training and acts:
-                logger.warning("HOOKS: %s is left out: without training there is no %s", entry.name, of_training[0])
-            elif not of_training and (acts or absent.issubset(_FROM_TRAINER)):
-                # make the hook first: some set their points on the object
-                hooks += filter(_acts_on_evaluation, self._make(entry._replace(place={}), hook_class))
+        for entry in self._entries:
+            hook_class = HOOK_REGISTRY.get(entry["NAME"])
+            here = [name for name in _FROM_TRAINER if hasattr(self._trainer, name)]
+            absent = [name for name in _required(hook_class) if name not in here and name.upper() not in entry]
+            if not absent:
+                made = self._make([{key: value for key, value in entry.items() if key not in _PLACES}])
+                hooks += filter(_acts_on_evaluation, made)  # not of the class: some set their points on the object
+            elif isinstance(hook_class, type) and _acts_on_evaluation(hook_class):
+                logger.warning("HOOKS: %s is left out: there is no %s without training", entry["NAME"], absent[0])
         return hooks
 
-    def register_at_anchors(self, trainer: TrainerBase) -> None:
+    def register_at_anchors(self) -> None:
         """Register the hooks whose entries have BEFORE or AFTER; call it after all others are registered.
 
         Raises:
@@ -91,75 +82,57 @@ class ConfiguredHooks:
         """
         for hook, place in self._anchored:
             try:
-                trainer.register_hooks([hook], **place)
+                self._trainer.register_hooks([hook], **place)
             except ValueError as error:
                 raise ConfigError(f"HOOKS: {type(hook).__name__}: {error}") from error
-        if names := ", ".join(entry.name for entry in self._entries if entry.enabled):
-            logger.warning("HOOKS of the config that build_hooks() has not used: %s; call super().build_hooks()", names)
+        if names := [entry["NAME"] for entry in self._entries if entry.get("ENABLED", True)]:
+            logger.warning("HOOKS: build_hooks() has not used %s; call super().build_hooks()", ", ".join(names))
 
     def _make(
         self,
-        entry: _Entry,
-        hook_class: Callable[..., HookBase],
+        entries: Iterable[_Entry],
+        hook_class: Callable[..., HookBase] | None = None,
         arguments: Mapping[str, Any] | None = None,
         priority: int | None = None,
     ) -> list[HookBase]:
-        """The hook in a list, which is empty if the hook is switched off, or registered later at its anchor."""
-        if not entry.enabled:
-            return []
-        hook = self._construct(entry, hook_class, arguments or {})
-        hook.priority = entry.place.get("priority", hook.priority if priority is None else priority)
-        if not entry.place.keys() & {"before", "after"}:
-            return [hook]
-        self._anchored.append((hook, entry.place))
-        return []
+        hooks = []
+        for entry in entries:
+            if not entry.get("ENABLED", True):
+                continue
+            try:
+                hook = self._construct(entry, hook_class or HOOK_REGISTRY.get(entry["NAME"]), arguments or {})
+                place = {key.lower(): entry[key] for key in _PLACES if entry.get(key) is not None}
+                if place.keys() & {"before", "after"}:
+                    self._anchored.append((hook, place))
+                    continue
+                hook.priority = place.get("priority", hook.priority if priority is None else priority)
+                sort_key(hook.priority, -1, 101)  # raises its error now
+                hooks.append(hook)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"HOOKS: {entry['NAME']}: {error}") from error
+        return hooks
 
     def _construct(self, entry: _Entry, hook_class: Callable[..., HookBase], arguments: Mapping[str, Any]) -> HookBase:
         accepted = inspect.signature(hook_class).parameters
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
-        for name in entry.arguments:
+        named = {key.lower(): value for key, value in entry.items() if key not in ("NAME", "ENABLED", *_PLACES)}
+        for name in named:
             if name not in accepted and not takes_any:
-                raise unknown_name(f"HOOKS: {entry.name}", name.upper(), "it takes", map(str.upper, accepted))
-        from_keys = getattr(hook_class, "config_arguments", lambda _: {})(self._trainer)
-        given = {name: value for name, value in from_keys.items() if name in accepted}
-        given |= {**arguments, **entry.arguments}
+                raise unknown_name("arguments", name.upper(), "accepted", map(str.upper, accepted))
+        of_keys: Mapping[str, Any] = getattr(hook_class, "config_arguments", lambda _: {})(self._trainer)
+        given = {name: value for name, value in of_keys.items() if name in accepted} | {**arguments, **named}
         for name in _required(hook_class):
             if name not in given and name in _FROM_TRAINER:
                 given[name] = getattr(self._trainer, name)
-        try:
-            return hook_class(**given)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"HOOKS: {entry.name}: {error}") from error
-
-
-def _parse(entry: Any) -> _Entry:
-    is_entry = isinstance(entry, Mapping) and all(isinstance(key, str) for key in entry)
-    if not is_entry or not isinstance(entry.get("NAME"), str):
-        raise ConfigError(f"HOOKS is a list of entries such as {{NAME: EMAHook, DECAY: 0.999}}; got {entry!r}")
-    name, enabled = entry["NAME"], entry.get("ENABLED", True)
-    look_up(HOOK_REGISTRY, name, "HOOKS")
-    if not isinstance(enabled, bool):
-        raise ConfigError(f"HOOKS: {name}: ENABLED must be True or False, got {enabled!r}")
-    place = {key.lower(): entry[key] for key in _PLACES if entry.get(key) is not None}
-    if len(place) > 1:
-        raise ConfigError(f"HOOKS: {name}: give one of {', '.join(_PLACES)}; an anchor has a priority already")
-    try:
-        sort_key(place.get("priority", 0))
-    except ValueError as error:
-        raise ConfigError(f"HOOKS: {name}: {error}") from None
-    arguments = {key.lower(): value for key, value in entry.items() if key not in ("NAME", "ENABLED", *_PLACES)}
-    return _Entry(name, enabled, place, arguments)
-
-
-def _required(hook_class: Callable[..., HookBase]) -> list[str]:
-    """The names of the constructor's arguments without a default."""
-    return [
-        name
-        for name, parameter in inspect.signature(hook_class).parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
+        return hook_class(**given)
 
 
 def _acts_on_evaluation(hook: type[HookBase] | HookBase) -> bool:
     return any(overrides(hook, point) for point in ("evaluated_models", *EVALUATION_POINTS))
+
+
+def _required(hook_class: Callable[..., HookBase]) -> list[str]:
+    """The names of the constructor's arguments without a default."""
+    parameters = inspect.signature(hook_class).parameters.values()
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return [parameter.name for parameter in named if parameter.default is parameter.empty]

@@ -50,6 +50,7 @@ class EarlyStopping(MetricHook):
         return {**super().config_arguments(trainer), **given}
 
     def judge(self, value: float) -> str:
+        """Why the run ends; "": it goes on."""
         metric = self.monitored_metric
         if self._check_finite and not math.isfinite(value):
             return f"{metric} is {value}"
@@ -57,10 +58,8 @@ class EarlyStopping(MetricHook):
             return f"{metric} is {value}, which is better than the threshold {self._threshold}"
         if self.not_better < self._patience:
             return ""
-        return (
-            f"{metric} has not been better than {self.best} (iteration {self.best_iter}) "
-            f"in {self.not_better} evaluations"
-        )
+        since = f"{self.best} (iteration {self.best_iter})"
+        return f"{metric} has not been better than {since} in {self.not_better} evaluations"
 
     def act(self, decision: str) -> None:
         self.trainer.request_stop(decision, finished=True)

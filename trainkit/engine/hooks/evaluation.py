@@ -5,11 +5,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainkit.config import ConfigError
-from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
+from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT
+from trainkit.engine.hooks.monitor import PeriodicHook
 from trainkit.evaluation.observer import Phase, observe_inference
 from trainkit.evaluation.testing import flatten_results_dict
 from trainkit.utils import comm
-from trainkit.utils.periods import check_period, is_due, is_last, next_due, periods_done, say_done
+from trainkit.utils.periods import periods_done, say_done
 
 logger = logging.getLogger(__name__)
 
@@ -17,7 +18,7 @@ _MOST_SHOWN = 6  # results in the line of an evaluation during training; all of 
 
 
 @HOOK_REGISTRY.register()
-class EvalHook(HookBase):
+class EvalHook(PeriodicHook):
     """Call ``eval_function()`` every ``eval_period`` iterations and after training, and store its results.
 
     The function returns a nested dict of numbers, stored as ``outer/inner``; None stores nothing, as on ranks other
@@ -35,8 +36,6 @@ class EvalHook(HookBase):
         evaluated_iters: number of iterations done at the last evaluation; -1 if there was none.
     """
 
-    priority = SAVE_POINT + 1
-    ends = True
     _state_names = ("evaluated_iters",)
 
     def __init__(
@@ -50,49 +49,37 @@ class EvalHook(HookBase):
         phase: Phase = "val",
         by_epoch: bool = False,
     ) -> None:
+        super().__init__(eval_period, offset)
         if not callable(eval_function):
             raise TypeError(f"eval_function must be a function without arguments, got {eval_function!r}")
         if phase not in ("val", "test"):
             raise ValueError(f'phase must be "val" or "test", got {phase!r}')
-        self._period, self._offset = check_period("eval_period", eval_period), check_period("offset", offset)
-        self._func, self._after_train, self._at_start = eval_function, eval_after_train, eval_at_start
+        self._func, self.acts_in_last, self._at_start = eval_function, not eval_after_train, eval_at_start
         self.phase, self._by_epoch = phase, by_epoch
         self.evaluated_iters = -1
 
     @classmethod
     def config_arguments(cls, trainer: Any) -> Mapping[str, Any]:
-        test = trainer.cfg.TEST
-        given = {"eval_period": test.EVAL_PERIOD, "offset": test.EVAL_START, "eval_at_start": test.EVAL_AT_START}
-        return {**given, "by_epoch": trainer.cfg.LOG.EVAL_AXIS == "epoch"}
+        given = {"eval_at_start": trainer.cfg.TEST.EVAL_AT_START, "by_epoch": trainer.cfg.LOG.EVAL_AXIS == "epoch"}
+        return {**super().config_arguments(trainer), **given}
 
     def before_train(self) -> None:
         if self._by_epoch and not self.trainer.has_epochs:
-            raise ConfigError(
-                "EvalHook has by_epoch (LOG.EVAL_AXIS in a config), but the training data has no length, so there are "
-                "no epochs; show the results over iterations"
-            )
+            raise ConfigError("EvalHook has by_epoch (LOG.EVAL_AXIS in a config), but the training data has no epochs")
         if self.trainer.start_iter == 0 or self.evaluated_iters > self.trainer.start_iter:  # from another run
             self.evaluated_iters = -1
         if self._at_start and self.trainer.start_iter == 0:
-            self._evaluate()
-
-    def after_step(self) -> None:
-        left_to_the_end = self._after_train and is_last(self.trainer)
-        if is_due(self.trainer, self._period, offset=self._offset) and not left_to_the_end:
-            self._evaluate()
-
-    def next_due(self, done: int) -> int:
-        return next_due(self.trainer, done, self._period, offset=self._offset)
+            self.act_now()
 
     def after_train(self) -> None:
-        if self._after_train and self.trainer.status == "finished":
-            self._evaluate()
+        if not self.acts_in_last and self.trainer.status == "finished":
+            self.act_now()
 
-    def _evaluate(self) -> None:
+    def act_now(self) -> None:
+        """Evaluate, if it is not done yet: a stopped run repeats stage 2, and early stopping ends a run."""
         done = self.trainer.last_done_iter + 1
-        if self.evaluated_iters == done:  # a stopped run repeats stage 2, or early stopping has ended the run
+        if self.evaluated_iters == done:
             return
-        self.trainer.storage.flush()
         self.trainer.check_finite()
         with observe_inference(self.trainer, self.phase):
             self._do_eval()
@@ -111,15 +98,12 @@ class EvalHook(HookBase):
             try:
                 number = float(value)
             except (TypeError, ValueError) as error:
-                raise ValueError(
-                    f"the evaluation result {name!r} is {value!r}; results are nested dicts whose leaves are numbers"
-                ) from error
+                raise ValueError(f"the evaluation result {name!r} must be a number, got {value!r}") from error
             self.trainer.storage.put_scalar(name, number, smoothing_hint=False, epoch=epoch)
             shown.append(f"{name} {number:.4g}")
         if shown and self.trainer.is_training():
-            if len(shown) > _MOST_SHOWN:
-                shown[_MOST_SHOWN:] = ["..."]
-            logger.info("Evaluated %s: %s", say_done(done, self.trainer.max_iter), ", ".join(shown))
+            text = ", ".join([*shown[:_MOST_SHOWN], *["..."] * (len(shown) > _MOST_SHOWN)])
+            logger.info("Evaluated %s: %s", say_done(done, self.trainer.max_iter), text)
 
 
 @HOOK_REGISTRY.register()

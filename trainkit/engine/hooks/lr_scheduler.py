@@ -30,38 +30,32 @@ class LRScheduler(HookBase):
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: TorchLRScheduler | ParamScheduler | None = None,
     ) -> None:
-        if scheduler is not None and not isinstance(scheduler, TorchLRScheduler | ParamScheduler):
+        accepted = TorchLRScheduler | ParamScheduler | None
+        if not isinstance(scheduler, accepted) or isinstance(scheduler, ReduceLROnPlateau):
             raise TypeError(f"scheduler must be a torch LRScheduler or an fvcore ParamScheduler, got {scheduler!r}")
-        if isinstance(scheduler, ReduceLROnPlateau):
-            raise TypeError("ReduceLROnPlateau steps by a metric, not by the iteration; step it in a hook of your own")
         self._given_optimizer, self._given_scheduler = optimizer, scheduler
-        self._scheduler: TorchLRScheduler | None = scheduler if isinstance(scheduler, TorchLRScheduler) else None
+        self._scheduler = scheduler if isinstance(scheduler, TorchLRScheduler) else None
         self._state: dict[str, Any] = {}  # the state loaded since the last run
 
     def before_train(self) -> None:
         """Raises ValueError if the schedule belongs to another optimizer."""
         self._optimizer = self._given_optimizer or self.trainer.optimizer
-        iter = self.trainer.next_iter_of(self)
+        groups, iter = self._optimizer.param_groups, self.trainer.next_iter_of(self)
         scheduler = self._given_scheduler or self.trainer.scheduler
-        if isinstance(scheduler, ParamScheduler):
-            # a schedule that is a function of the iteration has no state to load
-            for group in self._optimizer.param_groups:
+        if isinstance(scheduler, ParamScheduler):  # a function of the iteration, which has no state to load
+            for group in groups:
                 group.setdefault("initial_lr", group["lr"])
             scheduler = LRMultiplier(
                 self._optimizer, KeepLastValue(scheduler), self.trainer.max_iter, last_iter=iter - 1
             )
-        elif self._state and scheduler is not self._scheduler:  # the trainer has a new scheduler since then
+        elif self._state:
             scheduler.load_state_dict(self._state)
-        self._state = {}
         # compare the groups, not the optimizers: an optimizer may be wrapped
-        if getattr(scheduler, "optimizer", self._optimizer).param_groups is not self._optimizer.param_groups:
-            raise ValueError(
-                "the schedule changes the learning rates of another optimizer than the one that is trained with; "
-                "build it from that one (build_optimizer and build_lr_scheduler of DefaultTrainer do)"
-            )
+        if getattr(scheduler, "optimizer", self._optimizer).param_groups is not groups:
+            raise ValueError("the scheduler changes the learning rates of another optimizer than the one that trains")
         if isinstance(scheduler, ScheduledLR) and scheduler.last_epoch != iter:
             scheduler.seek(iter)  # this may be a second run
-        self._scheduler, self._has_stepped = scheduler, False
+        self._scheduler, self._state, self._has_stepped = scheduler, {}, False
         self._best_param_group_id = self.get_best_param_group_id(self._optimizer)
 
     def after_step(self) -> None:
@@ -94,17 +88,12 @@ class LRScheduler(HookBase):
         return rates.index(Counter(rates).most_common(1)[0][0])
 
     def state_dict(self) -> dict[str, Any]:
-        return self._state if self._scheduler is None else self._scheduler.state_dict()
+        return self._state or ({} if self._scheduler is None else self._scheduler.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load into a torch scheduler at once; otherwise the state waits for ``before_train``. Ignored during a run."""
-        if self.trainer is not None and self.trainer.status == "running":
-            return
-        scheduler = self._given_scheduler or getattr(self.trainer, "scheduler", None)
-        self._state, self._scheduler = dict(state_dict), None
-        if isinstance(scheduler, TorchLRScheduler):
-            scheduler.load_state_dict(state_dict)
-            self._scheduler = scheduler
+        """Keep the state for ``before_train``. Does nothing during a run."""
+        if self.trainer is None or self.trainer.status != "running":
+            self._state = dict(state_dict)
 
 
 def store_values(values: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Hooks that act on a metric after each evaluation."""
+"""Base classes of the hooks that evaluate, and of those that act on a metric after each evaluation."""
 
 import logging
 import math
@@ -21,23 +21,51 @@ _MIN_KEYS = ("loss",)
 
 
 def infer_mode(metric: str) -> Literal["max", "min"]:
-    """Guess from the name of a metric whether "max" or "min" is better.
+    """Guess from the name of a metric whether "max" or "min" is better; ValueError if it does not tell.
 
     Only the part after the last ``/`` counts, since the parts before it name datasets. "max" if it contains one of
-    OpenMMLab's ``greater_keys``, else "min" if it contains one of its ``less_keys``, else ValueError is raised.
+    OpenMMLab's ``greater_keys``, else "min" if it contains one of its ``less_keys``.
     """
     name = metric.rpartition("/")[2].lower()
     if any(key in name for key in _MAX_KEYS):
         return "max"
     if any(key in name for key in _MIN_KEYS):
         return "min"
-    raise ValueError(
-        f"the name of the metric {metric!r} does not tell whether more or less is better; set its mode to "
-        '"max" or "min" (in the config: CHECKPOINT.BEST_MODE, EARLY_STOPPING.MODE)'
-    )
+    raise ValueError(f'mode is "auto", but {metric!r} does not tell whether more is better; accepted: "max", "min"')
 
 
-class MetricHook(HookBase):
+class PeriodicHook(HookBase):
+    """Call ``act_now`` every ``period`` iterations, below the save point.
+
+    Args:
+        offset: number of iterations before the first call; 0: one ``period``.
+    """
+
+    priority = SAVE_POINT + 1
+    ends = True
+    min_period: ClassVar[int] = 0
+    acts_in_last = False  # False: the last iteration is left to ``after_train``
+
+    def __init__(self, period: int, offset: int) -> None:
+        self._period = check_period("eval_period", period, minimum=self.min_period)
+        self._offset = check_period("offset", offset)
+
+    @classmethod
+    def config_arguments(cls, trainer: Any) -> Mapping[str, Any]:
+        return {"eval_period": trainer.cfg.TEST.EVAL_PERIOD, "offset": trainer.cfg.TEST.EVAL_START}
+
+    def act_now(self) -> None:
+        raise NotImplementedError
+
+    def after_step(self) -> None:
+        if is_due(self.trainer, self._period, offset=self._offset) and (self.acts_in_last or not is_last(self.trainer)):
+            self.act_now()
+
+    def next_due(self, done: int) -> int:
+        return next_due(self.trainer, done, self._period, offset=self._offset)
+
+
+class MetricHook(PeriodicHook):
     """Base class of hooks that act on the newest value of a metric. Rank 0, which has the metrics, decides for all.
 
     A subclass defines ``judge`` and ``act``.
@@ -46,33 +74,22 @@ class MetricHook(HookBase):
         eval_period, offset: as given to the `EvalHook`, which must run before this hook.
         val_metric: its name in the storage, such as ``classification/top1``.
         mode: whether "max" or "min" is better; "auto": see `infer_mode`.
-        min_delta: a value is better only if it beats the best one by this much; if ``is_relative``, a fraction of the
-            best.
+        min_delta: a value is better only if it beats the best one by this much.
 
     Attributes:
         best, best_iter: the best value and its iteration; a value that is not finite is never better.
         not_better: number of values in a row that were not better than the best.
     """
 
-    priority = SAVE_POINT + 1
-    ends = True
     _state_names: tuple[str, ...] = ("best", "best_iter", "not_better", "_seen_iter")
-    min_period: ClassVar[int] = 1  # 0 allows an ``eval_period`` of 0
+    min_period = 1
 
     def __init__(
-        self,
-        eval_period: int,
-        val_metric: str,
-        mode: Mode,
-        min_delta: float = 0.0,
-        *,
-        offset: int = 0,
-        is_relative: bool = False,
+        self, eval_period: int, val_metric: str, mode: Mode, min_delta: float = 0.0, *, offset: int = 0
     ) -> None:
-        self._period = check_period("eval_period", eval_period, minimum=self.min_period)
-        self._offset = check_period("offset", offset)
+        super().__init__(eval_period, offset)
         if not isinstance(val_metric, str) or not val_metric:
-            raise ValueError(f"a metric is the name of an evaluation result, such as 'task/top1'; got {val_metric!r}")
+            raise ValueError(f"val_metric must be a name such as 'task/top1', got {val_metric!r}")
         if mode not in ("max", "min", "auto"):
             raise ValueError(f'mode must be "max", "min" or "auto", got {mode!r}')
         if not is_number(min_delta) or not min_delta >= 0:
@@ -80,12 +97,8 @@ class MetricHook(HookBase):
         self.monitored_metric = val_metric
         self.mode = infer_mode(val_metric) if mode == "auto" else mode
         self._sign = 1 if self.mode == "max" else -1
-        self._min_delta, self._is_relative = min_delta, is_relative
+        self._min_delta = min_delta
         self._forget()
-
-    @classmethod
-    def config_arguments(cls, trainer: Any) -> Mapping[str, Any]:
-        return {"eval_period": trainer.cfg.TEST.EVAL_PERIOD, "offset": trainer.cfg.TEST.EVAL_START}
 
     def _forget(self) -> None:
         self.best: float | None = None
@@ -106,14 +119,7 @@ class MetricHook(HookBase):
         elif self._seen_iter is not None and self._seen_iter >= self.trainer.start_iter:
             self._seen_iter = None  # the evaluation after training has stored its results under the next iteration
 
-    def after_step(self) -> None:
-        if is_due(self.trainer, self._period, offset=self._offset) and not is_last(self.trainer):
-            self.look()
-
-    def next_due(self, done: int) -> int:
-        return next_due(self.trainer, done, self._period, offset=self._offset)
-
-    def look(self) -> None:
+    def act_now(self) -> None:
         """Judge the newest value if it is new; every rank calls it. Raises ValueError if the storage has none."""
         decision = None
         if comm.is_main_process() and (value := self._take()) is not None:
@@ -123,32 +129,25 @@ class MetricHook(HookBase):
 
     def _take(self) -> float | None:
         """The newest value, if it was not taken before; else None."""
-        latest = self.trainer.storage.latest()
-        if self.monitored_metric not in latest:
-            raise ValueError(
-                f"no evaluation has given the metric {self.monitored_metric!r}; "
-                f"{did_you_mean(self.monitored_metric, latest)}known are: {', '.join(sorted(latest)) or 'none'}"
-            )
-        value, iter = latest[self.monitored_metric]
+        latest, metric = self.trainer.storage.latest(), self.monitored_metric
+        if metric not in latest:
+            hint, known = did_you_mean(metric, latest), ", ".join(sorted(latest)) or "none"
+            raise ValueError(f"no evaluation has given the metric {metric!r}; {hint}known are: {known}")
+        value, iter = latest[metric]
         if iter == self._seen_iter:
             return None
         self._seen_iter = iter
         if not math.isfinite(value):
-            logger.warning("%s is %s in iteration %d, which cannot be the best", self.monitored_metric, value, iter)
-        if self._is_best(value):
+            logger.warning("%s is %s in iteration %d, which cannot be the best", metric, value, iter)
+        if math.isfinite(value) and (self.best is None or self.is_better(value, self.bound(self.best))):
             self.best, self.best_iter, self.not_better = value, iter, 0
         else:
             self.not_better += 1
         return float(value)
 
-    def _is_best(self, value: float) -> bool:
-        if self.best is None or not math.isfinite(value):
-            return math.isfinite(value)
-        if self._is_relative:
-            bound = self.best * (1.0 + self._sign * self._min_delta)
-        else:
-            bound = self.best + self._sign * self._min_delta
-        return self.is_better(value, bound)
+    def bound(self, best: float) -> float:
+        """A value is better than ``best`` if it is better than this."""
+        return best + self._sign * self._min_delta
 
     def is_better(self, value: float, than: float) -> bool:
         return self._sign * value > self._sign * than
@@ -159,10 +158,8 @@ class MetricHook(HookBase):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved state; the state of another metric or mode is ignored with a warning."""
         saved, own = (state_dict["metric"], state_dict["mode"]), (self.monitored_metric, self.mode)
-        if saved != own:
-            logger.warning(
-                "The best value in the checkpoint is of %s (%s), not of %s (%s); it is ignored", *saved, *own
-            )
-            self._forget()
-        else:
+        if saved == own:
             super().load_state_dict(state_dict)
+            return
+        logger.warning("The best value in the checkpoint is of %s (%s), not of %s (%s); it is ignored", *saved, *own)
+        self._forget()

@@ -23,16 +23,13 @@ class IterationTimer(HookBase):
 
     def __init__(self, warmup_iter: int = 3) -> None:
         self._warmup_iter = check_period("warmup_iter", warmup_iter)
-        self._forget()
+        self._timed_iters = 0
 
-    def _forget(self) -> None:
+    def before_train(self) -> None:
         self._begin = self._step_begin = time.perf_counter()
         self._steps_sec = self._total_sec = 0.0
         self._timed_iters = self._started_iters = 0
         self._epoch_begin: float | None = None
-
-    def before_train(self) -> None:
-        self._forget()
         self._iters_per_epoch = self.trainer.iters_per_epoch if self.trainer.has_epochs else 0
 
     def before_step(self) -> None:
@@ -47,41 +44,30 @@ class IterationTimer(HookBase):
         now = time.perf_counter()
         if self._epoch_begin is not None and is_due(self.trainer, self._iters_per_epoch):
             self.trainer.storage.put_scalar("epoch_time", now - self._epoch_begin, smoothing_hint=False)
-        if self._started_iters < self._warmup_iter:
-            return
-        step_sec = now - self._step_begin
-        self._steps_sec += step_sec
-        self._timed_iters += 1
-        self.trainer.storage.put_scalar("time", step_sec)
+        if self._started_iters >= self._warmup_iter:
+            step_sec = now - self._step_begin
+            self._steps_sec += step_sec
+            self._timed_iters += 1
+            self.trainer.storage.put_scalar("time", step_sec)
 
     def after_train(self) -> None:
         self._total_sec = time.perf_counter() - self._begin
         if self._timed_iters:
-            logger.info(
-                "%d iterations in %s (%.4f s each); with hooks %s (%s in hooks)",
-                self._timed_iters,
-                _hms(self._steps_sec),
-                self._steps_sec / self._timed_iters,
-                _hms(self._total_sec),
-                _hms(self._total_sec - self._steps_sec),
-            )
+            steps, total = (datetime.timedelta(seconds=round(sec)) for sec in (self._steps_sec, self._total_sec))
+            per_step = self._steps_sec / self._timed_iters
+            logger.info("%d iterations in %s (%.4f s each); with hooks %s", self._timed_iters, steps, per_step, total)
 
     def summary(self) -> str:
         """Time per step, the percentage of it spent waiting for data (over iterations that are still in the storage),
         and the percentage of the total spent in hooks; "" without a timed step."""
         if not self._timed_iters:
             return ""
-        text = f"{self._steps_sec / self._timed_iters:.4g} s per step"
         histories = self.trainer.storage.histories()
         step_secs = {iter: sec for sec, iter in histories["time"].values()}
         waits = histories["data_time"].values() if "data_time" in histories else []
         both = [(sec, step_secs[iter]) for sec, iter in waits if iter in step_secs]
-        if both:
-            data_pct = 100 * sum(sec for sec, _ in both) / sum(sec for _, sec in both)
-            text += f", {data_pct:.0f} % of it waiting for data"
+        data = (
+            f", {100 * sum(s for s, _ in both) / sum(s for _, s in both):.0f} % of it waiting for data" if both else ""
+        )
         hooks_pct = 100 * (1 - self._steps_sec / self._total_sec)
-        return f"{text}; {hooks_pct:.0f} % of {_hms(self._total_sec)} in hooks, with evaluation and checkpoints"
-
-
-def _hms(seconds: float) -> str:
-    return str(datetime.timedelta(seconds=round(seconds)))
+        return f"{self._steps_sec / self._timed_iters:.4g} s per step{data}; {hooks_pct:.0f} % of the run in hooks"

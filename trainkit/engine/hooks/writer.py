@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase, Priority
@@ -27,18 +28,16 @@ class PeriodicWriter(HookBase):
     """
 
     priority = Priority.LOWEST + 1
+    _alone = True
 
     def __init__(self, writers: Sequence[EventWriter], period: int = 20) -> None:
         self._writers = list(writers)
-        for writer in self._writers:
-            if not isinstance(writer, EventWriter):
-                raise TypeError(f"writers must be EventWriter objects, got {writer!r}")
+        if wrong := [writer for writer in self._writers if not isinstance(writer, EventWriter)]:
+            raise TypeError(f"writers must be EventWriter objects, got {wrong[0]!r}")
         self._period = check_period("period", period, minimum=1)
         self._waiting: list[dict[str, Any]] | None = None  # states for the writers when training continues
         self._ended: list[dict[str, Any]] | None = None  # states at the end of a finished run
-        self._failing: set[int] = set()  # indices of writers, since a writer may be unhashable
-        self._lost: list[str] = []  # errors at the end
-        self._alone = True
+        self._failing: dict[int, str] = {}  # index of a writer -> its error
 
     @classmethod
     def config_arguments(cls, trainer: Any) -> Mapping[str, Any]:
@@ -47,18 +46,17 @@ class PeriodicWriter(HookBase):
     def before_train(self) -> None:
         if self._waiting is not None and self.trainer.start_iter > 0:
             self._hand_out(self._waiting)
-        self._waiting = self._ended = None
-        self._failing.clear()
+        self._waiting, self._ended, self._failing = None, None, {}
         self._alone = sum(isinstance(hook, PeriodicWriter) for hook in self.trainer.hooks) == 1
         self._eval_hooks = [hook for hook in self.trainer.hooks if isinstance(hook, EvalHook)]
         for writer in self._writers:
             writer.begin(self.trainer)
         if self.trainer.start_iter == 0 and self._was_evaluated(0):
-            self.trainer.storage.publish(self._write_on_the_way)
+            self.trainer.storage.publish(self._write)
 
     def after_step(self) -> None:
         if is_due(self.trainer, self._period, or_last=True) or self._was_evaluated(self.trainer.iter + 1):
-            self.trainer.storage.publish(self._write_on_the_way)
+            self.trainer.storage.publish(self._write)
             self.trainer.storage.catch_up()
 
     def next_due(self, done: int) -> int:
@@ -71,73 +69,54 @@ class PeriodicWriter(HookBase):
 
     def after_train(self) -> None:
         """Raises OSError on every rank if the run has finished and its last values are not on the disk."""
-        self._lost.clear()
+        lost: list[str] = []
         with ExitStack() as closing:
             for writer in reversed(self._writers):
-                closing.callback(self._close, writer)  # close every writer, even if one fails
-            self.trainer.storage.publish(self._write_at_the_end)
+                closing.callback(self._close, writer, lost)  # close every writer, even if one fails
+            self.trainer.storage.publish(partial(self._write, at_end=True))
             self.trainer.storage.flush()
         if self.trainer.status == "finished":
-            lost = [text for by_rank in self.trainer.gather(self._lost) for text in by_rank]
-            if lost:
-                raise OSError(
-                    f"the run is at its end, but not all of its values are on the disk: {'; '.join(lost)}. Make "
-                    "the folder writable and use --resume, which writes them"
-                )
+            lost = [text for by_rank in self.trainer.gather([*self._failing.values(), *lost]) for text in by_rank]
+        if self.trainer.status == "finished" and lost:
+            raise OSError(f"the run is at its end, but not all of its values are on the disk: {'; '.join(lost)}")
 
-    # ------------------------------------------------------------------ writing, in the worker if the storage defers
-
-    def _write_on_the_way(self) -> None:
-        storage = get_event_storage()
-        eta_sec = estimate_eta_sec(storage, self.trainer.max_iter)
-        if eta_sec is not None:
-            storage.put_scalar("eta_seconds", eta_sec, smoothing_hint=False)
-        failed = self._write()
-        for i, error in failed.items():
-            if i not in self._failing:
-                logger.error("%s cannot write, training continues: %s", type(self._writers[i]).__name__, error)
-        self._failing = set(failed)
-
-    def _write_at_the_end(self) -> None:
-        interrupted = self.trainer.status != "finished"
+    def _write(self, *, at_end: bool = False) -> None:
+        """Call each writer. If the storage defers, this runs in its worker."""
+        storage, failed = get_event_storage(), {}
+        interrupted = at_end and self.trainer.status != "finished"
         if interrupted:
             self._waiting = self._writer_states()
-        for i, error in self._write(keep_images=interrupted).items():
-            self._note_loss(f"{type(self._writers[i]).__name__} cannot write its last lines: {error}")
-        if not interrupted:
-            self._ended = self._writer_states()  # not for the next run, which may train these iterations again
-
-    def _write(self, *, keep_images: bool = False) -> dict[int, OSError]:
-        """Call each writer; return index -> error of those that fail."""
-        storage, errors = get_event_storage(), {}
-        with storage.hold_images() if self._alone or keep_images else nullcontext():
+        elif not at_end and (eta_sec := estimate_eta_sec(storage, self.trainer.max_iter)) is not None:
+            storage.put_scalar("eta_seconds", eta_sec, smoothing_hint=False)
+        with storage.hold_images() if self._alone or interrupted else nullcontext():
             for i, writer in enumerate(self._writers):
                 try:
                     writer.write()
                 except OSError as error:
-                    errors[i] = error
-        if self._alone and not keep_images:
+                    failed[i] = f"{type(writer).__name__} cannot write: {error}"
+                    if at_end or i not in self._failing:
+                        logger.error("%s", failed[i])
+        if self._alone and not interrupted:
             storage.clear_images()
             storage.clear_histograms()
-        return errors
+        self._failing = failed
+        if at_end and not interrupted:
+            self._ended = self._writer_states()  # not for the next run, which may train these iterations again
 
-    def _close(self, writer: EventWriter) -> None:
+    @staticmethod
+    def _close(writer: EventWriter, lost: list[str]) -> None:
         try:
             writer.close()
         except OSError as error:
-            self._note_loss(f"{type(writer).__name__} cannot be closed: {error}")
-
-    def _note_loss(self, text: str) -> None:
-        logger.error("%s", text)
-        self._lost.append(text)
+            lost.append(f"{type(writer).__name__} cannot be closed: {error}")
+            logger.error("%s", lost[-1])
 
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
         """The writers' states after their last regular write, also if the writers are closed already."""
-        storage = getattr(self.trainer, "storage", None)  # there is none before the first run
-        if storage is not None:
-            storage.flush()
+        if self.trainer is not None:
+            self.trainer.storage.flush()
         return {"writers": self._waiting or self._ended or self._writer_states()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

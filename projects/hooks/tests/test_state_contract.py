@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from test_family import MAKE, Job
 from torch import nn
 
-from tests.engine.hooks.test_family import MAKE, Job
 from trainkit.engine.hooks import HookBase
 from trainkit.utils.env import seed_all_rng
 

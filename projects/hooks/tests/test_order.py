@@ -1,0 +1,69 @@
+"""Every hook knows its place, whatever the order of HOOKS is."""
+
+from tests.engine.job import tiny_cfg
+from trainkit.engine import DefaultTrainer
+from trainkit.engine.hooks import VISUALIZER_REGISTRY, HookBase
+
+
+@VISUALIZER_REGISTRY.register()
+def draws_nothing(inputs, outputs):
+    return []
+
+
+LISTED = [
+    {"NAME": "SyncBuffers"},
+    {"NAME": "UnusedParameters"},
+    {"NAME": "TorchMemoryStats"},
+    {"NAME": "MemorySnapshot"},
+    {"NAME": "CheckFiniteLoss"},
+    {"NAME": "Freeze", "NAMES": "layers.0*"},
+    {"NAME": "VisualizationHook", "DRAW": "draws_nothing"},
+    {"NAME": "TorchProfiler", "ENABLE_PREDICATE": [0, 1]},
+    {"NAME": "EmptyCache"},
+    {"NAME": "GarbageCollection"},
+    {"NAME": "ReduceOnPlateau", "VAL_METRIC": "classification/top1"},
+    {"NAME": "ParamScheduler", "PARAM": "weight_decay", "SCHEDULES": [{"NAME": "Constant"}]},
+    {"NAME": "EMAHook"},
+    {"NAME": "RuntimeInfo"},
+    {"NAME": "Throughput"},
+    {"NAME": "BestCheckpointer", "VAL_METRIC": "loss", "MODE": "min", "FILE_PREFIX": "b"},
+    {"NAME": "SamplerSeed"},
+]
+ORDER = """\
+before_train: IterationTimer, Throughput, RuntimeInfo, SamplerSeed, EMAHook, LRScheduler, ParamScheduler,
+ UnusedParameters, TorchMemoryStats, MemorySnapshot, Freeze, VisualizationHook, TorchProfiler, SyncBuffers,
+ PeriodicCheckpointer, EvalHook, ReduceOnPlateau, BestCheckpointer, BestCheckpointer#2, EarlyStopping, FinalEvalHook,
+ PublishWeights, GarbageCollection, PeriodicWriter
+before_epoch: SamplerSeed
+before_step: IterationTimer, Throughput, UnusedParameters, Freeze, TorchProfiler
+after_backward: UnusedParameters, CheckFiniteLoss, Freeze
+after_step: IterationTimer, Throughput, RuntimeInfo, EMAHook, LRScheduler, ParamScheduler, PreciseBN,
+ TorchMemoryStats, TorchProfiler, SyncBuffers, PeriodicCheckpointer
+-- save point
+after_step: EvalHook, ReduceOnPlateau, BestCheckpointer, BestCheckpointer#2, EarlyStopping, FinalEvalHook,
+ GarbageCollection, PeriodicWriter
+after_epoch: EmptyCache
+after_train: PeriodicCheckpointer, EvalHook, BestCheckpointer, BestCheckpointer#2, FinalEvalHook, PublishWeights,
+ IterationTimer, UnusedParameters, MemorySnapshot, Freeze, TorchProfiler, GarbageCollection, PeriodicWriter
+before_eval: VisualizationHook, SyncBuffers
+after_eval_step: VisualizationHook
+after_eval: EmptyCache
+before_save: EMAHook"""
+
+
+def test_all_hooks_of_a_config_stand_in_their_fixed_order(tmp_path):
+    metric, keys = "classification/top1", ["CHECKPOINT.PUBLISH", "ema", "TEST.PRECISE_BN.ENABLED", True]
+    keys += ["CHECKPOINT.BEST_METRIC", metric, "EARLY_STOPPING.METRIC", metric, "DATASETS.VAL", ("tiny_val",)]
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, "HOOKS", LISTED, *keys))
+
+    lines = [line.split(maxsplit=1) for line in trainer.describe_hooks().splitlines()]
+    found = [f"{point} save point" if point == "--" else f"{point}: {names}" for point, names in lines]
+    assert found == ORDER.replace(",\n", ",").splitlines()
+
+
+def test_a_hook_that_is_registered_later_runs_before_the_checkpointer_and_sees_the_buffers_of_its_rank(tmp_path):
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, "HOOKS", [{"NAME": "SyncBuffers"}, {"NAME": "EMAHook"}]))
+    trainer.register_hooks([HookBase()])
+
+    names = [type(hook).__name__ for hook in trainer.hooks]
+    assert names[1:6] == ["EMAHook", "LRScheduler", "HookBase", "SyncBuffers", "PeriodicCheckpointer"]
