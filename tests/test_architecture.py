@@ -52,7 +52,7 @@ LATE_IMPORTS = {
     "tools.find_lr": "matplotlib, an optional package",
     "tools.export": "onnxruntime, an optional package",
     "tools.plots.picture": "matplotlib, an optional package",
-    "trainkit.checkpoint.file": "safetensors, an optional package",
+    "trainkit.projects.weights.safetensors": "safetensors, an optional package",
     "trainkit.projects.sharding.shards": "torch.distributed.checkpoint takes as long to import as torch",
     "trainkit.config.imports": "IMPORTS, the one place where a config names code",
     "trainkit.projects.hooks.visualization": "Pillow, which nobody needs before the first picture",

@@ -22,7 +22,6 @@ import torch
 from trainkit.checkpoint import CheckpointError, load_trusted_pickle
 from trainkit.checkpoint.file import write_file
 from trainkit.checkpoint.state import plain_state
-from trainkit.checkpoint.store import download
 from trainkit.engine import user_errors_exit
 from trainkit.utils.file_io import PathManager
 
@@ -35,7 +34,7 @@ def convert(source: str, target: str) -> list[str]:
     """
     kept: dict[str, Any] = {}
     left_out = []
-    for key, value in load_trusted_pickle(download(source)).items():
+    for key, value in load_trusted_pickle(PathManager.get_local_path(source)).items():
         try:
             kept |= plain_state({key: _without_numpy(value)})
         except TypeError as error:

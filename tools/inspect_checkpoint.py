@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.checkpoint.contents import differing, is_of_the_clock
-from trainkit.checkpoint.file import SAFETENSORS_SUFFIX, is_ours, read_file
-from trainkit.checkpoint.folder import checkpoint_files, choose, tagged_file
-from trainkit.checkpoint.format import format_of
+from trainkit.checkpoint.file import is_ours, read_file
+from trainkit.checkpoint.folder import candidates, checkpoint_files, choose, tagged_file
+from trainkit.checkpoint.format import format_of, make_format
 from trainkit.config import CfgNode, get_cfg
 from trainkit.config.config import changed_settings
 from trainkit.engine import user_errors_exit
@@ -76,15 +76,16 @@ def _read_shapes(path: str) -> dict[str, Any]:
         state = _read(path, map_location="meta")
     except CheckpointError:  # this device has no quantized tensors; any other error is raised again
         state = _read(path)
-    format_of(state).verify(state, path)
-    return _normalized(state)
+    return _normalized(format_of(state).fill(state, path, wanted=()))
 
 
 def _read(path: str, map_location: str = "cpu") -> dict[str, Any]:
+    if path.endswith(".safetensors"):
+        return dict(make_format("safetensors").read(path))
     begin = b""
     with contextlib.suppress(OSError), open(path, "rb") as file:  # read_file says what fails
         begin = file.read(2)
-    if begin and not (begin.startswith(_MAGIC) or path.endswith(SAFETENSORS_SUFFIX)):
+    if begin and not begin.startswith(_MAGIC):
         raise CheckpointError(f"'{path}' is not a checkpoint; name a file that torch.save wrote, such as *.pth")
     return read_file(path, map_location)
 
@@ -323,8 +324,14 @@ def _describe_resume(folder: str, broken: Mapping[str, str]) -> str:
     finished = Checkpointer(nn.Identity(), folder).finished()
     if finished is not None:
         return f"The run has finished after {finished.get('iterations')} iterations."
+
+    def read(path: str) -> None:
+        if path in broken:
+            raise CheckpointError(broken[path])
+        _read_shapes(path)
+
     try:
-        path, _ = choose(folder, broken)
+        path, _ = choose(candidates(folder), read)
     except CheckpointError:
         return "--resume finds no intact checkpoint."
     return f"--resume continues from {os.path.basename(path)}." if path else "--resume finds no checkpoint."
@@ -369,9 +376,7 @@ def read_whole(path: str) -> dict[str, Any]:
     if os.path.isdir(path):
         raise CheckpointError(f"'{path}' is a folder; name two files to compare")
     state = _read(path)
-    form = format_of(state)
-    form.verify(state, path)
-    return _normalized(form.fill(state, path))
+    return _normalized(format_of(state).fill(state, path))
 
 
 # ---------------------------------------------------------------------------- the command line

@@ -50,7 +50,7 @@ from user_job import SCRIPT_HELP, find_trainer
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.atomic import replacing
 from trainkit.checkpoint.file import read_any
-from trainkit.checkpoint.folder import choose
+from trainkit.checkpoint.folder import candidates, choose
 from trainkit.config import CfgNode, ConfigError, get_cfg
 from trainkit.data import DatasetCatalog, MetadataCatalog, build_test_loader
 from trainkit.data.transforms import build_transform
@@ -93,7 +93,7 @@ def build_cfg(args: argparse.Namespace) -> CfgNode:
 def _weights_of_run(cfg: CfgNode) -> str:
     folder = checkpoint_dir(cfg)
     best = [os.path.join(folder, f"{prefix}.pth") for prefix in best_file_prefixes(cfg.CHECKPOINT.BEST_METRIC).values()]
-    path = next(filter(os.path.exists, best), "") or choose(folder)[0]
+    path = next(filter(os.path.exists, best), "") or choose(candidates(folder))[0]
     if not path:
         raise ConfigError(f"there is no checkpoint in {folder!r}; name one with --weights")
     return path

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from trainkit.checkpoint.format import CheckpointFormat, TorchFormat
+from trainkit.checkpoint.state import ordinary
 from trainkit.utils.device import new_event, runs_ahead
 
 _ALIGNMENT = 64  # bytes
@@ -39,6 +40,7 @@ class HostCopy:
         tensors: list[tuple[Tensor, Tensor]] = []  # (copy, still without memory; original)
 
         def take(tensor: Tensor, path: str) -> Tensor:
+            tensor = ordinary(tensor, path)
             if tensor.is_meta:
                 return tensor
             if not _is_plain(tensor) or not (tensor.is_cpu or runs_ahead(tensor.device)):

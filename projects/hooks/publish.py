@@ -5,14 +5,12 @@ import os
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from trainkit.projects.hooks.publish_weights import publish_weights
-
 from trainkit.checkpoint import CheckpointError
-from trainkit.checkpoint.checkpointer import together
-from trainkit.checkpoint.file import import_safetensors
+from trainkit.checkpoint.ranks import together
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
 from trainkit.engine.hooks.checkpoint import BestCheckpointer, PeriodicCheckpointer
+from trainkit.utils.plugins import NAMES, load_plugin
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +46,7 @@ class PublishWeights(HookBase):
     def before_train(self) -> None:
         """Raises ValueError if the run will have nothing to publish, CheckpointError if safetensors is missing."""
         if self._format == "safetensors":
-            import_safetensors()
+            load_plugin(NAMES["safetensors"]).import_safetensors()
         if not list(self._checkpoints()):
             raise ConfigError(
                 "PublishWeights finds no hook whose checkpoint it could publish; register a PeriodicCheckpointer with "
@@ -60,7 +58,7 @@ class PublishWeights(HookBase):
     def after_train(self) -> None:
         if self.trainer.status == "finished":
             try:
-                together(self._publish, is_of_one=True)
+                together(self._publish)
             except CheckpointError as error:
                 raise CheckpointError(f"weights could not be published: {error}") from error
 
@@ -69,7 +67,10 @@ class PublishWeights(HookBase):
             if checkpointer.save_to_disk and checkpointer.save_dir:
                 path = os.path.join(checkpointer.save_dir, f"{name}.pth")
                 if os.path.exists(path):
-                    logger.info("Weights published as %s", publish_weights(path, self._weights, self._format))
+                    logger.info(
+                        "Weights published as %s",
+                        publish_weights(path, self._weights, self._format),
+                    )
                 else:
                     logger.warning("There is no '%s' to publish: no value of its metric was finite", path)
 

@@ -19,25 +19,29 @@ from pathlib import Path
 from typing import Any
 
 from iopath.common.file_io import get_cache_dir
-from trainkit.projects.remote.store import FsspecStore
+from trainkit.projects.remote.store import STORE_REGISTRY, CheckpointStore, FsspecStore
 
 from trainkit.checkpoint.atomic import CheckpointError, write_text
-from trainkit.checkpoint.file import SUFFIX, is_file_of
-from trainkit.checkpoint.folder import TAG_FILE
-from trainkit.checkpoint.format import owner_of_part
-from trainkit.checkpoint.store import STORE_REGISTRY, CheckpointStore
+from trainkit.checkpoint.file import SUFFIX
+from trainkit.checkpoint.folder import is_file_of, mirrors
+from trainkit.checkpoint.format import owner_of_part, part_folders
 from trainkit.utils import comm
 from trainkit.utils.run_folder import LOCK_FILE, is_owned_by_another
 
 _logger = logging.getLogger(__name__)
 
+TAG_FILE = "last_checkpoint"
 _MANIFEST = "last_upload.json"
 _STATE = ".uploads.json"  # in the local folder: its last uploads, and size and time of each uploaded file
 _NUMBERED = re.compile(r"(.+_(\d{7,}))(\.pth|\.\w+-[0-9a-f]{8}/.+)")  # files of periodic checkpoints, and of the best
 
 
-def folder_of(address: str) -> str:
-    """The local folder for an address, in iopath's cache. Raises CheckpointError: the machines may not share it."""
+def make_mirror(address: str) -> str:
+    """Make a `Mirror` for an address; returns its local folder, in iopath's cache.
+
+    Raises:
+        CheckpointError: the run is on several machines, which may not share the local folder.
+    """
     if comm.get_world_size() > comm.get_local_size() and "FVCORE_CACHE" not in os.environ:
         raise CheckpointError(
             f"'{address}' is an address, and the run is on several machines; set FVCORE_CACHE to a folder that they "
@@ -45,7 +49,9 @@ def folder_of(address: str) -> str:
         )
     address = address.rstrip("/")
     name = re.sub(r"[^\w.-]+", "_", address)[-80:] + "-" + hashlib.sha256(address.encode()).hexdigest()[:8]
-    return os.path.join(os.path.realpath(get_cache_dir()), "runs", name)
+    folder = os.path.join(os.path.realpath(get_cache_dir()), "runs", name)
+    mirrors.setdefault(folder, Mirror(address, folder))
+    return folder
 
 
 class Mirror:
@@ -86,12 +92,12 @@ class Mirror:
                 if tagged:
                     write_text(tagged, self._here(TAG_FILE))
 
-    def download_older(self) -> bool:
-        """Download the other numbered checkpoints too; return whether there are any. Raises as `download`."""
-        older = [name for name in self._list() if self._is_placeholder(name)]
+    def fetch(self, path: str) -> None:
+        """Download a checkpoint that is only in the store. Raises as `download`."""
+        files = [path, *(os.path.join(part, name) for part in part_folders(path) for name in os.listdir(part))]
+        names = [os.path.relpath(file, self._folder) for file in files if os.path.lexists(file)]
         with self._explained("cannot be read"):
-            self._get(older)
-        return bool(older)
+            self._get([name for name in names if self._is_placeholder(name)])
 
     def take(self, resume: bool | None = None) -> None:
         """Note in the store that a run of this process writes there.
@@ -113,7 +119,12 @@ class Mirror:
             self._write_manifest(manifest["last_checkpoint"], manifest["files"])
         self.is_taken = self._is_known = True
 
-    def upload_soon(self) -> None:
+    def after_save(self, folder: str) -> None:
+        """Upload the new files, if this is the mirror of ``folder`` or of another folder of the run."""
+        if self.is_taken or folder == self._folder:
+            self._upload_soon()
+
+    def _upload_soon(self) -> None:
         """Let the thread upload the new files; an error is logged."""
         if self._queued is None or self._queued.running() or self._queued.done():
             self._queued = self._thread.submit(self._upload_or_log)
@@ -122,7 +133,7 @@ class Mirror:
         """Upload the last files of the run; return the error, or ""."""
         if not self.is_taken:
             return ""
-        self.upload_soon()
+        self._upload_soon()
         error = "" if self._queued is None else self._queued.result()
         self.is_taken = False
         return error

@@ -1,8 +1,33 @@
-"""The files at an address of fsspec."""
+"""Stores: they keep the files of a run by name, such as at an address of fsspec."""
 
 import os
+from collections.abc import Iterable
+from typing import Protocol
 
 from trainkit.utils.file_io import open_address
+from trainkit.utils.registry import Registry
+
+STORE_REGISTRY = Registry("STORE")
+"""The scheme of an address -> a function ``(address)`` that returns a `CheckpointStore`. Other schemes are fsspec's."""
+
+
+class CheckpointStore(Protocol):
+    """Keeps the files of a run by name, such as ``log.txt``; `docs/extending.md` has an example.
+
+    Any error of a method is logged, and the next save tries again.
+    """
+
+    def put(self, path: str, name: str) -> None:
+        """Copy a local file to the store; a file of this name is replaced as a whole."""
+
+    def get(self, name: str, path: str) -> None:
+        """Copy a file of the store to a local path. Raises FileNotFoundError if there is none."""
+
+    def list(self) -> Iterable[str]:
+        """The names of all files; a name may have one folder in it, with ``/``."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file. Raises FileNotFoundError if there is none."""
 
 
 class FsspecStore:

@@ -142,6 +142,14 @@ def shard_model(
     if any(tensor.is_meta for tensor in own.values()):
         model.to_empty(device=torch.cuda.current_device() if device_type == "cuda" else device_type)
     _take_from_rank_0(model, own if weights is None else weights)
+    model.register_load_state_dict_pre_hook(_shard_weights)
+    model.checkpoint_format = "shards"  # type: ignore[assignment]  # of a Checkpointer
+
+
+def _shard_weights(model: nn.Module, state_dict: dict[str, Any], *args: Any) -> None:
+    """Shard whole tensors like the model's own, before it loads them."""
+    own = model.state_dict()
+    state_dict.update((name, shard_like(value, own.get(name))) for name, value in state_dict.items())
 
 
 @torch.no_grad()

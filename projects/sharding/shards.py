@@ -6,6 +6,7 @@ the meta device). The content of these tensors is in the folder ``model_0000099.
 under a new name each time. Replacing the file commits the save.
 """
 
+import hashlib
 import importlib
 import os
 import warnings
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.checkpoint.atomic import CheckpointError, sync_folder
-from trainkit.checkpoint.file import is_file_of, sha256_of
+from trainkit.checkpoint.folder import is_file_of
 from trainkit.checkpoint.format import owner_of_part
 from trainkit.checkpoint.state import Take, plain_state
 from trainkit.utils import comm
@@ -35,10 +36,9 @@ class Shards:
         self._local: dict[str, Tensor] = {}  # path in the state -> this rank's part
         self._layouts: dict[str, Any] = {}  # mesh, placements, global shape and stride
 
-    def take(self, tensor: Any, path: str, copy: Take | None) -> Tensor:
-        """Keep this rank's part of a tensor, or a copy of it; returns an empty tensor in its place."""
-        local = local_part(tensor).detach()
-        self._local[path] = local if copy is None else copy(local, path)
+    def take(self, tensor: Any, path: str, copy: Take) -> Tensor:
+        """Keep ``copy(part, path)`` of this rank's part of a tensor; returns an empty tensor in its place."""
+        self._local[path] = copy(local_part(tensor).detach(), path)
         self._layouts[path] = (tensor.device_mesh.mesh, tensor.placements, tensor.shape, tensor.stride())
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
@@ -80,10 +80,10 @@ class Shards:
 def fill_shards(
     state: dict[str, Any], path: str, model: nn.Module | None = None, wanted: Iterable[str] = ("",)
 ) -> dict[str, Any]:
-    """Read the shards of a state that was read from the file ``path``; a rank may call it alone.
+    """Verify and read the shards of a state that was read from the file ``path``; a rank may call it alone.
 
     Args:
-        model: its sharded tensors give the layout; None: read whole tensors.
+        model: its sharded tensors give the layout, and each rank verifies some of the files; None: read whole tensors.
         wanted: read the tensors whose paths start with one of these; other tensors stay empty.
 
     Returns:
@@ -97,6 +97,7 @@ def fill_shards(
         return state
     folder, files = _checked(manifest, path)
     like = None if model is None else _layout_for_reading(model)
+    _verify(folder, files, path, *((0, 1) if model is None else (comm.get_rank(), comm.get_world_size())))
     dcp, prefixes = _import_dcp(), tuple(wanted)
     found: dict[str, Tensor] = {}
     try:
@@ -119,29 +120,21 @@ def fill_shards(
     return filled
 
 
-def verify_shards(state: Mapping[str, Any], path: str, *, part: int = 0, num_parts: int = 1) -> None:
-    """Check that all shard files of a state exist, and check the content of some; ``path`` is the file of the state.
-
-    Args:
-        part, num_parts: compare the digests of every ``num_parts``-th file, starting with file ``part``; 0 parts: none.
+def _verify(folder: str, files: Mapping[str, tuple[int, str]], path: str, part: int, num_parts: int) -> None:
+    """Check that all shard files exist, and the digests of every ``num_parts``-th file, starting with file ``part``.
 
     Raises:
         CheckpointError: a file is missing or damaged.
     """
-    manifest = state.get(KEY)
-    if manifest is None:
-        return
-    folder, files = _checked(manifest, path)
     if not os.path.isdir(folder):
         raise CheckpointError(
-            f"'{path}' is one part of a checkpoint, but its shards '{os.path.basename(folder)}' are not in its "
-            "folder; copy that folder too, or use the file that publish_weights writes"
+            f"'{path}' is one part of a checkpoint, but its shards '{os.path.basename(folder)}' are not in its folder"
         )
     for i, (name, (size, digest)) in enumerate(sorted(files.items())):
         file = os.path.join(folder, name)
         try:
             found = os.stat(file).st_size
-            is_intact = not num_parts or i % num_parts != part or sha256_of(file) == digest
+            is_intact = i % num_parts != part or sha256_of(file) == digest
         except OSError as error:
             raise CheckpointError(f"'{path}' is damaged: its part '{file}' cannot be read: {error.strerror}") from error
         if found != size:
@@ -195,6 +188,15 @@ def _empty_like(size: torch.Size, dtype: torch.dtype, like: Any) -> Tensor:
         return torch.empty(size, dtype=dtype)
     empty: Tensor = _import_dtensor().empty(size, dtype=dtype, device_mesh=like.device_mesh, placements=like.placements)
     return empty
+
+
+def sha256_of(path: str | os.PathLike[str]) -> str:
+    """SHA-256 of a file, in hexadecimal digits."""
+    sha256 = hashlib.sha256()
+    with open(path, "rb") as file:
+        while data := file.read(1 << 20):
+            sha256.update(data)
+    return sha256.hexdigest()
 
 
 def _digest_own_files(folder: str) -> dict[str, tuple[int, str]]:

@@ -39,7 +39,7 @@ def main(folder: Path, save_format: str) -> None:
                     "signal": os.WTERMSIG(status),
                     "left": left,
                     "resumed": [weight_of(model), trainer.value],
-                    "files": sorted(os.listdir(run)),
+                    "files": sorted(name for name in os.listdir(run) if name[0] != "."),
                 }
             )
         )

@@ -6,6 +6,7 @@ import os
 import random
 
 import pytest
+import torch
 
 from tests.checkpoint.conftest import Counter, linear, weight_of
 from trainkit.checkpoint import Checkpointer, CheckpointError
@@ -69,33 +70,19 @@ def test_a_resume_reads_each_file_that_it_tries_once(run_folder, monkeypatch):
         opened.append(os.path.basename(file))
         return open_file(file, *args, **kwargs)
 
-    def files_of_a_resume():
-        opened.clear()
-        checkpointer = Checkpointer(linear(0), run_folder, trainer=Counter())
-        with monkeypatch.context() as patch:
-            patch.setattr(builtins, "open", noted)
-            checkpointer.resume_or_load("", resume=True)
-        return list(opened)
-
-    before = "model_0000019.pth"
-    assert files_of_a_resume() == ["last_checkpoint", NEWEST]
     (run_folder / NEWEST).write_bytes(b"damaged")
-    assert files_of_a_resume() == ["last_checkpoint", NEWEST, before]
-
-
-def directory(path):
-    path.mkdir()
-
-
-def dangling(path):
-    path.symlink_to(path.parent / "nowhere.pth")
+    checkpointer = Checkpointer(linear(0), run_folder, trainer=Counter())
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "open", noted)
+        checkpointer.resume_or_load("", resume=True)
+    assert opened == ["last_checkpoint", NEWEST, "model_0000019.pth"]
 
 
 def circle(path):
     path.symlink_to(path)
 
 
-@pytest.mark.parametrize("make", [directory, dangling, circle, lambda path: path.touch()])
+@pytest.mark.parametrize("make", [lambda path: path.mkdir(), circle, lambda path: path.touch()])
 @pytest.mark.parametrize("tagged", [True, False])
 def test_what_is_no_file_is_passed_over(run_folder, caplog, make, tagged):
     make(run_folder / "model_0000039.pth")
@@ -104,11 +91,31 @@ def test_what_is_no_file_is_passed_over(run_folder, caplog, make, tagged):
     else:
         (run_folder / "last_checkpoint").unlink()
 
-    checkpointer = Checkpointer(linear(0), run_folder)
-    assert checkpointer.get_checkpoint_file() == str(run_folder / ("model_0000039.pth" if tagged else NEWEST))
+    found = Checkpointer(linear(0), run_folder).get_checkpoint_file()
+    assert found == str(run_folder / ("model_0000039.pth" if tagged else NEWEST))
     assert resume(run_folder) == 29
-    is_listed = make not in (dangling, circle)  # a link to nothing has no time of writing
-    assert len(warnings_of(caplog)) == (tagged or is_listed)
+    assert len(warnings_of(caplog)) == 1
+
+
+def test_no_intact_checkpoint_is_an_error_that_lists_all(run_folder):
+    for path in run_folder.glob("*.pth"):
+        path.write_bytes(b"PK damaged")
+    with pytest.raises(CheckpointError, match=r"no checkpoint is intact: .*0029.*0019.*0009.*leave out --resume"):
+        resume(run_folder)
+
+
+def test_a_missing_checkpoint_falls_back_too(run_folder, caplog):
+    (run_folder / NEWEST).unlink()
+    assert resume(run_folder) == 19
+    assert f"{NEWEST}': No such file" in caplog.text
+
+
+@pytest.mark.parametrize("content", [None, "", "\n"])
+def test_a_lost_tag_is_replaced_by_the_newest_file_of_ours(run_folder, content):
+    tag = run_folder / "last_checkpoint"
+    tag.unlink() if content is None else tag.write_text(content)
+    torch.save({"model": linear(5).state_dict()}, run_folder / "weights.pth")  # newer
+    assert resume(run_folder) == 29
 
 
 def test_a_folder_in_place_of_the_tag_is_an_error(run_folder):
@@ -118,12 +125,13 @@ def test_a_folder_in_place_of_the_tag_is_an_error(run_folder):
         resume(run_folder)
 
 
-def test_a_resume_removes_what_a_killed_save_has_left_and_nothing_else(run_folder):
+def test_the_first_save_removes_what_a_killed_one_has_left_and_a_resume_nothing(run_folder):
+    """A resume may read the folder of a run that is still writing."""
     leftover, mine = ".model_0000039.pth.0123abcd.trainkit-tmp", ".model_0000039.pth.mine"
     for name in (leftover, mine):
         (run_folder / name).touch()
-    Checkpointer(linear(0), run_folder, save_to_disk=False, trainer=Counter()).resume_or_load("")
-    assert {leftover, mine} <= set(os.listdir(run_folder))  # it does not write here; another process may
-
     assert resume(run_folder) == 29
+    assert {leftover, mine} <= set(os.listdir(run_folder))
+
+    Checkpointer(linear(39), run_folder).save("model_0000039")
     assert [name for name in os.listdir(run_folder) if name.startswith(".")] == [mine]

@@ -1,6 +1,5 @@
 """Disks that are full, read-only or gone, and processes that die while they write."""
 
-import builtins
 import errno
 import json
 import os
@@ -16,7 +15,6 @@ from tests.checkpoint.conftest import Counter, linear, weight_of
 from tests.checkpoint.faults import CALLS_OF_A_SAVE, EACH_CALL, Faults
 from tests.engine.tiny import AfterStep, Steps
 from trainkit.checkpoint import Checkpointer, CheckpointError
-from trainkit.checkpoint.atomic import write_text
 from trainkit.engine.hooks import PeriodicCheckpointer
 
 
@@ -60,36 +58,10 @@ def test_wherever_a_disk_is_full_all_earlier_files_are_intact(run_folder, monkey
     assert resumed_weight(run_folder) == 39
 
 
-@pytest.mark.parametrize(
-    ("number", "remedy"),
-    [(errno.ENOSPC, "Make room"), (errno.EDQUOT, "Remove files"), (errno.EFBIG, "Have the limit on the size")],
-)
-def test_the_remedy_is_said(tmp_path, monkeypatch, number, remedy):
-    def fail(descriptor):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(CheckpointError, match=f"{os.strerror(number)}. {remedy}"):
-        write_text("x" * 5000, tmp_path / "file")
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
-def test_a_read_only_folder_is_named_with_the_remedy(run_folder, monkeypatch, number):
-    def refuse(path, *args, **kwargs):
-        raise OSError(number, os.strerror(number), path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(builtins, "open", refuse)
-        with pytest.raises(CheckpointError, match=rf"in folder '{run_folder}': .*\. Make the folder writable"):
-            Checkpointer(linear(39), run_folder, trainer=Counter()).save("model_0000039")
-    assert resumed_weight(run_folder) == 29
-
-
 def test_a_file_where_the_folder_should_be_is_named_at_once(tmp_path, save_format):
     (tmp_path / "run").touch()
     for folder in (tmp_path / "run", tmp_path / "run" / "below"):
-        with pytest.raises(CheckpointError, match=f"cannot create the checkpoint folder '{folder}': .*choose another"):
+        with pytest.raises(CheckpointError, match=f"cannot create the checkpoint folder '{folder}': "):
             Checkpointer(linear(1), folder, format=save_format).save("model")
 
 
@@ -137,7 +109,7 @@ def test_a_save_that_does_not_fit_leaves_the_one_before_and_training_goes_on(
     (error,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert "is not saved, training continues: cannot write" in error
     assert "model_0000003.pth" in error
-    assert "File too large. Have the limit on the size of a file raised" in error
+    assert "File too large" in error
 
 
 def test_a_run_whose_last_save_does_not_fit_has_failed_and_goes_on_from_the_one_before(
@@ -175,7 +147,7 @@ def test_wherever_a_save_is_killed_the_old_or_the_new_checkpoint_is_intact(tmp_p
     assert [death["at"] for death in deaths if death["resumed"] == [1, 1]] == [
         death["at"] for death in deaths if death["at"] != ["fsync", 4]
     ]
-    # between a rename and the next file nothing is left; else one file, which the resume removes
+    # between a rename and the next file nothing is left; else one file, which the next save removes
     assert {tuple(death["at"]) for death in deaths if death["left"] == 0} == {("fsync", 2), ("fsync", 4)}
     new = ["model_0000002.pth"]
     for death in deaths:

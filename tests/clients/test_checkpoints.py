@@ -42,9 +42,7 @@ class Converting(Checkpointer):
 
 def test_a_pickle_is_refused_unless_a_subclass_reads_it(zoo_file):
     model = linear(0)
-    with pytest.raises(
-        CheckpointError, match=r"not a file of torch.save: .*If you trust it, convert it by tools/convert"
-    ):
+    with pytest.raises(CheckpointError, match="not a file of torch.save: "):
         Checkpointer(model).load(zoo_file)
     assert weight_of(model) == 0
     assert Converting(model).load(zoo_file) == {"__author__": "a zoo"}
@@ -184,7 +182,7 @@ def test_an_address_is_loaded_by_the_path_manager(tmp_path, call):
     checkpointer.path_manager.register_handler(Zoo())
     getattr(checkpointer, call)("zoo://x.pth")
     assert weight_of(model) == 6
-    with pytest.raises(CheckpointError, match="cannot read .*y.pth': no such file"):
+    with pytest.raises(CheckpointError, match="cannot read .*y.pth': No such file"):
         getattr(checkpointer, call)("zoo://y.pth")
 
 
@@ -242,7 +240,7 @@ def test_a_trusted_pickle_is_read_in_each_form(tmp_path, form):
         (b"no pickle", "cannot be read as a pickle: UnpicklingError"),
         (
             b"cno_such_package\nThing\n.",
-            "ModuleNotFoundError: No module named 'no_such_package'; install what it needs",
+            "ModuleNotFoundError: No module named 'no_such_package'",
         ),
         (pickle.dumps([1]), "holds a list; a checkpoint is a dict"),
     ],

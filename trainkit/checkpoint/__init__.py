@@ -7,20 +7,17 @@ from trainkit.utils.plugins import lazy_names
 if TYPE_CHECKING:
     from trainkit.checkpoint.atomic import CheckpointError
     from trainkit.checkpoint.checkpointer import Checkpointer
-    from trainkit.checkpoint.file import load_trusted_pickle
     from trainkit.checkpoint.format import FORMAT_REGISTRY, CheckpointFormat
     from trainkit.checkpoint.periodic import PeriodicCheckpointer
-    from trainkit.checkpoint.store import STORE_REGISTRY, CheckpointStore
 
+_OF_PROJECTS = ("CheckpointStore", "STORE_REGISTRY", "load_trusted_pickle")
 __all__ = [
-    "Checkpointer",
-    "PeriodicCheckpointer",
+    "FORMAT_REGISTRY",
     "CheckpointError",
     "CheckpointFormat",
-    "CheckpointStore",
-    "FORMAT_REGISTRY",
-    "STORE_REGISTRY",
-    "load_trusted_pickle",
+    "Checkpointer",
+    "PeriodicCheckpointer",
+    *_OF_PROJECTS,
 ]
 
-__getattr__ = lazy_names(__name__)
+__getattr__ = lazy_names(__name__, *_OF_PROJECTS)

@@ -5,21 +5,11 @@ import errno
 import os
 import re
 import secrets
-import sys
 from collections.abc import Iterator
 from typing import BinaryIO
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.trainkit-tmp")
-_being_written: list[str] = []  # names of files and folders, which no thread of this process may remove
-_UNWRITABLE = ". Make the folder writable, or choose another one"
-_REMEDIES = {
-    errno.ENOSPC: ". Make room, or keep fewer checkpoints (max_to_keep)",
-    errno.EDQUOT: ". Remove files, or have your quota raised",
-    errno.EFBIG: ". Have the limit on the size of a file raised (ulimit -f)",
-    errno.EROFS: _UNWRITABLE,
-    errno.EACCES: _UNWRITABLE,
-    errno.EPERM: _UNWRITABLE,
-}
+_being_written: list[str] = []  # names of temporary files, which no thread of this process may remove
 
 
 class CheckpointError(OSError):
@@ -30,50 +20,27 @@ class CheckpointError(OSError):
 def replacing(path: str) -> Iterator[BinaryIO]:
     """Yield a temporary file that replaces ``path`` after the block has succeeded."""
     folder, name = os.path.split(os.path.abspath(path))
-    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.trainkit-tmp")
-    outer = sys.exc_info()[1]  # this may be called while another error is handled
-    with being_written(temporary):
-        try:
-            with open(temporary, "xb", buffering=1 << 20) as output:
-                yield output
-                output.flush()
-                os.fsync(output.fileno())
-            os.replace(temporary, path)
-            sync_folder(folder)
-        except Exception as failure:
-            error = _cause(failure, outer)
-            if not isinstance(error, OSError):
-                raise error from None
-            reason = f"{error.strerror or error}{_REMEDIES.get(error.errno or 0, '')}"
-            raise CheckpointError(
-                f"cannot write '{path}' in folder '{folder}': {reason}. Checkpoints written before are unchanged"
-            ) from error
-        finally:
-            with contextlib.suppress(OSError):  # the file may have been renamed
-                os.remove(temporary)
-
-
-def _cause(error: BaseException, outer: BaseException | None) -> BaseException:
-    """The error of a write, which torch's writer hides behind an error about positions in the file."""
-    found: BaseException | None = error
-    while isinstance(found, Exception) and not isinstance(found, OSError):
-        found = None if found.__context__ is outer else found.__context__
-    return found or error
-
-
-@contextlib.contextmanager
-def being_written(path: str) -> Iterator[None]:
-    """Context in which no thread of this process removes this file or folder as a leftover."""
-    name = os.path.basename(path)
-    _being_written.append(name)
+    temporary = f".{name}.{secrets.token_hex(4)}.trainkit-tmp"
+    _being_written.append(temporary)
     try:
-        yield
+        with open(os.path.join(folder, temporary), "xb", buffering=1 << 20) as output:
+            yield output
+            output.flush()
+            os.fsync(output.fileno())
+        os.replace(os.path.join(folder, temporary), path)
+        sync_folder(folder)
+    except (OSError, RuntimeError) as failure:
+        error: BaseException | None = failure
+        while error is not None and not isinstance(error, OSError):  # torch's writer raises a RuntimeError after it
+            error = error.__context__
+        if error is None:
+            raise
+        reason = error.strerror or error
+        raise CheckpointError(f"cannot write '{path}': {reason}. Checkpoints written before are unchanged") from error
     finally:
-        _being_written.remove(name)
-
-
-def is_being_written(name: str) -> bool:
-    return name in _being_written
+        with contextlib.suppress(OSError):  # the file may have been renamed
+            os.remove(os.path.join(folder, temporary))
+        _being_written.remove(temporary)
 
 
 def write_text(text: str, path: str | os.PathLike[str]) -> None:
@@ -82,11 +49,11 @@ def write_text(text: str, path: str | os.PathLike[str]) -> None:
         output.write(text.encode())
 
 
-def remove_leftovers(folder: str | os.PathLike[str]) -> None:
+def remove_leftovers(folder: str) -> None:
     """Remove temporary files of killed processes; no other process may be writing to ``folder``."""
     with contextlib.suppress(OSError):  # leftovers only cost space
         for name in os.listdir(folder):
-            if _TEMPORARY.fullmatch(name) and not is_being_written(name):
+            if _TEMPORARY.fullmatch(name) and name not in _being_written:
                 os.remove(os.path.join(folder, name))
 
 

@@ -1,21 +1,27 @@
 """Find the checkpoints of a folder, and the one to resume from."""
 
-import contextlib
 import logging
 import os
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trainkit.checkpoint.atomic import CheckpointError
-from trainkit.checkpoint.file import SUFFIX, is_file_of, is_ours, read_file
-from trainkit.checkpoint.format import format_of
+from trainkit.checkpoint.file import SUFFIX, is_ours, read_file
+from trainkit.utils.plugins import NAMES, load_plugin
 
 _logger = logging.getLogger(__name__)
 
-TAG_FILE = "last_checkpoint"
-FINISHED_FILE = "finished"
-PUBLISHED = re.compile(r"(.+)_published(-[0-9a-f]{8})?\.(pth|safetensors)")
+mirrors: dict[str, Any] = {}
+"""Local folder -> the object that copies its files to an address, see `trainkit.projects.remote.mirror.Mirror`.
+
+The core calls ``download()`` on rank 0 before it looks for a checkpoint, ``fetch(path)`` before it reads one, and
+``after_save(folder)`` of each mirror; ``take(resume)`` starts a run, ``release()`` ends it and returns an error or "".
+"""
+
+
+def local_folder(path: str) -> str:
+    """The local folder for the files of a run: ``path``, or if it is an address, one of `mirrors`."""
+    return str(load_plugin(NAMES["Mirror"]).make_mirror(path)) if "://" in path else path
 
 
 def checkpoint_files(folder: str) -> list[str]:
@@ -25,45 +31,31 @@ def checkpoint_files(folder: str) -> list[str]:
     return [os.path.join(folder, name) for name in names if name.endswith(SUFFIX) and name[0] != "."]
 
 
-def _newest_first(folder: str) -> list[str]:
-    """Paths of all checkpoints except published weights, newest first; if times are equal, the last name first."""
-    dated = []
-    for path in checkpoint_files(folder):
-        if PUBLISHED.fullmatch(os.path.basename(path)):  # no run can resume from published weights
-            continue
-        with contextlib.suppress(OSError):  # another process may remove files; a link may lead nowhere
-            dated.append((os.stat(path).st_mtime_ns, path))
-    return [path for _, path in sorted(dated, reverse=True)]
+def candidates(folder: str) -> list[str]:
+    """The paths of all checkpoints, newest first, after that of the tagged file, which is ``""`` if there is none."""
+    newest_first = sorted(checkpoint_files(folder), key=lambda path: (os.lstat(path).st_mtime_ns, path), reverse=True)
+    return [tagged_file(folder), *newest_first]
 
 
 def tagged_file(folder: str) -> str:
     """Path of the file that ``last_checkpoint`` names, which may not exist; ``""`` if there is no name.
 
     Raises:
-        CheckpointError: ``last_checkpoint`` holds no file name, or names a file outside the folder.
+        CheckpointError: ``last_checkpoint`` holds no file name, or leads out of the folder.
     """
-    if not folder:
+    tag_file = os.path.join(folder, "last_checkpoint")
+    if not folder or not os.path.lexists(tag_file):
         return ""
-    tag_file = os.path.join(folder, TAG_FILE)
-    if not is_file_of(folder, TAG_FILE):  # do not read it, since errors would show its content
-        raise CheckpointError(
-            f"'{tag_file}' is a link out of its folder; delete it to resume from the newest checkpoint"
-        )
+    if not is_file_of(folder, "last_checkpoint"):  # do not read it, since errors would show its content
+        raise CheckpointError(f"'{tag_file}' is a link out of its folder; delete it")
     try:
         with open(tag_file, encoding="utf-8", errors="replace") as file:
             name = file.read().strip()
-    except FileNotFoundError:
-        return ""
     except OSError as error:
         raise CheckpointError(f"cannot read '{tag_file}': {error.strerror}") from error
-    if not name:
-        return ""
-    if not is_file_of(folder, name):
-        raise CheckpointError(
-            f"'{tag_file}' names {name!r:.200}; it has to hold the bare name of a file in its folder, no link out of "
-            "it. Write that name into it, or delete it to resume from the newest checkpoint"
-        )
-    return os.path.join(folder, name)
+    if name and not is_file_of(folder, name):
+        raise CheckpointError(f"'{tag_file}' names {name!r:.200}; it has to hold the bare name of a file in its folder")
+    return os.path.join(folder, name) if name else ""
 
 
 def find_checkpoint(folder: str) -> str:
@@ -72,42 +64,40 @@ def find_checkpoint(folder: str) -> str:
     Raises:
         CheckpointError: as `tagged_file`.
     """
-    return tagged_file(folder) or next(filter(is_ours, _newest_first(folder)), "")
+    tagged, *others = candidates(folder)
+    return tagged or next(filter(is_ours, others), "")
 
 
-def choose(
-    folder: str, known_as_broken: Mapping[str, str] = {}, read: Callable[[str], Any] = read_file
-) -> tuple[str, Any]:
+def choose(paths: Sequence[str], read: Callable[[str], Any] = read_file) -> tuple[str, Any]:
     """The path and the content of the checkpoint to resume from: the tagged one, else the newest intact one.
 
-    One read verifies and loads the file, without its shards. If there is no checkpoint, the path is ``""``.
+    If there is no checkpoint, the path is ``""``.
 
     Args:
-        known_as_broken: path -> error, for files that are not read.
-        read: a function that reads a file.
+        paths: the `candidates` of a folder.
+        read: reads and verifies a file, or raises CheckpointError.
 
     Raises:
         CheckpointError: there are checkpoints, but none is intact.
     """
-    tagged = tagged_file(folder)
     broken: list[str] = []
-    for path in dict.fromkeys([*filter(None, [tagged]), *_newest_first(folder)]):
+    for path in filter(None, dict.fromkeys(paths)):
         try:
-            if path in known_as_broken:
-                raise CheckpointError(known_as_broken[path])
             content = read(path)
-            format_of(content).verify(content, path, num_parts=0)
         except CheckpointError as error:
             broken.append(str(error))
             continue
         # A foreign file is used only if it is tagged; otherwise it may be weights that a user has put there.
-        if path == tagged or is_ours(path):
+        if path == paths[0] or is_ours(path):
             if broken:
                 _logger.warning("Resuming from '%s' instead, because %s", path, "; ".join(broken))
             return path, content
     if broken:
-        raise CheckpointError(
-            f"no checkpoint in '{folder}' is intact: {'; '.join(broken)}. To start a new run, use another folder or "
-            "leave out --resume"
-        )
+        raise CheckpointError(f"no checkpoint is intact: {'; '.join(broken)}. To start a new run, leave out --resume")
     return "", None
+
+
+def is_file_of(folder: str, name: str) -> bool:
+    """Whether ``name`` is a file name in ``folder`` without a path, and not a link out of it; it need not exist."""
+    is_name = name.isprintable() and name not in (os.curdir, os.pardir) and os.path.basename(name) == name
+    return is_name and os.path.dirname(os.path.realpath(os.path.join(folder, name))) == os.path.realpath(folder)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from trainkit.checkpoint.checkpointer import Checkpointer
-from trainkit.checkpoint.format import CheckpointFormat
+from trainkit.checkpoint.format import TorchFormat
 from trainkit.utils.numbers import is_whole
 from trainkit.utils.periods import is_nth
 
@@ -43,12 +43,9 @@ class PeriodicCheckpointer:
         start: int = 0,
         save_last: bool = True,
     ) -> None:
-        if not is_whole(period, 0):
-            raise ValueError(f"period must be >= 0 iterations (0: save only at the end), got {period!r}")
-        if max_to_keep is not None and not is_whole(max_to_keep, 1):
-            raise ValueError(f"max_to_keep must be >= 1 file, or None to keep all, got {max_to_keep!r}")
-        if not is_whole(start, 0):
-            raise ValueError(f"start must be >= 0 iterations, got {start!r}")
+        for name, value, least in (("period", period, 0), ("start", start, 0), ("max_to_keep", max_to_keep, 1)):
+            if not is_whole(value, least) and (name, value) != ("max_to_keep", None):
+                raise ValueError(f"{name} must be >= {least}, got {value!r}")
         check_file_prefix(file_prefix)
         self.checkpointer, self.period, self.max_iter, self.max_to_keep = checkpointer, period, max_iter, max_to_keep
         self.file_prefix, self.start, self.save_last = file_prefix, start, save_last
@@ -97,8 +94,7 @@ class PeriodicCheckpointer:
         if self.max_to_keep is None or not self.checkpointer.save_to_disk:
             return
         try:
-            form = getattr(self.checkpointer, "format", CheckpointFormat())
-            numbered = self._numbered_files()
+            form, numbered = getattr(self.checkpointer, "format", TorchFormat()), self._numbered_files()
             # Files of later iterations are from an earlier run in this folder; they are neither counted nor removed.
             newest_first = sorted((number for number in numbered if number < iteration), reverse=True)
             for number in newest_first[self.max_to_keep - 1 :]:
@@ -116,7 +112,4 @@ class PeriodicCheckpointer:
 def check_file_prefix(file_prefix: object) -> None:
     """Raises ValueError if ``file_prefix`` is not text, is empty, or contains a folder."""
     if not isinstance(file_prefix, str) or not file_prefix or os.path.basename(file_prefix) != file_prefix:
-        raise ValueError(
-            f"file_prefix must be the start of a file name, without a folder, got {file_prefix!r}; the folder is that "
-            "of the checkpointer (CHECKPOINT.DIR)"
-        )
+        raise ValueError(f"file_prefix must be the start of a file name, without a folder, got {file_prefix!r}")

@@ -1,6 +1,5 @@
 """State that differs between ranks, gathered into the one file of a checkpoint."""
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -11,14 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.checkpoint.atomic import CheckpointError
-from trainkit.checkpoint.averaged import TRAINED
 from trainkit.checkpoint.state import ORDINARY
 from trainkit.utils import comm
 
 _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
-
-KEY = "ranks"
+_PIECE, _ODD = 1 << 20, 0x1E3779B97F4A7C15
 
 
 class _Same:
@@ -32,26 +29,25 @@ def gather_rank_states(state: Mapping[str, Any], model: nn.Module, keys: Mapping
     that ``keys`` names. Tensors equal to those of rank 0 are not sent; they become the same objects, so that the file
     holds them once.
     """
-    held = {key: state[key] for key in ("model", TRAINED) if key in state}
-    buffers = {key: {name: held[key][name] for name, _ in model.named_buffers() if name in held[key]} for key in held}
-    entries = {key: {name: state[key][name] for name in names if name in state[key]} for key, names in keys.items()}
-    mine = _map_tensors({**buffers, **entries}, _without_parts)
-    own: dict[str, Tensor] = {}  # the tensors of rank 0, by path
-    if comm.is_main_process():
-        _map_tensors(mine, own.setdefault)
-    known = comm.broadcast({path: _digest(tensor) for path, tensor in own.items()})
+    buffers = [name for name, _ in model.named_buffers()]
+    keys = {**dict.fromkeys(("model", "trained_model"), buffers), **keys}
+    mine = {key: {name: state[key][name] for name in keys[key] if name in state[key]} for key in keys if key in state}
+    tensors: dict[str, Tensor] = {}
+    mine = _map_tensors(mine, lambda path, tensor: tensors.setdefault(path, _without_parts(tensor)))
+    contents = map(int, [_fingerprint(tensor) for tensor in tensors.values()])  # all are started before one is read
+    digests = {path: (x.dtype, x.shape, number) for (path, x), number in zip(tensors.items(), contents, strict=True)}
+    known = comm.broadcast(digests)
     if not comm.is_main_process():
-        mine = _map_tensors(mine, lambda path, tensor: _Same() if known.get(path) == _digest(tensor) else tensor.cpu())
+        mine = _map_tensors(mine, lambda path, x: _Same() if known.get(path) == digests[path] else x.cpu())
     parts = comm.gather(None if comm.is_main_process() else mine)[:: comm.get_data_group_size()]
-    take = partial(_map_tensors, change=lambda path, value: own[path] if isinstance(value, _Same) else value)
+    take = partial(_map_tensors, change=lambda path, x: tensors[path] if isinstance(x, _Same) else x)
     return [mine if part is None else take(part) for part in parts]
 
 
-def take_rank_state(state: dict[str, Any], path: str) -> None:
-    """Put this rank's own part into ``state``, which has rank 0's part, and remove the parts of all ranks from it."""
-    parts = state.pop(KEY, None)
+def take_rank_state(state: dict[str, Any], parts: Any, path: str) -> None:
+    """Put this rank's own part into ``state``, which has rank 0's part."""
     if parts is not None and not (isinstance(parts, list) and all(isinstance(part, dict) for part in parts)):
-        raise CheckpointError(f"'{path}' is damaged: its entry {KEY!r} has to be a list with the states of each rank")
+        raise CheckpointError(f"'{path}' is damaged: its entry 'ranks' has to be a list with the states of each rank")
     num = comm.get_data_world_size()
     if parts is None or len(parts) != num:
         if (parts and len(parts)) != num > 1:
@@ -62,28 +58,40 @@ def take_rank_state(state: dict[str, Any], path: str) -> None:
             state[key].update(part)
 
 
-def together(call: Callable[[], _T], group: "dist.ProcessGroup | None" = None, *, is_of_one: bool = False) -> _T:
-    """Make a call on every rank; if it fails on one, raise on all, so that no rank waits for ever.
-
-    Args:
-        is_of_one: only one rank can fail, so errors need not name the rank.
-    """
+def together(call: Callable[[], _T], group: "dist.ProcessGroup | None" = None) -> _T:
+    """Make a call on every rank; if it fails on one, raise on all, so that no rank waits for ever."""
     error, result = "", None
     try:
         result = call()
     except OSError as failure:  # a CheckpointError is an OSError
         error = str(failure)
-        if comm.get_world_size() > 1 and not is_of_one:
-            error = f"rank {comm.get_rank()}: {error}"
-    if errors := [text for text in comm.all_gather(error, group=group) if text]:
-        raise CheckpointError("; ".join(errors))
+    errors = comm.all_gather(error, group=group)
+    if any(errors):
+        named = {text: f"rank {rank}: " * (len(errors) > 1) for rank, text in reversed([*enumerate(errors)]) if text}
+        raise CheckpointError("; ".join(rank + text for text, rank in named.items()))
     return cast(_T, result)
 
 
-def _without_parts(path: str, tensor: Tensor) -> Tensor:
+def _without_parts(tensor: Tensor) -> Tensor:
     """An empty tensor in place of one that the format of the checkpoint stores in parts."""
-    ordinary = type(tensor) in ORDINARY
-    return tensor if ordinary else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    if type(tensor) in ORDINARY:
+        return tensor.detach()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _fingerprint(tensor: Tensor) -> Tensor:
+    """A 64-bit number for the content, computed on the tensor's device, so that large tensors are not copied."""
+    total = torch.zeros((), dtype=torch.int64, device="cpu" if tensor.is_meta else tensor.device)
+    if tensor.is_meta or not tensor.numel():
+        return total
+    numbers = tensor.contiguous().reshape(-1).view(torch.uint8)
+    numbers = numbers.view(torch.int32) if len(numbers) % 4 == 0 else numbers
+    for piece in numbers.split(_PIECE):
+        # the sum of products with weights that look random, modulo 2**64; order and position count
+        weights = torch.arange(1, len(piece) + 1, device=tensor.device) * _ODD
+        weights = (weights ^ (weights >> 29)) * _ODD
+        total = total * _ODD + (piece * weights).sum()
+    return total
 
 
 def _map_tensors(value: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
@@ -95,11 +103,3 @@ def _map_tensors(value: Any, change: Callable[[str, Any], Any], path: str = "") 
     if type(value) in (list, tuple):
         return type(value)(_map_tensors(item, change, f"{path}.{i}") for i, item in enumerate(value))
     return value
-
-
-def _digest(tensor: Tensor) -> str:
-    tensor = tensor.detach() if tensor.is_meta else tensor.detach().cpu().contiguous()
-    text = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest_size=16)
-    if tensor.numel() and not tensor.is_meta:  # a tensor on the meta device stands for a sharded one
-        text.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return text.hexdigest()

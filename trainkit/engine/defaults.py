@@ -159,8 +159,9 @@ class DefaultTrainer(TrainerBase):
             self._trainer.metrics.exchange_period = cfg.LOG.PERIOD
         self.scheduler = self.build_lr_scheduler(cfg, optimizer)
         name = cfg.CHECKPOINT.FORMAT
-        format_ = look_up(FORMAT_REGISTRY, name, "CHECKPOINT.FORMAT")() if name else ""
-        self.checkpointer = Checkpointer(model, checkpoint_dir(cfg), format=format_, trainer=weakref.proxy(self))
+        if name:
+            look_up(FORMAT_REGISTRY, name, "CHECKPOINT.FORMAT")
+        self.checkpointer = Checkpointer(model, checkpoint_dir(cfg), format=name, trainer=weakref.proxy(self))
         self.stop_check_period = cfg.STOP_CHECK_PERIOD
         self.max_iter = cfg.SOLVER.MAX_ITER
         self.register_hooks(self.build_hooks())

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.checkpoint import CheckpointError
-from trainkit.checkpoint.checkpointer import together
-from trainkit.checkpoint.folder import checkpoint_files, choose
+from trainkit.checkpoint.folder import candidates, checkpoint_files, choose
+from trainkit.checkpoint.ranks import together
 from trainkit.config import CfgNode, ConfigError
 from trainkit.config.config import plain_value
 from trainkit.config.yaml_files import load_yaml
@@ -77,13 +77,15 @@ def path_of_parent(cfg: CfgNode) -> str:
 
 
 def _of_rank_0(find: Callable[[], Any]) -> Any:
-    return comm.broadcast(together(lambda: find() if comm.is_main_process() else None, is_of_one=True))
+    return comm.broadcast(together(lambda: find() if comm.is_main_process() else None))
 
 
 def _find(run: str, iteration: int) -> tuple[str, int, dict[str, Any]]:
     """The checkpoint after this iteration (-1: the one that `--resume` takes), and how its run was started."""
     found: dict[int, tuple[str, int, dict[str, Any]]] = {}
-    for saved in checkpoints_with_origin(checkpoint_files(run) if iteration >= 0 else filter(None, [choose(run)[0]])):
+    for saved in checkpoints_with_origin(
+        checkpoint_files(run) if iteration >= 0 else filter(None, [choose(candidates(run))[0]])
+    ):
         done = saved.iteration - (saved.stage == 1)
         found.setdefault(done, (saved.path, done, saved.state["trainer"]["origin"]))
     if not found:

@@ -18,10 +18,8 @@ import torch
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.atomic import write_text
-from trainkit.checkpoint.file import is_file_of
-from trainkit.checkpoint.folder import choose, find_checkpoint
+from trainkit.checkpoint.folder import candidates, choose, find_checkpoint, is_file_of, local_folder, mirrors
 from trainkit.checkpoint.format import owner_of_part
-from trainkit.checkpoint.store import local_folder, mirror_of
 from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, import_modules
 from trainkit.config.checks import check_is_ours
 from trainkit.config.config import changed_settings
@@ -159,7 +157,7 @@ def own_folders(cfg: CfgNode, resume: bool | None = None) -> list[str]:
             own_folder(folder)
         except OSError as error:
             raise ConfigError(f"{key} {folder!r} cannot be written, choose another: {error}") from error
-        if (mirror := mirror_of(folder)) is not None and not mirror.is_taken:
+        if (mirror := mirrors.get(folder)) is not None and not mirror.is_taken:
             mirror.take(resume)
             notes.append(f"Files are written to {folder}, and uploaded to {mirror.address} after each save")
     return notes
@@ -168,7 +166,7 @@ def own_folders(cfg: CfgNode, resume: bool | None = None) -> list[str]:
 def release_folders(cfg: CfgNode) -> None:
     """Unlock both folders. Raises CheckpointError if the run has no error, but not all its files are at its address."""
     folders = (cfg.OUTPUT_DIR, checkpoint_dir(cfg))
-    errors = [error for folder in folders if (mirror := mirror_of(folder)) and (error := mirror.release())]
+    errors = [error for folder in folders if (mirror := mirrors.get(folder)) and (error := mirror.release())]
     for folder in folders:
         release_folder(folder)
     if errors and sys.exc_info()[0] is None:
@@ -212,7 +210,7 @@ def default_setup(cfg: Any, args: Any) -> None:
     notes = [] if eval_only else own_folders(cfg, resume)
     older: list[Path] = []
     if comm.is_main_process():
-        for mirror in filter(None, map(mirror_of, [cfg.OUTPUT_DIR, checkpoint_dir(cfg)] * eval_only)):
+        for mirror in filter(None, map(mirrors.get, [cfg.OUTPUT_DIR, checkpoint_dir(cfg)] * eval_only)):
             mirror.download()
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
@@ -338,7 +336,7 @@ def _check_command(cfg: CfgNode, args: Any) -> None:
 
 def _has_checkpoint(folder: Path) -> bool:
     try:
-        return bool(find_checkpoint(str(folder)) or choose(str(folder))[0])  # `choose` reads the files
+        return bool(find_checkpoint(str(folder)) or choose(candidates(str(folder)))[0])  # `choose` reads the files
     except CheckpointError:  # there is a checkpoint; its error is raised on all ranks when it is loaded
         return True
 

@@ -57,6 +57,10 @@ NAMES: Mapping[str, str] = {
     "graph_trainer": "trainkit.projects.graph.trainer",
     "async_save": "trainkit.projects.async_save.format",
     "Mirror": "trainkit.projects.remote.mirror",
+    "CheckpointStore": "trainkit.projects.remote.store",
+    "STORE_REGISTRY": "trainkit.projects.remote.store",
+    "safetensors": "trainkit.projects.weights.safetensors",
+    "load_trusted_pickle": "trainkit.projects.weights.pickles",
     "shards": "trainkit.projects.sharding.format",
     "LazyCall": "trainkit.projects.lazy.config",
     "LazyConfig": "trainkit.projects.lazy.config",
@@ -132,8 +136,8 @@ RUN_HOOKS: Mapping[str, str] = {"SamplerSeed": "trainkit.projects.hooks.sampler_
 The class takes no arguments, and its ``priority`` says where the hook stands. It may refuse a trainer by ``is_needed``.
 """
 
-FORMATS = ("shards",)
-"""Registered names of the checkpoint formats that are asked whether they accept weights which torch.save does not."""
+FORMATS = ("shards", "safetensors")
+"""Registered names of checkpoint formats; an entry of a file, or the suffix of its name, says which one wrote it."""
 
 
 class MissingProjectError(ImportError):

@@ -11,8 +11,8 @@ from tests.engine.job import tiny_cfg
 from tests.engine.test_exact_runs import content
 from tests.engine.tiny import AfterStep
 from trainkit.checkpoint import CheckpointError
+from trainkit.checkpoint.folder import local_folder, mirrors
 from trainkit.checkpoint.format import TorchFormat
-from trainkit.checkpoint.store import local_folder, mirror_of
 from trainkit.engine import DefaultTrainer, default_setup
 from trainkit.utils.logger import close_logger
 
@@ -214,7 +214,7 @@ def test_the_files_of_shards_go_with_their_checkpoint_and_no_file_leaves_the_fol
         (here / folder / ".metadata").write_text("m")
         (here / f"model_{iter:07d}.pth").write_text("p")
     (here / "last_checkpoint").write_text("model_0000009.pth")
-    remote = mirror_of(str(here))
+    remote = mirrors[str(here)]
     remote.take()
     assert remote.release() == ""
     new = {f"{folder}/.metadata" for folder in shards.values()} | {"model_0000004.pth", "model_0000009.pth"}
@@ -225,7 +225,7 @@ def test_the_files_of_shards_go_with_their_checkpoint_and_no_file_leaves_the_fol
     MemoryFileSystem().pipe_file(f"{ROOT}last_upload.json", json.dumps(changed).encode())
     on("b")
     here = Path(local_folder(ADDRESS))
-    remote = mirror_of(str(here))
+    remote = mirrors[str(here)]
     remote.download()
     assert not list(tmp_path.rglob("evil*"))
     assert {path.name for path in here.iterdir()} == {

@@ -11,12 +11,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from trainkit.projects.hooks.publish_weights import publish_weights
 from trainkit.projects.sharding.format import remove_strays
+from trainkit.projects.sharding.shards import sha256_of
 
 from tests.checkpoint.test_safety import Evil
 from tests.tools.test_inspect_checkpoint import damage, inspect, rows
 from tools.inspect_checkpoint import compare_files
 from trainkit.checkpoint import Checkpointer, CheckpointError
-from trainkit.checkpoint.file import sha256_of, write_file
+from trainkit.checkpoint.file import write_file
 
 __all__ = ["inspect"]
 

@@ -1,0 +1,32 @@
+"""Files of other programs that load only by running their code."""
+
+import os
+import pickle
+from typing import Any
+
+import torch
+
+from trainkit.checkpoint.atomic import CheckpointError
+
+
+def load_trusted_pickle(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a pickle, or any file of ``torch.save``. **This runs code from the file**, with all your rights.
+
+    Use it in your own `Checkpointer._load_file`, and only for files that you trust.
+
+    Raises:
+        CheckpointError: the file is missing or damaged, needs a class that cannot be imported, or holds no dict.
+    """
+    try:
+        with open(path, "rb") as file:
+            is_archive = file.read(2) == b"PK"
+            file.seek(0)
+            state = None if is_archive else pickle.load(file, encoding="latin1")  # latin1 for pickles of Python 2
+            if is_archive or state == torch.serialization.MAGIC_NUMBER:
+                file.seek(0)
+                state = torch.load(file, map_location="cpu", weights_only=False)
+    except Exception as error:  # code in the file may raise anything
+        raise CheckpointError(f"'{path}' cannot be read as a pickle: {type(error).__name__}: {error}") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"'{path}' holds a {type(state).__name__}; a checkpoint is a dict")
+    return state

@@ -1,0 +1,49 @@
+"""Weights in files of safetensors."""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainkit.checkpoint.atomic import CheckpointError, replacing
+from trainkit.checkpoint.format import FORMAT_REGISTRY, CheckpointFormat
+
+SUFFIX = ".safetensors"
+
+
+class SafetensorsFormat(CheckpointFormat):
+    """A file of tensors by name: the model's weights. `MODEL.WEIGHTS` finds it by the suffix of the file."""
+
+    def write(self, state: Mapping[str, Any], path: str) -> None:
+        """Write ``state["model"]``; tied weights are stored under each of their names. Raises TypeError too."""
+        for name, weight in state["model"].items():
+            if not isinstance(weight, torch.Tensor):
+                raise TypeError(f"{name!r} is a {type(weight).__name__}; safetensors takes tensors alone")
+        content = import_safetensors().save({name: x.clone().contiguous() for name, x in state["model"].items()})
+        with replacing(path) as output:
+            output.write(content)
+
+    def read(self, path: str) -> dict[str, Any]:
+        try:
+            with open(path, "rb") as file:
+                return {"model": import_safetensors().load(file.read())}
+        except CheckpointError:
+            raise
+        except Exception as error:  # a SafetensorError, a KeyError for a dtype that torch does not have, ...
+            raise CheckpointError(f"'{path}' cannot be read as safetensors: {error}") from error
+
+
+def import_safetensors() -> Any:
+    """Import the module of safetensors for torch. Raises CheckpointError if the package is missing."""
+    try:
+        return importlib.import_module("safetensors.torch")
+    except ImportError:
+        raise CheckpointError("this needs the package safetensors: pip install 'trainkit[safetensors]'") from None
+
+
+@FORMAT_REGISTRY.register()
+def safetensors(model: nn.Module | None) -> CheckpointFormat:
+    """The builder for `FORMAT_REGISTRY`; its name is the suffix of the files."""
+    return SafetensorsFormat()
