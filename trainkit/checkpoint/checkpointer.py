@@ -74,6 +74,7 @@ class Checkpointer:
         self.save_to_disk = comm.is_main_process() if save_to_disk is None else save_to_disk
         name = "async_save" if async_save else format
         self.format = make_format(name, self.model) if isinstance(name, str) else name
+        self._is_prepared = False
         self._writing: futures.Future[None] | None = None
         self._source, self._is_strict = "the checkpoint", False  # of the current load
         self.checkpointables: dict[str, Stateful] = {}
@@ -143,13 +144,14 @@ class Checkpointer:
         return state
 
     def _prepare_folder(self) -> None:
-        if self.save_to_disk:
+        if self.save_to_disk and not self._is_prepared:  # once: a folder that is deleted during a run is an error
             try:
                 os.makedirs(self.save_dir, exist_ok=True)
             except OSError as error:
                 reason = error.strerror or error
                 raise CheckpointError(f"cannot create the checkpoint folder '{self.save_dir}': {reason}") from error
             remove_leftovers(self.save_dir)
+            self._is_prepared = True
 
     def _write(self, state: Any, path: str, tag_last: bool, on_commit: Callable[[], None] | None) -> None:
         self.format.write(state, path)
