@@ -5,6 +5,8 @@ import os
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from trainkit.projects.hooks.publish_weights import publish_weights
+
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.ranks import together
 from trainkit.config import ConfigError
@@ -67,10 +69,7 @@ class PublishWeights(HookBase):
             if checkpointer.save_to_disk and checkpointer.save_dir:
                 path = os.path.join(checkpointer.save_dir, f"{name}.pth")
                 if os.path.exists(path):
-                    logger.info(
-                        "Weights published as %s",
-                        publish_weights(path, self._weights, self._format),
-                    )
+                    logger.info("Weights published as %s", publish_weights(path, self._weights, self._format))
                 else:
                     logger.warning("There is no '%s' to publish: no value of its metric was finite", path)
 

@@ -107,7 +107,7 @@ class Checkpointer:
         Raises:
             TypeError: a value in a state is neither a tensor nor a plain Python value; the message has its path.
             CheckpointError: the file cannot be written; earlier files are unchanged. For an asynchronous save this is
-                raised by :meth:`wait` or :meth:`raise_error`.
+                raised by :meth:`wait`.
         """
         if not name or os.path.basename(name) != name:
             raise ValueError(f"name must be a file name without a folder, got {name!r}")
@@ -175,13 +175,8 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait until nothing is being written; raises the error of an asynchronous save, once."""
-        self._settle()
-        self.raise_error()
-
-    def raise_error(self) -> None:
-        """Raise the CheckpointError of a failed asynchronous save, once; does not wait."""
-        if self._writing is not None and self._writing.done():
-            writing, self._writing = self._writing, None
+        writing, self._writing = self._writing, None
+        if writing is not None:
             writing.result()
 
     def _settle(self) -> None:

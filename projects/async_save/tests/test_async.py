@@ -249,19 +249,15 @@ def test_a_process_that_does_not_write_has_nothing_to_wait_for(tmp_path, disk):
 
 # ---------------------------------------------------------------------------------------- failures
 def test_a_failure_is_raised_once_by_whoever_asks_first(tmp_path, disk):
-    for ask in ("wait", "raise_error"):
-        disk.error = FULL
-        disk.go.clear()
-        checkpointer = Checkpointer(linear(1), tmp_path, async_save=True)
-        checkpointer.save("model")
-        checkpointer.raise_error()  # not yet
-        disk.go.set()
-        checkpointer.has_checkpoint()  # waits, and leaves the failure to others
-        with pytest.raises(CheckpointError, match=r"model.pth.*No space left"):
-            getattr(checkpointer, ask)()
+    disk.error = FULL
+    checkpointer = Checkpointer(linear(1), tmp_path, async_save=True)
+    checkpointer.save("model")
+    disk.go.set()
+    checkpointer.has_checkpoint()  # waits, and leaves the failure to others
+    with pytest.raises(CheckpointError, match=r"model.pth.*No space left"):
         checkpointer.wait()
-        checkpointer.raise_error()
-        assert os.listdir(tmp_path) == []
+    checkpointer.wait()
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_failure_is_logged_at_once_and_the_next_save_makes_up_for_it(tmp_path, disk, caplog):
