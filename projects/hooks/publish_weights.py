@@ -72,7 +72,7 @@ def publish_weights(
 def _choose(state: dict[str, Any], weights: str, path: str | os.PathLike[str]) -> dict[str, Any]:
     model = state.get("model")
     if not isinstance(model, Mapping):
-        raise CheckpointError(f"'{path}' has no entry 'model', so there is nothing to publish")
+        raise CheckpointError(f"'{path}' has no entry 'model' to publish; name another checkpoint")
     averaged = averaged_weights(state) if weights == "ema" else {}
     if averaged is None:
         raise CheckpointError(f"'{path}' holds no averaged weights; train with an EMAHook, or publish \"model\"")

@@ -128,7 +128,8 @@ def _verify(folder: str, files: Mapping[str, tuple[int, str]], path: str, part: 
     """
     if not os.path.isdir(folder):
         raise CheckpointError(
-            f"'{path}' is one part of a checkpoint, but its shards '{os.path.basename(folder)}' are not in its folder"
+            f"'{path}' is one part of a checkpoint, but its shards '{os.path.basename(folder)}' are not in its folder; "
+            "copy that folder too"
         )
     for i, (name, (size, digest)) in enumerate(sorted(files.items())):
         file = os.path.join(folder, name)

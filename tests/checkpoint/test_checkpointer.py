@@ -46,7 +46,7 @@ def test_wrong_arguments_are_named(tmp_path):
         checkpointer.save("model", trainer=1)
     with pytest.raises(ValueError, match="an entry 'model' already"):
         checkpointer.add_checkpointable("model", Counter())
-    with pytest.raises(TypeError, match=r"'lr' of type float has no state_dict\(\)"):
+    with pytest.raises(TypeError, match=r"'lr' is a float; it needs state_dict\(\)"):
         checkpointer.add_checkpointable("lr", 0.1)
 
 

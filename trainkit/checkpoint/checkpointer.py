@@ -84,9 +84,9 @@ class Checkpointer:
     def add_checkpointable(self, key: str, checkpointable: Stateful) -> None:
         """Add an object that is saved and loaded under ``key``, which must be new."""
         if key == "model" or key in self.checkpointables:
-            raise ValueError(f"the checkpoint has an entry {key!r} already")
+            raise ValueError(f"the checkpoint has an entry {key!r} already; choose another key")
         if missing := [name for name in ("state_dict", "load_state_dict") if not hasattr(checkpointable, name)]:
-            raise TypeError(f"checkpointable {key!r} of type {type(checkpointable).__name__} has no {missing[0]}()")
+            raise TypeError(f"checkpointable {key!r} is a {type(checkpointable).__name__}; it needs {missing[0]}()")
         self.checkpointables[key] = checkpointable
 
     # ---------------------------------------------------------------------------------------- saving
@@ -133,7 +133,7 @@ class Checkpointer:
         state: dict[str, Any] = {"model": self.model.state_dict()}
         state |= {key: obj.state_dict() for key, obj in self.checkpointables.items()}
         if taken := sorted(state.keys() & entries.keys()):
-            raise ValueError(f"save() got entries {taken}, which the checkpoint has already")
+            raise ValueError(f"save() got entries {taken}, which the checkpoint has already; rename them")
         state |= entries
         for obj in self.checkpointables.values():
             if hasattr(obj, "before_save"):
@@ -328,7 +328,9 @@ class Checkpointer:
                 objects[key].load_state_dict(state.pop(key))
             except (LookupError, TypeError, AttributeError) as error:  # the state is damaged or not from trainkit
                 reason = f"{type(error).__name__}: {error}"
-                raise CheckpointError(f"'{path}': its entry {key!r} does not fit ({reason})") from error
+                raise CheckpointError(
+                    f"'{path}': its entry {key!r} does not fit ({reason}); use another checkpoint"
+                ) from error
         _logger.info("Loaded %s", path)
         return state
 

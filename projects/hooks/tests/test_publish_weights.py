@@ -96,7 +96,7 @@ def test_an_older_published_file_stays_if_the_new_one_cannot_be_written(tmp_path
     first = publish_weights(save(tmp_path))
     write_file({"model": "no weights"}, tmp_path / "model_final.pth")
 
-    with pytest.raises(CheckpointError, match="has no entry 'model', so there is nothing to publish"):
+    with pytest.raises(CheckpointError, match="has no entry 'model' to publish"):
         publish_weights(tmp_path / "model_final.pth")
 
     assert names(tmp_path) == ["last_checkpoint", "model_final.pth", os.path.basename(first)]
