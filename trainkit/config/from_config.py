@@ -30,10 +30,6 @@ def configurable(
     and ``Net(cfg, depth=3)`` then all work. A call uses the config if its first positional or its ``cfg`` argument is a
     CfgNode or an omegaconf DictConfig. Further arguments go to ``from_config`` if it has a parameter for them, else
     they win over its result.
-
-    Raises:
-        AttributeError: an object is made, and its class has no class method ``from_config``.
-        TypeError: something else is decorated.
     """
 
     def decorate(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ import_check: ContextVar[Callable[[Iterable[Any]], None] | None] = ContextVar("i
 
 
 def import_modules(names: Iterable[str]) -> None:
-    """Import the modules of ``cfg.IMPORTS`` in their order; call this when building, never when reading a config.
+    """Import the modules of ``cfg.IMPORTS``; call this when building, never when reading a config.
 
     Raises:
         ConfigError: an import fails; it is chained to the original error.
@@ -33,11 +33,7 @@ def import_modules(names: Iterable[str]) -> None:
 
 
 def prepare_projects(cfg: CfgNode) -> CfgNode:
-    """A copy of ``cfg`` that the projects whose keys are in it have changed, see `CONFIG_KEYS`.
-
-    Raises:
-        ConfigError: two projects change the same key.
-    """
+    """A copy of ``cfg`` that the projects whose keys are in it have changed, see `CONFIG_KEYS`."""
     cfg, was_frozen = cfg.clone(), cfg.is_frozen()
     cfg.defrost()
     comm.set_data_ranks()  # a project may set others

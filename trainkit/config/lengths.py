@@ -25,7 +25,6 @@ LENGTH_KEYS = frozenset(
     }
 )
 """Keys of a config that take iterations or epochs; SOLVER.STEPS takes a list of them."""
-_ENTRY_KEYS = {"HOOKS", "SOLVER.SCHEDULES"}  # lists of entries, in which every text such as "3ep" is a length
 _EPOCHS = re.compile(r"(\d+(?:\.\d+)?)ep")
 _Cfg = TypeVar("_Cfg", bound=CfgNode)
 
@@ -42,11 +41,7 @@ class Epochs:
 
 
 def parse_length(value: object, key: str = "length") -> int | Epochs:
-    """Read one length; a number of iterations is returned as it is.
-
-    Raises:
-        ConfigError: ``value`` is neither an int (a bool does not count) nor a text such as "3ep".
-    """
+    """Read one length, the value of ``key``. Raises ConfigError if it is neither an int nor a text such as "3ep"."""
     if isinstance(value, int) and not isinstance(value, bool):
         return int(value)
     match = _EPOCHS.fullmatch(value) if isinstance(value, str) else None
@@ -59,10 +54,8 @@ def resolve_lengths(cfg: _Cfg, iters_per_epoch: int | None) -> _Cfg:
     """A copy of ``cfg`` with all lengths in iterations; it is frozen if ``cfg`` is.
 
     Args:
-        iters_per_epoch: iterations per pass over the training data; None if the data has no length.
-
-    Raises:
-        ConfigError: a length is in epochs while ``iters_per_epoch`` is None.
+        iters_per_epoch: iterations per pass over the training data; None if the data has no length: a length in epochs
+            is then a ConfigError.
     """
 
     def resolve(key: str, value: Any) -> Any:
@@ -77,7 +70,7 @@ def resolve_lengths(cfg: _Cfg, iters_per_epoch: int | None) -> _Cfg:
         return Epochs(float(value[:-2])).to_iters(iters_per_epoch)
 
     resolved = cfg.clone()
-    for key in sorted(LENGTH_KEYS | _ENTRY_KEYS):
+    for key in [*sorted(LENGTH_KEYS), "HOOKS", "SOLVER.SCHEDULES"]:  # in entries, every text such as "3ep" is a length
         *parents, name = key.split(".")
         node = resolved[parents[0]] if parents else resolved
         node[name] = resolve(key, node[name])  # by item, which works for a frozen node too

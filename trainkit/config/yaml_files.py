@@ -54,11 +54,7 @@ def parse_literal(text: str) -> Any:
 
 
 def load_yaml(stream: str | IO[str], name: str) -> dict[str, Any]:
-    """Read one YAML mapping, from the file ``name``; an empty document is ``{}``.
-
-    Raises:
-        ConfigError: invalid YAML, a tag that names code, or a top level that is not a mapping.
-    """
+    """Read one YAML mapping, of the file ``name``. Raises ConfigError if the YAML is invalid or names code."""
     try:
         content = yaml.load(stream, Loader=_Loader)  # a SafeLoader
     except (yaml.YAMLError, ValueError) as error:  # a ValueError: text in another encoding, or a date without a day
