@@ -13,7 +13,7 @@ from projects.digits import load_split
 from trainkit.config import CfgNode
 from trainkit.data import DatasetCatalog
 from trainkit.modeling import MODEL_REGISTRY
-from trainkit.solver import LAYER_DEPTH_REGISTRY, OPTIMIZER_REGISTRY, PARAM_GROUP_REGISTRY, SCHEDULE_REGISTRY
+from trainkit.solver import OPTIMIZER_REGISTRY
 
 
 class _DigitsModel(nn.Module):
@@ -45,8 +45,7 @@ class _DigitsModel(nn.Module):
 class DigitsOfEveryKind(_DigitsModel):
     """One layer of each kind that parameter groups tell apart.
 
-    ``MODEL.FROZEN`` lists the names of parameters that are not trained, and with ``MODEL.SHARED`` both convolutions
-    have the same weight.
+    ``MODEL.FROZEN`` lists the names of parameters that are not trained.
     """
 
     def __init__(self, cfg: CfgNode) -> None:
@@ -57,54 +56,12 @@ class DigitsOfEveryKind(_DigitsModel):
         self.norm = nn.GroupNorm(1, 2)
         self.scale = nn.Parameter(torch.ones(1))
         self.head = nn.Linear(2 * 8 * 8, 10)
-        if cfg.MODEL.get("SHARED"):
-            self.dwconv2.weight = self.dwconv.weight
         for name in cfg.MODEL.get("FROZEN", ()):
             self.get_parameter(name).requires_grad = False
 
     def logits(self, images: Tensor) -> Tensor:
         inks = self.embedding((16 * images[:, 0]).long()).permute(0, 3, 1, 2)
         return self.head(self.scale * self.norm(self.dwconv2(self.dwconv(inks))).flatten(1))
-
-    def get_layer_depth(self, name: str) -> tuple[int, int]:
-        return ("embedding", "dwconv", "dwconv2", "norm", "scale", "head").index(name.partition(".")[0]), 6
-
-
-@MODEL_REGISTRY.register()
-class DigitsOfNamedLayers(_DigitsModel):
-    """Linear layers in a row, under the dotted names of ``MODEL.LAYERS``."""
-
-    def __init__(self, cfg: CfgNode) -> None:
-        super().__init__()
-        self.path = list(cfg.MODEL.LAYERS)
-        for name in self.path:
-            parent: nn.Module = self
-            *outer, last = name.split(".")
-            for part in outer:
-                if not hasattr(parent, part):
-                    parent.add_module(part, nn.Module())
-                parent = getattr(parent, part)
-            is_first, is_last = name == self.path[0], name == self.path[-1]
-            parent.add_module(last, nn.Linear(64 if is_first else 8, 10 if is_last else 8, bias=False))
-
-    def logits(self, images: Tensor) -> Tensor:
-        first, *middle, last = (self.get_submodule(name) for name in self.path)
-        features = first(images.flatten(1))
-        for layer in middle:
-            features = features + torch.tanh(layer(features))
-        return last(features)
-
-
-@PARAM_GROUP_REGISTRY.register()
-def head_apart(cfg: CfgNode, model: nn.Module) -> list[dict[str, Any]]:
-    head = [param for name, param in model.named_parameters() if name.startswith("layers.15.")]
-    rest = [param for name, param in model.named_parameters() if not name.startswith("layers.15.")]
-    return [{"params": rest}, {"params": head, "lr": 10 * cfg.SOLVER.BASE_LR}]
-
-
-@LAYER_DEPTH_REGISTRY.register()
-def head_last(name: str) -> tuple[int, int]:
-    return int(name.startswith("layers.15.")), 2
 
 
 @OPTIMIZER_REGISTRY.register()
@@ -115,15 +72,6 @@ class SignSGD(torch.optim.SGD):
         for group in self.param_groups:
             for param in group["params"]:
                 param.data.sub_(group["lr"] * param.grad.sign())
-
-
-@SCHEDULE_REGISTRY.register()
-class Sawtooth:
-    def __init__(self, teeth: int) -> None:
-        self.teeth = teeth
-
-    def __call__(self, t: int, base: float) -> float:
-        return base * (1 + t % self.teeth)
 
 
 class DigitsStream(IterableDataset[Any]):

@@ -4,7 +4,7 @@ import pytest
 
 from tests.tools.digits_run import in_one_piece
 from tests.tools.settings import EVERY_KIND, IMPORTS, hook
-from tests.tools.settings_of_schedules import schedules
+from tests.tools.settings_of_optimization import schedules
 from trainkit.utils.logger import close_logger
 
 
