@@ -197,7 +197,7 @@ PUBLIC = {
         "get_event_storage",
         "has_event_storage",
     },
-    "trainkit.replay": {"Replay", "replay", "replay_range"},
+    "trainkit.projects.replay": {"Replay", "replay", "replay_range"},
     "trainkit_selfsup": {"DeepClusterHook", "DenseCLHook", "ODCHook", "ODCMemory", "SimSiamHook", "SwAVHook"},
 }
 

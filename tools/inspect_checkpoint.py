@@ -24,16 +24,16 @@ from zipfile import is_zipfile
 
 from tabulate import tabulate
 from torch import Tensor, nn
+from trainkit.projects.replay.contents import differing, is_of_the_clock
+from trainkit.projects.replay.fork import describe_parent
 
 from trainkit.checkpoint import Checkpointer, CheckpointError
-from trainkit.checkpoint.contents import differing, is_of_the_clock
 from trainkit.checkpoint.file import is_ours, read_file
 from trainkit.checkpoint.folder import candidates, checkpoint_files, choose, tagged_file
 from trainkit.checkpoint.format import format_of, make_format
 from trainkit.config import CfgNode, get_cfg
 from trainkit.config.config import changed_settings
 from trainkit.engine import user_errors_exit
-from trainkit.engine.fork import describe_parent
 from trainkit.evaluation.testing import flatten_results_dict
 from trainkit.utils.periods import say_done
 
@@ -113,7 +113,7 @@ def _facts(path: str, state: Mapping[str, Any]) -> list[tuple[str, str]]:
         "evaluation": lambda: _describe_results(trainer),
         "best": lambda: _describe_best(trainer),
         "model": lambda: _describe_model(state.get("model", state.get("state_dict"))),
-        "settings": lambda: _describe_settings(trainer["settings"]),
+        "settings": lambda: _describe_settings(_of_hook(trainer, "RunRecord", "settings")),
         "processes": lambda: str(trainer["world_size"]),
         "command": lambda: " ".join(
             [f"-m {origin['module']}" if origin["module"] else origin["argv"][0], *origin["argv"][1:]]
@@ -125,7 +125,7 @@ def _facts(path: str, state: Mapping[str, Any]) -> list[tuple[str, str]]:
             "their digests"
         ),
         "forked from": lambda: "\n".join(map(describe_parent, reversed(origin["parents"]))),
-        "left out": lambda: _describe_left_out(trainer["left_out"]),
+        "left out": lambda: _describe_left_out(_of_hook(trainer, "SkipBatches", "left_out")),
         "in parts": lambda: _describe_parts(format_of(state).files(path)[:-1]),
         "is": lambda: _notes(path, _tagged(os.path.dirname(path))[0]),
     }
@@ -134,6 +134,11 @@ def _facts(path: str, state: Mapping[str, Any]) -> list[tuple[str, str]]:
         with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):
             found.append((name, describe()))
     return found
+
+
+def _of_hook(trainer: Mapping[str, Any], hook: str, name: str) -> Any:
+    """An entry of a hook's state; older files have it in the state of the trainer."""
+    return trainer[name] if name in trainer else trainer["hooks"][hook][name]
 
 
 def _describe_iteration(iteration: int, trainer: Any) -> str:

@@ -131,7 +131,7 @@ def check_settings(script_args: Sequence[str], runs: Sequence[Settings]) -> None
         ConfigError: a key is unknown, or a value has the wrong type.
     """
     given = default_argument_parser().parse_args(list(script_args))
-    if given.fork:  # the config is that of another run
+    if getattr(given, "fork", ""):  # the config is that of another run
         return
     cfg = get_cfg()
     cfg.merge_from_file(given.config_file or str(DEFAULT_CONFIG))

@@ -21,7 +21,7 @@ class Trainer(DefaultTrainer):
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
     """One process of the run; returns the results of the last evaluation on rank 0."""
-    if not args.fork:
+    if not getattr(args, "fork", ""):  # an option of a project
         args.config_file = args.config_file or str(DEFAULT_CONFIG)
     return run(args, Trainer)
 

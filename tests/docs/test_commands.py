@@ -10,6 +10,7 @@ import re
 import pytest
 import torch
 from torch.distributed.run import get_args_parser
+from trainkit.projects.replay.__main__ import parse_args
 
 from projects.charlm import sample
 from tests.docs.pages import PAGES, ROOT, blocks, commands, inline_commands, page, shell_lines
@@ -29,7 +30,7 @@ RUN_BY = {
     "tools/analyze_model.py": "tests/docs/test_tools.py::test_a_command_prints_what_the_page_shows",
     "tools/predict.py": "tests/docs/test_tools.py::test_a_command_prints_what_the_page_shows",
     "tools/inspect_checkpoint.py": "tests/docs/test_tools.py::test_a_command_prints_what_the_page_shows",
-    "tools/replay.py": (
+    "trainkit.projects.replay": (
         "tests/docs/test_replay.py::test_the_hunt_prints_what_the_page_shows_and_leaves_the_run_as_it_is"
     ),
     "tools/convert_checkpoint.py": (
@@ -44,7 +45,7 @@ RUN_BY = {
     "tools/sweep.py": (
         "tests/tools/test_sweep.py::test_the_table_has_the_best_run_first_and_what_has_failed_is_tried_again"
     ),
-    "tools/config_reference.py": "tests/docs/test_config.py::test_a_page_is_what_the_tool_writes_now",
+    "tools/config_reference.py": "tests/docs/test_config.py::test_the_page_is_what_the_tool_writes_now",
     "tools/chaos.py": "tests/tools/test_chaos.py::test_a_run_killed_three_times_ends_as_one_that_was_left_alone",
     "tools/benchmark.py": "tests/tools/test_benchmark.py::test_all_rows_are_measured_with_their_own_rounds_by_default",
     "tests/same_bits.py": "tests/test_same_bits.py::test_the_script_names_the_part_that_differs_from_its_record",
@@ -135,13 +136,16 @@ def understand(words):
             return understand(command)
         case ["torchrun", *args]:
             read = get_args_parser().parse_args(args)
-            return understand(["python", read.training_script, *read.training_script_args])
+            return understand(["python", *["-m"] * read.module, read.training_script, *read.training_script_args])
         case ["pip", "install", "-e", target]:
             assert re.fullmatch(rf"\.(\[({'|'.join(extras())})\])?", target)
             return "pip"
         case ["python", "-c", code]:
             compile(code, "page", "exec")
             return "tools/predict.py"  # which reads what it makes
+        case ["python", "-m", "trainkit.projects.replay", *args]:
+            parse_args(args or ["RUN"])
+            return words[2]
         case ["python", "-m", module, *_]:
             assert importlib.util.find_spec(module)  # what it imports may not be installed
             return module

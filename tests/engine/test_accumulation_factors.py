@@ -2,15 +2,15 @@
 
 import pytest
 import torch
+from trainkit.projects.replay import replay
+from trainkit.projects.replay.tests.job import Job
+from trainkit.projects.replay.tests.skip_job import same, train
 
 from tests.engine.job import tiny_cfg
-from tests.engine.test_skip import same, train
-from tests.replay.job import Job
 from trainkit.config import ConfigError, check_values
 from trainkit.config.scaling import scale_workers
 from trainkit.data import DatasetCatalog, TrainingSampler
 from trainkit.engine import DefaultTrainer, SimpleTrainer
-from trainkit.replay import replay
 
 FACTORS = ("SOLVER.IMS_PER_BATCH", 4, "SOLVER.ACCUMULATION_FACTORS", [[3, 2], [6, 4]])
 SIZES = [4] * 3 + [8] * 3 + [16] * 4

@@ -1,10 +1,8 @@
 """DefaultTrainer and DefaultPredictor: what is assembled, in which order, and what can be overridden."""
 
-import ast
 import copy
 import json
 import math
-import re
 import weakref
 from fractions import Fraction
 
@@ -16,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from tests.engine.job import TinyClassifier, tiny_cfg
 from trainkit.checkpoint import CheckpointError
-from trainkit.config import ConfigError, get_cfg
+from trainkit.config import ConfigError
 from trainkit.data import DatasetCatalog, build_train_loader
 from trainkit.engine import (
     AMPTrainer,
@@ -30,6 +28,7 @@ from trainkit.engine import (
 from trainkit.evaluation import DatasetEvaluator, inference_on_dataset
 from trainkit.utils.events import EventWriter
 from trainkit.utils.periods import exact
+from trainkit.utils.plugins import RUN_HOOKS
 
 
 def rows(output_dir):
@@ -37,7 +36,7 @@ def rows(output_dir):
 
 
 def names(trainer):
-    return [type(hook).__name__ for hook in trainer._hooks]
+    return [name for hook in trainer._hooks if (name := type(hook).__name__) not in RUN_HOOKS]
 
 
 def weights(trainer):
@@ -624,57 +623,6 @@ def test_resuming_beyond_the_end_is_an_error_that_names_both_numbers(tmp_path):
     trainer = DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.MAX_ITER", 4, "SOLVER.STEPS", ()))
     with pytest.raises(ConfigError, match="SOLVER.MAX_ITER is 4, but the checkpoint to resume from has done 10 iter"):
         trainer.resume_or_load()
-
-
-def test_a_run_is_resumed_with_its_own_config_file_without_a_warning_of_other_settings(tmp_path, caplog):
-    hooks = [{"NAME": "GarbageCollection", "PERIOD": 5, "ENABLED": True}]  # config.yaml has the keys in another order
-    cfg = tiny_cfg(tmp_path, "HOOKS", hooks)
-    DefaultTrainer(cfg).train()
-    (tmp_path / "config.yaml").write_text(cfg.dump())
-    again = get_cfg()
-    again.merge_from_file(str(tmp_path / "config.yaml"))
-    assert list(again.HOOKS[0]) != list(hooks[0])
-    DefaultTrainer(again).resume_or_load()
-    assert "other settings" not in caplog.text
-
-
-def test_every_setting_that_changes_what_a_resumed_run_computes_is_shown_with_what_is_used(tmp_path, caplog):
-    DefaultTrainer(tiny_cfg(tmp_path)).train()
-    others = {
-        "SEED": ("1", "2", "checkpoint"),
-        "SOLVER.BASE_LR": ("0.1", "0.2", "checkpoint"),
-        "SOLVER.MAX_ITER": ("10", "20", "this run"),
-        "SOLVER.IMS_PER_BATCH": ("8", "4", "this run"),
-        "SOLVER.ACCUMULATION_STEPS": ("1", "2", "this run"),
-        "SOLVER.AMP.ENABLED": ("False", "True", "this run"),
-        "SOLVER.AMP.PRECISION": ("'float16'", "'bfloat16'", "this run"),
-        "SOLVER.CLIP_GRADIENTS.ENABLED": ("False", "True", "this run"),
-        "SOLVER.NON_FINITE.POLICY": ("'raise'", "'skip'", "this run"),
-        "DATASETS.TRAIN": ("('tiny_train',)", "('tiny_val',)", "this run"),
-        "MODEL.WIDTH": ("-", "7", "this run"),
-    }
-    options = [item for key, (_, new, _) in others.items() for item in (key, ast.literal_eval(new))]
-    no_matter = ("DATALOADER.NUM_WORKERS", 1, "LOG.PERIOD", 3, "MODEL.WEIGHTS", "other.pth")
-    cfg = tiny_cfg(tmp_path, *no_matter, *options)
-    caplog.clear()
-    DefaultTrainer(cfg).resume_or_load()
-    (message,) = [text for text in caplog.messages if text.startswith("The checkpoint was written with other settings")]
-    _, headers, _, *lines = message.splitlines()
-    assert re.split(r" {2,}", headers) == ["setting", "of this run", "in the checkpoint", "what is used"]
-    rows = {key: (old, new, used) for key, new, old, used in (re.split(r" {2,}", line) for line in lines)}
-    assert rows == others
-
-    caplog.clear()
-    DefaultTrainer(tiny_cfg(tmp_path)).resume_or_load()
-    assert "other settings" not in caplog.text
-
-
-def test_a_checkpoint_without_settings_is_resumed(tmp_path, caplog):
-    trainer = DefaultTrainer(tiny_cfg(tmp_path))
-    state = trainer.state_dict()
-    del state["settings"]
-    DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.IMS_PER_BATCH", 4)).load_state_dict(state)
-    assert "other settings" not in caplog.text
 
 
 def test_a_plain_fvcore_checkpointer_saves_and_resumes_the_trainer(tmp_path):

@@ -59,7 +59,8 @@ def test_an_option_that_is_not_given_does_nothing(project, tmp_path):
 def test_every_default_trainer_has_the_hooks_of_installed_projects(project, tmp_path):
     names = [type(hook).__name__ for hook in DefaultTrainer(tiny_cfg(tmp_path)).hooks]
 
-    assert names.count("Recorder") == 1 and names.index("Recorder") < names.index("LRScheduler")
+    assert names.count("Recorder") == 1
+    assert names.index("Recorder") < names.index("LRScheduler")
 
 
 def test_a_broken_project_is_not_taken_for_a_missing_one(monkeypatch, tmp_path):

@@ -3,20 +3,18 @@
 import contextlib
 import logging
 import sys
-from argparse import Namespace
 
 import pytest
 
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import AfterStep
-from trainkit.engine import DefaultTrainer, HookBase
-from trainkit.engine.origin import note_command
+from trainkit.engine import DefaultTrainer, HookBase, setup
 
 
 def summary(tmp_path, caplog, *options, hooks=(), resume=False):
     """Its lines, and the trainer."""
     cfg = tiny_cfg(tmp_path, *options)
-    note_command(cfg, Namespace(resume=resume))
+    cfg.__dict__[setup._COMMAND] = setup.Command(resume)
     trainer = DefaultTrainer(cfg)
     trainer.register_hooks(list(hooks))
     with caplog.at_level(logging.INFO), contextlib.suppress(RuntimeError):

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from trainkit.projects.hooks.publish_weights import publish_weights
+from trainkit.projects.replay.contents import differing
 
 from tests.checkpoint.conftest import Counter, linear
 from tests.engine.job import tiny_cfg
 from tools import inspect_checkpoint
 from trainkit.checkpoint import Checkpointer
-from trainkit.checkpoint.contents import differing
 from trainkit.checkpoint.file import read_file, write_file
 from trainkit.engine import DefaultTrainer
 

@@ -107,6 +107,7 @@ class CfgNode(_FvcoreCfgNode):
 def changed_settings(cfg: CfgNode, default: CfgNode, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(full key, value) of each setting of ``cfg`` that differs from ``default`` or is not in it."""
     for name, value in cfg.items():
+        _declare(default, name)
         if isinstance(value, _FvcoreCfgNode):
             yield from changed_settings(value, default.get(name, CfgNode()), f"{prefix}{name}.")
         elif name not in default or value != default[name]:

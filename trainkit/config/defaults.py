@@ -19,10 +19,6 @@ _C.FLOAT32_PRECISION = ""  # For torch.set_float32_matmul_precision: "highest", 
 _C.STOP_CHECK_PERIOD = 20  # If one rank is asked to stop, all ranks stop after at most this many iterations.
 _C.REQUEUE_SIGNAL = ""  # "SIGUSR1", "SIGTERM": a SLURM job that this signal stops is requeued. "": it only stops.
 _C.VIS_PERIOD = 0  # How often a model draws while it trains. trainkit itself does not use it.
-_C.FORK = CN()  # The run starts with the state of another run; --fork sets these keys.
-_C.FORK.RUN = ""  # The folder with the checkpoints of the other run. "": no fork.
-_C.FORK.ITER = -1  # The iteration of the checkpoint. -1: the newest checkpoint.
-_C.FORK.CHANGES = []  # [key, value in the other run, value in this run], written by --fork.
 
 # ---------------------------------------------------------------------------- model
 _C.MODEL = CN(new_allowed=True)  # Add the keys of your own model here.
@@ -55,8 +51,6 @@ _C.DATALOADER.PERSISTENT_WORKERS = False  # True: keep the workers after each pa
 _C.DATALOADER.COLLATE = "default"  # "default": torch's default_collate makes a batch. "list": it is a list of samples.
 _C.DATALOADER.SAMPLER_TRAIN = "TrainingSampler"  # A name in SAMPLER_REGISTRY.
 _C.DATALOADER.OVERFIT_BATCHES = 0  # N: repeat the data of the first N iterations. 0: use all data.
-_C.DATALOADER.SKIP = []  # [[100, 120]]: leave out the batches of iterations 100 to 119, counted from 0.
-_C.DATALOADER.SKIP_MODE = "shift"  # Later batches move up. "consume": iterations 100 to 119 make no step.
 
 # ---------------------------------------------------------------------------- optimization
 _C.SOLVER = CN()
@@ -163,7 +157,6 @@ RANGES = {
 """Interval -> the keys that accept its numbers, see `trainkit.config.checks.check_ranges`."""
 CHOICES: dict[str, tuple[Any, ...]] = {
     "CHECKPOINT.BEST_MODE": ("auto", "max", "min"),
-    "DATALOADER.SKIP_MODE": ("shift", "consume"),
     "EARLY_STOPPING.MODE": ("auto", "max", "min"),
     "FLOAT32_PRECISION": ("", "highest", "high", "medium"),
     "LOG.EVAL_AXIS": ("iter", "epoch"),

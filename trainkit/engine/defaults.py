@@ -5,7 +5,7 @@ import inspect
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from functools import cached_property
 from operator import attrgetter
@@ -32,21 +32,18 @@ from trainkit.data.build import build_test_loader, build_train_loader, check_epo
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.engine import hooks
 from trainkit.engine.build import ModelBuilder, build_parallel, build_step_trainer
-from trainkit.engine.capsule import leave_capsule
 from trainkit.engine.elastic import is_restarted, note_begin, requeue_job
 from trainkit.engine.evaluation_run import evaluate_models
-from trainkit.engine.fork import forked, path_of_parent
 from trainkit.engine.forwarding import check_exchange, forwarded
 from trainkit.engine.global_batch import GlobalBatch
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_list import sort_key
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
 from trainkit.engine.loop import TrainerBase
-from trainkit.engine.origin import RUN_DOES_IT, active_replay, command_of, describe_origin
 from trainkit.engine.parallel import create_ddp_model, ddp_options
-from trainkit.engine.settings import describe_other_settings, settings_of
 from trainkit.engine.setup import (
     checkpoint_dir,
+    command_of,
     default_argument_parser,
     default_setup,
     default_writers,
@@ -54,7 +51,6 @@ from trainkit.engine.setup import (
     release_folders,
     use_local_folders,
 )
-from trainkit.engine.skip import Skip
 from trainkit.engine.step import SimpleTrainer
 from trainkit.engine.summary import ENDS, summarize
 from trainkit.evaluation import (
@@ -68,12 +64,13 @@ from trainkit.evaluation.observer import for_details
 from trainkit.modeling import build_model, device_of_config, on_device
 from trainkit.solver import build_lr_scheduler, build_optimizer
 from trainkit.utils import comm
-from trainkit.utils.device import device_of
 from trainkit.utils.events import EventWriter
 from trainkit.utils.model import is_part_of
 from trainkit.utils.plugins import RUN_HOOKS, installed, lazy_names
 
 logger = logging.getLogger(__name__)
+
+_RUN_DOES_IT = "call trainkit.engine.run(args, Trainer, cfg), which follows all options"
 
 # includes names that detectron2 users import from here
 __all__ = [  # noqa: F822 - DefaultPredictor is in a project
@@ -106,15 +103,13 @@ class DefaultTrainer(TrainerBase):
 
     Attributes:
         cfg: the config with every length in iterations.
+        given_cfg: the config as it was given.
         scheduler, checkpointer: those of the run.
     """
 
     own_keys = (*TrainerBase.own_keys, "data", "results")
-    _is_resumed = _forks = False
-    _parents: Sequence[Mapping[str, Any]] = ()  # the runs from which this one was forked, the oldest first
+    _is_resumed = False
     _global_batch: GlobalBatch | None = None  # None if a subclass does not call __init__
-    _given_cfg: CfgNode | None = None
-    _how_to_repeat = ""  # the command that repeats the failed step
 
     # what the trainer of a step has and a run replaces; whatever else it knows, __getattr__ asks it for
     model = forwarded("_trainer.model")
@@ -126,17 +121,13 @@ class DefaultTrainer(TrainerBase):
     def __init__(self, cfg: CfgNode) -> None:
         super().__init__()
         check_is_ours(cfg)
-        if (replay := active_replay.get()) is not None:
-            replay.set_up(cfg)
         import_modules(cfg.IMPORTS)
         check_values(cfg)
         use_local_folders(cfg)
-        self._given_cfg = cfg
+        self.given_cfg = cfg
         cfg = prepare_projects(cfg)
         self._check_names(cfg)
         self._global_batch = batch = GlobalBatch(cfg, checkpoint_dir(cfg))
-        if replay is not None:
-            batch.record = replay.origin["batch"] or batch.record
         cfg = batch.split(self.auto_scale_workers(cfg, batch.world_size))
         cfg = scale_lr_to_batch(cfg)
 
@@ -186,7 +177,7 @@ class DefaultTrainer(TrainerBase):
     def resume_or_load(self, resume: bool = True) -> None:
         """Load the last checkpoint in OUTPUT_DIR if ``resume`` and there is one; else load MODEL.WEIGHTS.
 
-        A run that torchrun or SLURM has restarted always resumes. A fork starts from the checkpoint that FORK names.
+        A run that torchrun or SLURM has restarted always resumes.
 
         Raises:
             trainkit.checkpoint.CheckpointError: no checkpoint is intact, or it is of another model.
@@ -194,17 +185,13 @@ class DefaultTrainer(TrainerBase):
         """
         resume = resume or is_restarted()
         note_begin()
-        self._forks = bool(self.cfg.FORK.RUN) and not (resume and self.checkpointer.has_checkpoint())
-        if forks := self._forks:
-            self.checkpointer.load(path_of_parent(self.cfg), strict=True)
-        else:
-            self.checkpointer.resume_or_load(self.cfg.MODEL.WEIGHTS, resume=resume)
-        if forks or (resume and self.checkpointer.has_checkpoint()):
+        self.checkpointer.resume_or_load(self.cfg.MODEL.WEIGHTS, resume=resume)
+        if resume and self.checkpointer.has_checkpoint():
             self.start_iter = self.iter + 1  # the checkpoint names the last completed iteration
-            if self.start_iter > self.max_iter - forks:
+            if self.start_iter > self.max_iter:
                 raise ConfigError(
-                    f"SOLVER.MAX_ITER is {self.max_iter}, but the checkpoint to {'fork' if forks else 'resume from'} "
-                    f"has done {self.start_iter} iterations; raise it, leave out --resume, or fork an earlier one"
+                    f"SOLVER.MAX_ITER is {self.max_iter}, but the checkpoint to resume from has done {self.start_iter} "
+                    "iterations; raise it, or leave out --resume"
                 )
             finished = self.checkpointer.finished() if isinstance(self.checkpointer, Checkpointer) else None
             match finished:
@@ -232,8 +219,6 @@ class DefaultTrainer(TrainerBase):
             SystemExit: with code 1 if the results differ from TEST.EXPECTED_RESULTS.
             OSError: the run is at its end, but not all of its results are on the disk.
         """
-        if (replay := active_replay.get()) is not None:
-            replay.train(self)
         self._check_command()
         if not is_part_of(self.model, getattr(self.checkpointer, "model", self.model)):
             raise ValueError(
@@ -261,9 +246,6 @@ class DefaultTrainer(TrainerBase):
                 requeue_job()
 
     def _train(self, start_iter: int, max_iter: int) -> dict[str, Any]:
-        self._how_to_repeat = ""
-        self._skip.begin(start_iter)
-        _ = self.origin  # read now: files may change during the run
         marks = isinstance(self.checkpointer, Checkpointer)  # fvcore's checkpointer cannot mark a run as finished
         if marks:
             self.checkpointer.forget_finished()
@@ -282,50 +264,29 @@ class DefaultTrainer(TrainerBase):
             _kept_loaders.reset(token)  # ends their workers
             if comm.is_main_process() and self.status in ENDS:
                 logger.info("%s", summarize(self))
-            if self.status == "failed" and self._how_to_repeat:
-                logger.error("To repeat the step: %s", self._how_to_repeat)  # last
         if comm.is_main_process() and self.cfg.TEST.EXPECTED_RESULTS and self.status == "finished":
             verify_results(self.cfg, self._results)
         return self._results
-
-    def _fail(self, error: BaseException) -> None:
-        is_before_update = self._inside == "stage 1" and self.position.stage == 1
-        super()._fail(error)
-        self._how_to_repeat = leave_capsule(self, error, is_before_update)
 
     def _check_command(self) -> None:
         """Refuse to train if the command line asks for something else; training would change the files of a run."""
         command = command_of(self.cfg)
         if command.eval_only:
             raise ConfigError(
-                f"--eval-only is given, but the script trains; {RUN_DOES_IT}, or return before train() if "
+                f"--eval-only is given, but the script trains; {_RUN_DOES_IT}, or return before train() if "
                 "args.eval_only"
             )
         starts_over = self.status == "not started" and not self._is_resumed
-        forks = bool(self.cfg.FORK.RUN)
-        if starts_over and (forks or (command.resume and self.checkpointer.has_checkpoint())):
+        if starts_over and command.resume and self.checkpointer.has_checkpoint():
             raise ConfigError(
-                f"{'--fork' if forks else '--resume'} is given, but the script starts at iteration 0; "
-                f"{RUN_DOES_IT}, or call trainer.resume_or_load(resume=args.resume) before train()"
+                f"--resume is given, but the script starts at iteration 0; {_RUN_DOES_IT}, or call "
+                "trainer.resume_or_load(resume=args.resume) before train()"
             )
 
     def run_step(self) -> None:
         trainer = self._step_trainer
         trainer.iter, trainer.max_iter = self.iter, self.max_iter
-        if not self._skip.leave_out(trainer, self.iter):
-            trainer.run_step()
-
-    @cached_property
-    def origin(self) -> dict[str, Any]:
-        """How this run was started, see `describe_origin`; empty on ranks other than 0."""
-        if not comm.is_main_process() or self._given_cfg is None:
-            return {}
-        batch = None if self._global_batch is None else self._global_batch.record
-        return {**describe_origin(self._given_cfg.dump(), device_of(self.model), batch), "parents": [*self._parents]}
-
-    @cached_property
-    def _skip(self) -> Skip:
-        return Skip(self.cfg)
+        trainer.run_step()
 
     def describe_inexact(self) -> list[str]:
         return [*super().describe_inexact(), *self._trainer.describe_inexact()]
@@ -334,27 +295,17 @@ class DefaultTrainer(TrainerBase):
         return {
             **super().state_dict(),
             "data": self._trainer.feed.state_dict(),
-            "left_out": self._skip.left_out,
             "results": _plain_results(self._results),
-            "settings": settings_of(self.cfg),
-            "origin": self.origin,
             "_trainer": self._trainer.step_state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._forks:
-            state_dict, self._forks = forked(state_dict, self), False
         super().load_state_dict(state_dict)
         self._is_resumed = True
-        self._parents = state_dict.get("origin", {}).get("parents", [])
-        saved = state_dict.get("settings")  # older states have none
-        if saved and (table := describe_other_settings(saved, self.cfg)):
-            logger.warning("The checkpoint was written with other settings:\n%s", table)
         self.__dict__.pop("_last_eval_results", None)  # the results of an earlier run of this trainer
         if results := state_dict.get("results"):
             self._last_eval_results = results
         self._trainer.feed.load_state_dict(state_dict.get("data", {}))
-        self._skip.left_out = state_dict.get("left_out", [])
         self._trainer.load_step_state_dict(state_dict["_trainer"])
 
     # ------------------------------------------------------------------ hooks

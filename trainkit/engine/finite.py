@@ -3,7 +3,6 @@
 import logging
 import math
 import operator
-import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, TypeAlias, get_args
@@ -285,12 +284,6 @@ def describe_failure(what: str, iter: int, losses: Mapping[str, float], more: st
         "at the batch of this iteration; the weights have not been updated with it, unless metrics are asynchronous or "
         "those of several ranks are not gathered in each iteration"
     )
-
-
-def failed_iteration(error: BaseException) -> int | None:
-    """The iteration that an error of `raise_failure` names; the trainer may be in a later one. None: another error."""
-    found = re.search(r"not finite in iteration (\d+)", str(error)) if isinstance(error, FloatingPointError) else None
-    return int(found[1]) if found else None
 
 
 def raise_failure(by_rank: Sequence[str | None]) -> None:

@@ -32,7 +32,7 @@ class GlobalBatch:
         asked = [solver.IMS_PER_BATCH, solver.ACCUMULATION_STEPS, solver.REFERENCE_WORLD_SIZE]
         self._ranks = comm.get_data_world_size()
         self.record: dict[str, Any] = {"world_size": self._ranks, "asked": asked}
-        former = self._read(self._path) or self._read(Path(cfg.FORK.RUN) / _FILE) if comm.is_main_process() else None
+        former = self._read(self._path) if comm.is_main_process() else None
         former = comm.broadcast(former)
         if former is not None and former["asked"] == asked:  # otherwise it was set for this number of ranks
             self.record = former

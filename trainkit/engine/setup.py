@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,9 +24,7 @@ from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, import_
 from trainkit.config.checks import check_is_ours
 from trainkit.config.config import changed_settings
 from trainkit.engine.elastic import JOB_FILE, is_first_to_fail, is_restarted, look_for_requeue, note_begin
-from trainkit.engine.fork import take_settings
 from trainkit.engine.launch import check_processes
-from trainkit.engine.origin import active_replay, note_command
 from trainkit.utils import comm, events
 from trainkit.utils.collect_env import collect_env_info
 from trainkit.utils.env import seed_all_rng
@@ -38,10 +36,25 @@ logger = logging.getLogger(__name__)
 
 # the files of a run in its output folder
 _RUN_FILES = re.compile(
-    r"log\.txt(\.rank\d+)?|config\.yaml|batch\.json|confusion_.+\.json|metrics\.(json|csv)(\.cut_\d+)?"
-    rf"|last_checkpoint|finished|{JOB_FILE}|capsule\.rank\d+\.pt|.+\.pth|.+_published-\w{{8}}\.safetensors"
+    r"log\.txt|.+\.rank\d+(\.pt)?|config\.yaml|batch\.json|confusion_.+\.json|metrics\.(json|csv)(\.cut_\d+)?"
+    rf"|last_checkpoint|finished|{JOB_FILE}|.+\.pth|.+_published-\w{{8}}\.safetensors"
     r"|events\.out\.tfevents\..+|events\.cut_\d+"
 )
+
+
+_COMMAND = "__command__"  # in the __dict__ of a config, like yacs's marks: copied with the config, not written to files
+
+
+class Command(NamedTuple):
+    """The options of a script that `DefaultTrainer` checks."""
+
+    resume: bool | None = None  # None: the script has no such option
+    eval_only: bool = False
+
+
+def command_of(cfg: CfgNode) -> Command:
+    """The options with which `default_setup` was called for ``cfg``, or for the config from which it was copied."""
+    return cfg.__dict__.get(_COMMAND, Command())
 
 
 class _Parser(argparse.ArgumentParser):
@@ -49,8 +62,6 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found = self.parse_intermixed_args(args, namespace)
-        if found.fork and (found.config_file or found.eval_only or getattr(found, "fast_dev_run", False)):
-            self.error("--fork trains with the settings of RUN; leave out --config-file, --eval-only, --fast-dev-run")
         if number := found.overfit_batches:
             found.opts += ["DATALOADER.OVERFIT_BATCHES", str(number), "TEST.MAX_BATCHES", str(number)]
         try:
@@ -78,12 +89,6 @@ Examples:
     )
     parser.add_argument("--config-file", default="", metavar="FILE", help="a YAML file with changes to the defaults")
     parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint in OUTPUT_DIR, if any")
-    parser.add_argument(
-        "--fork",
-        default="",
-        metavar="RUN[@ITER]",
-        help="start from a checkpoint of another run (default: the newest), with its settings, but for KEY VALUE",
-    )
     parser.add_argument("--eval-only", action="store_true", help="evaluate MODEL.WEIGHTS, or the last checkpoint")
     parser.add_argument(
         "--overfit-batches",
@@ -188,17 +193,14 @@ def default_setup(cfg: Any, args: Any) -> None:
         ConfigError: a folder cannot be written, a setting is not accepted, or the script ignores an option.
     """
     check_is_ours(cfg)
-    given, text, place, replay = cfg, "", getattr(args, "fork", ""), active_replay.get()
+    given, text = cfg, ""
     if not isinstance(cfg, CfgNode):
         cfg, text = _translate(cfg, args)
     look_for_requeue(local_folder(cfg.OUTPUT_DIR))
     resume, eval_only = getattr(args, "resume", False) or is_restarted(), getattr(args, "eval_only", False)
     when_ready = apply_options(given, args)
-    if place:
-        take_settings(cfg, place, getattr(args, "opts", []), resume)
-    if replay is not None:
-        replay.set_up(cfg)
     _check_command(cfg, args)
+    cfg.__dict__[_COMMAND] = Command(getattr(args, "resume", None), eval_only)
     text = text or cfg.dump()
     import_modules(cfg.IMPORTS)
     check_values(cfg, warn=False)  # the code that builds from the config logs the warnings
@@ -230,10 +232,8 @@ def default_setup(cfg: Any, args: Any) -> None:
     for call in when_ready:
         call()
 
-    note_command(cfg, args)
-    if replay is None:  # a replay has no log, and does not change the log of its caller
-        level = "WARNING" if getattr(args, "quiet", False) else cfg.LOG.LEVEL
-        setup_logger(output_dir, distributed_rank=comm.get_rank(), stdout_level=level)
+    level = "WARNING" if getattr(args, "quiet", False) else cfg.LOG.LEVEL
+    setup_logger(output_dir, distributed_rank=comm.get_rank(), stdout_level=level)
     logger.info("Rank %d of %d", comm.get_rank(), comm.get_world_size())
     logger.debug("Environment:\n%s", collect_env_info())
     logger.info("Command: %s", " ".join(sys.argv))
@@ -246,8 +246,7 @@ def default_setup(cfg: Any, args: Any) -> None:
     if older:
         text = "There is no checkpoint in %s to resume, but in %s: to continue that run, name its folder in OUTPUT_DIR"
         logger.warning(text, checkpoints, older[-1].parent)
-    drawn = None if replay is None else replay.seed
-    seed_all_rng(drawn if cfg.SEED < 0 else (cfg.SEED + comm.get_rank()) % 2**32)  # NumPy takes 32 bits
+    seed_all_rng(None if cfg.SEED < 0 else (cfg.SEED + comm.get_rank()) % 2**32)  # NumPy takes 32 bits
     torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK and not eval_only
     if cfg.DETERMINISTIC:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
@@ -268,8 +267,6 @@ def _translate(cfg: Any, args: Any) -> tuple[CfgNode, str]:
     kind = type_name(cfg)
     if kind not in CONFIG_TYPES:
         raise ConfigError(f"cfg is a {kind}; accepted: a CfgNode of trainkit.config.get_cfg, {', '.join(CONFIG_TYPES)}")
-    if getattr(args, "fork", "") or active_replay.get() is not None:
-        raise ConfigError(f"cfg is a {kind}, whose job cannot be forked or replayed; use get_cfg and a DefaultTrainer")
     return load_plugin(CONFIG_TYPES[kind]).to_cfg(cfg, args)
 
 

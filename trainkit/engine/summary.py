@@ -12,7 +12,7 @@ from typing import Any
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.engine.hook_base import HookBase
-from trainkit.engine.origin import command_of
+from trainkit.engine.setup import command_of
 from trainkit.utils.periods import say_done
 from trainkit.utils.run_folder import LOCK_FILE
 

@@ -23,6 +23,9 @@ CONFIG_KEYS: Mapping[str, str] = {
     "MODEL.ACTIVATION_CHECKPOINT": "trainkit.projects.model_options.config",
     "MODEL.CHANNELS_LAST": "trainkit.projects.model_options.config",
     "MODEL.COMPILE": "trainkit.projects.model_options.config",
+    "DATALOADER.SKIP": "trainkit.projects.replay.config",
+    "DATALOADER.SKIP_MODE": "trainkit.projects.replay.config",
+    "FORK": "trainkit.projects.replay.config",
     "MODEL.FSDP": "trainkit.projects.sharding.config",
     "MODEL.TENSOR_PARALLEL": "trainkit.projects.sharding.config",
     "SOLVER.LOGICAL_RANKS": "trainkit.projects.logical_ranks.config",
@@ -62,6 +65,7 @@ NAMES: Mapping[str, str] = {
     "safetensors": "trainkit.projects.weights.safetensors",
     "load_trusted_pickle": "trainkit.projects.weights.pickles",
     "shards": "trainkit.projects.sharding.format",
+    "SkipBatches": "trainkit.projects.replay.skip",
     "LazyCall": "trainkit.projects.lazy.config",
     "LazyConfig": "trainkit.projects.lazy.config",
     "instantiate": "trainkit.projects.lazy.instantiate",
@@ -122,6 +126,7 @@ NAMES: Mapping[str, str] = {
 
 OPTIONS: Mapping[str, str] = {
     "--fast-dev-run": "trainkit.projects.fast_dev.options",
+    "--fork": "trainkit.projects.replay.fork",
 }
 """Option of the command line -> the module that adds it to the parser, in ``add_options(parser)``.
 
@@ -130,7 +135,10 @@ may change both in place, and may return a function, which is called when OUTPUT
 is in it.
 """
 
-RUN_HOOKS: Mapping[str, str] = {"SamplerSeed": "trainkit.projects.hooks.sampler_seed"}
+RUN_HOOKS: Mapping[str, str] = {
+    "SamplerSeed": "trainkit.projects.hooks.sampler_seed",
+    "RunRecord": "trainkit.projects.replay.record",
+}
 """The name of a hook class -> its module. Every `DefaultTrainer` has a hook of each class, if its project is there.
 
 The class takes no arguments, and its ``priority`` says where the hook stands. It may refuse a trainer by ``is_needed``.

@@ -2,11 +2,11 @@
 
 import pytest
 from trainkit.projects.logical_ranks.tests.logical_job import EVERYTHING, read_metrics, train_on
+from trainkit.projects.replay import replay
+from trainkit.projects.replay.tests.job import Job
 
 from tests.engine.test_exact_runs import content
-from tests.replay.job import Job
 from trainkit.checkpoint.file import read_file
-from trainkit.replay import replay
 
 pytestmark = pytest.mark.slow
 

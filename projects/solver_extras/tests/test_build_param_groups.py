@@ -103,8 +103,8 @@ def solver_test_net_depth(name):
 
 
 def test_a_dotted_scheme_is_not_a_function_of_a_module_that_a_module_of_imports_has_imported():
-    cfg = make_cfg({"LAYER_DECAY": {"RATE": 0.5, "SCHEME": "trainkit.engine.origin.subprocess.getoutput"}})
-    cfg.IMPORTS = ["trainkit.engine.origin"]
+    cfg = make_cfg({"LAYER_DECAY": {"RATE": 0.5, "SCHEME": "trainkit.projects.replay.origin.subprocess.getoutput"}})
+    cfg.IMPORTS = ["trainkit.projects.replay.origin"]
 
     with pytest.raises(ConfigError, match=r"SCHEME is 'trainkit.*getoutput', but only IMPORTS names code"):
         rates(cfg, Net())

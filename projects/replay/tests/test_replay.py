@@ -5,16 +5,16 @@ import json
 import pytest
 import torch
 from trainkit.projects.graph.tests.recorded_graph import CpuRecorder
+from trainkit.projects.replay import record, replay
+from trainkit.projects.replay.report import as_dict, as_text
+from trainkit.projects.replay.tests.job import Job, PlantNan, ReadsClock, StopAt, digest_of_folder
 
 from tests.cuda import needs_cuda
 from tests.engine.job import tiny_cfg
-from tests.replay.job import Job, PlantNan, ReadsClock, StopAt, digest_of_folder
-from tools.replay_report import as_dict, as_text
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file, write_file
 from trainkit.config import ConfigError
 from trainkit.engine import GraphTrainer, HookBase
-from trainkit.replay import replay
 
 REPRODUCIBLE = "reproducible: twice in place and once more from the checkpoint, every bit is equal"
 
@@ -366,7 +366,7 @@ def test_what_cannot_be_replayed_is_refused_with_the_reason(run, tmp_path):
     state = read_file(run.folder / "model_final.pth")
     state["trainer"]["origin"]["processes"] = 4
     write_file(state, tmp_path / "model_final.pth")
-    with pytest.raises(CheckpointError, match="torchrun --nproc-per-node 4 tools/replay.py"):
+    with pytest.raises(CheckpointError, match="torchrun --nproc-per-node 4 -m trainkit.projects.replay"):
         replay(tmp_path, 3, run)
 
 
@@ -382,7 +382,7 @@ def test_a_checkpoint_says_how_its_run_was_started(run):
     assert origin["processes"] == 1
     assert origin["batch"] == {"world_size": 1, "asked": [8, 1, 0]}
     assert origin["versions"]["torch"] == str(torch.__version__)
-    assert {"tests/engine/job.py", "tests/replay/job.py", "trainkit"} <= origin["files"].keys()
+    assert {"tests/engine/job.py", "projects/replay/tests/job.py", "trainkit"} <= origin["files"].keys()
     assert not any("site-packages" in path or "/lib/python" in path for path in origin["files"])
     cfg = tiny_cfg(run.folder.parent / "other")
     (run.folder.parent / "config.yaml").write_text(origin["config"])
@@ -392,10 +392,8 @@ def test_a_checkpoint_says_how_its_run_was_started(run):
 
 def test_how_a_run_was_started_is_found_out_once(tmp_path, monkeypatch):
     calls = []
-    from trainkit.engine import defaults
-
-    real = defaults.describe_origin
-    monkeypatch.setattr(defaults, "describe_origin", lambda *args: calls.append(1) or real(*args))
+    real = record.describe_origin
+    monkeypatch.setattr(record, "describe_origin", lambda *args: calls.append(1) or real(*args))
 
     Job(tmp_path, "SOLVER.CHECKPOINT_PERIOD", 1)()
 

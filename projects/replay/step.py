@@ -6,16 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from trainkit.projects.replay.checkpoints import around, compare_values, compare_way, logged_values, prove
+from trainkit.projects.replay.inspection import Inspection
+from trainkit.projects.replay.origin import Saved
+from trainkit.projects.replay.result import Replay, compare_failure, judge
+from trainkit.projects.replay.session import Session, Start, copy_of
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file, write_file
 from trainkit.config import ConfigError
 from trainkit.engine import hooks
-from trainkit.engine.origin import Saved
-from trainkit.replay.checkpoints import around, compare_values, compare_way, logged_values, prove
-from trainkit.replay.inspection import Inspection
-from trainkit.replay.result import Replay, compare_failure, judge
-from trainkit.replay.session import Session, Start, copy_of
 from trainkit.utils import comm
 from trainkit.utils.model import unwrap_model
 

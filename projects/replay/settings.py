@@ -1,12 +1,13 @@
-"""Compare the settings of a run with the defaults, and with those of its checkpoint."""
+"""Compare the settings of a run with those of its checkpoint, or of another run."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import reduce
 from typing import Any
 
 import torch
 
-from trainkit.config import CfgNode
+from trainkit.config import CfgNode, get_cfg
 from trainkit.config.config import changed_settings
 from trainkit.config.yaml_files import parse_literal
 from trainkit.utils import comm
@@ -26,8 +27,8 @@ _OF_CHECKPOINT = re.compile(
 
 def changes_since(cfg: CfgNode, former: CfgNode) -> list[tuple[str, Any, Any]]:
     """(full key, former value, value) of each setting that changes what a run computes and differs from ``former``."""
-    before, counted = dict(changed_settings(former, CfgNode())), settings_of(cfg)
-    return [(key, before.get(key), value) for key, value in changed_settings(cfg, former) if key in counted]
+    before, changed = dict(changed_settings(former, CfgNode())), changed_settings(cfg, former.clone())
+    return [(key, before.get(key), value) for key, value in changed if not _NO_MATTER.fullmatch(key)]
 
 
 def settings_of(cfg: CfgNode) -> dict[str, str]:
@@ -38,14 +39,27 @@ def settings_of(cfg: CfgNode) -> dict[str, str]:
     return {**found, "number of processes": str(comm.get_world_size())}
 
 
-def describe_other_settings(saved: Mapping[str, str], cfg: CfgNode) -> str:
-    """A table of the differences between ``settings_of(cfg)`` and saved settings; empty if there are none."""
-    own = settings_of(cfg)
-    rows = [
-        (key, own.get(key, "-"), saved.get(key, "-"), "checkpoint" if _OF_CHECKPOINT.fullmatch(key) else "this run")
-        for key in dict.fromkeys([*own, *saved])
+def other_settings(saved: Mapping[str, str], cfg: CfgNode) -> list[tuple[str, str, str]]:
+    """(key, value, saved value) of each difference between ``settings_of(cfg)`` and saved settings."""
+    own, rows = settings_of(cfg), []
+    for key in dict.fromkeys([*own, *saved]):
+        # only one of the two may know a key of a project: the other has its default
+        here, there = own.get(key) or _default(key), saved.get(key) or _default(key)
         # parsed: the order of keys may differ, since config.yaml has them in alphabetical order
-        if parse_literal(own.get(key, "-")) != parse_literal(str(saved.get(key, "-")))
-    ]
-    headers = ("setting", "of this run", "in the checkpoint", "what is used")
-    return format_table(rows, headers, disable_numparse=True) if rows else ""
+        if parse_literal(here) != parse_literal(str(there)):
+            rows.append((key, here, there))
+    return rows
+
+
+def table_of(rows: Iterable[tuple[str, str, str]]) -> str:
+    """The result of `other_settings` as a table, with the value that is used."""
+    used = [(*row, "checkpoint" if _OF_CHECKPOINT.fullmatch(row[0]) else "this run") for row in rows]
+    return format_table(used, ("setting", "of this run", "in the checkpoint", "what is used"), disable_numparse=True)
+
+
+def _default(key: str) -> str:
+    """The default of a key as text; "-" if there is no such key, or its project is not there."""
+    try:
+        return repr(reduce(getattr, key.split("."), get_cfg()))
+    except (AttributeError, ImportError):
+        return "-"

@@ -7,15 +7,15 @@ import sys
 import zipfile
 
 import pytest
+from trainkit.projects.replay import replay
+from trainkit.projects.replay.origin import describe_origin, describe_other_origin
+from trainkit.projects.replay.project import Project
+from trainkit.projects.replay.tests.job import Job, PlantNan
 
-from tests.replay.job import Job, PlantNan
 from tools import replay as tool
 from trainkit.checkpoint.file import read_file, write_file
 from trainkit.config import ConfigError, get_cfg, import_modules
 from trainkit.engine import default_argument_parser, default_setup
-from trainkit.engine.origin import describe_origin, describe_other_origin
-from trainkit.engine.project import Project
-from trainkit.replay import replay
 
 SCRIPT = """
 from tests.engine.job import tiny_cfg
@@ -101,7 +101,7 @@ def test_a_module_that_is_not_in_the_project_is_shown_and_not_run(planted, tmp_p
     text = str(refused.value)
     words = shlex.join(["python", "-m", module, *command_of(tmp_path)[1:]])
     assert f"was started by: {words} - but this module is not in the project '{os.getcwd()}'" in text
-    assert "give it to tools/replay.py (`-- python train.py`)" in text
+    assert "give it to the replay (`-- python train.py`)" in text
     assert "\n" not in text
 
 
@@ -199,7 +199,9 @@ def test_an_argument_that_names_python_code_outside_of_the_project_is_refused(pl
 
 
 def test_a_command_that_is_a_replay_is_refused(planted, project):
-    (project / "again.py").write_text(f"from trainkit.replay import replay; replay({str(project / 'output/run')!r}, 5)")
+    (project / "again.py").write_text(
+        f"from trainkit.projects.replay import replay; replay({str(project / 'output/run')!r}, 5)"
+    )
 
     with pytest.raises(ConfigError, match="the command of the run is a replay"):
         repeat(planted(argv=["again.py"]))

@@ -7,24 +7,27 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
+
+from trainkit.projects.replay.command import given_command, recorded_command, run_command
+from trainkit.projects.replay.origin import Saved, active_replay, describe_other_origin
+from trainkit.projects.replay.project import Project
+from trainkit.projects.replay.settings import changes_since
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.state import plain_state
 from trainkit.config import CfgNode, ConfigError
 from trainkit.config.imports import import_check
 from trainkit.config.yaml_files import load_yaml
-from trainkit.engine import HookBase, hooks
+from trainkit.engine import DefaultTrainer, HookBase, hooks, setup
+from trainkit.engine.global_batch import GlobalBatch
 from trainkit.engine.loop import TrainerBase
-from trainkit.engine.origin import Saved, active_replay, describe_other_origin
-from trainkit.engine.project import Project
-from trainkit.engine.settings import changes_since
 from trainkit.engine.stopping import Stop
-from trainkit.replay.command import given_command, recorded_command, run_command
 from trainkit.utils import comm
 from trainkit.utils.device import device_of
+from trainkit.utils.plugins import OPTIONS
 from trainkit.utils.rng import set_rng_state
 from trainkit.utils.run_folder import release_folder
 
@@ -89,7 +92,7 @@ class Session:
         tokens, disabled = (active_replay.set(self), import_check.set(check)), logging.root.manager.disable
         logging.disable(logging.ERROR)
         try:
-            with contextlib.suppress(_Done), warnings.catch_warnings():
+            with self._taking_over(), contextlib.suppress(_Done), warnings.catch_warnings():
                 if not self.anomaly:
                     warnings.simplefilter("ignore")
                 begin()
@@ -105,6 +108,39 @@ class Session:
             )
         return self.result
 
+    @contextlib.contextmanager
+    def _taking_over(self) -> Iterator[None]:
+        """Context in which this replay sets up the configs, has no log, and takes the place of the training."""
+        init, batch_init = DefaultTrainer.__init__, GlobalBatch.__init__
+
+        def build(trainer: DefaultTrainer, cfg: CfgNode) -> None:
+            self.set_up(cfg)
+            init(trainer, cfg)
+
+        def divide(batch: GlobalBatch, *args: Any) -> None:
+            batch_init(batch, *args)
+            batch.record = self.origin["batch"] or batch.record
+
+        def apply_options(cfg: Any, args: Any) -> list[Callable[[], None]]:
+            self.set_up(cfg, compare=not any(getattr(args, option.strip("-"), None) for option in OPTIONS))
+            return []
+
+        seed_all_rng, drawn = setup.seed_all_rng, self.seed
+        replaced: dict[str, tuple[Any, Any]] = {
+            "__init__": (DefaultTrainer, build),
+            "train": (DefaultTrainer, lambda trainer, *args, **kwargs: self.train(trainer)),
+            "apply_options": (setup, apply_options),
+            "setup_logger": (setup, lambda *args, **kwargs: None),
+            "seed_all_rng": (setup, lambda seed: seed_all_rng(drawn if seed is None else seed)),
+        }
+        with contextlib.ExitStack() as stack:
+            for name, (owner, new) in replaced.items():
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, new)
+            stack.callback(setattr, GlobalBatch, "__init__", batch_init)
+            GlobalBatch.__init__ = divide  # type: ignore[method-assign,assignment]
+            yield
+
     def _find_start(self, start: Start) -> tuple[Callable[[], Any], Callable[[Iterable[Any]], None] | None]:
         """The call that trains, and the check of all modules of IMPORTS, if the file has the arguments of the call."""
         if callable(start):
@@ -116,15 +152,21 @@ class Session:
             print(f"Running again: {command} (from {command.folder})", file=sys.stderr, flush=True)
         return partial(run_command, command), self._project.check_imports
 
-    def set_up(self, cfg: CfgNode) -> None:
-        """Give ``cfg`` the settings of the run, and a temporary folder for output, unless it has them already."""
+    def set_up(self, cfg: Any, compare: bool = True) -> None:
+        """Give ``cfg`` the settings of the run, and a temporary folder for output, unless it has them already.
+
+        Args:
+            compare: note the settings that differ; False: an option, which is not applied, would have set them.
+        """
+        if not isinstance(cfg, CfgNode):
+            raise ConfigError(f"the command sets up a {type(cfg).__name__}; only jobs of a DefaultTrainer are replayed")
         if self._folder == cfg.OUTPUT_DIR:
             return
         frozen, given = cfg.is_frozen(), cfg.clone()
         cfg.defrost()
         cfg.merge_from_other_cfg(load_yaml(self.origin["config"], self._run))
         self._project.check_imports(cfg.IMPORTS, given.IMPORTS)
-        for key, now, value in changes_since(cfg, given):
+        for key, now, value in changes_since(cfg, given) if compare else ():
             self._notes.append(f"setting {key}: {value!r} in the run, which is used; {now!r} in the command now")
         cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR = self._folder, ""
         cfg.LOG.WRITERS, cfg.LOG.PROGRESS = [], False
@@ -136,13 +178,16 @@ class Session:
     def train(self, trainer: Any) -> None:
         if not 0 <= self._at < trainer.max_iter:
             raise ConfigError(f"--iter is {self._at}; accepted: 0 to {trainer.max_iter - 1}, the iterations of the run")
-        if self._start is None and self._at <= trainer.last_done_iter:
-            parent = f"{trainer.cfg.FORK.RUN}, of which this one is a fork"
-            raise ConfigError(f"iteration {self._at} was done by the run {parent}; replay it there")
+        if self._start is None and (parents := self.origin.get("parents")):
+            (*_, parent) = parents
+            raise ConfigError(
+                f"iteration {self._at} is not after a checkpoint of this run, a fork of {parent['run']}, which has "
+                f"done the iterations up to {parent['iteration']}; replay those there"
+            )
         if self._processes != comm.get_world_size() and not trainer.cfg.SOLVER.get("LOGICAL_RANKS"):
             raise CheckpointError(
                 f"the run had {self._processes} processes, and this replay has {comm.get_world_size()}; start it by "
-                f"torchrun --nproc-per-node {self._processes} tools/replay.py with the same arguments"
+                f"torchrun --nproc-per-node {self._processes} -m trainkit.projects.replay with the same arguments"
             )
         self._trainer = trainer
         try:

@@ -6,11 +6,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from trainkit.projects.replay.checkpoints import Values, around, compare_way, logged_values
+from trainkit.projects.replay.session import Session, Start
+
 from trainkit.checkpoint.atomic import write_text
 from trainkit.config import ConfigError
 from trainkit.engine import HookBase
-from trainkit.replay.checkpoints import Values, around, compare_way, logged_values
-from trainkit.replay.session import Session, Start
 from trainkit.utils import comm
 
 

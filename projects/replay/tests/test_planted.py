@@ -9,22 +9,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from trainkit.projects.replay import replay
+from trainkit.projects.replay.bisect import find_samples
+from trainkit.projects.replay.capsule import failed_iteration
+from trainkit.projects.replay.report import as_text
+from trainkit.projects.replay.tests.job import PlantNan
 
 from projects.charlm import TextWindows, encode
 from projects.digits import load_split
 from projects.selfsup import load_unlabeled
-from tests.replay.job import PlantNan
 from tests.two_ranks import on_two_ranks
-from tools.replay_bisect import find_samples
-from tools.replay_report import as_text
 from trainkit.config import get_cfg
 from trainkit.data import DatasetCatalog
 from trainkit.engine import DefaultTrainer, HookBase, default_setup
-from trainkit.engine.finite import failed_iteration
-from trainkit.replay import replay
 from trainkit.utils import comm
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FAULTY = 17  # the number of the sample at fault
 
 

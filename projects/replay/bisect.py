@@ -1,4 +1,4 @@
-"""Find the samples of a batch with which a step fails, or the sample with the largest loss; a part of ``replay.py``."""
+"""Find the samples of a batch with which a step fails, or the sample with the largest loss."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

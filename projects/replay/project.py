@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.config import ConfigError
+from trainkit.utils import comm
 
 _INSTALLED = re.compile(r"/(site|dist)-packages/|/lib(32|64)?/python\d")
 _OF_ENVIRONMENT = ("pyvenv.cfg", "conda-meta")  # in the top folder of a virtual environment
@@ -109,7 +110,7 @@ class Project:
 
 def _checkout() -> Path:
     """The folder that holds ``trainkit``."""
-    return Path(__file__).resolve().parents[2]
+    return Path(comm.__file__).resolve().parents[2]
 
 
 def _real(path: str | os.PathLike[str]) -> Path | None:

@@ -4,12 +4,12 @@ import json
 
 import pytest
 import torch
+from trainkit.projects.replay import replay_range
+from trainkit.projects.replay.__main__ import Stretch, stretches
+from trainkit.projects.replay.tests.job import Job, PlantNan, StopAt, digest_of_folder
 
-from tests.replay.job import Job, PlantNan, StopAt, digest_of_folder
-from tools.replay import Stretch, stretches
 from trainkit.config import ConfigError
 from trainkit.engine import HookBase
-from trainkit.replay import replay_range
 
 
 class Norm(HookBase):

@@ -8,19 +8,19 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from trainkit.projects.replay import capsule, replay
+from trainkit.projects.replay.bisect import find_samples
+from trainkit.projects.replay.capsule import failed_iteration
+from trainkit.projects.replay.tests.job import Job, PlantNan, Scans
 
 from tests.cuda import needs_cuda
 from tests.engine.job import TinyClassifier
-from tests.replay.job import Job, PlantNan, Scans
-from tools.replay_bisect import find_samples
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file
 from trainkit.config import ConfigError
 from trainkit.data import DatasetCatalog
-from trainkit.engine import HookBase, capsule
-from trainkit.engine.finite import failed_iteration
+from trainkit.engine import HookBase
 from trainkit.modeling import MODEL_REGISTRY
-from trainkit.replay import replay
 
 SCANS = ("DATASETS.TRAIN", ("tiny_scans",))
 
@@ -54,7 +54,9 @@ class RaisingClassifier(TinyClassifier):
 
 
 def last_line(folder):
-    return (folder / "log.txt").read_text().splitlines()[-1]
+    """The last line about the failure of a step; "" if there is none."""
+    lines = (folder / "log.txt").read_text().splitlines()
+    return next((line for line in reversed(lines) if "To repeat" in line), "")
 
 
 def test_a_capsule_repeats_a_loss_that_is_not_finite_and_names_the_sample(tmp_path):
@@ -74,14 +76,15 @@ def test_a_capsule_repeats_a_loss_that_is_not_finite_and_names_the_sample(tmp_pa
     assert found.is_equal
 
 
-def test_the_last_line_of_a_failed_run_is_the_command_that_repeats_its_step(tmp_path):
+def test_the_log_of_a_failed_run_has_the_command_that_repeats_its_step(tmp_path):
     failed(Job(tmp_path, make_hooks=lambda: [PlantNan("layers.0.weight", 7)]))
 
     line = last_line(tmp_path)
 
     assert " ERROR: To repeat the step: " in line
-    assert f"python tools/replay.py {tmp_path}/capsule.rank0.pt (about 0:00:01, and the time to start the run)" in line
-    assert f", or from the checkpoint: python tools/replay.py {tmp_path} --iter 7 (about 0:00:01, and the time" in line
+    time = "(about 0:00:01, and the time to start the run)"
+    assert f"{capsule.REPLAY} {tmp_path}/capsule.rank0.pt {time}" in line
+    assert f", or from the checkpoint: {capsule.REPLAY} {tmp_path} --iter 7 {time}" in line
 
 
 @pytest.mark.parametrize("kind", [KeyError, torch.OutOfMemoryError])
@@ -142,7 +145,7 @@ def test_a_failure_that_does_not_come_back_is_told_with_the_command_that_starts_
     found = replay(tmp_path / "capsule.rank0.pt", start=Job(tmp_path))
 
     assert found.failure.startswith("DIFFERENT: in the run it was KeyError: 'once'; 0 of 1 losses equal")
-    assert f"From the checkpoint: python tools/replay.py {tmp_path} --iter 7 (about " in found.failure
+    assert f"From the checkpoint: python -m trainkit.projects.replay {tmp_path} --iter 7 (about " in found.failure
     assert not found.is_equal
     assert found.differences[0].startswith("random state and buffers are those after the forward pass")
 
@@ -165,9 +168,9 @@ def assert_has_no_step(folder, iter, job):
     """The file says how the run was started, and names the way from the checkpoint."""
     state = read_file(folder / "capsule.rank0.pt")
     assert (state["model"], state["capsule"]["batches"]) == ({}, [])
-    with pytest.raises(CheckpointError, match=f"holds no step: .* Give python tools/replay.py .* --iter {iter} "):
+    with pytest.raises(CheckpointError, match=f"holds no step: .* Give {capsule.REPLAY} .* --iter {iter} "):
         replay(folder / "capsule.rank0.pt", start=job)
-    assert f"To repeat the step: python tools/replay.py {folder} --iter {iter} (" in last_line(folder)
+    assert f"To repeat the step: python -m trainkit.projects.replay {folder} --iter {iter} (" in last_line(folder)
 
 
 @pytest.mark.slow
@@ -216,7 +219,7 @@ def test_a_disk_that_is_full_does_not_hide_the_error(tmp_path, monkeypatch, capl
     assert "WARNING: The capsule of the failed step is not written: CheckpointError:" in (
         (tmp_path / "log.txt").read_text()
     )
-    assert f"To repeat the step: python tools/replay.py {tmp_path} --iter 7" in last_line(tmp_path)
+    assert f"To repeat the step: python -m trainkit.projects.replay {tmp_path} --iter 7" in last_line(tmp_path)
 
 
 def test_a_run_that_could_write_neither_checkpoint_nor_capsule_names_no_command(tmp_path, monkeypatch):
@@ -302,7 +305,7 @@ def test_the_sample_of_a_batch_that_is_a_named_tuple_is_found(tmp_path):
 def test_why_no_sample_can_be_looked_at_is_said(tmp_path, monkeypatch):
     job = Job(tmp_path)
     job()
-    monkeypatch.setattr("tools.replay_bisect.num_samples", lambda batch: [][0])
+    monkeypatch.setattr("trainkit.projects.replay.bisect.num_samples", lambda batch: [][0])
 
     found = replay(tmp_path, 2, job, find_samples=find_samples, verdict=False)
 

@@ -1,12 +1,12 @@
-"""The result of a replay, as tables and as JSON; a part of ``replay.py``."""
+"""The result of a replay, as tables and as JSON."""
 
 import fnmatch
 import math
 from collections.abc import Sequence
 from typing import Any
 
-from trainkit.replay import Replay
-from trainkit.replay.result import shortened
+from trainkit.projects.replay.result import Replay, shortened
+
 from trainkit.utils.tables import format_table
 
 _MAX_ROWS = 40  # rows of a table

@@ -1,4 +1,4 @@
-"""How a run was started: the options of its command, and the facts in a checkpoint with which a replay repeats it."""
+"""How a run was started: the facts in a checkpoint with which a replay repeats it."""
 
 import hashlib
 import importlib.metadata
@@ -15,38 +15,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from trainkit.projects.replay.project import Project
 
 from trainkit.checkpoint.file import UNREADABLE, peek_file
-from trainkit.config import CfgNode
-from trainkit.engine.project import Project
 from trainkit.utils import comm
 
 logger = logging.getLogger(__name__)
 
 active_replay: ContextVar[Any] = ContextVar("active_replay", default=None)
-"""A `trainkit.replay.session.Session`: ``set_up`` changes configs before they are used, ``train`` does not return."""
+"""The `Session` of this process."""
 
-_NOTE = "__command__"  # in the __dict__ of a config, like yacs's marks: copied with the config, not written to files
-
-RUN_DOES_IT = "call trainkit.engine.run(args, Trainer, cfg), which follows all options"
 _FACTS = {"commit": "commit of the code", "device": "device", "processes": "number of processes"}
-
-
-class Command(NamedTuple):
-    """The options of a script that `DefaultTrainer` checks."""
-
-    resume: bool | None = None  # None: the script has no such option
-    eval_only: bool = False
-
-
-def note_command(cfg: CfgNode, args: Any) -> None:
-    """Note the options of a script in its ``cfg``."""
-    cfg.__dict__[_NOTE] = Command(getattr(args, "resume", None), getattr(args, "eval_only", False))
-
-
-def command_of(cfg: CfgNode) -> Command:
-    """The options that `note_command` has noted in ``cfg``, or in the config from which ``cfg`` was copied."""
-    return cfg.__dict__.get(_NOTE, Command())
 
 
 class Saved(NamedTuple):
@@ -142,7 +121,7 @@ def _project_files(project: Project) -> list[str]:
 
 
 def _own() -> Path:
-    return Path(__file__).resolve().parents[1]
+    return Path(comm.__file__).resolve().parents[1]
 
 
 def _versions() -> dict[str, str]:

@@ -8,15 +8,15 @@ import pdb
 import pytest
 import torch
 from torch import nn
+from trainkit.projects.replay import replay
+from trainkit.projects.replay.tests.job import Job, Scans
 
 from tests.engine.job import TinyClassifier, tiny_cfg
-from tests.replay.job import Job, Scans
 from tools import replay as tool
 from trainkit.checkpoint.file import read_file
 from trainkit.data import DatasetCatalog
 from trainkit.engine import DefaultTrainer, default_setup
 from trainkit.modeling import MODEL_REGISTRY
-from trainkit.replay import replay
 from trainkit.utils.logger import close_logger, setup_logger
 
 
@@ -26,7 +26,7 @@ def run(tmp_path_factory):
     job = Job(tmp_path_factory.mktemp("run"))
     job()
     job.script = job.folder.parent / "script.py"
-    job.script.write_text(f"from tests.replay.job import Job; Job({str(job.folder)!r})()")
+    job.script.write_text(f"from trainkit.projects.replay.tests.job import Job; Job({str(job.folder)!r})()")
     return job
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainkit.replay.inspection import Inspection, find_difference
+from trainkit.projects.replay.inspection import Inspection, find_difference
 
 
 @dataclass

@@ -4,27 +4,32 @@ import contextlib
 import logging
 import math
 import os
+import re
 import shlex
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from trainkit.projects.replay.origin import describe_origin
 
 from trainkit.checkpoint.file import peek_file, write_file
 from trainkit.checkpoint.folder import tagged_file
 from trainkit.checkpoint.state import plain_state
 from trainkit.config import ConfigError
-from trainkit.engine.finite import failed_iteration
-from trainkit.engine.origin import active_replay, describe_origin
+from trainkit.engine.loop import TrainerBase
+from trainkit.engine.step import SimpleTrainer
 from trainkit.utils import comm
 from trainkit.utils.device import device_of
 from trainkit.utils.model import unwrap_model
 
 logger = logging.getLogger(__name__)
+
+REPLAY = "python -m trainkit.projects.replay"
 
 # saving the first would cost time in each step; the second is as large as the model
 _NOTES = (
@@ -33,7 +38,7 @@ _NOTES = (
 )
 
 
-def leave_capsule(trainer: Any, error: BaseException, is_before_update: bool) -> str:
+def leave_capsule(trainer: Any, error: BaseException, origin: Mapping[str, Any]) -> str:
     """Write the capsule of a failed step of a `DefaultTrainer`; it replaces the capsule of an earlier failure.
 
     If an earlier step has failed, or if the weights have been updated since, the capsule holds no step. It then holds
@@ -41,27 +46,29 @@ def leave_capsule(trainer: Any, error: BaseException, is_before_update: bool) ->
     is only a warning.
 
     Args:
-        is_before_update: True: the run is in stage 1 of an iteration, before its update or inside it.
+        origin: see `describe_origin`; empty if this rank has not described it.
 
     Returns:
         The command that repeats the step, with an estimate of its time; "" if there is no step to repeat.
     """
-    if active_replay.get() is not None or isinstance(error, ConfigError) or not isinstance(error, Exception):
-        return ""
-    iteration = failed_iteration(error)
-    if iteration is None and not is_before_update:
+    inside = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    of_trainer = [frame.f_code.co_name for frame in inside if isinstance(frame.f_locals.get("self"), TrainerBase)]
+    is_before_update = trainer.position.stage == 1 and bool({"run_step", "before_step"}.intersection(of_trainer))
+    iteration = failed_iteration(error)  # the trainer may be in a later one
+    is_of_step = iteration is not None or is_before_update
+    if isinstance(error, ConfigError) or not isinstance(error, Exception) or not is_of_step:
         return ""
     iteration = trainer.iter if iteration is None else iteration
     commands = [_replay_of_run(trainer, iteration)]
     try:
         # with logical ranks, one process holds only a part of the step; a replay from the checkpoint repeats all parts
         is_whole = is_before_update and iteration == trainer.iter and not trainer.cfg.SOLVER.get("LOGICAL_RANKS")
-        has_step = is_whole and _is_there(trainer._trainer, error)
+        has_step = is_whole and _of_step(trainer, "batch") is not None and not _updates(inside)
         # not .pth, so that no run resumes from it
         path = os.path.abspath(os.path.join(trainer.cfg.OUTPUT_DIR, f"capsule.rank{comm.get_rank()}.pt"))
-        write_file(_contents(trainer, error, commands[0], has_step), path)
+        write_file(_contents(trainer, error, commands[0], has_step, origin), path)
         if has_step:
-            commands.insert(0, f"python tools/replay.py {shlex.quote(path)} ({_duration(trainer, 2)})")
+            commands.insert(0, f"{REPLAY} {shlex.quote(path)} ({_duration(trainer, 2)})")
     except Exception as other:
         logger.warning("The capsule of the failed step is not written: %s: %s", type(other).__name__, other)
         with contextlib.suppress(Exception):
@@ -70,31 +77,45 @@ def leave_capsule(trainer: Any, error: BaseException, is_before_update: bool) ->
     return ", or from the checkpoint: ".join(commands)
 
 
-def _is_there(step: Any, error: Exception) -> bool:
-    """Whether the step has a batch, and its update has not started."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_locals.get("self") is step]
-    return step._batch is not None and all(frame.f_code.co_name != "update" for frame in frames)
+def failed_iteration(error: BaseException) -> int | None:
+    """The iteration that an error about values that are not finite names; None: another error."""
+    found = re.search(r"not finite in iteration (\d+)", str(error)) if isinstance(error, FloatingPointError) else None
+    return int(found[1]) if found else None
 
 
-def _contents(trainer: Any, error: Exception, command: str, has_step: bool) -> dict[str, Any]:
+def _updates(frames: Sequence[FrameType]) -> bool:
+    """Whether the update has started."""
+    steps = [frame for frame in frames if isinstance(frame.f_locals.get("self"), SimpleTrainer)]
+    return any(frame.f_code.co_name == "update" for frame in steps)
+
+
+def _of_step(trainer: Any, name: str) -> Any:
+    """``batch`` or ``losses`` of the present step; None if the step has not come so far."""
+    with contextlib.suppress(RuntimeError):
+        return getattr(trainer, name)
+    return None
+
+
+def _contents(
+    trainer: Any, error: Exception, command: str, has_step: bool, origin: Mapping[str, Any]
+) -> dict[str, Any]:
     """A checkpoint without the optimizer's state (momentum), plus the batch and the failure."""
-    step, several, notes = trainer._trainer, trainer.accumulation_steps > 1, [*_NOTES]
+    several, notes = trainer.accumulation_steps > 1, [*_NOTES]
     state = trainer.state_dict()
     state["_trainer"]["optimizer"] = {**state["_trainer"]["optimizer"], "state": {}}
     # one process is enough to repeat a capsule
     state["world_size"] = 1
-    state["origin"] = state["origin"] or describe_origin(trainer._given_cfg.dump(), device_of(trainer.model), None)
-    losses = {}
-    if has_step and step._losses is not None:
-        losses = {name: float(loss) for name, loss in step.losses.items()}
-    names_of_last = getattr(step.data_loader, "names_of_last", None)
-    batches = [] if not has_step else step._batch if several else [step._batch]
+    state["origin"] = origin or describe_origin(trainer.given_cfg.dump(), device_of(trainer.model), None)
+    losses = (_of_step(trainer, "losses") if has_step else None) or {}
+    batch = _of_step(trainer, "batch") if has_step else []
+    batches = batch if several or not has_step else [batch]
+    names_of_last = getattr(trainer.data_loader, "names_of_last", None)
     failure = {
         "iteration": trainer.iter,
         "rank": comm.get_rank(),
         "batches": [_storable(batch, f"{i}" if several else "", notes) for i, batch in enumerate(batches)],
         "samples": names_of_last(len(batches)) if names_of_last is not None and has_step else [],
-        "losses": losses,
+        "losses": {name: float(loss) for name, loss in losses.items()},
         "error": f"{type(error).__name__}: {error}",
         "traceback": "".join(traceback.format_exception(error)),
         "notes": notes,
@@ -132,13 +153,13 @@ def _storable(value: Any, path: str, notes: list[str]) -> Any:
 
 def _replay_of_run(trainer: Any, iteration: int) -> str:
     """The command that repeats the step from the last checkpoint, with an estimate of its time."""
-    folder, start = trainer.checkpointer.save_dir, 0
+    folder, first = trainer.checkpointer.save_dir, 0
     with contextlib.suppress(Exception):
-        start = peek_file(tagged_file(folder))["trainer"]["iteration"] + 1
+        first = peek_file(tagged_file(folder))["trainer"]["iteration"] + 1
     world_size = 1 if trainer.cfg.SOLVER.get("LOGICAL_RANKS") else comm.get_world_size()
-    program = "python" if world_size == 1 else f"torchrun --nproc-per-node {world_size}"
-    replay = f"{program} tools/replay.py {shlex.quote(os.path.abspath(folder))} --iter {iteration}"
-    return f"{replay} ({_duration(trainer, 2 * max(iteration - start, 0) + 3)})"
+    start = f"torchrun --nproc-per-node {world_size} -m " if world_size > 1 else "python -m "
+    replay, num_steps = REPLAY.replace("python -m ", start), 2 * max(iteration - first, 0) + 3
+    return f"{replay} {shlex.quote(os.path.abspath(folder))} --iter {iteration} ({_duration(trainer, num_steps)})"
 
 
 def _duration(trainer: Any, num_steps: int) -> str:

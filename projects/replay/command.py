@@ -8,8 +8,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from trainkit.projects.replay.project import Project
+
 from trainkit.config import ConfigError
-from trainkit.engine.project import Project
 
 # A replay takes place in the processes that it finds. The last of these options counts; with other values, `launch`
 # would train in new processes.
@@ -68,7 +69,7 @@ def recorded_command(origin: Mapping[str, Any], project: Project, script: str = 
     if reason:
         raise ConfigError(
             f"the file says that its run was started by: {command} - but {reason}, and a file does not choose what "
-            "runs; if you trust this command, give it to tools/replay.py (`-- python train.py`)"
+            "runs; if you trust this command, give it to the replay (`-- python train.py`)"
         )
     return command
 

@@ -1,0 +1,14 @@
+"""Repeat any step of a past run; start a run from a checkpoint of another one; leave out batches."""
+
+from typing import TYPE_CHECKING
+
+from trainkit.utils.plugins import lazy_names
+
+if TYPE_CHECKING:
+    from trainkit.projects.replay.hindsight import replay_range
+    from trainkit.projects.replay.result import Replay
+    from trainkit.projects.replay.step import replay
+
+__all__ = ["Replay", "replay", "replay_range"]
+
+__getattr__ = lazy_names(__name__)

@@ -1,0 +1,73 @@
+"""What the hook of every run puts into its checkpoints, and what it says when a run is resumed."""
+
+import ast
+import re
+
+import torch
+
+from tests.engine.job import tiny_cfg
+from trainkit.checkpoint.file import read_file
+from trainkit.config import get_cfg
+from trainkit.engine import DefaultTrainer
+
+
+def test_a_run_is_resumed_with_its_own_config_file_without_a_warning_of_other_settings(tmp_path, caplog):
+    hooks = [{"NAME": "GarbageCollection", "PERIOD": 5, "ENABLED": True}]  # config.yaml has the keys in another order
+    cfg = tiny_cfg(tmp_path, "HOOKS", hooks)
+    DefaultTrainer(cfg).train()
+    (tmp_path / "config.yaml").write_text(cfg.dump())
+    again = get_cfg()
+    again.merge_from_file(str(tmp_path / "config.yaml"))
+    assert list(again.HOOKS[0]) != list(hooks[0])
+    DefaultTrainer(again).resume_or_load()
+    assert "other settings" not in caplog.text
+
+
+def test_every_setting_that_changes_what_a_resumed_run_computes_is_shown_with_what_is_used(tmp_path, caplog):
+    DefaultTrainer(tiny_cfg(tmp_path)).train()
+    others = {
+        "SEED": ("1", "2", "checkpoint"),
+        "SOLVER.BASE_LR": ("0.1", "0.2", "checkpoint"),
+        "SOLVER.MAX_ITER": ("10", "20", "this run"),
+        "SOLVER.IMS_PER_BATCH": ("8", "4", "this run"),
+        "SOLVER.ACCUMULATION_STEPS": ("1", "2", "this run"),
+        "SOLVER.AMP.ENABLED": ("False", "True", "this run"),
+        "SOLVER.AMP.PRECISION": ("'float16'", "'bfloat16'", "this run"),
+        "SOLVER.CLIP_GRADIENTS.ENABLED": ("False", "True", "this run"),
+        "SOLVER.NON_FINITE.POLICY": ("'raise'", "'skip'", "this run"),
+        "DATASETS.TRAIN": ("('tiny_train',)", "('tiny_val',)", "this run"),
+        "MODEL.WIDTH": ("-", "7", "this run"),
+    }
+    options = [item for key, (_, new, _) in others.items() for item in (key, ast.literal_eval(new))]
+    no_matter = ("DATALOADER.NUM_WORKERS", 1, "LOG.PERIOD", 3, "MODEL.WEIGHTS", "other.pth")
+    cfg = tiny_cfg(tmp_path, *no_matter, *options)
+    caplog.clear()
+    DefaultTrainer(cfg).resume_or_load()
+    (message,) = [text for text in caplog.messages if text.startswith("The checkpoint was written with other settings")]
+    _, headers, _, *lines = message.splitlines()
+    assert re.split(r" {2,}", headers) == ["setting", "of this run", "in the checkpoint", "what is used"]
+    rows = {key: (old, new, used) for key, new, old, used in (re.split(r" {2,}", line) for line in lines)}
+    assert rows == others
+
+    caplog.clear()
+    DefaultTrainer(tiny_cfg(tmp_path)).resume_or_load()
+    assert "other settings" not in caplog.text
+
+
+def test_a_checkpoint_of_before_this_hook_is_compared_too(tmp_path, caplog):
+    DefaultTrainer(tiny_cfg(tmp_path)).train()
+    state = read_file(tmp_path / "model_final.pth")
+    state["trainer"]["settings"] = state["trainer"]["hooks"].pop("RunRecord")["settings"] | {"DATALOADER.SKIP": "[]"}
+    torch.save(state, tmp_path / "model_final.pth")
+
+    DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.IMS_PER_BATCH", 4)).resume_or_load()
+
+    assert [line.split()[0] for line in caplog.messages[-1].splitlines()[3:]] == ["SOLVER.IMS_PER_BATCH"]
+
+
+def test_a_checkpoint_without_settings_is_resumed(tmp_path, caplog):
+    trainer = DefaultTrainer(tiny_cfg(tmp_path))
+    state = trainer.state_dict()
+    del state["hooks"]["RunRecord"]
+    DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.IMS_PER_BATCH", 4)).load_state_dict(state)
+    assert "other settings" not in caplog.text

@@ -1,0 +1,149 @@
+"""The batches of some iterations are left out, and all others are those of the plain run."""
+
+import logging
+
+import pytest
+import torch
+from trainkit.projects.replay.tests.skip_job import same, train
+
+from tests.engine.job import tiny_cfg
+from tests.two_ranks import on_two_ranks
+from trainkit.checkpoint.file import read_file
+from trainkit.config import ConfigError, check_values
+
+
+def left_out(folder, name="model_final"):
+    return read_file(folder / f"{name}.pth")["trainer"]["hooks"]["SkipBatches"]["left_out"]
+
+
+SKIP = ("DATALOADER.SKIP", [[3, 5], [6, 7]], "SOLVER.CHECKPOINT_PERIOD", 1)
+# iteration -> iteration of the plain run whose batch it gets
+SHIFTED = {0: 0, 1: 1, 2: 2, 3: 5, 4: 6, 5: 7, 6: 9, 7: 10, 8: 11, 9: 12}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    _, seen = train(tmp_path_factory.mktemp("plain"), "SOLVER.MAX_ITER", 13)
+    return seen.batches
+
+
+def test_an_iteration_gets_the_batch_after_those_that_are_left_out(tmp_path, plain, caplog):
+    caplog.set_level(logging.INFO)
+    _, seen = train(tmp_path, *SKIP)
+
+    assert same(seen.batches, plain, SHIFTED)
+    assert not same(seen.batches, plain, {i: i for i in range(10)})
+    assert "the batches of iterations 3 to 4 are left out, and iteration 3 gets the next one" in caplog.text
+    assert "the batches of iterations 6 to 6 are left out" in caplog.text
+    assert left_out(tmp_path) == [[3, 5], [6, 7]]
+    assert left_out(tmp_path, "model_0000004") == [[3, 5]]
+
+
+@pytest.mark.parametrize("last", [2, 3, pytest.param(6, marks=pytest.mark.slow)])
+def test_a_run_that_is_stopped_and_resumed_leaves_out_the_same(tmp_path, plain, last):
+    _, first = train(tmp_path, *SKIP, last=last)
+    assert max(first.batches) == last
+
+    _, second = train(tmp_path, *SKIP, resume=True)
+
+    assert same(first.batches | second.batches, plain, SHIFTED)
+
+
+def test_a_file_of_before_this_hook_still_says_what_was_left_out(tmp_path, plain):
+    _, first = train(tmp_path, *SKIP, last=3)
+    path = tmp_path / "model_0000003.pth"
+    state = read_file(path)
+    state["trainer"]["left_out"] = state["trainer"]["hooks"].pop("SkipBatches")["left_out"]
+    torch.save(state, path)
+
+    _, second = train(tmp_path, *SKIP, resume=True)
+
+    assert same(first.batches | second.batches, plain, SHIFTED)
+
+
+def test_a_range_behind_the_run_shifts_nothing_and_is_named(tmp_path, plain, caplog):
+    train(tmp_path, last=6)
+
+    _, seen = train(tmp_path, "DATALOADER.SKIP", [[2, 4], [8, 9]], resume=True)
+
+    assert same(seen.batches, plain, {7: 7, 8: 9, 9: 10})
+    assert "nothing of [2, 4] is left out, since the run continues with iteration 7" in caplog.text
+    assert "nothing of [8, 9]" not in caplog.text
+
+
+@pytest.mark.slow
+def test_of_a_range_that_the_run_has_reached_the_rest_is_left_out(tmp_path, plain):
+    train(tmp_path, last=6)
+
+    _, seen = train(tmp_path, "DATALOADER.SKIP", [[2, 9]], resume=True)
+
+    assert same(seen.batches, plain, {7: 9, 8: 10, 9: 11})
+
+
+@pytest.mark.slow
+def test_a_skip_that_is_taken_away_afterwards_shifts_nothing(tmp_path, plain):
+    train(tmp_path, *SKIP, last=6)
+
+    _, seen = train(tmp_path, resume=True)
+
+    assert same(seen.batches, plain, {iter: SHIFTED[iter] for iter in (7, 8, 9)})
+
+
+@pytest.mark.slow
+def test_a_second_run_of_a_trainer_leaves_out_again(tmp_path, plain):
+    trainer, seen = train(tmp_path, *SKIP)
+    seen.batches.clear()
+
+    trainer.train(0, 5)  # the data go on where they stand
+
+    assert trainer.state_dict()["hooks"]["SkipBatches"]["left_out"] == [[3, 5]]
+
+
+@pytest.mark.slow
+def test_micro_batches_are_left_out_together(tmp_path):
+    options = ("SOLVER.IMS_PER_BATCH", 4, "SOLVER.ACCUMULATION_STEPS", 2)
+    _, plain = train(tmp_path / "plain", *options, "SOLVER.MAX_ITER", 13)
+
+    _, seen = train(tmp_path / "skip", *options, *SKIP)
+
+    assert same(seen.batches, plain.batches, SHIFTED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed_at", [3, 4, 7])
+def test_a_run_with_workers_that_is_killed_and_resumed_leaves_out_the_same(tmp_path, plain, killed_at):
+    options = (*SKIP, "DATALOADER.NUM_WORKERS", 2, "SOLVER.CHECKPOINT_PERIOD", 2)
+    _, first = train(tmp_path, *options, killed_at=killed_at)
+    _, second = train(tmp_path, *options, resume=True)
+
+    assert min(second.batches) == killed_at // 2 * 2
+    assert same(first.batches | second.batches, plain, SHIFTED)
+    for iter in first.batches.keys() & second.batches.keys():
+        assert torch.equal(first.batches[iter], second.batches[iter])
+
+
+def check_skip_of_a_rank(rank, folder):
+    options = (*SKIP, "DATALOADER.NUM_WORKERS", 2)
+    _, first = train(folder, *options, killed_at=4)
+    _, second = train(folder, *options, resume=True)
+    return first.batches | second.batches
+
+
+@pytest.mark.slow
+def test_two_processes_leave_out_the_same(tmp_path, plain):
+    ranks = on_two_ranks([check_skip_of_a_rank], tmp_path)["check_skip_of_a_rank"]
+
+    # sample p of the stream goes to rank p % 2
+    found = {iter: torch.stack([batches[iter] for batches in ranks], 1).flatten(0, 1) for iter in ranks[0]}
+    assert same(found, plain, SHIFTED)
+
+
+@pytest.mark.parametrize("ranges", [[3, 5], [[3, 3]], [[-1, 3]], [[3, 5, 7]], [[3, 5], [4, 7]], [["3", 5]]])
+def test_bad_ranges_are_errors(tmp_path, ranges):
+    with pytest.raises(ConfigError, match=r"DATALOADER.SKIP: got .* accepted: a list of \[start, end\]"):
+        check_values(tiny_cfg(tmp_path, "DATALOADER.SKIP", ranges))
+
+
+def test_the_mode_that_makes_no_steps_is_gone(tmp_path):
+    with pytest.raises(ConfigError, match="DATALOADER.SKIP_MODE: got 'consume'.*; accepted: 'shift'"):
+        check_values(tiny_cfg(tmp_path, "DATALOADER.SKIP_MODE", "consume"))
