@@ -14,7 +14,7 @@ from trainkit.projects.replay.settings import changes_since, other_settings, set
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.atomic import replacing, write_text
-from trainkit.checkpoint.folder import TAG_FILE, candidates, checkpoint_files, choose, find_checkpoint
+from trainkit.checkpoint.folder import candidates, checkpoint_files, choose, find_checkpoint
 from trainkit.checkpoint.format import format_of
 from trainkit.checkpoint.ranks import together
 from trainkit.config import CfgNode, ConfigError
@@ -123,7 +123,7 @@ def _copy_checkpoint(run: str, iteration: int, folder: str) -> None:
             os.makedirs(os.path.dirname(copy), exist_ok=True)
             with open(file, "rb") as source, replacing(copy) as target:
                 shutil.copyfileobj(source, target)
-    write_text(os.path.basename(saved.path), os.path.join(folder, TAG_FILE))
+    write_text(os.path.basename(saved.path), os.path.join(folder, "last_checkpoint"))
 
 
 def adapt(state: dict[str, Any], trainer: Any) -> None:

@@ -233,9 +233,13 @@ class Session:
         state = trainer.checkpointer.collect({"iteration": trainer.last_done_iter})
         return copy_of(state)
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, state: dict[str, Any], strict: bool = True) -> None:
         checkpointer = self._trainer.checkpointer
-        checkpointer._apply(copy_of(state), self._run, [*checkpointer.checkpointables], strict=True)
+        checkpointer._load_file = lambda path: copy_of(state)
+        try:
+            checkpointer.load(self._run, strict=strict)
+        finally:
+            del checkpointer._load_file
 
     def _load_start(self) -> None:
         trainer = self._trainer

@@ -204,9 +204,9 @@ class _Capsule(_Step):
         result.findings = [result.find()]
         return result
 
-    def _load(self, state: dict[str, Any]) -> None:
-        checkpointer, step = self._trainer.checkpointer, self._trainer._trainer
-        checkpointer._apply(copy_of(state), self._run, [*checkpointer.checkpointables], strict=False)
+    def _load(self, state: dict[str, Any], strict: bool = False) -> None:
+        super()._load(state, strict=False)
+        step = self._trainer._trainer
         batches = copy_of(self._capsule["batches"])
         step.feed.accumulation_steps, step.feed.schedule = len(batches), []
         step._data_loader_iter_obj = iter(batches)

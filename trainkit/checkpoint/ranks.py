@@ -68,7 +68,7 @@ def together(call: Callable[[], _T], group: "dist.ProcessGroup | None" = None) -
     errors = comm.all_gather(error, group=group)
     if any(errors):
         named = {text: f"rank {rank}: " * (len(errors) > 1) for rank, text in reversed([*enumerate(errors)]) if text}
-        raise CheckpointError("; ".join(rank + text for text, rank in named.items()))
+        raise CheckpointError("; ".join(rank + failed for failed, rank in named.items()))
     return cast(_T, result)
 
 

@@ -178,8 +178,8 @@ def _check_new_key(node: _FvcoreCfgNode, name: object, value: object, root: _Fvc
         while isinstance(value, Mapping) and value:  # the innermost key shows best which key was meant
             name, value = next(iter(value.items()))
             key = f"{key}.{name}"
-        hint = did_you_mean(key, [known for known, _ in changed_settings(root, CfgNode())])
-        raise UnknownKeyError(f"unknown key {key}; {hint or 'no key has a similar name'}".strip())
+        hint = did_you_mean(key, [known for known, _ in changed_settings(root, CfgNode())]).strip()
+        raise UnknownKeyError(f"unknown key {key}; {hint or 'no key has a similar name'}")
 
 
 def _coerce(key: str, value: Any, old: Any) -> Any:

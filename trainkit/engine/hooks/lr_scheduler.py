@@ -52,7 +52,7 @@ class LRScheduler(HookBase):
             scheduler.load_state_dict(self._state)
         # compare the groups, not the optimizers: an optimizer may be wrapped
         if getattr(scheduler, "optimizer", self._optimizer).param_groups is not groups:
-            raise ValueError("the scheduler changes the learning rates of another optimizer than the one that trains")
+            raise ValueError("LRScheduler has a scheduler that changes the learning rates of another optimizer")
         if isinstance(scheduler, ScheduledLR) and scheduler.last_epoch != iter:
             scheduler.seek(iter)  # this may be a second run
         self._scheduler, self._state, self._has_stepped = scheduler, {}, False

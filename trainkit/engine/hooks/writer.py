@@ -109,7 +109,7 @@ class PeriodicWriter(HookBase):
             writer.close()
         except OSError as error:
             lost.append(f"{type(writer).__name__} cannot be closed: {error}")
-            logger.error("%s", lost[-1])
+            logger.error("%s cannot be closed: %s", type(writer).__name__, error)
 
     # ------------------------------------------------------------------ state
 
