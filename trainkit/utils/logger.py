@@ -6,9 +6,8 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, Literal, TextIO
+from collections.abc import Collection, Hashable, Mapping
+from typing import Any, Literal
 
 import torch
 
@@ -36,25 +35,25 @@ def setup_logger(
     """Write a logger's lines, from DEBUG on, to stdout (rank 0, from ``stdout_level`` on) and to a file (every rank).
 
     A second call with the same ``name`` replaces the first; ``close_logger`` undoes it. If stdout or the file cannot be
-    written, stderr says so once, and the run continues.
+    written later, stderr says so once, and the run continues.
 
     Args:
         output: a file, if it ends in ``.txt`` or ``.log``, else a folder for ``log.txt``; other ranks add ``.rankN``.
-            Lines are appended to the file. None: no file.
+            Lines are appended. None: no file.
         color: use colours if stdout is a terminal.
         name: root of the logger names; ``""`` is the root logger.
         abbrev_name: replaces ``name`` in the lines. Without it, stdout shows only the last word of a logger's name.
         enable_propagation: whether handlers of parent loggers, such as pytest's, get the records too.
-
-    Raises:
-        OSError: the file or its folder cannot be written; the logger is unchanged.
     """
     handlers: list[logging.Handler] = []
     if output is not None:
-        handlers.append(_FileHandler(os.fspath(output), distributed_rank))
+        path = os.fspath(output) if os.fspath(output).endswith((".txt", ".log")) else os.path.join(output, "log.txt")
+        path += f".rank{distributed_rank}" if distributed_rank else ""
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        handlers.append(_Handler(path))
         handlers[0].setFormatter(_Formatter(name, abbrev_name or name))
     if configure_stdout and distributed_rank == 0 and sys.stdout is not None:
-        handlers.append(_StdoutHandler(stdout_level))
+        handlers.append(_Handler(level=stdout_level))
         handlers[-1].setFormatter(_Formatter(name, abbrev_name, color))
     close_logger(name)
     logger = logging.getLogger(name)
@@ -124,36 +123,33 @@ def _log_api_usage(identifier: str) -> None:
     torch._C._log_api_usage_once(f"trainkit.{identifier}")
 
 
-class _Handler(logging.StreamHandler[TextIO]):
+class _Handler(logging.Handler):
+    """Writes to a file, or to the present ``sys.stdout``, even if it was redirected."""
+
     _has_failed = False
 
-    def handleError(self, record: logging.LogRecord) -> None:
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
-            super().handleError(record)
-        elif not self._has_failed:
+    def __init__(self, path: str = "", level: int | str = logging.DEBUG) -> None:
+        super().__init__(level)
+        self._file = open(path, "a", encoding="utf-8", errors="backslashreplace") if path else None  # noqa: SIM115
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stream = self._file or sys.stdout
+        try:
+            stream.write(f"{self.format(record)}\n")
+            stream.flush()
+        except OSError as error:
+            if not self._has_failed:
+                print(
+                    f"{getattr(stream, 'name', stream)} cannot be written, the run continues: {error}", file=sys.stderr
+                )
             self._has_failed = True
-            print(f"{self.get_name()} cannot be written, the run continues: {error}", file=sys.stderr)
+        except Exception:
+            self.handleError(record)
 
-
-class _StdoutHandler(_Handler):
-    """Writes to the present ``sys.stdout``, even if it was redirected."""
-
-    def __init__(self, level: int | str) -> None:
-        logging.Handler.__init__(self, level)
-        self.set_name("stdout")
-
-    @property
-    def stream(self) -> TextIO:  # type: ignore[override]
-        return sys.stdout
-
-
-class _FileHandler(_Handler, logging.FileHandler):
-    def __init__(self, output: str, rank: int) -> None:
-        path = output if output.endswith((".txt", ".log")) else os.path.join(output, "log.txt")
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        super().__init__(path + (f".rank{rank}" if rank else ""), encoding="utf-8", errors="backslashreplace")
-        self.set_name(self.baseFilename)
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        super().close()
 
 
 class _Formatter(logging.Formatter):
@@ -173,17 +169,6 @@ class _Formatter(logging.Formatter):
             head = f"{_GREEN}{head}{_RESET}"
             level = level and f"{_RED if record.levelno >= logging.ERROR else _YELLOW}{level}{_RESET}"
         return f"{head}{level}: {record.message}"
-
-
-@contextmanager
-def logging_from(level: int) -> Iterator[None]:
-    """Context in which all loggers of the process drop records below ``level``."""
-    before = logging.root.manager.disable
-    logging.disable(max(before, level - 1))
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def _count(*key: Hashable) -> int:

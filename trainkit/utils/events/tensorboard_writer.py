@@ -70,6 +70,7 @@ class TensorboardXWriter(ScalarWriter):
         except OSError:
             self._opened, self._purge_step = None, self._last_step + 1  # its thread has ended
             raise
-        self._last_step = max([self._last_step, *steps, *(picture.iter for picture in (*images, *histograms))])
+        steps += [*(image.iter for image in images), *(histogram.iter for histogram in histograms)]
+        self._last_step = max([self._last_step, *steps])
         storage.clear_images()
         storage.clear_histograms()
