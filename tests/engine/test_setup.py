@@ -123,7 +123,7 @@ def test_a_mistake_of_the_program_keeps_its_traceback():
 
 
 def test_setup_writes_the_whole_config_and_logs_what_differs_from_the_defaults(tmp_path):
-    cfg = cfg_for(tmp_path / "run", "SOLVER.BASE_LR", 0.5, "MODEL.MY_WIDTH", 7)
+    cfg = cfg_for(tmp_path / "run", "SOLVER.BASE_LR", 0.5, "MODEL.MY_WIDTH", 7, "MODEL.WEIGHT", "")
     default_setup(cfg, NEW)
     again = get_cfg()
     again.merge_from_file(str(tmp_path / "run/config.yaml"))
@@ -132,6 +132,7 @@ def test_setup_writes_the_whole_config_and_logs_what_differs_from_the_defaults(t
     assert "  SOLVER.BASE_LR: 0.5\n" in log
     assert "  MODEL.MY_WIDTH: 7\n" in log
     assert "WEIGHT_DECAY" not in log
+    assert "MODEL.WEIGHT is used as a new key, beside MODEL.WEIGHTS" in log
     assert torch.__version__ in log
 
 

@@ -1,9 +1,8 @@
 """Checks that every config must pass: one table of the values that keys accept."""
 
 import difflib
-import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
 from typing import Any
 
@@ -14,8 +13,6 @@ from trainkit.config.defaults import CHOICES, RANGES, get_cfg
 from trainkit.config.errors import ConfigError, not_accepted
 from trainkit.config.lengths import LENGTH_KEYS, parse_length
 from trainkit.utils.numbers import is_number, is_whole
-
-logger = logging.getLogger(__name__)
 
 # (setting, other setting, reason): they exclude each other; a key without "=" means: if it is on
 _CONFLICTS: tuple[tuple[str, str, str], ...] = (
@@ -34,20 +31,15 @@ _NEEDS = (
 )
 
 
-def check_is_ours(cfg: Any) -> None:
+def check_is_ours(cfg: object) -> None:
     """Raises ConfigError if ``cfg`` is a CfgNode of another program, which lacks trainkit's keys and checks."""
     if isinstance(cfg, yacs.config.CfgNode) and not isinstance(cfg, CfgNode):
         raise ConfigError(f"cfg is a {type(cfg).__module__}.CfgNode; use trainkit's get_cfg, and merge your settings")
 
 
-def check_values(cfg: CfgNode, *, warn: bool = True) -> None:
-    """Check for numbers out of range, unknown choices and contradictory settings, before anything is built.
-
-    If ``warn``, a warning names each key that looks misspelled, in nodes that accept new keys.
-
-    Raises:
-        ConfigError: names the key, the value and what is accepted.
-    """
+def check_values(cfg: CfgNode) -> None:
+    """Raises ConfigError for numbers out of range, unknown choices and contradictory settings."""
+    check_is_ours(cfg)
     check_ranges(cfg, RANGES)
     check_choices(cfg, CHOICES)
     check_conflicts(cfg, _CONFLICTS)
@@ -60,19 +52,15 @@ def check_values(cfg: CfgNode, *, warn: bool = True) -> None:
             raise not_accepted(key, folder, 'a folder, or an address such as "s3://bucket/run"')
     if len({*cfg.LOG.WRITERS}) < len(cfg.LOG.WRITERS):
         raise not_accepted("LOG.WRITERS", cfg.LOG.WRITERS, "each name once")
-    scale, best = cfg.SOLVER.AMP.LOSS_SCALE, cfg.CHECKPOINT.BEST_METRIC
+    scale = cfg.SOLVER.AMP.LOSS_SCALE
     if scale != "dynamic" and not _is_in(scale, "(0, inf)"):
         raise not_accepted("SOLVER.AMP.LOSS_SCALE", scale, '"dynamic", or a number in (0, inf)')
-    if not all(isinstance(name, str) for name in (best if isinstance(best, list | tuple) else [best or ""])):
-        raise not_accepted("CHECKPOINT.BEST_METRIC", best, 'None, a name such as "task/top1", or a list of names')
     for entry in cfg.TEST.EXPECTED_RESULTS:
         if not isinstance(entry, list | tuple) or len(entry) != 4:
             raise not_accepted("TEST.EXPECTED_RESULTS", entry, "entries [task, metric, value, tolerance]")
     _check_pairs(
         "SOLVER.ACCUMULATION_FACTORS", cfg.SOLVER.ACCUMULATION_FACTORS, 1, slice(None, None, 2), "[iter, factor]"
     )
-    if warn:
-        _warn_of_similar_keys(cfg, defaults)
     for project in projects_of(cfg):
         getattr(project, "check", lambda _: None)(cfg)
 
@@ -91,7 +79,7 @@ def check_ranges(cfg: CfgNode, ranges: Mapping[str, str]) -> None:
         for item in value if isinstance(value, list | tuple) else [value]:
             if isinstance(item, str) and key in LENGTH_KEYS:
                 parse_length(item, key)
-            elif item is None is default:
+            elif item is None and default is None:
                 continue
             elif not _is_in(item, interval) or (is_whole_key and not isinstance(item, int)):
                 raise not_accepted(key, value, f"a {'whole ' * is_whole_key}number in {interval}")
@@ -135,11 +123,11 @@ def _check_pairs(key: str, pairs: list[Any], minimum: int, growing: slice, form:
         raise not_accepted(key, pairs, f"a list of {form}, whole numbers from {minimum} on, which grow")
 
 
-def _warn_of_similar_keys(node: CfgNode, default: CfgNode, prefix: str = "") -> None:
+def similar_keys(node: CfgNode, default: CfgNode, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(key, similar key) for each key of ``node`` that is not in ``default``, but looks like a key there."""
     for name, value in node.items():
-        if not hasattr(default, name):  # not "in": a project may declare the key
+        if isinstance(value, CfgNode) and isinstance(default.get(name), CfgNode):
+            yield from similar_keys(value, default[name], f"{prefix}{name}.")
+        elif not hasattr(default, name):  # not "in": a project may declare the key
             for known in difflib.get_close_matches(name.upper(), default, n=1, cutoff=0.8):
-                text = "%s is used as a new key, beside %s; correct it if you meant that one"
-                logger.warning(text, prefix + name, prefix + known)
-        elif isinstance(value, CfgNode) and isinstance(default[name], CfgNode):
-            _warn_of_similar_keys(value, default[name], f"{prefix}{name}.")
+                yield prefix + name, prefix + known

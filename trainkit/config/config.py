@@ -39,10 +39,6 @@ class CfgNode(_FvcoreCfgNode):
         _declare(self, name)
         return super().__getattr__(name)
 
-    def __setattr__(self, name: str, val: Any) -> None:
-        _declare(self, name)
-        super().__setattr__(name, val)
-
     @classmethod
     def load_yaml_with_base(cls, filename: str | os.PathLike[str], allow_unsafe: bool = False) -> dict[str, Any]:
         """Read a file after the files that it inherits from by ``_BASE_`` (a path or a list, relative to the file).
@@ -92,8 +88,10 @@ class CfgNode(_FvcoreCfgNode):
             if self.key_is_deprecated(key):  # this logs a warning
                 continue
             *parents, name = key.split(".")
-            node = reduce(lambda node, parent: getattr(node, parent, CfgNode()), parents, self)
             if isinstance(value, str):
+                node: Any = self
+                for parent in parents:
+                    node = getattr(node, parent, None)
                 read, is_text = parse_literal(value), isinstance(getattr(node, name, None), str)
                 if isinstance(read, str) or not is_text or key in (*LENGTH_KEYS, *_ANY_TYPE):
                     value = read  # else it is text that looks like a number, such as OUTPUT_DIR 2024

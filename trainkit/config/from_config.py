@@ -3,27 +3,14 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar, overload
+from typing import Any
 
 from yacs.config import CfgNode  # the base class of all config nodes, also those of fvcore and trainkit
 
 from trainkit.utils.plugins import CONFIG_TYPES, type_name
 
-_Func = TypeVar("_Func", bound=Callable[..., Any])
-_R = TypeVar("_R")
 
-
-@overload
-def configurable(init_func: _Func) -> _Func: ...
-@overload
-def configurable(
-    *, from_config: Callable[..., dict[str, Any]] | None = None
-) -> Callable[[Callable[..., _R]], Callable[..., _R]]: ...
-
-
-def configurable(
-    init_func: Callable[..., Any] | None = None, *, from_config: Callable[..., dict[str, Any]] | None = None
-) -> Callable[..., Any]:
+def configurable(init_func: Callable[..., Any] | None = None, *, from_config: Callable[..., Any] | None = None) -> Any:
     """Let a class (by its ``__init__``) or a function be called with a config in place of its arguments.
 
     ``from_config(cfg, ...)``, a class method or the argument, gives a dict of arguments. ``Net(width=8)``, ``Net(cfg)``
@@ -32,7 +19,7 @@ def configurable(
     they win over its result.
     """
 
-    def decorate(func: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(func: Any) -> Any:
         is_method = from_config is None
         if not inspect.isfunction(func) or (func.__name__ == "__init__") != is_method:
             raise TypeError(f"@configurable is for an __init__, with from_config=... for a function; got {func!r}")

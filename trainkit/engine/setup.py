@@ -21,7 +21,7 @@ from trainkit.checkpoint.atomic import write_text
 from trainkit.checkpoint.folder import candidates, choose, find_checkpoint, is_file_of, local_folder, mirrors
 from trainkit.checkpoint.format import owner_of_part
 from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, import_modules
-from trainkit.config.checks import check_is_ours
+from trainkit.config.checks import check_is_ours, similar_keys
 from trainkit.config.config import changed_settings
 from trainkit.engine.elastic import JOB_FILE, is_first_to_fail, is_restarted, look_for_requeue, note_begin
 from trainkit.engine.launch import check_processes
@@ -203,7 +203,7 @@ def default_setup(cfg: Any, args: Any) -> None:
     cfg.__dict__[_COMMAND] = Command(getattr(args, "resume", None), eval_only)
     text = text or cfg.dump()
     import_modules(cfg.IMPORTS)
-    check_values(cfg, warn=False)  # the code that builds from the config logs the warnings
+    check_values(cfg)
     if getattr(args, "print_config", False):
         print(text if comm.is_main_process() else "", end="")
         sys.exit()
@@ -243,6 +243,8 @@ def default_setup(cfg: Any, args: Any) -> None:
     logger.info("Configuration, as far as it differs from the defaults:\n%s", changes or "  nowhere")
     for note in notes:
         logger.info(note)
+    for key, known in similar_keys(cfg, get_cfg()):
+        logger.warning("%s is used as a new key, beside %s; correct it if you meant that one", key, known)
     if older:
         text = "There is no checkpoint in %s to resume, but in %s: to continue that run, name its folder in OUTPUT_DIR"
         logger.warning(text, checkpoints, older[-1].parent)
