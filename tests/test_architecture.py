@@ -192,6 +192,8 @@ def _defines(statement, own):
         case ast.Assign(targets=targets, value=value):
             targets = [part for target in targets for part in getattr(target, "elts", [target])]
             return all(_root(target) in own for target in targets) and all(map(_is_pure, _calls(value)))
+        case ast.AugAssign(target=ast.Name(id=name), value=value):  # a longer __all__
+            return name in own and all(map(_is_pure, _calls(value)))
         case ast.AnnAssign(target=target, value=value):
             return _root(target) in own and (value is None or all(map(_is_pure, _calls(value))))
     return False

@@ -162,6 +162,7 @@ PUBLIC = {
         "LRMultiplier",
         "OPTIMIZER_BUILDER_REGISTRY",
         "OPTIMIZER_REGISTRY",
+        "LR_SCHEDULER_BUILDER_REGISTRY",
         "SCHEDULE_REGISTRY",
         "ScheduledLR",
         "PARAM_GROUP_REGISTRY",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from trainkit.projects.evaluators.classification import check_topk
 from trainkit.projects.evaluators.labelled import LabelledEvaluator
 
 from trainkit.checkpoint.atomic import write_text
@@ -15,7 +16,6 @@ from trainkit.config.config import CfgNode
 from trainkit.config.from_config import configurable
 from trainkit.data.catalog import MetadataCatalog
 from trainkit.evaluation.build import EVALUATOR_REGISTRY
-from trainkit.evaluation.classification import check_topk
 from trainkit.utils.events import get_event_storage, has_event_storage
 from trainkit.utils.run_folder import is_owned
 

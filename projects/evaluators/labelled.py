@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from trainkit.projects.evaluators.classification import check_labels, labels_of, scores_of
 
-from trainkit.evaluation.classification import check_labels, labels_of, scores_of
 from trainkit.evaluation.evaluator import DatasetEvaluator
 from trainkit.evaluation.observer import for_details
 from trainkit.utils import comm

@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from trainkit.projects.solver_extras.composed import build_schedule
+from trainkit.projects.solver_extras.schedules import compute_values
 
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.engine.hooks.lr_scheduler import LRScheduler
-from trainkit.solver.composed import build_schedule
-from trainkit.solver.schedules import Schedule, compute_values
+from trainkit.solver.lr_scheduler import Schedule
 from trainkit.utils.numbers import is_number
 from trainkit.utils.periods import check_period
 from trainkit.utils.registry import did_you_mean
@@ -27,7 +28,7 @@ class ParamScheduler(HookBase):
     Args:
         param: the key of a number in the groups, such as ``weight_decay``; ``betas.0`` and ``betas.1`` for items;
             ``momentum`` means ``betas.0`` in a group with betas. ``lr`` works only without an `LRScheduler` hook.
-        schedules: a list as for `trainkit.solver.build_schedule`, or one `trainkit.solver.schedules.Schedule`.
+        schedules: a list as for `trainkit.solver.build_schedule`, or one function of the iteration and the base value.
         max_iter: the END of entries that give none; default is the ``max_iter`` of each ``train()`` call.
 
     Raises:

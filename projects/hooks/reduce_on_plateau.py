@@ -80,7 +80,7 @@ class ReduceOnPlateau(MetricHook):
                 "ReduceOnPlateau needs an LRScheduler hook, which steps and saves the scheduler; register one"
             )
         if self.trainer.start_iter == 0:
-            scheduler.set_factors([])
+            self._set_factors([])
 
     def bound(self, best: float) -> float:
         return best * (1.0 + self._sign * self._min_delta) if self._is_relative else super().bound(best)
@@ -96,13 +96,19 @@ class ReduceOnPlateau(MetricHook):
 
     def act(self, decision: bool) -> None:
         scheduler = self.trainer.scheduler
-        scheduler.reduce(self._factor, self._min_factor)
+        factors = [*scheduler.factors, self._factor]
+        self._set_factors(factors if math.prod(factors) > self._min_factor else [self._min_factor])
         logger.info(
             "%s has not been better in %d evaluations; the learning rate is multiplied by %g from now on",
             self.monitored_metric,
             self._patience + 1,
             math.prod(scheduler.factors),
         )
+
+    def _set_factors(self, factors: list[float]) -> None:
+        scheduler = self.trainer.scheduler
+        scheduler.factors = factors
+        scheduler.seek(scheduler.last_epoch)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict({**state_dict.get("monitor", {}), **state_dict})  # older files have a part "monitor"

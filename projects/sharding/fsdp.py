@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from trainkit.projects.sharding.evaluation import batches_of_all_ranks
 
 from trainkit.config import CfgNode, ConfigError, get_cfg
 from trainkit.config.errors import not_accepted
@@ -139,6 +140,7 @@ def shard_model(
     for block in blocks:
         fsdp.fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     fsdp.fully_shard(model, mesh=mesh, mp_policy=policy)
+    model.batches_of_all_ranks = batches_of_all_ranks
     if any(tensor.is_meta for tensor in own.values()):
         model.to_empty(device=torch.cuda.current_device() if device_type == "cuda" else device_type)
     _take_from_rank_0(model, own if weights is None else weights)

@@ -3,6 +3,7 @@
 import fnmatch
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -85,7 +86,8 @@ def combined_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
         return parts[0]
     optimizer = CombinedOptimizer(parts)
     if any(type(part) is torch.optim.SGD and part.defaults["fused"] for part in parts):
-        optimizer.register_step_pre_hook(start_late_buffers)
+        num_params = sum(len(group["params"]) for group in optimizer.param_groups)
+        optimizer.register_step_pre_hook(partial(start_late_buffers, num_params))
     return optimizer
 
 

@@ -1,15 +1,19 @@
 """The parameter groups of the keys SOLVER.PARAM_GROUPS."""
 
+import logging
 from typing import Any, get_args
 
 from torch import nn
 from trainkit.projects.solver_extras.layer_decay import build_layer_decay
+from trainkit.projects.solver_extras.names import describe_param_groups
 from trainkit.projects.solver_extras.rules import ParamKind, ParamRules, build_param_groups
 
 from trainkit.config import CfgNode, ConfigError
 from trainkit.solver.build import PARAM_GROUP_REGISTRY, collect_arguments
 
 _GROUPS = "SOLVER.PARAM_GROUPS"
+
+_logger = logging.getLogger(__name__)
 
 
 @PARAM_GROUP_REGISTRY.register()
@@ -45,9 +49,11 @@ def groups_by_rules(cfg: CfgNode, model: nn.Module) -> list[dict[str, Any]]:
             custom_keys_only=options.CUSTOM_KEYS_ONLY,
             lr_factor_func=lr_factor_func,
         )
-        return build_param_groups(model, values["lr"], weight_decay, rules)
+        groups = build_param_groups(model, values["lr"], weight_decay, rules)
     except ValueError as error:
         raise ConfigError(f"{_GROUPS}: {error}") from error
+    _logger.info("Parameter groups:\n%s", describe_param_groups(groups, model))
+    return groups
 
 
 def _factors(options: CfgNode, what: str) -> dict[ParamKind, float]:

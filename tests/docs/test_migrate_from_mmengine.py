@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from torch import nn
+from trainkit.projects.solver_extras.schedules import SCHEDULE_REGISTRY
 
 import trainkit_selfsup  # noqa: F401  # registers hooks
 from tests.docs.pages import blocks, page
@@ -23,7 +24,6 @@ from trainkit.engine.hook_base import HOOK_POINTS, Priority
 from trainkit.engine.hooks import HOOK_REGISTRY
 from trainkit.modeling import MODEL_REGISTRY
 from trainkit.solver import build_lr_scheduler, build_optimizer
-from trainkit.solver.schedules import SCHEDULE_REGISTRY
 from trainkit.utils.plugins import CONFIG_KEYS
 
 TEXT = page("docs/migrate_from_mmengine.md")
@@ -86,7 +86,12 @@ def problem_of_entry(entry):
     if name in HOOK_REGISTRY:
         accepted = {"ENABLED", *map(str.upper, inspect.signature(HOOK_REGISTRY.get(name)).parameters)}
     elif name in SCHEDULE_REGISTRY:
-        accepted = {"BEGIN", "END", *map(str.upper, inspect.signature(SCHEDULE_REGISTRY.get(name)).parameters)}
+        accepted = {
+            "BEGIN",
+            "END",
+            "STEP_SIZE",
+            *map(str.upper, inspect.signature(SCHEDULE_REGISTRY.get(name)).parameters),
+        }
     else:
         return f"{name} is not registered"
     nested = [problem_of_entry(dict(item)) for item in entry.get("SCHEDULES", [])]

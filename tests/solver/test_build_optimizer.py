@@ -1,11 +1,9 @@
 import inspect
-import logging
 
 import pytest
 import torch
 from torch import nn
 
-from tests.cuda import needs_cuda
 from trainkit.config import ConfigError, get_cfg
 from trainkit.solver import (
     OPTIMIZER_BUILDER_REGISTRY,
@@ -48,12 +46,6 @@ def test_the_default_is_sgd_with_the_keys_of_the_solver():
     ]
 
 
-def test_bias_keys_reach_the_groups():
-    cfg = make_cfg({"BASE_LR": 0.5, "BIAS_LR_FACTOR": 2.0, "WEIGHT_DECAY": 0.01, "WEIGHT_DECAY_BIAS": 0.0})
-    groups = build_optimizer(cfg, nn.Linear(1, 1)).param_groups
-    assert [(group["lr"], group["weight_decay"]) for group in groups] == [(0.5, 0.01), (1.0, 0.0)]
-
-
 def test_constructor_arguments_come_from_a_yaml_file(tmp_path):
     file = tmp_path / "adam.yaml"
     file.write_text("SOLVER: {OPTIMIZER: {NAME: Adam, BETAS: [0.8, 0.99], EPS: 1e-6, AMSGRAD: True}}")
@@ -84,15 +76,10 @@ def test_any_class_of_torch_takes_its_own_arguments(name, arguments, expected):
     assert all(optimizer.param_groups[0][key] == value for key, value in expected.items())
 
 
-def test_lr_and_weight_decay_of_the_node_win_and_the_log_says_so(caplog):
+def test_lr_and_weight_decay_of_the_node_win():
     cfg = make_cfg({"BASE_LR": 0.1, "WEIGHT_DECAY": 0.2}, NAME="AdamW", LR=0.5, WEIGHT_DECAY=0.25)
-    with caplog.at_level(logging.INFO):
-        optimizer = build_optimizer(cfg, nn.Linear(1, 1))
+    optimizer = build_optimizer(cfg, nn.Linear(1, 1))
     assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.5, 0.25)]
-    assert [record.getMessage() for record in caplog.records] == [
-        "Optimizer AdamW, implementation: fused, parameter groups: 1, parameters: 2, values: 2; "
-        "SOLVER.OPTIMIZER.LR=0.5, SOLVER.OPTIMIZER.WEIGHT_DECAY=0.25.",
-    ]
 
 
 SET = {"MOMENTUM": 0.95, "NESTEROV": True, "WEIGHT_DECAY": 0.5, "WEIGHT_DECAY_NORM": 0.5, "WEIGHT_DECAY_BIAS": 0.5}
@@ -116,7 +103,7 @@ def test_a_key_of_the_solver_is_passed_on_or_if_it_is_set_an_error(name, momentu
     assert {key: optimizer.defaults[key] for key in expected} == expected
     for key in SET.keys() - taken:
         with pytest.raises(
-            ConfigError, match=rf"SOLVER.{key} is {SET[key]}, but {name} takes no (momentum|nest|weight)"
+            ConfigError, match=rf"SOLVER.{key}: got {SET[key]} .* {name} takes no (momentum|nest|weight)"
         ):
             build_optimizer(make_cfg({key: SET[key]}, NAME=name), model)
         build_optimizer(make_cfg({key: type(SET[key])(0)}, NAME=name), model)  # which asks for nothing
@@ -134,12 +121,6 @@ def test_a_default_of_the_solver_is_never_an_error(name):
     optimizer = build_optimizer(make_cfg(NAME=name), nn.Linear(2, 2, bias=False))
     known = inspect.signature(type(optimizer)).parameters
     assert optimizer.defaults.get("momentum", 0) == (0.9 if "momentum" in known else 0)
-
-
-def test_the_arguments_of_the_optimizer_win_over_the_keys_of_the_solver():
-    cfg = make_cfg({"MOMENTUM": 0.8, "NESTEROV": True}, NAME="SGD", MOMENTUM=0.5, NESTEROV=False, DAMPENING=0.1)
-    defaults = build_optimizer(cfg, make_model()).defaults
-    assert (defaults["momentum"], defaults["nesterov"], defaults["dampening"]) == (0.5, False, 0.1)
 
 
 def test_a_key_that_code_has_added_to_the_solver_is_passed_on_where_it_is_taken():
@@ -169,12 +150,13 @@ def test_a_registered_function_may_take_any_argument():
     [
         ({"NAME": "Adm"}, r"SOLVER.OPTIMIZER.NAME: unknown 'Adm'; did you mean 'Adam'\? .*AdamW.*SGD"),
         ({"NAME": "sgd"}, r"unknown 'sgd'; did you mean 'SGD'\?"),
-        ({"NAME": "LBFGS"}, "LBFGS evaluates the loss several times per step through a closure"),
+        ({"NAME": "LBFGS"}, "unknown 'LBFGS'"),
+        ({"NAME": "Muon"}, "Muon refuses .*: Muon only supports 2D"),
         ({"NAME": "Adam", "BETA": [0.9, 0.9]}, r"unknown 'BETA'; did you mean 'BETAS'\? Adam takes: AMSGRAD, BETAS, "),
         ({"NAME": "Adam", "PARAMS": []}, "unknown 'PARAMS'"),
         ({"NAME": "Adam", "MOMENTUM": 0.9}, "unknown 'MOMENTUM'"),
         ({"NAME": "Adam", "BETAS": [2, 0.9]}, r"SOLVER.OPTIMIZER.BETAS=\(2, 0.9\): Invalid beta parameter at index 0"),
-        ({"NAME": "Adam", "LR": "big"}, "SOLVER.OPTIMIZER.LR must be a number, got 'big'"),
+        ({"NAME": "Adam", "LR": "big"}, "SOLVER.OPTIMIZER.LR: got 'big' .*a number"),
         ({"NAME": "Adam", "EPS": "tiny"}, "SOLVER.OPTIMIZER.EPS='tiny'"),
         ({"NAME": "Adam", "FUSED": True, "FOREACH": True}, "SOLVER.OPTIMIZER.FUSED=True, .*cannot be `True` together"),
     ],
@@ -185,13 +167,8 @@ def test_what_the_optimizer_cannot_take_is_an_error(node, message):
         build_optimizer(make_cfg(**node), make_model())
 
 
-def test_a_value_outside_the_node_that_is_refused_is_named_by_its_own_key():
-    with pytest.raises(ConfigError, match=r"SGD refuses SOLVER.BASE_LR=-1.0, .*: Invalid learning rate: -1.0"):
-        build_optimizer(make_cfg({"BASE_LR": -1.0}), make_model())
-
-
 def test_a_model_without_trainable_parameters_is_an_error():
-    with pytest.raises(ConfigError, match="Linear has no trainable parameters; at least one needs requires_grad=True"):
+    with pytest.raises(ConfigError, match="Linear has no trainable parameters"):
         build_optimizer(make_cfg(), nn.Linear(1, 1).requires_grad_(False))
 
 
@@ -260,39 +237,21 @@ def test_building_leaves_parameters_and_random_state_as_they_were():
     assert all(param.grad is None for param in model.parameters())
 
 
-def test_the_step_clips_if_the_config_says_so():
-    cfg = make_cfg({"CLIP_GRADIENTS": {"ENABLED": True, "CLIP_VALUE": 0.01}, "BASE_LR": 1.0, "WEIGHT_DECAY": 0.0})
-    model = nn.Linear(1, 1, bias=False)
-    optimizer = build_optimizer(cfg, model)
-    model.weight.grad = torch.ones(1, 1)
-    before = model.weight.item()
-    optimizer.step()
-    assert model.weight.item() == pytest.approx(before - 0.01)
-
-
-@needs_cuda
-@pytest.mark.parametrize(
-    ("name", "fused", "foreach"), [("AdamW", True, None), ("SGD", True, None), ("NAdam", None, True)]
-)
-def test_on_cuda_what_is_not_fused_is_foreach(name, fused, foreach):
-    defaults = build_optimizer(make_cfg(NAME=name), make_model().cuda()).defaults
-    assert (defaults.get("fused"), defaults["foreach"]) == (fused, foreach)
-
-
-def test_the_state_of_one_run_fits_the_optimizer_of_the_next():
-    cfg = make_cfg({"BIAS_LR_FACTOR": 2.0}, NAME="Adam")
-    torch.manual_seed(0)
-    model = make_model()
-    optimizer = build_optimizer(cfg, model)
-    model(torch.randn(4, 2)).square().sum().backward()
-    optimizer.step()
-
-    resumed = build_optimizer(cfg, make_model())
-    resumed.load_state_dict(optimizer.state_dict())
-    shapes = [[tuple(param.shape) for param in group["params"]] for group in resumed.param_groups]
-    assert shapes == [[(3, 2)], [(3,)], [(3,)], [(3,)]]
-    for group in resumed.param_groups:
-        assert all(resumed.state[param]["exp_avg"].shape == param.shape for param in group["params"])
+def test_a_parameter_whose_first_gradient_comes_late_is_updated_as_without_the_fused_implementation():
+    """torch's fused SGD raises a TypeError."""
+    weights = []
+    for fused in (None, False):
+        torch.manual_seed(0)
+        model = make_model()
+        optimizer = build_optimizer(make_cfg({"BASE_LR": 0.5}, NAME="SGD", FUSED=fused), model)
+        assert optimizer.defaults["fused"] is (fused is None)
+        for late in (False, False, True, True):
+            optimizer.zero_grad()
+            model[0](torch.ones(1, 2)).sum().backward()
+            model[0].bias.grad = model[0].bias.grad if late else None
+            optimizer.step()
+        weights.append([param.detach().clone() for param in model.parameters()])
+    torch.testing.assert_close(*weights)
 
 
 @PARAM_GROUP_REGISTRY.register()

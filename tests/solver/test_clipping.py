@@ -3,8 +3,12 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
+from tests.two_ranks import on_two_ranks
 from trainkit.config import ConfigError, get_cfg
 from trainkit.solver import GradientClipper, GradientClipType, build_gradient_clipper, maybe_add_gradient_clipping
 
@@ -16,9 +20,9 @@ def make_cfg(clip_type="value", clip_value=1.0, norm_type=2.0, enabled=True):
     return cfg
 
 
-def make_params(seed=0):
+def make_params():
     """Two with gradients of norm 3 and 0.5, one without."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(2))]
     for param, norm in zip(params, (3.0, 0.5), strict=False):
         grad = torch.randn(param.shape, generator=generator)
@@ -27,243 +31,100 @@ def make_params(seed=0):
 
 
 def grads(params):
-    return [None if param.grad is None else param.grad.clone() for param in params]
+    return [param.grad.clone() for param in params if param.grad is not None]
 
 
-def total_norm(grads, norm_type):
-    norms = [torch.linalg.vector_norm(grad, norm_type) for grad in grads if grad is not None]
+def of_torch(clip_type, params, value, norm_type=2.0):
+    """What torch does; returns the total norm before it."""
+    norms = [torch.linalg.vector_norm(grad, norm_type) for grad in grads(params)]
+    if clip_type == "value":
+        clip_grad_value_(params, value)
+    for part in [params] if clip_type == "full_model" else [[param] for param in params]:
+        if clip_type != "value":
+            clip_grad_norm_(part, value, norm_type)
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
-def assert_same(left, right):
-    for a, b in zip(left, right, strict=True):
-        assert (a is None and b is None) or torch.equal(a, b)
-
-
-def test_a_config_without_clipping_gives_no_clipper():
-    assert build_gradient_clipper(make_cfg(enabled=False)) is None
-
-
-def test_the_enum_has_the_names_of_the_config():
-    assert {kind.name: kind.value for kind in GradientClipType} == {
-        "VALUE": "value",
-        "NORM": "norm",
-        "FULL_MODEL": "full_model",
-    }
-
-
-def test_value_limits_every_element():
-    params, expected = make_params(), make_params()
-    before = grads(params)
-    norm = build_gradient_clipper(make_cfg("value", 0.1))(iter(params))
-    assert torch.equal(norm, total_norm(before, 2.0))
-    clip_grad_value_(expected, 0.1)
-    assert_same(grads(params), grads(expected))
-    assert not torch.equal(params[0].grad, before[0])
-    assert max(grad.abs().max().item() for grad in grads(params)[:2]) == pytest.approx(0.1)
+def sgd(params, optimizer_class=torch.optim.SGD, **kwargs):
+    return optimizer_class(params, lr=1.0, **kwargs)
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-def test_norm_limits_each_parameter_on_its_own(norm_type):
-    params, expected = make_params(), make_params()
-    before = grads(params)
-    norm = build_gradient_clipper(make_cfg("norm", 0.6, norm_type))(iter(params))
-    assert torch.equal(norm, total_norm(before, norm_type))
-    for param in expected:
-        clip_grad_norm_([param], 0.6, norm_type)
-    assert_same(grads(params), grads(expected))
+@pytest.mark.parametrize("clip_type", [kind.value for kind in GradientClipType])
+def test_a_clipper_does_what_torch_does_and_returns_the_norm_before(clip_type, norm_type):
+    params, expected, before = make_params(), make_params(), grads(make_params())
+    norm = build_gradient_clipper(make_cfg(clip_type, 0.4, norm_type))(iter(params))
+    assert torch.equal(norm, of_torch(clip_type, expected, 0.4, norm_type))
+    assert all(map(torch.equal, grads(params), grads(expected)))
     assert not torch.equal(params[0].grad, before[0])
 
 
-def test_norm_leaves_a_parameter_below_the_limit_alone():
+def test_a_parameter_below_the_limit_stays_as_it_is():
     params = make_params()
-    before = grads(params)
-    build_gradient_clipper(make_cfg("norm", 1.0))(params)
-    assert torch.equal(params[1].grad, before[1])
-    assert params[0].grad.norm().item() == pytest.approx(1.0)
+    GradientClipper("norm", 1.0)(params)
+    assert torch.equal(params[1].grad, make_params()[1].grad)
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-def test_full_model_limits_the_norm_of_all_and_returns_it_as_a_tensor(norm_type):
-    params, expected = make_params(), make_params()
-    norm = build_gradient_clipper(make_cfg("full_model", 0.6, norm_type))(iter(params))
-    expected_norm = clip_grad_norm_(expected, 0.6, norm_type)
-    assert isinstance(norm, torch.Tensor)
-    assert torch.equal(norm, expected_norm)
-    assert_same(grads(params), grads(expected))
-
-
-def test_full_model_scales_all_gradients_alike():
-    params = make_params()
-    before = grads(params)
-    norm = GradientClipper("full_model", 1.0)(params)
-    assert norm.item() == pytest.approx(math.hypot(3.0, 0.5))
-    for param, old in zip(params[:2], before, strict=False):
-        torch.testing.assert_close(param.grad, old / math.hypot(3.0, 0.5))
-
-
-@pytest.mark.parametrize("clip_type", ["value", "norm", "full_model"])
-def test_without_gradients_there_is_nothing_to_clip(clip_type):
-    assert GradientClipper(clip_type, 1.0)([]).item() == 0.0
+@pytest.mark.parametrize("clip_type", [*GradientClipType])
+def test_no_gradients_have_norm_0_and_a_norm_that_is_not_finite_is_no_error(clip_type):
     assert GradientClipper(clip_type, 1.0)([nn.Parameter(torch.zeros(2))]).item() == 0.0
-
-
-@pytest.mark.parametrize("clip_type", ["value", "norm", "full_model"])
-def test_a_norm_that_is_not_finite_is_returned_and_no_error(clip_type):
     params = make_params()
     params[0].grad[0, 0] = math.nan
     assert math.isnan(GradientClipper(clip_type, 1.0)(params).item())
 
 
-@pytest.mark.parametrize("clip_type", ["value", "norm", "full_model"])
-def test_clipping_again_changes_nothing(clip_type):
-    params = make_params()
-    clipper = GradientClipper(clip_type, 0.3)
-    before = grads(params)
-    clipper(params)
-    once = grads(params)
-    clipper(params)
-    assert not torch.allclose(once[0], before[0], rtol=1e-2)
-    for twice, first in zip(grads(params)[:2], once, strict=False):
-        # The norms divide by (norm + 1e-6), as torch does, and may find the limit passed by that much.
-        torch.testing.assert_close(twice, first, rtol=0.0 if clip_type == "value" else 1e-5, atol=0.0)
-
-
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"clip_type": "nrom"}, "CLIP_GRADIENTS.CLIP_TYPE.*one of value, norm, full_model, got 'nrom'"),
-        ({"clip_value": 0.0}, "CLIP_GRADIENTS.CLIP_VALUE.*greater than 0, got 0.0"),
-        ({"clip_value": -1.0}, "CLIP_GRADIENTS.CLIP_VALUE.*got -1.0"),
-        ({"clip_value": math.nan}, "CLIP_GRADIENTS.CLIP_VALUE.*got nan"),
-        ({"norm_type": 0.0}, "CLIP_GRADIENTS.NORM_TYPE.*greater than 0, got 0.0"),
-        ({"norm_type": "two"}, "CLIP_GRADIENTS.NORM_TYPE.*got 'two'"),
-    ],
-    ids=str,
+    "arguments", [{"clip_type": "nrom"}, {"clip_value": 0.0}, {"clip_value": math.nan}, {"norm_type": -1.0}], ids=str
 )
-def test_a_wrong_rule_is_an_error_that_names_the_key(arguments, message):
-    with pytest.raises(ConfigError, match=message):
+def test_a_wrong_rule_is_an_error(arguments):
+    with pytest.raises(ConfigError, match=r"SOLVER.CLIP_GRADIENTS: .*(nrom|0\.0|nan|-1\.0)"):
         build_gradient_clipper(make_cfg(**arguments))
+    assert build_gradient_clipper(make_cfg(enabled=False)) is None
 
 
-# ---------------------------------------------------------------------------- clipping as a part of an optimizer
-
-
-def make_optimizer(optimizer_class, params, **kwargs):
-    return optimizer_class(params, lr=1.0, **kwargs)
-
-
-def expected_after_step(clip):
-    params = make_params()
-    clip(params)
-    torch.optim.SGD(params, lr=1.0).step()
-    return params
-
-
-CLIP_BY_ALL = {
-    "value": lambda params: clip_grad_value_(params, 0.3),
-    "norm": lambda params: [clip_grad_norm_([param], 0.3) for param in params],
-    "full_model": lambda params: clip_grad_norm_(params, 0.3),
-}
-
-
-@pytest.mark.parametrize("clip_type", CLIP_BY_ALL)
+@pytest.mark.parametrize("clip_type", [kind.value for kind in GradientClipType])
 @pytest.mark.parametrize("as_class", [True, False], ids=["class", "instance"])
-def test_an_optimizer_clips_before_its_step(clip_type, as_class):
-    cfg, params = make_cfg(clip_type, 0.3), make_params()
-    if as_class:
-        optimizer = make_optimizer(maybe_add_gradient_clipping(cfg, torch.optim.SGD), params)
-    else:
-        optimizer = maybe_add_gradient_clipping(cfg, make_optimizer(torch.optim.SGD, params))
-    optimizer.step()
-    assert_same([*params], expected_after_step(CLIP_BY_ALL[clip_type]))
-    unclipped = expected_after_step(lambda params: None)
-    assert not torch.equal(params[0], unclipped[0])
-
-
-def test_clipping_covers_every_group():
-    params = make_params()
+def test_an_optimizer_clips_all_its_groups_before_each_step(clip_type, as_class):
+    cfg, params, expected = make_cfg(clip_type, 0.3), make_params(), make_params()
     groups = [{"params": params[:1]}, {"params": params[1:]}]
-    maybe_add_gradient_clipping(make_cfg("full_model", 0.3), make_optimizer(torch.optim.SGD, groups)).step()
-    assert_same([*params], expected_after_step(CLIP_BY_ALL["full_model"]))
+    if as_class:
+        clipping = maybe_add_gradient_clipping(cfg, torch.optim.SGD)
+        optimizer = maybe_add_gradient_clipping(cfg, sgd(groups, clipping))  # once is enough
+        assert isinstance(optimizer, torch.optim.SGD)
+        assert optimizer.gradient_clipper == build_gradient_clipper(cfg)
+    else:
+        optimizer = maybe_add_gradient_clipping(cfg, plain := sgd(groups))
+        assert optimizer is plain
+    optimizer.step()
+    of_torch(clip_type, expected, 0.3)
+    sgd(expected).step()
+    assert all(map(torch.equal, params, expected))
+    params[0].grad.fill_(10.0)
+    optimizer.step()
+    assert params[0].grad.max() < 1
 
 
-def test_an_instance_stays_the_same_object_of_the_same_class():
-    optimizer = make_optimizer(torch.optim.SGD, make_params())
-    assert maybe_add_gradient_clipping(make_cfg(), optimizer) is optimizer
-    assert type(optimizer) is torch.optim.SGD
+def test_what_a_trainer_has_clipped_is_not_clipped_again_by_this_step_but_by_the_next():
+    params = make_params()
+    optimizer = maybe_add_gradient_clipping(make_cfg("norm", 0.3), sgd(params))
+    optimizer.gradient_clipper(params)
+    params[0].grad.mul_(10)
+    optimizer.step()
+    assert params[0].grad.norm().item() == pytest.approx(3.0)
+    optimizer.step()
+    assert params[0].grad.norm().item() == pytest.approx(0.3)
 
 
-def test_disabled_clipping_gives_the_argument_back_and_does_not_clip():
-    cfg, params = make_cfg(enabled=False), make_params()
+def test_without_clipping_the_argument_comes_back():
+    cfg, optimizer = make_cfg(enabled=False), sgd(make_params())
     assert maybe_add_gradient_clipping(cfg, torch.optim.SGD) is torch.optim.SGD
-    optimizer = make_optimizer(torch.optim.SGD, params)
     assert maybe_add_gradient_clipping(cfg, optimizer) is optimizer
-    optimizer.step()
-    assert_same([*params], expected_after_step(lambda params: None))
-
-
-def test_a_clipping_class_can_be_subclassed_again():
-    clipping = maybe_add_gradient_clipping(make_cfg("value", 0.3), torch.optim.SGD)
-    steps = []
-
-    class Counting(clipping):
-        def __init__(self, params, lr):
-            super().__init__(params, lr=lr)
-
-        def step(self, closure=None):
-            steps.append(1)
-            return super().step(closure)
-
-    params = make_params()
-    optimizer = Counting(params, lr=1.0)
-    optimizer.step()
-    assert steps == [1]
-    assert isinstance(optimizer, torch.optim.SGD)
-    assert_same([*params], expected_after_step(CLIP_BY_ALL["value"]))
-
-
-def test_two_rules_can_be_added_to_one_class():
-    by_value = maybe_add_gradient_clipping(make_cfg("value", 0.5), torch.optim.SGD)
-    both = maybe_add_gradient_clipping(make_cfg("full_model", 0.3), by_value)
-    params = make_params()
-    make_optimizer(both, params).step()
-
-    def clip(params):
-        clip_grad_value_(params, 0.5)
-        clip_grad_norm_(params, 0.3)
-
-    assert_same([*params], expected_after_step(clip))
-
-
-def test_the_same_rule_is_added_once():
-    cfg, params = make_cfg("norm", 0.3), make_params()
-    clipping = maybe_add_gradient_clipping(cfg, torch.optim.SGD)
-    assert maybe_add_gradient_clipping(cfg, clipping) is clipping
-    optimizer = maybe_add_gradient_clipping(cfg, make_optimizer(clipping, params))
-    assert optimizer.gradient_clipper == build_gradient_clipper(cfg)
-    optimizer.step()
-    assert_same([*params], expected_after_step(CLIP_BY_ALL["norm"]))
-
-
-def test_the_class_of_the_optimizer_stays_as_it_was():
-    maybe_add_gradient_clipping(make_cfg("value", 0.3), torch.optim.SGD)
-    params = make_params()
-    make_optimizer(torch.optim.SGD, params).step()
-    assert_same([*params], expected_after_step(lambda params: None))
-
-
-@pytest.mark.parametrize("argument", ["SGD", nn.Linear, 3])
-def test_what_is_no_optimizer_is_an_error(argument):
-    with pytest.raises(TypeError, match=r"must be a torch.optim.Optimizer or a subclass of it, got"):
-        maybe_add_gradient_clipping(make_cfg(), argument)
+    assert not hasattr(optimizer, "gradient_clipper")
 
 
 def scaled_step(fused, unscale):
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    params = make_params()
-    optimizer = make_optimizer(torch.optim.SGD, params, fused=fused)
-    maybe_add_gradient_clipping(make_cfg("value", 0.3), optimizer)
+    scaler, params = torch.amp.GradScaler("cpu", init_scale=1024.0), make_params()
+    optimizer = maybe_add_gradient_clipping(make_cfg("value", 0.3), sgd(params, fused=fused))
     scaler.scale(torch.zeros(()))
     for param in params[:2]:
         param.grad *= 1024.0
@@ -275,11 +136,43 @@ def scaled_step(fused, unscale):
 
 @pytest.mark.parametrize(("fused", "unscale"), [(False, False), (False, True), (True, True)])
 def test_under_a_grad_scaler_the_true_gradients_are_clipped(fused, unscale):
-    expected = expected_after_step(CLIP_BY_ALL["value"])
+    expected = make_params()
+    of_torch("value", expected, 0.3)
+    sgd(expected).step()
     for param, other in zip(scaled_step(fused, unscale), expected, strict=True):
         torch.testing.assert_close(param, other)
 
 
 def test_a_fused_optimizer_with_scaled_gradients_is_an_error():
-    with pytest.raises(RuntimeError, match=r"still scaled.*call scaler.unscale_\(optimizer\) before scaler.step"):
+    with pytest.raises(RuntimeError, match=r"still scaled.*call scaler.unscale_"):
         scaled_step(fused=True, unscale=False)
+
+
+# ---------------------------------------------------------------------- gradients of which each rank holds a part
+
+
+def clip_parts(rank, folder):
+    mesh, results = init_device_mesh("cpu", (2,)), {}
+    for clip_type in ("norm", "full_model"):
+        params, whole = [], make_params()[:2] * 10
+        for i, param in enumerate(whole):
+            placements = [Replicate() if i == 3 else Shard(0)]
+            params.append(nn.Parameter(distribute_tensor(param.detach(), mesh, placements)))
+            params[-1].grad = distribute_tensor(param.grad, mesh, placements)
+        with CommDebugMode() as mode:
+            norm = GradientClipper(clip_type, 0.4)(params)
+        expected = make_params()[:2]
+        if clip_type == "norm":
+            of_torch("norm", expected, 0.4)
+            found = [param.grad.full_tensor() for param in params[:2]]
+            assert all(map(torch.allclose, found, grads(expected)))
+        assert norm.item() == pytest.approx(math.sqrt(10 * (9 + 0.25)))
+        results[clip_type] = mode.get_total_counts()
+    return results
+
+
+def test_parts_are_clipped_as_a_whole_with_few_all_reduces(tmp_path):
+    """Not one for each of the 20 parameters."""
+    for counts in on_two_ranks([clip_parts], tmp_path)["clip_parts"]:
+        assert counts["norm"] <= 3
+        assert counts["full_model"] <= 3

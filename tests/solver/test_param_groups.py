@@ -1,14 +1,8 @@
-import logging
-
 import pytest
 import torch
 from torch import nn
 
-from trainkit.solver import (
-    describe_param_groups,
-    get_default_optimizer_params,
-    reduce_param_groups,
-)
+from trainkit.solver import get_default_optimizer_params, reduce_param_groups
 
 
 class Net(nn.Module):
@@ -52,36 +46,17 @@ def test_biases_have_their_own_lr_and_weight_decay_also_in_norm_layers():
     ]
 
 
-class _UsersNorm(nn.LayerNorm):
-    pass
-
-
 @pytest.mark.parametrize(
     "layer",
     [
-        nn.BatchNorm1d(2),
-        nn.BatchNorm2d(2),
-        nn.BatchNorm3d(2),
-        nn.SyncBatchNorm(2),
-        nn.GroupNorm(1, 2),
-        nn.LayerNorm(2),
-        nn.InstanceNorm1d(2, affine=True),
-        nn.InstanceNorm2d(2, affine=True),
-        nn.InstanceNorm3d(2, affine=True),
-        nn.RMSNorm(2),
-        _UsersNorm(2),
+        *(nn.BatchNorm1d(2), nn.SyncBatchNorm(2), nn.GroupNorm(1, 2), nn.LayerNorm(2), nn.RMSNorm(2)),
+        *(nn.InstanceNorm2d(2, affine=True), type("UsersNorm", (nn.LayerNorm,), {})(2), nn.Linear(2, 2)),
     ],
     ids=lambda layer: type(layer).__name__,
 )
 def test_every_kind_of_norm_layer_is_found(layer):
     (group,) = get_default_optimizer_params(layer, weight_decay=1.0, weight_decay_norm=0.0)
-    assert group == {"params": list(layer.parameters()), "weight_decay": 0.0}
-
-
-def test_other_layers_are_no_norm_layers():
-    layer = nn.Linear(2, 2)
-    (group,) = get_default_optimizer_params(layer, weight_decay=1.0, weight_decay_norm=0.0)
-    assert group["weight_decay"] == 1.0
+    assert group == {"params": [*layer.parameters()], "weight_decay": float(type(layer) is nn.Linear)}
 
 
 def test_an_override_matches_a_leaf_name_or_a_full_name_which_wins():
@@ -104,14 +79,6 @@ def test_an_override_matches_a_leaf_name_or_a_full_name_which_wins():
     ]
 
 
-def test_the_callers_overrides_stay_as_they_are():
-    overrides = {"weight": {"lr": 0.5}}
-    get_default_optimizer_params(
-        Net(), base_lr=0.1, bias_lr_factor=2.0, weight_decay_bias=0.0, weight_decay_norm=0.0, overrides=overrides
-    )
-    assert overrides == {"weight": {"lr": 0.5}}
-
-
 def test_the_lr_factor_of_a_name_and_the_factor_of_biases_multiply():
     model = Net()
     groups = get_default_optimizer_params(
@@ -122,14 +89,6 @@ def test_the_lr_factor_of_a_name_and_the_factor_of_biases_multiply():
         {"params": ["conv.bias"], "lr": 0.5},
         {"params": ["norm.weight", "head.weight"], "lr": 1.0},
         {"params": ["norm.bias", "head.bias"], "lr": 2.0},
-    ]
-
-
-def test_an_override_that_matches_nothing_draws_a_warning(caplog):
-    with caplog.at_level(logging.WARNING):
-        get_default_optimizer_params(Net(), overrides={"weihgt": {"lr": 1.0}, "bias": {"lr": 1.0}})
-    assert [record.getMessage() for record in caplog.records] == [
-        "No parameter is called weihgt; these overrides have no effect"
     ]
 
 
@@ -151,20 +110,6 @@ def test_a_scripted_model_and_one_that_renames_its_parameters_have_groups():
     for model in (torch.jit.script(nn.Linear(2, 2)), Renaming(2, 2)):
         [weight, bias] = get_default_optimizer_params(model, weight_decay=0.1, weight_decay_bias=0.2)
         assert (weight["weight_decay"], bias["weight_decay"]) == (0.1, 0.2)
-
-
-def test_two_models_of_one_class_have_the_same_groups_so_that_a_state_fits():
-    def build():
-        torch.manual_seed(0)
-        model = Net()
-        groups = get_default_optimizer_params(
-            model, base_lr=0.1, weight_decay=0.1, weight_decay_norm=0.0, bias_lr_factor=2.0
-        )
-        return model, groups
-
-    (first, first_groups), (second, second_groups) = build(), build()
-    assert len(first_groups) == 4
-    assert named_groups(first, first_groups) == named_groups(second, second_groups)
 
 
 @pytest.mark.parametrize("arguments", [{"bias_lr_factor": 2.0}, {"lr_factor_func": len}])
@@ -202,27 +147,3 @@ def test_reducing_lets_the_last_mention_of_a_parameter_win_and_keeps_the_input()
         {"params": [b], "lr": 1.0},
     ]
     assert groups == [{"params": [a, b], "lr": 1.0}, {"params": [a], "weight_decay": 0.5}]
-
-
-def cells(table):
-    header, _, *rows = table.splitlines()
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in [header, *rows]]
-
-
-def test_the_table_of_groups_shows_what_tells_them_apart():
-    model = Net()
-    overrides = {"head.bias": {"tag": "x"}}
-    overrides |= {name: {"momentum": 0.5, "lr": 0.05} for name in ("norm.weight", "norm.bias")}
-    groups = get_default_optimizer_params(model, 0.5, 0.0001, overrides=overrides)
-    optimizer = torch.optim.SGD(groups, lr=0.5, momentum=0.9)
-    assert cells(describe_param_groups(optimizer, model)) == [
-        ["group", "lr", "decay", "options", "parameters", "values", "names"],
-        ["0", "0.5", "0.0001", "momentum=0.9", "3", "8", "conv.weight, ..."],
-        ["1", "0.05", "0.0001", "momentum=0.5", "2", "4", "norm.weight, ..."],
-        ["2", "0.5", "0.0001", "momentum=0.9, tag=x", "1", "2", "head.bias"],
-    ]
-
-
-def test_the_table_takes_plain_groups_and_parameters_of_another_model():
-    (_, row) = cells(describe_param_groups([{"params": nn.Parameter(torch.zeros(2000))}], Net()))
-    assert row == ["0", "", "", "1", "2,000", "(not of this model)"]  # no options differ

@@ -58,6 +58,7 @@ _C.SOLVER.OPTIMIZER = CN(new_allowed=True)  # Keys beside NAME: other arguments,
 _C.SOLVER.OPTIMIZER.NAME = "SGD"  # A class of torch.optim, or a name in OPTIMIZER_REGISTRY.
 _C.SOLVER.OPTIMIZER_BUILDER = ""  # Another function that builds the optimizer, in OPTIMIZER_BUILDER_REGISTRY.
 _C.SOLVER.PARAM_GROUP_BUILDER = ""  # Another function that makes its groups, in PARAM_GROUP_REGISTRY.
+_C.SOLVER.LR_SCHEDULER_BUILDER = ""  # Another function that builds the schedule, in LR_SCHEDULER_BUILDER_REGISTRY.
 _C.SOLVER.MAX_ITER = 40000  # The length of the run. An iteration is one update.
 _C.SOLVER.IMS_PER_BATCH = 16  # Samples per micro-batch, over all ranks.
 _C.SOLVER.ACCUMULATION_STEPS = 1  # Micro-batches per iteration.
@@ -73,7 +74,6 @@ _C.SOLVER.WEIGHT_DECAY = 0.0001  # The weight decay. An error if you change it a
 _C.SOLVER.WEIGHT_DECAY_NORM = 0.0  # The weight decay of parameters of normalization layers.
 _C.SOLVER.WEIGHT_DECAY_BIAS = None  # The weight decay of biases. None: WEIGHT_DECAY.
 _C.SOLVER.BIAS_LR_FACTOR = 1.0  # Multiplies the learning rate of biases.
-_C.SOLVER.SCHEDULES = []  # [{NAME: Linear, END: 500}, ...], see trainkit.solver.build_schedule. []: use the keys below.
 _C.SOLVER.LR_SCHEDULER_NAME = "WarmupMultiStepLR"  # Or "WarmupCosineLR", "WarmupStepWithFixedGammaLR".
 _C.SOLVER.GAMMA = 0.1  # The learning rate is multiplied by this factor at each of STEPS.
 _C.SOLVER.STEPS = (30000,)  # The iterations at which the learning rate falls.

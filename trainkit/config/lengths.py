@@ -73,5 +73,6 @@ def resolve_lengths(cfg: _Cfg, iters_per_epoch: int | None) -> _Cfg:
     for key in [*sorted(LENGTH_KEYS), "HOOKS", "SOLVER.SCHEDULES"]:  # in entries, every text such as "3ep" is a length
         *parents, name = key.split(".")
         node = resolved[parents[0]] if parents else resolved
-        node[name] = resolve(key, node[name])  # by item, which works for a frozen node too
+        if name in node:  # a project may declare it
+            node[name] = resolve(key, node[name])  # by item, which works for a frozen node too
     return resolved

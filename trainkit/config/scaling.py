@@ -61,7 +61,7 @@ def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
     solver.update(ACCUMULATION_FACTORS=factors, MAX_BATCHES_PER_EPOCH=batches)
     cfg.TEST["EVAL_PERIOD"] = shorter(cfg.TEST.EVAL_PERIOD)
     _scale_lr(solver, scale)
-    for entry in solver.SCHEDULES:
+    for entry in solver.get("SCHEDULES", []):
         entry.update({key: shorter(entry[key]) for key in _SCHEDULE_LENGTHS & entry.keys()})
         if entry["NAME"] == "Exponential" and "GAMMA" in entry:  # a factor per iteration
             entry["GAMMA"] **= scale

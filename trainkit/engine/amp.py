@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from trainkit.engine.finite import prepare_to_skip
 from trainkit.engine.metrics import SCALE
 from trainkit.engine.step import SimpleTrainer
-from trainkit.solver.clipping import already_clipped
 from trainkit.utils.losses import Losses
 
 logger = logging.getLogger(__name__)
@@ -105,8 +104,7 @@ class AMPTrainer(SimpleTrainer):
         if not self.grad_scaler.is_enabled():
             super().update()
             return
-        with already_clipped(self.optimizer, self.clip_gradients):
-            self.grad_scaler.step(self.optimizer)
+        self.grad_scaler.step(self.optimizer)
         self.grad_scaler.update()
         self._unscaled = False
 

@@ -103,8 +103,10 @@ def make_step_trainer(
 
 
 def _clipper(cfg: CfgNode, optimizer: Any) -> GradientClipper | None:
-    """The clipper of the config; None if the user's optimizer class has its own step(), which may clip already."""
-    clipper = build_gradient_clipper(cfg)
+    """That of the optimizer or the config; None if a class of the user has its own step(), which may clip already."""
+    clipper: GradientClipper | None = getattr(optimizer, "gradient_clipper", None)
+    if clipper is None:
+        clipper = build_gradient_clipper(cfg)
     if clipper is None or not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "gradient_clipper"):
         return clipper
     if type(optimizer).step.__module__.partition(".")[0] in ("torch", "trainkit"):

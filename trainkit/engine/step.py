@@ -18,7 +18,6 @@ from trainkit.engine.forwarding import check_exchange, forwarded
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.metrics import FLAG, LaterCalls, MetricPath, StepRecord, check_losses, write_metrics
 from trainkit.engine.parallel import settle_buckets, without_gradient_sync
-from trainkit.solver.clipping import already_clipped
 from trainkit.solver.hyper_parameters import check_saved_groups, describe_changes, hyper_parameters, learning_rates
 from trainkit.utils.device import first_tensor
 from trainkit.utils.events import get_event_storage, has_event_storage
@@ -250,8 +249,7 @@ class SimpleTrainer(TrainerBase):
         return {name: value for name, value in ((FLAG, flag), ("grad_norm", norm)) if value is not None}
 
     def update(self) -> None:
-        with already_clipped(self.optimizer, self.clip_gradients):
-            self.finite.step(self.optimizer)
+        self.finite.step(self.optimizer)
 
     # ------------------------------------------------------------------ parts that may be replaced between runs
 

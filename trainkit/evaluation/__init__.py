@@ -6,31 +6,19 @@ from trainkit.utils.plugins import lazy_names
 
 if TYPE_CHECKING:
     from trainkit.evaluation.build import EVALUATOR_REGISTRY, build_evaluator
-    from trainkit.evaluation.classification import ClassificationEvaluator
     from trainkit.evaluation.evaluator import (
         DatasetEvaluator,
         DatasetEvaluators,
         inference_context,
         inference_on_dataset,
     )
-    from trainkit.evaluation.loss import LossEvaluator
     from trainkit.evaluation.observer import observe_inference
     from trainkit.evaluation.testing import flatten_results_dict, print_csv_format, verify_results
 
-__all__ = [  # some are in projects
-    "DatasetEvaluator",
-    "DatasetEvaluators",
-    "ClassificationEvaluator",
-    "SemSegEvaluator",
-    "LossEvaluator",
-    "EVALUATOR_REGISTRY",
-    "build_evaluator",
-    "inference_on_dataset",
-    "inference_context",
-    "observe_inference",
-    "print_csv_format",
-    "flatten_results_dict",
-    "verify_results",
-]
+_OF_PROJECTS = ("ClassificationEvaluator", "LossEvaluator", "SemSegEvaluator")
 
-__getattr__ = lazy_names(__name__, "SemSegEvaluator")
+__all__ = ["DatasetEvaluator", "DatasetEvaluators", "EVALUATOR_REGISTRY", "build_evaluator", "inference_on_dataset"]
+__all__ += ["inference_context", "observe_inference", "print_csv_format", "flatten_results_dict", "verify_results"]
+__all__ += _OF_PROJECTS
+
+__getattr__ = lazy_names(__name__, *_OF_PROJECTS)

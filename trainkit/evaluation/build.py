@@ -1,17 +1,12 @@
 """Build evaluators by name."""
 
 from trainkit.config.config import CfgNode
-from trainkit.config.errors import ConfigError, look_up
-from trainkit.evaluation.classification import ClassificationEvaluator
+from trainkit.config.errors import look_up, not_accepted
 from trainkit.evaluation.evaluator import DatasetEvaluator, DatasetEvaluators
-from trainkit.evaluation.loss import LossEvaluator
 from trainkit.utils.registry import Registry
 
 EVALUATOR_REGISTRY = Registry("EVALUATOR")
 """Classes or functions that take ``(cfg, dataset_name)`` and return a ``DatasetEvaluator``."""
-
-EVALUATOR_REGISTRY.register(ClassificationEvaluator)
-EVALUATOR_REGISTRY.register(LossEvaluator)
 
 
 def build_evaluator(cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
@@ -22,10 +17,6 @@ def build_evaluator(cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
     """
     names = cfg.TEST.EVALUATORS
     if not names:
-        registered = ", ".join(sorted(entry for entry, _ in EVALUATOR_REGISTRY))
-        raise ConfigError(
-            f"TEST.EVALUATORS is empty, so nothing evaluates {dataset_name!r}; name one or more of: {registered}"
-        )
-    entries = [look_up(EVALUATOR_REGISTRY, name, "TEST.EVALUATORS") for name in names]
-    evaluators = [entry(cfg, dataset_name) for entry in entries]
+        raise not_accepted("TEST.EVALUATORS", names, f"names such as LossEvaluator, to evaluate {dataset_name!r}")
+    evaluators = [look_up(EVALUATOR_REGISTRY, name, "TEST.EVALUATORS")(cfg, dataset_name) for name in names]
     return evaluators[0] if len(evaluators) == 1 else DatasetEvaluators(evaluators)

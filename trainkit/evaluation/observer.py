@@ -9,34 +9,24 @@ Phase: TypeAlias = Literal["val", "test"]  # the periodic evaluation, and the ev
 
 
 class EvaluationAbandoned(BaseException):
-    """The observer of some rank is stopping, so the evaluation has no results on any rank.
-
-    Not an Exception, since evaluators may catch exceptions.
-    """
+    """The observer of some rank is stopping, so there are no results. Evaluators may catch any Exception."""
 
 
 class InferenceObserver:
-    """An observer whose methods do nothing; see `trainkit.engine.HookBase` for the points."""
+    """An observer that does nothing; see `trainkit.engine.HookBase` for the points."""
 
     def is_stopping(self) -> bool:
-        """Whether to abandon the evaluation; called before each batch. Ranks may give different answers."""
+        """Whether to abandon the evaluation; asked before each batch. Ranks may give different answers."""
         return False
 
     def is_training(self) -> bool:
         """Whether training continues after the evaluation; then only the log files get details of the evaluation."""
         return False
 
-    def before_eval(self, phase: Phase, name: str) -> None:
-        pass
-
-    def before_eval_step(self, phase: Phase, index: int, inputs: Any) -> None:
-        pass
-
-    def after_eval_step(self, phase: Phase, index: int, inputs: Any, outputs: Any) -> None:
-        pass
-
-    def after_eval(self, phase: Phase, name: str, results: Mapping[str, Any]) -> None:
-        pass
+    def before_eval(self, phase: Phase, name: str) -> None: ...
+    def before_eval_step(self, phase: Phase, index: int, inputs: Any) -> None: ...
+    def after_eval_step(self, phase: Phase, index: int, inputs: Any, outputs: Any) -> None: ...
+    def after_eval(self, phase: Phase, name: str, results: Mapping[str, Any]) -> None: ...
 
 
 _stack: list[tuple[InferenceObserver, Phase]] = [(InferenceObserver(), "test")]
@@ -53,10 +43,9 @@ def observe_inference(observer: InferenceObserver, phase: Phase) -> Iterator[Non
 
 
 def current_observer() -> tuple[InferenceObserver, Phase]:
-    """The innermost observer and its phase; without one, an observer that does nothing."""
     return _stack[-1]
 
 
 def for_details() -> int:
     """The level of a log line with details of an evaluation."""
-    return logging.DEBUG if current_observer()[0].is_training() else logging.INFO
+    return logging.DEBUG if _stack[-1][0].is_training() else logging.INFO

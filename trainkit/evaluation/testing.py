@@ -24,20 +24,14 @@ def print_csv_format(results: Mapping[str, Any], *, outermost: str = "") -> None
     Args:
         results: ``{task: {metric: value}}``, or ``{dataset: {task: {metric: value}}}``, which adds a column.
         outermost: if there is one more level outside, the title of its column.
-
-    Raises:
-        TypeError: ``results`` is not a mapping.
     """
-    if not isinstance(results, Mapping):
-        raise TypeError(f"results must be a mapping of task -> metric -> value, got {type(results).__name__}")
     first = 1 if outermost else 0
-    paths = [([*path[:first]], [*path[first:]], value) for path, value in _leaves(results)]
-    with_dataset = any(len(path) > 2 for _, path, _ in paths)
+    with_dataset = any(len(path) > first + 2 for path, _ in _leaves(results))
     rows = []
-    for head, path, value in paths:
-        *datasets, task, metric = path if len(path) > 1 else ["", *path]
+    for path, value in _leaves(results):
+        *datasets, task, metric = path[first:] if len(path) > first + 1 else ("", *path[first:])
         shown = f"{value:.4f}" if isinstance(value, float) else str(value)
-        rows.append([*head, *["/".join(datasets)] * with_dataset, task, metric, shown])
+        rows.append([*path[:first], *["/".join(datasets)] * with_dataset, task, metric, shown])
     headers = [*[outermost] * first, *["dataset"] * with_dataset, "task", "metric", "value"]
     align = ["left"] * (len(headers) - 1) + ["right"]
     table = format_table(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True) if rows else "none"
@@ -49,23 +43,14 @@ def verify_results(cfg: CfgNode, results: Mapping[str, Any]) -> bool:
 
     An entry is ``[task, metric, value, tolerance]``; with several datasets the task is ``"dataset/task"``. A missing or
     non-finite result counts as different.
-
-    Returns:
-        True.
-
-    Raises:
-        ConfigError: an entry does not have these four parts.
     """
-    flat = flatten_results_dict(results)
-    mismatches = []
+    flat, differ = flatten_results_dict(results), []
     for task, metric, expected, tolerance in cfg.TEST.EXPECTED_RESULTS:
         actual = float(flat.get(f"{task}/{metric}", math.nan))
-        # isfinite, since a NaN must not pass
-        if not (math.isfinite(actual) and abs(actual - expected) <= tolerance):
-            shown = actual if f"{task}/{metric}" in flat else "missing"
-            mismatches.append(f"{task}/{metric}: expected {expected} +- {tolerance}, got {shown}")
-    if mismatches:
-        logger.error("Results differ from TEST.EXPECTED_RESULTS:\n%s", "\n".join(mismatches))
+        if not abs(actual - expected) <= tolerance or math.isinf(actual):  # "not": a NaN must not pass
+            differ.append(f"{task}/{metric}: expected {expected} +- {tolerance}, got {actual}")
+    if differ:
+        logger.error("Results differ from TEST.EXPECTED_RESULTS:\n%s", "\n".join(differ))
         sys.exit(1)
     if cfg.TEST.EXPECTED_RESULTS:
         logger.info("Results agree with TEST.EXPECTED_RESULTS")

@@ -7,8 +7,8 @@ from torch.optim.lr_scheduler import LRScheduler as LRScheduler  # from here too
 from trainkit.utils.plugins import lazy_names
 
 if TYPE_CHECKING:
-    from trainkit.solver import schedules
     from trainkit.solver.build import (
+        LR_SCHEDULER_BUILDER_REGISTRY,
         OPTIMIZER_BUILDER_REGISTRY,
         OPTIMIZER_REGISTRY,
         PARAM_GROUP_REGISTRY,
@@ -21,53 +21,16 @@ if TYPE_CHECKING:
         build_gradient_clipper,
         maybe_add_gradient_clipping,
     )
-    from trainkit.solver.composed import build_schedule
-    from trainkit.solver.lr_scheduler import (
-        KeepLastValue,
-        LRFunction,
-        LRMultiplier,
-        ScheduledLR,
-        WarmupCosineLR,
-        WarmupMultiStepLR,
-        WarmupParamScheduler,
-    )
-    from trainkit.solver.param_groups import (
-        describe_param_groups,
-        get_default_optimizer_params,
-        reduce_param_groups,
-    )
-    from trainkit.solver.schedules import SCHEDULE_REGISTRY
+    from trainkit.solver.lr_scheduler import LRFunction, LRMultiplier, ScheduledLR, WarmupParamScheduler
+    from trainkit.solver.param_groups import get_default_optimizer_params, reduce_param_groups
 
-__all__ = [  # some are in projects
-    "build_optimizer",
-    "OPTIMIZER_REGISTRY",
-    "OPTIMIZER_BUILDER_REGISTRY",
-    "LARS",
-    "CombinedOptimizer",
-    "build_param_groups",
-    "ParamRules",
-    "PARAM_GROUP_REGISTRY",
-    "build_layer_decay",
-    "LAYER_DEPTH_REGISTRY",
-    "get_default_optimizer_params",
-    "reduce_param_groups",
-    "describe_param_groups",
-    "build_gradient_clipper",
-    "maybe_add_gradient_clipping",
-    "GradientClipper",
-    "GradientClipType",
-    "build_lr_scheduler",
-    "build_schedule",
-    "ScheduledLR",
-    "SCHEDULE_REGISTRY",
-    "schedules",
-    "LRMultiplier",
-    "WarmupParamScheduler",
-    "WarmupMultiStepLR",
-    "WarmupCosineLR",
-    "KeepLastValue",
-    "LRFunction",
-]
+_OF_PROJECTS = ["LARS", "LAYER_DEPTH_REGISTRY", "SCHEDULE_REGISTRY", "CombinedOptimizer", "ParamRules", "KeepLastValue"]
+_OF_PROJECTS += ["WarmupCosineLR", "WarmupMultiStepLR", "build_layer_decay", "build_param_groups", "build_schedule"]
+_OF_PROJECTS += ["describe_param_groups", "schedules"]
 
-_OF_PROJECTS = ("LARS", "LAYER_DEPTH_REGISTRY", "CombinedOptimizer", "ParamRules")
-__getattr__ = lazy_names(__name__, *_OF_PROJECTS, "build_layer_decay", "build_param_groups")
+__all__ = ["build_optimizer", "OPTIMIZER_REGISTRY", "OPTIMIZER_BUILDER_REGISTRY", "PARAM_GROUP_REGISTRY"]
+__all__ += ["get_default_optimizer_params", "reduce_param_groups", "build_gradient_clipper", "GradientClipper"]
+__all__ += ["GradientClipType", "maybe_add_gradient_clipping", "build_lr_scheduler", "LR_SCHEDULER_BUILDER_REGISTRY"]
+__all__ += ["ScheduledLR", "LRFunction", "LRMultiplier", "WarmupParamScheduler", *_OF_PROJECTS]
+
+__getattr__ = lazy_names(__name__, *_OF_PROJECTS)

@@ -1,24 +1,21 @@
 """The hyper-parameters of an optimizer, and their changes by a checkpoint."""
 
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from trainkit.config.errors import ConfigError
 from trainkit.utils.tables import format_table
 
-_MAX_ROWS = 20
 
-
-def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def hyper_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     """name -> value of each parameter group; for a scheduled value, its first value."""
     return [
         {
-            name: value.tolist() if isinstance(value, Tensor) else value
-            for name, value in ((name, group.get(f"initial_{name}", value)) for name, value in group.items())
+            name: value.tolist() if isinstance(value := group.get(f"initial_{name}", group[name]), Tensor) else value
+            for name in group
             if name != "params" and not name.startswith("initial_")
         }
         for group in optimizer.param_groups
@@ -31,31 +28,14 @@ def learning_rates(optimizer: Any) -> list[Any]:
     return [rate if type(rate := group.get("lr")) is not Tensor else rate.clone() for group in groups]
 
 
-def check_saved_groups(saved: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
-    """Check that the optimizer can load saved groups; torch itself fails later, with a plain ``KeyError``.
-
-    Raises:
-        ConfigError: the saved parameter groups are of another kind of optimizer, or their number differs.
-    """
-    remedy = (
-        "resume with the SOLVER settings of that run, or leave out --resume and set MODEL.WEIGHTS to its checkpoint"
-    )
+def check_saved_groups(saved: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:
+    """Raises ConfigError if saved groups are of another kind of optimizer, or their number differs."""
     if len(saved) != len(optimizer.param_groups):
-        raise ConfigError(
-            f"the optimizer in the checkpoint has {len(saved)} parameter groups, that of this run has "
-            f"{len(optimizer.param_groups)}; {remedy}"
-        )
-    groups = iter(saved)
-    for part in getattr(optimizer, "optimizers", [optimizer]):
-        first, *_ = islice(groups, len(part.param_groups))
-        options = [name for name in first if name != "params" and not name.startswith("initial_")]
-        without = [name for name in options if name not in part.param_groups[0]]
-        instead = [name for name in getattr(part, "defaults", ()) if name not in first]
-        if without and instead:  # if only one is set, torch has another version; a wrapper may have no defaults
-            raise ConfigError(
-                f"the optimizer in the checkpoint has {', '.join(without)}, {type(part).__name__} has "
-                f"{', '.join(instead)} instead; {remedy}"
-            )
+        raise ConfigError(f"the checkpoint has {len(saved)} parameter groups, this run {len(optimizer.param_groups)}")
+    for old, new in zip(saved, optimizer.param_groups, strict=True):
+        without, instead = ({name for name in a if name not in b} for a, b in ((old, new), (new, old)))
+        if without - {"initial_lr"} and instead - {"initial_lr"}:  # if only one is set, torch has another version
+            raise ConfigError(f"the optimizer in the checkpoint has {sorted(without)}, this one {sorted(instead)}")
 
 
 def describe_changes(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> str:
@@ -67,4 +47,4 @@ def describe_changes(before: Sequence[Mapping[str, Any]], after: Sequence[Mappin
         if old.get(name, "-") != new.get(name, "-")
     ]
     headers = ("group", "setting", "of this run", "in the checkpoint")
-    return format_table(rows, headers, max_rows=_MAX_ROWS) if rows else ""
+    return format_table(rows, headers, max_rows=20) if rows else ""

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import nn
+from trainkit.projects.solver_extras.schedules import Linear
 
 from tests.engine.tiny import Regression, Weight, batches, sgd
 from trainkit.config import ConfigError
@@ -8,7 +9,6 @@ from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.hooks import CallbackHook, LRScheduler, ParamScheduler
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import LRFunction
-from trainkit.solver.schedules import Linear
 
 HALVE = [{"NAME": "Exponential", "GAMMA": 0.5}]
 

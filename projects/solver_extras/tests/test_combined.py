@@ -1,7 +1,6 @@
 """Several optimizers behave as one, and as each alone on its part."""
 
 import copy
-import logging
 
 import pytest
 import torch
@@ -130,14 +129,14 @@ def test_schedules_and_scaling_reach_the_rate_of_each_optimizer():
 def test_a_state_of_other_optimizers_is_refused():
     state = trained(MUON_AND_ADAMW).step_state_dict()
     own = [{**MUON, "NAME": "SGD"}, {"NAME": "AdamW"}]
-    with pytest.raises(ConfigError, match=r"checkpoint has ns_coefficients, .*, SGD has dampening, .* instead"):
+    with pytest.raises(ConfigError, match=r"checkpoint has .*ns_coefficients.*, this one .*dampening"):
         trained(own).load_step_state_dict(state)
 
 
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ([{"NAME": "Muon", "PARAMS": ["0.*"]}, {"NAME": "SGD"}], "Muon, which .* 2 dimensions .* 0.bias .1"),
+        ([{"NAME": "Muon", "PARAMS": ["0.*"]}, {"NAME": "SGD"}], "entry of Muon: Muon refuses .* only supports 2D"),
         ([{"NAME": "Muon", "PARAMS": ["0.weigth"]}, {"NAME": "SGD"}], "'0.weigth' .* did you mean '0.weight'?"),
         ([{"NAME": "SGD", "PARAMS": ["0.*", "1.*"]}], r"no pattern fits 2.weight, 2.bias \(2 in all\)"),
         ([{"NAME": "SGD"}, {"NAME": "AdamW", "PARAMS": ["2.*"]}], "'2.*' .* fits only parameters of patterns"),
@@ -152,15 +151,9 @@ def test_mistakes_are_found_when_it_is_built(entries, message):
         build_optimizer(make_cfg(entries), Net())
 
 
-def test_a_single_muon_says_how_to_add_another_optimizer():
-    with pytest.raises(ConfigError, match=r"0.bias, .*give them to another optimizer, as in docs"):
-        build_optimizer(make_cfg([], "SOLVER.OPTIMIZER.NAME", "Muon"), Net())
-
-
-def test_a_group_that_no_optimizer_would_update_is_refused(caplog):
-    with caplog.at_level(logging.INFO):
-        optimizer = build_optimizer(make_cfg(MUON_AND_ADAMW), Net())
-    assert [record.args[0] for record in caplog.records if "implementation" in record.msg] == ["Muon", "AdamW"]
+def test_a_group_that_no_optimizer_would_update_is_refused():
+    optimizer = build_optimizer(make_cfg(MUON_AND_ADAMW), Net())
+    assert [type(part).__name__ for part in optimizer.optimizers] == ["Muon", "AdamW"]
     assert isinstance(optimizer, CombinedOptimizer)
     with pytest.raises(TypeError, match="takes no further group"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler as TorchLRScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
-from trainkit.solver.lr_scheduler import KeepLastValue, LRMultiplier, ScheduledLR
+from trainkit.solver.lr_scheduler import LRMultiplier, ScheduledLR
 from trainkit.utils.events import get_event_storage
 
 
@@ -43,11 +43,7 @@ class LRScheduler(HookBase):
         groups, iter = self._optimizer.param_groups, self.trainer.next_iter_of(self)
         scheduler = self._given_scheduler or self.trainer.scheduler
         if isinstance(scheduler, ParamScheduler):  # a function of the iteration, which has no state to load
-            for group in groups:
-                group.setdefault("initial_lr", group["lr"])
-            scheduler = LRMultiplier(
-                self._optimizer, KeepLastValue(scheduler), self.trainer.max_iter, last_iter=iter - 1
-            )
+            scheduler = LRMultiplier(self._optimizer, scheduler, self.trainer.max_iter, last_iter=iter - 1)
         elif self._state:
             scheduler.load_state_dict(self._state)
         # compare the groups, not the optimizers: an optimizer may be wrapped

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
+from trainkit.solver.lr_scheduler import Schedule
 from trainkit.utils.numbers import is_number, is_whole
 from trainkit.utils.periods import exact, periods_done
 from trainkit.utils.registry import Registry
 
-Schedule: TypeAlias = Callable[[int, float], float]
 Anneal: TypeAlias = Literal["cos", "linear"]
 
 SCHEDULE_REGISTRY = Registry("SCHEDULE")
@@ -27,7 +27,7 @@ SCHEDULE_REGISTRY = Registry("SCHEDULE")
 @SCHEDULE_REGISTRY.register()
 def Constant(length: int, factor: float = 1 / 3) -> Schedule:
     """``factor`` times the base; in the last iteration the base itself, so that the next schedule starts from it."""
-    _check_lengths(2, length=length)
+    _check_lengths(1, length=length)
     _check_numbers(factor=factor)
     return lambda t, base: base * (factor + (t >= length - 1) * (1 - factor))
 
@@ -35,19 +35,27 @@ def Constant(length: int, factor: float = 1 / 3) -> Schedule:
 @SCHEDULE_REGISTRY.register()
 def Linear(length: int, start_factor: float = 1 / 3, end_factor: float = 1.0) -> Schedule:
     """A straight line from ``start_factor`` times the base to ``end_factor`` times the base; the usual warm-up."""
-    _check_lengths(2, length=length)
+    _check_lengths(1, length=length)
     _check_numbers(start_factor=start_factor, end_factor=end_factor)
-    last = length - 1
-    return lambda t, base: base * (start_factor + (end_factor - start_factor) * min(last, t) / last)
+
+    def schedule(t: int, base: float) -> float:
+        done, steps = _steps(t, length)
+        return base * (start_factor + (end_factor - start_factor) * done / steps)
+
+    return schedule
 
 
 @SCHEDULE_REGISTRY.register()
 def ExponentialWarmup(length: int, factor: float = 1 / 3) -> Schedule:
     """From ``factor`` times the base to the base; each iteration multiplies the value by the same number."""
-    _check_lengths(2, length=length)
+    _check_lengths(1, length=length)
     _check_numbers(is_0_accepted=False, factor=factor)
-    last = length - 1
-    return lambda t, base: base * factor ** (1 - min(last, t) / last)
+
+    def schedule(t: int, base: float) -> float:
+        done, steps = _steps(t, length)
+        return base * factor ** (1 - done / steps)
+
+    return schedule
 
 
 @SCHEDULE_REGISTRY.register()
@@ -99,10 +107,8 @@ def CosineRestarts(
         weights: each period starts at its weight times the base; default is 1 for all.
     """
     _check_list("periods", periods)
-    if not periods:
-        raise ValueError(f"periods must have at least one number of iterations, got {periods!r}")
-    if not isinstance(weights, list | tuple) or len(weights) not in (0, len(periods)):
-        raise ValueError(f"weights must be a list, one for each of periods {periods!r}, got {weights!r}")
+    if not periods or len(weights) not in (0, len(periods)):
+        raise ValueError(f"periods must not be empty, and weights one for each, got {periods!r} and {weights!r}")
     for weight in weights:
         _check_numbers(weights=weight)
     end_of = _end(end_value, end_ratio)
@@ -122,10 +128,15 @@ def Polynomial(
     length: int, power: float = 1.0, *, end_value: float | None = None, end_ratio: float | None = None
 ) -> Schedule:
     """From the base to the end by ``(1 - t / (length - 1)) ** power``."""
-    _check_lengths(2, length=length)
+    _check_lengths(1, length=length)
     _check_numbers(is_0_accepted=False, power=power)
-    last, end_of = length - 1, _end(end_value, end_ratio)
-    return lambda t, base: (base - end_of(base)) * (1.0 - min(last, t) / last) ** power + end_of(base)
+    end_of = _end(end_value, end_ratio)
+
+    def schedule(t: int, base: float) -> float:
+        done, steps = _steps(t, length)
+        return (base - end_of(base)) * (1.0 - done / steps) ** power + end_of(base)
+
+    return schedule
 
 
 @SCHEDULE_REGISTRY.register()
@@ -151,10 +162,7 @@ def OneCycle(
     interpolate, last = _interpolation(anneal), length - 1
     peak = float(pct_start * length) - 1
     if peak == 0 or peak >= (last / 2 if three_phase else last):
-        raise ValueError(
-            f"pct_start must leave room to rise and fall in the {length} iterations, got {pct_start!r}, with which the "
-            f"top is in iteration {peak:g}"
-        )
+        raise ValueError(f"pct_start {pct_start!r} leaves no room to rise and fall in {length} iterations")
     ends = [peak, float(2 * pct_start * length) - 2, last] if three_phase else [peak, last]
 
     def schedule(t: int, base: float) -> float:
@@ -209,9 +217,8 @@ def WarmupStableDecay(
 
 def Segment(schedule: Schedule, begin: int, end: int) -> Schedule:
     """A schedule in iterations ``begin`` to ``end - 1``; before them it gives the base, after them the last value."""
-    _check_lengths(0, begin=begin, end=end)
-    if end <= begin:
-        raise ValueError(f"end must be after begin {begin}, got {end}")
+    _check_lengths(0, begin=begin)
+    _check_lengths(begin + 1, end=end)
     return lambda t, base: base if t < begin else schedule(min(t, end - 1) - begin, base)
 
 
@@ -234,6 +241,11 @@ def compute_values(schedule: Schedule, t: int, bases: Iterable[float]) -> list[f
     bases = list(bases)
     values = {base: schedule(t, base) for base in set(bases)}
     return [values[base] for base in bases]
+
+
+def _steps(t: int, length: int) -> tuple[int, int]:
+    """The steps done from the first iteration to the last one, and their number; in one iteration all are done."""
+    return (min(t, length - 1), length - 1) if length > 1 else (1, 1)
 
 
 def _end(value: float | None, ratio: float | None) -> Callable[[float], float]:
@@ -271,10 +283,9 @@ def _check_lengths(minimum: int, **lengths: Any) -> None:
 
 
 def _check_list(name: str, lengths: Any) -> None:
-    if not isinstance(lengths, list | tuple):
-        raise ValueError(f"{name} must be a list of numbers of iterations, got {lengths!r}")
-    for length in lengths:
-        _check_lengths(1, **{name: length})
+    for length in lengths if isinstance(lengths, list | tuple) else [lengths, None]:
+        if not is_whole(length, 1):
+            raise ValueError(f"{name} must be a list of numbers of iterations >= 1, got {lengths!r}")
 
 
 def _check_numbers(*, is_0_accepted: bool = True, **numbers: Any) -> None:

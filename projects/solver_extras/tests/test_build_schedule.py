@@ -5,10 +5,11 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
+from trainkit.projects.solver_extras.schedules import Chain, Cosine, Linear, Segment, Step
 
 from trainkit.config import ConfigError, get_cfg, resolve_lengths
 from trainkit.solver import SCHEDULE_REGISTRY, LRFunction, LRMultiplier, build_lr_scheduler, build_schedule
-from trainkit.solver.schedules import Chain, Cosine, Linear, Segment, Step
 
 
 @SCHEDULE_REGISTRY.register()
@@ -83,6 +84,36 @@ def test_schedules_can_be_given_on_the_command_line():
 
 def test_a_schedule_of_the_users_is_found_and_gets_its_length():
     assert lrs_of(make_cfg({"NAME": "Halve", "END": 4, "OFTEN": 2}), 5) == [1.0, 1.0, 0.5, 0.5, 0.5]
+
+
+def by_epoch(make, num_epochs, iters_per_epoch):
+    """The rates of a schedule of torch that is stepped after each epoch."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.4)
+    scheduler, lrs = make(optimizer), []
+    for _ in range(num_epochs):
+        lrs += scheduler.get_last_lr() * iters_per_epoch
+        optimizer.step()
+        scheduler.step()
+    return lrs
+
+
+@pytest.mark.parametrize(
+    ("entry", "make"),
+    [
+        ({"NAME": "Cosine"}, lambda o: lr_scheduler.CosineAnnealingLR(o, 6)),
+        ({"NAME": "Linear", "START_FACTOR": 0.5}, lambda o: lr_scheduler.LinearLR(o, 0.5, total_iters=5)),
+        ({"NAME": "Exponential", "GAMMA": 0.5}, lambda o: lr_scheduler.ExponentialLR(o, 0.5)),
+        ({"NAME": "MultiStep", "MILESTONES": ["2ep", "4ep"]}, lambda o: lr_scheduler.MultiStepLR(o, [2, 4])),
+    ],
+)
+@pytest.mark.parametrize("iters_per_epoch", [1, 4])
+def test_a_value_may_be_held_for_an_epoch_as_by_openmmlabs_by_epoch(entry, make, iters_per_epoch):
+    cfg = resolve_lengths(make_cfg({**entry, "STEP_SIZE": "1ep"}, MAX_ITER="6ep"), iters_per_epoch)
+    expected = by_epoch(make, 6, iters_per_epoch)
+    assert lrs_of(cfg, len(expected), lr=0.4) == pytest.approx(expected)
+    every_iteration = resolve_lengths(make_cfg(entry, MAX_ITER="6ep"), iters_per_epoch)
+    if entry["NAME"] != "MultiStep":
+        assert (lrs_of(every_iteration, len(expected), lr=0.4) == pytest.approx(expected)) is (iters_per_epoch == 1)
 
 
 def test_an_entry_that_never_begins_has_no_effect_and_a_warning_says_so(caplog):

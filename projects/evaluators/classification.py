@@ -8,10 +8,12 @@ from torch import Tensor
 
 from trainkit.config.config import CfgNode
 from trainkit.config.from_config import configurable
+from trainkit.evaluation.build import EVALUATOR_REGISTRY
 from trainkit.evaluation.evaluator import DatasetEvaluator
 from trainkit.utils import comm
 
 
+@EVALUATOR_REGISTRY.register()
 class ClassificationEvaluator(DatasetEvaluator):
     """Accuracy of one label per sample, in percent.
 

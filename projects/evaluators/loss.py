@@ -13,6 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from trainkit.config.config import CfgNode
 from trainkit.config.from_config import configurable
+from trainkit.evaluation.build import EVALUATOR_REGISTRY
 from trainkit.evaluation.evaluator import DatasetEvaluator, inference_context
 from trainkit.utils import comm
 from trainkit.utils.batches import num_samples
@@ -24,6 +25,7 @@ from trainkit.utils.model import unwrap_model
 _FROZEN_TYPES = (_NormBase, _DropoutNd, nn.RNNBase, nn.MultiheadAttention, nn.RReLU)
 
 
+@EVALUATOR_REGISTRY.register()
 class LossEvaluator(DatasetEvaluator):
     """The mean over all samples of each loss that ``model`` returns, and of their sum.
 

@@ -1,0 +1,123 @@
+"""Models that return logits, trained with batches."""
+
+import copy
+import inspect
+from collections import UserDict
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from trainkit.engine import SimpleTrainer
+from trainkit.modeling import losses_from
+
+
+class Takes(nn.Module):
+    """Two classes of what ``x`` and ``scale`` hold; its own method calls it by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x, scale=1.0):
+        return self.linear(x) * scale
+
+    def doubled(self, x):
+        return self(x, scale=2.0)
+
+
+X, Y = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 1, 0])
+
+
+class Points(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (X, Y),
+        [X, Y],
+        Points(X, Y),
+        {"image": X, "label": Y},
+        {"anything": X, "labels": Y},
+        UserDict({"image": X, "label": Y}),
+        {"scale": 1.0, "label": Y, "x": X},
+        (X, torch.ones(()), Y),
+    ],
+    ids=str,
+)
+def test_a_model_that_returns_logits_takes_batches_of_all_usual_kinds(batch):
+    model = losses_from(Takes(), F.cross_entropy)
+    logits = model.linear(X)
+    assert torch.equal(model(batch), F.cross_entropy(logits, Y))
+    assert torch.equal(model.losses(batch), F.cross_entropy(logits, Y))
+    assert torch.equal(model.eval()(batch), logits)
+    assert torch.equal(model.losses(batch), F.cross_entropy(logits, Y))
+
+
+def test_a_tensor_is_input_and_target_and_a_mapping_for_prediction_needs_no_target():
+    model = losses_from(nn.Linear(3, 3), F.mse_loss)
+    assert torch.equal(model(X), F.mse_loss(nn.Linear.forward(model, X), X))
+    assert torch.equal(model.eval()({"image": X}), nn.Linear.forward(model, X))
+
+
+def test_another_batch_needs_a_function_that_splits_it():
+    batch = [{"x": x, "y": y} for x, y in zip(X, Y, strict=True)]
+    with pytest.raises(TypeError, match=r"losses_from split=.*, got list"):
+        losses_from(Takes(), F.cross_entropy)(batch)
+
+    def split(samples):
+        return {"x": torch.stack([sample["x"] for sample in samples])}, torch.stack([s["y"] for s in samples])
+
+    model = losses_from(Takes(), F.cross_entropy, split)
+    assert torch.equal(model(batch), F.cross_entropy(model.linear(X), Y))
+
+
+def test_the_names_of_the_state_stay_and_so_do_the_calls_of_the_model_itself():
+    model = losses_from(Takes(), F.cross_entropy)
+    assert [*model.state_dict()] == ["linear.weight", "linear.bias"]
+    assert isinstance(model, Takes)
+    assert type(model).__name__ == "Takes"
+    assert [*inspect.signature(model.forward).parameters] == ["x", "scale"]
+    assert torch.equal(model.doubled(X), 2 * model.linear(X))
+    again = copy.deepcopy(model)
+    nn.init.zeros_(again.linear.weight)
+    assert not torch.equal(again((X, Y)), model((X, Y)))
+
+
+def test_a_loss_that_is_a_module_is_part_of_the_model_and_may_give_several_losses():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(3.0))
+
+        def forward(self, logits, target):
+            return {"loss_cls": self.scale * F.cross_entropy(logits, target), "size": logits.detach().norm()}
+
+    model = losses_from(Takes(), Scaled())
+    assert [*model.state_dict()] == ["linear.weight", "linear.bias", "trainkit_loss.scale"]
+    trainer = SimpleTrainer(model, [(X, Y)], torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer.train(0, 5)
+    losses = [value for value, _ in trainer.storage.history("loss_cls").values()]
+    assert losses == sorted(losses, reverse=True)
+    assert model.trainkit_loss.scale < 3
+
+
+class Output(NamedTuple):
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+def test_a_model_with_its_own_loss_is_called_with_all_entries_and_gives_its_logits_in_eval_mode():
+    class Own(Takes):
+        def forward(self, x, labels=None):
+            logits = self.linear(x)
+            return Output(None if labels is None else F.cross_entropy(logits, labels), logits)
+
+    model = losses_from(Own())
+    assert torch.equal(model({"x": X, "labels": Y}), F.cross_entropy(model.linear(X), Y))
+    assert torch.equal(model.eval()({"x": X, "labels": Y}), model.linear(X))
