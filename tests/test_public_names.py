@@ -99,6 +99,7 @@ PUBLIC = {
     "trainkit.engine.hooks": {
         "AutogradProfiler",
         "BestCheckpointer",
+        "BestCheckpoints",
         "CallbackHook",
         "CheckFiniteLoss",
         "ConfiguredHooks",

@@ -1,11 +1,13 @@
 """The config keys of this project."""
 
-from trainkit.config import CfgNode
+from trainkit.config import CfgNode, ConfigError
 from trainkit.config.checks import check_choices, check_conflicts, check_ranges
+from trainkit.engine.hooks.checkpoint import best_file_prefixes
 
 
 def add_config(cfg: CfgNode) -> None:
     """Add the keys with their defaults."""
+    cfg.CHECKPOINT.BEST_TO_KEEP = 1  # 3: keep the 3 best also as model_best_<iteration>. 1: only model_best.
     cfg.CHECKPOINT.PUBLISH = ""  # "model" or "ema": at the end, write files of only these weights (final and best).
     cfg.CHECKPOINT.PUBLISH_FORMAT = "pth"  # The format of these files: "pth", or "safetensors" (needs that package).
     cfg.TEST.PRECISE_BN = CfgNode()
@@ -17,7 +19,9 @@ def check(cfg: CfgNode) -> None:
     """Raises ConfigError if a value is wrong."""
     publish = {"CHECKPOINT.PUBLISH": ("", "model", "ema"), "CHECKPOINT.PUBLISH_FORMAT": ("pth", "safetensors")}
     check_choices(cfg, publish)
-    check_ranges(cfg, {"[1, inf)": "TEST.PRECISE_BN.NUM_ITER"})
+    check_ranges(cfg, {"[1, inf)": "CHECKPOINT.BEST_TO_KEEP TEST.PRECISE_BN.NUM_ITER"})
+    if cfg.CHECKPOINT.BEST_TO_KEEP > 1 and not cfg.CHECKPOINT.BEST_METRIC:
+        raise ConfigError(f"CHECKPOINT.BEST_TO_KEEP is {cfg.CHECKPOINT.BEST_TO_KEEP}, but BEST_METRIC is not set")
     reason = "its statistics depend on the number of processes"
     check_conflicts(cfg, [("SOLVER.LOGICAL_RANKS", "TEST.PRECISE_BN.ENABLED", reason)])
 
@@ -27,5 +31,11 @@ def prepare(cfg: CfgNode) -> None:
     names = [entry.get("NAME") for entry in cfg.HOOKS if isinstance(entry, dict)]
     if cfg.TEST.PRECISE_BN.ENABLED and "PreciseBN" not in names:
         cfg.HOOKS = [*cfg.HOOKS, {"NAME": "PreciseBN"}]
+    if cfg.CHECKPOINT.BEST_TO_KEEP > 1:
+        best = {"NAME": "BestCheckpoints", "NUM_TO_KEEP": cfg.CHECKPOINT.BEST_TO_KEEP}
+        metrics = best_file_prefixes(cfg.CHECKPOINT.BEST_METRIC)
+        cfg.CHECKPOINT.BEST_METRIC, cfg.CHECKPOINT.BEST_TO_KEEP = None, 1
+        entries = [{**best, "VAL_METRIC": metric, "FILE_PREFIX": prefix} for metric, prefix in metrics.items()]
+        cfg.HOOKS = [*cfg.HOOKS, *entries]
     if cfg.CHECKPOINT.PUBLISH and "PublishWeights" not in names:
         cfg.HOOKS = [{"NAME": "PublishWeights"}, *cfg.HOOKS]

@@ -36,6 +36,7 @@ class ParamScheduler(HookBase):
     """
 
     priority = 46  # after the learning rate
+    config_keys = (("max_iter", "SOLVER.MAX_ITER"),)
 
     def __init__(
         self, param: str, schedules: Sequence[Mapping[str, Any]] | Schedule, max_iter: int | None = None
@@ -49,10 +50,6 @@ class ParamScheduler(HookBase):
         self._given, self._max_iter = schedules, max_iter
         if not callable(schedules):
             build_schedule(schedules, _ANY_LENGTH, self._where)
-
-    @classmethod
-    def config_arguments(cls, trainer: Any) -> dict[str, Any]:
-        return {"max_iter": trainer.cfg.SOLVER.MAX_ITER}
 
     def before_train(self) -> None:
         self._check_alone()

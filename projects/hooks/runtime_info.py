@@ -27,13 +27,10 @@ class RuntimeInfo(HookBase):
     """
 
     priority = 42  # early: the values of all later hooks belong to the epoch that it stores
+    config_keys = (("period", "LOG.PERIOD"),)
 
     def __init__(self, period: int = 1) -> None:
         self._period = check_period("period", period, minimum=1)
-
-    @classmethod
-    def config_arguments(cls, trainer: Any) -> dict[str, Any]:
-        return {"period": trainer.cfg.LOG.PERIOD}
 
     def before_train(self) -> None:
         logger.info("This run: %s", "; ".join(self._describe()))

@@ -127,7 +127,6 @@ def test_an_expected_result_has_four_parts(entry):
             ["CHECKPOINT.START", "2ep", "SOLVER.CHECKPOINT_PERIOD", 0],
             "is '2ep', but SOLVER.CHECKPOINT_PERIOD is 0",
         ),
-        (["CHECKPOINT.BEST_TO_KEEP", 2], "BEST_TO_KEEP is 2, but CHECKPOINT.BEST_METRIC is None; set it"),
         (["EARLY_STOPPING.THRESHOLD", 5], "EARLY_STOPPING.THRESHOLD is 5, but EARLY_STOPPING.METRIC is ''; set it"),
         (["EARLY_STOPPING.METRIC", "a/b"], "EARLY_STOPPING.METRIC is 'a/b', but TEST.EVAL_PERIOD is 0; set it"),
     ],

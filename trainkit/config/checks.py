@@ -24,7 +24,6 @@ _CONFLICTS: tuple[tuple[str, str, str], ...] = (
 )
 # (setting, another one): the first, if it is not the default, has no effect without the second
 _NEEDS = (
-    ("CHECKPOINT.BEST_TO_KEEP", "CHECKPOINT.BEST_METRIC"),
     ("CHECKPOINT.START", "SOLVER.CHECKPOINT_PERIOD"),
     ("EARLY_STOPPING.METRIC", "TEST.EVAL_PERIOD"),
     ("EARLY_STOPPING.THRESHOLD", "EARLY_STOPPING.METRIC"),

@@ -108,7 +108,6 @@ _C.CHECKPOINT.FORMAT = ""  # The name of a format in FORMAT_REGISTRY; "": one fi
 _C.CHECKPOINT.MAX_TO_KEEP = None  # How many periodic files are kept. None: all. model_final and model_best always stay.
 _C.CHECKPOINT.BEST_METRIC = None  # Such as "classification/top1", or a list of names. None: no best checkpoint.
 _C.CHECKPOINT.BEST_MODE = "auto"  # "max": larger values are better. "min": smaller. "auto": by the metric's name.
-_C.CHECKPOINT.BEST_TO_KEEP = 1  # 3: keep the 3 best also as model_best_<iteration>. 1: only model_best.
 
 _C.HOOKS = []  # [{NAME: EMAHook, DECAY: 0.999}, ...], see trainkit.engine.hooks.ConfiguredHooks.
 
@@ -141,7 +140,7 @@ _C.LOG.EVAL_AXIS = "iter"  # Writers show evaluation results over "iter" or "epo
 RANGES = {
     "[-1, 4294967296)": "SEED",
     "[1, 9223372036854775808)": "SOLVER.MAX_ITER",
-    "[1, inf)": "CHECKPOINT.BEST_TO_KEEP CHECKPOINT.MAX_TO_KEEP DATALOADER.PREFETCH_FACTOR EARLY_STOPPING.PATIENCE "
+    "[1, inf)": "CHECKPOINT.MAX_TO_KEEP DATALOADER.PREFETCH_FACTOR EARLY_STOPPING.PATIENCE "
     "LOG.GATHER_PERIOD LOG.PERIOD LOG.WINDOW SOLVER.ACCUMULATION_STEPS SOLVER.IMS_PER_BATCH "
     "SOLVER.NON_FINITE.MAX_IN_ROW STOP_CHECK_PERIOD TEST.IMS_PER_BATCH",
     "[0, inf)": "CHECKPOINT.START DATALOADER.NUM_WORKERS DATALOADER.OVERFIT_BATCHES DATALOADER.TIMEOUT "

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from enum import IntEnum
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -60,6 +61,7 @@ class HookBase:
     trainer: Any = None  # a weakref.proxy of the trainer; Any, since a hook may need a certain subclass of TrainerBase
     priority: int | str = Priority.NORMAL
     ends: bool = False  # whether after_train saves or evaluates the run; such hooks come first in after_train
+    config_keys: tuple[tuple[str, str], ...] = ()  # (argument, key of the config that gives it)
     _state_names: tuple[str, ...] = ()  # names of the attributes that are its state; in the file they have no "_"
 
     def before_train(self) -> None:
@@ -125,8 +127,8 @@ class HookBase:
 
     @classmethod
     def config_arguments(cls, trainer: Any) -> Mapping[str, Any]:
-        """Arguments of the constructor that keys of ``trainer.cfg`` give, if the entry in HOOKS does not."""
-        return {}
+        """Arguments of the constructor that ``trainer.cfg`` gives, if the entry in HOOKS does not."""
+        return {name: attrgetter(key)(trainer.cfg) for name, key in cls.config_keys}
 
     @classmethod
     def is_needed(cls, trainer: Any) -> bool:

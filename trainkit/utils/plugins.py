@@ -14,6 +14,7 @@ from typing import Any
 
 CONFIG_KEYS: Mapping[str, str] = {
     "CHECKPOINT.ASYNC": "trainkit.projects.async_save.config",
+    "CHECKPOINT.BEST_TO_KEEP": "trainkit.projects.hooks.config",
     "CHECKPOINT.PUBLISH": "trainkit.projects.hooks.config",
     "CHECKPOINT.PUBLISH_FORMAT": "trainkit.projects.hooks.config",
     "DATALOADER.RANDOM_SUBSET_RATIO": "trainkit.projects.samplers.config",
@@ -105,6 +106,7 @@ NAMES: Mapping[str, str] = {
     "RandomSubsetTrainingSampler": "trainkit.projects.samplers.random_subset",
     "RepeatFactorTrainingSampler": "trainkit.projects.samplers.repeat_factor",
     "fsdp": "trainkit.projects.sharding.fsdp",
+    "BestCheckpoints": "trainkit.projects.hooks.best_checkpoints",
     "CheckFiniteLoss": "trainkit.projects.hooks.check_finite_loss",
     "EMAHook": "trainkit.projects.hooks.ema",
     "Freeze": "trainkit.projects.hooks.freeze",

@@ -26,6 +26,7 @@ MAKE = {
         lambda trainer: trainer.iter == 3, job.folder, use_cuda=False
     ),
     "BestCheckpointer": lambda job: hooks.BestCheckpointer(2, job.checkpointer, "top1"),
+    "BestCheckpoints": lambda job: hooks.BestCheckpoints(2, job.checkpointer, "top1"),
     "CallbackHook": lambda job: hooks.CallbackHook(after_step=lambda trainer: None),
     "CheckFiniteLoss": lambda job: hooks.CheckFiniteLoss(2),
     "EMAHook": lambda job: hooks.EMAHook(0.5, begin=2, interval=2),
@@ -155,6 +156,6 @@ def test_a_hook_holds_its_trainer_weakly(name, tmp_path):
     hook = job.hook
     job.train(0, 2)
     del job.checkpointer, job.trainer  # a checkpointer may hold the trainer, and a hook the checkpointer
-    if name not in ("BestCheckpointer", "PeriodicCheckpointer", "PublishWeights"):
+    if name not in ("BestCheckpointer", "BestCheckpoints", "PeriodicCheckpointer", "PublishWeights"):
         with pytest.raises(ReferenceError):
             hook.trainer.iter  # noqa: B018

@@ -3,6 +3,7 @@
 from tests.engine.job import tiny_cfg
 from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import VISUALIZER_REGISTRY, HookBase
+from trainkit.utils.plugins import NAMES
 
 
 @VISUALIZER_REGISTRY.register()
@@ -51,7 +52,8 @@ after_eval: EmptyCache
 before_save: EMAHook"""
 
 
-def test_all_hooks_of_a_config_stand_in_their_fixed_order(tmp_path):
+def test_all_hooks_of_a_config_stand_in_their_fixed_order(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainkit.engine.defaults.RUN_HOOKS", {"SamplerSeed": NAMES["SamplerSeed"]})
     metric, keys = "classification/top1", ["CHECKPOINT.PUBLISH", "ema", "TEST.PRECISE_BN.ENABLED", True]
     keys += ["CHECKPOINT.BEST_METRIC", metric, "EARLY_STOPPING.METRIC", metric, "DATASETS.VAL", ("tiny_val",)]
     trainer = DefaultTrainer(tiny_cfg(tmp_path, "HOOKS", LISTED, *keys))

@@ -1,12 +1,11 @@
 """Hooks that save the model: periodically, and at the best value of a metric."""
 
 import logging
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.checkpoint import PeriodicCheckpointer as _PeriodicCheckpointer
@@ -14,10 +13,11 @@ from trainkit.checkpoint.periodic import check_file_prefix
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
 from trainkit.engine.hooks.monitor import MetricHook, Mode
-from trainkit.utils.numbers import is_whole
 from trainkit.utils.periods import is_last, next_due, say_done
 
 logger = logging.getLogger(__name__)
+
+_Save: TypeAlias = Callable[[], Future[None] | None]
 
 
 class _Saves(HookBase):
@@ -27,12 +27,12 @@ class _Saves(HookBase):
     _writing: Sequence[Future[None]] = ()  # asynchronous saves
     _failure = ""
 
-    def _request(self, name: str, save: Callable[..., Future[None] | None], *args: Any, **kwargs: Any) -> None:
-        self.trainer.request_save(name, partial(self._save, save, *args, **kwargs))
+    def _request(self, name: str, save: _Save) -> None:
+        self.trainer.request_save(name, partial(self._save, save))
 
-    def _save(self, save: Callable[..., Future[None] | None], *args: Any, **kwargs: Any) -> None:
+    def _save(self, save: _Save) -> None:
         try:
-            writing = save(*args, **kwargs)
+            writing = save()
         except CheckpointError as error:
             self._failure = str(error)
             raise  # the trainer logs it
@@ -56,23 +56,19 @@ class _Saves(HookBase):
 class PeriodicCheckpointer(_PeriodicCheckpointer, _Saves):
     """`trainkit.checkpoint.PeriodicCheckpointer` as a hook; the trainer gives the length of the run.
 
-    A stopped run is saved as ``<file_prefix>_<iteration>``, whatever the period.
-
-    If a save fails (a full disk), the error is logged and the run continues. If the last save of a run fails, the run
-    fails on every rank.
+    A stopped run is saved too. If a save fails (a full disk), the error is logged and the run continues; if it is the
+    last save, the run fails on every rank.
     """
 
     priority = SAVE_POINT
     ends = True
+    config_keys = (
+        *(("period", "SOLVER.CHECKPOINT_PERIOD"), ("max_to_keep", "CHECKPOINT.MAX_TO_KEEP")),
+        *(("start", "CHECKPOINT.START"), ("save_last", "CHECKPOINT.SAVE_LAST")),
+    )
     _state_names = ("_final_iter",)
 
     _final_iter = -1  # number of iterations done when the final file was written
-
-    @classmethod
-    def config_arguments(cls, trainer: Any) -> Mapping[str, Any]:
-        chosen = trainer.cfg.CHECKPOINT
-        given = {"period": trainer.cfg.SOLVER.CHECKPOINT_PERIOD, "max_to_keep": chosen.MAX_TO_KEEP}
-        return {**given, "start": chosen.START, "save_last": chosen.SAVE_LAST}
 
     def before_train(self) -> None:
         self.max_iter = self.trainer.max_iter
@@ -88,7 +84,7 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, _Saves):
         if name := self.name_at(iteration):
             if is_last(self.trainer):
                 self._final_iter = iteration + 1
-            self._request(name, self.step, iteration)
+            self._request(name, partial(self.step, iteration))
 
     def next_due(self, done: int) -> int:
         return next_due(self.trainer, done, self.period, offset=self.start)
@@ -96,20 +92,19 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, _Saves):
     def after_train(self) -> None:
         status, iteration = self.trainer.status, self.trainer.last_done_iter
         if status == "finished" and self.save_last and self._final_iter != iteration + 1:
-            self._final_iter = iteration + 1
-            name = f"{self.file_prefix}_final"
-            self._request(name, self.save, name, iteration=iteration)
+            self._final_iter, name = iteration + 1, f"{self.file_prefix}_final"
+            self._request(name, partial(self.save, name, iteration=iteration))
         elif status == "stopped" and iteration >= 0 and not self._is_saved():
             name = f"{self.file_prefix}_{iteration:07d}"
-            self._request(name, self.save_and_rotate, name, iteration)
+            self._request(name, partial(self.save_and_rotate, name, iteration))
         if status == "failed":
             self._settle()
         else:
             self._check_saved()
 
-    def _save(self, save: Callable[..., Future[None] | None], *args: Any, **kwargs: Any) -> None:
+    def _save(self, save: _Save) -> None:
         self._saved, self._writing, self._failure = self.trainer.position, (), ""  # only the last save counts
-        super()._save(save, *args, **kwargs)
+        super()._save(save)
 
     def _is_saved(self) -> bool:
         """Whether the current position is saved. Every rank calls it: only the rank that writes knows of a failure."""
@@ -120,21 +115,16 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, _Saves):
 class BestCheckpointer(MetricHook, _Saves):
     """Save ``<file_prefix>`` when an evaluation gives the best value of ``val_metric`` so far.
 
-    This save does not move ``last_checkpoint``: ``--resume`` uses the newest checkpoint, not the best one. A value
-    counts as the best only if its file was written.
-
-    The entry ``best_of`` of the file names the metric. A hook whose ``evaluated_models`` gave the value makes them the
-    file's ``model``; a run resumed from the file continues with the trained weights.
+    This does not move ``last_checkpoint``. A value counts as the best only if its file was written. The entry
+    ``best_of`` of the file names the metric; a hook with ``evaluated_models`` makes these the ``model`` of the file.
 
     Args:
         eval_period, offset, val_metric, mode: see `trainkit.engine.hooks.monitor.MetricHook`.
         checkpointer: a trainkit or an fvcore checkpointer.
-        num_to_keep: if more than 1, keep this number of best values as ``<file_prefix>_<iteration>``; the best of them
-            is also ``<file_prefix>``. Of equal values the earlier one is better. Needs a trainkit checkpointer.
     """
 
     priority = SAVE_POINT + 3
-    _state_names = (*MetricHook._state_names, "_kept")
+    config_keys = (*MetricHook.config_keys, ("mode", "CHECKPOINT.BEST_MODE"))
     min_period = 0
 
     def __init__(
@@ -145,36 +135,17 @@ class BestCheckpointer(MetricHook, _Saves):
         mode: Mode = "max",
         file_prefix: str = "model_best",
         *,
-        num_to_keep: int = 1,
         offset: int = 0,
     ) -> None:
         super().__init__(eval_period, val_metric, mode, offset=offset)
         check_file_prefix(file_prefix)
-        if not is_whole(num_to_keep, 1) or (num_to_keep > 1 and not isinstance(checkpointer, Checkpointer)):
-            kind = type(checkpointer).__name__
-            raise ValueError(
-                f"num_to_keep must be >= 1, and 1 with fvcore's checkpointer, got {num_to_keep} with {kind}"
-            )
-        self.checkpointer, self.file_prefix, self._num_to_keep = checkpointer, file_prefix, num_to_keep
+        self.checkpointer, self.file_prefix = checkpointer, file_prefix
         self._before: dict[str, Any] = {}  # the state before the last saves, which may still fail
-
-    @classmethod
-    def config_arguments(cls, trainer: Any) -> Mapping[str, Any]:
-        best = trainer.cfg.CHECKPOINT
-        given = {"mode": best.BEST_MODE, "num_to_keep": best.BEST_TO_KEEP}
-        return {**super().config_arguments(trainer), **given}
-
-    def _forget(self) -> None:
-        super()._forget()
-        self._kept: list[list[Any]] = []  # [name, value] of numbered files, the best first; on rank 0
 
     def before_train(self) -> None:
         """Raises ConfigError if another hook writes the same file."""
-        of_file = [hook for hook in self.trainer.hooks if getattr(hook, "file_prefix", "") == self.file_prefix]
-        if len(of_file) > 1:
-            raise ConfigError(
-                f"{len(of_file)} hooks have the file_prefix {self.file_prefix!r}; give them different ones"
-            )
+        if [getattr(hook, "file_prefix", "") for hook in self.trainer.hooks].count(self.file_prefix) > 1:
+            raise ConfigError(f"two hooks have the file_prefix {self.file_prefix!r}; give them different ones")
         super().before_train()
 
     def after_train(self) -> None:
@@ -190,26 +161,17 @@ class BestCheckpointer(MetricHook, _Saves):
 
     def judge(self, value: float) -> list[str]:
         """The names of the files to write."""
-        names = [self.file_prefix] if self.not_better == 0 else []
-        if self._num_to_keep > 1 and math.isfinite(value):
-            name = f"{self.file_prefix}_{self.trainer.last_done_iter:07d}"
-            others = [other for other in self._kept if other[0] != name]
-            ranked = sorted([*others, [name, value]], key=lambda kept: -self._sign * kept[1])
-            self._kept = ranked[: self._num_to_keep]
-            names = [name] * ([name, value] in self._kept) + names
-        return names
+        return [self.file_prefix] if self.not_better == 0 else []
 
     def act(self, decision: list[str]) -> None:
         if self.best is not None and self.file_prefix in decision:  # on rank 0
             logger.info("%s is %.5g, the best so far", self.monitored_metric, self.best)
         for name in decision:
-            self._request(name, self._save_untagged, name, self.trainer.last_done_iter, name == decision[-1])
+            self._request(name, partial(self._save_untagged, name, self.trainer.last_done_iter))
 
-    def _save_untagged(self, name: str, iteration: int, is_last: bool) -> Future[None] | None:
+    def _save_untagged(self, name: str, iteration: int, **entries: Any) -> Future[None] | None:
         if isinstance(self.checkpointer, Checkpointer):
-            entries: dict[str, Any] = {"iteration": iteration, "best_of": self.monitored_metric}
-            if is_last and self._num_to_keep > 1:
-                entries["on_commit"] = partial(self._remove, self._before.get("kept", []))
+            entries |= {"iteration": iteration, "best_of": self.monitored_metric}
             return self.checkpointer.save(name, tag_last=False, **entries)
         # fvcore's checkpointer always moves last_checkpoint
         tag = Path(self.checkpointer.save_dir) / "last_checkpoint"
@@ -218,15 +180,6 @@ class BestCheckpointer(MetricHook, _Saves):
         if self.checkpointer.save_to_disk:
             tag.unlink(missing_ok=True) if before is None else self.checkpointer.tag_last_checkpoint(before)
         return None
-
-    def _remove(self, entries: list[list[Any]]) -> None:
-        """Remove the files of ``entries`` that are not among the best."""
-        for entry in entries:
-            if entry not in self._kept:
-                try:
-                    self.checkpointer.remove(entry[0])
-                except OSError as error:
-                    logger.warning("A checkpoint that is no longer among the best is not removed: %s", error)
 
     def summary(self) -> str:
         if self.best is None or self.best_iter is None:
@@ -237,27 +190,21 @@ class BestCheckpointer(MetricHook, _Saves):
     def state_dict(self) -> dict[str, Any]:
         """Wait for the files; if one was not written, the state is the one before its save."""
         if self._settle() and self._before:
-            before, self._before, tried = self._before, {}, self._kept
+            before, self._before = self._before, {}
             self.load_state_dict(before)
-            self._remove(tried)
         return super().state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict({"kept": [], **state_dict})  # older states have no "kept"
 
 
 def best_file_prefixes(metrics: str | Sequence[str] | None) -> dict[str, str]:
-    """metric -> ``file_prefix`` of its `BestCheckpointer`, for CHECKPOINT.BEST_METRIC.
-
-    One metric gives ``model_best``; several give ``model_best_<metric>`` each, with ``_`` instead of ``/``.
+    """metric -> ``file_prefix`` of its `BestCheckpointer`: ``model_best``; of several metrics ``model_best_<metric>``.
 
     Raises:
-        ConfigError: two metrics would use the same file.
+        ConfigError: two metrics of CHECKPOINT.BEST_METRIC would use the same file.
     """
-    names = [metrics] if metrics and isinstance(metrics, str) else list(metrics or ())
+    names = [metrics] if isinstance(metrics, str) and metrics else list(metrics or ())
     if len(names) == 1:
         return {names[0]: "model_best"}
     prefixes = {name: f"model_best_{name.replace('/', '_')}" for name in names}
-    if len(set(prefixes.values())) < len(names):
+    if len({*prefixes.values()}) < len(names):
         raise ConfigError(f"CHECKPOINT.BEST_METRIC {names} has two metrics for one file; leave one out")
     return prefixes

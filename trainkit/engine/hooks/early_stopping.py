@@ -1,8 +1,6 @@
 """Stop when a metric no longer improves."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT
 from trainkit.engine.hooks.monitor import MetricHook, Mode
@@ -22,6 +20,12 @@ class EarlyStopping(MetricHook):
     """
 
     priority = SAVE_POINT + 3
+    config_keys = (
+        *MetricHook.config_keys,
+        *(("val_metric", "EARLY_STOPPING.METRIC"), ("mode", "EARLY_STOPPING.MODE")),
+        *(("patience", "EARLY_STOPPING.PATIENCE"), ("min_delta", "EARLY_STOPPING.MIN_DELTA")),
+        ("threshold", "EARLY_STOPPING.THRESHOLD"),
+    )
 
     def __init__(
         self,
@@ -41,13 +45,6 @@ class EarlyStopping(MetricHook):
         if threshold is not None and not (is_number(threshold) and math.isfinite(threshold)):
             raise ValueError(f"threshold must be a finite number or None, got {threshold!r}")
         self._patience, self._threshold, self._check_finite = patience, threshold, check_finite
-
-    @classmethod
-    def config_arguments(cls, trainer: Any) -> Mapping[str, Any]:
-        early = trainer.cfg.EARLY_STOPPING
-        given = {"val_metric": early.METRIC, "mode": early.MODE, "patience": early.PATIENCE}
-        given |= {"min_delta": early.MIN_DELTA, "threshold": early.THRESHOLD}
-        return {**super().config_arguments(trainer), **given}
 
     def judge(self, value: float) -> str:
         """Why the run ends; "": it goes on."""

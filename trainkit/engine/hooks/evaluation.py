@@ -36,6 +36,7 @@ class EvalHook(PeriodicHook):
         evaluated_iters: number of iterations done at the last evaluation; -1 if there was none.
     """
 
+    config_keys = (*PeriodicHook.config_keys, ("eval_at_start", "TEST.EVAL_AT_START"))
     _state_names = ("evaluated_iters",)
 
     def __init__(
@@ -60,8 +61,7 @@ class EvalHook(PeriodicHook):
 
     @classmethod
     def config_arguments(cls, trainer: Any) -> Mapping[str, Any]:
-        given = {"eval_at_start": trainer.cfg.TEST.EVAL_AT_START, "by_epoch": trainer.cfg.LOG.EVAL_AXIS == "epoch"}
-        return {**super().config_arguments(trainer), **given}
+        return {**super().config_arguments(trainer), "by_epoch": trainer.cfg.LOG.EVAL_AXIS == "epoch"}
 
     def before_train(self) -> None:
         if self._by_epoch and not self.trainer.has_epochs:

@@ -1,8 +1,7 @@
-"""Base classes of the hooks that evaluate, and of those that act on a metric after each evaluation."""
+"""The base classes of hooks that evaluate, and of hooks that act on a metric."""
 
 import logging
 import math
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from trainkit.engine.hook_base import SAVE_POINT, HookBase
@@ -15,44 +14,31 @@ logger = logging.getLogger(__name__)
 
 Mode: TypeAlias = Literal["max", "min", "auto"]
 
-# the lists of OpenMMLab, in lower case
 _MAX_KEYS = ("acc", "top", "ar@", "auc", "precision", "map", "mdice", "miou", "macc", "aacc")
-_MIN_KEYS = ("loss",)
 
 
 def infer_mode(metric: str) -> Literal["max", "min"]:
-    """Guess from the name of a metric whether "max" or "min" is better; ValueError if it does not tell.
-
-    Only the part after the last ``/`` counts, since the parts before it name datasets. "max" if it contains one of
-    OpenMMLab's ``greater_keys``, else "min" if it contains one of its ``less_keys``.
-    """
-    name = metric.rpartition("/")[2].lower()
+    """Guess from the name of a metric whether "max" or "min" is better, as OpenMMLab does. Raises ValueError."""
+    name = metric.rpartition("/")[2].lower()  # the parts before name datasets
     if any(key in name for key in _MAX_KEYS):
         return "max"
-    if any(key in name for key in _MIN_KEYS):
+    if "loss" in name:
         return "min"
     raise ValueError(f'mode is "auto", but {metric!r} does not tell whether more is better; accepted: "max", "min"')
 
 
 class PeriodicHook(HookBase):
-    """Call ``act_now`` every ``period`` iterations, below the save point.
-
-    Args:
-        offset: number of iterations before the first call; 0: one ``period``.
-    """
+    """Call ``act_now`` every ``period`` iterations, below the save point; the first time after ``offset``, if not 0."""
 
     priority = SAVE_POINT + 1
     ends = True
+    config_keys: tuple[tuple[str, str], ...] = (("eval_period", "TEST.EVAL_PERIOD"), ("offset", "TEST.EVAL_START"))
     min_period: ClassVar[int] = 0
     acts_in_last = False  # False: the last iteration is left to ``after_train``
 
     def __init__(self, period: int, offset: int) -> None:
         self._period = check_period("eval_period", period, minimum=self.min_period)
         self._offset = check_period("offset", offset)
-
-    @classmethod
-    def config_arguments(cls, trainer: Any) -> Mapping[str, Any]:
-        return {"eval_period": trainer.cfg.TEST.EVAL_PERIOD, "offset": trainer.cfg.TEST.EVAL_START}
 
     def act_now(self) -> None:
         raise NotImplementedError
@@ -67,8 +53,6 @@ class PeriodicHook(HookBase):
 
 class MetricHook(PeriodicHook):
     """Base class of hooks that act on the newest value of a metric. Rank 0, which has the metrics, decides for all.
-
-    A subclass defines ``judge`` and ``act``.
 
     Args:
         eval_period, offset: as given to the `EvalHook`, which must run before this hook.

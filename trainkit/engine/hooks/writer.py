@@ -1,7 +1,7 @@
 """The hook that calls the writers."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ class PeriodicWriter(HookBase):
     """
 
     priority = Priority.LOWEST + 1
+    config_keys = (("period", "LOG.PERIOD"),)
     _alone = True
 
     def __init__(self, writers: Sequence[EventWriter], period: int = 20) -> None:
@@ -38,10 +39,6 @@ class PeriodicWriter(HookBase):
         self._waiting: list[dict[str, Any]] | None = None  # states for the writers when training continues
         self._ended: list[dict[str, Any]] | None = None  # states at the end of a finished run
         self._failing: dict[int, str] = {}  # index of a writer -> its error
-
-    @classmethod
-    def config_arguments(cls, trainer: Any) -> Mapping[str, Any]:
-        return {"period": trainer.cfg.LOG.PERIOD}
 
     def before_train(self) -> None:
         if self._waiting is not None and self.trainer.start_iter > 0:

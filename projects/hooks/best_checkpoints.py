@@ -1,0 +1,75 @@
+"""Keep the checkpoints of several best values."""
+
+import logging
+import math
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from trainkit.engine.hook_base import HOOK_REGISTRY
+from trainkit.engine.hooks.checkpoint import BestCheckpointer
+from trainkit.engine.hooks.monitor import Mode
+from trainkit.utils.numbers import is_whole
+
+logger = logging.getLogger(__name__)
+
+
+@HOOK_REGISTRY.register()
+class BestCheckpoints(BestCheckpointer):
+    """`BestCheckpointer` that also keeps the ``num_to_keep`` best values, as ``<file_prefix>_<iteration>``.
+
+    Of equal values the earlier one is better. It needs a trainkit checkpointer. CHECKPOINT.BEST_TO_KEEP of a config
+    makes these hooks.
+    """
+
+    _state_names = (*BestCheckpointer._state_names, "_kept")
+
+    def __init__(
+        self,
+        eval_period: int,
+        checkpointer: Any,
+        val_metric: str,
+        mode: Mode = "max",
+        file_prefix: str = "model_best",
+        *,
+        num_to_keep: int = 2,
+        offset: int = 0,
+    ) -> None:
+        super().__init__(eval_period, checkpointer, val_metric, mode, file_prefix, offset=offset)
+        if not is_whole(num_to_keep, 1):
+            raise ValueError(f"num_to_keep must be a number of files >= 1, got {num_to_keep!r}")
+        self._num_to_keep = num_to_keep
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._kept: list[list[Any]] = []  # [name, value] of numbered files, the best first; on rank 0
+
+    def judge(self, value: float) -> list[str]:
+        names = super().judge(value)
+        if math.isfinite(value):
+            name = f"{self.file_prefix}_{self.trainer.last_done_iter:07d}"
+            others = [other for other in self._kept if other[0] != name]
+            ranked = sorted([*others, [name, value]], key=lambda kept: -self._sign * kept[1])
+            self._kept = ranked[: self._num_to_keep]
+            names = [name] * ([name, value] in self._kept) + names
+        return names
+
+    def _save_untagged(self, name: str, iteration: int, **entries: Any) -> Future[None] | None:
+        if name == self.file_prefix or self.not_better > 0:  # the last one of this evaluation
+            entries["on_commit"] = partial(self._remove, self._before.get("kept", []))
+        return super()._save_untagged(name, iteration, **entries)
+
+    def _remove(self, entries: list[list[Any]]) -> None:
+        """Remove the files of ``entries`` that are not among the best."""
+        for entry in entries:
+            if entry not in self._kept:
+                try:
+                    self.checkpointer.remove(entry[0])
+                except OSError as error:
+                    logger.warning("A checkpoint that is no longer among the best is not removed: %s", error)
+
+    def state_dict(self) -> dict[str, Any]:
+        tried = self._kept
+        state = super().state_dict()
+        self._remove(tried)  # those whose file was not written
+        return state

@@ -1,0 +1,116 @@
+"""The checkpoints of the best values, with and without asynchronous saves."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.job import tiny_cfg
+from tests.engine.tiny import Steps
+from tests.two_ranks import on_two_ranks
+from trainkit.checkpoint import Checkpointer
+from trainkit.config import ConfigError
+from trainkit.engine import DefaultTrainer
+from trainkit.engine.hooks import BestCheckpointer, BestCheckpoints, EvalHook, PeriodicCheckpointer
+
+
+@pytest.fixture(params=["", "async_save"])
+def save_format(request):
+    return request.param
+
+
+def load(path):
+    return torch.load(path, weights_only=True)
+
+
+def run_of_best(folder, values, save_format="", mode="max"):
+    """Evaluations after each iteration, two of which are kept."""
+    trainer, results = Steps(), iter(values)
+    checkpointer = Checkpointer(nn.Linear(1, 1), folder, format=save_format, trainer=trainer)
+    best = BestCheckpoints(1, checkpointer, "top1", mode, num_to_keep=2)
+    trainer.register_hooks([EvalHook(1, lambda: {"top1": next(results)}), best, PeriodicCheckpointer(checkpointer, 3)])
+    return trainer
+
+
+def files_of_best(folder):
+    """suffix of each best file -> its iteration."""
+    found = sorted(path for path in folder.glob("model_best*.pth") if path.is_file())
+    return {path.stem.removeprefix("model_best"): load(path)["iteration"] for path in found}
+
+
+@pytest.mark.parametrize(
+    ("values", "mode", "kept", "best"),
+    [
+        ([50.0, 70.0, 60.0, 80.0, 65.0], "max", [1, 3], 3),
+        ([3.0, 3.0, 3.0, 2.0, 2.0, 2.0], "min", [3, 4], 3),  # of equal values the earlier ones
+        ([math.nan, 50.0, math.inf, 40.0, math.nan, 30.0], "max", [1, 3], 1),
+        ([60.0], "max", [0], 0),
+    ],
+)
+def test_the_best_k_files_are_kept_and_others_removed(tmp_path, save_format, values, mode, kept, best):
+    trainer = run_of_best(tmp_path, values, save_format=save_format, mode=mode)
+    trainer.train(0, len(values))
+    trainer.hooks[0].checkpointer.wait()
+    assert files_of_best(tmp_path) == {"": best} | {f"_{iteration:07d}": iteration for iteration in kept}
+    assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
+
+
+def test_the_best_k_files_are_those_of_the_whole_run_after_a_resume(tmp_path):
+    values = [50.0, 70.0, 60.0, 80.0, 65.0, 75.0]
+    run_of_best(tmp_path, values).train(0, 4)
+    assert [*files_of_best(tmp_path)] == ["", "_0000001", "_0000003"]  # 1 and 3; the save at 2 knows 1 and 2
+    again = run_of_best(tmp_path, values[2:])  # the evaluation after that save is repeated
+    again.hooks[0].checkpointer.load(tmp_path / "model_0000002.pth")
+    again.train(3, 6)
+    assert files_of_best(tmp_path) == {"": 3, "_0000003": 3, "_0000005": 5}
+
+
+def test_a_best_value_whose_file_cannot_be_written_is_not_one_of_the_best_k(tmp_path, save_format, caplog):
+    for iteration in (0, 3):
+        (tmp_path / f"model_best_000000{iteration}.pth").mkdir()
+    trainer = run_of_best(tmp_path, [90.0, 60.0, 55.0, 80.0, 70.0], save_format=save_format)
+    trainer.train(0, 5)
+    assert files_of_best(tmp_path) == {"": 4, "_0000001": 1, "_0000004": 4}
+    assert trainer.state_dict()["hooks"]["BestCheckpoints"]["kept"] == [
+        ["model_best_0000004", 70.0],
+        ["model_best_0000001", 60.0],
+    ]
+    assert any("model_best_0000003" in text and "not saved" in text for text in caplog.messages)
+
+
+def _a_file_fails_on_rank_0(rank, folder, save_format=""):
+    """Of two files, rank 0 cannot write the first; both ranks save the second, and know that it does not count."""
+    trainer, folder = Steps(), Path(folder, f"{rank}{save_format}")
+    if rank == 0:
+        (folder / "model_best_0000003.pth").mkdir(parents=True)
+    results = iter([1.0, 3.0, 2.0])
+    evaluate = EvalHook(2, lambda: {"top1": next(results)} if rank == 0 else None)
+    checkpointer = Checkpointer(nn.Linear(1, 1), folder, format=save_format, trainer=trainer)
+    trainer.register_hooks([evaluate, BestCheckpoints(2, checkpointer, "top1", num_to_keep=2)])
+    trainer.train(0, 6)
+    return trainer.state_dict()["hooks"]["BestCheckpoints"]["kept"]
+
+
+def _an_asynchronous_one_fails_on_rank_0(rank, folder):
+    return _a_file_fails_on_rank_0(rank, folder, "async_save")
+
+
+def test_all_ranks_know_that_a_file_of_rank_0_is_not_there(tmp_path):
+    kept = [["model_best_0000005", 2.0], ["model_best_0000001", 1.0]]
+    calls = [_a_file_fails_on_rank_0, _an_asynchronous_one_fails_on_rank_0]
+    assert [*on_two_ranks(calls, tmp_path).values()] == [[kept, []], [kept, []]]
+
+
+def test_a_config_makes_one_hook_for_each_metric(tmp_path):
+    best = ("CHECKPOINT.BEST_METRIC", ["classification/top1", "classification/mean_class_accuracy"])
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, *best, "CHECKPOINT.BEST_TO_KEEP", 2))
+    hooks = [hook for hook in trainer.hooks if isinstance(hook, BestCheckpointer)]
+    names = ["model_best_classification_top1", "model_best_classification_mean_class_accuracy"]
+    assert [(type(hook), hook.file_prefix) for hook in hooks] == [(BestCheckpoints, name) for name in names]
+
+
+def test_without_a_metric_nothing_is_kept(tmp_path):
+    with pytest.raises(ConfigError, match="CHECKPOINT.BEST_TO_KEEP is 2, but BEST_METRIC is not set"):
+        DefaultTrainer(tiny_cfg(tmp_path, "CHECKPOINT.BEST_TO_KEEP", 2))
