@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import itertools
 import os
+import re
 import signal
 import sys
 import time
@@ -219,12 +220,15 @@ def parts_of(state: Mapping[str, Any], path: str = "") -> list[str]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested mappings, lists and tuples."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(item)
+    """Every tensor in nested mappings, lists and tuples; one of these that is in many places counts once."""
+    waiting, seen = [value], set()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            waiting += reversed([*value.values()] if isinstance(value, Mapping) else value)
 
 
 def _at(state: Any, part: str) -> Any:
@@ -251,8 +255,10 @@ def _short(value: Any) -> str:
     """Nested values, or only their number if there are many."""
     if isinstance(value, Tensor):
         return f"tensor {list(value.shape)}"
-    if isinstance(value, Mapping | list | tuple) and len(repr(value)) > 40:
-        return f"({len(value)} entries)"
+    if isinstance(value, Mapping | list | tuple):
+        items = [*value.values()] if isinstance(value, Mapping) else value
+        is_flat = len(items) <= 40 and not any(isinstance(item, Mapping | list | tuple | Tensor) for item in items)
+        return text if is_flat and len(text := repr(value)) <= 40 else f"({len(value)} entries)"
     return repr(value) if not isinstance(value, str) else value
 
 
@@ -396,7 +402,7 @@ def main(args: argparse.Namespace) -> int:
             text, is_bad = describe_folder(args.path)
         else:
             text, is_bad = describe_file(args.path, args.all), False
-        print(text)
+        print(re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text))  # control characters
     return int(is_bad)
 
 

@@ -186,6 +186,20 @@ def test_no_code_of_a_file_is_run(tmp_path, inspect):
     assert (tmp_path / "created").exists()
 
 
+def test_names_cannot_control_the_terminal_and_a_list_that_is_in_many_places_is_read_once(tmp_path, inspect):
+    shared = [torch.ones(2)]
+    for _ in range(40):  # 2**40 ways lead to the tensor
+        shared = [shared, shared]
+    for name in ("a.pth", "b.pth"):
+        torch.save({"model": {"evil\x1b[2J": torch.ones(1)}, "shared": shared}, tmp_path / name)
+
+    code, out, _ = inspect(tmp_path / "a.pth", "--all")
+
+    assert (code, "evil\\x1b[2J" in out, "\x1b" in out) == (0, True, False)
+    assert "shared   8 B        (2 entries)" in out
+    assert inspect(tmp_path / "a.pth", tmp_path / "b.pth")[1].startswith("identical: 2 entries")
+
+
 def test_a_file_that_cannot_be_read_is_one_line_and_code_2(small, inspect):
     damage(small / "model_0000029.pth")
     (small / "half.pth").write_bytes((small / "model_0000019.pth").read_bytes()[:500])
