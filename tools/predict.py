@@ -49,7 +49,7 @@ from user_job import SCRIPT_HELP, find_trainer
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.atomic import replacing
-from trainkit.checkpoint.file import read_any
+from trainkit.checkpoint.file import read_file
 from trainkit.checkpoint.folder import candidates, choose
 from trainkit.config import CfgNode, ConfigError, get_cfg
 from trainkit.data import DatasetCatalog, MetadataCatalog, build_test_loader
@@ -111,8 +111,8 @@ def samples_of_file(path: str, key: str) -> Iterator[Any]:
     readers: dict[str, Callable[[str], Any]] = {
         ".npy": lambda path: np.load(path, mmap_mode="r"),
         ".npz": _read_npz,
-        ".pt": read_any,
-        ".pth": read_any,
+        ".pt": read_file,
+        ".pth": read_file,
         ".jsonl": _read_json_lines,
         **dict.fromkeys((".png", ".jpg", ".jpeg"), _read_image),
     }

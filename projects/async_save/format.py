@@ -10,7 +10,7 @@ from trainkit.projects.async_save.host_copy import HostCopy
 
 from trainkit.checkpoint.atomic import CheckpointError
 from trainkit.checkpoint.format import FORMAT_REGISTRY, CheckpointFormat, TorchFormat, make_format
-from trainkit.checkpoint.state import Take, ordinary
+from trainkit.checkpoint.state import Take
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class AsyncFormat(CheckpointFormat):
         self._thread = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._memory: dict[bool, Tensor] = {}  # of the last copy: allocating takes longer than copying
 
-    def prepare(self, state: Mapping[str, Any], take: Take = ordinary) -> HostCopy:
+    def prepare(self, state: Mapping[str, Any], take: Take | None = None) -> HostCopy:
         copy = HostCopy(state, self._memory, self._inner)
         self._memory = copy.memory
         return copy

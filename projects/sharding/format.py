@@ -34,13 +34,15 @@ class ShardedFormat(CheckpointFormat):
         # a group for each checkpointer, since two may write at the same time
         self._group_name = f"shards {next(_numbers)}"
 
-    def prepare(self, state: Mapping[str, Any], take: Take = ordinary) -> dict[str, Any]:
+    def prepare(self, state: Mapping[str, Any], take: Take | None = None) -> dict[str, Any]:
         # a new folder for each save: the old one is needed until this save is committed
         token = comm.broadcast(secrets.token_hex(4))
         shards = Shards(token, comm.side_group(self._group_name))
 
         def take_any(tensor: Tensor, path: str) -> Tensor:
-            return shards.take(tensor, path, take) if is_sharded(tensor) else take(tensor, path)
+            return (
+                shards.take(tensor, path, take or ordinary) if is_sharded(tensor) else (take or ordinary)(tensor, path)
+            )
 
         return {**plain_state(dict(state), take=take_any), KEY: shards}
 

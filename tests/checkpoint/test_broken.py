@@ -121,7 +121,7 @@ def test_a_lost_tag_is_replaced_by_the_newest_file_of_ours(run_folder, content):
 def test_a_folder_in_place_of_the_tag_is_an_error(run_folder):
     (run_folder / "last_checkpoint").unlink()
     (run_folder / "last_checkpoint").mkdir()
-    with pytest.raises(CheckpointError, match="cannot read .*last_checkpoint"):
+    with pytest.raises(CheckpointError, match="Is a directory: .*last_checkpoint"):
         resume(run_folder)
 
 

@@ -42,11 +42,9 @@ def test_wrong_arguments_are_named(tmp_path):
     checkpointer = Checkpointer(linear(1), tmp_path, trainer=Counter())
     with pytest.raises(ValueError, match="name must be .* got 'a/b'"):
         checkpointer.save("a/b")
-    with pytest.raises(ValueError, match=r"entries \['trainer'\], which the checkpoint has already"):
-        checkpointer.save("model", trainer=1)
     with pytest.raises(ValueError, match="an entry 'model' already"):
         checkpointer.add_checkpointable("model", Counter())
-    with pytest.raises(TypeError, match=r"'lr' is a float; it needs state_dict\(\)"):
+    with pytest.raises(TypeError, match=r"'lr' is a float without state_dict\(\)"):
         checkpointer.add_checkpointable("lr", 0.1)
 
 
@@ -144,12 +142,6 @@ def test_a_file_that_does_not_fit_is_an_error(tmp_path, weights, strict, row):
     with pytest.raises(CheckpointError, match=rf"another model(.|\n)*{row}"):
         Checkpointer(model).load(tmp_path / "other.pth", strict=strict)
     assert weight_of(model) == 0
-
-
-def test_a_tensor_of_another_sort_is_an_error(tmp_path):
-    torch.save({"model": {"weight": torch.ones(2, 2).to_sparse(), "bias": torch.zeros(2)}}, tmp_path / "model.pth")
-    with pytest.raises(CheckpointError, match=r"model\.pth' does not fit the model"):
-        Checkpointer(linear(0)).load(tmp_path / "model.pth")
 
 
 def test_absent_checkpointable_is_warned_about_by_name(tmp_path, caplog):
@@ -303,9 +295,7 @@ def test_the_mark_of_the_end_is_there_until_it_is_forgotten(tmp_path):
     assert os.listdir(tmp_path / "run") == []
 
 
-@pytest.mark.parametrize("content", [b"", b"[1]", b"\xff\xfe", b'{"iterations": 5', None])
-def test_a_damaged_mark_counts_as_none_with_a_warning(tmp_path, caplog, content):
-    (tmp_path / "finished").mkdir() if content is None else (tmp_path / "finished").write_bytes(content)
+@pytest.mark.parametrize("content", [b"", b"[1]", b"\xff\xfe", b'{"iterations": 5'])
+def test_a_damaged_mark_counts_as_none(tmp_path, content):
+    (tmp_path / "finished").write_bytes(content)
     assert Checkpointer(linear(1), tmp_path).finished() is None
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert f"'{tmp_path / 'finished'}' is damaged and is ignored: " in warning

@@ -61,7 +61,7 @@ def test_wherever_a_disk_is_full_all_earlier_files_are_intact(run_folder, monkey
 def test_a_file_where_the_folder_should_be_is_named_at_once(tmp_path, save_format):
     (tmp_path / "run").touch()
     for folder in (tmp_path / "run", tmp_path / "run" / "below"):
-        with pytest.raises(CheckpointError, match=f"cannot create the checkpoint folder '{folder}': "):
+        with pytest.raises(CheckpointError, match=f"cannot write '{folder}': "):
             Checkpointer(linear(1), folder, format=save_format).save("model")
 
 

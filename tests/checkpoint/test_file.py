@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainkit.checkpoint import CheckpointError
+from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.checkpoint.atomic import remove_leftovers
 from trainkit.checkpoint.file import is_ours, read_file, write_file
 
@@ -149,7 +149,7 @@ def test_file_that_holds_no_dict_is_an_error(path):
     torch.save(torch.zeros(2), path)
 
     with pytest.raises(CheckpointError, match="holds a Tensor; a checkpoint is a dict"):
-        read_file(path)
+        Checkpointer(torch.nn.Linear(1, 1)).load(path)
 
 
 # ---------------------------------------------------------------------------------------- interruptions
@@ -241,8 +241,8 @@ def test_other_than_plain_values_are_named_by_their_path(path, value, message):
 def test_path_shows_positions_and_keys_that_are_no_names(path):
     with pytest.raises(TypeError, match=r"'optimizer\.state\[3\]\.history\[1\]'"):
         write_file({"optimizer": {"state": {3: {"history": [0, _Custom()]}}}}, path)
-    with pytest.raises(TypeError, match=r"the dict at 'a' has the key \(1, 2\)"):
-        write_file({"a": {(1, 2): 0}}, path)
+    with pytest.raises(TypeError, match=r"the state at 'a\[frozenset"):
+        write_file({"a": {frozenset(): 0}}, path)
 
 
 def test_the_state_of_a_multi_step_schedule_can_be_saved(path):

@@ -53,20 +53,6 @@ def test_iteration_and_further_entries_are_saved(tmp_path):
     assert checkpointer.load(tmp_path / "run_0000007.pth") == {"iteration": 7, "epoch": 2}
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"period": -1}, {"period": 2.5}, {"period": 1, "max_to_keep": 0}, {"period": 1, "start": None}]
-)
-def test_wrong_numbers_are_refused_by_the_constructor(arguments):
-    with pytest.raises(ValueError, match=r"must be >= \d"):
-        PeriodicCheckpointer(Checkpointer(linear(0)), **arguments)
-
-
-@pytest.mark.parametrize("file_prefix", ["", "runs/model", None])
-def test_a_prefix_that_is_no_file_name_is_refused_by_the_constructor(file_prefix):
-    with pytest.raises(ValueError, match="file_prefix must be the start of a file name, without a folder, got"):
-        PeriodicCheckpointer(Checkpointer(linear(0)), period=1, file_prefix=file_prefix)
-
-
 def test_rotation_goes_on_after_a_restart(tmp_path):
     run(tmp_path, range(3), period=1, max_to_keep=2)
     assert files(tmp_path) == ["model_0000001", "model_0000002"]
@@ -138,15 +124,7 @@ def test_works_around_an_fvcore_checkpointer(tmp_path):
     assert files(tmp_path) == ["model_0000003", "model_final"]
 
 
-@pytest.mark.parametrize(
-    ("iteration", "left"),
-    [
-        (7, ["model_0000005", "model_0000007", "model_0000009"]),
-        (8, [f"model_000000{i}" for i in (1, 3, 5, 7, 9)]),  # nothing saved there
-        (11, ["model_0000009"]),  # model_final took its place
-    ],
-)
-def test_a_rotation_that_a_kill_has_prevented_is_made_up_for(tmp_path, iteration, left):
-    run(tmp_path, range(10), period=2)
-    PeriodicCheckpointer(Checkpointer(linear(0), tmp_path), period=2, max_to_keep=2).rotate(iteration)
-    assert files(tmp_path) == left
+def test_a_rotation_that_a_kill_has_prevented_is_made_up_for_by_the_next_save(tmp_path):
+    run(tmp_path, range(8), period=2)
+    run(tmp_path, [8], period=2, max_iter=9, max_to_keep=2)
+    assert files(tmp_path) == ["model_0000005", "model_0000007", "model_final"]

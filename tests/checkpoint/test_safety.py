@@ -171,10 +171,3 @@ def test_a_trainer_of_other_contents_is_one_message(tmp_path, trainer):
     checkpointer = Checkpointer(linear(1.0), trainer=TrainerBase())
     with pytest.raises(CheckpointError, match="its entry .trainer. does not fit"):
         checkpointer.load(str(tmp_path / "model.pth"))
-
-
-def test_states_of_ranks_that_are_no_list_are_one_message(tmp_path):
-    write_file({"model": linear(1.0).state_dict(), "trainer": {"iteration": 1}, "ranks": 3}, tmp_path / "model.pth")
-    checkpointer = Checkpointer(linear(1.0), trainer=TrainerBase())
-    with pytest.raises(CheckpointError, match="its entry 'ranks' has to be a list with the states of each rank"):
-        checkpointer.load(str(tmp_path / "model.pth"))

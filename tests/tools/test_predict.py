@@ -374,7 +374,7 @@ def test_mistakes_in_the_command_are_one_line(run, call, tmp_path):
     )
     assert "config.yaml': No such file" in mistake(call, tmp_path, *wanted)
     assert "did you mean 'tiny_test'?" in mistake(call, run, "--dataset", "tiny_tset")
-    assert "no such file" in mistake(call, run, *wanted, "--weights", tmp_path / "x.pth")
+    assert "No such file" in mistake(call, run, *wanted, "--weights", tmp_path / "x.pth")
     assert "no 'X' in the MODEL registry" in mistake(call, run, *wanted, "--opts", "MODEL.NAME", "X")
     assert "need an integer >= 1, got '0'" in mistake(call, run, *wanted, "--num", 0)
     assert "ends in .jsonl or .pt, got 'a.csv'" in mistake(call, run, *wanted, "--output", "a.csv")
@@ -405,7 +405,7 @@ def test_mistakes_in_files_of_samples_are_one_line(run, call, tmp_path):
         "number.npz": "holds 'y', which is not an array [N, ...]",
         "number.npy": "holds a single number; samples are an array [N, ...]",
         "objects.npy": "objects.npy' cannot be read: ValueError: ",
-        "broken.pt": "broken.pt' is refused: its pickle is not plain",
+        "broken.pt": "broken.pt' is refused: it needs more than plain values",
         "pickle.pt": "pickle.pt' is refused: it needs numpy.",
         "flipped.pt": "flipped.pt' is damaged: the content of its record ",
         "text.pt": "holds a str, accepted are arrays, dicts of them and lists of samples",

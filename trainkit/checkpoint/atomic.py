@@ -17,18 +17,10 @@ class CheckpointError(OSError):
 
 
 @contextlib.contextmanager
-def replacing(path: str) -> Iterator[BinaryIO]:
-    """Yield a temporary file that replaces ``path`` after the block has succeeded."""
-    folder, name = os.path.split(os.path.abspath(path))
-    temporary = f".{name}.{secrets.token_hex(4)}.trainkit-tmp"
-    _being_written.append(temporary)
+def writing(path: str) -> Iterator[None]:
+    """Context in which an OSError becomes a CheckpointError that names ``path``."""
     try:
-        with open(os.path.join(folder, temporary), "xb", buffering=1 << 20) as output:
-            yield output
-            output.flush()
-            os.fsync(output.fileno())
-        os.replace(os.path.join(folder, temporary), path)
-        sync_folder(folder)
+        yield
     except (OSError, RuntimeError) as failure:
         error: BaseException | None = failure
         while error is not None and not isinstance(error, OSError):  # torch's writer raises a RuntimeError after it
@@ -37,6 +29,22 @@ def replacing(path: str) -> Iterator[BinaryIO]:
             raise
         reason = error.strerror or error
         raise CheckpointError(f"cannot write '{path}': {reason}. Checkpoints written before are unchanged") from error
+
+
+@contextlib.contextmanager
+def replacing(path: str) -> Iterator[BinaryIO]:
+    """Yield a temporary file that replaces ``path`` after the block has succeeded. Raises CheckpointError."""
+    folder, name = os.path.split(os.path.abspath(path))
+    temporary = f".{name}.{secrets.token_hex(4)}.trainkit-tmp"
+    _being_written.append(temporary)
+    try:
+        with writing(path):
+            with open(os.path.join(folder, temporary), "xb", buffering=1 << 20) as output:
+                yield output
+                output.flush()
+                os.fsync(output.fileno())
+            os.replace(os.path.join(folder, temporary), path)
+            sync_folder(folder)
     finally:
         with contextlib.suppress(OSError):  # the file may have been renamed
             os.remove(os.path.join(folder, temporary))
@@ -59,8 +67,6 @@ def remove_leftovers(folder: str) -> None:
 
 def sync_folder(folder: str) -> None:
     """Make a rename durable."""
-    if os.name == "nt":
-        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

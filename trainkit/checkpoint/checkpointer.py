@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainkit.checkpoint.atomic import CheckpointError, remove_leftovers, sync_folder, write_text
+from trainkit.checkpoint.atomic import CheckpointError, remove_leftovers, sync_folder, write_text, writing
 from trainkit.checkpoint.file import SUFFIX
 from trainkit.checkpoint.folder import candidates, checkpoint_files, choose, find_checkpoint, local_folder, mirrors
 from trainkit.checkpoint.format import CheckpointFormat, format_of, make_format
@@ -31,9 +31,9 @@ class Stateful(Protocol):
     """An object that can be saved in a checkpoint.
 
     Optional: ``before_save(state)`` and ``after_load(state)`` get the whole state before it is written and after it is
-    read, and may change it. ``rank_keys`` names the entries of its state that are saved for each rank. If an object is
-    loaded with the model, the model gets the trained weights, unless the object has ``only_evaluates``; a model loaded
-    alone gets the evaluated weights. ``paths_read`` names what ``after_load`` reads of other states.
+    read, and may change it; ``paths_read`` names what ``after_load`` reads. ``rank_keys`` are the entries of its state
+    that are saved for each rank. A model loaded with an object gets the entry ``trained_model``, if there is one and
+    the object does not say ``only_evaluates``.
     """
 
     def state_dict(self) -> Mapping[str, Any]: ...
@@ -85,8 +85,8 @@ class Checkpointer:
         """Add an object that is saved and loaded under ``key``, which must be new."""
         if key == "model" or key in self.checkpointables:
             raise ValueError(f"the checkpoint has an entry {key!r} already; choose another key")
-        if missing := [name for name in ("state_dict", "load_state_dict") if not hasattr(checkpointable, name)]:
-            raise TypeError(f"checkpointable {key!r} is a {type(checkpointable).__name__}; it needs {missing[0]}()")
+        if not (hasattr(checkpointable, "state_dict") and hasattr(checkpointable, "load_state_dict")):
+            raise TypeError(f"{key!r} is a {type(checkpointable).__name__} without state_dict() or load_state_dict()")
         self.checkpointables[key] = checkpointable
 
     # ---------------------------------------------------------------------------------------- saving
@@ -96,18 +96,16 @@ class Checkpointer:
         """Write ``<save_dir>/<name>.pth``; every rank calls it, since states may be gathered over ranks.
 
         Args:
-            name: without a folder or suffix.
             tag_last: whether a later resume starts from this file; False for a best checkpoint.
             on_commit: called after the file is on the disk, in the rank and the thread that write it.
             kwargs: further entries, such as ``iteration=99``; tensors or plain Python values.
 
         Returns:
-            The future of a save that continues in a thread; None if everything is done.
+            The future of a save that continues in a thread, whose error :meth:`wait` raises; else None.
 
         Raises:
             TypeError: a value in a state is neither a tensor nor a plain Python value; the message has its path.
-            CheckpointError: the file cannot be written; earlier files are unchanged. For an asynchronous save this is
-                raised by :meth:`wait`.
+            CheckpointError: the file cannot be written; earlier files are unchanged.
         """
         if not name or os.path.basename(name) != name:
             raise ValueError(f"name must be a file name without a folder, got {name!r}")
@@ -130,11 +128,8 @@ class Checkpointer:
 
     def collect(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         """The state that a save would write now, with further ``entries``; every rank calls it."""
-        state: dict[str, Any] = {"model": self.model.state_dict()}
-        state |= {key: obj.state_dict() for key, obj in self.checkpointables.items()}
-        if taken := sorted(state.keys() & entries.keys()):
-            raise ValueError(f"save() got entries {taken}, which the checkpoint has already; rename them")
-        state |= entries
+        objects = {"model": self.model, **self.checkpointables}
+        state: dict[str, Any] = {**{key: obj.state_dict() for key, obj in objects.items()}, **entries}
         for obj in self.checkpointables.values():
             if hasattr(obj, "before_save"):
                 obj.before_save(state)
@@ -145,11 +140,8 @@ class Checkpointer:
 
     def _prepare_folder(self) -> None:
         if self.save_to_disk and not self._is_prepared:  # once: a folder that is deleted during a run is an error
-            try:
+            with writing(self.save_dir):
                 os.makedirs(self.save_dir, exist_ok=True)
-            except OSError as error:
-                reason = error.strerror or error
-                raise CheckpointError(f"cannot create the checkpoint folder '{self.save_dir}': {reason}") from error
             remove_leftovers(self.save_dir)
             self._is_prepared = True
 
@@ -193,19 +185,17 @@ class Checkpointer:
     def finished(self) -> dict[str, Any] | None:
         """The ``info`` of :meth:`mark_finished`, as rank 0 reads it, or None; every rank calls it."""
         info = None
-        if comm.is_main_process() and self.save_dir and os.path.lexists(self._finished_file):
-            try:
-                with open(self._finished_file, encoding="utf-8") as file:
-                    info = dict(json.load(file))
-            except (OSError, TypeError, ValueError) as error:
-                _logger.warning("'%s' is damaged and is ignored: %s", self._finished_file, error)
+        if comm.is_main_process() and self.save_dir:
+            with contextlib.suppress(OSError, TypeError, ValueError), open(self._finished_file, "rb") as file:
+                info = dict(json.load(file))  # a damaged file counts as none
         return comm.broadcast(info)
 
     def forget_finished(self) -> None:
         """Remove the record of :meth:`mark_finished`: the run continues. Raises OSError if it cannot be removed."""
-        if self.save_dir and self.save_to_disk and os.path.lexists(self._finished_file):
-            os.remove(self._finished_file)
-            sync_folder(self.save_dir)
+        if self.save_dir and self.save_to_disk:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(self._finished_file)
+                sync_folder(self.save_dir)
 
     @property
     def _finished_file(self) -> str:
@@ -228,14 +218,12 @@ class Checkpointer:
     def load(
         self, path: str | os.PathLike[str] | None, checkpointables: Iterable[str] | None = None, *, strict: bool = False
     ) -> dict[str, Any]:
-        """Load a file into the model and the checkpointables; a rank may call it alone.
-
-        If keys of the model differ, they are logged as one table, and the other keys are loaded.
+        """Load a file of trainkit or fvcore, or the state dict of a model; a rank may call it alone.
 
         Args:
-            path: a file of trainkit or fvcore, or a bare model state dict; None and ``""`` load nothing.
+            path: None and ``""`` load nothing.
             checkpointables: the keys to load besides the model; None: all.
-            strict: whether different model keys and a missing checkpointable are errors.
+            strict: whether different model keys and a missing checkpointable are errors; else they are logged.
 
         Returns:
             The entries of the file that were not used.
@@ -247,20 +235,14 @@ class Checkpointer:
             _logger.info("No checkpoint to load; the model stays as it is")
             return {}
         self._settle()
-        path, keys = self._local_path(path), [*(self.checkpointables if checkpointables is None else checkpointables)]
+        path, keys = self._local(path), [*(self.checkpointables if checkpointables is None else checkpointables)]
         return self._apply(self._fill(self._load_file(path), path, keys), path, keys, strict)
 
     def resume_or_load(self, path: str | os.PathLike[str] | None, *, resume: bool = True) -> dict[str, Any]:
-        """Resume from the last checkpoint in ``save_dir``, or load only the model from ``path``; every rank calls it.
+        """Resume everything from the last checkpoint in ``save_dir``, or load only the model from ``path``.
 
-        Resuming loads everything. If the last checkpoint is damaged, the newest intact one is used, with a warning.
-        Rank 0 lists the files for all ranks.
-
-        Returns:
-            The entries of the file that were not used.
-
-        Raises:
-            CheckpointError: no checkpoint of the folder is intact, a rank cannot read the file, or it does not fit.
+        If the last checkpoint is damaged, the newest intact one is used, with a warning. Every rank calls it; rank 0
+        lists the files for all. Returns and raises as :meth:`load`.
         """
         self._settle()
         if resume:
@@ -272,7 +254,7 @@ class Checkpointer:
             _logger.info("No checkpoint to resume from in '%s'; starting from '%s'", self.save_dir, path or "")
         if not path:
             return self.load(path)
-        path = together(partial(self._local_path, path))
+        path = together(partial(self._local, path))
         return self._apply(self._read_together(path, []), path, [], strict=False)
 
     def _candidates(self) -> list[str]:
@@ -288,6 +270,8 @@ class Checkpointer:
 
     def _fill(self, state: dict[str, Any], path: str, keys: list[str]) -> dict[str, Any]:
         """The content of a file with this rank's part of the states of ``keys``, and with what is in further files."""
+        if not isinstance(state, dict):
+            raise CheckpointError(f"'{path}' holds a {type(state).__name__}; a checkpoint is a dict")
         if not isinstance(state.get("model"), Mapping):  # the state dict of a model alone
             state = {"model": state}
         parts, objects = state.pop("ranks", None), self.checkpointables
@@ -297,7 +281,7 @@ class Checkpointer:
         wanted += [read for obj in objects.values() for read in getattr(obj, "paths_read", ())]
         return format_of(state).fill(state, path, self.model, wanted)
 
-    def _local_path(self, path: str | os.PathLike[str]) -> str:
+    def _local(self, path: str | os.PathLike[str]) -> str:
         try:
             return str(self.path_manager.get_local_path(os.fspath(path)))
         except Exception as error:  # each file system raises its own types
@@ -360,10 +344,7 @@ class Checkpointer:
                 f"'{self._source}' holds another model than this one:\n{table_of(differences)}\n"
                 "build the model of the file (MODEL in a config); it creates all its tensors in its constructor"
             )
-        try:
-            self.model.load_state_dict(fitting, strict=False)
-        except RuntimeError as error:  # such as for a sparse tensor
-            raise CheckpointError(f"'{self._source}' does not fit the model: {error}") from error
+        self.model.load_state_dict(fitting, strict=False)
         return differences
 
     def _convert_ndarray_to_tensor(self, state_dict: dict[str, Any]) -> None:

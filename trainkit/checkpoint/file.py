@@ -1,7 +1,7 @@
 """One checkpoint file: written completely or not at all, and verified before it is read.
 
-It has the format of ``torch.save``: a zip archive with a CRC for each record. ``torch.load`` ignores these CRCs, so the
-readers here check them. The saved dict has one more key, ``MARKER``, which marks trainkit's files; readers here remove
+It has the format of ``torch.save``: a zip archive with a CRC for each record. ``torch.load`` ignores these CRCs, so
+`read_file` checks them. The saved dict has one more key, ``MARKER``, which marks trainkit's files; `read_file` removes
 it. Older trainkit files have a digest after the archive, which is ignored.
 """
 
@@ -23,12 +23,7 @@ _FOLDER = 0x10  # the bit for folders in a record's attributes
 
 
 def write_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write ``state`` to ``path``; if this is interrupted, ``path`` is the old file or the complete new one.
-
-    Raises:
-        TypeError: ``state`` holds a value that is neither a tensor nor a plain Python value.
-        CheckpointError: the file cannot be written; no partial file stays.
-    """
+    """Write ``state`` to ``path`` completely or not at all; raises TypeError as `plain_state`, and CheckpointError."""
     write_plain(plain_state(dict(state)), path)
 
 
@@ -38,29 +33,18 @@ def write_plain(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         torch.save({MARKER: 2, **state}, output)
 
 
-def read_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
-    """Verify and read a checkpoint of trainkit or a plain file of ``torch.save``.
+def read_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
+    """Verify and read a checkpoint of trainkit, or any file of ``torch.save``.
 
     Raises:
         CheckpointError: the file is missing or damaged, or holds more than tensors and plain Python values.
     """
-    state = read_any(path, map_location)
-    if not isinstance(state, dict):
-        raise CheckpointError(f"'{path}' holds a {type(state).__name__}; a checkpoint is a dict")
-    state.pop(MARKER, None)
-    return state
-
-
-def read_any(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
-    """Verify and read a file of ``torch.save`` that need not be a checkpoint. Raises CheckpointError as `read_file`."""
     try:
         with open(path, "rb") as file:
             if file.read(2) == b"PK":
-                _check_records(file, path)
+                _check_records(file)
             file.seek(0)
-            return torch.load(file, map_location=map_location, weights_only=True)
-    except CheckpointError:
-        raise
+            state = torch.load(file, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         name = re.search(r"GLOBAL (\S+)", str(error))
         # Not chained: torch's message recommends loading without protection.
@@ -70,9 +54,21 @@ def read_any(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
         ) from None
     except OSError as error:
         raise CheckpointError(f"cannot read '{path}': {error.strerror or error}") from error
-    except Exception as error:  # torch raises many types on damaged archives
+    except Exception as error:  # zipfile and torch raise many types
         reason = str(error).partition(". ")[0] or "it is empty, or ends too early"
         raise CheckpointError(f"'{path}' is damaged or not a file of torch.save: {reason}") from error
+    if isinstance(state, dict):
+        state.pop(MARKER, None)
+    return state
+
+
+def _check_records(file: BinaryIO) -> None:
+    """Compare the records of a zip archive with their CRCs."""
+    with zipfile.ZipFile(file) as archive:
+        if any(record.external_attr & _FOLDER for record in archive.infolist()):
+            raise zipfile.BadZipFile("a record is marked as a folder, which torch.load leaves out without a word")
+        if damaged := archive.testzip():
+            raise zipfile.BadZipFile(f"the content of its record '{damaged}' does not match its checksum")
 
 
 # errors of `peek_file`, or of reading its result, if the file is not a checkpoint of a trainer
@@ -91,15 +87,3 @@ def is_ours(path: str | os.PathLike[str]) -> bool:
             return MARKER.encode() in pickled.read(200)
     except Exception:  # zipfile raises many types
         return False
-
-
-def _check_records(file: BinaryIO, path: str | os.PathLike[str]) -> None:
-    """Compare the records of a zip archive with their CRCs."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            if any(record.external_attr & _FOLDER for record in archive.infolist()):
-                raise zipfile.BadZipFile("a record is marked as a folder, which torch.load leaves out without a word")
-            if damaged := archive.testzip():
-                raise zipfile.BadZipFile(f"the content of its record '{damaged}' does not match its checksum")
-    except Exception as error:  # zipfile raises many types
-        raise CheckpointError(f"'{path}' is damaged: {error}") from error

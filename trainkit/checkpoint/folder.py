@@ -32,7 +32,7 @@ def checkpoint_files(folder: str) -> list[str]:
 
 
 def candidates(folder: str) -> list[str]:
-    """The paths of all checkpoints, newest first, after that of the tagged file, which is ``""`` if there is none."""
+    """The tagged file, ``""`` if there is none, and all checkpoints, the newest first. Raises as `tagged_file`."""
     newest_first = sorted(checkpoint_files(folder), key=lambda path: (os.lstat(path).st_mtime_ns, path), reverse=True)
     return [tagged_file(folder), *newest_first]
 
@@ -48,30 +48,21 @@ def tagged_file(folder: str) -> str:
         return ""
     if not is_file_of(folder, "last_checkpoint"):  # do not read it, since errors would show its content
         raise CheckpointError(f"'{tag_file}' is a link out of its folder; delete it")
-    try:
-        with open(tag_file, encoding="utf-8", errors="replace") as file:
-            name = file.read().strip()
-    except OSError as error:
-        raise CheckpointError(f"cannot read '{tag_file}': {error.strerror}") from error
+    with open(tag_file, encoding="utf-8", errors="replace") as file:
+        name = file.read().strip()
     if name and not is_file_of(folder, name):
         raise CheckpointError(f"'{tag_file}' names {name!r:.200}; it has to hold the bare name of a file in its folder")
     return os.path.join(folder, name) if name else ""
 
 
 def find_checkpoint(folder: str) -> str:
-    """Path of the file in ``last_checkpoint``; without it, of the newest trainkit checkpoint; else ``""``.
-
-    Raises:
-        CheckpointError: as `tagged_file`.
-    """
+    """Path of the tagged file; without it, of the newest file of trainkit, not verified; else ``""``."""
     tagged, *others = candidates(folder)
     return tagged or next(filter(is_ours, others), "")
 
 
 def choose(paths: Sequence[str], read: Callable[[str], Any] = read_file) -> tuple[str, Any]:
-    """The path and the content of the checkpoint to resume from: the tagged one, else the newest intact one.
-
-    If there is no checkpoint, the path is ``""``.
+    """The path and the content of the tagged checkpoint, or else of the newest intact one; ``""`` if there is none.
 
     Args:
         paths: the `candidates` of a folder.

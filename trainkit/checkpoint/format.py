@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from trainkit.checkpoint.file import SUFFIX, read_file, write_plain
-from trainkit.checkpoint.state import Take, ordinary, plain_state
+from trainkit.checkpoint.state import Take, plain_state
 from trainkit.utils.plugins import FORMATS
 from trainkit.utils.registry import Registry
 
@@ -32,12 +32,8 @@ class CheckpointFormat:
 
     collective = False
 
-    def prepare(self, state: Mapping[str, Any], take: Take = ordinary) -> Any:
-        """A checked copy of ``state`` for `write`; ``take(tensor, path)`` makes the copy of a tensor.
-
-        Raises:
-            TypeError: a value cannot be stored; the message has its path.
-        """
+    def prepare(self, state: Mapping[str, Any], take: Take | None = None) -> Any:
+        """A checked copy of ``state`` for `write`; ``take`` and errors as for `plain_state`."""
         return plain_state(dict(state), take=take)
 
     def submit(self, save: Callable[[], None]) -> Any:
@@ -57,9 +53,7 @@ class CheckpointFormat:
     ) -> dict[str, Any]:
         """The state of `read` with what is in further files, verified; a rank may call it alone.
 
-        Args:
-            model: the model that gets the state; None: tensors are whole.
-            wanted: the starts of the paths that are needed.
+        ``model`` gets the state (None: tensors are whole); ``wanted`` has the starts of the paths that are needed.
         """
         return state
 

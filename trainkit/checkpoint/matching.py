@@ -13,12 +13,9 @@ _MAX_ROWS = 60
 
 
 class Differences:
-    """The keys that only a model or only a file has, and different shapes; the lists have fvcore's names.
+    """The keys that only a model or only a file has, and different shapes, in lists with fvcore's names.
 
-    Attributes:
-        incorrect_shapes: (key, shape in the file, shape in the model).
-        fitting_keys: the other keys of both.
-        shapes: key -> shape, of the missing and unexpected keys.
+    ``fitting_keys`` are the other keys; ``shapes`` has those of missing and unexpected keys.
     """
 
     def __init__(self, weights: Mapping[str, Any], own: Mapping[str, Any]) -> None:

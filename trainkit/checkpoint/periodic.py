@@ -9,7 +9,6 @@ from typing import Any
 
 from trainkit.checkpoint.checkpointer import Checkpointer
 from trainkit.checkpoint.format import TorchFormat
-from trainkit.utils.numbers import is_whole
 from trainkit.utils.periods import is_nth
 
 _logger = logging.getLogger(__name__)
@@ -43,26 +42,15 @@ class PeriodicCheckpointer:
         start: int = 0,
         save_last: bool = True,
     ) -> None:
-        for name, value, least in (("period", period, 0), ("start", start, 0), ("max_to_keep", max_to_keep, 1)):
-            if not is_whole(value, least) and (name, value) != ("max_to_keep", None):
-                raise ValueError(f"{name} must be >= {least}, got {value!r}")
-        check_file_prefix(file_prefix)
+        if max_to_keep is not None and max_to_keep < 1:
+            raise ValueError(f"max_to_keep must be >= 1 file, or None to keep all, got {max_to_keep!r}")
         self.checkpointer, self.period, self.max_iter, self.max_to_keep = checkpointer, period, max_iter, max_to_keep
         self.file_prefix, self.start, self.save_last = file_prefix, start, save_last
 
     def step(self, iteration: int, **kwargs: Any) -> Future[None] | None:
-        """Save if it is due; call it after each iteration. Returns and raises what :meth:`Checkpointer.save` does.
-
-        Args:
-            iteration: the iteration just done, counted from 0; saved as ``iteration``.
-            kwargs: further entries of the file.
-        """
+        """Save if it is due; call it after iteration ``iteration``. Returns and raises as :meth:`Checkpointer.save`."""
         name = self.name_at(iteration)
-        if name is None:
-            return None
-        if is_nth(iteration + 1, self.period, self.start):
-            return self.save_and_rotate(name, iteration, **kwargs)
-        return self.save(name, iteration=iteration, **kwargs)
+        return None if name is None else self.save_and_rotate(name, iteration, **kwargs)
 
     def name_at(self, iteration: int) -> str | None:
         """Name of the file that :meth:`step` writes after this iteration; None if it writes none."""
@@ -76,40 +64,24 @@ class PeriodicCheckpointer:
 
     def save_and_rotate(self, name: str, iteration: int, **kwargs: Any) -> Future[None] | None:
         """Save now, then remove the oldest numbered files."""
+        remove_old = partial(self._remove_old, name, iteration)
         if isinstance(self.checkpointer, Checkpointer):
-            kwargs["on_commit"] = partial(self._remove_old, iteration)
-            return self.save(name, iteration=iteration, **kwargs)
+            return self.save(name, iteration=iteration, on_commit=remove_old, **kwargs)
         self.save(name, iteration=iteration, **kwargs)
-        self._remove_old(iteration)
+        remove_old()
         return None
 
-    def rotate(self, iteration: int) -> None:
-        """Remove old files that a killed run did not remove after its save of this iteration."""
-        if os.path.isdir(self.checkpointer.save_dir) and (
-            is_nth(iteration + 1, self.period, self.start) or iteration in self._numbered_files()
-        ):
-            self._remove_old(iteration)
-
-    def _remove_old(self, iteration: int) -> None:
+    def _remove_old(self, name: str, iteration: int) -> None:
         if self.max_to_keep is None or not self.checkpointer.save_to_disk:
             return
+        folder, pattern = self.checkpointer.save_dir, re.compile(re.escape(self.file_prefix) + r"_(\d{7,})\.pth")
+        form = getattr(self.checkpointer, "format", TorchFormat())
+        counts = name != f"{self.file_prefix}_final" or is_nth(iteration + 1, self.period, self.start)
         try:
-            form, numbered = getattr(self.checkpointer, "format", TorchFormat()), self._numbered_files()
+            numbered = {int(match[1]): match[0] for match in map(pattern.fullmatch, os.listdir(folder)) if match}
             # Files of later iterations are from an earlier run in this folder; they are neither counted nor removed.
             newest_first = sorted((number for number in numbered if number < iteration), reverse=True)
-            for number in newest_first[self.max_to_keep - 1 :]:
-                form.remove(os.path.join(self.checkpointer.save_dir, numbered[number]))
+            for number in newest_first[self.max_to_keep - counts :]:
+                form.remove(os.path.join(folder, numbered[number]))
         except OSError as error:
             _logger.warning("Old checkpoints are not removed, the next save tries again: %s", error)
-
-    def _numbered_files(self) -> dict[int, str]:
-        """iteration -> file name."""
-        pattern = re.compile(re.escape(self.file_prefix) + r"_(\d{7,})\.pth")
-        matches = map(pattern.fullmatch, os.listdir(self.checkpointer.save_dir))
-        return {int(match[1]): match[0] for match in matches if match}
-
-
-def check_file_prefix(file_prefix: object) -> None:
-    """Raises ValueError if ``file_prefix`` is not text, is empty, or contains a folder."""
-    if not isinstance(file_prefix, str) or not file_prefix or os.path.basename(file_prefix) != file_prefix:
-        raise ValueError(f"file_prefix must be the start of a file name, without a folder, got {file_prefix!r}")

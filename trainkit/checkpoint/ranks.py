@@ -46,8 +46,6 @@ def gather_rank_states(state: Mapping[str, Any], model: nn.Module, keys: Mapping
 
 def take_rank_state(state: dict[str, Any], parts: Any, path: str) -> None:
     """Put this rank's own part into ``state``, which has rank 0's part."""
-    if parts is not None and not (isinstance(parts, list) and all(isinstance(part, dict) for part in parts)):
-        raise CheckpointError(f"'{path}' is damaged: its entry 'ranks' has to be a list with the states of each rank")
     num = comm.get_data_world_size()
     if parts is None or len(parts) != num:
         if (parts and len(parts)) != num > 1:
@@ -67,8 +65,8 @@ def together(call: Callable[[], _T], group: "dist.ProcessGroup | None" = None) -
         error = str(failure)
     errors = comm.all_gather(error, group=group)
     if any(errors):
-        named = {text: f"rank {rank}: " * (len(errors) > 1) for rank, text in reversed([*enumerate(errors)]) if text}
-        raise CheckpointError("; ".join(rank + failed for failed, rank in named.items()))
+        ranks = [f"rank {rank}: " * (len(errors) > 1) for rank in range(len(errors))]
+        raise CheckpointError("; ".join(rank + failed for rank, failed in zip(ranks, errors, strict=True) if failed))
     return cast(_T, result)
 
 

@@ -12,32 +12,16 @@ Take = Callable[[Tensor, str], Tensor]
 
 # Types are compared exactly: numpy.float64 is a subclass of float, and loads only by running code.
 _PLAIN = frozenset([str, int, bool, float, complex, bytes, type(None), torch.Size, torch.dtype, torch.device])
-_KEYS = frozenset([str, int, float, bool])
 _DICTS = (dict, collections.OrderedDict, collections.Counter)  # torch's MultiStepLR has a Counter
 
 
-def ordinary(tensor: Tensor, path: str) -> Tensor:
-    """The tensor as a file holds it: detached; cloned if it uses only a part of its memory, which a file would hold.
-
-    Raises:
-        TypeError: it is of another type, such as a sharded tensor.
-    """
-    if type(tensor) not in ORDINARY:
-        raise TypeError(_refusal(tensor, path))
-    tensor = tensor.detach()
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        return tensor
-    is_part = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
-    return tensor.clone() if is_part else tensor
-
-
-def plain_state(value: Any, path: str = "", take: Take = ordinary) -> Any:
+def plain_state(value: Any, path: str = "", take: Take | None = None) -> Any:
     """A copy of ``value`` that is safe to write; containers are new, tensors share memory with the originals.
 
     Args:
         value: nested dicts, lists and tuples of tensors and plain values.
         path: the path of ``value`` in the state.
-        take: called with each tensor and its path, returns its replacement.
+        take: called with each tensor and its path, returns its replacement; None: `ordinary`.
 
     Raises:
         TypeError: there is a value of another type; the message has its path.
@@ -46,7 +30,7 @@ def plain_state(value: Any, path: str = "", take: Take = ordinary) -> Any:
     if kind in _PLAIN:
         return value
     if isinstance(value, Tensor):
-        return take(value, path)
+        return (take or ordinary)(value, path)
     if isinstance(value, int):
         return int(value)  # an IntEnum, or a length that was rounded
     if kind in (list, tuple):
@@ -54,18 +38,35 @@ def plain_state(value: Any, path: str = "", take: Take = ordinary) -> Any:
             return kind(value)
         return kind(plain_state(item, f"{path}[{i}]", take) for i, item in enumerate(value))
     if kind not in _DICTS:
-        raise TypeError(_refusal(value, path))
+        refuse(value, path)
     copy: Any = kind()
     for key, item in value.items():
-        if type(key) not in _KEYS and not isinstance(key, int):
-            raise TypeError(f"the dict at '{path}' has the key {key!r} of type {type(key)}; accepted: str, int, float")
-        here = f"{path}[{key!r}]" if type(key) is not str else f"{path}.{key}" if path else key
-        copy[key if type(key) in _KEYS else int(key)] = item if type(item) in _PLAIN else plain_state(item, here, take)
+        if type(key) is not str:
+            key, here = plain_state(key, f"{path}[{key!r}]", refuse), f"{path}[{key!r}]"
+        else:
+            here = f"{path}.{key}" if path else key
+        copy[key] = item if type(item) in _PLAIN else plain_state(item, here, take)
     if hasattr(value, "_metadata"):  # a module's state dict has the version of each submodule
         copy._metadata = value._metadata
     return copy
 
 
-def _refusal(value: object, path: str) -> str:
+def ordinary(tensor: Tensor, path: str) -> Tensor:
+    """The tensor as a file holds it: detached, and cloned if it uses only a part of its memory.
+
+    Raises:
+        TypeError: it is of another type, such as a sharded tensor.
+    """
+    if type(tensor) not in ORDINARY:
+        refuse(tensor, path)
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return tensor
+    is_part = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+    return tensor.clone() if is_part else tensor
+
+
+def refuse(value: object, path: str) -> Any:
+    """Raise TypeError."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    return f"the state at '{path}' is {value!r:.80} of type {kind}; accepted: tensors and plain Python values"
+    raise TypeError(f"the state at '{path}' is {value!r:.80} of type {kind}; accepted: tensors and plain Python values")

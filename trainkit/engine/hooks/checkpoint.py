@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 
 from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.checkpoint import PeriodicCheckpointer as _PeriodicCheckpointer
-from trainkit.checkpoint.periodic import check_file_prefix
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
 from trainkit.engine.hooks.monitor import MetricHook, Mode
@@ -76,8 +75,6 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, _Saves):
         self._final_iter = self._final_iter if self._final_iter <= self.trainer.start_iter else -1
         self._saved: tuple[int, int] | None = None  # the position of the run at its last save
         self._writing, self._failure = (), ""
-        if self.trainer.start_iter > 0:
-            self.rotate(self.trainer.start_iter - 1)
 
     def after_step(self) -> None:
         iteration = self.trainer.iter
@@ -93,7 +90,7 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, _Saves):
         status, iteration = self.trainer.status, self.trainer.last_done_iter
         if status == "finished" and self.save_last and self._final_iter != iteration + 1:
             self._final_iter, name = iteration + 1, f"{self.file_prefix}_final"
-            self._request(name, partial(self.save, name, iteration=iteration))
+            self._request(name, partial(self.save_and_rotate, name, iteration))
         elif status == "stopped" and iteration >= 0 and not self._is_saved():
             name = f"{self.file_prefix}_{iteration:07d}"
             self._request(name, partial(self.save_and_rotate, name, iteration))
@@ -138,7 +135,6 @@ class BestCheckpointer(MetricHook, _Saves):
         offset: int = 0,
     ) -> None:
         super().__init__(eval_period, val_metric, mode, offset=offset)
-        check_file_prefix(file_prefix)
         self.checkpointer, self.file_prefix = checkpointer, file_prefix
         self._before: dict[str, Any] = {}  # the state before the last saves, which may still fail
 
