@@ -209,7 +209,7 @@ def test_a_file_that_cannot_be_read_is_one_line_and_code_2(small, inspect):
     expected = {
         "empty.pth": "is damaged or not a file of torch.save: it is empty, or ends too early",
         "model_0000029.pth": "is damaged or not a file of torch.save: the content of its record 'archive/",
-        "half.pth": "is damaged: File is not a zip file",
+        "half.pth": "is damaged or not a file of torch.save: File is not a zip file",
         "numpy.pth": "is refused: it needs numpy.",
         "tensor.pth": "holds a Tensor; a checkpoint is a dict",
         "modle_0000019.pth": "No such file",

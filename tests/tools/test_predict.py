@@ -407,7 +407,7 @@ def test_mistakes_in_files_of_samples_are_one_line(run, call, tmp_path):
         "objects.npy": "objects.npy' cannot be read: ValueError: ",
         "broken.pt": "broken.pt' is refused: it needs more than plain values",
         "pickle.pt": "pickle.pt' is refused: it needs numpy.",
-        "flipped.pt": "flipped.pt' is damaged: the content of its record ",
+        "flipped.pt": "flipped.pt' is damaged or not a file of torch.save: the content of its record ",
         "text.pt": "holds a str, accepted are arrays, dicts of them and lists of samples",
         "one.npy": ": sample 0 cannot be predicted, a sample has to look like",
         "shape.npy": "samples 0 to 1 cannot be predicted, a sample has to look like one of the test dataset before its "
