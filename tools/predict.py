@@ -111,8 +111,8 @@ def samples_of_file(path: str, key: str) -> Iterator[Any]:
     readers: dict[str, Callable[[str], Any]] = {
         ".npy": lambda path: np.load(path, mmap_mode="r"),
         ".npz": _read_npz,
-        ".pt": read_file,
-        ".pth": read_file,
+        ".pt": partial(read_file, kind=object),
+        ".pth": partial(read_file, kind=object),
         ".jsonl": _read_json_lines,
         **dict.fromkeys((".png", ".jpg", ".jpeg"), _read_image),
     }

@@ -270,8 +270,6 @@ class Checkpointer:
 
     def _fill(self, state: dict[str, Any], path: str, keys: list[str]) -> dict[str, Any]:
         """The content of a file with this rank's part of the states of ``keys``, and with what is in further files."""
-        if not isinstance(state, dict):
-            raise CheckpointError(f"'{path}' holds a {type(state).__name__}; a checkpoint is a dict")
         if not isinstance(state.get("model"), Mapping):  # the state dict of a model alone
             state = {"model": state}
         parts, objects = state.pop("ranks", None), self.checkpointables

@@ -33,8 +33,8 @@ def write_plain(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         torch.save({MARKER: 2, **state}, output)
 
 
-def read_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
-    """Verify and read a checkpoint of trainkit, or any file of ``torch.save``.
+def read_file(path: str | os.PathLike[str], map_location: Any = "cpu", kind: type = dict) -> Any:
+    """Verify and read a checkpoint of trainkit, or a file of ``torch.save`` that holds another ``kind`` of object.
 
     Raises:
         CheckpointError: the file is missing or damaged, or holds more than tensors and plain Python values.
@@ -57,6 +57,8 @@ def read_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
     except Exception as error:  # zipfile and torch raise many types
         reason = str(error).partition(". ")[0] or "it is empty, or ends too early"
         raise CheckpointError(f"'{path}' is damaged or not a file of torch.save: {reason}") from error
+    if not isinstance(state, kind):
+        raise CheckpointError(f"'{path}' holds a {type(state).__name__}; a checkpoint is a dict")
     if isinstance(state, dict):
         state.pop(MARKER, None)
     return state
