@@ -63,7 +63,7 @@ def test_an_interrupt_stops_behind_a_step_and_train_goes_on_from_there(cells):
     (_, no_error), (stopped, error), (went_on, neither) = cells
     assert (no_error, error, neither) == (None, "KeyboardInterrupt", None)
     num_done = int(re.search(r"The run was stopped after (\d+) of 1000000 iterations", stopped)[1])
-    assert "to go on: trainer.train()\n" in stopped
+    assert "or trainer.train()\n" in stopped
     assert f"Training from iteration {num_done} to {num_done + 50}" in went_on
     num_done += 50
     representation = rf"DefaultTrainer\(after {num_done} of {num_done} iterations, finished, \S+notebook0\)"

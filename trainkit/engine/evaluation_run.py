@@ -1,6 +1,5 @@
 """Evaluation without training (``--eval-only``)."""
 
-import logging
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,8 +17,6 @@ from trainkit.evaluation import observe_inference, verify_results
 from trainkit.modeling import on_device
 from trainkit.utils import comm
 from trainkit.utils.events import EventStorage
-
-logger = logging.getLogger(__name__)
 
 
 def evaluate_models(
@@ -61,11 +58,9 @@ class EvaluationRun(TrainerBase):
             return on_device(cfg, trainer_class.build_model(cfg))
 
         self.model = build_parallel(self.cfg, ModelBuilder(build, trainer_class))
-        self.checkpointer = Checkpointer(
-            self.model, checkpoint_dir(self.cfg), save_to_disk=False, trainer=weakref.proxy(self)
-        )
-        self._test = trainer_class.test
-        self.register_hooks(ConfiguredHooks(self.cfg.HOOKS, weakref.proxy(self)).for_evaluation())
+        me, self._test = weakref.proxy(self), trainer_class.test
+        self.checkpointer = Checkpointer(self.model, checkpoint_dir(self.cfg), save_to_disk=False, trainer=me)
+        self.register_hooks(ConfiguredHooks(self.cfg.HOOKS, me).for_evaluation())
 
     @property
     def only_evaluates(self) -> bool:
@@ -86,7 +81,7 @@ class EvaluationRun(TrainerBase):
             self.checkpointer.resume_or_load(None, resume=True)
         else:
             raise ConfigError(
-                f"there is nothing to evaluate: no checkpoint in {self.checkpointer.save_dir}; set MODEL.WEIGHTS"
+                f"there is nothing to evaluate: set MODEL.WEIGHTS, since {self.checkpointer.save_dir} has no checkpoint"
             )
         self.iter = self.last_done_iter + 1  # as after the last iteration of the training
         with EventStorage(self.iter) as self.storage, observe_inference(self, "test"):
