@@ -73,12 +73,13 @@ def check_ranges(cfg: CfgNode, ranges: Mapping[str, str]) -> None:
     """
     defaults = get_cfg()
     for interval, key in ((interval, key) for interval, keys in ranges.items() for key in keys.split()):
-        value, default = (reduce(getattr, key.split("."), node) for node in (cfg, defaults))
+        value: Any = reduce(getattr, key.split("."), cfg)
+        default: Any = reduce(getattr, key.split("."), defaults)
         is_whole_key = isinstance(default, int) or key in LENGTH_KEYS
         for item in value if isinstance(value, list | tuple) else [value]:
             if isinstance(item, str) and key in LENGTH_KEYS:
                 parse_length(item, key)
-            elif item is None and default is None:
+            elif item is None is default:
                 continue
             elif not _is_in(item, interval) or (is_whole_key and not isinstance(item, int)):
                 raise not_accepted(key, value, f"a {'whole ' * is_whole_key}number in {interval}")
