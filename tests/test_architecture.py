@@ -29,7 +29,7 @@ LAYERS = [
     ["trainkit.engine.amp"],
     ["trainkit.engine.train_loop"],
     ["trainkit.engine.hooks"],
-    ["trainkit.engine.launch"],
+    ["trainkit.engine.folders", "trainkit.engine.launch"],
     ["trainkit.engine.setup"],
     ["trainkit.engine.summary"],
     ["trainkit.engine.build"],

@@ -55,8 +55,8 @@ from trainkit.config import CfgNode, ConfigError, get_cfg
 from trainkit.data import DatasetCatalog, MetadataCatalog, build_test_loader
 from trainkit.data.transforms import build_transform
 from trainkit.engine import DefaultPredictor, DefaultTrainer, user_errors_exit
+from trainkit.engine.folders import checkpoint_dir
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
-from trainkit.engine.setup import checkpoint_dir
 from trainkit.utils.batches import num_samples
 from trainkit.utils.device import move_to_device
 

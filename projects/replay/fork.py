@@ -22,7 +22,7 @@ from trainkit.config.config import plain_value
 from trainkit.config.yaml_files import load_yaml
 from trainkit.data.samplers.infinite import InfiniteSampler
 from trainkit.engine import is_restarted
-from trainkit.engine.setup import checkpoint_dir
+from trainkit.engine.folders import checkpoint_dir
 from trainkit.solver.hyper_parameters import check_saved_groups
 from trainkit.solver.lr_scheduler import ScheduledLR
 from trainkit.utils import comm

@@ -111,7 +111,7 @@ def test_the_trial_run_goes_through_every_part(tmp_path, tool):
         (("TEST.EVAL_PERIOD", "-5"), "TEST.EVAL_PERIOD"),
         (("DATASETS.TEST", "['digits_tset']"), "digits_test"),
         (("MODEL.WIDTH", "0"), "MODEL.WIDTH is 0; accepted: a number of at least 1"),
-        (("MODEL.WIDTH", "a"), "MODEL.WIDTH is 'a'; accepted: a number of at least 1"),
+        (("MODEL.WIDTH", "a"), "MODEL.WIDTH: got 'a' (str); accepted: a number"),
     ],
 )
 def test_a_mistake_on_the_command_line_ends_with_one_message_and_code_2(tmp_path, capsys, arguments, message):
@@ -124,7 +124,7 @@ def test_the_plain_loop_evaluates_the_last_checkpoint_and_says_that_it_cannot_re
     assert run(plain_train_net, tmp_path, "--eval-only", *short) == results
     for arguments, message in [
         (["--resume", *short], "--resume is given, but the plain loop cannot resume"),
-        (["--num-gpus", "2", *short], "--num-gpus is 2, but the number of processes is 1"),
+        (["--num-gpus", "2", *short], "--num-gpus: got 2 (int); accepted: 1, or start"),
         (["--eval-only", "--fast-dev-run", *short], "there is nothing to evaluate"),
     ]:
         capsys.readouterr()

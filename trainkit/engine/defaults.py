@@ -34,6 +34,7 @@ from trainkit.engine import hooks
 from trainkit.engine.build import ModelBuilder, build_parallel, build_step_trainer
 from trainkit.engine.elastic import is_restarted, note_begin, requeue_job
 from trainkit.engine.evaluation_run import evaluate_models
+from trainkit.engine.folders import checkpoint_dir, own_folders, release_folders, use_local_folders
 from trainkit.engine.forwarding import check_exchange, forwarded
 from trainkit.engine.global_batch import GlobalBatch
 from trainkit.engine.hook_base import HookBase
@@ -42,14 +43,10 @@ from trainkit.engine.hooks.checkpoint import best_file_prefixes
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.parallel import create_ddp_model, ddp_options
 from trainkit.engine.setup import (
-    checkpoint_dir,
-    command_of,
     default_argument_parser,
     default_setup,
     default_writers,
-    own_folders,
-    release_folders,
-    use_local_folders,
+    option_of,
 )
 from trainkit.engine.step import SimpleTrainer
 from trainkit.engine.summary import ENDS, summarize
@@ -270,14 +267,13 @@ class DefaultTrainer(TrainerBase):
 
     def _check_command(self) -> None:
         """Refuse to train if the command line asks for something else; training would change the files of a run."""
-        command = command_of(self.cfg)
-        if command.eval_only:
+        if option_of(self.cfg, "eval_only"):
             raise ConfigError(
                 f"--eval-only is given, but the script trains; {_RUN_DOES_IT}, or return before train() if "
                 "args.eval_only"
             )
         starts_over = self.status == "not started" and not self._is_resumed
-        if starts_over and command.resume and self.checkpointer.has_checkpoint():
+        if starts_over and option_of(self.cfg, "resume") and self.checkpointer.has_checkpoint():
             raise ConfigError(
                 f"--resume is given, but the script starts at iteration 0; {_RUN_DOES_IT}, or call "
                 "trainer.resume_or_load(resume=args.resume) before train()"

@@ -9,10 +9,11 @@ from torch import nn
 from trainkit.checkpoint import Checkpointer
 from trainkit.config import CfgNode, ConfigError, check_values, import_modules, prepare_projects, resolve_lengths
 from trainkit.engine.build import ModelBuilder, build_parallel
+from trainkit.engine.folders import checkpoint_dir
 from trainkit.engine.hook_list import overrides
 from trainkit.engine.hooks import ConfiguredHooks, HookBase
 from trainkit.engine.loop import TrainerBase
-from trainkit.engine.setup import checkpoint_dir, default_writers
+from trainkit.engine.setup import default_writers
 from trainkit.evaluation import observe_inference, verify_results
 from trainkit.modeling import on_device
 from trainkit.utils import comm

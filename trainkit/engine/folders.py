@@ -1,0 +1,118 @@
+"""The folders of a run: absolute paths, locked for this run, and without the files of an earlier run."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+from trainkit.checkpoint import CheckpointError
+from trainkit.checkpoint.atomic import write_text
+from trainkit.checkpoint.folder import candidates, choose, find_checkpoint, is_file_of, local_folder, mirrors
+from trainkit.checkpoint.format import owner_of_part
+from trainkit.config import CfgNode, ConfigError
+from trainkit.utils import comm
+from trainkit.utils.run_folder import own_folder, release_folder
+
+# the files of a run in its output folder
+_RUN_FILES = re.compile(
+    r"log\.txt|.+\.rank\d+(\.pt)?|config\.yaml|batch\.json|confusion_.+\.json|metrics\.(json|csv)(\.cut_\d+)?"
+    r"|last_checkpoint|finished|slurm_job|.+\.pth|.+_published-\w{8}\.safetensors"
+    r"|events\.out\.tfevents\..+|events\.cut_\d+"
+)
+
+
+def checkpoint_dir(cfg: CfgNode) -> str:
+    """The folder of a run's checkpoints."""
+    return cfg.CHECKPOINT.DIR or cfg.OUTPUT_DIR
+
+
+def use_local_folders(cfg: CfgNode) -> None:
+    """Make OUTPUT_DIR and CHECKPOINT.DIR absolute; an address becomes a local folder, whose files are uploaded."""
+    for node, key in (cfg, "OUTPUT_DIR"), (cfg.CHECKPOINT, "DIR"):
+        if node[key]:  # by item, since the config may be frozen
+            node[key] = os.path.abspath(os.path.expanduser(local_folder(node[key])))
+
+
+def own_folders(cfg: CfgNode, resume: bool | None = None) -> list[str]:
+    """Lock both folders for this run, on rank 0; returns lines for the log.
+
+    Args:
+        resume: whether the run is resumed; None: as it was said before. An address needs it.
+
+    Raises:
+        ConfigError: another run uses a folder, or it cannot be written.
+        CheckpointError: an address cannot be read or written, or has a run that is not resumed.
+    """
+    notes = []
+    folders = {"OUTPUT_DIR": cfg.OUTPUT_DIR, "CHECKPOINT.DIR": checkpoint_dir(cfg)} if comm.is_main_process() else {}
+    for key, folder in folders.items():
+        try:
+            own_folder(folder)
+        except OSError as error:
+            raise ConfigError(f"{key} {folder!r} cannot be written, choose another: {error}") from error
+        if (mirror := mirrors.get(folder)) is not None and not mirror.is_taken:
+            mirror.take(resume)
+            notes.append(f"Files are written to {folder}, and uploaded to {mirror.address} after each save")
+    return notes
+
+
+def release_folders(cfg: CfgNode) -> None:
+    """Unlock both folders. Raises CheckpointError if the run has no error, but not all its files are at its address."""
+    folders = (cfg.OUTPUT_DIR, checkpoint_dir(cfg))
+    errors = [error for folder in folders if (mirror := mirrors.get(folder)) and (error := mirror.release())]
+    for folder in folders:
+        release_folder(folder)
+    if errors and sys.exc_info()[0] is None:
+        raise CheckpointError(f"the run is at its end, but {'; '.join(errors)}; use --resume to upload them")
+
+
+def prepare_folders(cfg: CfgNode, config: str, *, resume: bool, eval_only: bool) -> list[str]:
+    """Make and lock both folders, move the files of an earlier run away unless it goes on, write ``config.yaml``.
+
+    Rank 0 does it, and gets lines for the log. An evaluation locks and writes nothing. A run that goes on moves only
+    links out of its folder, since it would write through them.
+    """
+    notes, checkpoints = [] if eval_only else own_folders(cfg, resume), checkpoint_dir(cfg)
+    if not comm.is_main_process():
+        return []
+    for mirror in filter(None, map(mirrors.get, [cfg.OUTPUT_DIR, checkpoints] * eval_only)):
+        mirror.download()
+    is_new = not eval_only and not (resume and _has_checkpoint(checkpoints))
+    try:
+        for folder in dict.fromkeys([cfg.OUTPUT_DIR, checkpoints]):
+            os.makedirs(folder, exist_ok=True)
+            if aside := _move_aside(Path(folder), cfg.MODEL.WEIGHTS, is_new):
+                notes.append(f"The files of an earlier run in {folder} are now in {aside}")
+        if not eval_only:
+            write_text(config, Path(cfg.OUTPUT_DIR, "config.yaml"))
+    except OSError as error:
+        raise ConfigError(f"OUTPUT_DIR {cfg.OUTPUT_DIR!r} cannot be written, choose another: {error}") from error
+    if resume and is_new and (older := sorted(Path(checkpoints).glob("previous_*/last_checkpoint"))):
+        notes.append(f"There is no checkpoint in {checkpoints} to resume, but in {older[-1].parent}: is it OUTPUT_DIR?")
+    return notes
+
+
+def _has_checkpoint(folder: str) -> bool:
+    try:
+        return bool(find_checkpoint(folder) or choose(candidates(folder))[0])  # `choose` reads the files
+    except CheckpointError:  # there is a checkpoint; its error is raised on all ranks when it is loaded
+        return True
+
+
+def _move_aside(folder: Path, weights: str, is_new: bool) -> Path | None:
+    """Move the files of a run into a new folder ``previous_<n>``, which is returned; None if there are none."""
+    found = sorted(folder.iterdir(), key=lambda path: not path.is_dir())  # a checkpoint after its further files
+    old = [path for path in found if owner_of_part(path.name) or _RUN_FILES.fullmatch(path.name)]
+    if not is_new:
+        old = [path for path in old if path.suffix != ".pth" and not is_file_of(str(folder), path.name)]
+    if weights and Path(weights).resolve() in [path.resolve() for path in old]:
+        raise ConfigError(f"MODEL.WEIGHTS {weights!r} lies in OUTPUT_DIR, which a new run empties; move it")
+    if not old:
+        return None
+    n = 1
+    while os.path.lexists(aside := folder / f"previous_{n}"):
+        n += 1
+    aside.mkdir()
+    for path in old:
+        path.rename(aside / path.name)
+    return aside
