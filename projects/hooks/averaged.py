@@ -8,10 +8,7 @@ model's own.
 from collections.abc import Mapping
 from typing import Any
 
-from trainkit.checkpoint.averaged import EVALUATED, TRAINED
-
-__all__ = ["AVERAGED_PATH", "EVALUATED", "TRAINED", "averaged_weights"]
-
+EVALUATED, TRAINED = "evaluated", "trained_model"
 AVERAGED_PATH = "trainer.hooks.EMAHook.model"
 
 

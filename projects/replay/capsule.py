@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from trainkit.projects.replay.origin import describe_origin
+from trainkit.projects.replay.origin import describe_origin, peek_file
 
-from trainkit.checkpoint.file import peek_file, write_file
+from trainkit.checkpoint.file import write_file
 from trainkit.checkpoint.folder import tagged_file
 from trainkit.checkpoint.state import plain_state
 from trainkit.config import ConfigError

@@ -9,12 +9,11 @@ from trainkit.projects.replay.contents import CLOCK_READINGS, differing, is_of_t
 from trainkit.projects.replay.origin import Saved, checkpoints_with_origin
 
 from trainkit.checkpoint import CheckpointError
-from trainkit.checkpoint.averaged import EVALUATED, TRAINED
 from trainkit.checkpoint.file import read_file
 from trainkit.checkpoint.folder import checkpoint_files
 from trainkit.utils.plugins import FORMATS
 
-_NOT_REPEATED = (EVALUATED, "trainer/settings", "trainer/left_out", "trainer/position/finished_early")
+_NOT_REPEATED = ("evaluated", "trainer/settings", "trainer/left_out", "trainer/position/finished_early")
 
 
 def checkpoints_of(run: str) -> list[Saved]:
@@ -68,8 +67,8 @@ def prove(reached: Sequence[Mapping[str, Any]], saved: Saved) -> str:
 
 
 def _with_trained_weights(state: Mapping[str, Any]) -> dict[str, Any]:
-    found = {key: value for key, value in state.items() if key != TRAINED}
-    return {**found, "model": state.get(TRAINED, state["model"])}
+    found = {key: value for key, value in state.items() if key != "trained_model"}
+    return {**found, "model": state.get("trained_model", state["model"])}
 
 
 Values = dict[int, dict[str, float]]

@@ -4,6 +4,7 @@ import hashlib
 import importlib.metadata
 import logging
 import os
+import pickle
 import platform
 import subprocess
 import sys
@@ -17,7 +18,6 @@ import numpy as np
 import torch
 from trainkit.projects.replay.project import Project
 
-from trainkit.checkpoint.file import UNREADABLE, peek_file
 from trainkit.utils import comm
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 active_replay: ContextVar[Any] = ContextVar("active_replay", default=None)
 """The `Session` of this process."""
 
+# errors of `peek_file`, or of reading its result, if the file is not a checkpoint of a trainer
+UNREADABLE = (OSError, RuntimeError, ValueError, LookupError, TypeError, pickle.UnpicklingError)
 _FACTS = {"commit": "commit of the code", "device": "device", "processes": "number of processes"}
 
 
@@ -35,6 +37,11 @@ class Saved(NamedTuple):
     stage: int
     path: str
     state: Mapping[str, Any]
+
+
+def peek_file(path: str | os.PathLike[str]) -> Any:
+    """The content of a checkpoint, not verified. The file is memory-mapped: only entries that are used are read."""
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def checkpoints_with_origin(paths: Iterable[str]) -> Iterator[Saved]:

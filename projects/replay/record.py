@@ -76,7 +76,11 @@ class RunRecord(HookBase):
             logger.error("To repeat the step: %s", self._how_to_repeat)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"settings": settings_of(self.trainer.cfg), "parents": self._parents}
+        return {"settings": self._settings, "parents": self._parents}
+
+    @cached_property
+    def _settings(self) -> dict[str, str]:
+        return settings_of(self.trainer.cfg)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._parents, saved = state_dict["parents"], state_dict["settings"]

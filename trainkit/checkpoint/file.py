@@ -73,15 +73,6 @@ def _check_records(file: BinaryIO) -> None:
             raise zipfile.BadZipFile(f"the content of its record '{damaged}' does not match its checksum")
 
 
-# errors of `peek_file`, or of reading its result, if the file is not a checkpoint of a trainer
-UNREADABLE = (OSError, RuntimeError, ValueError, LookupError, TypeError, pickle.UnpicklingError)
-
-
-def peek_file(path: str | os.PathLike[str]) -> Any:
-    """The content of a checkpoint, not verified. The file is memory-mapped: only entries that are used are read."""
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-
-
 def is_ours(path: str | os.PathLike[str]) -> bool:
     """Whether a file has the marker of `write_file`; the file is not verified."""
     try:
