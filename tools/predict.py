@@ -45,6 +45,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import Subset, default_collate
+from trainkit.projects.evaluators.batches import num_samples
 from user_job import SCRIPT_HELP, find_trainer
 
 from trainkit.checkpoint import CheckpointError
@@ -57,7 +58,6 @@ from trainkit.data.transforms import build_transform
 from trainkit.engine import DefaultPredictor, DefaultTrainer, user_errors_exit
 from trainkit.engine.folders import checkpoint_dir
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
-from trainkit.utils.batches import num_samples
 from trainkit.utils.device import move_to_device
 
 ROOT = Path(__file__).resolve().parents[1]

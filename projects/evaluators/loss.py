@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+from trainkit.projects.evaluators.batches import num_samples
 
 from trainkit.config.config import CfgNode
 from trainkit.config.from_config import configurable
 from trainkit.evaluation.build import EVALUATOR_REGISTRY
 from trainkit.evaluation.evaluator import DatasetEvaluator, inference_context
 from trainkit.utils import comm
-from trainkit.utils.batches import num_samples
 from trainkit.utils.losses import parse_losses
 from trainkit.utils.model import unwrap_model
 

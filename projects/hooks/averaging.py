@@ -9,10 +9,8 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from trainkit.utils.model import put_buffer
 from trainkit.utils.numbers import is_number, is_whole
-from trainkit.utils.parts import is_divided, local_part, release_gathered
-from trainkit.utils.sharding import shard_like
+from trainkit.utils.plugins import load_plugin
 
 AveragingKind: TypeAlias = Literal["exponential", "annealing", "warmup", "mean", "mmcv"]
 
@@ -89,10 +87,11 @@ class ModelAverage:
 
     def __init__(self, model: nn.Module, rule: Callable[[int], float], *, average_buffers: bool = False) -> None:
         self._shards: dict[str, Tensor] = {}  # for a sharded model: name -> average
-        if not is_divided(model):
+        if not any(hasattr(parameter, "to_local") for parameter in model.parameters()):
             self.module = _copy_of(model).eval()
             averages = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         else:
+            _sharding().release_gathered(model)
             self.module = model
             # keep_vars: a tensor that modules share gets one average
             own = model.state_dict(keep_vars=True)
@@ -134,7 +133,7 @@ class ModelAverage:
         if not self._shards:
             self.module.load_state_dict(state_dict, strict=False)
         for name, average in self._shards.items():
-            local_part(average).copy_(local_part(shard_like(state_dict[name], average)))
+            _local_part(average).copy_(_local_part(_sharding().shard_like(state_dict[name], average)))
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
@@ -142,24 +141,24 @@ class ModelAverage:
         if not self._shards:
             yield
             return
-        release_gathered(self.module)
+        _sharding().release_gathered(self.module)
         with torch.no_grad():
-            own = [local_part(tensor) for tensor in self.module.state_dict().values()]
+            own = [_local_part(tensor) for tensor in self.module.state_dict().values()]
             former = [tensor.clone() for tensor in own]
-            torch._foreach_copy_(own, [local_part(average) for average in self._shards.values()])
+            torch._foreach_copy_(own, [_local_part(average) for average in self._shards.values()])
             self.stands_in = True
             try:
                 yield
             finally:
-                release_gathered(self.module)
+                _sharding().release_gathered(self.module)
                 torch._foreach_copy_(own, former)
                 self.stands_in = False
 
     def _add(self, average: Tensor, source: Tensor, averaged: bool) -> list[Tensor]:
         averaged = averaged and (average.is_floating_point() or average.is_complex())
         averages, sources = self._groups.setdefault((averaged, average.device, average.dtype), ([], []))
-        averages.append(local_part(average))
-        sources.append(local_part(source))
+        averages.append(_local_part(average))
+        sources.append(_local_part(source))
         return sources
 
     def _follow_buffers(self, averages: Mapping[str, Tensor] | None = None) -> None:
@@ -172,7 +171,7 @@ class ModelAverage:
             if averages is None:
                 if self._shards or owner_path not in dict(self.module.named_modules()):
                     continue
-                put_buffer(self.module, path, buffer.detach().clone())
+                _put_buffer(self.module.get_submodule(owner_path), name, buffer.detach().clone())
             average = self.module.get_buffer(path) if averages is None else averages[path]
             sources = self._add(average, buffer, self._average_buffers)
             self._buffers[path] = sources, len(sources) - 1, owner._buffers, name
@@ -187,6 +186,21 @@ class ModelAverage:
                 torch._foreach_copy_(averages, sources)
             elif weight > 0:
                 torch._foreach_lerp_(averages, sources, weight)
+
+
+def _sharding() -> Any:
+    return load_plugin("trainkit.projects.sharding.tensors")
+
+
+def _local_part(tensor: Any) -> Any:
+    """This rank's part of a sharded tensor, in the same memory; another tensor is returned as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _put_buffer(owner: nn.Module, name: str, buffer: Tensor) -> None:
+    if hasattr(owner, name):
+        delattr(owner, name)  # torch refuses to register a name that is a plain attribute
+    owner.register_buffer(name, buffer)
 
 
 def _copy_of(model: nn.Module) -> nn.Module:

@@ -7,7 +7,6 @@ from torch.nn import Parameter
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.utils.model import unwrap_model
-from trainkit.utils.parts import needs_all_ranks
 from trainkit.utils.periods import check_period
 from trainkit.utils.registry import did_you_mean
 
@@ -50,7 +49,7 @@ class Freeze(HookBase):
             targets |= {name: trainable[name] for name in found}
         self._targets = [*targets.values()]
         # these wrappers decide in their constructors which parameters get gradients
-        self._removes_gradients = model is not self.trainer.model or needs_all_ranks(model)
+        self._removes_gradients = model is not self.trainer.model or hasattr(model, "set_requires_gradient_sync")
 
     def _is_active(self) -> bool:
         return self._begin <= self.trainer.iter and (self._end is None or self.trainer.iter < self._end)

@@ -6,12 +6,12 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from trainkit.projects.evaluators.batches import num_samples
 
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.engine.metrics import Row, exchange_rows
 from trainkit.utils import comm
-from trainkit.utils.batches import num_samples
 from trainkit.utils.model import unwrap_model
 from trainkit.utils.periods import check_period, is_due
 
@@ -81,7 +81,7 @@ class Throughput(HookBase):
 
     @staticmethod
     def count_samples(batch: Any) -> int:
-        """See `trainkit.utils.batches.num_samples`, also for errors; a subclass may override this."""
+        """See `trainkit.projects.evaluators.batches.num_samples`, also for errors; a subclass may override this."""
         return num_samples(batch)
 
     def _store(self, samples: int, sec: float) -> None:

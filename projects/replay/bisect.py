@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from trainkit.projects.evaluators.batches import num_samples
 
-from trainkit.utils.batches import num_samples
 from trainkit.utils.model import unwrap_model
 from trainkit.utils.rng import get_rng_state, set_rng_state
 

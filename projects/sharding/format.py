@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from trainkit.projects.sharding.shards import KEY, Shards, fill_shards
+from trainkit.projects.sharding.tensors import is_sharded
 
 from trainkit.checkpoint.file import SUFFIX, read_file, write_plain
 from trainkit.checkpoint.format import FORMAT_REGISTRY, CheckpointFormat, owner_of_part, part_folders
 from trainkit.checkpoint.ranks import together
 from trainkit.checkpoint.state import Take, ordinary, plain_state
 from trainkit.utils import comm
-from trainkit.utils.sharding import is_sharded
 
 _numbers = itertools.count()
 _being_written: list[str] = []  # names of folders

@@ -5,21 +5,21 @@ import logging
 import math
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from trainkit.projects.sharding.evaluation import batches_of_all_ranks
+from trainkit.projects.sharding.tensors import is_sharded, local_part, shard_like, shard_optimizer_state
 
 from trainkit.config import CfgNode, ConfigError, get_cfg
 from trainkit.config.errors import not_accepted
 from trainkit.engine.build import WRAPPER_REGISTRY, ModelBuilder
 from trainkit.utils import comm
 from trainkit.utils.device import resolve_device
-from trainkit.utils.parts import local_part
 from trainkit.utils.rng import get_rng_state, set_rng_state
-from trainkit.utils.sharding import is_sharded, shard_like
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,8 @@ def shard_model(
     for block in blocks:
         fsdp.fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     fsdp.fully_shard(model, mesh=mesh, mp_policy=policy)
-    model.batches_of_all_ranks = batches_of_all_ranks
+    model.batches_of_all_ranks = partial(batches_of_all_ranks, model)  # type: ignore[assignment]
+    model.optimizer_state_to_load = shard_optimizer_state  # type: ignore[assignment]
     if any(tensor.is_meta for tensor in own.values()):
         model.to_empty(device=torch.cuda.current_device() if device_type == "cuda" else device_type)
     _take_from_rank_0(model, own if weights is None else weights)

@@ -8,7 +8,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainkit.solver.build import OPTIMIZER_REGISTRY
-from trainkit.utils.parts import whole
+
+
+def _whole(norms: Any) -> Tensor:
+    """The norms over all ranks that hold parts of the tensors."""
+    return norms.full_tensor() if hasattr(norms, "full_tensor") else norms
 
 
 @OPTIMIZER_REGISTRY.register()
@@ -114,7 +118,8 @@ def _rates(params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> 
     dtype = torch.promote_types(params[0].dtype, torch.float32)  # in float16, the norm of many small values overflows
     # cast before the norm: for sharded tensors, torch 2.15 mistakes the norm's argument dtype for a dimension
     param_norms, grad_norms = (
-        whole(torch.stack(torch._foreach_norm([tensor.to(dtype) for tensor in tensors]))) for tensors in (params, grads)
+        _whole(torch.stack(torch._foreach_norm([tensor.to(dtype) for tensor in tensors])))
+        for tensors in (params, grads)
     )
     local = group["eta"] * param_norms / (grad_norms + group["weight_decay"] * param_norms + group["eps"])
     local = local.where((param_norms > 0) & (grad_norms > 0), 1.0)

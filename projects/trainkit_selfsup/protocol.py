@@ -7,7 +7,6 @@ from torch import Tensor
 from trainkit.config import ConfigError
 from trainkit.engine import HookBase
 from trainkit.utils.model import unwrap_model
-from trainkit.utils.parts import needs_all_ranks
 
 Kind: TypeAlias = Literal["a number", "a method", "a tensor", "an attribute"]
 
@@ -65,7 +64,7 @@ def _is(kind: Kind, value: object) -> bool:
 
 def refuse_sharded(hook: HookBase, model: Any) -> None:
     """Raises ConfigError if the model is sharded: ``hook`` needs the whole model."""
-    if needs_all_ranks(model):
+    if hasattr(model, "set_requires_gradient_sync"):
         raise ConfigError(
             f'MODEL.PARALLEL is "fsdp", but {type(hook).__name__} does not work with a sharded model; make it "ddp"'
         )

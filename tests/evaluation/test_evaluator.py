@@ -2,15 +2,13 @@ import logging
 import random
 import time
 from contextlib import nullcontext
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from trainkit.data import InferenceSampler, build_batch_data_loader
 from trainkit.evaluation import (
     DatasetEvaluator,
     inference_context,
@@ -232,19 +230,3 @@ def test_an_observer_that_stops_behind_the_last_batch_gets_the_results():
     with observe_inference(observer, "val"):
         assert inference_on_dataset(str, [5, 6], Recorder()) == {"seen": 2}
     assert observer.calls == [5, 6, {"seen": 2}]
-
-
-class Ending(Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return next(iter(())) if index == 5 else index
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("make_loader", [DataLoader, partial(build_batch_data_loader, sampler=InferenceSampler(8))])
-def test_a_sample_that_raises_stop_iteration_is_no_end_of_the_data_set(make_loader, num_workers):
-    own = {} if make_loader is DataLoader else {"total_batch_size": 1}
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        inference_on_dataset(lambda batch: batch, make_loader(Ending(), num_workers=num_workers, **own), Recorder())

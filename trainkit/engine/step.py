@@ -22,7 +22,6 @@ from trainkit.solver.hyper_parameters import check_saved_groups, describe_change
 from trainkit.utils.device import first_tensor
 from trainkit.utils.events import get_event_storage, has_event_storage
 from trainkit.utils.losses import Losses, mean_losses, parse_losses
-from trainkit.utils.sharding import shard_optimizer_state
 
 logger = logging.getLogger(__name__)
 
@@ -319,7 +318,8 @@ class SimpleTrainer(TrainerBase):
         """
         check_saved_groups(state_dict["optimizer"]["param_groups"], self.optimizer)
         before = hyper_parameters(self.optimizer)
-        self.optimizer.load_state_dict(shard_optimizer_state(state_dict["optimizer"], self.optimizer))
+        state, adapt = state_dict["optimizer"], getattr(self.model, "optimizer_state_to_load", None)
+        self.optimizer.load_state_dict(adapt(state, self.optimizer) if adapt else state)
         self.finite.load_state_dict(state_dict.get("non_finite", {}))  # detectron2 has no such entry
         self._used_lr = state_dict.get("used_lr")
         if changes := describe_changes(before, hyper_parameters(self.optimizer)):

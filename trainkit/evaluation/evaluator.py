@@ -14,12 +14,9 @@ from trainkit.evaluation.observer import EvaluationAbandoned, current_observer, 
 from trainkit.utils import comm
 from trainkit.utils.device import device_of, move_to_device
 from trainkit.utils.model import unwrap_model
-from trainkit.utils.parts import release_gathered
 from trainkit.utils.rng import preserve_rng_state
-from trainkit.utils.waiting import next_batch
 
 _LOG_PERIOD_SEC = 5.0
-_END: Any = object()
 _T = TypeVar("_T")
 
 logger = logging.getLogger(__name__)
@@ -138,7 +135,9 @@ def inference_on_dataset(
         observer.before_eval(phase, name)
         is_first_of_group = comm.get_rank() % comm.get_data_group_size() == 0  # it counts the batches of its group
         together = getattr(model, "batches_of_all_ranks", None)
-        batches = together(data_loader, observer.is_stopping) if together else _own_batches(data_loader)
+        batches = (
+            together(data_loader, observer.is_stopping) if together else ((inputs, True) for inputs in data_loader)
+        )
         for inputs, is_own in _with_progress(batches, data_loader, name):
             if not together and (is_stopping := observer.is_stopping()):
                 break
@@ -183,13 +182,6 @@ def inference_context(model: Any) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-        release_gathered(model)
-
-
-def _own_batches(data_loader: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    batches = iter(data_loader)
-    while (inputs := next_batch(batches, _END)) is not _END:
-        yield inputs, True
 
 
 def _with_progress(batches: Iterable[_T], data_loader: Any, name: str) -> Iterator[_T]:

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from trainkit.config.config import CfgNode
 from trainkit.config.errors import ConfigError
-from trainkit.utils.parts import by_mesh, local_part, whole
 
 _Optimizer = TypeVar("_Optimizer", Optimizer, type[Optimizer])
 
@@ -57,20 +56,36 @@ class GradientClipper:
         self.has_clipped = True
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
         grads = [cast(Tensor, parameter.grad) for parameter in parameters]
-        norms = [whole(get_total_norm(group, self.norm_type)) for group in by_mesh(grads)]
+        norms = [_whole(get_total_norm(group, self.norm_type)) for group in _by_mesh(grads)]
         total_norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), self.norm_type)
         if self.clip_type is GradientClipType.FULL_MODEL:
-            for group in by_mesh(parameters):
+            for group in _by_mesh(parameters):
                 clip_grads_with_norm_(group, self.clip_value, total_norm)
         elif self.clip_type is GradientClipType.NORM:
-            for group in by_mesh(grads) if grads else ():
+            for group in _by_mesh(grads) if grads else ():
                 # one all-reduce if ranks hold parts; clip_grad_norm_([parameter]) for each takes twice the time
-                norms_of_group = whole(torch.stack([torch.linalg.vector_norm(grad, self.norm_type) for grad in group]))
+                norms_of_group = _whole(torch.stack([torch.linalg.vector_norm(grad, self.norm_type) for grad in group]))
                 for grad, norm in zip(group, norms_of_group, strict=True):
-                    local_part(grad).mul_((self.clip_value / (norm + 1e-6)).clamp_(max=1.0))
+                    own = cast(Any, grad).to_local() if hasattr(grad, "to_local") else grad
+                    own.mul_((self.clip_value / (norm + 1e-6)).clamp_(max=1.0))
         elif grads:  # torch fails without any gradient
             clip_grad_value_(parameters, self.clip_value)
         return total_norm
+
+
+def _by_mesh(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """The tensors in groups that torch can process in one call: those that ranks divide in the same way, or not."""
+    if not tensors or not hasattr(tensors[0], "device_mesh"):
+        return [tensors]
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return [*groups.values()]
+
+
+def _whole(norm: Tensor) -> Tensor:
+    """The norm over all ranks that hold parts of the tensors, on every rank."""
+    return cast(Any, norm).full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def build_gradient_clipper(cfg: CfgNode) -> GradientClipper | None:

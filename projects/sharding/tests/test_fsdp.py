@@ -526,8 +526,10 @@ def test_a_file_without_its_shards_says_what_is_missing(two):
 
 
 def test_a_block_that_is_not_there_is_named(two):
-    text = r"MODEL.FSDP.BLOCKS: got \['Blok'\] .* accepted: Block, Blocks, LayerNorm, Linear, ModuleList"
-    assert two["of_unknown_blocks"] == [text] * 2
+    for text in two["of_unknown_blocks"]:
+        assert re.match(
+            r"MODEL.FSDP.BLOCKS: got \['Blok'.* accepted: Block, Blocks, LayerNorm, Linear, ModuleList", text
+        )
 
 
 def test_keys_of_the_other_way_are_named_as_without_effect(two):

@@ -1,22 +1,36 @@
-"""Sharded tensors (DTensor), of which each rank holds a part, as in a model under ``fully_shard``.
+"""Sharded tensors (DTensor), of which each rank holds a part, and models with such parameters.
 
-The import of torch's module for them takes as long as that of torch, so it is done only if there is such a tensor.
+They are recognized by their methods, since the import of torch's classes takes as long as that of torch.
 """
 
 import importlib
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
-
-from trainkit.utils.parts import local_part as local_part
-from trainkit.utils.parts import release_gathered, whole
 
 
 def is_sharded(value: object) -> bool:
     """Whether each rank holds a part of this tensor."""
     return isinstance(value, Tensor) and hasattr(value, "full_tensor")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part, in the same memory; a tensor that is not sharded is returned as it is."""
+    return cast(Any, tensor).to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def needs_all_ranks(model: object) -> TypeGuard[nn.Module]:
+    """Whether all ranks must do each forward pass together."""
+    return hasattr(model, "set_requires_gradient_sync")
+
+
+def release_gathered(model: nn.Module) -> None:
+    """Release parameters gathered by a forward pass without a backward pass: the next pass would use old values."""
+    for module in model.modules():
+        if needs_all_ranks(module):
+            cast(Any, module).reshard()
 
 
 def first_shard(model: nn.Module) -> Any:
@@ -33,15 +47,15 @@ def shard_like(tensor: Tensor, like: Any) -> Tensor:
     layout = attrgetter("device_mesh", "placements")
     if not is_sharded(like) or (is_sharded(tensor) and layout(tensor) == layout(like)):
         return tensor
-    tensor = whole(tensor).detach().to(like.device)
-    return _import_dtensor().distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+    whole = cast(Any, tensor).full_tensor() if is_sharded(tensor) else tensor
+    distribute = importlib.import_module("torch.distributed.tensor").distribute_tensor
+    whole = whole.detach().to(like.device)
+    return cast(Tensor, distribute(whole, like.device_mesh, like.placements, src_data_rank=None))
 
 
 def shard_optimizer_state(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The state of an optimizer, sharded like its parameters; it may come from unsharded parameters."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(map(is_sharded, parameters)):
-        return state
     sharded = {
         i: {
             name: shard_like(value, parameters[i])
@@ -52,7 +66,3 @@ def shard_optimizer_state(state: dict[str, Any], optimizer: torch.optim.Optimize
         for i, entries in state["state"].items()
     }
     return {**state, "state": sharded}
-
-
-def _import_dtensor() -> Any:
-    return importlib.import_module("torch.distributed.tensor")
