@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Write the reference of all config keys from the comments where trainkit and its projects declare them.
+"""Write docs/config.md, and the keys of each project into its README, from the comments where the keys are declared.
 
 ::
 
-    python tools/config_reference.py > docs/config.md
+    python tools/config_reference.py
 """
 
 import argparse
@@ -12,6 +12,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
@@ -20,11 +21,13 @@ from trainkit.config import CfgNode, defaults, get_cfg
 from trainkit.config.lengths import LENGTH_KEYS
 from trainkit.utils.plugins import CONFIG_KEYS, load_plugin
 
+ROOT = Path(__file__).parents[1]
 INTRODUCTION = """\
 # Config reference
 
-This page lists every key with its default. `tools/config_reference.py` writes it from `trainkit/config/defaults.py` and
-the projects. A config is a YAML file with some of these keys. Options after a command override it:
+This page lists the keys of trainkit with their defaults. `tools/config_reference.py` writes it from
+`trainkit/config/defaults.py`. A config is a YAML file with some of these keys. Options after a command override it, and
+`--print-config` shows the result:
 
 ```sh
 python tools/train_net.py --config-file projects/digits/config.yaml SOLVER.BASE_LR 0.05 SOLVER.MAX_ITER 20ep
@@ -37,37 +40,47 @@ python tools/train_net.py --config-file projects/digits/config.yaml SOLVER.BASE_
   there that looks like one of trainkit's keys.
 """
 
+_HEADING = "## Keys\n"
 _SECTION = r"# -{5,} (?P<section>.+)"
 _KEY = r"(?:_C|cfg)\.(?P<key>[A-Z]\S+) = .+?(?:  # (?P<text>.+))?"
 _LINE = re.compile(rf"^ *(?:{_SECTION}|{_KEY})$", re.MULTILINE)
 
 
 def describe_keys() -> Iterator[tuple[str, str, Any, str]]:
-    """Section, key, default (a node if it holds other keys) and comment of each key, in the order of the files."""
+    """Module or section, key, default (a node if it holds keys) and comment of each key, in the order of files."""
     cfg, section = get_cfg(), "general"
-    found: dict[str, tuple[str, str]] = {}
-    modules = [defaults, *(load_plugin(module) for module in dict.fromkeys(CONFIG_KEYS.values()))]
-    for module in modules:
-        for line in _LINE.finditer(inspect.getsource(module)):
+    for module in ["", *dict.fromkeys(CONFIG_KEYS.values())]:
+        for line in _LINE.finditer(inspect.getsource(load_plugin(module) if module else defaults)):
             section = line["section"] or section
-            if line["key"] and (line["text"] or line["key"] not in found):  # a project may also set keys of others
-                found[line["key"]] = section, line["text"] or ""
-        section = "projects"
-    for key, (section, text) in found.items():
-        yield section, key, reduce(getattr, key.split("."), cfg), text
+            if line["key"] and line["text"]:
+                yield module or section, line["key"], reduce(getattr, line["key"].split("."), cfg), line["text"]
+
+
+def pages() -> Iterator[tuple[Path, str]]:
+    """Each file and its text."""
+    tables = {
+        place: tabulate([_row(*entry) for _, *entry in entries], ["key", "default", "what it does"], tablefmt="pipe")
+        for place, entries in itertools.groupby(describe_keys(), key=lambda entry: entry[0])
+    }
+    projects = {module: module.split(".")[2] for module in CONFIG_KEYS.values()}
+    page = INTRODUCTION
+    for section in [place for place in tables if place not in projects]:
+        page += f"\n## {section.capitalize()}\n\n{tables[section]}\n"
+    page += "\n## Projects\n\nThe README of a project has its keys.\n\n"
+    for module, project in projects.items():
+        keys = ", ".join(f"`{key}`" for key, declared_by in CONFIG_KEYS.items() if declared_by == module)
+        page += f"- [{project}](../projects/{project}/README.md): {keys}\n"
+        readme = ROOT / "projects" / project / "README.md"
+        before, heading, after = readme.read_text().partition(_HEADING)
+        following = after[after.index("\n## ") :] if "\n## " in after else ""
+        yield readme, f"{before.rstrip()}\n\n{heading or _HEADING}\n{tables[module]}\n{following}"
+    yield ROOT / "docs" / "config.md", page
 
 
 def main() -> None:
-    """Print the whole page."""
-    print(INTRODUCTION, end="")
-    for section, entries in itertools.groupby(describe_keys(), key=lambda entry: entry[0]):
-        rows = [
-            (f"**{key}**" if isinstance(default, CfgNode) else f"`{key}`", _show(key, default), _escape(text))
-            for _, key, default, text in entries
-            if text
-        ]
-        print(f"\n## {section.capitalize()}\n")
-        print(tabulate(rows, ["key", "default", "what it does"], tablefmt="pipe"))
+    """Write all files."""
+    for path, text in pages():
+        path.write_text(text)
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -78,10 +91,10 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _show(key: str, default: Any) -> str:
+def _row(key: str, default: Any, text: str) -> tuple[str, str, str]:
     if isinstance(default, CfgNode):
-        return ""
-    return f"`{default!r}`" + " \\*" * (key in LENGTH_KEYS)
+        return f"**{key}**", "", _escape(text)
+    return f"`{key}`", f"`{default!r}`" + " \\*" * (key in LENGTH_KEYS), _escape(text)
 
 
 def _escape(text: str) -> str:

@@ -11,7 +11,7 @@ import yaml
 
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Regression, sgd
-from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, resolve_lengths
+from trainkit.config import CfgNode, ConfigError, check_values, get_cfg
 from trainkit.config.scaling import scale_workers
 from trainkit.data import build_test_loader, build_train_loader
 from trainkit.engine import DefaultPredictor, DefaultTrainer, default_argument_parser, default_setup, launch
@@ -68,30 +68,18 @@ def test_default_lengths_do_not_stop_a_short_run_and_are_not_warned_about(name, 
         optimizer.step()
         scheduler.step()
     assert rates[0] == pytest.approx(1e-3)
-    if name == "WarmupMultiStepLR":  # the warm-up is the whole run
-        assert rates[50] == pytest.approx((1e-3 + 1) / 2, rel=0.02)
-    elif rescale:  # all of the run but one iteration
-        assert rates[98] == pytest.approx(1 - 0.999 / 99)
+    assert rates.index(max(rates)) in (4, 5)  # the warm-up is 5 % of the run
+    assert max(rates) == pytest.approx(1.0, abs=0.01)
 
 
-@pytest.mark.parametrize("rescale", [False, True])
-@pytest.mark.parametrize(("max_iter", "num_workers", "warmup_iters"), [(100, 1, 800), (100, 64, 12), (9000, 1, 8000)])
-def test_a_default_warm_up_for_another_number_of_workers_does_not_stop_a_short_run(
-    max_iter, num_workers, warmup_iters, rescale
-):
+def test_a_default_warm_up_stays_for_another_number_of_workers():
     cfg = get_cfg()
-    cfg.SOLVER.MAX_ITER, cfg.SOLVER.REFERENCE_WORLD_SIZE, cfg.SOLVER.RESCALE_INTERVAL = max_iter, 8, rescale
-    cfg = scale_workers(cfg, num_workers)
-    assert warmup_iters - (rescale and warmup_iters < 8000) == cfg.SOLVER.WARMUP_ITERS
-    build_lr_scheduler(cfg, sgd(Regression()))
-
-
-def test_a_default_warm_up_of_a_run_in_epochs_stays_the_default():
-    cfg = get_cfg()
-    cfg.SOLVER.MAX_ITER, cfg.SOLVER.REFERENCE_WORLD_SIZE = "3ep", 8
-    cfg = resolve_lengths(scale_workers(cfg, 1), 10)
-    assert (cfg.SOLVER.WARMUP_ITERS, cfg.SOLVER.MAX_ITER) == (1000, 30)
-    build_lr_scheduler(cfg, sgd(Regression()))
+    cfg.SOLVER.MAX_ITER, cfg.SOLVER.REFERENCE_WORLD_SIZE = 100, 8
+    cfg = scale_workers(cfg, 1)
+    assert (cfg.SOLVER.WARMUP_ITERS, cfg.SOLVER.MAX_ITER) == (1000, 800)
+    optimizer = sgd(Regression(), lr=1.0)
+    scheduler = build_lr_scheduler(cfg, optimizer)
+    assert [scheduler.schedule(iter, 1.0) for iter in (0, 20, 40, 41)] == pytest.approx([0.001, 0.5005, 1.0, 1.0])
 
 
 def test_a_chosen_warm_up_is_scaled_and_held_against_the_length_of_the_run():
@@ -188,14 +176,6 @@ def test_no_gpus_is_one_process_on_the_cpu(tmp_path, device, monkeypatch):
     found, saved = launch(device_of_the_run, args.num_gpus, args=(args,))
     assert found == "cpu"
     assert "DEVICE: cpu" in saved
-
-
-def test_no_gpus_and_another_device_contradict_each_other(tmp_path):
-    args = default_argument_parser().parse_args(["--num-gpus", "0"])
-    args.folder, args.device = tmp_path, "cuda"
-    with pytest.raises(ConfigError, match="--num-gpus is 0, but MODEL.DEVICE is 'cuda'; leave one of them out"):
-        device_of_the_run(args)
-    assert not [*tmp_path.iterdir()]
 
 
 def test_several_machines_need_processes():

@@ -40,6 +40,7 @@ def test_settings_that_contradict_each_other_are_an_error(one, other):
         ("TEST.EVAL_PERIOD", -5, "a whole number in [0, inf)"),
         ("SOLVER.MAX_ITER", 0, "a whole number in [1, 9223372036854775808)"),
         ("SOLVER.MAX_ITER", 2**63, "a whole number in [1, 9223372036854775808)"),
+        ("SOLVER.WARMUP_ITERS", 40001, "at most SOLVER.MAX_ITER, 40000"),
         ("SOLVER.STEPS", (5, -1), "a whole number in [0, inf)"),
         ("SEED", 1.0, "a whole number in [-1, 4294967296)"),
         ("SOLVER.STEPS", (5, 1.5), "a whole number in [0, inf)"),

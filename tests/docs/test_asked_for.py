@@ -151,6 +151,7 @@ def test_each_row_has_a_test_a_real_repository_and_settings_that_are_accepted():
             assert re.fullmatch(rf"https://github.com/{REPOSITORIES[library]}/(issues|pull)/{number}", link)
         cfg = get_cfg()
         cfg.merge_from_file(train_net.DEFAULT_CONFIG)
+        cfg.SOLVER.WARMUP_ITERS = 0  # as in the command of the page
         cfg.merge_from_list(default_argument_parser().parse_args(settings_of(answer)).opts)
         check_values(cfg)
 

@@ -45,7 +45,7 @@ RUN_BY = {
     "tools/sweep.py": (
         "tests/tools/test_sweep.py::test_the_table_has_the_best_run_first_and_what_has_failed_is_tried_again"
     ),
-    "tools/config_reference.py": "tests/docs/test_config.py::test_the_page_is_what_the_tool_writes_now",
+    "tools/config_reference.py": "tests/docs/test_config.py::test_a_page_is_what_the_tool_writes_now",
     "tools/chaos.py": "tests/tools/test_chaos.py::test_a_run_killed_three_times_ends_as_one_that_was_left_alone",
     "tools/benchmark.py": "tests/tools/test_benchmark.py::test_all_rows_are_measured_with_their_own_rounds_by_default",
     "tests/same_bits.py": "tests/test_same_bits.py::test_the_script_names_the_part_that_differs_from_its_record",
@@ -220,7 +220,7 @@ def train(words):
 
 
 ALONE = [words for words in IN_BLOCKS if {TRAIN, LAZY} & {*words[1:2]} and "--num-gpus" not in words]
-(TOGETHER,) = [words for words in IN_BLOCKS if words[0] == "torchrun" and "--nnodes" not in " ".join(words)]
+TOGETHER = next(words for words in IN_BLOCKS if words[0] == "torchrun" and "--nnodes" not in " ".join(words))
 
 
 @pytest.mark.slow

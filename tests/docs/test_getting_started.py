@@ -80,13 +80,18 @@ def test_the_job_learns_the_spirals_and_two_runs_are_compared_in_a_picture(train
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("width", ["0", "a"])
-def test_a_width_that_makes_no_sense_is_one_message(train, capsys, width):
+@pytest.mark.parametrize(
+    ("width", "message"),
+    [
+        ("0", "MODEL.WIDTH is 0; accepted: a number of at least 1"),
+        ("a", "MODEL.WIDTH: got 'a' (str); accepted: a number"),
+    ],
+)
+def test_a_width_that_makes_no_sense_is_one_message(train, capsys, width, message):
     with pytest.raises(SystemExit):
         train([*TRAIN, "OUTPUT_DIR", "output/wrong", "MODEL.WIDTH", width])
     DatasetCatalog.remove("spirals_test")
-    width = repr(0 if width == "0" else width)
-    assert capsys.readouterr().err == f"error: MODEL.WIDTH is {width}; accepted: a number of at least 1\n"
+    assert capsys.readouterr().err == f"error: {message}\n"
 
 
 def test_the_hook_logs(train):

@@ -46,6 +46,10 @@ def check_values(cfg: CfgNode) -> None:
     for key, needed in _NEEDS:
         if get_key(cfg, key) != get_key(defaults, key) and not get_key(cfg, needed):
             raise ConfigError(f"{key} is {get_key(cfg, key)!r}, but {needed} is {get_key(cfg, needed)!r}; set it")
+    warmup, length = cfg.SOLVER.WARMUP_ITERS, cfg.SOLVER.MAX_ITER
+    is_used = warmup != defaults.SOLVER.WARMUP_ITERS and not get_key(cfg, "SOLVER.SCHEDULES")
+    if is_used and isinstance(warmup, int) and isinstance(length, int) and warmup > length:
+        raise not_accepted("SOLVER.WARMUP_ITERS", warmup, f"at most SOLVER.MAX_ITER, {length}")
     for key, folder in ("OUTPUT_DIR", cfg.OUTPUT_DIR), ("CHECKPOINT.DIR", cfg.CHECKPOINT.DIR or "."):
         if not isinstance(folder, str) or not folder.strip() or re.search(r"\0|^\w+:/(?!/)", folder):
             raise not_accepted(key, folder, 'a folder, or an address such as "s3://bucket/run"')

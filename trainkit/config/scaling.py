@@ -30,7 +30,8 @@ def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
     Let r be ``num_workers`` divided by the reference. Batch size and learning rate are multiplied by r, lengths and
     periods in iterations are divided by r (lengths in epochs stay): the linear scaling rule of Goyal et al., "Accurate,
     Large Minibatch SGD". In SOLVER.SCHEDULES this covers the arguments of trainkit's own schedules. Nothing changes if
-    the reference is 0. A default WARMUP_ITERS is limited to the length of the run; it stays if that is in epochs.
+    the reference is 0. A default WARMUP_ITERS
+    stays.
 
     Returns:
         ``cfg`` itself if nothing changes, else a changed copy with ``num_workers`` as reference.
@@ -51,10 +52,8 @@ def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
     cfg = cfg.clone()  # items of a frozen node can be assigned
     solver, is_default = cfg.SOLVER, cfg.SOLVER.WARMUP_ITERS == get_cfg().SOLVER.WARMUP_ITERS
     lengths = {key: shorter(solver[key]) for key in ("MAX_ITER", "WARMUP_ITERS", "STEPS", "CHECKPOINT_PERIOD")}
-    if is_default and isinstance(solver.MAX_ITER, str):
+    if is_default:
         lengths["WARMUP_ITERS"] = solver.WARMUP_ITERS
-    elif is_default:
-        lengths["WARMUP_ITERS"] = min(lengths["WARMUP_ITERS"], lengths["MAX_ITER"] - solver.RESCALE_INTERVAL)
     factors = [[shorter(start), factor] for start, factor in solver.ACCUMULATION_FACTORS]
     batches = solver.MAX_BATCHES_PER_EPOCH and max(1, shorter(solver.MAX_BATCHES_PER_EPOCH))
     solver.update(lengths, IMS_PER_BATCH=batch_size // reference, REFERENCE_WORLD_SIZE=num_workers)

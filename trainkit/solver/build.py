@@ -184,8 +184,9 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
 
     ``WarmupMultiStepLR`` multiplies by ``GAMMA`` at each of ``STEPS``, ``WarmupCosineLR`` falls to ``BASE_LR_END``, and
     ``WarmupStepWithFixedGammaLR`` multiplies by ``GAMMA`` at ``NUM_DECAYS`` evenly spaced times. All lengths are in
-    iterations; ``trainkit.config.resolve_lengths`` converts epochs. Default ``WARMUP_ITERS`` and ``STEPS`` beyond
-    ``MAX_ITER`` are cut off. ``SOLVER.LR_SCHEDULER_BUILDER`` names a function that makes another schedule.
+    iterations; ``trainkit.config.resolve_lengths`` converts epochs. A default ``WARMUP_ITERS`` is at most 5 % of the
+    run, and default ``STEPS`` beyond ``MAX_ITER`` are cut off. ``SOLVER.LR_SCHEDULER_BUILDER`` names a function that
+    makes another schedule.
 
     Raises:
         ConfigError: the name is unknown, or a value is not accepted.
@@ -200,14 +201,18 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
     if not is_whole(max_iter, 1) or not all(is_whole(length, 0) for length in (warmup, *solver.STEPS)):
         raise not_accepted("SOLVER.MAX_ITER, WARMUP_ITERS and STEPS", (max_iter, warmup, solver.STEPS), "iterations")
     if warmup == get_cfg().SOLVER.WARMUP_ITERS:  # the user has not set it
-        warmup = min(warmup, max_iter - solver.RESCALE_INTERVAL)  # rescaling needs an iteration after them
+        warmup = min(warmup, max_iter // 20)
     if warmup > max_iter:
         raise not_accepted("SOLVER.WARMUP_ITERS", warmup, f"at most SOLVER.MAX_ITER, {max_iter}")
     options = (solver.WARMUP_FACTOR, warmup / max_iter, solver.WARMUP_METHOD, solver.RESCALE_INTERVAL)
     try:
-        return LRMultiplier(optimizer, WarmupParamScheduler(_SCHEDULES[name](solver), *options), max_iter)
+        scheduler = LRMultiplier(optimizer, WarmupParamScheduler(_SCHEDULES[name](solver), *options), max_iter)
     except ValueError as error:
         raise ConfigError(f"SOLVER.LR_SCHEDULER_NAME {name}: {error}") from error
+    base = scheduler.base_lrs[0]
+    rates = scheduler.schedule(0, base), scheduler.schedule(min(warmup, max_iter - 1), base)
+    _logger.info("The learning rate is %g at the start, and %g after %d iterations of warm-up", *rates, warmup)
+    return scheduler
 
 
 def _multi_step(solver: CfgNode) -> ParamScheduler:
