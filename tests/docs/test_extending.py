@@ -1,7 +1,10 @@
-"""The format of the page does what it says; `projects/remote` tests a run in its store."""
+"""The examples of the page do what it says; `projects/remote` tests a run in its store."""
 
+import argparse
 import gzip
 import os
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -10,15 +13,55 @@ from torch import nn
 from tests.docs.pages import blocks, run
 from tests.engine.job import tiny_cfg
 from trainkit.checkpoint import Checkpointer, CheckpointError
-from trainkit.config import ConfigError
-from trainkit.engine import DefaultTrainer
+from trainkit.config import ConfigError, get_cfg, prepare_projects
+from trainkit.engine import DefaultTrainer, SimpleTrainer, default_argument_parser, default_setup, hooks
+from trainkit.engine.build import TRAINER_REGISTRY, WRAPPER_REGISTRY
+from trainkit.engine.hook_base import HOOK_REGISTRY
+from trainkit.utils import comm, plugins
+from trainkit.utils.run_folder import release_folder
 
-FORMAT, STORE = blocks("docs/extending.md", "python")
+ONE_STEP = ("SOLVER.MAX_ITER", 1, "SOLVER.WARMUP_ITERS", 0, "SOLVER.STEPS", ())
+HOOK, STEP, WRAPPER, FORMAT, STORE, LOADER, KEYS, TABLES = blocks("docs/extending.md", "python")
 
 
 @pytest.fixture(scope="module")
 def page():
-    return run(FORMAT, "docs/extending.md")
+    """What all blocks of parts define, each of which registers its part once."""
+    return {
+        name: value for block in (HOOK, STEP, WRAPPER, FORMAT, LOADER) for name, value in run(block, "page").items()
+    }
+
+
+def test_the_hook_counts_on_after_a_resume(page, tmp_path):
+    assert HOOK_REGISTRY.get("CountSamples") is page["CountSamples"]
+    cfg = tiny_cfg(tmp_path, "HOOKS", "[{'NAME': 'CountSamples'}]", "SOLVER.CHECKPOINT_PERIOD", 4)
+    trainer = DefaultTrainer(cfg)
+    trainer.train(0, 4)
+    trainer = DefaultTrainer(cfg)
+    trainer.resume_or_load()
+    trainer.train()
+    (hook,) = [hook for hook in trainer.hooks if isinstance(hook, page["CountSamples"])]
+    assert hook.state_dict() == {"seen": cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.MAX_ITER}
+    assert [hook.next_due(done) for done in (0, 99, 100)] == [100, 100, 200]
+
+
+def test_the_part_of_the_step_is_chosen_by_the_config(page, tmp_path):
+    assert TRAINER_REGISTRY.get("flooded") is page["flooded"]
+    gradients = {}
+    for name in ("", "flooded"):
+        torch.manual_seed(0)
+        trainer = DefaultTrainer(tiny_cfg(tmp_path / name, "SOLVER.TRAINER", name, *ONE_STEP))
+        assert type(trainer._trainer) is (page["Flooded"] if name else SimpleTrainer)
+        trainer.train()
+        gradients[name] = [parameter.grad for parameter in trainer.model.parameters()]
+    # the loss is above 0.1, so its gradient is the same
+    assert all(map(torch.equal, gradients[""], gradients["flooded"]))
+
+
+def test_the_wrapper_is_chosen_by_the_config(page, tmp_path):
+    assert WRAPPER_REGISTRY.get("half_gradients") is page["half_gradients"]
+    DefaultTrainer(tiny_cfg(tmp_path, "MODEL.PARALLEL", "half_gradients", *ONE_STEP)).train()
+    assert (tmp_path / "model_final.pth").exists()
 
 
 def test_a_compressed_checkpoint_is_resumed_and_a_damaged_one_is_an_error(page, tmp_path):
@@ -37,8 +80,7 @@ def test_a_compressed_checkpoint_is_resumed_and_a_damaged_one_is_an_error(page, 
 
 
 def test_a_config_names_a_format(page, tmp_path):
-    trainer = DefaultTrainer(tiny_cfg(tmp_path, "CHECKPOINT.FORMAT", "compressed"))
-    trainer.train()
+    DefaultTrainer(tiny_cfg(tmp_path, "CHECKPOINT.FORMAT", "compressed")).train()
     assert gzip.decompress((tmp_path / "model_final.pth").read_bytes())[:2] == b"PK"
     with pytest.raises(ConfigError, match="CHECKPOINT.FORMAT.*'compresed'.*did you mean 'compressed'"):
         DefaultTrainer(tiny_cfg(tmp_path, "CHECKPOINT.FORMAT", "compresed"))
@@ -58,3 +100,65 @@ def test_the_store_keeps_files_by_name(tmp_path):
     assert [*store.list()] == ["log.txt"]
     with pytest.raises(FileNotFoundError):
         store.get("a/b", str(tmp_path / "there"))
+
+
+class Regression(nn.Linear):
+    def forward(self, batch):
+        x, y = batch
+        return (super().forward(x) - y).square().mean()
+
+
+def test_the_loader_goes_on_after_a_resume(page, tmp_path):
+    def make():
+        torch.manual_seed(0)
+        model = Regression(1, 1)
+        trainer = SimpleTrainer(model, page["Sine"](8), torch.optim.SGD(model.parameters(), lr=0.1))
+        checkpointer = Checkpointer(model, tmp_path, trainer=trainer)
+        trainer.register_hooks([hooks.PeriodicCheckpointer(checkpointer, 3, save_last=False)])
+        return trainer, checkpointer
+
+    whole, _ = make()
+    whole.train(0, 7)
+    trainer, checkpointer = make()
+    checkpointer.load(tmp_path / "model_0000002.pth")
+    trainer.train(3, 7)
+    assert torch.equal(trainer.model.weight, whole.model.weight)
+
+
+@pytest.fixture
+def pairs(monkeypatch):
+    """The module of the page, named in the tables by the lines of the page."""
+    module = ModuleType("pairs")
+    run(KEYS, "docs/extending.md", **vars(module))
+    vars(module).update(run(KEYS, "docs/extending.md"))
+    monkeypatch.setitem(sys.modules, "pairs", module)
+    before = {table: dict(getattr(plugins, table)) for table in ("CONFIG_KEYS", "OPTIONS")}
+    run(TABLES, "docs/extending.md")
+    yield
+    for table, entries in before.items():
+        getattr(plugins, table).clear()
+        getattr(plugins, table).update(entries)
+
+
+def test_a_key_is_declared_checked_and_prepares_the_run(pairs, monkeypatch):
+    cfg = get_cfg()
+    cfg.merge_from_list(["MODEL.PAIRS", True])
+    monkeypatch.setattr(comm, "get_world_size", lambda: 4)
+    monkeypatch.setattr(comm, "get_rank", lambda: 3)
+    monkeypatch.setattr(comm, "set_data_ranks", lambda *ranks: found.append(ranks))
+    found = []
+    prepare_projects(cfg)
+    assert found[-1] == (1, 2)
+    monkeypatch.setattr(comm, "get_world_size", lambda: 3)
+    with pytest.raises(ConfigError, match="MODEL.PAIRS is True with 3 processes"):
+        sys.modules["pairs"].check(cfg)
+
+
+def test_an_option_sets_the_key(pairs, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["pairs"], "check", lambda cfg: None)
+    args = default_argument_parser().parse_args(["--pairs"])
+    assert isinstance(args, argparse.Namespace)
+    cfg = tiny_cfg(tmp_path)
+    default_setup(cfg, args)
+    release_folder(tmp_path)
+    assert cfg.MODEL.PAIRS is True

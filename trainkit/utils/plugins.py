@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-CONFIG_KEYS: Mapping[str, str] = {
+CONFIG_KEYS: dict[str, str] = {
     "CHECKPOINT.ASYNC": "trainkit.projects.async_save.config",
     "CHECKPOINT.BEST_TO_KEEP": "trainkit.projects.hooks.config",
     "CHECKPOINT.PUBLISH": "trainkit.projects.hooks.config",
@@ -139,7 +139,7 @@ NAMES: Mapping[str, str] = {
 }
 """The name of a class or function, also of one in a registry -> the module that has and registers it."""
 
-OPTIONS: Mapping[str, str] = {
+OPTIONS: dict[str, str] = {
     "--fast-dev-run": "trainkit.projects.fast_dev.options",
     "--fork": "trainkit.projects.replay.fork",
 }

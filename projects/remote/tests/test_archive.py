@@ -7,7 +7,7 @@ from tests.docs.pages import blocks, run
 from tests.engine.job import tiny_cfg
 from trainkit.engine import DefaultTrainer, default_setup
 
-_, STORE = blocks("docs/extending.md", "python")
+STORE = blocks("docs/extending.md", "python")[4]
 
 
 def test_a_run_in_an_archive_is_resumed_on_another_machine(tmp_path, monkeypatch):
