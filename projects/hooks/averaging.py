@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.utils.numbers import is_number, is_whole
-from trainkit.utils.plugins import load_plugin
 
 AveragingKind: TypeAlias = Literal["exponential", "annealing", "warmup", "mean", "mmcv"]
 
@@ -45,16 +44,13 @@ def averaging_rule(
     """
     if kind not in get_args(AveragingKind):
         raise ValueError(f"kind must be one of {', '.join(get_args(AveragingKind))}; got {kind!r}")
-    if decay is not None and kind == "mean":
-        raise ValueError(f'decay is {decay!r}, but kind "mean" has no decay; leave out one of the two')
-    if gamma is not None and kind not in _GAMMA:
-        raise ValueError(f'gamma is {gamma!r}, but kind "{kind}" has none; leave it out, or use {", ".join(_GAMMA)}')
+    if (decay is not None and kind == "mean") or (gamma is not None and kind not in _GAMMA):
+        raise ValueError(f'kind "{kind}" does not use both: got decay {decay!r} and gamma {gamma!r}')
     if not is_whole(interval, 1):
         raise ValueError(f"interval must be a whole number of updates >= 1, got {interval!r}")
-    decay = 0.999 if decay is None else decay
+    decay, scale = 0.999 if decay is None else decay, _GAMMA.get(kind, 1.0) if gamma is None else gamma
     if not is_number(decay) or not 0 <= decay < 1:
         raise ValueError(f"decay (1 - momentum) must be a number from 0 to below 1, got {decay!r}")
-    scale = _GAMMA.get(kind, 1.0) if gamma is None else gamma
     if not is_number(scale) or not 0 < scale < math.inf:
         raise ValueError(f"gamma must be a number of updates > 0, got {scale!r}")
     m = 1 - decay
@@ -88,7 +84,11 @@ class ModelAverage:
     def __init__(self, model: nn.Module, rule: Callable[[int], float], *, average_buffers: bool = False) -> None:
         self._shards: dict[str, Tensor] = {}  # for a sharded model: name -> average
         if not any(hasattr(parameter, "to_local") for parameter in model.parameters()):
-            self.module = _copy_of(model).eval()
+            try:
+                self.module = copy.deepcopy(model).eval()
+            except Exception as error:  # __deepcopy__ of the model may raise anything
+                reason = f"{type(error).__name__}: {error}"
+                raise TypeError(f"{type(model).__name__} must allow copy.deepcopy for an EMAHook ({reason})") from error
             averages = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         else:
             _sharding().release_gathered(model)
@@ -99,13 +99,18 @@ class ModelAverage:
             averages = self._shards = {name: once[id(tensor)] for name, tensor in own.items()}
         self.stands_in = False
         self.steps = 0
-        self._model, self._rule, self._average_buffers = model, rule, average_buffers
+        self._rule = rule
         # (averages, sources): one foreach call for all tensors of one device and dtype
         self._groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         for name, source in model.named_parameters():
             self._add(averages[name], source.detach(), True)
-        self._buffers: dict[str, tuple[list[Tensor], int, dict[str, Any], str]] = {}
-        self._follow_buffers(averages)
+        self._buffers: list[tuple[list[Tensor], int, dict[str, Any], str]] = []
+        for path, buffer in model.named_buffers():
+            owner_path, _, name = path.rpartition(".")
+            owner = model.get_submodule(owner_path)
+            if name not in owner._non_persistent_buffers_set:
+                sources = self._add(averages[path], buffer, average_buffers)
+                self._buffers.append((sources, len(sources) - 1, owner._buffers, name))
 
     def update(self) -> None:
         """Update the average with the model's current weights."""
@@ -114,8 +119,7 @@ class ModelAverage:
         self._move(weight)
 
     def copy(self) -> None:
-        """Copy the tensors that are not averaged again, also buffers that the model has created since."""
-        self._follow_buffers()
+        """Copy the tensors that are not averaged again."""
         self._move(0)
 
     def restart(self) -> None:
@@ -161,25 +165,10 @@ class ModelAverage:
         sources.append(_local_part(source))
         return sources
 
-    def _follow_buffers(self, averages: Mapping[str, Tensor] | None = None) -> None:
-        """Add all new buffers of the model; ``averages``: name -> average; for other names a new average is made."""
-        for path, buffer in self._model.named_buffers():
-            owner_path, _, name = path.rpartition(".")
-            owner = self._model.get_submodule(owner_path)
-            if path in self._buffers or name in owner._non_persistent_buffers_set:
-                continue
-            if averages is None:
-                if self._shards or owner_path not in dict(self.module.named_modules()):
-                    continue
-                _put_buffer(self.module.get_submodule(owner_path), name, buffer.detach().clone())
-            average = self.module.get_buffer(path) if averages is None else averages[path]
-            sources = self._add(average, buffer, self._average_buffers)
-            self._buffers[path] = sources, len(sources) - 1, owner._buffers, name
-
     @torch.no_grad()
     def _move(self, weight: float) -> None:
         """Move the averages to the model's values by ``weight``, from 0 to 1, and copy all other tensors."""
-        for sources, i, buffers, name in self._buffers.values():
+        for sources, i, buffers, name in self._buffers:
             sources[i] = buffers[name]  # a model may replace a buffer by a new tensor; parameters stay the same tensors
         for (averaged, _, _), (averages, sources) in self._groups.items():
             if weight == 1 or not averaged:
@@ -195,19 +184,3 @@ def _sharding() -> Any:
 def _local_part(tensor: Any) -> Any:
     """This rank's part of a sharded tensor, in the same memory; another tensor is returned as it is."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _put_buffer(owner: nn.Module, name: str, buffer: Tensor) -> None:
-    if hasattr(owner, name):
-        delattr(owner, name)  # torch refuses to register a name that is a plain attribute
-    owner.register_buffer(name, buffer)
-
-
-def _copy_of(model: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(model)
-    except Exception as error:
-        raise TypeError(
-            f"{type(model).__name__} cannot be copied, as EMAHook needs ({type(error).__name__}: {error}). Remove "
-            "open files, locks and tensors with a gradient history from its attributes, or give it a __deepcopy__"
-        ) from error

@@ -32,8 +32,7 @@ class CheckFiniteLoss(HookBase):
             if not math.isfinite(value)
         ]
         if bad:
+            own = by_rank[comm.get_rank()]
             raise FloatingPointError(
-                f"in iteration {self.trainer.iter} {', '.join(bad)}; this rank has {by_rank[comm.get_rank()]}. Lower "
-                "the learning rate, clip gradients, or look at the batch of this iteration; the weights have not been "
-                "updated with it"
+                f"in iteration {self.trainer.iter}, before the update: {', '.join(bad)}; this rank has {own}"
             )

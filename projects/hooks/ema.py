@@ -69,20 +69,17 @@ class EMAHook(HookBase):
         self._waiting_state: dict[str, Any] = {}
 
     def before_train(self) -> None:
-        """Raises ValueError if ``begin`` is after the end of the run, TypeError if the model cannot be copied."""
+        """Raises ConfigError if ``begin`` is after the end of the run, or another `EMAHook` is evaluated too."""
+        if sum(isinstance(hook, EMAHook) and hook.evaluate != "raw" for hook in self.trainer.hooks) > 1:
+            raise ConfigError('two EMAHooks offer an average to evaluate; set evaluate of one to "raw"')
         cfg = getattr(self.trainer, "cfg", None)  # max_iter of this train() may be only a part of the run
         end = max(self.trainer.max_iter, cfg.SOLVER.MAX_ITER if cfg is not None else 0)
         if self._begin > end:
-            raise ConfigError(
-                f"begin of EMAHook is {self._begin}, beyond the end of the run after {end} iterations, so nothing "
-                "would be averaged; make it smaller"
-            )
+            raise ConfigError(f"begin of EMAHook is {self._begin}, but the run has only {end} iterations")
         done = self.trainer.start_iter
         state = {} if done == 0 else self.state_dict()
         if not state and done >= max(self._begin, 1):
-            logger.warning(
-                "EMAHook has no averaged weights of the first %d iterations; the average starts with the model", done
-            )
+            logger.warning("EMAHook has no average of the first %d iterations; it starts with the model", done)
         self._make_average(self.trainer.model, state)
 
     def after_step(self) -> None:
@@ -107,7 +104,7 @@ class EMAHook(HookBase):
         else:
             self.copy_buffers()
         if self._average is None:
-            logger.warning("EMAHook has no averaged weights: none were loaded. The model's own are evaluated")
+            logger.warning("EMAHook has no averaged weights, so those of the model are evaluated")
             return {"": nullcontext(model)}
         self.was_evaluated = True
         return {"": self._holding(self._average), **({"raw": nullcontext(model)} if self.evaluate == "both" else {})}
@@ -126,12 +123,8 @@ class EMAHook(HookBase):
             RuntimeError: the model holds averaged weights.
         """
         if self._average is not None and self._average.stands_in:
-            raise RuntimeError(
-                "a checkpoint was to be saved in an evaluation of the averaged weights of a sharded model; save in "
-                "after_step, where the model has its own again"
-            )
-        first = next(hook for hook in self.trainer.hooks if isinstance(hook, EMAHook))
-        if "best_of" not in state or first is not self or not self.was_evaluated:
+            raise RuntimeError("a sharded model cannot be saved in the evaluation of its average; save in after_step")
+        if "best_of" not in state or not self.was_evaluated:
             return
         is_raw = self.evaluate == "both" and state["best_of"].startswith("raw/")
         state[EVALUATED] = "model" if is_raw else "ema"
@@ -145,9 +138,7 @@ class EMAHook(HookBase):
         average = ModelAverage(unwrap_model(model), self._rule, average_buffers=self._average_buffers)
         if state:
             if differences := Differences(state["model"], average.state_dict()):
-                raise ValueError(
-                    f"the saved average of EMAHook is of another model; build that of its run:\n{table_of(differences)}"
-                )
+                raise ValueError(f"the saved average of EMAHook is of another model:\n{table_of(differences)}")
             average.load_state_dict(state["model"])
             average.steps = state["steps"]
         self._average, self._waiting_state = average, {}

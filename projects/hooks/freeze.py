@@ -42,10 +42,7 @@ class Freeze(HookBase):
         for pattern in self._names:
             if not (found := fnmatch.filter(trainable, pattern)):
                 hint = did_you_mean(pattern, trainable)
-                raise ConfigError(
-                    f"names of Freeze (HOOKS in a config) has {pattern!r}, but no trainable parameter has such a name; "
-                    f"{hint}correct it"
-                )
+                raise ConfigError(f"names of Freeze has {pattern!r}; {hint}trainable are: {', '.join(trainable)}")
             targets |= {name: trainable[name] for name in found}
         self._targets = [*targets.values()]
         # these wrappers decide in their constructors which parameters get gradients

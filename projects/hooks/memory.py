@@ -8,7 +8,6 @@ import torch
 
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
 from trainkit.utils.device import accelerator_runs_ahead
-from trainkit.utils.numbers import is_whole
 from trainkit.utils.periods import check_period, is_due
 
 logger = logging.getLogger(__name__)
@@ -26,9 +25,7 @@ class TorchMemoryStats(HookBase):
 
     def __init__(self, period: int = 20, max_runs: int = 10) -> None:
         self._period = check_period("period", period, minimum=1)
-        if not is_whole(max_runs, 0):
-            raise ValueError(f"max_runs must be a whole number >= 0, got {max_runs!r}")
-        self._max_runs = max_runs
+        self._max_runs = check_period("max_runs", max_runs)
 
     def before_train(self) -> None:
         self._runs = 0

@@ -41,8 +41,6 @@ class ParamScheduler(HookBase):
     def __init__(
         self, param: str, schedules: Sequence[Mapping[str, Any]] | Schedule, max_iter: int | None = None
     ) -> None:
-        if not isinstance(param, str):
-            raise TypeError(f'param must be text, such as "weight_decay", got {param!r}')
         if max_iter is not None:
             check_period("max_iter", max_iter, minimum=1)
         self.param = param
@@ -64,11 +62,8 @@ class ParamScheduler(HookBase):
         ]
         if not self._targets:
             accepted = sorted({name for _, found in fields for name in found})
-            raise ConfigError(
-                f"param of ParamScheduler (HOOKS in a config) is {self.param!r}, but no parameter group of "
-                f"{type(self.trainer.optimizer).__name__} has such a number; {did_you_mean(self.param, accepted)}"
-                f"It has: {', '.join(accepted)}"
-            )
+            hint = did_you_mean(self.param, accepted)
+            raise ConfigError(f"ParamScheduler: no parameter group has {self.param!r}; {hint}accepted: {accepted}")
         # read from the device once, not in each step
         self._bases = [
             float(group.setdefault(f"initial_{self.param}", float(_get(group, key, index))))
@@ -96,10 +91,7 @@ class ParamScheduler(HookBase):
     def _check_alone(self) -> None:
         for hook in self.trainer.hooks:
             if self.param == "lr" and isinstance(hook, LRScheduler):
-                raise ConfigError(
-                    "ParamScheduler of lr and the LRScheduler hook both set the learning rate; put the schedule into "
-                    "SOLVER.SCHEDULES, or switch the other off (HOOKS: {NAME: LRScheduler, ENABLED: False})"
-                )
+                raise ConfigError("ParamScheduler of lr and LRScheduler both set the rate; use SOLVER.SCHEDULES")
             if isinstance(hook, ParamScheduler) and hook is not self and hook.param == self.param:
                 raise ConfigError(f"two ParamScheduler hooks set {self.param}; list their schedules in one of them")
 

@@ -94,7 +94,7 @@ class PreciseBN(HookBase):
         if comm.get_world_size() > 1:
             mean, var, count = _over_ranks(mean, var, count)
         if count == 0:
-            raise ValueError("the data loader of PreciseBN yields no batch; give it one that does")
+            raise ValueError("the data loader of PreciseBN yields no batch")
         sizes = [layer.num_features for layer in self._layers]
         for layer, new_mean, new_var in zip(self._layers, mean.split(sizes), var.split(sizes), strict=True):
             layer.get_buffer("running_mean").copy_(new_mean)

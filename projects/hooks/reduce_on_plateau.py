@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT
+from trainkit.engine.hooks.evaluation import EvalHook
 from trainkit.engine.hooks.lr_scheduler import LRScheduler
 from trainkit.engine.hooks.monitor import MetricHook, Mode
 from trainkit.solver.lr_scheduler import ScheduledLR
@@ -28,7 +29,8 @@ class ReduceOnPlateau(MetricHook):
         min_factor: the product of all reductions stays at or above it.
 
     Raises:
-        ConfigError: before training, if ``trainer.scheduler`` cannot be reduced, or no `LRScheduler` hook steps it.
+        ConfigError: before training, if ``trainer.scheduler`` cannot be reduced, no `LRScheduler` hook steps it, or no
+            `EvalHook` has the same period.
     """
 
     priority = SAVE_POINT + 2  # after the evaluation, before the best checkpoint
@@ -48,15 +50,11 @@ class ReduceOnPlateau(MetricHook):
         *,
         offset: int = 0,
     ) -> None:
-        if not is_number(threshold) or not threshold >= 0:
-            raise ValueError(f"threshold must be >= 0, got {threshold!r}")
         super().__init__(eval_period, val_metric, mode, threshold, offset=offset)
         if threshold_mode not in ("rel", "abs"):
             raise ValueError(f'threshold_mode must be "rel" or "abs", got {threshold_mode!r}')
-        if not is_number(factor) or not 0 <= factor < 1:
-            raise ValueError(f"factor must be between 0 and 1, 1 not included, got {factor!r}")
-        if not is_number(min_factor) or not 0 <= min_factor <= 1:
-            raise ValueError(f"min_factor must be between 0 and 1, got {min_factor!r}")
+        if not is_number(factor) or not is_number(min_factor) or not 0 <= factor < 1 or not 0 <= min_factor <= 1:
+            raise ValueError(f"factor and min_factor must be from 0 to below 1, got {factor!r} and {min_factor!r}")
         for name, value in (("patience", patience), ("cooldown", cooldown)):
             if not is_whole(value, 0):
                 raise ValueError(f"{name} must be a whole number of evaluations >= 0, got {value!r}")
@@ -72,13 +70,13 @@ class ReduceOnPlateau(MetricHook):
         scheduler = getattr(self.trainer, "scheduler", None)
         if not isinstance(scheduler, ScheduledLR):
             raise ConfigError(
-                "ReduceOnPlateau needs trainer.scheduler to be a trainkit.solver.LRMultiplier or LRFunction, such as "
-                f"build_lr_scheduler gives, got {scheduler!r}"
+                f"ReduceOnPlateau needs an LRMultiplier or LRFunction as trainer.scheduler, got {scheduler!r}"
             )
         if not any(isinstance(hook, LRScheduler) for hook in self.trainer.hooks):
-            raise ConfigError(
-                "ReduceOnPlateau needs an LRScheduler hook, which steps and saves the scheduler; register one"
-            )
+            raise ConfigError("ReduceOnPlateau needs an LRScheduler hook, which steps and saves the scheduler")
+        evaluations = [(hook._period, hook._offset) for hook in self.trainer.hooks if type(hook) is EvalHook]
+        if evaluations and (self._period, self._offset) not in evaluations:
+            raise ConfigError(f"ReduceOnPlateau has eval_period {self._period}, unlike every EvalHook; leave it out")
         if self.trainer.start_iter == 0:
             self._set_factors([])
 

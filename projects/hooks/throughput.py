@@ -51,13 +51,8 @@ class Throughput(HookBase):
         self._forget()
         model = unwrap_model(self.trainer.model)
         flops, self._tokens_per_sample = (_number(model, f"{name}_per_sample") for name in ("flops", "tokens"))
-        if self._peak_tflops is None and flops is not None:
-            logger.warning("Throughput stores no mfu_pct, because peak_tflops of the device is not given")
         if self._peak_tflops is not None and flops is None:
-            raise ConfigError(
-                f"Throughput has peak_tflops={self._peak_tflops}, but {type(model).__name__} has no flops_per_sample "
-                "(operations of forward and backward pass); define it, or leave peak_tflops out"
-            )
+            raise ConfigError(f"peak_tflops of Throughput is given, but {type(model).__name__} has no flops_per_sample")
         self._mfu_pct_per_sample = 100 * flops / 1e12 / self._peak_tflops if flops and self._peak_tflops else None
         comm.side_group("metrics")  # created here, in the thread of the loop
 
@@ -67,10 +62,7 @@ class Throughput(HookBase):
     def after_step(self) -> None:
         self._sec += time.perf_counter() - self._step_begin
         if not hasattr(self.trainer, "batch"):
-            raise ConfigError(
-                "Throughput counts the samples in trainer.batch, but this trainer has none; set it in run_step(), or "
-                "leave the hook out"
-            )
+            raise ConfigError("Throughput counts the samples in trainer.batch; set it in run_step()")
         batch = self.trainer.batch
         micro_batches = batch if getattr(self.trainer, "accumulation_steps", 1) > 1 else [batch]
         self._samples += sum(map(self.count_samples, micro_batches))

@@ -66,9 +66,7 @@ class VisualizationHook(HookBase):
         if isinstance(draw, str):
             draw = look_up(VISUALIZER_REGISTRY, draw, "draw")
         if not callable(draw):
-            raise TypeError(
-                f"draw must be a function of (inputs, outputs), or the name of a registered one; got {draw!r}"
-            )
+            raise TypeError(f"draw must be a function of (inputs, outputs), or its registered name, got {draw!r}")
         if phases not in ("val", "test", "both"):
             raise ValueError(f'phases must be "val", "test" or "both", got {phases!r}')
         if options is not None:
@@ -80,8 +78,6 @@ class VisualizationHook(HookBase):
             draw = partial(draw, **given)
         self._draw, self._phases, self._names = draw, phases, names
         self._period = check_period("period", period, minimum=1)
-        if output_dir is not None and not isinstance(output_dir, str | Path):
-            raise TypeError(f"output_dir must be a path or None, got {output_dir!r}")
         self._output_dir = output_dir
         self._dataset = ""
         self._evaluated: list[tuple[int, Phase, str]] = []  # the evaluations of this run
@@ -119,13 +115,9 @@ class VisualizationHook(HookBase):
             of_samples = isinstance(inputs, list | tuple)
             names = [sample[self._names] for sample in inputs] if of_samples else [*inputs[self._names]]
         except (KeyError, TypeError, IndexError):
-            raise ValueError(
-                f"names of VisualizationHook is {self._names!r}, which the batch does not have; give a key of the batch"
-            ) from None
+            raise ValueError(f"names of VisualizationHook is {self._names!r}, which is no key of the batch") from None
         if count > len(names):
-            raise ValueError(
-                f"{count} images are drawn of a batch with {len(names)} names; draw at most one per sample"
-            )
+            raise ValueError(f"{count} images are drawn of a batch with {len(names)} names")
         plain = [_IMAGE_SUFFIX.sub("", Path(str(name)).name) for name in names[:count]]
         return ["_" + re.sub(r"[^\w.-]", "_", name) for name in plain]
 
@@ -134,9 +126,7 @@ class VisualizationHook(HookBase):
             return Path(self._output_dir)
         cfg = getattr(self.trainer, "cfg", None)
         if cfg is None:
-            raise ConfigError(
-                "VisualizationHook has no output_dir, and its trainer has no cfg with an OUTPUT_DIR; give output_dir"
-            )
+            raise ConfigError("VisualizationHook needs an output_dir, since this trainer has no config")
         return Path(cfg.OUTPUT_DIR) / "visualization"
 
 
@@ -144,10 +134,8 @@ def _as_array(image: object) -> np.ndarray:
     """A copy in host memory: ``draw`` may use its array again before a writer reads the image."""
     shape, dtype = list(getattr(image, "shape", [])), str(getattr(image, "dtype", "")).removeprefix("torch.")
     if not isinstance(image, np.ndarray | torch.Tensor) or dtype != "uint8" or shape[2:] != [3] or 0 in shape:
-        raise TypeError(
-            "the function of VisualizationHook must return an RGB image of shape [H, W, 3], uint8, or a list of them; "
-            f"got {f'shape {shape}, {dtype}' if dtype else type(image).__name__}"
-        )
+        got = f"shape {shape}, {dtype}" if dtype else type(image).__name__
+        raise TypeError(f"draw must return images of shape [H, W, 3], uint8, got {got}")
     return np.array(image.numpy(force=True) if isinstance(image, torch.Tensor) else image)
 
 

@@ -25,7 +25,7 @@ def results_of(hooks, test=lambda cfg, model: {"task": {"weight": model.weight.i
         ([EMAHook(kind="mean")], {"task": {"weight": -1.0}}),
         ([EMAHook(kind="mean", evaluate="raw")], {"task": {"weight": -2.0}}),
         ([EMAHook(kind="mean", evaluate="both")], {"task": {"weight": -1.0}, "raw": {"task": {"weight": -2.0}}}),
-        ([CallbackHook(), EMAHook(kind="mean"), EMAHook(0.5)], {"task": {"weight": -1.0}}),
+        ([CallbackHook(), EMAHook(kind="mean"), EMAHook(0.5, evaluate="raw")], {"task": {"weight": -1.0}}),
     ],
     ids=["no hook", "ema", "raw", "both", "the first of two"],
 )

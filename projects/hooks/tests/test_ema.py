@@ -7,10 +7,12 @@ import torch
 from torch import nn
 from trainkit.projects.hooks import averaged
 
+from tests.engine.job import tiny_cfg
 from tests.engine.tiny import AfterStep, Weight, sgd
 from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer, file
-from trainkit.config import CfgNode
+from trainkit.config import CfgNode, ConfigError
+from trainkit.engine import DefaultTrainer
 from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.hooks import CallbackHook, EMAHook
 from trainkit.engine.step import SimpleTrainer
@@ -133,7 +135,7 @@ def test_a_state_that_waits_for_the_run_is_not_lost(tmp_path):
 
 def test_that_the_average_was_evaluated_is_known_after_a_resume_too():
     hook, resumed = EMAHook(), EMAHook()
-    hook.trainer = SimpleNamespace(model=nn.Linear(1, 1), start_iter=0, iter=1, max_iter=10)
+    hook.trainer = SimpleNamespace(model=nn.Linear(1, 1), start_iter=0, iter=1, max_iter=10, hooks=[])
     hook.before_train()
     hook.after_step()
     hook.evaluated_models(hook.trainer.model)
@@ -167,14 +169,9 @@ def test_a_checkpoint_without_an_average_begins_one_with_one_warning(begin, warn
     Job(tmp_path).train(ITERS, 0, stop_after=3)
     job = Job(tmp_path, EMAHook(0.5, begin=begin)).resume().train()
     messages = [record.getMessage() for record in caplog.records if record.name == "trainkit.projects.hooks.ema"]
-    warning = "EMAHook has no averaged weights of the first 3 iterations; the average starts with the model"
+    warning = "EMAHook has no average of the first 3 iterations; it starts with the model"
     assert messages == ([warning] if warned else [])
     assert job.hook.state_dict()["steps"] == 5
-
-
-def test_a_run_from_the_start_warns_of_nothing(tmp_path, caplog):
-    Job(tmp_path, EMAHook()).train(2, 0)
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_the_saved_average_of_another_model_is_an_error_that_names_the_tensors():
@@ -192,11 +189,6 @@ def test_a_checkpoint_has_the_trained_weights_as_the_model_and_the_average_besid
     assert found is state["trainer"]["hooks"]["EMAHook"]["model"]
     assert all(torch.equal(value, found[name]) for name, value in job.average.state_dict().items())
     assert not torch.equal(found["layers.1.weight"], state["model"]["layers.1.weight"])
-
-
-@pytest.mark.parametrize("state", [{}, {"trainer": 3}, {"trainer": {"iteration": 1}}, {"trainer": {"hooks": {}}}])
-def test_a_state_without_averaged_weights_is_seen_as_such(state):
-    assert averaged.averaged_weights({"model": {}, **state}) is None
 
 
 # ---------------------------------------------------------------------- models
@@ -224,7 +216,7 @@ def test_without_training_and_without_an_average_the_models_own_weights_are_eval
     job = Job(tmp_path, EMAHook(evaluate="both"))
     assert job.average is job.model
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "none were loaded" in caplog.text
+    assert "EMAHook has no averaged weights" in caplog.text
 
 
 def test_what_wraps_the_model_is_not_averaged(tmp_path):
@@ -247,26 +239,9 @@ def test_an_update_that_the_scaler_skips_takes_the_unchanged_weights_in_once_mor
 # ---------------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"kind": "swa"}, ValueError, "kind must be one of"),
-        ({"gamma": 5}, ValueError, 'gamma is 5, but kind "exponential" has none'),
-        ({"decay": "0.9"}, ValueError, "must be a number from 0 to below 1, got '0.9'"),
-        ({"interval": 0}, ValueError, "interval must be a whole number of updates >= 1, got 0"),
-        ({"begin": -1}, ValueError, "begin must be a whole number of iterations >= 0, got -1"),
-        ({"buffers": "avg"}, ValueError, 'buffers must be "copy" or "average", got \'avg\''),
-        ({"evaluate": True}, ValueError, 'evaluate must be "ema", "raw" or "both", got True'),
-    ],
-)
-def test_bad_arguments_are_errors_of_the_constructor(arguments, error, message):
-    with pytest.raises(error, match=message):
-        EMAHook(**arguments)
-
-
 def test_an_average_that_would_never_begin_is_an_error_before_the_first_iteration(tmp_path):
     job = Job(tmp_path, EMAHook(begin=9))
-    with pytest.raises(ValueError, match="begin of EMAHook is 9, beyond the end of the run after 8 iterations"):
+    with pytest.raises(ValueError, match="begin of EMAHook is 9, but the run has only 8 iterations"):
         job.train(8, 0)
     assert job.trainer.iter == 0
     job.train(9, 0)
@@ -278,14 +253,14 @@ def test_the_first_part_of_a_longer_run_may_end_before_the_average_begins(tmp_pa
     job.train(4, 0)
     job.train(9, 4)
     job.trainer.cfg = CfgNode({"SOLVER": {"MAX_ITER": 8}})
-    with pytest.raises(ValueError, match="beyond the end of the run after 8 iterations"):
+    with pytest.raises(ValueError, match="but the run has only 8 iterations"):
         job.train(4, 0)
 
 
 def test_a_model_that_cannot_be_copied_is_an_error_before_the_first_iteration(tmp_path):
     job = Job(tmp_path, EMAHook())
     job.model.lock = threading.Lock()
-    with pytest.raises(TypeError, match="Net cannot be copied"):
+    with pytest.raises(TypeError, match="Net must allow copy.deepcopy"):
         job.train(8, 0)
     assert job.trainer.iter == 0
 
@@ -311,3 +286,11 @@ def test_every_rank_has_the_same_averaged_parameters_and_buffers_of_its_own(tmp_
     assert first["steps"] == second["steps"] == 3
     different = {name for name, value in first["model"].items() if not torch.equal(value, second["model"][name])}
     assert different == {"layers.0.running_mean", "layers.0.running_var"}
+
+
+def test_two_hooks_that_offer_an_average_are_an_error_and_one_of_them_may_be_raw(tmp_path):
+    entries = [{"NAME": "EMAHook"}, {"NAME": "EMAHook", "DECAY": 0.5}]
+    with pytest.raises(ConfigError, match="two EMAHooks offer an average to evaluate"):
+        DefaultTrainer(tiny_cfg(tmp_path, "HOOKS", entries)).train()
+    entries[1]["EVALUATE"] = "raw"
+    DefaultTrainer(tiny_cfg(tmp_path, "HOOKS", entries)).train(max_iter=1)

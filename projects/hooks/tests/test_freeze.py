@@ -112,9 +112,7 @@ def test_a_mistake_is_an_error_before_training():
     with pytest.raises(ValueError, match="end must be"):
         Freeze("body.*", begin=3, end=3)
     trainer, record = build(Freeze(["head.*", "bdy.weight"]))
-    with pytest.raises(
-        ConfigError, match=r"names of Freeze \(HOOKS in a config\) has 'bdy.weight', but .* did you mean 'body.weight'"
-    ):
+    with pytest.raises(ConfigError, match="names of Freeze has 'bdy.weight'; did you mean 'body.weight'"):
         trainer.train(0, 2)
     assert record.weights == {}
 

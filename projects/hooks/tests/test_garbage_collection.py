@@ -80,10 +80,3 @@ def test_a_run_that_fails_before_it_begins_leaves_it_as_it_is():
     with pytest.raises(RuntimeError, match="not today"):
         trainer.train(0, 1)
     assert not gc.isenabled()
-
-
-def test_bad_arguments_are_errors_of_the_constructor():
-    with pytest.raises(ValueError, match="period must be a whole number of iterations >= 1, got 0"):
-        GarbageCollection(0)
-    with pytest.raises(ValueError, match="generation must be 0, 1 or 2, got 3"):
-        GarbageCollection(generation=3)

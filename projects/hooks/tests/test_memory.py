@@ -44,28 +44,9 @@ def test_it_reports_every_period_and_exactly_so_often(cuda, caplog, max_iter, ex
     assert messages(caplog) == expected
 
 
-def test_a_second_run_reports_again(cuda, caplog):
-    caplog.set_level("INFO")
-    trainer = Steps([TorchMemoryStats(period=3, max_runs=1)])
-    trainer.train(0, 9)
-    trainer.train(0, 9)
-    assert messages(caplog) == [line(2), "\nthe summary"] * 2
-
-
 @pytest.mark.parametrize("found", [None, torch.device("mps")])
 def test_where_torch_cannot_tell_it_is_silent(found, monkeypatch, caplog):
     caplog.set_level("INFO")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
     Steps([TorchMemoryStats(period=1)]).train(0, 3)
     assert messages(caplog) == []
-
-
-def test_a_period_below_one_is_an_error():
-    with pytest.raises(ValueError, match="period must be a whole number of iterations >= 1, got 0"):
-        TorchMemoryStats(period=0)
-
-
-@pytest.mark.parametrize("max_runs", [-1, 1.5, "3", None])
-def test_a_number_of_runs_that_is_none_is_an_error_of_the_constructor(max_runs):
-    with pytest.raises(ValueError, match="max_runs must be a whole number >= 0, got"):
-        TorchMemoryStats(max_runs=max_runs)

@@ -49,7 +49,8 @@ after_train: PeriodicCheckpointer, EvalHook, BestCheckpointer, BestCheckpointer#
 before_eval: VisualizationHook, SyncBuffers
 after_eval_step: VisualizationHook
 after_eval: EmptyCache
-before_save: EMAHook"""
+before_save: EMAHook
+after_failure: MemorySnapshot"""
 
 
 def test_all_hooks_of_a_config_stand_in_their_fixed_order(tmp_path, monkeypatch):

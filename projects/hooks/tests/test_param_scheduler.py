@@ -4,7 +4,6 @@ from torch import nn
 from trainkit.projects.solver_extras.schedules import Linear
 
 from tests.engine.tiny import Regression, Weight, batches, sgd
-from trainkit.config import ConfigError
 from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.hooks import CallbackHook, LRScheduler, ParamScheduler
 from trainkit.engine.step import SimpleTrainer
@@ -177,32 +176,14 @@ def test_updates_that_the_scaler_skips_delay_no_schedule():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((3, HALVE), TypeError, 'param must be text, such as "weight_decay", got 3'),
-        (("lr", "Cosine"), ConfigError, "ParamScheduler of lr must be a list of entries .*; got 'Cosine'"),
-        (
-            ("lr", [{"NAME": "Cosin"}]),
-            ConfigError,
-            r"ParamScheduler of lr\[0\] .*: unknown 'Cosin'; did you mean 'Cosine'",
-        ),
-        (("lr", [{"NAME": "Step", "STEP_SIZE": -1}]), ConfigError, r"lr\[0\] \(Step\) refuses STEP_SIZE=-1"),
-    ],
-)
-def test_bad_arguments_are_errors_of_the_constructor(arguments, error, message):
-    with pytest.raises(error, match=message):
-        ParamScheduler(*arguments)
-
-
-@pytest.mark.parametrize(
     ("param", "message"),
     [
         (
             "weight_decy",
-            r"'weight_decy', but no parameter group of SGD .*; did you mean 'weight_decay'\? It has: damp.*, lr",
+            r"no parameter group has 'weight_decy'; did you mean 'weight_decay'\? accepted: .*damp.*, 'lr'",
         ),
-        ("nesterov", "param of ParamScheduler .* is 'nesterov', but no parameter group of SGD has such a number"),
-        ("betas.0", " is 'betas.0', but no parameter group of SGD has such a number"),
+        ("nesterov", "no parameter group has 'nesterov'"),
+        ("betas.0", "no parameter group has 'betas.0'"),
     ],
 )
 def test_a_field_that_no_group_has_is_an_error_before_the_first_step(param, message):
@@ -212,21 +193,10 @@ def test_a_field_that_no_group_has_is_an_error_before_the_first_step(param, mess
     assert used == []
 
 
-@pytest.mark.parametrize("param", ["betas.2", "betas.x", "betas"])
-def test_an_item_that_no_group_has_is_an_error_that_lists_them(param):
-    trainer, _ = make(ParamScheduler(param, HALVE), adam(), lambda group: None)
-    with pytest.raises(
-        ValueError, match=f" is '{param}', but .* It has: betas.0, betas.1, eps, lr, momentum, weight_decay"
-    ):
-        trainer.train(0, 1)
-
-
 def test_two_hooks_that_set_the_same_field_are_an_error():
     trainer, _ = make(ParamScheduler("lr", HALVE))
     trainer.register_hooks([LRScheduler(scheduler=LRFunction(trainer.optimizer, lambda t, base: base))])
-    with pytest.raises(
-        ValueError, match=r"LRScheduler hook both set the learning rate; put the schedule into SOLVER\.SCH"
-    ):
+    with pytest.raises(ValueError, match=r"LRScheduler both set the rate; use SOLVER\.SCHEDULES"):
         trainer.train(0, 1)
     trainer, _ = make(ParamScheduler("momentum", HALVE))
     trainer.register_hooks([ParamScheduler("momentum", HALVE)])

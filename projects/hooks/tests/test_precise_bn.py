@@ -134,10 +134,3 @@ def test_without_batch_norm_in_train_mode_it_warns_and_does_nothing(model, caplo
 def test_a_loader_without_batches_is_an_error():
     with pytest.raises(ValueError, match="the data loader of PreciseBN yields no batch"):
         norm([])
-
-
-def test_bad_periods_are_errors_of_the_constructor():
-    with pytest.raises(ValueError, match="period must be a whole number of iterations >= 0, got -1"):
-        PreciseBN(-1, nn.BatchNorm1d(3), [], 1)
-    with pytest.raises(ValueError, match="num_iter must be a whole number of iterations >= 1, got 0"):
-        PreciseBN(1, nn.BatchNorm1d(3), [], 0)

@@ -49,23 +49,10 @@ def test_a_step_that_fails_has_its_trace(tmp_path):
     assert "aten::matmul" in operators(tmp_path / "trace_iter0000001.json")
 
 
-def test_nothing_is_made_if_no_iteration_is_picked(tmp_path):
-    profiled(tmp_path / "traces", {7}).train(0, 3)
-    assert not (tmp_path / "traces").exists()
-
-
 def test_iterations_can_be_given_by_their_limits(tmp_path):
     hook = TorchProfiler([1, 3], tmp_path, activities=[ProfilerActivity.CPU], save_tensorboard=False)
     Steps([hook], step=multiply).train(0, 5)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace_iter0000001.json", "trace_iter0000002.json"]
-
-
-@pytest.mark.parametrize("limits", [[3, 3], [-1, 2], [1], [1, 2, 3], [1.0, 2.0], [True, 2], 5, None, "1-2"])
-def test_what_is_no_pair_of_iterations_is_an_error_of_the_constructor(limits):
-    with pytest.raises(
-        ValueError, match=r"enable_predicate must be a function of the trainer, or \[begin, end\] .* got "
-    ):
-        TorchProfiler(limits, "traces")
 
 
 def test_from_a_config_traces_lie_in_a_folder_of_the_output_folder(tmp_path):

@@ -60,12 +60,6 @@ def test_the_final_and_every_best_file_are_published_after_a_run(tmp_path):
     assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
 
 
-def test_without_a_final_file_only_the_best_are_published(tmp_path):
-    make(tmp_path, save_last=False).train(0, 4)
-
-    assert published(tmp_path) == ["best_top5", "model_best"]
-
-
 def test_a_best_file_that_never_came_is_left_out_with_a_warning(tmp_path, caplog):
     make(tmp_path, [math.nan, math.nan]).train(0, 4)
 
@@ -93,14 +87,6 @@ def test_a_run_that_did_not_finish_publishes_nothing(tmp_path):
 
     assert stopped.status == "stopped"
     assert published(tmp_path) == []
-
-
-def test_a_second_run_publishes_again(tmp_path):
-    trainer = make(tmp_path, [50.0, 60.0, 70.0])
-    trainer.train(0, 4)
-    trainer.train(4, 6)
-
-    assert published(tmp_path) == ["best_top5", "model_best", "model_final"]
 
 
 def test_the_average_is_published_if_that_is_asked_for(tmp_path):

@@ -161,15 +161,9 @@ def test_a_model_that_says_how_many_tokens_a_sample_has_gives_their_rate(clock, 
     assert "tokens_per_sec" not in run(Slow(clock, 2.0), samples(4), Throughput(1), 1).storage.latest()
 
 
-def test_a_peak_without_operations_is_an_error_and_operations_without_a_peak_a_hint(clock, caplog):
-    with pytest.raises(ValueError, match=r"peak_tflops=8, but Slow has no flops_per_sample .*; define it, or leave"):
+def test_a_peak_without_operations_is_an_error(clock):
+    with pytest.raises(ValueError, match="peak_tflops of Throughput is given, but Slow has no flops_per_sample"):
         run(Slow(clock, 2.0), samples(4), Throughput(peak_tflops=8), 1)
-    run(WithMethod(clock, 2.0), samples(4), Throughput(), 1)
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert warnings == ["Throughput stores no mfu_pct, because peak_tflops of the device is not given"]
-    caplog.clear()
-    run(Slow(clock, 2.0), samples(4), Throughput(), 1)
-    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
 
 
 def _rates(rank, later):
@@ -206,13 +200,5 @@ def test_a_trainer_of_ones_own_says_what_it_counts(sets_batch):
         trainer.train(0, 1)
         assert "samples_per_sec" in trainer.storage.latest()
     else:
-        with pytest.raises(ConfigError, match="trainer.batch, but this trainer has none; set it in run_step"):
+        with pytest.raises(ConfigError, match="the samples in trainer.batch; set it in run_step"):
             trainer.train(0, 1)
-
-
-def test_bad_arguments_are_errors_of_the_constructor():
-    with pytest.raises(ValueError, match="period must be a whole number of iterations >= 1, got 0"):
-        Throughput(0)
-    for peak in (0, -1.0, "A100"):
-        with pytest.raises(ValueError, match="peak_tflops must be a number > 0, or None"):
-            Throughput(peak_tflops=peak)

@@ -137,16 +137,6 @@ def test_it_looks_first_and_every_period_and_says_what_has_changed(period, expec
     assert findings(Switch(), caplog, iters=6, data=["a", "a", "a", "b", "b", "c"], period=period) == expected
 
 
-def test_a_second_run_says_it_again(caplog):
-    model = Two()
-    trainer = SimpleTrainer(model, [torch.ones(3, 2)], sgd(model))
-    trainer.register_hooks([UnusedParameters()])
-    trainer.train(0, 2)
-    trainer.train(2, 4)
-    found = [read(record.message) for record in caplog.records if record.levelno == logging.ERROR]
-    assert found == [(0, "b.weight", "none"), (2, "b.weight", "none")]
-
-
 def test_it_ends_the_run_before_the_update_if_asked_to():
     model = Switch()
     trainer = SimpleTrainer(model, ["a"], sgd(model))
@@ -183,8 +173,3 @@ def test_nothing_is_watched_behind_a_step_that_fails(caplog):
     assert not torch.overrides.has_torch_function((model.weight,))
     model(0)
     assert watched == [True, True, False]
-
-
-def test_a_period_that_is_none_is_an_error():
-    with pytest.raises(ValueError, match="period must be a whole number of iterations >= 0, got -1"):
-        UnusedParameters(-1)

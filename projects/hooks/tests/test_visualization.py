@@ -8,7 +8,6 @@ import torch
 from tests.engine.job import tiny_cfg
 from tests.two_ranks import on_two_ranks
 from tests.utils.png import decode_png
-from trainkit.config import ConfigError
 from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import VISUALIZER_REGISTRY, CallbackHook, VisualizationHook
 from trainkit.engine.loop import TrainerBase
@@ -63,18 +62,6 @@ def test_every_period_th_batch_becomes_a_png_file_named_after_where_it_is_from(t
     ]
     for path in tmp_path.rglob("*.png"):
         assert np.array_equal(decode_png(path.read_bytes()), gray(int(path.stem[-1])))
-
-
-def test_other_batches_are_not_drawn(tmp_path):
-    drawn = []
-
-    def draw(inputs, outputs):
-        drawn.append((inputs, outputs))
-        return gray(0)
-
-    evaluate(trainer_with(VisualizationHook(draw, 2, tmp_path)), 5)
-
-    assert drawn == [(1, "1"), (3, "3")]
 
 
 def test_several_images_of_a_batch_are_numbered_and_none_is_fine(tmp_path):
@@ -215,24 +202,10 @@ def test_a_file_that_cannot_be_written_is_an_error_in_the_log_and_the_evaluation
     ],
 )
 def test_what_is_no_rgb_image_is_refused_by_what_it_is(tmp_path, returned, got):
-    message = rf"must return an RGB image of shape \[H, W, 3\], uint8, or a list of them; got {got}$"
+    message = rf"must return images of shape \[H, W, 3\], uint8, got {got}$"
     with pytest.raises(TypeError, match=message):
         evaluate(trainer_with(VisualizationHook(lambda inputs, outputs: returned, 1, tmp_path)))
     assert files(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"draw": "draw_logit"}, ValueError, "draw: no 'draw_logit' in the VISUALIZER registry; did you mean 'draw_lo"),
-        ({"draw": 3}, TypeError, r"draw must be a function of \(inputs, outputs\), or the name of .*; got 3"),
-        ({"draw": draw_number, "output_dir": 5}, TypeError, "output_dir must be a path or None, got 5"),
-        ({"draw": draw_number, "period": 0}, ValueError, "period must be .* >= 1, got 0"),
-    ],
-)
-def test_wrong_arguments_are_refused_by_the_constructor(arguments, error, message):
-    with pytest.raises(error, match=message):
-        VisualizationHook(**arguments)
 
 
 def test_without_a_folder_to_write_to_neither_training_nor_an_evaluation_begins():
@@ -244,7 +217,7 @@ def test_without_a_folder_to_write_to_neither_training_nor_an_evaluation_begins(
 
     trainer = Trainer()
     trainer.register_hooks([VisualizationHook(draw_number)])
-    message = "no output_dir, and its trainer has no cfg with an OUTPUT_DIR; give output_dir"
+    message = "VisualizationHook needs an output_dir"
 
     with pytest.raises(ValueError, match=message):
         trainer.train(0, 3)
@@ -288,22 +261,6 @@ def test_a_run_that_is_saved_and_loaded_in_the_middle_goes_on_drawing(tmp_path):
     resumed.train()
     # the checkpoint was written before the evaluation of its iteration, which is made now
     assert files(tmp_path / "visualization") == sorted([*half, *TEST, *VAL])
-
-
-def test_the_same_trainer_draws_in_two_runs(tmp_path):
-    trainer = drawing_trainer(tmp_path)
-    trainer.train()
-    first = {name: (tmp_path / "visualization" / name).read_bytes() for name in TEST + VAL}
-    trainer.train(0, 10)
-    second = {name: (tmp_path / "visualization" / name).read_bytes() for name in TEST + VAL}
-
-    assert files(tmp_path / "visualization") == TEST + VAL
-    assert all(first[name] != second[name] for name in TEST + VAL)  # drawn again, of a model that has learned on
-
-
-def test_an_unknown_function_in_a_config_is_found_when_building(tmp_path):
-    with pytest.raises(ConfigError, match="HOOKS: VisualizationHook: draw: no 'draw_logitz' .*did you mean 'draw_logi"):
-        drawing_trainer(tmp_path, DRAW="draw_logitz")
 
 
 # ---------------------------------------------------------------------- ranks
@@ -360,7 +317,7 @@ def test_each_image_is_called_as_its_sample(batch, tmp_path):
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"name": ["a"]}, "names of VisualizationHook is 'file_name', which the batch does not have"),
+        ({"name": ["a"]}, "names of VisualizationHook is 'file_name', which is no key of the batch"),
         ({"file_name": ["a"]}, "2 images are drawn of a batch with 1 names"),
     ],
 )
@@ -382,19 +339,3 @@ def test_a_config_gives_phases_and_options_of_the_drawing(tmp_path):
     pictures = files(tmp_path / "visualization")
     assert pictures == ["test/tiny_test_iter0000010_batch0002.png"]
     assert np.array_equal(decode_png((tmp_path / "visualization" / pictures[0]).read_bytes()), gray(50))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"phases": "train"}, ValueError, 'phases must be "val", "test" or "both", got \'train\''),
-        (
-            {"options": {"size": 3}},
-            TypeError,
-            "options {'size': 3} are no arguments of draw: got an unexpected keyword",
-        ),
-    ],
-)
-def test_phases_and_options_that_do_not_exist_are_refused_by_the_constructor(arguments, error, message):
-    with pytest.raises(error, match=message):
-        VisualizationHook(draw_number, **arguments)
