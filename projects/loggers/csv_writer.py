@@ -6,9 +6,7 @@ import os
 from pathlib import Path
 
 from trainkit.utils.events.json_writer import LinesWriter
-from trainkit.utils.events.storage import EventStorage
 from trainkit.utils.events.writers import WRITER_REGISTRY, Scalar, rows_by_iteration
-from trainkit.utils.run_file import RunFile
 
 
 class CSVWriter(LinesWriter):
@@ -21,16 +19,16 @@ class CSVWriter(LinesWriter):
     """
 
     def __init__(self, csv_file: str | Path, window_size: int = 20) -> None:
-        super().__init__(RunFile(csv_file, header="iteration,epoch,name,value\n"), window_size)
+        super().__init__(csv_file, window_size, header="iteration,epoch,name,value\n")
 
-    def _show(self, scalars: list[Scalar], storage: EventStorage) -> None:
+    def format(self, scalars: list[Scalar]) -> str:
         lines = io.StringIO()
         csv_format.writer(lines, lineterminator="\n").writerows(
             (iter, epoch, _text_cell(name), repr(value))
             for iter, epoch, row in rows_by_iteration(scalars)
             for name, value in row.items()
         )
-        self._file.append(lines.getvalue())
+        return lines.getvalue()
 
 
 def _text_cell(name: str) -> str:

@@ -20,12 +20,12 @@ from trainkit.engine import (
 from trainkit.utils.events import (
     WRITER_REGISTRY,
     CommonMetricPrinter,
+    EventStorage,
     EventWriter,
     JSONWriter,
     TensorboardXWriter,
 )
 from trainkit.utils.logger import close_logger
-from trainkit.utils.run_file import RunFile
 from trainkit.utils.run_folder import LOCK_FILE, release_folder
 
 NEW, RESUME, EVAL = Namespace(resume=False, eval_only=False), Namespace(resume=True), Namespace(eval_only=True)
@@ -185,9 +185,11 @@ def test_nothing_is_written_through_a_link_out_of_the_folder(tmp_path, args):
     for name in links:
         (folder / name).symlink_to(outside / name)
     default_setup(cfg_for(folder), args)
-    metrics = RunFile(folder / "metrics.json")
-    metrics.append("{}\n")
-    metrics.close()
+    metrics = JSONWriter(folder / "metrics.json")
+    with EventStorage() as storage:
+        storage.put_scalar("a", 1.0)
+        metrics.write()
+        metrics.close()
     assert (names_in(outside), (outside / "log.txt").read_text()) == (["log.txt"], "of somebody else")
     assert sorted(path.name for path in (folder / "previous_2").iterdir() if path.is_symlink()) == links[:3]
     assert (folder / "model_0000004.pth").exists() == (args is not NEW)

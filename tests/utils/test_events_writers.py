@@ -222,23 +222,12 @@ def lines(caplog, monkeypatch):
     return lambda: [record.getMessage() for record in caplog.records]
 
 
-def test_an_eta_that_was_put_in_this_iteration_is_shown(lines):
-    printer = CommonMetricPrinter(max_iter=4000)
-    with EventStorage(3) as storage:
-        storage.put_scalar("time", 0.5)
-        storage.put_scalar("eta_seconds", 7.0, smoothing_hint=False)
-        printer.write()
-    assert lines() == [" eta: 0:00:07  after 4 of 4000 iterations  time: 0.5000 "]
-
-
 def test_console_line_has_eta_iteration_scalars_times_and_learning_rate(lines):
     printer = CommonMetricPrinter(max_iter=4000, window_size=3)
     with EventStorage() as storage:
         for storage.iter, loss in enumerate([9.0, 0.123456, 8.0, 2.5]):
             storage.put_scalars(time=0.5, data_time=0.25 * storage.iter, rank_data_time=7.0)
             storage.put_scalar("lr", 0.00123456, smoothing_hint=False)
-            if storage.iter < 3:  # what was put in another iteration does not count
-                storage.put_scalar("eta_seconds", 7.0, smoothing_hint=False)
             storage.put_scalar("total_loss", loss)
             storage.put_scalar("[metric]scale", 65536.0)
             storage.put_scalar("digits/top1", 99.0, smoothing_hint=False)  # a result, not a running value
@@ -305,37 +294,6 @@ def write_at(printer, storage, *iters):
     for storage.iter in iters:
         storage.put_scalar("a", 1.0)
         printer.write()
-
-
-def test_console_eta_comes_from_the_clock_where_nothing_times_the_iterations(lines, clock):
-    printer = CommonMetricPrinter(max_iter=100)
-    with EventStorage() as storage:
-        write_at(printer, storage, 19)
-        clock.now += 40
-        write_at(printer, storage, 39, 39)  # no iteration between the last two: no division by zero, no estimate
-
-    assert lines() == [
-        "after 20 of 100 iterations  a: 1 ",
-        " eta: 0:02:00  after 40 of 100 iterations  a: 1 ",
-        "after 40 of 100 iterations  a: 1 ",
-    ]
-
-
-def test_console_eta_does_not_count_the_time_between_two_runs(lines, clock):
-    printer = CommonMetricPrinter(max_iter=100)
-    with EventStorage() as storage:
-        write_at(printer, storage, 9)
-        printer.close()
-        clock.now += 3600
-        write_at(printer, storage, 19)
-        clock.now += 10
-        write_at(printer, storage, 29)
-
-    assert [line.split("  a:")[0] for line in lines()] == [
-        "after 10 of 100 iterations",
-        "after 20 of 100 iterations",
-        " eta: 0:01:10  after 30 of 100 iterations",
-    ]
 
 
 def test_console_logs_at_most_one_line_per_interval_and_the_last_one(lines, clock):

@@ -10,7 +10,6 @@ from torch import nn
 
 from trainkit.evaluation.observer import Phase
 from trainkit.utils.registry import Registry
-from trainkit.utils.stateful import refuse_state
 
 HOOK_REGISTRY = Registry("HOOK")
 """Hook classes that HOOKS in a config can name; their arguments are plain values, see `ConfiguredHooks`."""
@@ -154,8 +153,8 @@ class HookBase:
         Raises:
             NotImplementedError: there is a state, but the hook does not override this method.
         """
-        if not self._state_names:
-            refuse_state(self, state_dict)
+        if state_dict and not self._state_names:
+            raise NotImplementedError(f"{type(self).__name__} saves a state but has no load_state_dict; define both")
         for name in self._state_names:
             setattr(self, name, state_dict[name.lstrip("_")])
 

@@ -1,7 +1,6 @@
 """Scalars, images and histograms for TensorBoard."""
 
 import importlib
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from trainkit.utils.events.writers import Scalar, ScalarWriter
 
 
 class TensorboardXWriter(ScalarWriter):
-    """Scalars, images and histograms for TensorBoard, smoothed; the file is created at the first write.
+    """Scalars, images and histograms for the package tensorboard, smoothed; the file is created at the first write.
 
     ``kwargs`` go to ``torch.utils.tensorboard.SummaryWriter``. The first file of a resumed run lets TensorBoard hide
     the steps after the checkpoint (``purge_step``). After an OSError the next write opens a new file.
@@ -18,8 +17,6 @@ class TensorboardXWriter(ScalarWriter):
 
     def __init__(self, log_dir: str | Path, window_size: int = 20, **kwargs: Any) -> None:
         super().__init__(window_size)
-        if importlib.util.find_spec("tensorboard") is None:
-            raise ImportError("TensorboardXWriter needs the package tensorboard: pip install 'trainkit[tensorboard]'")
         self._log_dir, self._kwargs = str(log_dir), kwargs
         self._opened: Any = None
         self._last_step = -1  # the highest step written

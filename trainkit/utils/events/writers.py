@@ -100,9 +100,8 @@ def rows_by_iteration(scalars: Iterable[Scalar]) -> list[tuple[int, int | None, 
 class CommonMetricPrinter(EventWriter):
     """One log line: ETA, epoch, iteration, every smoothed scalar, times, learning rate, peak memory of CUDA.
 
-    The ETA is the scalar ``eta_seconds`` of this iteration, else an estimate; there is none without ``max_iter``.
-    Nothing is logged before there is a smoothed scalar, and when ``iter == max_iter``, since nothing was trained after
-    the last line.
+    The ETA needs ``max_iter`` and the scalar ``time``. Nothing is logged before there is a smoothed scalar, and when
+    ``iter == max_iter``, since nothing was trained after the last line.
 
     Args:
         iters_per_epoch: None if there are no epochs.
@@ -124,7 +123,7 @@ class CommonMetricPrinter(EventWriter):
         self.logger = logger
         self._max_iter, self._iters_per_epoch = max_iter, iters_per_epoch
         self._window_size, self._min_interval_sec = _check_window(window_size), min_interval_sec
-        self._last_iter, self._last_time = -1, -math.inf  # of the last line
+        self._last_time = -math.inf  # of the last line
 
     def write(self) -> None:
         storage, now = get_event_storage(), time.perf_counter()
@@ -135,7 +134,7 @@ class CommonMetricPrinter(EventWriter):
         latest = storage.latest_with_smoothing_hint(self._window_size)
         # at the end of a stopped run, storage.iter is the next iteration
         iter = min(storage.iter, max(iter for _, iter in latest.values()))
-        eta_sec = None if self._max_iter is None else self._eta_sec(storage, latest.get("eta_seconds"), now)
+        eta_sec = None if self._max_iter is None else estimate_eta_sec(storage, self._max_iter)
         fields = [] if eta_sec is None else [f" eta: {datetime.timedelta(seconds=int(eta_sec))} "]
         if self._iters_per_epoch is not None:
             fields.append(f"{name_epoch(iter, self._iters_per_epoch, self._max_iter)} ")
@@ -149,23 +148,14 @@ class CommonMetricPrinter(EventWriter):
         if accelerator_runs_ahead() and (max_memory := torch.accelerator.memory.max_memory_allocated()):
             fields.append(f"max_mem: {max_memory / 2**20:.0f}M")
         self.logger.log(self._level, " ".join(fields))
-        self._last_iter, self._last_time = storage.iter, now
+        self._last_time = now
 
     def begin(self, trainer: Any) -> None:
         if self._max_iter is not None:  # another train() may be longer or shorter
             self._max_iter = trainer.max_iter
 
     def close(self) -> None:
-        self._last_iter, self._last_time = -1, -math.inf  # the time until the next run must not count
-
-    def _eta_sec(self, storage: EventStorage, put: tuple[float, int] | None, now: float) -> float | None:
-        if put is not None and put[1] == storage.iter:
-            return put[0]
-        eta_sec = estimate_eta_sec(storage, self._max_iter or 0)
-        if eta_sec is None and 0 <= self._last_iter < storage.iter:  # nothing times the iterations
-            iter_sec = (now - self._last_time) / (storage.iter - self._last_iter)
-            eta_sec = iter_sec * ((self._max_iter or 0) - storage.iter - 1)
-        return eta_sec
+        self._last_time = -math.inf
 
 
 def name_epoch(iter: int, iters_per_epoch: int, max_iter: int | None) -> str:
