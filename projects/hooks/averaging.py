@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.utils.numbers import is_number, is_whole
+from trainkit.utils.plugins import load_plugin
 
 AveragingKind: TypeAlias = Literal["exponential", "annealing", "warmup", "mean", "mmcv"]
 
