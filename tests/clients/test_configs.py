@@ -11,8 +11,7 @@ import yaml
 
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Regression, sgd
-from trainkit.config import CfgNode, ConfigError, check_values, get_cfg
-from trainkit.config.scaling import scale_workers
+from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, scale_workers
 from trainkit.data import build_test_loader, build_train_loader
 from trainkit.engine import DefaultPredictor, DefaultTrainer, default_argument_parser, default_setup, launch
 from trainkit.solver import build_lr_scheduler

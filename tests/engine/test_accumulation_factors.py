@@ -7,8 +7,7 @@ from trainkit.projects.replay.tests.job import Job
 from trainkit.projects.replay.tests.skip_job import same, train
 
 from tests.engine.job import tiny_cfg
-from trainkit.config import ConfigError, check_values
-from trainkit.config.scaling import scale_workers
+from trainkit.config import ConfigError, check_values, scale_workers
 from trainkit.data import DatasetCatalog, TrainingSampler
 from trainkit.engine import DefaultTrainer, SimpleTrainer
 

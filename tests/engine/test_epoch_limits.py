@@ -7,8 +7,7 @@ import torch
 
 from tests.engine.job import tiny_cfg
 from tests.engine.test_skip import same, train
-from trainkit.config import ConfigError, check_values
-from trainkit.config.scaling import scale_workers
+from trainkit.config import ConfigError, check_values, scale_workers
 from trainkit.data import DatasetCatalog, ResumableLoader, TrainingSampler
 from trainkit.engine import DefaultTrainer, HookBase, default_argument_parser
 

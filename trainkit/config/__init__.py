@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from trainkit.config.from_config import configurable
     from trainkit.config.imports import choose, import_modules, prepare_projects
     from trainkit.config.lengths import LENGTH_KEYS, Epochs, parse_length, resolve_lengths
-    from trainkit.config.scaling import scale_lr_to_batch, scale_workers
 
 __all__ = [
     "get_cfg",
@@ -37,4 +36,4 @@ __all__ = [
     "instantiate",
 ]
 
-__getattr__ = lazy_names(__name__, "LazyConfig", "LazyCall")
+__getattr__ = lazy_names(__name__, "LazyConfig", "LazyCall", "scale_lr_to_batch", "scale_workers")

@@ -22,8 +22,6 @@ from trainkit.config import (
     import_modules,
     prepare_projects,
     resolve_lengths,
-    scale_lr_to_batch,
-    scale_workers,
 )
 from trainkit.config.checks import check_is_ours
 from trainkit.config.errors import look_up
@@ -63,7 +61,7 @@ from trainkit.solver import build_lr_scheduler, build_optimizer
 from trainkit.utils import comm
 from trainkit.utils.events import EventWriter
 from trainkit.utils.model import is_part_of
-from trainkit.utils.plugins import RUN_HOOKS, installed, lazy_names
+from trainkit.utils.plugins import NAMES, RUN_HOOKS, installed, lazy_names, load_plugin
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +124,6 @@ class DefaultTrainer(TrainerBase):
         self._check_names(cfg)
         self._global_batch = batch = GlobalBatch(cfg, checkpoint_dir(cfg))
         cfg = batch.split(self.auto_scale_workers(cfg, batch.world_size))
-        cfg = scale_lr_to_batch(cfg)
 
         def build(cfg: CfgNode) -> nn.Module:
             return wrap_by_projects("wrap_model", cfg, on_device(cfg, self._build("build_model", cfg)))
@@ -446,8 +443,9 @@ class DefaultTrainer(TrainerBase):
 
     @staticmethod
     def auto_scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
-        """See `trainkit.config.scale_workers`."""
-        return scale_workers(cfg, num_workers)
+        """``cfg`` for another number of ranks than SOLVER.REFERENCE_WORLD_SIZE; see `trainkit.config.scale_workers`."""
+        reference = cfg.SOLVER.REFERENCE_WORLD_SIZE
+        return load_plugin(NAMES["scale_workers"]).scale_workers(cfg, num_workers) if reference else cfg
 
     def _build(self, method: str, *args: Any) -> Any:
         built = getattr(self, method)(*args)

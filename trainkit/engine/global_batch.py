@@ -7,7 +7,7 @@ from typing import Any
 
 from trainkit.checkpoint.atomic import write_text
 from trainkit.config import CfgNode
-from trainkit.config.scaling import split_batch
+from trainkit.config.errors import not_accepted
 from trainkit.utils import comm
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class GlobalBatch:
         return int(self.record["world_size"])
 
     def split(self, cfg: CfgNode) -> CfgNode:
-        """Call `split_batch` for the current number of ranks."""
+        """The config for the current number of ranks; see `split_batch`."""
         return split_batch(cfg, self.world_size, self._ranks)
 
     def save(self) -> None:
@@ -67,3 +67,40 @@ class GlobalBatch:
         except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             logger.warning("'%s' is damaged and is ignored: %s", path, error)
             return None
+
+
+def split_batch(cfg: CfgNode, num_workers: int, present: int) -> CfgNode:
+    """Divide the batch of an iteration, made for ``num_workers`` ranks, over ``present`` ranks.
+
+    Each rank keeps its samples per forward pass, and ACCUMULATION_STEPS changes, so that IMS_PER_BATCH *
+    ACCUMULATION_STEPS, learning rates and lengths stay. If the ranks cannot be given equal parts, IMS_PER_BATCH and
+    ACCUMULATION_STEPS change, but not their product.
+
+    Returns:
+        ``cfg`` itself if nothing changes, else a changed copy.
+
+    Raises:
+        ConfigError: ``present`` ranks cannot share the batch.
+    """
+    solver = cfg.SOLVER
+    samples = solver.IMS_PER_BATCH * solver.ACCUMULATION_STEPS
+    if num_workers == present or solver.IMS_PER_BATCH % num_workers:
+        return cfg
+    batch_size = solver.IMS_PER_BATCH // num_workers * present
+    if samples % batch_size:
+        batch_size = next((size for size in (solver.IMS_PER_BATCH, samples) if size % present == 0), 0)
+        if not batch_size:
+            fitting = ", ".join(str(number) for number in range(1, samples + 1) if samples % number == 0)
+            accepted = f"{fitting}, which can share {samples} samples per iteration"
+            raise not_accepted("number of processes", present, accepted)
+    logger.warning(
+        "This run started with %d processes, now there are %d: SOLVER.IMS_PER_BATCH is %d and ACCUMULATION_STEPS %d "
+        "instead of %d and %d, which keeps the %d samples per iteration",
+        *(num_workers, present, batch_size, samples // batch_size),
+        *(solver.IMS_PER_BATCH, solver.ACCUMULATION_STEPS, samples),
+    )
+    if batch_size == solver.IMS_PER_BATCH:
+        return cfg
+    cfg = cfg.clone()
+    cfg.SOLVER.update(IMS_PER_BATCH=batch_size, ACCUMULATION_STEPS=samples // batch_size)
+    return cfg

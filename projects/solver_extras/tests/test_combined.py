@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainkit.config import ConfigError, check_values, get_cfg
-from trainkit.config.scaling import scale_lr_to_batch
+from trainkit.config import ConfigError, check_values, get_cfg, scale_lr_to_batch
 from trainkit.engine import AMPTrainer, SimpleTrainer
 from trainkit.solver import CombinedOptimizer, build_lr_scheduler, build_optimizer
 

@@ -1,0 +1,1 @@
+"""Learning rates and lengths for another number of workers or another batch size."""

@@ -1,0 +1,93 @@
+"""Adapt the learning rates and lengths of a config to another number of workers or another batch size."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from trainkit.config import CfgNode, get_cfg
+from trainkit.config.errors import not_accepted
+from trainkit.config.scaling import optimizer_argument
+
+logger = logging.getLogger(__name__)
+
+_SCHEDULE_LENGTHS = {"BEGIN", "END", "LENGTH", "STEP_SIZE", "MILESTONES", "PERIODS", "TIMESCALE", "WARMUP", "DECAY"}
+
+
+def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
+    """Adapt a config for SOLVER.REFERENCE_WORLD_SIZE ranks to another number of ranks.
+
+    Let r be ``num_workers`` divided by the reference. Batch size and learning rate are multiplied by r, lengths and
+    periods in iterations are divided by r (lengths in epochs stay): the linear scaling rule of Goyal et al., "Accurate,
+    Large Minibatch SGD". In SOLVER.SCHEDULES this covers the arguments of trainkit's own schedules. Nothing changes if
+    the reference is 0. A default WARMUP_ITERS
+    stays.
+
+    Returns:
+        ``cfg`` itself if nothing changes, else a changed copy with ``num_workers`` as reference.
+    """
+    reference = cfg.SOLVER.REFERENCE_WORLD_SIZE
+    if reference in (0, num_workers):
+        return cfg
+    scale, batch_size = num_workers / reference, cfg.SOLVER.IMS_PER_BATCH * num_workers
+    if batch_size % reference:
+        accepted = f"for {num_workers} processes, a multiple of SOLVER.REFERENCE_WORLD_SIZE ({reference})"
+        raise not_accepted("SOLVER.IMS_PER_BATCH", cfg.SOLVER.IMS_PER_BATCH, accepted)
+
+    def shorter(length: Any) -> Any:
+        if isinstance(length, list | tuple):
+            return type(length)(shorter(item) for item in length)
+        return length if isinstance(length, str) else round(length / scale)
+
+    cfg = cfg.clone()  # items of a frozen node can be assigned
+    solver, is_default = cfg.SOLVER, cfg.SOLVER.WARMUP_ITERS == get_cfg().SOLVER.WARMUP_ITERS
+    lengths = {key: shorter(solver[key]) for key in ("MAX_ITER", "WARMUP_ITERS", "STEPS", "CHECKPOINT_PERIOD")}
+    if is_default:
+        lengths["WARMUP_ITERS"] = solver.WARMUP_ITERS
+    factors = [[shorter(start), factor] for start, factor in solver.ACCUMULATION_FACTORS]
+    batches = solver.MAX_BATCHES_PER_EPOCH and max(1, shorter(solver.MAX_BATCHES_PER_EPOCH))
+    solver.update(lengths, IMS_PER_BATCH=batch_size // reference, REFERENCE_WORLD_SIZE=num_workers)
+    solver.update(ACCUMULATION_FACTORS=factors, MAX_BATCHES_PER_EPOCH=batches)
+    cfg.TEST["EVAL_PERIOD"] = shorter(cfg.TEST.EVAL_PERIOD)
+    _scale_lr(solver, scale)
+    for entry in solver.get("SCHEDULES", []):
+        entry.update({key: shorter(entry[key]) for key in _SCHEDULE_LENGTHS & entry.keys()})
+        if entry["NAME"] == "Exponential" and "GAMMA" in entry:  # a factor per iteration
+            entry["GAMMA"] **= scale
+    logger.info(
+        "Config scaled from %d to %d workers: batch size %d, learning rate %g, %s iterations",
+        *(reference, num_workers, solver.IMS_PER_BATCH, solver.BASE_LR, solver.MAX_ITER),
+    )
+    return cfg
+
+
+def scale_lr_to_batch(cfg: CfgNode) -> CfgNode:
+    """Multiply learning rates by the ratio of the samples per iteration to SOLVER.REFERENCE_BATCH_SIZE.
+
+    Samples per iteration are IMS_PER_BATCH (over all ranks) * ACCUMULATION_STEPS. Nothing changes if the reference is 0
+    or equals this number.
+
+    Returns:
+        ``cfg`` itself if nothing changes, else a changed copy with this number as reference.
+    """
+    reference, batch_size = cfg.SOLVER.REFERENCE_BATCH_SIZE, cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATION_STEPS
+    if reference in (0, batch_size):
+        return cfg
+    cfg = cfg.clone()
+    _scale_lr(cfg.SOLVER, batch_size / reference)
+    cfg.SOLVER["REFERENCE_BATCH_SIZE"] = batch_size
+    logger.info(
+        "Learning rate scaled from %d to %d samples per iteration: SOLVER.BASE_LR is %g",
+        *(reference, batch_size, cfg.SOLVER.BASE_LR),
+    )
+    return cfg
+
+
+def _scale_lr(solver: CfgNode, scale: float) -> None:
+    solver.update(BASE_LR=solver.BASE_LR * scale, BASE_LR_END=solver.BASE_LR_END * scale)
+    if optimizer_argument(solver, "LR")[0] == "SOLVER.OPTIMIZER.LR":
+        solver.OPTIMIZER["LR"] *= scale
+    entries = [entry for entries in solver.values() if isinstance(entries, list) for entry in entries]
+    for entry in entries:  # such as those of SCHEDULES
+        for key in ("LR", "END_VALUE"):
+            if isinstance(entry, Mapping) and entry.get(key) is not None:
+                entry[key] *= scale  # type: ignore[index]

@@ -1,0 +1,87 @@
+"""Learning rates for another batch size than the one they were made for."""
+
+import pytest
+
+from trainkit.config import get_cfg, scale_lr_to_batch, scale_workers
+from trainkit.solver import build_schedule
+
+
+def make_cfg(**solver):
+    cfg = get_cfg()
+    cfg.merge_from_other_cfg({"SOLVER": {"BASE_LR": 0.5, "BASE_LR_END": 0.1, "IMS_PER_BATCH": 32, **solver}})
+    return cfg
+
+
+def changes(before, after):
+    return {key: value for key, value in after.SOLVER.items() if value != before.SOLVER[key]}
+
+
+@pytest.mark.parametrize(("steps", "ratio"), [(1, 0.125), (4, 0.5), (16, 2.0)])
+def test_the_rates_are_multiplied_by_the_ratio_of_samples_per_iteration(steps, ratio):
+    cfg = make_cfg(REFERENCE_BATCH_SIZE=256, ACCUMULATION_STEPS=steps)
+    scaled = scale_lr_to_batch(cfg)
+    assert changes(cfg, scaled) == {
+        "BASE_LR": 0.5 * ratio,
+        "BASE_LR_END": 0.1 * ratio,
+        "REFERENCE_BATCH_SIZE": 32 * steps,
+    }
+    assert cfg.SOLVER.BASE_LR == 0.5
+    assert scale_lr_to_batch(scaled) is scaled
+
+
+def test_the_rate_among_the_optimizers_arguments_is_scaled_too_and_a_frozen_config_stays_frozen():
+    cfg = make_cfg(REFERENCE_BATCH_SIZE=64, OPTIMIZER={"NAME": "Adam", "LR": 0.25})
+    cfg.freeze()
+    scaled = scale_lr_to_batch(cfg)
+    assert (scaled.SOLVER.OPTIMIZER.LR, scaled.is_frozen()) == (0.125, True)
+
+
+def test_the_end_of_a_schedule_is_a_rate_that_is_scaled_too_and_its_length_is_none():
+    schedules = [{"NAME": "Cosine", "END_VALUE": 0.25, "END": 100}, {"NAME": "Constant", "END_VALUE": None}]
+    cfg = make_cfg(REFERENCE_BATCH_SIZE=64, SCHEDULES=schedules)
+    assert scale_lr_to_batch(cfg).SOLVER.SCHEDULES == [
+        {"NAME": "Cosine", "END_VALUE": 0.125, "END": 100},
+        {"NAME": "Constant", "END_VALUE": None},
+    ]
+    assert cfg.SOLVER.SCHEDULES[0]["END_VALUE"] == 0.25
+
+
+@pytest.mark.parametrize("reference", [0, 32])
+def test_without_a_reference_or_at_the_reference_nothing_changes(reference):
+    cfg = make_cfg(REFERENCE_BATCH_SIZE=reference)
+    assert scale_lr_to_batch(cfg) is cfg
+
+
+def scheduled_cfg(*entries):
+    cfg = get_cfg()
+    solver = {"MAX_ITER": 80, "IMS_PER_BATCH": 16, "BASE_LR": 0.5, "REFERENCE_WORLD_SIZE": 8}
+    cfg.merge_from_other_cfg({"SOLVER": {**solver, "SCHEDULES": list(entries)}})
+    return cfg
+
+
+def test_iterations_of_schedules_are_divided_and_values_of_the_rate_multiplied():
+    cfg = scheduled_cfg(
+        {"NAME": "Linear", "END": 8, "LENGTH": 8, "START_FACTOR": 0.5},
+        {"NAME": "MultiStep", "BEGIN": 8, "MILESTONES": [16, "3ep"], "GAMMA": 0.5},
+        {"NAME": "Cosine", "END": "2ep", "END_VALUE": 0.25, "END_RATIO": None},
+        {"NAME": "WarmupStableDecay", "WARMUP": 4, "DECAY": 12, "END_VALUE": None},
+        {"NAME": "UsersOwn", "PATIENCE": 8},
+    )
+    scaled = scale_workers(cfg, 4).SOLVER
+    assert scaled.SCHEDULES == [
+        {"NAME": "Linear", "END": 16, "LENGTH": 16, "START_FACTOR": 0.5},
+        {"NAME": "MultiStep", "BEGIN": 16, "MILESTONES": [32, "3ep"], "GAMMA": 0.5},
+        {"NAME": "Cosine", "END": "2ep", "END_VALUE": 0.125, "END_RATIO": None},
+        {"NAME": "WarmupStableDecay", "WARMUP": 8, "DECAY": 24, "END_VALUE": None},
+        {"NAME": "UsersOwn", "PATIENCE": 8},
+    ]
+    assert (cfg.SOLVER.SCHEDULES[0]["END"], scaled.MAX_ITER) == (8, 160)
+
+
+def test_a_scaled_schedule_has_the_same_shape():
+    cfg = scheduled_cfg({"NAME": "Exponential", "GAMMA": 0.81}, {"NAME": "Step", "STEP_SIZE": 20, "GAMMA": 0.5})
+    scaled = scale_workers(cfg, 4)
+    before, after = (build_schedule(c.SOLVER.SCHEDULES, c.SOLVER.MAX_ITER, "here") for c in (cfg, scaled))
+    values = [before(t, 1.0) for t in range(80)]
+    assert values == pytest.approx([after(2 * t, 1.0) for t in range(80)], rel=1e-12)
+    assert values != pytest.approx([after(t, 1.0) for t in range(80)], rel=1e-12)
