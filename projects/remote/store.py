@@ -4,7 +4,8 @@ import os
 from collections.abc import Iterable
 from typing import Protocol
 
-from trainkit.utils.file_io import open_address
+from trainkit.projects.remote.addresses import open_address
+
 from trainkit.utils.registry import Registry
 
 STORE_REGISTRY = Registry("STORE")

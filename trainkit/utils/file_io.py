@@ -1,49 +1,28 @@
-"""Files by path or URL."""
+"""Files by path or address."""
 
-import importlib
-import os
-import secrets
 from typing import Any
 
-from iopath.common.file_io import HTTPURLHandler, get_cache_dir
+from iopath.common.file_io import HTTPURLHandler
 from iopath.common.file_io import PathHandler as PathHandler  # from here too, as in detectron2
 from iopath.common.file_io import PathManager as _PathManager
+
+from trainkit.utils.plugins import NAMES, load_plugin
 
 __all__ = ["PathManager"]
 
 
-def open_address(address: str) -> tuple[Any, str]:
-    """The fsspec file system of an address such as ``s3://bucket/file``, and the path in it.
-
-    Raises:
-        ImportError: the package for this kind of address is missing.
-        ValueError: fsspec does not know this kind of address.
-    """
-    filesystem, path = importlib.import_module("fsspec.core").url_to_fs(address)
-    return filesystem, path
-
-
-class FsspecHandler(PathHandler):
-    """Reads and writes files at addresses of fsspec; a file is downloaded again if it has changed at its address."""
+class _Addresses(PathHandler):
+    """Addresses of fsspec: the project that knows them is imported when one is used."""
 
     def _get_supported_prefixes(self) -> list[str]:
         kinds = ["s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hdfs", "webhdfs", "hf", "sftp", "smb", "memory"]
         return [f"{kind}://" for kind in kinds]
 
     def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
-        filesystem, remote = open_address(path)
-        folder = os.path.join(get_cache_dir(), "fsspec", filesystem.ukey(remote))
-        local = os.path.join(folder, os.path.basename(remote))
-        if force or not os.path.exists(local):
-            os.makedirs(folder, exist_ok=True)
-            temporary = f"{local}.{secrets.token_hex(4)}"
-            filesystem.get_file(remote, temporary)
-            os.replace(temporary, local)
-        return local
+        return str(load_plugin(NAMES["download_address"]).download_address(path, force))
 
     def _copy_from_local(self, local_path: str, dst_path: str, overwrite: bool = False, **kwargs: Any) -> bool:
-        filesystem, remote = open_address(dst_path)
-        filesystem.put_file(local_path, remote)
+        load_plugin(NAMES["upload_address"]).upload_address(local_path, dst_path)
         return True
 
 
@@ -51,4 +30,4 @@ PathManager = _PathManager()
 """Opens local paths, addresses of fsspec, and http(s) and ftp addresses; a project can register further handlers."""
 
 PathManager.register_handler(HTTPURLHandler())
-PathManager.register_handler(FsspecHandler())
+PathManager.register_handler(_Addresses())

@@ -63,6 +63,8 @@ NAMES: Mapping[str, str] = {
     "graph_trainer": "trainkit.projects.graph.trainer",
     "async_save": "trainkit.projects.async_save.format",
     "Mirror": "trainkit.projects.remote.mirror",
+    "download_address": "trainkit.projects.remote.addresses",
+    "upload_address": "trainkit.projects.remote.addresses",
     "CheckpointStore": "trainkit.projects.remote.store",
     "STORE_REGISTRY": "trainkit.projects.remote.store",
     "safetensors": "trainkit.projects.weights.safetensors",
