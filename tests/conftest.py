@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import signal
 import time
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ torch.set_num_threads(1)
 # files with the longest slow tests, in this order
 LONGEST = [
     *("fake_cuda/test_run", "engine/test_fsdp", "tools/test_settings", "tools/test_chaos", "docs/test_replay"),
-    *("engine/test_elastic", "tools/test_benchmark", "tools/test_resume"),
+    *("engine/test_restarts", "tools/test_benchmark", "tools/test_resume"),
     *("test_package", "engine/test_world_sizes"),
 ]
 
@@ -66,7 +67,15 @@ def forked_ranks(monkeypatch):
     start = torch.multiprocessing.start_processes
 
     def fork(*args, **kwargs):
-        return start(*args, **{**kwargs, "start_method": "fork"})
+        gc.collect()  # a store of an earlier test that a rank would free waits for a thread that only this process has
+        handlers = dict.fromkeys((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1), signal.SIG_DFL)
+        handlers[signal.SIGINT] = signal.default_int_handler  # as in a new process
+        former = {each: signal.signal(each, handler) for each, handler in handlers.items()}
+        try:
+            return start(*args, **{**kwargs, "start_method": "fork"})
+        finally:
+            for each, handler in former.items():
+                signal.signal(each, handler)
 
     monkeypatch.setattr(torch.multiprocessing, "start_processes", fork)
 

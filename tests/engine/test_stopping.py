@@ -355,3 +355,21 @@ def test_no_rank_waits_for_another_inside_a_period(found):
 def test_a_rank_that_leaves_waits_for_the_exchange_under_way_unless_it_failed(found):
     assert found["leave_without_an_error"] == [True, True]
     assert found["leave_by_an_error"] == [None, None]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="Windows has no SIGUSR1")
+def test_a_handler_of_the_program_stays_and_outside_of_slurm_sigusr1_is_its_own(monkeypatch):
+    def inside():
+        with StopRequests().listening():
+            return signal.getsignal(signal.SIGUSR1)
+
+    own = lambda signum, frame: None  # noqa: E731
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    assert inside() not in (signal.SIG_DFL, None)
+    former = signal.signal(signal.SIGUSR1, own)
+    try:
+        assert inside() is own
+    finally:
+        signal.signal(signal.SIGUSR1, former)
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert inside() == signal.SIG_DFL

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -34,8 +35,7 @@ def ranks(rounds: int = 45, *, scratch: Path, steps: int = 130, width: int = 102
     A step takes the time of the slower rank.
     """
     models = {"": (job.make_model(), steps), " of a larger model": (_Wide(width), max(1, steps // 20))}
-    run = partial(launch, _measure, 2, args=(models, rounds, scratch))
-    found = _without_gpus(run) if torch.cuda.is_available() else run()
+    found = _run(scratch / "found.json", 2, _measure, models, rounds, scratch)
     return [
         compare(f"metric exchange on two ranks{of}", times, _EXCHANGED, _NEVER, 1.05) for of, times in found.items()
     ]
@@ -58,8 +58,8 @@ def logical(
     models = {"a small model": (job.make_model(job.DeepModel), steps), "two million parameters": (_Wide(width), steps)}
     rows = []
     for processes in counts:
-        run = partial(launch, _measure_logical, processes, args=(models, rounds, scratch / str(processes), batch))
-        found = _without_gpus(run) if torch.cuda.is_available() else run()
+        arguments = models, rounds, scratch / str(processes), batch
+        found = _run(scratch / "found.json", processes, _measure_logical, *arguments)
         on = f"{processes} process{'es' * (processes > 1)}"
         rows += [compare(f"logical ranks on {on}, {of}", times, _LOGICAL, _PLAIN, 1.25) for of, times in found.items()]
     return rows
@@ -103,10 +103,23 @@ class _Wide(job.TinyModel):
         self.linear = nn.Sequential(*(layer for pair in pairs for layer in (nn.Linear(*pair), nn.Tanh())))
 
 
-def _without_gpus(run: Callable[[], _Found]) -> _Found:
-    """Hide the GPUs from the processes, so that the ranks use Gloo."""
-    with patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""), ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(run).result()
+def _run(file: Path, processes: int, measure: Callable[..., _Found], *arguments: Any) -> _Found:
+    """What ``measure(*arguments)`` returns on rank 0 of so many processes; they use no GPU."""
+    run = partial(launch, _save, processes, args=(file, measure, arguments))
+    if torch.cuda.is_available():
+        with patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""), ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            pool.submit(run).result()
+    else:
+        run()
+    found: _Found = json.loads(file.read_text())
+    return found
+
+
+def _save(file: Path, measure: Callable[..., _Found], arguments: Sequence[Any]) -> None:
+    found = measure(*arguments)
+    if comm.is_main_process():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(found))
 
 
 def _measure(models: Mapping[str, tuple[nn.Module, int]], rounds: int, scratch: Path) -> _Found:

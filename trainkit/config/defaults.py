@@ -17,7 +17,6 @@ _C.CUDNN_BENCHMARK = False  # True: cuDNN tries its kernels and uses the fastest
 _C.DETERMINISTIC = False  # True: use kernels that always give the same bits, as exact resume on a GPU needs; slower.
 _C.FLOAT32_PRECISION = ""  # For torch.set_float32_matmul_precision: "highest", "high", "medium". "": not called.
 _C.STOP_CHECK_PERIOD = 20  # If one rank is asked to stop, all ranks stop after at most this many iterations.
-_C.REQUEUE_SIGNAL = ""  # "SIGUSR1", "SIGTERM": a SLURM job that this signal stops is requeued. "": it only stops.
 _C.VIS_PERIOD = 0  # How often a model draws while it trains. trainkit itself does not use it.
 
 # ---------------------------------------------------------------------------- model
@@ -160,7 +159,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "LOG.EVAL_AXIS": ("iter", "epoch"),
     "LOG.LEVEL": ("DEBUG", "INFO", "WARNING", "ERROR"),
     "MODEL.DDP.COMPRESSION": ("", "fp16", "bf16"),
-    "REQUEUE_SIGNAL": ("", "SIGUSR1", "SIGTERM"),
     "SOLVER.AMP.PRECISION": ("float16", "bfloat16"),
     "SOLVER.CLIP_GRADIENTS.CLIP_TYPE": ("value", "norm", "full_model"),
     "SOLVER.NON_FINITE.POLICY": ("raise", "skip", "ignore"),

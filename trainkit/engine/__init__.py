@@ -2,14 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from trainkit.engine.launch import DEFAULT_TIMEOUT, launch  # now: the module has the name of the function
+from trainkit.engine.launch import DEFAULT_TIMEOUT, is_restarted, launch  # now: the module has the name of the function
 from trainkit.utils.plugins import lazy_names
 
 if TYPE_CHECKING:
     from trainkit.engine import hooks
     from trainkit.engine.amp import AMPTrainer
     from trainkit.engine.defaults import DefaultTrainer
-    from trainkit.engine.elastic import is_restarted
     from trainkit.engine.entry import run
     from trainkit.engine.evaluation_run import EvaluationRun
     from trainkit.engine.hook_base import HookBase, Priority

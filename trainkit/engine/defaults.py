@@ -30,7 +30,6 @@ from trainkit.data.build import build_test_loader, build_train_loader, check_epo
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.engine import hooks
 from trainkit.engine.build import ModelBuilder, build_parallel, build_step_trainer
-from trainkit.engine.elastic import is_restarted, note_begin, requeue_job
 from trainkit.engine.evaluation_run import evaluate_models
 from trainkit.engine.folders import checkpoint_dir, own_folders, release_folders, use_local_folders
 from trainkit.engine.forwarding import check_exchange, forwarded
@@ -38,6 +37,7 @@ from trainkit.engine.global_batch import GlobalBatch
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_list import sort_key
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
+from trainkit.engine.launch import is_restarted
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.parallel import create_ddp_model, ddp_options
 from trainkit.engine.setup import (
@@ -171,14 +171,13 @@ class DefaultTrainer(TrainerBase):
     def resume_or_load(self, resume: bool = True) -> None:
         """Load the last checkpoint in OUTPUT_DIR if ``resume`` and there is one; else load MODEL.WEIGHTS.
 
-        A run that torchrun or SLURM has restarted always resumes.
+        A run that torchrun has restarted always resumes.
 
         Raises:
             trainkit.checkpoint.CheckpointError: no checkpoint is intact, or it is of another model.
             ConfigError: the checkpoint is beyond SOLVER.MAX_ITER.
         """
         resume = resume or is_restarted()
-        note_begin()
         self.checkpointer.resume_or_load(self.cfg.MODEL.WEIGHTS, resume=resume)
         if resume and self.checkpointer.has_checkpoint():
             self.start_iter = self.iter + 1  # the checkpoint names the last completed iteration
@@ -235,9 +234,6 @@ class DefaultTrainer(TrainerBase):
             return self._train(start_iter, self.max_iter if max_iter is None else max_iter)
         finally:
             release_folders(self.cfg)
-            stop = self._stops.stop if self.status == "stopped" and comm.is_main_process() else None
-            if stop is not None and stop.signum is not None and stop.reason == self.cfg.REQUEUE_SIGNAL:
-                requeue_job()
 
     def _train(self, start_iter: int, max_iter: int) -> dict[str, Any]:
         marks = isinstance(self.checkpointer, Checkpointer)  # fvcore's checkpointer cannot mark a run as finished

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,14 +18,12 @@ from typing import Any
 import torch
 
 from trainkit.checkpoint import CheckpointError
-from trainkit.checkpoint.folder import local_folder
 from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, import_modules
 from trainkit.config.checks import check_is_ours, similar_keys
 from trainkit.config.config import changed_settings
 from trainkit.config.errors import not_accepted, unknown_name
-from trainkit.engine.elastic import is_first_to_fail, is_restarted, look_for_requeue, note_begin
 from trainkit.engine.folders import prepare_folders, use_local_folders
-from trainkit.engine.launch import check_processes
+from trainkit.engine.launch import check_processes, is_restarted
 from trainkit.utils import comm, events
 from trainkit.utils.collect_env import collect_env_info
 from trainkit.utils.env import seed_all_rng
@@ -99,8 +98,9 @@ def user_errors_exit() -> Iterator[None]:
     try:
         yield
     except (ConfigError, CheckpointError) as error:
-        if is_first_to_fail():
-            print(f"error: {error}", file=sys.stderr)
+        if not comm.is_main_process():
+            time.sleep(5)  # usually rank 0 has the same error, and with its end this process ends too
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         if comm.is_main_process():
@@ -111,7 +111,7 @@ def user_errors_exit() -> Iterator[None]:
 def default_setup(cfg: Any, args: Any) -> None:
     """Make the output folder, set up the log, write ``config.yaml``, seed everything; every rank calls it.
 
-    A new run moves the files of an earlier one into ``previous_<n>`` in the folder; a run that torchrun or SLURM has
+    A new run moves the files of an earlier one into ``previous_<n>`` in the folder; a run that torchrun has
     started again counts as resumed.
 
     Args:
@@ -127,7 +127,6 @@ def default_setup(cfg: Any, args: Any) -> None:
         if type_name(cfg) not in CONFIG_TYPES:
             raise not_accepted("cfg", cfg, f"a CfgNode of trainkit.config.get_cfg, {', '.join(CONFIG_TYPES)}")
         cfg, text = load_plugin(CONFIG_TYPES[type_name(cfg)]).to_cfg(cfg, args)
-    look_for_requeue(local_folder(cfg.OUTPUT_DIR))
     resume, eval_only = getattr(args, "resume", False) or is_restarted(), getattr(args, "eval_only", False)
     when_ready = apply_options(given, args)
     if (num_gpus := getattr(args, "num_gpus", 1)) > comm.get_world_size():
@@ -143,8 +142,6 @@ def default_setup(cfg: Any, args: Any) -> None:
         sys.exit()
     use_local_folders(cfg)
     notes = prepare_folders(cfg, text, resume=resume, eval_only=eval_only)
-    if not eval_only:
-        note_begin(cfg.OUTPUT_DIR)
     comm.synchronize()
     for call in when_ready:
         call()

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 CONFIG_KEYS: dict[str, str] = {
+    "REQUEUE_SIGNAL": "trainkit.projects.cluster.config",
     "CHECKPOINT.ASYNC": "trainkit.projects.async_save.config",
     "CHECKPOINT.BEST_TO_KEEP": "trainkit.projects.hooks.config",
     "CHECKPOINT.PUBLISH": "trainkit.projects.hooks.config",
@@ -55,6 +56,7 @@ The module has a function ``to_cfg(cfg, args)``: a CfgNode with the settings tha
 """
 
 NAMES: Mapping[str, str] = {
+    "Requeue": "trainkit.projects.cluster.requeue",
     "GraphTrainer": "trainkit.projects.graph.trainer",
     "GraphAMPTrainer": "trainkit.projects.graph.trainer",
     "LogicalTrainer": "trainkit.projects.logical_ranks.trainer",

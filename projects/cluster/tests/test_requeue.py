@@ -1,8 +1,10 @@
 """A job of SLURM that is told to stop asks to be requeued, and then continues by itself."""
 
+import atexit
 import os
 import signal
 from argparse import Namespace
+from functools import partial
 
 import pytest
 
@@ -10,7 +12,6 @@ from tests.engine.job import tiny_cfg
 from tests.engine.test_exact_runs import content
 from tests.engine.tiny import AfterStep
 from trainkit.engine import DefaultTrainer, default_setup
-from trainkit.engine.stopping import StopRequests
 from trainkit.utils.logger import close_logger
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="Windows has no SIGUSR1")
@@ -28,15 +29,20 @@ def asked(tmp_path, monkeypatch):
     (folder / "asked").touch()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "42")
+    monkeypatch.setattr(atexit, "register", lambda call, *args: AT_EXIT.append(partial(call, *args)))
+    AT_EXIT.clear()
     return folder / "asked"
 
 
-def start(folder, *options, signum=None):
+AT_EXIT = []  # what the end of the process would call
+
+
+def start(folder, *options, signum=None, resume=False):
     """A start of the job; returns the exit code. After four iterations it gets a signal."""
     cfg = tiny_cfg(folder, *options)
-    default_setup(cfg, Namespace(resume=False))
+    default_setup(cfg, Namespace(resume=resume))
     trainer = DefaultTrainer(cfg)
-    trainer.resume_or_load(resume=False)
+    trainer.resume_or_load(resume=resume)
     if signum is not None:
         trainer.register_hooks([AfterStep(lambda trainer: trainer.iter == 3 and os.kill(os.getpid(), signum))])
     try:
@@ -44,20 +50,20 @@ def start(folder, *options, signum=None):
     except SystemExit as exit:
         return exit.code
     finally:
+        for call in AT_EXIT:
+            call()
         close_logger()
     return 0
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGUSR1", 138), ("SIGTERM", 143)])
-def test_a_job_that_was_told_to_stop_is_requeued_and_ends_with_the_bits_of_a_whole_run(
-    tmp_path, monkeypatch, asked, name, code
-):
+def test_a_job_that_was_told_to_stop_is_requeued_and_ends_with_the_bits_of_a_whole_run(tmp_path, asked, name, code):
     assert start(tmp_path / "whole") == 0
     options = ("REQUEUE_SIGNAL", name)
     assert start(tmp_path / "run", *options, signum=signal.Signals[name]) == code
     assert asked.read_text() == "requeue 42\n"
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert start(tmp_path / "run", *options) == 0
+    AT_EXIT.clear()
+    assert start(tmp_path / "run", *options, resume=True) == 0
     assert asked.read_text() == "requeue 42\n"
     log = (tmp_path / "run/log.txt").read_text()
     assert "The SLURM job 42 is requeued" in log
@@ -77,29 +83,3 @@ def test_a_job_that_slurm_does_not_requeue_says_why(tmp_path, asked):
     assert start(tmp_path / "run", "REQUEUE_SIGNAL", "SIGUSR1", signum=signal.SIGUSR1) == 138
     log = (tmp_path / "run/log.txt").read_text()
     assert "The SLURM job 42 is not requeued: no such job. Submit it again to continue the run" in log
-
-
-def test_a_requeued_job_does_not_continue_the_run_of_another_job(tmp_path, monkeypatch, asked):
-    monkeypatch.setenv("SLURM_JOB_ID", "41")
-    assert start(tmp_path / "run") == 0
-    monkeypatch.setenv("SLURM_JOB_ID", "42")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # its first start ended before it moved the files of that run
-    assert start(tmp_path / "run") == 0
-    assert "Training from iteration 0 to 10" in (tmp_path / "run/log.txt").read_text()
-    assert (tmp_path / "run/previous_1/model_final.pth").exists()
-
-
-def test_a_handler_of_the_program_stays_and_outside_of_slurm_the_signal_is_its_own(monkeypatch, asked):
-    def inside():
-        with StopRequests().listening():
-            return signal.getsignal(signal.SIGUSR1)
-
-    own = lambda signum, frame: None  # noqa: E731
-    assert inside() not in (signal.SIG_DFL, None)
-    former = signal.signal(signal.SIGUSR1, own)
-    try:
-        assert inside() is own
-    finally:
-        signal.signal(signal.SIGUSR1, former)
-    monkeypatch.delenv("SLURM_JOB_ID")
-    assert inside() == signal.SIG_DFL

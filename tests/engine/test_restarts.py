@@ -1,4 +1,4 @@
-"""Runs of several processes by torchrun: on two nodes, started again, gone on with by another number of ranks."""
+"""Runs of several processes by torchrun: on two nodes, restarted, resumed with another number of ranks."""
 
 import itertools
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine import elastic_job
+from tests.engine import restarted_job
 from tests.engine.job import tiny_cfg
 from tests.engine.test_exact_runs import content
 from tests.forked import run_forked
@@ -22,7 +22,7 @@ from trainkit.engine import DefaultTrainer, EvaluationRun, default_argument_pars
 from trainkit.utils.env import seed_all_rng
 
 ROOT = Path(__file__).resolve().parents[2]
-JOB = "tests/engine/elastic_job.py"
+JOB = "tests/engine/restarted_job.py"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node")
 ONE_NODE = (*TORCHRUN, "2", "--standalone")
 
@@ -50,7 +50,7 @@ def run(*commands, timeout_sec=120):
 def run_two(folder, *options, **hooks):
     """Of two forked ranks of the job: the exit code, and what was printed."""
     arguments = default_argument_parser().parse_args(command((), folder, *options, **hooks)[1:])
-    done = run_forked(lambda: launch(elastic_job.main, 1, args=(arguments,)), ROOT, num_ranks=2)
+    done = run_forked(lambda: launch(restarted_job.main, 1, args=(arguments,)), ROOT, num_ranks=2)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -1,0 +1,1 @@
+"""Jobs of SLURM that are started again when their time is over."""
