@@ -122,24 +122,6 @@ def test_an_expected_result_has_four_parts(entry):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ["CHECKPOINT.START", "2ep", "SOLVER.CHECKPOINT_PERIOD", 0],
-            "is '2ep', but SOLVER.CHECKPOINT_PERIOD is 0",
-        ),
-        (["EARLY_STOPPING.THRESHOLD", 5], "EARLY_STOPPING.THRESHOLD is 5, but EARLY_STOPPING.METRIC is ''; set it"),
-        (["EARLY_STOPPING.METRIC", "a/b"], "EARLY_STOPPING.METRIC is 'a/b', but TEST.EVAL_PERIOD is 0; set it"),
-    ],
-)
-def test_a_setting_that_needs_another_one_names_it(options, message):
-    cfg = get_cfg()
-    cfg.merge_from_list(options)
-    with pytest.raises(ConfigError, match=message):
-        check_values(cfg)
-
-
-@pytest.mark.parametrize(
     "options",
     [
         ["CHECKPOINT.BEST_METRIC", "a/b", "CHECKPOINT.PUBLISH", "ema", "CHECKPOINT.SAVE_LAST", False],

@@ -8,7 +8,7 @@ from trainkit.utils.plugins import lazy_names
 if TYPE_CHECKING:
     from trainkit.config.checks import check_values
     from trainkit.config.config import CfgNode
-    from trainkit.config.defaults import get_cfg, global_cfg, set_global_cfg
+    from trainkit.config.defaults import get_cfg
     from trainkit.config.errors import ConfigError
     from trainkit.config.from_config import configurable
     from trainkit.config.imports import choose, import_modules, prepare_projects
@@ -36,4 +36,5 @@ __all__ = [
     "instantiate",
 ]
 
-__getattr__ = lazy_names(__name__, "LazyConfig", "LazyCall", "scale_lr_to_batch", "scale_workers")
+_OF_PROJECTS = ("LazyConfig", "LazyCall", "scale_lr_to_batch", "scale_workers", "global_cfg", "set_global_cfg")
+__getattr__ = lazy_names(__name__, *_OF_PROJECTS)

@@ -21,12 +21,6 @@ _CONFLICTS: tuple[tuple[str, str, str], ...] = (
     ("DATALOADER.OVERFIT_BATCHES", "SOLVER.MAX_BATCHES_PER_EPOCH", "both say how many batches an epoch has"),
     ("SOLVER.ACCUMULATION_FACTORS", "SOLVER.MAX_BATCHES_PER_EPOCH", "if the factor changes, there are no epochs"),
 )
-# (setting, another one): the first, if it is not the default, has no effect without the second
-_NEEDS = (
-    ("CHECKPOINT.START", "SOLVER.CHECKPOINT_PERIOD"),
-    ("EARLY_STOPPING.METRIC", "TEST.EVAL_PERIOD"),
-    ("EARLY_STOPPING.THRESHOLD", "EARLY_STOPPING.METRIC"),
-)
 
 
 def check_is_ours(cfg: object) -> None:
@@ -41,12 +35,8 @@ def check_values(cfg: CfgNode) -> None:
     check_ranges(cfg, RANGES)
     check_choices(cfg, CHOICES)
     check_conflicts(cfg, _CONFLICTS)
-    defaults = get_cfg()
-    for key, needed in _NEEDS:
-        if get_key(cfg, key) != get_key(defaults, key) and not get_key(cfg, needed):
-            raise ConfigError(f"{key} is {get_key(cfg, key)!r}, but {needed} is {get_key(cfg, needed)!r}; set it")
     warmup, length = cfg.SOLVER.WARMUP_ITERS, cfg.SOLVER.MAX_ITER
-    is_used = warmup != defaults.SOLVER.WARMUP_ITERS and not get_key(cfg, "SOLVER.SCHEDULES")
+    is_used = warmup != get_cfg().SOLVER.WARMUP_ITERS and not get_key(cfg, "SOLVER.SCHEDULES")
     if is_used and isinstance(warmup, int) and isinstance(length, int) and warmup > length:
         raise not_accepted("SOLVER.WARMUP_ITERS", warmup, f"at most SOLVER.MAX_ITER, {length}")
     for key, folder in ("OUTPUT_DIR", cfg.OUTPUT_DIR), ("CHECKPOINT.DIR", cfg.CHECKPOINT.DIR or "."):

@@ -12,7 +12,7 @@ from fvcore.common.config import CfgNode as _FvcoreCfgNode
 
 from trainkit.config.errors import ConfigError, UnknownKeyError, not_accepted
 from trainkit.config.lengths import LENGTH_KEYS, parse_length
-from trainkit.config.yaml_files import BASE_KEY, DELETE_KEY, Dumper, load_yaml, parse_literal, read_with_base
+from trainkit.config.yaml_files import Dumper, load_yaml, parse_literal, read_with_base
 from trainkit.utils.plugins import CONFIG_KEYS, load_plugin
 from trainkit.utils.registry import did_you_mean
 
@@ -156,7 +156,7 @@ def _merge(node: _FvcoreCfgNode, other: Mapping[str, Any], root: _FvcoreCfgNode,
         if name not in node:
             if root.key_is_deprecated(key):  # this logs a warning
                 continue
-            _check_new_key(node, name, value, root, key)
+            _check_new_key(node, value, root, key)
         if isinstance(value, Mapping) and node.get(name) is None:
             node[name] = type(root)(new_allowed=True)
         old = None if key in _ANY_TYPE else node.get(name)
@@ -166,10 +166,7 @@ def _merge(node: _FvcoreCfgNode, other: Mapping[str, Any], root: _FvcoreCfgNode,
             node[name] = _coerce(key, value, old)
 
 
-def _check_new_key(node: _FvcoreCfgNode, name: object, value: object, root: _FvcoreCfgNode, key: str) -> None:
-    if not isinstance(name, str) or "." in name or name in (BASE_KEY, DELETE_KEY):
-        accepted = f"a name without dots; {BASE_KEY} at the top of a file, {DELETE_KEY} in a node of a file"
-        raise not_accepted(f"key {key}", name, accepted)
+def _check_new_key(node: _FvcoreCfgNode, value: object, root: _FvcoreCfgNode, key: str) -> None:
     if root.key_is_renamed(key):
         root.raise_key_rename_error(key)
     if not node.is_new_allowed():

@@ -172,13 +172,3 @@ def get_cfg() -> CN:
     cfg = _C.clone()
     mark_keys_of_projects(cfg)
     return cfg
-
-
-global_cfg = CN()
-"""For programs that do not pass their config on; empty until `set_global_cfg`."""
-
-
-def set_global_cfg(cfg: CN) -> None:
-    """Replace the content of ``global_cfg`` by the keys of ``cfg``."""
-    global_cfg.clear()
-    global_cfg.update(cfg)

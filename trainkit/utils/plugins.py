@@ -79,6 +79,8 @@ NAMES: Mapping[str, str] = {
     "reload_lazy_config": "trainkit.projects.lazy.testing",
     "locate": "trainkit.projects.lazy.locate",
     "_convert_target_to_string": "trainkit.projects.lazy.locate",
+    "global_cfg": "trainkit.projects.compat.global_config",
+    "set_global_cfg": "trainkit.projects.compat.global_config",
     "PicklableWrapper": "trainkit.projects.compat.serialize",
     "retry_if_cuda_oom": "trainkit.projects.compat.memory",
     "LoadsAgain": "trainkit.projects.fast_dev.options",
