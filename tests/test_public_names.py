@@ -65,14 +65,7 @@ PUBLIC = {
         "trivial_batch_collator",
         "worker_init_reset_seed",
     },
-    "trainkit.data.samplers": {
-        "GroupedBatchSampler",
-        "InferenceSampler",
-        "InfiniteSampler",
-        "RandomSubsetTrainingSampler",
-        "RepeatFactorTrainingSampler",
-        "TrainingSampler",
-    },
+    "trainkit.data.samplers": {"InferenceSampler", "InfiniteSampler", "TrainingSampler"},
     "trainkit.engine": {
         "AMPTrainer",
         "DEFAULT_TIMEOUT",

@@ -48,8 +48,6 @@ logger = logging.getLogger("trainkit.tools.lazyconfig_train_net")
 
 def setup(args: argparse.Namespace) -> Any:
     """Set up everything before training; returns the config with the options of the command line."""
-    if args.overfit_batches:
-        raise ConfigError("--overfit-batches is given, but the job has a LazyConfig; limit dataloader.train instead")
     cfg = LazyConfig.apply_overrides(LazyConfig.load(args.config_file or DEFAULT_CONFIG), args.opts)
     if args.fast_dev_run:
         output_dir = str(Path(cfg.train.output_dir) / "fast_dev_run")

@@ -54,7 +54,7 @@ from trainkit.checkpoint.file import read_file
 from trainkit.checkpoint.folder import candidates, choose
 from trainkit.config import CfgNode, ConfigError, get_cfg
 from trainkit.data import DatasetCatalog, MetadataCatalog, build_test_loader
-from trainkit.data.transforms import build_transform
+from trainkit.data.build import build_transform
 from trainkit.engine import DefaultPredictor, DefaultTrainer, user_errors_exit
 from trainkit.engine.folders import checkpoint_dir
 from trainkit.engine.hooks.checkpoint import best_file_prefixes

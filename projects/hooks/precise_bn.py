@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainkit.data.loader import resume_obstacle
+from trainkit.data.protocol import resume_obstacle
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.utils import comm
 from trainkit.utils.device import move_to_device

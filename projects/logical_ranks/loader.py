@@ -10,10 +10,9 @@ from torch.utils.data import BatchSampler
 from trainkit.projects.logical_ranks.ranks import own_ranks
 
 from trainkit.config import ConfigError
-from trainkit.data.build import iters_per_epoch
 from trainkit.data.loader import ResumableLoader
-from trainkit.data.samplers import InferenceSampler
-from trainkit.data.samplers.infinite import InfiniteSampler
+from trainkit.data.protocol import iters_per_epoch
+from trainkit.data.samplers import InferenceSampler, InfiniteSampler
 from trainkit.utils import comm
 from trainkit.utils.periods import exact, whole_or_rounded
 
@@ -81,10 +80,6 @@ class LogicalLoader:
         """The samples of the last ``num_batches``, which are those of whole iterations."""
         each = num_batches // len(self._loaders)
         return [names for loader in self._loaders for names in loader.names_of_last(each)]
-
-    def explain(self, error: RuntimeError) -> None:
-        for loader in self._loaders:
-            loader.explain(error)
 
 
 class LogicalTestLoader(ResumableLoader):

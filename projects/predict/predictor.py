@@ -12,7 +12,7 @@ from trainkit.projects.hooks.averaged import AVERAGED_PATH, EVALUATED, averaged_
 from trainkit.checkpoint import Checkpointer
 from trainkit.config import CfgNode, ConfigError, import_modules
 from trainkit.config.checks import check_is_ours
-from trainkit.data.transforms import build_transform
+from trainkit.data.build import build_transform
 from trainkit.engine.hook_base import HookBase
 from trainkit.modeling import build_model, on_device
 from trainkit.utils.device import device_of, move_to_device

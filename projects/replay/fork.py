@@ -20,7 +20,7 @@ from trainkit.checkpoint.ranks import together
 from trainkit.config import CfgNode, ConfigError
 from trainkit.config.config import plain_value
 from trainkit.config.yaml_files import load_yaml
-from trainkit.data.samplers.infinite import InfiniteSampler
+from trainkit.data.samplers import InfiniteSampler
 from trainkit.engine import is_restarted
 from trainkit.engine.folders import checkpoint_dir
 from trainkit.solver.hyper_parameters import check_saved_groups

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any, Literal
 
-from trainkit.data.build import iters_per_epoch
-from trainkit.data.loader import resume_obstacle
+from trainkit.data.protocol import iters_per_epoch, resume_obstacle
 from trainkit.utils import waiting
 from trainkit.utils.periods import exact, whole_or_rounded
 
@@ -56,11 +55,6 @@ class CombinedLoader:
         """See `trainkit.data.resume_obstacle`."""
         return next(filter(None, map(resume_obstacle, self.loaders.values())), "")
 
-    @property
-    def has_cheap_state(self) -> bool:
-        """See `trainkit.data.resume_obstacle`."""
-        return all(getattr(loader, "has_cheap_state", False) for loader in self.loaders.values())
-
     def state_dict(self) -> dict[str, Any]:
         """The positions of all loaders after the batches given so far."""
         states = {name: loader.state_dict() for name, loader in self.loaders.items()}  # type: ignore[attr-defined]
@@ -74,12 +68,6 @@ class CombinedLoader:
         self._turn = state["turn"]
         for name, loader in self.loaders.items():
             loader.load_state_dict(state["loaders"][name])  # type: ignore[attr-defined]
-
-    def explain(self, error: RuntimeError) -> None:
-        """See `ResumableLoader`."""
-        for loader in self.loaders.values():
-            if hasattr(loader, "explain"):
-                loader.explain(error)
 
     def __iter__(self) -> Iterator[Any]:
         return self._draw({name: iter(loader) for name, loader in self.loaders.items()})  # starts workers now

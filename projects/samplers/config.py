@@ -1,7 +1,16 @@
 """The config keys of this project."""
 
 from trainkit.config import CfgNode
-from trainkit.config.checks import check_ranges
+from trainkit.config.checks import check_conflicts, check_ranges
+
+_RANGES = {
+    "(0, 1]": "DATALOADER.RANDOM_SUBSET_RATIO",
+    "[0, inf)": "DATALOADER.REPEAT_THRESHOLD DATALOADER.OVERFIT_BATCHES SOLVER.MAX_BATCHES_PER_EPOCH",
+}
+_CONFLICTS = (
+    ("DATALOADER.OVERFIT_BATCHES", "SOLVER.MAX_BATCHES_PER_EPOCH", "both say how many batches an epoch has"),
+    ("SOLVER.ACCUMULATION_FACTORS", "SOLVER.MAX_BATCHES_PER_EPOCH", "if the factor changes, there are no epochs"),
+)
 
 
 def add_config(cfg: CfgNode) -> None:
@@ -9,8 +18,19 @@ def add_config(cfg: CfgNode) -> None:
     cfg.DATALOADER.RANDOM_SUBSET_RATIO = 1.0  # RandomSubsetTrainingSampler: the fraction of the dataset that is used.
     cfg.DATALOADER.REPEAT_THRESHOLD = 0.0  # RepeatFactorTrainingSampler: repeat categories rarer than this fraction.
     cfg.DATALOADER.REPEAT_SQRT = True  # RepeatFactorTrainingSampler: the square root of threshold / frequency.
+    cfg.DATALOADER.OVERFIT_BATCHES = 0  # N: repeat the data of the first N iterations. 0: use all data.
+    cfg.SOLVER.MAX_BATCHES_PER_EPOCH = 0  # An epoch ends after this many iterations. 0: after all data.
 
 
 def check(cfg: CfgNode) -> None:
-    """Raises ConfigError if a number is out of range."""
-    check_ranges(cfg, {"(0, 1]": "DATALOADER.RANDOM_SUBSET_RATIO", "[0, inf)": "DATALOADER.REPEAT_THRESHOLD"})
+    """Raises ConfigError if a number is out of range, or two keys exclude each other."""
+    check_ranges(cfg, _RANGES)
+    check_conflicts(cfg, _CONFLICTS)
+
+
+def prepare(cfg: CfgNode) -> None:
+    """Put the sampler for limited epochs around the sampler of the config."""
+    limits = cfg.DATALOADER.OVERFIT_BATCHES or cfg.SOLVER.MAX_BATCHES_PER_EPOCH
+    if limits and cfg.DATALOADER.SAMPLER_TRAIN != "limited_sampler":
+        cfg.DATALOADER["LIMITED"] = cfg.DATALOADER.SAMPLER_TRAIN
+        cfg.DATALOADER.SAMPLER_TRAIN = "limited_sampler"

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 
 from trainkit.config import CfgNode, configurable
-from trainkit.data.samplers.infinite import check_seed, new_generator, seed_of
-from trainkit.data.samplers.training import TrainingSampler
-from trainkit.data.train_sampler import SAMPLER_REGISTRY
+from trainkit.data.build import SAMPLER_REGISTRY
+from trainkit.data.samplers import TrainingSampler, new_generator, seed_of
 from trainkit.utils import comm
 
 _SUBSET_KEY = 1  # epochs have the key 0, so the subset is independent of all orders
@@ -42,7 +41,7 @@ class RandomSubsetTrainingSampler(TrainingSampler):
         if size >= 1 > subset_size:
             raise ValueError(f"subset_ratio {subset_ratio} of {size} samples leaves none; raise it")
         super().__init__(min(size, subset_size), shuffle, seed_shuffle)
-        self.seed_subset = comm.shared_random_seed() if seed_subset is None else check_seed(seed_subset)
+        self.seed_subset = comm.shared_random_seed() if seed_subset is None else int(seed_subset)
         self._dataset_size = size
         self.subset_indices = self._choose_subset()
 
@@ -60,7 +59,7 @@ class RandomSubsetTrainingSampler(TrainingSampler):
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         super().load_state_dict(state)
-        self.seed_subset = check_seed(state["seed_subset"])
+        self.seed_subset = state["seed_subset"]
         self.subset_indices = self._choose_subset()
 
     def epoch_indices(self, epoch: int) -> torch.Tensor:

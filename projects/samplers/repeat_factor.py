@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from trainkit.config import CfgNode, ConfigError, configurable
-from trainkit.data.samplers.infinite import InfiniteSampler, new_generator, seed_of
-from trainkit.data.train_sampler import SAMPLER_REGISTRY
+from trainkit.data.build import SAMPLER_REGISTRY
+from trainkit.data.samplers import InfiniteSampler, new_generator, seed_of
 
 _BEFORE_ALL = (-1, 0, 0)  # (epoch, its first position in the stream, the position after it)
 

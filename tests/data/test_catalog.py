@@ -74,7 +74,7 @@ def test_a_name_is_registered_once_and_free_after_removal(register):
 
 
 def test_what_is_registered_must_be_a_function():
-    with pytest.raises(TypeError, match=r"must be registered with a function .* got list"):
+    with pytest.raises(TypeError, match="got a list"):
         DatasetCatalog.register("cat_list", [1, 2])
     assert "cat_list" not in DatasetCatalog
 
@@ -116,5 +116,3 @@ def test_the_metadata_catalog_gives_one_object_per_name_until_it_is_removed():
     MetadataCatalog.pop("one_object")
     with pytest.raises(KeyError, match="MetadataCatalog has no 'one_object'"):
         MetadataCatalog.remove("one_object")
-    with pytest.raises(ValueError, match="not empty"):
-        MetadataCatalog.get("")

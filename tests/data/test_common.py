@@ -1,4 +1,3 @@
-import logging
 import pickle
 import random
 
@@ -81,22 +80,6 @@ def test_the_only_good_sample_is_found_from_everywhere():
     assert [dataset[index] for index in range(12)] == [50] * 12
 
 
-@pytest.mark.parametrize(("num_retries", "num_warnings"), [(2, 0), (3, 1)])
-def test_a_warning_comes_from_the_third_retry_on(caplog, num_retries, num_warnings):
-    class AcceptsLate:
-        calls = 0
-
-        def __call__(self, sample):
-            self.calls += 1
-            return sample if self.calls > num_retries else None
-
-    with caplog.at_level(logging.WARNING, logger="trainkit.data.common"):
-        MapDataset(list(range(10)), AcceptsLate())[4]
-
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * num_warnings
-    assert all("map_func gave None for sample 4" in record.getMessage() for record in caplog.records)
-
-
 def test_a_mapped_stream_is_a_stream_without_the_rejected_samples():
     dataset = MapDataset(Stream([1, 2, 3, 4]), times_ten_if_even)
 
@@ -165,12 +148,10 @@ def test_a_list_dataset_without_copies_hands_out_the_samples_themselves():
     assert DatasetFromList([sample], copy=True, serialize=False)[0] is not sample
 
 
-@pytest.mark.parametrize(
-    ("serialize", "message"), [(True, "index {} of a dataset of 2 samples"), (False, "list index out of range")]
-)
+@pytest.mark.parametrize(("serialize", "message"), [(True, "index out of range"), (False, "list index out of range")])
 @pytest.mark.parametrize("index", [2, -3])
 def test_an_index_outside_of_a_list_dataset_is_an_index_error(serialize, message, index):
-    with pytest.raises(IndexError, match=message.format(index)):
+    with pytest.raises(IndexError, match=message):
         DatasetFromList([1, 2], serialize=serialize)[index]
 
 
@@ -200,7 +181,3 @@ def test_a_sampled_stream_refuses_what_it_cannot_sample():
     sampler = TrainingSampler(3, seed=0)
     with pytest.raises(TypeError, match="must be map-style, got the iterable Stream"):
         ToIterableDataset(Stream([1]), sampler)
-    with pytest.raises(TypeError, match=r"must be a torch.utils.data.Sampler, got list"):
-        ToIterableDataset([1], [0])
-    with pytest.raises(ValueError, match="shard_chunk_size must be >= 1 sample, got 0"):
-        ToIterableDataset([1], sampler, shard_chunk_size=0)

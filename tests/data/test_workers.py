@@ -4,15 +4,10 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
-from multiprocessing.connection import Listener
-from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 import pytest
-import torch
 
-from trainkit.config import ConfigError
 from trainkit.data import TrainingSampler, build_batch_data_loader
 
 ROOT = Path(__file__).parents[2]
@@ -142,57 +137,3 @@ def test_workers_do_not_outlive_a_parent_that_is_killed(start, kind):
     for end in ends:
         assert select.select([end], [], [], 60)[0], "a worker is still there"
         os.close(end)
-
-
-LONGEST = 75  # of a folder for temporary files: with the path of a socket in it that is 107
-
-
-@pytest.fixture
-def temporary_folder(monkeypatch):
-    """Makes one of a certain length and has it used."""
-    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as short:
-
-        def make(length):
-            folder = Path(short, "x" * (length - len(short) - 1))
-            folder.mkdir()
-            monkeypatch.setattr(tempfile, "tempdir", str(folder))
-            return folder
-
-        yield make
-
-
-def loader_of_tensors(num_workers):
-    return build_batch_data_loader([torch.ones(2)], TrainingSampler(1, seed=0), 1, num_workers=num_workers)
-
-
-needs_short_paths = pytest.mark.skipif(
-    sys.platform != "linux" or "_get_base_temp_dir" in get_temp_dir.__code__.co_names,
-    reason="other limits, or a Python that looks for a shorter folder itself",
-)
-
-
-@needs_short_paths
-def test_workers_that_could_not_hand_over_what_they_load_are_refused(temporary_folder):
-    folder = temporary_folder(LONGEST + 1)
-    with pytest.raises(OSError, match="too long"):
-        Listener(str(folder / "pymp-xxxxxxxx" / "listener-xxxxxxxx"))
-    with pytest.raises(ConfigError) as caught:
-        loader_of_tensors(num_workers=1)
-    assert str(caught.value) == (
-        f"loader workers cannot send what they load: the folder for temporary files, {folder}, has 76 "
-        "characters, but at most 75 are possible; set TMPDIR to a shorter path, or DATALOADER.NUM_WORKERS to 0"
-    )
-    assert torch.equal(next(iter(loader_of_tensors(num_workers=0)))[0], torch.ones(2))
-
-
-@needs_short_paths
-def test_a_worker_hands_over_tensors_from_the_longest_folder_that_is_accepted(temporary_folder):
-    temporary_folder(LONGEST)
-    assert torch.equal(next(iter(loader_of_tensors(num_workers=1)))[0], torch.ones(2))
-
-
-@needs_short_paths
-def test_where_tensors_are_handed_over_by_files_the_folder_may_be_longer(temporary_folder, monkeypatch):
-    temporary_folder(LONGEST + 1)
-    monkeypatch.setattr(torch.multiprocessing, "get_sharing_strategy", lambda: "file_system")
-    loader_of_tensors(num_workers=1)

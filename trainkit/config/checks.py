@@ -18,8 +18,6 @@ from trainkit.utils.numbers import is_number, is_whole
 _CONFLICTS: tuple[tuple[str, str, str], ...] = (
     ("DETERMINISTIC", "CUDNN_BENCHMARK", "the benchmark chooses kernels by their speed"),
     ("MODEL.DDP.STATIC_GRAPH", "MODEL.DDP.FIND_UNUSED_PARAMETERS", "a static graph finds unused parameters itself"),
-    ("DATALOADER.OVERFIT_BATCHES", "SOLVER.MAX_BATCHES_PER_EPOCH", "both say how many batches an epoch has"),
-    ("SOLVER.ACCUMULATION_FACTORS", "SOLVER.MAX_BATCHES_PER_EPOCH", "if the factor changes, there are no epochs"),
 )
 
 

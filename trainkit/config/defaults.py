@@ -49,7 +49,6 @@ _C.DATALOADER.PREFETCH_FACTOR = 2  # The number of batches that each worker load
 _C.DATALOADER.PERSISTENT_WORKERS = False  # True: keep the workers after each pass over the data for the next one.
 _C.DATALOADER.COLLATE = "default"  # "default": torch's default_collate makes a batch. "list": it is a list of samples.
 _C.DATALOADER.SAMPLER_TRAIN = "TrainingSampler"  # A name in SAMPLER_REGISTRY.
-_C.DATALOADER.OVERFIT_BATCHES = 0  # N: repeat the data of the first N iterations. 0: use all data.
 
 # ---------------------------------------------------------------------------- optimization
 _C.SOLVER = CN()
@@ -62,7 +61,6 @@ _C.SOLVER.MAX_ITER = 40000  # The length of the run. An iteration is one update.
 _C.SOLVER.IMS_PER_BATCH = 16  # Samples per micro-batch, over all ranks.
 _C.SOLVER.ACCUMULATION_STEPS = 1  # Micro-batches per iteration.
 _C.SOLVER.ACCUMULATION_FACTORS = []  # [[1000, 4]]: 4 times as many from iteration 1000 on. Without epochs ("3ep").
-_C.SOLVER.MAX_BATCHES_PER_EPOCH = 0  # An epoch ends after this many iterations. 0: after all data.
 _C.SOLVER.REFERENCE_WORLD_SIZE = 0  # The number of ranks this config is for, see DefaultTrainer.auto_scale_workers.
 _C.SOLVER.BASE_LR = 0.001  # The learning rate after the warm-up, before any factors.
 _C.SOLVER.BASE_LR_END = 0.0  # WarmupCosineLR: the learning rate at the end.
@@ -141,9 +139,9 @@ RANGES = {
     "[1, inf)": "CHECKPOINT.MAX_TO_KEEP DATALOADER.PREFETCH_FACTOR EARLY_STOPPING.PATIENCE "
     "LOG.GATHER_PERIOD LOG.PERIOD LOG.WINDOW SOLVER.ACCUMULATION_STEPS SOLVER.IMS_PER_BATCH "
     "SOLVER.NON_FINITE.MAX_IN_ROW STOP_CHECK_PERIOD TEST.IMS_PER_BATCH",
-    "[0, inf)": "CHECKPOINT.START DATALOADER.NUM_WORKERS DATALOADER.OVERFIT_BATCHES DATALOADER.TIMEOUT "
+    "[0, inf)": "CHECKPOINT.START DATALOADER.NUM_WORKERS DATALOADER.TIMEOUT "
     "EARLY_STOPPING.MIN_DELTA SOLVER.BASE_LR SOLVER.BASE_LR_END SOLVER.BIAS_LR_FACTOR SOLVER.CHECKPOINT_PERIOD "
-    "SOLVER.GAMMA SOLVER.MAX_BATCHES_PER_EPOCH SOLVER.NUM_DECAYS "
+    "SOLVER.GAMMA SOLVER.NUM_DECAYS "
     "SOLVER.REFERENCE_WORLD_SIZE SOLVER.STEPS SOLVER.WARMUP_FACTOR SOLVER.WARMUP_ITERS SOLVER.WEIGHT_DECAY "
     "SOLVER.WEIGHT_DECAY_BIAS SOLVER.WEIGHT_DECAY_NORM TEST.EVAL_PERIOD TEST.EVAL_START TEST.MAX_BATCHES",
     "[0, 1]": "SOLVER.MOMENTUM",

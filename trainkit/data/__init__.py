@@ -6,23 +6,19 @@ from trainkit.utils.plugins import lazy_names
 
 if TYPE_CHECKING:
     from trainkit.data.build import (
+        SAMPLER_REGISTRY,
+        TRANSFORM_REGISTRY,
         build_batch_data_loader,
         build_test_loader,
         build_train_loader,
-        iters_per_epoch,
-        trivial_batch_collator,
-        worker_init_reset_seed,
+        build_transform,
     )
     from trainkit.data.catalog import DatasetCatalog, Metadata, MetadataCatalog
-    from trainkit.data.common import DatasetFromList, MapDataset, ToIterableDataset
-    from trainkit.data.loader import ResumableLoader, resume_obstacle
-    from trainkit.data.samplers import (
-        InferenceSampler,
-        InfiniteSampler,
-        TrainingSampler,
-    )
-    from trainkit.data.train_sampler import SAMPLER_REGISTRY
-    from trainkit.data.transforms import TRANSFORM_REGISTRY, build_transform
+    from trainkit.data.common import DatasetFromList, MapDataset
+    from trainkit.data.loader import ResumableLoader, trivial_batch_collator
+    from trainkit.data.protocol import iters_per_epoch, resume_obstacle
+    from trainkit.data.samplers import InferenceSampler, InfiniteSampler, TrainingSampler
+    from trainkit.data.workers import worker_init_reset_seed
 
 __all__ = [  # some are in projects
     "DatasetCatalog",
@@ -51,6 +47,5 @@ __all__ = [  # some are in projects
     "ToIterableDataset",
 ]
 
-__getattr__ = lazy_names(
-    __name__, "CombinedLoader", "GroupedBatchSampler", "RandomSubsetTrainingSampler", "RepeatFactorTrainingSampler"
-)
+_OF_PROJECTS = ("CombinedLoader", "GroupedBatchSampler", "RandomSubsetTrainingSampler", "RepeatFactorTrainingSampler")
+__getattr__ = lazy_names(__name__, *_OF_PROJECTS, "ToIterableDataset")

@@ -19,15 +19,13 @@ class _Catalog(UserDict[str, _T]):
         return [*self]
 
     def remove(self, name: str) -> None:
-        """Remove an entry. Raises KeyError if no entry has this name."""
         self.pop(name)
 
     def explain_unknown(self, name: str) -> str:
         """The error text for an unknown name, with the known names and the remedy."""
-        known = ", ".join(sorted(self)) or "none"
         return (
-            f"{type(self).__name__[1:]} has no {name!r}; {did_you_mean(name, self)}registered: {known}. "
-            "Put the module that registers it into IMPORTS"
+            f"{type(self).__name__[1:]} has no {name!r}; {did_you_mean(name, self)}registered: "
+            f"{', '.join(sorted(self)) or 'none'}. Put the module that registers it into IMPORTS"
         )
 
     def __missing__(self, name: str) -> _T:
@@ -45,17 +43,9 @@ class _DatasetCatalog(_Catalog[Callable[[], Any]]):
     """
 
     def register(self, name: str, func: Callable[[], Any]) -> None:
-        """Register the function that makes the dataset ``name``; it is called when the dataset is used.
-
-        Raises:
-            TypeError: ``func`` cannot be called.
-            ValueError: the name is taken.
-        """
+        """Register the function that makes the dataset ``name``. Raises ValueError if the name is taken."""
         if not callable(func):
-            raise TypeError(
-                f"dataset {name!r} must be registered with a function without arguments that makes it, "
-                f"got {type(func).__name__}; wrap it in a function or a lambda"
-            )
+            raise TypeError(f"dataset {name!r} needs a function that makes it, got a {type(func).__name__}")
         if name in self:
             raise ValueError(f"a dataset {name!r} is registered already; remove({name!r}) it first")
         self[name] = func
@@ -66,8 +56,7 @@ class _DatasetCatalog(_Catalog[Callable[[], Any]]):
 
 
 class Metadata(types.SimpleNamespace):
-    """Facts about a dataset, such as its class names, as attributes that can be set once (or again to an equal
-    value)."""
+    """Facts about a dataset, such as its class names, as attributes that are set once (or again to an equal value)."""
 
     name: str = "N/A"
 
@@ -75,46 +64,31 @@ class Metadata(types.SimpleNamespace):
         super().__init__(**({} if name is None else {"name": name}), **attributes)
 
     def __setattr__(self, key: str, value: Any) -> None:
-        facts = self.__dict__
-        if key in facts and facts[key] is not value and facts[key] != value:
-            raise ValueError(
-                f"metadata {key!r} of {facts.get('name')!r} is {facts[key]!r} and cannot become {value!r}; "
-                f"an attribute is set once: use another dataset name, or MetadataCatalog.remove() this one first"
-            )
-        facts[key] = value
+        known = self.__dict__.setdefault(key, value)
+        if known is not value and known != value:
+            raise ValueError(f"metadata {key!r} of {self.name!r} is {known!r} and cannot become {value!r}")
 
     def __getattr__(self, key: str) -> Any:
-        if key.startswith("__"):  # copy and pickle look up such names
-            raise AttributeError(key)
         known = ", ".join(sorted(self.__dict__)) or "none"
-        raise AttributeError(f"metadata of {self.__dict__.get('name')!r} has no attribute {key!r}; it has: {known}")
+        raise AttributeError(f"metadata of {self.name!r} has no attribute {key!r}; it has: {known}")
 
     def set(self, **attributes: Any) -> "Metadata":
-        """Set several attributes; return the object itself.
-
-        Raises:
-            ValueError: an attribute has another value already.
-        """
+        """Set several attributes; return the object itself. Raises ValueError if one has another value already."""
         for key, value in attributes.items():
             setattr(self, key, value)
         return self
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The attribute ``key``, or ``default`` if it was never set."""
         return getattr(self, key, default)
 
     def as_dict(self) -> dict[str, Any]:
-        """All attributes, with ``name``, as a new dict."""
         return dict(self.__dict__)
 
 
 class _MetadataCatalog(_Catalog[Metadata]):
-    """One ``Metadata`` per name, created when first used; the dataset need not be registered."""
+    """One `Metadata` per name, created when first used; the dataset need not be registered."""
 
     def get(self, name: str) -> Metadata:  # type: ignore[override]
-        """The metadata under this name, always the same object. Raises ValueError if the name is empty."""
-        if not name:
-            raise ValueError(f"metadata needs a name that is not empty, got {name!r}; give that of its dataset")
         return self.setdefault(name, Metadata(name=name))
 
 

@@ -11,10 +11,9 @@ _MASK = (1 << 64) - 1
 
 
 def splitmix64(state: int, n: int) -> int:
-    """The ``n``-th number (from 0) of the SplitMix64 generator with this start state: 64 bits, no number comes twice.
+    """The ``n``-th number of 64 bits of the SplitMix64 generator with this start state; no number comes twice.
 
-    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014), with the constants of
-    Vigna's splitmix64.c.
+    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014).
     """
     z = (state + (n + 1) * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -23,22 +22,16 @@ def splitmix64(state: int, n: int) -> int:
 
 
 def seed_globals(number: int) -> None:
-    """Seed the global generators of Python, NumPy and torch's CPU with 64 random bits; takes about 6 us.
-
-    ``torch.manual_seed`` would seed all devices, and take 20 times as long.
-    """
+    """Seed the global generators of Python, NumPy and torch's CPU with 64 random bits; takes about 6 us."""
     random.seed(number)
-    # each gets half of the bits: with the same 32 bits both would draw the same numbers
+    # torch.manual_seed would seed all devices; NumPy gets other bits, or both would draw the same numbers
     torch.default_generator.manual_seed(number & 0xFFFFFFFF)
     np.random.seed(number >> 32)
 
 
 @contextmanager
 def undisturbed_globals() -> Iterator[None]:
-    """Context that at its end restores the global generators of Python, NumPy and torch's CPU; takes about 60 us.
-
-    Not needed in a loader worker. See `trainkit.utils.rng` for devices.
-    """
+    """Context that at its end restores the global generators of Python, NumPy and torch's CPU; takes about 60 us."""
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

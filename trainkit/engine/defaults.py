@@ -26,7 +26,7 @@ from trainkit.config import (
 from trainkit.config.checks import check_is_ours
 from trainkit.config.errors import look_up
 from trainkit.config.imports import wrap_by_projects
-from trainkit.data.build import build_test_loader, build_train_loader, check_epoch_limit, first_batches
+from trainkit.data.build import build_test_loader, build_train_loader
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.engine import hooks
 from trainkit.engine.build import ModelBuilder, build_parallel, build_step_trainer
@@ -133,7 +133,6 @@ class DefaultTrainer(TrainerBase):
         model = build_parallel(cfg, ModelBuilder(build, self))
         optimizer = self._build("build_optimizer", cfg, model)
         data_loader = self._build("build_train_loader", cfg)
-        check_epoch_limit(cfg, data_loader)
         if cfg.MODEL.PARALLEL == "ddp":
             model = create_ddp_model(model, **ddp_options(cfg))
         data_loader = wrap_by_projects("wrap_loader", cfg, data_loader)
@@ -430,7 +429,9 @@ class DefaultTrainer(TrainerBase):
                     continue
             loader = _test_loader(cls.build_test_loader, cfg, name)
             if cfg.TEST.MAX_BATCHES:
-                loader = first_batches(loader, cfg.TEST.MAX_BATCHES)
+                own: Any = getattr(loader, "first_batches", None)  # a loader may do this itself
+                number = cfg.TEST.MAX_BATCHES
+                loader = itertools.islice(loader, number) if own is None else own(number)
             results[name] = inference_on_dataset(model, loader, evaluator, name=name)
             if comm.is_main_process():
                 logger.log(for_details(), "Results on %s:", name)

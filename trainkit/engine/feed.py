@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from trainkit.data.build import iters_per_epoch
-from trainkit.data.common import add_note
-from trainkit.data.loader import resume_obstacle
+from trainkit.data.protocol import iters_per_epoch, resume_obstacle
 from trainkit.utils.device import Prefetcher
 from trainkit.utils.periods import check_period, exact, whole_or_rounded
 from trainkit.utils.waiting import next_batch
@@ -131,8 +129,7 @@ class Feed:
         batch = batch[0] if self.accumulation_steps > 1 and batch else batch
         kind = type(batch).__name__
         if isinstance(batch, list | tuple | Mapping) and (kind in str(error) or not str(error)):
-            add_note(
-                error,
+            getattr(error, "add_note", logger.error)(
                 f"The model was called with one argument, the batch, a {kind}; if it takes tensors and returns logits, "
                 "give trainkit.modeling.losses_from(model, loss_fn) to the trainer, see docs/bring_your_model.md",
             )

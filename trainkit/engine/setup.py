@@ -45,8 +45,6 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found = self.parse_intermixed_args(args, namespace)
-        if number := found.overfit_batches:
-            found.opts += ["DATALOADER.OVERFIT_BATCHES", str(number), "TEST.MAX_BATCHES", str(number)]
         try:
             check_processes(found.num_gpus, found.num_machines, found.machine_rank, found.dist_url)
         except ValueError as error:
@@ -74,8 +72,6 @@ Examples:
     add("--config-file", default="", metavar="FILE", help="a YAML file with changes to the defaults")
     add_flag("--resume", help="resume from the last checkpoint in OUTPUT_DIR, if any")
     add_flag("--eval-only", help="evaluate MODEL.WEIGHTS, or the last checkpoint")
-    text = "train on the same N batches again and again, to see whether the model can learn them; evaluate N batches"
-    add("--overfit-batches", type=int, default=0, metavar="N", help=text)
     add_flag("--print-config", help="print the settings of the job as YAML, and stop")
     add_flag("--quiet", help="show only warnings and errors; log.txt has all lines")
     text = "processes of this machine, each with a GPU if there are any; 0: one on the CPU"

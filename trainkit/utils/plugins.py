@@ -18,6 +18,7 @@ CONFIG_KEYS: dict[str, str] = {
     "CHECKPOINT.BEST_TO_KEEP": "trainkit.projects.hooks.config",
     "CHECKPOINT.PUBLISH": "trainkit.projects.hooks.config",
     "CHECKPOINT.PUBLISH_FORMAT": "trainkit.projects.hooks.config",
+    "DATALOADER.OVERFIT_BATCHES": "trainkit.projects.samplers.config",
     "DATALOADER.RANDOM_SUBSET_RATIO": "trainkit.projects.samplers.config",
     "DATALOADER.REPEAT_THRESHOLD": "trainkit.projects.samplers.config",
     "DATALOADER.REPEAT_SQRT": "trainkit.projects.samplers.config",
@@ -36,6 +37,7 @@ CONFIG_KEYS: dict[str, str] = {
     "SOLVER.OPTIMIZERS": "trainkit.projects.solver_extras.config",
     "SOLVER.PARAM_GROUPS": "trainkit.projects.solver_extras.config",
     "SOLVER.SCHEDULES": "trainkit.projects.solver_extras.config",
+    "SOLVER.MAX_BATCHES_PER_EPOCH": "trainkit.projects.samplers.config",
     "TEST.PRECISE_BN": "trainkit.projects.hooks.config",
 }
 """Config key -> the module that declares it, and any keys below it, in ``add_config(cfg)``.
@@ -83,6 +85,9 @@ NAMES: Mapping[str, str] = {
     "set_global_cfg": "trainkit.projects.compat.global_config",
     "PicklableWrapper": "trainkit.projects.compat.serialize",
     "retry_if_cuda_oom": "trainkit.projects.compat.memory",
+    "AspectRatioGroupedDataset": "trainkit.projects.compat.datasets",
+    "ToIterableDataset": "trainkit.projects.compat.datasets",
+    "set_default_dataset_from_list_serialize_method": "trainkit.projects.compat.datasets",
     "LoadsAgain": "trainkit.projects.fast_dev.options",
     "fast_dev_config": "trainkit.projects.fast_dev.options",
     "scale_lr_to_batch": "trainkit.projects.scaling.scaling",
@@ -114,6 +119,7 @@ NAMES: Mapping[str, str] = {
     "GroupedBatchSampler": "trainkit.projects.samplers.grouped",
     "RandomSubsetTrainingSampler": "trainkit.projects.samplers.random_subset",
     "RepeatFactorTrainingSampler": "trainkit.projects.samplers.repeat_factor",
+    "limited_sampler": "trainkit.projects.samplers.limited",
     "fsdp": "trainkit.projects.sharding.fsdp",
     "BestCheckpoints": "trainkit.projects.hooks.best_checkpoints",
     "CheckFiniteLoss": "trainkit.projects.hooks.check_finite_loss",
@@ -151,6 +157,7 @@ NAMES: Mapping[str, str] = {
 OPTIONS: dict[str, str] = {
     "--fast-dev-run": "trainkit.projects.fast_dev.options",
     "--fork": "trainkit.projects.replay.fork",
+    "--overfit-batches": "trainkit.projects.samplers.options",
 }
 """Option of the command line -> the module that adds it to the parser, in ``add_options(parser)``.
 

@@ -8,8 +8,9 @@ from trainkit.projects.logical_ranks.loader import divide
 from trainkit.projects.logical_ranks.ranks import own_ranks
 
 from trainkit.config import ConfigError
-from trainkit.data.build import build_test_loader, build_train_loader, first_batches, iters_per_epoch
+from trainkit.data.build import build_test_loader, build_train_loader, trivial_batch_collator
 from trainkit.data.common import MapDataset
+from trainkit.data.protocol import iters_per_epoch
 from trainkit.utils import comm
 from trainkit.utils.numbers import tree_sum
 from trainkit.utils.periods import exact
@@ -48,7 +49,8 @@ def test_neighbours_among_the_ranks_of_a_process_have_the_same_parent(as_rank):
 
 def train_loader(steps=1, mapper=None, num_workers=0):
     dataset = MapDataset([*range(10)], mapper) if mapper else [*range(10)]
-    return divide(build_train_loader(dataset, total_batch_size=8, seed=3, num_workers=num_workers), 4, steps)
+    options = {"total_batch_size": 8, "seed": 3, "num_workers": num_workers, "collate_fn": trivial_batch_collator}
+    return divide(build_train_loader(dataset, **options), 4, steps)
 
 
 def batches_by_rank(as_rank, world_size, num, steps, **options):
@@ -100,8 +102,8 @@ def test_batches_to_evaluate_do_not_depend_on_the_number_of_processes(as_rank):
         batches = []
         for rank in range(world_size):
             as_rank(rank, world_size)
-            loader = divide(build_test_loader([*range(11)], batch_size=2), 4)
-            loader = first_batches(loader, most) if most else loader
+            loader = divide(build_test_loader([*range(11)], batch_size=2, collate_fn=trivial_batch_collator), 4)
+            loader = loader.first_batches(most) if most else loader
             batches += [*loader]
             assert len(loader) == len([*loader])
         return batches
@@ -111,7 +113,6 @@ def test_batches_to_evaluate_do_not_depend_on_the_number_of_processes(as_rank):
     assert found(1) == found(2) == found(4) == whole
     assert found(1, most=1) == found(2, most=1) == found(4, most=1) == [[0, 1], [3, 4], [6, 7], [9, 10]]
     assert torch.equal(torch.get_rng_state(), state)
-    assert [*first_batches([1, 2, 3], 2)] == [1, 2]
 
 
 class Stream(IterableDataset):

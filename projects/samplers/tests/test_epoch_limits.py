@@ -4,14 +4,12 @@ import itertools
 
 import pytest
 import torch
+from trainkit.projects.samplers.options import apply
 
 from tests.engine.job import tiny_cfg
-from tests.engine.test_skip import same, train
 from trainkit.config import ConfigError, check_values, scale_workers
-from trainkit.data import DatasetCatalog, ResumableLoader, TrainingSampler
+from trainkit.data import DatasetCatalog, TrainingSampler
 from trainkit.engine import DefaultTrainer, HookBase, default_argument_parser
-
-EVERY = ("SOLVER.CHECKPOINT_PERIOD", 1)
 
 
 def inputs_in_order(indices):
@@ -52,7 +50,8 @@ def test_an_epoch_of_some_batches_is_the_unit_of_lengths_hooks_and_orders(tmp_pa
 
 def test_a_run_repeats_the_first_batches_of_the_order_that_it_would_have(tmp_path):
     args = default_argument_parser().parse_args(["--overfit-batches", "3"])
-    cfg = tiny_cfg(tmp_path, *args.opts)
+    cfg = tiny_cfg(tmp_path)
+    apply(cfg, args)
     trainer = DefaultTrainer(cfg)
 
     found = [batch["x"] for batch in itertools.islice(trainer.data_loader, 7)]
@@ -63,42 +62,10 @@ def test_a_run_repeats_the_first_batches_of_the_order_that_it_would_have(tmp_pat
     assert trainer.iters_per_epoch == cfg.TEST.MAX_BATCHES == 3
 
 
-def test_a_run_that_is_stopped_inside_a_short_epoch_goes_on_in_it(tmp_path):
-    key = "DATALOADER.OVERFIT_BATCHES"
-    _, plain = train(tmp_path / "plain", key, 3)
-    train(tmp_path / "stopped", key, 3, *EVERY, last=4)
-    _, resumed = train(tmp_path / "stopped", key, 3, *EVERY, resume=True)
-
-    assert not same({0: plain.batches[0]}, plain.batches, {0: 3})  # random numbers, or another order
-    assert same(resumed.batches, plain.batches, {iter: iter for iter in range(5, 10)})
-
-
 def test_a_limit_beyond_the_data_changes_nothing_and_another_number_of_workers_keeps_its_samples(tmp_path):
     cfg = tiny_cfg(tmp_path, "SOLVER.MAX_BATCHES_PER_EPOCH", 6, "SOLVER.REFERENCE_WORLD_SIZE", 2)
-    assert DefaultTrainer.build_train_loader(cfg).state_dict()["kind"] == "TrainingSampler"
+    assert DefaultTrainer(cfg).data_loader.state_dict()["kind"] == "TrainingSampler"
     assert [scale_workers(cfg, num).SOLVER.MAX_BATCHES_PER_EPOCH for num in (1, 4, 16, 64)] == [12, 3, 1, 1]
-
-
-class Own(DefaultTrainer):
-    @classmethod
-    def build_train_loader(cls, cfg):
-        return ResumableLoader(DatasetCatalog.get("tiny_train"), batch_size=8)
-
-
-class OfNoLength(DefaultTrainer):
-    @classmethod
-    def build_train_loader(cls, cfg):
-        return iter([])
-
-
-@pytest.mark.parametrize(
-    ("trainer", "found"),
-    [(Own, r"loader \(ResumableLoader\) has 5;"), (OfNoLength, r"loader \(list_iterator\) has no known number;")],
-)
-def test_a_loader_that_ignores_the_limit_is_an_error(tmp_path, trainer, found):
-    with pytest.raises(ConfigError, match=f"DATALOADER.OVERFIT_BATCHES allows 4 batches of .*{found} build it with"):
-        trainer(tiny_cfg(tmp_path, "DATALOADER.OVERFIT_BATCHES", 4))
-    Own(tiny_cfg(tmp_path, "SOLVER.MAX_BATCHES_PER_EPOCH", 5))
 
 
 @pytest.mark.parametrize(

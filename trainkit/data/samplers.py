@@ -1,40 +1,41 @@
-"""The endless stream of samples that the ranks share."""
+"""Samplers choose the samples of a rank and their order."""
 
 import itertools
 import logging
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from trainkit.config.config import CfgNode
+from trainkit.config.from_config import configurable
 from trainkit.utils import comm
+from trainkit.utils.plugins import lazy_names
+
+__all__ = ["InferenceSampler", "InfiniteSampler", "TrainingSampler"]
 
 logger = logging.getLogger(__name__)
 
 _BLOCK = 1 << 16  # number of indices converted to Python ints at a time: a list of 1e8 would take gigabytes
 
+__getattr__ = lazy_names(__name__, "GroupedBatchSampler", "RandomSubsetTrainingSampler", "RepeatFactorTrainingSampler")
+
 
 class InfiniteSampler(Sampler[int], ABC):
-    """Epochs 0, 1, 2, ... of a dataset without end; the ranks take samples in turn.
+    """Epochs 0, 1, 2, ... of a dataset without end; each ``iter()`` starts at position ``start`` of this stream.
 
-    The order of an epoch depends on ``(seed, epoch)`` alone, and sample ``p`` of the global stream goes to rank ``p %
-    world_size``. So any number of ranks draws the same global batches, and the stream can start at any position. Every
-    ``iter()`` starts at ``start``.
+    The order of an epoch depends on ``(seed, epoch)`` alone, and sample ``p`` of the stream goes to rank ``p %
+    world_size``. So any number of ranks draws the same global batches.
 
     Args:
         seed: the same on all ranks, >= 0. None: all ranks share a random seed, so every rank must create the sampler.
-
-    Raises:
-        ValueError: the seed is negative; pass None for a config's SEED -1.
     """
 
     def __init__(self, seed: int | None) -> None:
-        self.seed = comm.shared_random_seed() if seed is None else check_seed(seed)
+        self.seed = comm.shared_random_seed() if seed is None else int(seed)
         self.rank = comm.get_data_rank()  # stored, since a spawned loader worker has no process group
         self.world_size = comm.get_data_world_size()
         self.start = 0
@@ -53,30 +54,26 @@ class InfiniteSampler(Sampler[int], ABC):
         """The dataset indices of one epoch over all ranks, in order, int64 ``[N]``."""
 
     def set_position(self, num_samples: int) -> None:
-        """Start the next ``iter()`` after the first ``num_samples`` >= 0 of the stream, counted over all ranks."""
-        if num_samples < 0:
-            raise ValueError(f"num_samples must be >= 0 samples of the global stream, got {num_samples}")
+        """Start the next ``iter()`` after the first ``num_samples`` of the stream, counted over all ranks."""
         self.start = num_samples
 
     def state_dict(self, position: int | None = None) -> dict[str, int]:
-        """The seed, and ``position`` in samples of the global stream; default is ``start``."""
+        """The seed, and ``position`` in samples of the stream; default is ``start``."""
         return {"seed": self.seed, "position": self.start if position is None else position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Start the next ``iter()`` at the position of the state, in the order of its seed."""
         if state["seed"] != self.seed:
-            logger.info(
-                "The data continues in the order of the checkpoint's seed %d, not of %d", state["seed"], self.seed
-            )
-        self.seed = check_seed(state["seed"])
+            text = "The data continues in the order of the checkpoint's seed %d, not of %d"
+            logger.info(text, state["seed"], self.seed)
+        self.seed = state["seed"]
         self.set_position(state["position"])
 
     def locate(self, position: int) -> tuple[int, int]:
-        """(epoch, offset in it) of a sample of the global stream."""
+        """(epoch, offset in it) of a sample of the stream."""
         return divmod(position, self.samples_per_epoch)
 
     def _infinite_indices(self) -> Iterator[int]:
-        """The global stream; if a subclass overrides this, as for detectron2, positions are reached by iterating."""
+        """The stream; if a subclass overrides this, as for detectron2, positions are reached by iterating."""
         for epoch in itertools.count():
             yield from self.epoch_indices(epoch).tolist()
 
@@ -95,15 +92,54 @@ class InfiniteSampler(Sampler[int], ABC):
             epoch += 1
 
 
-def check_seed(seed: int) -> int:
-    """The seed as an int; a TypeError if it is not an integer, a ValueError if it is negative."""
-    seed = operator.index(seed)
-    if seed < 0:
-        raise ValueError(f"seed must be None (drawn at random) or >= 0, got {seed}; turn a config's SEED -1 into None")
-    return seed
+class TrainingSampler(InfiniteSampler):
+    """All samples of a dataset, without end, in a new order each epoch, or in their own order without ``shuffle``."""
+
+    @configurable
+    def __init__(self, size: int, shuffle: bool = True, seed: int | None = None) -> None:
+        super().__init__(seed)
+        self._size, self._shuffle = _check_size(size), shuffle
+
+    @classmethod
+    def from_config(cls, cfg: Any, dataset: Any) -> dict[str, Any]:
+        return {"size": len(dataset), "seed": seed_of(cfg)}
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return self._size
+
+    def epoch_indices(self, epoch: int) -> torch.Tensor:
+        if not self._shuffle:
+            return torch.arange(self._size)
+        return torch.randperm(self._size, generator=new_generator(self.seed, 0, epoch))
 
 
-def seed_of(cfg: CfgNode) -> int | None:
+class InferenceSampler(Sampler[int]):
+    """A contiguous part of ``range(size)`` per rank: each index once, and lengths that differ by at most 1."""
+
+    def __init__(self, size: int) -> None:
+        ranks = comm.get_data_world_size(), comm.get_data_rank()
+        self._local_indices = self._get_local_indices(_check_size(size), *ranks)
+
+    @staticmethod
+    def _get_local_indices(total_size: int, world_size: int, rank: int) -> range:
+        share, rest = divmod(total_size, world_size)  # each of the first ranks takes one more sample
+        return range(rank * share + min(rank, rest), (rank + 1) * share + min(rank + 1, rest))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._local_indices)
+
+    def __len__(self) -> int:
+        return len(self._local_indices)
+
+
+def _check_size(size: int) -> int:
+    if size < 1:
+        raise ValueError(f"size must be >= 1 sample, got {size}")
+    return size
+
+
+def seed_of(cfg: Any) -> int | None:
     """The seed of a config; None if it must be drawn."""
     return None if cfg.SEED < 0 else cfg.SEED
 

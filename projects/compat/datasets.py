@@ -1,0 +1,74 @@
+"""Datasets of detectron2."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils.data import IterableDataset, Sampler, get_worker_info
+
+from trainkit.data.common import serialize_methods
+
+
+@contextmanager
+def set_default_dataset_from_list_serialize_method(new: Callable[[Sequence[Any]], Any]) -> Iterator[None]:
+    """Context in which `DatasetFromList` with ``serialize=True`` keeps its samples in ``new(samples)``."""
+    serialize_methods.append(new)
+    try:
+        yield
+    finally:
+        serialize_methods.remove(new)
+
+
+class ToIterableDataset(IterableDataset[Any]):
+    """A map-style dataset as a stream, in the order of a sampler.
+
+    The loaders of trainkit read it by its indices, if ``shard_sampler`` is true: batches are consecutive parts of the
+    order, with any number of workers.
+
+    Args:
+        dataset: map-style.
+        sampler: indices of this rank.
+        shard_sampler: divide the indices between loader workers. Switch it off only if the sampler differs in each
+            worker.
+        shard_chunk_size: number of consecutive indices for the same worker. If it equals the batch size, batches are
+            the same as without workers.
+    """
+
+    def __init__(
+        self, dataset: Any, sampler: Sampler[int], shard_sampler: bool = True, shard_chunk_size: int = 1
+    ) -> None:
+        if isinstance(dataset, IterableDataset):
+            raise TypeError(f"dataset must be map-style, got the iterable {type(dataset).__name__}; use it as it is")
+        self.dataset, self.sampler = dataset, sampler
+        self.indexed = (dataset, sampler) if shard_sampler else None
+        self._chunk_size = shard_chunk_size
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info() if self.indexed else None
+        num, own = (1, 0) if worker is None else (worker.num_workers, worker.id)
+        for position, index in enumerate(self.sampler):
+            if position // self._chunk_size % num == own:
+                yield self.dataset[index]
+
+
+class AspectRatioGroupedDataset(IterableDataset[list[Any]]):
+    """Lists of ``batch_size`` samples; in a list, either all samples are wider than high, or none is.
+
+    At the end of an iteration, samples of an incomplete list are kept for the next iteration.
+
+    Args:
+        dataset: dicts with ``width`` and ``height``.
+    """
+
+    def __init__(self, dataset: Iterable[Any], batch_size: int) -> None:
+        self.dataset, self.batch_size = dataset, batch_size
+        self._buckets: tuple[list[Any], list[Any]] = [], []
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for sample in self.dataset:
+            bucket = self._buckets[sample["width"] > sample["height"]]
+            bucket.append(sample)
+            if len(bucket) == self.batch_size:
+                batch = bucket[:]
+                bucket.clear()  # before the yield: a loop that breaks after it has already used the batch
+                yield batch
