@@ -14,7 +14,6 @@ BASE_KEY = "_BASE_"  # at the top of a file: the file or files it inherits from
 DELETE_KEY = "_DELETE_"  # in a node of a file: ignore the inherited files for this node
 
 _NUMBER = re.compile(r"[-+]?((?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+|inf|nan)\Z")
-_WORDS = ("true", "false", "null", "inf", "+inf", "-inf", "nan")
 
 
 class _Loader(yaml.SafeLoader):
@@ -44,12 +43,12 @@ for _class in (_Loader, Dumper):
 
 
 def parse_literal(text: str) -> Any:
-    """A Python literal, a list or node in YAML, a word such as true, null or inf, or else the text itself."""
+    """The value of a Python literal, or else of YAML in one line, such as ``[a, b]`` or ``true``."""
     with contextlib.suppress(ValueError, TypeError, SyntaxError):
         return ast.literal_eval(text.strip())
-    with contextlib.suppress(yaml.YAMLError):
-        if text.lower() in _WORDS or text.lstrip().startswith(("[", "{")):
-            return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    with contextlib.suppress(yaml.YAMLError, ValueError):
+        value = yaml.load(text, Loader=_Loader)  # a SafeLoader
+        return text if value is None and text != "null" else value  # an empty text and "#fff" stay text
     return text
 
 

@@ -13,7 +13,7 @@ from trainkit.projects.replay.tests.job import digest_of_folder
 from tests.engine.job import tiny_cfg
 from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint.file import read_file
-from trainkit.config import ConfigError, get_cfg
+from trainkit.config import ConfigError, check_values, get_cfg
 from trainkit.engine import DefaultTrainer, HookBase, default_argument_parser, default_setup, run
 
 
@@ -340,3 +340,10 @@ def test_a_fork_on_two_ranks_ends_with_the_bits_of_its_parent(tmp_path):
 
     assert differences(tmp_path / "fork", tmp_path / "parent") == []
     assert differences(tmp_path / "other", tmp_path / "parent") != []
+
+
+def test_an_iteration_of_no_run_is_refused():
+    cfg = get_cfg()
+    cfg.merge_from_list(["FORK.ITER", 5])
+    with pytest.raises(ConfigError, match="FORK.ITER: got 5 .*accepted: -1 without FORK.RUN"):
+        check_values(cfg)
