@@ -26,7 +26,7 @@ from trainkit.engine import (
     default_setup,
 )
 from trainkit.engine.hook_base import HOOK_POINTS
-from trainkit.engine.hooks import HOOK_REGISTRY, CallbackHook, EMAHook
+from trainkit.engine.hooks import HOOK_REGISTRY, CallbackHook
 from trainkit.evaluation import DatasetEvaluator
 from trainkit.utils import comm
 from trainkit.utils.events import EventWriter
@@ -49,7 +49,7 @@ def merged(text, cfg=None):
 
 # ---------------------------------------------------------------------- hooks
 
-NORM, CHECK, BUILD, OUTPUTS, COUNT = blocks("docs/hooks.md", "python")
+NORM, CHECK, OUTPUTS, COUNT = blocks("docs/hooks.md", "python")
 (ENTRIES,) = blocks("docs/hooks.md", "yaml")
 (COMMAND,) = blocks("docs/hooks.md", "sh")
 TRAIN, ITERATION, WITHOUT_CONFIG, COUNTER = blocks("docs/training_loop.md", "python")
@@ -84,11 +84,6 @@ def test_the_hook_of_a_config_ends_a_run_whose_loss_is_not_finite(tmp_path, monk
     trainer.register_hooks([Spoil()])
     with pytest.raises(FloatingPointError, match="loss_cls is nan in iteration 9"):
         trainer.train()
-
-
-def test_an_entry_is_built_in_both_spellings():
-    built = run(BUILD, "hooks.md")
-    assert type(built["average"]) is type(built["same"]) is EMAHook
 
 
 def test_the_hook_of_the_page_stores_the_accuracy_of_training_batches_from_the_outputs():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainkit.utils.periods import check_period, is_due, is_due_epoch, is_last, is_nth, periods_done, whole_or_rounded
+from trainkit.utils.periods import check_period, is_due, is_last, is_nth, periods_done, whole_or_rounded
 
 
 def every_n(done, n, start=0):
@@ -71,17 +71,6 @@ def test_every_inner_batch_is_counted_from_0_as_well():
     assert [index for index in range(8) if is_nth(index + 1, 3)] == [2, 5]
 
 
-def test_an_epoch_is_due_by_its_own_number():
-    at_the_end = [trainer_at(iter, max_iter=31) for iter in range(2, 31, 3)]  # of epochs 0 to 9, and one iteration more
-
-    assert [t.epoch for t in at_the_end if is_due_epoch(t, 4)] == [3, 7]
-    assert [t.epoch for t in at_the_end if is_due_epoch(t, 2, offset=5)] == [4, 6, 8]
-    assert [t.epoch for t in at_the_end if is_due_epoch(t, 0)] == []
-    assert [t.epoch for t in at_the_end if is_due_epoch(t, 4, or_last=True)] == [3, 7]
-    whole = [trainer_at(iter, max_iter=30) for iter in range(2, 30, 3)]
-    assert [t.epoch for t in whole if is_due_epoch(t, 4, or_last=True)] == [3, 7, 9]
-
-
 @pytest.mark.parametrize("per_epoch", [Fraction(4, 3), Fraction(5, 2), Fraction(341, 399), Fraction(1, 3), Fraction(7)])
 @pytest.mark.parametrize("offset", [0, 3])
 def test_a_period_that_is_not_whole_ends_at_its_rounded_multiples(per_epoch, offset):
@@ -92,13 +81,6 @@ def test_a_period_that_is_not_whole_ends_at_its_rounded_multiples(per_epoch, off
     assert [trainer_at(iter, iters_per_epoch=per_epoch).epoch for iter in range(100)] == [
         max(n for n, start in enumerate(starts) if start <= iter) for iter in range(100)
     ]
-
-
-def test_a_period_in_epochs_counts_each_of_the_epochs_that_end_in_one_iteration():
-    found = [trainer_at(iter, 99, Fraction(1, 3)) for iter in range(5)]
-    assert [trainer.epoch for trainer in found] == [0, 4, 7, 10, 13]  # 4, 7, 10, 13 and 16 are done after them
-    assert [is_due_epoch(trainer, 3) for trainer in found] == [True] * 5
-    assert [is_due_epoch(trainer, 5) for trainer in found] == [False, True, True, False, True]
 
 
 def test_the_last_iteration_and_what_lies_behind_it_are_last():

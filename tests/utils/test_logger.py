@@ -6,13 +6,8 @@ import sys
 
 import pytest
 
-from trainkit.utils import logger as logger_module
 from trainkit.utils.logger import (
     close_logger,
-    create_small_table,
-    log_every_n,
-    log_every_n_seconds,
-    log_first_n,
     setup_logger,
 )
 
@@ -165,43 +160,3 @@ def test_a_line_that_is_no_unicode_is_logged(tmp_path, capsys):
     setup_logger(tmp_path, name=NAME, configure_stdout=False).info("lone \ud800")
     assert messages((tmp_path / "log.txt").read_text()) == ["lone \\ud800"]
     assert capsys.readouterr().err == ""
-
-
-def test_the_first_n_of_a_line_or_of_a_message_are_logged(caplog):
-    for i in range(4):
-        log_first_n(logging.WARNING, f"line {i}", 2)
-        log_first_n(logging.WARNING, f"message {i % 2}", key="message")
-        log_first_n(logging.WARNING, f"both {i % 2}", key=("caller", "message"))
-    log_first_n(logging.WARNING, "both 0", key=("message", "caller"))
-    log_first_n(logging.WARNING, "message 0", key="message")
-    lines = [message for message in caplog.messages if message.startswith("line")]
-    assert lines == ["line 0", "line 1"]
-    assert [m for m in caplog.messages if m.startswith("message")] == ["message 0", "message 1"]
-    assert [m for m in caplog.messages if m.startswith("both")] == ["both 0", "both 1", "both 0"]
-
-
-def test_every_nth_is_logged_beginning_with_the_first(caplog):
-    for i in range(7):
-        log_every_n(logging.WARNING, str(i), 3)
-    assert caplog.messages == ["0", "3", "6"]
-
-
-def test_a_line_is_logged_again_only_after_n_seconds(caplog, monkeypatch):
-    clock = iter([100.0, 104.0, 105.0, 109.0, 110.0])
-    monkeypatch.setattr(logger_module.time, "monotonic", lambda: next(clock))
-    for i in range(5):
-        log_every_n_seconds(logging.WARNING, str(i), 5)
-    assert caplog.messages == ["0", "2", "4"]
-
-
-def test_such_lines_come_from_the_caller_or_a_named_logger(caplog):
-    log_first_n(logging.WARNING, "a")
-    log_every_n(logging.WARNING, "b", name="other")
-    assert [(r.name, r.filename) for r in caplog.records] == [
-        (__name__, "test_logger.py"),
-        ("other", "test_logger.py"),
-    ]
-
-
-def test_a_small_table_has_one_row():
-    assert create_small_table({"top1": 0.98765, "n": 3}) == ("|  top1  |  n  |\n|:------:|:---:|\n| 0.988  |  3  |")

@@ -1,24 +1,15 @@
-"""Set up the log of a process, and limit repeated log lines."""
+"""Set up the log of a process."""
 
 import logging
-import math
 import os
 import sys
-import time
-from collections import Counter
-from collections.abc import Collection, Hashable, Mapping
-from typing import Any, Literal
 
-import torch
-
-from trainkit.utils.tables import format_table
+from trainkit.utils.plugins import lazy_names
 
 _GREEN, _YELLOW, _RED, _RESET = "\x1b[32m", "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
 # logger -> handlers that `setup_logger` has added, and the earlier level and propagation
 _setups: dict[str, tuple[list[logging.Handler], int, bool]] = {}
-_counts: Counter[Hashable] = Counter()
-_last_times: dict[Hashable, float] = {}
 
 
 def setup_logger(
@@ -76,53 +67,6 @@ def close_logger(name: str = "trainkit") -> None:
             handler.close()
 
 
-def log_first_n(
-    lvl: int,
-    msg: str,
-    n: int = 1,
-    *,
-    name: str | None = None,
-    key: Literal["caller", "message"] | Collection[Literal["caller", "message"]] = "caller",
-) -> None:
-    """Log only the first ``n`` times.
-
-    Args:
-        name: the name of the logger; default is the calling module.
-        key: calls are counted together if they have the same calling line ("caller"), the same message, or both.
-    """
-    module, line = _caller()
-    parts = {"caller": line, "message": msg}
-    if _count("first", *(parts[part] for part in sorted([key] if isinstance(key, str) else key))) <= n:
-        logging.getLogger(name or module).log(lvl, msg, stacklevel=2)
-
-
-def log_every_n(lvl: int, msg: str, n: int = 1, *, name: str | None = None) -> None:
-    """Log the first of every ``n`` calls from the same line."""
-    module, line = _caller()
-    if (_count("every", line) - 1) % n == 0:
-        logging.getLogger(name or module).log(lvl, msg, stacklevel=2)
-
-
-def log_every_n_seconds(lvl: int, msg: str, n: float = 1, *, name: str | None = None) -> None:
-    """Log unless the same line has logged less than ``n`` seconds ago."""
-    module, line = _caller()
-    now = time.monotonic()
-    if now - _last_times.get(line, -math.inf) >= n:
-        _last_times[line] = now
-        logging.getLogger(name or module).log(lvl, msg, stacklevel=2)
-
-
-def create_small_table(small_dict: Mapping[str, Any]) -> str:
-    """A table of one row with the keys as header, for a few values."""
-    center: dict[str, Any] = {"stralign": "center", "numalign": "center"}
-    return format_table([list(small_dict.values())], list(small_dict), tablefmt="pipe", floatfmt=".3f", **center)
-
-
-def _log_api_usage(identifier: str) -> None:
-    """Count a use of ``trainkit.<identifier>`` with torch's usage logging."""
-    torch._C._log_api_usage_once(f"trainkit.{identifier}")
-
-
 class _Handler(logging.Handler):
     """Writes to a file, or to the present ``sys.stdout``, even if it was redirected."""
 
@@ -171,12 +115,6 @@ class _Formatter(logging.Formatter):
         return f"{head}{level}: {record.message}"
 
 
-def _count(*key: Hashable) -> int:
-    _counts[key] += 1
-    return _counts[key]
-
-
-def _caller() -> tuple[str, tuple[str, int]]:
-    """(module name, (file, line)) of the code that has called this module."""
-    frame = sys._getframe(2)
-    return frame.f_globals.get("__name__", "__main__"), (frame.f_code.co_filename, frame.f_lineno)
+__getattr__ = lazy_names(
+    __name__, "_log_api_usage", "create_small_table", "log_every_n", "log_every_n_seconds", "log_first_n"
+)

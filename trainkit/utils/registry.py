@@ -1,10 +1,10 @@
 """Find objects by name."""
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from trainkit.utils.plugins import NAMES, import_plugin_of, load_plugin
+from trainkit.utils.plugins import NAMES, import_plugin_of, lazy_names
 
 
 class Registry:
@@ -40,21 +40,6 @@ class Registry:
             )
         return self._objects[name]
 
-    def build(self, cfg: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the object that ``cfg`` names by ``NAME`` or ``type``: ``build({"NAME": "EMAHook", "DECAY": 0.9})``.
-
-        Its other entries are arguments by name, in upper or lower case; they win over ``kwargs``.
-
-        Raises:
-            TypeError: ``cfg`` has no name, or the object does not take these arguments.
-            KeyError: no object has this name.
-        """
-        named = [key for key in ("NAME", "type") if isinstance(cfg, Mapping) and isinstance(cfg.get(key), str)]
-        if not named:
-            raise TypeError(f'build() takes a dict such as {{"NAME": "EMAHook", "DECAY": 0.999}}, got {cfg!r}')
-        given = {key.lower(): value for key, value in cfg.items() if key != named[0]}
-        return self.get(cfg[named[0]])(*args, **{**kwargs, **given})
-
     def __contains__(self, name: str) -> bool:
         if name not in self._objects:
             import_plugin_of(name)
@@ -71,7 +56,4 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f"did you mean {by_upper[nearest[0]]!r}? " if nearest else ""
 
 
-def __getattr__(name: str) -> Any:
-    if name not in ("locate", "_convert_target_to_string"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(load_plugin(NAMES[name]), name)
+__getattr__ = lazy_names(__name__, "_convert_target_to_string", "locate")
