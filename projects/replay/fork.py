@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add ``--fork``."""
-    text = "start from a checkpoint of another run (default: the newest), with its settings, but for KEY VALUE"
-    parser.add_argument("--fork", default="", metavar="RUN[@ITER]", help=text)
+    text = "start from another run after so many iterations (default: its newest checkpoint), with its settings"
+    parser.add_argument("--fork", default="", metavar="RUN[@ITERATIONS]", help=text)
 
 
 def apply(cfg: Any, args: Any) -> Callable[[], None]:
@@ -57,8 +57,8 @@ def apply(cfg: Any, args: Any) -> Callable[[], None]:
     if "://" in place or not isinstance(cfg, CfgNode):
         raise ConfigError(f"--fork {place}: accepted: a local folder with the checkpoints of a DefaultTrainer")
     if not name or not number.isdecimal() or os.path.isdir(place):
-        name, number = place, "-1"
-    run, iteration, own = os.path.abspath(name), int(number), Path(cfg.OUTPUT_DIR, "config.yaml")
+        name, number = place, "0"
+    run, iteration, own = os.path.abspath(name), int(number) - 1, Path(cfg.OUTPUT_DIR, "config.yaml")
     resumes = getattr(args, "resume", False) or is_restarted()
     text = _of_rank_0(lambda: own.read_text() if resumes and own.is_file() else "")
     former, folders = load_yaml(text, str(own)).get("FORK", {}), [run]
@@ -106,8 +106,10 @@ def _find(run: str, iteration: int) -> tuple[Saved, int, dict[str, Any]]:
         needed = "name the folder with the checkpoints of a DefaultTrainer, written by this version or a later one"
         raise CheckpointError(f"'{run}' has no checkpoint to fork; {needed}")
     if iteration not in (-1, *found):
-        there = ", ".join(map(str, sorted(found)))
-        raise CheckpointError(f"'{run}' has no checkpoint of iteration {iteration}; there are those of {there}")
+        there = ", ".join(str(done + 1) for done in sorted(found))
+        raise CheckpointError(
+            f"'{run}' has no checkpoint after {iteration + 1} iterations; there are those after {there}"
+        )
     return found[max(found) if iteration < 0 else iteration]
 
 

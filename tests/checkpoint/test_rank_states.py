@@ -9,6 +9,7 @@ from torch import nn
 from tests.engine.tiny import Steps
 from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer
+from trainkit.checkpoint.ranks import digests_of
 from trainkit.engine import hooks
 from trainkit.engine.hook_base import HookBase
 
@@ -136,3 +137,20 @@ def test_every_rank_goes_on_with_its_own_random_numbers(found):
     (first, same), (other, also_same) = found[0]["every_rank_goes_on_with_its_own_random_numbers"]
     assert first != other
     assert (same, also_same) == (True, True)
+
+
+def test_tensors_differ_for_a_digest_by_any_value_their_order_shape_and_dtype():
+    one = torch.arange(3_000_001, dtype=torch.float32)  # several pieces
+    others = {"equal": one.clone(), "swapped": one.clone(), "sign": one.clone(), "shape": one[:, None]}
+    others["swapped"][[5, 2_500_000]] = one[[2_500_000, 5]]
+    others["sign"][0] = -0.0
+    others["dtype"] = one.view(torch.int32)
+    digests = digests_of({"one": one, **others})
+    assert [name for name in others if digests[name] == digests["one"]] == ["equal"]
+    small = {
+        "bool": torch.tensor([True, False]),
+        "empty": torch.zeros(0),
+        "scalar": torch.tensor(3),
+        "half": torch.ones(3).half(),
+    }
+    assert len({*digests_of(small).values()}) == 4

@@ -34,8 +34,7 @@ def gather_rank_states(state: Mapping[str, Any], model: nn.Module, keys: Mapping
     mine = {key: {name: state[key][name] for name in keys[key] if name in state[key]} for key in keys if key in state}
     tensors: dict[str, Tensor] = {}
     mine = _map_tensors(mine, lambda path, tensor: tensors.setdefault(path, _without_parts(tensor)))
-    contents = map(int, [_fingerprint(tensor) for tensor in tensors.values()])  # all are started before one is read
-    digests = {path: (x.dtype, x.shape, number) for (path, x), number in zip(tensors.items(), contents, strict=True)}
+    digests = digests_of(tensors)
     known = comm.broadcast(digests)
     if not comm.is_main_process():
         mine = _map_tensors(mine, lambda path, x: _Same() if known.get(path) == digests[path] else x.cpu())
@@ -77,7 +76,18 @@ def _without_parts(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _fingerprint(tensor: Tensor) -> Tensor:
+def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
+    """dtype, shape and a number for the content of each tensor; each device is waited for once."""
+    numbers = {path: _number_of(tensor) for path, tensor in tensors.items()}
+    found: dict[str, tuple[Any, ...]] = {}
+    for device in {number.device for number in numbers.values()}:
+        paths = [path for path, number in numbers.items() if number.device == device]
+        values = torch.stack([numbers[path] for path in paths]).tolist()
+        found |= {p: (tensors[p].dtype, tensors[p].shape, value) for p, value in zip(paths, values, strict=True)}
+    return found
+
+
+def _number_of(tensor: Tensor) -> Tensor:
     """A 64-bit number for the content, computed on the tensor's device, so that large tensors are not copied."""
     total = torch.zeros((), dtype=torch.int64, device="cpu" if tensor.is_meta else tensor.device)
     if tensor.is_meta or not tensor.numel():

@@ -79,7 +79,7 @@ def values(folder):
 # ---------------------------------------------------------------------- bits
 
 
-@pytest.mark.parametrize("at", ["@4", pytest.param("@9", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("at", ["@5", pytest.param("@10", marks=pytest.mark.slow)])
 def test_a_fork_with_the_same_settings_ends_with_the_bits_of_its_parent(tmp_path, parent, caplog, at):
     before = digest_of_folder(parent)
 
@@ -98,7 +98,7 @@ def test_a_fork_with_the_same_settings_ends_with_the_bits_of_its_parent(tmp_path
 )
 @pytest.mark.slow
 def test_a_changed_setting_changes_the_bits(tmp_path, parent, change):
-    fork(f"{parent}@4", tmp_path, *change)
+    fork(f"{parent}@5", tmp_path, *change)
 
     found = differences(tmp_path, parent)
     assert any(line.startswith("model/") for line in found)
@@ -107,11 +107,11 @@ def test_a_changed_setting_changes_the_bits(tmp_path, parent, change):
 
 def test_a_fork_that_is_killed_and_resumed_ends_with_the_same_bits(tmp_path, parent):
     change = ("SOLVER.BASE_LR", 0.05, "SEED", 3)
-    fork(f"{parent}@4", tmp_path / "whole", *change)
+    fork(f"{parent}@5", tmp_path / "whole", *change)
 
     for kill_at in (7, 11):  # before its first checkpoint, and after it
         with pytest.raises(Killed):
-            fork(f"{parent}@4", tmp_path / "killed", *change, "--resume", kill_at=kill_at)
+            fork(f"{parent}@5", tmp_path / "killed", *change, "--resume", kill_at=kill_at)
     trainer = fork(parent, tmp_path / "killed", *change, "--resume")  # without the iteration: it is known
 
     assert trainer.cfg.FORK.ITER == 4
@@ -122,9 +122,9 @@ def test_a_fork_that_is_killed_and_resumed_ends_with_the_same_bits(tmp_path, par
 
 @pytest.mark.slow
 def test_a_fork_is_resumed_by_its_own_config_without_its_parent(tmp_path, parent):
-    fork(f"{parent}@4", tmp_path / "whole", "SOLVER.BASE_LR", 0.05)
+    fork(f"{parent}@5", tmp_path / "whole", "SOLVER.BASE_LR", 0.05)
     with pytest.raises(Killed):
-        fork(f"{parent}@4", tmp_path / "killed", "SOLVER.BASE_LR", 0.05, kill_at=11)
+        fork(f"{parent}@5", tmp_path / "killed", "SOLVER.BASE_LR", 0.05, kill_at=11)
 
     args = ["--config-file", str(tmp_path / "killed/config.yaml"), "--resume", "FORK.RUN", "/gone"]
     run(default_argument_parser().parse_args(args), DefaultTrainer)
@@ -136,7 +136,7 @@ def test_a_fork_is_resumed_by_its_own_config_without_its_parent(tmp_path, parent
 
 
 def test_rates_of_the_command_win_and_schedules_go_on_in_proportion(tmp_path, parent):
-    trainer = fork(f"{parent}@4", tmp_path, "SOLVER.BASE_LR", 0.05, "SOLVER.WEIGHT_DECAY", 0.2, "SOLVER.MOMENTUM", 0.5)
+    trainer = fork(f"{parent}@5", tmp_path, "SOLVER.BASE_LR", 0.05, "SOLVER.WEIGHT_DECAY", 0.2, "SOLVER.MOMENTUM", 0.5)
 
     (group, *_) = trainer.optimizer.param_groups
     assert (group["initial_lr"], group["momentum"], group["weight_decay"]) == (0.05, 0.5, 0.2)
@@ -151,7 +151,7 @@ def lr_of(folder):
 
 
 def test_a_schedule_of_the_command_is_in_use_from_the_first_iteration(tmp_path, parent):
-    fork(f"{parent}@4", tmp_path, "SOLVER.STEPS", (5,))
+    fork(f"{parent}@5", tmp_path, "SOLVER.STEPS", (5,))
 
     rates = read_file(tmp_path / "model_final.pth")["trainer"]["storage"]["histories"]["lr"]
     by_iter = dict(zip(rates["iterations"].tolist(), rates["values"].tolist(), strict=True))
@@ -168,7 +168,7 @@ def test_a_seed_of_the_command_gives_the_order_of_a_run_with_that_seed(tmp_path,
             self.xs[self.trainer.iter] = self.trainer.batch["x"]
 
     found = []
-    for name, arguments in (("other", ["SEED", 2]), ("fork", ["--fork", f"{parent}@4", "SEED", 2])):
+    for name, arguments in (("other", ["SEED", 2]), ("fork", ["--fork", f"{parent}@5", "SEED", 2])):
         args = default_argument_parser().parse_args([str(argument) for argument in arguments])
         cfg = tiny_cfg(tmp_path / name, *OWN, "SEED", 2)
         default_setup(cfg, args)
@@ -189,7 +189,7 @@ def test_a_seed_of_the_command_gives_the_order_of_a_run_with_that_seed(tmp_path,
 
 @pytest.mark.slow
 def test_skipped_batches_are_the_business_of_a_fork(tmp_path, parent):
-    trainer = fork(f"{parent}@4", tmp_path, "DATALOADER.SKIP", "[[6, 8]]")
+    trainer = fork(f"{parent}@5", tmp_path, "DATALOADER.SKIP", "[[6, 8]]")
 
     assert trainer.state_dict()["hooks"]["SkipBatches"]["left_out"] == [[6, 8]]
 
@@ -199,8 +199,8 @@ def test_a_gradient_scale_of_the_command_wins(tmp_path):
     amp = ("SOLVER.AMP.ENABLED", True, "SOLVER.AMP.INIT_SCALE", 256.0)
     train(tmp_path / "a", *amp)
 
-    same = fork(f"{tmp_path}/a@4", tmp_path / "same")
-    other = fork(f"{tmp_path}/a@4", tmp_path / "other", "SOLVER.AMP.INIT_SCALE", 64.0)
+    same = fork(f"{tmp_path}/a@5", tmp_path / "same")
+    other = fork(f"{tmp_path}/a@5", tmp_path / "other", "SOLVER.AMP.INIT_SCALE", 64.0)
 
     assert [trainer._trainer.grad_scaler.get_scale() for trainer in (same, other)] == [256.0, 64.0]
 
@@ -213,10 +213,10 @@ def test_a_schedule_of_torch_keeps_its_rates_with_a_warning(tmp_path, caplog):
             return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
     train(tmp_path / "a", trainer_class=Own)
-    fork(f"{tmp_path}/a@4", tmp_path / "same", trainer_class=Own)
+    fork(f"{tmp_path}/a@5", tmp_path / "same", trainer_class=Own)
     assert "ExponentialLR cannot take other rates" not in caplog.text
 
-    fork(f"{tmp_path}/a@4", tmp_path / "other", "SOLVER.BASE_LR", 0.05, trainer_class=Own)
+    fork(f"{tmp_path}/a@5", tmp_path / "other", "SOLVER.BASE_LR", 0.05, trainer_class=Own)
 
     assert "ExponentialLR cannot take other rates" in caplog.text
     assert differences(tmp_path / "same", tmp_path / "a") == []
@@ -224,8 +224,8 @@ def test_a_schedule_of_torch_keeps_its_rates_with_a_warning(tmp_path, caplog):
 
 
 def test_another_optimizer_is_refused(tmp_path, parent):
-    with pytest.raises(ConfigError, match="the optimizer in the checkpoint has .*dampening.*, AdamW has"):
-        fork(f"{parent}@4", tmp_path, "SOLVER.OPTIMIZER.NAME", "AdamW")
+    with pytest.raises(ConfigError, match="the optimizer in the checkpoint has .*dampening"):
+        fork(f"{parent}@5", tmp_path, "SOLVER.OPTIMIZER.NAME", "AdamW")
 
 
 def test_the_samples_of_an_iteration_are_divided_as_the_parent_was_meant_to(tmp_path, parent):
@@ -233,7 +233,7 @@ def test_the_samples_of_an_iteration_are_divided_as_the_parent_was_meant_to(tmp_
     shutil.copytree(parent, tmp_path / "a")
     (tmp_path / "a/batch.json").write_text(json.dumps(record | {"world_size": 4}))
 
-    trainer = fork(f"{tmp_path}/a@4", tmp_path / "b")
+    trainer = fork(f"{tmp_path}/a@5", tmp_path / "b")
 
     assert trainer._global_batch.world_size == 4
 
@@ -242,7 +242,7 @@ def test_the_samples_of_an_iteration_are_divided_as_the_parent_was_meant_to(tmp_
 
 
 def test_config_and_checkpoint_name_the_parent_the_iteration_and_the_differences(tmp_path, parent):
-    fork(f"{parent}@4", tmp_path / "b", "SOLVER.BASE_LR", 0.05, "LOG.PERIOD", 1)
+    fork(f"{parent}@5", tmp_path / "b", "SOLVER.BASE_LR", 0.05, "LOG.PERIOD", 1)
     trainer = fork(tmp_path / "b", tmp_path / "c", "SOLVER.MAX_ITER", 14)
 
     cfg = get_cfg()
@@ -260,7 +260,7 @@ def test_config_and_checkpoint_name_the_parent_the_iteration_and_the_differences
 @pytest.mark.slow
 def test_a_fork_replays_from_its_own_beginning(tmp_path, parent):
     def start():
-        return fork(f"{parent}@4", tmp_path, "SOLVER.BASE_LR", 0.05)
+        return fork(f"{parent}@5", tmp_path, "SOLVER.BASE_LR", 0.05)
 
     start()
 
@@ -279,8 +279,8 @@ def test_a_fork_replays_from_its_own_beginning(tmp_path, parent):
 
 
 def test_an_absent_checkpoint_is_an_error_that_lists_those_there_are(tmp_path, parent):
-    with pytest.raises(OSError, match=r"no checkpoint of iteration 5; there are those of 4, 9, 11$"):
-        fork(f"{parent}@5", tmp_path)
+    with pytest.raises(OSError, match=r"no checkpoint after 6 iterations; it has them after 5, 10, 12$"):
+        fork(f"{parent}@6", tmp_path)
     with pytest.raises(OSError, match="'.*nowhere' has no checkpoint to fork; name the folder"):
         fork(tmp_path / "nowhere", tmp_path)
     assert not (tmp_path / "config.yaml").exists()
@@ -307,7 +307,7 @@ def test_a_checkpoint_without_an_origin_is_refused(tmp_path):
     with pytest.raises(
         OSError, match="has no checkpoint to fork; name the folder with the checkpoints of a DefaultTrainer"
     ):
-        fork(f"{tmp_path}@4", tmp_path / "fork")
+        fork(f"{tmp_path}@5", tmp_path / "fork")
 
 
 @pytest.mark.parametrize("option", ["--eval-only", "--fast-dev-run", "--config-file=a.yaml"])
@@ -317,7 +317,7 @@ def test_options_that_a_fork_would_ignore_are_refused(tmp_path, option):
 
 
 def test_a_script_that_does_not_load_is_refused(tmp_path, parent):
-    args = default_argument_parser().parse_args(["--fork", f"{parent}@4"])
+    args = default_argument_parser().parse_args(["--fork", f"{parent}@5"])
     cfg = tiny_cfg(tmp_path)
     default_setup(cfg, args)
 
@@ -330,8 +330,8 @@ def test_a_script_that_does_not_load_is_refused(tmp_path, parent):
 
 def check_fork_of_a_rank(rank, folder):
     train(f"{folder}/parent")
-    fork(f"{folder}/parent@4", f"{folder}/fork")
-    fork(f"{folder}/parent@4", f"{folder}/other", "SOLVER.BASE_LR", 0.05)
+    fork(f"{folder}/parent@5", f"{folder}/fork")
+    fork(f"{folder}/parent@5", f"{folder}/other", "SOLVER.BASE_LR", 0.05)
 
 
 @pytest.mark.slow
