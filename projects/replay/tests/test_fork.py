@@ -279,7 +279,7 @@ def test_a_fork_replays_from_its_own_beginning(tmp_path, parent):
 
 
 def test_an_absent_checkpoint_is_an_error_that_lists_those_there_are(tmp_path, parent):
-    with pytest.raises(OSError, match=r"no checkpoint after 6 iterations; it has them after 5, 10, 12$"):
+    with pytest.raises(OSError, match=r"no checkpoint after 6 iterations; there are those after 5, 10, 12$"):
         fork(f"{parent}@6", tmp_path)
     with pytest.raises(OSError, match="'.*nowhere' has no checkpoint to fork; name the folder"):
         fork(tmp_path / "nowhere", tmp_path)
