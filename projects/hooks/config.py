@@ -1,5 +1,7 @@
 """The config keys of this project."""
 
+from trainkit.projects.hooks.time_limit import parse_time
+
 from trainkit.config import CfgNode, ConfigError
 from trainkit.config.checks import check_choices, check_conflicts, check_ranges
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
@@ -10,6 +12,7 @@ def add_config(cfg: CfgNode) -> None:
     cfg.CHECKPOINT.BEST_TO_KEEP = 1  # 3: keep the 3 best also as model_best_<iteration>. 1: only model_best.
     cfg.CHECKPOINT.PUBLISH = ""  # "model" or "ema": at the end, write files of only these weights (final and best).
     cfg.CHECKPOINT.PUBLISH_FORMAT = "pth"  # The format of these files: "pth", or "safetensors" (needs that package).
+    cfg.MAX_TIME = ""  # "23h", "1d 12h": stop and save the run after this time of training. "": no limit.
     cfg.TEST.PRECISE_BN = CfgNode()
     cfg.TEST.PRECISE_BN.ENABLED = False  # True: compute the statistics of batch norm layers before each evaluation.
     cfg.TEST.PRECISE_BN.NUM_ITER = 200  # The number of batches for these statistics.
@@ -22,6 +25,8 @@ def check(cfg: CfgNode) -> None:
     check_ranges(cfg, {"[1, inf)": "CHECKPOINT.BEST_TO_KEEP TEST.PRECISE_BN.NUM_ITER"})
     if cfg.CHECKPOINT.BEST_TO_KEEP > 1 and not cfg.CHECKPOINT.BEST_METRIC:
         raise ConfigError(f"CHECKPOINT.BEST_TO_KEEP is {cfg.CHECKPOINT.BEST_TO_KEEP}, but BEST_METRIC is not set")
+    if cfg.MAX_TIME:
+        parse_time(cfg.MAX_TIME)
     reason = "its statistics depend on the number of processes"
     check_conflicts(cfg, [("SOLVER.LOGICAL_RANKS", "TEST.PRECISE_BN.ENABLED", reason)])
 
@@ -37,5 +42,7 @@ def prepare(cfg: CfgNode) -> None:
         cfg.CHECKPOINT.BEST_METRIC, cfg.CHECKPOINT.BEST_TO_KEEP = None, 1
         entries = [{**best, "VAL_METRIC": metric, "FILE_PREFIX": prefix} for metric, prefix in metrics.items()]
         cfg.HOOKS = [*cfg.HOOKS, *entries]
+    if cfg.MAX_TIME and "TimeLimit" not in names:
+        cfg.HOOKS = [*cfg.HOOKS, {"NAME": "TimeLimit"}]
     if cfg.CHECKPOINT.PUBLISH and "PublishWeights" not in names:
         cfg.HOOKS = [{"NAME": "PublishWeights"}, *cfg.HOOKS]

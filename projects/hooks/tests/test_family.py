@@ -36,6 +36,7 @@ MAKE = {
     "FinalEvalHook": lambda job: hooks.FinalEvalHook(lambda: {"other": 1.0}),
     "Freeze": lambda job: hooks.Freeze("*weight", begin=2, end=4),
     "GarbageCollection": lambda job: hooks.GarbageCollection(2),
+    "GradNorm": lambda job: hooks.GradNorm(2),
     "IterationTimer": lambda job: hooks.IterationTimer(),
     "LRScheduler": lambda job: hooks.LRScheduler(job.optimizer, CosineParamScheduler(1.0, 0.5)),
     "MemorySnapshot": lambda job: hooks.MemorySnapshot(),
@@ -49,6 +50,7 @@ MAKE = {
     "SamplerSeed": lambda job: hooks.SamplerSeed(),
     "SyncBuffers": lambda job: hooks.SyncBuffers(),
     "Throughput": lambda job: hooks.Throughput(2),
+    "TimeLimit": lambda job: hooks.TimeLimit("1h"),
     "TorchMemoryStats": lambda job: hooks.TorchMemoryStats(2),
     "TorchProfiler": lambda job: hooks.TorchProfiler(
         lambda trainer: trainer.iter == 3, job.folder, activities=[torch.profiler.ProfilerActivity.CPU]
