@@ -23,24 +23,21 @@ def own_folder(folder: str | os.PathLike[str]) -> None:
         return
     os.makedirs(folder, exist_ok=True)
     deadline = time.monotonic() + _PATIENCE_SEC
-    # not `flock`: loader workers would inherit the lock, and may outlive a killed run by seconds
-    while not _lock(descriptor := os.open(_lock_file(folder), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)):
-        owner = os.read(descriptor, 4096).decode(errors="replace")
-        os.close(descriptor)
+    while isinstance(found := _lock(folder, os.O_CREAT), str):
         if time.monotonic() > deadline:
-            raise OSError(f"the folder {os.fspath(folder)!r} belongs to another run, {owner}; wait for it or stop it")
+            raise OSError(f"the folder {os.fspath(folder)!r} belongs to another run, {found}; wait for it or stop it")
         time.sleep(0.05)
-    os.truncate(descriptor, 0)
+    os.truncate(found, 0)
     text = f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}"
-    os.write(descriptor, text.encode())
-    _owned[_key(folder)] = descriptor
+    os.pwrite(found, text.encode(), 0)
+    _owned[_key(folder)] = found
 
 
 def release_folder(folder: str | os.PathLike[str]) -> None:
     """Release the folder for other runs; does nothing if this process does not own it."""
     if is_owned(folder):
         with contextlib.suppress(FileNotFoundError):
-            os.remove(_lock_file(folder))
+            os.remove(os.path.join(folder, LOCK_FILE))
         os.close(_owned.pop(_key(folder)))
 
 
@@ -51,26 +48,26 @@ def is_owned(folder: str | os.PathLike[str]) -> bool:
 
 def is_owned_by_another(folder: str | os.PathLike[str]) -> bool:
     """Whether another process owns the folder."""
-    if is_owned(folder) or not os.path.exists(_lock_file(folder)):
+    if is_owned(folder) or not os.path.exists(os.path.join(folder, LOCK_FILE)):
         return False
-    descriptor = os.open(_lock_file(folder), os.O_RDWR)
-    try:
-        return not _lock(descriptor)
-    finally:
-        os.close(descriptor)
+    found = _lock(folder)
+    if isinstance(found, int):
+        os.close(found)
+    return isinstance(found, str)
 
 
 def _key(folder: str | os.PathLike[str]) -> tuple[str, int]:
     return os.path.realpath(folder), os.getpid()
 
 
-def _lock_file(folder: str | os.PathLike[str]) -> str:
-    return os.path.join(folder, LOCK_FILE)
-
-
-def _lock(descriptor: int) -> bool:
-    try:
+def _lock(folder: str | os.PathLike[str], flags: int = 0) -> int | str:
+    """The descriptor of the lock file if this process has locked it, else the name of the owner."""
+    descriptor = os.open(os.path.join(folder, LOCK_FILE), os.O_RDWR | os.O_NOFOLLOW | flags, 0o666)
+    owner = os.read(descriptor, 4096).decode(errors="replace")
+    with contextlib.suppress(BlockingIOError, PermissionError):
+        # not `flock`: loader workers would inherit the lock, and may outlive a killed run by seconds
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    return os.fstat(descriptor).st_nlink > 0  # the owner before has deleted the file
+        if os.fstat(descriptor).st_nlink > 0:  # its former owner has not deleted it meanwhile
+            return descriptor
+    os.close(descriptor)
+    return owner
